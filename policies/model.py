@@ -1,0 +1,265 @@
+"""The values that policies see and produce: a snapshot of the cluster in, a decision out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+
+
+class JobKey(NamedTuple):
+    """One incarnation of a job: Slurm reuses the id when it requeues, so the restart count belongs to it."""
+
+    id: int
+    restart: int
+
+    def __str__(self) -> str:
+        return f"{self.id}.{self.restart}" if self.restart else str(self.id)
+
+
+class Gpu(NamedTuple):
+    """One physical GPU: lanes of a host share these, so a lane never appears in it."""
+
+    host: str
+    index: int
+
+
+JobState: TypeAlias = Literal["PENDING", "RUNNING", "SUSPENDED", "OTHER"]
+LeaseState: TypeAlias = Literal["waiting", "held", "stopping", "yielded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asked for, from the job comment's ``cadenza`` key (DESIGN §5)."""
+
+    share: bool = True
+    min_gpus: int | None = None
+    max_gpus: int | None = None
+    model: str | None = None
+    priority: int = 0
+    held: bool = False
+    """Set by job_submit.lua when it held the job for us (held admission)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What the agents say of one job's right to its GPUs; times in seconds.
+
+    ``state``: *waiting* never ran, *held* may use the GPUs, *stopping* is asked to yield and has not yet,
+    *yielded* has moved its state to host memory. ``vtime_s`` is held time over weight, the key of the
+    weighted round robin; an arriving job starts at the least of those it shares a GPU with.
+    """
+
+    state: LeaseState
+    gpus: tuple[Gpu, ...]
+    vtime_s: float = 0.0
+    held_s: float = 0.0
+    """Time since the lease was last given; 0 unless held or stopping."""
+    ready: bool = False
+    """Every rank has attached and can stop at a boundary."""
+    why_not_ready: str = ""
+    iteration_s: float | None = None
+    exclusive: bool = False
+    """An unmanaged job: it is never asked to yield and every overlapping managed job makes way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One job as Slurm and the agents report it. Memory in MB, times in seconds since the epoch."""
+
+    key: JobKey
+    user: str
+    account: str
+    partition: str
+    qos: str
+    state: JobState
+    gpus: int
+    cpus: int
+    memory_mb: int
+    num_nodes: int
+    submit_s: float
+    name: str = ""
+    state_reason: str = ""
+    start_s: float | None = None
+    slurm_priority: int = 0
+    nodes: tuple[str, ...] = ()
+    """Slurm node names (lanes) of a running or suspended job."""
+    required_nodes: tuple[str, ...] = ()
+    options: Options | None = None
+    """None: the job did not opt in."""
+    unmanageable: str = ""
+    """Why an opted-in job is left alone all the same (hetjob, cron, several partitions …); else empty."""
+    requeueable: bool = True
+    lease: Lease | None = None
+    """None: no agent knows the job."""
+
+    @property
+    def opted_in(self) -> bool:
+        """Whether the user asked for sharing and the job can be managed."""
+        return self.options is not None and self.options.share and not self.unmanageable
+
+    @property
+    def held(self) -> bool:
+        """Whether the job is pending because somebody holds it."""
+        return self.state == "PENDING" and self.slurm_priority == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One Slurm node, that is one lane of a host. Memory in MB."""
+
+    name: str
+    host: str
+    lane: int
+    cpus: int
+    memory_mb: int
+    gpus: int
+    gpu_type: str = ""
+    partitions: tuple[str, ...] = ()
+    up: bool = True
+    drained: bool = False
+    drain_reason: str = ""
+    cpus_used: int = 0
+    memory_used_mb: int = 0
+    gpus_used: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One machine as its agent reports it; without a live agent ``agent_alive`` is False."""
+
+    name: str
+    agent_alive: bool
+    agent_version: str = ""
+    memory_mb: int = 0
+    memory_free_mb: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSnapshot:
+    """Everything a decision may depend on, read at one moment; the order of the tuples means nothing."""
+
+    time_s: float
+    nodes: tuple[Node, ...]
+    jobs: tuple[Job, ...]
+    hosts: tuple[Host, ...] = ()
+
+    def job(self, key: JobKey) -> Job | None:
+        """Return the job with this key, or None when it is gone."""
+        return next((job for job in self.jobs if job.key == key), None)
+
+
+# --- Actions -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Yield:
+    """Ask every rank of a job to stop at the same boundary and free its GPUs (agents)."""
+
+    job: JobKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Give a waiting or yielded job the lease as soon as its GPUs are free (agents)."""
+
+    job: JobKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Suspend:
+    """Slurm's suspend of a job that has yielded: its time limit stops and its CPUs are free in the books."""
+
+    job: JobKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unsuspend:
+    """Slurm's resume; the job still waits for its lease."""
+
+    job: JobKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Requeue:
+    """Slurm's requeue; ``hold`` keeps the job pending until a Place or Release."""
+
+    job: JobKey
+    hold: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Pin a held pending job to nodes, with its CPUs and memory unless None, then release it."""
+
+    job: JobKey
+    nodes: tuple[str, ...]
+    reason: str
+    cpus_per_task: int | None = None
+    memory_per_node_mb: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Release a job that we hold, as it is; a pin we made is cleared."""
+
+    job: JobKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainNode:
+    """Take a further lane out of service; jobs on it go on."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenNode:
+    """Put a further lane that we drained back into service."""
+
+    node: str
+    reason: str
+
+
+Action: TypeAlias = Yield | Resume | Suspend | Unsuspend | Requeue | Place | Release | DrainNode | OpenNode
+
+
+# --- Results -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one applied action; ``error`` says what and who must act when it failed."""
+
+    ok: bool
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a decision may remember of earlier ones; kept by the store, never by a policy."""
+
+    suspended: frozenset[JobKey] = frozenset()
+    """Jobs that we suspended in Slurm: somebody else's suspend is not ours to undo."""
+    placed: frozenset[JobKey] = frozenset()
+    """Held jobs that we have released: a later hold is the owner's and stays."""
+    drained: frozenset[str] = frozenset()
+    """Nodes that we drained."""
+    last_yield_s: Mapping[JobKey, float] = field(default_factory=dict)
+    """When each live job was last asked to yield (cool-down)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do now, what to remember, and one readable sentence for each managed job."""
+
+    actions: tuple[Action, ...]
+    memory: Memory
+    reasons: Mapping[JobKey, str] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""How jobs share GPUs over time (Gandiva, OSDI'18)."""

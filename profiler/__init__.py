@@ -1,0 +1,1 @@
+"""Offline sensitivity profiles of training jobs."""

@@ -1,0 +1,109 @@
+"""The wire between a job and its node's agent: socket messages and the shared page (stdlib only).
+
+Socket
+    ``AF_UNIX`` ``SOCK_SEQPACKET`` at ``/run/cadenza/agent.sock`` (``CADENZA_SOCKET`` overrides it). One packet
+    is one JSON object of at most ``MAX_PACKET`` bytes with ``"v": VERSION`` and a ``"type"``. The peer's uid and
+    pid come from ``SO_PEERCRED``, never from the message.
+
+Messages, job side to agent
+    ``start``     the SPANK plugin, as root, before a task is executed: registers the job, then waits
+    ``end``       the SPANK plugin's epilog, as root: the job has left this node
+    ``attach``    the client of one rank; answered by ``attached`` with the page's memfd as SCM_RIGHTS
+    ``arrived``   a rank stands at its stop boundary; ``refused`` names what cannot be moved, else ""
+    ``yielded``   the rank's GPU state is in host memory and its GPU memory free
+    ``resumed``   the rank has its state back and goes on
+    ``detach``    the rank will not stop any more
+Messages, agent to job side
+    ``lease``     to ``start``: ``state`` is ``granted``, ``wait`` (repeated every few seconds) or ``giveup``
+    ``attached``  ``state`` is ``held`` (go on), or ``yielded`` (move your state out and wait for ``resume``)
+    ``stop``      stop at the first boundary whose step is at least ``step`` (also in the page)
+    ``commit``    all ranks have arrived: move the state out
+    ``cancel``    the stop is withdrawn, go on
+    ``resume``    the lease is yours: move the state back
+    ``error``     the message was refused; ``error`` says why
+
+Page
+    One 4096-byte memfd for each rank. The client writes its half and the agent its half, each word by one
+    aligned 8-byte store, so that a step costs no system call.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+VERSION = 1
+MAX_PACKET = 65536
+DEFAULT_SOCKET = "/run/cadenza/agent.sock"
+SOCKET_ENV = "CADENZA_SOCKET"
+
+PAGE_BYTES = 4096
+# Indices of 8-byte words (native order). Client's half:
+PAGE_MAGIC = 0
+PAGE_STEP = 1
+"""Completed boundaries."""
+PAGE_LAST_NS = 2
+"""CLOCK_MONOTONIC of the last boundary."""
+PAGE_SUM_NS = 3
+"""Sum of iteration times; the time spent yielded is not in it."""
+PAGE_STATE = 4
+PAGE_SAMPLES = 5
+PAGE_HISTOGRAM = 64
+"""First of HISTOGRAM_BUCKETS counters of iteration times, see :func:`bucket`."""
+HISTOGRAM_BUCKETS = 160
+# Agent's half:
+PAGE_STOP = 256
+"""0: go on; else stop at the first boundary whose step is at least this."""
+PAGE_ORDER = 257
+"""Number of the order that PAGE_STOP belongs to."""
+
+MAGIC = 0x43414445_4E5A4131  # "CADENZA1"
+
+STATE_RUNNING = 0
+STATE_ARRIVED = 1
+STATE_YIELDED = 2
+
+
+class WireError(Exception):
+    """A packet that this version cannot read; the sender must be fixed or upgraded."""
+
+
+def encode(kind: str, **fields: Any) -> bytes:
+    """Return one packet; raise WireError when it would exceed MAX_PACKET."""
+    packet = json.dumps({"v": VERSION, "type": kind, **fields}, separators=(",", ":")).encode()
+    if len(packet) > MAX_PACKET:
+        raise WireError(f"{kind}: {len(packet)} bytes exceed the packet limit of {MAX_PACKET}")
+    return packet
+
+
+def decode(packet: bytes) -> dict[str, Any]:
+    """Return the packet's object; raise WireError unless it is one of this version with a type."""
+    try:
+        message = json.loads(packet)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"not JSON: {error}") from None
+    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        raise WireError("not an object with a type")
+    if message.get("v") != VERSION:
+        raise WireError(f"version {message.get('v')!r}, this side speaks {VERSION}")
+    return message
+
+
+def bucket(nanoseconds: int) -> int:
+    """Return the histogram bucket of an iteration time: four buckets an octave, 19 % wide.
+
+    >>> bucket(0), bucket_upper_ns(bucket(1000)) >= 1000
+    (0, True)
+    """
+    bits = nanoseconds.bit_length()
+    if bits < 3:
+        return nanoseconds if nanoseconds > 0 else 0
+    return min((bits - 2) * 4 + ((nanoseconds >> (bits - 3)) & 3), HISTOGRAM_BUCKETS - 1)
+
+
+def bucket_upper_ns(index: int) -> int:
+    """Return the largest iteration time, in ns, that falls into a bucket."""
+    if index < 4:
+        return index
+    octave, quarter = divmod(index, 4)
+    return ((quarter + 5) << (octave - 1)) - 1

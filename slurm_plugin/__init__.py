@@ -1,0 +1,1 @@
+"""The Slurm half of Cadenza: plugins, gateway, policy service and commands."""
