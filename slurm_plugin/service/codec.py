@@ -1,0 +1,126 @@
+"""How snapshots, decisions and memories are written down: as JSON, equal values as equal bytes."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, TypeVar
+
+import msgspec
+
+from cadenza.policies.model import (
+    Action,
+    ClusterSnapshot,
+    Decision,
+    DrainNode,
+    JobKey,
+    Memory,
+    OpenNode,
+    Place,
+    Release,
+    Requeue,
+    Resume,
+    Suspend,
+    Unsuspend,
+    Yield,
+)
+
+T = TypeVar("T")
+
+ACTIONS: dict[str, type[Action]] = {
+    kind.__name__: kind for kind in (Yield, Resume, Suspend, Unsuspend, Requeue, Place, Release, DrainNode, OpenNode)
+}
+
+
+class _MemoryRow(msgspec.Struct, frozen=True):
+    """A Memory whose mapping has JSON's shape: pairs instead of keys that are no strings."""
+
+    suspended: frozenset[JobKey]
+    placed: frozenset[JobKey]
+    drained: frozenset[str]
+    last_yield_s: tuple[tuple[JobKey, float], ...]
+
+
+class _DecisionRow(msgspec.Struct, frozen=True):
+    actions: tuple[dict[str, Any], ...]
+    memory: _MemoryRow
+    reasons: tuple[tuple[JobKey, str], ...]
+
+
+def _encode(value: object) -> bytes:
+    return msgspec.json.encode(value, order="deterministic")
+
+
+def action_row(action: Action) -> dict[str, Any]:
+    """Return an action as a plain object with its class name under ``kind``."""
+    fields: dict[str, Any] = msgspec.to_builtins(action)
+    return {"kind": type(action).__name__, **fields}
+
+
+def action_of(row: dict[str, Any]) -> Action:
+    """Return the action of :func:`action_row`; raise ``msgspec.ValidationError`` on any other object."""
+    kind = ACTIONS.get(row.get("kind", ""))
+    if kind is None:
+        raise msgspec.ValidationError(f"no action is called {row.get('kind')!r}")
+    fields = {name: value for name, value in row.items() if name != "kind"}
+    action: Action = msgspec.convert(fields, kind)
+    return action
+
+
+def encode_action(action: Action) -> bytes:
+    """Return one action as JSON."""
+    return _encode(action_row(action))
+
+
+def decode_action(data: bytes) -> Action:
+    """Return the action of :func:`encode_action`."""
+    return action_of(msgspec.json.decode(data, type=dict[str, Any]))
+
+
+def encode_snapshot(snapshot: ClusterSnapshot) -> bytes:
+    """Return a snapshot as JSON."""
+    return _encode(snapshot)
+
+
+def decode_snapshot(data: bytes) -> ClusterSnapshot:
+    """Return the snapshot of :func:`encode_snapshot`, equal to what was written."""
+    return msgspec.json.decode(data, type=ClusterSnapshot)
+
+
+def encode_memory(memory: Memory) -> bytes:
+    """Return a memory as JSON."""
+    return _encode(_memory_row(memory))
+
+
+def decode_memory(data: bytes) -> Memory:
+    """Return the memory of :func:`encode_memory`."""
+    return _memory_of(msgspec.json.decode(data, type=_MemoryRow))
+
+
+def encode_decision(decision: Decision) -> bytes:
+    """Return a decision as JSON: equal decisions give equal bytes, which is what a replay compares."""
+    rows = tuple(action_row(action) for action in decision.actions)
+    return _encode(_DecisionRow(rows, _memory_row(decision.memory), tuple(sorted(decision.reasons.items()))))
+
+
+def decode_decision(data: bytes) -> Decision:
+    """Return the decision of :func:`encode_decision`."""
+    row = msgspec.json.decode(data, type=_DecisionRow)
+    return Decision(tuple(action_of(action) for action in row.actions), _memory_of(row.memory), dict(row.reasons))
+
+
+def pack(data: bytes) -> bytes:
+    """Compress JSON for the store; snapshots of neighbouring rounds shrink about tenfold."""
+    return zlib.compress(data, 6)
+
+
+def unpack(data: bytes) -> bytes:
+    """Return what :func:`pack` compressed."""
+    return zlib.decompress(data)
+
+
+def _memory_row(memory: Memory) -> _MemoryRow:
+    return _MemoryRow(memory.suspended, memory.placed, memory.drained, tuple(sorted(memory.last_yield_s.items())))
+
+
+def _memory_of(row: _MemoryRow) -> Memory:
+    return Memory(row.suspended, row.placed, row.drained, dict(row.last_yield_s))

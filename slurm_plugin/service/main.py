@@ -1,0 +1,144 @@
+"""``cadenzad``: puts the service's parts together, and takes them down in order."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from random import Random
+
+import click
+
+from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
+from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks, GatewayError
+from cadenza.slurm_plugin.service.clock import SystemClock
+from cadenza.slurm_plugin.service.errors import HubError, ServiceError, StoreError
+from cadenza.slurm_plugin.service.heartbeat import Heartbeat
+from cadenza.slurm_plugin.service.hub import Hub
+from cadenza.slurm_plugin.service.lock import StoreLock
+from cadenza.slurm_plugin.service.log import set_up
+from cadenza.slurm_plugin.service.loop import Loop, Parts
+from cadenza.slurm_plugin.service.notify import notify
+from cadenza.slurm_plugin.service.settings import Settings, hub_settings, load_settings
+from cadenza.slurm_plugin.service.slurm import open_gateway
+from cadenza.slurm_plugin.service.store import SqliteStore
+from cadenza.slurm_plugin.service.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
+
+FAILED, USAGE, LACKING = 1, 2, 3
+TAKE_OVER_S = 10.0
+"""How long a new service waits for its predecessor's watchdog to finish an attempt."""
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--config", type=click.Path(path_type=Path), help=f"Configuration file (default: {DEFAULT_PATH}).")
+@click.option("--once", is_flag=True, help="Run one round and end: 0 when it succeeded, else 1.")
+@click.option("--seed", type=int, help="Seed of the poll's jitter (default: none, from the system).")
+@click.option("--debug", is_flag=True, help="Log more, with tracebacks.")
+@click.version_option(version("cadenza"), prog_name="cadenzad")
+def main(*, config: Path | None, once: bool, seed: int | None, debug: bool) -> None:
+    """The policy service: decides in rounds who uses which GPU, and tells Slurm and the agents."""  # noqa: D401
+    set_up(debug=debug)
+    try:
+        settings = load_settings(config)
+        sys.exit(serve(settings, config, once=once, seed=seed))
+    except (ConfigError, ServiceError, GatewayError) as error:
+        if debug:
+            log.exception("cadenzad cannot run")
+        click.echo(f"cadenzad: {error}", err=True)
+        sys.exit(exit_code(error))
+
+
+def exit_code(error: Exception) -> int:
+    """Return the exit code of an error that keeps the service from running."""
+    if isinstance(error, ConfigError):
+        return USAGE
+    return LACKING if isinstance(error, HubError | StoreError | EnvironmentLacks) else FAILED
+
+
+def serve(settings: Settings, config: Path | None, *, once: bool, seed: int | None) -> int:
+    """Run the service until SIGTERM, or one round; return the exit code."""
+    table = settings.service
+    log.info("cadenzad %s MODE=%s ADMISSION=%s", version("cadenza"), table.mode, table.admission)
+    with ExitStack() as stack:
+        lock = StoreLock(Path(table.store))
+        lock.take(TAKE_OVER_S)
+        stack.callback(lock.release)
+        loop = _build(settings, Random(seed), stack)  # noqa: S311 (jitter, not secrets)
+        if once:
+            loop.settle()
+            return 0 if loop.round() else FAILED
+        _run(loop, config, stack)
+    return 0
+
+
+def _build(settings: Settings, rng: Random, stack: ExitStack) -> Loop:
+    clock = SystemClock()
+    store = SqliteStore(Path(settings.service.store), clock)
+    stack.callback(store.close)
+    slurm = open_gateway(settings.service.gateway)
+    stack.callback(slurm.close)
+    hub = Hub(hub_settings(settings), clock)
+    hub.start()
+    stack.callback(hub.close)
+    log.info("listening for agents on %s", hub.address)
+    return Loop(settings, Parts(slurm, hub, store), clock, rng)
+
+
+def _run(loop: Loop, config: Path | None, stack: ExitStack) -> None:
+    table = loop.settings.service
+    watchdog = Watchdog(Path(table.store), table.gateway, table.watchdog_grace_s)
+    heartbeat = Heartbeat(Path(table.heartbeat), lambda: loop.may_hold, SystemClock())
+    watchdog.start()
+    heartbeat.start()
+    stack.callback(heartbeat.close)
+
+    def nap() -> None:
+        watchdog.start()
+        notify("WATCHDOG=1")
+
+    with _signals(loop):
+        loop.settle()
+        notify("READY=1")
+        loop.run(lambda: load_settings(config), nap)
+        notify("STOPPING=1")
+        _end(loop, watchdog)
+
+
+def _end(loop: Loop, watchdog: Watchdog) -> None:
+    try:
+        loop.let_go()
+    except Exception as error:  # noqa: BLE001 (Slurm may be away: then this is the watchdog's work)
+        log.warning("could not release our jobs (%s); the watchdog goes on trying", error)
+        return
+    watchdog.goodbye()
+
+
+@contextmanager
+def _signals(loop: Loop) -> Iterator[None]:
+    """SIGTERM and SIGINT end the loop, SIGHUP reloads; the former handlers come back at the end."""
+
+    def stop(number: int, frame: object) -> None:
+        del number, frame
+        loop.stop = True
+
+    def reload(number: int, frame: object) -> None:
+        del number, frame
+        loop.reload = True
+
+    wanted = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: reload}
+    former = {number: signal.signal(number, handler) for number, handler in wanted.items()}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""One lease for each job out of what the agents of its hosts report (pure)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from cadenza.policies.model import Gpu, JobKey, Lease, LeaseState
+from cadenza.sidecar.orders import LeaseReport
+from cadenza.slurm_plugin.service.agents import Agent
+
+Parts: TypeAlias = Mapping[str, LeaseReport]
+"""A job's lease reports by host."""
+
+STATES: tuple[LeaseState, ...] = ("stopping", "held", "yielded", "waiting")
+"""In this order one host's state stands for all: what is half given or half yielded still occupies GPUs."""
+
+
+def parts_by_job(agents: Mapping[str, Agent]) -> Mapping[JobKey, Parts]:
+    """Return the reports of every host, silent ones too: their leases are on disk and still count."""
+    found: defaultdict[JobKey, dict[str, LeaseReport]] = defaultdict(dict)
+    for host, agent in agents.items():
+        for lease in agent.report.leases:
+            found[JobKey(lease.job, lease.restart)][host] = lease
+    return found
+
+
+def merge(parts: Parts, agents: Mapping[str, Agent], now_s: float) -> Lease:
+    """Return the job's lease as of ``now_s`` (epoch seconds); ``parts`` must not be empty.
+
+    A job counts as holding while any host of it does: its GPUs there are in use. It can be asked to yield
+    only when all hosts speak, hold, and have all their ranks attached.
+    """
+    leases = list(parts.values())
+    state = _state(leases)
+    occupying = state in ("stopping", "held")
+    why_not = _why_not_ready(parts, agents)
+    iterations = [lease.iteration_s for lease in leases if lease.iteration_s is not None]
+    return Lease(
+        state=state,
+        gpus=tuple(sorted(Gpu(host, index) for host, lease in parts.items() for index in lease.gpus)),
+        vtime_s=max(lease.vtime_s for lease in leases),
+        held_s=min((lease.held_s for lease in leases if lease.state in ("held", "stopping")), default=0.0),
+        waited_s=0.0 if occupying else max(0.0, now_s - max(lease.since_s for lease in leases)),
+        ready=not why_not,
+        why_not_ready=why_not,
+        iteration_s=max(iterations, default=None),
+        exclusive=not all(lease.managed for lease in leases),
+        step=min(lease.step for lease in leases),
+    )
+
+
+def half_given(parts: Parts) -> tuple[str, ...]:
+    """Return the hosts where a multi-node job still waits while it holds its GPUs elsewhere."""
+    states = {host: lease.state for host, lease in parts.items()}
+    if "held" not in states.values() or "stopping" in states.values():
+        return ()
+    return tuple(sorted(host for host, state in states.items() if state in ("waiting", "yielded")))
+
+
+def _state(leases: Sequence[LeaseReport]) -> LeaseState:
+    found = {lease.state for lease in leases}
+    return next((state for state in STATES if state in found), "waiting")
+
+
+def _why_not_ready(parts: Parts, agents: Mapping[str, Agent]) -> str:
+    leases = list(parts.values())
+    hosts = max(lease.hosts for lease in leases)
+    silent = sorted(host for host in parts if not agents[host].alive)
+    if silent:
+        return f"the agent of {', '.join(silent)} is silent"
+    if len(parts) < hosts:
+        return f"{len(parts)} of its {hosts} hosts have reported it"
+    if waiting := half_given(parts):
+        return f"it still waits for its GPUs on {', '.join(waiting)}"
+    for host, lease in sorted(parts.items()):
+        if not lease.ready:
+            return lease.why_not_ready or f"not all ranks on {host} have attached"
+    ranks, world = sum(lease.ranks for lease in leases), max(lease.world_size for lease in leases)
+    return "" if ranks == world else f"{ranks} of its {world} ranks have attached"

@@ -1,0 +1,114 @@
+"""The tables of the store, and how its file is opened, checked and, when it is corrupt, put aside."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from pathlib import Path
+
+from cadenza.slurm_plugin.service.errors import StoreError
+
+VERSION = 1
+
+TABLES = """\
+CREATE TABLE settings (id INTEGER PRIMARY KEY, at_s REAL NOT NULL, text TEXT NOT NULL);
+CREATE TABLE rounds (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, at_s REAL NOT NULL, settings INTEGER,
+    snapshot BLOB NOT NULL, before BLOB NOT NULL, decision BLOB NOT NULL, memory BLOB NOT NULL,
+    seconds REAL);
+CREATE TABLE actions (
+    id INTEGER PRIMARY KEY, round INTEGER NOT NULL, at_s REAL NOT NULL, kind TEXT NOT NULL,
+    job INTEGER, restart INTEGER, node TEXT, reason TEXT NOT NULL, action TEXT NOT NULL,
+    allowed INTEGER NOT NULL, rule TEXT NOT NULL, ok INTEGER, error TEXT NOT NULL DEFAULT '',
+    verified TEXT, verified_s REAL);
+CREATE INDEX actions_job ON actions (job, id);
+CREATE INDEX actions_open ON actions (id) WHERE ok = 1 AND verified IS NULL;
+CREATE TABLE reasons (
+    job INTEGER NOT NULL, restart INTEGER NOT NULL, at_s REAL NOT NULL, round INTEGER NOT NULL,
+    reason TEXT NOT NULL, PRIMARY KEY (job, restart));
+CREATE TABLE switches (
+    id INTEGER PRIMARY KEY, at_s REAL NOT NULL, host TEXT NOT NULL, job INTEGER NOT NULL,
+    restart INTEGER NOT NULL, kind TEXT NOT NULL, boundary_s REAL NOT NULL, copy_s REAL NOT NULL,
+    total_s REAL NOT NULL, bytes INTEGER NOT NULL, iteration_p99_s REAL, note TEXT NOT NULL);
+CREATE INDEX switches_job ON switches (job, id);
+CREATE TABLE leases (
+    id INTEGER PRIMARY KEY, host TEXT NOT NULL, job INTEGER NOT NULL, restart INTEGER NOT NULL,
+    gpus TEXT NOT NULL /* JSON list */, from_s REAL NOT NULL, to_s REAL NOT NULL);
+CREATE INDEX leases_job ON leases (job, id);
+CREATE TABLE events (
+    id INTEGER PRIMARY KEY, at_s REAL NOT NULL, kind TEXT NOT NULL, host TEXT NOT NULL,
+    job INTEGER, restart INTEGER, detail TEXT NOT NULL);
+"""
+
+TIMED = {
+    "rounds": "at_s",
+    "actions": "at_s",
+    "reasons": "at_s",
+    "switches": "at_s",
+    "leases": "to_s",
+    "events": "at_s",
+}
+"""The column by which each table forgets."""
+
+
+def open_writable(path: Path) -> sqlite3.Connection:
+    """Open or create the store for its only writer.
+
+    Raise StoreError when the file cannot be opened or belongs to another version, and
+    ``sqlite3.DatabaseError`` when its content is no longer a sound database.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        path.chmod(0o644)  # before sqlite makes its companions with the same rights: `why` is for users
+        link = sqlite3.connect(path, isolation_level=None, timeout=5.0, check_same_thread=False)
+        _prepare(link, path)
+    except sqlite3.OperationalError as error:
+        raise StoreError(f"{path}: {error}; check its directory, owner and free space") from None
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}; check its directory and owner") from None
+    return link
+
+
+def open_readonly(path: Path) -> sqlite3.Connection:
+    """Open the store for reading beside a running service; raise StoreError when that is impossible.
+
+    Without a write-ahead file nobody writes, and sqlite may then not create one in a directory that is
+    not ours: the file is opened as immutable.
+    """
+    if not path.exists():
+        raise StoreError(f"{path}: no store there; has cadenzad run on this machine?")
+    still = "" if path.with_name(path.name + "-wal").exists() else "&immutable=1"
+    try:
+        link = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{still}", uri=True, timeout=5.0)
+        _check_version(link, path)
+    except sqlite3.DatabaseError as error:
+        raise StoreError(f"{path}: {error}; may this user read it?") from None
+    return link
+
+
+def put_aside(path: Path, now_s: float) -> Path:
+    """Rename a corrupt store and its companions, so that nothing of it is lost; return the new name."""
+    aside = path.with_name(f"{path.name}.corrupt-{int(now_s)}")
+    for suffix in ("", "-wal", "-shm"):
+        source = path.with_name(path.name + suffix)
+        if source.exists():
+            source.rename(aside.with_name(aside.name + suffix))
+    return aside
+
+
+def _prepare(link: sqlite3.Connection, path: Path) -> None:
+    link.execute("PRAGMA journal_mode=WAL")
+    link.execute("PRAGMA synchronous=FULL")  # a round must survive power loss before its actions leave
+    if link.execute("PRAGMA user_version").fetchone()[0] == 0:
+        link.executescript(f"BEGIN; {TABLES} PRAGMA user_version={VERSION}; COMMIT;")
+    _check_version(link, path)
+    verdict = link.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if verdict != "ok":
+        raise sqlite3.DatabaseError(verdict)
+
+
+def _check_version(link: sqlite3.Connection, path: Path) -> None:
+    found = link.execute("PRAGMA user_version").fetchone()[0]
+    if found != VERSION:
+        raise StoreError(f"{path}: store version {found}, this Cadenza reads {VERSION}; name another file")

@@ -1,0 +1,36 @@
+"""The Slurm half of the cluster as the service sees it, and how the configured implementation is opened."""
+
+from __future__ import annotations
+
+import pkgutil
+from typing import Protocol, cast
+
+from cadenza.policies.model import Action, ClusterSnapshot, Outcome
+from cadenza.sidecar.config import ConfigError
+
+
+class SlurmGateway(Protocol):
+    """What ``cadenza.slurm_plugin.gateway`` implements over pyslurm."""
+
+    def read(self) -> ClusterSnapshot:
+        """Return what Slurm's books say; raise an error of the gateway's package when it does not answer."""
+        ...
+
+    def apply(self, action: Action) -> Outcome:
+        """Carry out one action in Slurm; a failure is an Outcome, not an exception."""
+        ...
+
+    def close(self) -> None:
+        """End its worker."""
+        ...
+
+
+def open_gateway(name: str) -> SlurmGateway:
+    """Call what ``[service] gateway`` names as ``module:callable``; raise ConfigError when it is none."""
+    try:
+        connect = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"[service] gateway = {name!r}: {error}") from None
+    if not callable(connect):
+        raise ConfigError(f"[service] gateway = {name!r} is not callable")
+    return cast("SlurmGateway", connect())

@@ -1,0 +1,73 @@
+"""The settings table as text: the commented example file and the reference, both made from the structs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from cadenza.slurm_plugin.service.settings import Settings
+
+UNITS = {"_s": "seconds", "_days": "days", "_mb": "MB"}
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One key of the configuration file."""
+
+    section: str
+    key: str
+    type: str
+    default: Any
+    unit: str
+    doc: str
+
+
+def rows() -> Iterator[Row]:
+    """Return every key, in the order of the file."""
+    for section in msgspec.structs.fields(Settings):
+        hints = get_type_hints(section.type, include_extras=True)
+        for field in msgspec.structs.fields(section.type):
+            unit = next((unit for end, unit in UNITS.items() if field.name.endswith(end)), "")
+            yield Row(
+                section.name,
+                field.name,
+                _type(hints[field.name]),
+                msgspec.to_builtins(field.default),
+                unit,
+                _doc(hints[field.name]),
+            )
+
+
+def example_toml() -> str:
+    """Return a complete configuration file in which every key has its default."""
+    lines = ["# Cadenza's settings; every key is shown with its default."]
+    section = ""
+    for row in rows():
+        if row.section != section:
+            section = row.section
+            lines += ["", f"[{section}]"]
+        unit = f" ({row.unit})" if row.unit else ""
+        lines += [f"# {row.doc}{unit}", f"{row.key} = {toml_value(row.default)}"]
+    return "\n".join(lines) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    """Return a string, number, boolean or list as TOML, which for these is JSON."""
+    return json.dumps(sorted(value) if isinstance(value, list) else value)
+
+
+def _doc(hint: Any) -> str:
+    notes = [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, msgspec.Meta)]
+    return next((note.description for note in notes if note.description), "")
+
+
+def _type(hint: Any) -> str:
+    if get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    if get_origin(hint) is Literal:
+        return " | ".join(map(json.dumps, get_args(hint)))
+    if get_origin(hint) is frozenset:
+        return "list of strings"
+    return {str: "string", float: "number", int: "integer", bool: "true | false"}.get(hint, str(hint))

@@ -1,0 +1,172 @@
+"""The agents' link over real CURVE sockets: who may speak, what is heard, what is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq.auth
+from service_rig import eventually, lease, make_keys, peer, report
+
+from cadenza.policies.model import JobKey
+from cadenza.sidecar.orders import (
+    VERSION,
+    CommitOrder,
+    Facts,
+    JobFacts,
+    LeaseLog,
+    ResumeOrder,
+    Steps,
+    StopAt,
+    Switched,
+    YieldOrder,
+)
+from cadenza.slurm_plugin.service.clock import SystemClock
+from cadenza.slurm_plugin.service.errors import HubError
+from cadenza.slurm_plugin.service.events import Event
+from cadenza.slurm_plugin.service.hub import FactSheet, Hub, HubSettings
+
+HEARTBEAT_S, ALIVE_S = 0.2, 0.6
+A = JobKey(1, 0)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    return make_keys(tmp_path / "keys")
+
+
+@pytest.fixture
+def hub(keys: Path) -> Iterator[Hub]:
+    link = Hub(HubSettings("tcp://127.0.0.1:*", keys, HEARTBEAT_S, ALIVE_S, 5.0), SystemClock())
+    link.start()
+    yield link
+    link.close()
+
+
+def alive(hub: Hub) -> set[str]:
+    return {host for host, agent in hub.agents().items() if agent.alive}
+
+
+def test_report_event_and_silence(hub: Hub, keys: Path) -> None:
+    with peer(hub.address, "n1", keys) as agent:
+        agent.report(lease(1))
+        assert hub.wait(3.0)
+        assert hub.agents()["n1"].report.leases[0].job == 1
+        agent.send(Switched(VERSION, "n1", 1, 0, "yield", 1.0, 0.1, 0.1, 0.2, 5))
+        agent.send(LeaseLog(VERSION, "n1", 1, 0, (0,), 1.0, 2.0))
+        found: list[object] = []
+        eventually(lambda: found.extend(hub.drain()) or len(found) == 4)
+        assert [type(one) for one in found] == [Event, Event, Switched, LeaseLog]
+    eventually(lambda: "n1" not in alive(hub))
+    eventually(lambda: any(isinstance(one, Event) and one.kind == "agent-down" for one in hub.drain()))
+
+
+def test_orders_reach_the_host_and_unknown_hosts_are_named(hub: Hub, keys: Path) -> None:
+    with peer(hub.address, "n1", keys) as agent:
+        agent.report(lease(1))
+        eventually(lambda: "n1" in alive(hub))
+        assert hub.yield_job(A, ("n1",)).ok
+        assert agent.receive(YieldOrder) == YieldOrder(VERSION, 1, 0, 5.0)
+        assert hub.resume_job(A, ("n1",)).ok
+        assert agent.receive(ResumeOrder) == ResumeOrder(VERSION, 1, 0)
+        outcome = hub.resume_job(A, ("n1", "n7"))
+        assert not outcome.ok
+        assert "n7: its agent is not connected" in outcome.error
+
+
+def test_multi_node_stop(hub: Hub, keys: Path) -> None:
+    with peer(hub.address, "n1", keys) as one, peer(hub.address, "n2", keys) as two:
+        for agent in (one, two):
+            agent.report(lease(1, hosts=2))
+        eventually(lambda: alive(hub) == {"n1", "n2"})
+        assert hub.yield_job(A, ("n1", "n2")).ok
+        for agent, highest in ((one, 4), (two, 5)):
+            agent.receive(YieldOrder)
+            agent.send(Steps(VERSION, agent.host, 1, 0, highest, arrived=False))
+        for agent in (one, two):
+            stop = agent.receive(StopAt)
+            assert isinstance(stop, StopAt)
+            agent.send(Steps(VERSION, agent.host, 1, 0, stop.step, arrived=True))
+        for agent in (one, two):
+            agent.receive(CommitOrder)
+
+
+def test_facts_are_repeated_while_they_are_good(hub: Hub, keys: Path) -> None:
+    job = JobFacts(1, 0, managed=True, weight=1.0, priority=0, user="ada", hosts=1)
+    facts = Facts(VERSION, (job,), 60.0, share_between_users=False, enforce=True)
+    with peer(hub.address, "n1", keys) as agent:
+        agent.report(lease(1), lease(2))
+        eventually(lambda: "n1" in alive(hub))
+        told_s = SystemClock().now()
+        hub.tell(FactSheet({"n1": facts, "n9": facts}, told_s, valid_s=3 * HEARTBEAT_S))
+        got = agent.receive(Facts)
+        assert isinstance(got, Facts)
+        assert [one.job for one in got.jobs] == [1, 2], "a job younger than the snapshot is not forgotten"
+        hub.mark_suspended(A, suspended=True)
+        marked = agent.receive(Facts)
+        assert isinstance(marked, Facts)
+        assert marked.jobs[0].suspended
+        agent.receive(Facts)
+        eventually(lambda: SystemClock().now() > told_s + 4 * HEARTBEAT_S)
+        while agent.pending():
+            agent.receive(Facts)
+        with pytest.raises(AssertionError, match="no Facts"):
+            agent.receive(Facts, 2.5 * HEARTBEAT_S)
+
+
+def test_wrong_key_is_refused(hub: Hub, keys: Path, tmp_path: Path) -> None:
+    stranger = make_keys(tmp_path / "stranger")
+    (stranger / "service.key").write_bytes((keys / "service.key").read_bytes())
+    with peer(hub.address, "n1", stranger) as agent, peer(hub.address, "n2", keys) as friend:
+        agent.report(lease(1))
+        friend.report()
+        eventually(lambda: "n2" in alive(hub))
+        assert "n1" not in hub.agents()
+
+
+def test_key_of_one_host_speaks_for_that_host_only(keys: Path) -> None:
+    (keys / "agents").mkdir()
+    zmq.auth.create_certificates(keys / "agents", "n2")
+    hub = Hub(HubSettings("tcp://127.0.0.1:*", keys), SystemClock())
+    hub.start()
+    try:
+        with (
+            peer(hub.address, "n1", keys, pair="agents/n2") as thief,
+            peer(hub.address, "n2", keys, pair="agents/n2") as owner,
+        ):
+            thief.report()
+            owner.report()
+            eventually(lambda: alive(hub) == {"n2"} and hub.refused["key"] == 1)
+    finally:
+        hub.close()
+
+
+def test_bad_frames_are_counted_and_survived(hub: Hub, keys: Path) -> None:
+    with peer(hub.address, "n1", keys) as agent:
+        agent.send(b"not json")
+        agent.send(b'{"type":"Surprise","v":1}')
+        agent.send(report("n1", version=99))
+        agent.send(report("n2"))
+        agent._socket.send_multipart([b"two", b"frames"])
+        agent.report()
+        eventually(lambda: "n1" in alive(hub))
+        assert hub.refused == {"format": 2, "version": 1, "identity": 1, "shape": 1}
+
+
+def test_a_restarted_agent_takes_its_name_over(hub: Hub, keys: Path) -> None:
+    with peer(hub.address, "n1", keys) as old:
+        old.report()
+        eventually(lambda: "n1" in alive(hub))
+        with peer(hub.address, "n1", keys) as new:
+            new.report(lease(1))
+            eventually(lambda: len(hub.agents()["n1"].report.leases) == 1)
+            assert hub.resume_job(A, ("n1",)).ok
+            new.receive(ResumeOrder)
+
+
+def test_missing_keys_and_taken_address_are_named(tmp_path: Path, hub: Hub, keys: Path) -> None:
+    with pytest.raises(HubError, match="cadenza keygen"):
+        Hub(HubSettings("tcp://127.0.0.1:*", tmp_path), SystemClock()).start()
+    with pytest.raises(HubError, match="bind"):
+        Hub(HubSettings(hub.address, keys), SystemClock()).start()

@@ -1,0 +1,300 @@
+"""The loop over Slurm's books and real agents' links: rounds, early ones, faults, reload, pace."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from threading import Thread
+
+import pytest
+from service_rig import (
+    FileSlurm,
+    Peer,
+    books,
+    eventually,
+    job,
+    lease,
+    make_keys,
+    node,
+    write_config,
+)
+
+from cadenza.policies.model import ClusterSnapshot, JobKey, Memory, Options, Outcome, Release, Unsuspend
+from cadenza.sidecar.orders import CancelOrder, Facts, ResumeOrder, YieldOrder
+from cadenza.slurm_plugin.service.clock import SystemClock
+from cadenza.slurm_plugin.service.heartbeat import Heartbeat
+from cadenza.slurm_plugin.service.hub import Hub
+from cadenza.slurm_plugin.service.loop import Loop, Parts
+from cadenza.slurm_plugin.service.notify import notify, write_admission
+from cadenza.slurm_plugin.service.pace import early_s, pause_s
+from cadenza.slurm_plugin.service.reader import StoreReader
+from cadenza.slurm_plugin.service.release import adopted, release_all, release_plan, settled
+from cadenza.slurm_plugin.service.settings import hub_settings, load_settings
+from cadenza.slurm_plugin.service.store import SqliteStore
+
+A, B = JobKey(1, 0), JobKey(2, 0)
+TWO = (job(1), job(2, "n1-l1"))
+
+
+class Rig:
+    """One loop with everything real but Slurm, whose books are a file."""
+
+    def __init__(self, folder: Path, **service: object) -> None:
+        if not (folder / "keys").exists():
+            make_keys(folder / "keys")
+        self.folder = folder
+        self.config = write_config(folder, **service)
+        settings = load_settings(self.config)
+        self.slurm = FileSlurm(folder / "books.json")
+        self.slurm.write(books(*TWO))
+        clock = SystemClock()
+        self.hub = Hub(hub_settings(settings), clock)
+        self.hub.start()
+        self.store = SqliteStore(Path(settings.service.store), clock)
+        self.loop = Loop(settings, Parts(self.slurm, self.hub, self.store), clock, Random(1))  # noqa: S311
+        self.peers: list[Peer] = []
+
+    def close(self) -> None:
+        self.hub.close()
+        self.store.close()
+
+    def agent(self) -> Peer:
+        found = Peer(self.hub.address, "n1", self.folder / "keys")
+        self.peers.append(found)
+        return found
+
+    def reader(self) -> StoreReader:
+        return StoreReader(self.store.path)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    found = Rig(tmp_path)
+    yield found
+    for one in found.peers:
+        one.close()
+    found.close()
+
+
+@contextmanager
+def running(loop: Loop, reload: Callable[[], object] | None = None) -> Iterator[None]:
+    thread = Thread(target=loop.run, args=(reload, lambda: None))
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.stop = True
+        thread.join()
+
+
+def heard(rig: Rig, agent: Peer, *leases: object) -> None:
+    before = rig.hub.agents().get("n1")
+    agent.report(*leases)  # type: ignore[arg-type]
+    eventually(lambda: (now := rig.hub.agents().get("n1")) and (not before or now.report != before.report))
+
+
+def test_a_turn_from_yield_to_suspend_to_resume(rig: Rig) -> None:
+    agent = rig.agent()
+    heard(rig, agent, lease(1, "held", vtime_s=100.0), lease(2, "waiting"))
+    assert rig.loop.round()
+    assert agent.receive(YieldOrder).job == 1  # type: ignore[union-attr]
+    agent.receive(Facts)
+    heard(rig, agent, lease(1, "yielded", vtime_s=100.0), lease(2, "held", held_s=0.1))
+    assert rig.loop.round()
+    assert rig.slurm.actions() == ["Suspend 1"]
+    assert rig.store.memory().suspended == {A}
+    facts = [order for order in _drain(agent) if isinstance(order, Facts)]
+    assert [one.suspended for one in facts[-1].jobs] == [True, False]
+    heard(rig, agent, lease(1, "yielded", vtime_s=100.0), lease(2, "held", held_s=50.0, vtime_s=150.0))
+    assert rig.loop.round()
+    assert rig.slurm.actions() == ["Suspend 1", "Unsuspend 1"]
+    assert agent.receive(ResumeOrder).job == 1  # type: ignore[union-attr]
+    assert rig.store.memory().suspended == frozenset()
+    with rig.reader() as reader:
+        verified = {(row.kind, row.job): row.verified for row in reader.actions()}
+        assert verified["Yield", 1] == verified["Suspend", 1] == "verified"
+        assert "job 2" in reader.why(1).reason
+
+
+def _drain(agent: Peer) -> list[object]:
+    with pytest.raises(AssertionError, match="no CancelOrder"):
+        agent.receive(CancelOrder, 0.1)
+    return list(agent.orders)
+
+
+def test_observe_only_sends_nothing_and_records_what_it_would(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, mode="observe")
+    try:
+        agent = rig.agent()
+        heard(rig, agent, lease(1, "held", vtime_s=100.0), lease(2, "waiting"))
+        assert rig.loop.round()
+        assert rig.slurm.actions() == ["DrainNode n1-l1"], "the further lane is kept shut"
+        facts = agent.receive(Facts)
+        assert isinstance(facts, Facts)
+        assert not facts.enforce
+        with rig.reader() as reader:
+            yields = [row for row in reader.actions() if row.kind == "Yield"]
+            assert [(row.allowed, row.ok) for row in yields] == [(False, None)]
+            assert "observe" in yields[0].rule
+    finally:
+        for one in rig.peers:
+            one.close()
+        rig.close()
+
+
+def test_kill_switch_stops_everything_at_the_next_round(rig: Rig) -> None:
+    agent = rig.agent()
+    heard(rig, agent, lease(1, "held", vtime_s=100.0), lease(2, "waiting"))
+    (rig.folder / "STOP").touch()
+    assert rig.loop.round()
+    with rig.reader() as reader:
+        assert not any(row.allowed for row in reader.actions())
+
+
+def test_news_starts_a_round_early(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, poll_s=60)
+    try:
+        with running(rig.loop):
+            eventually(lambda: rig.loop.last)
+            agent = rig.agent()
+            agent.report(lease(1, "held", vtime_s=100.0), lease(2, "waiting"))
+            assert agent.receive(YieldOrder).job == 1  # type: ignore[union-attr]
+    finally:
+        for one in rig.peers:
+            one.close()
+        rig.close()
+
+
+def test_errors_are_counted_and_survived(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.slurm.down.touch()
+    assert not rig.loop.round()
+    assert not rig.loop.round()
+    assert rig.loop.failures == 2
+    assert not rig.loop.trusted
+    assert "SlurmDownError: slurmctld does not answer" in caplog.text
+    rig.slurm.down.unlink()
+    assert rig.loop.round()
+    assert rig.loop.failures == 0
+    assert rig.loop.trusted
+
+
+def test_bad_reload_keeps_the_old_settings(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    reload = lambda: load_settings(rig.config)  # noqa: E731
+    with running(rig.loop, reload):
+        good = rig.config.read_text(encoding="utf-8")
+        rig.config.write_text(good.replace("slice_s = 1", "slice = 1"), encoding="utf-8")
+        rig.loop.reload = True
+        eventually(lambda: "the old settings stay in force" in caplog.text)
+        assert rig.loop.settings.sharing.slice_s == 1
+        rig.config.write_text(good.replace("slice_s = 1", "slice_s = 9"), encoding="utf-8")
+        rig.loop.reload = True
+        eventually(lambda: rig.loop.settings.sharing.slice_s == 9)
+
+
+def test_settling_ends_when_the_known_agents_are_back(rig: Rig) -> None:
+    agent = rig.agent()
+    heard(rig, agent, lease(1))
+    assert rig.loop.round()
+    began = SystemClock().monotonic()
+    rig.loop.settle()
+    assert SystemClock().monotonic() - began < 0.3
+
+
+def test_a_lost_store_adopts_what_must_be_ours(rig: Rig) -> None:
+    rig.slurm.write(books(job(1), job(2, "n1-l1", state="SUSPENDED"), job(3, state="SUSPENDED")))
+    agent = rig.agent()
+    heard(rig, agent, lease(1, held_s=0.1), lease(2, "yielded"), lease(3, "held", gpus=(1,)))
+    assert rig.loop.round()
+    assert rig.store.memory().suspended == {B}
+
+
+def test_an_orderly_end_lets_go(rig: Rig) -> None:
+    rig.slurm.write(
+        books(
+            job(1, state="SUSPENDED"),
+            job(2, state="SUSPENDED"),
+            job(3, state="PENDING", slurm_priority=0),
+        )
+    )
+    rig.store.adopt(Memory(suspended=frozenset({A})))
+    rig.loop.let_go()
+    assert rig.slurm.actions() == ["Unsuspend 1"], "job 2 and job 3 are somebody else's"
+    assert rig.store.memory().suspended == frozenset()
+    with rig.reader() as reader:
+        assert [row.kind for row in reader.why(1).actions] == ["Unsuspend"]
+
+
+# --- Pure parts ---
+
+
+def held_job(number: int) -> object:
+    return job(number, state="PENDING", slurm_priority=0, nodes=(), options=Options(held=True))
+
+
+def test_release_plan_undoes_ours_only() -> None:
+    snapshot = books(job(1, state="SUSPENDED"), job(2, state="SUSPENDED"), held_job(3), held_job(4))  # type: ignore[arg-type]
+    memory = Memory(suspended=frozenset({A, JobKey(9, 0)}), placed=frozenset({JobKey(4, 0)}))
+    assert release_plan(snapshot, memory, "end") == (Unsuspend(A, "end"), Release(JobKey(3, 0), "end"))
+
+
+def test_release_all_is_repeatable(tmp_path: Path) -> None:
+    slurm = FileSlurm(tmp_path / "books.json")
+    slurm.write(books(job(1, state="SUSPENDED")))
+    memory = Memory(suspended=frozenset({A}))
+    assert [outcome.ok for _, outcome in release_all(slurm, memory, "asked")] == [True]
+    assert release_all(slurm, memory, "asked") == ()
+
+
+def test_failed_releases_are_not_remembered_as_done() -> None:
+    memory = Memory(suspended=frozenset({A, B}), placed=frozenset({A, B}))
+    no, yes = Outcome(ok=False), Outcome(ok=True)
+    outcomes = [(Release(A, ""), no), (Release(B, ""), no), (Unsuspend(A, ""), yes), (Unsuspend(B, ""), no)]
+    kept = settled(memory, Memory(placed=frozenset({B})), outcomes)
+    assert (kept.suspended, kept.placed) == ({B}, {B})
+
+
+def test_adopted_knows_our_drains() -> None:
+    lanes = (
+        node("n1-l1", 1, drained=True, drain_reason="cadenza: observe-only"),
+        node("n2-l1", 1, drained=True, drain_reason="disk"),
+    )
+    assert adopted(ClusterSnapshot(0.0, lanes, ())).drained == {"n1-l1"}
+
+
+def test_pace() -> None:
+    rng = Random(7)  # noqa: S311
+    assert 13.5 <= pause_s(15.0, 0.1, 0, rng) <= 16.5
+    assert pause_s(1.0, 2.0, 0, rng) >= 36.0, "a slow slurmctld is asked less often"
+    assert pause_s(1.0, 0.0, 3, rng) >= 7.2
+    assert pause_s(1.0, 0.0, 1000, rng) <= 33.0
+    first, second = Random(3), Random(3)  # noqa: S311
+    assert pause_s(15.0, 0.1, 0, first) == pause_s(15.0, 0.1, 0, second)
+    assert early_s(2.0, 0.01, 0) == 2.0
+    assert early_s(2.0, 1.0, 0) == 20.0
+    assert early_s(2.0, 0.0, 1) == float("inf")
+
+
+def test_admission_file(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "admission"
+    write_admission(path, "held", 1234.9)
+    assert path.read_text(encoding="ascii") == "held 1234\n"
+    may_hold = [True]
+    heart = Heartbeat(path, lambda: may_hold[0], SystemClock())
+    heart.start()
+    eventually(lambda: path.read_text(encoding="ascii") != "held 1234\n")
+    assert path.read_text(encoding="ascii").startswith("held ")
+    heart.close()
+    assert path.read_text(encoding="ascii").startswith("native ")
+
+
+def test_notify_speaks_to_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    assert not notify("READY=1")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        assert notify("READY=1")
+        assert manager.recv(100) == b"READY=1"

@@ -1,0 +1,255 @@
+"""One lease out of many hosts' reports, the stop of a multi-node job, and what agents are told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+from service_rig import books, job, lease, node, report
+
+from cadenza.policies.model import Gpu, Host, JobKey, Outcome, Resume, Suspend, Unsuspend, Yield
+from cadenza.policies.round import RoundReport
+from cadenza.sidecar.orders import VERSION, CancelOrder, CommitOrder, LeaseReport, Steps, StopAt, YieldOrder
+from cadenza.slurm_plugin.service.agents import Agent, AgentBook
+from cadenza.slurm_plugin.service.clock import SystemClock
+from cadenza.slurm_plugin.service.cluster import ClusterGateway, compose, facts_of, suspended_after
+from cadenza.slurm_plugin.service.merge import half_given, merge, parts_by_job
+from cadenza.slurm_plugin.service.settings import GuardTable, ServiceTable, Settings
+from cadenza.slurm_plugin.service.stops import Stops
+
+A = JobKey(1, 0)
+APPLY = Settings(service=ServiceTable(mode="apply"), guard=GuardTable(partitions=frozenset({"gpu"})))
+
+
+def agents(*silent: str, **leases: LeaseReport) -> dict[str, Agent]:
+    return {host: Agent(report(host, one), alive=host not in silent, silent_s=0.0) for host, one in leases.items()}
+
+
+def gang(state: str, **changes: object) -> LeaseReport:
+    return lease(1, state, hosts=2, world_size=2, **changes)
+
+
+def merged(*silent: str, **leases: LeaseReport):
+    found = agents(*silent, **leases)
+    return merge(parts_by_job(found)[A], found, 100.0)
+
+
+def test_all_hosts_hold() -> None:
+    one = merged(
+        n1=gang("held", gpus=(0, 1), vtime_s=3.0, held_s=9.0, iteration_s=0.5, step=7),
+        n2=gang("held", gpus=(2,), vtime_s=5.0, held_s=8.0, iteration_s=0.7, step=8),
+    )
+    assert (one.state, one.vtime_s, one.held_s, one.iteration_s, one.step) == ("held", 5.0, 8.0, 0.7, 7)
+    assert one.gpus == (Gpu("n1", 0), Gpu("n1", 1), Gpu("n2", 2))
+    assert one.ready
+
+
+def test_half_given_occupies_and_cannot_stop() -> None:
+    parts = {"n1": gang("held"), "n2": gang("waiting")}
+    one = merged(**parts)
+    assert (one.state, one.ready) == ("held", False)
+    assert "n2" in one.why_not_ready
+    assert half_given(parts) == ("n2",)
+    assert half_given({"n1": gang("held"), "n2": gang("held")}) == ()
+    assert half_given({"n1": gang("yielded"), "n2": gang("stopping")}) == ()
+
+
+def test_stopping_wins_and_yielded_needs_all() -> None:
+    assert merged(n1=gang("stopping"), n2=gang("yielded")).state == "stopping"
+    both = merged(n1=gang("yielded", since_s=90.0), n2=gang("yielded", since_s=93.0))
+    assert (both.state, both.waited_s) == ("yielded", 7.0)
+
+
+def test_not_ready_says_why() -> None:
+    assert "1 of its 2 hosts" in merged(n1=gang("held")).why_not_ready
+    assert "n2 is silent" in merged("n2", n1=gang("held"), n2=gang("held")).why_not_ready
+    assert "1 of its 4 ranks" in merged(n1=lease(1, world_size=4)).why_not_ready
+    assert merged(n1=lease(1, ready=False, why_not_ready="no client")).why_not_ready == "no client"
+
+
+def test_unmanaged_is_exclusive() -> None:
+    assert merged(n1=lease(1, managed=False)).exclusive
+
+
+def test_compose_names_hosts_without_agents() -> None:
+    snapshot = books(job(1), job(2, "n2"), nodes=(node("n1"), node("n2")))
+    found = agents(n1=lease(1))
+    whole = compose(snapshot, found, parts_by_job(found))
+    assert [(host.name, host.agent_alive) for host in whole.hosts] == [("n1", True), ("n2", False)]
+    assert [one.lease is not None for one in whole.jobs] == [True, False]
+
+
+def test_facts_per_host() -> None:
+    snapshot = replace(
+        books(
+            job(1, nodes=("n1-l1", "n2-l1")),
+            job(2, options=None, state="SUSPENDED"),
+            job(3, partition="other"),
+            nodes=(node("n1"), node("n1-l1", 1), node("n2"), node("n2-l1", 1)),
+        ),
+        hosts=(Host("n1", agent_alive=True), Host("n2", agent_alive=True), Host("n3", agent_alive=True)),
+    )
+    facts = facts_of(snapshot, APPLY, frozenset({JobKey(2, 0)}))
+    assert [(f.job, f.managed, f.hosts, f.suspended) for f in facts["n1"].jobs] == [
+        (1, True, 2, False),
+        (2, False, 1, True),
+        (3, False, 1, False),
+    ]
+    assert [f.job for f in facts["n2"].jobs] == [1]
+    assert facts["n3"].jobs == ()
+    assert facts["n1"].enforce
+    assert not facts_of(snapshot, Settings(), frozenset())["n1"].enforce
+
+
+def test_suspended_after_counts_what_worked() -> None:
+    a, b, c = (JobKey(n, 0) for n in (1, 2, 3))
+    snapshot = books(job(1), job(2, state="SUSPENDED"), job(3))
+    outcomes = (
+        (Suspend(a, ""), Outcome(ok=True)),
+        (Unsuspend(b, ""), Outcome(ok=True)),
+        (Suspend(c, ""), Outcome(ok=False)),
+    )
+    assert suspended_after(RoundReport(1, snapshot, None, (), outcomes)) == {a}  # type: ignore[arg-type]
+
+
+# --- The gateway's two sides ---
+
+
+class Link:
+    """The agents' side in memory."""
+
+    def __init__(self, found: dict[str, Agent]) -> None:
+        self.found = found
+        self.calls: list[tuple[object, ...]] = []
+
+    def agents(self) -> dict[str, Agent]:
+        return self.found
+
+    def yield_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
+        self.calls.append(("yield", key, hosts))
+        return Outcome(ok=True)
+
+    def resume_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
+        self.calls.append(("resume", key, hosts))
+        return Outcome(ok=False, error="n2: its agent is not connected")
+
+    def mark_suspended(self, key: JobKey, *, suspended: bool) -> None:
+        self.calls.append(("mark", key, suspended))
+
+
+class Books:
+    """Slurm's side in memory."""
+
+    def __init__(self) -> None:
+        self.applied: list[object] = []
+
+    def read(self):
+        return books(job(1, nodes=("n1", "n2")), nodes=(node("n1"), node("n2")))
+
+    def apply(self, action: object) -> Outcome:
+        self.applied.append(action)
+        return Outcome(ok=True)
+
+    def close(self) -> None:
+        pass
+
+
+def test_actions_go_to_the_side_they_concern() -> None:
+    link, slurm = Link(agents(n1=gang("held"), n2=gang("held"))), Books()
+    cluster = ClusterGateway(slurm, link, SystemClock())
+    cluster.read()
+    assert cluster.apply(Yield(A, "")).ok
+    assert cluster.apply(Resume(A, "")).error == "job 1: n2: its agent is not connected"
+    assert not cluster.apply(Yield(JobKey(9, 0), "")).ok
+    assert link.calls == [("yield", A, ("n1", "n2")), ("resume", A, ("n1", "n2"))]
+    assert slurm.applied == []
+    assert cluster.apply(Unsuspend(A, "")).ok
+    assert slurm.applied == [Unsuspend(A, "")]
+
+
+def test_a_job_that_got_its_gpus_since_is_not_suspended() -> None:
+    link, slurm = Link(agents(n1=gang("yielded"), n2=gang("yielded"))), Books()
+    cluster = ClusterGateway(slurm, link, SystemClock())
+    cluster.read()
+    assert cluster.apply(Suspend(A, "")).ok
+    link.found = agents(n1=gang("held"), n2=gang("held"))
+    outcome = cluster.apply(Suspend(A, ""))
+    assert not outcome.ok
+    assert "got its GPUs" in outcome.error
+    assert link.calls == [("mark", A, True), ("mark", A, True), ("mark", A, False)]
+    assert slurm.applied == [Suspend(A, "")]
+
+
+def test_half_given_gangs_are_completed() -> None:
+    link = Link(agents(n1=gang("held"), n2=gang("yielded")))
+    cluster = ClusterGateway(Books(), link, SystemClock())
+    cluster.read()
+    cluster.complete_gangs()
+    assert link.calls == [("resume", A, ("n2",))]
+
+
+# --- Stops of several hosts ---
+
+
+def steps(host: str, highest: int, *, arrived: bool = False, refused: str = "") -> Steps:
+    return Steps(VERSION, host, 1, 0, highest, arrived, refused)
+
+
+def test_one_stop_step_for_all_hosts() -> None:
+    stops = Stops()
+    assert stops.begin(A, ("n2", "n1"), 0.0, 10.0) == [
+        ("n1", YieldOrder(VERSION, 1, 0, 10.0)),
+        ("n2", YieldOrder(VERSION, 1, 0, 10.0)),
+    ]
+    assert stops.begin(A, ("n1", "n2"), 0.0, 10.0) == []
+    assert stops.hear(steps("n1", 5), 0.1) == []
+    assert stops.hear(steps("n2", 6), 0.1) == [(host, StopAt(VERSION, 1, 0, 7)) for host in ("n1", "n2")]
+    assert stops.hear(steps("n1", 7, arrived=True), 0.2) == []
+    commit = stops.hear(steps("n2", 7, arrived=True), 0.3)
+    assert commit == [(host, CommitOrder(VERSION, 1, 0)) for host in ("n1", "n2")]
+    assert not stops.active
+
+
+def test_a_refusal_cancels_everywhere() -> None:
+    stops = Stops()
+    stops.begin(A, ("n1", "n2"), 0.0, 10.0)
+    orders = stops.hear(steps("n1", 5, refused="a shared storage"), 0.1)
+    assert orders == [(host, CancelOrder(VERSION, 1, 0, "refused: a shared storage")) for host in ("n1", "n2")]
+
+
+def test_a_silent_host_cancels_in_time() -> None:
+    stops = Stops()
+    stops.begin(A, ("n1", "n2"), 0.0, 10.0)
+    stops.hear(steps("n1", 5), 0.1)
+    assert stops.tick(9.0) == []
+    cancel = stops.tick(10.0)[0][1]
+    assert isinstance(cancel, CancelOrder)
+    assert "n2" in cancel.reason
+
+
+# --- Reports ---
+
+
+def test_only_changes_are_events() -> None:
+    book = AgentBook(alive_s=6.0)
+    first = book.hear(report("n1", lease(1)), 100.0, 0.0)
+    assert [event.kind for event in first] == ["agent-up", "registered"]
+    counted = msgspec.structs.replace(lease(1), vtime_s=5.0, step=9)
+    assert book.hear(report("n1", counted), 102.0, 2.0) == ()
+    changed = book.hear(report("n1", lease(1, "yielded"), lease(2)), 104.0, 4.0)
+    assert [event.kind for event in changed] == ["state", "registered"]
+    assert [event.kind for event in book.hear(report("n1", lease(2)), 105.0, 5.0)] == ["finished"]
+    assert book.silence(110.0, 10.0) == ()
+    assert [event.kind for event in book.silence(120.0, 12.0)] == ["agent-down"]
+    assert book.silence(121.0, 13.0) == ()
+    assert not book.agents(13.0)["n1"].alive
+    assert [event.kind for event in book.hear(report("n1", lease(2)), 122.0, 14.0)] == ["agent-up"]
+
+
+def test_newborn_jobs_are_added_to_older_facts() -> None:
+    book = AgentBook(alive_s=6.0)
+    book.hear(report("n1", lease(1)), 100.0, 0.0)
+    book.hear(report("n1", lease(1), lease(2)), 200.0, 100.0)
+    assert [fact.job for fact in book.newborn("n1", frozenset(), 202.0)] == [2]
+    assert book.newborn("n1", frozenset({(2, 0)}), 202.0) == ()
+    assert book.newborn("n9", frozenset(), 202.0) == ()

@@ -1,0 +1,96 @@
+"""The configuration file: defaults that observe, errors that name the file and the key."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from cadenza.sidecar.config import ConfigError
+from cadenza.slurm_plugin.service import table
+from cadenza.slurm_plugin.service.settings import (
+    Settings,
+    from_record,
+    guard_settings,
+    load_settings,
+    sharing_settings,
+    to_record,
+)
+
+
+def write(folder: Path, text: str, name: str = "cadenza.toml") -> Path:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_defaults_observe_and_manage_nothing() -> None:
+    settings = Settings()
+    assert not settings.applies
+    assert not settings.held_admission
+    assert not guard_settings(settings).enforce
+    assert not sharing_settings(settings).enforce
+    assert guard_settings(settings).partitions == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[service]\npol_s = 3\n", ("service.pol_s", "poll_s")),
+        ("[servise]\npoll_s = 3\n", ("servise", "service")),
+        ("[service]\nmode = 'aply'\n", ("service.mode", "aply")),
+        ("[sharing]\nslice_s = 0\n", ("sharing.slice_s", "> 0")),
+        ("[service]\nbind = '6820'\n", ("service.bind",)),
+        ("[guard]\npartitions = 'gpu'\n", ("guard.partitions", "array")),
+        ("[service]\npoll_s = = 1\n", ("not TOML", "line 2")),
+    ],
+)
+def test_errors_name_file_and_key(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_settings(path)
+    assert str(path) in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_conf_d_is_merged_in_name_order(tmp_path: Path) -> None:
+    path = write(tmp_path, "[service]\npoll_s = 5\nmode = 'apply'\n[guard]\npartitions = ['a']\n")
+    write(tmp_path, "[service]\npoll_s = 7\n", "conf.d/20-b.toml")
+    write(tmp_path, "[service]\npoll_s = 6\nadmission = 'held'\n", "conf.d/10-a.toml")
+    settings = load_settings(path)
+    assert settings.service.poll_s == 7
+    assert settings.held_admission
+    assert settings.guard.partitions == {"a"}
+
+
+def test_error_in_conf_d_names_that_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "[service]\npoll_s = 5\n")
+    extra = write(tmp_path, "[sharing]\nslice_s = -1\n", "conf.d/10-a.toml")
+    with pytest.raises(ConfigError, match=str(extra)):
+        load_settings(path)
+
+
+def test_kill_switch_is_looked_up_each_time(tmp_path: Path) -> None:
+    switch = tmp_path / "STOP"
+    settings = load_settings(write(tmp_path, f"[guard]\nkill_switch = '{switch}'\n"))
+    assert not guard_settings(settings).killed
+    switch.touch()
+    assert guard_settings(settings).killed
+
+
+def test_example_is_complete_and_gives_the_defaults(tmp_path: Path) -> None:
+    text = table.example_toml()
+    assert load_settings(write(tmp_path, text)) == Settings()
+    keys = {(section, key) for section, values in tomllib.loads(text).items() for key in values}
+    assert keys == {(row.section, row.key) for row in table.rows()}
+
+
+def test_every_key_has_a_meaning() -> None:
+    assert all(row.doc and row.type for row in table.rows())
+
+
+def test_record_gives_the_same_settings() -> None:
+    assert from_record(to_record(Settings())) == Settings()

@@ -1,0 +1,288 @@
+"""The store: written ahead, verified later, replayable to the byte, and never lost to corruption."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from service_rig import books, job, node
+
+from cadenza.policies.guard import Guarded
+from cadenza.policies.model import (
+    ClusterSnapshot,
+    Decision,
+    DrainNode,
+    Gpu,
+    Host,
+    JobKey,
+    Lease,
+    Memory,
+    OpenNode,
+    Outcome,
+    Place,
+    Release,
+    Requeue,
+    Resume,
+    Suspend,
+    Unsuspend,
+    Yield,
+)
+from cadenza.sidecar.orders import VERSION, LeaseLog, Switched
+from cadenza.slurm_plugin.service import codec
+from cadenza.slurm_plugin.service.clock import SystemClock
+from cadenza.slurm_plugin.service.errors import AlreadyRunningError, StoreError
+from cadenza.slurm_plugin.service.events import Event
+from cadenza.slurm_plugin.service.lock import StoreLock
+from cadenza.slurm_plugin.service.policy import policy
+from cadenza.slurm_plugin.service.reader import StoreReader
+from cadenza.slurm_plugin.service.settings import Settings, from_record, load_settings, to_record
+from cadenza.slurm_plugin.service.store import SqliteStore
+from cadenza.slurm_plugin.service.verify import verdict
+
+A, B = JobKey(1, 0), JobKey(2, 0)
+
+
+def open_store(folder: Path) -> SqliteStore:
+    return SqliteStore(folder / "cadenza.db", SystemClock())
+
+
+def allow(*actions: object) -> tuple[Guarded, ...]:
+    return tuple(Guarded(action, allowed=True) for action in actions)  # type: ignore[arg-type]
+
+
+def test_round_survives_a_crash_before_its_actions(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    action = Suspend(A, "its turn is over")
+    memory = Memory(suspended=frozenset({A}), last_yield_s={A: 5.0})
+    store.begin(books(job(1)), Decision((action,), Memory(), {A: "waits"}), allow(action), memory)
+    # no finish and no close: the process is gone; a second connection sees what was committed
+    again = open_store(tmp_path)
+    assert again.memory() == memory
+    with StoreReader(tmp_path / "cadenza.db") as reader:
+        last = reader.round()
+        assert last is not None
+        assert last.seconds is None
+        assert reader.actions()[0].ok is None
+        assert reader.why(1).reason == "waits"
+
+
+def test_interrupted_release_is_forgotten(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    action = Release(A, "held for us")
+    store.begin(books(job(1)), Decision((action,), Memory()), allow(action), Memory(placed=frozenset({A, B})))
+    assert open_store(tmp_path).memory().placed == {B}
+
+
+def test_outcomes_and_verification(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    actions = (Suspend(A, "over"), Suspend(B, "over"))
+    number = store.begin(books(job(1), job(2)), Decision(actions, Memory()), allow(*actions), Memory())
+    store.finish(number, [(actions[0], Outcome(ok=True)), (actions[1], Outcome(ok=False, error="no"))], 0.1)
+    later = replace(books(job(1, state="SUSPENDED"), job(2)), time_s=103.0)
+    store.begin(later, Decision((), Memory()), (), Memory())
+    with StoreReader(tmp_path / "cadenza.db") as reader:
+        second, first = reader.actions()
+        assert (first.ok, first.verified) == (True, "verified")
+        assert (second.ok, second.error, second.verified) == (False, "no", None)
+
+
+def test_blocked_actions_are_recorded_once(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    blocked = (Guarded(Yield(A, "slice over"), allowed=False, reason="observe-only"),)
+    for _ in range(3):
+        store.begin(books(job(1)), Decision((blocked[0].action,), Memory()), blocked, Memory())
+    with StoreReader(tmp_path / "cadenza.db") as reader:
+        assert [(row.allowed, row.rule) for row in reader.actions()] == [(False, "observe-only")]
+
+
+def test_agents_messages_are_on_record(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    switched = Switched(VERSION, "n1", 1, 0, "yield", 50.0, 0.1, 0.2, 0.4, 10**9, 0.3, "")
+    stretch = LeaseLog(VERSION, "n1", 1, 0, (0, 3), 10.0, 50.0)
+    store.record([switched, stretch, Event(50.0, "state", "n1", 1, 0, "held -> yielded")])
+    with StoreReader(tmp_path / "cadenza.db") as reader:
+        assert reader.switches(job=1)[0].copy_s == 0.2
+        assert reader.leases()[0].gpus == (0, 3)
+        assert reader.events(since_s=50.0)[0].detail == "held -> yielded"
+        assert reader.events(since_s=51.0) == ()
+        assert reader.why(1).known
+        assert not reader.why(7).known
+
+
+def test_old_rows_go_and_the_last_round_stays(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for time_s in (10.0, 20.0):
+        store.begin(replace(books(), time_s=time_s), Decision((), Memory()), (), Memory())
+    store.record([Event(10.0, "state", "n1")])
+    assert store.forget(1000.0) == 2
+    with StoreReader(tmp_path / "cadenza.db") as reader:
+        last = reader.round()
+        assert last is not None
+        assert last.at_s == 20.0
+
+
+def test_corrupt_file_is_put_aside(tmp_path: Path) -> None:
+    path = tmp_path / "cadenza.db"
+    path.write_bytes(b"this is no database" * 1000)
+    store = open_store(tmp_path)
+    assert store.fresh
+    assert store.put_aside is not None
+    assert store.put_aside.read_bytes().startswith(b"this is no database")
+
+
+def test_damaged_pages_are_put_aside(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    for _ in range(50):
+        store.begin(books(*(job(n) for n in range(20))), Decision((), Memory()), (), Memory())
+    store.close()
+    path = tmp_path / "cadenza.db"
+    data = bytearray(path.read_bytes())
+    data[4096:16384] = b"\xff" * 12288
+    path.write_bytes(data)
+    assert open_store(tmp_path).put_aside is not None
+
+
+def test_newer_store_is_refused_not_put_aside(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store._link.execute("PRAGMA user_version=99")
+    store.close()
+    with pytest.raises(StoreError, match="version 99"):
+        open_store(tmp_path)
+
+
+def test_missing_store_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="has cadenzad run"):
+        StoreReader(tmp_path / "none.db")
+
+
+def test_closed_store_is_readable_without_write_access(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.begin(books(job(1)), Decision((), Memory()), (), Memory())
+    store.close()
+    assert not (tmp_path / "cadenza.db-wal").exists()
+    with StoreReader(tmp_path / "cadenza.db") as reader:
+        assert reader.round() is not None
+    assert not (tmp_path / "cadenza.db-wal").exists()
+
+
+def test_lock_belongs_to_one_living_process(tmp_path: Path) -> None:
+    lock = StoreLock(tmp_path / "cadenza.db")
+    assert lock.owner() is None
+    program = (
+        "import sys, pathlib; from cadenza.slurm_plugin.service.lock import StoreLock\n"
+        "StoreLock(pathlib.Path(sys.argv[1])).take(); print('mine', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "cadenza.db")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"mine\n"
+        assert lock.owner() == other.pid
+        with pytest.raises(AlreadyRunningError, match=str(other.pid)):
+            lock.take()
+        other.kill()
+        other.wait()
+    lock.take()
+    lock.release()
+
+
+# --- Replay ---
+
+
+def busy_cluster() -> ClusterSnapshot:
+    """Two jobs on one GPU whose turn is over, one suspended by us, one held for us, one unmanaged."""
+
+    def held(state: str, vtime_s: float) -> Lease:
+        return Lease(state, (Gpu("n1", 0),), vtime_s, 99.0 if state == "held" else 0.0, ready=True)  # type: ignore[arg-type]
+
+    return replace(
+        books(
+            job(3, lease=held("held", 50.0)),
+            job(1, node="n1-l1", lease=held("yielded", 2.25)),
+            job(2, node="n1-l1", state="SUSPENDED", lease=held("yielded", 3.5)),
+            job(4, state="PENDING", slurm_priority=0, nodes=()),
+            job(5, options=None, partition="other"),
+            nodes=(node("n1"), node("n1-l1", 1, drained=True, drain_reason="cadenza: test")),
+        ),
+        hosts=(Host("n1", agent_alive=True),),
+    )
+
+
+def test_replay_gives_the_same_decision_byte_for_byte(tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text("[service]\nmode='apply'\n[guard]\npartitions=['gpu']\nmin_run_s=0\n", encoding="utf-8")
+    settings = load_settings(config)
+    store = open_store(tmp_path)
+    store.use_settings(to_record(settings))
+    before = Memory(frozenset({B}), frozenset({A}), frozenset({"n1-l1"}), {JobKey(3, 0): 0.1, A: 0.2})
+    store.adopt(before)
+    snapshot = busy_cluster()
+    decision = policy(settings)(snapshot, before)
+    assert {type(action) for action in decision.actions} >= {Yield, OpenNode}
+    store.begin(snapshot, decision, allow(*decision.actions), Memory())
+    with StoreReader(tmp_path / "cadenza.db") as reader:
+        found = reader.round()
+    assert found is not None
+    assert (found.snapshot, found.before, found.decision) == (snapshot, before, decision)
+    replayed = policy(from_record(found.settings))(found.snapshot, found.before)
+    assert codec.encode_decision(replayed) == codec.encode_decision(decision)
+
+
+KEYS = st.builds(JobKey, st.integers(1, 9), st.integers(0, 2))
+ACTIONS = st.one_of(
+    *(st.builds(kind, KEYS, st.text()) for kind in (Yield, Resume, Suspend, Unsuspend, Release)),
+    st.builds(Requeue, KEYS, st.booleans(), st.text()),
+    st.builds(Place, KEYS, st.tuples(st.text()), st.text(), st.none() | st.integers(1, 9)),
+    st.builds(DrainNode, st.text(), st.text()),
+    st.builds(OpenNode, st.text(), st.text()),
+)
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+MEMORIES = st.builds(
+    Memory, st.frozensets(KEYS), st.frozensets(KEYS), st.frozensets(st.text()), st.dictionaries(KEYS, FLOATS)
+)
+DECISIONS = st.builds(Decision, st.lists(ACTIONS).map(tuple), MEMORIES, st.dictionaries(KEYS, st.text(), max_size=5))
+
+
+@given(DECISIONS)
+def test_decisions_round_trip(decision: Decision) -> None:
+    data = codec.encode_decision(decision)
+    assert codec.decode_decision(data) == decision
+    assert codec.encode_decision(codec.decode_decision(data)) == data
+
+
+# --- Verification ---
+
+
+def seen(action: object, *jobs: object, now_s: float = 200.0, nodes: tuple = (node("n1"),)) -> str | None:
+    snapshot = ClusterSnapshot(now_s, nodes, jobs, (Host("n1", agent_alive=True),))  # type: ignore[arg-type]
+    return verdict(action, snapshot, 100.0)  # type: ignore[arg-type]
+
+
+def test_verdicts() -> None:
+    gpus = (Gpu("n1", 0),)
+    assert seen(Suspend(A, ""), job(1)) == "failed"
+    assert seen(Suspend(A, ""), job(1), now_s=101.0) is None
+    assert seen(Suspend(A, "")) == "gone"
+    assert seen(Unsuspend(A, ""), job(1)) == "verified"
+    assert seen(Yield(A, ""), job(1, lease=Lease("yielded", gpus))) == "verified"
+    assert seen(Yield(A, ""), job(1, lease=Lease("held", gpus))) is None
+    assert seen(Yield(A, ""), job(1, lease=Lease("held", gpus)), now_s=300.0) == "failed"
+    assert seen(Resume(A, ""), job(1, lease=Lease("held", gpus))) == "verified"
+    assert seen(Release(A, ""), job(1, state="PENDING", slurm_priority=0)) == "failed"
+    assert seen(Requeue(A, hold=True, reason=""), job(1, key=JobKey(1, 1))) == "verified"
+    assert seen(DrainNode("n1", ""), nodes=(node("n1", drained=True),)) == "verified"
+    assert seen(OpenNode("n1", ""), nodes=(node("n1", drained=True),)) == "failed"
+
+
+def test_settings_default_is_recorded(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.use_settings(to_record(Settings()))
+    store.use_settings(to_record(Settings()))
+    assert store._link.execute("SELECT count(*) FROM settings").fetchone()[0] == 1
