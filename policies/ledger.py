@@ -34,8 +34,6 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
         placed=frozenset(
             (memory.placed & alive) | {action.job for action in acted if isinstance(action, Place | Release)}
         ),
-        drained=frozenset(
-            (drained | {action.node for action in acted if isinstance(action, DrainNode)}) - opened
-        ),
+        drained=frozenset((drained | {action.node for action in acted if isinstance(action, DrainNode)}) - opened),
         last_yield_s={key: at for key, at in (*memory.last_yield_s.items(), *yields.items()) if key in alive},
     )

@@ -21,7 +21,7 @@ class Gpu(NamedTuple):
     """One physical GPU: lanes of a host share these, so a lane never appears in it."""
 
     host: str
-    index: int
+    index: int  # type: ignore[assignment] # hides tuple.index, which nobody calls on a GPU
 
 
 JobState: TypeAlias = Literal["PENDING", "RUNNING", "SUSPENDED", "OTHER"]
@@ -30,7 +30,7 @@ LeaseState: TypeAlias = Literal["waiting", "held", "stopping", "yielded"]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user asked for, from the job comment's ``cadenza`` key (DESIGN §5)."""
+    """What the user asked for, from the job comment's ``cadenza`` key."""
 
     share: bool = True
     min_gpus: int | None = None
@@ -46,8 +46,8 @@ class Lease:
     """What the agents say of one job's right to its GPUs; times in seconds.
 
     ``state``: *waiting* never ran, *held* may use the GPUs, *stopping* is asked to yield and has not yet,
-    *yielded* has moved its state to host memory. ``vtime_s`` is held time over weight, the key of the
-    weighted round robin; an arriving job starts at the least of those it shares a GPU with.
+    *yielded* has moved its state to host memory. ``vtime_s`` is held time over weight, the current
+    stretch included: the key of the weighted round robin (see ``sharing.turns`` for its start).
     """
 
     state: LeaseState
@@ -55,12 +55,18 @@ class Lease:
     vtime_s: float = 0.0
     held_s: float = 0.0
     """Time since the lease was last given; 0 unless held or stopping."""
+    waited_s: float = 0.0
+    """Time since the job began to wait for the lease; 0 while held or stopping."""
     ready: bool = False
     """Every rank has attached and can stop at a boundary."""
     why_not_ready: str = ""
     iteration_s: float | None = None
     exclusive: bool = False
     """An unmanaged job: it is never asked to yield and every overlapping managed job makes way."""
+    weight: float = 1.0
+    """Share of the turns relative to the other jobs of its group."""
+    step: int = 0
+    """Boundaries that the slowest rank has completed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +212,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Release a job that we hold, as it is; a pin we made is cleared."""
+    """Release a job that we hold, as it is; ``unpin`` clears the node list that a Place of ours gave it."""
 
     job: JobKey
     reason: str
+    unpin: bool = False
 
 
 @dataclass(frozen=True, slots=True)

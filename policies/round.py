@@ -40,9 +40,7 @@ class Store(Protocol):
         """Return the memory of the last recorded decision."""
         ...
 
-    def begin(
-        self, snapshot: ClusterSnapshot, decision: Decision, guarded: Sequence[Guarded], memory: Memory
-    ) -> int:
+    def begin(self, snapshot: ClusterSnapshot, decision: Decision, guarded: Sequence[Guarded], memory: Memory) -> int:
         """Write a round down before its actions leave, and return its number."""
         ...
 
@@ -62,9 +60,7 @@ class RoundReport:
     outcomes: tuple[tuple[Action, Outcome], ...]
 
 
-def run_round(
-    gateway: Gateway, clock: Clock, store: Store, decide: Decide, settings: GuardSettings
-) -> RoundReport:
+def run_round(gateway: Gateway, clock: Clock, store: Store, decide: Decide, settings: GuardSettings) -> RoundReport:
     """Run one round and return what it did.
 
     The round is on record before its first action leaves, so that a service killed in between knows on its

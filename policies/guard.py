@@ -1,0 +1,168 @@
+"""Which actions may leave: kill switch, scope, opt-in, rate, run time, observe-only, in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cadenza.policies.model import (
+    Action,
+    ClusterSnapshot,
+    DrainNode,
+    Job,
+    Memory,
+    Node,
+    OpenNode,
+    Release,
+    Unsuspend,
+    Yield,
+)
+from cadenza.policies.sharing.lanes import drained_by_us
+from cadenza.policies.sharing.settings import held_for_us
+
+
+@dataclass(frozen=True, slots=True)
+class GuardSettings:
+    """The admin's limits. Without partitions nothing is managed; the other empty lists mean everybody."""
+
+    enforce: bool = False
+    killed: bool = False
+    partitions: frozenset[str] = frozenset()
+    """Managed partitions; nothing happens outside them."""
+    accounts: frozenset[str] = frozenset()
+    qos: frozenset[str] = frozenset()
+    users: frozenset[str] = frozenset()
+    max_actions_per_round: int = 200
+    min_run_s: float = 5.0
+    """A job that got its lease keeps it this long, except for a higher priority or an exclusive job."""
+    cool_down_s: float = 0.0
+    """Least time between two yields of one job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """One action and the guard's word on it; ``reason`` says which rule blocked it."""
+
+    action: Action
+    allowed: bool
+    reason: str = ""
+
+
+def guard(
+    actions: Sequence[Action], snapshot: ClusterSnapshot, memory: Memory, settings: GuardSettings
+) -> tuple[Guarded, ...]:
+    """Judge every action, in order.
+
+    What undoes our own doing is stopped by the kill switch only: resuming in Slurm what we suspended,
+    releasing what is held for us, and draining a further lane, which is what observe-only means.
+    ``cadenza release --all`` does not come through here at all.
+    """
+    case = _Case(snapshot, memory, settings)
+    judged = []
+    left = settings.max_actions_per_round
+    for action in actions:
+        undoes = case.undoes(action)
+        rule = case.killed() or ("" if undoes else case.blocked(action, left))
+        if not undoes and (not rule or rule == OBSERVE):
+            left -= 1
+        judged.append(Guarded(action, not rule, rule))
+    return tuple(judged)
+
+
+OBSERVE = 'observe-only: nothing is done until the mode is "apply"'
+
+
+class _Case:
+    """What the rules look up; every rule returns the sentence that blocks, or ""."""
+
+    def __init__(self, snapshot: ClusterSnapshot, memory: Memory, settings: GuardSettings) -> None:
+        self.jobs = {job.key: job for job in snapshot.jobs}
+        self.nodes = {node.name: node for node in snapshot.nodes}
+        self.time_s = snapshot.time_s
+        self.memory = memory
+        self.settings = settings
+
+    def killed(self) -> str:
+        """Return the kill switch's sentence while it is set."""
+        if self.settings.killed:
+            return "kill switch: nothing is done while it is set; see `cadenza release --all`"
+        return ""
+
+    def undoes(self, action: Action) -> bool:
+        """Whether the action only takes back what Cadenza did, or keeps a lane shut."""
+        if isinstance(action, DrainNode):
+            node = self.nodes.get(action.node)
+            return node is not None and node.lane > 0
+        if isinstance(action, Unsuspend):
+            return action.job in self.memory.suspended
+        job = self.jobs.get(action.job) if isinstance(action, Release) else None
+        return job is not None and held_for_us(job, self.memory)
+
+    def blocked(self, action: Action, left: int) -> str:
+        """Return the first rule after the kill switch that blocks, in the guard's order."""
+        if isinstance(action, DrainNode | OpenNode):
+            rules: tuple[str, ...] = (self._node(self.nodes.get(action.node), action), self._rate(left))
+        else:
+            job = self.jobs.get(action.job)
+            if job is None:
+                return f"scope: job {action.job} is gone"
+            rules = (self._scope(job), self._opt_in(job), self._rate(left), self._run_time(job, action))
+        return next((rule for rule in rules if rule), "" if self.settings.enforce else OBSERVE)
+
+    def _node(self, node: Node | None, action: DrainNode | OpenNode) -> str:
+        if node is None:
+            return f"scope: node {action.node} is gone"
+        if node.lane == 0:
+            return f"scope: {node.name} is lane 0, which is the admin's alone"
+        if not drained_by_us(node, self.memory):
+            return f"scope: the drain of {node.name} is not ours to undo"
+        return ""
+
+    def _scope(self, job: Job) -> str:
+        settings = self.settings
+        if job.partition not in settings.partitions:
+            return f"allow-list: partition {job.partition} is not managed"
+        for name, allowed, value in (
+            ("account", settings.accounts, job.account),
+            ("QOS", settings.qos, job.qos),
+            ("user", settings.users, job.user),
+        ):
+            if allowed and value not in allowed:
+                return f"allow-list: {name} {value or '(none)'} is not on it"
+        return ""
+
+    def _opt_in(self, job: Job) -> str:
+        if job.opted_in:
+            return ""
+        return f"opt-in: job {job.key} {job.unmanageable or 'did not ask for sharing'}"
+
+    def _rate(self, left: int) -> str:
+        if left > 0:
+            return ""
+        return f"rate limit: {self.settings.max_actions_per_round} actions a round, the rest has to wait"
+
+    def _run_time(self, job: Job, action: Action) -> str:
+        if not isinstance(action, Yield) or self._makes_way(job):
+            return ""
+        held_s = job.lease.held_s if job.lease is not None else 0.0
+        if held_s < self.settings.min_run_s:
+            return f"minimum run time: it ran {held_s:.1f} s of {self.settings.min_run_s:.1f} s"
+        since_s = self.time_s - self.memory.last_yield_s.get(job.key, float("-inf"))
+        if since_s < self.settings.cool_down_s:
+            return f"cool-down: it yielded {since_s:.1f} s ago, {self.settings.cool_down_s:.1f} s are to pass"
+        return ""
+
+    def _makes_way(self, job: Job) -> bool:
+        """Whether an exclusive job or one of higher priority wants the job's GPUs."""
+        gpus = set(job.lease.gpus) if job.lease is not None else set()
+        return any(
+            other.lease is not None
+            and other.lease.state in ("waiting", "yielded")
+            and (other.lease.exclusive or _priority(other) > _priority(job))
+            and not gpus.isdisjoint(other.lease.gpus)
+            for other in self.jobs.values()
+        )
+
+
+def _priority(job: Job) -> int:
+    return job.options.priority if job.options is not None else 0

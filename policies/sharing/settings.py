@@ -1,0 +1,50 @@
+"""The admin's choices for sharing, as the policies of this package take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cadenza.policies.model import Job, Memory
+
+
+@dataclass(frozen=True, slots=True)
+class SharingSettings:
+    """Times in seconds. Without managed partitions nothing is managed."""
+
+    enforce: bool = False
+    """False in observe-only: what would be done is still decided, and the further lanes are kept drained."""
+    slice_s: float = 60.0
+    min_run_s: float = 5.0
+    share_between_users: bool = False
+    suspend: bool = True
+    """Suspend yielded jobs in Slurm, so that their time limit stops and their CPUs are free in the books."""
+    lease_wait_s: float = 600.0
+    """A job on a further lane gives its place back when it waited this long behind one that cannot stop."""
+    admission: Literal["native", "held"] = "native"
+    partitions: frozenset[str] = frozenset()
+
+    @property
+    def places(self) -> bool:
+        """Whether the service itself chooses the nodes of held jobs."""
+        return self.enforce and self.admission == "held"
+
+    def manages(self, job: Job) -> bool:
+        """Whether the job opted in, in a partition that the admin enabled."""
+        return job.opted_in and job.partition in self.partitions
+
+
+def left_alone(job: Job, settings: SharingSettings) -> str:
+    """Return why an opted-in job is left alone, or "" when it is managed."""
+    if job.unmanageable:
+        return f"left alone: {job.unmanageable}"
+    if not job.opted_in:
+        return "left alone: the job does not share (share=false)"
+    if job.partition not in settings.partitions:
+        return f"left alone: partition {job.partition} is not among Cadenza's partitions"
+    return ""
+
+
+def held_for_us(job: Job, memory: Memory) -> bool:
+    """Whether job_submit.lua holds the job for us; a hold after our release is its owner's."""
+    return job.held and job.options is not None and job.options.held and job.key not in memory.placed

@@ -1,0 +1,313 @@
+"""Gandiva's reactive mode with time slices on a live cluster: turns, Slurm's books, lanes and placement.
+
+Every round compares what the snapshot shows with who should hold GPUs and emits what is missing; it remembers
+only what the snapshot cannot show (whose suspend, hold or drain it was), so a lost action is sent again.
+
+Before maintenance, that is once lane 0 of a host is drained, its further lanes are drained too, its jobs go
+on taking turns until they end, and none of them stays suspended in Slurm, because Slurm shows a node with
+nothing but suspended jobs as drained, that is ready to be switched off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cadenza.policies.model import (
+    Action,
+    ClusterSnapshot,
+    Decision,
+    Job,
+    JobKey,
+    Lease,
+    Memory,
+    Release,
+    Requeue,
+    Resume,
+    Suspend,
+    Unsuspend,
+    Yield,
+)
+from cadenza.policies.sharing.lanes import hosts_to_leave, lane_actions
+from cadenza.policies.sharing.placement import place
+from cadenza.policies.sharing.settings import SharingSettings, held_for_us, left_alone
+from cadenza.policies.sharing.turns import Contender, Turn, groups, next_turn
+from cadenza.policies.sharing.wording import job_names
+
+MAX_NAMED = 6
+"""How many jobs of a group a reason names."""
+
+
+def decide(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings) -> Decision:
+    """Return one round's actions and a reason for every job that opted in.
+
+    In observe-only (``enforce`` False) the decision is what would be done; the guard keeps it from leaving,
+    except for what undoes our own suspends, holds and open lanes.
+    """
+    view = _View.of(snapshot, memory, settings)
+    placed = place(snapshot, memory, settings)
+    actions: list[Action] = [
+        *lane_actions(snapshot, memory, settings),
+        *_yields(view),
+        *_unsuspends(view),
+        *_resumes(view),
+        *_suspends(view),
+        *_requeues(view),
+        *_releases(view),
+        *placed.actions,
+    ]
+    reasons = {job.key: _reason(job, view, placed.reasons) for job in view.jobs if job.options is not None}
+    return Decision(tuple(actions), memory, reasons)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """The snapshot as the rules below need it."""
+
+    snapshot: ClusterSnapshot
+    memory: Memory
+    settings: SharingSettings
+    jobs: tuple[Job, ...]
+    """In order of keys."""
+    turns: tuple[Turn, ...]
+    reasons: dict[JobKey, str]
+    holders: frozenset[JobKey]
+    """Who should have GPUs once this round's turns are done."""
+    leaving: frozenset[JobKey]
+    """Jobs with a part on a host that is to be left."""
+    giving_back: frozenset[JobKey]
+
+    @classmethod
+    def of(cls, snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings) -> _View:
+        jobs = tuple(sorted(snapshot.jobs, key=lambda job: job.key))
+        turns, reasons = _turns(jobs, memory, settings)
+        drained, host = hosts_to_leave(snapshot), {node.name: node.host for node in snapshot.nodes}
+        return cls(
+            snapshot,
+            memory,
+            settings,
+            jobs,
+            turns,
+            reasons,
+            holders=frozenset().union(*(turn.holders for turn in turns)),
+            leaving=frozenset(j.key for j in jobs if any(host.get(name) in drained for name in j.nodes)),
+            giving_back=frozenset(j.key for j in jobs if _gives_back(j, snapshot, settings)),
+        )
+
+    def managed(self, state: str) -> list[tuple[Job, Lease]]:
+        """Return the managed jobs in this Slurm state that an agent knows, in order of keys."""
+        return [
+            (job, job.lease)
+            for job in self.jobs
+            if job.state == state and job.lease is not None and self.settings.manages(job)
+        ]
+
+    def ours(self, job: Job) -> bool:
+        """Whether the job is suspended and we did that."""
+        return job.state == "SUSPENDED" and job.key in self.memory.suspended
+
+
+# --- Turns ---------------------------------------------------------------------------------------------
+
+
+def _turns(
+    jobs: tuple[Job, ...], memory: Memory, settings: SharingSettings
+) -> tuple[tuple[Turn, ...], dict[JobKey, str]]:
+    contenders = [
+        _contender(job, job.lease, memory, settings)
+        for job in jobs
+        if job.lease is not None and (job.state in ("RUNNING", "SUSPENDED") or job.lease.state in ("held", "stopping"))
+    ]
+    turns, reasons = [], {}
+    for group in groups(contenders):
+        turn = next_turn(
+            group,
+            slice_s=settings.slice_s,
+            share_between_users=settings.share_between_users,
+            min_run_s=settings.min_run_s,
+        )
+        turns.append(turn)
+        for member in group:
+            reasons[member.key] = turn.reasons[member.key] + _group_name(member, group)
+    return tuple(turns), reasons
+
+
+def _group_name(member: Contender, group: tuple[Contender, ...]) -> str:
+    others = [other.key for other in group if other.key != member.key]
+    if not others:
+        return ""
+    return f" (takes turns with {job_names(others) if len(others) <= MAX_NAMED else f'{len(others)} jobs'})"
+
+
+def _priority(job: Job) -> int:
+    return job.options.priority if job.options is not None else 0
+
+
+def _contender(job: Job, lease: Lease, memory: Memory, settings: SharingSettings) -> Contender:
+    """Return the job as a contender; one that is not ours to stop or start is only in the others' way."""
+    ours = job.state == "RUNNING" or (job.state == "SUSPENDED" and job.key in memory.suspended)
+    return Contender(
+        key=job.key,
+        gpus=frozenset(lease.gpus),
+        user=job.user,
+        state=lease.state,
+        priority=_priority(job),
+        weight=lease.weight,
+        vtime_s=lease.vtime_s,
+        held_s=lease.held_s,
+        waited_s=lease.waited_s,
+        ready=lease.ready and ours,
+        exclusive=lease.exclusive or not settings.manages(job),
+        iteration_s=lease.iteration_s,
+        eligible=ours,
+    )
+
+
+def _yields(view: _View) -> list[Yield]:
+    asked = [Yield(key, turn.reasons[key]) for turn in view.turns for key in turn.yields]
+    return asked + [extra for extra in _halves(view) if all(extra.job != action.job for action in asked)]
+
+
+def _halves(view: _View) -> list[Yield]:
+    """Return the yields that a job lacks which has its GPUs on one host already and waits on another.
+
+    It counts as a holder, so no turn is taken for it; but it cannot run, and meets a holder that can be stopped.
+    """
+    held = [(job, lease) for job, lease in view.managed("RUNNING") if lease.state == "held"]
+    halves = [job for job, lease in held if not lease.ready and job.num_nodes > 1]
+    blocking = {
+        job.key: half.key
+        for half in reversed(halves)
+        for job, lease in held
+        if lease.ready and _meet(job, half) and _priority(job) <= _priority(half)
+    }
+    return [
+        Yield(key, f"makes way for job {half}, which has its GPUs on other hosts already")
+        for key, half in sorted(blocking.items())
+    ]
+
+
+def _resumes(view: _View) -> list[Resume]:
+    """Return what the agents should give next; an unmanaged job gets its lease from the agent alone."""
+    known = {job.key for state in ("RUNNING", "SUSPENDED") for job, _ in view.managed(state)}
+    return [
+        Resume(key, turn.reasons[key]) for turn in view.turns for key in (*turn.resumes, *turn.upcoming) if key in known
+    ]
+
+
+# --- Slurm's books -------------------------------------------------------------------------------------
+
+
+def _suspends(view: _View) -> list[Suspend]:
+    if not view.settings.suspend:
+        return []
+    spared = view.holders | view.leaving | view.giving_back
+    return [
+        Suspend(job.key, "its turn is over, so Slurm stops its time limit and frees its CPUs")
+        for job, lease in view.managed("RUNNING")
+        if job.key not in spared and (lease.state == "yielded" or _waits_long(job, lease, view))
+    ]
+
+
+def _waits_long(job: Job, lease: Lease, view: _View) -> bool:
+    """Whether a job that never ran is past its launch, in which Slurm should not be asked to suspend it."""
+    started = job.start_s if job.start_s is not None else view.snapshot.time_s
+    return lease.state == "waiting" and view.snapshot.time_s - started > view.settings.min_run_s
+
+
+def _unsuspends(view: _View) -> list[Unsuspend]:
+    found = ((job, _why_unsuspend(job, view)) for job in view.jobs if view.ours(job))
+    return [Unsuspend(job.key, why) for job, why in found if why]
+
+
+def _why_unsuspend(job: Job, view: _View) -> str:
+    if not view.settings.enforce or not view.settings.suspend:
+        return "jobs are not to be suspended any more"
+    if not view.settings.manages(job):
+        return left_alone(job, view.settings) or "left alone: the job does not opt in any more"
+    if job.lease is None:
+        return "no agent knows the job any more, so nobody would give it a turn"
+    if job.lease.state in ("held", "stopping") or job.key in view.holders:
+        return "its turn has come"
+    if job.key in view.leaving:
+        return "its host is drained, which must not look finished while the job is there"
+    return "it gives its place back" if job.key in view.giving_back else ""
+
+
+def _requeues(view: _View) -> list[Requeue]:
+    hold = view.settings.places
+    return [
+        Requeue(job.key, hold, _gives_back(job, view.snapshot, view.settings))
+        for job, _ in view.managed("RUNNING")
+        if job.key in view.giving_back
+    ]
+
+
+def _gives_back(job: Job, snapshot: ClusterSnapshot, settings: SharingSettings) -> str:
+    """Return why a job gives its further lane back, else "".
+
+    It never ran, has waited longer than ``lease_wait_s``, and one that cannot be stopped is on its GPUs.
+    """
+    lease = job.lease
+    if lease is None or lease.state != "waiting" or not job.requeueable or not settings.manages(job):
+        return ""
+    waited = snapshot.time_s - (job.start_s if job.start_s is not None else snapshot.time_s)
+    if waited <= settings.lease_wait_s or not _on_further_lane(job, snapshot):
+        return ""
+    blockers = [other.key for other in snapshot.jobs if _cannot_stop(other, settings) and _meet(job, other)]
+    if not blockers:
+        return ""
+    return f"gives its place back after {waited:.0f} s: {job_names(blockers)} cannot be stopped"
+
+
+def _on_further_lane(job: Job, snapshot: ClusterSnapshot) -> bool:
+    return any(node.lane > 0 and node.name in job.nodes for node in snapshot.nodes)
+
+
+def _cannot_stop(job: Job, settings: SharingSettings) -> bool:
+    held = job.lease is not None and job.lease.state == "held"
+    return held and not (job.lease is not None and job.lease.ready and settings.manages(job))
+
+
+def _meet(job: Job, other: Job) -> bool:
+    mine, theirs = job.lease, other.lease
+    return (
+        job.key != other.key and mine is not None and theirs is not None and not set(mine.gpus).isdisjoint(theirs.gpus)
+    )
+
+
+def _releases(view: _View) -> list[Release]:
+    """Return the releases of jobs that were held for us and that we do not place."""
+    return [
+        Release(job.key, left_alone(job, view.settings) or "held for Cadenza, which does not place jobs now")
+        for job in view.jobs
+        if held_for_us(job, view.memory) and not (view.settings.places and view.settings.manages(job))
+    ]
+
+
+# --- Reasons -------------------------------------------------------------------------------------------
+
+
+def _reason(job: Job, view: _View, placed: dict[JobKey, str]) -> str:
+    alone = left_alone(job, view.settings)
+    if alone:
+        return alone
+    if job.key in placed:
+        return placed[job.key]
+    if job.state == "PENDING":
+        return _why_pending(job)
+    if job.state == "SUSPENDED" and not view.ours(job):
+        return "left alone: suspended by somebody else"
+    if job.lease is None:
+        return "no agent knows the job, so it runs as without Cadenza"
+    known = view.reasons.get(job.key, "left alone: neither pending, running nor suspended")
+    return known + _not_ready(job.lease)
+
+
+def _why_pending(job: Job) -> str:
+    if job.held:
+        return "left alone: held by its owner or an admin"
+    return f"pending in Slurm ({job.state_reason or 'no reason given'}), which starts it on a free lane"
+
+
+def _not_ready(lease: Lease) -> str:
+    return f"; cannot be stopped: {lease.why_not_ready}" if lease.why_not_ready and not lease.ready else ""

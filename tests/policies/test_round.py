@@ -1,0 +1,273 @@
+"""The round and its memory, with a small cluster in memory: what is recorded, what leaves, what is remembered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from snapshots import NOW, cluster, job, key, lease, node
+
+from cadenza.policies.guard import GuardSettings
+from cadenza.policies.ledger import remember
+from cadenza.policies.model import (
+    Action,
+    ClusterSnapshot,
+    DrainNode,
+    Memory,
+    OpenNode,
+    Options,
+    Outcome,
+    Place,
+    Release,
+    Resume,
+    Suspend,
+    Unsuspend,
+    Yield,
+)
+from cadenza.policies.round import run_round
+from cadenza.policies.sharing.settings import SharingSettings
+from cadenza.policies.sharing.timeslice import decide
+
+
+@dataclass
+class SmallCluster:
+    """Gateway: Slurm's and the agents' side, each order carried out at once."""
+
+    snapshot: ClusterSnapshot
+    refuse: tuple[type, ...] = ()
+    log: list[Action] = field(default_factory=list)
+
+    def read(self) -> ClusterSnapshot:
+        return self.snapshot
+
+    def apply(self, action: Action) -> Outcome:
+        self.log.append(action)
+        if isinstance(action, self.refuse):
+            return Outcome(ok=False, error=f"{type(action).__name__}: refused")
+        if isinstance(action, DrainNode | OpenNode):
+            self._node(action)
+        else:
+            self._job(action)
+        return Outcome(ok=True)
+
+    def _node(self, action: DrainNode | OpenNode) -> None:
+        changed = {"drained": isinstance(action, DrainNode), "drain_reason": "cadenza: test"}
+        nodes = [replace(n, **changed) if n.name == action.node else n for n in self.snapshot.nodes]
+        self.snapshot = replace(self.snapshot, nodes=tuple(nodes))
+
+    def _job(self, action: Action) -> None:
+        found = self.snapshot.job(action.job)
+        if isinstance(action, Suspend | Unsuspend):
+            found = replace(found, state="SUSPENDED" if isinstance(action, Suspend) else "RUNNING")
+        elif isinstance(action, Yield | Resume):
+            state = "yielded" if isinstance(action, Yield) else "held"
+            found = replace(found, lease=replace(found.lease, state=state, held_s=0.0))
+        elif isinstance(action, Place | Release):
+            found = replace(found, slurm_priority=1)
+        jobs = [found if j.key == found.key else j for j in self.snapshot.jobs]
+        self.snapshot = replace(self.snapshot, jobs=tuple(jobs))
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass for those that hold GPUs and for those that wait."""
+        jobs = []
+        for found in self.snapshot.jobs:
+            if found.lease is not None and found.lease.state == "held":
+                held = found.lease.held_s + seconds
+                vtime = found.lease.vtime_s + seconds
+                jobs.append(replace(found, lease=replace(found.lease, held_s=held, vtime_s=vtime)))
+            else:
+                jobs.append(found)
+        self.snapshot = replace(self.snapshot, time_s=self.snapshot.time_s + seconds, jobs=tuple(jobs))
+
+
+@dataclass
+class Records:
+    """Store, in memory; notes what was known when the first action left."""
+
+    kept: Memory = field(default_factory=Memory)
+    rounds: list = field(default_factory=list)
+
+    def memory(self) -> Memory:
+        return self.kept
+
+    def begin(self, snapshot, decision, guarded, memory) -> int:
+        self.kept = memory
+        self.rounds.append([snapshot, decision, tuple(guarded), None])
+        return len(self.rounds)
+
+    def finish(self, number, outcomes, seconds) -> None:
+        self.rounds[number - 1][3] = (tuple(outcomes), seconds)
+
+
+class Ticks:
+    """Clock that moves by one second with each look."""
+
+    def __init__(self) -> None:
+        self.seconds = NOW
+
+    def now(self) -> float:
+        self.seconds += 1
+        return self.seconds
+
+
+SHARING = SharingSettings(enforce=True, partitions=frozenset({"gpu"}))
+GUARD = GuardSettings(enforce=True, partitions=frozenset({"gpu"}))
+PAIR = (
+    job(1, lease=lease("held", 0, held_s=70.0, vtime_s=70.0)),
+    job(2, nodes=("node1-l1",), lease=lease("yielded", 0, vtime_s=10.0)),
+)
+
+
+def one_round(gateway, records, sharing=SHARING, limits=GUARD):
+    return run_round(gateway, Ticks(), records, lambda s, m: decide(s, m, sharing), limits)
+
+
+def test_a_round_decides_guards_applies_and_records():
+    gateway, records = SmallCluster(cluster(*PAIR)), Records()
+    report = one_round(gateway, records)
+    assert [type(action) for action in gateway.log] == [Yield, Resume]
+    assert report.number == 1
+    assert [outcome.ok for _, outcome in report.outcomes] == [True, True]
+    assert records.rounds[0][3] == (report.outcomes, 1.0)
+    assert records.kept.last_yield_s == {key(1): NOW}
+
+
+def test_two_jobs_take_turns_round_after_round():
+    gateway, records = SmallCluster(cluster(*PAIR)), Records()
+    held = {1: 0, 2: 0}
+    for _ in range(40):
+        one_round(gateway, records)
+        for found in gateway.snapshot.jobs:
+            if found.lease.state == "held":
+                held[found.key.id] += 1
+                assert found.state == "RUNNING"
+        gateway.wait(15.0)
+    assert sum(held.values()) == 40
+    assert abs(held[1] - held[2]) <= 60 / 15 + 1
+    asleep = [found for found in gateway.snapshot.jobs if found.state == "SUSPENDED"]
+    assert {found.key for found in asleep} <= records.kept.suspended
+
+
+def test_a_round_is_on_record_before_its_first_action_leaves():
+    records = Records()
+
+    class Checking(SmallCluster):
+        def apply(self, action):
+            assert records.rounds[-1][2]
+            assert key(1) in records.kept.last_yield_s
+            return super().apply(action)
+
+    one_round(Checking(cluster(*PAIR)), records)
+
+
+def test_without_a_snapshot_there_is_no_round():
+    class Down(SmallCluster):
+        def read(self):
+            raise ConnectionError("slurmctld does not answer")
+
+    records = Records()
+    with pytest.raises(ConnectionError):
+        one_round(Down(cluster()), records)
+    assert records.rounds == []
+
+
+def test_observe_only_lets_nothing_leave_but_shuts_the_lanes():
+    gateway, records = SmallCluster(cluster(*PAIR)), Records()
+    report = one_round(gateway, records, replace(SHARING, enforce=False), replace(GUARD, enforce=False))
+    assert gateway.log == [DrainNode("node1-l1", "cadenza: observe-only, no job may share a GPU")]
+    blocked = [item for item in report.guarded if not item.allowed]
+    assert [type(item.action) for item in blocked] == [Yield, Resume]
+    assert all(item.reason.startswith("observe-only") for item in blocked)
+    assert records.kept.last_yield_s == {}
+
+
+def test_the_way_back_to_observe_only_wakes_everybody_up_and_shuts_the_lanes():
+    young = replace(PAIR[0], lease=lease("held", 0, held_s=7.0, vtime_s=7.0))
+    gateway, records = SmallCluster(cluster(young, PAIR[1])), Records()
+    one_round(gateway, records)
+    assert gateway.snapshot.job(key(2)).state == "SUSPENDED"
+    observe = partial(
+        one_round,
+        sharing=replace(SHARING, enforce=False),
+        limits=replace(GUARD, enforce=False, max_actions_per_round=0),
+    )
+    observe(gateway, records)
+    assert gateway.snapshot.job(key(2)).state == "RUNNING"
+    assert gateway.snapshot.nodes[1].drained
+    observe(gateway, records)
+    assert records.kept.suspended == frozenset()
+    one_round(gateway, records)
+    assert not gateway.snapshot.nodes[1].drained
+
+
+def test_what_failed_is_tried_again_in_the_next_round():
+    young = replace(PAIR[0], lease=lease("held", 0, held_s=7.0, vtime_s=7.0))
+    gateway, records = SmallCluster(cluster(young, PAIR[1]), refuse=(Suspend,)), Records()
+    one_round(gateway, records)
+    one_round(gateway, records)
+    assert [type(action) for action in gateway.log] == [Suspend, Suspend]
+
+
+def test_held_jobs_are_placed_once_and_a_later_hold_stays():
+    waiting = job(5, state="PENDING", slurm_priority=0, options=Options(held=True))
+    gateway, records = SmallCluster(cluster(waiting)), Records()
+    placing = replace(SHARING, admission="held")
+    one_round(gateway, records, placing)
+    assert [type(action) for action in gateway.log] == [Place]
+    gateway.snapshot = replace(gateway.snapshot, jobs=(waiting,))
+    report = one_round(gateway, records, placing)
+    assert len(gateway.log) == 1
+    assert report.decision.reasons[key(5)] == "left alone: held by its owner or an admin"
+
+
+# --- Memory --------------------------------------------------------------------------------------------
+
+keys = st.integers(0, 5).map(key)
+lanes = st.integers(0, 3).map(lambda lane: "node1" if lane == 0 else f"node1-l{lane}")
+actions = st.lists(
+    st.one_of(
+        *(keys.map(lambda k, kind=kind: kind(k, "")) for kind in (Yield, Suspend, Unsuspend, Release)),
+        keys.map(lambda k: Place(k, ("node1",), "")),
+        lanes.map(lambda name: DrainNode(name, "")),
+        lanes.map(lambda name: OpenNode(name, "")),
+    ),
+    max_size=8,
+)
+memories = st.builds(
+    Memory,
+    suspended=st.frozensets(keys),
+    placed=st.frozensets(keys),
+    drained=st.frozensets(lanes),
+    last_yield_s=st.dictionaries(keys, st.floats(0, NOW)),
+)
+worlds = st.builds(
+    lambda states, drains: cluster(
+        *(job(n, state=state) for n, state in states.items()),
+        nodes=tuple(node(lane=lane, drained=drained) for lane, drained in enumerate(drains)),
+    ),
+    st.dictionaries(st.integers(0, 5), st.sampled_from(("RUNNING", "SUSPENDED", "PENDING"))),
+    st.lists(st.booleans(), min_size=1, max_size=4),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(memories, actions, worlds)
+def test_memory_claims_only_what_we_did_and_what_is_still_so(memory, acted, snapshot):
+    after = remember(memory, acted, snapshot)
+    alive = {found.key for found in snapshot.jobs}
+    asleep = {found.key for found in snapshot.jobs if found.state == "SUSPENDED"}
+    did = {kind: {a.job for a in acted if isinstance(a, kind)} for kind in (Suspend, Place, Release, Yield)}
+    assert after.suspended == (memory.suspended & asleep) | did[Suspend]
+    assert after.placed == (memory.placed & alive) | did[Place] | did[Release]
+    assert after.last_yield_s.keys() == (memory.last_yield_s.keys() | did[Yield]) & alive
+    assert after.drained <= memory.drained | {a.node for a in acted if isinstance(a, DrainNode)}
+
+
+@settings(max_examples=80, deadline=None)
+@given(memories, worlds)
+def test_memory_of_an_idle_round_is_stable(memory, snapshot):
+    once = remember(memory, (), snapshot)
+    assert remember(once, (), snapshot) == once

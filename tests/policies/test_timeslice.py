@@ -1,0 +1,296 @@
+"""Decisions of the live sharing policy: turns, Slurm's books, lanes, giving back, and the reasons."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from snapshots import NOW, cluster, job, key, lease, node
+
+from cadenza.policies.model import (
+    DrainNode,
+    Memory,
+    OpenNode,
+    Options,
+    Release,
+    Requeue,
+    Resume,
+    Suspend,
+    Unsuspend,
+    Yield,
+)
+from cadenza.policies.sharing.settings import SharingSettings
+from cadenza.policies.sharing.timeslice import decide
+
+some = settings(max_examples=50, deadline=None)
+APPLY = SharingSettings(enforce=True, partitions=frozenset({"gpu"}))
+HOLDER = job(1, lease=lease("held", 0, held_s=70.0, vtime_s=70.0))
+YIELDED = job(2, nodes=("node1-l1",), lease=lease("yielded", 0, vtime_s=10.0))
+
+
+def acts(snapshot, memory=None, settings=APPLY):
+    """Return (kind, job or node) of every action."""
+    found = decide(snapshot, memory or Memory(), settings).actions
+    return [(type(a), a.node if isinstance(a, DrainNode | OpenNode) else a.job) for a in found]
+
+
+def test_a_slice_that_is_over_ends_in_a_yield_and_a_resume():
+    assert acts(cluster(HOLDER, YIELDED)) == [(Yield, key(1)), (Resume, key(2))]
+
+
+def test_a_suspended_job_is_resumed_in_slurm_before_it_gets_its_lease():
+    snapshot = cluster(HOLDER, replace(YIELDED, state="SUSPENDED"))
+    found = acts(snapshot, Memory(suspended=frozenset({key(2)})))
+    assert found == [(Yield, key(1)), (Unsuspend, key(2)), (Resume, key(2))]
+
+
+def test_a_job_that_has_yielded_is_suspended_in_slurm():
+    young = replace(HOLDER, lease=lease("held", 0, held_s=7.0, vtime_s=7.0))
+    assert acts(cluster(young, YIELDED)) == [(Suspend, key(2))]
+    assert acts(cluster(young, YIELDED), settings=replace(APPLY, suspend=False)) == []
+
+
+def test_a_job_that_was_just_launched_is_not_suspended():
+    young = replace(HOLDER, lease=lease("held", 0, held_s=7.0, vtime_s=7.0))
+    waiting = replace(YIELDED, lease=lease("waiting", 0, ready=False, vtime_s=20.0))
+    assert acts(cluster(young, waiting)) == [(Suspend, key(2))]
+    assert acts(cluster(young, replace(waiting, start_s=NOW - 1))) == []
+
+
+def test_the_suspend_of_somebody_else_is_left_alone():
+    snapshot = cluster(HOLDER, replace(YIELDED, state="SUSPENDED"))
+    decision = decide(snapshot, Memory(), APPLY)
+    assert decision.actions == ()
+    assert decision.reasons[key(2)] == "left alone: suspended by somebody else"
+
+
+def test_a_gang_that_has_half_of_its_gpus_gets_the_rest():
+    """Its agents gave it what was free; the holder on the other host refused to stop the first time."""
+    both = ("node1", "node2")
+    half = job(3, num_nodes=2, nodes=both, lease=lease("held", 0, hosts=both, held_s=9.0, ready=False))
+    holder = job(4, nodes=("node2-l1",), lease=lease("held", 0, hosts=("node2",), held_s=90.0))
+    lanes = (node(), node("node2"), node("node2", 1))
+    assert acts(cluster(half, holder, nodes=lanes)) == [(Yield, key(4))]
+    above = replace(holder, options=Options(priority=1))
+    assert acts(cluster(half, above, nodes=lanes)) == []
+
+
+def test_a_job_that_is_ending_still_has_its_gpus():
+    assert acts(cluster(replace(HOLDER, state="OTHER"), YIELDED)) == [(Suspend, key(2))]
+
+
+def test_a_job_that_somebody_froze_on_its_gpus_is_not_asked_to_stop():
+    assert acts(cluster(replace(HOLDER, state="SUSPENDED"), YIELDED)) == [(Suspend, key(2))]
+
+
+def test_our_suspends_are_undone_when_nobody_would():
+    asleep = replace(YIELDED, state="SUSPENDED")
+    young = replace(HOLDER, lease=lease("held", 0, held_s=7.0, vtime_s=7.0))
+    ours = Memory(suspended=frozenset({key(2)}))
+    assert (Unsuspend, key(2)) not in acts(cluster(young, asleep), ours)
+    for snapshot, rules in (
+        (cluster(young, asleep), replace(APPLY, enforce=False)),
+        (cluster(young, asleep), replace(APPLY, suspend=False)),
+        (cluster(young, asleep), replace(APPLY, partitions=frozenset({"other"}))),
+        (cluster(young, replace(asleep, lease=None)), APPLY),
+        (cluster(young, replace(asleep, options=None)), APPLY),
+        (cluster(young, asleep, nodes=(node(drained=True, drain_reason="fan"), node(lane=1))), APPLY),
+    ):
+        assert (Unsuspend, key(2)) in acts(snapshot, ours, rules)
+
+
+def test_before_maintenance_nothing_is_suspended_and_turns_go_on():
+    young = replace(HOLDER, lease=lease("held", 0, held_s=7.0, vtime_s=7.0))
+    leaving = (node(drained=True, drain_reason="fan"), node(lane=1))
+    assert acts(cluster(young, YIELDED, nodes=leaving)) == [(DrainNode, "node1-l1")]
+    found = acts(cluster(HOLDER, YIELDED, nodes=leaving))
+    assert found == [(DrainNode, "node1-l1"), (Yield, key(1)), (Resume, key(2))]
+
+
+def test_a_waiting_job_gives_its_place_back_behind_one_that_cannot_stop():
+    stuck = replace(HOLDER, lease=lease("held", 0, held_s=700.0, ready=False, why_not_ready="never attached"))
+    waiting = replace(YIELDED, lease=lease("waiting", 0))
+    decision = decide(cluster(stuck, waiting), Memory(), APPLY)
+    assert [type(a) for a in decision.actions] == [Requeue]
+    assert decision.actions[0].reason == "gives its place back after 800 s: job 1 cannot be stopped"
+    assert decision.reasons[key(1)].endswith("cannot be stopped: never attached")
+    for other in (
+        replace(waiting, requeueable=False),
+        replace(waiting, nodes=("node1",)),
+        replace(waiting, start_s=NOW - 10),
+        YIELDED,
+    ):
+        assert (Requeue, key(2)) not in acts(cluster(stuck, other))
+    assert (Requeue, key(2)) not in acts(cluster(HOLDER, waiting))
+
+
+def test_a_suspended_job_wakes_up_before_it_gives_its_place_back():
+    """Slurm would requeue a suspended job into a hold."""
+    stuck = replace(HOLDER, lease=lease("held", 0, ready=False))
+    waiting = replace(YIELDED, state="SUSPENDED", lease=lease("waiting", 0))
+    found = acts(cluster(stuck, waiting), Memory(suspended=frozenset({key(2)})))
+    assert found == [(Unsuspend, key(2))]
+
+
+def test_unmanaged_jobs_are_never_acted_on():
+    plain = job(3, options=None, lease=lease("waiting", 0, ready=False, exclusive=True))
+    found = acts(cluster(HOLDER, YIELDED, plain))
+    assert found == [(Yield, key(1)), (Suspend, key(2))]
+    held = job(3, options=None, lease=lease("held", 0, exclusive=True))
+    assert acts(cluster(YIELDED, held)) == [(Suspend, key(2))]
+
+
+def test_observe_only_shuts_every_further_lane_whoever_opened_it():
+    observe = replace(APPLY, enforce=False)
+    nodes = (node(), node(lane=1), node(lane=2, drained=True, drain_reason="admin"), node("node2", lane=1))
+    assert acts(cluster(nodes=nodes), settings=observe) == [(DrainNode, "node1-l1"), (DrainNode, "node2-l1")]
+
+
+def test_only_our_own_drains_are_opened():
+    nodes = tuple(
+        node(lane=lane, drained=True, drain_reason=reason)
+        for lane, reason in ((1, "cadenza: observe-only"), (2, "broken fan"), (3, ""))
+    )
+    memory = Memory(drained=frozenset({"node1-l3"}))
+    assert acts(cluster(nodes=(node(), *nodes)), memory) == [(OpenNode, "node1-l1"), (OpenNode, "node1-l3")]
+
+
+def test_lanes_stay_shut_without_a_safe_host():
+    ours = node(lane=1, drained=True, drain_reason="cadenza: observe-only")
+    assert acts(cluster(nodes=(node(), ours), dead=("node1",))) == []
+    assert acts(cluster(nodes=(node(partitions=("gpu", "short")), ours))) == []
+    assert acts(cluster(nodes=(node(drained=True), ours))) == []
+    assert acts(cluster(nodes=(node(), node(lane=1)), dead=("node1",))) == [(DrainNode, "node1-l1")]
+    (drain,) = decide(cluster(nodes=(node(), node(lane=1)), dead=("node1",)), Memory(), APPLY).actions
+    assert drain.reason == "cadenza: the agent of node1 is not alive"
+
+
+def test_jobs_that_were_held_for_us_are_released_when_we_do_not_place():
+    held = job(4, state="PENDING", slurm_priority=0, options=Options(held=True))
+    native = replace(APPLY, admission="native")
+    assert acts(cluster(held), settings=native) == [(Release, key(4))]
+    assert acts(cluster(held), settings=replace(APPLY, admission="held", enforce=False)) == [
+        (DrainNode, "node1-l1"),
+        (Release, key(4)),
+    ]
+    elsewhere = replace(APPLY, admission="held", partitions=frozenset({"gpu"}))
+    assert acts(cluster(replace(held, partition="cpu")), settings=elsewhere) == [(Release, key(4))]
+    assert acts(cluster(held), Memory(placed=frozenset({key(4)})), native) == []
+    assert acts(cluster(replace(held, options=Options())), settings=native) == []
+
+
+def test_every_job_that_opted_in_has_a_reason():
+    snapshot = cluster(
+        HOLDER,
+        YIELDED,
+        job(3, state="PENDING", state_reason="Resources"),
+        job(4, unmanageable="a heterogeneous job"),
+        job(5, partition="cpu"),
+        job(6, options=Options(share=False)),
+        job(7),
+        job(8, state="PENDING", slurm_priority=0),
+        job(9, options=None),
+        job(10, state="OTHER"),
+    )
+    reasons = decide(snapshot, Memory(), APPLY).reasons
+    assert reasons[key(1)] == ("makes way on node1:gpu0 for job 2: its 60 s slice is over (takes turns with job 2)")
+    assert {number.id: why for number, why in reasons.items() if number.id > 2} == {
+        3: "pending in Slurm (Resources), which starts it on a free lane",
+        4: "left alone: a heterogeneous job",
+        5: "left alone: partition cpu is not among Cadenza's partitions",
+        6: "left alone: the job does not share (share=false)",
+        7: "no agent knows the job, so it runs as without Cadenza",
+        8: "left alone: held by its owner or an admin",
+        10: "no agent knows the job, so it runs as without Cadenza",
+    }
+
+
+@st.composite
+def snapshots(draw: st.DrawFn):
+    jobs, used = [], set()
+    for number in range(draw(st.integers(0, 8))):
+        gang = draw(st.sets(st.integers(0, 3), min_size=1))
+        hosts = draw(st.sampled_from((("node1",), ("node2",), ("node1", "node2"))))
+        taken = {(host, index) for host in hosts for index in gang}
+        holding = draw(st.booleans()) and not taken & used
+        used |= taken if holding else set()
+        state = draw(st.sampled_from(("held", "stopping") if holding else ("waiting", "yielded")))
+        facts = lease(
+            state,
+            *gang,
+            hosts=hosts,
+            vtime_s=draw(st.floats(0, 200)),
+            held_s=draw(st.floats(0, 100)) if holding else 0.0,
+            ready=draw(st.booleans()),
+            exclusive=draw(st.integers(0, 4)) == 0,
+        )
+        jobs.append(
+            job(
+                number,
+                user=draw(st.sampled_from(("ann", "bob"))),
+                partition=draw(st.sampled_from(("gpu", "gpu", "cpu"))),
+                state=draw(st.sampled_from(("RUNNING", "SUSPENDED", "PENDING"))),
+                options=draw(st.sampled_from((None, Options(), Options(priority=1), Options(held=True)))),
+                lease=draw(st.sampled_from((facts, facts, None))),
+                nodes=tuple(f"{host}{draw(st.sampled_from(('', '-l1')))}" for host in hosts),
+            )
+        )
+    lanes = tuple(
+        node(name, lane, drained=draw(st.booleans()), drain_reason=draw(st.sampled_from(("", "cadenza: x"))))
+        for name in ("node1", "node2")
+        for lane in (0, 1)
+    )
+    ours = draw(st.sets(st.sampled_from([found.key for found in jobs]))) if jobs else set()
+    return cluster(*jobs, nodes=lanes, dead=draw(st.sampled_from(((), ("node2",))))), Memory(suspended=frozenset(ours))
+
+
+@some
+@given(snapshots(), st.booleans(), st.booleans(), st.randoms(use_true_random=False))
+def test_decisions_do_not_depend_on_the_order_and_are_the_same_again(case, enforce, share, shuffler):
+    snapshot, memory = case
+    settings = replace(APPLY, enforce=enforce, share_between_users=share)
+    jobs, nodes = list(snapshot.jobs), list(snapshot.nodes)
+    shuffler.shuffle(jobs)
+    shuffler.shuffle(nodes)
+    mixed = replace(snapshot, jobs=tuple(jobs), nodes=tuple(nodes))
+    assert decide(snapshot, memory, settings) == decide(snapshot, memory, settings)
+    assert decide(mixed, memory, settings) == decide(snapshot, memory, settings)
+
+
+@some
+@given(snapshots())
+def test_nothing_is_decided_about_jobs_that_are_not_managed(case):
+    snapshot, memory = case
+    for action in decide(snapshot, memory, APPLY).actions:
+        if isinstance(action, Yield | Resume | Suspend | Requeue):
+            found = snapshot.job(action.job)
+            assert found is not None
+            assert APPLY.manages(found)
+            awake = isinstance(action, Yield | Resume) and found.key in memory.suspended
+            assert found.state == "RUNNING" or awake
+        if isinstance(action, Unsuspend):
+            assert action.job in memory.suspended
+
+
+@some
+@given(snapshots())
+def test_at_most_one_action_of_a_kind_for_each_job(case):
+    snapshot, memory = case
+    found = acts(snapshot, memory)
+    assert len(found) == len(set(found))
+    for number in {target for kind, target in found if kind is Suspend}:
+        assert not {(Resume, number), (Unsuspend, number), (Requeue, number), (Yield, number)} & set(found)
+
+
+def test_a_decision_about_a_large_cluster_takes_milliseconds():
+    maker = random.Random(7)  # noqa: S311 - a reproducible snapshot
+    hosts = [f"node{n}" for n in range(64)]
+    jobs = [
+        job(n, nodes=(host,), lease=lease("yielded", *range(maker.randrange(1, 4)), hosts=(host,)))
+        for n, host in enumerate(hosts * 4)
+    ]
+    lanes = tuple(node(host, lane) for host in hosts for lane in (0, 1))
+    decision = decide(cluster(*jobs, nodes=lanes), Memory(), APPLY)
+    assert sum(isinstance(action, Resume) for action in decision.actions) >= 64
