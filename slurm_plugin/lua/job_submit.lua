@@ -1,0 +1,589 @@
+--[[
+job_submit.lua: what a user asked of Cadenza, merged as JSON into the job's comment.
+
+A job opts in by `--cadenza[=key=value,...]`, by CADENZA in its environment, or by a comment that is a JSON object with
+a "cadenza" key. The comment then holds {"cadenza":{"v":1,"share":true,...}}; other keys keep every byte they had, and
+a plain text moves to {"comment":"the text","cadenza":{...}}. Comments of all other jobs are not touched.
+
+/etc/cadenza/lua.conf names the partitions that Cadenza manages ("partitions=gpu,long") and the number of lanes of
+their hosts ("lanes=2"). There, a managed job that may get several nodes is pinned to one lane, in held admission
+(/run/cadenza/admission says "held EPOCH") it is held, and every other job is pinned to lane 0, which is the cluster
+as it was without Cadenza. Without that file no constraint is ever touched and no job held.
+
+Nothing in here fails a submission but options that are wrong. Slurm is built with any Lua from 5.1 to 5.4 (Debian
+with 5.1), so nothing newer than 5.1 is used. See https://slurm.schedmd.com/job_submit_plugins.html.
+--]]
+
+cadenza = {
+  settings_file = "/etc/cadenza/lua.conf",
+  admission_file = "/run/cadenza/admission",
+  now = os.time,
+}
+
+local COMMENT_BYTES = 1024 -- Slurm's own limit
+local FRESH_S = 60
+local NO_VALUE = 4294967294 -- slurm.NO_VAL, also when slurmctld's table lacks it
+local SPANK_OPTION = "_SLURM_SPANK_OPTION_cadenza_cadenza="
+local WHOLE_NODES = { [0] = true, [2] = true, [3] = true, [4] = true } -- JOB_SHARED_NONE, _USER, _MCS, _TOPO
+
+-- JSON ---------------------------------------------------------------------------------------------------------
+
+local NULL, FRACTION = {}, {} -- values that no option can have
+-- Every form of a character above ASCII, from RFC 3629, section 4.
+local TAIL = "[\128-\191]"
+local UTF8 = {
+  "[\194-\223]" .. TAIL,
+  "\224[\160-\191]" .. TAIL,
+  "[\225-\236\238\239]" .. TAIL .. TAIL,
+  "\237[\128-\159]" .. TAIL,
+  "\240[\144-\191]" .. TAIL .. TAIL,
+  "[\241-\243]" .. TAIL .. TAIL .. TAIL,
+  "\244[\128-\143]" .. TAIL .. TAIL,
+}
+local ESCAPES = { b = "\b", f = "\f", n = "\n", r = "\r", t = "\t", ['"'] = '"', ["\\"] = "\\", ["/"] = "/" }
+local parse_value
+
+local function skip(text, at)
+  return text:match("^[ \t\r\n]*()", at)
+end
+
+local function expect(text, at, character)
+  if text:sub(at, at) ~= character then
+    error("'" .. character .. "' expected at byte " .. at, 0)
+  end
+  return at + 1
+end
+
+local function is_utf8(text)
+  for _, form in ipairs(UTF8) do
+    text = text:gsub(form, " ")
+  end
+  return not text:find("[\128-\255]")
+end
+
+local function utf8_char(code)
+  local function tail(shift)
+    return 0x80 + math.floor(code / shift) % 0x40
+  end
+  if code < 0x80 then
+    return string.char(code)
+  elseif code < 0x800 then
+    return string.char(0xC0 + math.floor(code / 0x40), tail(1))
+  elseif code < 0x10000 then
+    return string.char(0xE0 + math.floor(code / 0x1000), tail(0x40), tail(1))
+  end
+  return string.char(0xF0 + math.floor(code / 0x40000), tail(0x1000), tail(0x40), tail(1))
+end
+
+-- Returns the character of the escape at the backslash and where the text goes on; halves of a pair are joined.
+local function parse_escape(text, at)
+  local letter = text:sub(at + 1, at + 1)
+  if ESCAPES[letter] then
+    return ESCAPES[letter], at + 2
+  end
+  local code = tonumber(text:match("^u(%x%x%x%x)", at + 1) or error("bad escape at byte " .. at, 0), 16)
+  local low = code >= 0xD800 and code < 0xDC00 and text:match("^\\u([dD][c-fC-F]%x%x)", at + 6)
+  if low then
+    return utf8_char(0x10000 + (code - 0xD800) * 0x400 + tonumber(low, 16) - 0xDC00), at + 12
+  end
+  return utf8_char(code), at + 6
+end
+
+local function parse_string(text, at)
+  local parts = {}
+  at = expect(text, at, '"')
+  while true do
+    local plain, stop = text:match('^([^"\\\1-\31]*)()', at)
+    parts[#parts + 1] = plain
+    if text:sub(stop, stop) ~= "\\" then
+      return table.concat(parts), expect(text, stop, '"')
+    end
+    parts[#parts + 1], at = parse_escape(text, stop)
+  end
+end
+
+local function parse_number(text, at)
+  local digits, stop = text:match("^(-?%d+%.?%d*[eE]?[+-]?%d*)()", at)
+  local well_formed = digits
+    and not digits:find("^-?0%d")
+    and (digits:find("^-?%d+$") or digits:find("^-?%d+%.%d+$") or digits:find("^-?%d+[eE][+-]?%d+$")
+      or digits:find("^-?%d+%.%d+[eE][+-]?%d+$"))
+  if not well_formed then
+    error("value expected at byte " .. at, 0)
+  end
+  return digits:find("^-?%d+$") and tonumber(digits) or FRACTION, stop
+end
+
+-- Calls `item` at the start of each element, which returns where the element ends.
+local function parse_list(text, at, close, item)
+  at = skip(text, at + 1)
+  if text:sub(at, at) == close then
+    return at + 1
+  end
+  while true do
+    at = skip(text, item(at))
+    if text:sub(at, at) ~= "," then
+      return expect(text, at, close)
+    end
+    at = skip(text, at + 1)
+  end
+end
+
+-- An object is the list of its members {key=, value=, first=, last=}; first and last are the value's bytes.
+local function parse_object(text, at, depth)
+  local members = {}
+  local stop = parse_list(text, at, "}", function(start)
+    local member = {}
+    member.key, start = parse_string(text, start)
+    member.first = skip(text, expect(text, skip(text, start), ":"))
+    member.value, start = parse_value(text, member.first, depth + 1)
+    member.last = start - 1
+    members[#members + 1] = member
+    return start
+  end)
+  return { members = members }, stop
+end
+
+local function parse_array(text, at, depth)
+  local stop = parse_list(text, at, "]", function(start)
+    local _, after = parse_value(text, start, depth + 1)
+    return after
+  end)
+  return {}, stop
+end
+
+function parse_value(text, at, depth)
+  local first = text:sub(at, at)
+  if depth > 64 then
+    error("nested too deep", 0)
+  elseif first == "{" then
+    return parse_object(text, at, depth)
+  elseif first == "[" then
+    return parse_array(text, at, depth)
+  elseif first == '"' then
+    return parse_string(text, at)
+  end
+  for word, value in pairs({ ["true"] = true, ["false"] = false, ["null"] = NULL }) do
+    if text:sub(at, at + #word - 1) == word then
+      return value, at + #word
+    end
+  end
+  return parse_number(text, at)
+end
+
+-- The members of a text that is one JSON object; nil and the reason when it is anything else.
+local function read_object(text)
+  local fine, value = pcall(function()
+    local start = skip(text, 1)
+    expect(text, start, "{")
+    local object, stop = parse_object(text, start, 1)
+    if skip(text, stop) <= #text then
+      error("text after the object at byte " .. stop, 0)
+    end
+    return object.members
+  end)
+  if fine then
+    return value
+  end
+  return nil, value
+end
+
+-- Bytes that are no UTF-8 are taken for Latin-1, so that what is written is JSON.
+local function quote(text)
+  local unsafe = is_utf8(text) and '[\1-\31"\\]' or '[\1-\31"\\\128-\255]'
+  return '"' .. text:gsub(unsafe, function(character)
+    return string.format("\\u%04x", character:byte())
+  end) .. '"'
+end
+
+-- Options ------------------------------------------------------------------------------------------------------
+
+local function is_integer(low, high)
+  return function(value)
+    return type(value) == "number" and value >= low and value <= high
+  end
+end
+
+local function is_model(value)
+  return type(value) == "string" and #value <= 64 and value:find("^[%w._-]+$") ~= nil
+end
+
+local function is_boolean(value)
+  return type(value) == "boolean"
+end
+
+-- In the order in which they are written; `held` and `why` are ours and never taken from a user.
+local KEYS = { "v", "share", "min_gpus", "max_gpus", "model", "priority", "held", "why" }
+local RULES = {
+  v = { is_integer(1, 1), "must be 1" },
+  share = { is_boolean, "must be true or false (yes or no in the flag)" },
+  min_gpus = { is_integer(1, 65535), "must be a number from 1 to 65535" },
+  max_gpus = { is_integer(1, 65535), "must be a number from 1 to 65535" },
+  model = { is_model, "must be 1 to 64 of the characters A-Z a-z 0-9 . _ -" },
+  priority = { is_integer(-1000000, 1000000), "must be a number from -1000000 to 1000000" },
+}
+local function unknown(key)
+  return string.format("unknown key '%s' (known: share, min_gpus, max_gpus, model, priority)", key)
+end
+
+local function check(options)
+  for key, value in pairs(options) do
+    if not RULES[key] then
+      return unknown(key)
+    elseif not RULES[key][1](value) then
+      return key .. " " .. RULES[key][2]
+    end
+  end
+  if options.min_gpus and options.max_gpus and options.min_gpus > options.max_gpus then
+    return string.format("min_gpus=%d is more than max_gpus=%d", options.min_gpus, options.max_gpus)
+  end
+end
+
+local YES_NO = { yes = true, no = false }
+
+-- The key and the value of "key=value"; a text that is no value of its key is left for `check` to refuse.
+local function read_item(item)
+  local key, text = item:match("^([^=]*)=(.*)$")
+  if not key then
+    return item, item == "share" or ""
+  elseif key == "share" and YES_NO[text] ~= nil then
+    return key, YES_NO[text]
+  elseif key ~= "model" and text:find("^-?%d+$") then
+    return key, tonumber(text)
+  end
+  return key, text
+end
+
+-- The text of the flag or of CADENZA; nil and the reason when it is wrong. Slurm writes a bare flag as "(null)".
+local function from_text(text)
+  local options = { share = true }
+  if text == "off" then
+    return { share = false }
+  elseif text == "" or text == "(null)" then
+    return options
+  end
+  for item in (text .. ","):gmatch("([^,]*),") do
+    local key, value = read_item(item)
+    local wrong = key == "v" and unknown(key) or check({ [key] = value }) -- the comment's alone has a version
+    if wrong then
+      return nil, wrong
+    end
+    options[key] = value
+  end
+  local wrong = check(options)
+  return not wrong and options or nil, wrong
+end
+
+-- The options of a comment that has a cadenza key; nil when it has none, false and the reason when they are wrong.
+local function from_members(members)
+  local found
+  for _, member in ipairs(members) do
+    if member.key == "cadenza" then
+      if found then
+        return false, "there are two cadenza keys"
+      end
+      found = member
+    end
+  end
+  if not found then
+    return nil
+  elseif type(found.value) ~= "table" or not found.value.members then
+    return false, "cadenza must be an object such as {\"share\":true}"
+  end
+  local options = { share = true }
+  for _, member in ipairs(found.value.members) do
+    options[member.key] = member.value
+  end
+  options.held, options.why = nil, nil
+  local wrong = check(options)
+  if wrong then
+    return false, wrong
+  end
+  return options, found
+end
+
+local function write_options(options)
+  local parts = {}
+  for _, key in ipairs(KEYS) do
+    local value = options[key]
+    if value ~= nil then
+      parts[#parts + 1] = '"' .. key .. '":' .. (type(value) == "string" and quote(value) or tostring(value))
+    end
+  end
+  return "{" .. table.concat(parts, ",") .. "}"
+end
+
+-- A comment: {text=, members= (nil for plain text), options=, place=}; nil and the reason when it is to be refused.
+local function read_comment(text)
+  local members, syntax = read_object(text)
+  if not members then
+    if text:find("^%s*{") and text:find('"cadenza"', 1, true) then
+      return nil, "it names cadenza but is not JSON: " .. syntax
+    end
+    return { text = text }
+  end
+  local options, place = from_members(members)
+  if options == false then
+    return nil, place
+  end
+  return { text = text, members = members, options = options, place = place }
+end
+
+local function merge(comment, options)
+  local text, written = comment.text, write_options(options)
+  if comment.place then
+    return text:sub(1, comment.place.first - 1) .. written .. text:sub(comment.place.last + 1)
+  elseif comment.members then
+    local open = text:match("^(.*)}%s*$")
+    return open .. (#comment.members > 0 and "," or "") .. '"cadenza":' .. written .. "}"
+  elseif text ~= "" then
+    return '{"comment":' .. quote(text) .. ',"cadenza":' .. written .. "}"
+  end
+  return '{"cadenza":' .. written .. "}"
+end
+
+-- Files --------------------------------------------------------------------------------------------------------
+
+local function read_file(path)
+  local file = io.open(path, "r")
+  local text = file and file:read("*a")
+  if file then
+    file:close()
+  end
+  return text or ""
+end
+
+-- {partitions={NAME=true}, lanes=N}; read for every submission, for lua has no means to see whether it changed.
+local function read_settings()
+  local settings = { partitions = {}, lanes = 2 }
+  for line in read_file(cadenza.settings_file):gmatch("[^\n]+") do
+    local key, value = line:match("^%s*([%w_]+)%s*=%s*(.-)%s*$")
+    if key == "partitions" then
+      for name in value:gmatch("[^,%s]+") do
+        settings.partitions[name] = true
+      end
+    elseif key == "lanes" and value:find("^%d+$") then
+      settings.lanes = tonumber(value)
+    elseif not line:find("^%s*#") and line:find("%S") then
+      slurm.log_error("cadenza: %s: not understood: %s", cadenza.settings_file, line)
+    end
+  end
+  return settings
+end
+
+local function admission_is_held()
+  local epoch = tonumber(read_file(cadenza.admission_file):match("^held%s+(%d+)"))
+  return epoch ~= nil and math.abs(cadenza.now() - epoch) <= FRESH_S
+end
+
+-- The job ------------------------------------------------------------------------------------------------------
+
+local function given(number)
+  return number ~= nil and number < NO_VALUE
+end
+
+local function flag_of(job)
+  local environment = job.spank_job_env
+  for index = 0, environment and job.spank_job_env_size - 1 or -1 do
+    local entry = environment[index]
+    if entry and entry:sub(1, #SPANK_OPTION) == SPANK_OPTION then
+      return entry:sub(#SPANK_OPTION + 1), "--cadenza"
+    end
+  end
+  -- Slurm has the environment of batch jobs only, and says so in its log when it is asked for another's.
+  local twin = job.script and job.environment and job.environment["CADENZA"]
+  if twin and twin ~= "" then
+    return twin, "CADENZA"
+  end
+end
+
+local function partition_names(job, partitions)
+  if job.partition and job.partition ~= "" then
+    local names = {}
+    for name in job.partition:gmatch("[^,]+") do
+      names[#names + 1] = name
+    end
+    return names
+  end
+  for name, partition in pairs(partitions or {}) do
+    if partition.flag_default == 1 then
+      return { name }
+    end
+  end
+  return {}
+end
+
+local function count_managed(names, settings)
+  local count = 0
+  for _, name in ipairs(names) do
+    count = count + (settings.partitions[name] and 1 or 0)
+  end
+  return count
+end
+
+local function asks_for_gpus(job)
+  for _, field in ipairs({ "tres_per_node", "tres_per_job", "tres_per_task", "tres_per_socket" }) do
+    if job[field] and job[field]:find("gpu", 1, true) then
+      return true
+    end
+  end
+  return false
+end
+
+-- Only a job that Slurm cannot spread over several nodes stays free to run in any lane.
+local function may_get_several_nodes(job)
+  if given(job.max_nodes) and job.max_nodes > 0 then
+    return job.max_nodes > 1
+  elseif given(job.min_nodes) and job.min_nodes > 1 then
+    return true
+  end
+  return (given(job.num_tasks) and job.num_tasks > 1) or job.tres_per_job ~= nil or job.tres_per_task ~= nil
+end
+
+local function unmanageable(job, names, managed)
+  if given(job.het_job_offset) then
+    return "heterogeneous jobs are not shared"
+  elseif job.cron_job then
+    return "cron jobs are not shared"
+  elseif WHOLE_NODES[job.shared] then
+    return "--exclusive asks for whole nodes"
+  elseif not asks_for_gpus(job) then
+    return "it asks for no GPUs"
+  elseif #names > 1 and managed < #names then
+    return "it names several partitions and not all are managed"
+  end
+end
+
+-- Slurm's own syntax has no way to add a term to counts or brackets: nil then.
+local function with_feature(features, wanted)
+  if not features or features == "" then
+    return wanted
+  elseif features:find("%f[%w]lane%d+") then
+    return features
+  elseif features:find("[%[%]()*]") or (features:find("|", 1, true) and wanted:find("|", 1, true)) then
+    return nil
+  elseif features:find("|", 1, true) then
+    return "(" .. features .. ")&" .. wanted
+  end
+  return features .. "&" .. wanted
+end
+
+local function one_lane(lanes)
+  local names = {}
+  for lane = 0, lanes - 1 do
+    names[#names + 1] = "lane" .. lane
+  end
+  return #names > 1 and "[" .. table.concat(names, "|") .. "]" or names[1]
+end
+
+-- Jobs that do not share see lane 0 only.
+local function keep_to_lane_0(job)
+  local features = with_feature(job.features, "lane0")
+  if not features then
+    slurm.log_info("cadenza: job '%s' of uid %s keeps its constraint '%s', lane0 cannot be added to it",
+      tostring(job.name), tostring(job.user_id), job.features)
+  elseif features ~= job.features then
+    job.features = features
+  end
+end
+
+local function hold(job, options)
+  if job.priority ~= 0 and admission_is_held() then
+    job.priority = 0
+    options.held = true
+  end
+end
+
+-- Pins and holds a job that shares; returns why it cannot, if so.
+local function admit(job, options, settings)
+  if may_get_several_nodes(job) then
+    local features = with_feature(job.features, one_lane(settings.lanes))
+    if not features then
+      return "its constraint cannot be combined with a lane"
+    elseif features ~= job.features then
+      job.features = features
+    end
+  end
+  hold(job, options)
+end
+
+local function refuse(job, what)
+  slurm.user_msg("cadenza: " .. what)
+  slurm.log_info("cadenza: submission of uid %s refused: %s", tostring(job.user_id), what)
+  return slurm.ERROR
+end
+
+-- What the comment says, overridden by the flag or the environment; nil when nobody asked; false and why if wrong.
+local function wish(job, comment)
+  local text, source = flag_of(job)
+  if not text then
+    return comment.options
+  end
+  local flag, wrong = from_text(text)
+  if not flag then
+    return false, string.format("%s=%s: %s", source, text, wrong)
+  elseif not flag.share and not comment.options then
+    return nil
+  end
+  local options = {}
+  for _, part in ipairs({ comment.options or {}, flag }) do
+    for key, value in pairs(part) do
+      options[key] = value
+    end
+  end
+  wrong = check(options)
+  return not wrong and options, wrong
+end
+
+local function leave_alone(job, options, why)
+  options.share, options.why = false, why
+  slurm.log_info("cadenza: job '%s' of uid %s is not shared: %s", tostring(job.name), tostring(job.user_id), why)
+  slurm.user_msg("cadenza: this job is left alone: " .. why)
+end
+
+local function submit(job, partitions)
+  local comment, bad = read_comment(job.comment or "")
+  if not comment then
+    return refuse(job, "comment: " .. bad)
+  end
+  local options, wrong = wish(job, comment)
+  if options == false then
+    return refuse(job, wrong)
+  end
+  local settings, names = read_settings(), partition_names(job, partitions)
+  local managed = count_managed(names, settings)
+  if options and options.share then
+    options.v = 1
+    local why = unmanageable(job, names, managed) or (managed > 0 and admit(job, options, settings))
+    if why then
+      leave_alone(job, options, why)
+    end
+  end
+  if options then
+    options.v = 1
+    local text = merge(comment, options)
+    if #text > COMMENT_BYTES then
+      return refuse(job, string.format("the comment would take %d bytes of Slurm's %d: shorten it", #text, COMMENT_BYTES))
+    end
+    job.comment = text
+  end
+  if managed > 0 and not (options and options.share) then
+    keep_to_lane_0(job)
+  end
+  return slurm.SUCCESS
+end
+
+-- An error in here is ours, and no reason to keep anybody from submitting.
+function slurm_job_submit(job, partitions, uid)
+  local fine, result = pcall(submit, job, partitions)
+  if fine then
+    return result
+  end
+  slurm.log_error("cadenza: a job of uid %s is left as it is: %s", tostring(uid), tostring(result))
+  return slurm.SUCCESS
+end
+
+-- Updates are their owner's, or the service's own.
+function slurm_job_modify()
+  return slurm.SUCCESS
+end

@@ -1,0 +1,212 @@
+/* The SPANK plugin: the --cadenza option where jobs are submitted, the wait for the first lease where they run. */
+#include "cadenza.h"
+
+#include <pwd.h>
+#include <signal.h>
+#include <slurm/spank.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+SPANK_PLUGIN(cadenza, 1)
+
+#define TWIN "CADENZA"
+/* What salloc and sbatch export of a given option, and what Slurm takes for the option itself. */
+#define SLURMS_TWIN "SLURM_SPANK__SLURM_SPANK_OPTION_cadenza_cadenza"
+#define GATE_TICK_US 20000
+#define REQUEUE_TAKES_S 120
+#define PATIENT_S 86400
+
+/* Shared by the tasks of a step on this host: the first asks for all. */
+struct gate {
+	atomic_int first_pid;
+	atomic_int open;
+};
+
+static struct {
+	struct config config;
+	struct gate *gate;
+	char user[MAX_NAME];
+} plugin = {.config = {.socket = "/run/cadenza/agent.sock", .wait_s = 30}};
+
+static int option_given(int value, const char *text, int remote)
+{
+	const char *twin = getenv(TWIN);
+	struct options options;
+	char why[MAX_WHY];
+
+	(void)value;
+	if (remote || !options_parse(text, &options, why, sizeof(why)))
+		return ESPANK_SUCCESS;
+	slurm_error("cadenza: %s%s: %s", twin && text && !strcmp(twin, text) ? TWIN "=" : "--cadenza=", text, why);
+	return ESPANK_ERROR;
+}
+
+struct spank_option cadenza_option = {
+	.name = "cadenza",
+	.arginfo = "[key=value,...]",
+	.usage = "[cadenza] share GPUs with other jobs in turns; keys: share=yes|no min_gpus=N max_gpus=N model=NAME "
+		 "priority=N; 'off' opts out; CADENZA in the environment does the same",
+	.has_arg = 2,
+	.cb = option_given,
+};
+
+/*
+ * A submission from within a job is a job of its own: what the outer one asked for is not inherited. A step is not,
+ * so it keeps the job's and has no twin. Slurm reads the twin itself, before the command line, which thus wins.
+ */
+static void read_environment(spank_context_t context)
+{
+	const char *twin = getenv(TWIN);
+
+	if (context == S_CTX_LOCAL && getenv("SLURM_JOB_ID"))
+		return;
+	unsetenv(SLURMS_TWIN);
+	if (twin && *twin)
+		setenv(SLURMS_TWIN, twin, 1);
+}
+
+static void read_arguments(int count, char **arguments)
+{
+	char why[MAX_WHY];
+
+	for (int i = 0; i < count; i++)
+		if (config_argument(&plugin.config, arguments[i], why, sizeof(why)))
+			slurm_error("cadenza: %s", why);
+}
+
+int slurm_spank_init(spank_t spank, int count, char **arguments)
+{
+	spank_context_t context = spank_context();
+
+	read_arguments(count, arguments);
+	if (context == S_CTX_SLURMD)
+		slurm_info("cadenza: version " CADENZA_VERSION ", built for Slurm %d.%02d.%d, agent at %s",
+			   SLURM_VERSION_MAJOR(SLURM_VERSION_NUMBER), SLURM_VERSION_MINOR(SLURM_VERSION_NUMBER),
+			   SLURM_VERSION_MICRO(SLURM_VERSION_NUMBER), plugin.config.socket);
+	if (context == S_CTX_LOCAL || context == S_CTX_ALLOCATOR)
+		read_environment(context);
+	if (context != S_CTX_SLURMD)
+		return spank_option_register(spank, &cadenza_option);
+	return ESPANK_SUCCESS;
+}
+
+/* Before the tasks are forked: what they share, and what is not safe to look up in a forked child. */
+int slurm_spank_init_post_opt(spank_t spank, int count, char **arguments)
+{
+	const struct passwd *entry;
+	void *page;
+	uid_t uid;
+
+	(void)count, (void)arguments;
+	if (spank_context() != S_CTX_REMOTE || spank_get_item(spank, S_JOB_UID, &uid) != ESPANK_SUCCESS)
+		return ESPANK_SUCCESS;
+	entry = getpwuid(uid);
+	if (entry)
+		snprintf(plugin.user, sizeof(plugin.user), "%s", entry->pw_name);
+	else
+		snprintf(plugin.user, sizeof(plugin.user), "%u", (unsigned)uid);
+	page = mmap(NULL, sizeof(struct gate), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	plugin.gate = page == MAP_FAILED ? NULL : page;
+	return ESPANK_SUCCESS;
+}
+
+/* A requeue ends this task by a signal; only a job that Slurm does not requeue comes back here. */
+static void give_place_back(const struct job *job, const char *why)
+{
+	slurm_error("cadenza: job %u: %s: its place on %s is given back by requeue", job->id, why, job->node);
+	if (!job_requeue(job->id))
+		sleep(REQUEUE_TAKES_S);
+	slurm_error("cadenza: job %u: not requeued: it waits on for its lease", job->id);
+}
+
+/* Lane 0 is the host as it was without us, so a job there starts in the end; on a further lane none starts alone. */
+static bool starts_without(const struct job *job, enum verdict verdict)
+{
+	if (verdict == AGENT_ABSENT)
+		slurm_info("cadenza: job %u: no agent on %s: it starts without a lease", job->id, job->node);
+	else if (job->lane == 0 && (verdict == AGENT_SILENT || !job->managed))
+		slurm_error("cadenza: job %u: no lease from the agent on %s in time: it starts all the same", job->id,
+			    job->node);
+	else
+		return false;
+	return true;
+}
+
+static void wait_for_lease(const struct job *job)
+{
+	struct config config = plugin.config;
+	enum verdict verdict;
+
+	while ((verdict = agent_wait(job, &config)) != LEASE_GRANTED && !starts_without(job, verdict)) {
+		give_place_back(job, verdict == AGENT_SILENT ? "no word from the agent" : "the agent gives up");
+		config.wait_s = PATIENT_S;
+	}
+}
+
+static void wait_for_first_task(const struct gate *gate)
+{
+	while (!gate->open && (!gate->first_pid || !kill(gate->first_pid, 0)))
+		usleep(GATE_TICK_US);
+}
+
+static void enter(spank_t spank, const struct job *job)
+{
+	int task = 0;
+
+	spank_get_item(spank, S_TASK_ID, &task);
+	if (plugin.gate && task > 0) {
+		wait_for_first_task(plugin.gate);
+		return;
+	}
+	if (plugin.gate)
+		plugin.gate->first_pid = getpid();
+	wait_for_lease(job);
+	if (plugin.gate)
+		plugin.gate->open = 1;
+}
+
+/* While it waits the task can be cancelled: slurmstepd's tasks block SIGTERM until they are executed. */
+int slurm_spank_task_init_privileged(spank_t spank, int count, char **arguments)
+{
+	struct sigaction standard = {.sa_handler = SIG_DFL}, action;
+	sigset_t terminate, mask;
+	struct job job;
+
+	(void)count, (void)arguments;
+	if (!job_of_task(spank, &plugin.config, &job))
+		return ESPANK_SUCCESS;
+	snprintf(job.user, sizeof(job.user), "%s", plugin.user);
+	sigemptyset(&terminate);
+	sigaddset(&terminate, SIGTERM);
+	sigaction(SIGTERM, &standard, &action);
+	sigprocmask(SIG_UNBLOCK, &terminate, &mask);
+	enter(spank, &job);
+	sigprocmask(SIG_SETMASK, &mask, NULL);
+	sigaction(SIGTERM, &action, NULL);
+	return ESPANK_SUCCESS;
+}
+
+/* slurm_spank_init is not called for these two. They return success whatever happens: all else drains the node. */
+int slurm_spank_job_prolog(spank_t spank, int count, char **arguments)
+{
+	(void)spank;
+	read_arguments(count, arguments);
+	handover_keep(&plugin.config);
+	return ESPANK_SUCCESS;
+}
+
+int slurm_spank_job_epilog(spank_t spank, int count, char **arguments)
+{
+	const char *id = getenv("SLURM_JOB_ID"), *gpus = getenv("SLURM_JOB_GPUS");
+
+	(void)spank;
+	read_arguments(count, arguments);
+	handover_drop(&plugin.config);
+	if (id && gpus && *gpus)
+		agent_tell_end((uint32_t)strtoul(id, NULL, 10), &plugin.config);
+	return ESPANK_SUCCESS;
+}

@@ -1,0 +1,79 @@
+/* The packets that the plugin sends (JSON, sidecar/wire.py describes them), and what names and lists tell. */
+#include "cadenza.h"
+
+#include <ctype.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* "node7-l2" is lane 2 of its host; every other name is lane 0. */
+int lane_of(const char *node)
+{
+	const char *suffix = strrchr(node, '-');
+	char *end;
+	long lane;
+
+	if (!suffix || suffix[1] != 'l' || !isdigit((unsigned char)suffix[2]))
+		return 0;
+	lane = strtol(suffix + 2, &end, 10);
+	return *end || lane > 1000 ? 0 : (int)lane;
+}
+
+/* "0,2-3" gives 0 2 3; what does not read like a list ends it. */
+size_t parse_gpus(const char *list, int *gpus, size_t room)
+{
+	size_t count = 0;
+	char *end;
+
+	while (isdigit((unsigned char)*list)) {
+		long first = strtol(list, &end, 10), last = first;
+
+		if (*end == '-')
+			last = strtol(end + 1, &end, 10);
+		for (; first <= last && first < 1024 && count < room; first++)
+			gpus[count++] = (int)first;
+		list = *end == ',' ? end + 1 : end;
+	}
+	return count;
+}
+
+/* Names of users and nodes; what JSON would have to escape is no part of one and is left out. */
+static const char *plain(const char *name, char *out)
+{
+	size_t length = 0;
+
+	for (; *name && length < MAX_NAME - 1; name++)
+		if ((unsigned char)*name >= ' ' && *name != '"' && *name != '\\')
+			out[length++] = *name;
+	out[length] = '\0';
+	return out;
+}
+
+static void put_gpus(const struct job *job, char *out, size_t size)
+{
+	size_t used = 0;
+
+	*out = '\0';
+	for (size_t i = 0; i < job->gpu_count && used < size; i++)
+		used += (size_t)snprintf(out + used, size - used, i ? ",%d" : "%d", job->gpus[i]);
+}
+
+size_t start_message(const struct job *job, char *packet, size_t size)
+{
+	char gpus[MAX_GPUS * 6], user[MAX_NAME], node[MAX_NAME];
+
+	put_gpus(job, gpus, sizeof(gpus));
+	return (size_t)snprintf(packet, size,
+				"{\"v\":1,\"type\":\"start\",\"job\":%u,\"restart\":%u,\"uid\":%u,\"user\":\"%s\","
+				"\"node\":\"%s\",\"lane\":%d,\"gpus\":[%s],\"hosts\":%u,\"managed\":%s,\"step\":%u,"
+				"\"options\":\"%s\"}",
+				job->id, job->restart, (unsigned)job->uid, plain(job->user, user),
+				plain(job->node, node), job->lane, gpus, job->hosts, job->managed ? "true" : "false",
+				job->step, job->options);
+}
+
+/* Every incarnation of the job has left this host: after a requeue Slurm tells the epilog the next restart count. */
+size_t end_message(uint32_t id, char *packet, size_t size)
+{
+	return (size_t)snprintf(packet, size, "{\"v\":1,\"type\":\"end\",\"job\":%u}", id);
+}

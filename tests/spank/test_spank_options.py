@@ -1,0 +1,114 @@
+"""The grammar of --cadenza: what it takes, what it refuses, and that the controller's lua reads it the same way."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from lupa import lua51
+from spankstructs import Config, Options
+
+LUA = Path(__file__).parents[2] / "slurm_plugin" / "lua" / "job_submit.lua"
+OPTION = "_SLURM_SPANK_OPTION_cadenza_cadenza="
+
+
+def parse(library: ctypes.CDLL, text: str | None) -> tuple[Options, str]:
+    options, why = Options(), ctypes.create_string_buffer(256)
+    result = library.options_parse(None if text is None else text.encode(), ctypes.byref(options), why, 256)
+    assert (result == 0) == (why.value == b"")
+    return options, why.value.decode(errors="replace")
+
+
+@pytest.mark.parametrize("text", [None, "", "(null)", "share", "share=yes"])
+def test_bare_means_share(library: ctypes.CDLL, text: str | None) -> None:
+    options, why = parse(library, text)
+    assert not why
+    assert options.share
+    assert (options.min_gpus, options.max_gpus, options.priority, options.model) == (0, 0, 0, b"")
+
+
+@pytest.mark.parametrize("text", ["off", "share=no"])
+def test_opt_out(library: ctypes.CDLL, text: str) -> None:
+    options, why = parse(library, text)
+    assert (options.share, why) == (False, "")
+
+
+def test_every_key(library: ctypes.CDLL) -> None:
+    options, why = parse(library, "min_gpus=1,max_gpus=4,model=res18.v-2_x,priority=-5")
+    assert not why
+    assert (options.min_gpus, options.max_gpus, options.priority, options.model) == (1, 4, -5, b"res18.v-2_x")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("foo=1", "unknown key 'foo' (known: share,"),
+        ("share=maybe", "share is yes or no, not 'maybe'"),
+        ("min_gpus=0", "min_gpus is a number from 1 to 65535, not '0'"),
+        ("max_gpus=", "max_gpus is a number from 1 to 65535, not ''"),
+        ("max_gpus= 3", "max_gpus is a number"),
+        ("max_gpus=99999999999999999999", "max_gpus is a number"),
+        ("min_gpus=3,max_gpus=1", "min_gpus=3 is more than max_gpus=1"),
+        ('model=a"b', "model is 1 to 64 of the characters"),
+        ("model=" + "a" * 65, "model is 1 to 64"),
+        ("priority=high", "priority is a number from -1000000"),
+        ("share,", "unknown key ''"),
+        ("a" * 300, "at most 255 characters"),
+    ],
+)
+def test_refusals_say_what_is_wrong(library: ctypes.CDLL, text: str, message: str) -> None:
+    assert message in parse(library, text)[1]
+
+
+@pytest.fixture(scope="module")
+def lua() -> lua51.LuaRuntime:
+    runtime = lua51.LuaRuntime()
+    ignore = lambda *_: None  # noqa: E731
+    runtime.globals().slurm = runtime.table_from(
+        {"SUCCESS": 0, "ERROR": -1, "log_info": ignore, "log_error": ignore, "user_msg": ignore}
+    )
+    runtime.execute(LUA.read_bytes())
+    runtime.globals().cadenza.settings_file = "/nonexistent"
+    return runtime
+
+
+items = st.one_of(
+    st.sampled_from(["share", "share=yes", "share=no", "off", "model=a", "min_gpus=2", "max_gpus=1", "v=1", "held=1"]),
+    st.builds(
+        "{}={}".format,
+        st.sampled_from(["share", "min_gpus", "max_gpus", "model", "priority"]),
+        st.text('0123456789-+.aEx _"\\é', max_size=7),
+    ),
+)
+
+
+@given(items=st.lists(items, max_size=4))
+@example(items=["min_gpus=0x10"])
+@example(items=["priority=1e3"])
+@example(items=["v=1"])
+@example(items=["share=", "share"])
+def test_both_ends_agree(library: ctypes.CDLL, lua: lua51.LuaRuntime, items: list[str]) -> None:
+    text = ",".join(items)
+    fields = {"tres_per_node": "gres/gpu:1", "spank_job_env": {0: OPTION + text}, "spank_job_env_size": 1}
+    result = lua.globals().slurm_job_submit(lua.table_from(fields, recursive=True), None, 0)
+    assert (result == 0) == (parse(library, text)[1] == "")
+
+
+def test_arguments_of_the_plugstack_line(library: ctypes.CDLL) -> None:
+    config, why = Config(), ctypes.create_string_buffer(256)
+    for argument in (b"socket=/run/x.sock", b"wait=7"):
+        assert library.config_argument(ctypes.byref(config), argument, why, 256) == 0
+    assert (config.socket, config.wait_s) == (b"/run/x.sock", 7)
+
+
+@pytest.mark.parametrize(
+    "argument", [b"sockt=/x", b"socket=x", b"socket=/" + b"x" * 200, b"wait=0", b"wait=1s", b"wait="]
+)
+def test_bad_arguments_are_named_and_change_nothing(library: ctypes.CDLL, argument: bytes) -> None:
+    config, why = Config(), ctypes.create_string_buffer(256)
+    assert library.config_argument(ctypes.byref(config), argument, why, 256) == -1
+    assert argument[:6].decode().split("=")[0] in why.value.decode()
+    assert (config.socket, config.wait_s) == (b"", 0)
