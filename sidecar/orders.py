@@ -88,6 +88,9 @@ class Steps(msgspec.Struct, frozen=True, tag=True):
     job: int
     restart: int
     highest: int
+    """Before a StopAt the furthest rank's step; then less than the stop step until all have arrived, unless a
+    rank here has slipped past it. With ``arrived`` and ``refused`` it makes the Progress that ``plan_stop``
+    wants of each host."""
     arrived: bool
     """All local ranks stand at a boundary, at the same step ``highest``."""
     refused: str = ""
@@ -161,6 +164,9 @@ class JobFacts(msgspec.Struct, frozen=True):
     priority: int
     user: str
     hosts: int
+    suspended: bool = False
+    """Suspended in Slurm, by whomever: its processes are stopped and could not take their state back. The
+    service says so before it suspends; a ResumeOrder overrides it."""
 
 
 class Facts(msgspec.Struct, frozen=True, tag=True):
@@ -171,7 +177,10 @@ class Facts(msgspec.Struct, frozen=True, tag=True):
     slice_s: float
     share_between_users: bool
     enforce: bool
-    """False in observe-only: the agent gives every lease at once and never stops a job."""
+    """False in observe-only: the agent gives every lease at once and displaces nobody, except for a job that
+    did not opt in."""
+    min_run_s: float = 5.0
+    """Least time that a job keeps a lease it was given, except for a higher priority or an exclusive job."""
 
 
 ToAgent: TypeAlias = YieldOrder | StopAt | CommitOrder | CancelOrder | ResumeOrder | Facts

@@ -22,6 +22,25 @@ Messages, agent to job side
     ``resume``    the lease is yours: move the state back
     ``error``     the message was refused; ``error`` says why
 
+Fields (those in brackets may be missing; an unknown one is ignored)
+    ``start``     job restart uid user node lane gpus hosts managed step [options]
+    ``end``       job [restart]
+    ``attach``    job restart rank world_size local_world_size state (running | arrived | yielded) step
+                  [gpus] (list of int) [node] [hosts]
+    ``arrived``   order step bytes [refused]
+    ``yielded``   [order] copy_s bytes [left] (device bytes this process keeps) [resident] [error] (the move
+                  failed and was undone: the rank runs on)
+    ``resumed``   copy_s [order]
+    ``lease``     state [reason]
+    ``attached``  state rank, and the page's descriptor
+    ``stop``      order step;  ``commit`` and ``resume``: order;  ``cancel``: order reason;  ``error``: error
+
+Rules
+    Only ``resume`` moves state back: an ``attached`` with ``held`` to a rank that said ``yielded`` is followed by
+    one. A rank sets PAGE_STATE to STATE_ARRIVED before it looks at what it would move, and then sends
+    ``arrived``; a connection that ends before ``commit`` withdraws the stop. A second ``attach`` of a process
+    replaces its first. ``cancel`` and ``stop`` with another order than the one at hand are out of date.
+
 Page
     One 4096-byte memfd for each rank. The client writes its half and the agent its half, each word by one
     aligned 8-byte store, so that a step costs no system call.
@@ -48,6 +67,8 @@ PAGE_SUM_NS = 3
 """Sum of iteration times; the time spent yielded is not in it."""
 PAGE_STATE = 4
 PAGE_SAMPLES = 5
+"""Training samples as told to ``boundary(samples)``; 0 when nobody says. The mean iteration time is PAGE_SUM_NS
+over the sum of the histogram."""
 PAGE_HISTOGRAM = 64
 """First of HISTOGRAM_BUCKETS counters of iteration times, see :func:`bucket`."""
 HISTOGRAM_BUCKETS = 160

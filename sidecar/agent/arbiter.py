@@ -1,0 +1,105 @@
+"""Who gets free GPUs, and who makes way when the agent decides alone: the lease book put to pure turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cadenza.policies.model import Gpu, JobKey
+from cadenza.policies.sharing.turns import Contender, next_turn
+from cadenza.sidecar.agent.host import Host
+from cadenza.sidecar.agent.leases import Entry
+from cadenza.sidecar.agent.processes import is_stopped
+from cadenza.sidecar.agent.switching import Conductor
+from cadenza.sidecar.orders import JobFacts
+
+
+@dataclass
+class Arbiter:
+    """Gives free GPUs at once; displaces only for exclusive jobs, or when the service is away."""
+
+    host: Host
+    conductor: Conductor
+    reasons: Mapping[JobKey, str] = field(default_factory=dict)
+    """One sentence for each job, as of the last time."""
+
+    def settle(self) -> None:
+        """Give out what is free and ask those to yield whose turn is over."""
+        facts = self.host.facts
+        displace = self.host.rotating() and facts.enforce
+        turn = next_turn(
+            [self._contender(entry) for entry in self.host.book],
+            slice_s=facts.slice_s,
+            share_between_users=facts.share_between_users,
+            min_run_s=facts.min_run_s,
+            displace=displace,
+        )
+        self.reasons = turn.reasons
+        for key in turn.resumes:
+            self._give(key, turn.vtimes.get(key))
+        for key in turn.yields:
+            entry = self.host.book.get(key)
+            if entry is not None:
+                origin = "turn" if displace else "exclusive"
+                self.conductor.stop(entry, origin, self.host.settings.yield_timeout_s)
+
+    def why_waiting(self, entry: Entry) -> str:
+        """Return why a job has no lease, for its owner."""
+        return self.reasons.get(entry.key, "its turn has not come")
+
+    def prefer(self, key: JobKey, seconds: float) -> None:
+        """Let a job come before the others of its priority for a while, by the service's order."""
+        self.host.run(key).preferred_until = self.host.clock.monotonic() + seconds
+
+    def _give(self, key: JobKey, vtime: float | None) -> None:
+        """Grant one lease, with the virtual time that the turn gave it."""
+        entry = self.host.book.get(key)
+        if entry is not None:
+            entry.vtime_s = entry.vtime_s if vtime is None else vtime
+            self.conductor.grant(entry)
+
+    def _contender(self, entry: Entry) -> Contender:
+        """Return a lease as the policy sees it."""
+        now, epoch = self.host.clock.monotonic(), self.host.clock.epoch()
+        run = self.host.run(entry.key)
+        alone = entry.hosts == 1  # a multi-node job stops and resumes only by the service's orders
+        return Contender(
+            key=entry.key,
+            gpus=frozenset(Gpu(self.host.name, index) for index in entry.gpus),
+            user=entry.user or f"uid {entry.uid}",
+            state=entry.state,
+            priority=entry.priority,
+            weight=entry.weight,
+            vtime_s=entry.vtime(epoch),
+            held_s=entry.held_s(epoch),
+            waited_s=0.0 if entry.occupying else max(0.0, epoch - entry.since_s),
+            ready=alone and run.resume is None and not run.why_not_ready(entry, now),
+            exclusive=not entry.managed,
+            iteration_s=run.telemetry().iteration_s,
+            preferred=now < run.preferred_until,
+            eligible=self._eligible(entry),
+        )
+
+    def _eligible(self, entry: Entry) -> bool:
+        """Whether a job may get its lease now."""
+        if entry.occupying or not entry.managed:
+            return True
+        run = self.host.run(entry.key)
+        if any(is_stopped(pid) for pid in run.ranks):
+            return False
+        if self.host.rotating() or self.host.clock.monotonic() < run.preferred_until:
+            return True
+        fact = fact_of(self.host, entry)
+        if fact is not None and fact.suspended:
+            return False
+        return entry.hosts == 1 or (entry.state == "waiting" and not self._contended(entry))
+
+    def _contended(self, entry: Entry) -> bool:
+        """Whether anybody else wants one of the job's GPUs."""
+        return any(other is not entry and other.overlaps(entry) for other in self.host.book)
+
+
+def fact_of(host: Host, entry: Entry) -> JobFacts | None:
+    """Return what the service said of a job last, or None."""
+    facts = (fact for fact in host.facts.jobs if (fact.job, fact.restart) == (entry.job, entry.restart))
+    return next(facts, None)

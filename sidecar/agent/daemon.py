@@ -1,0 +1,278 @@
+"""The agent's event loop: one thread for the socket, its peers, their processes, the service, the timers."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import IO
+
+import psutil  # type: ignore[import-untyped]
+import zmq
+
+from cadenza.sidecar.agent.arbiter import Arbiter
+from cadenza.sidecar.agent.clock import SystemClock
+from cadenza.sidecar.agent.commands import Commands
+from cadenza.sidecar.agent.errors import AgentError, StateFileError
+from cadenza.sidecar.agent.host import NO_FACTS, Host
+from cadenza.sidecar.agent.leasefile import LeaseFile, still_running
+from cadenza.sidecar.agent.leases import Entry, LeaseBook
+from cadenza.sidecar.agent.link import Link, read_keys
+from cadenza.sidecar.agent.processes import boot_id, open_pidfd, start_ticks
+from cadenza.sidecar.agent.reporting import Reporter
+from cadenza.sidecar.agent.server import Server
+from cadenza.sidecar.agent.settings import AgentSettings
+from cadenza.sidecar.agent.switching import Conductor
+from cadenza.sidecar.agent.transport import Listener, Session, notify_ready
+
+log = logging.getLogger(__name__)
+
+STOPPING_TICK_S = 0.004
+"""How often the pages are read while a job is being stopped."""
+TICK_S = 0.2
+"""How often timers are looked at."""
+SWEEP_S = 1.0
+"""How often processes without a pidfd are looked for."""
+PACKETS_A_TURN = 64
+"""How many packets of one peer are read before the others' turn."""
+
+
+class Daemon:
+    """One agent. ``privileged`` are the uids that may register and end jobs."""
+
+    def __init__(self, settings: AgentSettings, version: str, privileged: frozenset[int] = frozenset({0})) -> None:
+        clock = SystemClock()
+        self._settings = settings
+        self._lock = _sole(Path(settings.state_dir))
+        self._file = LeaseFile(Path(settings.state_dir), boot_id())
+        self.host = Host(settings, clock, settings.host_name, started_at=clock.monotonic())
+        self._conductor = Conductor(self.host, lambda: int(psutil.virtual_memory().available))
+        arbiter = Arbiter(self.host, self._conductor)
+        self._server = Server(self.host, self._conductor, arbiter, privileged, self._watch)
+        self._arbiter = arbiter
+        self._commands = Commands(self.host, self._conductor, arbiter)
+        self._reporter = Reporter(self.host, version, _memory_mb)
+        self._poller = zmq.Poller()
+        self._pidfds: dict[int, int] = {}
+        """pidfd by pid."""
+        self._written = -1
+        self._next_tick = self._next_sweep = 0.0
+        self._stop = False
+        self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poller.register(self._wakeup[0], zmq.POLLIN)
+        self._recover()
+        self._link = self._linked()
+        self._listener = Listener(Path(settings.socket))
+        self._poller.register(self._listener.socket.fileno(), zmq.POLLIN)
+
+    # --- start and end -------------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        """Take over the leases of an earlier agent whose jobs still have a process here."""
+        saved = self._file.load()
+        self.host.facts = saved.facts or NO_FACTS
+        kept = [entry for entry in saved.leases if _revive(entry)]
+        self.host.book = LeaseBook(kept)
+        for entry in kept:
+            log.info("recovered JOBID=%s lease=%s gpus=%s", entry.key, entry.state, entry.gpus)
+            for process in entry.processes:
+                self._watch(process.pid)
+
+    def _linked(self) -> Link | None:
+        """Return the link to the service, or None when there is none to be had: turns are local then."""
+        if not self._settings.service:
+            log.info("no service configured: jobs take turns locally")
+            return None
+        keys = read_keys(Path(self._settings.keys))
+        if keys is None:
+            return None
+        link = Link(self._settings.service, self.host.name, keys)
+        self._poller.register(link.socket, zmq.POLLIN)
+        return link
+
+    def run(self) -> None:
+        """Serve until SIGTERM or SIGINT; leases stay on disk and jobs run on."""
+        previous = signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
+        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        notify_ready()
+        log.info("ready host=%s socket=%s jobs=%d", self.host.name, self._settings.socket, len(self.host.book))
+        try:
+            while not self._stop:
+                self.turn()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(previous)
+            self.close()
+
+    def _on_signal(self, _number: int, _frame: object) -> None:
+        self._stop = True
+
+    def close(self) -> None:
+        """Close everything that is open."""
+        self._listener.close()
+        if self._link is not None:
+            self._link.close()
+        for descriptor in (*self._pidfds.values(), *self._wakeup):
+            os.close(descriptor)
+        self._lock.close()
+
+    # --- the loop ------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Wait for something to happen, deal with it, write leases down, and only then speak."""
+        stopping = any(run.stop is not None and not run.stop.committed for run in self.host.jobs.values())
+        wait = STOPPING_TICK_S if stopping else TICK_S
+        for ready, _ in self._poller.poll(int(wait * 1000)):
+            self._deal_with(ready)
+        self._timers()
+        if self._write_down():
+            for session in self.host.outbox.flush():
+                self._lose(session)
+            self._report()
+
+    def _deal_with(self, ready: object) -> None:
+        """Call what belongs to a socket or descriptor that has something to read."""
+        if self._link is not None and ready is self._link.socket:
+            for order in self._link.receive():
+                self._commands.obey(order)
+        elif not isinstance(ready, int):
+            log.error("nothing belongs to %r", ready)
+        elif ready == self._listener.socket.fileno():
+            self._accept()
+        elif ready == self._wakeup[0]:
+            os.read(ready, 512)
+        elif session := self._listener.sessions.get(ready):
+            self._read(session)
+        else:
+            self._process_ended(ready)
+
+    def _accept(self) -> None:
+        """Take all new connections."""
+        while session := self._listener.accept():
+            self._poller.register(session.sock.fileno(), zmq.POLLIN)
+
+    def _read(self, session: Session) -> None:
+        """Handle what a peer has sent."""
+        for _ in range(PACKETS_A_TURN):
+            packet = session.receive()
+            if packet is None:
+                return
+            if not packet:
+                self._lose(session)
+                return
+            self._handle(session, packet)
+
+    def _handle(self, session: Session, packet: bytes) -> None:
+        """Handle one packet; a fault of this program costs the one connection, not the daemon."""
+        try:
+            self._server.handle(session, packet)
+        except AgentError:
+            raise
+        except Exception:
+            log.exception("fault while handling a packet pid=%d", session.peer.pid)
+            self.host.outbox.post(session, "error", last=True, error="the agent failed on this; see its log")
+
+    def _lose(self, session: Session) -> None:
+        """Forget a connection."""
+        descriptor = session.sock.fileno()
+        if self._listener.sessions.pop(descriptor, None) is not None:
+            self._poller.unregister(descriptor)
+            session.sock.close()
+            self._server.lost(session)
+
+    # --- processes -----------------------------------------------------------------------------------------
+
+    def _watch(self, pid: int) -> None:
+        """Ask to be woken when a process ends."""
+        if pid not in self._pidfds and (descriptor := open_pidfd(pid)) is not None:
+            self._pidfds[pid] = descriptor
+            self._poller.register(descriptor, zmq.POLLIN)
+
+    def _process_ended(self, descriptor: int) -> None:
+        """Tell the server that a watched process has ended."""
+        pid = next((pid for pid, known in self._pidfds.items() if known == descriptor), None)
+        if pid is not None:
+            self._poller.unregister(descriptor)
+            os.close(self._pidfds.pop(pid))
+            self._server.process_gone(pid)
+
+    def _sweep(self) -> None:
+        """Find ended processes for which no pidfd was to be had."""
+        for entry in self.host.book:
+            alive = still_running(entry, start_ticks)
+            for process in entry.processes:
+                if process not in alive and process.pid not in self._pidfds:
+                    self._server.process_gone(process.pid)
+
+    # --- timers and output ---------------------------------------------------------------------------------
+
+    def _timers(self) -> None:
+        """Move stops on, and every now and then everything else."""
+        for entry in self.host.book:
+            self._conductor.tick(entry)
+        now = self.host.clock.monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_S
+            self._server.tick()
+        if now >= self._next_sweep:
+            self._next_sweep = now + SWEEP_S
+            self._sweep()
+        self._arbiter.settle()
+
+    def _write_down(self) -> bool:
+        """Bring leases.json up to date; while that fails nothing is told to anyone."""
+        book = self.host.book
+        if book.changed == self._written:
+            return True
+        try:
+            self._file.save(tuple(book), None if self.host.facts is NO_FACTS else self.host.facts)
+        except StateFileError as error:
+            log.error("leases are held back: %s", error)  # noqa: TRY400 - the message says it all
+            return False
+        self._written = book.changed
+        return True
+
+    def _report(self) -> None:
+        """Send the service what it is to know."""
+        messages, self.host.upward = self.host.upward, []
+        if self._link is not None:
+            self._link.send(messages)
+            if report := self._reporter.due():
+                self._link.send((report,))
+
+
+def _revive(entry: Entry) -> bool:
+    """Bring a saved lease to what holds after a restart; False when its job is gone.
+
+    A stop that was under way is void: ranks that had moved out are told to take their state back.
+    """
+    entry.processes = still_running(entry, start_ticks)
+    if entry.state == "stopping":
+        entry.state = "held"
+    return bool(entry.processes)
+
+
+def _memory_mb() -> tuple[int, int]:
+    """Return total and available host memory in MB."""
+    memory = psutil.virtual_memory()
+    return memory.total >> 20, memory.available >> 20
+
+
+def _sole(directory: Path) -> IO[str]:
+    """Return the lock of the state directory; raise StateFileError when another agent has it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / "agent.lock").open("a", encoding="ascii")
+    except OSError as error:
+        raise StateFileError(f"{directory}: cannot be used for leases: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        with contextlib.suppress(OSError):
+            lock.close()
+        raise StateFileError(f"{directory}: another agent is running on it") from None
+    return lock

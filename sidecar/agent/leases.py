@@ -1,0 +1,179 @@
+"""The lease book: which job may use which GPUs of this host, as a state machine without I/O or clock.
+
+States: *waiting* (registered, never ran) → *held* → *stopping* (asked to yield) → *yielded* → *held* …; a
+job leaves the book when it ends. A held or stopping lease occupies its GPUs; two such never meet on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from cadenza.policies.model import JobKey
+from cadenza.sidecar.agent.errors import LeaseConflictError
+
+State: TypeAlias = Literal["waiting", "held", "stopping", "yielded"]
+OCCUPYING = frozenset({"held", "stopping"})
+
+
+class Process(msgspec.Struct, frozen=True):
+    """A process of a job; the start time tells it from a later one with the same pid."""
+
+    pid: int
+    start_ticks: int
+    batch: bool = False
+    """The batch script: the job has left this host when it ends."""
+
+
+class Entry(msgspec.Struct):
+    """One job's lease on this host. Epoch times in seconds."""
+
+    job: int
+    restart: int
+    uid: int
+    gpus: tuple[int, ...]
+    since_s: float
+    """Time of the last change of state."""
+    user: str = ""
+    node: str = ""
+    lane: int = 0
+    hosts: int = 1
+    managed: bool = True
+    options: str = ""
+    verified: bool = False
+    """Registered by root; else by its own first attach."""
+    weight: float = 1.0
+    priority: int = 0
+    state: State = "waiting"
+    vtime_s: float = 0.0
+    """Held time over weight, without the stretch under way."""
+    held_since_s: float = 0.0
+    """When the lease was last given; meaningful while it is held or stopping."""
+    registered_s: float = 0.0
+    processes: tuple[Process, ...] = ()
+
+    @property
+    def key(self) -> JobKey:
+        """The incarnation that this lease belongs to."""
+        return JobKey(self.job, self.restart)
+
+    @property
+    def occupying(self) -> bool:
+        """Whether the GPUs are this job's now."""
+        return self.state in OCCUPYING
+
+    def held_s(self, now: float) -> float:
+        """Return the length of the stretch under way; 0 when there is none."""
+        return max(0.0, now - self.held_since_s) if self.occupying else 0.0
+
+    def vtime(self, now: float) -> float:
+        """Return held time over weight up to now, the key of the weighted round robin."""
+        return self.vtime_s + self.held_s(now) / self.weight
+
+    def overlaps(self, other: Entry) -> bool:
+        """Whether the two want a GPU in common."""
+        return not set(self.gpus).isdisjoint(other.gpus)
+
+
+class Stretch(msgspec.Struct, frozen=True):
+    """A finished stretch of holding GPUs; epoch times in seconds."""
+
+    key: JobKey
+    gpus: tuple[int, ...]
+    from_s: float
+    to_s: float
+
+
+class LeaseBook:
+    """All leases of a host; ``changed`` counts the changes, so that the owner knows when to write it down."""
+
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        self._entries = {entry.key: entry for entry in entries}
+        self.changed = 0
+        self._check()
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(tuple(self._entries.values()))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: JobKey) -> Entry | None:
+        """Return the lease of an incarnation, or None."""
+        return self._entries.get(key)
+
+    def register(self, entry: Entry, now: float) -> Entry:
+        """Enter a job as *waiting*; it starts at the least vtime of the managed jobs that it overlaps."""
+        rivals = [other.vtime(now) for other in self if other.managed and other.overlaps(entry)]
+        entry.state = "waiting"
+        entry.vtime_s = min(rivals, default=0.0)
+        entry.registered_s = entry.since_s = now
+        self._entries[entry.key] = entry
+        self.touch()
+        return entry
+
+    def touch(self) -> None:
+        """Say that an entry's other fields changed and must be written down."""
+        self.changed += 1
+
+    def blockers(self, entry: Entry) -> list[Entry]:
+        """Return the other jobs that occupy a GPU of this one."""
+        return [other for other in self if other is not entry and other.occupying and other.overlaps(entry)]
+
+    def grant(self, entry: Entry, now: float) -> None:
+        """Give a waiting or yielded job its lease; raise LeaseConflictError when a GPU is occupied."""
+        self._move(entry, ("waiting", "yielded"), "held", now)
+        entry.held_since_s = now
+
+    def stop(self, entry: Entry, now: float) -> None:
+        """Note that a holder was asked to yield."""
+        self._move(entry, ("held",), "stopping", now)
+
+    def keep(self, entry: Entry, now: float) -> None:
+        """Note that a stop was withdrawn; the stretch under way goes on."""
+        self._move(entry, ("stopping",), "held", now)
+
+    def release(self, entry: Entry, now: float) -> Stretch:
+        """Take the lease of a job that has moved its state out, and return the stretch that ends."""
+        self._require(entry, ("stopping",), "yielded")
+        stretch = self._end(entry, now)
+        self._move(entry, ("stopping",), "yielded", now)
+        return stretch
+
+    def drop(self, entry: Entry, now: float) -> Stretch | None:
+        """Forget a job that has left the host; return the stretch that ends, if one does."""
+        stretch = self._end(entry, now) if entry.occupying else None
+        self._entries.pop(entry.key, None)
+        self.touch()
+        return stretch
+
+    def _end(self, entry: Entry, now: float) -> Stretch:
+        """Charge the stretch under way to the job."""
+        entry.vtime_s = entry.vtime(now)
+        return Stretch(entry.key, entry.gpus, entry.held_since_s, max(now, entry.held_since_s))
+
+    def _require(self, entry: Entry, before: tuple[State, ...], after: State) -> None:
+        """Raise LeaseConflictError unless the job is in one of these states."""
+        if entry.state not in before:
+            raise LeaseConflictError(f"job {entry.key}: {entry.state} cannot become {after}")
+
+    def _move(self, entry: Entry, before: tuple[State, ...], after: State, now: float) -> None:
+        """Change a state along an arrow, and make sure that no GPU has two leases then."""
+        self._require(entry, before, after)
+        if after == "held" and not entry.occupying and (taken := self.blockers(entry)):
+            holders = ", ".join(str(other.key) for other in taken)
+            raise LeaseConflictError(f"job {entry.key}: GPUs {entry.gpus} are still held by {holders}")
+        entry.state = after
+        entry.since_s = now
+        self.touch()
+        self._check()
+
+    def _check(self) -> None:
+        """Raise LeaseConflictError when two leases meet on a GPU: the one place that states the invariant."""
+        owner: dict[int, JobKey] = {}
+        for entry in self._entries.values():
+            for gpu in entry.gpus if entry.occupying else ():
+                if owner.setdefault(gpu, entry.key) != entry.key:
+                    raise LeaseConflictError(f"GPU {gpu} is leased to {owner[gpu]} and to {entry.key}")

@@ -1,0 +1,128 @@
+"""The link to the policy service: a ZeroMQ DEALER with CURVE, reports up, orders down."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.auth
+
+from cadenza.sidecar import orders
+from cadenza.sidecar.agent.errors import EnvironmentLacksError
+from cadenza.sidecar.config import ConfigError
+
+log = logging.getLogger(__name__)
+
+SERVICE_KEY = "service.key"
+AGENT_KEY = "agent.key_secret"
+QUEUE = 10_000
+"""Messages kept while the service is away; beyond it the newest are dropped (telemetry may lose data)."""
+
+
+def read_keys(directory: Path) -> tuple[bytes, bytes, bytes] | None:
+    """Return the agent's public and secret key and the service's public key, or None when one is missing.
+
+    Raise ConfigError for a file that is there and is no key (:func:`zmq.auth.create_certificates` writes them).
+    """
+    ours, theirs = directory / AGENT_KEY, directory / SERVICE_KEY
+    missing = [str(path) for path in (ours, theirs) if not path.exists()]
+    if missing:
+        log.error("no link to the service, turns are local: %s missing (cadenza keygen)", ", ".join(missing))
+        return None
+    public, secret = _certificate(ours)
+    server, _ = _certificate(theirs)
+    if secret is None:
+        raise ConfigError(f"{ours}: holds no secret key; make keys with `cadenza keygen`")
+    return public, secret, server
+
+
+def _certificate(path: Path) -> tuple[bytes, bytes | None]:
+    """Return a certificate file's keys; raise ConfigError naming the file."""
+    try:
+        public, secret = zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not a CURVE certificate: {error}") from None
+    for key in (public, secret):
+        if key is not None and len(key) != 40:  # noqa: PLR2004 - Z85 of 32 bytes
+            raise ConfigError(f"{path}: not a CURVE certificate: a key has {len(key)} characters, not 40")
+    return public, secret
+
+
+class Link:
+    """One DEALER; sending never waits, receiving returns what is there."""
+
+    def __init__(self, address: str, host: str, keys: tuple[bytes, bytes, bytes]) -> None:
+        self._encoder = msgspec.json.Encoder()
+        self._decoder = msgspec.json.Decoder(orders.ToAgent)
+        self.refused = 0
+        """Frames that this version could not read."""
+        self.dropped = 0
+        """Messages that found the queue full."""
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        try:
+            self._connect(address, host, keys)
+        except (zmq.ZMQError, ValueError) as error:
+            self.close()
+            raise ConfigError(f"agent.service = {address!r}: {error}") from None
+
+    def _connect(self, address: str, host: str, keys: tuple[bytes, bytes, bytes]) -> None:
+        """Set the socket up; the connection itself comes and goes in the background."""
+        if not zmq.has("curve"):
+            raise EnvironmentLacksError("this libzmq has no CURVE; install one built with libsodium")
+        options: dict[int, int | bytes] = {
+            zmq.IDENTITY: host.encode(),
+            zmq.LINGER: 0,
+            zmq.SNDHWM: QUEUE,
+            zmq.RECONNECT_IVL: 100,
+            zmq.RECONNECT_IVL_MAX: 2000,
+            zmq.HEARTBEAT_IVL: 5000,
+            zmq.HEARTBEAT_TIMEOUT: 15000,
+            zmq.CURVE_PUBLICKEY: keys[0],
+            zmq.CURVE_SECRETKEY: keys[1],
+            zmq.CURVE_SERVERKEY: keys[2],
+        }
+        for option, value in options.items():
+            self.socket.setsockopt(option, value)
+        self.socket.connect(address)
+
+    def send(self, messages: Iterable[orders.FromAgent]) -> None:
+        """Queue messages for the service; what does not fit is dropped and counted."""
+        for message in messages:
+            try:
+                self.socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+            except zmq.Again:
+                self.dropped += 1
+
+    def receive(self) -> Iterator[orders.ToAgent]:
+        """Yield the orders that have come in; a frame of another version is counted and logged."""
+        while True:
+            try:
+                frame = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            order = self._decode(frame)
+            if order is not None:
+                yield order
+
+    def _decode(self, frame: bytes) -> orders.ToAgent | None:
+        """Return an order, or None for a frame that is none."""
+        try:
+            order: orders.ToAgent = self._decoder.decode(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            reason = str(error)
+        else:
+            if order.v == orders.VERSION:
+                return order
+            reason = f"version {order.v}, this agent speaks {orders.VERSION}"
+        self.refused += 1
+        log.warning("an order was refused: %s", reason)
+        return None
+
+    def close(self) -> None:
+        """Disconnect; unsent messages are lost."""
+        self.socket.close()
+        self._context.term()

@@ -1,0 +1,65 @@
+"""``cadenza-agent``: the command that starts the daemon."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import click
+
+from cadenza.sidecar.agent.daemon import Daemon
+from cadenza.sidecar.agent.errors import AgentError, EnvironmentLacksError
+from cadenza.sidecar.agent.settings import load_settings
+from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
+
+
+def _version() -> str:
+    """Return the installed version, or "unknown" in a bare checkout."""
+    try:
+        return version("cadenza")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+@click.command()
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help=f"Settings in TOML; files in conf.d beside it are merged. Default: {DEFAULT_PATH}, where it exists.",
+)
+@click.option("--debug", is_flag=True, help="Log more, and show where an error came from.")
+@click.version_option(_version(), prog_name="cadenza-agent")
+def main(config: Path | None, *, debug: bool) -> None:
+    """Run the Cadenza agent of this host: it registers jobs, keeps GPU leases and passes orders to jobs.
+
+    Exit codes: 0 stopped by a signal, 1 failed, 2 bad settings or keys, 3 the machine lacks something.
+    """
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.INFO,
+        format="%(levelname).1s %(name)s: %(message)s" if os.environ.get("JOURNAL_STREAM") else
+        "%(asctime)s %(levelname).1s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )  # fmt: skip
+    try:
+        _serve(config)
+    except (ConfigError, AgentError) as error:
+        if debug:
+            logging.getLogger(__name__).exception("stopped")
+        click.echo(f"cadenza-agent: {error}", err=True)
+        sys.exit(exit_code(error))
+
+
+def _serve(config: Path | None) -> None:
+    """Run the daemon; its own uid may register jobs besides root, so that it can be tried without root."""
+    daemon = Daemon(load_settings(config), _version(), frozenset({0, os.geteuid()}))
+    daemon.run()
+
+
+def exit_code(error: Exception) -> int:
+    """Return the exit code for an error of the agent."""
+    if isinstance(error, ConfigError):
+        return 2
+    return 3 if isinstance(error, EnvironmentLacksError) else 1

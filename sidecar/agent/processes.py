@@ -1,0 +1,85 @@
+"""Who a peer is and whether its process still lives: credentials, /proc, pidfds."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+_CREDENTIALS = struct.Struct("3i")
+_JOB_IN_CGROUP = re.compile(r"/job_(\d+)(?:/|$)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What the kernel says of the other end of a Unix socket."""
+
+    pid: int
+    uid: int
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """Return the credentials that the peer had when it connected."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _gid = _CREDENTIALS.unpack(raw)
+    return Peer(pid, uid)
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return the process's start time in clock ticks since boot, or None when it is gone or a zombie.
+
+    With the pid it names a process for good: pids come again, start times do not (proc_pid_stat(5)).
+    """
+    fields = _stat(pid)
+    return None if not fields or fields[0] in {"Z", "X"} else int(fields[19])
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process, as Slurm's suspend does (proctrack/linuxproc and others)."""
+    return _stat(pid)[:1] == ["T"]
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on; empty when the process is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
+
+
+def boot_id() -> str:
+    """Return the kernel's name of this boot: start times of another one mean nothing."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def job_of(pid: int) -> int | None:
+    """Return the Slurm job that a process belongs to, or None when nothing says so.
+
+    The cgroup decides when it names a job (``…/job_<id>/…``, which the job cannot change); otherwise, as
+    with Slurm 26.05's cgroups named by SLUID or without any, the process's initial ``SLURM_JOB_ID`` does.
+    """
+    try:
+        cgroup = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8", errors="replace")
+        named = _JOB_IN_CGROUP.search(cgroup)
+        if named:
+            return int(named[1])
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    value = next((item[13:] for item in environment if item.startswith(b"SLURM_JOB_ID=")), b"")
+    return int(value) if value.isdigit() else None
+
+
+def open_pidfd(pid: int) -> int | None:
+    """Return a descriptor that becomes readable when the process ends, or None when that is not to be had."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None

@@ -1,0 +1,61 @@
+"""Reports to the service: at each change, at most 20 a second, and as a heartbeat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from cadenza.sidecar import orders
+from cadenza.sidecar.agent.host import Host
+
+SPACING_S = 0.05
+
+Notable: TypeAlias = tuple[object, ...]
+
+
+@dataclass
+class Reporter:
+    """Decides when a report is due; ``memory`` returns total and free host memory in MB."""
+
+    host: Host
+    version: str
+    memory: Callable[[], tuple[int, int]]
+    _last: Notable = ()
+    _sent_at: float = float("-inf")
+
+    def due(self) -> orders.Report | None:
+        """Return a report when something changed or the heartbeat is due, else None."""
+        now = self.host.clock.monotonic()
+        if now - self._sent_at < SPACING_S:
+            return None
+        report = self._report()
+        notable = _notable(report)
+        if notable == self._last and now - self._sent_at < self.host.settings.heartbeat_s:
+            return None
+        self._last, self._sent_at = notable, now
+        return report
+
+    def _report(self) -> orders.Report:
+        """Return everything that the agent knows."""
+        total, free = self.memory()
+        return orders.Report(
+            v=orders.VERSION,
+            host=self.host.name,
+            version=self.version,
+            memory_mb=total,
+            memory_free_mb=free,
+            rotating=self.host.rotating(),
+            leases=tuple(self.host.lease_report(entry) for entry in self.host.book),
+        )
+
+
+def _notable(report: orders.Report) -> Notable:
+    """Return the part of a report whose change is worth sending at once."""
+    return (
+        report.rotating,
+        *(
+            (one.job, one.restart, one.state, one.ready, one.ranks, one.managed, one.gpus, one.note)
+            for one in report.leases
+        ),
+    )

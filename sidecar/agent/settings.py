@@ -1,0 +1,68 @@
+"""The agent's settings: section ``[agent]`` of the configuration file."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from cadenza.sidecar.config import DEFAULT_PATH, SECTIONS, load
+from cadenza.sidecar.wire import DEFAULT_SOCKET
+
+
+class AgentSettings(msgspec.Struct, frozen=True):
+    """One field for each key of ``[agent]``; times in seconds."""
+
+    service: Annotated[
+        str,
+        Meta(
+            description="Address of the policy service, such as tcp://ctl:6820; empty: none, take turns locally",
+            pattern=r"^((tcp|ipc)://.+)?$",
+        ),
+    ] = ""
+    socket: Annotated[str, Meta(description="Unix socket that jobs and the SPANK plugin connect to", min_length=1)] = (
+        DEFAULT_SOCKET
+    )
+    state_dir: Annotated[str, Meta(description="Directory of leases.json", min_length=1)] = "/var/lib/cadenza"
+    keys: Annotated[
+        str, Meta(description="Directory with agent.key_secret and service.key (made by cadenza keygen)")
+    ] = "/etc/cadenza/keys"
+    service_timeout_s: Annotated[
+        float, Meta(description="Silence of the service after which jobs take turns locally", gt=0)
+    ] = 30.0
+    heartbeat_s: Annotated[float, Meta(description="Longest time between two reports to the service", gt=0)] = 2.0
+    lease_wait_s: Annotated[float, Meta(description="Longest wait of a starting job for its first lease", ge=0)] = 600.0
+    host: Annotated[str, Meta(description="Name of this host; empty: its short host name")] = ""
+    yield_timeout_s: Annotated[
+        float,
+        Meta(description="Longest wait for the boundary when the agent itself asks a job to yield", gt=0),
+    ] = 60.0
+    memory_margin: Annotated[
+        float,
+        Meta(description="Free host memory that a yield needs, as a multiple of the state it moves there", ge=1),
+    ] = 1.25
+
+    @property
+    def host_name(self) -> str:
+        """The configured host name, or this machine's short one."""
+        return self.host or socket.gethostname().split(".")[0]
+
+
+class AgentFile(msgspec.Struct, frozen=True):
+    """The part of the configuration file that the agent reads."""
+
+    agent: AgentSettings = AgentSettings()
+
+
+def load_settings(path: Path | None) -> AgentSettings:
+    """Return the settings in ``path``; without one, in the default file, or the defaults when there is none.
+
+    Raise ConfigError as :func:`cadenza.sidecar.config.load` does.
+    """
+    if path is None and not DEFAULT_PATH.exists():
+        return AgentSettings()
+    others = tuple(section for section in SECTIONS if section != "agent")
+    return load(path or DEFAULT_PATH, AgentFile, ignore=others).agent

@@ -1,0 +1,103 @@
+"""One stop step for all ranks of a job: what to do next, given how far each rank is.
+
+Ranks of synchronous data-parallel training are at most one boundary apart, and a rank that slipped past the
+stop step blocks in the next all-reduce until those that wait at the stop step go on. So the stop step is
+only ever raised, to a boundary that no rank has left, until all stand at the same one (Gandiva, OSDI'18:
+suspend-resume at a mini-batch boundary). The agent uses this for a host's ranks, the service for hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+GRACE_S = 0.02
+"""How long a rank may stand at the stop step before it counts as having slipped past it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far one rank (or all ranks of one host) is: ``step`` boundaries completed."""
+
+    step: int
+    arrived: bool = False
+    """It stands at boundary ``step`` and waits for the next word."""
+    arriving: bool = False
+    """It is known to be on its way from boundary ``step`` to having arrived there."""
+    refused: str = ""
+    """What it cannot move; else empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing to do yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Raise:
+    """Tell all ranks to stop at the first boundary whose step is at least ``step``."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """All stand at boundary ``step``: let them move their state out."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Withdraw the stop; ``kind`` is *refused* or *timeout*."""
+
+    kind: str
+    reason: str
+
+
+Plan: TypeAlias = Wait | Raise | Commit | Cancel
+
+
+def plan_stop(ranks: Sequence[Progress], *, stop: int, waited_s: float, timeout_s: float, quiet_s: float) -> Plan:
+    """Return the next move of a stop under way.
+
+    ``stop`` is the stop step told so far (0: none yet), ``waited_s`` the time since the order, ``quiet_s`` the
+    time since ``ranks`` last changed; all in seconds. An arrival below ``stop`` is over: that rank goes on.
+    """
+    refused = next((rank.refused for rank in ranks if rank.refused), "")
+    if refused:
+        return Cancel("refused", refused)
+    here = [rank.arrived and rank.step >= stop for rank in ranks]
+    steps = {rank.step for rank in ranks}
+    if ranks and stop and all(here) and len(steps) == 1:
+        return Commit(steps.pop())
+    if waited_s >= timeout_s:
+        return Cancel("timeout", _late(ranks, here, waited_s))
+    if not ranks:
+        return Wait()
+    if not stop:
+        return Raise(max(steps) + 1)
+    return _raise(ranks, here, stop, quiet_s)
+
+
+def _raise(ranks: Sequence[Progress], here: Sequence[bool], stop: int, quiet_s: float) -> Plan:
+    """Raise the stop step when somebody stopped beyond it or slipped past it, else wait."""
+    reached = max((rank.step for rank, done in zip(ranks, here, strict=True) if done), default=stop)
+    slipped = [
+        rank.step + 1
+        for rank, done in zip(ranks, here, strict=True)
+        if not done and not rank.arriving and rank.step >= stop
+    ]
+    goal = max(reached, *slipped) if slipped and quiet_s >= GRACE_S else reached
+    return Raise(goal) if goal > stop else Wait()
+
+
+def _late(ranks: Sequence[Progress], here: Sequence[bool], waited_s: float) -> str:
+    """Name who had not arrived when the time was up."""
+    if not ranks:
+        return f"nobody answered within {waited_s:.1f} s"
+    late = [str(index) for index, done in enumerate(here) if not done]
+    steps = f"steps {min(rank.step for rank in ranks)} to {max(rank.step for rank in ranks)}"
+    who = ", ".join(late[:8])
+    return f"{len(late)} of {len(ranks)} had not arrived after {waited_s:.1f} s ({steps}): {who}"

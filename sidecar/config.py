@@ -1,0 +1,118 @@
+"""TOML settings for the daemons: a main file and its conf.d, merged in name order and checked key by key."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import msgspec
+
+DEFAULT_PATH = Path("/etc/cadenza/cadenza.toml")
+SECTIONS = ("service", "guard", "sharing", "agent")
+"""Every section that a file may have; each daemon reads its own and leaves the others alone."""
+
+T = TypeVar("T")
+
+
+class ConfigError(Exception):
+    """A settings or key file is wrong; the admin must correct the named file (exit code 2)."""
+
+
+def load(path: Path, kind: type[T], *, ignore: Iterable[str] = ()) -> T:
+    """Return the settings in ``path`` and its sibling ``conf.d/*.toml`` as the msgspec struct ``kind``.
+
+    Later files win key by key. ``ignore`` names top-level sections that belong to somebody else. Raise
+    ConfigError, naming the file and the key, for a file that cannot be read, an unknown key or a wrong value.
+    """
+    values, origin = read(path)
+    for section in ignore:
+        values.pop(section, None)
+    _check_keys(values, kind, origin, (), extra=tuple(ignore))
+    try:
+        return msgspec.convert(values, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(str(error), origin, path)) from None
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], Path]]:
+    """Return the merged values, and for each key (as a path of names) the file that it comes from."""
+    values: dict[str, Any] = {}
+    origin: dict[tuple[str, ...], Path] = {}
+    for file in (path, *sorted((path.parent / "conf.d").glob("*.toml"))):
+        _merge(values, _parse(file), origin, file, ())
+    return values, origin
+
+
+def _parse(file: Path) -> dict[str, Any]:
+    """Return one file's tables; raise ConfigError when it is missing, unreadable or not TOML."""
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror}); create it or name another") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not TOML: {error}") from None
+
+
+def _merge(
+    into: dict[str, Any],
+    new: Mapping[str, Any],
+    origin: dict[tuple[str, ...], Path],
+    file: Path,
+    above: tuple[str, ...],
+) -> None:
+    """Lay ``new`` over ``into``; tables merge, everything else is replaced."""
+    for key, value in new.items():
+        origin[(*above, key)] = file
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value, origin, file, (*above, key))
+        elif isinstance(value, dict):
+            into[key] = {}
+            _merge(into[key], value, origin, file, (*above, key))
+        else:
+            into[key] = value
+
+
+def _check_keys(
+    values: Mapping[str, Any],
+    kind: type,
+    origin: Mapping[tuple[str, ...], Path],
+    above: tuple[str, ...],
+    *,
+    extra: tuple[str, ...] = (),
+) -> None:
+    """Raise ConfigError for the first key that the struct does not have, with the nearest one it has."""
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    for key, value in values.items():
+        if key not in fields:
+            raise ConfigError(_unknown(origin[(*above, key)], (*above, key), value, (*fields, *extra)))
+        inner = _struct_in(fields[key])
+        if inner is not None and isinstance(value, dict):
+            _check_keys(value, inner, origin, (*above, key))
+
+
+def _struct_in(kind: Any) -> type | None:
+    """Return the struct that a field's type is or wraps (Annotated, Optional), else None."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return kind
+    return next((found for part in get_args(kind) if (found := _struct_in(part)) is not None), None)
+
+
+def _unknown(file: Path, key: tuple[str, ...], value: object, known: Iterable[str]) -> str:
+    """Say which key of which file is unknown and what may have been meant."""
+    names = sorted(known)
+    near = difflib.get_close_matches(key[-1], names, n=1)
+    what = f"section [{'.'.join(key)}]" if isinstance(value, dict) else f"key {'.'.join(key)}"
+    hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(names)}"
+    return f"{file}: unknown {what}; {hint}"
+
+
+def _explain(error: str, origin: Mapping[tuple[str, ...], Path], path: Path) -> str:
+    """Turn msgspec's ``Expected … - at `$.a.b``` into the file, the key and what was expected."""
+    what, _, where = error.partition(" - at `")
+    names = tuple(part.split("[")[0] for part in where.rstrip("`").split(".")[1:])
+    known = next((names[:n] for n in range(len(names), 0, -1) if names[:n] in origin), ())
+    file = origin.get(known, path)
+    return f"{file}: {'.'.join(names) or 'top level'}: {what[:1].lower()}{what[1:]}"

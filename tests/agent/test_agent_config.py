@@ -1,0 +1,106 @@
+"""TOML settings: merged files, and errors that name the file and the key."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cadenza.sidecar.agent.settings import AgentSettings, load_settings
+from cadenza.sidecar.config import ConfigError, read
+
+
+def write(directory: Path, text: str, name: str = "cadenza.toml") -> Path:
+    path = directory / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_defaults_need_no_file() -> None:
+    assert AgentSettings().service_timeout_s == 30
+    assert AgentSettings(host="n7").host_name == "n7"
+
+
+def test_conf_d_wins_in_name_order_key_by_key(tmp_path: Path) -> None:
+    main = write(tmp_path, '[agent]\nservice = "tcp://ctl:6820"\nheartbeat_s = 1\nlease_wait_s = 5\n')
+    write(tmp_path, "[agent]\nheartbeat_s = 2\nlease_wait_s = 6\n", "conf.d/10-a.toml")
+    write(tmp_path, "[agent]\nheartbeat_s = 3\n", "conf.d/20-b.toml")
+    settings = load_settings(main)
+    assert (settings.service, settings.heartbeat_s, settings.lease_wait_s) == ("tcp://ctl:6820", 3.0, 6.0)
+    _, origin = read(main)
+    assert origin["agent", "lease_wait_s"].name == "10-a.toml"
+
+
+def test_the_services_sections_are_left_alone(tmp_path: Path) -> None:
+    main = write(tmp_path, '[service]\nnonsense = 1\n[guard]\n[sharing]\nslice_s = "x"\n[agent]\nhost = "n1"\n')
+    assert load_settings(main).host == "n1"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[agent]\nheartbeats = 2\n", "unknown key agent.heartbeats; did you mean heartbeat_s?"),
+        ("[agnet]\n", "unknown section [agnet]; did you mean agent?"),
+        ("host = 1\n", "unknown key host; known here: agent, guard, service, sharing"),
+        ('[agent]\nheartbeat_s = "2"\n', "agent.heartbeat_s: expected `float`, got `str`"),
+        ("[agent]\nheartbeat_s = 0\n", "agent.heartbeat_s: expected `float` > 0"),
+        ("[agent]\nsocket = 3\n", "agent.socket: expected `str`, got `int`"),
+        ('[agent]\nservice = "ctl"\n', "agent.service: expected `str` matching regex"),
+        ("agent = 3\n", "agent: expected `object`, got `int`"),
+        ("[agent\n", "not TOML"),
+    ],
+)
+def test_errors_name_the_file_and_the_key(tmp_path: Path, text: str, message: str) -> None:
+    write(tmp_path, "[agent]\n")
+    extra = write(tmp_path, text, "conf.d/x.toml")
+    with pytest.raises(ConfigError) as caught:
+        load_settings(tmp_path / "cadenza.toml")
+    assert str(caught.value).startswith(f"{extra}: ")
+    assert message in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: cannot be read"):
+        load_settings(tmp_path / "nowhere.toml")
+
+
+def agent(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cadenza.sidecar.agent", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+
+
+def test_bad_settings_end_with_2(tmp_path: Path) -> None:
+    run = agent("--config", str(write(tmp_path, "[agent]\nhots = 3\n")))
+    assert run.returncode == 2
+    assert run.stderr == f"cadenza-agent: {tmp_path}/cadenza.toml: unknown key agent.hots; did you mean host?\n"
+
+
+def test_a_bad_key_file_ends_with_2(tmp_path: Path) -> None:
+    for name in ("agent.key_secret", "service.key"):
+        write(tmp_path, "metadata\n", name)
+    text = f'[agent]\nservice = "tcp://127.0.0.1:1"\nkeys = "{tmp_path}"\nstate_dir = "{tmp_path}"\n'
+    run = agent("--config", str(write(tmp_path, text + f'socket = "{tmp_path}/s"\n')))
+    assert run.returncode == 2
+    assert "agent.key_secret: not a CURVE certificate" in run.stderr
+
+
+def test_a_socket_that_cannot_be_made_ends_with_3(tmp_path: Path) -> None:
+    write(tmp_path, "", "file")
+    text = f'[agent]\nstate_dir = "{tmp_path}"\nsocket = "{tmp_path}/file/s"\n'
+    run = agent("--config", str(write(tmp_path, text)))
+    assert run.returncode == 3
+    assert f"socket {tmp_path}/file/s" in run.stderr
+
+
+def test_a_spoilt_lease_file_ends_with_1(tmp_path: Path) -> None:
+    write(tmp_path, "{", "leases.json")
+    run = agent("--config", str(write(tmp_path, f'[agent]\nstate_dir = "{tmp_path}"\n')))
+    assert run.returncode == 1
+    assert "leases.json: cannot be read" in run.stderr
+
+
+def test_version() -> None:
+    assert agent("--version").stdout.startswith("cadenza-agent, version ")

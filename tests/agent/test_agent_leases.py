@@ -1,0 +1,156 @@
+"""The lease book: no GPU twice in any history, virtual time, and the file behind it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from cadenza.policies.model import JobKey
+from cadenza.sidecar import orders
+from cadenza.sidecar.agent.errors import LeaseConflictError, StateFileError
+from cadenza.sidecar.agent.leasefile import LeaseFile, still_running
+from cadenza.sidecar.agent.leases import Entry, LeaseBook, Process
+
+FACTS = orders.Facts(1, jobs=(), slice_s=9.0, share_between_users=True, enforce=True)
+
+
+def entry(job: int, *gpus: int, weight: float = 1.0) -> Entry:
+    return Entry(job, 0, 1000, gpus, 0.0, weight=weight)
+
+
+class Histories(RuleBasedStateMachine):
+    """Any order of calls, legal or not: an illegal one is refused and changes nothing."""
+
+    jobs = Bundle("jobs")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = LeaseBook()
+        self.now = 0.0
+        self.serial = 0
+        self.held: dict[JobKey, float] = {}
+
+    @rule(target=jobs, gpus=st.sets(st.integers(0, 3), max_size=4), weight=st.sampled_from([0.5, 1.0, 4.0]))
+    def register(self, gpus: set[int], weight: float) -> Entry:
+        self.serial += 1
+        new = self.book.register(entry(self.serial, *gpus, weight=weight), self.now)
+        self.held[new.key] = 0.0
+        return new
+
+    @rule(seconds=st.floats(0, 100))
+    def pass_time(self, seconds: float) -> None:
+        for one in self.book:
+            self.held[one.key] += seconds if one.occupying else 0.0
+        self.now += seconds
+
+    @rule(one=jobs, move=st.sampled_from(["grant", "stop", "keep", "release"]))
+    def move(self, one: Entry, move: str) -> None:
+        if self.book.get(one.key) is not one:
+            return
+        before = (one.state, one.since_s)
+        free = not self.book.blockers(one)
+        legal = {
+            "grant": one.state in {"waiting", "yielded"} and free,
+            "stop": one.state == "held",
+            "keep": one.state == "stopping",
+            "release": one.state == "stopping",
+        }[move]
+        if legal:
+            getattr(self.book, move)(one, self.now)
+        else:
+            with pytest.raises(LeaseConflictError):
+                getattr(self.book, move)(one, self.now)
+            assert (one.state, one.since_s) == before
+
+    @rule(one=consumes(jobs))
+    def drop(self, one: Entry) -> None:
+        occupied = one.occupying
+        stretch = self.book.drop(one, self.now)
+        assert (stretch is not None) == occupied
+        assert self.book.get(one.key) is None
+
+    @invariant()
+    def no_gpu_twice(self) -> None:
+        owned = [gpu for one in self.book if one.occupying for gpu in one.gpus]
+        assert len(owned) == len(set(owned))
+
+    @invariant()
+    def virtual_time_never_goes_back_and_counts_held_time(self) -> None:
+        for one in self.book:
+            assert one.vtime(self.now) * one.weight >= self.held[one.key] - 1e-6 * (1 + self.now)
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_two_leases_on_a_gpu_are_refused_from_disk_too() -> None:
+    both = [entry(1, 0, 1), entry(2, 1)]
+    for one in both:
+        one.state = "held"
+    with pytest.raises(LeaseConflictError, match="GPU 1 is leased to 1 and to 2"):
+        LeaseBook(both)
+
+
+def test_a_newcomer_starts_at_the_least_virtual_time_that_it_meets() -> None:
+    book = LeaseBook()
+    first = book.register(entry(1, 0), 0.0)
+    book.grant(first, 0.0)
+    exclusive = entry(5, 0)
+    exclusive.managed = False
+    book.register(exclusive, 0.0)
+    assert book.register(entry(2, 0), 50.0).vtime(50.0) == 50.0
+    assert book.register(entry(3, 1), 50.0).vtime(50.0) == 0.0
+
+
+def test_held_time_counts_by_weight() -> None:
+    book = LeaseBook()
+    heavy = book.register(entry(1, 0, weight=4.0), 0.0)
+    book.grant(heavy, 10.0)
+    book.stop(heavy, 20.0)
+    stretch = book.release(heavy, 30.0)
+    assert heavy.vtime(99.0) == 5.0
+    assert (stretch.from_s, stretch.to_s) == (10.0, 30.0)
+
+
+def test_the_file_keeps_everything(tmp_path: Path) -> None:
+    file = LeaseFile(tmp_path / "deep", "boot")
+    one = entry(1, 0, 3)
+    one.processes = (Process(12, 345, batch=True),)
+    one.state = "yielded"
+    file.save((one,), FACTS)
+    saved = file.load()
+    assert saved.leases == (one,)
+    assert saved.facts == FACTS
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["leases.json"]
+
+
+def test_after_a_reboot_no_lease_is_left_but_the_rules_are(tmp_path: Path) -> None:
+    LeaseFile(tmp_path, "yesterday").save((entry(1, 0),), FACTS)
+    saved = LeaseFile(tmp_path, "today").load()
+    assert saved.leases == ()
+    assert saved.facts == FACTS
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"v":1}', b'{"v":7,"boot":"b"}', b"\xff"])
+def test_a_spoilt_file_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "leases.json").write_bytes(content)
+    with pytest.raises(StateFileError, match=r"leases\.json: .*move it away"):
+        LeaseFile(tmp_path, "b").load()
+
+
+def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StateFileError, match="cannot be written"):
+        LeaseFile(tmp_path / "file", "b").save((), None)
+
+
+def test_a_process_with_the_same_pid_and_another_start_is_another_one() -> None:
+    one = entry(1, 0)
+    one.processes = (Process(10, 100), Process(11, 100), Process(12, 100))
+    starts = {10: 100, 11: 101}
+    assert still_running(one, starts.get) == (Process(10, 100),)

@@ -1,0 +1,249 @@
+"""The link to the service: a real ROUTER with CURVE in the test, a real agent at the other end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+import zmq
+import zmq.auth
+from agent_rig import PATIENCE_S, Agent, until
+from zmq.auth.thread import ThreadAuthenticator
+
+from cadenza.sidecar import orders
+
+T = TypeVar("T", bound=msgspec.Struct)
+FROM_AGENT: msgspec.json.Decoder[orders.FromAgent] = msgspec.json.Decoder(orders.FromAgent)
+
+
+class Service:
+    """The service's end: what came in, and orders out."""
+
+    def __init__(self, keys: Path) -> None:
+        self.context = zmq.Context()
+        self.auth = ThreadAuthenticator(self.context)
+        self.auth.start()
+        self.auth.configure_curve(domain="*", location=str(keys / "allowed"))
+        self.socket = self.context.socket(zmq.ROUTER)
+        public, secret = zmq.auth.load_certificate(keys / "service.key_secret")
+        self.socket.curve_server = True
+        self.socket.curve_publickey, self.socket.curve_secretkey = public, secret
+        self.socket.router_handover = True
+        self.socket.linger = 0
+        self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.seen: list[orders.FromAgent] = []
+
+    def pump(self, timeout_ms: int = 20) -> None:
+        while self.socket.poll(timeout_ms):
+            host, frame = self.socket.recv_multipart()
+            assert host == b"n1"
+            self.seen.append(FROM_AGENT.decode(frame))
+            timeout_ms = 0
+
+    def wait_for(self, kind: type[T], fits: Callable[[T], Any] = lambda _: True) -> T:
+        def found() -> T | None:
+            self.pump()
+            return next((one for one in reversed(self.seen) if isinstance(one, kind) and fits(one)), None)
+
+        return until(found, f"a {kind.__name__} in {self.seen[-3:]}")
+
+    def lease(self, job: int, fits: Callable[[orders.LeaseReport], Any]) -> orders.LeaseReport:
+        """Wait for a report in which a job's lease is as wanted."""
+        found: list[orders.LeaseReport] = []
+
+        def check(report: orders.Report) -> bool:
+            found[:] = [lease for lease in report.leases if lease.job == job and fits(lease)]
+            return bool(found)
+
+        self.seen.clear()
+        self.wait_for(orders.Report, check)
+        return found[0]
+
+    def send(self, order: orders.ToAgent) -> None:
+        self.socket.send_multipart([b"n1", msgspec.json.encode(order)])
+
+    def facts(self, *jobs: orders.JobFacts, **fields: Any) -> None:
+        known = {"slice_s": 1000.0, "share_between_users": True, "enforce": True, **fields}
+        self.send(orders.Facts(orders.VERSION, jobs=jobs, **known))
+
+    def order(self, kind: type[orders.ToAgent], job: int, **fields: Any) -> None:
+        self.send(kind(v=orders.VERSION, job=job, restart=0, **fields))
+
+    def close(self) -> None:
+        self.auth.stop()
+        self.socket.close()
+        self.context.term()
+
+
+def fact(job: int, **fields: Any) -> orders.JobFacts:
+    known = {"restart": 0, "managed": True, "weight": 1.0, "priority": 0, "user": "u", "hosts": 1}
+    return orders.JobFacts(job=job, **{**known, **fields})
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    keys = tmp_path / "keys"
+    (keys / "allowed").mkdir(parents=True)
+    for name in ("service", "agent"):
+        zmq.auth.create_certificates(keys, name)
+    (keys / "agent.key").rename(keys / "allowed" / "agent.key")
+    made = Service(keys)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def linked(new_agent: Callable[..., Agent], service: Service) -> Agent:
+    """Return an agent that the service has heard of."""
+    agent = new_agent(service=f"tcp://127.0.0.1:{service.port}", service_timeout_s=20.0).up()
+    report = service.wait_for(orders.Report)
+    assert (report.host, report.v, report.leases, report.rotating) == ("n1", 1, (), False)
+    assert report.memory_mb > report.memory_free_mb > 0
+    service.facts()
+    return agent
+
+
+def test_orders_make_jobs_take_turns_and_every_switch_is_measured(linked: Agent, service: Service) -> None:
+    first = linked.rank(1, "--gpus", "[0]", "--copy-s", "0.02", "--bytes", "4096")
+    first.wait_for("run")
+    second = linked.rank(2, "--gpus", "[0]", "--copy-s", "0.02")
+    assert service.lease(2, lambda lease: lease.ready).state == "waiting"
+    assert service.lease(1, lambda lease: lease.step > 20).iteration_p99_s < 0.5
+    service.order(orders.ResumeOrder, 2)
+    service.order(orders.YieldOrder, 1, timeout_s=5.0)
+    second.wait_for("run")
+    out = service.wait_for(orders.Switched, lambda one: one.kind == "yield")
+    assert (out.job, out.bytes, out.host) == (1, 4096, "n1")
+    assert 0.02 <= out.copy_s < out.total_s
+    assert out.boundary_s < out.total_s < 1
+    back = service.wait_for(orders.Switched, lambda one: one.kind == "resume")
+    assert (back.job, back.boundary_s) == (2, 0)
+    assert back.total_s >= back.copy_s >= 0.02
+    stretch = service.wait_for(orders.LeaseLog)
+    assert (stretch.job, stretch.gpus) == (1, (0,))
+    assert stretch.from_s < stretch.to_s
+    assert service.lease(1, lambda lease: lease.state == "yielded").vtime_s == pytest.approx(
+        stretch.to_s - stretch.from_s
+    )
+    first.kill()
+    second.kill()
+    service.seen.clear()
+    service.wait_for(orders.Report, lambda report: not report.leases)
+
+
+def test_a_yield_that_cannot_be_is_answered_at_once(linked: Agent, service: Service) -> None:
+    linked.talk().start(1, [0])
+    service.order(orders.YieldOrder, 1, timeout_s=5.0)
+    answer = service.wait_for(orders.Switched)
+    assert answer.kind == "refused"
+    assert "no process has attached" in answer.note
+
+
+def test_cancel_withdraws_a_stop(linked: Agent, service: Service) -> None:
+    job = linked.rank(1, "--gpus", "[0]", "--deaf")
+    job.wait_for("run")
+    service.order(orders.YieldOrder, 1, timeout_s=60.0)
+    service.lease(1, lambda lease: lease.state == "stopping")
+    service.order(orders.CancelOrder, 1, reason="changed my mind")
+    assert service.lease(1, lambda lease: lease.state == "held").note == "changed my mind"
+
+
+def test_a_multi_node_job_stops_where_the_service_says(linked: Agent, service: Service, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.write_bytes(bytes(4096))
+    flags = ("--gpus", "[0]", "--world", "2", "--local", "2", "--hosts", "2", "--shared", str(shared))
+    ranks = [linked.rank(1, *flags, "--rank", str(rank)) for rank in range(2)]
+    for rank in ranks:
+        rank.wait_for("run")
+    service.facts(fact(1, hosts=2))
+    service.lease(1, lambda lease: lease.hosts == 2 and lease.ready)
+    service.order(orders.YieldOrder, 1, timeout_s=5.0)
+    steps = service.wait_for(orders.Steps)
+    assert not steps.arrived
+    goal = steps.highest + 10
+    service.order(orders.StopAt, 1, step=goal)
+    service.wait_for(orders.Steps, lambda one: one.arrived and one.highest == goal)
+    service.order(orders.StopAt, 1, step=goal + 5)
+    service.wait_for(orders.Steps, lambda one: one.arrived and one.highest == goal + 5)
+    assert not ranks[0].said("out")
+    service.order(orders.CommitOrder, 1)
+    for rank in ranks:
+        assert rank.wait_for("stopped")["step"] == goal + 5
+    assert service.lease(1, lambda lease: lease.state == "yielded").ranks == 2
+    assert not service.lease(1, lambda _: True).note
+    service.order(orders.ResumeOrder, 1)
+    for rank in ranks:
+        rank.wait_for("run", 2)
+
+
+def test_facts_decide_who_is_managed_and_how_much_they_weigh(linked: Agent, service: Service) -> None:
+    job = linked.rank(1, "--gpus", "[0]")
+    job.wait_for("run")
+    service.facts(fact(1, managed=False, weight=0.0, priority=7, user="alice"))
+    lease = service.lease(1, lambda lease: not lease.managed)
+    assert lease.why_not_ready == "it did not opt in"
+    assert linked.leases()[1]["priority"] == 7
+    assert linked.leases()[1]["weight"] == 1.0
+
+
+def test_a_suspended_job_gets_no_lease_before_it_is_told_to_resume(linked: Agent, service: Service) -> None:
+    first = linked.rank(1, "--gpus", "[0]")
+    first.wait_for("run")
+    second = linked.rank(2, "--gpus", "[0]")
+    service.lease(2, lambda lease: lease.ready)
+    service.facts(fact(1), fact(2, suspended=True))
+    until(lambda: '"suspended":true' in (linked.state / "leases.json").read_text(), "the facts are known")
+    first.kill()
+    service.wait_for(orders.Report, lambda report: [lease.job for lease in report.leases] == [2])
+    assert not second.said("run")
+    second.process.send_signal(signal.SIGSTOP)
+    until(lambda: Path(f"/proc/{second.process.pid}/stat").read_text().split()[2] == "T", "a stopped process")
+    service.order(orders.ResumeOrder, 2)
+    assert service.lease(2, lambda _: True).state == "waiting"
+    second.process.send_signal(signal.SIGCONT)
+    second.wait_for("run")
+
+
+def test_without_the_service_jobs_rotate_and_with_it_they_stop_rotating(
+    new_agent: Callable[..., Agent], service: Service
+) -> None:
+    agent = new_agent(service=f"tcp://127.0.0.1:{service.port}", service_timeout_s=0.6).up()
+    service.wait_for(orders.Report)
+    service.facts(slice_s=0.2, min_run_s=0.1)
+    jobs = [agent.rank(job, "--gpus", "[0]") for job in (1, 2)]
+    service.wait_for(orders.Report, lambda report: report.rotating)
+    for job in jobs:
+        job.wait_for("run", 2)
+    service.facts(slice_s=0.2, min_run_s=0.1)
+    service.seen.clear()
+    service.wait_for(orders.Report, lambda report: not report.rotating)
+
+
+def test_nonsense_on_the_link_is_refused_and_harmless(linked: Agent, service: Service) -> None:
+    for frame in (b"", b"\xff", b"{}", b'{"type":"Dance"}', b'{"type":"ResumeOrder","v":9,"job":1,"restart":0}'):
+        service.socket.send_multipart([b"n1", frame])
+    service.order(orders.YieldOrder, 99, timeout_s=1.0)
+    until(lambda: "order for an unknown job JOBID=99" in linked.log(), "the last order")
+    assert linked.log().count("an order was refused") == 5
+    assert "version 9, this agent speaks 1" in linked.log()
+
+
+def test_a_wrong_key_gets_nothing_in(new_agent: Callable[..., Agent], service: Service, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    (keys / "agent.key_secret").unlink()
+    zmq.auth.create_certificates(keys, "agent")
+    agent = new_agent(service=f"tcp://127.0.0.1:{service.port}", service_timeout_s=0.5).up()
+    assert agent.talk().start(1, [0])["state"] == "granted"
+    service.pump(800)
+    assert service.seen == []
+
+
+def test_without_keys_the_agent_serves_alone_and_says_so(new_agent: Callable[..., Agent]) -> None:
+    agent = new_agent(service="tcp://127.0.0.1:9", service_timeout_s=0.1).up()
+    assert agent.talk().start(1, [0])["state"] == "granted"
+    assert "no link to the service, turns are local" in agent.log()
+    assert PATIENCE_S > 0
