@@ -45,7 +45,7 @@ def place(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings) 
     hosts = _hosts(snapshot, settings)
     actions: list[Place] = []
     reasons: dict[JobKey, str] = {}
-    for job in sorted(jobs, key=_turn):
+    for job in sorted(jobs, key=lambda job: (-settings.priority(job), job.submit_s, job.key)):
         ask = _Ask.of(job)
         nodes, reasons[job.key] = _choose(ask, hosts, settings)
         if nodes:
@@ -53,10 +53,6 @@ def place(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings) 
         for host, node in nodes:
             host.add(ask, node)
     return Placed(tuple(actions), reasons)
-
-
-def _turn(job: Job) -> tuple[int, float, JobKey]:
-    return (-(job.options.priority if job.options is not None else 0), job.submit_s, job.key)
 
 
 @dataclass(frozen=True, slots=True)

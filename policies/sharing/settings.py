@@ -21,6 +21,10 @@ class SharingSettings:
     """Suspend yielded jobs in Slurm, so that their time limit stops and their CPUs are free in the books."""
     lease_wait_s: float = 600.0
     """A job on a further lane gives its place back when it waited this long behind one that cannot stop."""
+    unmanaged_wait_s: float = 10.0
+    """A managed job on a further lane that cannot be stopped is requeued when an unmanaged job waited this long."""
+    max_priority: int = 0
+    """The comment is the user's own: a priority above this counts as this."""
     admission: Literal["native", "held"] = "native"
     partitions: frozenset[str] = frozenset()
 
@@ -32,6 +36,10 @@ class SharingSettings:
     def manages(self, job: Job) -> bool:
         """Whether the job opted in, in a partition that the admin enabled."""
         return job.opted_in and job.partition in self.partitions
+
+    def priority(self, job: Job) -> int:
+        """Return the priority that a job asked for, as far as the admin allows it."""
+        return min(job.options.priority, self.max_priority) if job.options is not None else 0
 
 
 def left_alone(job: Job, settings: SharingSettings) -> str:

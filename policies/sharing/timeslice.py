@@ -138,10 +138,6 @@ def _group_name(member: Contender, group: tuple[Contender, ...]) -> str:
     return f" (takes turns with {job_names(others) if len(others) <= MAX_NAMED else f'{len(others)} jobs'})"
 
 
-def _priority(job: Job) -> int:
-    return job.options.priority if job.options is not None else 0
-
-
 def _contender(job: Job, lease: Lease, memory: Memory, settings: SharingSettings) -> Contender:
     """Return the job as a contender; one that is not ours to stop or start is only in the others' way."""
     ours = job.state == "RUNNING" or (job.state == "SUSPENDED" and job.key in memory.suspended)
@@ -150,7 +146,7 @@ def _contender(job: Job, lease: Lease, memory: Memory, settings: SharingSettings
         gpus=frozenset(lease.gpus),
         user=job.user,
         state=lease.state,
-        priority=_priority(job),
+        priority=settings.priority(job),
         weight=lease.weight,
         vtime_s=lease.vtime_s,
         held_s=lease.held_s,
@@ -174,11 +170,12 @@ def _halves(view: _View) -> list[Yield]:
     """
     held = [(job, lease) for job, lease in view.managed("RUNNING") if lease.state == "held"]
     halves = [job for job, lease in held if not lease.ready and job.num_nodes > 1]
+    priority = view.settings.priority
     blocking = {
         job.key: half.key
         for half in reversed(halves)
         for job, lease in held
-        if lease.ready and _meet(job, half) and _priority(job) <= _priority(half)
+        if lease.ready and _meet(job, half) and priority(job) <= priority(half)
     }
     return [
         Yield(key, f"makes way for job {half}, which has its GPUs on other hosts already")
@@ -243,15 +240,28 @@ def _requeues(view: _View) -> list[Requeue]:
 
 
 def _gives_back(job: Job, snapshot: ClusterSnapshot, settings: SharingSettings) -> str:
-    """Return why a job gives its further lane back, else "".
-
-    It never ran, has waited longer than ``lease_wait_s``, and one that cannot be stopped is on its GPUs.
-    """
-    lease = job.lease
-    if lease is None or lease.state != "waiting" or not job.requeueable or not settings.manages(job):
+    """Return why a job gives its further lane back by a requeue, else ""."""
+    if job.lease is None or not job.requeueable or not settings.manages(job) or not _on_further_lane(job, snapshot):
         return ""
+    if job.lease.state == "waiting":
+        return _waits_in_vain(job, snapshot, settings)
+    return _in_the_way(job, snapshot, settings) if _cannot_stop(job, settings) else ""
+
+
+def _in_the_way(job: Job, snapshot: ClusterSnapshot, settings: SharingSettings) -> str:
+    """Return why a job that cannot be stopped goes: an unmanaged one has had to wait for it long enough."""
+    for other in snapshot.jobs:
+        lease = other.lease
+        if lease is not None and lease.exclusive and lease.state == "waiting" and _meet(job, other):
+            if lease.waited_s > settings.unmanaged_wait_s:
+                return f"cannot be stopped and is in the way of job {other.key}, which did not opt in"
+    return ""
+
+
+def _waits_in_vain(job: Job, snapshot: ClusterSnapshot, settings: SharingSettings) -> str:
+    """Return why a job that never ran goes: it waited ``lease_wait_s`` behind one that cannot be stopped."""
     waited = snapshot.time_s - (job.start_s if job.start_s is not None else snapshot.time_s)
-    if waited <= settings.lease_wait_s or not _on_further_lane(job, snapshot):
+    if waited <= settings.lease_wait_s:
         return ""
     blockers = [other.key for other in snapshot.jobs if _cannot_stop(other, settings) and _meet(job, other)]
     if not blockers:
@@ -278,7 +288,11 @@ def _meet(job: Job, other: Job) -> bool:
 def _releases(view: _View) -> list[Release]:
     """Return the releases of jobs that were held for us and that we do not place."""
     return [
-        Release(job.key, left_alone(job, view.settings) or "held for Cadenza, which does not place jobs now")
+        Release(
+            job.key,
+            left_alone(job, view.settings) or "held for Cadenza, which does not place jobs now",
+            unpin=job.key.restart > 0,  # an earlier incarnation may carry the nodes that we chose for it
+        )
         for job in view.jobs
         if held_for_us(job, view.memory) and not (view.settings.places and view.settings.manages(job))
     ]

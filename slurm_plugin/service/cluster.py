@@ -20,6 +20,7 @@ from cadenza.policies.model import (
     Yield,
 )
 from cadenza.policies.round import RoundReport
+from cadenza.policies.sharing.settings import SharingSettings
 from cadenza.sidecar.orders import VERSION, Facts, JobFacts
 from cadenza.slurm_plugin.service.agents import Agent
 from cadenza.slurm_plugin.service.clock import SystemClock
@@ -147,7 +148,7 @@ def facts_of(snapshot: ClusterSnapshot, settings: Settings, suspended: frozenset
     for job in sorted(snapshot.jobs, key=lambda job: job.key):
         hosts = {host_of.get(node, node) for node in job.nodes}
         for host in hosts:
-            facts = _facts(job, len(hosts), managed=rules.manages(job), suspended=job.key in suspended)
+            facts = _facts(job, len(hosts), rules, suspended=job.key in suspended)
             jobs_on.setdefault(host, []).append(facts)
     return {
         host: Facts(
@@ -169,13 +170,13 @@ def _host(name: str, agent: Agent | None) -> Host:
     return Host(name, agent.alive, report.version, report.memory_mb, report.memory_free_mb)
 
 
-def _facts(job: Job, hosts: int, *, managed: bool, suspended: bool) -> JobFacts:
+def _facts(job: Job, hosts: int, rules: SharingSettings, *, suspended: bool) -> JobFacts:
     return JobFacts(
         job=job.key.id,
         restart=job.key.restart,
-        managed=managed,
+        managed=rules.manages(job),
         weight=job.lease.weight if job.lease else 1.0,
-        priority=job.options.priority if job.options else 0,
+        priority=rules.priority(job),
         user=job.user,
         hosts=hosts,
         suspended=suspended,

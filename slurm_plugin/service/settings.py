@@ -94,6 +94,17 @@ class SharingTable(msgspec.Struct, frozen=True):
     suspend: Annotated[
         bool, Meta(description="Suspend jobs in Slurm while they wait for their turn: their time limit stops")
     ] = True
+    max_priority: Annotated[
+        int, Meta(description="Highest priority that a user's own options may ask for; more counts as this")
+    ] = 0
+    unmanaged_wait_s: Annotated[
+        float,
+        Meta(
+            description="A managed job on a further lane that cannot be stopped is requeued when a job that did "
+            "not opt in has waited this long for its GPUs; keep it below the SPANK plugin's wait=",
+            ge=0,
+        ),
+    ] = 10.0
     yield_timeout_s: Annotated[
         float,
         Meta(description="Longest wait for a job to reach its boundary before the order is withdrawn", gt=0),
@@ -160,6 +171,8 @@ def sharing_settings(settings: Settings) -> SharingSettings:
         share_between_users=table.share_between_users,
         suspend=table.suspend,
         lease_wait_s=settings.agent.lease_wait_s,
+        unmanaged_wait_s=table.unmanaged_wait_s,
+        max_priority=table.max_priority,
         admission=settings.service.admission,
         partitions=settings.guard.partitions,
     )

@@ -12,7 +12,7 @@ from cadenza.policies.model import Memory, Options
 from cadenza.policies.sharing.placement import place
 from cadenza.policies.sharing.settings import SharingSettings
 
-HELD = SharingSettings(enforce=True, admission="held", partitions=frozenset({"gpu"}))
+HELD = SharingSettings(enforce=True, admission="held", max_priority=10, partitions=frozenset({"gpu"}))
 
 
 def held(number: int, gpus: int = 1, priority: int = 0, **facts):

@@ -25,7 +25,7 @@ from cadenza.policies.sharing.settings import SharingSettings
 from cadenza.policies.sharing.timeslice import decide
 
 some = settings(max_examples=50, deadline=None)
-APPLY = SharingSettings(enforce=True, partitions=frozenset({"gpu"}))
+APPLY = SharingSettings(enforce=True, partitions=frozenset({"gpu"}), max_priority=10)
 HOLDER = job(1, lease=lease("held", 0, held_s=70.0, vtime_s=70.0))
 YIELDED = job(2, nodes=("node1-l1",), lease=lease("yielded", 0, vtime_s=10.0))
 
@@ -124,6 +124,24 @@ def test_a_waiting_job_gives_its_place_back_behind_one_that_cannot_stop():
     ):
         assert (Requeue, key(2)) not in acts(cluster(stuck, other))
     assert (Requeue, key(2)) not in acts(cluster(HOLDER, waiting))
+
+
+def test_one_that_cannot_be_stopped_makes_way_for_an_unmanaged_job_by_a_requeue():
+    stuck = replace(YIELDED, lease=lease("held", 0, ready=False))
+    plain = job(3, options=None, lease=replace(lease("waiting", 0, ready=False, exclusive=True), waited_s=11.0))
+    decision = decide(cluster(stuck, plain), Memory(), APPLY)
+    assert [(type(a), a.job) for a in decision.actions] == [(Requeue, key(2))]
+    assert decision.actions[0].reason == "cannot be stopped and is in the way of job 3, which did not opt in"
+    patient = replace(plain, lease=replace(plain.lease, waited_s=9.0))
+    assert acts(cluster(stuck, patient)) == []
+    assert acts(cluster(replace(stuck, nodes=("node1",)), plain)) == []
+
+
+def test_a_user_cannot_ask_for_more_priority_than_the_admin_allows():
+    eager = replace(YIELDED, options=Options(priority=7))
+    fresh = replace(HOLDER, lease=lease("held", 0, held_s=20.0))
+    assert (Yield, key(1)) in acts(cluster(fresh, eager))
+    assert (Yield, key(1)) not in acts(cluster(fresh, eager), settings=replace(APPLY, max_priority=0))
 
 
 def test_a_suspended_job_wakes_up_before_it_gives_its_place_back():

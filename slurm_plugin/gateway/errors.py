@@ -1,0 +1,77 @@
+"""What can go wrong between us and Slurm, sorted by who must act."""
+
+from __future__ import annotations
+
+
+class GatewayError(Exception):
+    """Base of all errors of this package."""
+
+
+class SlurmUnavailable(GatewayError):  # noqa: N818
+    """No answer from slurmctld, or none in time. The admin looks at slurmctld; the next round tries again."""
+
+
+class WorkerLost(SlurmUnavailable):
+    """The worker process hung, died or answered nonsense; the next request starts a new one."""
+
+
+class WorkerHung(WorkerLost):
+    """The worker did not answer in time and has been ended; asking again at once would wait as long again."""
+
+
+class EnvironmentLacks(GatewayError):  # noqa: N818
+    """pyslurm or slurm.conf is missing on this machine. The admin installs what the message names."""
+
+
+class NotAuthorized(GatewayError):  # noqa: N818
+    """Slurm does not let our user do this. The admin grants the AdminLevel that the message names."""
+
+
+class StaleState(GatewayError):  # noqa: N818
+    """The job or node is no longer what the snapshot showed. Nobody: the next round sees what is true."""
+
+
+class ActionRefused(GatewayError):  # noqa: N818
+    """Slurm understood and refused; ``errno`` is Slurm's number, see slurm_errno.h."""
+
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
+
+
+class NotForSlurm(GatewayError):  # noqa: N818
+    """An action that the agents carry out was given to the Slurm side: a mistake of the caller."""
+
+
+class RecordingError(GatewayError):
+    """A recording is not what this version replays; record again."""
+
+
+# Numbers of slurm_errno.h, the same from Slurm 23.02 to 26.05 as far as they are named here.
+_UNAVAILABLE = frozenset({*range(1001, 1024), *range(1800, 1806), 2027, 2131, *range(5000, 5008)})
+_AUTHENTICATION = frozenset({1007, *range(6000, 6012)})
+_NOT_AUTHORIZED = frozenset({2002, 2010, 2052})
+_STALE = frozenset({2017, 2020, 2021, 2024, 2028, 2073, 2077, *range(2083, 2089), 2181})
+_NOT_RUNNABLE = {
+    2037: "the job was submitted with --no-requeue, or Slurm's configuration forbids this",
+    2018: "a node of this name is not in slurm.conf",
+}
+
+
+def slurm_error(what: str, errno: int | None, message: str, *, node: bool = False) -> GatewayError:
+    """Return the error for Slurm's answer ``errno``/``message`` to the request ``what``, ready to raise.
+
+    ``node`` says that the request was about a node, which takes more rights than one about a job.
+    """
+    said = f"{what}: {message}" if errno is None else f"{what}: {message} (Slurm error {errno})"
+    if errno in _AUTHENTICATION:
+        return SlurmUnavailable(f"{said}; check that slurm.key or munge and the clock agree with slurmctld's")
+    if errno in _UNAVAILABLE:
+        return SlurmUnavailable(f"{said}; check `scontrol ping` on this machine")
+    if errno in _NOT_AUTHORIZED:
+        level = "Administrator" if node else "Operator"
+        return NotAuthorized(f"{said}; grant it: sacctmgr modify user USER set AdminLevel={level}")
+    if errno in _STALE:
+        return StaleState(f"{said}; the next round reads the state anew")
+    hint = _NOT_RUNNABLE.get(errno or 0, "")
+    return ActionRefused(f"{said}; {hint}" if hint else said, errno)

@@ -1,0 +1,124 @@
+"""The Slurm side of `policies.round.Gateway`: snapshots and actions through the pyslurm worker."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+from cadenza.policies.model import (
+    Action,
+    ClusterSnapshot,
+    DrainNode,
+    JobKey,
+    OpenNode,
+    Outcome,
+    Place,
+    Release,
+    Requeue,
+    Suspend,
+    Unsuspend,
+)
+from cadenza.slurm_plugin.gateway.errors import GatewayError, NotForSlurm
+from cadenza.slurm_plugin.gateway.supervisor import Supervisor, WorkerSettings
+from cadenza.slurm_plugin.gateway.translate import snapshot
+
+
+class SlurmGateway:
+    """Reads the cluster and carries out what Slurm itself does; Yield and Resume are the agents'."""
+
+    def __init__(self, settings: WorkerSettings | None = None) -> None:
+        self._worker = Supervisor(settings)
+
+    def read(self) -> ClusterSnapshot:
+        """Return jobs and nodes as they are now, without leases; a GatewayError when Slurm does not answer.
+
+        Costs slurmctld three RPCs: all jobs, all nodes, all partitions.
+        """
+        return snapshot(self.read_raw())
+
+    def read_raw(self) -> dict[str, Any]:
+        """Return what the worker reads, as a recording keeps it."""
+        return dict(self._worker.ask("reading the cluster", "read"))
+
+    def apply(self, action: Action) -> Outcome:
+        """Carry out one action; a failure is an Outcome that says who must act."""
+        try:
+            self.act(action)
+        except GatewayError as error:
+            return Outcome(ok=False, error=str(error))
+        return Outcome(ok=True)
+
+    def act(self, action: Action) -> None:
+        """Carry out one action, or raise a GatewayError.
+
+        An action on another incarnation of the job than it names is refused as StaleState.
+        """
+        match action:
+            case Suspend(job=key):
+                self._job(f"suspend job {key}", "suspend", key)
+            case Unsuspend(job=key):
+                self._job(f"resume job {key}", "unsuspend", key)
+            case Requeue(job=key, hold=hold):
+                self._job(f"requeue job {key}", "requeue", key, hold=hold)
+            case Release(job=key, unpin=unpin):
+                self._job(f"release job {key}", "release", key, unpin=unpin)
+            case Place():
+                self._place(action)
+            case DrainNode(node=name, reason=reason):
+                self._worker.ask(f"drain node {name}", "drain", node=name, reason=reason)
+            case OpenNode(node=name):
+                self._worker.ask(f"open node {name}", "undrain", node=name)
+            case _:
+                raise NotForSlurm(f"{type(action).__name__} of job {action.job} is for the agents, not Slurm")
+
+    def _place(self, action: Place) -> None:
+        """Modify, then release; a failed change is raised before the job can start with the wrong request."""
+        key = action.job
+        changes: dict[str, Any] = {"nodes": action.nodes} if action.nodes else {}
+        if action.cpus_per_task is not None:
+            changes["cpus_per_task"] = action.cpus_per_task
+        if action.memory_per_node_mb is not None:
+            changes["memory_per_node"] = action.memory_per_node_mb
+        if changes:
+            self._job(f"place job {key} on {','.join(action.nodes)}", "modify", key, **changes)
+        self._job(f"release job {key}", "release", key)
+
+    def hold(self, key: JobKey) -> None:
+        """Hold a pending job; only an operator can release it then."""
+        self._job(f"hold job {key}", "hold", key)
+
+    def comment(self, key: JobKey, text: str) -> None:
+        """Replace a job's comment (at most 1024 bytes); "" clears it."""
+        self._job(f"comment job {key}", "modify", key, comment=text)
+
+    def ping(self) -> dict[str, Any]:
+        """Return slurmctld's host and the RPC's latency in ms."""
+        return dict(self._worker.ask("ping slurmctld", "ping"))
+
+    def diag(self) -> dict[str, Any]:
+        """Return slurmctld's RPC counts by type and user, for backing off on a busy one."""
+        return dict(self._worker.ask("ask slurmctld for its statistics", "diag"))
+
+    def greeting(self) -> dict[str, Any]:
+        """Return pyslurm's version and the worker's pid and user."""
+        return self._worker.greeting()
+
+    @property
+    def workers_started(self) -> int:
+        """How many worker processes this gateway has started."""
+        return self._worker.started
+
+    def _job(self, what: str, op: str, key: JobKey, **arguments: Any) -> None:
+        self._worker.ask(what, op, job=key.id, restart=key.restart, **arguments)
+
+    def close(self) -> None:
+        """End the worker process."""
+        self._worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

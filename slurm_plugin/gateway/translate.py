@@ -1,0 +1,205 @@
+"""From what the worker reads to the model that policies see: pure functions over plain dicts."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from cadenza.policies.model import ClusterSnapshot, Job, JobKey, JobState, Node, Options
+from cadenza.slurm_plugin.gateway.comment import BadOptions, wish_of
+
+Raw: TypeAlias = Mapping[str, Any]
+
+# squeue(1), JOB STATE CODES. A flag such as CONFIGURING hides the base state, which is then running.
+_STATES: Mapping[str, JobState] = {
+    "PENDING": "PENDING", "REQUEUE_HOLD": "PENDING", "RESV_DEL_HOLD": "PENDING", "SPECIAL_EXIT": "PENDING",
+    "RUNNING": "RUNNING", "CONFIGURING": "RUNNING", "RESIZING": "RUNNING", "SIGNALING": "RUNNING",
+    "STOPPED": "RUNNING", "POWER_UP_NODE": "RUNNING", "SUSPENDED": "SUSPENDED",
+}  # fmt: skip
+_LEAVING = frozenset({"COMPLETING", "REQUEUED", "REQUEUE_FED", "STAGE_OUT", "UPDATE_DB"})
+# sinfo(1), NODE STATE CODES.
+_UP = frozenset({"IDLE", "MIXED", "ALLOCATED"})
+_NOT_NOW = frozenset({
+    "NOT_RESPONDING", "FAIL", "FAILING", "POWERED_DOWN", "POWERING_DOWN", "POWERING_UP", "REBOOT_ISSUED",
+    "INVALID_REG",
+})  # fmt: skip
+_LANE_FEATURE = re.compile(r"lane(\d+)")
+_LANE_SUFFIX = re.compile(r"(?P<host>.+)-l(?P<lane>\d+)")
+
+
+def snapshot(raw: Raw) -> ClusterSnapshot:
+    """Return the cluster of one answer of the worker: nodes, and jobs that are not finished; no leases."""
+    jobs = (job(record) for record in raw["jobs"])
+    return ClusterSnapshot(
+        time_s=float(raw["time_s"]),
+        nodes=nodes(raw["nodes"]),
+        jobs=tuple(sorted((found for found in jobs if found is not None), key=lambda found: found.key)),
+    )
+
+
+# --- Jobs ----------------------------------------------------------------------------------------------
+
+
+def job(raw: Raw) -> Job | None:
+    """Return one job, or None when it is finished. CPUs, GPUs and memory are totals over the job's nodes."""
+    state = job_state(raw["state"])
+    if state is None:
+        return None
+    wishes, reason = wishes_of(raw)
+    return Job(
+        key=JobKey(raw["id"], raw["requeue_count"] or 0),
+        user=raw["user_name"] or "",
+        account=raw["account"] or "",
+        partition=raw["partition"] or "",
+        qos=raw["qos"] or "",
+        state=state,
+        gpus=job_gpus(raw),
+        cpus=raw["cpus"] or 0,
+        memory_mb=job_memory_mb(raw),
+        num_nodes=raw["num_nodes"] or 1,
+        submit_s=float(raw["submit_time"] or 0),
+        name=raw["name"] or "",
+        state_reason="" if raw["state_reason"] in {None, "None"} else raw["state_reason"],
+        start_s=float(raw["start_time"]) if state != "PENDING" and raw["start_time"] else None,
+        slurm_priority=raw["priority"] or 0,
+        nodes=tuple(raw["allocated_nodes"]) if state != "PENDING" else (),
+        required_nodes=tuple(raw["required_nodes"]),
+        options=wishes,
+        unmanageable=reason,
+        requeueable=bool(raw["is_requeueable"] and raw["is_batch_job"]),
+    )
+
+
+def job_state(state: str) -> JobState | None:
+    """Return what Slurm's name of a state means to us: OTHER on the way out, None when it is gone."""
+    if state in _STATES:
+        return _STATES[state]
+    return "OTHER" if state in _LEAVING else None
+
+
+def wishes_of(raw: Raw) -> tuple[Options | None, str]:
+    """Return what the user asked for and, where we must leave the job alone all the same, why."""
+    if "comment" in raw.get("unreadable", ()):
+        return None, "the comment is not UTF-8"
+    try:
+        wish = wish_of(raw["comment"])
+    except BadOptions as error:
+        return None, str(error)
+    return (None, "") if wish is None else (wish.options, wish.why or unmanageable(raw))
+
+
+def unmanageable(raw: Raw) -> str:
+    """Return why Slurm or we cannot steer a job of this kind, or ""."""
+    exclusive = {"NO": "--exclusive", "USER": "--exclusive=user", "MCS": "--exclusive=mcs"}
+    sharing = raw["resource_sharing"]
+    checks = (
+        (raw["heterogeneous_id"], "a heterogeneous job can be suspended only as a whole"),
+        (raw["is_cronjob"], "Slurm refuses every change of a cron job (scrontab)"),
+        (sharing in exclusive, f"{exclusive.get(sharing)} keeps other jobs off its nodes"),
+        ("," in (raw["partition"] or ""), "it waits in several partitions; it can be shared once it runs in one"),
+        (job_gpus(raw) == 0, "it has no GPUs that Slurm reports; AccountingStorageTRES must list gres/gpu"),
+    )
+    return next((reason for applies, reason in checks if applies), "")
+
+
+def job_gpus(raw: Raw) -> int:
+    """Return a job's GPUs: what it has, or what it asked for while it has none.
+
+    ``*_tres`` counts every form of request, given ``AccountingStorageTRES=gres/gpu``. Without that, what is
+    left are the requests per node, task or job, as far as pyslurm can read them.
+    """
+    for name in ("allocated_tres", "requested_tres"):
+        found = gpu_count(raw.get(name) or {})
+        if found:
+            return found
+    factors = (("gres_per_node", "num_nodes"), ("tres_per_node", "num_nodes"), ("tres_per_task", "ntasks"))
+    parts = (gpu_count(raw.get(name) or {}) * (raw.get(factor) or 1) for name, factor in factors)
+    return next((part for part in parts if part), gpu_count(raw.get("tres_per_job") or {}))
+
+
+def gpu_count(counts: Mapping[str, Any]) -> int:
+    """Return the GPUs among counted resources ``gpu``, ``gres/gpu``, ``gres:gpu`` or the same with ``:TYPE``.
+
+    Slurm lists a typed GPU twice, as ``gpu`` and as ``gpu:a100``: the untyped entry is the sum.
+    """
+    gpus = {_bare(name): int(count) for name, count in counts.items() if _is_gpu(name)}
+    return gpus.get("gpu") or sum(gpus.values())
+
+
+def gpu_type(counts: Mapping[str, Any]) -> str:
+    """Return the first GPU type named among counted resources, or ""."""
+    types = sorted(_bare(name).partition(":")[2] for name in counts if _is_gpu(name))
+    return next((name for name in types if name), "")
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("gres/").removeprefix("gres:")
+
+
+def _is_gpu(name: str) -> bool:
+    return _bare(name).split(":")[0] == "gpu"
+
+
+def job_memory_mb(raw: Raw) -> int:
+    """Return a job's memory in MB over all its nodes; 0 while it waits for whole nodes (``--mem=0``)."""
+    for name in ("allocated_tres", "requested_tres"):
+        found = (raw.get(name) or {}).get("mem")
+        if found:
+            return int(found)
+    return int(raw["memory"] or 0)
+
+
+# --- Nodes ---------------------------------------------------------------------------------------------
+
+
+def nodes(raws: Sequence[Raw]) -> tuple[Node, ...]:
+    """Return all nodes by name, each with its host and lane."""
+    lanes = {raw["name"]: lane_of(raw) for raw in raws}
+    emulated = Counter(raw["hostname"] for raw in raws if lanes[raw["name"]] == 0)
+    found = (node(raw, host_of(raw, emulated), lanes[raw["name"]]) for raw in raws)
+    return tuple(sorted(found, key=lambda item: item.name))
+
+
+def lane_of(raw: Raw) -> int:
+    """Return a node's lane: its feature ``laneK``, else its name's ending ``-lK``, else 0."""
+    features = (_LANE_FEATURE.fullmatch(name) for name in raw["available_features"])
+    named = next((int(found[1]) for found in features if found), None)
+    if named is not None:
+        return named
+    suffix = _LANE_SUFFIX.fullmatch(raw["name"])
+    return int(suffix["lane"]) if suffix and suffix["host"] == raw["hostname"] else 0
+
+
+def host_of(raw: Raw, first_lanes: Mapping[str, int]) -> str:
+    """Return the host of a node: its NodeHostname, which lanes share.
+
+    Where several nodes of lane 0 have one NodeHostname, a machine plays many nodes, and it says nothing.
+    """
+    if first_lanes.get(raw["hostname"], 0) <= 1:
+        return str(raw["hostname"] or raw["name"])
+    suffix = _LANE_SUFFIX.fullmatch(raw["name"])
+    return suffix["host"] if suffix else str(raw["name"])
+
+
+def node(raw: Raw, host: str, lane: int) -> Node:
+    """Return one node; ``up`` means that slurmctld would start jobs on it if it were not drained."""
+    base, *flags = raw["state"].split("+")
+    gres = raw["configured_gres"] or {}
+    return Node(
+        name=raw["name"],
+        host=host,
+        lane=lane,
+        cpus=raw["effective_cpus"] or raw["total_cpus"] or 0,
+        memory_mb=raw["real_memory"] or 0,
+        gpus=gpu_count(gres),
+        gpu_type=gpu_type(gres),
+        partitions=tuple(sorted(raw["partitions"] or ())),
+        up=base in _UP and _NOT_NOW.isdisjoint(flags),
+        drained="DRAIN" in flags,
+        drain_reason=(raw["reason"] or "") if "DRAIN" in flags else "",
+        cpus_used=raw["allocated_cpus"] or 0,
+        memory_used_mb=raw["allocated_memory"] or 0,
+        gpus_used=gpu_count(raw["allocated_tres"] or {}),
+    )

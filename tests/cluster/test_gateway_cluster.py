@@ -1,0 +1,214 @@
+"""The gateway's verbs on a real slurmctld, as the service's own unprivileged user."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from cadenza.policies.model import (
+    ClusterSnapshot,
+    DrainNode,
+    Job,
+    JobKey,
+    Node,
+    OpenNode,
+    Place,
+    Release,
+    Requeue,
+    Suspend,
+    Unsuspend,
+    Yield,
+)
+from cadenza.slurm_plugin.gateway.translate import snapshot
+
+from harness import Cluster, wait_for
+
+PYTHON = "/opt/cadenza/bin/python"
+USER = "cadenza"
+DRIVE = """
+import json, sys, time
+from cadenza.policies.model import *
+from cadenza.slurm_plugin.gateway.pyslurm_gateway import SlurmGateway
+with SlurmGateway() as gateway:
+    print(json.dumps(eval(sys.argv[1])))
+"""
+APPLY = "[(outcome.ok, outcome.error) for outcome in map(gateway.apply, {actions})]"
+
+
+def drive(cluster: Cluster, expression: str, user: str = USER) -> Any:
+    """Evaluate an expression over ``gateway`` where pyslurm is."""
+    return json.loads(cluster.exec("ctl", PYTHON, "-c", DRIVE, expression, user=user).stdout)
+
+
+def apply(cluster: Cluster, *actions: object, user: str = USER) -> list[tuple[bool, str]]:
+    answers = drive(cluster, APPLY.format(actions=repr(list(actions))), user)
+    return [(ok, error) for ok, error in answers]
+
+
+def read(cluster: Cluster) -> ClusterSnapshot:
+    return snapshot(drive(cluster, "gateway.read_raw()"))
+
+
+def job(cluster: Cluster, number: int) -> Job:
+    return next(found for found in read(cluster).jobs if found.key.id == number)
+
+
+def node(cluster: Cluster, name: str) -> Node:
+    return next(found for found in read(cluster).nodes if found.name == name)
+
+
+@pytest.fixture
+def alone(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster without its service, which would have opinions of its own."""
+    cluster.service("ctl", "stop", "cadenzad")
+    yield cluster
+    cluster.exec("ctl", "scancel", "--user=alice", check=False)
+    cluster.service("ctl", "start", "cadenzad")
+
+
+@pytest.fixture
+def submit(alone: Cluster) -> Callable[..., int]:
+    def sleeper(*options: str) -> int:
+        return int(alone.sbatch("--mem=500", "--requeue", *options, command="sleep 300"))
+
+    return sleeper
+
+
+def started(cluster: Cluster, number: int, state: str = "RUNNING") -> JobKey:
+    cluster.wait_state(number, state, timeout=30)
+    return job(cluster, number).key
+
+
+def test_suspend_and_resume(alone: Cluster, submit: Callable[..., int]) -> None:
+    key = started(alone, submit("--gres=gpu:a100:2", "-c2"))
+    assert apply(alone, Suspend(key, "t")) == [(True, "")]
+    suspended = job(alone, key.id)
+    assert (suspended.state, suspended.gpus, suspended.cpus) == ("SUSPENDED", 2, 2)
+    assert suspended.nodes
+    again, gone = apply(alone, Suspend(key, "t"), Suspend(JobKey(99999, 0), "t"))
+    assert not again[0]
+    assert "is SUSPENDED, not RUNNING" in again[1]
+    assert "Invalid job id" in gone[1]
+    assert apply(alone, Unsuspend(key, "t")) == [(True, "")]
+    assert job(alone, key.id).state == "RUNNING"
+
+
+def test_requeue_hold_place_and_the_next_incarnation(alone: Cluster, submit: Callable[..., int]) -> None:
+    first = started(alone, submit("--gpus=1", "-c2"))
+    assert apply(alone, Requeue(first, True, "t")) == [(True, "")]
+    second = started(alone, first.id, "PENDING")
+    assert second == JobKey(first.id, 1)
+    assert job(alone, first.id).held
+    stale = apply(alone, Release(first, "t"))[0]
+    assert "has been requeued" in stale[1]
+    place = Place(second, ("node2-l1",), "t", cpus_per_task=1, memory_per_node_mb=300)
+    assert apply(alone, place) == [(True, "")]
+    started(alone, first.id)
+    placed = job(alone, first.id)
+    assert (placed.nodes, placed.cpus, placed.memory_mb) == (("node2-l1",), 1, 300)
+    assert apply(alone, Requeue(second, True, "t")) == [(True, "")]
+    third = started(alone, first.id, "PENDING")
+    assert job(alone, first.id).required_nodes == ("node2-l1",)
+    assert apply(alone, Release(third, "t", unpin=True)) == [(True, "")]
+    started(alone, first.id)
+    assert job(alone, first.id).required_nodes == ()
+
+
+@pytest.mark.parametrize("cpus", [1, 3])
+@pytest.mark.parametrize("request_", ["--gpus=1 -c2", "--gres=gpu:1 -c2 -n2 -N1", "-N2 -n2 -c2 --gpus-per-node=1"])
+def test_cpus_of_a_pending_job_go_up_and_down(
+    alone: Cluster, submit: Callable[..., int], request_: str, cpus: int
+) -> None:
+    number = submit("--hold", *request_.split())
+    tasks = job(alone, number).cpus // 2
+    assert apply(alone, Place(JobKey(number, 0), (), "t", cpus_per_task=cpus)) == [(True, "")]
+    started(alone, number)
+    assert job(alone, number).cpus == cpus * tasks
+
+
+def test_a_failed_change_releases_nothing(alone: Cluster, submit: Callable[..., int]) -> None:
+    number = submit("--hold", "--gpus=1")
+    ok, error = apply(alone, Place(JobKey(number, 0), ("nowhere",), "t"))[0]
+    assert not ok
+    assert "Invalid node name" in error
+    assert job(alone, number).held
+
+
+def test_a_requeue_of_a_suspended_job_and_one_that_may_not(alone: Cluster, submit: Callable[..., int]) -> None:
+    key = started(alone, submit("--gpus=1"))
+    assert apply(alone, Suspend(key, "t"), Requeue(key, True, "t")) == [(True, ""), (True, "")]
+    started(alone, key.id, "PENDING")
+    fixed = int(alone.sbatch("--mem=500", "--no-requeue", "--gpus=1", command="sleep 300"))
+    ok, error = apply(alone, Requeue(started(alone, fixed), True, "t"))[0]
+    assert not ok
+    assert "--no-requeue" in error
+
+
+def test_lanes_are_drained_and_opened(alone: Cluster) -> None:
+    lane = node(alone, "node2-l1")
+    assert (lane.host, lane.lane, lane.gpus, lane.gpu_type) == ("node2", 1, 4, "a100")
+    apply(alone, OpenNode("node2-l1", "t"))
+    assert apply(alone, DrainNode("node2-l1", "observing only")) == [(True, "")]
+    drained = node(alone, "node2-l1")
+    assert (drained.drained, drained.drain_reason) == (True, "cadenza: observing only")
+    assert "drained already" in apply(alone, DrainNode("node2-l1", "again"))[0][1]
+    assert apply(alone, OpenNode("node2-l1", "t")) == [(True, "")]
+    wait_for("node2-l1 open", lambda: node(alone, "node2-l1").up, 30)
+    assert not node(alone, "node2-l1").drained
+
+
+def test_somebody_elses_drain_stays(alone: Cluster) -> None:
+    alone.ctl("scontrol", "update", "NodeName=node2-l1", "State=DRAIN", "Reason=bad fan")
+    try:
+        ok, error = apply(alone, OpenNode("node2-l1", "t"))[0]
+        assert not ok
+        assert "bad fan" in error
+        assert node(alone, "node2-l1").drained
+    finally:
+        alone.ctl("scontrol", "update", "NodeName=node2-l1", "State=UNDRAIN")
+
+
+def test_a_user_without_rights_is_told_what_to_grant(alone: Cluster, submit: Callable[..., int]) -> None:
+    number = submit("--hold", "--gpus=1")
+    denied = apply(alone, Place(JobKey(number, 0), ("node1",), "t"), DrainNode("node1-l1", "t"), user="bob")
+    assert [ok for ok, _ in denied] == [False, False]
+    assert "AdminLevel=Operator" in denied[0][1]
+    assert "AdminLevel=Administrator" in denied[1][1]
+
+
+def test_a_comment_that_is_not_utf8_hides_nothing_else(alone: Cluster) -> None:
+    options = "--parsable --hold --output=/dev/null --mem=100 --gpus=1"
+    script = f"exec sbatch {options} --comment=\"$(printf 'x\\377')\" --wrap=true"
+    number = int(alone.exec("ctl", "sh", "-c", script, user="alice").stdout)
+    assert job(alone, number).unmanageable == "the comment is not UTF-8"
+
+
+def test_slurm_reports_its_load_and_agents_actions_are_not_taken(alone: Cluster) -> None:
+    diag = drive(alone, "gateway.diag()")
+    assert diag["rpcs_by_user"][USER]["count"] > 0
+    assert drive(alone, "gateway.ping()")["responding"]
+    assert "for the agents" in apply(alone, Yield(JobKey(1, 0), "t"))[0][1]
+
+
+def test_without_slurmctld_the_error_says_so(alone: Cluster) -> None:
+    alone.service("ctl", "stop", "slurmctld")
+    try:
+        expression = "[type(error).__name__ for error in [trouble(gateway.read)]]"
+        script = DRIVE.replace("with Slurm", TROUBLE + "with Slurm")
+        done = alone.exec("ctl", PYTHON, "-c", script, expression, user=USER)
+        assert json.loads(done.stdout) == ["SlurmUnavailable"]
+    finally:
+        alone.service("ctl", "start", "slurmctld")
+        wait_for("slurmctld", lambda: "UP" in alone.ctl("scontrol", "ping", check=False), 60)
+
+
+TROUBLE = """
+def trouble(call):
+    try:
+        call()
+    except Exception as error:
+        return error
+"""

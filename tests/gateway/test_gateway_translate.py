@@ -1,0 +1,303 @@
+"""From recorded answers of a real cluster to the model, and the forms that the recording lacks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from gateway_rig import RECORDING
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Options
+from cadenza.slurm_plugin.gateway.comment import BadOptions, wish_of
+from cadenza.slurm_plugin.gateway.recorded import load
+from cadenza.slurm_plugin.gateway.translate import (
+    gpu_count,
+    gpu_type,
+    job,
+    job_state,
+    nodes,
+    snapshot,
+    unmanageable,
+)
+
+ANSWERS = load(RECORDING)
+SUBMITTED, CHANGED, REQUEUED, PLACED = (snapshot(answer) for answer in ANSWERS)
+
+
+def find(cluster: ClusterSnapshot, number: int) -> Job:
+    return next(found for found in cluster.jobs if found.key.id == number)
+
+
+def raw_job(number: int = 32, **changes: object) -> dict[str, Any]:
+    [record] = [record for record in ANSWERS[0]["jobs"] if record["id"] == number]
+    return record | changes
+
+
+def raw_node(name: str = "node1", **changes: object) -> dict[str, Any]:
+    [record] = [record for record in ANSWERS[0]["nodes"] if record["name"] == name]
+    return record | {"name": name} | changes
+
+
+def test_lanes_of_a_host() -> None:
+    lanes = [(node.name, node.host, node.lane, node.gpus, node.gpu_type) for node in SUBMITTED.nodes]
+    assert lanes == [
+        ("node1", "node1", 0, 4, "a100"),
+        ("node1-l1", "node1", 1, 4, "a100"),
+        ("node2", "node2", 0, 4, "a100"),
+        ("node2-l1", "node2", 1, 4, "a100"),
+    ]
+    assert {node.partitions for node in SUBMITTED.nodes} == {("shared",)}
+    assert all(node.up and not node.drained for node in SUBMITTED.nodes)
+
+
+@pytest.mark.parametrize(
+    ("number", "gpus", "cpus", "memory"),
+    [
+        (32, 2, 2, 1000),  # --gres=gpu:a100:2
+        (33, 2, 2, 1000),  # --gpus=2
+        (35, 2, 2, 1000),  # -N2 --gpus-per-node=1
+        (37, 2, 6, 600),  # -n2 -c3 --gpus-per-task=1 --mem-per-cpu=100
+        (38, 2, 6, 600),  # --gpus=2 --cpus-per-gpu=3 --mem-per-gpu=300
+        (39, 2, 1, 100),  # --gpus-per-socket=1 --sockets-per-node=2
+        (40, 1, 1, 32000),  # --mem=0, the whole node
+        (43, 0, 1, 100),  # no GPU
+    ],
+)
+def test_every_form_of_a_request(number: int, gpus: int, cpus: int, memory: int) -> None:
+    found = find(SUBMITTED, number)
+    assert (found.gpus, found.cpus, found.memory_mb) == (gpus, cpus, memory)
+
+
+def test_a_running_job() -> None:
+    found = find(SUBMITTED, 32)
+    assert found.key == JobKey(32, 0)
+    assert (found.user, found.account, found.partition, found.state) == ("alice", "research", "shared", "RUNNING")
+    assert (found.nodes, found.num_nodes, found.state_reason, found.held) == (("node1",), 1, "", False)
+    assert found.options == Options(share=True, max_gpus=4, model="res18")
+    assert found.opted_in
+    assert found.requeueable
+    assert found.start_s is not None
+    assert found.start_s >= found.submit_s
+
+
+def test_a_suspended_job_keeps_its_gpus_and_memory_and_gives_its_cpus() -> None:
+    found = find(CHANGED, 32)
+    assert (found.state, found.gpus, found.nodes) == ("SUSPENDED", 2, ("node1",))
+    before, after = SUBMITTED.nodes[0], CHANGED.nodes[0]
+    assert (before.cpus_used, after.cpus_used) == (4, 2)
+    assert (after.gpus_used, after.memory_used_mb) == (before.gpus_used, before.memory_used_mb) == (4, 2000)
+
+
+def test_a_requeue_changes_the_key_at_once_and_the_state_later() -> None:
+    assert find(SUBMITTED, 48).key == JobKey(48, 0)
+    leaving, pending, placed = (find(cluster, 48) for cluster in (CHANGED, REQUEUED, PLACED))
+    assert {leaving.key, pending.key, placed.key} == {JobKey(48, 1)}
+    assert (leaving.state, leaving.held) == ("OTHER", False)
+    assert (pending.state, pending.held, pending.nodes) == ("PENDING", True, ())
+    assert pending.required_nodes == ("node2-l1",)
+    assert (placed.state, placed.nodes, placed.cpus, placed.memory_mb) == ("RUNNING", ("node2",), 2, 300)
+
+
+def test_a_drained_lane() -> None:
+    drained = CHANGED.nodes[3]
+    assert (drained.drained, drained.up) == (True, True)
+    assert drained.drain_reason == "cadenza: observing only"
+    assert PLACED.nodes[3].drain_reason == ""
+
+
+@pytest.mark.parametrize(
+    ("number", "opted", "why"),
+    [
+        (36, False, ""),  # plain text in the comment
+        (42, False, ""),  # foreign JSON in the comment
+        (44, False, "did you mean max_gpus?"),
+        (45, True, "heterogeneous"),
+        (47, False, "not UTF-8"),
+    ],
+)
+def test_who_opted_in_and_who_is_left_alone(number: int, opted: bool, why: str) -> None:
+    found = find(SUBMITTED, number)
+    assert (found.options is not None) == opted
+    assert why in found.unmanageable
+    assert bool(why) == bool(found.unmanageable)
+    assert not found.opted_in
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"is_cronjob": True}, "cron"),
+        ({"resource_sharing": "NO"}, "--exclusive keeps"),
+        ({"resource_sharing": "USER"}, "--exclusive=user"),
+        ({"resource_sharing": "YES"}, ""),
+        ({"partition": "a,b"}, "several partitions"),
+        ({"allocated_tres": None, "requested_tres": None, "gres_per_node": {}}, "AccountingStorageTRES"),
+    ],
+)
+def test_kinds_of_job_that_cannot_be_shared(changes: dict[str, object], why: str) -> None:
+    found = unmanageable(raw_job(**changes))
+    assert why in found
+    assert bool(why) == bool(found)
+
+
+def test_what_the_submit_plugin_found_is_passed_on() -> None:
+    found = job(raw_job(comment='{"cadenza":{"v":1,"share":false,"why":"cron jobs are not shared"}}'))
+    assert found is not None
+    assert found.options == Options(share=False)
+    assert found.unmanageable == "cron jobs are not shared"
+
+
+@pytest.mark.parametrize(
+    ("state", "meaning"),
+    [
+        ("PENDING", "PENDING"), ("SPECIAL_EXIT", "PENDING"), ("RUNNING", "RUNNING"), ("CONFIGURING", "RUNNING"),
+        ("STOPPED", "RUNNING"), ("SUSPENDED", "SUSPENDED"), ("COMPLETING", "OTHER"), ("COMPLETED", None),
+        ("CANCELLED", None), ("NODE_FAIL", None),
+    ],
+)  # fmt: skip
+def test_states(state: str, meaning: str | None) -> None:
+    assert job_state(state) == meaning
+    assert (job(raw_job(state=state)) is None) == (meaning is None)
+
+
+@pytest.mark.parametrize(
+    ("counts", "gpus", "kind"),
+    [
+        ({}, 0, ""),
+        ({"gres/gpu": 4}, 4, ""),
+        ({"gres/gpu": 4, "gres/gpu:a100": 4}, 4, "a100"),
+        ({"gres/gpu:a100": 2, "gres/gpu:h100": 1}, 3, "a100"),
+        ({"gpu:a100": 8}, 8, "a100"),
+        ({"gres:gpu:a100": 2}, 2, "a100"),
+        ({"gres/gpumem": 80000, "gres/shard": 4, "cpu": 2, "mem": 100}, 0, ""),
+    ],
+)
+def test_gpus_among_counted_resources(counts: dict[str, int], gpus: int, kind: str) -> None:
+    assert (gpu_count(counts), gpu_type(counts)) == (gpus, kind)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus"),
+    [
+        ({"gres_per_node": {"gres/gpu:a100": 2}, "num_nodes": 3}, 6),
+        ({"tres_per_task": {"gres/gpu": 1}, "ntasks": 4}, 4),
+        ({"tres_per_job": {"gres/gpu": 5}}, 5),
+    ],
+)
+def test_requests_where_slurm_does_not_account_gpus(changes: dict[str, object], gpus: int) -> None:
+    blank = {"gres_per_node": None, "requested_tres": {"cpu": 1}, "allocated_tres": None, "tres_per_task": {"cpu": 1}}
+    found = job(raw_job(**{**blank, **changes}))
+    assert found is not None
+    assert found.gpus == gpus
+
+
+@pytest.mark.parametrize(
+    ("state", "up", "drained"),
+    [
+        ("IDLE", True, False), ("MIXED+PLANNED", True, False), ("ALLOCATED+DRAIN", True, True),
+        ("IDLE+NOT_RESPONDING", False, False), ("DOWN", False, False), ("DOWN+DRAIN", False, True),
+        ("UNKNOWN", False, False), ("IDLE+CLOUD+POWERED_DOWN", False, False),
+    ],
+)  # fmt: skip
+def test_node_states(state: str, up: bool, drained: bool) -> None:
+    [found] = nodes([raw_node(state=state)])
+    assert (found.up, found.drained) == (up, drained)
+
+
+def test_lanes_without_the_feature_are_known_by_name() -> None:
+    bare = [raw_node(name, available_features=["a100"]) for name in ("node1", "node1-l1")]
+    assert [(node.host, node.lane) for node in nodes(bare)] == [("node1", 0), ("node1", 1)]
+    [odd] = nodes([raw_node("node1", available_features=[]) | {"name": "rack-l2", "hostname": "rack-l2"}])
+    assert (odd.host, odd.lane) == ("rack-l2", 0)
+
+
+def test_one_machine_that_plays_many_nodes() -> None:
+    names = [("n1", "lane0"), ("n1-l1", "lane1"), ("n2", "lane0")]
+    records = [
+        raw_node("node1") | {"name": name, "hostname": "localhost", "available_features": [lane]}
+        for name, lane in names
+    ]
+    assert [node.host for node in nodes(records)] == ["n1", "n1", "n2"]
+
+
+def test_a_host_may_have_another_name_than_its_node() -> None:
+    records = [
+        raw_node("node1", hostname="gpu-17"),
+        raw_node("node1-l1", hostname="gpu-17"),
+        raw_node("node2", hostname="gpu-18"),
+    ]
+    assert [node.host for node in nodes(records)] == ["gpu-17", "gpu-17", "gpu-18"]
+
+
+@given(st.permutations(range(len(ANSWERS[0]["jobs"]))), st.permutations(range(4)))
+def test_the_order_of_an_answer_means_nothing(jobs: list[int], order: list[int]) -> None:
+    answer = ANSWERS[0]
+    shuffled = answer | {
+        "jobs": [answer["jobs"][index] for index in jobs],
+        "nodes": [answer["nodes"][index] for index in order],
+    }
+    assert snapshot(shuffled) == SUBMITTED
+
+
+# --- The comment ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "comment",
+    [
+        None,
+        "",
+        "my words",
+        "cadenza",
+        "{broken cadenza",
+        '["cadenza"]',
+        '{"site":{"cadenza":1}}',
+        "[" * 1000 + "cadenza",
+    ],
+)
+def test_comments_that_do_not_speak_of_us(comment: str | None) -> None:
+    assert wish_of(comment) is None
+
+
+def test_a_comment_with_foreign_keys() -> None:
+    wishes = {"v": 1, "share": False, "min_gpus": 1, "max_gpus": 4, "model": "m", "priority": -2, "held": True}
+    wish = wish_of(json.dumps({"APS": {"x": 1}, "cadenza": wishes}))
+    assert wish is not None
+    assert wish.options == Options(share=False, min_gpus=1, max_gpus=4, model="m", priority=-2, held=True)
+    assert wish_of('{"cadenza":{}}') == (Options(), "")
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [
+        (True, "must be an object"),
+        ({"v": 2}, "version 2"),
+        ({"max_gpu": 2}, "did you mean max_gpus?"),
+        ({"max_gpus": "4"}, '"max_gpus"'),
+        ({"max_gpus": True}, "whole number"),
+        ({"min_gpus": 0}, "from 1"),
+        ({"share": 1}, "true or false"),
+        ({"priority": 1.5}, "whole number"),
+        ({"model": ""}, "a name"),
+        ({"min_gpus": 4, "max_gpus": 2}, "min_gpus=4 is more than max_gpus=2"),
+    ],
+)
+def test_wrong_options_are_not_half_understood(value: object, word: str) -> None:
+    with pytest.raises(BadOptions) as refusal:
+        wish_of(json.dumps({"cadenza": value}))
+    assert word in str(refusal.value)
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.text()
+JSON = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+
+
+@given(st.text() | JSON.map(json.dumps) | JSON.map(lambda value: json.dumps({"cadenza": value})))
+def test_no_comment_breaks_a_read(comment: str) -> None:
+    found = job(raw_job(comment=comment))
+    assert found is not None
+    assert found.options is None or '"cadenza"' in comment
