@@ -35,6 +35,10 @@ from cadenza.policies.sharing.wording import job_names
 
 MAX_NAMED = 6
 """How many jobs of a group a reason names."""
+AFTER_ALL = -(10**9)
+"""Priority of a job on a further lane that came after an unmanaged job which still waits for GPUs."""
+WAITING_REASONS = frozenset({"", "None", "Resources", "Priority"})
+"""Slurm's reasons of a pending job that only lacks free resources."""
 
 
 def decide(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings) -> Decision:
@@ -79,7 +83,7 @@ class _View:
     @classmethod
     def of(cls, snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings) -> _View:
         jobs = tuple(sorted(snapshot.jobs, key=lambda job: job.key))
-        turns, reasons = _turns(jobs, memory, settings)
+        turns, reasons = _turns(_by_priority(jobs, snapshot, settings), memory, settings)
         drained, host = hosts_to_leave(snapshot), {node.name: node.host for node in snapshot.nodes}
         return cls(
             snapshot,
@@ -109,12 +113,38 @@ class _View:
 # --- Turns ---------------------------------------------------------------------------------------------
 
 
+def _by_priority(
+    jobs: tuple[Job, ...], snapshot: ClusterSnapshot, settings: SharingSettings
+) -> list[tuple[Job, int]]:
+    """Return each job with its priority.
+
+    Unmanaged jobs queue for lane 0 only. A job that came after one of those and started on a further lane would
+    prolong lane 0, and so the wait of a job that never agreed to it: it only gets GPUs that nobody wants.
+    """
+    queued = [job for job in jobs if _queues_unmanaged(job, settings)]
+    first = {name: min(j.submit_s for j in queued if j.partition == name) for name in {j.partition for j in queued}}
+    return [
+        (
+            job,
+            AFTER_ALL
+            if job.submit_s > first.get(job.partition, job.submit_s) and _on_further_lane(job, snapshot)
+            else settings.priority(job),
+        )
+        for job in jobs
+    ]
+
+
+def _queues_unmanaged(job: Job, settings: SharingSettings) -> bool:
+    waits = job.state == "PENDING" and not job.held and job.state_reason in WAITING_REASONS
+    return waits and job.gpus > 0 and not settings.manages(job)
+
+
 def _turns(
-    jobs: tuple[Job, ...], memory: Memory, settings: SharingSettings
+    jobs: list[tuple[Job, int]], memory: Memory, settings: SharingSettings
 ) -> tuple[tuple[Turn, ...], dict[JobKey, str]]:
     contenders = [
-        _contender(job, job.lease, memory, settings)
-        for job in jobs
+        _contender(job, job.lease, priority, memory, settings)
+        for job, priority in jobs
         if job.lease is not None and (job.state in ("RUNNING", "SUSPENDED") or job.lease.state in ("held", "stopping"))
     ]
     turns, reasons = [], {}
@@ -138,7 +168,7 @@ def _group_name(member: Contender, group: tuple[Contender, ...]) -> str:
     return f" (takes turns with {job_names(others) if len(others) <= MAX_NAMED else f'{len(others)} jobs'})"
 
 
-def _contender(job: Job, lease: Lease, memory: Memory, settings: SharingSettings) -> Contender:
+def _contender(job: Job, lease: Lease, priority: int, memory: Memory, settings: SharingSettings) -> Contender:
     """Return the job as a contender; one that is not ours to stop or start is only in the others' way."""
     ours = job.state == "RUNNING" or (job.state == "SUSPENDED" and job.key in memory.suspended)
     return Contender(
@@ -146,7 +176,7 @@ def _contender(job: Job, lease: Lease, memory: Memory, settings: SharingSettings
         gpus=frozenset(lease.gpus),
         user=job.user,
         state=lease.state,
-        priority=settings.priority(job),
+        priority=priority,
         weight=lease.weight,
         vtime_s=lease.vtime_s,
         held_s=lease.held_s,

@@ -137,6 +137,23 @@ def test_one_that_cannot_be_stopped_makes_way_for_an_unmanaged_job_by_a_requeue(
     assert acts(cluster(replace(stuck, nodes=("node1",)), plain)) == []
 
 
+def test_a_later_job_on_a_further_lane_does_not_prolong_the_wait_of_an_unmanaged_one():
+    queued = job(3, options=None, state="PENDING", state_reason="Resources", submit_s=YIELDED.submit_s - 1)
+    assert (Yield, key(1)) in acts(cluster(HOLDER, YIELDED))
+    assert (Yield, key(1)) not in acts(cluster(HOLDER, YIELDED, queued))
+    for harmless in (
+        replace(queued, submit_s=YIELDED.submit_s + 1),
+        replace(queued, state_reason="Dependency"),
+        replace(queued, partition="other"),
+        replace(queued, gpus=0),
+    ):
+        assert (Yield, key(1)) in acts(cluster(HOLDER, YIELDED, harmless))
+    fresh = replace(YIELDED, lease=lease("held", 0, held_s=20.0))
+    waiting = replace(HOLDER, lease=lease("yielded", 0))
+    assert (Yield, key(2)) in acts(cluster(waiting, fresh, queued))
+    assert (Yield, key(2)) not in acts(cluster(waiting, fresh))
+
+
 def test_a_user_cannot_ask_for_more_priority_than_the_admin_allows():
     eager = replace(YIELDED, options=Options(priority=7))
     fresh = replace(HOLDER, lease=lease("held", 0, held_s=20.0))
