@@ -328,6 +328,8 @@ class Hub:
         elif isinstance(message, Steps):
             self._send_all(self._stops.hear(message, now_s))
         else:
+            if isinstance(message, Switched):
+                self._send_all(self._stops.settle(message))
             self._note(message)
 
     def _note(self, message: Switched | LeaseLog | Event) -> None:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from cadenza.policies.model import JobKey
 from cadenza.sidecar.agent.stop import Cancel, Commit, Plan, Progress, Raise, Wait, plan_stop
-from cadenza.sidecar.orders import VERSION, CancelOrder, CommitOrder, Steps, StopAt, ToAgent, YieldOrder
+from cadenza.sidecar.orders import VERSION, CancelOrder, CommitOrder, Steps, StopAt, Switched, ToAgent, YieldOrder
 
 Orders: TypeAlias = list[tuple[str, ToAgent]]
 
@@ -66,6 +66,21 @@ class Stops:
             stop.progress[steps.host] = progress
             stop.changed_s = now_s
         return self._follow(key, stop, now_s)
+
+    def settle(self, done: Switched) -> Orders:
+        """Take in how the stop ended on one host: the stop is over, and given up where it failed.
+
+        A round that saw the reports of a moment ago may have begun a stop of a job that has yielded meanwhile;
+        without this it would stand in the way of the next one until its time is up.
+        """
+        key = JobKey(done.job, done.restart)
+        stop = self._stops.get(key)
+        if stop is None or done.kind == "resume":
+            return []
+        del self._stops[key]
+        if done.kind == "yield":
+            return []
+        return _all(stop.hosts, CancelOrder(VERSION, *key, f"{done.kind} on {done.host}: {done.note}"))
 
     def tick(self, now_s: float) -> Orders:
         """Return what follows from the passing of time."""

@@ -9,7 +9,7 @@ from service_rig import books, job, lease, node, report
 
 from cadenza.policies.model import Gpu, Host, JobKey, Outcome, Resume, Suspend, Unsuspend, Yield
 from cadenza.policies.round import RoundReport
-from cadenza.sidecar.orders import VERSION, CancelOrder, CommitOrder, LeaseReport, Steps, StopAt, YieldOrder
+from cadenza.sidecar.orders import VERSION, CancelOrder, CommitOrder, LeaseReport, Steps, StopAt, Switched, YieldOrder
 from cadenza.slurm_plugin.service.agents import Agent, AgentBook
 from cadenza.slurm_plugin.service.clock import SystemClock
 from cadenza.slurm_plugin.service.cluster import ClusterGateway, compose, facts_of, suspended_after
@@ -225,6 +225,28 @@ def test_a_silent_host_cancels_in_time() -> None:
     cancel = stops.tick(10.0)[0][1]
     assert isinstance(cancel, CancelOrder)
     assert "n2" in cancel.reason
+
+
+def switched(host: str, kind: str, note: str = "") -> Switched:
+    return Switched(VERSION, host, 1, 0, kind, 0.0, 0.0, 0.0, 0.0, 0, note=note)
+
+
+def test_a_stop_begun_for_a_job_that_has_yielded_is_over() -> None:
+    stops = Stops()
+    stops.begin(A, ("n1", "n2"), 0.0, 10.0)
+    assert stops.settle(switched("n1", "resume")) == []
+    assert stops.active
+    assert stops.settle(switched("n1", "yield")) == []
+    assert not stops.active
+    assert stops.begin(A, ("n1", "n2"), 0.1, 10.0) != []
+
+
+def test_a_stop_that_fails_on_one_host_is_given_up_on_all() -> None:
+    stops = Stops()
+    stops.begin(A, ("n1", "n2"), 0.0, 10.0)
+    orders = stops.settle(switched("n2", "timeout", "rank 1 is late"))
+    assert orders == [(host, CancelOrder(VERSION, 1, 0, "timeout on n2: rank 1 is late")) for host in ("n1", "n2")]
+    assert not stops.active
 
 
 # --- Reports ---
