@@ -1,0 +1,75 @@
+"""The client in a job: attach, boundary, detach; stdlib and torch only.
+
+Three lines let a training script take turns on its GPU::
+
+    from cadenza.sidecar import client
+
+    session = client.attach(model, optimizer)
+    for batch in loader:
+        ...  # forward, backward, optimizer.step(), optimizer.zero_grad()
+        session.boundary(len(batch))
+
+Importing this takes neither torch nor a socket and changes no signal handler; nothing ever changes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from cadenza.sidecar.client.session import Session
+
+__all__ = ["attach", "boundary", "detach"]
+
+_ticks: list[Callable[[int], None]] = []
+"""The boundary of the session that attach() made; empty before, and after detach()."""
+
+
+def attach(
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *others: object,
+    tensors: Iterable[torch.Tensor] | Mapping[str, torch.Tensor] | Callable[[], object] = (),
+    socket: str | None = None,
+    refuse_resident: bool = False,
+) -> Session:
+    """Let this process take turns on its GPU; return its session, whose ``boundary()`` ends each step.
+
+    Everything given moves to host memory while another job has the GPU: parameters, gradients, buffers
+    and optimizer state; ``others`` may be further models, optimizers, a GradScaler, containers of these,
+    or any object with tensors as attributes; ``tensors`` are tensors, by name if a mapping, or a function
+    that returns them when asked. Tensors stay the same objects; ``data_ptr()`` does not stay the same, so
+    captured CUDA graphs refuse the move. No other thread may touch these tensors during ``boundary()``.
+
+    Outside Slurm, or without an agent (``socket``, else ``$CADENZA_SOCKET``, else its usual place), this
+    does nothing and says so once. When the job has no lease yet, the call returns once it has. A second
+    call adds to the same session. ``refuse_resident`` refuses to yield when any storage cannot be released;
+    otherwise host storages that cannot stay where they are, and only those on a GPU refuse it.
+    """
+    from cadenza.sidecar.client import session  # noqa: PLC0415
+
+    extra = tensors if callable(tensors) or isinstance(tensors, Mapping) else list(tensors)
+    named: list[tuple[str, object]] = [("model", model), ("optimizer", optimizer), ("tensors", extra or None)]
+    sources = [(name, thing) for name, thing in named if thing is not None]
+    sources += [(f"others[{index}]", thing) for index, thing in enumerate(others)]
+    joined = session.attach(sources, socket=socket, refuse_resident=refuse_resident)
+    joined.automatic = False
+    _ticks[:] = [joined.boundary]
+    return joined
+
+
+def boundary(samples: int = 0) -> None:
+    """End a training step, see ``Session.boundary``; nothing happens in a process that never attached."""
+    for tick in _ticks:
+        tick(samples)
+
+
+def detach() -> None:
+    """Leave: this process is not stopped any more. Raises UsageError while its state is in host memory."""
+    from cadenza.sidecar.client import session  # noqa: PLC0415
+
+    session.detach()
+    _ticks.clear()

@@ -1,0 +1,1 @@
+"""A directory for PYTHONPATH; nothing imports it by this name."""

@@ -1,0 +1,178 @@
+"""attach(): free to import, silent where there is nothing to attach to, one identity a rank, inert in children."""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import subprocess
+import sys
+
+import pytest
+import torch
+from client_peer import Peer, Script
+from torch.utils.data import DataLoader, Dataset
+
+from cadenza.sidecar import client, wire
+from cadenza.sidecar.client import identity
+from cadenza.sidecar.client.clock import monotonic_ns
+from cadenza.sidecar.client.errors import UsageError
+from cadenza.sidecar.client.meter import Meter, private_page
+
+IMPORT = """
+import json, signal, sys, threading
+def handlers(): return [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())]
+before = handlers()
+import cadenza.sidecar.client
+print(json.dumps([before == handlers(), "torch" in sys.modules, "socket" in sys.modules, threading.active_count()]))
+"""
+
+
+def test_import_takes_no_torch_no_socket_and_no_handler() -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", IMPORT], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert json.loads(done.stdout) == [True, False, False, 1]
+    line = next(line for line in done.stderr.splitlines() if line.endswith(" cadenza.sidecar.client"))
+    assert int(line.split("|")[1]) < 30_000  # microseconds, all that it imports included
+
+
+def test_outside_slurm_nothing_happens_and_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr("cadenza.sidecar.client.session._process.told", False)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            session = client.attach(torch.nn.Linear(2, 2))
+            client.boundary()
+            client.detach()
+    assert not session.active
+    assert session.step == 1
+    assert caplog.messages == ["not in a Slurm job: attach() does nothing"]
+
+
+def test_without_an_agent_on_the_host_nothing_happens(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setattr("cadenza.sidecar.client.session._process.told", False)
+    session = client.attach(socket="/nonexistent/agent.sock")
+    session.boundary()
+    client.detach()
+    assert not session.active
+    assert "no Cadenza agent on this host" in caplog.text
+
+
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "wanted"),
+    [
+        (SLURM, (0, 1, 1)),  # plain python in a batch script of four tasks
+        ({**SLURM, "RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, (3, 8, 4)),
+        ({**SLURM, "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "6"}, (5, 6, None)),
+        (
+            {
+                **SLURM,
+                "SLURM_PROCID": "5",
+                "SLURM_STEP_NUM_TASKS": "7",
+                "SLURM_NODEID": "3",
+                "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+            },
+            (5, 7, 1),
+        ),
+        ({**SLURM, "RANK": "9", "WORLD_SIZE": "2"}, (0, 1, 1)),  # nonsense is not believed
+    ],
+)
+def test_ranks(environ: dict[str, str], wanted: tuple[int, int, int | None]) -> None:
+    who = identity.read(environ)
+    assert who is not None
+    assert (who.rank, who.world_size, who.local_world_size) == wanted
+
+
+def test_outside_a_job_there_is_no_identity_and_gpus_are_slurms() -> None:
+    assert identity.read({"RANK": "0", "WORLD_SIZE": "1"}) is None
+    who = identity.read({**SLURM, "SLURM_JOB_GPUS": "0-1,3", "SLURMD_NODENAME": "n1-l1", "SLURM_JOB_NUM_NODES": "2"})
+    assert who is not None
+    assert (who.gpus, who.node, who.hosts, who.restart) == ((0, 1, 3), "n1-l1", 2, 0)
+    assert identity.parse_indices("GPU-8f2c") == ()
+
+
+def test_buckets_are_the_wires() -> None:
+    times = [0, 1, 2, 3, 4, 7, 8, 1000, 10**6, 2**41 - 1, 2**41, 2**50]
+    for spent in times:
+        words = private_page()
+        meter = Meter(words)
+        meter.last_ns = monotonic_ns() - spent
+        meter.boundary(3)
+        measured = words[wire.PAGE_SUM_NS]
+        assert words[wire.PAGE_HISTOGRAM + wire.bucket(measured)] == 1
+        assert words[wire.PAGE_SAMPLES] == 3
+
+
+def test_a_boundary_without_an_order_is_cheap(job: Peer) -> None:
+    """The median is 0.4 µs on an idle machine of 2024; the limit leaves room for a busy one."""
+    script = Script(job.rank, job)
+    session = client.attach()
+    script.finish()
+    rounds = []
+    for _ in range(200):
+        started = monotonic_ns()
+        for _ in range(100):
+            session.boundary()
+        rounds.append((monotonic_ns() - started) / 100)
+    assert statistics.median(rounds) < 1000
+
+
+class Items(Dataset[int]):
+    """Items made in a forked worker, which calls boundary() as careless code may."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        for _ in range(5):
+            client.boundary()
+        return index
+
+
+def test_loader_workers_have_no_part_in_the_session(job: Peer) -> None:
+    script = Script(job.rank, job)
+    session = client.attach()
+    rank = script.finish()
+    loader = iter(DataLoader(Items(), num_workers=2, multiprocessing_context="fork"))
+    items = [int(next(loader)), int(next(loader))]
+    session.boundary()
+    assert items == [0, 1]
+    assert rank.step == session.step == 1
+    session.detach()
+    rank.hear("detach")
+    assert rank.gone()  # although the workers live and were born with the socket
+    assert [int(item) for item in loader] == [2, 3, 4, 5, 6, 7]
+
+
+def test_attaching_again_adds_state_and_detaching_away_is_refused(job: Peer) -> None:
+    first, second = torch.ones(4), torch.ones(4)
+    sizes: list[int] = []
+
+    def agent() -> None:
+        rank = job.rank(stop=1)
+        assert rank.hear("arrived")["bytes"] == 32
+        rank.say("commit", order=1)
+        rank.hear("yielded")
+        sizes.extend(tensor.untyped_storage().nbytes() for tensor in (first, second))
+        with pytest.raises(UsageError):
+            client.detach()
+        rank.clear()
+        rank.say("resume", order=2)
+        rank.hear("resumed")
+
+    script = Script(agent, job)
+    session = client.attach(tensors=[first])
+    assert client.attach(tensors={"second": second}) is session
+    session.boundary()
+    script.finish()
+    assert sizes == [0, 0]
+    assert torch.equal(first + second, torch.full((4,), 2.0))
