@@ -6,13 +6,13 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cadenza.sidecar import wire
 from cadenza.sidecar.client import identity
-from cadenza.sidecar.client.errors import AgentRefusedError, ClientError, UsageError
+from cadenza.sidecar.client.errors import AgentRefusedError, ClientError, MoveError, UsageError
 from cadenza.sidecar.client.link import Link, Message, Reply
 from cadenza.sidecar.client.meter import STOP, Meter, private_page
 
@@ -41,6 +41,8 @@ class Session(Meter):
         """The optimizer hook attached it and calls its boundaries; an explicit attach() ends that."""
         self.refuse_resident = False
         self._sources: list[tuple[str, object]] = []
+        self._letting_go: list[Callable[[], object]] = []
+        self._taking_again: list[Callable[[], object]] = []
         self._link: Link | None = None
         self._offload: Offload | None = None
         self._state = wire.STATE_RUNNING
@@ -61,6 +63,11 @@ class Session(Meter):
         """
         if not any(thing is known for _, known in self._sources):
             self._sources.append((name, thing))
+
+    def call(self, *, on_yield: Callable[[], object] | None, on_resume: Callable[[], object] | None) -> None:
+        """Have functions called before the state leaves and after it is back."""
+        self._letting_go += [on_yield] if on_yield else []
+        self._taking_again += [on_resume] if on_resume else []
 
     def connect(self, path: str, who: identity.Identity) -> None:
         """Present this rank to the agent; without the lease, move the state out and wait here for it.
@@ -83,6 +90,8 @@ class Session(Meter):
             raise UsageError("detach() while this job's state is in host memory: wait for its lease first")
         link, self._link = self._link, None
         self._sources.clear()
+        self._letting_go.clear()
+        self._taking_again.clear()
         self.words = private_page()
         if link:
             link.send("detach")
@@ -235,6 +244,7 @@ class Session(Meter):
             since = link.losses
             moved = self._offload.back() if self._offload and self._offload.away else None
             self._mark(wire.STATE_RUNNING)
+        _call_all(self._taking_again)
         link.send("resumed", since=since, order=order, copy_s=moved.seconds if moved else 0.0)
 
     def _survey(self) -> Survey | None:
@@ -246,13 +256,21 @@ class Session(Meter):
         return survey(self._sources, refuse_resident=self.refuse_resident)
 
     def _out(self, plan: Survey | None) -> Moved | None:
-        """Move out what was surveyed; raise MoveError with all where it was."""
+        """Let go of everything and move out what was surveyed; raise MoveError with all where it was."""
+        try:
+            _call_all(self._letting_go)
+        except Exception as error:  # the user's own code may raise anything
+            raise MoveError(f"on_yield failed: {error}") from error
         if plan is None:
             return None
         from cadenza.sidecar.client.offload import Offload  # noqa: PLC0415
 
         self._offload = self._offload or Offload()
-        return self._offload.out(plan.segments)
+        try:
+            return self._offload.out(plan.segments)
+        except MoveError:
+            _call_all(self._taking_again)
+            raise
 
 
 def _report(moved: Moved | None, resident: Iterable[str]) -> Message:
@@ -336,6 +354,12 @@ def _say_once(text: str) -> None:
     if not _process.told:
         _process.told = True
         _log.warning(text)
+
+
+def _call_all(functions: Iterable[Callable[[], object]]) -> None:
+    """Call each function, in order."""
+    for function in functions:
+        function()
 
 
 def _watch_forks() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import statistics
 import subprocess
 import sys
 
@@ -29,12 +28,8 @@ print(json.dumps([before == handlers(), "torch" in sys.modules, "socket" in sys.
 
 
 def test_import_takes_no_torch_no_socket_and_no_handler() -> None:
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-c", IMPORT], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True, timeout=60)
     assert json.loads(done.stdout) == [True, False, False, 1]
-    line = next(line for line in done.stderr.splitlines() if line.endswith(" cadenza.sidecar.client"))
-    assert int(line.split("|")[1]) < 30_000  # microseconds, all that it imports included
 
 
 def test_outside_slurm_nothing_happens_and_is_said_once(
@@ -112,20 +107,6 @@ def test_buckets_are_the_wires() -> None:
         assert words[wire.PAGE_SAMPLES] == 3
 
 
-def test_a_boundary_without_an_order_is_cheap(job: Peer) -> None:
-    """The median is 0.4 µs on an idle machine of 2024; the limit leaves room for a busy one."""
-    script = Script(job.rank, job)
-    session = client.attach()
-    script.finish()
-    rounds = []
-    for _ in range(200):
-        started = monotonic_ns()
-        for _ in range(100):
-            session.boundary()
-        rounds.append((monotonic_ns() - started) / 100)
-    assert statistics.median(rounds) < 1000
-
-
 class Items(Dataset[int]):
     """Items made in a forked worker, which calls boundary() as careless code may."""
 
@@ -176,3 +157,43 @@ def test_attaching_again_adds_state_and_detaching_away_is_refused(job: Peer) -> 
     script.finish()
     assert sizes == [0, 0]
     assert torch.equal(first + second, torch.full((4,), 2.0))
+
+
+def one_turn(peer: Peer, calls: list[str]) -> list[str]:
+    """Order one yield; return the calls seen when the state was out, and the error if there was one."""
+    rank = peer.rank(stop=1)
+    rank.hear("arrived")
+    rank.say("commit", order=1)
+    answer = rank.hear("yielded")
+    seen = [*calls, *([answer["error"]] if answer.get("error") else [])]
+    rank.clear()
+    if "error" not in answer:
+        rank.say("resume", order=2)
+        rank.hear("resumed")
+    return seen
+
+
+def test_the_job_is_told_before_its_state_leaves_and_after_it_is_back(job: Peer) -> None:
+    state, calls = torch.ones(4), []
+    script = Script(lambda: one_turn(job, calls), job)
+    session = client.attach(
+        tensors=[state],
+        on_yield=lambda: calls.append(f"yield, {state.untyped_storage().nbytes()} bytes here"),
+        on_resume=lambda: calls.append(f"resume, {state.untyped_storage().nbytes()} bytes here"),
+    )
+    session.boundary()
+    assert script.finish() == ["yield, 16 bytes here"]
+    assert calls == ["yield, 16 bytes here", "resume, 16 bytes here"]
+
+
+def test_a_job_that_cannot_let_go_does_not_yield(job: Peer) -> None:
+    state = torch.ones(4)
+
+    def fail() -> None:
+        raise RuntimeError("a kernel is running")
+
+    script = Script(lambda: one_turn(job, []), job)
+    session = client.attach(tensors=[state], on_yield=fail)
+    session.boundary()
+    assert script.finish() == ["on_yield failed: a kernel is running"]
+    assert torch.equal(state, torch.ones(4))
