@@ -122,16 +122,21 @@ def _by_priority(
     prolong lane 0, and so the wait of a job that never agreed to it: it only gets GPUs that nobody wants.
     """
     queued = [job for job in jobs if _queues_unmanaged(job, settings)]
-    first = {name: min(j.submit_s for j in queued if j.partition == name) for name in {j.partition for j in queued}}
+    first = {name: min(_age(j) for j in queued if j.partition == name) for name in {j.partition for j in queued}}
     return [
         (
             job,
             AFTER_ALL
-            if job.submit_s > first.get(job.partition, job.submit_s) and _on_further_lane(job, snapshot)
+            if _age(job) > first.get(job.partition, _age(job)) and _on_further_lane(job, snapshot)
             else settings.priority(job),
         )
         for job in jobs
     ]
+
+
+def _age(job: Job) -> tuple[float, JobKey]:
+    """Return the order of submission: Slurm's times are whole seconds, its ids tell jobs of one second apart."""
+    return job.submit_s, job.key
 
 
 def _queues_unmanaged(job: Job, settings: SharingSettings) -> bool:

@@ -143,6 +143,7 @@ def test_a_later_job_on_a_further_lane_does_not_prolong_the_wait_of_an_unmanaged
     assert (Yield, key(1)) not in acts(cluster(HOLDER, YIELDED, queued))
     for harmless in (
         replace(queued, submit_s=YIELDED.submit_s + 1),
+        replace(queued, submit_s=YIELDED.submit_s),  # its id says that it came later
         replace(queued, state_reason="Dependency"),
         replace(queued, partition="other"),
         replace(queued, gpus=0),
