@@ -78,6 +78,9 @@ PAGE_STOP = 256
 PAGE_ORDER = 257
 """Number of the order that PAGE_STOP belongs to."""
 
+QUARTERED_BITS = 3
+"""From this many bits on an octave has four buckets; below, each number is one."""
+
 MAGIC = 0x43414445_4E5A4131  # "CADENZA1"
 
 STATE_RUNNING = 0
@@ -117,14 +120,14 @@ def bucket(nanoseconds: int) -> int:
     (0, True)
     """
     bits = nanoseconds.bit_length()
-    if bits < 3:
-        return nanoseconds if nanoseconds > 0 else 0
+    if bits < QUARTERED_BITS:
+        return max(0, nanoseconds)
     return min((bits - 2) * 4 + ((nanoseconds >> (bits - 3)) & 3), HISTOGRAM_BUCKETS - 1)
 
 
 def bucket_upper_ns(index: int) -> int:
     """Return the largest iteration time, in ns, that falls into a bucket."""
-    if index < 4:
+    if index < 1 << (QUARTERED_BITS - 1):
         return index
     octave, quarter = divmod(index, 4)
     return ((quarter + 5) << (octave - 1)) - 1

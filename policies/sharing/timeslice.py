@@ -113,9 +113,7 @@ class _View:
 # --- Turns ---------------------------------------------------------------------------------------------
 
 
-def _by_priority(
-    jobs: tuple[Job, ...], snapshot: ClusterSnapshot, settings: SharingSettings
-) -> list[tuple[Job, int]]:
+def _by_priority(jobs: tuple[Job, ...], snapshot: ClusterSnapshot, settings: SharingSettings) -> list[tuple[Job, int]]:
     """Return each job with its priority.
 
     Unmanaged jobs queue for lane 0 only. A job that came after one of those and started on a further lane would
@@ -285,12 +283,13 @@ def _gives_back(job: Job, snapshot: ClusterSnapshot, settings: SharingSettings) 
 
 def _in_the_way(job: Job, snapshot: ClusterSnapshot, settings: SharingSettings) -> str:
     """Return why a job that cannot be stopped goes: an unmanaged one has had to wait for it long enough."""
-    for other in snapshot.jobs:
-        lease = other.lease
-        if lease is not None and lease.exclusive and lease.state == "waiting" and _meet(job, other):
-            if lease.waited_s > settings.unmanaged_wait_s:
-                return f"cannot be stopped and is in the way of job {other.key}, which did not opt in"
-    return ""
+    waiting = ((other, other.lease) for other in snapshot.jobs if other.lease is not None and _meet(job, other))
+    kept = [
+        other.key
+        for other, lease in waiting
+        if lease.exclusive and lease.state == "waiting" and lease.waited_s > settings.unmanaged_wait_s
+    ]
+    return f"cannot be stopped and is in the way of job {min(kept)}, which did not opt in" if kept else ""
 
 
 def _waits_in_vain(job: Job, snapshot: ClusterSnapshot, settings: SharingSettings) -> str:

@@ -33,8 +33,6 @@ def attach(
     optimizer: torch.optim.Optimizer | None = None,
     *others: object,
     tensors: Iterable[torch.Tensor] | Mapping[str, torch.Tensor] | Callable[[], object] = (),
-    on_yield: Callable[[], object] | None = None,
-    on_resume: Callable[[], object] | None = None,
     socket: str | None = None,
     refuse_resident: bool = False,
 ) -> Session:
@@ -44,9 +42,8 @@ def attach(
     and optimizer state; ``others`` may be further models, optimizers, a GradScaler, containers of these,
     or any object with tensors as attributes; ``tensors`` are tensors, by name if a mapping, or a function
     that returns them when asked. Tensors stay the same objects; ``data_ptr()`` does not stay the same, so
-    captured CUDA graphs refuse the move. ``on_yield`` is called before the state leaves, to let go of what
-    else the process keeps on the GPU (when it raises, the job does not yield), and ``on_resume`` once the
-    state is back. No other thread may touch these tensors during ``boundary()``.
+    captured CUDA graphs refuse the move. What else the process keeps on the GPU is let go of by functions given
+    to ``Session.call``. No other thread may touch these tensors during ``boundary()``.
 
     Outside Slurm, or without an agent (``socket``, else ``$CADENZA_SOCKET``, else its usual place), this
     does nothing and says so once. When the job has no lease yet, the call returns once it has. A second
@@ -59,7 +56,6 @@ def attach(
     named: list[tuple[str, object]] = [("model", model), ("optimizer", optimizer), ("tensors", extra or None)]
     sources = [(name, thing) for name, thing in named if thing is not None]
     sources += [(f"others[{index}]", thing) for index, thing in enumerate(others)]
-    session.prepare().call(on_yield=on_yield, on_resume=on_resume)
     joined = session.attach(sources, socket=socket, refuse_resident=refuse_resident)
     joined.automatic = False
     _ticks[:] = [joined.boundary]

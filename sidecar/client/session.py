@@ -64,10 +64,14 @@ class Session(Meter):
         if not any(thing is known for _, known in self._sources):
             self._sources.append((name, thing))
 
-    def call(self, *, on_yield: Callable[[], object] | None, on_resume: Callable[[], object] | None) -> None:
-        """Have functions called before the state leaves and after it is back."""
-        self._letting_go += [on_yield] if on_yield else []
-        self._taking_again += [on_resume] if on_resume else []
+    def call(self, *, on_yield: Callable[[], object], on_resume: Callable[[], object]) -> None:
+        """Have functions called around each yield, for what else the process keeps on the GPU.
+
+        ``on_yield`` runs before the state leaves; when it raises, the job does not yield. ``on_resume`` runs once
+        the state is back.
+        """
+        self._letting_go.append(on_yield)
+        self._taking_again.append(on_resume)
 
     def connect(self, path: str, who: identity.Identity) -> None:
         """Present this rank to the agent; without the lease, move the state out and wait here for it.

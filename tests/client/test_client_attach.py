@@ -176,8 +176,8 @@ def one_turn(peer: Peer, calls: list[str]) -> list[str]:
 def test_the_job_is_told_before_its_state_leaves_and_after_it_is_back(job: Peer) -> None:
     state, calls = torch.ones(4), []
     script = Script(lambda: one_turn(job, calls), job)
-    session = client.attach(
-        tensors=[state],
+    session = client.attach(tensors=[state])
+    session.call(
         on_yield=lambda: calls.append(f"yield, {state.untyped_storage().nbytes()} bytes here"),
         on_resume=lambda: calls.append(f"resume, {state.untyped_storage().nbytes()} bytes here"),
     )
@@ -193,7 +193,8 @@ def test_a_job_that_cannot_let_go_does_not_yield(job: Peer) -> None:
         raise RuntimeError("a kernel is running")
 
     script = Script(lambda: one_turn(job, []), job)
-    session = client.attach(tensors=[state], on_yield=fail)
+    session = client.attach(tensors=[state])
+    session.call(on_yield=fail, on_resume=lambda: None)
     session.boundary()
     assert script.finish() == ["on_yield failed: a kernel is running"]
     assert torch.equal(state, torch.ones(4))
