@@ -1,0 +1,90 @@
+"""The command line: finds the command, imports only that one, and turns our errors into exit codes."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+
+import click
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "top": ("top", "Show live who holds which GPU, who waits, and why."),
+    "why": ("why", "Tell what was decided about a job, and what it measured."),
+    "release": ("release", "Undo what Cadenza holds and suspends in Slurm."),
+    "check-config": ("check_config", "Check the configuration files."),
+    "show-config": ("show_config", "Print the settings in force and where each comes from."),
+    "doctor": ("doctor", "Check this site: versions, lanes, partitions, keys, agents."),
+    "keygen": ("keygen", "Make the keys of the link between service and agents."),
+    "run": ("run", "Run a training script unchanged, able to share its GPU."),
+    "record": ("record", "Record this cluster's answers for tests."),
+}
+"""Name: module beside this one, and its line in the help, which is thus printed without importing any."""
+
+USAGE, LACKING = 2, 3
+EXIT_CODES = {
+    "ConfigError": USAGE,
+    "SlurmUnavailable": LACKING,
+    "EnvironmentLacks": LACKING,
+    "StoreError": LACKING,
+    "HubError": LACKING,
+}
+"""By class name, since importing every package's errors would make each command as slow as all; others: 1."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in the order of the table."""
+        del ctx
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return a command; None when there is no such one."""
+        del ctx
+        if cmd_name not in COMMANDS:
+            return None
+        found: click.Command = import_module(f"cadenza.slurm_plugin.cli.{COMMANDS[cmd_name][0]}").command
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the help's list of commands from the table."""
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help_line) for name, (_, help_line) in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command; one line on standard error and an exit code for the errors that are ours."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if ctx.params.get("debug") or not _ours(error):
+                raise
+            click.echo(f"cadenza: {error}", err=True)
+            ctx.exit(exit_code(error))
+
+
+def exit_code(error: Exception) -> int:
+    """Return the exit code for an error of our packages.
+
+    >>> exit_code(ValueError("x"))
+    1
+    """
+    names = [kind.__name__ for kind in type(error).__mro__]
+    return next((EXIT_CODES[name] for name in names if name in EXIT_CODES), 1)
+
+
+def _ours(error: Exception) -> bool:
+    return any(kind.__module__.startswith("cadenza.") for kind in type(error).__mro__)
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done, 1 failed, 2 usage or bad input, 3 the environment lacks something (named).",
+)
+@click.version_option(version("cadenza"), prog_name="cadenza")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+def main(*, debug: bool) -> None:
+    """GPU sharing for Slurm."""
+    del debug  # read by LazyGroup.invoke

@@ -1,0 +1,105 @@
+"""top, why and release over a store that a real round wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_rig import BOOKS, cluster, fill, job, write_config
+from click.testing import CliRunner, Result
+
+from cadenza.slurm_plugin.cli.main import main
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main, list(words))
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(BOOKS, str(tmp_path / "books.json"))
+    return write_config(tmp_path, 'mode = "apply"')
+
+
+@pytest.fixture
+def sharing(config: Path) -> Path:
+    """Job 1 holds both GPUs, job 2 has yielded and is suspended, job 3 is pending."""
+    waiting = job(3, "late", None, state="PENDING", nodes=())
+    both = (job(1, "first", "held"), job(2, "second", "yielded", state="SUSPENDED"), waiting)
+    fill(config, cluster(*both), apply=True)
+    return config
+
+
+def test_top_shows_who_holds_and_who_waits(sharing: Path) -> None:
+    done = run("top", "--once", "--json", "--config", str(sharing))
+    view = json.loads(done.stdout)
+    assert done.exit_code == 0
+    assert view["mode"] == "apply"
+    assert view["agents"][0] == {
+        "host": "n1", "alive": True, "version": "0.1.0", "memory_mb": 64000, "memory_free_mb": 60000,
+    }  # fmt: skip
+    assert [(gpu["holder"], gpu["waiting"]) for gpu in view["gpus"]] == [(1, [2]), (1, [2])]
+    first, second, late = view["jobs"]
+    assert (first["lane"], first["lease"], first["last_action"], first["share"]) == (0, "held", "yield", 0.5)
+    assert first["reason"] == "its turn ends: job 2 is next on n1:gpu0-1"
+    assert (second["lane"], second["slurm_state"], second["step"]) == (1, "SUSPENDED", 700)
+    assert (late["lease"], late["slurm_state"], late["gpus_wanted"]) == ("", "PENDING", 2)
+    assert (view["yields"], view["yield_p50_s"]) == (1, 0.025)
+
+
+def test_top_on_screen_names_every_job_without_colour(sharing: Path) -> None:
+    done = run("top", "--once", "--config", str(sharing))
+    assert done.exit_code == 0
+    assert "\x1b" not in done.stdout
+    for text in ("▶ 1 first", "‖ 2 second", "n1:0", "wants 2", "agents 1/1", "apply"):
+        assert text in done.stdout
+
+
+def test_top_before_the_first_round(config: Path) -> None:
+    assert run("top", "--once", "--config", str(config)).exit_code == 3
+    fill(config, cluster(), apply=True)
+    assert run("top", "--once", "--config", str(config)).exit_code == 0
+
+
+def test_why_tells_the_decision_and_the_measured_yield(sharing: Path) -> None:
+    done = run("why", "1", "--config", str(sharing))
+    assert done.exit_code == 0
+    assert "job 1: its turn ends: job 2 is next on n1:gpu0-1" in done.stdout
+    assert "yield: job 2 is next on n1:gpu0-1" in done.stdout
+    assert "n1 yield in 25.0 ms, of which 21.0 ms to the boundary" in done.stdout
+    found = json.loads(run("why", "1", "--json", "--config", str(sharing)).stdout)
+    assert found["actions"][0]["allowed"] is True
+    assert found["switches"][0]["boundary_s"] == 0.021
+    assert found["summary"] == "its turn ends: job 2 is next on n1:gpu0-1"
+
+
+def test_why_tells_what_would_have_been_done_in_observe_only(config: Path) -> None:
+    fill(config, cluster(job(1, "first", "held"), job(2, "second", "waiting")), apply=False)
+    done = run("why", "1", "--config", str(config))
+    assert "would yield: job 2 is next on n1:gpu0-1 [kept in: " in done.stdout
+    assert "observe" in done.stdout
+
+
+def test_why_of_an_unknown_job_fails_with_one_line(sharing: Path) -> None:
+    done = run("why", "99", "--config", str(sharing))
+    assert done.exit_code == 1
+    assert "job 99: nothing on record" in done.stderr
+
+
+def test_release_undoes_only_what_is_ours(sharing: Path, tmp_path: Path) -> None:
+    theirs = job(4, "theirs", "yielded", state="SUSPENDED")
+    ours = job(2, "second", "yielded", state="SUSPENDED")
+    fill(sharing, cluster(job(1, "first", "held"), ours, theirs), apply=True)
+    assert run("release", "4", "--config", str(sharing)).exit_code == 1
+    done = run("release", "--all", "--json", "--config", str(sharing))
+    assert [(row["action"], row["job"][0], row["ok"]) for row in json.loads(done.stdout)] == [("Unsuspend", 2, True)]
+    assert (tmp_path / "books.log").read_text().splitlines()[-1] == "Unsuspend 2"
+    said = run("release", "2", "--config", str(sharing))
+    assert "unsuspend job 2: done" in said.stdout
+    assert f"touch {tmp_path}/STOP" in said.stderr
+
+
+@pytest.mark.parametrize("words", [("release",), ("release", "7", "--all"), ("why",), ("top", "--interval", "0")])
+def test_bad_usage_is_exit_code_2(words: tuple[str, ...], config: Path) -> None:
+    assert run(*words, "--config", str(config)).exit_code == 2

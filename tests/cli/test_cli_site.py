@@ -1,0 +1,218 @@
+"""keygen, check-config, show-config, doctor, run and the entry itself."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import zmq.auth
+from cli_rig import cluster, write_config
+from click.testing import CliRunner, Result
+
+from cadenza.policies.model import ClusterSnapshot, Host, Node
+from cadenza.slurm_plugin.cli.checks import examine, failed
+from cadenza.slurm_plugin.cli.facts import Facts, KeyFile
+from cadenza.slurm_plugin.cli.main import COMMANDS, main
+from cadenza.slurm_plugin.gateway.site import parse
+from cadenza.slurm_plugin.service.settings import load_settings
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main, list(words))
+
+
+# --- keygen ----------------------------------------------------------------------------------------------
+
+
+def test_keygen_writes_two_pairs_and_keeps_the_secrets_secret(tmp_path: Path) -> None:
+    assert run("keygen", "--out", str(tmp_path / "keys")).exit_code == 0
+    for name in ("service", "agent"):
+        public, secret = zmq.auth.load_certificate(tmp_path / "keys" / f"{name}.key_secret")
+        assert secret
+        assert zmq.auth.load_certificate(tmp_path / "keys" / f"{name}.key") == (public, None)
+        assert stat.S_IMODE((tmp_path / "keys" / f"{name}.key_secret").stat().st_mode) == 0o600
+
+
+def test_keygen_does_not_replace_keys_unasked(tmp_path: Path) -> None:
+    run("keygen", "--out", str(tmp_path))
+    before = (tmp_path / "service.key").read_bytes()
+    done = run("keygen", "--out", str(tmp_path))
+    assert done.exit_code == 1
+    assert "--force" in done.stderr
+    assert (tmp_path / "service.key").read_bytes() == before
+    assert run("keygen", "--out", str(tmp_path), "--force").exit_code == 0
+    assert (tmp_path / "service.key").read_bytes() != before
+
+
+# --- configuration ---------------------------------------------------------------------------------------
+
+
+def test_check_config_accepts_and_advises(tmp_path: Path) -> None:
+    path = tmp_path / "cadenza.toml"
+    path.write_text("[sharing]\nslice_s = 3\n")
+    done = run("check-config", str(path))
+    assert done.exit_code == 0
+    assert "no partition is managed" in done.stdout
+    assert "[service] poll_s exceeds [sharing] slice_s" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[sharing]\nslice = 3\n", "did you mean slice_s?"),
+        ("[sharing]\nslice_s = -1\n", "sharing.slice_s"),
+        ("[sharing\n", "not TOML"),
+    ],
+)
+def test_check_config_names_file_and_key(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "cadenza.toml"
+    path.write_text(text)
+    done = run("check-config", str(path))
+    assert done.exit_code == 2
+    assert str(path) in done.stderr
+    assert said in done.stderr
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    done = run("check-config", str(tmp_path / "none.toml"))
+    assert done.exit_code == 2
+    assert "none.toml" in done.stderr
+
+
+def test_show_config_is_a_configuration_with_origins(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    (tmp_path / "conf.d").mkdir()
+    (tmp_path / "conf.d" / "10-site.toml").write_text("[sharing]\nslice_s = 7.5\n")
+    done = run("show-config", "--config", str(path))
+    assert done.exit_code == 0
+    shown = tomllib.loads(done.stdout)
+    assert shown["sharing"]["slice_s"] == 7.5
+    assert shown["guard"]["partitions"] == ["gpu"]
+    again = tmp_path / "again.toml"
+    again.write_text(done.stdout)
+    assert load_settings(again) == load_settings(path)
+    rows = {
+        (row["section"], row["key"]): row
+        for row in json.loads(run("show-config", "--json", "--config", str(path)).stdout)
+    }
+    assert rows["sharing", "slice_s"]["origin"].endswith("10-site.toml")
+    assert rows["sharing", "suspend"]["origin"] == "default"
+    assert all(row["meaning"] for row in rows.values())
+
+
+# --- doctor ----------------------------------------------------------------------------------------------
+
+SLURM = parse("""Configuration data as of 2026-11-21
+AccountingStorageTRES   = cpu,mem,gres/gpu
+GresTypes               = gpu
+JobRequeue              = 1
+JobSubmitPlugins        = lua
+PreemptMode             = OFF
+PreemptParameters       = suspend_grace_time=0
+SchedulerParameters     = bf_interval=1,requeue_delay=0
+SelectType              = select/cons_tres
+SelectTypeParameters    = CR_CPU_MEMORY
+SLURM_VERSION           = 26.05.5
+
+Cgroup Support Configuration:
+""")
+
+
+def healthy(tmp_path: Path) -> Facts:
+    settings = load_settings(write_config(tmp_path))
+    seen = cluster()
+    files = (KeyFile("/keys/service.key_secret", True, 0o600), KeyFile("/keys/agent.key", False, 0o644))
+    return Facts(settings, "0.1.0", seen.time_s + 1, files, SLURM, "26.5.0", seen, seen, (26, 5))
+
+
+def changed(facts: Facts, **changes: object) -> Facts:
+    return Facts(**{**{name: getattr(facts, name) for name in Facts.__struct_fields__}, **changes})
+
+
+def with_nodes(seen: ClusterSnapshot, *nodes: Node) -> ClusterSnapshot:
+    return ClusterSnapshot(seen.time_s, nodes, seen.jobs, seen.hosts)
+
+
+def test_doctor_finds_nothing_on_a_healthy_site(tmp_path: Path) -> None:
+    findings = examine(healthy(tmp_path))
+    assert {finding.level for finding in findings} == {"OK"}
+    assert not failed(findings)
+
+
+def broken(name: str, facts: Facts) -> Facts:
+    seen = facts.cluster
+    assert seen is not None
+    first, second = seen.nodes
+    lane = {name: getattr(second, name) for name in ("name", "host", "lane", "cpus", "memory_mb")}
+    return {
+        "gang": lambda: changed(facts, slurm={**SLURM, "PreemptMode": "GANG,SUSPEND"}),
+        "select": lambda: changed(facts, slurm={**SLURM, "SelectType": "select/linear"}),
+        "pyslurm": lambda: changed(facts, pyslurm="25.11.2"),
+        "secret": lambda: changed(facts, keys=(KeyFile("/keys/service.key_secret", True, 0o644),)),
+        "no key": lambda: changed(facts, keys=(KeyFile("/keys/agent.key", False, None),)),
+        "lane gpus": lambda: changed(facts, cluster=with_nodes(seen, first, Node(**lane, gpus=1, partitions=("gpu",)))),
+        "lane 0": lambda: changed(facts, cluster=with_nodes(seen, second)),
+        "foreign": lambda: changed(
+            facts, cluster=with_nodes(seen, first, Node(**lane, gpus=2, gpu_type="a100", partitions=("gpu", "all")))
+        ),
+        "agent": lambda: changed(facts, recorded=ClusterSnapshot(seen.time_s, seen.nodes, (), (Host("n1", False),))),
+        "service": lambda: changed(facts, now_s=seen.time_s + 3600),
+        "slurm": lambda: changed(facts, slurm=None, problems={"slurm": "slurmctld is down"}),
+    }[name]()
+
+
+@pytest.mark.parametrize(
+    ("name", "about"),
+    [
+        ("gang", "PreemptMode"), ("select", "SelectType"), ("pyslurm", "pyslurm"), ("secret", "keys"),
+        ("no key", "keys"), ("lane gpus", "lanes of n1"), ("lane 0", "lanes of n1"), ("foreign", "lanes of n1"),
+        ("agent", "agent on n1"), ("service", "service"), ("slurm", "Slurm"),
+    ],
+)  # fmt: skip
+def test_doctor_names_what_is_wrong_and_what_to_do(tmp_path: Path, name: str, about: str) -> None:
+    findings = examine(broken(name, healthy(tmp_path)))
+    assert [finding.about for finding in findings if finding.level == "FAIL"] == [about]
+    assert all(finding.advice for finding in findings if finding.level == "FAIL" and finding.about != "Slurm")
+
+
+def test_doctor_runs_where_nothing_is_installed(tmp_path: Path) -> None:
+    done = run("doctor", "--json", "--config", str(write_config(tmp_path)))
+    assert done.exit_code == 1
+    assert {"Slurm", "keys", "service"} <= {row["about"] for row in json.loads(done.stdout) if row["level"] == "FAIL"}
+
+
+# --- the entry -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_and_its_line_in_the_list(name: str) -> None:
+    assert run(name, "--help").exit_code == 0
+    assert name in run("--help").stdout
+
+
+def test_help_imports_nothing_slow() -> None:
+    script = (
+        "import sys; from cadenza.slurm_plugin.cli.main import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "print([name for name in ('rich', 'zmq', 'msgspec', 'torch', 'sqlite3') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_run_executes_the_command_and_returns_its_exit_code() -> None:
+    words = ["-m", "cadenza.slurm_plugin.cli", "run", "--", sys.executable, "-c", "print('here'); raise SystemExit(5)"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("here\n", 5)
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "cadenza.toml"
+    path.write_text("[nonsense]\n")
+    assert run("check-config", str(path)).stderr.count("\n") == 1
+    assert run("--debug", "check-config", str(path)).exception.__class__.__name__ == "ConfigError"
