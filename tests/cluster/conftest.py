@@ -1,0 +1,61 @@
+"""One two-host cluster for all ring-3 tests; each test starts from an empty queue and the shared settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness import Cluster, down, up, wait_for
+
+HERE = Path(__file__).parent
+DAEMONS = (("ctl", "cadenzad"), ("node1", "cadenza-agent"), ("node2", "cadenza-agent"))
+SETTINGS = (HERE / "fast.toml").read_text()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.cluster)
+            item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.fixture(scope="session")
+def running_cluster() -> Iterator[Cluster]:
+    """Two hosts of four GPUs in two lanes, and one unmanaged host; CADENZA_TEST_CLUSTER reuses a running one."""
+    reuse = os.environ.get("CADENZA_TEST_CLUSTER")
+    if reuse:
+        yield Cluster(reuse)
+        return
+    name = f"cadenzatest{os.getpid()}"
+    try:
+        yield up(
+            name, "--nodes", "2", "--gpus-per-node", "4", "--lanes", "2", "--unmanaged-nodes", "1",
+            "--config", str(HERE / "fast.toml"),
+        )  # fmt: skip
+    finally:
+        down(name)
+
+
+@pytest.fixture
+def cluster(running_cluster: Cluster) -> Cluster:
+    """The cluster with an empty queue, every daemon up and the settings of fast.toml."""
+    running_cluster.reset()
+    for container, program in DAEMONS:
+        if not running_cluster.running(container, program):
+            running_cluster.service(container, "start", program)
+    running_cluster.configure(SETTINGS)
+    wait_ready(running_cluster)
+    return running_cluster
+
+
+def wait_ready(cluster: Cluster) -> None:
+    """Wait until the service has opened every further lane, which needs both agents alive."""
+
+    def open_lanes() -> bool:
+        nodes = cluster.ctl("sinfo", "-h", "-N", "-p", "shared", "-o", "%N %T").split("\n")
+        return sum(line.endswith(" idle") for line in nodes) == 4
+
+    wait_for("four idle lane nodes", open_lanes, 60)

@@ -1,0 +1,109 @@
+"""What dies, and what happens: nothing is lost and no GPU has two users, whoever is killed."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness import Cluster, wait_for
+
+FOUR = ("--gres=gpu:4", "--cadenza")
+
+
+def pair(cluster: Cluster, iterations: int = 700) -> tuple[int, int]:
+    """Start two jobs on the same four GPUs of one host, and wait until both have yielded once."""
+    ids = tuple(
+        cluster.train(
+            f"fault-{lane}", f"--iterations {iterations} --iteration-s 0.02 --seed {lane}",
+            options=(*FOUR, f"--nodelist=node1{'' if lane == 0 else '-l1'}"),
+        )
+        for lane in (0, 1)
+    )  # fmt: skip
+    wait_for("turns between the two", lambda: all(yields(cluster, job) >= 1 for job in ids), 90)
+    return ids[0], ids[1]
+
+
+def yields(cluster: Cluster, job_id: int) -> int:
+    return int(cluster.sql(f"select count(*) from switches where kind = 'yield' and job = {job_id}")[0][0])
+
+
+def kill(cluster: Cluster, container: str, program: str) -> None:
+    """``kill -9`` one daemon; its supervisor starts it again."""
+    pid = cluster.exec(container, "supervisorctl", "pid", program).stdout.strip()
+    assert pid.isdigit(), pid
+    assert pid != "0", f"{program} was not running"
+    cluster.exec(container, "kill", "-9", pid)
+
+
+def overlaps(cluster: Cluster) -> list[list[object]]:
+    """Return the pairs of leases of different jobs that met on a GPU, as the agents logged them."""
+    return cluster.sql(
+        "select a.job, b.job, a.gpus, b.gpus, min(a.to_s, b.to_s) - max(a.from_s, b.from_s) "
+        "from leases a join leases b on a.host = b.host and a.id < b.id and a.job <> b.job "
+        "where min(a.to_s, b.to_s) - max(a.from_s, b.from_s) > 0.0005 "
+        "and exists (select 1 from json_each(a.gpus) g join json_each(b.gpus) h on g.value = h.value)"
+    )
+
+
+@pytest.mark.parametrize(
+    "victims",
+    [[("ctl", "cadenzad")], [("node1", "cadenza-agent")], [("ctl", "cadenzad"), ("node1", "cadenza-agent")]],
+    ids=["service", "agent", "both"],
+)
+def test_jobs_outlive_a_killed_daemon(cluster: Cluster, victims: list[tuple[str, str]]) -> None:
+    jobs = pair(cluster)
+    for container, program in victims:
+        kill(cluster, container, program)
+    cluster.wait_done(*jobs, timeout=150)
+    assert overlaps(cluster) == []
+
+
+def test_the_agents_take_turns_while_the_service_is_away(cluster: Cluster) -> None:
+    jobs = pair(cluster)
+    cluster.service("ctl", "stop", "cadenzad")
+    cluster.wait_done(*jobs, timeout=150)
+    cluster.service("ctl", "start", "cadenzad")
+
+
+def test_a_service_killed_between_yield_and_suspend_leaves_no_job_stopped(cluster: Cluster) -> None:
+    jobs = pair(cluster)
+    wait_for(
+        "one of them suspended in Slurm",
+        lambda: any(cluster.state(job) == "SUSPENDED" for job in jobs), 60, interval=0.05,
+    )  # fmt: skip
+    pid = cluster.exec("ctl", "supervisorctl", "pid", "cadenzad").stdout.strip()
+    cluster.service("ctl", "stop", "cadenzad") if pid == "0" else kill(cluster, "ctl", "cadenzad")
+    cluster.wait_done(*jobs, timeout=150)
+
+
+def test_jobs_outlive_a_restart_of_slurmctld(cluster: Cluster) -> None:
+    jobs = pair(cluster)
+    cluster.service("ctl", "restart", "slurmctld")
+    wait_for("slurmctld", lambda: "UP" in cluster.exec("ctl", "scontrol", "ping", check=False).stdout, 60)
+    cluster.wait_done(*jobs, timeout=150)
+    assert overlaps(cluster) == []
+
+
+def test_a_lost_host_takes_its_jobs_as_without_us_and_nobody_elses(cluster: Cluster) -> None:
+    """Slurm requeues what ran there, the yielded job too; the other host goes on."""
+    lost = pair(cluster, iterations=900)
+    other = cluster.train(
+        "fault-elsewhere", "--iterations 300 --iteration-s 0.02", options=(*FOUR, "--nodelist=node2"), user="bob"
+    )
+    cluster.wait_state(other, "RUNNING")
+    cluster.power("node1", "kill")
+    try:
+        cluster.wait_done(other, timeout=90)
+        cluster.ctl("scontrol", "update", "NodeName=node1,node1-l1", "State=DOWN", "Reason=lost")
+        for job in lost:
+            wait_for(
+                f"job {job} pending or on another host",
+                lambda job=job: cluster.state(job) in {"PENDING", "RUNNING", "COMPLETED"}
+                and not cluster.job(job).get("NodeList", "").startswith("node1"), 60,
+            )  # fmt: skip
+    finally:
+        cluster.power("node1", "start")
+        wait_for(
+            "node1 back", lambda: cluster.exec("node1", "supervisorctl", "status", check=False).returncode == 0, 60
+        )
+        cluster.ctl("scontrol", "update", "NodeName=node1,node1-l1", "State=RESUME", check=False)
+    cluster.wait_done(*lost, timeout=200)

@@ -1,0 +1,35 @@
+"""Jobs on several hosts: one lane for all of a job's nodes, one stop step for all of its ranks."""
+
+from __future__ import annotations
+
+from harness import RESULTS, TORCHRUN, TRAIN, Cluster
+
+
+def two_hosts(cluster: Cluster, name: str, port: int, *options: str) -> int:
+    """Submit a data-parallel job with one rank on each of two hosts."""
+    launch = (
+        f"srun {TORCHRUN} --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-id={name} "
+        f"--rdzv-endpoint=$(hostname):{port} {TRAIN} --model cnn --iterations 900 --iteration-s 0.02 "
+        f"--seed 5 --out {RESULTS}/{name}.json"
+    )
+    return cluster.sbatch(
+        f"--job-name={name}", "--nodes=2", "--ntasks-per-node=1", "--mem=2000", "--cpus-per-task=1",
+        "--gres=gpu:4", *options, command=launch,
+    )  # fmt: skip
+
+
+def test_two_jobs_over_both_hosts_take_turns_in_step(cluster: Cluster) -> None:
+    jobs = [two_hosts(cluster, f"wide-{n}", 29500 + n, "--cadenza") for n in range(2)]
+    cluster.wait_state(jobs[0], "RUNNING", "SUSPENDED")
+    cluster.wait_state(jobs[1], "RUNNING", "SUSPENDED")
+    lanes = [cluster.job(job)["NodeList"] for job in jobs]
+    assert sorted(lanes) == ["node1-l1,node2-l1", "node[1-2]"] or sorted(lanes) == ["node[1-2]", "node[1-2]-l1"]
+    cluster.wait_done(*jobs, timeout=240)
+    for job in jobs:
+        yields = cluster.sql(
+            f"select host, count(*) from switches where kind = 'yield' and job = {job} group by host order by host"
+        )
+        assert [host for host, _ in yields] == ["node1", "node2"], cluster.why(job)
+        assert yields[0][1] == yields[1][1]
+    digests = {cluster.result(f"wide-{n}")["losses_sha256"] for n in range(2)}
+    assert len(digests) == 1, "the same job twice"

@@ -1,0 +1,92 @@
+"""Real training jobs take turns on the same GPUs, bit-identically and within the bounds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from harness import Cluster, wait_for
+
+WANTED_YIELDS = 200
+FOUR = ("--gres=gpu:4", "--cadenza")
+# Two jobs for the GPUs of each host, in two lanes; one of them has two ranks.
+JOBS = {
+    "turn-mlp": ("--model mlp --seed 1", FOUR, 1),
+    "turn-cnn": ("--model cnn --seed 2", FOUR, 1),
+    "turn-transformer": ("--model transformer --seed 3", FOUR, 1),
+    "turn-ddp": ("--model cnn --seed 4", FOUR, 2),
+}
+PACE = 0.02
+ITERATIONS = 3200
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Return the nearest-rank percentile."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def submit(cluster: Cluster, name: str, prefix: str, *, managed: bool) -> int:
+    arguments, options, ranks = JOBS[name]
+    return cluster.train(
+        f"{prefix}{name}", arguments, f"--iterations {ITERATIONS} --iteration-s {PACE if managed else 0}",
+        options=options if managed else ("--partition=plain", "--gres=gpu:1"), ranks=ranks,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def finished(cluster: Cluster) -> dict[str, int]:
+    """Run the jobs taking turns, and return their ids."""
+    cluster.configure(FAST_TURNS)
+    ids = {name: submit(cluster, name, "", managed=True) for name in JOBS}
+    wait_for("every job to have started", lambda: started(cluster, ids), 90)
+    cluster.wait_done(*ids.values(), timeout=400)
+    return ids
+
+
+FAST_TURNS = """
+[service]
+mode = "apply"
+poll_s = 0.2
+min_round_spacing_s = 0.1
+[guard]
+min_run_s = 0.3
+[sharing]
+slice_s = 0.5
+share_between_users = true
+"""
+
+
+def started(cluster: Cluster, ids: dict[str, int]) -> bool:
+    return all(cluster.state(job_id) in {"RUNNING", "SUSPENDED", "COMPLETED"} for job_id in ids.values())
+
+
+def test_hundreds_of_yields_change_no_bit_and_wait_for_no_more_than_a_boundary(
+    cluster: Cluster, finished: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = ",".join(str(job_id) for job_id in finished.values())
+    rows = cluster.sql(
+        "select job, boundary_s - iteration_p99_s, boundary_s, copy_s, total_s from switches "
+        f"where kind = 'yield' and job in ({jobs})"
+    )
+    resumes = cluster.sql(f"select total_s, copy_s from switches where kind = 'resume' and job in ({jobs})")
+    alone = {name: submit(cluster, name, "alone-", managed=False) for name in JOBS}
+    cluster.wait_done(*alone.values(), timeout=400)
+    late = percentile([row[1] for row in rows], 0.99)
+    with capsys.disabled():
+        print(f"\n{len(rows)} yields: order to boundary p50 {percentile([r[2] for r in rows], 0.5) * 1e3:.1f} ms, "
+              f"p99 beyond the job's own p99 iteration {late * 1e3:+.1f} ms (bound +50 ms), "
+              f"copy p50 {percentile([r[3] for r in rows], 0.5) * 1e3:.2f} ms")  # fmt: skip
+        print(f"{len(resumes)} resumes: p50 {percentile([r[0] for r in resumes], 0.5) * 1e3:.1f} ms, "
+              f"p99 {percentile([r[0] for r in resumes], 0.99) * 1e3:.1f} ms")  # fmt: skip
+    for name in JOBS:
+        shared, uninterrupted = cluster.result(name), cluster.result(f"alone-{name}")
+        with capsys.disabled():
+            print(f"{name}: losses {shared['losses_sha256'][:16]} with turns, "
+                  f"{uninterrupted['losses_sha256'][:16]} without")  # fmt: skip
+        assert shared["losses_sha256"] == uninterrupted["losses_sha256"]
+        assert shared["parameters_sha256"] == uninterrupted["parameters_sha256"]
+    assert len(rows) >= WANTED_YIELDS
+    assert late <= 0.050
+    assert percentile([row[0] for row in resumes], 0.99) <= 0.5

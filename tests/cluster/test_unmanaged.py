@@ -1,0 +1,123 @@
+"""Jobs that did not opt in are never touched, and never share a GPU with anybody, whoever comes first."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import pytest
+
+from harness import Cluster, wait_for
+
+CLAIM = "--claim-dir /tmp/fake-gpu"
+"""Each training process locks a file for each of its GPUs while it uses them; a second user makes it fail."""
+
+
+def train(cluster: Cluster, name: str, gpus: int, iterations: int, *, managed: bool, lane: str = "") -> int:
+    options = (f"--gres=gpu:{gpus}", *(("--cadenza",) if managed else ()), *((f"--nodelist={lane}",) if lane else ()))
+    return cluster.train(
+        name, f"{CLAIM} --iterations {iterations} --iteration-s 0.02", options=options,
+        user="bob" if managed else "alice",
+    )  # fmt: skip
+
+
+def touched(cluster: Cluster, job_id: int) -> list[list[object]]:
+    return cluster.sql(f"select kind, reason from actions where job = {job_id}")
+
+
+def accounting(cluster: Cluster, job_id: int) -> tuple[str, str, str]:
+    """Return state, suspended time and restarts as Slurm accounts them."""
+
+    def ended() -> list[str]:
+        row = cluster.ctl("sacct", "-X", "-n", "-P", "-j", str(job_id), "-o", "State,Suspended,Restarts").strip()
+        return row.split("|") if row and not row.startswith(("RUNNING", "PENDING")) else []
+
+    state, suspended, restarts = wait_for(f"job {job_id} in sacct", ended, 30)
+    return state, suspended, restarts
+
+
+def assert_untouched(cluster: Cluster, *job_ids: int) -> None:
+    for job_id in job_ids:
+        assert touched(cluster, job_id) == []
+        assert accounting(cluster, job_id) == ("COMPLETED", "00:00:00", "0")
+        rows = cluster.sql(f"select count(*) from switches where job = {job_id}")
+        assert rows == [[0]]
+
+
+def holding(cluster: Cluster) -> dict[str, set[str]]:
+    """Return, for each GPU, the jobs whose processes hold it at this moment, as the hosts' kernels say."""
+    found: dict[str, set[str]] = {}
+    for host in ("node1", "node2"):
+        script = (
+            "for p in /proc/[0-9]*; do for f in $(readlink $p/fd/* 2>/dev/null | grep ^/tmp/fake-gpu/ | sort -u); do "
+            "tr '\\0' '\\n' < $p/environ 2>/dev/null | sed -n \"s|^SLURM_JOB_ID=|$f |p\"; done; done"
+        )
+        for line in cluster.exec(host, "sh", "-c", script).stdout.split("\n"):
+            if line:
+                path, job = line.split()
+                found.setdefault(f"{host}:{path.rsplit('/', 1)[1]}", set()).add(job)
+    return found
+
+
+def test_a_mixed_run_leaves_the_others_alone(cluster: Cluster) -> None:
+    """Unmanaged jobs before, between and after managed ones, on the same hosts and on a host of their own."""
+    unmanaged = [train(cluster, "mix-first", 2, 500, managed=False)]
+    managed = [train(cluster, f"mix-managed-{n}", gpus, 500, managed=True) for n, gpus in enumerate((4, 2, 4, 2, 4))]
+    unmanaged += [train(cluster, f"mix-later-{n}", 2, 300, managed=False) for n in range(2)]
+    unmanaged.append(cluster.train("mix-plain", "--iterations 100", options=("--partition=plain", "--gres=gpu:1")))
+
+    def sampled() -> bool:
+        shared = {gpu: jobs for gpu, jobs in holding(cluster).items() if len(jobs) > 1}
+        if shared:  # one look takes a while, and GPUs change hands meanwhile: only what a second look shows counts
+            again = holding(cluster)
+            for gpu, jobs in shared.items():
+                assert len(jobs & again.get(gpu, set())) <= 1, f"{gpu} is used by jobs {sorted(jobs)}"
+        return all(cluster.state(job) == "COMPLETED" for job in (*managed, *unmanaged))
+
+    wait_for("every job done", sampled, 300, interval=1.0)
+    assert_untouched(cluster, *unmanaged)
+    taken_turns = cluster.sql(f"select count(*) from switches where job in ({','.join(map(str, managed))})")
+    assert taken_turns[0][0] > 0
+
+
+def test_an_unmanaged_job_gets_its_gpus_at_once_from_one_on_a_further_lane(cluster: Cluster) -> None:
+    blocker = train(cluster, "way-blocker", 4, 150, managed=True, lane="node1")
+    sharer = train(cluster, "way-sharer", 4, 1200, managed=True, lane="node1-l1")
+    cluster.wait_state(sharer, "RUNNING", "SUSPENDED")
+    cluster.wait_done(blocker)
+    wait_for("the sharer under way", lambda: holds(cluster, sharer), 60)
+    plain = train(cluster, "way-plain", 4, 200, managed=False, lane="node1")
+    cluster.wait_done(plain, sharer)
+    assert_untouched(cluster, plain)
+    waited = cluster.sql(
+        f"select min(u.from_s) - (select max(m.to_s) from leases m where m.job = {sharer} "
+        f"and m.to_s <= u.from_s + 0.001) from leases u where u.job = {plain}"
+    )
+    assert 0 <= waited[0][0] < 1.0
+
+
+def holds(cluster: Cluster, job_id: int) -> bool:
+    return any(str(job_id) in jobs for jobs in holding(cluster).values())
+
+
+moment = datetime.fromisoformat
+
+
+def waits(cluster: Cluster, managed: bool) -> list[float]:
+    """Run one mix and return how long each unmanaged job waited for Slurm to start it, in seconds."""
+    unmanaged, others, run = [], [], "with" if managed else "without"
+    for number in range(3):
+        others.append(train(cluster, f"{run}-m{number}", 4, 400, managed=managed))
+        others.append(train(cluster, f"{run}-n{number}", 4, 400, managed=managed))
+        unmanaged.append(train(cluster, f"{run}-u{number}", 4, 200, managed=False))
+    cluster.wait_done(*others, *unmanaged, timeout=300)
+    rows = [cluster.job(job) for job in unmanaged]
+    return [(moment(row["StartTime"]) - moment(row["SubmitTime"])).total_seconds() for row in rows]
+
+
+def test_unmanaged_jobs_wait_no_longer_than_without_us(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    with_us = waits(cluster, managed=True)
+    cluster.reset()
+    without = waits(cluster, managed=False)
+    with capsys.disabled():
+        print(f"\nunmanaged jobs waited {with_us} s beside managed jobs, {without} s among their own kind")
+    assert sum(with_us) <= 1.05 * sum(without) + 2.0
