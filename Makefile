@@ -1,0 +1,31 @@
+# Everything a person needs: `make demo` and `make test`; both call `make install` first.
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= python3
+
+.PHONY: install demo test test-fast lint clean
+
+install: $(BIN)/.installed
+
+$(BIN)/.installed: setup.cfg constraints.txt container/ensure-python
+	PYTHON=$(PYTHON) container/ensure-python $(VENV)
+	touch $@
+
+demo: install
+	$(BIN)/python examples/demo/demo.py
+
+test: test-fast
+	container/ensure-docker
+	$(BIN)/python -m pytest tests -m cluster
+
+test-fast: install
+	$(BIN)/python -m pytest tests -m "not cluster" -n auto --dist loadfile
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/python -m mypy -p cadenza
+	$(BIN)/lint-imports --config setup.cfg
+
+clean:
+	container/down --all || true
+	rm -rf $(VENV) .cluster build *.egg-info
