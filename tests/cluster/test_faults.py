@@ -107,3 +107,16 @@ def test_a_lost_host_takes_its_jobs_as_without_us_and_nobody_elses(cluster: Clus
         )
         cluster.ctl("scontrol", "update", "NodeName=node1,node1-l1", "State=RESUME", check=False)
     cluster.wait_done(*lost, timeout=200)
+
+
+def test_the_kill_switch_stops_everything_and_release_undoes_it(cluster: Cluster) -> None:
+    jobs = pair(cluster)
+    cluster.exec("ctl", "touch", "/etc/cadenza/STOP")
+    try:
+        cluster.cadenza("release", "--all")
+        wait_for("no job suspended", lambda: not any(cluster.state(job) == "SUSPENDED" for job in jobs), 20)
+        before = cluster.sql("select count(*) from actions where allowed = 1 and ok is not null")
+        cluster.wait_done(*jobs, timeout=150)
+        assert cluster.sql("select count(*) from actions where allowed = 1 and ok is not null") == before
+    finally:
+        cluster.exec("ctl", "rm", "-f", "/etc/cadenza/STOP")
