@@ -8,6 +8,8 @@ from cadenza.policies.model import (
     Action,
     ClusterSnapshot,
     DrainNode,
+    Job,
+    JobKey,
     Memory,
     OpenNode,
     Place,
@@ -25,7 +27,7 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
     """
     acted = tuple(actions)
     alive = {job.key for job in snapshot.jobs}
-    suspended = {job.key for job in snapshot.jobs if job.state == "SUSPENDED"} & memory.suspended
+    suspended = {key for key in memory.suspended if any(_still_ours(key, job) for job in snapshot.jobs)}
     drained = {node.name for node in snapshot.nodes if node.drained} & memory.drained
     opened = {action.node for action in acted if isinstance(action, OpenNode)}
     yields = {action.job: snapshot.time_s for action in acted if isinstance(action, Yield)}
@@ -37,3 +39,14 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
         drained=frozenset((drained | {action.node for action in acted if isinstance(action, DrainNode)}) - opened),
         last_yield_s={key: at for key, at in (*memory.last_yield_s.items(), *yields.items()) if key in alive},
     )
+
+
+def _still_ours(key: JobKey, job: Job) -> bool:
+    """Whether a suspend of ours still matters to a job.
+
+    Slurm requeues a suspended job into a hold, so it matters until that incarnation has been released as well.
+    """
+    if job.key == key and job.state == "SUSPENDED":
+        return True
+    later = job.key.id == key.id and job.key.restart - key.restart in (0, 1)
+    return later and (job.state == "OTHER" or job.held)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from cadenza.policies.model import Job, Memory
+from cadenza.policies.model import Job, JobKey, Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,5 +54,15 @@ def left_alone(job: Job, settings: SharingSettings) -> str:
 
 
 def held_for_us(job: Job, memory: Memory) -> bool:
-    """Whether job_submit.lua holds the job for us; a hold after our release is its owner's."""
-    return job.held and job.options is not None and job.options.held and job.key not in memory.placed
+    """Return whether the job is held on our account: by job_submit.lua, or by Slurm after a suspend of ours.
+
+    A hold after our release is its owner's.
+    """
+    by_lua = job.options is not None and job.options.held and job.key not in memory.placed
+    return job.held and (by_lua or requeued_into_hold(job, memory))
+
+
+def requeued_into_hold(job: Job, memory: Memory) -> bool:
+    """Return whether Slurm requeued the job out of our suspend, as when its host is lost: that comes back held."""
+    before = {JobKey(job.key.id, job.key.restart - back) for back in (0, 1)}
+    return job.held and job.state_reason == "JobHeldAdmin" and not before.isdisjoint(memory.suspended)

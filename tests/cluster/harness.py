@@ -127,6 +127,8 @@ class Cluster:
 
     def power(self, container: str, action: str) -> None:
         """``kill`` or ``start`` a whole container, as a host that loses its power."""
+        if action == "kill":
+            self.exec(container, "/opt/cluster/thaw")
         engine = os.environ.get("CADENZA_ENGINE", "docker")
         subprocess.run([engine, action, f"{self.name}-{container}"], check=True, stdout=subprocess.DEVNULL)
 

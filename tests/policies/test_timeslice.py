@@ -9,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshots import NOW, cluster, job, key, lease, node
 
+from cadenza.policies.guard import GuardSettings, guard
+from cadenza.policies.ledger import remember
 from cadenza.policies.model import (
     DrainNode,
+    JobKey,
     Memory,
     OpenNode,
     Options,
@@ -160,6 +163,21 @@ def test_a_user_cannot_ask_for_more_priority_than_the_admin_allows():
     fresh = replace(HOLDER, lease=lease("held", 0, held_s=20.0))
     assert (Yield, key(1)) in acts(cluster(fresh, eager))
     assert (Yield, key(1)) not in acts(cluster(fresh, eager), settings=replace(APPLY, max_priority=0))
+
+
+def test_a_job_that_slurm_requeued_out_of_our_suspend_is_released():
+    """As when its host is lost: Slurm brings a suspended job back held."""
+    back = job(1, state="PENDING", slurm_priority=0, state_reason="JobHeldAdmin")
+    back = replace(back, key=JobKey(1, 1))
+    ours = Memory(suspended=frozenset({key(1)}))
+    assert acts(cluster(back), ours) == [(Release, JobKey(1, 1))]
+    assert guard(decide(cluster(back), ours, APPLY).actions, cluster(back), ours, GuardSettings())[0].allowed
+    assert acts(cluster(back)) == []
+    assert acts(cluster(replace(back, state_reason="JobHeldUser")), ours) == []
+    completing = replace(back, state="OTHER", state_reason="None")
+    assert remember(ours, (), cluster(completing)).suspended == ours.suspended
+    assert remember(ours, (), cluster(back)).suspended == ours.suspended
+    assert remember(ours, (), cluster(replace(back, slurm_priority=1))).suspended == frozenset()
 
 
 def test_a_suspended_job_wakes_up_before_it_gives_its_place_back():
