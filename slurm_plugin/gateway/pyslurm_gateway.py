@@ -83,14 +83,6 @@ class SlurmGateway:
             self._job(f"place job {key} on {','.join(action.nodes)}", "modify", key, **changes)
         self._job(f"release job {key}", "release", key)
 
-    def hold(self, key: JobKey) -> None:
-        """Hold a pending job; only an operator can release it then."""
-        self._job(f"hold job {key}", "hold", key)
-
-    def comment(self, key: JobKey, text: str) -> None:
-        """Replace a job's comment (at most 1024 bytes); "" clears it."""
-        self._job(f"comment job {key}", "modify", key, comment=text)
-
     def ping(self) -> dict[str, Any]:
         """Return slurmctld's host and the RPC's latency in ms."""
         return dict(self._worker.ask("ping slurmctld", "ping"))

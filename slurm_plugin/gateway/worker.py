@@ -118,7 +118,7 @@ class Worker:
         self._verbs: dict[str, Callable[[Request], Any]] = {
             "ping": self.ping, "diag": self.diag, "read": self.read,
             "suspend": self.suspend, "unsuspend": self.unsuspend, "requeue": self.requeue,
-            "hold": self.hold, "release": self.release, "modify": self.modify,
+            "release": self.release, "modify": self.modify,
             "drain": self.drain, "undrain": self.undrain,
         }  # fmt: skip
 
@@ -203,13 +203,6 @@ class Worker:
     def requeue(self, request: Request) -> None:
         """Requeue a job, with ``hold`` into held state; Slurm kills it with no grace but KillWait."""
         self._job_in(request, "RUNNING", "SUSPENDED", "CONFIGURING").requeue(hold=bool(request["hold"]))
-
-    def hold(self, request: Request) -> None:
-        """Hold a pending job; only an operator can release it then.
-
-        A hold that its user could release is out of reach: pyslurm's writes through NULL.
-        """
-        self._job_in(request, "PENDING").modify(self._slurm.JobSubmitDescription(priority=0))
 
     def release(self, request: Request) -> None:
         """Release a held job, after clearing its node list if ``unpin``; one that is not held stays."""

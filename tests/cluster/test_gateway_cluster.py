@@ -97,7 +97,8 @@ def test_suspend_and_resume(alone: Cluster, submit: Callable[..., int]) -> None:
 
 
 def test_requeue_hold_place_and_the_next_incarnation(alone: Cluster, submit: Callable[..., int]) -> None:
-    first = started(alone, submit("--gpus=1", "-c2"))
+    # Without the flag, job_submit.lua keeps a job of this partition on lane 0, and lane 1 would be a BadConstraint.
+    first = started(alone, submit("--gpus=1", "-c2", "--cadenza"))
     assert apply(alone, Requeue(first, True, "t")) == [(True, "")]
     second = started(alone, first.id, "PENDING")
     assert second == JobKey(first.id, 1)
