@@ -215,17 +215,14 @@ class Worker:
     def modify(self, request: Request) -> None:
         """Change a pending job: ``nodes`` (empty clears), ``cpus_per_task``, ``memory_per_node`` in MB.
 
-        Any job: ``comment``, empty clears. What the request leaves out stays.
+        What the request leaves out stays.
         """
-        pending = {"nodes", "cpus_per_task", "memory_per_node"} & request.keys()
-        job = self._job_in(request, "PENDING", *(() if pending else ("RUNNING", "SUSPENDED")))
+        job = self._job_in(request, "PENDING")
         changes: dict[str, Any] = {}
         if "nodes" in request:
             changes["required_nodes"] = list(request["nodes"]) or BLANK
         if "memory_per_node" in request:
             changes["memory_per_node"] = int(request["memory_per_node"])
-        if "comment" in request:
-            changes["comment"] = str(request["comment"]) or BLANK
         if "cpus_per_task" in request:
             changes |= cpu_changes(job, int(request["cpus_per_task"]))
         job.modify(self._slurm.JobSubmitDescription(**changes))

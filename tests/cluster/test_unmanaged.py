@@ -120,5 +120,4 @@ def test_unmanaged_jobs_wait_no_longer_than_without_us(cluster: Cluster, capsys:
     without = waits(cluster, managed=False)
     with capsys.disabled():
         print(f"\nunmanaged jobs waited {with_us} s beside managed jobs, {without} s among their own kind")
-    resolution_s = float(len(with_us))  # Slurm's times are whole seconds
-    assert sum(with_us) <= 1.05 * sum(without) + resolution_s
+    assert sum(with_us) <= 1.05 * sum(without) + 2.0  # Slurm's times are whole seconds
