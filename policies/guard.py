@@ -76,7 +76,7 @@ class _Case:
     """What the rules look up; every rule returns the sentence that blocks, or ""."""
 
     def __init__(self, snapshot: ClusterSnapshot, memory: Memory, settings: GuardSettings) -> None:
-        self.jobs = {job.key: job for job in snapshot.jobs}
+        self.jobs = snapshot.by_key
         self.nodes = {node.name: node for node in snapshot.nodes}
         self.time_s = snapshot.time_s
         self.memory = memory

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
+
+from cadenza.policies.profile import Profile
 
 
 class JobKey(NamedTuple):
@@ -22,6 +25,19 @@ class Gpu(NamedTuple):
 
     host: str
     index: int  # type: ignore[assignment] # hides tuple.index, which nobody calls on a GPU
+
+
+class Share(NamedTuple):
+    """What one node gives to a job. Memory in MB."""
+
+    node: str
+    gpus: int
+    cpus: int
+    memory_mb: int
+
+
+Placement: TypeAlias = tuple[Share, ...]
+"""All that a job has; one share a node, in order of node names."""
 
 
 JobState: TypeAlias = Literal["PENDING", "RUNNING", "SUSPENDED", "OTHER"]
@@ -70,6 +86,53 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a job is, as of ``at_s``; what changes evenly is given as a rate, so that a record stays true for long.
+
+    *Work* is counted in seconds at the proportional share of the job's profile.
+    """
+
+    at_s: float
+    """Seconds since the epoch."""
+    total_s: float | None = None
+    """The job's whole work; None when nobody knows."""
+    done_s: float = 0.0
+    attained_s: float = 0.0
+    """Time that it has had its GPUs; times its GPUs this is the attained service of LAS."""
+    ran_s: float | None = None
+    """When it last had GPUs, seconds since the epoch; None: never. Without meaning while it runs."""
+    running: bool = False
+    rate: float = 0.0
+    """Work a second now, costs and interference included; 0 unless running."""
+    speed: float = 1.0
+    """Throughput of what it holds by its profile, 1 at the proportional share; as of its last run."""
+    gpu_type: str = ""
+    """Type of the GPUs that it has now or had last; empty where nodes name none."""
+    attained_on: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """The part of ``attained_s`` on GPU types that it had before the present one, by type; to be kept only where a
+    cluster has several types: what is missing here was on ``gpu_type``."""
+
+    def done(self, now_s: float) -> float:
+        """Return the work done by ``now_s``."""
+        return self.done_s + self.rate * max(now_s - self.at_s, 0.0)
+
+    def attained(self, now_s: float) -> float:
+        """Return the seconds that the job has had its GPUs by ``now_s``."""
+        return self.attained_s + (max(now_s - self.at_s, 0.0) if self.running else 0.0)
+
+    def attained_by_type(self, gpu_type: str, now_s: float) -> float:
+        """Return the seconds that the job has had GPUs of one type; time on an unnamed type counts on every type."""
+        before = self.attained_on.get(gpu_type, 0.0)
+        if self.gpu_type not in ("", gpu_type):
+            return before
+        return before + max(self.attained(now_s) - sum(self.attained_on.values()), 0.0)
+
+    def remaining(self, now_s: float) -> float | None:
+        """Return the work that is left, or None when its total is not known."""
+        return None if self.total_s is None else max(self.total_s - self.done(now_s), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """One job as Slurm and the agents report it. Memory in MB, times in seconds since the epoch."""
 
@@ -98,6 +161,11 @@ class Job:
     requeueable: bool = True
     lease: Lease | None = None
     """None: no agent knows the job."""
+    profile: Profile | None = None
+    """None: nobody measured its model, so it gets its proportional share."""
+    placement: Placement = ()
+    """What a running job has now; empty when the books show no more than ``nodes``."""
+    progress: Progress | None = None
 
     @property
     def opted_in(self) -> bool:
@@ -128,6 +196,8 @@ class Node:
     cpus_used: int = 0
     memory_used_mb: int = 0
     gpus_used: int = 0
+    gpu_memory_gb: float | None = None
+    """Memory of each GPU, GB; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +211,7 @@ class Host:
     memory_free_mb: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ClusterSnapshot:
     """Everything a decision may depend on, read at one moment; the order of the tuples means nothing."""
 
@@ -152,7 +222,12 @@ class ClusterSnapshot:
 
     def job(self, key: JobKey) -> Job | None:
         """Return the job with this key, or None when it is gone."""
-        return next((job for job in self.jobs if job.key == key), None)
+        return self.by_key.get(key)
+
+    @cached_property
+    def by_key(self) -> Mapping[JobKey, Job]:
+        """Return the jobs by key; worked out once, since every part of a round asks for it."""
+        return {job.key: job for job in self.jobs}
 
 
 # --- Actions -------------------------------------------------------------------------------------------
@@ -208,6 +283,8 @@ class Place:
     reason: str
     cpus_per_task: int | None = None
     memory_per_node_mb: int | None = None
+    shares: Placement = ()
+    """What each node gives, where an allocation says so; empty: what the job asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +294,54 @@ class Release:
     job: JobKey
     reason: str
     unpin: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tune:
+    """Change a running job's CPUs and memory in place; its nodes and GPUs stay."""
+
+    job: JobKey
+    shares: Placement
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Migrate:
+    """Continue a job on other nodes with the same number of GPUs: checkpoint, requeue, place, restore."""
+
+    job: JobKey
+    shares: Placement
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """Continue a job that allows it with another number of GPUs (grow-shrink)."""
+
+    job: JobKey
+    shares: Placement
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Let jobs that take turns on the same GPUs run there at once."""
+
+    jobs: tuple[JobKey, ...]
+    reason: str
+
+    @property
+    def job(self) -> JobKey:
+        """Return the job that joins, the first: the guard asks about this one."""
+        return self.jobs[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Unpack:
+    """Let a packed job take turns again."""
+
+    job: JobKey
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +360,22 @@ class OpenNode:
     reason: str
 
 
-Action: TypeAlias = Yield | Resume | Suspend | Unsuspend | Requeue | Place | Release | DrainNode | OpenNode
+Action: TypeAlias = (
+    Yield
+    | Resume
+    | Suspend
+    | Unsuspend
+    | Requeue
+    | Place
+    | Release
+    | Tune
+    | Migrate
+    | Resize
+    | Pack
+    | Unpack
+    | DrainNode
+    | OpenNode
+)
 
 
 # --- Results -------------------------------------------------------------------------------------------
@@ -250,6 +390,24 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class SharingMemory:
+    """What Gandiva's introspective functions remember: pairs instead of mappings, so that any store can keep it."""
+
+    packs: tuple[tuple[JobKey, ...], ...] = ()
+    """Jobs that we packed; who joined last comes first."""
+    lost: tuple[tuple[JobKey, JobKey], ...] = ()
+    """Jobs that were slower together than in turns, the lower key first."""
+    alone_s: tuple[tuple[JobKey, float], ...] = ()
+    """A job's time for an iteration when it last had its GPUs alone, seconds."""
+    moved_s: tuple[tuple[int, float], ...] = ()
+    """When the job with this id was last migrated or resized."""
+    spare_s: tuple[tuple[str, float], ...] = ()
+    """Since when a host has GPUs that no job uses or waits for."""
+    asked_gpus: tuple[tuple[int, int], ...] = ()
+    """GPUs that the job with this id had before it was first resized."""
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """What a decision may remember of earlier ones; kept by the store, never by a policy."""
 
@@ -261,6 +419,11 @@ class Memory:
     """Nodes that we drained."""
     last_yield_s: Mapping[JobKey, float] = field(default_factory=dict)
     """When each live job was last asked to yield (cool-down)."""
+    sharing: SharingMemory = field(default_factory=SharingMemory)
+    usage: Mapping[str, float] = field(default_factory=dict)
+    """GPU seconds that accounts (``ACCOUNT``) and their users (``ACCOUNT/USER``) have had, decayed; for fair shares."""
+    usage_s: float | None = None
+    """When ``usage`` was true, seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)

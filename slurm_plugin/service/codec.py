@@ -14,12 +14,17 @@ from cadenza.policies.model import (
     DrainNode,
     JobKey,
     Memory,
+    Migrate,
     OpenNode,
+    Pack,
     Place,
     Release,
     Requeue,
+    Resize,
     Resume,
     Suspend,
+    Tune,
+    Unpack,
     Unsuspend,
     Yield,
 )
@@ -27,7 +32,23 @@ from cadenza.policies.model import (
 T = TypeVar("T")
 
 ACTIONS: dict[str, type[Action]] = {
-    kind.__name__: kind for kind in (Yield, Resume, Suspend, Unsuspend, Requeue, Place, Release, DrainNode, OpenNode)
+    kind.__name__: kind
+    for kind in (
+        Yield,
+        Resume,
+        Suspend,
+        Unsuspend,
+        Requeue,
+        Place,
+        Release,
+        Tune,
+        Migrate,
+        Resize,
+        Pack,
+        Unpack,
+        DrainNode,
+        OpenNode,
+    )
 }
 
 
@@ -38,6 +59,8 @@ class _MemoryRow(msgspec.Struct, frozen=True):
     placed: frozenset[JobKey]
     drained: frozenset[str]
     last_yield_s: tuple[tuple[JobKey, float], ...]
+    usage: tuple[tuple[str, float], ...] = ()
+    usage_s: float | None = None
 
 
 class _DecisionRow(msgspec.Struct, frozen=True):
@@ -119,8 +142,22 @@ def unpack(data: bytes) -> bytes:
 
 
 def _memory_row(memory: Memory) -> _MemoryRow:
-    return _MemoryRow(memory.suspended, memory.placed, memory.drained, tuple(sorted(memory.last_yield_s.items())))
+    return _MemoryRow(
+        memory.suspended,
+        memory.placed,
+        memory.drained,
+        tuple(sorted(memory.last_yield_s.items())),
+        tuple(sorted(memory.usage.items())),
+        memory.usage_s,
+    )
 
 
 def _memory_of(row: _MemoryRow) -> Memory:
-    return Memory(row.suspended, row.placed, row.drained, dict(row.last_yield_s))
+    return Memory(
+        suspended=row.suspended,
+        placed=row.placed,
+        drained=row.drained,
+        last_yield_s=dict(row.last_yield_s),
+        usage=dict(row.usage),
+        usage_s=row.usage_s,
+    )

@@ -1,0 +1,13 @@
+"""What can be wrong with what policies are given; the message names file, line or key."""
+
+
+class PolicyError(Exception):
+    """Base of this package's errors."""
+
+
+class InputError(PolicyError):
+    """A file, a setting or an argument is not what it should be: the person who wrote it must act."""
+
+
+class SolverError(PolicyError):
+    """An optimiser found no solution where one must exist: a bug, to be reported with its input."""

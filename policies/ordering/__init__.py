@@ -1,0 +1,1 @@
+"""Who goes first: one function a file, from a queue to a ranking."""

@@ -1,0 +1,39 @@
+"""Two-dimensional least attained service in discretised queues (Tiresias, NSDI'19 §3)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from cadenza.policies.model import Job, JobKey
+from cadenza.policies.ordering.keys import arrival, attained_service, progress_of, waited
+from cadenza.policies.ranking import Queue, Ranking
+
+THRESHOLDS = (3250.0, 7200.0)
+"""Attained GPU seconds at which a job leaves the first and the second of three queues: those of Tiresias' published
+simulator."""
+PROMOTE_KNOB = 8.0
+"""A job that has waited this many times longer than it has run goes back to the first queue. The paper leaves the
+factor to the operator, and its simulator ships with promotion off."""
+
+
+def tiresias(queue: Queue) -> Ranking:
+    """Order by queue, and first come, first served inside a queue.
+
+    Where Tiresias sets the times of a promoted job back to zero, a policy without memory cannot: the job stays in
+    the first queue until it runs, and its next promotion takes as long a wait again.
+    """
+
+    def key(job: Job) -> tuple[int, tuple[float, JobKey]]:
+        return level(job, queue.now_s), arrival(job)
+
+    return Ranking(tuple(sorted(queue.jobs, key=key)))
+
+
+def level(job: Job, now_s: float) -> int:
+    """Return a job's queue, 0 first."""
+    found = bisect_right(THRESHOLDS, attained_service(job, now_s))
+    return 0 if found and _starved(job, now_s) else found
+
+
+def _starved(job: Job, now_s: float) -> bool:
+    return waited(job, now_s) > PROMOTE_KNOB * progress_of(job).attained(now_s)

@@ -1,0 +1,104 @@
+"""The policies by name: a line for each, its source, and where its function is; nothing is imported until asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Literal, TypeAlias, cast
+
+from cadenza.policies.case import Allocate
+from cadenza.policies.errors import InputError
+from cadenza.policies.ranking import Order
+
+Kind: TypeAlias = Literal["ordering", "allocation", "sharing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One policy as ``cadenza policies`` shows it."""
+
+    name: str
+    kind: Kind
+    line: str
+    source: str
+    profiled: bool = True
+    """Allocations: whether jobs can get more than their proportional share."""
+    steady: bool = False
+    """Orderings: whether the order of two jobs never changes. Allocations: whether the plan is a function of the
+    ordered runnable jobs alone. With both, a round whose runnable jobs are those of the last one can be left out."""
+    backfills: bool = False
+    """Allocations: whether jobs past the runnable ones may run on what is left."""
+
+
+SYNERGY = "Synergy, OSDI'22"
+CODE = "Synergy's published simulator"
+
+ENTRIES: tuple[Entry, ...] = (
+    Entry("fifo", "ordering", "first come, first served", SYNERGY + " §5", steady=True),
+    Entry("srtf", "ordering", "shortest remaining time first", SYNERGY + " §5"),
+    Entry("las", "ordering", "least attained GPU service first", SYNERGY + " §5; Tiresias, NSDI'19 §3"),
+    Entry("ftf", "ordering", "worst finish-time fairness first", "Themis, NSDI'20 §3"),
+    Entry("ftf-coded", "ordering", "finish-time fairness ascending, the least behind first", CODE),
+    Entry("tiresias", "ordering", "two-dimensional LAS in discretised queues", "Tiresias, NSDI'19 §3"),
+    Entry("gavel", "ordering", "max-min throughput over GPU types, by time received", "Gavel, OSDI'20 §4"),
+    Entry("fairshare", "ordering", "users and accounts by usage over shares", "Slurm, classic fair share"),
+    Entry(
+        "proportional",
+        "allocation",
+        "CPUs and memory in proportion to GPUs",
+        SYNERGY + " §2",
+        profiled=False,
+        steady=True,
+    ),
+    Entry("greedy", "allocation", "first fit of best-case demand, else skipped", SYNERGY, backfills=True),
+    Entry("tune", "allocation", "best fit of best-case demand, neighbours give back", SYNERGY, steady=True),
+    Entry("tune-coded", "allocation", "TUNE as the published simulator does it", CODE, steady=True),
+    Entry("opt", "allocation", "ILP over the profile matrix, then placement with few split jobs", SYNERGY, steady=True),
+    Entry("drf", "allocation", "least dominant share first, then greedy", "DRF, NSDI'11; " + SYNERGY, backfills=True),
+    Entry(
+        "tetris",
+        "allocation",
+        "best aligned with what is free first, then greedy",
+        "Tetris, SIGCOMM'14",
+        backfills=True,
+    ),
+    Entry("cadenza", "allocation", "whole profile matrix, placement chosen for it, sticky (the default)", "Cadenza"),
+    Entry("none", "sharing", "each GPU has one job until it ends or is preempted", "Slurm"),
+    Entry("timeslice", "sharing", "jobs take turns on GPUs at mini-batch boundaries", "Gandiva, OSDI'18 §3"),
+    Entry(
+        "gandiva",
+        "sharing",
+        "time slices, packing with undo, migration, defragmentation, grow-shrink",
+        "Gandiva, OSDI'18 §3-4",
+    ),
+)
+"""In the order in which they are shown."""
+
+
+def entry(kind: Kind, name: str) -> Entry:
+    """Return a policy's entry; raise InputError with the nearest name for an unknown one."""
+    names = {item.name: item for item in ENTRIES if item.kind == kind}
+    if name not in names:
+        near = get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+        raise InputError(f"no {kind} is called {name!r}; {hint}")
+    return names[name]
+
+
+def ordering(name: str) -> Order:
+    """Return an ordering's function; raise InputError for an unknown name."""
+    entry("ordering", name)
+    return cast("Order", _function("ordering", name))
+
+
+def allocation(name: str) -> Allocate:
+    """Return an allocation's function; raise InputError for an unknown name."""
+    entry("allocation", name)
+    return cast("Allocate", _function("allocation", name))
+
+
+def _function(package: str, name: str) -> object:
+    """Return the function of a policy: its module and it are called as the policy, with ``_`` for ``-``."""
+    identifier = name.replace("-", "_")
+    return getattr(import_module(f"cadenza.policies.{package}.{identifier}"), identifier)
