@@ -1,0 +1,34 @@
+"""GREEDY: first fit of the best-case demand; a job that fits nowhere is passed over (Synergy, OSDI'22, §3)."""
+
+from __future__ import annotations
+
+from cadenza.policies.allocation.books import Books
+from cadenza.policies.allocation.demand import Asks, best_table
+from cadenza.policies.case import Case, Plan
+from cadenza.policies.model import JobKey, Placement
+
+
+def greedy(case: Case) -> Plan:
+    """Offer the servers, empty, to the whole queue in its order.
+
+    As Synergy's simulator: what one job leaves goes to any later one, so GPUs can be stranded without CPUs and the
+    order of the queue is not kept.
+    """
+    books = Books(case.servers)
+    asks = Asks(books.kinds, best_table)
+    free = sum(books.gpus)
+    placements: dict[JobKey, Placement] = {}
+    hopeless = set()
+    for job in case.jobs:
+        if not free:
+            break
+        ask = asks.best(job, case.gpu_type.get(job.key, ""))
+        if job.gpus > free or ask in hopeless:
+            continue
+        spots = books.first_fit(ask)
+        if spots is None:
+            hopeless.add(ask)
+            continue
+        placements[job.key] = books.placement(ask, spots)
+        free -= job.gpus
+    return Plan(placements)

@@ -1,0 +1,106 @@
+"""Tetris: what aligns best with the free resources first (Grandl et al., SIGCOMM'14, §3.2); demands as GREEDY's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cadenza.policies.allocation.books import Books
+from cadenza.policies.allocation.demand import Ask, Asks, Need, Table, best_table, static_need
+from cadenza.policies.allocation.greedy import greedy
+from cadenza.policies.allocation.packing import wanted_type
+from cadenza.policies.allocation.totals import Totals, starves
+from cadenza.policies.case import Case, Plan
+from cadenza.policies.model import Job, JobKey, Placement
+
+
+def tetris(case: Case) -> Plan:
+    """Put again and again the job on the server whose free resources and its demand have the largest dot product.
+
+    Demands are best-case; GPUs, CPUs and memory count as parts of the server. What fits nowhere is passed over. Jobs
+    that have not run for very long, and jobs with more GPUs than any server, come before, by first fit. Ties: the
+    earlier in the queue, then the earlier server.
+    """
+    books = Books(case.servers)
+    asks = Asks(books.kinds, best_table)
+    largest = max((server.gpus for server in case.servers), default=0)
+    placements: dict[JobKey, Placement] = {}
+    queues: dict[Ask, list[Job]] = {}
+    same: dict[tuple[int, tuple[Table, ...]], Ask] = {}
+    for job in case.jobs:
+        ask = asks.best(job, wanted_type(case, job))
+        if not (job.gpus > largest or starves(job, case.now_s)):
+            queues.setdefault(same.setdefault((ask.gpus, ask.take), ask), []).append(job)
+        elif spots := books.first_fit(ask):
+            placements[job.key] = books.placement(ask, spots)
+    _align(books, queues, placements)
+    return Plan(placements)
+
+
+def _align(books: Books, queues: dict[Ask, list[Job]], placements: dict[JobKey, Placement]) -> None:
+    """Place jobs, each whole on one server, in descending order of alignment; jobs of one ask leave first to last."""
+    for queue in queues.values():
+        queue.reverse()
+    waiting = list(queues)
+    picks = [_pick(books, waiting, at) for at in range(len(books.gpus))]
+    while True:
+        at = max(range(len(picks)), key=lambda at: (picks[at][0], -at), default=0)
+        ask = picks[at][1] if picks else None
+        if ask is None:
+            return
+        books.take(ask, spots := ((at, ask.gpus),))
+        placements[queues[ask].pop().key] = books.placement(ask, spots)
+        stale = [at]
+        if not queues[ask]:
+            waiting.remove(ask)
+            stale = [server for server, pick in enumerate(picks) if pick[1] is ask]
+        for server in stale:
+            picks[server] = _pick(books, waiting, server)
+
+
+def _pick(books: Books, waiting: Sequence[Ask], at: int) -> tuple[float, Ask | None]:
+    """Return the highest alignment on a server and whose it is; -1 and None where nothing fits."""
+    best: tuple[float, Ask | None] = (-1.0, None)
+    if books.gpus[at]:
+        for ask in waiting:
+            if books.most(ask, at, ask.gpus) == ask.gpus:
+                score = alignment(books, ask.gpus, books.need(ask, at, ask.gpus), at)
+                if score > best[0]:
+                    best = (score, ask)
+    return best
+
+
+def alignment(books: Books, gpus: int, need: Need, at: int) -> float:
+    """Return the dot product of what a job wants and what a server has free, each as parts of the server."""
+    server = books.servers[at]
+    return (
+        gpus * books.gpus[at] / server.gpus**2
+        + need.cpus * books.cpus[at] / server.cpus**2
+        + need.memory_mb * books.memory_mb[at] / server.memory_mb**2
+    )
+
+
+def tetris_coded(case: Case) -> Plan:
+    """Offer the servers to the whole queue by ascending work: the shares of the cluster wanted times the time left.
+
+    So does Synergy's published simulator under the name TETRIS; nothing in it aligns. Time left is at the speed that
+    the job ran last or, while it waits, at its best; jobs whose work is unknown come last.
+    """
+    totals = Totals.of(case.servers)
+
+    def work(job: Job) -> tuple[bool, float]:
+        need = static_need(job.profile, totals.kinds, job.gpus)
+        return not starves(job, case.now_s), sum(totals.shares(job.gpus, need)) * _time_left(job, case.now_s)
+
+    return greedy(replace(case, jobs=tuple(sorted(case.jobs, key=work))))
+
+
+def _time_left(job: Job, now_s: float) -> float:
+    """Return the seconds that a job still needs; infinite when nobody knows."""
+    progress = job.progress
+    left = progress.remaining(now_s) if progress is not None else None
+    if progress is None or left is None:
+        return float("inf")
+    if job.profile is None:
+        return left
+    return left / (progress.speed if progress.running else job.profile.best_speed)

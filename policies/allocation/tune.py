@@ -1,0 +1,117 @@
+"""TUNE as in the paper (Synergy, OSDI'22, §4): big demands first, best fit, and who holds more gives it back."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from cadenza.policies.allocation.demand import Ask, Spots, sound_table
+from cadenza.policies.allocation.packing import Packing, wanted_type
+from cadenza.policies.case import Case, Plan
+from cadenza.policies.model import Job
+
+
+def tune(case: Case) -> Plan:
+    """Place every runnable job, none below the throughput of its proportional share.
+
+    In descending order of GPUs, CPUs and memory wanted, each job takes its best-case demand where least is left over,
+    on one server if one can hold it; else its proportional share; else room is made by jobs that hold more than
+    theirs. Each round packs from empty servers.
+    """
+    packing = Packing(case.servers, partial(sound_table, margin=case.margin))
+    for job in sorted(case.jobs[: case.runnable], key=lambda job: _size(packing, case, job)):
+        gpu_type = wanted_type(case, job)
+        if not place(packing, job, packing.asks.best(job, gpu_type)) and gpu_type:
+            place(packing, job, packing.asks.best(job))
+    return packing.plan()
+
+
+def _size(packing: Packing, case: Case, job: Job) -> tuple[float, ...]:
+    """Return the sort key: GPUs, CPUs and memory wanted, descending; then the job's key."""
+    tables = [table for table in packing.asks.best(job, wanted_type(case, job)).take if table]
+    cpus = max((table[-1].cpus for table in tables), default=0)
+    memory_mb = max((table[-1].memory_mb for table in tables), default=0)
+    return -job.gpus, -cpus, -memory_mb, *job.key
+
+
+def place(packing: Packing, job: Job, wanted: Ask) -> bool:
+    """Place a job with what it wants or its proportional share, at others' cost if need be; False: no GPUs."""
+    ask = wanted
+    spots = _fit(packing, ask)
+    if spots is None:
+        if ask.exceeds:
+            ask = packing.asks.fair(job.gpus, ask.gpu_type)
+        spots = _fit(packing, ask) or _choose(packing, ask)
+        if spots is None:
+            return False
+    packing.books.take(ask, spots)
+    if ask is wanted:
+        packing.put(job, ask, spots)
+    else:
+        packing.put_less(job, ask, spots)
+    settle(packing, spots)
+    return True
+
+
+def _fit(packing: Packing, ask: Ask) -> Spots | None:
+    """Return where all that is asked fits: the fullest server that has it, else the fewest servers."""
+    books = packing.books
+    room = [(at, books.most(ask, at, ask.gpus)) for at in range(books.first, len(books.gpus))]
+    whole = [at for at, count in room if count == ask.gpus]
+    if whole:
+        return ((min(whole, key=lambda at: _left(packing, at)), ask.gpus),)
+    return _spread(packing, ask, [spot for spot in room if spot[1]]) if ask.gpus > 1 else None
+
+
+def _choose(packing: Packing, ask: Ask) -> Spots | None:
+    """Return where the GPUs alone fit."""
+    books = packing.books
+    free = [(at, gpus) for at, gpus in enumerate(books.gpus) if gpus and ask.take[books.kind[at]]]
+    whole = [at for at, gpus in free if gpus >= ask.gpus]
+    if whole:
+        return ((min(whole, key=lambda at: _left(packing, at)), ask.gpus),)
+    return _spread(packing, ask, free)
+
+
+def _spread(packing: Packing, ask: Ask, room: list[tuple[int, int]]) -> Spots | None:
+    """Return spots on the fewest servers, the last of which is the fullest that has what is still missing."""
+    spots = []
+    missing = ask.gpus
+    left = dict(room)
+    while missing:
+        if not left:
+            return None
+        enough = [at for at, count in left.items() if count >= missing]
+        at = min(enough or left, key=lambda at: (0 if enough else -left[at], *_left(packing, at)))
+        count = min(left.pop(at), missing)
+        spots.append((at, count))
+        missing -= count
+    return tuple(sorted(spots))
+
+
+def _left(packing: Packing, at: int) -> tuple[int, int, int, int]:
+    """Return what a server has left, as a sort key."""
+    books = packing.books
+    return books.gpus[at], books.cpus[at], books.memory_mb[at], at
+
+
+def settle(packing: Packing, spots: Spots) -> None:
+    """Let jobs drop to their proportional shares, the greediest first, until none of these servers gives too much.
+
+    This ends: a server whose jobs all hold at most their proportional shares has enough.
+    """
+    waiting = [at for at, _ in spots]
+    while waiting:
+        at = waiting.pop()
+        while packing.books.cpus[at] < 0 or packing.books.memory_mb[at] < 0:
+            holders = [number for number in packing.on[at] if packing.ask[number].exceeds]
+            number = max((_greed(packing, number, at), number) for number in holders)[1]
+            packing.drop([number])
+            waiting.extend(server for server, _ in packing.spots[number])
+
+
+def _greed(packing: Packing, number: int, at: int) -> tuple[int, int, int, tuple[int, int]]:
+    """Return a sort key: what dropping a job gives of what its server lacks, fewest servers first."""
+    excess = packing.excess(number, at)
+    cpus = max(excess.cpus, 0) if packing.books.cpus[at] < 0 else 0
+    memory_mb = max(excess.memory_mb, 0) if packing.books.memory_mb[at] < 0 else 0
+    return cpus, memory_mb, -len(packing.spots[number]), packing.jobs[number].key
