@@ -1,0 +1,1 @@
+"""Readers of traces, profiles, clusters, costs, failures and interference: text in, values out."""

@@ -1,0 +1,73 @@
+"""Clusters as one line of text: ``16x8:24:500`` are 16 nodes of 8 GPUs, 24 CPUs and 500 GB."""
+
+from __future__ import annotations
+
+import re
+
+from cadenza.policies.errors import InputError
+from cadenza.policies.inputs.text import integer, number, quoted
+from cadenza.policies.model import Node
+from cadenza.policies.profile import MB_PER_GB
+
+PARTITION = "sim"
+SHAPE = "NODESxGPUS:CPUS:MEMORY_GB[:TYPE], for example 16x8:24:500 or 8x4:12:448:P40,8x4:12:448:P100"
+KIND = re.compile(r"([^x:]+)x([^:]+):([^:]+):([^:]+)(?::([A-Za-z0-9][A-Za-z0-9_.-]{0,63}))?", re.ASCII)
+MOST_NODES = 100_000
+MOST_GPUS = 1024
+MOST_CPUS = 100_000
+MOST_LANES = 8
+
+
+def read_cluster(text: str, lanes: int = 1) -> tuple[Node, ...]:
+    """Return the nodes of a cluster, in order of their names.
+
+    Nodes are called ``n0001`` and on, with enough digits that the order of the names is that of the numbers. Lane
+    k > 0 of a host is the node ``NAME-lk``. Memory is in MB of 1024 to the GB. Raise InputError, naming the part
+    of the text that is wrong.
+    """
+    if not 1 <= lanes <= MOST_LANES:
+        raise InputError(f"lanes: {lanes} is not from 1 to {MOST_LANES}")
+    kinds = [_kind(part.strip(), f"cluster {quoted(text)}") for part in text.split(",")]
+    total = sum(count for count, _ in kinds)
+    if total > MOST_NODES:
+        raise InputError(f"cluster {quoted(text)}: {total} nodes are more than {MOST_NODES}")
+    width = max(4, len(str(total)))
+    nodes: list[Node] = []
+    for count, kind in kinds:
+        first = len(nodes) // lanes + 1
+        for position in range(first, first + count):
+            nodes += [_lane(kind, f"n{position:0{width}d}", lane) for lane in range(lanes)]
+    return tuple(nodes)
+
+
+def _kind(part: str, where: str) -> tuple[int, Node]:
+    """Return how many nodes one part of the text asks for, and one of them without a name."""
+    found = KIND.fullmatch(part)
+    if found is None:
+        raise InputError(f"{where}: {quoted(part)} is not {SHAPE}")
+    count, gpus_text, cpus, memory, gpu_type = found.groups()
+    gpus = integer(gpus_text, f"{where}: GPUs", 1, MOST_GPUS)
+    return integer(count, f"{where}: nodes", 1, MOST_NODES), Node(
+        name="",
+        host="",
+        lane=0,
+        gpus=gpus,
+        cpus=integer(cpus, f"{where}: CPUs, at least one for each GPU", gpus, MOST_CPUS),
+        memory_mb=int(number(memory, f"{where}: memory, at least 1 GB for each GPU", gpus, 1e6) * MB_PER_GB),
+        gpu_type=gpu_type or "",
+        partitions=(PARTITION,),
+    )
+
+
+def _lane(kind: Node, host: str, lane: int) -> Node:
+    """Return one lane of a host."""
+    return Node(
+        name=f"{host}-l{lane}" if lane else host,
+        host=host,
+        lane=lane,
+        cpus=kind.cpus,
+        memory_mb=kind.memory_mb,
+        gpus=kind.gpus,
+        gpu_type=kind.gpu_type,
+        partitions=kind.partitions,
+    )

@@ -1,0 +1,146 @@
+"""Job traces: a CSV file of ``job,submit_s,gpus`` and ``model``, ``iterations`` or ``duration_s``, one row a job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import repeat
+from typing import Any
+
+from cadenza.policies.errors import InputError
+from cadenza.policies.inputs.cluster import MOST_GPUS
+from cadenza.policies.inputs.deal import Deal
+from cadenza.policies.inputs.text import Table, integer, number, positive, quoted, read_table, suggest
+from cadenza.policies.profile import Profile
+from cadenza.policies.simulator.model import TraceJob
+
+REQUIRED = ("job", "submit_s", "gpus")
+LENGTHS = ("iterations", "duration_s")
+MORE = ("user", "priority", "min_gpus", "max_gpus", "account")
+OPTIONAL = ("model", *LENGTHS, *MORE)
+LATEST_S = 1e11
+"""About 3,000 years: a time beyond it is a mistake."""
+MOST_JOB_GPUS = 100 * MOST_GPUS
+ID_BITS = 63
+USUAL_DIGITS, USUAL_SECONDS = 15, 10
+"""Digits up to which a whole number needs no closer look."""
+
+
+def read_trace(
+    text: str, source: str, profiles: Mapping[str, Profile], assign: Deal | None = None
+) -> tuple[TraceJob, ...]:
+    """Return a trace's jobs in order of submission, then id.
+
+    Columns: ``job`` (a whole number, once), ``submit_s`` (seconds since the start), ``gpus``, and ``iterations`` or
+    ``duration_s`` (seconds at the proportional share). With ``iterations`` alone the work is their number times the
+    profile's ``iteration_s``; with both, an iteration takes this job ``duration_s / iterations``. Optional:
+    ``model``, ``user``, ``priority``, ``min_gpus``, ``max_gpus``, ``account``; an empty cell is as none. All other
+    columns are kept as ``tags``. A job without a model gets one from ``assign``, in order of submission, else it
+    has no profile and always runs at its proportional speed. Raise InputError with file, line and column.
+    """
+    table = read_table(text, source, REQUIRED, None)
+    if not any(name in table.columns for name in LENGTHS):
+        raise InputError(f"{source}:1: column 'iterations' or 'duration_s' is missing: nothing says how long jobs run")
+    _check_spelling(table)
+    rows = _Rows(table, profiles, assign)
+    return tuple([rows.job(*row) for row in rows.in_order()])
+
+
+def _check_spelling(table: Table) -> None:
+    """Raise InputError for a column that is one of ours but for the case of its letters."""
+    ours = (*REQUIRED, *OPTIONAL)
+    for name in table.columns:
+        if name not in ours and name.lower() in ours:
+            raise InputError(f"{table.source}:1: unknown column {quoted(name)}; {suggest(name.lower(), ours)}")
+
+
+class _Rows:
+    """Turns rows into jobs; positions of columns are looked up once."""
+
+    def __init__(self, table: Table, profiles: Mapping[str, Profile], assign: Deal | None) -> None:
+        self._table = table
+        self._profiles = profiles
+        self._models = assign.models() if assign is not None else repeat("")
+        self._at = {name: position for position, name in enumerate(table.columns) if name in (*REQUIRED, *OPTIONAL)}
+        self._tags = [(name, position) for position, name in enumerate(table.columns) if name not in self._at]
+        self._extra = [name for name in MORE if name in self._at]
+
+    def in_order(self) -> list[tuple[float, int, int, list[str]]]:
+        """Return (submit_s, id, line, cells) of each row in order of submission; raise InputError for an id twice."""
+        at_job, at_submit = self._at["job"], self._at["submit_s"]
+        lines: dict[int, int] = {}
+        found = []
+        for line, cells in self._table.rows:
+            job = self._integer(line, cells[at_job], "job", 0, 2**ID_BITS - 1)
+            if lines.setdefault(job, line) != line:
+                raise InputError(f"{self._table.source}:{line}: job {job} is there twice, first in line {lines[job]}")
+            found.append((self._number(line, cells[at_submit], "submit_s"), job, line, cells))
+        return sorted(found)
+
+    def job(self, submit_s: float, job: int, line: int, cells: Sequence[str]) -> TraceJob:
+        """Return one row's job."""
+        gpus = self._integer(line, cells[self._at["gpus"]], "gpus", 1, MOST_JOB_GPUS)
+        model, profile = self._model(line, cells)
+        iterations, work_s = self._length(line, cells, profile)
+        return TraceJob(
+            id=job,
+            submit_s=submit_s,
+            gpus=gpus,
+            work_s=work_s,
+            model=model,
+            profile=profile,
+            iterations=iterations,
+            tags={name: cells[position] for name, position in self._tags},
+            **(self._more(line, cells, gpus) if self._extra else {}),
+        )
+
+    def _integer(self, line: int, text: str, column: str, least: int, most: int) -> int:
+        """Return a whole number; where the usual case fails, find out what is wrong."""
+        if text.isascii() and text.isdigit() and len(text) <= USUAL_DIGITS and least <= (value := int(text)) <= most:
+            return value
+        return integer(text, self._table.at(line, column), least, most)
+
+    def _number(self, line: int, text: str, column: str) -> float:
+        """Return a number of seconds; where the usual case fails, find out what is wrong."""
+        if text.isascii() and text.isdigit() and len(text) <= USUAL_SECONDS:
+            return float(text)
+        return number(text, self._table.at(line, column), 0.0, LATEST_S)
+
+    def _cell(self, cells: Sequence[str], column: str) -> str:
+        position = self._at.get(column)
+        return "" if position is None else cells[position]
+
+    def _model(self, line: int, cells: Sequence[str]) -> tuple[str, Profile | None]:
+        """Return a row's model and its profile; without any profiles at hand a model is only a name."""
+        model = self._cell(cells, "model") or next(self._models)
+        if not model or not self._profiles:
+            return model, None
+        if model not in self._profiles:
+            where = self._table.at(line, "model")
+            raise InputError(f"{where}: there is no profile of {quoted(model)}; {suggest(model, self._profiles)}")
+        return model, self._profiles[model]
+
+    def _length(self, line: int, cells: Sequence[str], profile: Profile | None) -> tuple[int | None, float]:
+        """Return a row's iterations, if known, and its work in seconds at the proportional share."""
+        count, duration = self._cell(cells, "iterations"), self._cell(cells, "duration_s")
+        iterations = self._integer(line, count, "iterations", 1, 10**15) if count else None
+        if duration:
+            work_s = self._number(line, duration, "duration_s")
+            return iterations, work_s or positive(duration, self._table.at(line, "duration_s"))
+        if iterations is None:
+            raise InputError(f"{self._table.source}:{line}: iterations and duration_s are empty; one must be there")
+        where = self._table.at(line, "iterations")
+        if profile is None:
+            raise InputError(f"{where}: without a profiled model nothing says how long one takes; give duration_s")
+        work_s = iterations * profile.iteration_s
+        if work_s > LATEST_S:
+            raise InputError(f"{where}: {iterations} take {work_s:g} s, more than {LATEST_S:g}")
+        return iterations, work_s
+
+    def _more(self, line: int, cells: Sequence[str], gpus: int) -> dict[str, Any]:
+        """Return what a row says in the optional columns that are not empty."""
+        limits = {"priority": (-(10**9), 10**9), "min_gpus": (1, gpus), "max_gpus": (gpus, MOST_JOB_GPUS)}
+        more: dict[str, Any] = {}
+        for name in self._extra:
+            if text := self._cell(cells, name):
+                more[name] = integer(text, self._table.at(line, name), *limits[name]) if name in limits else text
+        return more

@@ -1,0 +1,224 @@
+"""The figures of a simulation: completion times, utilisation, switches; and their mean and interval over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from math import sqrt
+from statistics import fmean, stdev
+from typing import Any
+
+from cadenza.policies.simulator.model import JobResult, Result, Sample
+
+HOUR = 3600.0
+STUDENT = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+"""Student's t at 97.5 % for 1 to 30 degrees of freedom."""
+NORMAL = 1.959964
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Wall time of the decisions, milliseconds; None without a stopwatch."""
+
+    p50: float | None
+    p99: float | None
+    max: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What ``cadenza simulate --json`` prints of one run. Hours, seconds, shares from 0 to 1, counts.
+
+    Completion times are of the jobs that ended, within the window where there is one; None where none did.
+    Utilisation is from the first submission to the end of the run.
+    """
+
+    jobs: int
+    """Jobs whose completion times are counted."""
+    unfinished: int
+    """Jobs, of the same, that were submitted and have not ended."""
+    avg_jct_h: float | None
+    p50_jct_h: float | None
+    p99_jct_h: float | None
+    p999_jct_h: float | None
+    makespan_h: float | None
+    """When the last job ended, counted from the start of the simulation."""
+    time_to_100_iterations_s: float | None
+    """Median; a job that did not get there counts with the time that it has waited so far, which is too little."""
+    mean_time_to_100_iterations_s: float | None
+    censored_100_iterations: int
+    """How many of the jobs did not get there."""
+    gpu_utilization: float
+    """GPUs that a job may use, over all."""
+    gpu_busy: float
+    """GPUs computing, by the jobs' own utilisation, over all."""
+    cpu_utilization: float
+    migrations: int
+    yields: int
+    tunes: int
+    restarts: int
+    packs: int
+    unpacks: int
+    resizes: int
+    rounds: int
+    decisions: int
+    """Rounds that were not left out."""
+    decision_ms: Quantiles
+    wall_s: float
+
+
+def summarize(result: Result, window: tuple[int, int] | None = None, *, synergy: bool = False) -> Summary:
+    """Return the figures of one simulation.
+
+    ``window``: count completion times and first iterations of the jobs with these positions in order of submission
+    only, first to one before last. ``synergy``: quantiles as in Synergy's simulator, see ``quantile``.
+    """
+    jobs = result.jobs[slice(*window)] if window else result.jobs
+    jct_s = sorted(job.jct_s for job in jobs if job.jct_s is not None)
+    hundred = sorted(_hundred_s(jobs, result.end_s))
+    held = _utilization(result, lambda sample: sample.gpus_held, result.gpus)
+    counts = result.counts
+    decisions = sorted(result.decision_s)
+
+    def jct_h(share: float) -> float | None:
+        return quantile(jct_s, share, synergy=synergy) / HOUR if jct_s else None
+
+    return Summary(
+        jobs=len(jct_s),
+        unfinished=sum(job.finish_s is None and job.submit_s <= result.end_s for job in jobs),
+        avg_jct_h=fmean(jct_s) / HOUR if jct_s else None,
+        p50_jct_h=jct_h(0.5),
+        p99_jct_h=jct_h(0.99),
+        p999_jct_h=jct_h(0.999),
+        makespan_h=max((job.finish_s for job in result.jobs if job.finish_s is not None), default=0.0) / HOUR or None,
+        time_to_100_iterations_s=quantile(hundred, 0.5) if hundred else None,
+        mean_time_to_100_iterations_s=fmean(hundred) if hundred else None,
+        censored_100_iterations=sum(_censored(job, result.end_s) for job in jobs),
+        gpu_utilization=held,
+        gpu_busy=_utilization(result, lambda sample: sample.busy, result.gpus),
+        cpu_utilization=_utilization(result, lambda sample: sample.cpus_used, result.cpus),
+        migrations=counts.migrations,
+        yields=counts.yields,
+        tunes=counts.tunes,
+        restarts=counts.restarts,
+        packs=counts.packs,
+        unpacks=counts.unpacks,
+        resizes=counts.resizes,
+        rounds=counts.rounds,
+        decisions=counts.decided,
+        decision_ms=Quantiles(*(1e3 * quantile(decisions, q) if decisions else None for q in (0.5, 0.99, 1.0))),
+        wall_s=result.wall_s,
+    )
+
+
+def quantile(ordered: Sequence[float], share: float, *, synergy: bool = False) -> float:
+    """Return a quantile of ascending values: linear between the two nearest, as numpy and pandas do by default.
+
+    ``synergy``: the element at ⌊share · n⌋, as Synergy's simulator takes it.
+
+    >>> quantile([1, 2, 3, 4], 0.5), quantile([1, 2, 3, 4], 0.5, synergy=True)
+    (2.5, 3)
+    """
+    if synergy:
+        return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+    at = share * (len(ordered) - 1)
+    below = int(at)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (at - below)
+
+
+def _censored(job: JobResult, end_s: float) -> bool:
+    return job.to_100_iterations_s is None and job.finish_s is None and job.submit_s <= end_s
+
+
+def _hundred_s(jobs: Sequence[JobResult], end_s: float) -> list[float]:
+    """Return each job's time to 100 iterations, or so far; jobs that have fewer in all do not count."""
+    return [
+        job.to_100_iterations_s if job.to_100_iterations_s is not None else end_s - job.submit_s
+        for job in jobs
+        if job.to_100_iterations_s is not None or _censored(job, end_s)
+    ]
+
+
+def _utilization(result: Result, of: Callable[[Sample], float], whole: int) -> float:
+    begin = result.jobs[0].submit_s if result.jobs else 0.0
+    return mean_over(result.samples, of, begin, result.end_s) / whole if whole else 0.0
+
+
+def mean_over(samples: Sequence[Sample], of: Callable[[Sample], float], begin_s: float, end_s: float) -> float:
+    """Return the mean of a quantity over an interval; before the first sample it is 0.
+
+    For example the GPUs that are busy over the first two hours: ``mean_over(samples, lambda s: s.busy, 0, 7200)``.
+    """
+    if end_s <= begin_s:
+        return 0.0
+    ends = [sample.time_s for sample in samples[1:]] + [max(end_s, samples[-1].time_s)] if samples else []
+    area = 0.0
+    for sample, end in zip(samples, ends, strict=True):
+        area += of(sample) * max(min(end, end_s) - max(sample.time_s, begin_s), 0.0)
+    return area / (end_s - begin_s)
+
+
+# --- Over seeds ------------------------------------------------------------------------------------------
+
+
+def student(freedom: int) -> float:
+    """Return Student's t at 97.5 %; to three digits beyond the table too.
+
+    >>> student(4), round(student(100), 3)
+    (2.776, 1.984)
+    """
+    if freedom <= len(STUDENT):
+        return STUDENT[freedom - 1]
+    cube = NORMAL**3
+    return NORMAL + (cube + NORMAL) / (4 * freedom) + (5 * NORMAL**5 + 16 * cube + 3 * NORMAL) / (96 * freedom**2)
+
+
+def mean_and_half(values: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean, and half the width of its 95 % interval (Student's t), which one value does not have."""
+    if len(values) == 1:
+        return values[0], None
+    return fmean(values), student(len(values) - 1) * stdev(values) / sqrt(len(values))
+
+
+def flat(summary: Summary) -> dict[str, float | None]:
+    """Return the figures without nesting; those of ``decision_ms`` become ``decision_p50_ms`` and so on."""
+    found: dict[str, float | None] = {}
+    for item in fields(summary):
+        value = getattr(summary, item.name)
+        if isinstance(value, Quantiles):
+            found |= {f"decision_{name}_ms": part for name, part in asdict(value).items()}
+        else:
+            found[item.name] = value
+    return found
+
+
+def over_seeds(summaries: Sequence[Summary]) -> dict[str, Any]:
+    """Return the mean of each figure, and under ``interval95`` half the width of its interval.
+
+    A figure that one of the runs does not have is None. One summary is returned as it is, without intervals.
+    """
+    if len(summaries) == 1:
+        return asdict(summaries[0])
+    each = [flat(summary) for summary in summaries]
+    means: dict[str, float | None] = {}
+    halves: dict[str, float | None] = {}
+    for name in each[0]:
+        known = [value for row in each if (value := row[name]) is not None]
+        means[name], halves[name] = mean_and_half(known) if len(known) == len(each) else (None, None)
+    return {**_nested(means), "interval95": halves}
+
+
+def _nested(values: Mapping[str, float | None]) -> dict[str, Any]:
+    """Return flat figures in the shape of a summary."""
+    names = {f"decision_{item.name}_ms": item.name for item in fields(Quantiles)}
+    found: dict[str, Any] = {}
+    for item in fields(Summary):
+        if item.name == "decision_ms":
+            found[item.name] = {short: values[name] for name, short in names.items()}
+        else:
+            found[item.name] = values[item.name]
+    return found

@@ -1,0 +1,1 @@
+"""Published workloads as generators: Synergy's, Gandiva's cluster mix and its AutoML search."""
