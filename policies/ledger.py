@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from cadenza.policies.model import (
     Action,
@@ -17,6 +18,7 @@ from cadenza.policies.model import (
     Suspend,
     Yield,
 )
+from cadenza.policies.sharing.packs import remember_sharing
 
 
 def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapshot) -> Memory:
@@ -26,17 +28,22 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
     snapshot does not show it; so no action needs to be undone here when it fails.
     """
     acted = tuple(actions)
-    alive = {job.key for job in snapshot.jobs}
-    suspended = {key for key in memory.suspended if any(_still_ours(key, job) for job in snapshot.jobs)}
+    alive = snapshot.by_key
+    by_id: dict[int, list[Job]] = {}
+    for job in snapshot.jobs if memory.suspended else ():
+        by_id.setdefault(job.key.id, []).append(job)
+    suspended = {key for key in memory.suspended if any(_still_ours(key, job) for job in by_id.get(key.id, ()))}
     drained = {node.name for node in snapshot.nodes if node.drained} & memory.drained
     opened = {action.node for action in acted if isinstance(action, OpenNode)}
     yields = {action.job: snapshot.time_s for action in acted if isinstance(action, Yield)}
-    return Memory(
+    return replace(
+        memory,
         suspended=frozenset(suspended | {action.job for action in acted if isinstance(action, Suspend)}),
         placed=frozenset(
-            (memory.placed & alive) | {action.job for action in acted if isinstance(action, Place | Release)}
+            {key for key in memory.placed if key in alive} | {action.job for action in acted if isinstance(action, Place | Release)}
         ),
         drained=frozenset((drained | {action.node for action in acted if isinstance(action, DrainNode)}) - opened),
+        sharing=remember_sharing(memory.sharing, acted, snapshot),
         last_yield_s={key: at for key, at in (*memory.last_yield_s.items(), *yields.items()) if key in alive},
     )
 

@@ -18,10 +18,11 @@ managed, and of the same user unless users share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Memory, Node, Place
+from cadenza.policies.sharing.hosts import Ask, HostBook, books
 from cadenza.policies.sharing.settings import SharingSettings, held_for_us
 
 
@@ -39,182 +40,137 @@ def place(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings) 
     Nothing is placed unless the service enforces held admission. ``Job.gpus``, ``cpus`` and ``memory_mb`` are
     totals and are taken to be spread evenly over the job's nodes.
     """
+    jobs = held_jobs(snapshot, memory, settings)
+    return place_on(books(snapshot, settings), jobs, settings) if jobs else Placed()
+
+
+def held_jobs(
+    snapshot: ClusterSnapshot,
+    memory: Memory,
+    settings: SharingSettings,
+    ranks: Mapping[JobKey, int] | None = None,
+) -> list[Job]:
+    """Return the jobs that are ours to place, by priority, rank (where an ordering gave one), submission and key."""
     if not settings.places:
-        return Placed()
-    jobs = [job for job in snapshot.jobs if held_for_us(job, memory) and settings.manages(job)]
-    hosts = _hosts(snapshot, settings)
+        return []
+    jobs = [job for job in snapshot.jobs if job.held and held_for_us(job, memory) and settings.manages(job)]
+    known = ranks or {}
+    last = len(known)
+    return sorted(jobs, key=lambda job: (-settings.priority(job), known.get(job.key, last), job.submit_s, job.key))
+
+
+def place_on(
+    hosts: Mapping[str, HostBook], jobs: Sequence[Job], settings: SharingSettings, *, by_gpu: bool = False
+) -> Placed:
+    """Return where these jobs start, in this order, and note them in the books of ``hosts``.
+
+    With ``by_gpu`` a job goes to the lane of its host where it meets the fewest others on the GPUs that it will
+    get, and only to a host whose memory holds it beside the jobs of all lanes.
+    """
     actions: list[Place] = []
     reasons: dict[JobKey, str] = {}
-    for job in sorted(jobs, key=lambda job: (-settings.priority(job), job.submit_s, job.key)):
-        ask = _Ask.of(job)
-        nodes, reasons[job.key] = _choose(ask, hosts, settings)
-        if nodes:
-            actions.append(Place(job.key, tuple(node.name for _, node in nodes), reasons[job.key]))
+    vain: dict[Ask, str] = {}
+    choose = _Choice(tuple(hosts.values()), settings, by_gpu)
+    for job in jobs:
+        ask = Ask.lean(job) if by_gpu else Ask.of(job)
+        if ask in vain:  # nothing has changed since the last one that asked for this
+            reasons[job.key] = vain[ask]
+            continue
+        nodes, reasons[job.key] = choose(ask)
+        if not nodes:
+            vain[ask] = reasons[job.key]
+            continue
+        vain.clear()
+        actions.append(Place(job.key, tuple(node.name for _, node in nodes), reasons[job.key]))
         for host, node in nodes:
-            host.add(ask, node)
+            choose.take(host, node, job, ask)
     return Placed(tuple(actions), reasons)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ask:
-    """What a job needs on each of its nodes."""
-
-    user: str
-    partition: str
-    nodes: int
-    gpus: int
-    cpus: int
-    memory_mb: int
-
-    @classmethod
-    def of(cls, job: Job) -> _Ask:
-        nodes = max(job.num_nodes, 1)
-        each = (-(-total // nodes) for total in (job.gpus, job.cpus, job.memory_mb))
-        return cls(job.user, job.partition, nodes, *each)
-
-
-@dataclass(slots=True)
-class _Use:
-    """What is taken on one lane, planned placements included."""
-
-    gpus: int
-    cpus: int
-    memory_mb: int
-
-
-@dataclass(slots=True)
-class _Host:
-    """A host with its lanes, and what this round has planned on it."""
-
-    name: str
-    lanes: tuple[Node, ...]
-    use: dict[str, _Use]
-    classes: list[int] = field(default_factory=list)
-    users: set[str] = field(default_factory=set)
-    turns: bool = True
-    """Every job here can take turns."""
-
-    @property
-    def gpus(self) -> int:
-        """Return the host's real GPUs: every lane shows them all."""
-        return max(node.gpus for node in self.lanes)
-
-    @property
-    def given(self) -> int:
-        """Return the GPUs given out over all lanes."""
-        return sum(use.gpus for use in self.use.values())
-
-    @property
-    def load(self) -> float:
-        """Return GPUs given out for each real one; its ceiling is the paper's height."""
-        return self.given / max(self.gpus, 1)
-
-    @property
-    def affinity(self) -> int:
-        """Return the class that most of the GPUs are given to, the larger one of equals; 0 without jobs."""
-        sums = {size: size * self.classes.count(size) for size in self.classes}
-        return max(sums, key=lambda size: (sums[size], size), default=0)
-
-    def fits(self, node: Node, ask: _Ask) -> bool:
-        """Whether one lane has room for the job's share."""
-        use = self.use[node.name]
-        return (
-            node.up
-            and not node.drained
-            and ask.partition in node.partitions
-            and use.gpus + ask.gpus <= node.gpus
-            and use.cpus + ask.cpus <= node.cpus
-            and use.memory_mb + ask.memory_mb <= node.memory_mb
-        )
-
-    def add(self, ask: _Ask, node: Node) -> None:
-        """Take the job's share of one lane."""
-        use = self.use[node.name]
-        use.gpus, use.cpus, use.memory_mb = (
-            use.gpus + ask.gpus,
-            use.cpus + ask.cpus,
-            use.memory_mb + ask.memory_mb,
-        )
-        self.classes.append(ask.gpus)
-        self.users.add(ask.user)
-
-
-def _hosts(snapshot: ClusterSnapshot, settings: SharingSettings) -> list[_Host]:
-    """Return the hosts whose agent is alive, in order of names."""
-    alive = {host.name for host in snapshot.hosts if host.agent_alive}
-    lanes: dict[str, list[Node]] = {}
-    for node in sorted(snapshot.nodes, key=lambda node: (node.host, node.lane, node.name)):
-        lanes.setdefault(node.host, []).append(node)
-    hosts = {name: _host(name, nodes) for name, nodes in lanes.items() if name in alive}
-    by_node = {node.name: hosts[node.host] for node in snapshot.nodes if node.host in hosts}
-    for job in sorted(snapshot.jobs, key=lambda job: job.key):
-        for name in job.nodes if job.gpus else ():
-            if name in by_node:
-                _settle(by_node[name], job, settings)
-    return list(hosts.values())
-
-
-def _host(name: str, nodes: Iterable[Node]) -> _Host:
-    lanes = tuple(nodes)
-    return _Host(name, lanes, {n.name: _Use(n.gpus_used, n.cpus_used, n.memory_used_mb) for n in lanes})
-
-
-def _settle(host: _Host, job: Job, settings: SharingSettings) -> None:
-    host.classes.append(_Ask.of(job).gpus)
-    host.users.add(job.user)
-    host.turns = host.turns and settings.manages(job)
-
-
-Chosen = list[tuple[_Host, Node]]
-
-
-def _choose(ask: _Ask, hosts: list[_Host], settings: SharingSettings) -> tuple[Chosen, str]:
-    free = sorted((_step(host, ask), host.load, host.name, host) for host in hosts if _has_free(host, ask))
-    if len(free) >= ask.nodes:
-        chosen = [(host, host.lanes[0]) for _, _, _, host in free[: ask.nodes]]
-        steps = max(step for step, _, _, _ in free[: ask.nodes])
-        return chosen, f"placed on {_names(chosen)}: {ask.gpus} free GPUs each, {_STEPS[steps]}"
-    shared = _oversubscribe(ask, hosts, settings)
-    if shared:
-        return shared, (
-            f"placed on {_names(shared)}: no {ask.gpus} free GPUs, the least loaded of its class, takes turns"
-        )
-    return [], (
-        f"stays queued: {len(free)} of {ask.nodes} hosts have {ask.gpus} free GPUs, and too few hosts "
-        f"of the {ask.gpus}-GPU class have a further lane with room where it may share"
-    )
-
-
+Chosen = list[tuple[HostBook, Node]]
 _STEPS = {1: "hosts of its class", 2: "a host without a class", 3: "affinity relaxed"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Algorithm 1 over the hosts' books."""
+
+    hosts: tuple[HostBook, ...]
+    settings: SharingSettings
+    by_gpu: bool
+
+    def __call__(self, ask: Ask) -> tuple[Chosen, str]:
+        """Return the nodes for one job, none when it stays queued, and a sentence for its user."""
+        found = [(_step(host, ask), host.load, host.name, host) for host in self.hosts if self._has_free(host, ask)]
+        free = sorted(found, key=lambda row: row[:3])[: ask.nodes]
+        if len(free) == ask.nodes:
+            chosen = [(host, self._lane(host, ask)) for _, _, _, host in free]
+            steps = max(step for step, _, _, _ in free)
+            return chosen, f"placed on {_names(chosen)}: {ask.gpus} free GPUs each, {_STEPS[steps]}"
+        shared = self._oversubscribe(ask)
+        if shared:
+            return shared, (
+                f"placed on {_names(shared)}: no {ask.gpus} free GPUs, the least loaded of its class, takes turns"
+            )
+        return [], (
+            f"stays queued: {len(found)} of {ask.nodes} hosts have {ask.gpus} free GPUs, and too few hosts "
+            f"of the {ask.gpus}-GPU class have a further lane with room where it may share"
+        )
+
+    def take(self, host: HostBook, node: Node, job: Job, ask: Ask) -> None:
+        """Note a placement in the host's books."""
+        seats = [seat for seat in host.seats(ask) if seat.node == node] if self.by_gpu else []
+        if seats:
+            host.enter(job, ask, seats[0])
+        else:
+            host.add(ask, node)
+
+    def _has_free(self, host: HostBook, ask: Ask) -> bool:
+        if host.given + ask.gpus > host.gpus or not host.usable:
+            return False
+        lanes = host.lanes if self._any_lane(ask) else host.lanes[:1]
+        return (not self.by_gpu or host.remembers(ask)) and any(host.fits(node, ask) for node in lanes)
+
+    def _any_lane(self, ask: Ask) -> bool:
+        """Whether the lane matters to nobody: a job of several nodes has them all in one lane."""
+        return self.by_gpu and ask.nodes == 1
+
+    def _lane(self, host: HostBook, ask: Ask) -> Node:
+        seats = host.seats(ask) if self._any_lane(ask) else []
+        return seats[0].node if seats else host.lanes[0]
+
+    def _oversubscribe(self, ask: Ask) -> Chosen:
+        """Return the least loaded hosts of the job's class in the first (or emptiest) lane that has room on enough."""
+        willing = [host for host in self.hosts if host.affinity == ask.gpus and self._shares(host, ask)]
+        if self._any_lane(ask):
+            return self._emptiest(ask, willing)
+        for lane in sorted({node.lane for host in willing for node in host.lanes}):
+            found = [
+                (host.load, host.name, host, node)
+                for host in willing
+                for node in host.lanes
+                if node.lane == lane and host.fits(node, ask)
+            ]
+            if len(found) >= ask.nodes:
+                return [(host, node) for _, _, host, node in sorted(found, key=lambda row: row[:2])[: ask.nodes]]
+        return []
+
+    def _emptiest(self, ask: Ask, willing: list[HostBook]) -> Chosen:
+        for host in sorted(willing, key=lambda host: (host.pressure, host.load, host.name)):
+            seats = host.seats(ask)
+            if seats:
+                return [(host, seats[0].node)]
+        return []
+
+    def _shares(self, host: HostBook, ask: Ask) -> bool:
+        known = self.settings.share_between_users or host.users.keys() <= {ask.user}
+        return known and not host.strangers and (not self.by_gpu or host.remembers(ask))
+
+
+def _step(host: HostBook, ask: Ask) -> int:
+    affinity = host.affinity
+    return 1 if affinity == ask.gpus else 2 if affinity == 0 else 3
 
 
 def _names(chosen: Chosen) -> str:
     return ", ".join(node.name for _, node in chosen)
-
-
-def _step(host: _Host, ask: _Ask) -> int:
-    return 1 if host.affinity == ask.gpus else 2 if host.affinity == 0 else 3
-
-
-def _has_free(host: _Host, ask: _Ask) -> bool:
-    first = host.lanes[0]
-    return host.given + ask.gpus <= host.gpus and first.lane == 0 and host.fits(first, ask)
-
-
-def _oversubscribe(ask: _Ask, hosts: list[_Host], settings: SharingSettings) -> Chosen:
-    """Return the least loaded hosts of the job's class in the first lane that has room on enough of them."""
-    willing = [
-        host
-        for host in hosts
-        if host.affinity == ask.gpus and host.turns and (settings.share_between_users or host.users <= {ask.user})
-    ]
-    for lane in sorted({node.lane for host in willing for node in host.lanes}):
-        found = [
-            (host.load, host.name, host, node)
-            for host in willing
-            for node in host.lanes
-            if node.lane == lane and host.fits(node, ask)
-        ]
-        if len(found) >= ask.nodes:
-            return [(host, node) for _, _, host, node in sorted(found, key=lambda row: row[:2])[: ask.nodes]]
-    return []

@@ -66,3 +66,33 @@ def requeued_into_hold(job: Job, memory: Memory) -> bool:
     """Return whether Slurm requeued the job out of our suspend, as when its host is lost: that comes back held."""
     before = {JobKey(job.key.id, job.key.restart - back) for back in (0, 1)}
     return job.held and job.state_reason == "JobHeldAdmin" and not before.isdisjoint(memory.suspended)
+
+
+@dataclass(frozen=True, slots=True)
+class GandivaSettings:
+    """Which of Gandiva's functions are on, and their limits. Times in seconds.
+
+    Reactive mode is placement, slices and migration on departures; introspective mode adds the others, and
+    migration that evens out hosts without a departure.
+    """
+
+    introspective: bool = True
+    pack: bool = True
+    migrate: bool = True
+    defrag: bool = True
+    elastic: bool = True
+    max_packed: int = 2
+    """Most jobs that are packed on one set of GPUs."""
+    idle_s: float = 60.0
+    """A job grows when GPUs of its host have been idle this long."""
+    move_s: float = 30.0
+    """Time without progress that a migration or resize costs a job."""
+    move_every_s: float = 600.0
+    """Least time between two migrations or resizes of one job."""
+    moves_per_round: int = 8
+    horizon_s: float = 3600.0
+    """How long a job is thought to go on at most, as far as a move has to pay back."""
+    loss: float = 0.02
+    """A part of a job's time that is negligible where a move helps others (defragmentation)."""
+    free_share: float = 0.75
+    """Defragmentation ends when every host in use has less than this part of its GPUs free (3 of 4)."""

@@ -10,6 +10,7 @@ nothing but suspended jobs as drained, that is ready to be switched off.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cadenza.policies.model import (
@@ -47,25 +48,15 @@ def decide(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings)
     In observe-only (``enforce`` False) the decision is what would be done; the guard keeps it from leaving,
     except for what undoes our own suspends, holds and open lanes.
     """
-    view = _View.of(snapshot, memory, settings)
+    view = View.of(snapshot, memory, settings)
     placed = place(snapshot, memory, settings)
-    actions: list[Action] = [
-        *lane_actions(snapshot, memory, settings),
-        *_yields(view),
-        *_unsuspends(view),
-        *_resumes(view),
-        *_suspends(view),
-        *_requeues(view),
-        *_releases(view),
-        *placed.actions,
-    ]
-    reasons = {job.key: _reason(job, view, placed.reasons) for job in view.jobs if job.options is not None}
-    return Decision(tuple(actions), memory, reasons)
+    actions = (*lane_actions(snapshot, memory, settings), *turn_actions(view), *placed.actions)
+    return Decision(actions, memory, view_reasons(view, placed.reasons))
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
-    """The snapshot as the rules below need it."""
+class View:
+    """The snapshot as the rules below need it, with this round's turns."""
 
     snapshot: ClusterSnapshot
     memory: Memory
@@ -81,9 +72,22 @@ class _View:
     giving_back: frozenset[JobKey]
 
     @classmethod
-    def of(cls, snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings) -> _View:
+    def of(
+        cls,
+        snapshot: ClusterSnapshot,
+        memory: Memory,
+        settings: SharingSettings,
+        partners: Mapping[JobKey, frozenset[JobKey]] | None = None,
+    ) -> View:
+        """Return the view; ``partners``: whom a packed job runs with."""
         jobs = tuple(sorted(snapshot.jobs, key=lambda job: job.key))
-        turns, reasons = _turns(_by_priority(jobs, snapshot, settings), memory, settings)
+        further = further_lanes(snapshot)
+        contenders = [
+            _contender(job, priority, memory, settings, (partners or {}).get(job.key, _NOBODY))
+            for job, priority in _by_priority(jobs, further, settings)
+            if _takes_part(job)
+        ]
+        turns, reasons = _turns(contenders, settings)
         drained, host = hosts_to_leave(snapshot), {node.name: node.host for node in snapshot.nodes}
         return cls(
             snapshot,
@@ -94,7 +98,7 @@ class _View:
             reasons,
             holders=frozenset().union(*(turn.holders for turn in turns)),
             leaving=frozenset(j.key for j in jobs if any(host.get(name) in drained for name in j.nodes)),
-            giving_back=frozenset(j.key for j in jobs if _gives_back(j, snapshot, settings)),
+            giving_back=frozenset(j.key for j in jobs if _gives_back(j, snapshot, settings, further)),
         )
 
     def managed(self, state: str) -> list[tuple[Job, Lease]]:
@@ -105,15 +109,45 @@ class _View:
             if job.state == state and job.lease is not None and self.settings.manages(job)
         ]
 
+    @property
+    def further(self) -> frozenset[str]:
+        """Return the nodes that are further lanes."""
+        return further_lanes(self.snapshot)
+
     def ours(self, job: Job) -> bool:
         """Whether the job is suspended and we did that."""
         return job.state == "SUSPENDED" and job.key in self.memory.suspended
 
 
+_NOBODY: frozenset[JobKey] = frozenset()
+
+
+def turn_actions(view: View) -> tuple[Action, ...]:
+    """Return what the turns ask for, of agents and in Slurm's books, in the order in which it is to be done."""
+    return (
+        *_yields(view),
+        *_unsuspends(view),
+        *_resumes(view),
+        *_suspends(view),
+        *_requeues(view),
+        *_releases(view),
+    )
+
+
+def view_reasons(view: View, placed: Mapping[JobKey, str]) -> dict[JobKey, str]:
+    """Return a sentence for every job that opted in; ``placed`` has those of held jobs."""
+    return {job.key: _reason(job, view, placed) for job in view.jobs if job.options is not None}
+
+
+def further_lanes(snapshot: ClusterSnapshot) -> frozenset[str]:
+    """Return the names of the nodes that are further lanes of their host."""
+    return frozenset(node.name for node in snapshot.nodes if node.lane > 0)
+
+
 # --- Turns ---------------------------------------------------------------------------------------------
 
 
-def _by_priority(jobs: tuple[Job, ...], snapshot: ClusterSnapshot, settings: SharingSettings) -> list[tuple[Job, int]]:
+def _by_priority(jobs: tuple[Job, ...], further: frozenset[str], settings: SharingSettings) -> list[tuple[Job, int]]:
     """Return each job with its priority.
 
     Unmanaged jobs queue for lane 0 only. A job that came after one of those and started on a further lane would
@@ -125,7 +159,7 @@ def _by_priority(jobs: tuple[Job, ...], snapshot: ClusterSnapshot, settings: Sha
         (
             job,
             AFTER_ALL
-            if _age(job) > first.get(job.partition, _age(job)) and _on_further_lane(job, snapshot)
+            if first and _age(job) > first.get(job.partition, _age(job)) and not further.isdisjoint(job.nodes)
             else settings.priority(job),
         )
         for job in jobs
@@ -142,14 +176,12 @@ def _queues_unmanaged(job: Job, settings: SharingSettings) -> bool:
     return waits and job.gpus > 0 and not settings.manages(job)
 
 
-def _turns(
-    jobs: list[tuple[Job, int]], memory: Memory, settings: SharingSettings
-) -> tuple[tuple[Turn, ...], dict[JobKey, str]]:
-    contenders = [
-        _contender(job, job.lease, priority, memory, settings)
-        for job, priority in jobs
-        if job.lease is not None and (job.state in ("RUNNING", "SUSPENDED") or job.lease.state in ("held", "stopping"))
-    ]
+def _takes_part(job: Job) -> bool:
+    lease = job.lease
+    return lease is not None and (job.state in ("RUNNING", "SUSPENDED") or lease.state in ("held", "stopping"))
+
+
+def _turns(contenders: list[Contender], settings: SharingSettings) -> tuple[tuple[Turn, ...], dict[JobKey, str]]:
     turns, reasons = [], {}
     for group in groups(contenders):
         turn = next_turn(
@@ -171,8 +203,11 @@ def _group_name(member: Contender, group: tuple[Contender, ...]) -> str:
     return f" (takes turns with {job_names(others) if len(others) <= MAX_NAMED else f'{len(others)} jobs'})"
 
 
-def _contender(job: Job, lease: Lease, priority: int, memory: Memory, settings: SharingSettings) -> Contender:
-    """Return the job as a contender; one that is not ours to stop or start is only in the others' way."""
+def _contender(
+    job: Job, priority: int, memory: Memory, settings: SharingSettings, partners: frozenset[JobKey]
+) -> Contender:
+    """Return a job as a contender; one that is not ours to stop or start is only in the others' way."""
+    lease = job.lease or Lease("waiting", ())
     ours = job.state == "RUNNING" or (job.state == "SUSPENDED" and job.key in memory.suspended)
     return Contender(
         key=job.key,
@@ -188,15 +223,16 @@ def _contender(job: Job, lease: Lease, priority: int, memory: Memory, settings: 
         exclusive=lease.exclusive or not settings.manages(job),
         iteration_s=lease.iteration_s,
         eligible=ours,
+        packed_with=partners,
     )
 
 
-def _yields(view: _View) -> list[Yield]:
+def _yields(view: View) -> list[Yield]:
     asked = [Yield(key, turn.reasons[key]) for turn in view.turns for key in turn.yields]
     return asked + [extra for extra in _halves(view) if all(extra.job != action.job for action in asked)]
 
 
-def _halves(view: _View) -> list[Yield]:
+def _halves(view: View) -> list[Yield]:
     """Return the yields that a job lacks which has its GPUs on one host already and waits on another.
 
     It counts as a holder, so no turn is taken for it; but it cannot run, and meets a holder that can be stopped.
@@ -216,7 +252,7 @@ def _halves(view: _View) -> list[Yield]:
     ]
 
 
-def _resumes(view: _View) -> list[Resume]:
+def _resumes(view: View) -> list[Resume]:
     """Return what the agents should give next; an unmanaged job gets its lease from the agent alone."""
     known = {job.key for state in ("RUNNING", "SUSPENDED") for job, _ in view.managed(state)}
     return [
@@ -227,7 +263,7 @@ def _resumes(view: _View) -> list[Resume]:
 # --- Slurm's books -------------------------------------------------------------------------------------
 
 
-def _suspends(view: _View) -> list[Suspend]:
+def _suspends(view: View) -> list[Suspend]:
     if not view.settings.suspend:
         return []
     spared = view.holders | view.leaving | view.giving_back
@@ -238,18 +274,18 @@ def _suspends(view: _View) -> list[Suspend]:
     ]
 
 
-def _waits_long(job: Job, lease: Lease, view: _View) -> bool:
+def _waits_long(job: Job, lease: Lease, view: View) -> bool:
     """Whether a job that never ran is past its launch, in which Slurm should not be asked to suspend it."""
     started = job.start_s if job.start_s is not None else view.snapshot.time_s
     return lease.state == "waiting" and view.snapshot.time_s - started > view.settings.min_run_s
 
 
-def _unsuspends(view: _View) -> list[Unsuspend]:
+def _unsuspends(view: View) -> list[Unsuspend]:
     found = ((job, _why_unsuspend(job, view)) for job in view.jobs if view.ours(job))
     return [Unsuspend(job.key, why) for job, why in found if why]
 
 
-def _why_unsuspend(job: Job, view: _View) -> str:
+def _why_unsuspend(job: Job, view: View) -> str:
     if not view.settings.enforce or not view.settings.suspend:
         return "jobs are not to be suspended any more"
     if not view.settings.manages(job):
@@ -263,18 +299,18 @@ def _why_unsuspend(job: Job, view: _View) -> str:
     return "it gives its place back" if job.key in view.giving_back else ""
 
 
-def _requeues(view: _View) -> list[Requeue]:
+def _requeues(view: View) -> list[Requeue]:
     hold = view.settings.places
     return [
-        Requeue(job.key, hold, _gives_back(job, view.snapshot, view.settings))
+        Requeue(job.key, hold, _gives_back(job, view.snapshot, view.settings, view.further))
         for job, _ in view.managed("RUNNING")
         if job.key in view.giving_back
     ]
 
 
-def _gives_back(job: Job, snapshot: ClusterSnapshot, settings: SharingSettings) -> str:
+def _gives_back(job: Job, snapshot: ClusterSnapshot, settings: SharingSettings, further: frozenset[str]) -> str:
     """Return why a job gives its further lane back by a requeue, else ""."""
-    if job.lease is None or not job.requeueable or not settings.manages(job) or not _on_further_lane(job, snapshot):
+    if job.lease is None or not job.requeueable or further.isdisjoint(job.nodes) or not settings.manages(job):
         return ""
     if job.lease.state == "waiting":
         return _waits_in_vain(job, snapshot, settings)
@@ -303,10 +339,6 @@ def _waits_in_vain(job: Job, snapshot: ClusterSnapshot, settings: SharingSetting
     return f"gives its place back after {waited:.0f} s: {job_names(blockers)} cannot be stopped"
 
 
-def _on_further_lane(job: Job, snapshot: ClusterSnapshot) -> bool:
-    return any(node.lane > 0 and node.name in job.nodes for node in snapshot.nodes)
-
-
 def _cannot_stop(job: Job, settings: SharingSettings) -> bool:
     held = job.lease is not None and job.lease.state == "held"
     return held and not (job.lease is not None and job.lease.ready and settings.manages(job))
@@ -319,7 +351,7 @@ def _meet(job: Job, other: Job) -> bool:
     )
 
 
-def _releases(view: _View) -> list[Release]:
+def _releases(view: View) -> list[Release]:
     """Return the releases of jobs that were held for us and that we do not place."""
     return [
         Release(
@@ -335,7 +367,7 @@ def _releases(view: _View) -> list[Release]:
 # --- Reasons -------------------------------------------------------------------------------------------
 
 
-def _reason(job: Job, view: _View, placed: dict[JobKey, str]) -> str:
+def _reason(job: Job, view: View, placed: Mapping[JobKey, str]) -> str:
     alone = left_alone(job, view.settings)
     if alone:
         return alone

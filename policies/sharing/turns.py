@@ -31,6 +31,8 @@ Bounds
     Idleness: a free GPU that a waiting job could use at once stays idle only for a claim, that is for at most
     ``fill_s`` and one stop, or T before an overdue job; before an unmanaged job, until that has started.
     There is no bound behind a holder that cannot be stopped, nor between users that may not share.
+Packs
+    Jobs that are packed have their GPUs at once and take their turn together; see ``sharing.units``.
 """
 
 from __future__ import annotations
@@ -39,54 +41,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from cadenza.policies.model import Gpu, JobKey, LeaseState
+from cadenza.policies.model import Gpu, JobKey
+from cadenza.policies.sharing.units import Contender, together
 from cadenza.policies.sharing.wording import gpu_names, job_names
+
+__all__ = ["LATE", "Contender", "Turn", "arrival_vtime", "groups", "next_turn"]
 
 LATE = 1.5
 """How many times its fair wait a job has waited when it is overdue; switches must fit into the half."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
-    """A job and the GPUs that it uses when it runs; times in seconds."""
-
-    key: JobKey
-    gpus: frozenset[Gpu]
-    user: str = ""
-    state: LeaseState = "waiting"
-    """As in ``Lease``: waiting and yielded want the GPUs; held and stopping have them."""
-    priority: int = 0
-    weight: float = 1.0
-    vtime_s: float = 0.0
-    """Time held over weight, the current stretch included; starts at ``arrival_vtime``."""
-    held_s: float = 0.0
-    """The current stretch; 0 unless held or stopping."""
-    waited_s: float = 0.0
-    """Since it began to wait; 0 while held or stopping. Always 0 means no starvation bound."""
-    ready: bool = False
-    """Whether it can be stopped; say no of one that refused lately, or others claim GPUs for nothing."""
-    exclusive: bool = False
-    """Unmanaged: never displaced, and displaces every managed holder at once."""
-    iteration_s: float | None = None
-    preferred: bool = False
-    """The service ordered its resume."""
-    eligible: bool = True
-    """False: it may not get the GPUs now (suspended by its owner, a part of a job on other hosts …)."""
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for a weight that no share can be computed from."""
-        if not 0 < self.weight < inf:
-            raise ValueError(f"job {self.key}: the weight must be above 0, not {self.weight}")
-
-    @property
-    def holding(self) -> bool:
-        """Whether it has the GPUs now."""
-        return self.state in ("held", "stopping")
-
-    @property
-    def started(self) -> bool:
-        """Whether it ever had them."""
-        return self.state != "waiting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +56,7 @@ class Turn:
     """What to do now."""
 
     holders: frozenset[JobKey]
-    """Who has the GPUs once all of this is done; no two of them share a GPU (unless two did already)."""
+    """Who has the GPUs once all of this is done; two of them share a GPU only if packed (or if they did already)."""
     yields: tuple[JobKey, ...]
     """Holders to be asked to stop now, first come first."""
     resumes: tuple[JobKey, ...]
@@ -138,22 +100,32 @@ def groups(contenders: Iterable[Contender]) -> tuple[tuple[Contender, ...], ...]
 
     Turns of one group do not depend on any other group.
     """
-    found: list[tuple[set[Gpu], list[Contender]]] = []
-    for contender in sorted(contenders, key=lambda c: c.key):
-        gpus, members = set(contender.gpus), [contender]
-        apart = []
-        for other in found:
-            if gpus.isdisjoint(other[0]):
-                apart.append(other)
-            else:
-                gpus |= other[0]
-                members += other[1]
-        found = [*apart, (gpus, members)]
-    return tuple(sorted((tuple(sorted(members, key=lambda c: c.key)) for _, members in found), key=_first))
+    roots: dict[JobKey, JobKey] = {}
+    owner: dict[Gpu, JobKey] = {}
+    known = sorted(contenders, key=_key)
+    for contender in known:
+        root = roots[contender.key] = contender.key
+        for gpu in contender.gpus:
+            other = _root(roots, owner.setdefault(gpu, root))
+            root, later = min(root, other), max(root, other)
+            roots[later] = root
+    found: dict[JobKey, list[Contender]] = {}
+    for contender in known:
+        found.setdefault(_root(roots, contender.key), []).append(contender)
+    return tuple(map(tuple, found.values()))
 
 
-def _first(group: tuple[Contender, ...]) -> JobKey:
-    return group[0].key
+def _key(contender: Contender) -> JobKey:
+    return contender.key
+
+
+def _root(roots: dict[JobKey, JobKey], key: JobKey) -> JobKey:
+    """Return the least key of a group, and remember the shorter way to it."""
+    root = key
+    while (above := roots[root]) != root:
+        root = above
+    roots[key] = root
+    return root
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +190,7 @@ class _Rules:
         least = self.min_run_s - holder.held_s
         if self._fills_in(holder, standing.job):
             return least
-        over = self.slice_s - (holder.iteration_s or 0.0) / 2 - holder.held_s
+        over = self.slice_s - (holder.iteration_s or 0.0) / 2 - holder.stretch_s
         ahead = 0.0 if standing.overdue_s else (standing.job.vtime_s - holder.vtime_s) * holder.weight
         return max(least, over, ahead)
 
@@ -227,8 +199,8 @@ class _Rules:
 
         The margin is for clocks of several hosts.
         """
-        behind_s = holder.vtime_s - holder.held_s / holder.weight - waiting.vtime_s
-        return waiting.waited_s >= holder.held_s and behind_s > self.slice_s / 10
+        behind_s = holder.vtime_s - holder.stretch_s / holder.weight - waiting.vtime_s
+        return waiting.waited_s >= holder.stretch_s and behind_s > self.slice_s / 10
 
 
 class _Pass:
@@ -236,7 +208,7 @@ class _Pass:
 
     def __init__(self, contenders: Iterable[Contender], rules: _Rules) -> None:
         self.rules = rules
-        known = sorted(contenders, key=lambda c: c.key)
+        known = together(sorted(contenders, key=_key))
         bits: dict[Gpu, int] = {}
         self._mask = {c.key: sum(1 << bits.setdefault(gpu, len(bits)) for gpu in c.gpus) for c in known}
         self._holders = [c for c in known if c.holding]
@@ -259,8 +231,8 @@ class _Pass:
             self._wait(waiting, "it may not run now")
         elif stranger is not None:
             self._wait(waiting, f"job {stranger.key} of another user is there, sharing between users is off")
-        elif mask & self._promised_mask:
-            self._wait(waiting, f"{self._promised_to(mask)} first")
+        elif first := self._promised_to(waiting, mask):
+            self._wait(waiting, f"{job_names(first)} {'comes' if len(first) == 1 else 'come'} first")
         else:
             self._take(waiting, mask, self._blockers(waiting))
 
@@ -270,7 +242,8 @@ class _Pass:
 
     def _blockers(self, waiting: Contender) -> list[Contender]:
         mask = self._mask[waiting.key]
-        return [holder for holder in self._holders if self._mask[holder.key] & mask]
+        apart = waiting.packed_with
+        return [holder for holder in self._holders if self._mask[holder.key] & mask and holder.key not in apart]
 
     def _other_user(self, waiting: Contender, mask: int) -> Contender | None:
         if self.rules.share_between_users or waiting.started or waiting.exclusive:
@@ -278,9 +251,10 @@ class _Pass:
         others = (c for c in self._started if c.user != waiting.user and self._mask[c.key] & mask)
         return next(others, None)
 
-    def _promised_to(self, mask: int) -> str:
-        keys = [c.key for c in self._promised if self._mask[c.key] & mask]
-        return f"{job_names(keys)} {'comes' if len(keys) == 1 else 'come'}"
+    def _promised_to(self, waiting: Contender, mask: int) -> list[JobKey]:
+        if not mask & self._promised_mask:
+            return []
+        return [c.key for c in self._promised if self._mask[c.key] & mask and c.key not in waiting.packed_with]
 
     def _take(self, waiting: Contender, mask: int, blockers: list[Contender]) -> None:
         if not blockers:

@@ -13,8 +13,11 @@ def gpu_names(gpus: Iterable[Gpu]) -> str:
     >>> gpu_names([Gpu("node2", 0), Gpu("node1", 3), Gpu("node1", 0), Gpu("node1", 1)])
     'node1:gpu0-1,3 node2:gpu0'
     """
+    known = sorted(gpus)
+    if len(known) == 1:  # the most frequent case, and this is called for every job of a round
+        return f"{known[0].host}:gpu{known[0].index}"
     hosts: dict[str, list[int]] = {}
-    for host, index in sorted(gpus):
+    for host, index in known:
         hosts.setdefault(host, []).append(index)
     return " ".join(f"{host}:gpu{_ranges(indices)}" for host, indices in hosts.items()) or "no GPU"
 

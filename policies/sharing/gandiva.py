@@ -1,0 +1,203 @@
+"""Gandiva in full (OSDI'18, §3, §4): slices, placement, packing, migration, defragmentation and grow-shrink.
+
+One round: packs are judged and made, turns are taken, grown jobs shrink for those that wait, held jobs are placed
+in the ordering's order, jobs move to where they are better off, and the holders of each host divide its CPUs and
+memory by the allocation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cadenza.policies.case import Allocate
+from cadenza.policies.model import (
+    Action,
+    ClusterSnapshot,
+    Decision,
+    Job,
+    JobKey,
+    Memory,
+    Place,
+    Progress,
+    SharingMemory,
+    Suspend,
+    Tune,
+)
+from cadenza.policies.ranking import Order, Queue
+from cadenza.policies.sharing.defrag import defragment
+from cadenza.policies.sharing.elastic import grow, shrink, spare_since
+from cadenza.policies.sharing.hosts import HostBook, books
+from cadenza.policies.sharing.lanes import lane_actions
+from cadenza.policies.sharing.migration import migrate
+from cadenza.policies.sharing.moves import Moves
+from cadenza.policies.sharing.packing import Packing, Terms, packing
+from cadenza.policies.sharing.packs import partners, standing, units
+from cadenza.policies.sharing.placement import Placed, held_jobs, place_on
+from cadenza.policies.sharing.settings import GandivaSettings, SharingSettings
+from cadenza.policies.sharing.shares import Sharing, tunes, with_shares
+from cadenza.policies.sharing.timeslice import View, turn_actions, view_reasons
+
+
+def decide(
+    snapshot: ClusterSnapshot,
+    memory: Memory,
+    settings: SharingSettings,
+    gandiva: GandivaSettings,
+    order: Order,
+    allocate: Allocate,
+) -> Decision:
+    """Return one round's actions, memory, and a reason for every job that opted in.
+
+    ``order`` ranks held jobs of one priority for placement; ``allocate`` divides each host among those that hold
+    its GPUs. In observe-only the decision is what would be done, as with time slices alone.
+    """
+    managed = _managed(snapshot, memory, settings)
+    hosts = books(snapshot, settings, units(standing(memory.sharing.packs, managed)))
+    packed = packing(managed, memory.sharing, _terms(snapshot, settings, gandiva, hosts))
+    view = View.of(snapshot, memory, settings, partners(packed.packs))
+    ranks = _ranks(snapshot, settings, order)
+    waiting = held_jobs(snapshot, memory, settings, ranks)
+    moves = _moves(snapshot, memory, settings, gandiva, (managed, hosts, view, packed))
+    shrink(moves, waiting)
+    placed = place_on(hosts, waiting, settings, by_gpu=True)
+    migrate(moves)
+    defragment(moves)
+    spare = spare_since(moves)
+    if not waiting:
+        grow(moves, spare)
+    sharing = _Round(snapshot, managed, packed, view, moves, placed)
+    tuned, starts = sharing.shares(ranks, allocate)
+    actions = (
+        *lane_actions(snapshot, memory, settings),
+        *packed.actions,
+        *(action for action in turn_actions(view) if not _outdated(action, moves)),
+        *moves.actions,
+        *tuned,
+        *starts,
+    )
+    return Decision(actions, replace(memory, sharing=_learned(memory, packed, spare)), sharing.reasons(actions))
+
+
+# --- What the functions see ----------------------------------------------------------------------------
+
+
+def _managed(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings) -> dict[JobKey, Job]:
+    """Return the jobs with a lease that are ours to move, pack and tune, in order of keys."""
+    found = {
+        job.key: job
+        for job in snapshot.jobs
+        if job.lease is not None
+        and (job.state == "RUNNING" or (job.state == "SUSPENDED" and job.key in memory.suspended))
+        and settings.manages(job)
+        and not job.lease.exclusive
+    }
+    return {key: found[key] for key in sorted(found)}
+
+
+def _terms(
+    snapshot: ClusterSnapshot, settings: SharingSettings, gandiva: GandivaSettings, hosts: Mapping[str, HostBook]
+) -> Terms:
+    sizes = {node.host: node.gpu_memory_gb for node in snapshot.nodes if node.gpu_memory_gb is not None}
+    return Terms(settings, gandiva, sizes, overloaded=any(host.height > 1 for host in hosts.values()))
+
+
+def _ranks(snapshot: ClusterSnapshot, settings: SharingSettings, order: Order) -> dict[JobKey, int]:
+    """Return each managed job's place in the ordering; those without a record of progress have made none."""
+    jobs = tuple(
+        job if job.progress is not None else replace(job, progress=Progress(snapshot.time_s))
+        for job in sorted(snapshot.jobs, key=_key)
+        if job.state in ("PENDING", "RUNNING", "SUSPENDED") and settings.manages(job)
+    )
+    gpus: dict[str, int] = {}
+    for node in sorted(snapshot.nodes, key=lambda node: node.name):
+        if node.lane == 0 and node.up and not node.drained:
+            gpus[node.gpu_type] = gpus.get(node.gpu_type, 0) + node.gpus
+    ranking = order(Queue(snapshot.time_s, jobs, gpus))
+    return {job.key: rank for rank, job in enumerate(ranking.jobs)}
+
+
+def _key(job: Job) -> JobKey:
+    return job.key
+
+
+def _moves(
+    snapshot: ClusterSnapshot,
+    memory: Memory,
+    settings: SharingSettings,
+    gandiva: GandivaSettings,
+    so_far: tuple[Mapping[JobKey, Job], Mapping[str, HostBook], View, Packing],
+) -> Moves:
+    managed, hosts, view, packed = so_far
+    changed = {key for action in packed.actions for key in (getattr(action, "jobs", None) or (action.job,))}
+    return Moves(
+        snapshot.time_s,
+        hosts,
+        managed,
+        settings,
+        gandiva,
+        memory.sharing,
+        view.holders,
+        units(packed.packs),
+        fixed=changed | view.leaving | view.giving_back,
+    )
+
+
+# --- What comes of it ----------------------------------------------------------------------------------
+
+
+def _outdated(action: Action, moves: Moves) -> bool:
+    """Whether a turn's action is about a job that moves: it may get GPUs at once where it goes."""
+    return isinstance(action, Suspend) and any(action.job == move.job for move in moves.actions)
+
+
+def _learned(memory: Memory, packed: Packing, spare: tuple[tuple[str, float], ...]) -> SharingMemory:
+    """Return what to remember; packs and moves are added once they have left."""
+    return replace(memory.sharing, packs=packed.before, lost=packed.lost, alone_s=packed.alone_s, spare_s=spare)
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """A round whose turns, placements and moves are made."""
+
+    snapshot: ClusterSnapshot
+    managed: Mapping[JobKey, Job]
+    packed: Packing
+    view: View
+    moves: Moves
+    placed: Placed
+
+    def shares(self, ranks: Mapping[JobKey, int], allocate: Allocate) -> tuple[tuple[Tune, ...], tuple[Place, ...]]:
+        """Return the tunes of running jobs, and the placements with their shares."""
+        moving = frozenset(action.job for action in self.moves.actions)
+        starting = frozenset(action.job for action in self.placed.actions)
+        division = Sharing(
+            self.snapshot.time_s,
+            allocate,
+            {**self.managed, **{job.key: job for job in self.snapshot.jobs if job.key in starting}},
+            holders=(self.view.holders | self._alone(moving | starting)),
+            fixed=moving,
+            units=units(self.packed.packs),
+            order=ranks,
+        )
+        wanted = division.divide(self.moves.hosts)
+        return tunes(self.managed, wanted), with_shares(self.placed.actions, wanted, division.jobs)
+
+    def _alone(self, keys: frozenset[JobKey]) -> frozenset[JobKey]:
+        """Return those of some jobs that get all their GPUs at once, because nobody else has a claim to them."""
+        found: set[JobKey] = set()
+        for host in self.moves.hosts.values():
+            for key in keys & host.tenants.keys():
+                crowds, tenant = host.crowds(), host.tenants[key]
+                if tenant.gpus and all(crowds[index] == 1 for index in tenant.gpus):
+                    found.add(key)
+        return frozenset(found)
+
+    def reasons(self, actions: Sequence[Action]) -> dict[JobKey, str]:
+        """Return a sentence for every job that opted in; what is done to a job now says more than its turn."""
+        found = view_reasons(self.view, self.placed.reasons)
+        for action in (*self.packed.actions, *self.moves.actions):
+            if action.job in found:
+                found[action.job] = action.reason
+        del actions
+        return found

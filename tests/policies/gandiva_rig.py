@@ -1,0 +1,104 @@
+"""Short ways to write what Gandiva's functions decide on: profiles, hosts of several lanes, and one decision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from snapshots import NOW, cluster, job, key, lease, node
+
+from cadenza.policies.allocation.proportional import proportional
+from cadenza.policies.ledger import remember
+from cadenza.policies.model import Decision, Job, Memory, Options, Progress, Share
+from cadenza.policies.ordering.fifo import fifo
+from cadenza.policies.profile import Profile
+from cadenza.policies.sharing.gandiva import decide
+from cadenza.policies.sharing.settings import GandivaSettings, SharingSettings
+
+SHARING = SharingSettings(
+    enforce=True,
+    admission="held",
+    partitions=frozenset({"gpu"}),
+    max_priority=10,
+    suspend=False,
+    share_between_users=True,
+)
+ALL = GandivaSettings()
+NOTHING = GandivaSettings(pack=False, migrate=False, defrag=False, elastic=False)
+
+
+def profile(utilization: float = 0.3, peak_gb: float = 4.0, model: str = "net", **facts) -> Profile:
+    plain = {"iteration_s": 0.1, "cpus_per_gpu": (1.0,), "memory_gb_per_gpu": (4.0,), "throughput": ((1.0,),)}
+    return Profile(
+        model=model,
+        gpu_utilization=utilization,
+        gpu_memory_peak_gb=peak_gb,
+        gpu_memory_low_gb=1.0,
+        **{**plain, **facts},
+    )
+
+
+def host(name: str = "a", lanes: int = 2, jobs: tuple[Job, ...] = (), **facts):
+    """A host of 4 GPUs, 24 CPUs, 100 GB, its lanes' books as these jobs fill them."""
+    found = []
+    for lane in range(lanes):
+        empty = node(name, lane, gpu_memory_gb=16.0, **facts)
+        shares = [share for one in jobs for share in one.placement if share.node == empty.name]
+        used = {
+            "gpus_used": sum(share.gpus for share in shares),
+            "cpus_used": sum(share.cpus for share in shares),
+            "memory_used_mb": sum(share.memory_mb for share in shares),
+        }
+        found.append(replace(empty, **used))
+    return tuple(found)
+
+
+def on(number: int, where: str, *gpus: int, state: str = "held", lane: int = 0, **facts) -> Job:
+    """A job on some GPUs of a host, with its proportional share; ``lease`` facts are held_s, vtime_s and so on."""
+    known = ("held_s", "vtime_s", "waited_s", "iteration_s", "ready")
+    told = {name: facts.pop(name) for name in known if name in facts}
+    told = {"held_s": 10.0 if state == "held" else 0.0, "iteration_s": 0.1, **told}
+    name = where if lane == 0 else f"{where}-l{lane}"
+    memory_mb = 8000 * len(gpus)
+    return job(
+        number,
+        **{
+            "gpus": len(gpus),
+            "cpus": 6 * len(gpus),
+            "memory_mb": memory_mb,
+            "nodes": (name,),
+            "lease": lease(state, *gpus, hosts=(where,), **told),
+            "profile": profile(),
+            "placement": (Share(name, len(gpus), 6 * len(gpus), memory_mb),),
+            "progress": Progress(NOW, 7200.0, 600.0, running=state == "held"),
+            **facts,
+        },
+    )
+
+
+def held(number: int, gpus: int = 1, priority: int = 0, **facts) -> Job:
+    """A job that waits for us to place it."""
+    plain = {"cpus": 6 * gpus, "memory_mb": 8000 * gpus, "profile": profile(), "progress": Progress(NOW, 7200.0)}
+    options = Options(held=True, priority=priority)
+    return job(number, state="PENDING", slurm_priority=0, gpus=gpus, options=options, **{**plain, **facts})
+
+
+def world(*jobs: Job, hosts: tuple[str, ...] = ("a",), lanes: int = 2, **facts):
+    """A snapshot of these jobs on hosts of 4 GPUs."""
+    nodes = tuple(lane for name in hosts for lane in host(name, lanes, jobs, **facts))
+    return cluster(*jobs, nodes=nodes)
+
+
+def decided(snapshot, memory=None, gandiva=ALL, sharing=SHARING, order=fifo, allocate=proportional) -> Decision:
+    return decide(snapshot, memory or Memory(), sharing, gandiva, order, allocate)
+
+
+def of(kind: type, decision: Decision) -> list:
+    return [action for action in decision.actions if isinstance(action, kind)]
+
+
+def after(snapshot, decision: Decision) -> Memory:
+    """The memory when all of a decision has left."""
+    return remember(decision.memory, decision.actions, snapshot)
+
+
+__all__ = ["ALL", "NOTHING", "NOW", "SHARING", "after", "decided", "held", "key", "of", "on", "profile", "world"]
