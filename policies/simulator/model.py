@@ -1,0 +1,171 @@
+"""What a simulation takes and gives: jobs, costs, a setup; a result for each job and for the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cadenza.policies.model import JobKey
+from cadenza.policies.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class TraceJob:
+    """One job of a workload; times in seconds since the start."""
+
+    id: int
+    submit_s: float
+    gpus: int
+    work_s: float
+    """Run time at the proportional share."""
+    model: str = ""
+    profile: Profile | None = None
+    """As the policy sees it, from the profiles given."""
+    truth: Profile | None = None
+    """As the job really behaves, where that differs; None: as its profile."""
+    iterations: int | None = None
+    user: str = "user"
+    account: str = ""
+    priority: int = 0
+    min_gpus: int | None = None
+    max_gpus: int | None = None
+    startup_s: float | None = None
+    """Time from start to first iteration; None: the costs' ``start_s``."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """The trace's other columns, as they are."""
+
+    @property
+    def iteration_s(self) -> float:
+        """Return the time of an iteration at the proportional share; 1 s when nothing says more."""
+        if self.iterations:
+            return self.work_s / self.iterations
+        return self.profile.iteration_s if self.profile is not None else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SimCosts:
+    """Seconds in which a job has its GPUs and makes no progress. See ``costs.toml`` for where the defaults are from."""
+
+    start_s: float = 0.0
+    """First start, to the first iteration."""
+    restart_s: float = 30.0
+    """Every later start after a preemption: checkpoint read, framework start-up."""
+    yield_s: float = 0.05
+    """To move GPU state to the host, without the copy itself."""
+    resume_s: float = 0.02
+    copy_gb_s: float = 10.0
+    """Link speed, GB/s, for the copy of ``gpu_memory_low_gb`` at each yield and resume."""
+    migrate_s: float = 30.0
+    """To another node, GPU to GPU."""
+    tune_s: float = 0.0
+    resize_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFailure:
+    """A node is down from ``start_s`` to ``end_s``; its jobs restart from their last checkpoint."""
+
+    node: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How to run: rounds, costs, conventions. Times in seconds."""
+
+    round_s: float = 300.0
+    first_round_s: float = 0.0
+    costs: SimCosts = field(default_factory=SimCosts)
+    synergy: bool = False
+    """Conventions of Synergy's simulator: whole iterations a round, jobs end at round ends, speed is best or 1, moves
+    are free (``--preset synergy``)."""
+    lanes: int = 1
+    """Lanes a node; more than one lets jobs take turns."""
+    rounds_on_events: bool = False
+    """A round also at each arrival and end, not only every ``round_s``."""
+    horizon_s: float | None = None
+    """End here, whatever still runs."""
+    until_done: tuple[int, int] | None = None
+    """End when the jobs with these positions in order of submission, first to one before last, are done."""
+    failures: tuple[NodeFailure, ...] = ()
+    interference: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    """Relative speeds of two packed models, each in (0, 1] of its speed alone; see ``interference.py``."""
+    checkpoint_s: float = 0.0
+    """Work since the last checkpoint that a failure loses at most; 0: nothing is lost."""
+    skip: bool = True
+    """Leave out rounds that must decide what the last one did; the result is the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """What became of one job; times in seconds since the start, None when it did not get there."""
+
+    id: int
+    submit_s: float
+    start_s: float | None
+    finish_s: float | None
+    gpus: int
+    model: str
+    user: str
+    work_s: float
+    attained_s: float
+    to_100_iterations_s: float | None
+    """From submission to the end of the hundredth iteration."""
+    yields: int = 0
+    migrations: int = 0
+    tunes: int = 0
+    restarts: int = 0
+
+    @property
+    def jct_s(self) -> float | None:
+        """Return the job completion time, or None when it has not ended."""
+        return None if self.finish_s is None else self.finish_s - self.submit_s
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The cluster from ``time_s`` to the next sample: an event-driven step function; thinned ones are means."""
+
+    time_s: float
+    gpus_held: float
+    """GPUs that at least one job may use."""
+    cpus_used: float
+    running: float
+    waiting: float
+    """Submitted, not ended, without GPUs now."""
+    busy: float = 0.0
+    """GPUs computing: each held GPU by its jobs' ``gpu_utilization`` (1 without), at most 1 a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How often a policy acted, and how many rounds there were."""
+
+    rounds: int = 0
+    decided: int = 0
+    """Rounds that were not left out."""
+    yields: int = 0
+    migrations: int = 0
+    tunes: int = 0
+    restarts: int = 0
+    packs: int = 0
+    unpacks: int = 0
+    resizes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One simulation."""
+
+    jobs: tuple[JobResult, ...]
+    """In order of submission, then id."""
+    samples: tuple[Sample, ...]
+    counts: Counts
+    gpus: int
+    cpus: int
+    end_s: float
+    decision_s: tuple[float, ...] = ()
+    """Wall time of each decision, for its quantiles; empty without a stopwatch."""
+    wall_s: float = 0.0
+    unfinished: tuple[JobKey, ...] = ()

@@ -1,0 +1,185 @@
+"""The simulator against hand-computed runs, a second-by-second oracle, and its own books."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cadenza.policies.errors import InputError
+from cadenza.policies.model import Node
+from cadenza.policies.policy import PolicySettings, build
+from cadenza.policies.profile import Profile
+from cadenza.policies.simulator.live import PARTITION
+from cadenza.policies.simulator.model import NodeFailure, Result, Setup, SimCosts, TraceJob
+from cadenza.policies.simulator.run import simulate
+
+FREE = SimCosts(restart_s=0.0, yield_s=0.0, resume_s=0.0, migrate_s=0.0, resize_s=0.0)
+SETTINGS = PolicySettings(partitions=frozenset({PARTITION}))
+
+
+def cluster(count: int, gpus: int = 8, cpus: int = 24, memory_mb: int = 512000) -> tuple[Node, ...]:
+    names = [f"n{number}" for number in range(1, count + 1)]
+    return tuple(Node(name, name, 0, cpus, memory_mb, gpus, partitions=(PARTITION,)) for name in names)
+
+
+def vision() -> Profile:
+    """Half as fast with one CPU, twice as fast with six, whatever its memory."""
+    return Profile("vision", 1.0, (1.0, 3.0, 6.0), (20.0, 62.5), ((0.5, 0.5), (1.0, 1.0), (2.0, 2.0)))
+
+
+def donor() -> Profile:
+    return Profile("donor", 1.0, (1.0, 3.0), (20.0, 62.5), ((1.0, 1.0), (1.0, 1.0)))
+
+
+def run(jobs: list[TraceJob], nodes: tuple[Node, ...], order: str, allocate: str, setup: Setup) -> Result:
+    return simulate(jobs, nodes, build(order, allocate, "none", SETTINGS), setup)
+
+
+def finishes(result: Result) -> dict[int, float | None]:
+    return {job.id: job.finish_s for job in result.jobs}
+
+
+def test_jobs_wait_for_the_next_round_and_for_gpus() -> None:
+    jobs = [TraceJob(1, 0.0, 8, 500.0), TraceJob(2, 10.0, 8, 100.0)]
+    result = run(jobs, cluster(1), "fifo", "proportional", Setup(round_s=300.0))
+    assert finishes(result) == {1: 500.0, 2: 700.0}  # job 1 ends at 500, the next round is at 600
+
+
+def test_rounds_on_events_leave_no_gap() -> None:
+    jobs = [TraceJob(1, 0.0, 8, 500.0), TraceJob(2, 10.0, 8, 100.0)]
+    result = run(jobs, cluster(1), "fifo", "proportional", Setup(round_s=300.0, rounds_on_events=True))
+    assert finishes(result) == {1: 500.0, 2: 600.0}
+
+
+def test_synergy_conventions_end_jobs_with_their_round() -> None:
+    jobs = [TraceJob(1, 0.0, 1, 301.0, iterations=301)]
+    result = run(jobs, cluster(1), "fifo", "proportional", Setup(synergy=True, costs=FREE))
+    assert finishes(result) == {1: 600.0}
+
+
+def test_preemption_pays_for_the_restart() -> None:
+    jobs = [TraceJob(1, 0.0, 8, 1000.0), TraceJob(2, 300.0, 8, 100.0)]
+    result = run(jobs, cluster(1), "srtf", "proportional", Setup(round_s=100.0, costs=SimCosts(restart_s=30.0)))
+    assert finishes(result) == {1: 1130.0, 2: 400.0}
+    assert result.counts.restarts == 1
+    assert result.jobs[0].restarts == 1
+    assert result.jobs[0].attained_s == pytest.approx(1030.0)
+
+
+def test_the_first_start_costs_what_the_job_says() -> None:
+    jobs = [TraceJob(1, 0.0, 1, 1000.0, startup_s=20.0, iterations=1000)]
+    result = run(jobs, cluster(1), "fifo", "proportional", Setup(costs=SimCosts(start_s=5.0)))
+    assert finishes(result) == {1: 1020.0}
+    assert result.jobs[0].to_100_iterations_s == pytest.approx(120.0)
+
+
+def test_a_job_runs_as_fast_as_its_profile_says() -> None:
+    jobs = [TraceJob(number, 0.0, 1, 1200.0, profile=donor()) for number in range(1, 8)]
+    jobs.append(TraceJob(8, 0.0, 1, 1200.0, profile=vision()))
+    assert finishes(run(jobs, cluster(1), "fifo", "proportional", Setup()))[8] == 1200.0
+    assert finishes(run(jobs, cluster(1), "fifo", "tune-coded", Setup()))[8] == 600.0
+
+
+def test_the_truth_counts_and_not_the_profile() -> None:
+    jobs = [TraceJob(1, 0.0, 1, 1200.0, profile=vision(), truth=donor())]
+    assert finishes(run(jobs, cluster(1), "fifo", "tune-coded", Setup())) == {1: 1200.0}
+
+
+def test_a_lost_node_sends_its_jobs_back_to_their_checkpoint() -> None:
+    jobs = [TraceJob(1, 0.0, 8, 1000.0)]
+    setup = Setup(round_s=100.0, costs=FREE, checkpoint_s=300.0, failures=(NodeFailure("n1", 450.0, 900.0),))
+    result = run(jobs, cluster(1), "fifo", "proportional", setup)
+    assert finishes(result) == {1: 900.0 + 700.0}
+
+
+def test_a_run_ends_at_its_horizon() -> None:
+    jobs = [TraceJob(1, 0.0, 1, 1000.0), TraceJob(2, 0.0, 1, 100.0)]
+    result = run(jobs, cluster(1), "fifo", "proportional", Setup(horizon_s=600.0))
+    assert finishes(result) == {1: None, 2: 100.0}
+    assert [key.id for key in result.unfinished] == [1]
+    assert result.jobs[0].attained_s == 600.0
+
+
+def test_a_run_ends_when_the_watched_jobs_have() -> None:
+    jobs = [TraceJob(number, 300.0 * number, 8, 1000.0) for number in range(6)]
+    result = run(jobs, cluster(1), "fifo", "proportional", Setup(until_done=(1, 3)))
+    assert [job.id for job in result.jobs if job.finish_s is not None] == [0, 1, 2]
+
+
+def test_a_job_that_can_never_run_is_bad_input() -> None:
+    with pytest.raises(InputError, match="job 7 asks for 9 GPUs"):
+        run([TraceJob(7, 0.0, 9, 10.0)], cluster(1), "fifo", "proportional", Setup())
+
+
+def _oracle(jobs: list[TraceJob], gpus: int) -> dict[int, float]:
+    """Second by second: strict FIFO, jobs run to their end, a decision at every second."""
+    left = {job.id: job.work_s for job in jobs}
+    ends: dict[int, float] = {}
+    now = 0
+    while left:
+        running, free = [], gpus
+        for job in sorted(jobs, key=lambda job: (job.submit_s, job.id)):
+            if job.id in left and job.submit_s <= now:
+                if job.gpus > free:
+                    break
+                free -= job.gpus
+                running.append(job.id)
+        now += 1
+        for number in running:
+            left[number] -= 1
+            if left[number] <= 0:
+                ends[number] = float(now)
+                del left[number]
+    return ends
+
+
+traces = st.lists(
+    st.tuples(st.integers(0, 40), st.sampled_from([1, 2, 4, 8]), st.integers(1, 60)), min_size=1, max_size=12
+).map(lambda rows: [TraceJob(n, float(at), gpus, float(work)) for n, (at, gpus, work) in enumerate(rows)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(traces)
+def test_fifo_equals_the_oracle(jobs: list[TraceJob]) -> None:
+    result = run(jobs, cluster(2), "fifo", "proportional", Setup(round_s=1000.0, rounds_on_events=True))
+    assert finishes(result) == _oracle(jobs, 16)
+
+
+profiled = st.lists(
+    st.tuples(st.integers(0, 3000), st.sampled_from([1, 1, 1, 2, 4]), st.integers(1, 4000), st.booleans()),
+    min_size=1,
+    max_size=25,
+).map(
+    lambda rows: [
+        TraceJob(n, float(at), gpus, float(work), profile=VISION if fast else DONOR, iterations=work)
+        for n, (at, gpus, work, fast) in enumerate(rows)
+    ]
+)
+VISION, DONOR = vision(), donor()
+
+
+@settings(max_examples=40, deadline=None)
+@given(profiled, st.sampled_from(["proportional", "tune-coded"]), st.booleans())
+def test_leaving_out_rounds_changes_no_finish(jobs: list[TraceJob], allocate: str, synergy: bool) -> None:
+    def with_skip(*, skip: bool) -> Result:
+        return run(jobs, cluster(2), "fifo", allocate, Setup(round_s=300.0, synergy=synergy, costs=FREE, skip=skip))
+
+    left_out, all_rounds = with_skip(skip=True), with_skip(skip=False)
+    assert finishes(left_out) == finishes(all_rounds)
+    assert left_out.counts.decided <= all_rounds.counts.decided
+
+
+@settings(max_examples=40, deadline=None)
+@given(profiled, st.sampled_from(["fifo", "srtf", "las"]), st.sampled_from(["proportional", "greedy", "tune-coded"]))
+def test_the_samples_account_for_every_gpu_second(jobs: list[TraceJob], order: str, allocate: str) -> None:
+    result = run(jobs, cluster(2), order, allocate, Setup(round_s=300.0))
+    samples = result.samples
+    held = sum(now.gpus_held * (then.time_s - now.time_s) for now, then in pairwise(samples))
+    assert held == pytest.approx(sum(job.attained_s * job.gpus for job in result.jobs), rel=1e-6, abs=1e-3)
+    assert all(0 <= sample.gpus_held <= result.gpus for sample in samples)
+    assert all(0 <= sample.cpus_used <= result.cpus for sample in samples)
+    assert not result.unfinished
+    assert samples[-1].gpus_held == 0
