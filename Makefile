@@ -16,10 +16,11 @@ demo: install
 
 test: test-fast
 	container/ensure-docker
-	$(BIN)/python -m pytest tests -m cluster
+	container/ensure-browser
+	$(BIN)/python -m pytest tests -m "cluster or browser"
 
 test-fast: install
-	$(BIN)/python -m pytest tests -m "not cluster" -n auto --dist loadfile
+	$(BIN)/python -m pytest tests -m "not cluster and not browser" -n auto --dist loadfile
 
 lint: install
 	$(BIN)/ruff check .

@@ -10,11 +10,14 @@ import click
 COMMANDS: dict[str, tuple[str, str]] = {
     "top": ("top", "Show live who holds which GPU, who waits, and why."),
     "why": ("why", "Tell what was decided about a job, and what it measured."),
+    "report": ("report", "Compare saved simulation results on one HTML page."),
     "release": ("release", "Undo what Cadenza holds and suspends in Slurm."),
     "check-config": ("check_config", "Check the configuration files."),
     "show-config": ("show_config", "Print the settings in force and where each comes from."),
     "doctor": ("doctor", "Check this site: versions, lanes, partitions, keys, agents."),
     "keygen": ("keygen", "Make the keys of the link between service and agents."),
+    "simulate": ("simulate", "Simulate a policy on a trace or a published workload."),
+    "policies": ("policies", "List the policies and their sources."),
     "run": ("run", "Run a training script unchanged, able to share its GPU."),
     "record": ("record", "Record this cluster's answers for tests."),
 }
@@ -23,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 USAGE, LACKING = 2, 3
 EXIT_CODES = {
     "ConfigError": USAGE,
+    "InputError": USAGE,
     "SlurmUnavailable": LACKING,
     "EnvironmentLacks": LACKING,
     "StoreError": LACKING,

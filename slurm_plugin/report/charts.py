@@ -1,0 +1,217 @@
+"""The charts of a page, as data: distributions, the cluster over time, and completion time against load (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from cadenza.policies.simulator.model import Sample
+from cadenza.policies.simulator.summary import quantile
+from cadenza.policies.simulator.sweep import highest_stable, load_rows
+from cadenza.slurm_plugin.report.chart import Axis, Chart, Line, log_bounds, upper
+from cadenza.slurm_plugin.report.model import Comparison, Result, Run
+from cadenza.slurm_plugin.report.stats import bins, distribution
+from cadenza.slurm_plugin.report.units import HOUR_S, NARROW, axis_unit, count, duration, times, unit_of
+
+LOG_FROM = 20.0
+"""Completion times are drawn on a logarithmic axis from this ratio of the greatest to the least."""
+
+TAIL = 0.005
+"""Share of the jobs on either side that the axis of speed-ups leaves out: a few would squeeze all others."""
+
+FULL = 101.0
+"""End of an axis of per cent: a line at 100 % is to be seen whole."""
+LATE = 0.2
+"""An axis of time begins at 0 unless nothing happens for this share of it."""
+
+
+def charts(comparison: Comparison, most: int) -> tuple[Chart, ...]:
+    """Return the charts for which there is something to show; lines have at most ``most`` points."""
+    found = (
+        _completion(comparison, most),
+        _speed_up(comparison, most),
+        _load(comparison),
+        *(_over_time(comparison, view, max(2, most // 2)) for view in _views(comparison)),
+    )
+    return tuple(chart for chart in found if chart is not None)
+
+
+def _views(comparison: Comparison) -> Iterator[View]:
+    """Yield what to show over time; GPUs count as busy while they are held where no profile says more."""
+    runs = [run for result in comparison.results for run in result.runs]
+    told = any(sample.busy != sample.gpus_held for run in runs for sample in run.samples)
+    for view in VIEWS:
+        if told or view.key != "busy":
+            yield view
+
+
+def _completion(comparison: Comparison, most: int) -> Chart | None:
+    lines = tuple(_completion_line(comparison, result, most) for result in comparison.results)
+    lines = tuple(line for line in lines if line.points)
+    if not lines:
+        return None
+    low, high = log_bounds([x for line in lines for x, _ in (line.points[0], line.points[-1])])
+    return Chart(
+        "jct",
+        "Job completion time",
+        "Share of the jobs that ended within a time after their submission. Further left is better.",
+        _told("the median completion time is", lines),
+        Axis("time from submission to end", "time", max(low, 0.5), high, "log", unit_of((high,))),
+        Axis("of the jobs", "part", 0.0, FULL),
+        lines,
+    )
+
+
+def _completion_line(comparison: Comparison, result: Result, most: int) -> Line:
+    ordered = [job.jct_s for run in result.runs for job in run.jobs if job.jct_s]
+    points = distribution(ordered, sum(len(run.jobs) for run in result.runs), most)
+    median = comparison.mean("p50_jct_h", result)
+    note = "" if median is None else f"median {duration(median * HOUR_S)}"
+    return Line(result.index, result.label, points, note, step=True)
+
+
+def _speed_up(comparison: Comparison, most: int) -> Chart | None:
+    lines = []
+    for result in comparison.results[1:]:
+        ratios = comparison.speed_ups[result.label].ratios
+        if ratios:
+            note = f"median {times(quantile(ratios, 0.5))}"
+            lines.append(Line(result.index, result.label, distribution(ratios, len(ratios), most), note, step=True))
+    if not lines:
+        return None
+    shown = [1.0, *(quantile(found.ratios, part) for found in comparison.speed_ups.values() if found.ratios
+                    for part in (TAIL, 1 - TAIL))]  # fmt: skip
+    return Chart(
+        "speedup",
+        "Speed-up of each job",
+        f"Completion time with “{comparison.baseline.label}” over that of the same job here: right of 1× it ends "  # noqa: RUF001
+        "sooner, left of it later. The axis leaves out the outermost 0.5 % on either side.",
+        _told("the median speed-up is", lines),
+        Axis("speed-up, job by job", "ratio", *log_bounds(shown), "log"),
+        Axis("of the jobs", "part", 0.0, FULL),
+        tuple(lines),
+        upright=1.0,
+    )
+
+
+def _told(what: str, lines: Sequence[Line]) -> str:
+    return "; ".join(f"{line.label}: {what} {line.note.removeprefix('median ')}" for line in lines) + "."
+
+
+class View(NamedTuple):
+    """One quantity over time; ``whole`` makes it a part of something."""
+
+    key: str
+    metric: str
+    title: str
+    caption: str
+    label: str
+    of: Callable[[Sample], float]
+    whole: Callable[[Run], int] | None
+
+
+VIEWS = (
+    View("held", "gpu_utilization", "GPUs held", "GPUs that a job has, computing or not.", "of the GPUs",
+         lambda sample: sample.gpus_held, lambda run: run.gpus),
+    View("busy", "gpu_busy", "GPUs busy", "Held GPUs, each by how much of the time its jobs compute.", "of the GPUs",
+         lambda sample: sample.busy, lambda run: run.gpus),
+    View("cpus", "cpu_utilization", "CPUs allocated", "CPUs that are given to jobs.", "of the CPUs",
+         lambda sample: sample.cpus_used, lambda run: run.cpus),
+    View("queue", "", "Queue", "Jobs that were submitted, have not ended and have no GPUs.", "jobs waiting",
+         lambda sample: sample.waiting, None),
+)  # fmt: skip
+
+
+def _over_time(comparison: Comparison, view: View, most: int) -> Chart | None:
+    begins = [run.samples[0].time_s for result in comparison.results for run in result.runs if run.samples]
+    if not begins:
+        return None
+    end = max(run.end_s for result in comparison.results for run in result.runs)
+    begin = min(begins) if min(begins) > LATE * end else 0.0
+    edges = [begin + (end - begin) * at / most for at in range(most + 1)]
+    lines = tuple(line for result in comparison.results if (line := _line(comparison, result, view, edges)).points)
+    if not lines or end <= begin:
+        return None
+    highest = upper([y for line in lines for _, y in line.points] + [h for line in lines for *_, h in line.band])
+    unit = axis_unit(end - edges[0])
+    y = Axis(view.label, "part", 0.0, FULL) if view.whole else Axis(view.label, "number", 0.0, highest)
+    return Chart(
+        view.key,
+        view.title,
+        f"{view.caption} Each point is the mean over {duration(edges[1] - edges[0])}{_seeds(comparison)}.",
+        "; ".join(f"{line.label}: {line.note}" for line in lines) + ".",
+        Axis(f"time since the start, {unit.sign}", "time", edges[0], end, unit=unit, clock=True),
+        y,
+        lines,
+    )
+
+
+def _seeds(comparison: Comparison) -> str:
+    several = any(len(result.runs) > 1 for result in comparison.results)
+    return ", the band goes from the lowest to the highest seed" if several else ""
+
+
+def _line(comparison: Comparison, result: Result, view: View, edges: Sequence[float]) -> Line:
+    rows = [_binned(run, view, edges) for run in result.runs if run.samples and (not view.whole or view.whole(run))]
+    last = max((run.end_s for run in result.runs), default=0.0)
+    points, band, half = [], [], (edges[1] - edges[0]) / 2
+    for at, low in enumerate(edges[:-1]):
+        known = [row[at] for row in rows]
+        if known and low < last and any(value is not None for value in known):
+            values = [value or 0.0 for value in known]  # a run that has ended uses nothing
+            points.append((low + half, sum(values) / len(values)))
+            band.append((low + half, min(values), max(values)))
+    note = _typical(comparison, result, view, points)
+    return Line(result.index, result.label, tuple(points), note, tuple(band) if len(rows) > 1 else ())
+
+
+def _binned(run: Run, view: View, edges: Sequence[float]) -> list[float | None]:
+    scale = 100.0 / view.whole(run) if view.whole else 1.0
+    steps = tuple((sample.time_s, scale * view.of(sample)) for sample in run.samples)
+    return bins(steps, run.end_s, edges)
+
+
+def _typical(comparison: Comparison, result: Result, view: View, points: Sequence[tuple[float, float]]) -> str:
+    """Return the figure of the comparison table that belongs to a line; of a queue, how long it got."""
+    if not view.whole:
+        return f"longest {count(round(max((y for _, y in points), default=0)))}"
+    found = comparison.mean(view.metric, result)
+    return "" if found is None else f"mean {100 * found:.0f}{NARROW}%"
+
+
+def _load(comparison: Comparison) -> Chart | None:
+    lines = tuple(_load_line(result) for result in comparison.results)
+    lines = tuple(line for line in lines if line.points)
+    if not lines:
+        return None
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [y for line in lines for _, low, high in (line.band or ()) for y in (low, high)]
+    ys += [y for line in lines for _, y in line.points]
+    margin = (max(xs) - min(xs)) * 0.04 or 1.0
+    unit = unit_of(ys)
+    if max(ys) > LOG_FROM * max(min(ys), 1e-9):
+        low, high = log_bounds([y for y in ys if y > 0])
+        y = Axis("mean JCT", "time", low, high, "log", unit)
+    else:
+        y = Axis(f"mean JCT, {unit.sign}", "time", 0.0, upper(ys), unit=unit)
+    return Chart(
+        "load",
+        "Completion time against load",
+        "Mean completion time at each rate of arrival; where a line turns up, the cluster no longer keeps up. "
+        f"Lower is better.{' The band is the 95 % interval.' if any(line.band for line in lines) else ''}",
+        "; ".join(f"{line.label}: {line.note}" for line in lines) + ".",
+        Axis("jobs submitted an hour", "number", min(xs) - margin, max(xs) + margin),
+        y,
+        lines,
+    )
+
+
+def _load_line(result: Result) -> Line:
+    rows = [row for row in load_rows(result.sweep) if row.mean_jct_h is not None]
+    found = [(row.load, (row.mean_jct_h or 0.0) * HOUR_S, (row.interval95 or 0.0) * HOUR_S) for row in rows]
+    band = tuple((load, max(0.0, mean - half), mean + half) for load, mean, half in found)
+    points = tuple((load, mean) for load, mean, _ in found)
+    most = highest_stable(load_rows(result.sweep))
+    note = "keeps up with none" if most is None else f"keeps up with {most:g} an hour"
+    several = any(row.interval95 is not None for row in rows)
+    return Line(result.index, result.label, points, note, band if several else (), dots=True)

@@ -1,0 +1,124 @@
+"""Reads saved simulations and checks what their schema cannot: units that a page can draw (pure)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from cadenza.policies.errors import InputError
+from cadenza.policies.simulator.model import JobResult
+from cadenza.policies.simulator.saved import Saved, SavedRun, decode
+from cadenza.slurm_plugin.report.model import Loaded, Run
+
+MOST = 1e12
+"""No time, count or figure is beyond this; sums of such numbers are still exact enough to draw."""
+
+
+def load(data: bytes, source: str) -> Loaded:
+    """Return what one file of ``cadenza simulate --save`` holds.
+
+    Raises InputError, naming file and key, for one that was not written by it or holds what cannot be.
+    """
+    saved = decode(data, source)
+    for trouble in _troubles(saved):
+        raise InputError(f"{source}: {trouble}")
+    runs = tuple(_run(saved, run, source) for run in saved.runs)
+    return Loaded(source, saved.label, saved.arguments, runs, saved.sweep)
+
+
+def _run(saved: Saved, run: SavedRun, source: str) -> Run:
+    ordered = sorted(run.jobs, key=lambda job: (job.submit_s, job.id))
+    jobs = tuple(ordered[slice(*(window(saved.arguments) or (0, None)))])
+    figures = dict(_figures(run.summary))
+    return Run(source, run.seed, jobs, run.as_samples(), saved.gpus, saved.cpus, run.end_s, figures, saved.classes)
+
+
+def window(arguments: Sequence[str]) -> tuple[int, int] | None:
+    """Return the positions, first to one before last, of the jobs that ``--window`` counts; None for all.
+
+    >>> window(("--window", "4000:5000")), window(("--window=4:5",)), window(("--json",))
+    ((4000, 5000), (4, 5), None)
+    """
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    given = next((after for word, after in pairwise(words) if word == "--window"), "")
+    first, _, last = given.partition(":")
+    return (int(first), int(last)) if first.isdecimal() and last.isdecimal() else None
+
+
+def _figures(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a summary; those of its one nested object as ``decision_p50_ms`` and so on."""
+    for key, value in summary.items():
+        if _is_number(value):
+            yield key, float(value)
+        elif key == "decision_ms" and isinstance(value, dict):
+            yield from ((f"decision_{name}_ms", float(part)) for name, part in value.items() if _is_number(part))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _troubles(saved: Saved) -> Iterator[str]:
+    """Yield what is wrong, as key and sentence."""
+    if not saved.label.strip():
+        yield "label: is empty"
+    if not saved.runs and not saved.sweep:
+        yield "runs: there is neither a run nor a sweep"
+    for key, value in (("gpus", saved.gpus), ("cpus", saved.cpus)):
+        if not 1 <= value <= MOST:
+            yield f"{key}: {value} is not a number of {key.upper()[:-1]}s"
+    for at, run in enumerate(saved.runs):
+        yield from (f"runs[{at}].{trouble}" for trouble in _run_troubles(run))
+    for at, point in enumerate(saved.sweep):
+        if not _sound(point.load) or not _sound(point.mean_jct_h or 0.0) or point.load == 0:
+            yield f"sweep[{at}]: load and mean_jct_h must be positive numbers"
+
+
+def _run_troubles(run: SavedRun) -> Iterator[str]:
+    if not _sound(run.end_s):
+        yield f"end_s: {run.end_s:g} is not a time"
+    ids: set[int] = set()
+    for at, job in enumerate(run.jobs):
+        if job.id in ids:
+            yield f"jobs[{at}].id: {job.id} is there twice"
+        ids.add(job.id)
+        yield from (f"jobs[{at}].{trouble}" for trouble in _job_troubles(job))
+    yield from _sample_troubles(run)
+    for key, value in _figures_or_too_big(run.summary):
+        yield f"summary.{key}: {value!r} is not a figure"
+
+
+def _job_troubles(job: JobResult) -> Iterator[str]:
+    if not _sound(job.submit_s):
+        yield f"submit_s: {job.submit_s:g} is not a time"
+    if not 1 <= job.gpus <= MOST:
+        yield f"gpus: {job.gpus} is not a number of GPUs"
+    if job.finish_s is not None and not (_sound(job.finish_s) and job.finish_s >= job.submit_s):
+        yield f"finish_s: {job.finish_s:g} is not a time after submit_s"
+
+
+def _sample_troubles(run: SavedRun) -> Iterator[str]:
+    before = 0.0
+    for at, row in enumerate(run.samples):
+        if not all(_sound(value) for value in msgspec.structs.astuple(row)):
+            yield f"samples[{at}]: holds a number that is negative or too large"
+        elif not before <= row.time_s <= run.end_s:
+            yield f"samples[{at}]: {row.time_s:g} s is before the sample above it, or after end_s"
+        before = row.time_s
+
+
+def _figures_or_too_big(summary: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    try:
+        figures = dict(_figures(summary))
+    except OverflowError:
+        yield "*", "a number that is too large"
+        return
+    yield from ((key, value) for key, value in figures.items() if not _sound(value))
+
+
+def _sound(value: float) -> bool:
+    return math.isfinite(value) and 0 <= value <= MOST

@@ -1,0 +1,224 @@
+"""simulate and policies: what they print and write, and one line with exit code 2 for every wrong value."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cadenza.policies.registry import ENTRIES
+from cadenza.policies.simulator.saved import decode
+from cadenza.slurm_plugin.cli.main import main
+from cadenza.slurm_plugin.cli.simulate import GROUPS
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "simulate"
+KEYS = {
+    "jobs", "avg_jct_h", "p50_jct_h", "p99_jct_h", "makespan_h", "time_to_100_iterations_s", "gpu_utilization",
+    "migrations", "yields", "decision_ms", "wall_s",
+}  # fmt: skip
+PROPORTIONAL = ("--allocate", "proportional")
+SMALL = ("--workload", "synergy:jobs=40", "--nodes", "2x8:24:500", *PROPORTIONAL)
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main, ["simulate", *words])
+
+
+def example(*words: str, nodes: str = "2x4:16:128") -> Result:
+    files = ("--trace", str(EXAMPLE / "jobs.csv"), "--profiles", str(EXAMPLE / "profiles.json"))
+    return run(*files, "--costs", str(EXAMPLE / "costs.toml"), "--nodes", nodes, *words)
+
+
+# --- What comes out --------------------------------------------------------------------------------------
+
+
+def test_the_example_as_json() -> None:
+    done = example(*PROPORTIONAL, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found.keys() >= KEYS
+    assert found["decision_ms"].keys() == {"p50", "p99", "max"}
+    assert (found["jobs"], found["unfinished"], found["policy"]) == (8, 0, "fifo/proportional")
+    assert 0 < found["avg_jct_h"] < found["makespan_h"]
+
+
+def test_the_example_as_a_table() -> None:
+    done = example("--order", "srtf", *PROPORTIONAL)
+    assert done.exit_code == 0
+    assert done.stdout.startswith("srtf/proportional  8 GPUs, 32 CPUs")
+    assert "completion time, mean" in done.stdout
+    assert done.stderr == ""
+
+
+def test_failures_and_checkpoints_cost_time() -> None:
+    failing = ("--failures", str(EXAMPLE / "failures.csv"), "--checkpoint", "300")
+    plain = json.loads(example(*PROPORTIONAL, "--json").stdout)
+    failed = json.loads(example(*PROPORTIONAL, "--json", *failing).stdout)
+    assert failed["avg_jct_h"] > plain["avg_jct_h"]
+
+
+def test_one_row_a_job_and_a_saved_file(tmp_path: Path) -> None:
+    rows, file = tmp_path / "jobs.csv", tmp_path / "run.json"
+    done = run(*SMALL, "--seed", "1,2", "--per-job", str(rows), "--save", str(file), "--label", "mine", "--json")
+    assert done.exit_code == 0, done.output
+    table = list(csv.DictReader(rows.open()))
+    assert len(table) == 80
+    assert {row["seed"] for row in table} == {"1", "2"}
+    assert float(table[0]["jct_s"]) == float(table[0]["finish_s"]) - float(table[0]["submit_s"])
+    saved = decode(file.read_bytes(), "run.json")
+    assert (saved.label, saved.gpus, saved.cpus) == ("mine", 16, 48)
+    assert [run.seed for run in saved.runs] == [1, 2]
+    assert saved.arguments == ("--workload", "synergy:jobs=40", "--nodes", "2x8:24:500", *PROPORTIONAL, "--seed", "1,2")
+    assert saved.classes["gnmt"] == "language"
+    assert saved.runs[0].summary["avg_jct_h"] == json.loads(done.stdout)["runs"][0]["avg_jct_h"]
+
+
+def test_several_seeds_give_means_with_intervals() -> None:
+    each = [json.loads(run(*SMALL, "--seed", seed, "--json").stdout)["avg_jct_h"] for seed in ("1", "2", "3")]
+    both = json.loads(run(*SMALL, "--seed", "1,2,3", "--json").stdout)
+    assert both["avg_jct_h"] == pytest.approx(sum(each) / 3)
+    assert both["interval95"]["avg_jct_h"] > 0
+    assert both["seeds"] == [1, 2, 3]
+    assert "±" in run(*SMALL, "--seed", "1,2,3").stdout
+
+
+def test_a_seed_is_a_seed() -> None:
+    def figures(*words: str) -> dict[str, object]:
+        found = json.loads(run(*SMALL, "--json", *words).stdout)
+        return {key: value for key, value in found.items() if key not in {"wall_s", "decision_ms", "seeds"}}
+
+    assert figures("--seed", "42") == figures()
+    assert figures("--seed", "1") != figures()
+
+
+def test_a_window_ends_the_run_when_its_jobs_are_done() -> None:
+    whole = json.loads(run(*SMALL, "--json").stdout)
+    part = json.loads(run(*SMALL, "--json", "--window", "0:5").stdout)
+    assert part["jobs"] == 5
+    assert part["rounds"] < whole["rounds"]
+
+
+def test_a_load_sweep() -> None:
+    done = run(*SMALL, "--load-sweep", "0.5:1:0.5", "--seed", "1,2", "--json")
+    found = json.loads(done.stdout)
+    assert [row["load"] for row in found["sweep"]] == [0.5, 1.0]
+    assert [(point["load"], point["seed"]) for point in found["points"]] == [(0.5, 1), (0.5, 2), (1, 1), (1, 2)]
+    assert found["too_short"]
+    assert found["highest_stable_load"] is None
+    assert "too few jobs" in run(*SMALL, "--load-sweep", "0.5:1:0.5").stdout
+
+
+def test_models_are_assigned_on_request(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("job,submit_s,gpus,duration_s\n" + "".join(f"{n},0,1,3600\n" for n in range(20)))
+    rows = tmp_path / "rows.csv"
+    done = run("--trace", str(trace), "--nodes", "1x8:24:500", "--assign", "50/0/50", *PROPORTIONAL,
+               "--per-job", str(rows))  # fmt: skip
+    assert done.exit_code == 0, done.output
+    models = [row["model"] for row in csv.DictReader(rows.open())]
+    assert models.count("m5") + models.count("deepspeech") == 10
+
+
+def test_the_preset_starts_static_traces_at_one_second() -> None:
+    trace = ("--trace", str(EXAMPLE / "jobs.csv"), "--profiles", str(EXAMPLE / "profiles.json"))
+    done = run(*trace, "--nodes", "2x4:16:128", *PROPORTIONAL, "--preset", "synergy", "--json")
+    assert json.loads(done.stdout)["makespan_h"] * 3600 % 300 == pytest.approx(0, abs=1e-6)
+
+
+# --- What goes wrong -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "simulate: give either --trace or --workload"),
+        (("--trace", "x", "--workload", "synergy"), "simulate: give either --trace or --workload, not both"),
+        (("--trace", "x"), "--nodes: is missing"),
+        (("--trace", "nope.csv", "--nodes", "1x1:1:1"), "--trace: 'nope.csv' cannot be read: No such file"),
+        (("--trace", "/", "--nodes", "1x1:1:1"), "--trace: '/' cannot be read: Is a directory"),
+        (("--trace", "\0", "--nodes", "1x1:1:1"), "--trace: '\\x00' cannot be read"),
+        (("--trace", "x", "--nodes", "1x1:1:1", "--seed", "1"), "--seed: goes with --workload"),
+        (("--workload", "synergi"), "--workload: no workload is called 'synergi'; did you mean 'synergy'?"),
+        (("--workload", "synergy:lode=1"), "--workload: workload synergy: unknown key 'lode'; did you mean 'load'?"),
+        ((*SMALL, "--order", "fif"), "no ordering is called 'fif'; did you mean 'fifo'?"),
+        ((*SMALL, "--allocate", "tun"), "no allocation is called 'tun'; did you mean 'tune'?"),
+        ((*SMALL, "--share", "gandivo"), "no sharing is called 'gandivo'; did you mean 'gandiva'?"),
+        ((*SMALL, "--nodes", "4x8"), "--nodes: cluster '4x8': '4x8' is not NODESxGPUS"),
+        ((*SMALL, "--lanes", "9"), "--lanes: '9' is not from 1 to 8"),
+        ((*SMALL, "--round", "0"), "--round: '0' is not from 1"),
+        ((*SMALL, "--round", "nan"), "--round: 'nan' is not a number"),
+        ((*SMALL, "--horizon", "-1"), "--horizon: '-1' is not from 0"),
+        ((*SMALL, "--checkpoint", "x"), "--checkpoint: 'x' is not a number"),
+        ((*SMALL, "--preset", "gandiva"), "--preset: 'gandiva' is none of synergy"),
+        ((*SMALL, "--events", "maybe"), "--events: 'maybe' is none of yes, no"),
+        ((*SMALL, "--backfill", "n"), "--backfill: 'n' is none of yes, no"),
+        ((*SMALL, "--window", "5"), "--window: '5' is not FROM:TO"),
+        ((*SMALL, "--window", "5:5"), "--window: '5:5' holds no position"),
+        ((*SMALL, "--window", "5:500"), "--window: ends at 500, and there are 40 jobs"),
+        ((*SMALL, "--seed", "1,one"), "--seed: 'one' is not a whole number"),
+        ((*SMALL, "--seed", "1,1"), "--seed: '1,1' names a seed twice"),
+        ((*SMALL, "--load-sweep", "4:1:1"), "--load-sweep: '4:1:1' ends below where it begins"),
+        (("--workload", "gandiva", "--load-sweep", "1:2:1"), "--load-sweep: goes with --workload synergy"),
+        ((*SMALL, "--load-sweep", "1:2:1", "--per-job", "x"), "--per-job: does not go with --load-sweep"),
+        ((*SMALL, "--assign", "20/70/10"), "--assign: goes with --trace"),
+        ((*SMALL, "--preset", "synergy", "--costs", "x"), "--costs: does not go with --preset synergy"),
+        ((*SMALL, "--save", "/nowhere/x.json"), "--save: '/nowhere/x.json' is not a file in a folder that exists"),
+        ((*SMALL, "--per-job", "/"), "--per-job: '/' is not a file in a folder that exists"),
+        ((*SMALL, "--costs", "nope"), "--costs: 'nope' cannot be read"),
+        (("--workload", "synergy:jobs=9,gpus=synthetic,seed=3", "--nodes", "1x1:3:60"), "job "),
+    ],
+)
+def test_every_wrong_value_is_one_line_and_exit_code_2(words: tuple[str, ...], said: str) -> None:
+    done = run(*words)
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    assert done.stderr.startswith("cadenza: " + said)
+    assert done.stderr.count("\n") == 1
+
+
+def test_files_are_named_with_their_lines(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_bytes(b"job,submit_s,gpus,duration_s\n1,0,1,60\n2,0,x,60\n")
+    done = run("--trace", str(trace), "--nodes", "1x1:1:1")
+    assert (done.exit_code, done.stderr) == (2, f"cadenza: {trace}:3: gpus: 'x' is not a whole number\n")
+    trace.write_bytes(b"job,submit_s\n\xff\xfe")
+    done = run("--trace", str(trace), "--nodes", "1x1:1:1")
+    assert (done.exit_code, done.stderr) == (2, f"cadenza: {trace}:2: not UTF-8 text (byte 13 is 0xff)\n")
+    trace.write_bytes(b"job,submit_s,gpus,duration_s\n")
+    assert run("--trace", str(trace), "--nodes", "1x1:1:1").stderr == f"cadenza: {trace}: has no jobs\n"
+
+
+VALUED = [f"--{name}" for options in GROUPS.values() for name, metavar, _ in options if metavar]
+WRONG = ["", "nan", "-1", "inf", "9" * 400, "0", "x", ":", ",", "\x00", "é", "1:2", "1,2", "yes", "no", "a=b"]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from(VALUED), st.sampled_from(WRONG)), min_size=1, max_size=3))
+def test_no_values_make_it_crash(pairs: list[tuple[str, str]]) -> None:
+    given_words = [word for pair in pairs if pair[0] not in {"--save", "--per-job"} for word in pair]
+    done = run("--workload", "synergy:jobs=2", *PROPORTIONAL, *given_words)
+    assert done.exit_code in {0, 2}, (given_words, done.output, done.exception)
+
+
+# --- Help and policies -----------------------------------------------------------------------------------
+
+
+def test_the_help_has_every_option_and_every_workloads_keys() -> None:
+    text = run("--help").stdout
+    for heading, options in GROUPS.items():
+        assert f"{heading}:" in text
+        assert all(f"--{name}" in text for name, _, _ in options)
+    assert "split=20/70/10" in text
+
+
+def test_policies_are_listed() -> None:
+    text = CliRunner().invoke(main, ["policies"]).stdout
+    found = json.loads(CliRunner().invoke(main, ["policies", "--json"]).stdout)
+    assert [item["name"] for item in found] == [entry.name for entry in ENTRIES]
+    assert all(item.keys() == {"name", "kind", "line", "source"} for item in found)
+    assert all(entry.name in text and entry.line in text for entry in ENTRIES)
