@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from random import Random
 from statistics import fmean, stdev
 from typing import TypeAlias
@@ -24,7 +24,7 @@ from cadenza.policies.inputs.published import default_costs, synergy_profiles
 from cadenza.policies.policy import PolicySettings, build
 from cadenza.policies.simulator.live import PARTITION
 from cadenza.policies.simulator.model import Result, Setup, SimCosts, TraceJob
-from cadenza.policies.simulator.presets import SYNERGY_COSTS
+from cadenza.policies.simulator.presets import FREE_COSTS
 from cadenza.policies.simulator.run import simulate
 from cadenza.policies.simulator.sweep import Capacity, capacity
 from cadenza.policies.simulator.workloads.synergy import MEAN_JOB_H, Synergy
@@ -137,7 +137,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     seeds = range(1, arguments.seeds + 1)
-    costs = replace(SYNERGY_COSTS, copy_gb_s=1e9) if arguments.free else default_costs()
+    costs = FREE_COSTS if arguments.free else default_costs()
 
     def say(text: str) -> None:
         if not arguments.json:

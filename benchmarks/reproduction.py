@@ -20,7 +20,7 @@ from cadenza.policies.inputs.trace import read_trace
 from cadenza.policies.policy import PolicySettings, build
 from cadenza.policies.simulator.live import PARTITION
 from cadenza.policies.simulator.model import Setup
-from cadenza.policies.simulator.presets import SYNERGY_COSTS
+from cadenza.policies.simulator.presets import FREE_COSTS
 from cadenza.policies.simulator.run import simulate
 
 CLUSTER = "4x8:24:500"
@@ -57,7 +57,7 @@ def replay(trace: str, order: str, allocate: str) -> tuple[float, float, float]:
     profiles = read_profiles(table.read_text(), str(table))
     jobs = read_trace(rows.read_text(), str(rows), profiles)
     policy = build(order, allocate, "none", PolicySettings(partitions=frozenset({PARTITION})))
-    result = simulate(jobs, read_cluster(CLUSTER), policy, Setup(synergy=True, costs=SYNERGY_COSTS))
+    result = simulate(jobs, read_cluster(CLUSTER), policy, Setup(synergy=True, costs=FREE_COSTS))
     times = sorted(job.jct_s for job in result.jobs if job.jct_s is not None)
     last = max(job.finish_s for job in result.jobs if job.finish_s is not None)
     p99 = times[min(int(0.99 * len(times)), len(times) - 1)]

@@ -27,7 +27,7 @@ from cadenza.policies.inputs.trace import read_trace
 from cadenza.policies.policy import PolicySettings, build
 from cadenza.policies.simulator.live import PARTITION
 from cadenza.policies.simulator.model import Result, Setup, TraceJob
-from cadenza.policies.simulator.presets import SYNERGY_COSTS
+from cadenza.policies.simulator.presets import FREE_COSTS
 from cadenza.policies.simulator.run import simulate
 from cadenza.policies.simulator.workloads.synergy import Synergy
 
@@ -58,7 +58,7 @@ def synergy() -> Result:
     """Run Synergy's setting."""
     profiles = synergy_profiles()
     jobs = Synergy(8.0, 9000, deal(profiles, SPLIT, "split")).generate(Random(42), profiles)
-    setup = Setup(synergy=True, costs=SYNERGY_COSTS, until_done=(4000, 5000))
+    setup = Setup(synergy=True, costs=FREE_COSTS, until_done=(4000, 5000))
     return run(jobs, "16x8:24:500", "tune-coded", setup)
 
 

@@ -40,7 +40,8 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
         memory,
         suspended=frozenset(suspended | {action.job for action in acted if isinstance(action, Suspend)}),
         placed=frozenset(
-            {key for key in memory.placed if key in alive} | {action.job for action in acted if isinstance(action, Place | Release)}
+            {key for key in memory.placed if key in alive}
+            | {action.job for action in acted if isinstance(action, Place | Release)}
         ),
         drained=frozenset((drained | {action.node for action in acted if isinstance(action, DrainNode)}) - opened),
         sharing=remember_sharing(memory.sharing, acted, snapshot),

@@ -181,8 +181,8 @@ def usable(nodes: tuple[Node, ...], others: tuple[Job, ...], partitions: frozens
     for node in nodes:
         if node.lane == 0 and node.up and not node.drained and not partitions.isdisjoint(node.partitions):
             gpus, cpus, memory_mb = taken.get(node.name, (0, 0, 0))
-            if node.gpus > gpus:
-                left = (node.gpus - gpus, node.cpus - cpus, node.memory_mb - memory_mb)
+            left = (node.gpus - gpus, node.cpus - cpus, node.memory_mb - memory_mb)
+            if min(left) > 0:
                 found.append(Server(node.name, *left, node.gpu_type))
     return tuple(sorted(found))
 

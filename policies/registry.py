@@ -98,7 +98,17 @@ def allocation(name: str) -> Allocate:
     return cast("Allocate", _function("allocation", name))
 
 
+def warm(name: str) -> None:
+    """Let an allocation compile what it will need, so that its first decision is not the one that waits for that."""
+    get_ready = getattr(_module("allocation", name), "warm", None)
+    if get_ready is not None:
+        get_ready()
+
+
 def _function(package: str, name: str) -> object:
     """Return the function of a policy: its module and it are called as the policy, with ``_`` for ``-``."""
-    identifier = name.replace("-", "_")
-    return getattr(import_module(f"cadenza.policies.{package}.{identifier}"), identifier)
+    return getattr(_module(package, name), name.replace("-", "_"))
+
+
+def _module(package: str, name: str) -> object:
+    return import_module(f"cadenza.policies.{package}.{name.replace('-', '_')}")

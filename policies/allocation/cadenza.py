@@ -14,7 +14,9 @@ from cadenza.policies.allocation.division import Division, division
 from cadenza.policies.allocation.outcome import written
 from cadenza.policies.allocation.room import make_room, reunite, span
 from cadenza.policies.allocation.search import BLOCK, Improver, Limits, insert, level
-from cadenza.policies.case import Case, Plan
+from cadenza.policies.case import Case, Plan, Server
+from cadenza.policies.model import Job, JobKey
+from cadenza.policies.profile import Profile
 
 FEW = 1 << 17
 """Most (job, node) pairs for which each newcomer is tried on each node; more are dealt out."""
@@ -48,6 +50,17 @@ def _uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def warm() -> None:
+    """Compile everything on a small case, where numba is installed."""
+    profile = Profile("warm", 1.0, (1.0, 3.0, 6.0), (20.0, 62.5), ((0.5, 0.5), (1.0, 1.0), (1.5, 2.0)))
+    servers = tuple(Server(f"n{number}", 4, 12, 256000) for number in range(3))
+    jobs = tuple(
+        Job(JobKey(number, 0), "", "", "", "", "PENDING", gpus, 3 * gpus, 0, 1, 0.0, profile=profile)
+        for number, gpus in enumerate((1, 1, 2, 1, 1, 4))
+    )
+    cadenza(Case(0.0, servers, jobs, len(jobs)))
 
 
 def allocate(case: Case, by: Division) -> Plan:

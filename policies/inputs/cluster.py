@@ -16,6 +16,8 @@ MOST_NODES = 100_000
 MOST_GPUS = 1024
 MOST_CPUS = 100_000
 MOST_LANES = 8
+GPU_MEMORY_GB = {"T4": 16.0, "P40": 24.0, "P100": 16.0, "L4": 24.0, "L40": 48.0, "H100": 80.0, "H200": 141.0}
+"""Types that come in one size, by their makers' data sheets; of others nobody knows what fits together."""
 
 
 def read_cluster(text: str, lanes: int = 1) -> tuple[Node, ...]:
@@ -55,6 +57,7 @@ def _kind(part: str, where: str) -> tuple[int, Node]:
         cpus=integer(cpus, f"{where}: CPUs, at least one for each GPU", gpus, MOST_CPUS),
         memory_mb=int(number(memory, f"{where}: memory, at least 1 GB for each GPU", gpus, 1e6) * MB_PER_GB),
         gpu_type=gpu_type or "",
+        gpu_memory_gb=GPU_MEMORY_GB.get(gpu_type or ""),
         partitions=(PARTITION,),
     )
 
@@ -69,5 +72,6 @@ def _lane(kind: Node, host: str, lane: int) -> Node:
         memory_mb=kind.memory_mb,
         gpus=kind.gpus,
         gpu_type=kind.gpu_type,
+        gpu_memory_gb=kind.gpu_memory_gb,
         partitions=kind.partitions,
     )

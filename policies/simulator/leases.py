@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cadenza.policies.model import Gpu, JobKey, Node, Placement
+from cadenza.policies.simulator.errors import SimulationError
 from cadenza.policies.simulator.live import LeaseBook
 
 if TYPE_CHECKING:
@@ -197,12 +198,33 @@ class Leases:
         return len(held), busy
 
     def check(self) -> None:
-        """Raise AssertionError when a GPU has two holders that are not packed: a bug of this simulator."""
+        """Raise SimulationError when a host has not got what its jobs were given.
+
+        Two holders of a GPU that are not packed are an AssertionError: a bug of this simulator, not of a policy.
+        """
         for gpu, jobs in self._holders.items():
             for job, times in Counter(job.key for job in jobs).items():
                 others = {other.key for other in jobs if other.key != job}
                 if times > 1 or not others <= self.world.live[job].packed:
                     raise AssertionError(f"{gpu} has holders {[str(other.key) for other in jobs]}")
+        for host, (cpus, memory_mb) in self._taken().items():
+            node = self.world.nodes[host]
+            if cpus > node.cpus or memory_mb > node.memory_mb:
+                raise SimulationError(
+                    f"those who hold GPUs of {host} were given {cpus} of {node.cpus} CPUs, and all its jobs "
+                    f"{memory_mb} of {node.memory_mb} MB"
+                )
+
+    def _taken(self) -> dict[str, tuple[int, int]]:
+        """Return each host's CPUs of those who hold GPUs there, and the MB of all its jobs."""
+        taken: dict[str, tuple[int, int]] = {}
+        for job in self.world.live.values():
+            holds = job.lease is not None and job.lease.state == "held"
+            for share in job.placement:
+                host = self.world.nodes[share.node].host
+                cpus, memory_mb = taken.get(host, (0, 0))
+                taken[host] = (cpus + (share.cpus if holds else 0), memory_mb + share.memory_mb)
+        return taken
 
 
 def _utilization(job: Live) -> float:

@@ -8,15 +8,12 @@ from heapq import heappop, heappush
 from math import inf
 
 from cadenza.policies.case import placement_speed
-from cadenza.policies.errors import InputError, PolicyError
+from cadenza.policies.errors import InputError
 from cadenza.policies.model import ClusterSnapshot, Host, Job, JobKey, Node, Placement
+from cadenza.policies.simulator.errors import SimulationError
 from cadenza.policies.simulator.leases import Leases
 from cadenza.policies.simulator.live import Live, best_or_one, whole_iterations
 from cadenza.policies.simulator.model import JobResult, Sample, Setup, TraceJob
-
-
-class SimulationError(PolicyError):
-    """A policy asked for what cannot be, such as more GPUs than a node has: a bug of the policy."""
 
 
 class World:
@@ -117,6 +114,11 @@ class World:
             job.done_s = job.trace.work_s
             self.ended.append(job.result(self.now_s))
             self._drop_stale()
+
+    def cancel(self, job: Live) -> None:
+        """Take a job away for good, as when its user cancels it; it has no result."""
+        self.stop(job)
+        self._forget(job)
 
     def _forget(self, job: Live) -> None:
         del self.live[job.key]

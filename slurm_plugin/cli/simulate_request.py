@@ -22,7 +22,10 @@ from cadenza.policies.inputs.trace import read_trace
 from cadenza.policies.model import Node
 from cadenza.policies.policy import Policy, PolicySettings, build
 from cadenza.policies.profile import Profile
+from cadenza.policies.registry import warm
+from cadenza.policies.sharing.settings import GandivaSettings
 from cadenza.policies.simulator.model import Setup, SimCosts, TraceJob
+from cadenza.policies.simulator.presets import FREE_COSTS
 from cadenza.policies.simulator.sweep import read_loads
 from cadenza.policies.simulator.workloads.catalogue import KINDS, Workload, parse_workload
 
@@ -32,7 +35,6 @@ SHORTEST_S = 1.0
 MOST_SEEDS = 1000
 ROUND_S, SHARED_ROUND_S = "300", "60"
 """Synergy's round (OSDI'22) and Gandiva's time slice (OSDI'18, p. 603)."""
-FREE = SimCosts(restart_s=0.0, yield_s=0.0, resume_s=0.0, copy_gb_s=1e6, migrate_s=0.0, resize_s=0.0)
 """Synergy's simulator: nothing costs anything."""
 STATIC_FIRST_S = 1.0
 """When Synergy's simulator has its first round if all jobs are there at the start."""
@@ -238,7 +240,7 @@ def _setup(
 
 def _costs(path: str | None, *, synergy: bool) -> SimCosts:
     if synergy:
-        return FREE
+        return FREE_COSTS
     return default_costs() if path is None else read_costs(read_file(path, "--costs"), path)
 
 
@@ -251,6 +253,13 @@ def _interference(path: str | None, profiles: Mapping[str, Profile], *, shared: 
 def _policy(words: Mapping[str, Any], setup: Setup) -> Policy:
     """Return the policy; what it thinks moves cost is what they cost here."""
     backfill = _one_of(words["backfill"], "--backfill", ("yes", "no"), "yes") == "yes"
-    costs = Costs(move_s=setup.costs.migrate_s, tune_s=setup.costs.tune_s)
-    settings = PolicySettings(partitions=frozenset({PARTITION}), costs=costs, backfill=backfill)
-    return build(words["order"] or "fifo", words["allocate"] or "cadenza", words["share"] or "none", settings)
+    settings = PolicySettings(
+        partitions=frozenset({PARTITION}),
+        costs=Costs(move_s=setup.costs.migrate_s, tune_s=setup.costs.tune_s, round_s=setup.round_s),
+        backfill=backfill,
+        gandiva=GandivaSettings(move_s=setup.costs.migrate_s),
+    )
+    allocate = words["allocate"] or "cadenza"
+    policy = build(words["order"] or "fifo", allocate, words["share"] or "none", settings)
+    warm(allocate)
+    return policy
