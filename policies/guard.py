@@ -142,8 +142,10 @@ class _Case:
         return f"rate limit: {self.settings.max_actions_per_round} actions a round, the rest has to wait"
 
     def _run_time(self, job: Job, action: Action) -> str:
-        if not isinstance(action, Yield) or self._makes_way(job):
-            return ""
+        rule = self._too_early(job) if isinstance(action, Yield) else ""
+        return "" if rule and self._makes_way(job) else rule
+
+    def _too_early(self, job: Job) -> str:
         held_s = job.lease.held_s if job.lease is not None else 0.0
         if held_s < self.settings.min_run_s:
             return f"minimum run time: it ran {held_s:.1f} s of {self.settings.min_run_s:.1f} s"

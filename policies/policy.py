@@ -77,7 +77,7 @@ def build(order: str, allocate: str, share: str = "none", settings: PolicySettin
 
 def _shared(order: Order, allocate: Allocate, rules: PolicySettings, *, alone: bool) -> Decide:
     """Return Gandiva's decide; with ``alone`` time slices and placement only."""
-    sharing = replace(rules.sharing, partitions=rules.partitions)
+    sharing = replace(rules.sharing, partitions=rules.partitions, shares=rules.shares)
     functions = rules.gandiva
     if alone:
         functions = replace(functions, introspective=False, pack=False, migrate=False, defrag=False, elastic=False)
@@ -163,10 +163,13 @@ def _with_usage(memory: Memory, snapshot: ClusterSnapshot, half_life_s: float) -
     passed_s = 0.0 if since_s is None else max(now_s - since_s, 0.0)
     fade = 0.5 ** (passed_s / half_life_s)
     usage = {name: value * fade for name, value in memory.usage.items()}
+    had: dict[str, int] = {}  # whole GPUs, so that the order of the jobs changes no last digit
     for job in snapshot.jobs:
-        if job.state == "RUNNING" and job.gpus:
+        if job.state == "RUNNING":
             for name in (job.account, f"{job.account}/{job.user}"):
-                usage[name] = usage.get(name, 0.0) + job.gpus * passed_s
+                had[name] = had.get(name, 0) + job.gpus
+    for name in sorted(had):
+        usage[name] = usage.get(name, 0.0) + had[name] * passed_s
     return replace(memory, usage=usage, usage_s=now_s)
 
 

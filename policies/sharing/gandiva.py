@@ -18,11 +18,14 @@ from cadenza.policies.model import (
     Job,
     JobKey,
     Memory,
+    Migrate,
     Place,
     Progress,
+    Resize,
     SharingMemory,
     Suspend,
     Tune,
+    Unpack,
 )
 from cadenza.policies.ranking import Order, Queue
 from cadenza.policies.sharing.defrag import defragment
@@ -55,8 +58,8 @@ def decide(
     managed = _managed(snapshot, memory, settings)
     hosts = books(snapshot, settings, units(standing(memory.sharing.packs, managed)))
     packed = packing(managed, memory.sharing, _terms(snapshot, settings, gandiva, hosts))
-    view = View.of(snapshot, memory, settings, partners(packed.packs))
-    ranks = _ranks(snapshot, settings, order)
+    view = View.of(snapshot, memory, settings, partners(packed.packs), packed.leaving(managed))
+    ranks = _ranks(snapshot, memory, settings, order)
     waiting = held_jobs(snapshot, memory, settings, ranks)
     moves = _moves(snapshot, memory, settings, gandiva, (managed, hosts, view, packed))
     shrink(moves, waiting)
@@ -67,12 +70,12 @@ def decide(
     if not waiting:
         grow(moves, spare)
     sharing = _Round(snapshot, managed, packed, view, moves, placed)
-    tuned, starts = sharing.shares(ranks, allocate)
+    tuned, moved, starts = sharing.shares(ranks, allocate)
     actions = (
         *lane_actions(snapshot, memory, settings),
         *packed.actions,
         *(action for action in turn_actions(view) if not _outdated(action, moves)),
-        *moves.actions,
+        *moved,
         *tuned,
         *starts,
     )
@@ -102,7 +105,9 @@ def _terms(
     return Terms(settings, gandiva, sizes, overloaded=any(host.height > 1 for host in hosts.values()))
 
 
-def _ranks(snapshot: ClusterSnapshot, settings: SharingSettings, order: Order) -> dict[JobKey, int]:
+def _ranks(
+    snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings, order: Order
+) -> dict[JobKey, int]:
     """Return each managed job's place in the ordering; those without a record of progress have made none."""
     jobs = tuple(
         job if job.progress is not None else replace(job, progress=Progress(snapshot.time_s))
@@ -113,7 +118,7 @@ def _ranks(snapshot: ClusterSnapshot, settings: SharingSettings, order: Order) -
     for node in sorted(snapshot.nodes, key=lambda node: node.name):
         if node.lane == 0 and node.up and not node.drained:
             gpus[node.gpu_type] = gpus.get(node.gpu_type, 0) + node.gpus
-    ranking = order(Queue(snapshot.time_s, jobs, gpus))
+    ranking = order(Queue(snapshot.time_s, jobs, gpus, usage=memory.usage, shares=settings.shares))
     return {job.key: rank for rank, job in enumerate(ranking.jobs)}
 
 
@@ -167,8 +172,10 @@ class _Round:
     moves: Moves
     placed: Placed
 
-    def shares(self, ranks: Mapping[JobKey, int], allocate: Allocate) -> tuple[tuple[Tune, ...], tuple[Place, ...]]:
-        """Return the tunes of running jobs, and the placements with their shares."""
+    def shares(
+        self, ranks: Mapping[JobKey, int], allocate: Allocate
+    ) -> tuple[tuple[Tune, ...], tuple[Migrate | Resize | Unpack, ...], tuple[Place, ...]]:
+        """Return the tunes of running jobs, and the moves and placements with their shares."""
         moving = frozenset(action.job for action in self.moves.actions)
         starting = frozenset(action.job for action in self.placed.actions)
         division = Sharing(
@@ -176,12 +183,16 @@ class _Round:
             allocate,
             {**self.managed, **{job.key: job for job in self.snapshot.jobs if job.key in starting}},
             holders=(self.view.holders | self._alone(moving | starting)),
-            fixed=moving,
             units=units(self.packed.packs),
             order=ranks,
         )
         wanted = division.divide(self.moves.hosts)
-        return tunes(self.managed, wanted), with_shares(self.placed.actions, wanted, division.jobs)
+        staying = {key: placement for key, placement in wanted.items() if key not in moving}
+        moved = tuple(
+            replace(a, shares=wanted[a.job]) if a.job in wanted and not isinstance(a, Unpack) else a
+            for a in self.moves.actions
+        )
+        return tunes(self.managed, staying), moved, with_shares(self.placed.actions, wanted, division.jobs)
 
     def _alone(self, keys: frozenset[JobKey]) -> frozenset[JobKey]:
         """Return those of some jobs that get all their GPUs at once, because nobody else has a claim to them."""

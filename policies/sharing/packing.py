@@ -32,6 +32,12 @@ class Packing:
     lost: tuple[tuple[JobKey, JobKey], ...]
     alone_s: tuple[tuple[JobKey, float], ...]
 
+    def leaving(self, jobs: Mapping[JobKey, Job]) -> frozenset[JobKey]:
+        """Return those who give up GPUs that they hold, because a job that they leave holds these too."""
+        left = partners(self.before)
+        gone = [action.job for action in self.actions if isinstance(action, Unpack)]
+        return frozenset(key for key in gone if _holds(jobs[key]) and any(_holds(jobs[other]) for other in left[key]))
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -128,6 +134,7 @@ class _Unit:
     jobs: tuple[Job, ...]
     utilization: float
     peak_gb: float
+    models: tuple[str, ...]
 
     @property
     def rank(self) -> tuple[float, JobKey]:
@@ -145,44 +152,50 @@ class _Stage:
     lost: frozenset[tuple[JobKey, JobKey]]
     terms: Terms
 
-    def units(self) -> Iterator[_Unit]:
-        """Return the units whose jobs have all been measured, one after the other."""
+    def places(self) -> list[list[_Unit]]:
+        """Return the units on each set of GPUs that has several, the lowest utilisation first.
+
+        A unit counts once all its jobs have been measured.
+        """
         packed = {key for pack in self.packs for key in pack}
+        there: dict[frozenset[Gpu], list[Group]] = {}
         for group in (*self.packs, *((key,) for key in sorted(self.jobs) if key not in packed)):
-            measured = [_measured(self.jobs[key]) for key in group if key in self.alone]
-            known = [row for row in measured if row is not None]
-            if len(known) == len(group):
-                members = tuple(self.jobs[key] for key in group)
-                yield _Unit(members, sum(row[0] for row in known), sum(row[1] for row in known))
+            there.setdefault(_gpus(self.jobs[group[0]]), []).append(group)
+        several = [groups for groups in there.values() if len(groups) > 1]
+        found = [[unit for group in groups if (unit := self._unit(group)) is not None] for groups in several]
+        return sorted((sorted(units, key=_rank) for units in found if len(units) > 1), key=lambda units: units[0].rank)
+
+    def _unit(self, group: Group) -> _Unit | None:
+        known = [row for key in group if key in self.alone and (row := _measured(self.jobs[key])) is not None]
+        if len(known) != len(group):
+            return None
+        members = tuple(self.jobs[key] for key in group)
+        return _Unit(members, sum(row[0] for row in known), sum(row[1] for row in known), tuple(map(_model, members)))
 
     def suits(self, job: _Unit, other: _Unit, losing: frozenset[tuple[str, str]]) -> bool:
         """Whether one job may join a unit."""
-        mine = job.jobs[0]
+        mine, model = job.jobs[0], job.models[0]
+        if len(other.jobs) >= self.terms.gandiva.max_packed or any((model, name) in losing for name in other.models):
+            return False
         size_gb = min((self.terms.gpu_memory_gb.get(gpu.host, 0.0) for gpu in _gpus(mine)), default=0.0)
-        return (
-            len(other.jobs) < self.terms.gandiva.max_packed
-            and job.peak_gb + other.peak_gb <= size_gb
-            and all(self._together(mine, theirs, losing) for theirs in other.jobs)
-        )
+        return job.peak_gb + other.peak_gb <= size_gb and all(self._together(mine, theirs) for theirs in other.jobs)
 
-    def _together(self, mine: Job, theirs: Job, losing: frozenset[tuple[str, str]]) -> bool:
+    def _together(self, mine: Job, theirs: Job) -> bool:
         sharing = self.terms.sharing
         return (
             (sharing.share_between_users or mine.user == theirs.user)
             and sharing.priority(mine) == sharing.priority(theirs)
             and _pair(mine.key, theirs.key) not in self.lost
-            and _models(mine, theirs) not in losing
         )
 
     def losing(self) -> frozenset[tuple[str, str]]:
-        """Return the pairs of models of which two jobs lost together: others of these need no trial."""
-        pairs = [_models(self.jobs[a], self.jobs[b]) for a, b in self.lost if a in self.jobs and b in self.jobs]
-        return frozenset(pair for pair in pairs if all(pair))
+        """Return the pairs of models, both ways, of which two jobs lost together: others of these need no trial."""
+        pairs = [(_model(self.jobs[a]), _model(self.jobs[b])) for a, b in self.lost if {a, b} <= self.jobs.keys()]
+        return frozenset(both for a, b in pairs if a and b for both in ((a, b), (b, a)))
 
 
-def _models(one: Job, other: Job) -> tuple[str, str]:
-    names = sorted(job.profile.model if job.profile is not None else "" for job in (one, other))
-    return names[0], names[1]
+def _model(job: Job) -> str:
+    return job.profile.model if job.profile is not None else ""
 
 
 def _measured(job: Job) -> tuple[float, float] | None:
@@ -203,12 +216,13 @@ def _gpus(job: Job) -> frozenset[Gpu]:
     return frozenset(job.lease.gpus) if job.lease is not None else frozenset()
 
 
+def _rank(unit: _Unit) -> tuple[float, JobKey]:
+    return unit.rank
+
+
 def _joined(stage: _Stage) -> Iterator[Pack]:
-    there: dict[frozenset[Gpu], list[_Unit]] = {}
-    for unit in sorted(stage.units(), key=lambda unit: unit.rank):
-        there.setdefault(_gpus(unit.jobs[0]), []).append(unit)
     losing = stage.losing()
-    for units in sorted((units for units in there.values() if len(units) > 1), key=lambda units: units[0].rank):
+    for units in stage.places():
         yield from _joined_here(stage, units, losing)
 
 

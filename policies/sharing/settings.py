@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from cadenza.policies.model import Job, JobKey, Memory
@@ -27,6 +28,8 @@ class SharingSettings:
     """The comment is the user's own: a priority above this counts as this."""
     admission: Literal["native", "held"] = "native"
     partitions: frozenset[str] = frozenset()
+    shares: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Shares of accounts and users, for the ordering that has them (``fairshare``)."""
 
     @property
     def places(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from cadenza.policies.allocation.proportional import proportional
 from cadenza.policies.case import Allocate, Case, Server, proportional_share
 from cadenza.policies.model import Job, JobKey, Place, Placement, Share, Tune
 from cadenza.policies.sharing.hosts import Ask, HostBook, Tenant
@@ -26,8 +27,6 @@ class Sharing:
     """Managed jobs, those about to start included."""
     holders: frozenset[JobKey]
     """Who has GPUs once this round is done."""
-    fixed: frozenset[JobKey]
-    """Who gets its share with another action, or keeps what it has."""
     units: Mapping[JobKey, JobKey]
     """For a packed job the least key of its pack."""
     order: Mapping[JobKey, int]
@@ -50,21 +49,24 @@ class Sharing:
         if not units or sum(unit[0].ask.gpus for unit in units) > server.gpus:
             return found
         cases = tuple(_as_one(unit, server) for unit in units)
-        plan = self.allocate(Case(self.now_s, (server,), cases, len(cases)))
+        case = Case(self.now_s, (server,), cases, len(cases))
+        plan = self.allocate(case)
+        if len(plan.placements) < len(cases):  # it leaves jobs out, but theirs are the GPUs now
+            plan = proportional(case)
         shared = len(holding) < len(there)
         return found | {
             tenant.job.key: (_own(tenant, part, shared=shared),)
             for unit in units
-            if (placement := plan.placements.get(unit[0].job.key))
+            for placement in [plan.placements[unit[0].job.key]]
             for tenant, part in zip(unit, _split(placement[0], len(unit)), strict=True)
-            if tenant.job.key not in self.fixed
         }
 
     def _too_much(self, tenant: Tenant) -> Share | None:
         """Return what a job that waits is left with when it has more memory than it needs, else None."""
-        had = [share for share in tenant.job.placement if share.node == tenant.lane]
-        waits = tenant.job.key in self.jobs and tenant.job.key not in self.holders | self.fixed
-        if not waits or len(tenant.job.placement) != 1 or not had or had[0].memory_mb <= tenant.ask.memory_mb:
+        key, had = tenant.job.key, tenant.job.placement
+        if len(had) != 1 or had[0].memory_mb <= tenant.ask.memory_mb or had[0].node != tenant.lane:
+            return None
+        if key in self.holders or key not in self.jobs:
             return None
         return had[0]._replace(memory_mb=tenant.ask.memory_mb)
 

@@ -11,7 +11,7 @@ nothing but suspended jobs as drained, that is ready to be switched off.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cadenza.policies.model import (
     Action,
@@ -32,7 +32,7 @@ from cadenza.policies.sharing.lanes import hosts_to_leave, lane_actions
 from cadenza.policies.sharing.placement import place
 from cadenza.policies.sharing.settings import SharingSettings, held_for_us, left_alone
 from cadenza.policies.sharing.turns import Contender, Turn, groups, next_turn
-from cadenza.policies.sharing.wording import job_names
+from cadenza.policies.sharing.wording import job_names, jobs_called
 
 MAX_NAMED = 6
 """How many jobs of a group a reason names."""
@@ -78,8 +78,9 @@ class View:
         memory: Memory,
         settings: SharingSettings,
         partners: Mapping[JobKey, frozenset[JobKey]] | None = None,
+        stopping: frozenset[JobKey] = frozenset(),
     ) -> View:
-        """Return the view; ``partners``: whom a packed job runs with."""
+        """Return the view; ``partners``: whom a packed job runs with; ``stopping``: holders that other actions stop."""
         jobs = tuple(sorted(snapshot.jobs, key=lambda job: job.key))
         further = further_lanes(snapshot)
         contenders = [
@@ -87,6 +88,7 @@ class View:
             for job, priority in _by_priority(jobs, further, settings)
             if _takes_part(job)
         ]
+        contenders = [replace(c, state="stopping") if c.key in stopping else c for c in contenders]
         turns, reasons = _turns(contenders, settings)
         drained, host = hosts_to_leave(snapshot), {node.name: node.host for node in snapshot.nodes}
         return cls(
@@ -191,16 +193,16 @@ def _turns(contenders: list[Contender], settings: SharingSettings) -> tuple[tupl
             min_run_s=settings.min_run_s,
         )
         turns.append(turn)
-        for member in group:
-            reasons[member.key] = turn.reasons[member.key] + _group_name(member, group)
+        names = [str(member.key) for member in group]
+        for number, member in enumerate(group):
+            reasons[member.key] = turn.reasons[member.key] + _others(names[:number] + names[number + 1 :])
     return tuple(turns), reasons
 
 
-def _group_name(member: Contender, group: tuple[Contender, ...]) -> str:
-    others = [other.key for other in group if other.key != member.key]
-    if not others:
+def _others(names: list[str]) -> str:
+    if not names:
         return ""
-    return f" (takes turns with {job_names(others) if len(others) <= MAX_NAMED else f'{len(others)} jobs'})"
+    return f" (takes turns with {jobs_called(names) if len(names) <= MAX_NAMED else f'{len(names)} jobs'})"
 
 
 def _contender(

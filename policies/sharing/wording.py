@@ -28,7 +28,11 @@ def job_names(keys: Iterable[JobKey]) -> str:
     >>> job_names([JobKey(5, 0), JobKey(3, 1), JobKey(9, 0)])
     'jobs 3.1, 5 and 9'
     """
-    names = [str(key) for key in sorted(keys)]
+    return jobs_called([str(key) for key in sorted(keys)])
+
+
+def jobs_called(names: Sequence[str]) -> str:
+    """Return ``job 3`` or ``jobs 3 and 5`` of names that are in order."""
     if len(names) < 2:  # noqa: PLR2004 - one name needs no list
         return f"job {''.join(names)}"
     return f"jobs {', '.join(names[:-1])} and {names[-1]}"

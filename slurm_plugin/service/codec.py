@@ -22,6 +22,7 @@ from cadenza.policies.model import (
     Requeue,
     Resize,
     Resume,
+    SharingMemory,
     Suspend,
     Tune,
     Unpack,
@@ -61,6 +62,7 @@ class _MemoryRow(msgspec.Struct, frozen=True):
     last_yield_s: tuple[tuple[JobKey, float], ...]
     usage: tuple[tuple[str, float], ...] = ()
     usage_s: float | None = None
+    sharing: SharingMemory = msgspec.field(default_factory=SharingMemory)
 
 
 class _DecisionRow(msgspec.Struct, frozen=True):
@@ -149,6 +151,7 @@ def _memory_row(memory: Memory) -> _MemoryRow:
         tuple(sorted(memory.last_yield_s.items())),
         tuple(sorted(memory.usage.items())),
         memory.usage_s,
+        memory.sharing,
     )
 
 
@@ -160,4 +163,5 @@ def _memory_of(row: _MemoryRow) -> Memory:
         last_yield_s=dict(row.last_yield_s),
         usage=dict(row.usage),
         usage_s=row.usage_s,
+        sharing=row.sharing,
     )

@@ -51,7 +51,7 @@ def _profile(rng: Random, name: str) -> Profile:
     return Profile(name, 1.0, cpus, memory, rows)
 
 
-def _trace(rng: Random, gpus: int) -> list[TraceJob]:
+def _trace(rng: Random, gpus: int, count: int = 10) -> list[TraceJob]:
     pool = [_profile(rng, f"m{number}") for number in range(3)]
     return [
         TraceJob(
@@ -63,7 +63,7 @@ def _trace(rng: Random, gpus: int) -> list[TraceJob]:
             user=rng.choice(["alice", "bob"]),
             account=rng.choice(["a", "b"]),
         )
-        for number in range(10)
+        for number in range(count)
     ]
 
 
@@ -151,3 +151,36 @@ def test_invariants(order: str, allocate: str) -> None:
     result = simulate(jobs, nodes, Watch(policy, check).watched(), Setup(round_s=ROUND_S))
     assert not result.unfinished
     assert rounds >= 3
+
+
+SHARED = [
+    (share, order, ALLOCATIONS[(number * 3 + offset) % len(ALLOCATIONS)])
+    for offset, share in enumerate(("timeslice", "gandiva"))
+    for number, order in enumerate(ORDERINGS)
+]
+"""Every sharing with every ordering, each allocation twice: under sharing an allocation divides one host at a time."""
+
+
+@pytest.mark.parametrize(("share", "order", "allocate"), SHARED)
+def test_invariants_under_sharing(share: str, order: str, allocate: str) -> None:
+    """Besides these the simulator checks every round that no host, lane or GPU is given out twice."""
+    rng = Random(f"{share} {order} {allocate}")  # noqa: S311
+    hosts = [replace(node, gpu_memory_gb=24.0) for node in _cluster(rng)]
+    names = [(node, lane, f"{node.name}-l{lane}" if lane else node.name) for node in hosts for lane in range(3)]
+    lanes = [replace(node, name=name, lane=lane) for node, lane, name in names]
+    jobs = _trace(rng, max(node.gpus for node in hosts), 14)
+    policy = build(order, allocate, share, PolicySettings(partitions=frozenset({PARTITION})))
+    rounds = 0
+
+    def check(snapshot: ClusterSnapshot, memory: Memory, decision: Decision) -> None:
+        nonlocal rounds
+        rounds += 1
+        _check_jobs(snapshot, guaranteed=False)
+        if rounds % 10 == 1:
+            _check_permutation(policy, snapshot, memory, decision)
+            _check_replay(policy, snapshot, memory, decision)
+
+    setup = Setup(round_s=60.0, lanes=3, rounds_on_events=True)
+    result = simulate(jobs, tuple(lanes), Watch(policy, check).watched(), setup)
+    assert not result.unfinished
+    assert rounds >= 10
