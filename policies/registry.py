@@ -59,10 +59,11 @@ ENTRIES: tuple[Entry, ...] = (
     Entry(
         "tetris",
         "allocation",
-        "best aligned with what is free first, then greedy",
+        "best aligned with what is free first",
         "Tetris, SIGCOMM'14",
         backfills=True,
     ),
+    Entry("tetris-coded", "allocation", "least work first, then greedy", CODE, backfills=True),
     Entry("cadenza", "allocation", "whole profile matrix, placement chosen for it, sticky (the default)", "Cadenza"),
     Entry("none", "sharing", "each GPU has one job until it ends or is preempted", "Slurm"),
     Entry("timeslice", "sharing", "jobs take turns on GPUs at mini-batch boundaries", "Gandiva, OSDI'18 §3"),

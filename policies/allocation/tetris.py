@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from cadenza.policies.allocation.books import Books
-from cadenza.policies.allocation.demand import Ask, Asks, Need, Table, best_table, static_need
-from cadenza.policies.allocation.greedy import greedy
+from cadenza.policies.allocation.demand import Ask, Asks, Need, Table, best_table
 from cadenza.policies.allocation.packing import wanted_type
-from cadenza.policies.allocation.totals import Totals, starves
+from cadenza.policies.allocation.totals import starves
 from cadenza.policies.case import Case, Plan
 from cadenza.policies.model import Job, JobKey, Placement
 
@@ -78,29 +76,3 @@ def alignment(books: Books, gpus: int, need: Need, at: int) -> float:
         + need.cpus * books.cpus[at] / server.cpus**2
         + need.memory_mb * books.memory_mb[at] / server.memory_mb**2
     )
-
-
-def tetris_coded(case: Case) -> Plan:
-    """Offer the servers to the whole queue by ascending work: the shares of the cluster wanted times the time left.
-
-    So does Synergy's published simulator under the name TETRIS; nothing in it aligns. Time left is at the speed that
-    the job ran last or, while it waits, at its best; jobs whose work is unknown come last.
-    """
-    totals = Totals.of(case.servers)
-
-    def work(job: Job) -> tuple[bool, float]:
-        need = static_need(job.profile, totals.kinds, job.gpus)
-        return not starves(job, case.now_s), sum(totals.shares(job.gpus, need)) * _time_left(job, case.now_s)
-
-    return greedy(replace(case, jobs=tuple(sorted(case.jobs, key=work))))
-
-
-def _time_left(job: Job, now_s: float) -> float:
-    """Return the seconds that a job still needs; infinite when nobody knows."""
-    progress = job.progress
-    left = progress.remaining(now_s) if progress is not None else None
-    if progress is None or left is None:
-        return float("inf")
-    if job.profile is None:
-        return left
-    return left / (progress.speed if progress.running else job.profile.best_speed)

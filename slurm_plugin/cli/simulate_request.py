@@ -252,7 +252,9 @@ def _interference(path: str | None, profiles: Mapping[str, Profile], *, shared: 
 
 def _policy(words: Mapping[str, Any], setup: Setup) -> Policy:
     """Return the policy; what it thinks moves cost is what they cost here."""
-    backfill = _one_of(words["backfill"], "--backfill", ("yes", "no"), "yes") == "yes"
+    order = words["order"] or "fifo"
+    usual = "no" if setup.synergy and order == "las" else "yes"  # there LAS offers nothing to the rest of its queue
+    backfill = _one_of(words["backfill"], "--backfill", ("yes", "no"), usual) == "yes"
     settings = PolicySettings(
         partitions=frozenset({PARTITION}),
         costs=Costs(move_s=setup.costs.migrate_s, tune_s=setup.costs.tune_s, round_s=setup.round_s),
@@ -260,6 +262,6 @@ def _policy(words: Mapping[str, Any], setup: Setup) -> Policy:
         gandiva=GandivaSettings(move_s=setup.costs.migrate_s),
     )
     allocate = words["allocate"] or "cadenza"
-    policy = build(words["order"] or "fifo", allocate, words["share"] or "none", settings)
+    policy = build(order, allocate, words["share"] or "none", settings)
     warm(allocate)
     return policy

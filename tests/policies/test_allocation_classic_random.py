@@ -15,7 +15,8 @@ from cadenza.policies.allocation.greedy import greedy
 from cadenza.policies.allocation.opt import opt
 from cadenza.policies.allocation.programs import ilp1
 from cadenza.policies.allocation.proportional import proportional
-from cadenza.policies.allocation.tetris import tetris, tetris_coded
+from cadenza.policies.allocation.tetris import tetris
+from cadenza.policies.allocation.tetris_coded import tetris_coded
 from cadenza.policies.allocation.tune import tune
 from cadenza.policies.allocation.tune_coded import tune_coded
 from cadenza.policies.case import Case, Plan, Server, placement_speed, proportional_share, share_speed
