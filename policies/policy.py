@@ -102,6 +102,8 @@ class _Exclusive:
         self.steady = steady
         self._ranked: tuple[ClusterSnapshot, Memory, _Ranked] | None = None
         self._backlog = Backlog(arrival, self._wanted)
+        self._nodes: tuple[Node, ...] = ()
+        self._servers: tuple[Server, ...] = ()
 
     def decide(self, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
         """Return what to start, change and preempt, and a reason for each job."""
@@ -135,7 +137,7 @@ class _Exclusive:
         settings = self.settings
         jobs = self._backlog.ordered(snapshot.jobs)
         others = () if len(jobs) == len(snapshot.jobs) else _others(snapshot.jobs, settings.partitions)
-        servers = usable(snapshot.nodes, others, settings.partitions)
+        servers = usable(snapshot.nodes, others, settings.partitions) if others else self._whole(snapshot.nodes)
         gpus: dict[str, int] = {}
         for server in servers:
             gpus[server.gpu_type] = gpus.get(server.gpu_type, 0) + server.gpus
@@ -143,6 +145,12 @@ class _Exclusive:
         # The one order that never changes is the backlog's own: arrival.
         ranking = Ranking(jobs) if self.steady else starving_first(self.order(queue), queue, settings.starvation_s)
         return _Ranked(servers, ranking, _prefix(ranking.jobs, servers))
+
+    def _whole(self, nodes: tuple[Node, ...]) -> tuple[Server, ...]:
+        """Return the servers where no unmanaged job is; the last answer is kept, since nodes rarely change."""
+        if nodes is not self._nodes:
+            self._nodes, self._servers = nodes, usable(nodes, (), self.settings.partitions)
+        return self._servers
 
     def _wanted(self, job: Job) -> bool:
         return job.partition in self.settings.partitions and job.opted_in and _wants(job)

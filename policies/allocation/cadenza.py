@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import floor
 
 from cadenza.policies.allocation.arrays import Arrays
@@ -17,6 +14,7 @@ from cadenza.policies.allocation.search import BLOCK, Improver, Limits, insert, 
 from cadenza.policies.case import Case, Plan, Server
 from cadenza.policies.model import Job, JobKey
 from cadenza.policies.profile import Profile
+from cadenza.policies.uncollected import uncollected
 
 FEW = 1 << 17
 """Most (job, node) pairs for which each newcomer is tried on each node; more are dealt out."""
@@ -36,20 +34,8 @@ def cadenza(case: Case) -> Plan:
     dynamic programming; jobs change places between nodes while the sum gains more within ``horizon_s`` than moving
     costs. All runnable jobs are placed, one with several GPUs on one node where that is possible.
     """
-    with _uncollected():
+    with uncollected():
         return allocate(case, division())
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Put off the collection of cycles, which nothing here makes: it would take half the time of a large decision."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def warm() -> None:

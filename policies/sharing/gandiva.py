@@ -161,6 +161,11 @@ def _learned(memory: Memory, packed: Packing, spare: tuple[tuple[str, float], ..
     return replace(memory.sharing, packs=packed.before, lost=packed.lost, alone_s=packed.alone_s, spare_s=spare)
 
 
+def _taken(host: HostBook, holders: frozenset[JobKey]) -> frozenset[int]:
+    """Return the indices of the GPUs of a host that these jobs have."""
+    return frozenset().union(*(tenant.gpus for key, tenant in host.tenants.items() if key in holders))
+
+
 @dataclass(frozen=True, slots=True)
 class _Round:
     """A round whose turns, placements and moves are made."""
@@ -182,7 +187,7 @@ class _Round:
             self.snapshot.time_s,
             allocate,
             {**self.managed, **{job.key: job for job in self.snapshot.jobs if job.key in starting}},
-            holders=(self.view.holders | self._alone(moving | starting)),
+            holders=self._holders(moving),
             units=units(self.packed.packs),
             order=ranks,
         )
@@ -194,14 +199,24 @@ class _Round:
         )
         return tunes(self.managed, staying), moved, with_shares(self.placed.actions, wanted, division.jobs)
 
-    def _alone(self, keys: frozenset[JobKey]) -> frozenset[JobKey]:
-        """Return those of some jobs that get all their GPUs at once, because nobody else has a claim to them."""
-        found: set[JobKey] = set()
-        for host in self.moves.hosts.values():
-            for key in keys & host.tenants.keys():
-                crowds, tenant = host.crowds(), host.tenants[key]
-                if tenant.gpus and all(crowds[index] == 1 for index in tenant.gpus):
-                    found.add(key)
+    def _holders(self, moving: frozenset[JobKey]) -> frozenset[JobKey]:
+        """Return who has GPUs once this round is done: by the turns, and who comes to GPUs that are free then.
+
+        Agents give those to the first who comes, which is in the order of the actions.
+        """
+        staying = self.view.holders - moving
+        given = {(name, index) for name, host in self.moves.hosts.items() for index in _taken(host, staying)}
+        found = set(staying)
+        for action in (*self.moves.actions, *self.placed.actions):
+            gpus = {
+                (name, index)
+                for name, host in self.moves.hosts.items()
+                if action.job in host.tenants
+                for index in host.tenants[action.job].gpus
+            }
+            if gpus and gpus.isdisjoint(given):
+                found.add(action.job)
+                given |= gpus
         return frozenset(found)
 
     def reasons(self, actions: Sequence[Action]) -> dict[JobKey, str]:

@@ -52,12 +52,13 @@ def after(packs: Iterable[Group], actions: Iterable[Action]) -> tuple[Group, ...
 
 def remember_sharing(memory: SharingMemory, actions: Sequence[Action], snapshot: ClusterSnapshot) -> SharingMemory:
     """Return the memory with a round's packs and moves added and everything of jobs that are gone dropped."""
-    if not actions and memory == _NOTHING:
-        return memory
     jobs = snapshot.by_key
+    moves = [a for a in actions if isinstance(a, Migrate | Resize) and a.job in jobs and jobs[a.job].lease is not None]
+    if memory == _NOTHING and not moves and not any(isinstance(action, Pack) for action in actions):
+        return memory
     ids = {key.id for key in jobs}
-    moved = dict(memory.moved_s) | {a.job.id: snapshot.time_s for a in actions if isinstance(a, Migrate | Resize)}
-    resized = {a.job.id: jobs[a.job].gpus for a in actions if isinstance(a, Resize) and a.job in jobs}
+    moved = dict(memory.moved_s) | {action.job.id: snapshot.time_s for action in moves}
+    resized = {action.job.id: jobs[action.job].gpus for action in moves if isinstance(action, Resize)}
     return replace(
         memory,
         packs=tuple(group for group in after(memory.packs, actions) if jobs.keys() >= set(group)),

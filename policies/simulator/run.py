@@ -26,6 +26,7 @@ from cadenza.policies.simulator.gateway import RunStore, SimClock, SimGateway
 from cadenza.policies.simulator.live import PARTITION
 from cadenza.policies.simulator.model import Counts, Result, Setup, TraceJob
 from cadenza.policies.simulator.world import World
+from cadenza.policies.uncollected import uncollected
 
 GUARD = GuardSettings(enforce=True, partitions=frozenset({PARTITION}), max_actions_per_round=10**9, min_run_s=0.0)
 
@@ -45,7 +46,8 @@ def simulate(
     ``progress`` is called after each round with the simulated time in seconds and the jobs that have ended.
     Raises InputError for a job that can never run, SimulationError when the policy breaks the cluster's books.
     """
-    return _Run(jobs, nodes, policy, setup, stopwatch).run(progress)
+    with uncollected():
+        return _Run(jobs, nodes, policy, setup, stopwatch).run(progress)
 
 
 class _Run:

@@ -148,7 +148,7 @@ class World:
         if self._tuple is None:
             self._tuple = tuple(self.nodes.values())
         # What a lease shows changes with time.
-        for job in self._stale if self.leases is None else self.live.values():
+        for job in dict.fromkeys(self._stale) if self.leases is None else self.live.values():
             if job.key in self.live:
                 self._records[job.key] = job.record(self.now_s)
         self._stale.clear()
