@@ -23,11 +23,14 @@ class Backlog:
         """Kept so that no other job can get the identity of one of these."""
         self._ids: set[int] = set()
         self._ordered: list[Job] = []
+        self._answer: tuple[Job, ...] = ()
         self.running: list[Job] = []
         """Those of them that have GPUs."""
 
     def ordered(self, jobs: tuple[Job, ...]) -> tuple[Job, ...]:
         """Return the wanted ones among ``jobs`` in order."""
+        if jobs is self._seen:
+            return self._answer
         now, before = set(map(id, jobs)), self._ids
         kept = self._ordered if before <= now else [job for job in self._ordered if id(job) in now]
         new = [job for job in jobs if id(job) not in before and self._wanted(job)]
@@ -37,5 +40,5 @@ class Backlog:
             for job in new:
                 insort(kept, job, key=self._key)
         self.running = [*(job for job in self.running if id(job) in now), *(job for job in new if job.placement)]
-        self._seen, self._ids, self._ordered = jobs, now, kept
-        return tuple(kept)
+        self._seen, self._ids, self._ordered, self._answer = jobs, now, kept, tuple(kept)
+        return self._answer

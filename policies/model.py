@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -223,6 +223,12 @@ class ClusterSnapshot:
     def job(self, key: JobKey) -> Job | None:
         """Return the job with this key, or None when it is gone."""
         return self.by_key.get(key)
+
+    def at(self, time_s: float) -> ClusterSnapshot:
+        """Return the same cluster at another time; what has been worked out of its jobs is kept."""
+        later = replace(self, time_s=time_s)
+        later.__dict__["by_key"] = self.by_key
+        return later
 
     @cached_property
     def by_key(self) -> Mapping[JobKey, Job]:

@@ -28,6 +28,8 @@ class World:
         self._records: dict[JobKey, Job] = {}
         """The live jobs as the last snapshot showed them, but for those in ``_stale``."""
         self._stale: list[Live] = []
+        self._shown: ClusterSnapshot | None = None
+        """The last snapshot, while nothing has changed but the time."""
         self.ended: list[JobResult] = []
         self.samples: list[Sample] = []
         self.leases = Leases(self) if setup.lanes > 1 else None
@@ -123,6 +125,7 @@ class World:
     def _forget(self, job: Live) -> None:
         del self.live[job.key]
         self._records.pop(job.key, None)
+        self._shown = None
 
     def _fail_nodes(self) -> None:
         while self._broken < len(self._outages) and self._outages[self._broken][0] <= self.now_s:
@@ -131,7 +134,7 @@ class World:
             host = self.nodes[name].host
             for node in [node for node in self.nodes.values() if node.host == host]:
                 self.nodes[node.name] = replace(node, up=bool(back))
-                self._tuple = None
+                self._tuple = self._shown = None
                 if not back:
                     self._lose(node.name)
 
@@ -145,6 +148,8 @@ class World:
 
     def snapshot(self) -> ClusterSnapshot:
         """Return the cluster as it is now; unchanged jobs and nodes are the same objects as before."""
+        if self._shown is not None and not self._stale and self.leases is None:
+            return self._shown.at(self.now_s)
         if self._tuple is None:
             self._tuple = tuple(self.nodes.values())
         # What a lease shows changes with time.
@@ -153,7 +158,8 @@ class World:
                 self._records[job.key] = job.record(self.now_s)
         self._stale.clear()
         nodes = self._tuple if self.leases is None else self.leases.nodes(self._tuple)
-        return ClusterSnapshot(self.now_s, nodes, tuple(self._records.values()), self._hosts)
+        self._shown = ClusterSnapshot(self.now_s, nodes, tuple(self._records.values()), self._hosts)
+        return self._shown
 
     # --- What a gateway does ------------------------------------------------------------------------
 
