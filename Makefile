@@ -17,10 +17,10 @@ demo: install
 test: test-fast
 	container/ensure-docker
 	container/ensure-browser
-	$(BIN)/python -m pytest tests -m "cluster or browser"
+	$(BIN)/python -m pytest tests -m "cluster or browser or training"
 
 test-fast: install
-	$(BIN)/python -m pytest tests -m "not cluster and not browser" -n auto --dist loadfile
+	$(BIN)/python -m pytest tests -m "not cluster and not browser and not training" -n auto --dist loadfile
 
 lint: install
 	$(BIN)/ruff check .

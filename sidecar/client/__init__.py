@@ -15,14 +15,17 @@ Importing this takes neither torch nor a socket and changes no signal handler; n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import os
+
     import torch
 
+    from cadenza.sidecar.client.checkpoints import Checkpoint
     from cadenza.sidecar.client.session import Session
 
-__all__ = ["attach", "boundary", "detach"]
+__all__ = ["attach", "boundary", "checkpoint", "detach"]
 
 _ticks: list[Callable[[int], None]] = []
 """The boundary of the session that attach() made; empty before, and after detach()."""
@@ -74,3 +77,10 @@ def detach() -> None:
 
     session.detach()
     _ticks.clear()
+
+
+def checkpoint(directory: str | os.PathLike[str], **things: Any) -> Checkpoint:
+    """Return the job's checkpoint in a directory; see ``cadenza.sidecar.client.checkpoints.checkpoint``."""
+    from cadenza.sidecar.client import checkpoints  # noqa: PLC0415
+
+    return checkpoints.checkpoint(directory, **things)

@@ -1,0 +1,213 @@
+"""The checkpoint of a training job: save and restore, alone or as one of several ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from cadenza.sidecar.client.checkpoints import randomness, reading, writing
+from cadenza.sidecar.client.checkpoints.errors import CheckpointError, MismatchError, SaveError
+from cadenza.sidecar.client.checkpoints.parts import Part
+from cadenza.sidecar.client.checkpoints.ranks import Ranks
+from cadenza.sidecar.client.checkpoints.reading import Loaded, Skipped
+from cadenza.sidecar.client.checkpoints.sampler import ResumableSampler
+from cadenza.sidecar.client.checkpoints.staging import SHARDED, Staging
+from cadenza.sidecar.client.errors import UsageError
+
+_log = logging.getLogger("cadenza.client")
+
+
+class Checkpoint:
+    """The last two checkpoints of a job in a directory; made by ``checkpoint()``.
+
+    With several ranks every method is a collective call: all ranks call it, and it succeeds or fails on all.
+    """
+
+    def __init__(self, directory: Path, parts: Mapping[str, Part], sampler: Any, *, background: bool) -> None:
+        self._directory, self._parts, self._sampler = directory, parts, sampler
+        self._ranks = Ranks()
+        self._background = background
+        self._staging = Staging(keep=background)
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self.skipped: tuple[Skipped, ...] = ()
+        """The checkpoints that the last ``restore`` passed over, newest first, with the reasons."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; an error that is on its way already is not replaced by one of a save."""
+        try:
+            self.close()
+        except CheckpointError:
+            if error is None:
+                raise
+
+    def save(self, step: int) -> None:
+        """Save the state as that of a step: a number that grows from save to save.
+
+        Returns when the checkpoint is complete on the disk; with ``background`` when the state is copied to host
+        memory, and the rest goes on in a thread. Call it between an optimizer step and the next batch. Raises
+        SaveError when it could not be written (with ``background``, at the next ``save``, ``wait`` or ``close``),
+        and UsageError for state that cannot be restored; the earlier checkpoints stay.
+        """
+        self.wait()
+        captured = self._capture(step)
+        if not self._background:
+            self._write(step, captured)
+            return
+        self._thread = threading.Thread(target=self._write_apart, args=(step, captured), name="cadenza-checkpoint")
+        self._thread.start()
+
+    def restore(self) -> int | None:
+        """Set everything to the newest intact checkpoint and return its step, or None when there is none.
+
+        Parameters, buffers and optimizer groups stay the same objects. Damaged and unfinished checkpoints are
+        passed over, logged, and listed in ``skipped``. Raises MismatchError, with nothing changed, when a
+        name, shape or dtype differs, DamagedError when none is intact, VersionError for a later format.
+        """
+        self.wait()
+        search = reading.newest(self._directory, self._ranks)
+        self.skipped = tuple(search.skipped)
+        loaded = search.loaded
+        if loaded is None:
+            return None
+        targets = self._ranks.together(lambda: self._check(loaded))
+        if targets:
+            from cadenza.sidecar.client.checkpoints import sharded  # noqa: PLC0415 - a second of imports that few need
+
+            sharded.load(loaded.place.path / writing.SHARDS, targets, self._ranks.group)
+        self._ranks.together(lambda: self._restore(loaded, targets))
+        return loaded.place.step
+
+    def wait(self) -> None:
+        """Wait for the save in the background; raise SaveError when it failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Wait as ``wait`` does, and give back the host memory of background saves."""
+        self.wait()
+        self._staging = Staging(keep=self._background)
+
+    def _capture(self, step: int) -> writing.Captured:
+        """Copy the state; raise UsageError on every rank when it is none that can be saved."""
+        taken = self._ranks.together(lambda: self._take(step))
+        told = self._ranks.gather((_form(taken.shared), _position(self._sampler, taken.own)))
+        for rank, one in enumerate(told):
+            if one != told[0]:
+                what = "keeps state of other names or shapes" if one[0] != told[0][0] else "is at another sample"
+                raise UsageError(f"rank {rank} {what} than rank 0: the checkpoint would not fit together")
+        return taken
+
+    def _take(self, step: int) -> writing.Captured:
+        """Copy this rank's state to host memory."""
+        if step < 0:
+            raise UsageError(f"step {step} is negative")
+        self._staging.begin()
+        shared = {name: self._staging.take(part.capture(), name) for name, part in self._parts.items()}
+        self._staging.finish()
+        own = {"rng": randomness.capture(), "sampler": None if self._sampler is None else self._sampler.state_dict()}
+        _must_be_json(own["sampler"])
+        return writing.Captured({"parts": shared}, own, self._staging.sharded)
+
+    def _write(self, step: int, captured: writing.Captured) -> None:
+        """Write what was captured."""
+        rejected = frozenset(one.path for one in self.skipped)
+        writing.write(self._directory, step, captured, self._ranks, rejected)
+
+    def _write_apart(self, step: int, captured: writing.Captured) -> None:
+        """In the thread: write, and keep the error for whoever calls next."""
+        try:
+            self._write(step, captured)
+        except CheckpointError as error:
+            self._failure = error
+        except Exception as error:  # noqa: BLE001 - the training must hear of it
+            self._failure = error if isinstance(error, UsageError) else SaveError(f"step {step} is not saved: {error}")
+        if self._failure is not None:
+            _log.error("%s", self._failure)
+
+    def _check(self, loaded: Loaded) -> dict[str, torch.Tensor]:
+        """Check that everything fits; return the tensors to read sharded ones into."""
+        saved = loaded.shared["parts"]
+        targets: dict[str, torch.Tensor] = {}
+        for name, part in self._parts.items():
+            if name not in saved:
+                raise MismatchError(f"{name}: is not in {loaded.place.path}, which has {', '.join(saved)}")
+            part.check(saved[name])
+            targets.update(part.targets(saved[name]))
+        if ignored := saved.keys() - self._parts.keys():
+            _log.warning("checkpoint %s also has %s: not restored", loaded.place.path, ", ".join(sorted(ignored)))
+        self._check_sampler(loaded)
+        return targets
+
+    def _check_sampler(self, loaded: Loaded) -> None:
+        """Check that the position has a meaning for this number of ranks."""
+        told = loaded.own["sampler"]
+        if self._sampler is None or (told is not None and isinstance(self._sampler, ResumableSampler)):
+            return
+        if told is None:
+            raise MismatchError(f"sampler: {loaded.place.path} was saved without one")
+        if loaded.world_size != self._ranks.size:
+            raise MismatchError(
+                f"sampler: a {type(self._sampler).__qualname__}'s state of {loaded.world_size} ranks does not fit "
+                f"{self._ranks.size}; use ResumableSampler"
+            )
+
+    def _restore(self, loaded: Loaded, read: Mapping[str, torch.Tensor]) -> None:
+        """Set everything, random numbers last: what comes before may draw some."""
+        if self._sampler is not None:
+            self._sampler.load_state_dict(loaded.own["sampler"])
+        for name, part in self._parts.items():
+            part.restore(loaded.shared["parts"][name], read)
+        if self._ranks.rank < loaded.world_size:
+            randomness.restore(loaded.own["rng"])
+        else:
+            randomness.seed_new_rank(loaded.own["rng"], loaded.place.step, self._ranks.rank)
+
+
+def _form(shared: Mapping[str, Any]) -> int:
+    """Return a checksum of names, shapes and dtypes: replicated state has the same on every rank."""
+    lines = "\n".join(_lines(shared, ""))
+    return zlib.crc32(lines.encode())
+
+
+def _lines(value: Any, name: str) -> Iterable[str]:
+    """Yield a line for each tensor of a tree."""
+    if isinstance(value, torch.Tensor):
+        yield f"{name} {list(value.shape)} {value.dtype}"
+    elif isinstance(value, Mapping) and SHARDED in value:
+        yield f"{name} {value['size']} {value['dtype']} sharded"
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _lines(item, f"{name}/{key}")
+
+
+def _position(sampler: Any, own: Mapping[str, Any]) -> Any:
+    """Return what must be the same on all ranks."""
+    return own["sampler"] if isinstance(sampler, ResumableSampler) else None
+
+
+def _must_be_json(state: Any) -> None:
+    """Raise UsageError when a sampler's state is not made of plain values."""
+    try:
+        same = json.loads(json.dumps(state)) == state
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"sampler: its state_dict() is not plain JSON: {error}") from None
+    if not same:
+        raise UsageError("sampler: its state_dict() changes when it is written as JSON (keys must be text, no tuples)")

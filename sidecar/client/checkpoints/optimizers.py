@@ -1,0 +1,129 @@
+"""An optimizer's part of a checkpoint: state by parameter, and groups that stay the same objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from cadenza.sidecar.client.checkpoints.errors import MismatchError
+from cadenza.sidecar.client.checkpoints.staging import SHARDED, as_shards, is_sharded
+
+
+class OptimizerPart:
+    """An optimizer. Its group dicts, lists of parameters, ``lr`` tensors and state tensors stay the same objects.
+
+    State that the optimizer has already is overwritten in place: a second copy may not fit on the GPU.
+    """
+
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        self._name, self._optimizer = name, optimizer
+
+    def capture(self) -> dict[str, Any]:
+        """Return the state dict, with the class and the shapes of the parameters it is of."""
+        shapes = [[list(param.shape) for param in group["params"]] for group in self._optimizer.param_groups]
+        return {"type": type(self._optimizer).__qualname__, "shapes": shapes, "state": self._optimizer.state_dict()}
+
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Compare class, groups and the shapes of the parameters."""
+        here = type(self._optimizer).__qualname__
+        if saved["type"] != here:
+            raise MismatchError(f"{self._name}: the checkpoint has a {saved['type']}, this job a {here}")
+        groups, shapes = self._optimizer.param_groups, saved["shapes"]
+        if [len(group["params"]) for group in groups] != [len(group) for group in shapes]:
+            there, counted = [len(group) for group in shapes], [len(group["params"]) for group in groups]
+            raise MismatchError(f"{self._name}: the checkpoint has groups of {there} parameters, this job {counted}")
+        for number, (group, saved_shapes) in enumerate(zip(groups, shapes, strict=True)):
+            for index, (param, shape) in enumerate(zip(group["params"], saved_shapes, strict=True)):
+                if list(param.shape) != shape:
+                    key = f"{self._name}: group {number}, parameter {index}"
+                    raise MismatchError(f"{key}: the checkpoint has shape {shape}, this job {list(param.shape)}")
+
+    def targets(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return new tensors, placed as their parameter is, for the state that was saved sharded."""
+        found = {}
+        for index, param in self._params(saved):
+            for key, value in saved["state"]["state"].get(index, {}).items():
+                if isinstance(value, dict) and SHARDED in value:
+                    name = f"{self._name}: state {key} of parameter {index}"
+                    found[value[SHARDED]] = _like(param, value, name)
+        return found
+
+    def restore(self, saved: Mapping[str, Any], read: Mapping[str, torch.Tensor]) -> None:
+        """Load the state dict; then put back the objects that load_state_dict replaces."""
+        optimizer, groups, state = self._optimizer, self._optimizer.param_groups, self._optimizer.state
+        wanted = {index: self._placed(index, saved, read, param) for index, param in self._params(saved)}
+        state.clear()
+        told = {index: values for index, values in wanted.items() if values is not None}
+        optimizer.load_state_dict({"state": told, "param_groups": saved["state"]["param_groups"]})
+        for index, param in self._params(saved):
+            _keep_dtypes(optimizer.state.get(param), wanted[index])
+        state.update(optimizer.state)
+        for old, new in zip(groups, optimizer.param_groups, strict=True):
+            _replace_items(old, new)
+        optimizer.state, optimizer.param_groups = state, groups
+
+    def _params(self, saved: Mapping[str, Any]) -> list[tuple[Any, torch.Tensor]]:
+        """Return the parameters with the indices under which their state was saved."""
+        pairs = zip(self._optimizer.param_groups, saved["state"]["param_groups"], strict=True)
+        return [
+            (index, param)
+            for group, told in pairs
+            for param, index in zip(group["params"], told["params"], strict=True)
+        ]
+
+    def _placed(
+        self, index: Any, saved: Mapping[str, Any], read: Mapping[str, torch.Tensor], param: torch.Tensor
+    ) -> Any:
+        """Return a parameter's saved state with nothing of the checkpoint's file in it, or None if it has none."""
+        state, live = saved["state"]["state"].get(index), self._optimizer.state.get(param, {})
+        return None if state is None else {key: _put(value, live.get(key), read, param) for key, value in state.items()}
+
+
+def _put(value: Any, live: Any, read: Mapping[str, torch.Tensor], param: torch.Tensor) -> Any:
+    """Return one value of the state: in the tensor that is there where that has its form, else a new one."""
+    if type(value) is torch.Tensor is type(live) and (value.shape, value.dtype) == (live.shape, live.dtype):
+        with torch.no_grad():
+            return live.copy_(value)
+    return _placed(value, read, param)
+
+
+def _placed(value: Any, read: Mapping[str, torch.Tensor], param: torch.Tensor) -> Any:
+    """Return one value of the state, on its parameter's device where it is as large as the parameter."""
+    if isinstance(value, dict) and SHARDED in value:
+        return read[value[SHARDED]]
+    if isinstance(value, torch.Tensor):
+        if is_sharded(param) and value.shape == param.shape:
+            return as_shards(value, param)
+        return value.to(param.device, copy=True) if value.shape == param.shape and value.dim() else value.clone()
+    if isinstance(value, dict):
+        return {key: _placed(item, read, param) for key, item in value.items()}
+    return type(value)(_placed(item, read, param) for item in value) if type(value) in (list, tuple) else value
+
+
+def _keep_dtypes(loaded: Any, wanted: Any) -> None:
+    """Undo load_state_dict's cast of state to the parameter's dtype: float32 moments of bfloat16 stay exact."""
+    for key, value in (wanted or {}).items():
+        if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
+            loaded[key] = value.to(loaded[key].device)
+
+
+def _replace_items(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Make one group equal to another, with its own tensors (captured graphs know them by address)."""
+    for key, value in new.items():
+        live = old.get(key)
+        both = isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor)
+        if both and live.shape == value.shape:  # type: ignore[union-attr]
+            live.copy_(value)  # type: ignore[union-attr]
+        else:
+            old[key] = value
+    for key in old.keys() - new.keys():
+        del old[key]
+
+
+def _like(param: torch.Tensor, told: Mapping[str, Any], name: str) -> torch.Tensor:
+    """Return an empty tensor for a sharded one that has its parameter's shape; others have no placement here."""
+    if list(param.shape) != told["size"]:
+        raise MismatchError(f"{name}: is sharded with shape {told['size']}, its parameter has {list(param.shape)}")
+    return torch.empty_like(param, dtype=told["dtype"], requires_grad=False)

@@ -1,0 +1,113 @@
+"""Takes state dicts apart: tensors to copies in host memory, the rest checked to be what a safe load can read."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict
+from typing import Any
+
+import torch
+
+from cadenza.sidecar.client.errors import UsageError
+
+SHARDED = "cadenza.sharded"
+"""The key of a mapping that stands for a sharded tensor, which is saved elsewhere under the name it holds."""
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+class Staging:
+    """Copies of tensors in host memory; with ``keep`` the live ones may change while these are written.
+
+    With ``keep`` the memory is reused by the next save, and pinned for tensors on a GPU: it costs one copy of
+    the state. Without it, only tensors that are not in host memory, or are a part of a larger storage, are copied.
+    """
+
+    def __init__(self, *, keep: bool) -> None:
+        self._keep = keep
+        self._copies: dict[str, torch.Tensor] = {}
+        self._seen: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.sharded: dict[str, torch.Tensor] = {}
+        """The DTensors of the last state taken, by name."""
+
+    def begin(self) -> None:
+        """Forget which tensors were seen, to take another state."""
+        self._seen, self.sharded = {}, {}
+
+    def finish(self) -> None:
+        """Wait until all copies are complete."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            for device in {key[0] for key in self._seen if key[0].type == "cuda"}:
+                torch.cuda.synchronize(device)
+        self._seen = {}
+
+    def take(self, value: Any, name: str) -> Any:
+        """Return a value's copy; raise UsageError for what ``torch.load(weights_only=True)`` would refuse."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value.detach(), name)
+        if type(value) in (dict, OrderedDict, Counter) or _is_default_dict(value):
+            kind = dict if _is_default_dict(value) else type(value)
+            return kind({_plain(key, name): self.take(item, f"{name}.{key}") for key, item in value.items()})
+        if type(value) in (list, tuple):
+            return type(value)(self.take(item, f"{name}[{index}]") for index, item in enumerate(value))
+        return _plain(value, name)
+
+    def _tensor(self, tensor: torch.Tensor, name: str) -> Any:
+        """Return a tensor's copy, once for all that are the same memory; a sharded one goes apart."""
+        if is_sharded(tensor):
+            self.sharded[name] = self._sharded_copy(tensor)
+            return {SHARDED: name, "dtype": tensor.dtype, "size": list(tensor.shape)}
+        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta:
+            kind = type(tensor).__name__ if type(tensor) is not torch.Tensor else str(tensor.layout)
+            raise UsageError(f"{name} is a tensor of a kind that is not saved ({kind} on {tensor.device})")
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if key not in self._seen or not tensor.numel():
+            self._seen[key] = self._copy(tensor, name)
+        return self._seen[key]
+
+    def _copy(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Return a copy in host memory, complete after ``finish``, or the tensor itself where that will do."""
+        if not self._keep:
+            whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+            return tensor if tensor.device.type == "cpu" and whole else tensor.to("cpu", copy=True)
+        copy = self._copies.get(name)
+        if copy is None or (copy.shape, copy.stride(), copy.dtype) != (tensor.shape, tensor.stride(), tensor.dtype):
+            pinned = tensor.device.type == "cuda"
+            copy = self._copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        return copy.copy_(tensor, non_blocking=True)
+
+    def _sharded_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor whose local part does not change while it is written."""
+        return tensor if not self._keep else tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether this is a DTensor; without torch.distributed.tensor loaded there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def as_shards(value: torch.Tensor, live: Any) -> torch.Tensor:
+    """Return a plain tensor, the same on every rank, cut as a DTensor is."""
+    from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - loaded, as live is one
+
+    mesh = live.device_mesh
+    return distribute_tensor(value.to(mesh.device_type), mesh, live.placements, src_data_rank=None)
+
+
+def _is_default_dict(value: object) -> bool:
+    """Whether this is a defaultdict, which optimizers hand out and which a dict restores as well."""
+    return type(value).__name__ == "defaultdict" and isinstance(value, dict)
+
+
+def _plain(value: Any, name: str) -> Any:
+    """Return a plain value, python's number for numpy's."""
+    if type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value)):
+        return value
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        return value.item()
+    raise UsageError(
+        f"{name} is a {type(value).__qualname__}, which cannot be restored without running code from the file; "
+        "make state_dict() return tensors, numbers, text, and lists or dicts of these"
+    )

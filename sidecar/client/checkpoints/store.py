@@ -1,0 +1,156 @@
+"""The checkpoints in a directory: their names, completion markers, order and pruning; stdlib only, no clock.
+
+``step-00000120/``      a checkpoint: its files, then ``complete.json``, the marker, without which it does not count
+``step-00000120.2/``    a second one of the same step; the higher number is the newer
+``step-00000120.tmp/``  one that is being written, or was when its process was killed
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+import zlib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from cadenza.sidecar.client.checkpoints.errors import VersionError
+from cadenza.sidecar.client.checkpoints.files import Entry, sync_directory, write_new
+from cadenza.sidecar.client.errors import UsageError
+
+SCHEMA = "cadenza.checkpoint/1"
+MARKER = "complete.json"
+KEEP = 2
+TEMPORARY = ".tmp"
+
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_log = logging.getLogger("cadenza.client")
+
+
+class UnusableError(Exception):
+    """A checkpoint cannot be used, and an older one may be; never leaves this package."""
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """One checkpoint's directory, by its name; the greatest is the newest."""
+
+    step: int
+    generation: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What a complete checkpoint consists of; ``files`` are by path relative to its directory."""
+
+    step: int
+    world_size: int
+    files: Mapping[str, Entry]
+
+
+def places(directory: Path) -> list[Place]:
+    """Return the checkpoints in a directory, complete or not, newest first; a missing directory has none."""
+    paths = directory.iterdir() if directory.is_dir() else ()
+    matches = ((path, _NAME.fullmatch(path.name)) for path in paths)
+    return sorted((Place(int(m[1]), int(m[2] or 1), path) for path, m in matches if m), reverse=True)
+
+
+def marker_of(path: Path) -> Marker:
+    """Return a checkpoint's marker; raise UnusableError without a good one, VersionError for a later version."""
+    try:
+        told = json.loads((path / MARKER).read_bytes())
+    except FileNotFoundError:
+        raise UnusableError(f"it has no {MARKER}: writing it was never finished") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnusableError(f"{MARKER}: {error}") from None
+    if not isinstance(told, dict) or told.pop("crc32", None) != _sum(told):
+        raise UnusableError(f"{MARKER} does not have the checksum that it names")
+    if told["schema"] != SCHEMA:
+        raise VersionError(f"{path}: is {told['schema']}, this version reads {SCHEMA}; upgrade cadenza to restore it")
+    return Marker(told["step"], told["world_size"], {name: _entry(name, file) for name, file in told["files"].items()})
+
+
+def _entry(name: str, file: Any) -> Entry:
+    """Return one file's line of a marker; a name that leaves the checkpoint is damage, or malice."""
+    pure = PurePosixPath(name)
+    if pure.is_absolute() or ".." in pure.parts:
+        raise UnusableError(f"{MARKER} names {name!r}, outside of the checkpoint")
+    return Entry(int(file["bytes"]), int(file["crc32"]))
+
+
+def _sum(told: Mapping[str, Any]) -> int:
+    """Return the checksum of a marker's other fields."""
+    return zlib.crc32(json.dumps(told, sort_keys=True, separators=(",", ":")).encode())
+
+
+def begin(directory: Path, step: int, rejected: Collection[Path]) -> Place:
+    """Return where this step's checkpoint will be; make its temporary directory, remove what kills left behind.
+
+    Raises UsageError when there is a complete checkpoint of a later step that was not ``rejected`` by a
+    restore: it would be pruned, or this one would never be the newest.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    later = next((place for place in usable(directory, rejected) if place.step > step), None)
+    if later is not None:
+        raise UsageError(
+            f"{directory}: has step {later.step}, so step {step} cannot be saved; "
+            "call restore() before training, or use another directory"
+        )
+    for path in directory.glob("step-*" + TEMPORARY):
+        shutil.rmtree(path)
+    taken = max((place.generation for place in places(directory) if place.step == step), default=0)
+    name = f"step-{step:08d}" + (f".{taken + 1}" if taken else "")
+    temporary(directory / name).mkdir()
+    return Place(step, taken + 1, directory / name)
+
+
+def temporary(path: Path) -> Path:
+    """Return the name under which a checkpoint is written."""
+    return path.with_name(path.name + TEMPORARY)
+
+
+def complete(place: Place, world_size: int, files: Mapping[str, Entry]) -> None:
+    """Give a written checkpoint its name, then its marker; each is on the disk before the next."""
+    sync_directory(temporary(place.path))
+    temporary(place.path).rename(place.path)
+    sync_directory(place.path.parent)
+    listed = {name: {"bytes": entry.nbytes, "crc32": entry.crc32} for name, entry in sorted(files.items())}
+    told: dict[str, Any] = {"schema": SCHEMA, "step": place.step, "world_size": world_size, "files": listed}
+    text = json.dumps({**told, "crc32": _sum(told)}, indent=1).encode()
+    unnamed = place.path / (MARKER + TEMPORARY)
+    write_new(unnamed, lambda sink: sink.write(text))
+    unnamed.rename(place.path / MARKER)
+    sync_directory(place.path)
+
+
+def usable(directory: Path, rejected: Collection[Path] = ()) -> Iterable[Place]:
+    """Yield the checkpoints with a good marker, newest first, less those that a restore rejected."""
+    for place in places(directory):
+        if place.path not in rejected:
+            try:
+                marker_of(place.path)
+            except UnusableError:
+                continue
+            yield place
+
+
+def prune(directory: Path, rejected: Collection[Path]) -> None:
+    """Remove all checkpoints but the newest KEEP usable ones; what cannot be removed is logged, and stays."""
+    kept = {place.path for place in list(usable(directory, rejected))[:KEEP]}
+    for place in places(directory):
+        if place.path not in kept:
+            try:
+                discard(place.path)
+            except OSError as error:
+                _log.warning("an old checkpoint could not be removed: %s", error)
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint, its marker first: one that is half removed does not count as complete."""
+    (path / MARKER).unlink(missing_ok=True)
+    sync_directory(path)
+    shutil.rmtree(path)

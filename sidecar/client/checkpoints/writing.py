@@ -1,0 +1,119 @@
+"""Writes one captured state as a complete checkpoint: all ranks' files, then one marker, or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cadenza.sidecar.client.checkpoints import files, store
+from cadenza.sidecar.client.checkpoints.errors import SaveError
+from cadenza.sidecar.client.checkpoints.files import Entry
+from cadenza.sidecar.client.checkpoints.ranks import Ranks
+
+SHARED = "shared.pt"
+SHARDS = "sharded"
+_log = logging.getLogger("cadenza.client")
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A state to write: ``shared`` is the same on all ranks, ``own`` is this rank's, ``sharded`` its shards."""
+
+    shared: Mapping[str, Any]
+    own: Mapping[str, Any]
+    sharded: Mapping[str, torch.Tensor]
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of one rank's own file."""
+    return f"rank-{rank:05d}.json"
+
+
+def write(directory: Path, step: int, captured: Captured, ranks: Ranks, rejected: Collection[Path]) -> None:
+    """Write a checkpoint and prune older ones; a collective call. Raises SaveError with the older ones untouched."""
+    place = ranks.first(lambda: store.begin(directory, step, rejected))
+    folder = store.temporary(place.path)
+    try:
+        ranks.together(lambda: _make_shards_folder(folder, captured) if ranks.rank == 0 else None)
+        entries = ranks.together(lambda: _write_own(folder, captured, ranks))
+        if captured.sharded:
+            entries.update(_write_shards(folder / SHARDS, captured, ranks))
+        listed = {name: entry for one in ranks.gather(entries) for name, entry in one.items()}
+        ranks.first(lambda: store.complete(place, ranks.size, listed))
+    except Exception as error:
+        if ranks.rank == 0:
+            _undo(folder)
+        raise SaveError(f"step {step} is not saved, earlier ones are untouched: {_cause(error)}") from error
+    ranks.first(lambda: store.prune(directory, rejected))
+
+
+def _make_shards_folder(folder: Path, captured: Captured) -> None:
+    """Make the folder of the shards, if there are any."""
+    if captured.sharded:
+        (folder / SHARDS).mkdir()
+
+
+def _write_own(folder: Path, captured: Captured, ranks: Ranks) -> dict[str, Entry]:
+    """Write this rank's file and, on rank 0, the shared one."""
+    if not folder.is_dir():
+        raise SaveError(f"{folder}: is not seen by every rank; it must be on a file system that all nodes share")
+    work: dict[str, Callable[[files.Sink], object]] = {}
+    text = json.dumps({"schema": store.SCHEMA, **captured.own}).encode()
+    work[rank_file(ranks.rank)] = lambda sink: sink.write(text)
+    if ranks.rank == 0:
+        work[SHARED] = lambda sink: torch.save({"schema": store.SCHEMA, **captured.shared}, sink)  # type: ignore[arg-type]
+    with _no_inner_checksums():
+        return {name: files.write_new(folder / name, fill) for name, fill in work.items()}
+
+
+def _write_shards(folder: Path, captured: Captured, ranks: Ranks) -> dict[str, Entry]:
+    """Write all ranks' shards; return what this rank's files are, as read back. A collective call."""
+    from cadenza.sidecar.client.checkpoints import sharded  # noqa: PLC0415 - a second of imports that few need
+
+    with _no_inner_checksums():
+        sharded.save(folder, captured.sharded, ranks.group)
+
+    def entries() -> dict[str, Entry]:
+        files.sync_directory(folder)
+        return {f"{SHARDS}/{path.name}": files.entry_of(path) for path in sharded.written_by(ranks.rank, folder)}
+
+    return ranks.together(entries)
+
+
+@contextlib.contextmanager
+def _no_inner_checksums() -> Iterator[None]:
+    """Leave out torch.save's checksum of each tensor: it is many times slower than ours, which covers the file."""
+    get = getattr(torch.serialization, "get_crc32_options", None)  # since torch 2.6
+    if get is None:
+        yield
+        return
+    before = get()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _undo(folder: Path) -> None:
+    """Remove what was written, to give the space back; the next save tries again where that fails."""
+    try:
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    except OSError as error:
+        _log.warning("an unfinished checkpoint could not be removed: %s", error)
+
+
+def _cause(error: Exception) -> str:
+    """Return an error's text, with its file."""
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or repr(error)

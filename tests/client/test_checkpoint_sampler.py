@@ -1,0 +1,158 @@
+"""The sampler's promise: every sample once an epoch, in the same global order, whatever ranks and interruptions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
+
+from cadenza.sidecar.client.checkpoints import MismatchError, ResumableSampler, checkpoint
+from cadenza.sidecar.client.errors import UsageError
+
+
+def step_of(samplers: list[ResumableSampler], iterators: list[Iterator[int]], batch: int) -> list[int]:
+    """Take one step on all ranks; return its samples in global order."""
+    parts = [[next(iterator) for _ in range(batch)] for iterator in iterators]
+    for sampler in samplers:
+        sampler.advance(batch)
+    return [sample for turn in zip(*parts, strict=True) for sample in turn]
+
+
+@settings(max_examples=60)
+@given(data=st.data(), seed=st.integers(0, 2**64), shuffle=st.booleans())
+def test_any_sequence_of_world_sizes_sees_the_same_order(data: st.DataObject, seed: int, shuffle: bool) -> None:
+    """A global batch of 12, dealt to 1, 2, 3, 4, 6 or 12 ranks that change between steps."""
+    epochs, steps = 2, 4
+    whole = ResumableSampler(12 * steps, seed=seed, shuffle=shuffle, ranks=(0, 1))
+    expected = []
+    for epoch in range(epochs):
+        whole.set_epoch(epoch)
+        expected += list(whole)
+    assert sorted(expected) == sorted(list(range(12 * steps)) * epochs)
+    state: dict[str, Any] | None = None
+    seen: list[int] = []
+    while len(seen) < len(expected):
+        size = data.draw(st.sampled_from([1, 2, 3, 4, 6, 12]))
+        samplers = [
+            ResumableSampler(12 * steps, seed=seed, shuffle=shuffle, ranks=(rank, size)) for rank in range(size)
+        ]
+        for sampler in samplers:
+            if state is not None:
+                sampler.load_state_dict(json.loads(json.dumps(state)))
+        iterators = [iter(sampler) for sampler in samplers]
+        left = len(samplers[0]) * size // 12
+        for _ in range(data.draw(st.integers(1, left))):
+            seen += step_of(samplers, iterators, 12 // size)
+        state = samplers[0].state_dict()
+        assert all(sampler.state_dict() == state for sampler in samplers)
+    assert seen == expected
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("length", [1, 7, 10, 11])
+def test_ranks_get_equally_many(length: int, drop_last: bool) -> None:
+    parts = [list(ResumableSampler(length, drop_last=drop_last, ranks=(rank, 4))) for rank in range(4)]
+    assert len({len(part) for part in parts}) == 1
+    seen = [sample for part in parts for sample in part]
+    if drop_last:
+        assert len(seen) == len(set(seen)) == length - length % 4
+    else:
+        assert set(seen) == set(range(length))
+        assert len(seen) == -(-length // 4) * 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_loader_that_reads_ahead_is_counted_by_what_was_handed_out(workers: int, drops: bool) -> None:
+    data = TensorDataset(torch.arange(22))
+
+    def batches(sampler: ResumableSampler) -> Iterator[list[int]]:
+        loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=workers, drop_last=drops)
+        for (batch,) in sampler.batches(loader):
+            yield batch.tolist()
+
+    straight = ResumableSampler(data, seed=2)
+    expected = [*batches(straight), *batches(straight)]
+    assert straight.epoch == 2
+    assert len(expected) == 2 * (5 if drops else 6)
+    sampler, seen = ResumableSampler(data, seed=2), []
+    while sampler.epoch < 2:
+        state = sampler.state_dict()
+        sampler = ResumableSampler(data, seed=99)
+        sampler.load_state_dict(state)
+        for count, batch in enumerate(batches(sampler)):
+            seen.append(batch)
+            if count == 1:
+                break
+    assert seen == expected
+
+
+def test_the_order_of_any_sampler_is_taken_and_is_one_of_seed_and_epoch() -> None:
+    for make in (lambda: RandomSampler(range(20)), lambda: WeightedRandomSampler(torch.ones(20).tolist(), 20)):
+        before = torch.get_rng_state()
+        one, two, other = (ResumableSampler(make(), seed=seed) for seed in (1, 1, 2))
+        assert list(one) == list(two) != list(other)
+        one.set_epoch(1)
+        assert list(one) != list(two)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_set_epoch_keeps_the_position_in_the_epoch_at_hand() -> None:
+    sampler = ResumableSampler(8, shuffle=False)
+    sampler.advance(3)
+    sampler.set_epoch(0)
+    assert list(sampler) == [3, 4, 5, 6, 7]
+    sampler.set_epoch(1)
+    assert list(sampler) == list(range(8))
+
+
+def test_a_position_that_nobody_told_is_not_saved(tmp_path: Any) -> None:
+    sampler = ResumableSampler(8)
+    next(iter(sampler))
+    with pytest.raises(UsageError, match=r"use batches\(\) or advance\(\)"):
+        checkpoint(tmp_path, sampler=sampler).save(1)
+    sampler.advance(1)
+    checkpoint(tmp_path, sampler=sampler).save(1)
+
+
+def test_another_dataset_is_refused(tmp_path: Any) -> None:
+    checkpoint(tmp_path, sampler=ResumableSampler(8)).save(1)
+    with pytest.raises(MismatchError, match="sampler: the checkpoint is of 8 samples, this job has 9"):
+        checkpoint(tmp_path, sampler=ResumableSampler(9)).restore()
+
+
+def test_a_loader_without_a_batch_size_is_refused() -> None:
+    sampler = ResumableSampler(8)
+    loader = DataLoader(TensorDataset(torch.arange(8)), batch_sampler=BatchSampler(sampler, 2, drop_last=False))
+    with pytest.raises(UsageError, match="call advance"):
+        next(sampler.batches(loader))
+
+
+class Cursor:
+    """A sampler of another kind."""
+
+    def __init__(self, state: object) -> None:
+        self.state = state
+
+    def state_dict(self) -> object:
+        return self.state
+
+    def load_state_dict(self, state: object) -> None:
+        self.state = state
+
+
+def test_another_kind_of_sampler_needs_plain_state(tmp_path: Any) -> None:
+    cursor = Cursor({"at": 5})
+    checkpoint(tmp_path, sampler=cursor).save(1)
+    cursor.state = None
+    checkpoint(tmp_path, sampler=cursor).restore()
+    assert cursor.state == {"at": 5}
+    for state in ({"at": {5}}, {"at": (5,)}):
+        with pytest.raises(UsageError, match=r"sampler: its state_dict\(\)"):
+            checkpoint(tmp_path, sampler=Cursor(state)).save(2)
