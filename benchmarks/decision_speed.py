@@ -31,6 +31,7 @@ from cadenza.policies.inputs.published import synergy_profiles
 from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Memory, Node, Options, Placement, Progress
 from cadenza.policies.policy import PolicySettings, build
 from cadenza.policies.profile import Profile
+from cadenza.policies.registry import warm
 
 PARTITION = "gpu"
 GPUS, CPUS, MEMORY_MB = 8, 24, 512000
@@ -232,6 +233,7 @@ def main() -> int:
     parser.add_argument("--plain", action="store_true", help="measure also the allocation without numba")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
+    warm("cadenza")
     figures, moves = small("decision", whole(SMALL_NODES), arguments.rounds, arguments.repeat, limited=True)
     figures += small("allocation", alone(SMALL_NODES), arguments.rounds, arguments.repeat)[0]
     if arguments.plain:

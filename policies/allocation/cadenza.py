@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import floor
 
 from cadenza.policies.allocation.arrays import Arrays
@@ -46,7 +47,10 @@ def warm() -> None:
         Job(JobKey(number, 0), "", "", "", "", "PENDING", gpus, 3 * gpus, 0, 1, 0.0, profile=profile)
         for number, gpus in enumerate((1, 1, 2, 1, 1, 4))
     )
-    cadenza(Case(0.0, servers, jobs, len(jobs)))
+    started = cadenza(Case(0.0, servers, jobs, len(jobs))).placements
+    running = [replace(job, state="RUNNING", placement=started[job.key]) for job in jobs[1:]]
+    newcomer = replace(jobs[0], key=JobKey(len(jobs), 0))
+    cadenza(Case(0.0, servers, (*running, newcomer), len(jobs)))
 
 
 def allocate(case: Case, by: Division) -> Plan:
