@@ -1,0 +1,17 @@
+"""``CadenzaCallback`` for ``lightning.pytorch.Trainer``."""
+
+from __future__ import annotations
+
+from cadenza.sidecar.client.integrations import MissingFrameworkError
+from cadenza.sidecar.client.integrations.lightning_hooks import LightningHooks
+
+try:
+    from lightning.pytorch import Callback
+except ImportError as error:
+    raise MissingFrameworkError("lightning", error) from error
+
+__all__ = ["CadenzaCallback"]
+
+
+class CadenzaCallback(LightningHooks, Callback):  # type: ignore[misc]  # untyped where the extra is not installed
+    """Lets a Trainer's job take turns on its GPU: ``Trainer(callbacks=[CadenzaCallback()])``."""

@@ -1,0 +1,90 @@
+"""``CadenzaTrainerCallback`` for ``transformers.Trainer``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cadenza.sidecar.client.integrations import MissingFrameworkError
+from cadenza.sidecar.client.integrations.contents import containers, wrapper
+from cadenza.sidecar.client.integrations.participation import Participation
+from cadenza.sidecar.client.integrations.requeue import warn_of_other_owner
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise MissingFrameworkError("transformers", error) from error
+
+__all__ = ["CadenzaTrainerCallback"]
+
+
+class CadenzaTrainerCallback(TrainerCallback):  # type: ignore[misc]  # untyped where the extra is not installed
+    """Lets a Trainer's job take turns on its GPU: ``Trainer(..., callbacks=[CadenzaTrainerCallback()])``.
+
+    A boundary follows each optimizer step, when its gradients are gone; ``every_batch`` adds one after each
+    batch of an accumulation, where gradients move as well. ``evaluation`` makes each batch of an evaluation or
+    prediction one; with several ranks each must evaluate the same number of batches, as they do by default.
+    """
+
+    def __init__(self, *, every_batch: bool = False, evaluation: bool = True) -> None:
+        super().__init__()
+        self.every_batch = every_batch
+        self.evaluation = evaluation
+        self._run: dict[str, object] = {}
+        self._training = False
+        self._part = Participation(self._state)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **run: Any) -> None:  # noqa: ARG002
+        """Attach with the model, the optimizer, its scaler and the schedule."""
+        self._training = True
+        self._join(run)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """End a step; its samples are those of full batches."""
+        batches = 1 if self.every_batch else args.gradient_accumulation_steps
+        self._part.boundary(args.train_batch_size * batches)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Let the job stop within an accumulation, if so wanted."""
+        if self.every_batch:
+            self._part.boundary(args.train_batch_size)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **run: Any) -> None:  # noqa: ARG002
+        """Let the job stop between batches of an evaluation, which attaches when no training did."""
+        if self.evaluation:
+            self._join(run)
+            self._part.boundary(args.eval_batch_size)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Leave after an evaluation on its own."""
+        if not self._training:
+            self._leave()
+
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:  # noqa: ARG002
+        """Leave after a prediction on its own."""
+        if not self._training:
+            self._leave()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Leave the process as it was."""
+        self._training = False
+        self._leave()
+
+    def _join(self, run: dict[str, Any]) -> None:
+        """Attach with what the Trainer tells its callbacks of, once."""
+        if not self._part.joined:
+            model = run["model"]
+            kept = {"model": model, "optimizer": run.get("optimizer"), "schedule": run.get("lr_scheduler")}
+            self._run = {**kept, "wrapper": wrapper(model)}
+            warn_of_other_owner()
+            self._part.join()
+
+    def _leave(self) -> None:
+        """Leave the session and hold nothing of this run."""
+        self._part.leave()
+        self._run = {}
+
+    def _state(self) -> dict[str, object]:
+        """Return what this run has on its device now; the scaler is in Accelerate's optimizer."""
+        model: Any = self._run["model"]
+        schedule = self._run["schedule"]
+        return {**self._run, "schedule": vars(schedule) if schedule else None, "gathered": containers(model)}

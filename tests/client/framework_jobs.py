@@ -1,0 +1,59 @@
+"""Runs the examples of the frameworks in one process: unchanged, with their lines of Cadenza, and left alone.
+
+Prints one JSON object a run: its name, its result, and how often the job yielded in it by the agent's log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import runpy
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cadenza.sidecar import client
+from cadenza.sidecar.client.session import current
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples/frameworks"
+RUNS = {"lightning_train": "--no-callback", "hf_trainer": "--no-callback", "accelerate_train": "--no-attach"}
+STEPS = {"lightning_train": 24, "hf_trainer": 16, "accelerate_train": 64}
+
+
+def run(name: str, *flags: str) -> dict[str, Any]:
+    """Run one example as its file says."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    result: dict[str, Any] = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name=name)["main"](list(flags))
+    return result
+
+
+def handlers() -> list[object]:
+    """Return what this process does at each signal."""
+    return [signal.getsignal(number) for number in sorted(signal.valid_signals())]
+
+
+def main(log: Path) -> None:
+    torch.set_num_threads(1)
+    for kind in ("unchanged", "callback", "alone"):
+        if kind == "alone":
+            del os.environ["SLURM_JOB_ID"]
+        for name, flag in RUNS.items():
+            before, ways = log.read_text().count(" yielded JOBID="), handlers()
+            result = run(name, f"--steps={STEPS[name]}", *([] if kind == "callback" else [flag]))
+            yields = log.read_text().count(" yielded JOBID=") - before
+            same = handlers() == ways
+            left = current() is None
+            print(json.dumps({"run": [kind, name], "yields": yields, "handlers": same, "left": left, **result}))
+            sys.stdout.flush()
+            if kind == "callback" or name == "accelerate_train":  # the last one of its kind
+                client.detach()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

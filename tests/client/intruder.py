@@ -1,0 +1,52 @@
+"""A job that did not opt in and comes and goes on the trainer's GPU: each visit makes the trainer yield and resume."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any, Self
+
+from test_client_agent import Agent
+
+from cadenza.sidecar import wire
+
+JOB = 9
+
+
+class Intruder(threading.Thread):
+    """Visits again and again from the moment on that a job is attached, until the block ends."""
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__(daemon=True)
+        self._agent = agent
+        self._over = threading.Event()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._over.wait(0.02):
+            if " attached JOBID=" in self._agent.log():
+                self._visit()
+
+    def _visit(self) -> None:
+        """Ask for the GPU, get it, and leave."""
+        facts: dict[str, Any] = {"job": JOB, "restart": 0, "uid": os.getuid(), "user": "u", "node": "n1", "lane": 0}
+        with self._agent.say("start", **facts, gpus=[0], hosts=1, managed=False, step=0) as connection:
+            connection.settimeout(0.05)
+            while not self._over.is_set() and not granted(connection):
+                pass
+        self._agent.say("end", job=JOB, restart=0).close()
+
+
+def granted(connection: Any) -> bool:
+    """Whether the next message, if one comes, says that the GPU is the intruder's."""
+    try:
+        return bool(wire.decode(connection.recv(wire.MAX_PACKET))["state"] == "granted")
+    except TimeoutError:
+        return False
