@@ -8,9 +8,9 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from datasets import published
 from hypothesis import given
 from hypothesis import strategies as st
+from published_data import published
 
 from cadenza.policies.errors import InputError
 from cadenza.policies.inputs.profiles import read_profiles, write_profiles

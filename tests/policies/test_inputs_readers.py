@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
-from datasets import published
+from published_data import published
 
 from cadenza.policies.errors import InputError
 from cadenza.policies.inputs.cluster import PARTITION, read_cluster
