@@ -20,7 +20,7 @@ test: test-fast
 	$(BIN)/python -m pytest tests -m "cluster or browser or training"
 
 test-fast: install
-	$(BIN)/python -m pytest tests -m "not cluster and not browser and not training" -n auto --dist loadfile
+	$(BIN)/python -m pytest tests -m "not cluster and not browser and not training" -n auto --dist worksteal
 
 lint: install
 	$(BIN)/ruff check .

@@ -10,8 +10,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from agent_rig import Agent, until
 from test_agent_switching import facts
+
+pytestmark = pytest.mark.training
 
 JOB = """
 import sys, time

@@ -14,6 +14,8 @@ from client_peer import PATIENCE_S, Peer, Turns, running, slurm_environment
 
 from cadenza.sidecar.client import run
 
+pytestmark = pytest.mark.training
+
 HERE = Path(__file__).parent
 RUN = [sys.executable, "-m", "cadenza.sidecar.client.run", "--"]
 STOPS = [3, 4, 9, 13]

@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.training
+
 TRAIN = Path(__file__).resolve().parents[2] / "examples" / "train.py"
 
 
