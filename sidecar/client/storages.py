@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,6 +9,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from cadenza.sidecar.client import exports, fixed
 
 Named: TypeAlias = tuple[str, torch.Tensor]
 
@@ -60,10 +61,17 @@ class Survey:
     segments: tuple[Segment, ...]
     resident: tuple[Kept, ...]
     refused: str
+    spilled: bool = False
+    """The move goes to a file, because host memory is short."""
+
+    @property
+    def host_bytes(self) -> int:
+        """The host memory that the move needs."""
+        return 0 if self.spilled else self.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes that would move, which is the host memory that they need."""
+        """Bytes that would move."""
         return sum(segment.nbytes for segment in self.segments)
 
 
@@ -78,7 +86,10 @@ def survey(sources: Iterable[tuple[str, object]], *, refuse_resident: bool = Fal
     walk = Walk()
     for name, tensor in walk.tensors(sources):
         _enter(found, name, tensor)
+    _mark_exports(found)
     _mark_overlaps(found)
+    held, why = fixed.here()
+    _mark_held(found, held)
     entries = list(found.values())
     if any(_device(segment) == "cuda" for segment, _ in entries):
         entries = [entry for entry in entries if _device(entry[0]) != "cpu"]
@@ -86,7 +97,7 @@ def survey(sources: Iterable[tuple[str, object]], *, refuse_resident: bool = Fal
     resident = tuple(
         Kept(segment.name, reason, segment.nbytes, _device(segment)) for segment, reason in entries if reason
     ) + tuple(walk.buckets)
-    return Survey(segments, resident, _refusal(segments, resident, refuse_resident=refuse_resident))
+    return Survey(segments, resident, why or _refusal(segments, resident, refuse_resident=refuse_resident))
 
 
 class Walk:
@@ -207,6 +218,14 @@ def _reason(storage: torch.UntypedStorage, tensor: torch.Tensor) -> str:
     return ""
 
 
+def _mark_exports(found: dict[int, tuple[Segment, str]]) -> None:
+    """Keep storages to which another library or process was given a pointer."""
+    for key, user in exports.users().items():
+        if key in found:
+            segment, reason = found[key]
+            found[key] = segment, reason or user
+
+
 def _mark_overlaps(found: dict[int, tuple[Segment, str]]) -> None:
     """Keep storages that share memory with another one (DLPack), which a release would leave dangling."""
     order = sorted((segment.storage.data_ptr(), key) for key, (segment, _) in found.items())
@@ -215,6 +234,13 @@ def _mark_overlaps(found: dict[int, tuple[Segment, str]]) -> None:
         if start + first[0].nbytes > next_start and first[0].storage.device == second[0].storage.device:
             found[before] = first[0], first[1] or f"shares memory with {second[0].name}"
             found[after] = second[0], second[1] or f"shares memory with {first[0].name}"
+
+
+def _mark_held(found: dict[int, tuple[Segment, str]], held: list[fixed.Held]) -> None:
+    """Keep storages whose device memory belongs to a private pool."""
+    for key, (segment, reason) in found.items() if held else ():
+        if _device(segment) == "cuda" and (owner := fixed.owner(held, segment.storage.data_ptr())):
+            found[key] = segment, reason or f"in {owner}"
 
 
 def _device(segment: Segment) -> str:
@@ -230,8 +256,6 @@ def _refusal(segments: tuple[Segment, ...], resident: tuple[Kept, ...], *, refus
         return f"cannot release {', '.join(map(str, stuck[:3]))}{more}"
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return ""
-    if any(issubclass(type(thing), torch.cuda.CUDAGraph) for thing in gc.get_objects()):
-        return "captured CUDA graphs hold device addresses, which a move would change"
     used = torch.cuda.memory_allocated()
     if not segments and used > UNSEEN_LIMIT_BYTES:
         return f"{used >> 20} MiB of GPU memory belong to nothing that was given to attach(): pass the model"

@@ -168,3 +168,50 @@ def test_registered_tensors_scalers_and_averages_move_too(job: Peer) -> None:
     turns.finish()
     assert empty == [0] * len(kept)
     assert all(torch.equal(now, then) for now, then in zip(kept, copies, strict=True))
+
+
+def test_only_what_is_there_at_the_boundary_moves(job: Peer) -> None:
+    """The low point is after zero_grad(set_to_none=True): gradients are no part of the state then."""
+    model = nn.Linear(100, 100)
+    optimizer = torch.optim.AdamW(model.parameters())
+    turns = Turns(job, [1, 2, 3])
+    client.attach(model, optimizer)
+    for to_none in (None, False, True):
+        model(torch.ones(1, 100)).sum().backward()
+        optimizer.step()
+        if to_none is not None:
+            optimizer.zero_grad(set_to_none=to_none)
+        client.boundary()
+    turns.finish()
+    parameters, step_counters = (100 * 100 + 100) * 4, 2 * 4
+    with_gradients = 4 * parameters + step_counters
+    assert [message["bytes"] for message in turns.yielded] == [with_gradients] * 2 + [with_gradients - parameters]
+
+
+def test_hooks_groups_and_schedules_stay_valid(job: Peer) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model[0].requires_grad_(requires_grad=False)
+    groups = [{"params": [model[1].weight], "lr": 0.5}, {"params": [model[1].bias]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)
+    fired: list[str] = []
+    model[0].register_forward_hook(lambda *_: fired.append("forward"))
+    model[1].weight.register_hook(lambda _: fired.append("gradient"))
+    model[1].weight.register_post_accumulate_grad_hook(lambda _: fired.append("accumulated"))
+    optimizer.register_step_post_hook(lambda *_: fired.append("step"))
+    frozen = model[0].weight.clone()
+    turns = Turns(job, [1])
+    client.attach(model, optimizer, schedule)
+    client.boundary()
+    turns.finish()
+    before = model[1].weight.detach().clone()
+    model(torch.ones(1, 4)).sum().backward()
+    assert model[1].weight.grad is not None
+    expected = before - 0.5 * model[1].weight.grad
+    optimizer.step()
+    schedule.step()
+    assert fired == ["forward", "gradient", "accumulated", "step"]
+    assert torch.equal(model[1].weight, expected)
+    assert torch.equal(model[0].weight, frozen)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.01])
+    assert optimizer.param_groups[0]["params"][0] is model[1].weight

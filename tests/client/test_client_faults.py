@@ -87,14 +87,14 @@ def yield_(rank: Rank, order: int = 1) -> int:
 def test_identity_and_counters(peer: Peer, start: Callable[..., Job]) -> None:
     job = start()
     rank = peer.rank()
-    wanted = {"job": 4711, "restart": 2, "rank": 0, "world_size": 1, "state": "running", "step": 0}
+    wanted = {"job": 4711, "restart": 2, "rank": 0, "world_size": 1, "state": "running", "step": 0, "again": False}
     assert wanted.items() <= rank.hello.items()
     goes_on(rank, 10)
     out, err = job.finish()
     rank.hear("detach")
     assert rank.gone()
     words = rank.page.tolist()
-    assert words[wire.PAGE_STEP] == int(out) == sum(words[wire.PAGE_HISTOGRAM :][: wire.HISTOGRAM_BUCKETS])
+    assert words[wire.PAGE_STEP] == int(out) == sum(words[wire.PAGE_FINE :][: wire.FINE_BUCKETS])
     assert words[wire.PAGE_SUM_NS] > int(out) * 3_000_000
     assert err == ""
 
@@ -108,9 +108,10 @@ def test_agent_lost_while_running(peer: Peer, start: Callable[..., Job]) -> None
     again = peer.rank()
     assert again.hello["state"] == "running"
     assert again.hello["step"] >= 3
+    assert again.hello["again"], "it does not stand still for the answer"
     goes_on(again)
     step = arrive(again)
-    counted = sum(again.page.tolist()[wire.PAGE_HISTOGRAM :][: wire.HISTOGRAM_BUCKETS])
+    counted = sum(again.page.tolist()[wire.PAGE_FINE :][: wire.FINE_BUCKETS])
     assert counted == again.step == step  # the histogram moved to the new page with the steps
     peer.die()
 

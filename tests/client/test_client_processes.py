@@ -14,7 +14,7 @@ from client_peer import PATIENCE_S, Peer, Turns, running, slurm_environment
 
 from cadenza.sidecar.client import run
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 RUN = [sys.executable, "-m", "cadenza.sidecar.client.run", "--"]

@@ -1,0 +1,80 @@
+"""Plans a move: which storages go together in one copy, and where each lies in host memory; no torch, no state."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ALIGNMENT = 512
+"""Bytes to which each storage's place is aligned: the caching allocator's own rounding."""
+SMALL = 2**20
+"""Storages below this many bytes share a copy: a transfer of their own would cost more to start than to do."""
+STAGING = 32 * 2**20
+"""The most bytes of small storages in one copy, which is what gathering them takes on the device."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One copy: the members lie one after the other in host memory, each in a multiple of the alignment."""
+
+    members: tuple[int, ...]
+    """Positions in the list of storages that was planned."""
+    sizes: tuple[int, ...]
+    """The members' bytes, without the alignment."""
+    spans: tuple[int, ...]
+    """The same with the alignment."""
+    device: Any
+    """Where the members are, as it was given."""
+    offset: int
+    nbytes: int
+    """The batch's place in host memory, alignment included."""
+
+    @property
+    def gathered(self) -> bool:
+        """Whether several storages share this copy."""
+        return len(self.members) > 1
+
+
+def plan(sizes: Sequence[tuple[Hashable, int]]) -> list[Batch]:
+    """Divide storages, given as (device, bytes), into batches: small ones of a device together, others alone.
+
+    Small ones come first; within both kinds the order is kept, and no byte of host memory belongs to two.
+    """
+    batches: list[Batch] = []
+    for members in [*_packed(sizes), *([index] for index, (_, nbytes) in enumerate(sizes) if nbytes >= SMALL)]:
+        each = tuple([sizes[index][1] for index in members])
+        spans = tuple(map(aligned, each))
+        batches.append(Batch(tuple(members), each, spans, sizes[members[0]][0], total(batches), sum(spans)))
+    return batches
+
+
+def total(batches: Sequence[Batch]) -> int:
+    """Return the host memory, in bytes, that the batches take."""
+    return batches[-1].offset + batches[-1].nbytes if batches else 0
+
+
+def aligned(nbytes: int) -> int:
+    """Round up to the alignment.
+
+    >>> aligned(1), aligned(512), aligned(0)
+    (512, 512, 0)
+    """
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _packed(sizes: Sequence[tuple[Hashable, int]]) -> list[list[int]]:
+    """Return the positions of small storages, in groups of one device and at most STAGING bytes."""
+    groups: list[list[int]] = []
+    filling: dict[Hashable, tuple[list[int], int]] = {}
+    for index, (device, nbytes) in enumerate(sizes):
+        if nbytes >= SMALL:
+            continue
+        group, used = filling.get(device, ([], STAGING))
+        used += aligned(nbytes)
+        if used > STAGING:
+            group, used = [], aligned(nbytes)
+            groups.append(group)
+        group.append(index)
+        filling[device] = group, used
+    return groups

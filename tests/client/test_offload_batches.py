@@ -1,0 +1,92 @@
+"""The plan of a move: each storage once, in a place of its own, small ones together; staging changes no byte."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cadenza.sidecar.client import arena, batches, offload
+from cadenza.sidecar.client.batches import ALIGNMENT, SMALL, STAGING
+from cadenza.sidecar.client.offload import Transfer
+from cadenza.sidecar.client.storages import Segment
+
+SIZES = st.one_of(st.integers(1, 4096), st.integers(1, 3 * SMALL), st.sampled_from([SMALL - 1, SMALL, SMALL + 1]))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["cuda:0", "cuda:1", "cpu"]), SIZES), max_size=120))
+def test_every_storage_has_one_place(sizes: list[tuple[str, int]]) -> None:
+    plan = batches.plan(sizes)
+    assert sorted(index for batch in plan for index in batch.members) == list(range(len(sizes)))
+    for before, after in pairwise(plan):
+        assert before.offset + before.nbytes == after.offset
+    for batch in plan:
+        assert batch.sizes == tuple(sizes[index][1] for index in batch.members)
+        assert batch.nbytes == sum(map(batches.aligned, batch.sizes))
+        assert batch.offset % ALIGNMENT == 0
+        assert not batch.gathered or batch.nbytes <= STAGING
+        assert not batch.gathered or max(batch.sizes) < SMALL
+        assert len({sizes[index][0] for index in batch.members}) == 1
+    assert batches.total(plan) == sum(batches.aligned(nbytes) for _, nbytes in sizes)
+
+
+def test_small_storages_take_few_copies() -> None:
+    plan = batches.plan([("cuda:0", 32 * 1024)] * 2048 + [("cuda:0", 5 * SMALL)])
+    assert [len(batch.members) for batch in plan] == [1024, 1024, 1]
+    assert batches.plan([]) == []
+    assert batches.total([]) == 0
+
+
+def state(seed: int) -> tuple[list[torch.Tensor], list[Segment]]:
+    """Return tensors of odd sizes and dtypes, and their segments."""
+    draw = random.Random(seed)  # noqa: S311
+    dtypes = [torch.float32, torch.uint8, torch.bfloat16, torch.int64]
+    tensors = [torch.randint(0, 100, (draw.choice([1, 3, 700, 99_991]),)).to(draw.choice(dtypes)) for _ in range(40)]
+    tensors.append(torch.rand(600_000))
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return tensors, [Segment(str(index), storage, storage.nbytes()) for index, storage in enumerate(storages)]
+
+
+@pytest.mark.parametrize("staging", [0, 4096, STAGING])
+def test_a_move_through_staging_is_the_same_move(staging: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path that small storages take on a GPU, with a staging buffer that happens to lie on the CPU."""
+    tensors, segments = state(1)
+    copies = [tensor.clone() for tensor in tensors]
+    versions = [tensor._version for tensor in tensors]
+    plan = offload._plan(segments)
+    memory = arena.mapped(batches.total(plan), huge=True)
+    original = offload.Lane.__init__
+    monkeypatch.setattr(offload.Lane, "__init__", lambda lane, device, _: original(lane, device, staging))
+    transfer = Transfer(segments, plan, memory)
+    transfer.out()
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * len(tensors)
+    transfer.back()
+    assert all(torch.equal(now, then) for now, then in zip(tensors, copies, strict=True))
+    assert [tensor._version for tensor in tensors] == versions
+
+
+def test_a_restore_that_fails_half_way_leaves_all_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, segments = state(2)
+    copies = [tensor.clone() for tensor in tensors]
+    moved = offload.Offload()
+    moved.out(segments)
+    monkeypatch.setattr(offload, "RESTORE_RETRIES", 0)
+    original = offload.Lane.copy
+
+    def full(self: offload.Lane, raws: list[torch.Tensor], batch: batches.Batch, *rest: object, out: bool) -> None:
+        if not batch.gathered:
+            raise RuntimeError("out of memory")
+        original(self, raws, batch, *rest, out=out)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offload.Lane, "copy", full)
+        with pytest.raises(offload.RestoreError, match="out of memory"):
+            moved.back()
+    assert moved.away
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * len(tensors)
+    moved.back()
+    assert all(torch.equal(now, then) for now, then in zip(tensors, copies, strict=True))
