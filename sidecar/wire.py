@@ -12,7 +12,9 @@ Messages, job side to agent
     ``arrived``   a rank stands at its stop boundary; ``refused`` names what cannot be moved, else ""
     ``yielded``   the rank's GPU state is in host memory and its GPU memory free
     ``resumed``   the rank has its state back and goes on
+    ``checkpointed``  the rank stands at its stop boundary and its part of a complete checkpoint is on the disk
     ``detach``    the rank will not stop any more
+    ``requeued_by``  somebody else requeues this job by a signal handler, as the rank has found out since ``attach``
 Messages, agent to job side
     ``lease``     to ``start``: ``state`` is ``granted``, ``wait`` (repeated every few seconds) or ``giveup``
     ``attached``  ``state`` is ``held`` (go on), or ``yielded`` (move your state out and wait for ``resume``)
@@ -23,14 +25,16 @@ Messages, agent to job side
     ``error``     the message was refused; ``error`` says why
 
 Fields (those in brackets may be missing; an unknown one is ignored)
-    ``start``     job restart uid user node lane gpus hosts managed step [options]
+    ``start``     job restart uid user node lane gpus hosts managed step [options cpus memory_mb]
     ``end``       job [restart]
     ``attach``    job restart rank world_size local_world_size state (running | arrived | yielded) step
-                  [gpus] (list of int) [node] [hosts]
+                  [gpus] (list of int) [node] [hosts] [requeue_owner] (as the owner of ``requeued_by``)
     ``arrived``   order step bytes [refused]
     ``yielded``   [order] copy_s bytes [left] (device bytes this process keeps) [resident] [error] (the move
                   failed and was undone: the rank runs on)
     ``resumed``   copy_s [order]
+    ``checkpointed``  order step bytes seconds [path] [error] (it failed: nothing is lost, the rank runs on)
+    ``requeued_by``  owner (``lightning``, ``submitit``; "" for nobody)
     ``lease``     state [reason]
     ``attached``  state rank, and the page's descriptor
     ``stop``      order step;  ``commit`` and ``resume``: order;  ``cancel``: order reason;  ``error``: error
@@ -40,10 +44,20 @@ Rules
     one. A rank sets PAGE_STATE to STATE_ARRIVED before it looks at what it would move, and then sends
     ``arrived``; a connection that ends before ``commit`` withdraws the stop. A second ``attach`` of a process
     replaces its first. ``cancel`` and ``stop`` with another order than the one at hand are out of date.
+    PAGE_PURPOSE says what a stop is for. After ``commit`` of a checkpoint the ranks save together, say
+    ``checkpointed`` and stand until ``cancel`` sends them on, or until their job is requeued.
 
 Page
-    One 4096-byte memfd for each rank. The client writes its half and the agent its half, each word by one
-    aligned 8-byte store, so that a step costs no system call.
+    One 4096-byte memfd for each rank. The client writes its words and the agent its own, each by one aligned
+    8-byte store, so that a step costs no system call. The client's words are one record under a sequence lock:
+    PAGE_SEQUENCE is odd while it writes. A reader takes a copy when it found the same even number before and
+    after; it tries a few times and then does without. That needs stores to become visible in program order, as
+    on x86-64; elsewhere a record may mix two neighbouring steps, which counters that only grow survive.
+    PAGE_LAYOUT says what a client writes: 0 the words up to PAGE_SAMPLES and the coarse histogram, without a
+    sequence lock; 1 all but that histogram. Words are only ever added, so that an agent and a client of
+    different ages go together: what the other side does not write is 0.
+    The agent writes what a job has now before PAGE_TUNE_COUNT. A client that finds another count reads it; should
+    it read while the agent writes the next, the count changes behind it and it reads again.
 """
 
 from __future__ import annotations
@@ -69,19 +83,65 @@ PAGE_STATE = 4
 PAGE_SAMPLES = 5
 """Training samples as told to ``boundary(samples)``; 0 when nobody says. The mean iteration time is PAGE_SUM_NS
 over the sum of the histogram."""
+PAGE_LAYOUT = 6
+"""The client's LAYOUT; 0 of clients that know none."""
+PAGE_SEQUENCE = 7
+PAGE_WAITED_NS = 8
+"""Time in which the training loop was blocked in its loader."""
+PAGE_MEMORY_KIND = 9
+"""What the next two words count: one of ``MEMORY_…``."""
+PAGE_MEMORY_LOW = 10
+"""Least memory, in bytes, that was in use at a boundary looked at."""
+PAGE_MEMORY_PEAK = 11
+"""Most memory, in bytes, that was in use at any time."""
+PAGE_SAVES = 12
+"""1 when this rank can save a checkpoint on order; only then is it asked to."""
+PAGE_ORDER_COUNT = 15
+"""Stops that this rank has come to; the last ORDERS_KEPT of them are in the ring."""
+PAGE_ORDERS = 16
+"""First of ORDERS_KEPT entries of ORDER_WORDS words: the order's number, CLOCK_MONOTONIC at which its boundary
+was reached, and the ns from there until the rank was ready to stop and until its state was out (0: it was not)."""
+ORDERS_KEPT = 8
+ORDER_WORDS = 4
 PAGE_HISTOGRAM = 64
-"""First of HISTOGRAM_BUCKETS counters of iteration times, see :func:`bucket`."""
+"""First of HISTOGRAM_BUCKETS counters of iteration times, see :func:`bucket`; of clients of layout 0."""
 HISTOGRAM_BUCKETS = 160
 # Agent's half:
 PAGE_STOP = 256
 """0: go on; else stop at the first boundary whose step is at least this."""
 PAGE_ORDER = 257
 """Number of the order that PAGE_STOP belongs to."""
+PAGE_PURPOSE = 258
+"""What the order is for: one of ``PURPOSE_…``."""
+PAGE_CPUS_CENTI = 259
+"""The CPUs that the whole job has on this node now, in hundredths."""
+PAGE_CACHE_MB = 260
+"""Host memory, in MiB, for the caches of the job's loaders on this node, all its ranks together; or UNSAID."""
+PAGE_TUNE_COUNT = 261
+"""How often the two before it were written; 0: never, they say nothing."""
+
+# Client's again:
+PAGE_FINE = 264
+"""First of FINE_BUCKETS counters of iteration times, see :func:`fine_bucket`; from layout 1 on."""
+FINE_BUCKETS = 248
+FINE_BITS = 11
+"""Bits of the shortest time, about 1 µs, that has a fine bucket of its own."""
+
+LAYOUT = 1
+UNSAID = 2**64 - 1
+MEMORY_UNKNOWN = 0
+MEMORY_HOST = 1
+"""Resident set of the process."""
+MEMORY_GPU = 2
+"""What torch's allocator has given out on the rank's current device."""
 
 QUARTERED_BITS = 3
 """From this many bits on an octave has four buckets; below, each number is one."""
 
 MAGIC = 0x43414445_4E5A4131  # "CADENZA1"
+
+PURPOSE_YIELD = 0
+PURPOSE_CHECKPOINT = 1
 
 STATE_RUNNING = 0
 STATE_ARRIVED = 1
@@ -131,3 +191,23 @@ def bucket_upper_ns(index: int) -> int:
         return index
     octave, quarter = divmod(index, 4)
     return ((quarter + 5) << (octave - 1)) - 1
+
+
+def fine_bucket(nanoseconds: int) -> int:
+    """Return the fine bucket of an iteration time: eight an octave from 1 µs to 36 min, the ends take the rest.
+
+    >>> low, high = fine_bounds_ns(fine_bucket(5_000_000))
+    >>> low <= 5_000_000 < high, high / low <= 9 / 8
+    (True, True)
+    """
+    bits = nanoseconds.bit_length()
+    if bits < FINE_BITS:
+        return 0
+    return min(8 * (bits - FINE_BITS) + ((nanoseconds >> (bits - 4)) & 7), FINE_BUCKETS - 1)
+
+
+def fine_bounds_ns(index: int) -> tuple[int, int]:
+    """Return the least iteration time of a fine bucket and of the next one, in ns."""
+    octave, eighth = divmod(index, 8)
+    width = 1 << (octave + FINE_BITS - 4)
+    return (8 + eighth) * width, (9 + eighth) * width

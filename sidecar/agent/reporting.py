@@ -6,8 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
+
+from cadenza.policies.model import JobKey
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.host import Host
+from cadenza.sidecar.agent.leases import Entry
 
 SPACING_S = 0.05
 
@@ -16,11 +20,18 @@ Notable: TypeAlias = tuple[object, ...]
 
 @dataclass
 class Reporter:
-    """Decides when a report is due; ``memory`` returns total and free host memory in MB."""
+    """Decides when a report is due.
+
+    ``memory`` returns total and free host memory in MB, ``telemetry`` the last sample of a job, ``tuned``
+    what was set on it in the place of Slurm's own limits, ``lacks`` what this host cannot do.
+    """
 
     host: Host
     version: str
     memory: Callable[[], tuple[int, int]]
+    telemetry: Callable[[JobKey], orders.JobTelemetry | None]
+    tuned: Callable[[JobKey], orders.InForce | None]
+    lacks: Callable[[], tuple[str, ...]]
     _last: Notable = ()
     _sent_at: float = float("-inf")
 
@@ -46,8 +57,14 @@ class Reporter:
             memory_mb=total,
             memory_free_mb=free,
             rotating=self.host.rotating(),
-            leases=tuple(self.host.lease_report(entry) for entry in self.host.book),
+            leases=tuple(self._lease(entry) for entry in self.host.book),
+            lacks=self.lacks(),
         )
+
+    def _lease(self, entry: Entry) -> orders.LeaseReport:
+        """Return what the service may know of one job, with what was measured of it."""
+        measured, tuned = self.telemetry(entry.key), self.tuned(entry.key)
+        return msgspec.structs.replace(self.host.lease_report(entry), telemetry=measured, tuned=tuned)
 
 
 def _notable(report: orders.Report) -> Notable:
@@ -55,7 +72,8 @@ def _notable(report: orders.Report) -> Notable:
     return (
         report.rotating,
         *(
-            (one.job, one.restart, one.state, one.ready, one.ranks, one.managed, one.gpus, one.note)
+            (one.job, one.restart, one.state, one.ready, one.ranks, one.managed, one.gpus, one.note, one.requeue_owner,
+             one.checkpoints, one.saved, one.lost, one.tuned)
             for one in report.leases
         ),
     )

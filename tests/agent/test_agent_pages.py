@@ -6,11 +6,13 @@ import mmap
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cadenza.sidecar import wire
 from cadenza.sidecar.agent.pages import MAX_STEP, Page
 from cadenza.sidecar.agent.processes import is_stopped, job_of, start_ticks
+from cadenza.sidecar.agent.telemetry import Stretch, joined
 
 
 def test_counters_become_telemetry() -> None:
@@ -37,7 +39,12 @@ def test_a_jobs_nonsense_in_its_page_does_no_harm() -> None:
         words[index] = 2**64 - 1
     assert page.step == MAX_STEP
     page.order(1, page.step + 1)
+    assert page.telemetry().iteration_p99_s is None, "a record that is always being written"
+    words[wire.PAGE_SEQUENCE] -= 1
     assert page.telemetry().iteration_p99_s is not None
+    record = page.record()
+    assert record is not None
+    assert len(msgspec.json.encode(joined(5.0, None, [Stretch(record, record)] * 2))) < 1000
     page.close()
     page.close()
 

@@ -1,0 +1,80 @@
+"""The wall clock is set while jobs hold leases and are measured: turns and rates are those of time that passed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from cadenza.policies.model import JobKey
+from cadenza.sidecar.agent.host import Host
+from cadenza.sidecar.agent.jumps import Jumps
+from cadenza.sidecar.agent.leases import Entry
+from cadenza.sidecar.agent.records import Records
+from cadenza.sidecar.agent.sampling import Background, Sampler
+from cadenza.sidecar.agent.settings import AgentSettings
+from cadenza.sidecar.agent.telemetry import Collector
+
+
+@dataclass
+class Jumping:
+    """Two clocks: time passes on both, and the wall clock can be set."""
+
+    wall: float = 1_700_000_000.0
+    passed: float = 50.0
+
+    def epoch(self) -> float:
+        return self.wall
+
+    def monotonic(self) -> float:
+        return self.passed
+
+    def after(self, seconds: float, *, set_by: float = 0.0) -> None:
+        self.passed += seconds
+        self.wall += seconds + set_by
+
+
+@pytest.mark.parametrize("set_by", [3600.0, -3600.0, -1_699_999_000.0])
+def test_turns_are_charged_for_time_that_passed(set_by: float) -> None:
+    clock = Jumping()
+    host = Host(AgentSettings(), clock, "n1")
+    jumps = Jumps(host)
+    first, second = (host.book.register(Entry(job, 0, 1000, (0,), 0.0), clock.epoch()) for job in (1, 2))
+    jumps.tick()
+    host.book.grant(first, clock.epoch())
+    clock.after(7.0)
+    jumps.tick()
+    clock.after(3.0, set_by=set_by)
+    jumps.tick()
+    now = clock.epoch()
+    assert (first.held_s(now), first.vtime(now), second.vtime(now)) == pytest.approx((10.0, 10.0, 0.0), abs=1e-3)
+    assert now - second.since_s == pytest.approx(10.0, abs=1e-3)
+    host.book.stop(first, now)
+    stretch = host.book.release(first, now)
+    assert stretch.to_s - stretch.from_s == pytest.approx(10.0, abs=1e-3)
+    assert host.next_order() < host.next_order()
+
+
+def test_small_steps_move_nothing() -> None:
+    clock = Jumping()
+    host = Host(AgentSettings(), clock, "n1")
+    jumps = Jumps(host)
+    entry = host.book.register(Entry(1, 0, 1000, (0,), 0.0), clock.epoch())
+    for _ in range(3):
+        clock.after(1.0, set_by=0.01)
+        jumps.tick()
+    assert entry.since_s == 1_700_000_000.0
+
+
+def test_samples_are_of_time_that_passed() -> None:
+    clock = Jumping()
+    host = Host(AgentSettings(), clock, "n1")
+    host.book.register(Entry(1, 0, 1000, (), 0.0), clock.epoch())
+    collector = Collector(host, Background(Sampler(clock, tuple)), Records(AgentSettings()))
+    windows = []
+    for set_by in (0.0, -3600.0, 7200.0):
+        clock.after(5.0, set_by=set_by)
+        collector._join({})
+        windows.append(collector.latest(JobKey(1, 0)).window_s)  # type: ignore[union-attr]
+    assert windows == [0.0, 5.0, 5.0]
+    collector.close()
