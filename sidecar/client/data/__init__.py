@@ -1,0 +1,34 @@
+"""Data loading in a job: a DataLoader whose workers change in mid-epoch, and a cache that never evicts.
+
+    from cadenza.sidecar.client.data import CachedDataset, ElasticDataLoader
+
+Importing this takes no torch yet; the names do when they are first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cadenza.sidecar.client.data.cache import CachedDataset
+    from cadenza.sidecar.client.data.elastic import ElasticDataLoader, workers_for
+    from cadenza.sidecar.client.data.places import remove
+    from cadenza.sidecar.client.data.store import Stats
+
+__all__ = ["CachedDataset", "ElasticDataLoader", "Stats", "remove", "workers_for"]
+
+_HOMES = {
+    "CachedDataset": "cache",
+    "ElasticDataLoader": "elastic",
+    "Stats": "store",
+    "remove": "places",
+    "workers_for": "elastic",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name's module when it is asked for."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,88 @@
+"""The worker's side of a loader: reads one batch, seeded by its number, whoever reads it."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+from torch.utils.data import get_worker_info
+
+from cadenza.sidecar.client.data.seeds import BatchKey, borrowed
+
+Task: TypeAlias = tuple[BatchKey, Any]
+"""A batch's key and what the sampler says is in it: a list of indices, or one index when batching is off."""
+Numbered: TypeAlias = tuple[int, Any]
+"""A batch's number in its epoch, and the batch."""
+
+
+STOPS = (signal.SIGINT, signal.SIGTERM)
+"""The signals that are meant for the training process."""
+
+
+class Reader:
+    """A dataset of whole batches, indexed by tasks: what the workers of torch's own DataLoader read."""
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool) -> None:
+        self.dataset = dataset
+        self._collate = collate
+        self._batched = batched
+
+    def __getitem__(self, task: Task) -> Numbered:
+        """Return a task's batch. In the training process its random numbers are left as they were."""
+        key, indices = task
+        if get_worker_info() is not None:
+            return key.number, self._read(key, indices)
+        with borrowed():
+            return key.number, self._read(key, indices)
+
+    def _read(self, key: BatchKey, indices: Any) -> Any:
+        """Seed, read and collate, as DataLoader's own fetcher does for map-style datasets."""
+        key.seed()
+        if not self._batched:
+            return self._collate(self.dataset[indices])
+        together = getattr(self.dataset, "__getitems__", None)
+        samples = together(indices) if together else [self.dataset[index] for index in indices]
+        return self._collate(samples)
+
+
+class WorkerStart:
+    """What each worker does first, before the user's own ``worker_init_fn``."""
+
+    def __init__(self, then: Callable[[int], object] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        """Ignore STOPS, which were held back until now, and show the user's dataset as torch does.
+
+        Slurm signals every process of a step: a worker that obeyed would end before the training process could
+        write its checkpoint. A handler, other than SIG_IGN, is not inherited by programs that the dataset runs.
+        """
+        for number in STOPS:
+            signal.signal(number, _ignore)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, Reader):
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # its class forbids assignment
+        if self._then is not None:
+            self._then(worker)
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Hold STOPS back from this thread and from the processes it starts, until each is ready to ignore them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _ignore(number: int, frame: object) -> None:
+    """Do nothing about a signal."""
+
+
+def as_it_is(batch: Any) -> Any:
+    """Return a batch unchanged: the reader has collated it."""
+    return batch

@@ -1,0 +1,113 @@
+"""Random numbers of one batch: seeded by its number, and put back where the training process reads."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+np: Any
+try:
+    import numpy as np
+except ImportError:  # torch runs without it
+    np = None
+
+__all__ = ["BatchKey", "borrowed", "capture", "install", "np"]
+
+SEED_BYTES = 8
+NUMPY_WORDS = 4
+
+
+@dataclass(frozen=True)
+class BatchKey:
+    """What a batch's random numbers follow from, and nothing else does: not the worker, not their number.
+
+    ``base`` is the seed that DataLoader calls base_seed, drawn from the loader's generator (else from torch's
+    global one) as DataLoader draws it: once an epoch, or once altogether with persistent workers. ``round``
+    counts the epochs since it was drawn, and ``number`` the batches of the epoch.
+    """
+
+    base: int
+    round: int
+    number: int
+
+    def seed(self) -> None:
+        """Seed torch's CPU generator, ``random`` and numpy's global generator, if numpy is there.
+
+        The seeds are the first 8 bytes of BLAKE2b over ``base:round:number`` for torch and ``random``, and the
+        next 16 as four words for numpy. Generators that a dataset holds itself are its own affair.
+        """
+        text = f"{self.base}:{self.round}:{self.number}".encode()
+        digest = blake2b(text, digest_size=SEED_BYTES + 4 * NUMPY_WORDS).digest()
+        seed = int.from_bytes(digest[:SEED_BYTES], "little")
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        if np is not None:
+            words = digest[SEED_BYTES:]
+            np.random.seed([int.from_bytes(words[at : at + 4], "little") for at in range(0, len(words), 4)])
+
+
+def capture() -> dict[str, Any]:
+    """Return the state of the three global generators as tensors and lists, fit for a weights-only checkpoint."""
+    version, words, gauss = random.getstate()
+    numbers: list[Any] = []
+    if np is not None:
+        state: Any = np.random.get_state()
+        name, keys, at, has_gauss, cached = state
+        numbers = [str(name), torch.tensor(keys.tolist(), dtype=torch.int64), int(at), int(has_gauss), float(cached)]
+    return {
+        "torch": torch.get_rng_state(),
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "numpy": numbers,
+    }
+
+
+def install(state: dict[str, Any]) -> None:
+    """Set the three global generators to a captured state."""
+    torch.set_rng_state(state["torch"].cpu())
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    if np is not None and state["numpy"]:
+        name, keys, at, has_gauss, cached = state["numpy"]
+        np.random.set_state((name, np.array(keys.tolist(), dtype=np.uint32), at, has_gauss, cached))
+
+
+@contextlib.contextmanager
+def borrowed() -> Iterator[None]:
+    """Leave the global generators afterwards as they were before: for a batch read in the training process.
+
+    numpy's is exchanged for another meanwhile, because copying its state takes a hundred times as long. It then
+    drops the second number of a pair that ``np.random.randn`` may have kept.
+    """
+    ours, theirs = torch.get_rng_state(), random.getstate()
+    with _other_numpy():
+        try:
+            yield
+        finally:
+            torch.set_rng_state(ours)
+            random.setstate(theirs)
+
+
+@contextlib.contextmanager
+def _other_numpy() -> Iterator[None]:
+    """Put a generator of our own behind numpy's global functions."""
+    if np is None:
+        yield
+        return
+    if not _spare:
+        _spare.append(np.random.MT19937(0))
+    usual = np.random.get_bit_generator()
+    np.random.set_bit_generator(_spare[0])
+    try:
+        yield
+    finally:
+        np.random.set_bit_generator(usual)
+
+
+_spare: list[Any] = []
+"""The generator that numpy has while a batch is read in the training process, once one was."""
