@@ -1,0 +1,246 @@
+/* A libcuda.so.1 and libnvidia-ml.so.1 for tests: a process "uses a GPU" when $CUDA_STUB/gpu/PID says how many MB it
+ * has, and its checkpoint state is the word in $CUDA_STUB/state/PID. A file $CUDA_STUB/fail/OPERATION.PID makes that
+ * call fail with the number in it; -1 makes it hang for as long as the file is there, and $CUDA_STUB/hanging names it
+ * then. Total memory is $CUDA_STUB/total in MB. Each call is a line in $CUDA_STUB/log. */
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, OPERATING_SYSTEM = 304, ILLEGAL_STATE = 401, NOT_FOUND = 500 };
+enum { RUNNING, LOCKED, CHECKPOINTED, FAILED };
+static const char *const NAMES[] = {"running", "locked", "checkpointed", "failed"};
+
+static void path_of(char *path, size_t size, const char *what)
+{
+    const char *root = getenv("CUDA_STUB");
+    snprintf(path, size, "%s/%s", root ? root : "/nowhere", what);
+}
+
+static int read_text(const char *what, char *text, size_t size)
+{
+    char path[512];
+    path_of(path, sizeof path, what);
+    int file = open(path, O_RDONLY | O_CLOEXEC);
+    if (file < 0)
+        return 0;
+    ssize_t count = read(file, text, size - 1);
+    close(file);
+    text[count < 0 ? 0 : count] = 0;
+    return count > 0;
+}
+
+static long long read_number(const char *what, long long otherwise)
+{
+    char text[64];
+    return read_text(what, text, sizeof text) ? atoll(text) : otherwise;
+}
+
+static void write_text(const char *what, const char *text)
+{
+    char path[512], temporary[520];
+    path_of(path, sizeof path, what);
+    snprintf(temporary, sizeof temporary, "%s.new", path);
+    FILE *file = fopen(temporary, "we");
+    if (!file)
+        abort();
+    fputs(text, file);
+    fclose(file);
+    rename(temporary, path);
+}
+
+static void note(const char *operation, int pid, int result)
+{
+    char path[512], line[128];
+    path_of(path, sizeof path, "log");
+    int file = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+    int count = snprintf(line, sizeof line, "%s %d %d\n", operation, pid, result);
+    if (file >= 0 && write(file, line, count) != count)
+        abort();
+    close(file);
+}
+
+static int injected(const char *operation, int pid)
+{
+    char what[64];
+    snprintf(what, sizeof what, "fail/%s.%d", operation, pid);
+    int result = (int)read_number(what, OK);
+    if (result == -1)
+        write_text("hanging", what);
+    while (result == -1) {
+        usleep(5000);
+        result = (int)read_number(what, OK);
+    }
+    return result;
+}
+
+static int state_of(int pid)
+{
+    char what[64], text[64];
+    snprintf(what, sizeof what, "state/%d", pid);
+    if (!read_text(what, text, sizeof text))
+        return RUNNING;
+    for (int state = RUNNING; state <= FAILED; state++)
+        if (strcmp(text, NAMES[state]) == 0)
+            return state;
+    return FAILED;
+}
+
+static long long megabytes_of(int pid)
+{
+    char what[64];
+    snprintf(what, sizeof what, "gpu/%d", pid);
+    return read_number(what, -1);
+}
+
+static int move(const char *operation, int pid, int before, int after)
+{
+    char what[64];
+    int result = injected(operation, pid);
+    if (result == OK && megabytes_of(pid) < 0)
+        result = INVALID_VALUE;
+    if (result == OK && state_of(pid) != before)
+        result = ILLEGAL_STATE;
+    snprintf(what, sizeof what, "state/%d", pid);
+    if (result == OK)
+        write_text(what, NAMES[after]);
+    note(operation, pid, result);
+    return result;
+}
+
+/* --- libcuda ---------------------------------------------------------------------------------------------------- */
+
+int cuInit(unsigned flags) { return flags ? INVALID_VALUE : (int)read_number("fail/init", OK); }
+
+int cuDriverGetVersion(int *version)
+{
+    *version = (int)read_number("version", 13000);
+    return OK;
+}
+
+int cuCheckpointProcessGetState(int pid, int *state)
+{
+    int result = injected("state", pid);
+    if (result == OK && megabytes_of(pid) < 0)
+        result = INVALID_VALUE;
+    *state = state_of(pid);
+    return result;
+}
+
+int cuCheckpointProcessLock(int pid, void *args)
+{
+    if (*(unsigned *)args == 0) /* timeoutMs: the agent never waits for ever */
+        return INVALID_VALUE;
+    return move("lock", pid, RUNNING, LOCKED);
+}
+
+int cuCheckpointProcessCheckpoint(int pid, void *args)
+{
+    return args ? INVALID_VALUE : move("checkpoint", pid, LOCKED, CHECKPOINTED);
+}
+
+int cuCheckpointProcessRestore(int pid, void *args)
+{
+    if (args) { /* {pairs, count}: write the first pair down */
+        unsigned char *pair = *(unsigned char **)args;
+        unsigned count = *(unsigned *)((char *)args + sizeof(void *));
+        char text[80] = "", *end = text;
+        for (int byte = 0; count && byte < 32; byte++)
+            end += sprintf(end, "%02x", pair[byte]);
+        write_text("pair", text);
+    }
+    return move("restore", pid, CHECKPOINTED, LOCKED);
+}
+
+int cuCheckpointProcessUnlock(int pid, void *args) { return args ? INVALID_VALUE : move("unlock", pid, LOCKED, RUNNING); }
+
+int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *status)
+{
+    (void)version, (void)flags;
+    *function = dlsym(RTLD_DEFAULT, name);
+    if (!*function) {
+        Dl_info self;
+        dladdr((void *)cuInit, &self);
+        void *library = dlopen(self.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+        *function = library ? dlsym(library, name) : NULL;
+    }
+    if (status)
+        *status = *function ? 0 : 1;
+    return *function ? OK : NOT_FOUND;
+}
+
+int cuGetProcAddress(const char *name, void **function, int version, uint64_t flags)
+{
+    return cuGetProcAddress_v2(name, function, version, flags, NULL);
+}
+
+/* --- libnvidia-ml ----------------------------------------------------------------------------------------------- */
+
+enum { NVML_NOT_SUPPORTED = 3, NVML_INSUFFICIENT_SIZE = 7, MOST = 64 };
+struct memory { unsigned long long total, free, used; };
+struct process { unsigned pid; unsigned long long used; unsigned instance, compute; };
+
+static unsigned processes(struct process *found)
+{
+    char path[512];
+    unsigned count = 0;
+    path_of(path, sizeof path, "gpu");
+    DIR *directory = opendir(path);
+    for (struct dirent *entry; directory && (entry = readdir(directory)) && count < MOST;) {
+        int pid = atoi(entry->d_name);
+        if (pid > 0 && !strchr(entry->d_name, '.') && state_of(pid) != CHECKPOINTED)
+            found[count++] = (struct process){pid, megabytes_of(pid) << 20, ~0u, ~0u};
+    }
+    if (directory)
+        closedir(directory);
+    return count;
+}
+
+int nvmlInitWithFlags(unsigned flags) { return (int)(flags & 0); }
+const char *nvmlErrorString(int result) { return result == NVML_NOT_SUPPORTED ? "Not Supported" : "Unknown Error"; }
+int nvmlDeviceGetCount_v2(unsigned *count) { return *count = 1, OK; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { return *device = (void *)(uintptr_t)(index + 1), OK; }
+int nvmlDeviceGetMinorNumber(void *device, unsigned *minor) { return *minor = (uintptr_t)device - 1, OK; }
+int nvmlDeviceGetMigMode(void *device, unsigned *now, unsigned *later)
+{
+    (void)device;
+    *now = *later = (unsigned)read_number("mig", 0);
+    return OK;
+}
+
+int nvmlDeviceGetMemoryInfo(void *device, struct memory *memory)
+{
+    struct process found[MOST];
+    (void)device;
+    memory->total = read_number("total", 81920) << 20;
+    memory->used = 0;
+    for (unsigned count = processes(found); count--;)
+        memory->used += found[count].used;
+    memory->free = memory->total > memory->used ? memory->total - memory->used : 0;
+    return OK;
+}
+
+int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *room, struct process *list)
+{
+    struct process found[MOST];
+    unsigned count = processes(found), had = *room;
+    (void)device;
+    *room = count;
+    if (count > had)
+        return NVML_INSUFFICIENT_SIZE;
+    if (count)
+        memcpy(list, found, count * sizeof *list);
+    return OK;
+}
+
+int nvmlDeviceGetMPSComputeRunningProcesses_v3(void *device, unsigned *room, struct process *list)
+{
+    if (read_number("mps", 0))
+        return nvmlDeviceGetComputeRunningProcesses_v3(device, room, list);
+    return *room = 0, OK;
+}

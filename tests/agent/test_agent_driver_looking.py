@@ -1,0 +1,114 @@
+"""What the driver path's helper sees of a job's processes, and what the bindings refuse before the driver is asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from cadenza.sidecar.agent.driver.cuda import Cuda, CudaError
+from cadenza.sidecar.agent.driver.looking import Looker
+from cadenza.sidecar.agent.driver.protocol import Look
+from cadenza.sidecar.agent.errors import EnvironmentLacksError
+
+MAPS = "7f00-7f10 r--p 0 00:00 1 /usr/lib/x.so\n200000000-{end:x} rw-s 0 00:06 7 /dev/nvidia-uvm\n"
+
+
+@pytest.fixture
+def pid() -> Iterator[int]:
+    """Return a process of job 7, as its environment says."""
+    child = subprocess.Popen(["sleep", "60"], env={"SLURM_JOB_ID": "7"})
+    yield child.pid
+    child.kill()
+    child.wait()
+
+
+class Tree:
+    """A /proc and a /sys/fs/cgroup with one process in them, and NVML's answers about one GPU."""
+
+    def __init__(self, root: Path, pid: int) -> None:
+        self.process = root / "proc" / str(pid)
+        self.process.mkdir(parents=True)
+        self.write("maps", MAPS.format(end=0x200000000 + (2 << 20)))
+        self.write("cgroup", "0::/job_7/step_0\n")
+        self.group = root / "cgroup" / "job_7"
+        (self.group / "step_0").mkdir(parents=True)
+        self.looker = Looker(root / "proc", root / "cgroup")
+        self.size: int | None = 1000
+        self.pid = pid
+        self.looker._nvml = SimpleNamespace(
+            NVMLError=RuntimeError,
+            nvmlDeviceGetComputeRunningProcesses=lambda handle: [SimpleNamespace(pid=pid, usedGpuMemory=self.size)],
+            nvmlDeviceGetMPSComputeRunningProcesses=lambda handle: [],
+            nvmlDeviceGetMigMode=lambda handle: [0, 0],
+            nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(free=5),
+        )
+        self.looker._devices = lambda: {0: "handle"}
+
+    def write(self, name: str, text: str) -> None:
+        (self.process / name).write_text(text)
+
+    def look(self, **fields: object):
+        return self.looker.look(Look(**{"id": 1, "job": 7, "uid": os.getuid(), "gpus": (0,), **fields}))
+
+
+@pytest.fixture
+def tree(tmp_path: Path, pid: int) -> Tree:
+    return Tree(tmp_path, pid)
+
+
+def test_a_process_is_told_with_its_memory_and_its_jobs_room(tree: Tree) -> None:
+    (tree.group / "memory.max").write_text("900\n")
+    (tree.group / "memory.current").write_text("300\n")
+    (tree.group / "step_0" / "memory.max").write_text("max\n")
+    seen = tree.look()
+    assert [(one.pid, one.gpu_bytes) for one in seen.found] == [(tree.pid, ((0, 1000),))]
+    assert (seen.free, seen.room, seen.refused) == (((0, 5),), 600, "")
+
+
+@pytest.mark.parametrize("other", [{"job": 8}, {"uid": 4242}])
+def test_processes_of_others_are_not_the_jobs(tree: Tree, other: dict[str, int]) -> None:
+    assert tree.look(**other).found == ()
+
+
+def test_managed_memory_is_refused(tree: Tree) -> None:
+    tree.write("maps", MAPS.format(end=0x200000000 + (1 << 30)))
+    assert "maps 1024 MB of managed memory (UVM)" in tree.look().refused
+
+
+def test_shared_gpu_memory_is_refused(tree: Tree) -> None:
+    tree.write("maps", "7f00-7f10 rw-s 0 00:01 9 /dev/shm/cuda.shm.0.1.1\n")
+    assert "CUDA IPC" in tree.look().refused
+
+
+def test_memory_of_unknown_size_is_refused(tree: Tree) -> None:
+    tree.size = None
+    assert "NVML does not say how much" in tree.look().refused
+
+
+def test_a_gpu_that_nvml_does_not_know_is_refused(tree: Tree) -> None:
+    assert tree.look(gpus=(3,)).refused == "NVML does not know GPU 3"
+
+
+def test_bindings_that_are_not_there_or_too_old_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(EnvironmentLacksError, match=r"cuda-bindings is not installed \(pip install"):
+        Cuda()
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=SimpleNamespace()))
+    with pytest.raises(EnvironmentLacksError, match=r"has no cuCheckpointProcessLock: install 12\.8"):
+        Cuda()
+
+
+def test_a_remap_needs_a_driver_for_it_and_uuids() -> None:
+    cuda = Cuda.__new__(Cuda)
+    cuda.version = 12080
+    with pytest.raises(CudaError, match=r"needs driver 580, CUDA 13\.0; this is 12\.8"):
+        cuda.restore(1, [("GPU-0", "GPU-1")])
+    cuda.version = 13000
+    with pytest.raises(CudaError, match="'GPU-0' is no GPU's UUID"):
+        cuda.restore(1, [("GPU-0", "GPU-1")])
