@@ -109,18 +109,30 @@ def batch_of(data: Batch, step: int, rank: int, ranks: int) -> Batch:
 
 @dataclass
 class Log:
-    """What happened, in seconds since the epoch; the losses go into a digest as exact hexadecimal numbers."""
+    """What happened, in seconds since the epoch; the losses as exact hexadecimal numbers."""
 
     times: dict[str, float] = field(default_factory=dict)
-    losses: Any = field(default_factory=hashlib.sha256)
+    losses: list[str] = field(default_factory=list)
     last_loss: float = 0.0
 
     def step(self, number: int, loss: float) -> None:
         """Note one finished iteration, counted from 1."""
-        self.losses.update(loss.hex().encode() + b"\n")
+        self.losses.append(loss.hex())
         self.last_loss = loss
         if number in {1, MILESTONE}:
             self.times[f"iteration_{number}_s"] = time.time()
+
+    def digest(self) -> str:
+        """Return a digest of all losses."""
+        return hashlib.sha256("".join(f"{loss}\n" for loss in self.losses).encode()).hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"losses": self.losses, "last": self.last_loss}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.losses, self.last_loss = list(state["losses"]), state["last"]
 
 
 class Claim:
@@ -170,7 +182,7 @@ def train(model: nn.Module, data: Batch, options: argparse.Namespace, ranks: tup
 
         client.attach(model, optimizer).call(on_yield=gpus.let_go, on_resume=gpus.take)  # Cadenza
     gpus.take()
-    for step in range(options.iterations):
+    for step in range(restored(model, optimizer, options, log), options.iterations):
         began = time.monotonic()
         inputs, classes = batch_of(data, step, rank, world)
         optimizer.zero_grad()
@@ -181,6 +193,18 @@ def train(model: nn.Module, data: Batch, options: argparse.Namespace, ranks: tup
         time.sleep(max(0.0, began + options.iteration_s - time.monotonic()))
         if not options.no_attach:
             client.boundary()  # Cadenza
+
+
+def restored(model: nn.Module, optimizer: torch.optim.Optimizer, options: argparse.Namespace, log: Log) -> int:
+    """Return the step to begin at: that of the newest checkpoint, or 0 without any."""
+    if options.checkpoint_dir is None or options.no_attach:
+        return 0
+    from cadenza.sidecar import client  # noqa: PLC0415  # Cadenza
+
+    keeper = client.checkpoint(options.checkpoint_dir, model=model, optimizer=optimizer, own={"log": log})  # Cadenza
+    step = keeper.restore() or 0  # Cadenza
+    log.times |= {"restored_step": step, "restored_s": time.time()}
+    return step
 
 
 def digest(model: nn.Module) -> str:
@@ -233,6 +257,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the model and its data")
     parser.add_argument("--no-attach", action="store_true", help="run without a line of Cadenza")
     parser.add_argument("--claim-dir", type=Path, help="lock a file in here for each GPU while using it")
+    parser.add_argument("--checkpoint-dir", type=Path, help="save a checkpoint here whenever Cadenza moves the job")
     parser.add_argument("--out", type=Path, help="JSON file to write at the end (rank 0)")
     return parser.parse_args()
 
@@ -251,7 +276,7 @@ def main() -> None:
         **where(),
         "model": options.model, "seed": options.seed, "ranks": ranks[1], "iterations": options.iterations,
         "iteration_s": options.iteration_s, **log.times, "ended_s": time.time(),
-        "loss": log.last_loss, "losses_sha256": log.losses.hexdigest(), "parameters_sha256": digest(model),
+        "loss": log.last_loss, "losses_sha256": log.digest(), "parameters_sha256": digest(model),
     }  # fmt: skip
     if ranks[0] == 0:
         text = json.dumps(report, indent=1)

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeAlias, TypeVar, get_args
 
 import msgspec
 
 DEFAULT_PATH = Path("/etc/cadenza/cadenza.toml")
-SECTIONS = ("service", "guard", "sharing", "agent")
+SECTIONS = ("service", "guard", "sharing", "policy", "gandiva", "profiles", "agent")
 """Every section that a file may have; each daemon reads its own and leaves the others alone."""
 
 T = TypeVar("T")
+Key: TypeAlias = tuple[str, ...]
+"""Names from the top level down."""
 
 
 class ConfigError(Exception):
     """A settings or key file is wrong; the admin must correct the named file (exit code 2)."""
 
 
-def load(path: Path, kind: type[T], *, ignore: Iterable[str] = ()) -> T:
+def load(
+    path: Path, kind: type[T], *, ignore: Iterable[str] = (), moved: Mapping[Key, Key] | None = None
+) -> T:
     """Return the settings in ``path`` and its sibling ``conf.d/*.toml`` as the msgspec struct ``kind``.
 
-    Later files win key by key. ``ignore`` names top-level sections that belong to somebody else. Raise
-    ConfigError, naming the file and the key, for a file that cannot be read, an unknown key or a wrong value.
+    Later files win key by key. ``ignore`` names top-level sections that belong to somebody else, ``moved`` the new
+    place of keys that had another. Raise ConfigError, naming the file with its line and the key, for a file that
+    cannot be read, an unknown key or a wrong value.
     """
     values, origin = read(path)
+    for old, new in (moved or {}).items():
+        _move(values, origin, old, new)
     for section in ignore:
         values.pop(section, None)
     _check_keys(values, kind, origin, (), extra=tuple(ignore))
@@ -35,6 +43,12 @@ def load(path: Path, kind: type[T], *, ignore: Iterable[str] = ()) -> T:
         return msgspec.convert(values, kind, strict=True)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error), origin, path)) from None
+
+
+def where(path: Path, key: Key) -> str:
+    """Return the file, and the line if it can be found, that sets a key: ``/etc/cadenza/cadenza.toml:12``."""
+    file = read(path)[1].get(key, path)
+    return f"{file}{_line(file, key)}"
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], Path]]:
@@ -106,7 +120,7 @@ def _unknown(file: Path, key: tuple[str, ...], value: object, known: Iterable[st
     near = difflib.get_close_matches(key[-1], names, n=1)
     what = f"section [{'.'.join(key)}]" if isinstance(value, dict) else f"key {'.'.join(key)}"
     hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(names)}"
-    return f"{file}: unknown {what}; {hint}"
+    return f"{file}{_line(file, key)}: unknown {what}; {hint}"
 
 
 def _explain(error: str, origin: Mapping[tuple[str, ...], Path], path: Path) -> str:
@@ -115,4 +129,47 @@ def _explain(error: str, origin: Mapping[tuple[str, ...], Path], path: Path) -> 
     names = tuple(part.split("[")[0] for part in where.rstrip("`").split(".")[1:])
     known = next((names[:n] for n in range(len(names), 0, -1) if names[:n] in origin), ())
     file = origin.get(known, path)
-    return f"{file}: {'.'.join(names) or 'top level'}: {what[:1].lower()}{what[1:]}"
+    return f"{file}{_line(file, known)}: {'.'.join(names) or 'top level'}: {what[:1].lower()}{what[1:]}"
+
+
+def _move(values: dict[str, Any], origin: dict[Key, Path], old: Key, new: Key) -> None:
+    """Take a value from where earlier versions had it; raise ConfigError when both places have one."""
+    if old not in origin:
+        return
+    if new in origin:
+        at = f"{origin[old]}{_line(origin[old], old)}"
+        raise ConfigError(f"{at}: {'.'.join(old)} is {'.'.join(new)} now, which is set too: drop the former")
+    table = values
+    for name in old[:-1]:
+        table = table[name]
+    value = table.pop(old[-1])
+    table = values
+    for name in new[:-1]:
+        table = table.setdefault(name, {})
+    table[new[-1]] = value
+    origin[new] = origin.pop(old)
+
+
+_SECTION = re.compile(r"\s*\[([^\[\]]+)\]")
+_ASSIGNMENT = re.compile(r"\s*([\w.\"' -]+?)\s*=")
+
+
+def _line(file: Path, key: Key) -> str:
+    """Return ``:LINE`` of a key or section in a TOML file, "" where it is not to be seen."""
+    section: Key = ()
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    for number, line in enumerate(lines, 1):
+        if found := _SECTION.match(line):
+            section = _names(found[1])
+            if section == key:
+                return f":{number}"
+        elif (found := _ASSIGNMENT.match(line)) and key and (*section, *_names(found[1]))[: len(key)] == key:
+            return f":{number}"
+    return ""
+
+
+def _names(text: str) -> Key:
+    return tuple(part.strip(" \"'") for part in text.split("."))

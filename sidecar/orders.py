@@ -16,6 +16,58 @@ VERSION = 1
 DEFAULT_PORT = 6820
 
 
+class JobTelemetry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one host measured of one job; None or 0 where nothing is known.
+
+    Rates and shares are of the last ``window_s`` seconds. Iteration times are of the whole run since the job attached,
+    of its slowest rank here, within 6 %. Processes are those that the agent knows and all that descend from them.
+    """
+
+    window_s: float
+    iterations: int = 0
+    """Of the furthest rank, within the window."""
+    iteration_p50_s: float | None = None
+    iteration_p99_s: float | None = None
+    samples_s: float | None = None
+    """Training samples a second, all ranks here; None when nobody says them to ``boundary()``."""
+    data_wait: float | None = None
+    """Share of the iteration time that ranks were blocked in their loaders, 0 to 1."""
+    processes: int = 0
+    cpu_percent: float | None = None
+    """100 is one core."""
+    rss_mb: float | None = None
+    """Resident sets, pages of files and shared memory counted once."""
+    read_mb_s: float | None = None
+    write_mb_s: float | None = None
+    """From and to storage (proc_pid_io(5): read_bytes, write_bytes)."""
+    gpu_percent: float | None = None
+    """Use of the job's GPUs by its processes, mean over its GPUs."""
+    gpu_memory_mb: float | None = None
+    """Held by its processes, all its GPUs together."""
+    memory_kind: str = ""
+    """gpu (torch's allocator) or host (resident set): what the next two are, of the rank that has most."""
+    memory_low_mb: float | None = None
+    memory_peak_mb: float | None = None
+    order_arrived_s: float | None = None
+    order_done_s: float | None = None
+    """Of the last order: from its boundary until the slowest rank was ready to stop, and had its state out."""
+
+
+class InForce(msgspec.Struct, frozen=True):
+    """What a tuned job has on one host now; CPUs as Slurm counts them."""
+
+    cpus: float
+    memory_mb: int
+    """0 where only its CPUs are tuned."""
+    cache_mb: int | None
+    cpu_list: str
+    """CPUs of the machine, as in cpuset.cpus."""
+    means: str
+    """cgroup v2 | cgroup v1 | affinity"""
+    note: str = ""
+    """Why it could not be set, if so."""
+
+
 class LeaseReport(msgspec.Struct, frozen=True):
     """One job on one host. Times in seconds."""
 
@@ -44,6 +96,17 @@ class LeaseReport(msgspec.Struct, frozen=True):
     iteration_p99_s: float | None = None
     note: str = ""
     """Last refusal or time-out, for ``cadenza why``."""
+    checkpoints: bool = False
+    """Every rank here can save a checkpoint on order."""
+    lost: str = ""
+    """Why the job cannot go on here, if so: only a requeue helps (the driver path, see ``Switched``)."""
+    saved: bool = False
+    """The ranks here stand at a boundary with a complete checkpoint on the disk, for a requeue."""
+    telemetry: JobTelemetry | None = None
+    tuned: InForce | None = None
+    """None: it has what Slurm gave it."""
+    requeue_owner: str = ""
+    """Who requeues the job by a signal handler of its own, such as *lightning*; we must not then."""
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
@@ -57,6 +120,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     rotating: bool
     """True while the agent takes turns by itself because the service is away."""
     leases: tuple[LeaseReport, ...]
+    lacks: tuple[str, ...] = ()
+    """What the settings ask for and this host cannot do, with the reason; one sentence each."""
 
 
 class Switched(msgspec.Struct, frozen=True, tag=True):
@@ -67,7 +132,7 @@ class Switched(msgspec.Struct, frozen=True, tag=True):
     job: int
     restart: int
     kind: str
-    """yield | resume | refused | timeout"""
+    """yield | resume | checkpoint | refused | timeout | lost (by the driver path: only a requeue helps)"""
     at_s: float
     boundary_s: float
     """Order to all local ranks at their boundary (yield); 0 for a resume."""
@@ -120,6 +185,23 @@ class YieldOrder(msgspec.Struct, frozen=True, tag=True):
     timeout_s: float
 
 
+class CheckpointOrder(msgspec.Struct, frozen=True, tag=True):
+    """Stop the job at a common boundary, save a checkpoint there, and stand still for a requeue. Seconds.
+
+    Followed by StopAt and CommitOrder for a multi-node job, as a YieldOrder is. A ResumeOrder, or ``hold_s``
+    without a requeue, lets the job go on.
+    """
+
+    v: int
+    job: int
+    restart: int
+    timeout_s: float
+    """Longest wait for the boundary."""
+    save_s: float
+    """Longest time that saving may take."""
+    hold_s: float
+
+
 class StopAt(msgspec.Struct, frozen=True, tag=True):
     """Multi-node: the stop step that the service computed."""
 
@@ -154,6 +236,24 @@ class ResumeOrder(msgspec.Struct, frozen=True, tag=True):
     restart: int
 
 
+class Tune(msgspec.Struct, frozen=True, tag=True):
+    """Change what a running job has on this host, until the next such order or the job's end.
+
+    More than its allocation comes only from what no other job needs, and goes back when one does. Less makes it a
+    donor: it loses what others are given of it, and nothing while nobody wants it. All zero undoes every change.
+    """
+
+    v: int
+    job: int
+    restart: int
+    cpus: float
+    """As Slurm counts them, fractions allowed; 0 leaves them to Slurm."""
+    memory_mb: int = 0
+    """0 leaves it to Slurm."""
+    cache_mb: int | None = None
+    """What the job's caches may take of its memory; None: no word."""
+
+
 class JobFacts(msgspec.Struct, frozen=True):
     """What the service knows of a job and the agent needs for taking turns by itself."""
 
@@ -167,6 +267,10 @@ class JobFacts(msgspec.Struct, frozen=True):
     suspended: bool = False
     """Suspended in Slurm, by whomever: its processes are stopped and could not take their state back. The
     service says so before it suspends; a ResumeOrder overrides it."""
+    cpus: float = 0.0
+    """What Slurm's books give it on this host; 0: not known."""
+    memory_mb: int = 0
+    """The same of memory."""
 
 
 class Facts(msgspec.Struct, frozen=True, tag=True):
@@ -183,4 +287,4 @@ class Facts(msgspec.Struct, frozen=True, tag=True):
     """Least time that a job keeps a lease it was given, except for a higher priority or an exclusive job."""
 
 
-ToAgent: TypeAlias = YieldOrder | StopAt | CommitOrder | CancelOrder | ResumeOrder | Facts
+ToAgent: TypeAlias = YieldOrder | CheckpointOrder | StopAt | CommitOrder | CancelOrder | ResumeOrder | Tune | Facts

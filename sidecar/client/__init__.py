@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attach", "boundary", "checkpoint", "detach"]
 
-_ticks: list[Callable[[int], None]] = []
+_ticks: list[Callable[..., None]] = []
 """The boundary of the session that attach() made; empty before, and after detach()."""
 
 
@@ -38,6 +38,7 @@ def attach(
     tensors: Iterable[torch.Tensor] | Mapping[str, torch.Tensor] | Callable[[], object] = (),
     socket: str | None = None,
     refuse_resident: bool = False,
+    spill: str | None = None,
 ) -> Session:
     """Let this process take turns on its GPU; return its session, whose ``boundary()`` ends each step.
 
@@ -51,31 +52,32 @@ def attach(
     Outside Slurm, or without an agent (``socket``, else ``$CADENZA_SOCKET``, else its usual place), this
     does nothing and says so once. When the job has no lease yet, the call returns once it has. A second
     call adds to the same session. ``refuse_resident`` refuses to yield when any storage cannot be released;
-    otherwise host storages that cannot stay where they are, and only those on a GPU refuse it.
+    otherwise host storages that cannot stay where they are, and only those on a GPU refuse it. ``spill`` (else
+    ``$CADENZA_SPILL_DIR``) is a directory on a disk of the node to which state goes when host memory is short.
     """
-    from cadenza.sidecar.client import session  # noqa: PLC0415
+    from cadenza.sidecar.client import process  # noqa: PLC0415
 
     extra = tensors if callable(tensors) or isinstance(tensors, Mapping) else list(tensors)
     named: list[tuple[str, object]] = [("model", model), ("optimizer", optimizer), ("tensors", extra or None)]
     sources = [(name, thing) for name, thing in named if thing is not None]
     sources += [(f"others[{index}]", thing) for index, thing in enumerate(others)]
-    joined = session.attach(sources, socket=socket, refuse_resident=refuse_resident)
-    joined.automatic = False
+    joined = process.attach(sources, socket=socket, refuse_resident=refuse_resident, spill=spill)
+    joined.automatic, joined.explicit = False, True
     _ticks[:] = [joined.boundary]
     return joined
 
 
-def boundary(samples: int = 0) -> None:
+def boundary(samples: int = 0, *, training: bool = True) -> None:
     """End a training step, see ``Session.boundary``; nothing happens in a process that never attached."""
     for tick in _ticks:
-        tick(samples)
+        tick(samples, training=training)
 
 
 def detach() -> None:
     """Leave: this process is not stopped any more. Raises UsageError while its state is in host memory."""
-    from cadenza.sidecar.client import session  # noqa: PLC0415
+    from cadenza.sidecar.client import process  # noqa: PLC0415
 
-    session.detach()
+    process.detach()
     _ticks.clear()
 
 

@@ -33,9 +33,19 @@ def install() -> None:
         _follow(module)
 
 
+def uninstall() -> None:
+    """Follow no optimizer any more."""
+    while _hooks:
+        _hooks.pop().remove()
+
+
 def _follow(module: ModuleType) -> None:
     """Call a follower after every step of every optimizer."""
-    module.register_optimizer_step_post_hook(Follower().stepped)
+    _hooks.append(module.register_optimizer_step_post_hook(Follower().stepped))
+
+
+_hooks: list[Any] = []
+"""Handles of the hooks in torch."""
 
 
 class _Importer:
@@ -98,9 +108,9 @@ class Follower:
 
     def _meet(self, optimizer: torch.optim.Optimizer) -> None:
         """Take in an optimizer seen for the first time, and whatever lives beside it by now."""
-        from cadenza.sidecar.client import session  # noqa: PLC0415
+        from cadenza.sidecar.client import process  # noqa: PLC0415
 
-        known = session.current()
+        known = process.current()
         if why := self._why_not(known is not None and not known.automatic):
             _log.info("no-code attach stands down: %s", why)
             self._off = True
@@ -108,10 +118,10 @@ class Follower:
         self._optimizers.add(optimizer)
         self._others = [(name, weakref.ref(thing)) for name, thing in _live_state()]
         if self._session is None:
-            self._session = known or session.prepare()
+            self._session = known or process.prepare()
             self._session.automatic = True
             os.environ[MARK] = str(os.getpid())
-            session.attach([("modules", self._alive_others), ("optimizers", self._alive_optimizers)])
+            process.attach([("modules", self._alive_others), ("optimizers", self._alive_optimizers)])
 
     @staticmethod
     def _why_not(attached: bool) -> str:  # noqa: FBT001

@@ -112,6 +112,11 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() else None
 
 
+def requeue_owner(environ: Mapping[str, str]) -> str:
+    """Return who requeues this job by a signal handler of its own as far as the environment tells: submitit, or ""."""
+    return "submitit" if environ.get("SUBMITIT_EXECUTOR") == "slurm" else ""
+
+
 def here() -> Identity | None:
     """Return the identity that this process's own environment gives."""
     return read(os.environ)

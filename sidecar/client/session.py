@@ -7,14 +7,15 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cadenza.sidecar import wire
-from cadenza.sidecar.client import identity
-from cadenza.sidecar.client.errors import AgentRefusedError, ClientError, MoveError, UsageError
+from cadenza.sidecar.client import following, identity, ordered
+from cadenza.sidecar.client.errors import ClientError, MoveError, UsageError
 from cadenza.sidecar.client.link import Link, Message, Reply
 from cadenza.sidecar.client.meter import STOP, Meter, private_page
+from cadenza.sidecar.client.quiet import quiet
 
 if TYPE_CHECKING:
     from cadenza.sidecar.client.offload import Moved, Offload
@@ -39,21 +40,49 @@ class Session(Meter):
         super().__init__(private_page())
         self.automatic = False
         """The optimizer hook attached it and calls its boundaries; an explicit attach() ends that."""
+        self.explicit = False
+        """Somebody called attach(); a script that only keeps checkpoints has a session too."""
         self.refuse_resident = False
+        self.spill_to = ""
+        """A directory on a disk of this node for state that host memory cannot take; "": none."""
         self._sources: list[tuple[str, object]] = []
         self._letting_go: list[Callable[[], object]] = []
         self._taking_again: list[Callable[[], object]] = []
+        self._saver: ordered.Saver | None = None
+        self._owed: tuple[Link, int, int] | None = None
+        """A checkpoint that was ordered and that its framework saves after the boundary: link, order, losses."""
         self._link: Link | None = None
         self._offload: Offload | None = None
         self._state = wire.STATE_RUNNING
         self._who: identity.Identity | None = None
         self._cancelled = 0
         self._unheld = False
+        self._requeue_owner = identity.requeue_owner(os.environ)
 
     @property
     def active(self) -> bool:
         """Whether this process takes turns; False outside Slurm, without an agent and after detach()."""
         return self._link is not None
+
+    @property
+    def local_ranks(self) -> int:
+        """How many ranks of the job share this node's CPUs and caches."""
+        return (self._who.local_world_size if self._who else None) or following.local_ranks()
+
+    def tuning(self) -> following.Tuning | None:
+        """Return the CPUs and the cache budget that the whole job has on this node now; None: nobody has said it."""
+        return following.read(self.words)
+
+    def requeued_by(self, owner: str) -> None:
+        """Tell the agent that somebody else requeues this job, such as ``lightning``, so that Cadenza does not."""
+        self._requeue_owner = owner
+        if self._link:
+            self._link.send("requeued_by", owner=owner)
+
+    def look_at_memory(self) -> None:
+        """Look at the GPU's memory, and at what the job has, for caches behind a loader that does not look."""
+        super().look_at_memory()
+        following.look()
 
     def register(self, name: str, thing: object) -> None:
         """Add state that moves when the job yields.
@@ -64,14 +93,40 @@ class Session(Meter):
         if not any(thing is known for _, known in self._sources):
             self._sources.append((name, thing))
 
-    def call(self, *, on_yield: Callable[[], object], on_resume: Callable[[], object]) -> None:
-        """Have functions called around each yield, for what else the process keeps on the GPU.
+    def call(
+        self,
+        *,
+        on_yield: Callable[[], object] | None = None,
+        on_resume: Callable[[], object] | None = None,
+        on_checkpoint: ordered.Saver | None = None,
+    ) -> None:
+        """Have functions called around each yield, for what else the process keeps on the GPU, and to save.
 
         ``on_yield`` runs before the state leaves; when it raises, the job does not yield. ``on_resume`` runs once
-        the state is back.
+        the state is back. ``on_checkpoint`` runs on every rank at the same boundary when Cadenza wants to requeue
+        the job: it returns when a checkpoint is complete on the disk (its path, or ``ordered.Saved``), raises when
+        that cannot be, or returns ``ordered.LATER`` and has ``checkpointed()`` called. The last one given counts.
         """
-        self._letting_go.append(on_yield)
-        self._taking_again.append(on_resume)
+        self._letting_go += [on_yield] if on_yield else []
+        self._taking_again += [on_resume] if on_resume else []
+        if on_checkpoint is not None:
+            self.saves_with(on_checkpoint)
+
+    def saves_with(self, saver: ordered.Saver | None) -> None:
+        """Say how this rank saves a checkpoint on order; None: it cannot, and is not asked to."""
+        self._saver = saver
+        self.words[wire.PAGE_SAVES] = int(saver is not None)
+
+    def checkpointed(self, path: str = "", step: int | None = None, error: str = "") -> None:
+        """Say that the checkpoint promised by ``ordered.LATER`` is complete, and wait to be requeued.
+
+        Returns, as if nothing had been, when the job is not requeued after all; at once when none was ordered, or
+        with the ``error`` for which it could not be saved.
+        """
+        owed, self._owed = self._owed, None
+        if owed is not None:
+            saved = ordered.Saved(self.step if step is None else step, path=path)
+            self._stand(*owed, {**saved.fields(0.0), "error": error[:MAX_TEXT]})
 
     def connect(self, path: str, who: identity.Identity) -> None:
         """Present this rank to the agent; without the lease, move the state out and wait here for it.
@@ -79,6 +134,7 @@ class Session(Meter):
         Raises AgentRefusedError when the agent does not take this process.
         """
         self._who = who
+        following.listen(self)
         link = Link(path, self._greeting, self.words)
         reply = link.open()
         self._link = link
@@ -96,6 +152,7 @@ class Session(Meter):
         self._sources.clear()
         self._letting_go.clear()
         self._taking_again.clear()
+        self._saver = None
         self.words = private_page()
         if link:
             link.send("detach")
@@ -127,7 +184,9 @@ class Session(Meter):
     def _greeting(self) -> Message:
         """Return the fields of ``attach`` as things stand."""
         who = self._who.fields() if self._who else {}
-        return {**who, "state": STATE_NAMES[self._state], "step": self.step}
+        owner = {"requeue_owner": self._requeue_owner} if self._requeue_owner else {}
+        again = self._link is not None  # else connect() is waiting for the answer
+        return {**who, **owner, "state": STATE_NAMES[self._state], "step": self.step, "again": again}
 
     def _adopt(self, reply: Reply) -> None:
         """Go on in the page of an agent that was reached, and remember whether the lease is ours."""
@@ -142,19 +201,54 @@ class Session(Meter):
         self.words[wire.PAGE_STATE] = state
 
     def _arrive(self, link: Link, order: int) -> None:
-        """Stand at the boundary: check what would move, tell the agent, and do what it says."""
-        since = link.losses
+        """Stand at the boundary, tell the agent, and do what it says."""
+        saves = self.words[wire.PAGE_PURPOSE] == wire.PURPOSE_CHECKPOINT
         self._mark(wire.STATE_ARRIVED)
         try:
-            plan = self._survey()
-            refused = plan.refused[:MAX_TEXT] if plan else ""
-            nbytes = plan.nbytes if plan else 0
-            link.send("arrived", since=since, order=order, step=self.step, bytes=nbytes, refused=refused)
-            if self._committed(link, order, since) and self._move_out(link, order, plan, since):
-                self._await_lease(link)
+            if saves:
+                self._arrive_to_save(link, order, link.losses)
+            else:
+                self._arrive_to_yield(link, order, link.losses)
         finally:
             if self._state == wire.STATE_ARRIVED:
                 self._mark(wire.STATE_RUNNING)
+
+    @quiet()
+    def _arrive_to_yield(self, link: Link, order: int, since: int) -> None:
+        """Check what would move, and move it when all are here."""
+        plan = self._survey()
+        refused = plan.refused[:MAX_TEXT] if plan else ""
+        nbytes = plan.host_bytes if plan else 0
+        self.order_arrived()
+        link.send("arrived", since=since, order=order, step=self.step, bytes=nbytes, refused=refused)
+        if self._committed(link, order, since) and self._move_out(link, order, plan, since):
+            self._await_lease(link)
+
+    def _arrive_to_save(self, link: Link, order: int, since: int) -> None:
+        """Save a checkpoint when all are here, and stand until the job is requeued or sent on."""
+        saver = self._saver
+        refused = "" if saver else ordered.CANNOT
+        self.order_arrived()
+        link.send("arrived", since=since, order=order, step=self.step, bytes=0, refused=refused)
+        if saver is None or not self._committed(link, order, since):
+            return
+        self._cancelled = order  # no boundary arrives for it again while the page still names it
+        answer = ordered.save(saver, self.step)
+        if answer is None:
+            self._owed = (link, order, since)
+        else:
+            self._stand(link, order, since, answer)
+
+    def _stand(self, link: Link, order: int, since: int, answer: Message) -> None:
+        """Tell how a checkpoint went; after a good one stand still until ``cancel``, a loss or the time is up."""
+        self.order_done()
+        link.send("checkpointed", since=since, order=order, **answer)
+        while not answer["error"] and link.losses == since:
+            message = link.receive(VERDICT_S)
+            if message is None or _order(message) > order:
+                return
+            if _order(message) == order and self._goes_on(message):
+                return
 
     def _committed(self, link: Link, order: int, since: int) -> bool:
         """Wait for the agent's word on an order; True for commit, False to go on."""
@@ -195,9 +289,11 @@ class Session(Meter):
                 return False
             self._mark(wire.STATE_YIELDED)
         resident = plan.resident if plan else ()
+        self.order_done()
         link.send("yielded", since=since, order=order, **_report(moved, map(str, resident)))
         return True
 
+    @quiet()
     def _sit_out(self, order: int) -> None:
         """Be without the lease: move out what can be moved, and wait in any case."""
         link = self._link
@@ -249,15 +345,21 @@ class Session(Meter):
             moved = self._offload.back() if self._offload and self._offload.away else None
             self._mark(wire.STATE_RUNNING)
         _call_all(self._taking_again)
+        following.look()
         link.send("resumed", since=since, order=order, copy_s=moved.seconds if moved else 0.0)
 
     def _survey(self) -> Survey | None:
         """Check the storages of all registered state; None when this process has no torch state at all."""
         if not self._sources or "torch" not in sys.modules:
             return None
+        from cadenza.sidecar.client.offload import Offload  # noqa: PLC0415
         from cadenza.sidecar.client.storages import survey  # noqa: PLC0415
 
-        return survey(self._sources, refuse_resident=self.refuse_resident)
+        self._offload = self._offload or Offload()
+        plan = survey(self._sources, refuse_resident=self.refuse_resident)
+        ranks = self._who.local_world_size if self._who else None
+        refused = plan.refused or self._offload.short(plan.segments, ranks or 1, self.spill_to)
+        return replace(plan, refused=refused, spilled=bool(self._offload.spill_to))
 
     def _out(self, plan: Survey | None) -> Moved | None:
         """Let go of everything and move out what was surveyed; raise MoveError with all where it was."""
@@ -265,11 +367,8 @@ class Session(Meter):
             _call_all(self._letting_go)
         except Exception as error:  # the user's own code may raise anything
             raise MoveError(f"on_yield failed: {error}") from error
-        if plan is None:
+        if plan is None or self._offload is None:
             return None
-        from cadenza.sidecar.client.offload import Offload  # noqa: PLC0415
-
-        self._offload = self._offload or Offload()
         try:
             return self._offload.out(plan.segments)
         except MoveError:
@@ -291,89 +390,7 @@ def _order(message: Message) -> int:
     return number if isinstance(number, int) else 0
 
 
-class _Process:
-    """What this process has of Cadenza: one session, and what was said once."""
-
-    def __init__(self) -> None:
-        self.session: Session | None = None
-        self.told = False
-        self.fork_watched = False
-
-
-_process = _Process()
-
-
-def current() -> Session | None:
-    """Return this process's session, if attach() was called."""
-    return _process.session
-
-
-def prepare() -> Session:
-    """Return this process's session, made if there is none, and not connected by this."""
-    _process.session = _process.session or Session()
-    return _process.session
-
-
-def attach(
-    sources: Iterable[tuple[str, object]], *, socket: str | None = None, refuse_resident: bool = False
-) -> Session:
-    """Return this process's session with the sources registered, connected when there is an agent.
-
-    Raises nothing when there is none, or when it does not take this process: the job then runs as without it.
-    """
-    session = prepare()
-    session.refuse_resident |= refuse_resident
-    for name, thing in sources:
-        session.register(name, thing)
-    if not session.active:
-        _connect(session, socket or os.environ.get(wire.SOCKET_ENV) or wire.DEFAULT_SOCKET)
-    return session
-
-
-def detach() -> None:
-    """Leave; a later attach() starts a new session. Without one, nothing happens."""
-    session = _process.session
-    if session is not None:
-        session.detach()
-        _process.session = None
-
-
-def _connect(session: Session, path: str) -> None:
-    """Connect a session, or say once why this process is left alone."""
-    who = identity.here()
-    if who is None:
-        _say_once("not in a Slurm job: attach() does nothing")
-    elif not os.access(Path(path).parent, os.X_OK):
-        _say_once(f"no Cadenza agent on this host ({path}): attach() does nothing")
-    else:
-        _watch_forks()
-        try:
-            session.connect(path, who)
-        except AgentRefusedError as error:
-            _say_once(f"the Cadenza agent does not take this process, which runs as without it: {error}")
-
-
-def _say_once(text: str) -> None:
-    """Log one line a process."""
-    if not _process.told:
-        _process.told = True
-        _log.warning(text)
-
-
 def _call_all(functions: Iterable[Callable[[], object]]) -> None:
     """Call each function, in order."""
     for function in functions:
         function()
-
-
-def _watch_forks() -> None:
-    """Make sure that a forked child, such as a loader's worker, has no part in its parent's session."""
-    if not _process.fork_watched:
-        _process.fork_watched = True
-        os.register_at_fork(after_in_child=_forget_parent)
-
-
-def _forget_parent() -> None:
-    """In a forked child: leave the parent's session alone. Its inherited copy stays, inert."""
-    if _process.session is not None:
-        _process.session.abandon()

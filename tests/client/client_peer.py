@@ -22,13 +22,14 @@ PATIENCE_S = 60.0
 class Rank:
     """The agent's end of one rank: its page and what it said."""
 
-    def __init__(self, connection: socket.socket, hello: dict[str, Any], answer: str, stop: int) -> None:
+    def __init__(self, connection: socket.socket, hello: dict[str, Any], answer: str, stop: int, purpose: int) -> None:
         self.connection = connection
         self.hello = hello
         descriptor = os.memfd_create("page")
         os.ftruncate(descriptor, wire.PAGE_BYTES)
         self.page = memoryview(mmap.mmap(descriptor, wire.PAGE_BYTES)).cast("Q")
         self.page[wire.PAGE_STEP] = hello["step"]
+        self.page[wire.PAGE_PURPOSE] = purpose
         self.page[wire.PAGE_ORDER], self.page[wire.PAGE_STOP] = 1, stop
         packet = wire.encode("attached", state=answer, rank=hello["rank"])
         socket.send_fds(connection, [packet], [descriptor])
@@ -75,14 +76,14 @@ class Peer:
         self._socket.bind(str(path))
         self._socket.listen(16)
 
-    def rank(self, stop: int = 0) -> Rank:
+    def rank(self, stop: int = 0, purpose: int = wire.PURPOSE_YIELD) -> Rank:
         """Take the next rank, with a first order in its page when ``stop`` is a step."""
         connection, _ = self._socket.accept()
         connection.settimeout(PATIENCE_S)
         self._open.append(connection)
         hello = wire.decode(connection.recv(wire.MAX_PACKET))
         assert hello["type"] == "attach"
-        return Rank(connection, hello, self.answer, stop)
+        return Rank(connection, hello, self.answer, stop, purpose)
 
     def refuse(self, why: str) -> None:
         """Answer the next attach by an error."""
@@ -142,6 +143,7 @@ class Turns:
 
     def _run(self) -> None:
         ranks = [self._peer.rank(stop=self._steps[0]) for _ in range(self._ranks)]
+        self.pages = [rank.page for rank in ranks]
         for order in range(1, len(self._steps) + 1):
             self._cycle(ranks, order)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from cadenza.sidecar import client
-from cadenza.sidecar.client.session import current
+from cadenza.sidecar.client.process import current
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples/frameworks"
 RUNS = {"lightning_train": "--no-callback", "hf_trainer": "--no-callback", "accelerate_train": "--no-attach"}

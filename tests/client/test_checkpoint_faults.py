@@ -19,7 +19,7 @@ from torch import nn
 from cadenza.sidecar.client.checkpoints import DamagedError, VersionError, checkpoint
 from cadenza.sidecar.client.errors import UsageError
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

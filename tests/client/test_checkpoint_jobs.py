@@ -13,7 +13,7 @@ import checkpoint_jobs
 import pytest
 from checkpoint_jobs import GLOBAL_BATCH, KILLED_AT, SAMPLES, SAVE_EVERY, STEPS
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.slow
 
 SAVED_AT = KILLED_AT - KILLED_AT % SAVE_EVERY
 
@@ -77,3 +77,12 @@ def test_two_ranks_take_over_from_one(jobs: Path) -> None:
 def test_two_checkpoints_are_kept(jobs: Path) -> None:
     names = {path.name for path in (jobs / "mlp.checkpoints").iterdir()}
     assert names == {"step-00000016", "step-00000020"}
+
+
+def test_ranks_that_are_to_save_on_order_meet_or_name_who_is_missing(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("meeting_ranks.py")
+    subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, timeout=200)
+    first, second = (json.loads((tmp_path / f"told.{rank}").read_text()) for rank in range(2))
+    assert (first[0], first[-1], second) == ("met", "goes on", ["met", "goes on"])
+    assert first[1].startswith("not all ranks came to save: ")
+    assert "Ranks 1 failed" in first[1]

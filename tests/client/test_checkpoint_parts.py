@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from cadenza.sidecar.client.checkpoints import MismatchError, checkpoint, randomness
+from cadenza.sidecar.client.checkpoints import MismatchError, checkpoint, files, randomness
 from cadenza.sidecar.client.errors import UsageError
 
 
@@ -262,3 +263,10 @@ def test_new_ranks_get_numbers_of_their_own() -> None:
 def test_importing_the_client_takes_no_torch() -> None:
     code = "import sys; from cadenza.sidecar import client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 4096, (1 << 20) + 7, 5_000_001])
+def test_sums_made_beside_the_write_and_in_two_halves_are_those_of_zlib(tmp_path: Path, size: int) -> None:
+    data = random.Random(size).randbytes(size)  # noqa: S311
+    written = files.write_new(tmp_path / "file", lambda sink: [sink.write(data[:9]), sink.write(data[9:])])
+    assert written == files.entry_of(tmp_path / "file") == files.Entry(size, zlib.crc32(data))

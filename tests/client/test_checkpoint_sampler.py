@@ -67,6 +67,7 @@ def test_ranks_get_equally_many(length: int, drop_last: bool) -> None:
         assert len(seen) == -(-length // 4) * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("drops", [False, True])
 def test_a_loader_that_reads_ahead_is_counted_by_what_was_handed_out(workers: int, drops: bool) -> None:

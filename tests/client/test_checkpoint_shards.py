@@ -12,7 +12,7 @@ import checkpoint_shards
 import pytest
 from checkpoint_shards import SAVED_AT
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cadenza.sidecar import client
 from cadenza.sidecar.client import auto
-from cadenza.sidecar.client.session import current
+from cadenza.sidecar.client.process import current
 
 
 @pytest.fixture
@@ -103,3 +104,12 @@ def test_steps_inside_the_backward_pass_are_no_boundaries(job: Peer, follower: a
     parameter.sum().backward()
     assert torch.equal(parameter.detach(), torch.full((4,), 0.9))
     assert steps() == -1
+
+
+def test_detaching_takes_the_hook_away() -> None:
+    hooks = sys.modules[auto.OPTIMIZER_MODULE]._global_optimizer_post_hooks
+    before = dict(hooks)
+    auto.install()
+    assert len(hooks) == len(before) + 1
+    client.detach()
+    assert hooks == before

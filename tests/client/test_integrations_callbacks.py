@@ -18,7 +18,7 @@ from framework_jobs import EXAMPLES
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 from pytorch_lightning import LightningModule, Trainer
 
-from cadenza.sidecar import client
+from cadenza.sidecar import client, wire
 from cadenza.sidecar.client.errors import ClientError, UsageError
 from cadenza.sidecar.client.integrations import MissingFrameworkError
 from cadenza.sidecar.client.integrations import pytorch_lightning as other_package
@@ -27,9 +27,9 @@ from cadenza.sidecar.client.integrations.lightning import CadenzaCallback
 from cadenza.sidecar.client.integrations.participation import Participation
 from cadenza.sidecar.client.integrations.requeue import LIGHTNING, SUBMITIT, other_owner
 from cadenza.sidecar.client.integrations.transformers import CadenzaTrainerCallback
-from cadenza.sidecar.client.session import current
+from cadenza.sidecar.client.process import current
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.slow
 
 PACKAGE = "cadenza.sidecar.client.integrations"
 
@@ -100,12 +100,16 @@ def fit(module: Any, callback: Any, epochs: int = 1, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("options", "steps"), [({}, 6), ({"every_batch": True}, 8), ({"evaluation": False}, 2)]
+    ("options", "steps", "trained"), [({}, 6, 2), ({"every_batch": True}, 8, 4), ({"evaluation": False}, 2, 2)]
 )  # fmt: skip
-def test_lightning_boundaries(lightning: Any, job: Peer, options: dict[str, bool], steps: int) -> None:
+def test_lightning_boundaries(
+    lightning: Any, job: Peer, options: dict[str, bool], steps: int, trained: int
+) -> None:
     class Last(CadenzaCallback):
         def teardown(self, *hook: Any, **named: Any) -> None:
             assert current().step == steps
+            assert sum(current().words[wire.PAGE_FINE :]) == trained, "evaluation is no training"
+            assert current().words[wire.PAGE_SAMPLES] == 32
             assert current().active
             super().teardown(*hook, **named)
 
@@ -115,6 +119,14 @@ def test_lightning_boundaries(lightning: Any, job: Peer, options: dict[str, bool
     turns.finish()
     assert current() is None
     assert ways == [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)]
+
+
+def test_a_script_that_only_keeps_checkpoints_has_not_attached(lightning: Any, job: Peer, tmp_path: Path) -> None:
+    with client.checkpoint(tmp_path, own={"best": {"loss": 9.0}}):
+        turns = Turns(job, [1])
+        fit(lightning, CadenzaCallback())
+        turns.finish()
+        assert current() is None
 
 
 def test_lightning_moves_the_averaged_copy_and_refuses_to_save_while_away(

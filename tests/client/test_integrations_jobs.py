@@ -18,7 +18,7 @@ Runs = dict[tuple[str, str], dict[str, Any]]
 SCRIPT = Path(__file__).with_name("framework_jobs.py")
 NAMES = list(RUNS)
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

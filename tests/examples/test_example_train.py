@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.slow
 
 TRAIN = Path(__file__).resolve().parents[2] / "examples" / "train.py"
 

@@ -7,12 +7,14 @@ import logging
 import threading
 import zlib
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
+from cadenza.sidecar.client import process
 from cadenza.sidecar.client.checkpoints import randomness, reading, writing
 from cadenza.sidecar.client.checkpoints.errors import CheckpointError, MismatchError, SaveError
 from cadenza.sidecar.client.checkpoints.parts import Part
@@ -21,6 +23,10 @@ from cadenza.sidecar.client.checkpoints.reading import Loaded, Skipped
 from cadenza.sidecar.client.checkpoints.sampler import ResumableSampler
 from cadenza.sidecar.client.checkpoints.staging import SHARDED, Staging
 from cadenza.sidecar.client.errors import UsageError
+from cadenza.sidecar.client.ordered import Saved
+
+MEET = timedelta(seconds=60)
+"""How long the ranks wait for each other when Cadenza orders a checkpoint; they stand at one boundary already."""
 
 _log = logging.getLogger("cadenza.client")
 
@@ -40,6 +46,13 @@ class Checkpoint:
         self._failure: Exception | None = None
         self.skipped: tuple[Skipped, ...] = ()
         """The checkpoints that the last ``restore`` passed over, newest first, with the reasons."""
+        self._ordered: dict[Path, int] = {}
+        """Checkpoints that Cadenza ordered of this process, with their steps as counted here."""
+        self._session = process.prepare()
+        self._session.saves_with(self._save_on_order)
+        self._anchor = (0, self._session.trained)
+        """A step that the script named, and the training steps that the session had counted by then."""
+        self._at: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -63,6 +76,7 @@ class Checkpoint:
         and UsageError for state that cannot be restored; the earlier checkpoints stay.
         """
         self.wait()
+        self._compare(step)
         captured = self._capture(step)
         if not self._background:
             self._write(step, captured)
@@ -89,7 +103,20 @@ class Checkpoint:
 
             sharded.load(loaded.place.path / writing.SHARDS, targets, self._ranks.group)
         self._ranks.together(lambda: self._restore(loaded, targets))
+        self._anchor = (loaded.place.step, self._session.trained)
         return loaded.place.step
+
+    @property
+    def step(self) -> int:
+        """The step that a checkpoint ordered now would be of: what ``at`` said, else counted by boundaries."""
+        named, trained = self._anchor
+        return named + self._session.trained - trained if self._at is None else self._at
+
+    def at(self, step: int) -> None:
+        """Say which step the state is of, for scripts that call ``boundary()`` more or less than once a step."""
+        if self._at is None:
+            self._session.saves_with(self._save_on_order)
+        self._at = step
 
     def wait(self) -> None:
         """Wait for the save in the background; raise SaveError when it failed."""
@@ -102,8 +129,32 @@ class Checkpoint:
 
     def close(self) -> None:
         """Wait as ``wait`` does, and give back the host memory of background saves."""
+        self._session.saves_with(None)
         self.wait()
         self._staging = Staging(keep=self._background)
+
+    def _compare(self, step: int) -> None:
+        """Compare the script's step with the count of boundaries; where they differ the count is worth nothing."""
+        counted = self.step
+        if self._at is None and self._session.trained and step not in (counted, counted + 1):
+            _log.warning(
+                "step %d after %d boundaries from step %d on: Cadenza cannot tell this job's steps and asks it for no "
+                "checkpoints; call keeper.at(step) in each step", step, self._session.trained, self._anchor[0],
+            )  # fmt: skip
+            self._session.saves_with(None)
+
+    def _save_on_order(self) -> Saved:
+        """Save as Cadenza asks, with all ranks at one boundary: in the foreground, complete when this returns."""
+        try:
+            self._ranks.meet(MEET)
+        except CheckpointError:
+            self._session.saves_with(None)  # who knows which collective that rank meets next
+            raise
+        self.wait()
+        step = self.step
+        written = self._write(step, self._capture(step))
+        self._ordered[written.path] = step
+        return Saved(step, written.nbytes, str(written.path))
 
     def _capture(self, step: int) -> writing.Captured:
         """Copy the state; raise UsageError on every rank when it is none that can be saved."""
@@ -126,10 +177,11 @@ class Checkpoint:
         _must_be_json(own["sampler"])
         return writing.Captured({"parts": shared}, own, self._staging.sharded)
 
-    def _write(self, step: int, captured: writing.Captured) -> None:
-        """Write what was captured."""
-        rejected = frozenset(one.path for one in self.skipped)
-        writing.write(self._directory, step, captured, self._ranks, rejected)
+    def _write(self, step: int, captured: writing.Captured) -> writing.Written:
+        """Write what was captured; an ordered checkpoint that was counted too far is not in the way."""
+        too_far = (path for path, counted in self._ordered.items() if counted > step)
+        rejected = frozenset((*(one.path for one in self.skipped), *too_far))
+        return writing.write(self._directory, step, captured, self._ranks, rejected)
 
     def _write_apart(self, step: int, captured: writing.Captured) -> None:
         """In the thread: write, and keep the error for whoever calls next."""

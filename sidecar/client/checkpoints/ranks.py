@@ -30,6 +30,19 @@ class Ranks:
             self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
             self.group = distributed.new_group(backend="gloo", timeout=PATIENCE)
 
+    def meet(self, patience: timedelta) -> None:
+        """Wait until all ranks have come here; CheckpointError names those that have not in time.
+
+        For calls that nobody but an agent's word makes collective: where one rank did not hear it, the others must
+        not wait in a collective while it waits for them in one of the training.
+        """
+        if self.group is None:
+            return
+        try:
+            distributed.monitored_barrier(self.group, timeout=patience, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise CheckpointError(f"not all ranks came to save: {str(error).splitlines()[0]}") from error
+
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, in order of ranks, on every rank."""
         if self.group is None:

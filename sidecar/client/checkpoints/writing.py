@@ -32,12 +32,20 @@ class Captured:
     sharded: Mapping[str, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Written:
+    """A complete checkpoint: its directory, and the bytes of its files."""
+
+    path: Path
+    nbytes: int
+
+
 def rank_file(rank: int) -> str:
     """Return the name of one rank's own file."""
     return f"rank-{rank:05d}.json"
 
 
-def write(directory: Path, step: int, captured: Captured, ranks: Ranks, rejected: Collection[Path]) -> None:
+def write(directory: Path, step: int, captured: Captured, ranks: Ranks, rejected: Collection[Path]) -> Written:
     """Write a checkpoint and prune older ones; a collective call. Raises SaveError with the older ones untouched."""
     place = ranks.first(lambda: store.begin(directory, step, rejected))
     folder = store.temporary(place.path)
@@ -53,6 +61,7 @@ def write(directory: Path, step: int, captured: Captured, ranks: Ranks, rejected
             _undo(folder)
         raise SaveError(f"step {step} is not saved, earlier ones are untouched: {_cause(error)}") from error
     ranks.first(lambda: store.prune(directory, rejected))
+    return Written(place.path, sum(entry.nbytes for entry in listed.values()))
 
 
 def _make_shards_folder(folder: Path, captured: Captured) -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
+from pathlib import Path
 from typing import Any
 
 from cadenza.sidecar.client.integrations.contents import containers, samples_in
 from cadenza.sidecar.client.integrations.participation import Participation
 from cadenza.sidecar.client.integrations.requeue import warn_of_other_owner
+
+KEPT = 2
+"""How many of the checkpoints that Cadenza asked for are kept."""
 
 
 class LightningHooks:
@@ -16,10 +23,15 @@ class LightningHooks:
     batch in between, where stopping is safe too, but gradients move as well. ``evaluation`` makes each batch of
     validation, test and prediction one, so that the job can stop there; with several ranks it needs the same
     number of batches on each of them, so prediction, whose sampler does not pad, is left out then.
+    ``checkpoints`` is a directory that all nodes see: the Trainer saves there when Cadenza wants to move or resize
+    the job, and the script goes on from it by ``trainer.fit(..., ckpt_path=callback.newest())``.
     """
 
-    def __init__(self, *, every_batch: bool = False, evaluation: bool = True) -> None:
+    def __init__(
+        self, *, every_batch: bool = False, evaluation: bool = True, checkpoints: str | os.PathLike[str] | None = None
+    ) -> None:
         super().__init__()
+        self._directory = None if checkpoints is None else Path(checkpoints)
         self.every_batch = every_batch
         self.evaluation = evaluation
         self._trainer: Any = None
@@ -27,13 +39,18 @@ class LightningHooks:
         self._optimizer_steps = 0
         self._samples = 0
 
+    def newest(self) -> str | None:
+        """Return the newest checkpoint that Cadenza asked for, or None: what ``trainer.fit(ckpt_path=…)`` takes."""
+        found = self._saved()
+        return str(found[-1]) if found else None
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002 (Lightning's signature)
         """Attach before the model is moved to the device, so that a job without the lease does not touch it."""
         self._trainer = trainer
         self._optimizer_steps = trainer.global_step
         self._samples = 0
-        warn_of_other_owner(trainer._accelerator_connector.cluster_environment)  # noqa: SLF001 (no public way)
-        self._part.join()
+        owner = warn_of_other_owner(trainer._accelerator_connector.cluster_environment)  # noqa: SLF001 (no public way)
+        self._part.join(owner, saves=self._directory is not None and stage == "fit")
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Leave the process as it was."""
@@ -55,13 +72,20 @@ class LightningHooks:
         self._samples += samples_in(batch)
         steps = trainer.global_step
         if self.every_batch or steps != self._optimizer_steps:
+            stepped = steps != self._optimizer_steps
             self._optimizer_steps = steps
             samples, self._samples = self._samples, 0
             self._part.boundary(samples, passing=[outputs, batch])
+            if stepped and self._part.owed:  # within an accumulation the gradients would be missing
+                self._save(trainer)
 
     def on_validation_batch_end(self, *hook: Any, **named: Any) -> None:
         """Let the job stop between batches of the validation."""
         self._evaluated(*hook, **named)
+
+    def on_validation_end(self, *_: Any) -> None:
+        """Leave a validation's time out of the next step's."""
+        self._part.restart_clock()
 
     def on_test_batch_end(self, *hook: Any, **named: Any) -> None:
         """Let the job stop between batches of a test."""
@@ -76,7 +100,45 @@ class LightningHooks:
         """End a batch of an evaluation."""
         del trainer, pl_module
         if self.evaluation:
-            self._part.boundary(samples_in(batch), passing=[outputs, batch])
+            self._part.boundary(passing=[outputs, batch], training=False)
+
+    def _save(self, trainer: Any) -> None:
+        """Save a checkpoint as Lightning does, on all ranks; one that fails is not seen by a restore.
+
+        With several ranks an error ends the run, as Lightning's own saves do: the other ranks wait in its barrier.
+        """
+        path = self._path(trainer.global_step)
+        part = path.with_suffix(".part")
+        try:
+            trainer.save_checkpoint(part)
+            if trainer.is_global_zero:
+                part.rename(path)
+                self._prune()
+        except Exception as error:
+            if trainer.world_size > 1:
+                raise
+            with contextlib.suppress(OSError):
+                part.unlink()
+            self._part.not_saved(error)
+            return
+        trainer.strategy.barrier("cadenza")
+        self._part.saved(path, trainer.global_step)
+
+    def _path(self, step: int) -> Path:
+        """Return where the checkpoint of a step is."""
+        return (self._directory or Path()) / f"step-{step:08d}.ckpt"
+
+    def _saved(self) -> list[Path]:
+        """Return the checkpoints that Cadenza asked for, oldest first."""
+        return sorted(self._directory.glob("step-*.ckpt")) if self._directory is not None else []
+
+    def _prune(self) -> None:
+        """Remove all but the newest; a strategy may make a directory of a checkpoint."""
+        for old in self._saved()[:-KEPT]:
+            if old.is_dir():
+                shutil.rmtree(old)
+            else:
+                old.unlink()
 
     def _state(self) -> dict[str, object]:
         """Return all that this run has on its device now."""

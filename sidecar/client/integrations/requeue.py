@@ -28,8 +28,9 @@ def other_owner(cluster_environment: object = None) -> str:
     return SUBMITIT if os.environ.get("SUBMITIT_EXECUTOR") == "slurm" else ""
 
 
-def warn_of_other_owner(cluster_environment: object = None) -> None:
-    """Say in a Slurm job that somebody else requeues it, if so."""
+def warn_of_other_owner(cluster_environment: object = None) -> str:
+    """Say in a Slurm job that somebody else requeues it, if so; return who, in the agent's word for it, or ""."""
     why = other_owner(cluster_environment)
     if why and os.environ.get("SLURM_JOB_ID"):
         _log.warning(why)
+    return {LIGHTNING: "lightning", SUBMITIT: "submitit"}.get(why, "")

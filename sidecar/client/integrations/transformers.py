@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from cadenza.sidecar.client.integrations import MissingFrameworkError
@@ -11,6 +12,7 @@ from cadenza.sidecar.client.integrations.requeue import warn_of_other_owner
 
 try:
     from transformers import TrainerCallback
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ImportError as error:
     raise MissingFrameworkError("transformers", error) from error
 
@@ -23,10 +25,13 @@ class CadenzaTrainerCallback(TrainerCallback):  # type: ignore[misc]  # untyped 
     A boundary follows each optimizer step, when its gradients are gone; ``every_batch`` adds one after each
     batch of an accumulation, where gradients move as well. ``evaluation`` makes each batch of an evaluation or
     prediction one; with several ranks each must evaluate the same number of batches, as they do by default.
+    ``checkpoints`` says that the script resumes from the Trainer's last checkpoint whenever there is one: Cadenza
+    then has the Trainer save one to move or resize the job.
     """
 
-    def __init__(self, *, every_batch: bool = False, evaluation: bool = True) -> None:
+    def __init__(self, *, every_batch: bool = False, evaluation: bool = True, checkpoints: bool = False) -> None:
         super().__init__()
+        self.checkpoints = checkpoints
         self.every_batch = every_batch
         self.evaluation = evaluation
         self._run: dict[str, object] = {}
@@ -42,6 +47,11 @@ class CadenzaTrainerCallback(TrainerCallback):  # type: ignore[misc]  # untyped 
         """End a step; its samples are those of full batches."""
         batches = 1 if self.every_batch else args.gradient_accumulation_steps
         self._part.boundary(args.train_batch_size * batches)
+        control.should_save |= self._part.owed
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Tell of a checkpoint that Cadenza asked for, now that the Trainer has saved it on every rank."""
+        self._part.saved(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", state.global_step)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Let the job stop within an accumulation, if so wanted."""
@@ -52,10 +62,12 @@ class CadenzaTrainerCallback(TrainerCallback):  # type: ignore[misc]  # untyped 
         """Let the job stop between batches of an evaluation, which attaches when no training did."""
         if self.evaluation:
             self._join(run)
-            self._part.boundary(args.eval_batch_size)
+            self._part.boundary(training=False)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Leave after an evaluation on its own."""
+        """Leave after an evaluation on its own; within a training, leave its time out of the next step's."""
+        self._part.restart_clock()
+        control.should_save |= self._part.owed
         if not self._training:
             self._leave()
 
@@ -75,8 +87,7 @@ class CadenzaTrainerCallback(TrainerCallback):  # type: ignore[misc]  # untyped 
             model = run["model"]
             kept = {"model": model, "optimizer": run.get("optimizer"), "schedule": run.get("lr_scheduler")}
             self._run = {**kept, "wrapper": wrapper(model)}
-            warn_of_other_owner()
-            self._part.join()
+            self._part.join(warn_of_other_owner(), saves=self.checkpoints and self._training)
 
     def _leave(self) -> None:
         """Leave the session and hold nothing of this run."""

@@ -1,0 +1,178 @@
+"""Checkpoints that Cadenza orders: at the common boundary, complete before the answer, and then stand still."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from client_peer import Peer, Rank, Script
+from torch import nn
+
+from cadenza.sidecar import client, wire
+from cadenza.sidecar.client import ordered
+from cadenza.sidecar.client.checkpoints import SaveError
+from cadenza.sidecar.client.errors import UsageError
+
+
+class Training:
+    """A model that is trained and kept; ``steps`` boundaries are a run."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Linear(4, 4)
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        self.keeper = client.checkpoint(folder, model=self.model, optimizer=self.optimizer)
+        self.losses: list[str] = []
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            loss = self.model(torch.randn(2, 4)).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.losses.append(loss.item().hex())
+            client.boundary()
+
+
+@pytest.fixture
+def training(job: Peer, tmp_path: Path) -> Iterator[Training]:
+    del job
+    found = Training(tmp_path / "kept")
+    yield found
+    found.keeper.close()
+
+
+def ordered_by(peer: Peer, at: int, *, then: Callable[[Rank], None]) -> Callable[[], Any]:
+    """Order a checkpoint at a step, do something once it is there, and return what the rank said."""
+
+    def script() -> dict[str, Any]:
+        rank = peer.rank(at, wire.PURPOSE_CHECKPOINT)
+        arrived = rank.hear("arrived")
+        if arrived["refused"]:
+            rank.clear()
+            rank.say("cancel", order=1, reason="refused")
+            return arrived
+        rank.say("commit", order=1)
+        said = rank.hear("checkpointed")
+        rank.clear()
+        then(rank)
+        return said
+
+    return Script(script, peer).finish
+
+
+def send_on(rank: Rank) -> None:
+    rank.say("cancel", order=1, reason="go on")
+
+
+def restored(folder: Path, steps: int) -> tuple[Training, list[str]]:
+    """Return a new process's training, restored, after some steps."""
+    client.detach()
+    again = Training(folder)
+    assert again.keeper.restore() == 5
+    again.run(steps)
+    return again, again.losses
+
+
+def test_a_restored_job_goes_on_bit_for_bit(job: Peer, training: Training, tmp_path: Path) -> None:
+    finish = ordered_by(job, 5, then=send_on)
+    client.attach(training.model, training.optimizer)
+    assert training.keeper.step == 0
+    training.run(9)
+    said = finish()
+    assert (said["step"], said["error"]) == (5, "")
+    place = Path(said["path"])
+    assert (place / "complete.json").exists()
+    assert said["bytes"] == sum(file.stat().st_size for file in place.iterdir() if file.name != "complete.json")
+    _, losses = restored(tmp_path / "kept", 4)
+    assert losses == training.losses[5:]
+
+
+def test_a_rank_without_a_keeper_says_that_it_cannot(job: Peer) -> None:
+    finish = ordered_by(job, 1, then=send_on)
+    session = client.attach()
+    assert session.words[wire.PAGE_SAVES] == 0
+    session.boundary()
+    assert finish()["refused"] == ordered.CANNOT
+
+
+def test_a_keeper_is_told_of_in_the_page_and_a_closed_one_is_not(job: Peer, training: Training) -> None:
+    taken = Script(job.rank, job)
+    session = client.attach()
+    rank = taken.finish()
+    assert rank.page[wire.PAGE_SAVES] == 1
+    training.keeper.close()
+    assert session.words[wire.PAGE_SAVES] == 0
+
+
+def test_a_failed_save_is_an_answer_and_training_goes_on(
+    job: Peer, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise SaveError("step 2 is not saved, earlier ones are untouched: shared.pt: No space left on device")
+
+    monkeypatch.setattr("cadenza.sidecar.client.checkpoints.writing.write", full)
+    finish = ordered_by(job, 2, then=lambda rank: None)  # no word: after an error nobody waits for one
+    client.attach(training.model, training.optimizer)
+    training.run(4)
+    assert "No space left" in finish()["error"]
+
+
+@pytest.mark.parametrize("end", [send_on, lambda rank: rank.connection.close()], ids=["sent on", "agent lost"])
+def test_after_its_checkpoint_a_rank_stands_until_it_is_sent_on(
+    job: Peer, training: Training, end: Callable[[Rank], None]
+) -> None:
+    seen: list[int] = []
+
+    def then(rank: Rank) -> None:
+        seen.append(rank.page[wire.PAGE_STATE])
+        seen.append(rank.step)
+        end(rank)
+
+    finish = ordered_by(job, 3, then=then)
+    client.attach(training.model, training.optimizer)
+    training.run(6)
+    finish()
+    assert seen == [wire.STATE_ARRIVED, 3]
+    assert len(training.losses) == 6
+
+
+def test_a_framework_may_save_after_the_boundary(job: Peer) -> None:
+    finish = ordered_by(job, 1, then=send_on)
+    session = client.attach()
+    session.call(on_checkpoint=lambda: ordered.LATER)
+    session.boundary()
+    session.checkpointed("/shared/checkpoint-1", step=40)
+    said = finish()
+    assert (said["step"], said["path"], said["error"]) == (40, "/shared/checkpoint-1", "")
+    session.checkpointed("/shared/checkpoint-2")  # nobody asked: nothing happens
+
+
+def test_steps_that_are_not_boundaries_need_to_be_named(job: Peer, training: Training) -> None:
+    taken = Script(job.rank, job)
+    session = client.attach()
+    taken.finish()
+    training.run(2)
+    training.keeper.save(2)
+    training.keeper.save(3)  # before the boundary of step 3
+    assert session.words[wire.PAGE_SAVES] == 1
+    training.keeper.save(10)
+    assert session.words[wire.PAGE_SAVES] == 0
+    training.keeper.at(11)
+    assert (training.keeper.step, session.words[wire.PAGE_SAVES]) == (11, 1)
+
+
+def test_an_ordered_checkpoint_that_was_counted_too_far_does_not_stop_the_scripts_own(
+    job: Peer, training: Training
+) -> None:
+    finish = ordered_by(job, 8, then=send_on)
+    client.attach(training.model, training.optimizer)
+    training.run(8)
+    finish()
+    training.keeper.save(4)  # two boundaries a step
+    assert training.keeper.restore() == 4
+    with pytest.raises(UsageError, match="has step 4"):
+        training.keeper.save(3)
