@@ -1,0 +1,103 @@
+"""Who claims what of the host: the lease book, the service's facts and Slurm's groups put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cadenza.policies.model import JobKey
+from cadenza.sidecar.agent.host import Host
+from cadenza.sidecar.agent.leases import Entry
+from cadenza.sidecar.agent.processes import job_of
+from cadenza.sidecar.agent.tuning import groups
+from cadenza.sidecar.agent.tuning.limits import Limits
+from cadenza.sidecar.agent.tuning.planner import MILLI, Claim, Grant
+from cadenza.sidecar.agent.tuning.topology import Topology
+from cadenza.sidecar.agent.tuning.tunefile import Wish
+from cadenza.sidecar.orders import JobFacts
+
+
+@dataclass
+class Part:
+    """What is known of one tuned job."""
+
+    wish: Wish
+    limits: Limits | None
+    grant: Grant | None = None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Slurm's CPUs in this host's: config_overrides may have it count others than there are."""
+
+    topology: Topology
+    slurm_cpus: int
+
+    @property
+    def factor(self) -> float:
+        """Return how much of a real CPU one of Slurm's is."""
+        return len(self.topology.cpus) / self.slurm_cpus if self.slurm_cpus else 1.0
+
+    def milli(self, cpus: float) -> int | None:
+        """Return Slurm's CPUs in 1/1000 of real ones; None for 0, which means that it is not known."""
+        return max(1, round(cpus * MILLI * self.factor)) if cpus > 0 else None
+
+    def cpus(self, milli: int) -> float:
+        """Return 1/1000 real CPUs as Slurm's."""
+        return round(milli / MILLI / self.factor, 3)
+
+
+def claims(host: Host, scale: Scale, parts: Mapping[JobKey, Part], strangers: frozenset[int]) -> Iterator[Claim]:
+    """Yield one claim for each job on the host: registered ones, those that the service names, and ``strangers``.
+
+    Strangers are jobs of which only the groups are known: they may need anything.
+    """
+    facts = {JobKey(fact.job, fact.restart): fact for fact in host.facts.jobs}
+    for entry in host.book:
+        yield _claim(entry, facts.get(entry.key), scale, parts.get(entry.key))
+    for key, fact in facts.items():
+        if host.book.get(key) is None:
+            running = not fact.suspended
+            yield Claim(key, scale.milli(fact.cpus), fact.memory_mb or None, running=running)
+    known = {key.id for key in facts} | {entry.job for entry in host.book}
+    for job in strangers - known:
+        yield Claim(JobKey(job, 0), None, None)
+
+
+def _claim(entry: Entry, fact: JobFacts | None, scale: Scale, part: Part | None) -> Claim:
+    """Return the claim of a job in the book. What Slurm says now counts before what it said at the start."""
+    limits = part.limits if part else None
+    wish = part.wish if part else None
+    return Claim(
+        key=entry.key,
+        floor_milli=scale.milli((fact and fact.cpus) or entry.cpus),
+        floor_mb=(fact and fact.memory_mb) or entry.memory_mb or None,
+        wish_milli=scale.milli(wish.cpus) if wish else None,
+        wish_mb=wish.memory_mb or None if wish else None,
+        ceiling_mb=limits.ceiling_mb if limits else None,
+        own=limits.own if limits else frozenset(),
+        has=part.grant.cpus if part and part.grant else frozenset(),
+        near=scale.topology.nodes_of(entry.gpus),
+        running=entry.occupying,
+    )
+
+
+def strangers(host: Host, which_job: Callable[[int], int | None] = job_of) -> frozenset[int]:
+    """Return the jobs that Slurm has on this host by its control groups, as seen from any registered process."""
+    pid = next((process.pid for entry in host.book for process in entry.processes), None)
+    if pid is None:
+        return frozenset()
+    found = (_number(folder.name) or _first(folder, which_job) for folder in groups.of(pid).neighbours())
+    return frozenset(job for job in found if job is not None)
+
+
+def _number(name: str) -> int | None:
+    """Return the job in a group's name; None for a SLUID."""
+    number = name.removeprefix("job_")
+    return int(number) if number != name and number.isdigit() else None
+
+
+def _first(folder: Path, which_job: Callable[[int], int | None]) -> int | None:
+    """Return the job that the processes of a group say they belong to."""
+    return next((job for pid in groups.processes(folder) if (job := which_job(pid)) is not None), None)

@@ -1,0 +1,126 @@
+"""Where a job's control groups are: found in /proc/PID/cgroup of its processes, never made up.
+
+Slurm's groups of a job (cgroup_v2.html, cgroups.html): with version 2 ``[NODE_]slurmstepd.scope/job_ID/step_N/…``,
+where Slurm 26.05 has a SLUID in the place of ``job_ID``; with version 1 ``slurm[_NODE]/uid_U/job_ID/step_N/…``
+below each controller. In each the job's group is the parent of the first ``step_…``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MOUNT = Path("sys/fs/cgroup")
+STEP = "step_"
+STEPD = "slurmstepd"
+ANCHORS = ("", "freezer", "memory", "devices", "cpuset", "cpu")
+"""Controllers whose job group says which processes are the job's, the surest first ("" is version 2)."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The control groups of one process. ``paths`` are inside the mounts, by controller; "" is version 2."""
+
+    root: Path
+    paths: dict[str, Path] = field(default_factory=dict)
+
+    def mount(self, controller: str) -> Path:
+        """Return where a controller's tree is mounted."""
+        if controller:
+            return self.root / MOUNT / controller
+        hybrid = self.root / MOUNT / "unified"
+        return hybrid if hybrid.is_dir() else self.root / MOUNT
+
+    def job(self, controller: str) -> Path | None:
+        """Return the job's group as a directory; None when Slurm has none there."""
+        inside = _job_of(self.paths.get(controller))
+        folder = self.mount(controller) / inside if inside is not None else None
+        return folder if folder is not None and folder.is_dir() else None
+
+    def outside(self, controller: str) -> Path | None:
+        """Return the directory in which Slurm's own tree lies, or where the process is outside of any."""
+        inside = self.paths.get(controller)
+        if inside is None:
+            return None
+        names = inside.parts
+        slurm = next((i for i, name in enumerate(names) if name == "slurm" or name.startswith("slurm_")), len(names))
+        ours = next((i for i, name in enumerate(names) if name.startswith("cadenza_")), len(names))
+        folder = self.mount(controller).joinpath(*names[: min(slurm, ours)])
+        return folder if folder.is_dir() else None
+
+    def home(self, controller: str) -> Path | None:
+        """Return where Slurm would have the process in a controller: as it is in the surest of the others."""
+        for anchor in ANCHORS:
+            inside = self.paths.get(anchor)
+            if anchor not in {"", controller} and inside is not None and _job_of(inside) is not None:
+                folder = self.mount(controller) / inside
+                return next((one for one in (folder, *folder.parents) if (one / "cgroup.procs").exists()), None)
+        return self.outside(controller)
+
+    def members(self) -> frozenset[int]:
+        """Return the job's processes by the surest of its groups, without slurmstepd; empty without a group."""
+        folder = next((found for anchor in ANCHORS if (found := self.job(anchor)) is not None), None)
+        if folder is None:
+            return frozenset()
+        return frozenset(pid for pid in processes(folder) if _name(self.root, pid) != STEPD)
+
+
+    def neighbours(self) -> Iterator[Path]:
+        """Yield the groups of all jobs that Slurm has on this host, in the surest of the trees."""
+        for anchor in ANCHORS:
+            job = self.job(anchor)
+            if job is not None:
+                top = job.parents[2] if anchor else job.parents[1]
+                pattern = "slurm*/uid_*/job_*" if anchor else "*slurmstepd.scope/*"
+                yield from (one for one in top.glob(pattern) if any(one.glob(f"{STEP}*")))
+                return
+
+
+def processes(folder: Path) -> Iterator[int]:
+    """Yield the processes of a group and of all below it."""
+    for group in below(folder):
+        for line in _lines(group / "cgroup.procs"):
+            if line.isdigit():
+                yield int(line)
+
+
+def of(pid: int, root: Path = Path("/")) -> Groups:
+    """Return the control groups of a process; none when it is gone."""
+    paths = {}
+    for line in _lines(root / f"proc/{pid}/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            paths[controller] = Path(path.strip().lstrip("/"))
+    return Groups(root, paths)
+
+
+def _job_of(inside: Path | None) -> Path | None:
+    """Return the job's part of a path; None when it names no step of Slurm's."""
+    names = inside.parts if inside is not None else ()
+    step = next((i for i, name in enumerate(names) if name.startswith(STEP)), 0)
+    slurms = any(name.startswith("slurm") or name.endswith("slurmstepd.scope") for name in names[: max(step - 1, 0)])
+    return Path(*names[:step]) if step and slurms else None
+
+
+def below(folder: Path) -> Iterator[Path]:
+    """Yield a group and all groups below it, parents first; what vanishes meanwhile is left out."""
+    yield folder
+    with contextlib.suppress(OSError):
+        for child in sorted(folder.iterdir()):
+            if child.is_dir():
+                yield from below(child)
+
+
+def _name(root: Path, pid: int) -> str:
+    """Return a process's command name; slurmstepd's children have its name until they are executed."""
+    return next(iter(_lines(root / f"proc/{pid}/comm")), "")
+
+
+def _lines(path: Path) -> list[str]:
+    """Return a file's lines; none when it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,109 @@
+"""The host's CPUs as the kernel shows them in sysfs: hardware threads, cores, NUMA nodes, and where GPUs sit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+CPUS = Path("sys/devices/system/cpu")
+NODES = Path("sys/devices/system/node")
+NVIDIA = Path("proc/driver/nvidia/gpus")
+PCI = Path("sys/bus/pci/devices")
+
+
+class Cpu(NamedTuple):
+    """One hardware thread: its number, the least number of its core's threads, its NUMA node."""
+
+    id: int
+    core: int
+    node: int
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What there is to divide. Memory in MB; ``gpu_nodes`` gives each GPU's NUMA node by Slurm's index."""
+
+    cpus: tuple[Cpu, ...]
+    memory_mb: int
+    gpu_nodes: Mapping[int, int] = field(default_factory=dict)
+
+    def nodes_of(self, gpus: Iterable[int]) -> frozenset[int]:
+        """Return the NUMA nodes of some GPUs, as far as they are known."""
+        return frozenset(self.gpu_nodes[gpu] for gpu in gpus if gpu in self.gpu_nodes)
+
+
+def read(root: Path = Path("/")) -> Topology:
+    """Return the topology of the machine under ``root``; offline CPUs are left out.
+
+    Files are those of Documentation/ABI (sysfs-devices-system-cpu, -node) and of the NVIDIA driver's
+    ``/proc/driver/nvidia``. A kernel without NUMA has one node, 0.
+    """
+    online = parse(_text(root / CPUS / "online"))
+    node_of = {
+        cpu: int(folder.name.removeprefix("node"))
+        for folder in sorted((root / NODES).glob("node[0-9]*"))
+        for cpu in parse(_text(folder / "cpulist"))
+    }
+    cpus = tuple(Cpu(cpu, _core(root, cpu), node_of.get(cpu, 0)) for cpu in sorted(online))
+    return Topology(cpus, _memory_mb(root), dict(_gpu_nodes(root)))
+
+
+def _core(root: Path, cpu: int) -> int:
+    """Return the first hardware thread of a CPU's core."""
+    return min(parse(_text(root / CPUS / f"cpu{cpu}/topology/thread_siblings_list")), default=cpu)
+
+
+def _memory_mb(root: Path) -> int:
+    """Return MemTotal of /proc/meminfo in MB; 0 when it is not told."""
+    for line in _text(root / "proc/meminfo").splitlines():
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) >> 10
+    return 0
+
+
+def _gpu_nodes(root: Path) -> Iterable[tuple[int, int]]:
+    """Yield the minor number, which is Slurm's index (gres.conf(5), File), and NUMA node of each NVIDIA GPU."""
+    for folder in sorted((root / NVIDIA).glob("*")):
+        lines = _text(folder / "information").splitlines()
+        minor = next((line.split(":")[1] for line in lines if line.startswith("Device Minor")), "")
+        node = _text(root / PCI / folder.name / "numa_node")
+        if minor.strip().isdigit() and node.isdigit():  # -1: the firmware does not say
+            yield int(minor), int(node)
+
+
+def parse(text: str) -> frozenset[int]:
+    """Return the numbers of a kernel list.
+
+    >>> sorted(parse("0-2,8"))
+    [0, 1, 2, 8]
+    """
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+def listed(cpus: Iterable[int]) -> str:
+    """Return numbers as a kernel list.
+
+    >>> listed([8, 0, 2, 1])
+    '0-2,8'
+    """
+    runs: list[list[int]] = []
+    for cpu in sorted(set(cpus)):
+        if runs and cpu == runs[-1][1] + 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _text(path: Path) -> str:
+    """Return a file's text without the newline; "" when it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

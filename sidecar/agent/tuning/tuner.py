@@ -1,0 +1,271 @@
+"""The agent's part in tuning: takes orders, divides the host whenever its jobs change, and keeps limits in force."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cadenza.policies.model import JobKey
+from cadenza.sidecar import orders
+from cadenza.sidecar.agent.errors import AgentError
+from cadenza.sidecar.agent.host import Host
+from cadenza.sidecar.agent.leases import Entry
+from cadenza.sidecar.agent.pages import Page
+from cadenza.sidecar.agent.tuning.claims import Part, Scale, claims, strangers
+from cadenza.sidecar.agent.tuning.limits import Limits, TuningError
+from cadenza.sidecar.agent.tuning.planner import MILLI, Grant, plan
+from cadenza.sidecar.agent.tuning.present import limits_of, writable_groups
+from cadenza.sidecar.agent.tuning.topology import Topology, listed
+from cadenza.sidecar.agent.tuning.tunefile import Kept, TuneFile, Wish
+from cadenza.sidecar.agent.tuning.version1 import sweep
+
+log = logging.getLogger(__name__)
+
+NO_GROUPS = "tuning = cgroups: no control group can be written here, so CPUs go by affinity and memory not at all"
+LOOK_S = 0.5
+"""How often new steps and processes of tuned jobs, and jobs that did not register, are looked for."""
+
+
+@dataclass
+class Tuner:
+    """Every method runs in the event loop's thread. ``topology`` is read once: hot-plugged CPUs need a restart."""
+
+    host: Host
+    file: TuneFile
+    topology: Topology
+    root: Path = Path("/")
+    _jobs: dict[JobKey, Part] = field(default_factory=dict)
+    _saved: dict[JobKey, dict[str, str]] = field(default_factory=dict)
+    _notes: dict[JobKey, str] = field(default_factory=dict)
+    _told: dict[int, tuple[Page, float, int | None]] = field(default_factory=dict)
+    """What each rank, by pid, was told last, and in which page."""
+    _seen: tuple[object, ...] = ()
+    _strangers: frozenset[int] = frozenset()
+    _orders: int = 0
+    _next_look: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._scale = Scale(self.topology, self.host.settings.slurm_cpus)
+        self._everywhere = frozenset(cpu.id for cpu in self.topology.cpus)
+        cgroups = self.host.settings.tuning == "cgroups"
+        self.lack = NO_GROUPS if cgroups and not writable_groups(self.root) else ""
+        """Why this host cannot do what the settings say; else empty."""
+
+    # --- orders --------------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Take over what an earlier agent had set on jobs that are still here; raise StateFileError."""
+        for kept in self.file.load():
+            key = JobKey(kept.job, kept.restart)
+            entry = self.host.book.get(key)
+            self._saved[key] = kept.saved
+            if entry is not None:
+                self._jobs[key] = Part(kept.wish, self._limits(entry))
+        sweep(self.root, self._prefix, frozenset(map(self._name, self._jobs)))
+
+    def order(self, entry: Entry, order: orders.Tune) -> None:
+        """Take the service's wish for a job; one without CPUs and memory gives back what it had."""
+        if not (order.cpus > 0 or order.memory_mb > 0):
+            self._withdraw(entry.key, "the service took it back")
+            return
+        why = "tuning is off in the agent's settings" if self.host.settings.tuning == "off" else ""
+        if why or not entry.managed:
+            log.info("not tuned JOBID=%s: %s", entry.key, why or "it did not opt in")
+            return
+        wish = Wish(max(order.cpus, 0.0), max(order.memory_mb, 0), order.cache_mb)
+        part = self._jobs.setdefault(entry.key, Part(wish, None))
+        if (part.wish.cpus and not wish.cpus) or (part.wish.memory_mb and not wish.memory_mb):
+            self._give_back(entry.key)
+        part.wish = wish
+        self._orders += 1
+
+    def in_force(self, key: JobKey) -> orders.InForce | None:
+        """Return what a tuned job has now; None for others, and before it is in force."""
+        part = self._jobs.get(key)
+        if part is None or part.grant is None or part.limits is None:
+            return None
+        return orders.InForce(
+            cpus=self._scale.cpus(part.grant.milli),
+            memory_mb=part.grant.memory_mb,
+            cache_mb=_cache(part.wish, part.grant),
+            cpu_list=listed(part.grant.cpus),
+            means=part.limits.means,
+            note=self._notes.get(key, ""),
+        )
+
+    # --- the loop ------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Divide anew when a job has come, gone, started or stopped, and look after what is in force.
+
+        This runs before the agent answers anybody: a job that has just registered finds its CPUs free.
+        """
+        now = self.host.clock.monotonic()
+        looking = bool(self._jobs) and now >= self._next_look
+        if looking:
+            self._next_look = now + LOOK_S
+            self._strangers = strangers(self.host)
+        seen = (self.host.book.changed, id(self.host.facts), self._orders, self._strangers)
+        if not looking and seen == self._seen:
+            return
+        self._seen = seen
+        self._forget_ended()
+        try:
+            self._divide()
+        except AgentError as error:
+            log.error("tuning is held back: %s", error)  # noqa: TRY400 - the message says it all
+
+    def _divide(self) -> None:
+        """Work out who gets what, and put it into force: first what is taken away, then what is given."""
+        if why := self._why_none():
+            for key in tuple(self._jobs):
+                self._withdraw(key, why)
+        for key, part in self._jobs.items():
+            entry = self.host.book.get(key)
+            if part.limits is None and entry is not None:
+                part.limits = self._limits(entry)
+        self._save()
+        if not self._jobs:
+            return
+        wanted = plan(self.topology, claims(self.host, self._scale, self._jobs, self._strangers))
+        for key in sorted(wanted, key=lambda key: (self._growth(key, wanted[key]), key)):
+            self._apply(key, self._jobs[key], wanted[key])
+        self._save()
+
+    def _why_none(self) -> str:
+        """Return why no job is to be tuned any more; a service that was killed, or told to let go, cannot say so."""
+        if not self.host.facts.enforce:
+            return "the service only observes"
+        return "the service is silent" if self.host.settings.service and self.host.rotating() else ""
+
+    def _growth(self, key: JobKey, grant: Grant) -> int:
+        """Return how many CPUs more than now a job is to have."""
+        had = self._jobs[key].grant
+        return len(grant.cpus) - len(had.cpus if had else ())
+
+    def _apply(self, key: JobKey, part: Part, grant: Grant) -> None:
+        """Put one grant into force, and tell the job's ranks."""
+        if part.limits is None:
+            return
+        if grant != part.grant:
+            log.info(
+                "tuned JOBID=%s cpus=%g on %s memory=%d MB by %s",
+                key, grant.milli / MILLI, listed(grant.cpus), grant.memory_mb, part.limits.means,
+            )  # fmt: skip
+        floor = self._scale.milli(self._floor(key)) or len(part.limits.own) * MILLI or grant.milli or MILLI
+        try:
+            part.limits.apply(grant, floor)
+        except TuningError as error:
+            self._failed(key, str(error))
+            return
+        part.grant = grant
+        self._notes.pop(key, None)
+        self._tell(key, (grant.milli or floor) / MILLI, _cache(part.wish, grant))
+
+    def _tell(self, key: JobKey, cpus: float, cache_mb: int | None) -> None:
+        """Tell a job's ranks what it has, once each."""
+        run = self.host.jobs.get(key)
+        for pid, rank in run.ranks.items() if run else ():
+            news = (rank.page, cpus, cache_mb)
+            if self._told.get(pid) != news:
+                self._told[pid] = news
+                rank.page.tune(cpus, cache_mb)
+
+    def _floor(self, key: JobKey) -> float:
+        """Return what Slurm's books say of a job's CPUs; 0 when nothing is known."""
+        fact = next((one for one in self.host.facts.jobs if (one.job, one.restart) == key), None)
+        entry = self.host.book.get(key)
+        return (fact.cpus if fact else 0.0) or (entry.cpus if entry else 0.0)
+
+    def _failed(self, key: JobKey, why: str) -> None:
+        """Say once why a job's limits could not be set."""
+        if self._notes.get(key) != why:
+            log.warning("not tuned JOBID=%s: %s", key, why)
+        self._notes[key] = why
+
+    # --- ends ----------------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Give back everything because the agent ends: while it is away, nobody would return what a job lends.
+
+        What was ordered stays on record, and the next agent puts it into force again.
+        """
+        for key in tuple(self._jobs):
+            self._give_back(key)
+
+    def _withdraw(self, key: JobKey, why: str) -> None:
+        """End the tuning of one job."""
+        if key in self._jobs:
+            log.info("tuning ends JOBID=%s: %s", key, why)
+            self._give_back(key)
+            self._drop(key)
+
+    def _forget_ended(self) -> None:
+        """Forget jobs that have left the host, and remove what groups of ours they leave behind."""
+        for key in [key for key in self._jobs if self.host.book.get(key) is None]:
+            self._give_back(key)
+            self._drop(key)
+        pids = {pid for run in self.host.jobs.values() for pid in run.ranks}
+        self._told = {pid: told for pid, told in self._told.items() if pid in pids}
+
+    def _give_back(self, key: JobKey) -> None:
+        """Restore Slurm's values for one job."""
+        part = self._jobs[key]
+        if part.limits is not None:
+            try:
+                part.limits.restore()
+            except TuningError as error:
+                self._failed(key, str(error))
+        if (floor := self._scale.milli(self._floor(key))) and part.grant is not None:
+            self._tell(key, floor / MILLI, None)
+        part.grant = None
+        self._orders += 1
+
+    def _drop(self, key: JobKey) -> None:
+        """Take a job off the record."""
+        for record in (self._jobs, self._saved, self._notes):
+            record.pop(key, None)
+
+    # --- helpers -------------------------------------------------------------------------------------------
+
+    @property
+    def _prefix(self) -> str:
+        """Return how the names of this agent's groups begin: agents of several hosts may share a kernel."""
+        return f"cadenza_{self.host.name}_"
+
+    def _name(self, key: JobKey) -> str:
+        """Return the name of groups of ours for a job."""
+        return f"{self._prefix}{key}"
+
+    def _limits(self, entry: Entry) -> Limits | None:
+        """Return a job's limits; None until one of its processes is known."""
+        return limits_of(
+            _pids(entry),
+            self._name(entry.key),
+            self._saved.setdefault(entry.key, {}),
+            self._everywhere,
+            cgroups=self.host.settings.tuning == "cgroups",
+            root=self.root,
+        )
+
+    def _save(self) -> None:
+        """Bring the record up to date; raise StateFileError."""
+        self.file.save(
+            tuple(
+                Kept(key.id, key.restart, part.wish, self._saved.get(key, {})) for key, part in self._jobs.items()
+            )
+        )
+
+
+def _pids(entry: Entry) -> Callable[[], tuple[int, ...]]:
+    """Return a function that names the processes that the agent knows of a job."""
+    return lambda: tuple(process.pid for process in entry.processes)
+
+
+def _cache(wish: Wish, grant: Grant) -> int | None:
+    """Return what a job's caches may take: what was ordered, less what is missing of its memory."""
+    if wish.cache_mb is None:
+        return None
+    return max(0, wish.cache_mb - max(0, wish.memory_mb - grant.memory_mb))
