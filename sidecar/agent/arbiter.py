@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 from cadenza.policies.model import Gpu, JobKey
 from cadenza.policies.sharing.turns import Contender, next_turn
+from cadenza.sidecar.agent import strays
 from cadenza.sidecar.agent.host import Host
+from cadenza.sidecar.agent.jobs import JobRun
 from cadenza.sidecar.agent.leases import Entry
 from cadenza.sidecar.agent.processes import is_stopped
 from cadenza.sidecar.agent.switching import Conductor
@@ -82,10 +84,16 @@ class Arbiter:
 
     def _eligible(self, entry: Entry) -> bool:
         """Whether a job may get its lease now."""
-        if entry.occupying or not entry.managed:
+        if entry.occupying:
             return True
         run = self.host.run(entry.key)
-        if any(is_stopped(pid) for pid in run.ranks):
+        if run.stop is not None or strays.on_gpus_of(self.host, entry):
+            return False
+        return not entry.managed or self._may_run(entry, run)
+
+    def _may_run(self, entry: Entry, run: JobRun) -> bool:
+        """Whether a managed job could use its lease, and may have it without the service's word."""
+        if run.driver or any(is_stopped(pid) for pid in (*run.ranks, *(one.pid for one in entry.frozen))):
             return False
         if self.host.rotating() or self.host.clock.monotonic() < run.preferred_until:
             return True

@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 
 from cadenza.policies.model import JobKey
 from cadenza.sidecar import orders
+from cadenza.sidecar.agent import saving
 from cadenza.sidecar.agent.arbiter import Arbiter
 from cadenza.sidecar.agent.host import Host
+from cadenza.sidecar.agent.jobs import Saving
 from cadenza.sidecar.agent.leases import Entry
 from cadenza.sidecar.agent.switching import Conductor
+from cadenza.sidecar.agent.tuning.tuner import Tuner
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +28,7 @@ class Commands:
     host: Host
     conductor: Conductor
     arbiter: Arbiter
+    tuner: Tuner
     _told: set[str] = field(default_factory=set)
 
     def obey(self, order: orders.ToAgent) -> None:
@@ -38,25 +42,29 @@ class Commands:
             log.info("order for an unknown job JOBID=%s: %s", order.job, type(order).__name__)
             return
         match order:
-            case orders.YieldOrder():
-                self._yield(entry, order)
+            case orders.YieldOrder() | orders.CheckpointOrder():
+                self._stop(entry, order)
             case orders.StopAt():
                 self.conductor.asked(entry, order.step)
             case orders.CommitOrder():
                 self.conductor.commit(entry)
             case orders.CancelOrder():
                 self.conductor.cancel(entry, "refused", order.reason)
+            case orders.Tune():
+                self.tuner.order(entry, order)
             case orders.ResumeOrder():
+                saving.go_on(self.conductor, entry, "the service lets it go on")
                 self.arbiter.prefer(entry.key, PREFERENCE_S)
                 self.arbiter.settle()
 
-    def _yield(self, entry: Entry, order: orders.YieldOrder) -> None:
+    def _stop(self, entry: Entry, order: orders.YieldOrder | orders.CheckpointOrder) -> None:
         """Start a stop, or say at once why not; an order for a stop under way changes nothing."""
         if entry.state in {"stopping", "yielded"}:
             return
         self.host.run(entry.key).preferred_until = 0.0
-        if why := self.conductor.stop(entry, "service", order.timeout_s):
-            log.info("cannot yield JOBID=%s: %s", entry.key, why)
+        terms = Saving(order.save_s, order.hold_s) if isinstance(order, orders.CheckpointOrder) else None
+        if why := self.conductor.stop(entry, "service", order.timeout_s, terms):
+            log.info("cannot stop JOBID=%s: %s", entry.key, why)
             self.host.upward.append(
                 orders.Switched(
                     v=orders.VERSION,

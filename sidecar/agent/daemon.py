@@ -16,17 +16,28 @@ import zmq
 from cadenza.sidecar.agent.arbiter import Arbiter
 from cadenza.sidecar.agent.clock import SystemClock
 from cadenza.sidecar.agent.commands import Commands
+from cadenza.sidecar.agent.driver.channel import Channel
+from cadenza.sidecar.agent.driver.endings import Endings
+from cadenza.sidecar.agent.driver.path import DriverPath
 from cadenza.sidecar.agent.errors import AgentError, StateFileError
+from cadenza.sidecar.agent.gpus import nvml_devices
 from cadenza.sidecar.agent.host import NO_FACTS, Host
+from cadenza.sidecar.agent.jumps import Jumps
 from cadenza.sidecar.agent.leasefile import LeaseFile, still_running
 from cadenza.sidecar.agent.leases import Entry, LeaseBook
 from cadenza.sidecar.agent.link import Link, read_keys
 from cadenza.sidecar.agent.processes import boot_id, open_pidfd, start_ticks
+from cadenza.sidecar.agent.records import Records
 from cadenza.sidecar.agent.reporting import Reporter
+from cadenza.sidecar.agent.sampling import Background, Sampler
 from cadenza.sidecar.agent.server import Server
 from cadenza.sidecar.agent.settings import AgentSettings
 from cadenza.sidecar.agent.switching import Conductor
+from cadenza.sidecar.agent.telemetry import Collector
 from cadenza.sidecar.agent.transport import Listener, Session, notify_ready
+from cadenza.sidecar.agent.tuning import topology
+from cadenza.sidecar.agent.tuning.tunefile import TuneFile
+from cadenza.sidecar.agent.tuning.tuner import Tuner
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +60,20 @@ class Daemon:
         self._lock = _sole(Path(settings.state_dir))
         self._file = LeaseFile(Path(settings.state_dir), boot_id())
         self.host = Host(settings, clock, settings.host_name, started_at=clock.monotonic())
-        self._conductor = Conductor(self.host, lambda: int(psutil.virtual_memory().available))
+        self._driver = DriverPath(
+            self.host, _free_memory, Channel(clock, Path(settings.state_dir) / "driver.lock", self._watch_helper)
+        )
+        self._conductor = Conductor(self.host, _free_memory, self._driver)
+        self._driver.ends = Endings(self._conductor)
         arbiter = Arbiter(self.host, self._conductor)
         self._server = Server(self.host, self._conductor, arbiter, privileged, self._watch)
         self._arbiter = arbiter
-        self._commands = Commands(self.host, self._conductor, arbiter)
-        self._reporter = Reporter(self.host, version, _memory_mb)
+        self._tuner = Tuner(self.host, TuneFile(Path(settings.state_dir), boot_id()), topology.read())
+        self._commands = Commands(self.host, self._conductor, arbiter, self._tuner)
+        self._collector = Collector(self.host, Background(Sampler(clock, nvml_devices)), Records(settings))
+        latest, in_force = self._collector.latest, self._tuner.in_force
+        self._reporter = Reporter(self.host, version, _memory_mb, latest, in_force, self._lacks)
+        self._jumps = Jumps(self.host)
         self._poller = zmq.Poller()
         self._pidfds: dict[int, int] = {}
         """pidfd by pid."""
@@ -64,6 +83,7 @@ class Daemon:
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poller.register(self._wakeup[0], zmq.POLLIN)
         self._recover()
+        self._tuner.recover()
         self._link = self._linked()
         self._listener = Listener(Path(settings.socket))
         self._poller.register(self._listener.socket.fileno(), zmq.POLLIN)
@@ -80,6 +100,7 @@ class Daemon:
             log.info("recovered JOBID=%s lease=%s gpus=%s", entry.key, entry.state, entry.gpus)
             for process in entry.processes:
                 self._watch(process.pid)
+        self._driver.recover()
 
     def _linked(self) -> Link | None:
         """Return the link to the service, or None when there is none to be had: turns are local then."""
@@ -114,6 +135,9 @@ class Daemon:
     def close(self) -> None:
         """Close everything that is open."""
         self._listener.close()
+        self._driver.close()
+        self._tuner.restore()
+        self._collector.close()
         if self._link is not None:
             self._link.close()
         for descriptor in (*self._pidfds.values(), *self._wakeup):
@@ -126,12 +150,15 @@ class Daemon:
         """Wait for something to happen, deal with it, write leases down, and only then speak."""
         stopping = any(run.stop is not None and not run.stop.committed for run in self.host.jobs.values())
         wait = STOPPING_TICK_S if stopping else TICK_S
-        for ready, _ in self._poller.poll(int(wait * 1000)):
+        events = self._poller.poll(int(wait * 1000))
+        self._jumps.tick()  # before anything is written into the book
+        for ready, _ in events:
             self._deal_with(ready)
         self._timers()
         if self._write_down():
             for session in self.host.outbox.flush():
                 self._lose(session)
+            self._driver.flush()
             self._report()
 
     def _deal_with(self, ready: object) -> None:
@@ -192,6 +219,13 @@ class Daemon:
             self._pidfds[pid] = descriptor
             self._poller.register(descriptor, zmq.POLLIN)
 
+    def _watch_helper(self, descriptor: int, there: bool) -> None:  # noqa: FBT001
+        """Wake up, or do so no more, when the driver path's helper says something; its tick reads it."""
+        if there:
+            self._poller.register(descriptor, zmq.POLLIN)
+        else:
+            self._poller.unregister(descriptor)
+
     def _process_ended(self, descriptor: int) -> None:
         """Tell the server that a watched process has ended."""
         pid = next((pid for pid, known in self._pidfds.items() if known == descriptor), None)
@@ -212,6 +246,7 @@ class Daemon:
 
     def _timers(self) -> None:
         """Move stops on, and every now and then everything else."""
+        self._driver.tick()
         for entry in self.host.book:
             self._conductor.tick(entry)
         now = self.host.clock.monotonic()
@@ -222,6 +257,8 @@ class Daemon:
             self._next_sweep = now + SWEEP_S
             self._sweep()
         self._arbiter.settle()
+        self._tuner.tick()
+        self._collector.tick()
 
     def _write_down(self) -> bool:
         """Bring leases.json up to date; while that fails nothing is told to anyone."""
@@ -235,6 +272,10 @@ class Daemon:
             return False
         self._written = book.changed
         return True
+
+    def _lacks(self) -> tuple[str, ...]:
+        """Return what the settings ask for and this host cannot do."""
+        return tuple(lack for lack in (self._driver.lack, self._tuner.lack) if lack)
 
     def _report(self) -> None:
         """Send the service what it is to know."""
@@ -254,6 +295,11 @@ def _revive(entry: Entry) -> bool:
     if entry.state == "stopping":
         entry.state = "held"
     return bool(entry.processes)
+
+
+def _free_memory() -> int:
+    """Return the bytes of host memory that can be taken now."""
+    return int(psutil.virtual_memory().available)
 
 
 def _memory_mb() -> tuple[int, int]:

@@ -90,4 +90,8 @@ class Host:
             iteration_s=counters.iteration_s,
             iteration_p99_s=counters.iteration_p99_s,
             note=run.note,
+            requeue_owner=run.requeue_owner(),
+            checkpoints=run.saves,
+            saved=run.saved,
+            lost=run.lost,
         )

@@ -28,6 +28,8 @@ class Rank:
     """Boundary at which it waits for the next word."""
     bytes: int = 0
     refused: str = ""
+    requeue_owner: str = ""
+    """Who requeues the job by itself, as this rank says."""
 
     @property
     def progress(self) -> Progress:
@@ -51,12 +53,27 @@ class Waiter:
 
 
 @dataclass
+class Saving:
+    """What a stop for a checkpoint knows beyond other stops; seconds, and monotonic times in seconds."""
+
+    save_s: float
+    """Longest time that saving may take."""
+    hold_s: float
+    """How long the ranks stand after it for their job to be requeued."""
+    done: set[int] = field(default_factory=set)
+    """Pids of the ranks whose part is on the disk."""
+    done_at: float | None = None
+    """When all of them were."""
+
+
+@dataclass
 class Stop:
     """A stop under way; monotonic times in seconds."""
 
     order: int
     origin: str
-    """Who asked: *service*, *turn* (local rotation) or *exclusive* (a job that did not opt in starts)."""
+    """Who asked: *service*, *turn* (local rotation), *exclusive* (a job that did not opt in starts), *driver*, or
+    *stray* (its ranks run without a lease)."""
     began: float
     timeout_s: float
     remote: bool = False
@@ -73,6 +90,13 @@ class Stop:
     told: tuple[int, bool, str] | None = None
     """The last Steps sent to the service."""
     told_at: float = 0.0
+    saving: Saving | None = None
+    """Set where the ranks are to save a checkpoint instead of moving their state out."""
+
+    @property
+    def purpose(self) -> int:
+        """What the ranks' pages say that the stop is for."""
+        return wire.PURPOSE_YIELD if self.saving is None else wire.PURPOSE_CHECKPOINT
 
     def standing(self, plan: Plan) -> tuple[int, bool]:
         """Return the step, and whether all ranks here have arrived at it, for the service's own plan.
@@ -122,14 +146,42 @@ class JobRun:
     batch_ended: bool = False
     listed: bool = False
     """The service has named this job in its Facts."""
+    freezable: bool = False
+    """The driver path may stop it where its ranks cannot."""
+    driver: str = ""
+    """What the driver path is doing with it; empty when nothing, or when all of it is in host memory."""
+    lost: str = ""
+    """Why the driver path cannot bring it back, if so."""
 
     def connected(self) -> list[Rank]:
         """Return the ranks that can be talked to."""
         return [rank for rank in self.ranks.values() if rank.session is not None]
 
+    @property
+    def saves(self) -> bool:
+        """Whether every rank here can save a checkpoint on order."""
+        return bool(self.ranks) and all(rank.page.saves for rank in self.ranks.values())
+
+    @property
+    def saved(self) -> bool:
+        """Whether the ranks here stand still after a complete checkpoint, ready for a requeue."""
+        return self.stop is not None and self.stop.saving is not None and self.stop.saving.done_at is not None
+
+    def may_freeze(self, entry: Entry) -> bool:
+        """Whether the driver path may take over: it frees the GPUs of holders only."""
+        return self.freezable and entry.occupying
+
+    def strays(self, entry: Entry) -> bool:
+        """Whether ranks run although the job has no lease: the agent did not know it, and gave its GPUs away."""
+        return not entry.occupying and any(not rank.out for rank in self.ranks.values())
+
     def world_size(self) -> int:
         """Return the ranks of the whole job as they say; 0 before the first attach."""
         return max((rank.hello.world_size for rank in self.ranks.values()), default=0)
+
+    def requeue_owner(self) -> str:
+        """Return who besides us requeues the job, as its ranks say; "" when nobody does."""
+        return next((rank.requeue_owner for rank in self.ranks.values() if rank.requeue_owner), "")
 
     def why_not_ready(self, entry: Entry, now: float) -> str:
         """Return why the job cannot be asked to yield now; empty when it can. ``now`` is monotonic."""
@@ -137,13 +189,17 @@ class JobRun:
             return "it did not opt in"
         if not entry.gpus:
             return "its GPUs are not known to the agent"
-        if self.detached:
-            return self.detached
-        if missing := self._missing(entry):
-            return missing
+        if self.driver:
+            return self.driver
+        if (why := self.unattached(entry)) and not self.freezable:
+            return why
         if now < self.retry_at:
             return f"its last stop failed ({self.note}); next try in {self.retry_at - now:.0f} s"
         return ""
+
+    def unattached(self, entry: Entry) -> str:
+        """Return why its ranks cannot be asked to stop; empty when they can."""
+        return self.detached or self._missing(entry)
 
     def _missing(self, entry: Entry) -> str:
         """Name the ranks that cannot be reached."""

@@ -27,6 +27,14 @@ class Process(msgspec.Struct, frozen=True):
     """The batch script: the job has left this host when it ends."""
 
 
+class GpuProcess(msgspec.Struct, frozen=True):
+    """A process that the driver stops: what it has of each GPU, as Slurm's index and bytes."""
+
+    pid: int
+    start_ticks: int
+    gpu_bytes: tuple[tuple[int, int], ...] = ()
+
+
 class Entry(msgspec.Struct):
     """One job's lease on this host. Epoch times in seconds."""
 
@@ -53,6 +61,11 @@ class Entry(msgspec.Struct):
     """When the lease was last given; meaningful while it is held or stopping."""
     registered_s: float = 0.0
     processes: tuple[Process, ...] = ()
+    cpus: float = 0.0
+    """What Slurm's books give it on this host, as its registration said; 0: it did not."""
+    memory_mb: int = 0
+    frozen: tuple[GpuProcess, ...] = ()
+    """Processes that the driver path has in its hands: locked, checkpointed, or about to be."""
 
     @property
     def key(self) -> JobKey:
@@ -118,6 +131,14 @@ class LeaseBook:
         """Say that an entry's other fields changed and must be written down."""
         self.changed += 1
 
+    def shift(self, seconds: float) -> None:
+        """Move all times along with the wall clock, which was set by so much."""
+        for entry in self:
+            entry.since_s += seconds
+            entry.held_since_s += seconds
+            entry.registered_s += seconds
+        self.touch()
+
     def blockers(self, entry: Entry) -> list[Entry]:
         """Return the other jobs that occupy a GPU of this one."""
         return [other for other in self if other is not entry and other.occupying and other.overlaps(entry)]
@@ -134,6 +155,10 @@ class LeaseBook:
     def keep(self, entry: Entry, now: float) -> None:
         """Note that a stop was withdrawn; the stretch under way goes on."""
         self._move(entry, ("stopping",), "held", now)
+
+    def set_aside(self, entry: Entry, now: float) -> None:
+        """Note that a job which this book never saw running has moved its state out."""
+        self._move(entry, ("waiting", "yielded"), "yielded", now)
 
     def release(self, entry: Entry, now: float) -> Stretch:
         """Take the lease of a job that has moved its state out, and return the stretch that ends."""

@@ -33,6 +33,9 @@ class Start(msgspec.Struct, frozen=True):
     hosts: Count = 1
     step: int | Text = ""
     options: Text = ""
+    cpus: Seconds = 0.0
+    """What Slurm gives the job on this host; 0: not told."""
+    memory_mb: Count = 0
 
     @property
     def batch(self) -> bool:
@@ -60,6 +63,21 @@ class Attach(msgspec.Struct, frozen=True):
     gpus: Gpus = ()
     node: Text = ""
     hosts: Count = 1
+    requeue_owner: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """Who requeues this job by a signal handler of its own, such as *lightning*."""
+    again: bool = False
+    """The rank has been training before: it does not stand still for this answer, as it does at its start."""
+
+    @property
+    def in_step(self) -> bool:
+        """Whether other ranks may already be in a collective with it: alone it must not sit out."""
+        return self.again and self.state != "yielded" and self.world_size > 1
+
+
+class RequeuedBy(msgspec.Struct, frozen=True):
+    """The rank has found out, after it attached, that somebody else requeues its job; "" takes that back."""
+
+    owner: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class Arrived(msgspec.Struct, frozen=True):
@@ -88,13 +106,24 @@ class Resumed(msgspec.Struct, frozen=True):
     order: Count = 0
 
 
+class Checkpointed(msgspec.Struct, frozen=True):
+    """The rank's part of a complete checkpoint is on the disk; with ``error`` there is none and the rank runs on."""
+
+    order: Count
+    step: Count
+    bytes: Count = 0
+    seconds: Seconds = 0.0
+    path: Text = ""
+    error: Text = ""
+
+
 class Detach(msgspec.Struct, frozen=True):
     """The rank will not stop any more."""
 
     reason: Text = ""
 
 
-Message: TypeAlias = Start | End | Attach | Arrived | Yielded | Resumed | Detach
+Message: TypeAlias = Start | End | Attach | Arrived | Yielded | Resumed | Checkpointed | Detach | RequeuedBy
 
 KINDS: dict[str, type[Message]] = {
     "start": Start,
@@ -103,7 +132,9 @@ KINDS: dict[str, type[Message]] = {
     "arrived": Arrived,
     "yielded": Yielded,
     "resumed": Resumed,
+    "checkpointed": Checkpointed,
     "detach": Detach,
+    "requeued_by": RequeuedBy,
 }
 
 

@@ -8,17 +8,21 @@ from dataclasses import dataclass
 
 from cadenza.policies.model import JobKey
 from cadenza.sidecar import wire
+from cadenza.sidecar.agent import caches, saving
 from cadenza.sidecar.agent.arbiter import Arbiter
 from cadenza.sidecar.agent.errors import NotAuthorizedError, RefusedError
 from cadenza.sidecar.agent.host import Host
 from cadenza.sidecar.agent.jobs import JobRun, Rank, Waiter
+from cadenza.sidecar.agent.leasefile import still_running
 from cadenza.sidecar.agent.leases import Entry, Process
 from cadenza.sidecar.agent.messages import (
     Arrived,
     Attach,
+    Checkpointed,
     Detach,
     End,
     Message,
+    RequeuedBy,
     Resumed,
     Start,
     Yielded,
@@ -74,7 +78,7 @@ class Server:
             case _:
                 self._from_rank(session, message)
 
-    def _from_rank(self, session: Session, message: Arrived | Yielded | Resumed | Detach) -> None:
+    def _from_rank(self, session: Session, message: Message) -> None:
         """Handle what only an attached rank may say."""
         entry, rank = self._rank_of(session)
         match message:
@@ -84,8 +88,12 @@ class Server:
                 self.conductor.yielded(entry, rank, message)
             case Resumed():
                 self.conductor.resumed(entry, rank, message)
+            case Checkpointed():
+                saving.checkpointed(self.conductor, entry, rank, message)
             case Detach():
                 self._detach(session, entry, rank, message)
+            case RequeuedBy():
+                rank.requeue_owner = message.owner
 
     # --- registration --------------------------------------------------------------------------------------
 
@@ -126,6 +134,7 @@ class Server:
             entry.gpus, entry.managed = message.gpus, message.managed
         entry.user, entry.node, entry.lane = message.user, message.node, message.lane
         entry.hosts, entry.options, entry.verified = max(message.hosts, 1), message.options, True
+        entry.cpus, entry.memory_mb = message.cpus or entry.cpus, message.memory_mb or entry.memory_mb
         self.host.book.touch()
         return entry
 
@@ -134,6 +143,7 @@ class Server:
         self._require_privilege(session, "end")
         for entry in self.host.book:
             if entry.job == message.job and message.restart in {None, entry.restart}:
+                entry.processes = ()  # the epilog runs when none is left (prolog_epilog.html)
                 self.drop(entry, "ended")
         self.arbiter.settle()
 
@@ -147,10 +157,11 @@ class Server:
         page = Page()
         page.start_at(message.step)
         rank = run.ranks[session.peer.pid] = Rank(session, session.peer.pid, message, page)
+        rank.requeue_owner = message.requeue_owner
         session.key = entry.key
         run.detached, run.empty_since = "", None
         self._remember(entry, session.peer.pid)
-        state = "held" if entry.occupying else "yielded"
+        state = "held" if entry.occupying or message.in_step else "yielded"
         self.host.outbox.post(session, "attached", fds=(page.fd,), state=state, rank=message.rank)
         log.info("attached JOBID=%s rank=%d pid=%d lease=%s", entry.key, message.rank, rank.pid, entry.state)
         self.conductor.joined(entry, rank)
@@ -267,6 +278,8 @@ class Server:
         for waiter in run.waiters if run else ():
             self.host.outbox.post(waiter.session, "lease", last=True, state="giveup", reason=why)
         log.info("left JOBID=%s: %s", entry.key, why)
+        if not still_running(entry, start_ticks) and all(other.job != entry.job for other in self.host.book):
+            caches.remove_soon(entry.uid, entry.job)
 
     # --- timers --------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -44,6 +44,34 @@ class AgentSettings(msgspec.Struct, frozen=True):
         float,
         Meta(description="Free host memory that a yield needs, as a multiple of the state it moves there", ge=1),
     ] = 1.25
+    driver_checkpoint: Annotated[
+        Literal["off", "unattached", "always"],
+        Meta(
+            description="Whom CUDA's process checkpoints stop: nobody, jobs whose ranks cannot stop by themselves, "
+            "or those and, after they moved their state, what all others still have on the GPU"
+        ),
+    ] = "off"
+    telemetry_s: Annotated[float, Meta(description="Time between two samples of each job's use of the host", gt=0)] = (
+        5.0
+    )
+    records: Annotated[
+        Literal["off", "request", "jsonl"],
+        Meta(description="Whose samples are kept: nobody's, those of jobs that set CADENZA_RECORDS, or every job's"),
+    ] = "request"
+    records_dir: Annotated[
+        str, Meta(description="Where jobs that set no CADENZA_RECORDS get theirs, in a directory by uid", min_length=1)
+    ] = "/var/lib/cadenza/records"
+    records_mb: Annotated[
+        int, Meta(description="Size of a job's record file at which it is rotated; one older file is kept", ge=1)
+    ] = 64
+
+    tuning: Annotated[
+        Literal["off", "affinity", "cgroups"],
+        Meta(description="How a running job's CPUs and memory may be changed; cgroups falls back to affinity"),
+    ] = "cgroups"
+    slurm_cpus: Annotated[
+        int, Meta(description="CPUs that Slurm counts on this host if not those it has; 0: the same", ge=0)
+    ] = 0
 
     @property
     def host_name(self) -> str:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cadenza.sidecar import orders
+from cadenza.sidecar.agent import saving, strays
+from cadenza.sidecar.agent.driver.path import DriverPath
 from cadenza.sidecar.agent.host import Host
-from cadenza.sidecar.agent.jobs import JobRun, Rank, Resume, Stop
+from cadenza.sidecar.agent.jobs import JobRun, Rank, Resume, Saving, Stop
 from cadenza.sidecar.agent.leases import Entry
 from cadenza.sidecar.agent.messages import Arrived, Resumed, Yielded
 from cadenza.sidecar.agent.stop import Cancel, Commit, Plan, Raise, plan_stop
@@ -30,11 +32,13 @@ class Conductor:
     host: Host
     free_memory: Callable[[], int]
     """Bytes of host memory that can be taken now."""
+    driver: DriverPath | None = None
+    """Takes over where ranks cannot stop by themselves; see ``driver.endings`` for how it comes back."""
 
     # --- yield ---------------------------------------------------------------------------------------------
 
-    def stop(self, entry: Entry, origin: str, timeout_s: float) -> str:
-        """Ask a holder to yield and return why that cannot be, else an empty string."""
+    def stop(self, entry: Entry, origin: str, timeout_s: float, terms: Saving | None = None) -> str:
+        """Ask a holder to yield, or with ``terms`` to save a checkpoint; return why that cannot be, else nothing."""
         run = self.host.run(entry.key)
         if entry.state != "held":
             return f"its lease is {entry.state}"
@@ -42,18 +46,35 @@ class Conductor:
             return "it is still taking its state back"
         if why := run.why_not_ready(entry, self.host.clock.monotonic()):
             return why
+        if terms is not None and (missing := run.unattached(entry)):
+            return missing
+        if terms is not None and not run.saves:
+            return "not all its ranks can save a checkpoint: see client.checkpoint()"
         self.host.book.stop(entry, self.host.clock.epoch())
-        now = self.host.clock.monotonic()
-        run.stop = Stop(self.host.next_order(), origin, now, timeout_s, remote=entry.hosts > 1, seen_at=now)
+        now, remote = self.host.clock.monotonic(), entry.hosts > 1
+        run.stop = Stop(self.host.next_order(), origin, now, timeout_s, remote=remote, seen_at=now, saving=terms)
         log.info("stop JOBID=%s by=%s order=%d", entry.key, origin, run.stop.order)
-        self.tick(entry)
+        if run.unattached(entry):
+            self._freeze(entry, run.stop)
+        else:
+            self.tick(entry)
         return ""
+
+    def _freeze(self, entry: Entry, stop: Stop) -> None:
+        """Hand a stop to the driver path."""
+        stop.committed, stop.boundary_s = True, self.host.clock.monotonic() - stop.began
+        if self.driver is not None:
+            self.driver.freeze(entry)
 
     def tick(self, entry: Entry) -> None:
         """Move a stop under way on, by what the ranks' pages and messages say."""
         run = self.host.run(entry.key)
         stop = run.stop
-        if stop is None or stop.committed:
+        if stop is None:
+            strays.gather(self, entry, run)
+            return
+        if stop.committed:
+            saving.tick(self, entry, stop)
             return
         now = self.host.clock.monotonic()
         seen = tuple(rank.progress for rank in run.ranks.values())
@@ -76,6 +97,9 @@ class Conductor:
         run = self.host.run(entry.key)
         if isinstance(plan, Raise):
             self.stop_at(entry, plan.step)
+        elif isinstance(plan, Cancel) and plan.kind == "refused" and stop.saving is None and run.may_freeze(entry):
+            log.info("left to the driver JOBID=%s: %s", entry.key, plan.reason)
+            self._freeze(entry, stop)
         elif isinstance(plan, Cancel):
             self.cancel(entry, plan.kind, plan.reason)
         elif isinstance(plan, Commit) and (short := self._short_of_memory(run)):
@@ -136,7 +160,7 @@ class Conductor:
         """Write the stop to one rank's page and say it on its socket."""
         if rank.arrived is not None and rank.arrived < stop.step:
             rank.arrived = None
-        rank.page.order(stop.order, stop.step)
+        rank.page.order(stop.order, stop.step, stop.purpose)
         self.host.outbox.post(rank.session, "stop", order=stop.order, step=stop.step)
 
     def _short_of_memory(self, run: JobRun) -> str:
@@ -172,10 +196,11 @@ class Conductor:
         stop = run.stop
         if stop is None or stop.committed:
             return
-        self._end_stop(entry, run, kind, reason)
+        self.end_stop(entry, run, kind, reason)
         run.note = reason
         run.retry_at = self.host.clock.monotonic() + RETRY_S
-        self.host.book.keep(entry, self.host.clock.epoch())
+        if entry.occupying:
+            self.host.book.keep(entry, self.host.clock.epoch())
         for rank in run.ranks.values():
             rank.arrived, rank.refused = None, ""
             rank.page.order(stop.order, 0)
@@ -205,12 +230,14 @@ class Conductor:
         if message.error:
             log.warning("yield failed JOBID=%s rank=%d: %s", entry.key, rank.hello.rank, message.error)
         stop = run.stop
+        if run.driver:
+            return
         if stop is not None and stop.committed:
             stop.copy_s = max(stop.copy_s, message.copy_s)
             if message.resident:
                 run.note = f"rank {rank.hello.rank} keeps on the GPU: {', '.join(message.resident)}"
             if message.error:
-                self._undo(entry, run, message.error)
+                self.undo(entry, run, message.error)
             else:
                 self.settle(entry)
         elif entry.state == "held":
@@ -220,10 +247,12 @@ class Conductor:
         """Bring a rank that has just attached, perhaps not for the first time, to where its job is."""
         run = self.host.run(entry.key)
         said_out = rank.hello.state == "yielded"
-        rank.out = said_out or not entry.occupying
+        rank.out = said_out or not (entry.occupying or rank.hello.in_step)
         if not rank.out:
             self.gone_from_resume(entry, rank.pid)
         stop = run.stop
+        if run.driver:
+            return
         if stop is None:
             if entry.occupying:
                 self.resume(entry, run)
@@ -233,14 +262,16 @@ class Conductor:
         elif said_out:
             self.settle(entry)
         else:
-            self._undo(entry, run, f"rank {rank.hello.rank} lost its connection and went on")
+            self.undo(entry, run, f"rank {rank.hello.rank} lost its connection and went on")
 
-    def _undo(self, entry: Entry, run: JobRun, reason: str) -> None:
-        """End a yield that failed half way: those who moved out come back, the job keeps its lease."""
-        self._end_stop(entry, run, "refused", reason)
+    def undo(self, entry: Entry, run: JobRun, reason: str) -> None:
+        """End a stop that failed half way: those who moved out come back, the job keeps its lease."""
+        saving.send_on(self, run, reason)
+        self.end_stop(entry, run, "refused", reason)
         run.note = reason
         run.retry_at = self.host.clock.monotonic() + RETRY_S
-        self.host.book.keep(entry, self.host.clock.epoch())
+        if entry.occupying:
+            self.host.book.keep(entry, self.host.clock.epoch())
         for rank in run.ranks.values():
             rank.page.order(0, 0)
         self.resume(entry, run)
@@ -249,31 +280,48 @@ class Conductor:
         """Take the lease when every rank that is left has moved its state out."""
         run = self.host.run(entry.key)
         stop = run.stop
-        if stop is None or not stop.committed:
+        if stop is None or not stop.committed or run.driver:
+            return
+        if stop.saving is not None:
+            saving.settle(self, entry, stop)
             return
         if not run.ranks:
-            self._undo(entry, run, "all its processes ended while it yielded")
+            self.undo(entry, run, "all its processes ended while it yielded")
             return
         if not all(rank.out for rank in run.ranks.values()):
             return
+        if self.driver is not None and self.driver.wanted_always and run.may_freeze(entry):
+            self.driver.freeze(entry)
+        else:
+            self.release(entry, run, stop)
+
+    def release(self, entry: Entry, run: JobRun, stop: Stop) -> None:
+        """Take the lease of a job that uses its GPUs no more."""
         for rank in run.ranks.values():
             rank.page.order(stop.order, 0)
-        self._end_stop(entry, run, "yield", run.note)
-        self.host.ended_stretch(self.host.book.release(entry, self.host.clock.epoch()))
+        self.end_stop(entry, run, "yield", run.note)
+        if entry.occupying:
+            self.host.ended_stretch(self.host.book.release(entry, self.host.clock.epoch()))
+        else:
+            self.host.book.set_aside(entry, self.host.clock.epoch())
         log.info(
             "yielded JOBID=%s gpus=%s boundary_s=%.3f copy_s=%.3f",
             entry.key, entry.gpus, stop.boundary_s, stop.copy_s,
         )  # fmt: skip
 
-    def _end_stop(self, entry: Entry, run: JobRun, kind: str, note: str) -> None:
+    def end_stop(self, entry: Entry, run: JobRun, kind: str, note: str) -> None:
         """Report a stop that is over."""
         stop, run.stop = run.stop, None
         if stop is not None:
-            now = self.host.clock.monotonic()
-            waited = stop.boundary_s if stop.committed else now - stop.began
-            self._switched(entry, run, kind, (waited, stop.copy_s, now - stop.began), stop.bytes, note)
+            self.report_stop(entry, run, stop, kind, note)
 
-    def _switched(
+    def report_stop(self, entry: Entry, run: JobRun, stop: Stop, kind: str, note: str) -> None:
+        """Report how a stop went so far."""
+        now = self.host.clock.monotonic()
+        waited = stop.boundary_s if stop.committed else now - stop.began
+        self.switched(entry, run, kind, (waited, stop.copy_s, now - stop.began), stop.bytes, note)
+
+    def switched(
         self, entry: Entry, run: JobRun, kind: str, seconds: tuple[float, float, float], size: int, note: str
     ) -> None:
         """Tell the service how long a switch took: boundary, copy, total."""
@@ -308,7 +356,15 @@ class Conductor:
         self.resume(entry, run)
 
     def resume(self, entry: Entry, run: JobRun) -> None:
-        """Tell all ranks that are out, and have not been told yet, to take their state back."""
+        """Tell all ranks of a holder that are out, and have not been told yet, to take their state back.
+
+        What the driver has of a job comes back first; it calls this again then.
+        """
+        if not entry.occupying:
+            return
+        if entry.frozen and self.driver is not None:
+            self.driver.thaw(entry)
+            return
         told = run.resume.pending if run.resume else set()
         out = {pid for pid, rank in run.ranks.items() if rank.out and rank.session is not None} - told
         if not out:
@@ -341,4 +397,4 @@ class Conductor:
         if not resume.pending:
             run.resume = None
             total = self.host.clock.monotonic() - resume.began
-            self._switched(entry, run, "resume", (0.0, resume.copy_s, total), 0, "")
+            self.switched(entry, run, "resume", (0.0, resume.copy_s, total), 0, "")

@@ -26,7 +26,7 @@ class Rank:
         self.options = options
         self.step = options.first_step
         self.state = "running"
-        self.running = False
+        self.running = self.attached = False
         self.sock: socket.socket | None = None
         self.inbox: list[dict[str, object]] = []
         self.words = memoryview(bytearray(wire.PAGE_BYTES)).cast("Q")
@@ -50,7 +50,7 @@ class Rank:
         o = self.options
         hello = wire.encode(
             "attach", job=o.job, restart=0, rank=o.rank, world_size=o.world, local_world_size=o.local or o.world,
-            state=self.state, step=self.step, gpus=o.gpus, hosts=o.hosts,
+            state=self.state, step=self.step, gpus=o.gpus, hosts=o.hosts, again=self.attached,
         )  # fmt: skip
         try:
             sock.send(hello)
@@ -67,7 +67,9 @@ class Rank:
             sys.exit(4)
         self.words = memoryview(mmap.mmap(fds[0], wire.PAGE_BYTES)).cast("Q")
         self.words[wire.PAGE_STEP] = self.step
+        self.words[wire.PAGE_SAVES] = int(self.options.saves)
         self.sock = sock
+        self.attached = True
         say("attached", state=message["state"])
         if message["state"] == "yielded" and self.state != "yielded":
             self.leave(0)
@@ -149,13 +151,19 @@ class Rank:
         if self.options.deaf:
             time.sleep(3600)
         refused = self.options.refuse
-        self.send("arrived", order=order, step=self.step, bytes=self.options.bytes, refused=refused)
+        # Read before arriving: the stop may be over, and the page blank, by the time its commit is read.
+        saves = words[wire.PAGE_PURPOSE] == wire.PURPOSE_CHECKPOINT
+        size = 0 if saves else self.options.bytes
+        self.send("arrived", order=order, step=self.step, bytes=size, refused=refused)
         while (message := self.receive()) is not None:
             kind = message["type"]
             if kind == "stop" and message["order"] == order and int(str(message["step"])) > self.step:
                 break
             if kind == "cancel" and message["order"] == order:
                 say("cancelled", reason=message["reason"])
+                break
+            if kind == "commit" and message["order"] == order and saves:
+                self.save(order)
                 break
             if kind == "commit" and message["order"] == order:
                 say("stopped", step=self.step)
@@ -167,6 +175,17 @@ class Rank:
             self.attach()
             return
         words[wire.PAGE_STATE] = wire.STATE_RUNNING
+
+    def save(self, order: int) -> None:
+        say("saving", step=self.step)
+        time.sleep(self.options.copy_s)
+        error = "No space left on device" if self.options.fail_copy else ""
+        path = f"/shared/{self.step}"
+        self.send("checkpointed", order=order, step=self.step, bytes=9, seconds=0.5, path=path, error=error)
+        while not error and (message := self.receive()) is not None:
+            if message["type"] == "cancel" and message["order"] == order:
+                say("sent on", reason=message["reason"], step=self.step)
+                return
 
     def leave(self, order: int) -> None:
         time.sleep(self.options.copy_s)
@@ -215,6 +234,7 @@ def main() -> None:
     parser.add_argument("--refuse", default="")
     parser.add_argument("--fail-copy", action="store_true")
     parser.add_argument("--deaf", action="store_true")
+    parser.add_argument("--saves", action="store_true")
     options = parser.parse_args()
     Rank(options).train(options.steps)
     say("done")

@@ -44,7 +44,7 @@ def test_the_services_sections_are_left_alone(tmp_path: Path) -> None:
     [
         ("[agent]\nheartbeats = 2\n", "unknown key agent.heartbeats; did you mean heartbeat_s?"),
         ("[agnet]\n", "unknown section [agnet]; did you mean agent?"),
-        ("host = 1\n", "unknown key host; known here: agent, guard, service, sharing"),
+        ("host = 1\n", "unknown key host; known here: agent, gandiva, guard, policy, profiles, service"),
         ('[agent]\nheartbeat_s = "2"\n', "agent.heartbeat_s: expected `float`, got `str`"),
         ("[agent]\nheartbeat_s = 0\n", "agent.heartbeat_s: expected `float` > 0"),
         ("[agent]\nsocket = 3\n", "agent.socket: expected `str`, got `int`"),
@@ -58,7 +58,7 @@ def test_errors_name_the_file_and_the_key(tmp_path: Path, text: str, message: st
     extra = write(tmp_path, text, "conf.d/x.toml")
     with pytest.raises(ConfigError) as caught:
         load_settings(tmp_path / "cadenza.toml")
-    assert str(caught.value).startswith(f"{extra}: ")
+    assert str(caught.value).startswith(f"{extra}:")
     assert message in str(caught.value)
 
 
@@ -75,7 +75,7 @@ def agent(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_bad_settings_end_with_2(tmp_path: Path) -> None:
     run = agent("--config", str(write(tmp_path, "[agent]\nhots = 3\n")))
     assert run.returncode == 2
-    assert run.stderr == f"cadenza-agent: {tmp_path}/cadenza.toml: unknown key agent.hots; did you mean host?\n"
+    assert run.stderr == f"cadenza-agent: {tmp_path}/cadenza.toml:2: unknown key agent.hots; did you mean host?\n"
 
 
 def test_a_bad_key_file_ends_with_2(tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ def linked(new_agent: Callable[..., Agent], service: Service) -> Agent:
     return agent
 
 
+@pytest.mark.slow
 def test_orders_make_jobs_take_turns_and_every_switch_is_measured(linked: Agent, service: Service) -> None:
     first = linked.rank(1, "--gpus", "[0]", "--copy-s", "0.02", "--bytes", "4096")
     first.wait_for("run")
@@ -190,6 +191,7 @@ def test_facts_decide_who_is_managed_and_how_much_they_weigh(linked: Agent, serv
     assert linked.leases()[1]["weight"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_suspended_job_gets_no_lease_before_it_is_told_to_resume(linked: Agent, service: Service) -> None:
     first = linked.rank(1, "--gpus", "[0]")
     first.wait_for("run")
@@ -208,6 +210,7 @@ def test_a_suspended_job_gets_no_lease_before_it_is_told_to_resume(linked: Agent
     second.wait_for("run")
 
 
+@pytest.mark.slow
 def test_without_the_service_jobs_rotate_and_with_it_they_stop_rotating(
     new_agent: Callable[..., Agent], service: Service
 ) -> None:

@@ -46,6 +46,7 @@ def test_two_jobs_take_turns_and_never_meet(quick: Agent) -> None:
     assert "yielded JOBID=1" in quick.log()
 
 
+@pytest.mark.slow
 def test_the_other_goes_on_at_once_when_a_job_ends(quick: Agent) -> None:
     first = quick.rank(1, "--gpus", "[0]", "--steps", "5")
     first.wait_for("run")
@@ -55,6 +56,7 @@ def test_the_other_goes_on_at_once_when_a_job_ends(quick: Agent) -> None:
     assert set(quick.leases()) == {2}
 
 
+@pytest.mark.slow
 def test_ranks_in_step_stop_after_the_same_step(quick: Agent, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.write_bytes(bytes(4096))
@@ -72,6 +74,7 @@ def test_ranks_in_step_stop_after_the_same_step(quick: Agent, tmp_path: Path) ->
         never_together([rank, other])
 
 
+@pytest.mark.slow
 def test_ranks_that_are_not_in_step_stop_together_too(quick: Agent) -> None:
     ranks = [
         quick.rank(1, "--gpus", "[0]", "--world", "2", "--rank", str(rank), "--first-step", str(first))
@@ -96,6 +99,7 @@ def test_a_job_that_did_not_opt_in_displaces_at_once(new_agent: Callable[..., Ag
     managed.wait_for("run", 2)
 
 
+@pytest.mark.slow
 def test_without_enforcement_nobody_is_displaced(new_agent: Callable[..., Agent]) -> None:
     agent = facts(new_agent(), enforce=False)
     first = agent.rank(1, "--gpus", "[0]")
@@ -132,6 +136,7 @@ def test_state_that_does_not_fit_into_the_host_is_not_moved(quick: Agent) -> Non
     assert "host memory: its state takes" in job.wait_for("cancelled")["reason"]
 
 
+@pytest.mark.slow
 def test_a_failed_copy_brings_the_other_ranks_back(quick: Agent) -> None:
     ranks = [
         quick.rank(1, "--gpus", "[0]", "--world", "2", "--rank", str(rank), *flags)
@@ -154,6 +159,7 @@ def test_an_incomplete_job_is_not_stopped(quick: Agent) -> None:
         until(lambda: half.said("out"), "a yield", 0.4)
 
 
+@pytest.mark.slow
 def test_killed_agent_comes_back_with_its_leases(quick: Agent) -> None:
     jobs = [quick.rank(job, "--gpus", "[0]", "--copy-s", "0.01") for job in (1, 2)]
     for job in jobs:
@@ -171,6 +177,7 @@ def test_killed_agent_comes_back_with_its_leases(quick: Agent) -> None:
     assert "recovered JOBID=2" in quick.log()
 
 
+@pytest.mark.slow
 def test_a_holder_goes_on_while_the_agent_is_away_and_the_other_waits(new_agent: Callable[..., Agent]) -> None:
     agent = facts(new_agent(), slice_s=1000.0)
     holder = agent.rank(1, "--gpus", "[0]")
@@ -186,6 +193,7 @@ def test_a_holder_goes_on_while_the_agent_is_away_and_the_other_waits(new_agent:
     assert holder.stretches()[0][1] == float("inf")
 
 
+@pytest.mark.slow
 def test_jobs_that_ended_while_the_agent_was_away_are_forgotten(new_agent: Callable[..., Agent]) -> None:
     agent = facts(new_agent(), slice_s=1000.0)
     holder = agent.rank(1, "--gpus", "[0]")

@@ -14,7 +14,7 @@ import pytest
 from agent_rig import Agent, until
 from test_agent_switching import facts
 
-pytestmark = pytest.mark.training
+pytestmark = pytest.mark.slow
 
 JOB = """
 import sys, time
