@@ -6,6 +6,8 @@ from bisect import bisect_right
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import ceil
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 MB_PER_GB = 1024
@@ -22,6 +24,18 @@ class Reference(NamedTuple):
 
 
 REFERENCE = Reference()
+
+
+class Match(NamedTuple):
+    """Which jobs a profile is for besides those that name its model: shell patterns, all that are there must fit."""
+
+    name: str = ""
+    """Of the job's name in Slurm."""
+    command: str = ""
+    """Of what it runs: the path of its batch script and the script's arguments."""
+
+
+UNMATCHED = Match()
 
 
 class Demand(NamedTuple):
@@ -61,6 +75,7 @@ class Profile:
     """Share of time in which the GPU computes when the job has it alone, 0 to 1."""
     declared_best: Demand | None = None
     """Best-case demand as its publisher states it; None: the least grid point of full speed."""
+    match: Match = UNMATCHED
     siblings: Mapping[str, Profile] = field(default_factory=dict, repr=False)
     """The same model on other GPU types, by type; these have no siblings of their own, so that records end."""
 
@@ -108,3 +123,19 @@ class Profile:
     def relative(self, gpu: str) -> float:
         """Return how many times faster a GPU type is at the proportional share, for this model."""
         return self.iteration_s / self.on(gpu).iteration_s
+
+
+def linked(family: Mapping[str, Profile]) -> Mapping[str, Profile]:
+    """Make one model's profiles, by GPU type, each other's siblings, and return them."""
+    view = MappingProxyType(dict(family))
+    for profile in view.values() if len(view) > 1 else ():
+        object.__setattr__(profile, "siblings", view)  # they refer to each other, so none can come last
+    return view
+
+
+def least_cpus(profile: Profile, gpus: int, cpus: int, memory_mb: int) -> int:
+    """Return the fewest CPUs that are as fast as these, for a job of ``gpus`` GPUs; all totals."""
+    memory_gb = memory_mb / gpus / MB_PER_GB
+    speed = profile.speed(cpus / gpus, memory_gb) - NEARLY
+    enough = (ceil(each * gpus - NEARLY) for each in profile.cpus_per_gpu if profile.speed(each, memory_gb) >= speed)
+    return max(min(next(enough, cpus), cpus), 1)

@@ -1,1 +1,1 @@
-"""Offline sensitivity profiles of training jobs."""
+"""How a job's speed depends on CPUs and memory: measure, model, write, explain."""

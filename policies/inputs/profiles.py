@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -15,7 +14,7 @@ from cadenza.policies.errors import InputError
 from cadenza.policies.inputs.keys import convert, read_json
 from cadenza.policies.inputs.synergy_table import check_best, is_synergy_table, read_synergy_table
 from cadenza.policies.inputs.text import quoted
-from cadenza.policies.profile import Demand, Profile, Reference
+from cadenza.policies.profile import Demand, Match, Profile, Reference, linked
 
 SCHEMA = "cadenza.profile/1"
 RELATIVE = (0.5, 1.5)
@@ -44,6 +43,13 @@ class BestKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_gb: float
 
 
+class MatchKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which jobs a profile is for besides those that name its model: shell patterns, all of which must fit."""
+
+    name: str = ""
+    command: str = ""
+
+
 class ProfileKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One profile as written; see ``cadenza.policies.profile`` for meanings and units."""
 
@@ -60,6 +66,7 @@ class ProfileKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     gpu_memory_gb: MemoryKeys = MemoryKeys()
     gpu_utilization: float | None = None
     declared_best: BestKeys | None = None
+    match: MatchKeys = MatchKeys()
     source: str = ""
     licence: str = ""
     note: str = ""
@@ -129,6 +136,7 @@ def _profile(keys: ProfileKeys, source: str, path: str) -> Profile:
         gpu_memory_low_gb=keys.gpu_memory_gb.low,
         gpu_utilization=keys.gpu_utilization,
         declared_best=Demand(*msgspec.structs.astuple(keys.declared_best)) if keys.declared_best else None,
+        match=Match(keys.match.name, keys.match.command),
     )
 
 
@@ -200,16 +208,7 @@ def _by_model(found: Iterable[Profile], source: str) -> dict[str, Profile]:
             on = f" on GPU type {quoted(profile.gpu)}" if profile.gpu else ""
             raise InputError(f"{source}: model {quoted(profile.model)}{on} is there twice")
         table[profile.gpu] = profile
-    return {model: _siblings(table) for model, table in tables.items()}
-
-
-def _siblings(table: dict[str, Profile]) -> Profile:
-    """Link the profiles of one model with each other and return the first."""
-    if len(table) > 1:
-        view = MappingProxyType(table)
-        for profile in table.values():
-            object.__setattr__(profile, "siblings", view)  # they refer to each other, so none can come last
-    return next(iter(table.values()))
+    return {model: next(iter(linked(table).values())) for model, table in tables.items()}
 
 
 def write_profiles(profiles: Mapping[str, Profile], **about: str) -> str:
@@ -239,6 +238,7 @@ def _written(profile: Profile) -> str:
         gpu_memory_gb=MemoryKeys(profile.gpu_memory_peak_gb, profile.gpu_memory_low_gb),
         gpu_utilization=profile.gpu_utilization,
         declared_best=BestKeys(best.cpus, best.memory_gb) if best else None,
+        match=MatchKeys(*profile.match),
     )
     pairs = msgspec.to_builtins(keys).items()
     return "  {\n" + ",\n".join(f'   "{key}": {json.dumps(value)}' for key, value in pairs) + "\n  }"

@@ -1,0 +1,15 @@
+"""What keeps a job from being profiled; bad input is an InputError of ``cadenza.policies.errors``."""
+
+from __future__ import annotations
+
+
+class ProfilerError(Exception):
+    """Base of this package's errors."""
+
+
+class CommandFailedError(ProfilerError):
+    """The command to be profiled ended, never attached or stood still; its author must act."""
+
+
+class EnvironmentLacks(ProfilerError):  # noqa: N818 (named for what is wrong, as elsewhere)
+    """The machine lacks something; the message names it (exit code 3)."""
