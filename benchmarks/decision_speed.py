@@ -27,8 +27,9 @@ import numpy as np
 from cadenza.policies.allocation.cadenza import allocate
 from cadenza.policies.allocation.division import division
 from cadenza.policies.case import Case, Server
+from cadenza.policies.decision import Memory
 from cadenza.policies.inputs.published import synergy_profiles
-from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Memory, Node, Options, Placement, Progress
+from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Node, Options, Placement, Progress
 from cadenza.policies.policy import PolicySettings, build
 from cadenza.policies.profile import Profile
 from cadenza.policies.registry import warm

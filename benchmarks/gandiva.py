@@ -25,10 +25,12 @@ from random import Random
 
 from gandiva_search import SHUFFLES, drive, search_ratios
 
+from cadenza.policies.actions import Action, Pack, Unpack
+from cadenza.policies.decision import Decision, Memory
 from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.inputs.interference import packing_pairs
 from cadenza.policies.inputs.published import gandiva_table1
-from cadenza.policies.model import Action, ClusterSnapshot, Decision, Memory, Pack, Unpack
+from cadenza.policies.model import ClusterSnapshot
 from cadenza.policies.policy import Policy, PolicySettings, build
 from cadenza.policies.profile import Profile
 from cadenza.policies.sharing.settings import GandivaSettings, SharingSettings

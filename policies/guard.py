@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cadenza.policies.model import (
-    Action,
-    ClusterSnapshot,
-    DrainNode,
-    Job,
-    Memory,
-    Node,
-    OpenNode,
-    Release,
-    Unsuspend,
-    Yield,
-)
+from cadenza.policies.actions import Action, DrainNode, OpenNode, Release, Unsuspend, Yield
+from cadenza.policies.decision import Memory
+from cadenza.policies.model import ClusterSnapshot, Job, Node
 from cadenza.policies.sharing.lanes import drained_by_us
 from cadenza.policies.sharing.settings import held_for_us
 

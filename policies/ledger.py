@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from cadenza.policies.model import (
-    Action,
-    ClusterSnapshot,
-    DrainNode,
-    Job,
-    JobKey,
-    Memory,
-    OpenNode,
-    Place,
-    Release,
-    Suspend,
-    Yield,
-)
+from cadenza.policies.actions import Action, DrainNode, OpenNode, Place, Release, Size, Suspend, Yield
+from cadenza.policies.decision import Memory
+from cadenza.policies.model import ClusterSnapshot, Job, JobKey
+from cadenza.policies.moving import acted as moves_after
 from cadenza.policies.sharing.packs import remember_sharing
 
 
@@ -29,6 +20,7 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
     """
     acted = tuple(actions)
     alive = snapshot.by_key
+    sizes = {action.job for action in acted if isinstance(action, Size)} & alive.keys()
     by_id: dict[int, list[Job]] = {}
     for job in snapshot.jobs if memory.suspended else ():
         by_id.setdefault(job.key.id, []).append(job)
@@ -43,7 +35,12 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
             {key for key in memory.placed if key in alive}
             | {action.job for action in acted if isinstance(action, Place | Release)}
         ),
+        sized={
+            **{key: (alive[key].cpus, alive[key].memory_mb) for key in sizes},
+            **{key: asked for key, asked in memory.sized.items() if key in alive},
+        },
         drained=frozenset((drained | {action.node for action in acted if isinstance(action, DrainNode)}) - opened),
+        moves=moves_after(memory.moves, acted, snapshot.time_s),
         sharing=remember_sharing(memory.sharing, acted, snapshot),
         last_yield_s={key: at for key, at in (*memory.last_yield_s.items(), *yields.items()) if key in alive},
     )

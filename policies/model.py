@@ -1,4 +1,4 @@
-"""The values that policies see and produce: a snapshot of the cluster in, a decision out."""
+"""The values that policies see: one snapshot of the cluster, with its jobs, nodes, leases and hosts."""
 
 from __future__ import annotations
 
@@ -53,8 +53,36 @@ class Options:
     max_gpus: int | None = None
     model: str | None = None
     priority: int = 0
+    iterations: int | None = None
+    """The whole job's iterations, boundaries of all its incarnations together."""
+    duration_s: float | None = None
+    """The whole job's run time with what it asked for, seconds; ``iterations`` says more where both are there."""
     held: bool = False
     """Set by job_submit.lua when it held the job for us (held admission)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What the agents measured of a job lately, all its hosts together; None where nobody says. Memory in MB."""
+
+    samples_s: float | None = None
+    """Training samples a second."""
+    iteration_p99_s: float | None = None
+    data_wait: float | None = None
+    """Share of the iteration time that the worst host's ranks were blocked in their loaders, 0 to 1."""
+    gpu_percent: float | None = None
+    """Mean over its hosts of the use of its GPUs by its own processes."""
+    gpu_memory_mb: float | None = None
+    cpu_percent: float | None = None
+    """100 is one core."""
+    rss_mb: float | None = None
+    read_mb_s: float | None = None
+    memory_low_mb: float | None = None
+    memory_peak_mb: float | None = None
+    """Of one rank at its boundaries, and at most: the rank that has most. What its GPU's allocator has given out."""
+    order_arrived_s: float | None = None
+    order_done_s: float | None = None
+    """Of the last order: from its boundary until the slowest rank was ready to stop, and had its state out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +111,16 @@ class Lease:
     """Share of the turns relative to the other jobs of its group."""
     step: int = 0
     """Boundaries that the slowest rank has completed."""
+    use: Use | None = None
+    """None: nothing was measured yet."""
+    requeue_owner: str = ""
+    """Who requeues the job by a signal handler of its own, such as *lightning*: it is not ours to requeue."""
+    checkpoints: bool = False
+    """Every rank can save a checkpoint on order, and nobody else requeues the job."""
+    lost: str = ""
+    """Why the job cannot go on with what it has, if so: only a requeue helps."""
+    saved: bool = False
+    """Every rank stands at the same boundary with a complete checkpoint, ready to be requeued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +188,13 @@ class Job:
     name: str = ""
     state_reason: str = ""
     start_s: float | None = None
+    run_s: float | None = None
+    """Time that this incarnation has run, suspends excluded, as Slurm counts it; None: not started, or not known."""
+    time_limit_s: float | None = None
+    """None: no limit, or the partition's."""
+    command: str = ""
+    """What a batch job runs: the path of its script and the script's arguments."""
+    tasks: int = 1
     slurm_priority: int = 0
     nodes: tuple[str, ...] = ()
     """Slurm node names (lanes) of a running or suspended job."""
@@ -163,6 +208,8 @@ class Job:
     """None: no agent knows the job."""
     profile: Profile | None = None
     """None: nobody measured its model, so it gets its proportional share."""
+    profile_note: str = ""
+    """Where the profile is from, or why the job has none."""
     placement: Placement = ()
     """What a running job has now; empty when the books show no more than ``nodes``."""
     progress: Progress | None = None
@@ -209,6 +256,8 @@ class Host:
     agent_version: str = ""
     memory_mb: int = 0
     memory_free_mb: int = 0
+    lacks: tuple[str, ...] = ()
+    """What its agent's settings ask for and the machine cannot do."""
 
 
 @dataclass(frozen=True)
@@ -234,208 +283,3 @@ class ClusterSnapshot:
     def by_key(self) -> Mapping[JobKey, Job]:
         """Return the jobs by key; worked out once, since every part of a round asks for it."""
         return {job.key: job for job in self.jobs}
-
-
-# --- Actions -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Yield:
-    """Ask every rank of a job to stop at the same boundary and free its GPUs (agents)."""
-
-    job: JobKey
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Give a waiting or yielded job the lease as soon as its GPUs are free (agents)."""
-
-    job: JobKey
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Suspend:
-    """Slurm's suspend of a job that has yielded: its time limit stops and its CPUs are free in the books."""
-
-    job: JobKey
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Unsuspend:
-    """Slurm's resume; the job still waits for its lease."""
-
-    job: JobKey
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Requeue:
-    """Slurm's requeue; ``hold`` keeps the job pending until a Place or Release."""
-
-    job: JobKey
-    hold: bool
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Pin a held pending job to nodes, with its CPUs and memory unless None, then release it."""
-
-    job: JobKey
-    nodes: tuple[str, ...]
-    reason: str
-    cpus_per_task: int | None = None
-    memory_per_node_mb: int | None = None
-    shares: Placement = ()
-    """What each node gives, where an allocation says so; empty: what the job asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Release a job that we hold, as it is; ``unpin`` clears the node list that a Place of ours gave it."""
-
-    job: JobKey
-    reason: str
-    unpin: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Tune:
-    """Change a running job's CPUs and memory in place; its nodes and GPUs stay."""
-
-    job: JobKey
-    shares: Placement
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Migrate:
-    """Continue a job on other nodes with the same number of GPUs: checkpoint, requeue, place, restore."""
-
-    job: JobKey
-    shares: Placement
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Resize:
-    """Continue a job that allows it with another number of GPUs (grow-shrink)."""
-
-    job: JobKey
-    shares: Placement
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Pack:
-    """Let jobs that take turns on the same GPUs run there at once."""
-
-    jobs: tuple[JobKey, ...]
-    reason: str
-
-    @property
-    def job(self) -> JobKey:
-        """Return the job that joins, the first: the guard asks about this one."""
-        return self.jobs[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Unpack:
-    """Let a packed job take turns again."""
-
-    job: JobKey
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class DrainNode:
-    """Take a further lane out of service; jobs on it go on."""
-
-    node: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class OpenNode:
-    """Put a further lane that we drained back into service."""
-
-    node: str
-    reason: str
-
-
-Action: TypeAlias = (
-    Yield
-    | Resume
-    | Suspend
-    | Unsuspend
-    | Requeue
-    | Place
-    | Release
-    | Tune
-    | Migrate
-    | Resize
-    | Pack
-    | Unpack
-    | DrainNode
-    | OpenNode
-)
-
-
-# --- Results -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of one applied action; ``error`` says what and who must act when it failed."""
-
-    ok: bool
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SharingMemory:
-    """What Gandiva's introspective functions remember: pairs instead of mappings, so that any store can keep it."""
-
-    packs: tuple[tuple[JobKey, ...], ...] = ()
-    """Jobs that we packed; who joined last comes first."""
-    lost: tuple[tuple[JobKey, JobKey], ...] = ()
-    """Jobs that were slower together than in turns, the lower key first."""
-    alone_s: tuple[tuple[JobKey, float], ...] = ()
-    """A job's time for an iteration when it last had its GPUs alone, seconds."""
-    moved_s: tuple[tuple[int, float], ...] = ()
-    """When the job with this id was last migrated or resized."""
-    spare_s: tuple[tuple[str, float], ...] = ()
-    """Since when a host has GPUs that no job uses or waits for."""
-    asked_gpus: tuple[tuple[int, int], ...] = ()
-    """GPUs that the job with this id had before it was first resized."""
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """What a decision may remember of earlier ones; kept by the store, never by a policy."""
-
-    suspended: frozenset[JobKey] = frozenset()
-    """Jobs that we suspended in Slurm: somebody else's suspend is not ours to undo."""
-    placed: frozenset[JobKey] = frozenset()
-    """Held jobs that we have released: a later hold is the owner's and stays."""
-    drained: frozenset[str] = frozenset()
-    """Nodes that we drained."""
-    last_yield_s: Mapping[JobKey, float] = field(default_factory=dict)
-    """When each live job was last asked to yield (cool-down)."""
-    sharing: SharingMemory = field(default_factory=SharingMemory)
-    usage: Mapping[str, float] = field(default_factory=dict)
-    """GPU seconds that accounts (``ACCOUNT``) and their users (``ACCOUNT/USER``) have had, decayed; for fair shares."""
-    usage_s: float | None = None
-    """When ``usage`` was true, seconds since the epoch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What to do now, what to remember, and one readable sentence for each managed job."""
-
-    actions: tuple[Action, ...]
-    memory: Memory
-    reasons: Mapping[JobKey, str] = field(default_factory=dict)

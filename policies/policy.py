@@ -5,22 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from cadenza.policies.actions import Action, Migrate, Place, Requeue, Tune
 from cadenza.policies.backlog import Backlog
 from cadenza.policies.case import Allocate, Case, Costs, Plan, Server
-from cadenza.policies.model import (
-    Action,
-    ClusterSnapshot,
-    Decision,
-    Job,
-    JobKey,
-    Memory,
-    Migrate,
-    Node,
-    Place,
-    Placement,
-    Requeue,
-    Tune,
-)
+from cadenza.policies.decision import Decision, Memory
+from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Node, Placement
 from cadenza.policies.ordering.keys import arrival
 from cadenza.policies.ordering.starvation import starving_first
 from cadenza.policies.ranking import Order, Queue, Ranking

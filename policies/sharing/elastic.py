@@ -22,7 +22,7 @@ def shrink(moves: Moves, waiting: Sequence[Job]) -> None:
         return
     promised: dict[str, int] = {}
     for job in waiting:
-        ask = Ask.lean(job)
+        ask = Ask.under(job, moves.sharing)
         if ask.nodes > 1 or _give(moves, ask, promised):
             continue
         plans = ((host, _room(host, ask, moves)) for host in moves.hosts.values())

@@ -10,23 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from cadenza.policies.actions import Action, Migrate, Place, Resize, Suspend, Tune, Unpack
 from cadenza.policies.case import Allocate
-from cadenza.policies.model import (
-    Action,
-    ClusterSnapshot,
-    Decision,
-    Job,
-    JobKey,
-    Memory,
-    Migrate,
-    Place,
-    Progress,
-    Resize,
-    SharingMemory,
-    Suspend,
-    Tune,
-    Unpack,
-)
+from cadenza.policies.decision import Decision, Memory, SharingMemory
+from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Progress
 from cadenza.policies.ranking import Order, Queue
 from cadenza.policies.sharing.defrag import defragment
 from cadenza.policies.sharing.elastic import grow, shrink, spare_since
@@ -190,6 +177,7 @@ class _Round:
             holders=self._holders(moving),
             units=units(self.packed.packs),
             order=ranks,
+            settings=self.moves.sharing,
         )
         wanted = division.divide(self.moves.hosts)
         staying = {key: placement for key, placement in wanted.items() if key not in moving}
@@ -197,7 +185,7 @@ class _Round:
             replace(a, shares=wanted[a.job]) if a.job in wanted and not isinstance(a, Unpack) else a
             for a in self.moves.actions
         )
-        return tunes(self.managed, staying), moved, with_shares(self.placed.actions, wanted, division.jobs)
+        return tunes(self.managed, staying), moved, with_shares(self.placed.actions, wanted, division)
 
     def _holders(self, moving: frozenset[JobKey]) -> frozenset[JobKey]:
         """Return who has GPUs once this round is done: by the turns, and who comes to GPUs that are free then.

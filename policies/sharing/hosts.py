@@ -38,6 +38,11 @@ class Ask(NamedTuple):
         ask = cls.of(job)
         return ask._replace(memory_mb=min(ask.memory_mb, _useful_mb(job.profile, ask))) if job.profile else ask
 
+    @classmethod
+    def under(cls, job: Job, settings: SharingSettings) -> Ask:
+        """Return a job's lean needs, or all that it asked for where Slurm's books are a floor."""
+        return cls.of(job) if settings.floor else cls.lean(job)
+
 
 class Asks:
     """Lean needs of jobs that ask alike are found once."""
@@ -266,10 +271,10 @@ def books(
         for name in job.nodes if job.gpus else ():
             if name in by_node:
                 managed = settings.manages(job)
-                ask = Ask.of(job) if units is None or not managed else asks.lean(job)
+                ask = Ask.of(job) if units is None or not managed or settings.floor else asks.lean(job)
                 tenant = _tenant(job, ask, name, by_node[name].name)
                 by_node[name].settle(tenant, stranger=not managed)
-                if units is not None and managed:
+                if units is not None and managed and not settings.floor:  # Slurm's books are what was asked for
                     _count_as_asked(by_node[name].use[name], tenant)
     return hosts
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from cadenza.policies.model import ClusterSnapshot, DrainNode, Memory, Node, OpenNode
+from cadenza.policies.actions import DrainNode, OpenNode
+from cadenza.policies.decision import Memory
+from cadenza.policies.model import ClusterSnapshot, Node
 from cadenza.policies.sharing.settings import SharingSettings
 
 OUR_DRAIN = "cadenza:"

@@ -119,7 +119,7 @@ def _rejoin(moves: Moves) -> None:
         job = moves.jobs[key]
         if len(job.nodes) < 2 or key in moves.packed or not moves.may(job):  # noqa: PLR2004 - one host is joined
             continue
-        ask = Ask.lean(replace(job, num_nodes=1))
+        ask = Ask.under(replace(job, num_nodes=1), moves.sharing)
         found = _idle_seat(moves, ask)
         if found is not None and moves.left_s(job) * LOCALITY_GAIN > moves.gandiva.move_s:
             target, seat = found

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from cadenza.policies.model import Job, JobKey, Migrate, Placement, Resize, Share, SharingMemory, Unpack
+from cadenza.policies.actions import Migrate, Resize, Unpack
+from cadenza.policies.decision import SharingMemory
+from cadenza.policies.model import Job, JobKey, Placement, Share
 from cadenza.policies.sharing.hosts import Ask, HostBook, Seat, Tenant
 from cadenza.policies.sharing.settings import GandivaSettings, SharingSettings
 
@@ -40,13 +42,14 @@ class Moves:
         self._asked = dict(self.memory.asked_gpus)
 
     def may(self, job: Job) -> bool:
-        """Whether a job may move now: one of ours that can be stopped and has not moved lately."""
+        """Whether a job may move now: one of ours that can save a checkpoint and has not moved lately."""
         lease = job.lease
         return (
             self.left > 0
             and job.key not in self.fixed
             and job.requeueable
             and lease is not None
+            and lease.checkpoints
             and lease.state != "stopping"
             and (lease.ready or lease.state == "yielded")
             and self.now_s - self._moved.get(job.key.id, float("-inf")) >= self.gandiva.move_every_s

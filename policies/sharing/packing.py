@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cadenza.policies.model import Gpu, Job, JobKey, Lease, Pack, SharingMemory, Unpack
+from cadenza.policies.actions import Pack, Unpack
+from cadenza.policies.decision import SharingMemory
+from cadenza.policies.model import Gpu, Job, JobKey, Lease
 from cadenza.policies.sharing.packs import Group, after, partners, standing
 from cadenza.policies.sharing.settings import GandivaSettings, SharingSettings
 from cadenza.policies.sharing.wording import gpu_names, job_names

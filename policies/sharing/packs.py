@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from cadenza.policies.model import Action, ClusterSnapshot, Job, JobKey, Migrate, Pack, Resize, SharingMemory, Unpack
+from cadenza.policies.actions import Action, Migrate, Pack, Resize, Unpack
+from cadenza.policies.decision import SharingMemory
+from cadenza.policies.model import ClusterSnapshot, Job, JobKey
 
 Group: TypeAlias = tuple[JobKey, ...]
 """Packed jobs; who joined last comes first."""

@@ -21,7 +21,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Memory, Node, Place
+from cadenza.policies.actions import Place
+from cadenza.policies.decision import Memory
+from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Node
 from cadenza.policies.sharing.hosts import Ask, HostBook, books
 from cadenza.policies.sharing.settings import SharingSettings, held_for_us
 
@@ -72,7 +74,7 @@ def place_on(
     vain: dict[Ask, str] = {}
     choose = _Choice(tuple(hosts.values()), settings, by_gpu)
     for job in jobs:
-        ask = Ask.lean(job) if by_gpu else Ask.of(job)
+        ask = Ask.under(job, settings) if by_gpu else Ask.of(job)
         if ask in vain:  # nothing has changed since the last one that asked for this
             reasons[job.key] = vain[ask]
             continue

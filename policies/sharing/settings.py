@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cadenza.policies.model import Job, JobKey, Memory
+from cadenza.policies.decision import Memory
+from cadenza.policies.model import Job, JobKey
+from cadenza.policies.moving import held_for_move
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,10 @@ class SharingSettings:
     partitions: frozenset[str] = frozenset()
     shares: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Shares of accounts and users, for the ordering that has them (``fairshare``)."""
+
+    floor: bool = False
+    """Whether Slurm's books are a floor: a running job keeps its memory, and CPUs with which it is as fast as with
+    those that it has there."""
 
     @property
     def places(self) -> bool:
@@ -57,12 +63,12 @@ def left_alone(job: Job, settings: SharingSettings) -> str:
 
 
 def held_for_us(job: Job, memory: Memory) -> bool:
-    """Return whether the job is held on our account: by job_submit.lua, or by Slurm after a suspend of ours.
+    """Return whether the job is held on our account: by job_submit.lua, by a move, or by Slurm after a suspend of ours.
 
     A hold after our release is its owner's.
     """
     by_lua = job.options is not None and job.options.held and job.key not in memory.placed
-    return job.held and (by_lua or requeued_into_hold(job, memory))
+    return job.held and (by_lua or requeued_into_hold(job, memory) or held_for_move(job, memory))
 
 
 def requeued_into_hold(job: Job, memory: Memory) -> bool:

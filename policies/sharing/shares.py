@@ -3,18 +3,22 @@
 Synergy's allocations (OSDI'22, §4) know one job a GPU, so each host is a case of its own with the jobs that hold
 GPUs there at this moment; packed jobs count once and split what they get, and a job of several hosts has its
 proportional share of each. A job that does not run keeps its memory, so as long as one waits on a host, nobody has
-more memory than it asked for; CPUs are all the holders'.
+more memory than it asked for; CPUs are all the holders'. Where Slurm's books are a floor, a job never has less memory
+than it has there, nor so few CPUs that it were slower than with those; without a profile it keeps its CPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from cadenza.policies.actions import Place, Tune
 from cadenza.policies.allocation.proportional import proportional
-from cadenza.policies.case import Allocate, Case, Server, proportional_share
-from cadenza.policies.model import Job, JobKey, Place, Placement, Share, Tune
+from cadenza.policies.case import Allocate, Case, Server, proportional_share, share_speed
+from cadenza.policies.model import Job, JobKey, Placement, Share
+from cadenza.policies.profile import NEARLY, least_cpus
 from cadenza.policies.sharing.hosts import Ask, HostBook, Tenant
+from cadenza.policies.sharing.settings import SharingSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class Sharing:
     """For a packed job the least key of its pack."""
     order: Mapping[JobKey, int]
     """Rank of each job; those without one come last, by key."""
+    settings: SharingSettings = field(default_factory=SharingSettings)
 
     def divide(self, hosts: Mapping[str, HostBook]) -> dict[JobKey, Placement]:
         """Return what every job should have that has its place on one host only."""
@@ -48,18 +53,53 @@ class Sharing:
         server = _rest(host, [*wide, *(t for t in holding if t.job.key not in self.jobs and t not in wide)])
         if not units or sum(unit[0].ask.gpus for unit in units) > server.gpus:
             return found
+        parts = self._floored(units, server) if self.settings.floor else self._parts(units, server)
+        shared = len(holding) < len(there)
+        own = {
+            tenant.job.key: (self._own(tenant, part, shared=shared),)
+            for unit in units
+            for tenant, part in zip(unit, _split(parts[unit[0].job.key], len(unit)), strict=True)
+        }
+        if self.settings.floor and sum(share.memory_mb for (share,) in own.values()) > server.memory_mb:
+            own = {key: (share._replace(memory_mb=host.tenants[key].ask.memory_mb),) for key, (share,) in own.items()}
+        return found | own
+
+    def _parts(self, units: Sequence[Sequence[Tenant]], server: Server) -> dict[JobKey, Share]:
+        """Return what the allocation gives to each unit, by its first job."""
         cases = tuple(_as_one(unit, server) for unit in units)
         case = Case(self.now_s, (server,), cases, len(cases))
         plan = self.allocate(case)
         if len(plan.placements) < len(cases):  # it leaves jobs out, but theirs are the GPUs now
             plan = proportional(case)
-        shared = len(holding) < len(there)
-        return found | {
-            tenant.job.key: (_own(tenant, part, shared=shared),)
-            for unit in units
-            for placement in [plan.placements[unit[0].job.key]]
-            for tenant, part in zip(unit, _split(placement[0], len(unit)), strict=True)
-        }
+        return {job.key: plan.placements[job.key][0] for job in cases}
+
+    def _floored(self, units: Sequence[Sequence[Tenant]], server: Server) -> dict[JobKey, Share]:
+        """Return the same with nobody slower than with what it asked for, as far as the server has that.
+
+        Those that would be get what they need for it, and the others divide the rest. Lanes together may have
+        promised more CPUs than the host has: then the allocation's guarantee is all that there is.
+        """
+        kept: dict[JobKey, Share] = {}
+        rest, left = server, list(units)
+        while left:
+            parts = self._parts(left, rest)
+            floors = {unit[0].job.key: floor for unit in left if (floor := _floor(unit, parts, rest)) is not None}
+            if not floors:
+                return kept | parts
+            kept |= floors
+            left = [unit for unit in left if unit[0].job.key not in floors]
+            rest = _less(rest, floors.values())
+            if min(rest.cpus, rest.memory_mb) < sum(unit[0].ask.gpus for unit in left):
+                return self._parts(units, server)
+        return kept
+
+    def _own(self, tenant: Tenant, share: Share, *, shared: bool) -> Share:
+        """Return a job's share on its own lane; ``shared``: others on the host wait."""
+        asked_mb = tenant.ask.memory_mb
+        memory_mb = min(share.memory_mb, asked_mb) if shared else share.memory_mb
+        if self.settings.floor:
+            memory_mb = max(memory_mb, asked_mb)
+        return Share(tenant.lane, tenant.ask.gpus, share.cpus, memory_mb)
 
     def _too_much(self, tenant: Tenant) -> Share | None:
         """Return what a job that waits is left with when it has more memory than it needs, else None."""
@@ -84,12 +124,28 @@ def _rest(host: HostBook, apart: Sequence[Tenant]) -> Server:
     """Return a host without the proportional shares of some jobs."""
     node = host.lanes[0]
     server = Server(node.name, node.gpus, node.cpus, host.memory_mb, node.gpu_type)
-    taken = [proportional_share(server, tenant.ask.gpus) for tenant in apart]
+    return _less(server, [proportional_share(server, tenant.ask.gpus) for tenant in apart])
+
+
+def _less(server: Server, taken: Collection[Share]) -> Server:
     return server._replace(
         gpus=server.gpus - sum(share.gpus for share in taken),
         cpus=server.cpus - sum(share.cpus for share in taken),
         memory_mb=server.memory_mb - sum(share.memory_mb for share in taken),
     )
+
+
+def _floor(unit: Sequence[Tenant], parts: Mapping[JobKey, Share], server: Server) -> Share | None:
+    """Return what a unit needs to be no slower than with what it asked for, or None when its part does."""
+    first = unit[0]
+    part, profile = parts[first.job.key], first.job.profile
+    asked = Share(server.name, first.ask.gpus, sum(t.ask.cpus for t in unit), sum(t.ask.memory_mb for t in unit))
+    if profile is None:
+        return asked if part.cpus < asked.cpus else None
+    asked = asked._replace(cpus=least_cpus(profile.on(server.gpu_type), *asked[1:]))
+    wanted = share_speed(profile, asked, server.gpu_type)
+    part = part._replace(memory_mb=max(part.memory_mb, asked.memory_mb))
+    return asked if share_speed(profile, part, server.gpu_type) < wanted - NEARLY else None
 
 
 def _as_one(unit: Sequence[Tenant], server: Server) -> Job:
@@ -111,12 +167,6 @@ def _split(share: Share, parts: int) -> list[Share]:
     ]
 
 
-def _own(tenant: Tenant, share: Share, *, shared: bool) -> Share:
-    """Return a job's share on its own lane."""
-    memory_mb = min(share.memory_mb, tenant.ask.memory_mb) if shared else share.memory_mb
-    return Share(tenant.lane, tenant.ask.gpus, share.cpus, memory_mb)
-
-
 def tunes(jobs: Mapping[JobKey, Job], wanted: Mapping[JobKey, Placement]) -> tuple[Tune, ...]:
     """Return a tune for every running job that is to have something else than it has, in order of keys."""
     return tuple(
@@ -134,14 +184,18 @@ def _why(wanted: Share, had: Share) -> str:
 
 
 def with_shares(
-    placed: Sequence[Place], wanted: Mapping[JobKey, Placement], jobs: Mapping[JobKey, Job]
+    placed: Sequence[Place], wanted: Mapping[JobKey, Placement], division: Sharing
 ) -> tuple[Place, ...]:
     """Return the placements with shares: those of the allocation for who starts on free GPUs, else what it needs."""
     return tuple(
-        replace(action, shares=wanted.get(action.job) or _needed(jobs[action.job], action.nodes)) for action in placed
+        replace(
+            action,
+            shares=wanted.get(action.job) or _needed(division.jobs[action.job], action.nodes, division.settings),
+        )
+        for action in placed
     )
 
 
-def _needed(job: Job, nodes: Sequence[str]) -> Placement:
-    ask = Ask.lean(job)
+def _needed(job: Job, nodes: Sequence[str], settings: SharingSettings) -> Placement:
+    ask = Ask.under(job, settings)
     return tuple(Share(node, ask.gpus, ask.cpus, ask.memory_mb) for node in sorted(nodes))

@@ -13,26 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from cadenza.policies.model import (
-    Action,
-    ClusterSnapshot,
-    Decision,
-    Job,
-    JobKey,
-    Lease,
-    Memory,
-    Release,
-    Requeue,
-    Resume,
-    Suspend,
-    Unsuspend,
-    Yield,
-)
+from cadenza.policies.actions import Action, Release, Requeue, Resume, Suspend, Unsuspend, Yield
+from cadenza.policies.decision import Decision, Memory
+from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Lease
 from cadenza.policies.sharing.lanes import hosts_to_leave, lane_actions
 from cadenza.policies.sharing.placement import place
 from cadenza.policies.sharing.settings import SharingSettings, held_for_us, left_alone
 from cadenza.policies.sharing.turns import Contender, Turn, groups, next_turn
-from cadenza.policies.sharing.wording import job_names, jobs_called
+from cadenza.policies.sharing.wording import job_names, jobs_called, why_lost
 
 MAX_NAMED = 6
 """How many jobs of a group a reason names."""
@@ -311,8 +299,12 @@ def _requeues(view: View) -> list[Requeue]:
 
 
 def _gives_back(job: Job, snapshot: ClusterSnapshot, settings: SharingSettings, further: frozenset[str]) -> str:
-    """Return why a job gives its further lane back by a requeue, else ""."""
-    if job.lease is None or not job.requeueable or further.isdisjoint(job.nodes) or not settings.manages(job):
+    """Return why a job that cannot go on, or that gives its further lane back, is to be requeued, else ""."""
+    if job.lease is None or not job.requeueable or not settings.manages(job):
+        return ""
+    if job.lease.lost:
+        return why_lost(job.lease, requeueable=True)
+    if further.isdisjoint(job.nodes):
         return ""
     if job.lease.state == "waiting":
         return _waits_in_vain(job, snapshot, settings)
@@ -381,8 +373,7 @@ def _reason(job: Job, view: View, placed: Mapping[JobKey, str]) -> str:
         return "left alone: suspended by somebody else"
     if job.lease is None:
         return "no agent knows the job, so it runs as without Cadenza"
-    known = view.reasons.get(job.key, "left alone: neither pending, running nor suspended")
-    return known + _not_ready(job.lease)
+    return view.reasons.get(job.key, "left alone: neither pending, running nor suspended") + _not_ready(job, job.lease)
 
 
 def _why_pending(job: Job) -> str:
@@ -391,5 +382,7 @@ def _why_pending(job: Job) -> str:
     return f"pending in Slurm ({job.state_reason or 'no reason given'}), which starts it on a free lane"
 
 
-def _not_ready(lease: Lease) -> str:
+def _not_ready(job: Job, lease: Lease) -> str:
+    if lease.lost:
+        return f"; {why_lost(lease, requeueable=job.requeueable)}"
     return f"; cannot be stopped: {lease.why_not_ready}" if lease.why_not_ready and not lease.ready else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cadenza.policies.model import Gpu, JobKey
+from cadenza.policies.model import Gpu, JobKey, Lease
 
 
 def gpu_names(gpus: Iterable[Gpu]) -> str:
@@ -36,6 +36,12 @@ def jobs_called(names: Sequence[str]) -> str:
     if len(names) < 2:  # noqa: PLR2004 - one name needs no list
         return f"job {''.join(names)}"
     return f"jobs {', '.join(names[:-1])} and {names[-1]}"
+
+
+def why_lost(lease: Lease, *, requeueable: bool) -> str:
+    """Return what becomes of a job that its agent has lost, and why."""
+    how = "is requeued" if requeueable else "not requeueable: cancel it and submit it again"
+    return f"cannot go on, {how}: {lease.lost}"
 
 
 def _ranges(indices: Sequence[int]) -> str:

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cadenza.policies.guard import Guarded
-from cadenza.policies.model import (
+from cadenza.policies.actions import (
     Action,
-    ClusterSnapshot,
-    Decision,
     DrainNode,
-    JobKey,
-    Memory,
     Migrate,
     OpenNode,
     Outcome,
     Pack,
     Place,
-    Placement,
     Requeue,
     Resize,
     Resume,
-    Share,
     Suspend,
     Tune,
     Unpack,
     Unsuspend,
     Yield,
 )
+from cadenza.policies.decision import Decision, Memory
+from cadenza.policies.guard import Guarded
+from cadenza.policies.model import ClusterSnapshot, JobKey, Placement, Share
 from cadenza.policies.simulator.live import Live
 from cadenza.policies.simulator.world import World
 

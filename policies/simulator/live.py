@@ -206,6 +206,7 @@ class Live:
             ready=True,
             iteration_s=self.trace.iteration_s / self.rate if self.rate else book.iteration_s,
             step=int(self.done_s / self.trace.iteration_s),
+            checkpoints=True,
         )
 
     def result(self, finish_s: float | None) -> JobResult:

@@ -5,21 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import ceil, inf
 
+from cadenza.policies.actions import Migrate, Pack, Requeue, Resize, Tune, Unpack, Yield
+from cadenza.policies.decision import Decision, Memory
 from cadenza.policies.guard import GuardSettings
-from cadenza.policies.model import (
-    ClusterSnapshot,
-    Decision,
-    JobKey,
-    Memory,
-    Migrate,
-    Node,
-    Pack,
-    Requeue,
-    Resize,
-    Tune,
-    Unpack,
-    Yield,
-)
+from cadenza.policies.model import ClusterSnapshot, JobKey, Node
 from cadenza.policies.policy import Policy
 from cadenza.policies.round import Decide, run_round
 from cadenza.policies.simulator.gateway import RunStore, SimClock, SimGateway

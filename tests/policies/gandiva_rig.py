@@ -7,8 +7,9 @@ from dataclasses import replace
 from snapshots import NOW, cluster, job, key, lease, node
 
 from cadenza.policies.allocation.proportional import proportional
+from cadenza.policies.decision import Decision, Memory
 from cadenza.policies.ledger import remember
-from cadenza.policies.model import Decision, Job, Memory, Options, Progress, Share
+from cadenza.policies.model import Job, Options, Progress, Share
 from cadenza.policies.ordering.fifo import fifo
 from cadenza.policies.profile import Profile
 from cadenza.policies.sharing.gandiva import decide
@@ -54,9 +55,9 @@ def host(name: str = "a", lanes: int = 2, jobs: tuple[Job, ...] = (), **facts):
 
 def on(number: int, where: str, *gpus: int, state: str = "held", lane: int = 0, **facts) -> Job:
     """A job on some GPUs of a host, with its proportional share; ``lease`` facts are held_s, vtime_s and so on."""
-    known = ("held_s", "vtime_s", "waited_s", "iteration_s", "ready")
+    known = ("held_s", "vtime_s", "waited_s", "iteration_s", "ready", "checkpoints")
     told = {name: facts.pop(name) for name in known if name in facts}
-    told = {"held_s": 10.0 if state == "held" else 0.0, "iteration_s": 0.1, **told}
+    told = {"held_s": 10.0 if state == "held" else 0.0, "iteration_s": 0.1, "checkpoints": True, **told}
     name = where if lane == 0 else f"{where}-l{lane}"
     memory_mb = 8000 * len(gpus)
     return job(

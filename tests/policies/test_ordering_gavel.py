@@ -119,7 +119,7 @@ def test_gpus_that_nobody_is_due_go_to_the_next_jobs_that_fit_on_their_fastest_t
     assert left == [0, 1]
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(queues(gpu_types=GPU_TYPES))
 def test_the_chosen_fit_and_come_first(found):
     ranking = gavel(found)
@@ -147,6 +147,7 @@ def test_on_one_type_time_counts_times_gpus():
     assert [one.key.id for one in gavel(Queue(NOW, jobs, {"": 3})).jobs] == [2, 1, 3]
 
 
+@pytest.mark.slow
 def test_over_many_rounds_the_time_received_approaches_the_shares():
     models = (profile(a100=1.0), profile(a100=2.0), profile(a100=10.0))
     jobs = {number: waits(number, models[number % 3], gpus=1 + number % 2) for number in range(1, 13)}

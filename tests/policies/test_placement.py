@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshots import NOW, cluster, job, key, node
 
-from cadenza.policies.model import Memory, Options
+from cadenza.policies.decision import Memory
+from cadenza.policies.model import Options
 from cadenza.policies.sharing.placement import place
 from cadenza.policies.sharing.settings import SharingSettings
 

@@ -10,15 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshots import NOW, cluster, job, key, lease, node
 
-from cadenza.policies.guard import GuardSettings
-from cadenza.policies.ledger import remember
-from cadenza.policies.model import (
+from cadenza.policies.actions import (
     Action,
-    ClusterSnapshot,
     DrainNode,
-    Memory,
     OpenNode,
-    Options,
     Outcome,
     Place,
     Release,
@@ -27,6 +22,10 @@ from cadenza.policies.model import (
     Unsuspend,
     Yield,
 )
+from cadenza.policies.decision import Memory
+from cadenza.policies.guard import GuardSettings
+from cadenza.policies.ledger import remember
+from cadenza.policies.model import ClusterSnapshot, Options
 from cadenza.policies.round import run_round
 from cadenza.policies.sharing.settings import SharingSettings
 from cadenza.policies.sharing.timeslice import decide

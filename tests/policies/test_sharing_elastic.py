@@ -7,7 +7,9 @@ from dataclasses import replace
 from gandiva_rig import ALL, NOTHING, after, decided, held, key, of, on, world
 from snapshots import NOW
 
-from cadenza.policies.model import Memory, Options, Place, Resize, SharingMemory
+from cadenza.policies.actions import Place, Resize
+from cadenza.policies.decision import Memory, SharingMemory
+from cadenza.policies.model import Options
 from cadenza.policies.sharing.moves import sizes
 
 ELASTIC = replace(NOTHING, elastic=True)

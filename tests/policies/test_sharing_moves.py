@@ -7,7 +7,9 @@ from dataclasses import replace
 from gandiva_rig import NOTHING, SHARING, after, decided, host, key, of, on, profile, world
 from snapshots import NOW, cluster
 
-from cadenza.policies.model import Memory, Migrate, Options, Progress, SharingMemory, Unpack
+from cadenza.policies.actions import Migrate, Unpack
+from cadenza.policies.decision import Memory, SharingMemory
+from cadenza.policies.model import Options, Progress
 from cadenza.policies.sharing.settings import GandivaSettings
 
 MOVE = replace(NOTHING, migrate=True)
@@ -64,6 +66,8 @@ def test_a_job_moves_once_in_a_while_and_only_when_it_pays():
     assert after(snapshot, decided(snapshot, gandiva=REACTIVE)).sharing.moved_s == ((5, NOW),)
     ending = replace(jobs[4], progress=Progress(NOW, 620.0, 600.0))
     assert moves(decided(world(*jobs[:4], ending, *jobs[5:], hosts=("a", "b")), gandiva=REACTIVE)) == {}
+    lost = waits(5, "a", 0, checkpoints=False)
+    assert moves(decided(world(*jobs[:4], lost, *jobs[5:], hosts=("a", "b")), gandiva=REACTIVE)) == {}
     fixed = replace(jobs[4], requeueable=False)
     assert moves(decided(world(*jobs[:4], fixed, *jobs[5:], hosts=("a", "b")), gandiva=REACTIVE)) == {}
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 from gandiva_rig import ALL, NOTHING, SHARING, after, decided, key, of, on, profile, world
 
-from cadenza.policies.model import Memory, Options, Pack, Resume, SharingMemory, Unpack, Yield
+from cadenza.policies.actions import Pack, Resume, Unpack, Yield
+from cadenza.policies.decision import Memory, SharingMemory
+from cadenza.policies.model import Options
 from cadenza.policies.sharing.settings import GandivaSettings
 
 PACK = replace(NOTHING, pack=True)

@@ -7,8 +7,10 @@ from dataclasses import replace
 from gandiva_rig import NOTHING, after, decided, held, host, key, of, on, profile, world
 from snapshots import cluster
 
+from cadenza.policies.actions import Place, Tune
 from cadenza.policies.case import Plan
-from cadenza.policies.model import Memory, Place, Share, SharingMemory, Tune
+from cadenza.policies.decision import Memory, SharingMemory
+from cadenza.policies.model import Share
 
 PROPORTIONAL = Share("a", 1, 6, 25_000)
 

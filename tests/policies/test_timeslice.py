@@ -9,25 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshots import NOW, cluster, job, key, lease, node
 
+from cadenza.policies.actions import DrainNode, OpenNode, Release, Requeue, Resume, Suspend, Unsuspend, Yield
+from cadenza.policies.decision import Memory
 from cadenza.policies.guard import GuardSettings, guard
 from cadenza.policies.ledger import remember
-from cadenza.policies.model import (
-    DrainNode,
-    JobKey,
-    Memory,
-    OpenNode,
-    Options,
-    Release,
-    Requeue,
-    Resume,
-    Suspend,
-    Unsuspend,
-    Yield,
-)
+from cadenza.policies.model import JobKey, Options
 from cadenza.policies.sharing.settings import SharingSettings
 from cadenza.policies.sharing.timeslice import decide
 
-some = settings(max_examples=50, deadline=None)
+some = settings(max_examples=30, deadline=None)
 APPLY = SharingSettings(enforce=True, partitions=frozenset({"gpu"}), max_priority=10)
 HOLDER = job(1, lease=lease("held", 0, held_s=70.0, vtime_s=70.0))
 YIELDED = job(2, nodes=("node1-l1",), lease=lease("yielded", 0, vtime_s=10.0))
@@ -127,6 +117,21 @@ def test_a_waiting_job_gives_its_place_back_behind_one_that_cannot_stop():
     ):
         assert (Requeue, key(2)) not in acts(cluster(stuck, other))
     assert (Requeue, key(2)) not in acts(cluster(HOLDER, waiting))
+
+
+def test_a_job_that_its_agent_lost_is_requeued_wherever_it_is():
+    lost = replace(HOLDER, lease=lease("held", 0, held_s=9.0, ready=False, lost="node1: restore failed"))
+    decision = decide(cluster(lost), Memory(), APPLY)
+    requeue = Requeue(key(1), hold=False, reason="cannot go on, is requeued: node1: restore failed")
+    assert decision.actions == (requeue,)
+    rules = GuardSettings(enforce=True, partitions=frozenset({"gpu"}))
+    assert guard(decision.actions, cluster(lost), Memory(), rules)[0].allowed
+    suspended = replace(lost, state="SUSPENDED")
+    assert acts(cluster(suspended), Memory(suspended=frozenset({key(1)}))) == [(Unsuspend, key(1))]
+    stays = decide(cluster(replace(lost, requeueable=False)), Memory(), APPLY)
+    assert stays.actions == ()
+    told = "; cannot go on, not requeueable: cancel it and submit it again: node1: restore failed"
+    assert stays.reasons[key(1)].endswith(told)
 
 
 def test_one_that_cannot_be_stopped_makes_way_for_an_unmanaged_job_by_a_requeue():

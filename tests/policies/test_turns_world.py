@@ -43,7 +43,7 @@ def arrivals(draw: st.DrawFn, *, weights: tuple[float, ...] = (1.0,), drift: flo
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(arrivals(drift=500.0))
 def test_no_job_waits_past_the_stated_bound(rows):
     """Random gangs, arrivals, lengths and virtual times that mean nothing to each other."""
@@ -92,7 +92,7 @@ def test_weights_are_respected_within_a_slice(weights):
         assert abs(shares[0] - shares[1]) <= spread
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(arrivals(drift=500.0))
 def test_no_job_starves_behind_streams_of_newcomers(rows):
     """Every job that ends is followed at once by a new one, which starts with the least virtual time."""

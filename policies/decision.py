@@ -1,0 +1,96 @@
+"""What a policy returns: the actions, a reason for each job, and what to remember until the next round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from cadenza.policies.actions import Action
+from cadenza.policies.model import JobKey, Placement
+
+MovePhase: TypeAlias = Literal["wanted", "ordered", "requeued", "placed", "leaving", "over"]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A job on its way to other nodes or another size, by checkpoint and requeue; see ``policies.moving``."""
+
+    job: JobKey
+    """The incarnation that is to be checkpointed and requeued; the one that is placed has the next restart count."""
+    shares: Placement
+    reason: str
+    since_s: float
+    """When the phase began, seconds since the epoch."""
+    phase: MovePhase = "wanted"
+    resize: bool = False
+    by_hand: bool = False
+    """An admin asked for it: it waits until the job can be stopped."""
+    began_s: float = 0.0
+    """When the checkpoint was ordered, seconds since the epoch."""
+    pinned: tuple[str, ...] = ()
+    """Nodes that the job required before."""
+    tries: int = 0
+    """How often it was placed."""
+    outcome: str = ""
+    """One sentence on how it ended, once it is over."""
+
+    @property
+    def successor(self) -> JobKey:
+        """Return the incarnation that the requeue makes."""
+        return JobKey(self.job.id, self.job.restart + 1)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Return the nodes that the job goes to."""
+        return tuple(share.node for share in self.shares)
+
+
+@dataclass(frozen=True, slots=True)
+class SharingMemory:
+    """What Gandiva's introspective functions remember: pairs instead of mappings, so that any store can keep it."""
+
+    packs: tuple[tuple[JobKey, ...], ...] = ()
+    """Jobs that we packed; who joined last comes first."""
+    lost: tuple[tuple[JobKey, JobKey], ...] = ()
+    """Jobs that were slower together than in turns, the lower key first."""
+    alone_s: tuple[tuple[JobKey, float], ...] = ()
+    """A job's time for an iteration when it last had its GPUs alone, seconds."""
+    moved_s: tuple[tuple[int, float], ...] = ()
+    """When the job with this id was last migrated or resized."""
+    spare_s: tuple[tuple[str, float], ...] = ()
+    """Since when a host has GPUs that no job uses or waits for."""
+    asked_gpus: tuple[tuple[int, int], ...] = ()
+    """GPUs that the job with this id had before it was first resized."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a decision may remember of earlier ones; kept by the store, never by a policy."""
+
+    suspended: frozenset[JobKey] = frozenset()
+    """Jobs that we suspended in Slurm: somebody else's suspend is not ours to undo."""
+    placed: frozenset[JobKey] = frozenset()
+    """Held jobs that we have released: a later hold is the owner's and stays."""
+    drained: frozenset[str] = frozenset()
+    """Nodes that we drained."""
+    last_yield_s: Mapping[JobKey, float] = field(default_factory=dict)
+    """When each live job was last asked to yield (cool-down)."""
+    sharing: SharingMemory = field(default_factory=SharingMemory)
+    usage: Mapping[str, float] = field(default_factory=dict)
+    """GPU seconds that accounts (``ACCOUNT``) and their users (``ACCOUNT/USER``) have had, decayed; for fair shares."""
+    usage_s: float | None = None
+    """When ``usage`` was true, seconds since the epoch."""
+    sized: Mapping[JobKey, tuple[int, int]] = field(default_factory=dict)
+    """CPUs and MB that pending jobs asked for before we changed that; a later change is the owner's and stays."""
+    moves: tuple[Move, ...] = ()
+    """Jobs that are being moved or resized, and how the last move of each live job ended; in order of keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do now, what to remember, and one readable sentence for each managed job."""
+
+    actions: tuple[Action, ...]
+    memory: Memory
+    reasons: Mapping[JobKey, str] = field(default_factory=dict)
