@@ -27,13 +27,44 @@ def command(*, file: Path | None, as_json: bool) -> None:
     from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
 
     settings = load_settings(file or DEFAULT_PATH)
-    found = list(advice(settings))
+    found = [*renamed(file or DEFAULT_PATH), *advice(settings), *policy_advice(settings)]
     if as_json:
         emit({"file": str(file or DEFAULT_PATH), "ok": True, "advice": found})
         return
     click.echo(f"{file or DEFAULT_PATH}: OK, mode {settings.service.mode}")
     for line in found:
         click.echo(f"  note: {line}")
+
+
+def renamed(file: Path) -> Iterator[str]:
+    """Yield the keys that have another place now; what they say still counts."""
+    from cadenza.sidecar.config import read, where  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.settings import MOVED  # noqa: PLC0415
+
+    known = read(file)[1]
+    for old, new in MOVED.items():
+        if old in known:
+            yield f"{where(file, old)}: {'.'.join(old)} is {'.'.join(new)} now: move it"
+
+
+def policy_advice(settings: Settings) -> Iterator[str]:
+    """Yield what is wrong with profiles, and choices that have no effect."""
+    from cadenza.slurm_plugin.service.policy import allocates, sizes_pending  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.profiles import Shelf  # noqa: PLC0415
+
+    table, folder = settings.policy, settings.profiles.directory
+    shelf = Shelf(Path(folder) if folder else None)
+    shelf.refresh()
+    yield from (f"profile not used: {problem}" for problem in shelf.library.problems)
+    usable = sum(entry.profile is not None for entry in shelf.library.entries)
+    if sizes_pending(settings) and not usable:
+        yield f"[policy] allocate = {table.allocate!r} and [profiles] directory {folder!r} holds no profile"
+    if usable and not allocates(settings):
+        yield '[policy] allocate = "none": profiles are shown and change nothing'
+    if table.order != "fifo" and settings.service.admission == "native":
+        yield f"[policy] order = {table.order!r} orders placement in held admission only: Slurm starts the jobs"
+    if settings.gandiva != type(settings.gandiva)() and table.share != "gandiva":
+        yield f"[gandiva] has no effect with [policy] share = {table.share!r}"
 
 
 def advice(settings: Settings) -> Iterator[str]:

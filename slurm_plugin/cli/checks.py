@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
+
+from cadenza.slurm_plugin.service.keys import AGENT_FOLDER, SHARED_AGENT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -171,6 +174,14 @@ def partitions(facts: Facts) -> Iterator[Finding]:
         yield Finding("WARN", "partitions", f"{name} is managed and has no nodes", "check [guard] partitions")
 
 
+def profiles(facts: Facts) -> Iterator[Finding]:
+    """Check the profiles of jobs, each of which may be used or says why not."""
+    for problem in facts.profile_problems:
+        yield Finding("WARN", "profiles", problem, "correct it or take it away; its jobs have their proportional share")
+    if facts.profiles:
+        yield Finding("OK", "profiles", f"{facts.profiles} in {facts.settings.profiles.directory}")
+
+
 def service(facts: Facts) -> Iterator[Finding]:
     """Check that the service makes rounds."""
     if facts.recorded is None:
@@ -194,9 +205,10 @@ def agents(facts: Facts) -> Iterator[Finding]:
     for name in sorted(booked):
         host = found.get(name)
         if host is None or not host.agent_alive:
-            advice = f"start cadenza-agent on {name}; its [agent] service must name this machine"
-            yield Finding("FAIL", f"agent on {name}", "it does not report", advice)
+            yield Finding("FAIL", f"agent on {name}", "it does not report", _why_silent(name, facts))
             continue
+        for lack in host.lacks:
+            yield Finding("WARN", f"agent on {name}", lack, "see docs/sidecar.md and docs/tuning.md, or switch it off")
         if host.agent_version != facts.cadenza:
             text = f"version {host.agent_version}, the service's is {facts.cadenza}"
             yield Finding("WARN", f"agent on {name}", text, "install the same version")
@@ -207,6 +219,15 @@ def agents(facts: Facts) -> Iterator[Finding]:
             yield Finding("OK", f"agent on {name}", f"version {host.agent_version}")
 
 
+def _why_silent(name: str, facts: Facts) -> str:
+    """Return what to do about a host whose agent does not report."""
+    known = [PurePath(key.path) for key in facts.keys if not key.secret]
+    if all(path.name != SHARED_AGENT and path.stem != name for path in known):
+        return f"no key here is {name}'s: copy its agent.key to {AGENT_FOLDER}/{name}.key"
+    keys = "its [agent] keys must have agent.key_secret and this service.key"
+    return f"start cadenza-agent on {name}; its [agent] service must name this machine, and {keys}"
+
+
 def _memory_by_host(nodes: Sequence[Node]) -> Mapping[str, int]:
     booked: defaultdict[str, int] = defaultdict(int)
     for node in nodes:
@@ -214,4 +235,4 @@ def _memory_by_host(nodes: Sequence[Node]) -> Mapping[str, int]:
     return booked
 
 
-CHECKS = (configuration, keys, versions, slurm_settings, lanes, partitions, service, agents)
+CHECKS = (configuration, keys, versions, slurm_settings, lanes, partitions, profiles, service, agents)

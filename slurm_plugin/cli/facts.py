@@ -16,6 +16,8 @@ from cadenza.slurm_plugin.gateway.pyslurm_gateway import SlurmGateway
 from cadenza.slurm_plugin.gateway.site import slurm_config
 from cadenza.slurm_plugin.service.clock import SystemClock
 from cadenza.slurm_plugin.service.errors import ServiceError
+from cadenza.slurm_plugin.service.keys import AGENT_FOLDER, SHARED_AGENT
+from cadenza.slurm_plugin.service.profiles import Library, Shelf
 from cadenza.slurm_plugin.service.reader import StoreReader
 from cadenza.slurm_plugin.service.settings import Settings, load_settings
 
@@ -53,6 +55,9 @@ class Facts(msgspec.Struct, frozen=True):
     plugin: tuple[int, int] | None = None
     """The Slurm version that cadenza.so was built for."""
     problems: dict[str, str] = {}
+    profiles: int = 0
+    """How many profiles jobs may have."""
+    profile_problems: tuple[str, ...] = ()
 
 
 def gather(config: Path | None) -> Facts:
@@ -67,6 +72,7 @@ def gather(config: Path | None) -> Facts:
             return None
 
     settings = attempt("settings", lambda: load_settings(config or DEFAULT_PATH)) or Settings()
+    library = _library(settings)
     slurm = attempt("slurm", slurm_config)
     with SlurmGateway() as gateway:
         greeting = attempt("pyslurm", gateway.greeting) or {}
@@ -75,7 +81,14 @@ def gather(config: Path | None) -> Facts:
         settings, version("cadenza"), SystemClock().now(), _keys(settings), slurm, greeting.get("pyslurm"),
         cluster, attempt("recorded", lambda: _recorded(settings)),
         attempt("plugin", lambda: built_for(slurm or {})), problems,
+        sum(entry.profile is not None for entry in library.entries), tuple(library.problems),
     )  # fmt: skip
+
+
+def _library(settings: Settings) -> Library:
+    shelf = Shelf(Path(settings.profiles.directory) if settings.profiles.directory else None)
+    shelf.refresh()
+    return shelf.library
 
 
 def _recorded(settings: Settings) -> ClusterSnapshot | None:
@@ -85,9 +98,11 @@ def _recorded(settings: Settings) -> ClusterSnapshot | None:
 
 
 def _keys(settings: Settings) -> tuple[KeyFile, ...]:
-    names = (("service.key_secret", True), ("agent.key", False))
     folder = Path(settings.service.keys)
-    return tuple(KeyFile(str(folder / name), secret, _mode(folder / name)) for name, secret in names)
+    shared, own = folder / SHARED_AGENT, sorted((folder / AGENT_FOLDER).glob("*.key"))
+    agents = [shared, *own] if shared.exists() or not own else own
+    files = [(folder / "service.key_secret", True), *((path, False) for path in agents)]
+    return tuple(KeyFile(str(path), secret, _mode(path)) for path, secret in files)
 
 
 def _mode(path: Path) -> int | None:

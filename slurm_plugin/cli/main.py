@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.metadata import version
 
 import click
+
+from cadenza.slurm_plugin.cli.lazy import LazyGroup
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "top": ("top", "Show live who holds which GPU, who waits, and why."),
     "why": ("why", "Tell what was decided about a job, and what it measured."),
     "report": ("report", "Compare saved simulation results on one HTML page."),
     "release": ("release", "Undo what Cadenza holds and suspends in Slurm."),
+    "move": ("move", "Move or resize a running job by checkpoint and requeue."),
     "check-config": ("check_config", "Check the configuration files."),
     "show-config": ("show_config", "Print the settings in force and where each comes from."),
     "doctor": ("doctor", "Check this site: versions, lanes, partitions, keys, agents."),
     "keygen": ("keygen", "Make the keys of the link between service and agents."),
     "simulate": ("simulate", "Simulate a policy on a trace or a published workload."),
     "policies": ("policies", "List the policies and their sources."),
+    "profile": ("profile", "Measure how a job's speed depends on CPUs and memory."),
     "run": ("run", "Run a training script unchanged, able to share its GPU."),
     "record": ("record", "Record this cluster's answers for tests."),
 }
-"""Name: module beside this one, and its line in the help, which is thus printed without importing any."""
 
 USAGE, LACKING = 2, 3
 EXIT_CODES = {
     "ConfigError": USAGE,
     "InputError": USAGE,
+    "RequestError": USAGE,
     "SlurmUnavailable": LACKING,
     "EnvironmentLacks": LACKING,
     "StoreError": LACKING,
@@ -35,27 +38,10 @@ EXIT_CODES = {
 """By class name, since importing every package's errors would make each command as slow as all; others: 1."""
 
 
-class LazyGroup(click.Group):
-    """A group whose commands are imported when they are called."""
+class Commands(LazyGroup):
+    """All commands, whose errors become exit codes."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names in the order of the table."""
-        del ctx
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a command; None when there is no such one."""
-        del ctx
-        if cmd_name not in COMMANDS:
-            return None
-        found: click.Command = import_module(f"cadenza.slurm_plugin.cli.{COMMANDS[cmd_name][0]}").command
-        return found
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the help's list of commands from the table."""
-        del ctx
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, help_line) for name, (_, help_line) in COMMANDS.items()])
+    table = COMMANDS
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command; one line on standard error and an exit code for the errors that are ours."""
@@ -83,7 +69,7 @@ def _ours(error: Exception) -> bool:
 
 
 @click.group(
-    cls=LazyGroup,
+    cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done, 1 failed, 2 usage or bad input, 3 the environment lacks something (named).",
 )
@@ -91,4 +77,4 @@ def _ours(error: Exception) -> bool:
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(*, debug: bool) -> None:
     """GPU sharing for Slurm."""
-    del debug  # read by LazyGroup.invoke
+    del debug  # read by Commands.invoke

@@ -11,7 +11,8 @@ import msgspec
 from cadenza.slurm_plugin.cli.common import config_option, emit, json_option
 
 if TYPE_CHECKING:
-    from cadenza.policies.model import Action, Memory, Outcome
+    from cadenza.policies.actions import Action, Outcome
+    from cadenza.policies.decision import Memory
     from cadenza.slurm_plugin.service.settings import Settings
 
 REASON = "released by hand"
@@ -26,7 +27,8 @@ def command(*, job_id: int | None, everything: bool, as_json: bool, config: Path
     """Undo the holds and suspends that are Cadenza's, past the guard.
 
     What users or admins held or suspended stays as it is. Doing it twice does no harm. A running service
-    may suspend a job again at its next turn: the kill switch or `mode = "observe"` ends that.
+    may suspend a job again at its next turn: the kill switch or `mode = "observe"` ends that. Either, or a
+    service that is gone, also has the agents give back the CPUs and memory that jobs are tuned to.
     """
     if everything == (job_id is not None):
         raise click.UsageError("name one job, or say --all")
@@ -59,7 +61,7 @@ def _release(settings: Settings, job_id: int | None) -> list[tuple[Action, Outco
 
 def _memory(settings: Settings) -> Memory:
     """Return what the last round remembers; it alone says which suspends are ours."""
-    from cadenza.policies.model import Memory  # noqa: PLC0415
+    from cadenza.policies.decision import Memory  # noqa: PLC0415
     from cadenza.slurm_plugin.service.reader import StoreReader  # noqa: PLC0415
 
     with StoreReader(Path(settings.service.store)) as reader:

@@ -44,7 +44,7 @@ def headline(view: TopView) -> Text:
     line.append(f" round {view.round}, ")
     line.append(f"{view.age_s:.0f} s ago", style="red" if view.age_s > STALE_ROUNDS_S else "")
     line.append(f"   agents {alive}/{len(view.agents)}", style="" if alive == len(view.agents) else "red")
-    line.append(f"   slice {view.slice_s:g} s   yields in the last minute {view.yields}")
+    line.append(f"   {view.policy}   slice {view.slice_s:g} s   yields in the last minute {view.yields}")
     if view.yield_p50_s is not None and view.yield_p99_s is not None:
         line.append(f" (p50 {milliseconds(view.yield_p50_s)}, p99 {milliseconds(view.yield_p99_s)})")
     return line

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cadenza.policies.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease
+from cadenza.policies.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Use
 from cadenza.slurm_plugin.service.settings import Settings, from_record
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ class JobRow(msgspec.Struct, frozen=True):
     last_action: str
     last_action_at_s: float | None
     reason: str
+    use: Use | None = None
+    """What its hosts measured of it lately."""
+    requeue_owner: str = ""
+    """Who requeues it by itself, such as *lightning*."""
 
 
 class GpuRow(msgspec.Struct, frozen=True):
@@ -69,6 +73,8 @@ class TopView(msgspec.Struct, frozen=True):
     round: int
     mode: str
     slice_s: float
+    policy: str = ""
+    """Ordering, allocation and sharing."""
     agents: tuple[Agent, ...] = ()
     gpus: tuple[GpuRow, ...] = ()
     jobs: tuple[JobRow, ...] = ()
@@ -91,6 +97,7 @@ def build(last: Round | None, actions: Sequence[ActionRow], switches: Sequence[S
         last.number,
         settings.service.mode,
         settings.sharing.slice_s,
+        f"{settings.policy.order}/{settings.policy.allocate}/{settings.policy.share}",
         _agents(snapshot),
         gpu_rows(snapshot),
         job_rows(last, actions),
@@ -167,6 +174,7 @@ def _job_row(job: Job, lanes: Mapping[str, int], share: float | None, action: Ac
         lease.ready if lease else False, lease.why_not_ready if lease else "", lease.step if lease else 0,
         lease.iteration_s if lease else None, lease.held_s if lease else 0.0, _vtime(lease), share,
         _action_text(action), action.at_s if action else None, reason or (action.reason if action else ""),
+        lease.use if lease else None, lease.requeue_owner if lease else "",
     )  # fmt: skip
 
 

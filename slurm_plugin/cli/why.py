@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from cadenza.policies.model import Job
+    from cadenza.policies.model import Job, Lease
     from cadenza.slurm_plugin.service.reader import ActionRow, EventRow, SwitchRow, Why
 
 OUTCOMES = {None: "", "verified": "", "gone": ", the job had ended", "failed": ", without effect so far"}
@@ -66,10 +66,41 @@ def _state(job: Job) -> Iterator[str]:
     yield f"  {job.state} on {where}, {job.gpus} GPUs, user {job.user}, partition {job.partition}"
     if job.lease:
         yield f"  lease {job.lease.state}, {job.lease.vtime_s:.1f} s of virtual time, {job.lease.step} steps"
+        yield from _measured(job.lease)
+        if job.lease.requeue_owner:
+            yield f"  {job.lease.requeue_owner} requeues it by itself: we do not"
         if job.lease.why_not_ready:
             yield f"  cannot be asked to yield: {job.lease.why_not_ready}"
     elif job.unmanageable:
         yield f"  left alone: {job.unmanageable}"
+    yield from _resources(job)
+
+
+def _resources(job: Job) -> Iterator[str]:
+    """Yield what it has of CPUs and memory, why, and how far it is."""
+    if job.profile_note:
+        yield f"  {job.profile_note}"
+    for share in job.placement:
+        yield f"  has {share.cpus} CPUs and {share.memory_mb} MB on {share.node}"
+    if job.progress is not None and job.progress.total_s:
+        done = min(job.progress.done_s / job.progress.total_s, 1.0)
+        yield f"  {done:.0%} done, {job.progress.attained_s:.0f} s with its GPUs"
+
+
+def _measured(lease: Lease) -> Iterator[str]:
+    """Yield what was measured lately, as far as it is known."""
+    use = lease.use
+    if use is None:
+        return
+    figures = (
+        (lease.iteration_s, "{:.3g} s an iteration"), (use.iteration_p99_s, "p99 {:.3g} s"),
+        (use.samples_s, "{:.4g} samples/s"), (use.data_wait, "{:.0%} of it waiting for data"),
+        (use.gpu_percent, "GPU {:.0f} %"), (use.gpu_memory_mb, "{:.0f} MB on GPUs"),
+        (use.cpu_percent, "CPU {:.0f} %"), (use.rss_mb, "{:.0f} MB resident"),
+        (use.memory_low_mb, "{:.0f} MB at boundaries"), (use.memory_peak_mb, "{:.0f} MB at most"),
+    )  # fmt: skip
+    if known := [text.format(value) for value, text in figures if value is not None]:
+        yield f"  measured: {', '.join(known)}"
 
 
 def _section(title: str, rows: list[str]) -> Iterator[str]:

@@ -90,6 +90,8 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "max_gpus": (_is_count, "a whole number from 1"),
     "model": (_is_text, "a name"),
     "priority": (_is_number, "a whole number"),
+    "iterations": (_is_count, "a whole number from 1"),
+    "duration_s": (_is_count, "a whole number of seconds from 1"),
     "held": (_is_flag, "true or false"),
     "why": (_is_text, "a text"),
 }

@@ -5,19 +5,19 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, Self
 
-from cadenza.policies.model import (
+from cadenza.policies.actions import (
     Action,
-    ClusterSnapshot,
     DrainNode,
-    JobKey,
     OpenNode,
     Outcome,
     Place,
     Release,
     Requeue,
+    Size,
     Suspend,
     Unsuspend,
 )
+from cadenza.policies.model import ClusterSnapshot, JobKey
 from cadenza.slurm_plugin.gateway.errors import GatewayError, NotForSlurm
 from cadenza.slurm_plugin.gateway.supervisor import Supervisor, WorkerSettings
 from cadenza.slurm_plugin.gateway.translate import snapshot
@@ -64,6 +64,8 @@ class SlurmGateway:
                 self._job(f"release job {key}", "release", key, unpin=unpin)
             case Place():
                 self._place(action)
+            case Size(job=key, cpus=cpus, memory_mb=memory_mb):
+                self._job(f"size job {key}", "modify", key, cpus=cpus, memory=memory_mb)
             case DrainNode(node=name, reason=reason):
                 self._worker.ask(f"drain node {name}", "drain", node=name, reason=reason)
             case OpenNode(node=name):
@@ -75,6 +77,15 @@ class SlurmGateway:
         """Modify, then release; a failed change is raised before the job can start with the wrong request."""
         key = action.job
         changes: dict[str, Any] = {"nodes": action.nodes} if action.nodes else {}
+        if action.resize:
+            shares = [share._asdict() for share in action.shares]
+            self._job(f"resize job {key}", "resize", key, shares=shares)
+            self._job(f"release job {key}", "release", key)
+            return
+        if action.shares:
+            changes["cpus"] = sum(share.cpus for share in action.shares)
+            changes["as_far_as_possible"] = True
+            changes["memory_per_node"] = max(share.memory_mb for share in action.shares)
         if action.cpus_per_task is not None:
             changes["cpus_per_task"] = action.cpus_per_task
         if action.memory_per_node_mb is not None:

@@ -31,7 +31,7 @@ _LANE_SUFFIX = re.compile(r"(?P<host>.+)-l(?P<lane>\d+)")
 
 def snapshot(raw: Raw) -> ClusterSnapshot:
     """Return the cluster of one answer of the worker: nodes, and jobs that are not finished; no leases."""
-    jobs = (job(record) for record in raw["jobs"])
+    jobs = (job(record, float(raw["time_s"])) for record in raw["jobs"])
     return ClusterSnapshot(
         time_s=float(raw["time_s"]),
         nodes=nodes(raw["nodes"]),
@@ -42,7 +42,7 @@ def snapshot(raw: Raw) -> ClusterSnapshot:
 # --- Jobs ----------------------------------------------------------------------------------------------
 
 
-def job(raw: Raw) -> Job | None:
+def job(raw: Raw, now_s: float) -> Job | None:
     """Return one job, or None when it is finished. CPUs, GPUs and memory are totals over the job's nodes."""
     state = job_state(raw["state"])
     if state is None:
@@ -63,6 +63,10 @@ def job(raw: Raw) -> Job | None:
         name=raw["name"] or "",
         state_reason="" if raw["state_reason"] in {None, "None"} else raw["state_reason"],
         start_s=float(raw["start_time"]) if state != "PENDING" and raw["start_time"] else None,
+        run_s=run_s(raw, now_s) if state != "PENDING" else None,
+        time_limit_s=60.0 * raw["time_limit"] if raw.get("time_limit") else None,
+        command=raw.get("command") or "",
+        tasks=raw["ntasks"] or 1,
         slurm_priority=raw["priority"] or 0,
         nodes=tuple(raw["allocated_nodes"]) if state != "PENDING" else (),
         required_nodes=tuple(raw["required_nodes"]),
@@ -70,6 +74,14 @@ def job(raw: Raw) -> Job | None:
         unmanageable=reason,
         requeueable=bool(raw["is_requeueable"] and raw["is_batch_job"]),
     )
+
+
+def run_s(raw: Raw, now_s: float) -> float | None:
+    """Return how long a started job has run, suspends excluded, seconds; as squeue(1) counts its TIME."""
+    if raw["state"] == "SUSPENDED":
+        return float(raw["pre_suspension_time"] or 0)
+    since = raw["suspend_time"] or raw["start_time"]  # the former is when it was last suspended or resumed
+    return float(raw["pre_suspension_time"] or 0) + max(now_s - since, 0.0) if since else None
 
 
 def job_state(state: str) -> JobState | None:

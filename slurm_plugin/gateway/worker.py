@@ -22,13 +22,14 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cadenza.slurm_plugin.gateway import clock
+from cadenza.slurm_plugin.gateway import clock, sizes
+from cadenza.slurm_plugin.gateway.sizes import BadRequest
 
 JOB_FIELDS = (
     "id", "requeue_count", "name", "user_name", "account", "partition", "qos", "state", "state_reason",
     "priority", "cpus", "cpus_per_task", "ntasks", "num_nodes", "memory", "memory_per_node", "memory_per_cpu",
     "submit_time", "start_time", "suspend_time", "pre_suspension_time", "time_limit", "comment",
-    "constraints",
+    "constraints", "command",
     "reservation", "is_requeueable", "is_batch_job", "resource_sharing", "heterogeneous_id", "is_cronjob",
     "array_id", "array_task_id", "array_tasks_waiting", "gres_per_node", "requested_tres", "allocated_tres",
     "tres_per_job", "tres_per_node", "tres_per_task",
@@ -50,10 +51,6 @@ Request = Mapping[str, Any]
 
 class Stale(Exception):  # noqa: N818
     """What the request is about has changed since it was read."""
-
-
-class BadRequest(Exception):  # noqa: N818
-    """The request itself is wrong."""
 
 
 class Blank(str):
@@ -118,7 +115,7 @@ class Worker:
         self._verbs: dict[str, Callable[[Request], Any]] = {
             "ping": self.ping, "diag": self.diag, "read": self.read,
             "suspend": self.suspend, "unsuspend": self.unsuspend, "requeue": self.requeue,
-            "release": self.release, "modify": self.modify,
+            "release": self.release, "modify": self.modify, "resize": self.resize,
             "drain": self.drain, "undrain": self.undrain,
         }  # fmt: skip
 
@@ -215,7 +212,8 @@ class Worker:
     def modify(self, request: Request) -> None:
         """Change a pending job: ``nodes`` (empty clears), ``cpus_per_task``, ``memory_per_node`` in MB.
 
-        What the request leaves out stays.
+        What the request leaves out stays. ``cpus`` and ``memory`` are totals instead, rounded up to whole CPUs a task
+        and MB a node; ``as_far_as_possible`` leaves CPUs alone that cannot be changed.
         """
         job = self._job_in(request, "PENDING")
         changes: dict[str, Any] = {}
@@ -223,9 +221,22 @@ class Worker:
             changes["required_nodes"] = list(request["nodes"]) or BLANK
         if "memory_per_node" in request:
             changes["memory_per_node"] = int(request["memory_per_node"])
+        elif "memory" in request:
+            changes["memory_per_node"] = -(-int(request["memory"]) // (job.num_nodes or 1))
         if "cpus_per_task" in request:
             changes |= cpu_changes(job, int(request["cpus_per_task"]))
+        elif "cpus" in request and (job.cpus_per_task is not None or not request.get("as_far_as_possible")):
+            changes |= cpu_changes(job, -(-int(request["cpus"]) // (job.ntasks or 1)))
         job.modify(self._slurm.JobSubmitDescription(**changes))
+
+    def resize(self, request: Request) -> None:
+        """Give a pending job other numbers of nodes and GPUs, and CPUs, memory and tasks with them.
+
+        ``shares`` has ``node``, ``gpus``, ``cpus`` and ``memory_mb`` of each node, equal but for the node.
+        """
+        job = self._job_in(request, "PENDING")
+        shown = scontrol("show", "job", "-o", str(job.id))
+        scontrol("update", f"JobId={job.id}", *sizes.changes(shown, request["shares"]))
 
     # --- Nodes -----------------------------------------------------------------------------------------
 
@@ -264,11 +275,12 @@ def cpu_changes(job: Any, cpus_per_task: int) -> dict[str, int]:
     return {"cpus_per_task": cpus_per_task, "min_cpus_per_node": cpus_per_task * job.ntasks}
 
 
-def scontrol(*arguments: str) -> None:
-    """Do with scontrol what pyslurm cannot; BadRequest when it refuses."""
+def scontrol(*arguments: str) -> str:
+    """Do with scontrol what pyslurm cannot, and return what it says; BadRequest when it refuses."""
     done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True, timeout=20, check=False)
     if done.returncode:
         raise BadRequest(f"scontrol {' '.join(arguments)}: {done.stderr.strip() or done.returncode}")
+    return done.stdout
 
 
 # --- The process ---------------------------------------------------------------------------------------

@@ -213,7 +213,7 @@ local function is_boolean(value)
 end
 
 -- In the order in which they are written; `held` and `why` are ours and never taken from a user.
-local KEYS = { "v", "share", "min_gpus", "max_gpus", "model", "priority", "held", "why" }
+local KEYS = { "v", "share", "min_gpus", "max_gpus", "model", "priority", "iterations", "duration_s", "held", "why" }
 local RULES = {
   v = { is_integer(1, 1), "must be 1" },
   share = { is_boolean, "must be true or false (yes or no in the flag)" },
@@ -221,9 +221,11 @@ local RULES = {
   max_gpus = { is_integer(1, 65535), "must be a number from 1 to 65535" },
   model = { is_model, "must be 1 to 64 of the characters A-Z a-z 0-9 . _ -" },
   priority = { is_integer(-1000000, 1000000), "must be a number from -1000000 to 1000000" },
+  iterations = { is_integer(1, 2000000000), "must be a number from 1 to 2000000000" },
+  duration_s = { is_integer(1, 2000000000), "must be a number from 1 to 2000000000" },
 }
 local function unknown(key)
-  return string.format("unknown key '%s' (known: share, min_gpus, max_gpus, model, priority)", key)
+  return string.format("unknown key '%s' (known: share, min_gpus, max_gpus, model, priority, iterations, duration_s)", key)
 end
 
 local function check(options)

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from cadenza.policies.model import (
-    Action,
-    ClusterSnapshot,
-    Host,
-    Job,
-    JobKey,
-    Outcome,
-    Resume,
-    Suspend,
-    Unsuspend,
-    Yield,
-)
+from cadenza.policies.actions import Action, Migrate, Outcome, Resize, Resume, Suspend, Tune, Unsuspend, Yield
+from cadenza.policies.model import ClusterSnapshot, Host, Job, JobKey, Share
 from cadenza.policies.round import RoundReport
 from cadenza.policies.sharing.settings import SharingSettings
 from cadenza.sidecar.orders import VERSION, Facts, JobFacts
@@ -26,7 +16,7 @@ from cadenza.slurm_plugin.service.agents import Agent
 from cadenza.slurm_plugin.service.clock import SystemClock
 from cadenza.slurm_plugin.service.errors import HubError
 from cadenza.slurm_plugin.service.merge import Parts, half_given, merge, parts_by_job
-from cadenza.slurm_plugin.service.settings import Settings, sharing_settings
+from cadenza.slurm_plugin.service.settings import Settings, guard_settings, sharing_settings
 from cadenza.slurm_plugin.service.slurm import SlurmGateway
 
 log = logging.getLogger(__name__)
@@ -43,8 +33,16 @@ class AgentLink(Protocol):
         """Ask a job to stop and free its GPUs."""
         ...
 
+    def checkpoint_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
+        """Ask a job to save a checkpoint and to stand still for a requeue."""
+        ...
+
     def resume_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
         """Prefer a job for the GPUs that it waits for."""
+        ...
+
+    def tune_job(self, key: JobKey, wanted: Mapping[str, Share]) -> Outcome:
+        """Change what a job has on each host that is named."""
         ...
 
     def mark_suspended(self, key: JobKey, *, suspended: bool) -> None:
@@ -62,6 +60,12 @@ class ClusterGateway:
         self._link = link
         self._clock = clock
         self._parts: Mapping[JobKey, Parts] = {}
+        self._orders: Mapping[type[Action], Callable[[JobKey, tuple[str, ...]], Outcome]] = {
+            Yield: link.yield_job,
+            Resume: link.resume_job,
+            Migrate: link.checkpoint_job,
+            Resize: link.checkpoint_job,
+        }
 
     def read(self) -> ClusterSnapshot:
         """Return Slurm's snapshot with the agents' leases in it; errors of the Slurm gateway pass through."""
@@ -75,10 +79,12 @@ class ClusterGateway:
     def apply(self, action: Action) -> Outcome:
         """Send yields and resumes to the job's agents, everything else to Slurm."""
         try:
-            if isinstance(action, Yield | Resume):
+            if isinstance(action, Yield | Resume | Migrate | Resize):
                 return self._order(action)
             if isinstance(action, Suspend):
                 return self._suspend(action)
+            if isinstance(action, Tune):
+                return self._tune(action)
             outcome = self._slurm.apply(action)
             if isinstance(action, Unsuspend) and outcome.ok:
                 self._link.mark_suspended(action.job, suspended=False)
@@ -86,12 +92,22 @@ class ClusterGateway:
             return Outcome(ok=False, error=str(error))
         return outcome
 
-    def _order(self, action: Yield | Resume) -> Outcome:
+    def _order(self, action: Yield | Resume | Migrate | Resize) -> Outcome:
+        """Tell a job's agents; of a move this is the first step, the others follow in later rounds."""
         hosts = tuple(sorted(self._parts.get(action.job, {})))
         if not hosts:
             return Outcome(ok=False, error=f"job {action.job}: no agent has reported it")
-        order = self._link.yield_job if isinstance(action, Yield) else self._link.resume_job
-        outcome = order(action.job, hosts)
+        outcome = self._orders[type(action)](action.job, hosts)
+        return outcome if outcome.ok else Outcome(ok=False, error=f"job {action.job}: {outcome.error}")
+
+    def _tune(self, action: Tune) -> Outcome:
+        """Send each agent of the job its share; the agents know the job's node, which is a lane of theirs."""
+        host_of = {part.node: host for host, part in self._parts.get(action.job, {}).items()}
+        wanted = {host_of[share.node]: share for share in action.shares if share.node in host_of}
+        if len(wanted) < len(action.shares) or not wanted:
+            missing = ", ".join(share.node for share in action.shares if share.node not in host_of)
+            return Outcome(ok=False, error=f"job {action.job}: no agent has reported it on {missing or 'any node'}")
+        outcome = self._link.tune_job(action.job, wanted)
         return outcome if outcome.ok else Outcome(ok=False, error=f"job {action.job}: {outcome.error}")
 
     def _suspend(self, action: Suspend) -> Outcome:
@@ -141,7 +157,11 @@ def suspended_after(report: RoundReport) -> frozenset[JobKey]:
 
 
 def facts_of(snapshot: ClusterSnapshot, settings: Settings, suspended: frozenset[JobKey]) -> Mapping[str, Facts]:
-    """Return what the agent of each host is told of the jobs that Slurm has there (pure)."""
+    """Return what the agent of each host is told of the jobs that Slurm has there.
+
+    While the kill switch is set they are told to observe, so that they give back what jobs are tuned to.
+    """
+    enforce = settings.applies and not guard_settings(settings).killed
     host_of = {node.name: node.host for node in snapshot.nodes}
     rules = sharing_settings(settings)
     jobs_on: dict[str, list[JobFacts]] = {host.name: [] for host in snapshot.hosts}
@@ -156,7 +176,7 @@ def facts_of(snapshot: ClusterSnapshot, settings: Settings, suspended: frozenset
             jobs=tuple(jobs),
             slice_s=rules.slice_s,
             share_between_users=rules.share_between_users,
-            enforce=rules.enforce,
+            enforce=enforce,
             min_run_s=rules.min_run_s,
         )
         for host, jobs in jobs_on.items()
@@ -167,7 +187,7 @@ def _host(name: str, agent: Agent | None) -> Host:
     if agent is None:
         return Host(name, agent_alive=False)
     report = agent.report
-    return Host(name, agent.alive, report.version, report.memory_mb, report.memory_free_mb)
+    return Host(name, agent.alive, report.version, report.memory_mb, report.memory_free_mb, report.lacks)
 
 
 def _facts(job: Job, hosts: int, rules: SharingSettings, *, suspended: bool) -> JobFacts:
@@ -180,4 +200,6 @@ def _facts(job: Job, hosts: int, rules: SharingSettings, *, suspended: bool) -> 
         user=job.user,
         hosts=hosts,
         suspended=suspended,
+        cpus=-(-job.cpus // max(job.num_nodes, 1)),  # Slurm's books, whatever it was tuned to
+        memory_mb=-(-job.memory_mb // max(job.num_nodes, 1)),
     )

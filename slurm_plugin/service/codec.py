@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
 
-from cadenza.policies.model import (
+from cadenza.policies.actions import (
     Action,
-    ClusterSnapshot,
-    Decision,
     DrainNode,
-    JobKey,
-    Memory,
     Migrate,
     OpenNode,
     Pack,
@@ -22,13 +19,16 @@ from cadenza.policies.model import (
     Requeue,
     Resize,
     Resume,
-    SharingMemory,
+    Size,
     Suspend,
     Tune,
     Unpack,
     Unsuspend,
     Yield,
 )
+from cadenza.policies.decision import Decision, Memory, Move, SharingMemory
+from cadenza.policies.model import ClusterSnapshot, Host, Job, JobKey, Node
+from cadenza.policies.profile import Profile, linked
 
 T = TypeVar("T")
 
@@ -42,6 +42,7 @@ ACTIONS: dict[str, type[Action]] = {
         Requeue,
         Place,
         Release,
+        Size,
         Tune,
         Migrate,
         Resize,
@@ -63,6 +64,28 @@ class _MemoryRow(msgspec.Struct, frozen=True):
     usage: tuple[tuple[str, float], ...] = ()
     usage_s: float | None = None
     sharing: SharingMemory = msgspec.field(default_factory=SharingMemory)
+    sized: tuple[tuple[JobKey, tuple[int, int]], ...] = ()
+    moves: tuple[Move, ...] = ()
+
+
+class _Profiled(msgspec.Struct, frozen=True, array_like=True):
+    """Which profile a job has: its place among ``jobs``, the family and the member."""
+
+    job: int
+    family: int
+    member: int
+
+
+class _SnapshotRow(msgspec.Struct, frozen=True):
+    """A snapshot whose profiles, which jobs share and which refer to each other, are written once beside the jobs."""
+
+    time_s: float
+    nodes: tuple[Node, ...]
+    jobs: tuple[Job, ...]
+    hosts: tuple[Host, ...] = ()
+    families: tuple[tuple[Profile, ...], ...] = ()
+    """Profiles of one model by GPU type, without siblings."""
+    profiled: tuple[_Profiled, ...] = ()
 
 
 class _DecisionRow(msgspec.Struct, frozen=True):
@@ -103,12 +126,32 @@ def decode_action(data: bytes) -> Action:
 
 def encode_snapshot(snapshot: ClusterSnapshot) -> bytes:
     """Return a snapshot as JSON."""
-    return _encode(snapshot)
+    families: dict[int, list[Profile]] = {}
+    """By the identity of a family's first member."""
+    places: dict[int, tuple[int, int]] = {}
+    profiled = []
+    for index, job in enumerate(snapshot.jobs):
+        if job.profile is not None:
+            if id(job.profile) not in places:
+                members = list(job.profile.siblings.values()) or [job.profile]
+                places |= {id(member): (len(families), number) for number, member in enumerate(members)}
+                families[id(members[0])] = members
+            profiled.append(_Profiled(index, *places[id(job.profile)]))
+    bare = tuple(replace(job, profile=None) if job.profile is not None else job for job in snapshot.jobs)
+    written = tuple(tuple(replace(member, siblings={}) for member in family) for family in families.values())
+    return _encode(
+        _SnapshotRow(snapshot.time_s, snapshot.nodes, bare, snapshot.hosts, written, tuple(profiled)),
+    )
 
 
 def decode_snapshot(data: bytes) -> ClusterSnapshot:
     """Return the snapshot of :func:`encode_snapshot`, equal to what was written."""
-    return msgspec.json.decode(data, type=ClusterSnapshot)
+    row = msgspec.json.decode(data, type=_SnapshotRow)
+    families = [tuple(linked({member.gpu: member for member in family}).values()) for family in row.families]
+    jobs = list(row.jobs)
+    for found in row.profiled:
+        jobs[found.job] = replace(jobs[found.job], profile=families[found.family][found.member])
+    return ClusterSnapshot(row.time_s, row.nodes, tuple(jobs), row.hosts)
 
 
 def encode_memory(memory: Memory) -> bytes:
@@ -152,6 +195,8 @@ def _memory_row(memory: Memory) -> _MemoryRow:
         tuple(sorted(memory.usage.items())),
         memory.usage_s,
         memory.sharing,
+        tuple(sorted(memory.sized.items())),
+        memory.moves,
     )
 
 
@@ -164,4 +209,6 @@ def _memory_of(row: _MemoryRow) -> Memory:
         usage=dict(row.usage),
         usage_s=row.usage_s,
         sharing=row.sharing,
+        sized=dict(row.sized),
+        moves=row.moves,
     )

@@ -15,5 +15,9 @@ class AlreadyRunningError(ServiceError):
     """Another cadenzad owns this store: the admin must stop it or name another store."""
 
 
+class RequestError(ServiceError):
+    """What an admin asked for by hand cannot be: the message says why."""
+
+
 class HubError(ServiceError):
     """The link to the agents cannot be opened: the admin must look at the keys or the address."""

@@ -8,7 +8,7 @@ from cadenza.sidecar.orders import LeaseReport, Report
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One change on a host; ``kind`` is registered, finished, state, ready, note, agent-up or agent-down."""
+    """One change on a host; ``kind`` is registered, finished, state, ready, saved, lost, note or agent-up and -down."""
 
     at_s: float
     kind: str
@@ -38,6 +38,10 @@ def _lease_changes(host: str, old: LeaseReport | None, new: LeaseReport, at_s: f
         found.append(Event(at_s, "state", host, new.job, new.restart, f"{old.state} -> {new.state}"))
     if old.ready != new.ready:
         found.append(Event(at_s, "ready", host, new.job, new.restart, new.why_not_ready))
+    if new.saved and not old.saved:
+        found.append(Event(at_s, "saved", host, new.job, new.restart, new.note))
+    if new.lost and not old.lost:
+        found.append(Event(at_s, "lost", host, new.job, new.restart, new.lost))
     if new.note and old.note != new.note:
         found.append(Event(at_s, "note", host, new.job, new.restart, new.note))
     return tuple(found)

@@ -23,9 +23,11 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from cadenza.policies.model import JobKey, Outcome
+from cadenza.policies.actions import Outcome
+from cadenza.policies.model import JobKey, Share
 from cadenza.sidecar.orders import (
     VERSION,
+    CheckpointOrder,
     Facts,
     FromAgent,
     LeaseLog,
@@ -34,6 +36,7 @@ from cadenza.sidecar.orders import (
     Steps,
     Switched,
     ToAgent,
+    Tune,
     YieldOrder,
 )
 from cadenza.slurm_plugin.service.agents import Agent, AgentBook
@@ -51,6 +54,10 @@ MAX_FRAME = 16 * 2**20
 STOP_TICK_S = 0.02
 CALL_TIMEOUT_S = 5.0
 LOG_EVERY = 100
+SAVE_S = 900.0
+"""Longest time that a job may take to save a checkpoint that it was ordered to."""
+STAND_S = 60.0
+"""How long it stands after it to be requeued: a round or two, and the restart of a service that was killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +146,25 @@ class Hub:
 
     def yield_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
         """Ask a job to stop and free its GPUs; on several hosts the thread finds the common stop step."""
-        timeout_s = self.settings.yield_timeout_s
+        order = YieldOrder(VERSION, *key, self.settings.yield_timeout_s)
         if len(hosts) == 1:
-            return self.send([(hosts[0], YieldOrder(VERSION, *key, timeout_s))])
-        return self._ask(lambda: self._send_all(self._stops.begin(key, hosts, self._clock.monotonic(), timeout_s)))
+            return self.send([(hosts[0], order)])
+        return self._ask(lambda: self._send_all(self._stops.begin(key, hosts, self._clock.monotonic(), order)))
+
+    def checkpoint_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
+        """Ask a job to save a checkpoint at a common boundary and to stand there until it is requeued."""
+        order = CheckpointOrder(VERSION, *key, self.settings.yield_timeout_s, SAVE_S, STAND_S)
+        if len(hosts) == 1:
+            return self.send([(hosts[0], order)])
+        return self._ask(lambda: self._send_all(self._stops.begin(key, hosts, self._clock.monotonic(), order)))
 
     def resume_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
         """Prefer a job for the GPUs that it waits for, on each of its hosts."""
         return self.send([(host, ResumeOrder(VERSION, *key)) for host in hosts])
+
+    def tune_job(self, key: JobKey, wanted: Mapping[str, Share]) -> Outcome:
+        """Change what a job has on each host that is named."""
+        return self.send([(host, Tune(VERSION, *key, share.cpus, share.memory_mb)) for host, share in wanted.items()])
 
     def tell(self, sheet: FactSheet) -> None:
         """Send new facts to all agents now, and repeat them each heartbeat as long as they are good."""

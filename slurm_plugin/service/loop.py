@@ -6,22 +6,27 @@ import logging
 import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import TypeAlias
 
-from cadenza.policies.model import Memory
+from cadenza.policies.decision import Memory
+from cadenza.policies.registry import warm
 from cadenza.policies.round import RoundReport, run_round
 from cadenza.sidecar.config import ConfigError
+from cadenza.slurm_plugin.service import moves
 from cadenza.slurm_plugin.service.clock import SystemClock
 from cadenza.slurm_plugin.service.cluster import ClusterGateway, facts_of, suspended_after
+from cadenza.slurm_plugin.service.enrich import EnrichedGateway
 from cadenza.slurm_plugin.service.errors import HubError
 from cadenza.slurm_plugin.service.hub import FactSheet, Hub
 from cadenza.slurm_plugin.service.log import action_line, action_lines
 from cadenza.slurm_plugin.service.notify import notify
 from cadenza.slurm_plugin.service.pace import early_s, pause_s
-from cadenza.slurm_plugin.service.policy import policy
+from cadenza.slurm_plugin.service.policy import allocates, policy
+from cadenza.slurm_plugin.service.profiles import Shelf
 from cadenza.slurm_plugin.service.release import adopted, release_round, settled
-from cadenza.slurm_plugin.service.settings import Settings, guard_settings, hub_settings, to_record
+from cadenza.slurm_plugin.service.settings import Settings, gpu_memory, guard_settings, hub_settings, to_record
 from cadenza.slurm_plugin.service.slurm import SlurmGateway
 from cadenza.slurm_plugin.service.store import SqliteStore
 
@@ -61,8 +66,10 @@ class Loop:
         self._clock = clock
         self._rng = rng
         self._cluster = ClusterGateway(parts.slurm, parts.hub, clock)
+        self._gateway = EnrichedGateway(self._cluster, parts.hub.agents, Shelf(None), parts.store.last_snapshot())
         self._good_s = float("-inf")
         self._forget_s = clock.monotonic()
+        moves.open_folder(parts.store.path)
         self._use(settings)
 
     @property
@@ -102,8 +109,9 @@ class Loop:
         try:
             self._record()
             self._recover()
+            self._store.adopt(moves.take(self._store.path, self._store.memory(), self._clock.now()))
             before, rules = self._store.memory(), guard_settings(self.settings)
-            report = run_round(self._cluster, self._clock, self._store, self._decide, rules)
+            report = run_round(self._gateway, self._clock, self._store, self._decide, rules)
             self._settle_memory(report, before)
             self._after(report)
             if rules.enforce and not rules.killed:
@@ -128,6 +136,11 @@ class Loop:
     def _use(self, settings: Settings) -> None:
         self.settings = settings
         self._decide = policy(settings)
+        if allocates(settings):
+            warm(settings.policy.allocate)
+        folder = settings.profiles.directory
+        self._gateway.shelf = Shelf(Path(folder) if folder else None)
+        self._gateway.gpu_memory_gb = gpu_memory(settings)
         self._store.use_settings(to_record(settings))
 
     def _known_hosts(self) -> frozenset[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import TypeAlias
 
-from cadenza.policies.model import Gpu, JobKey, Lease, LeaseState
-from cadenza.sidecar.orders import LeaseReport
+from cadenza.policies.model import Gpu, JobKey, Lease, LeaseState, Use
+from cadenza.sidecar.orders import JobTelemetry, LeaseReport
 from cadenza.slurm_plugin.service.agents import Agent
 
 Parts: TypeAlias = Mapping[str, LeaseReport]
@@ -48,6 +49,37 @@ def merge(parts: Parts, agents: Mapping[str, Agent], now_s: float) -> Lease:
         iteration_s=max(iterations, default=None),
         exclusive=not all(lease.managed for lease in leases),
         step=min(lease.step for lease in leases),
+        use=use([lease.telemetry for lease in leases if lease.telemetry is not None]),
+        requeue_owner=next((lease.requeue_owner for lease in leases if lease.requeue_owner), ""),
+        checkpoints=all(lease.checkpoints and not lease.requeue_owner for lease in leases),
+        lost=next((f"{host}: {lease.lost}" for host, lease in sorted(parts.items()) if lease.lost), ""),
+        saved=state == "stopping" and len(parts) >= leases[0].hosts and all(lease.saved for lease in leases),
+    )
+
+
+def use(hosts: Sequence[JobTelemetry]) -> Use | None:
+    """Return what was measured of a job on its hosts: sums, but the worst of what is a rank's, and the mean use."""
+    if not hosts:
+        return None
+
+    def over(how: Callable[[Iterable[float]], float], field: str) -> float | None:
+        known = [value for one in hosts if (value := getattr(one, field)) is not None]
+        return round(how(known), 6) if known else None
+
+    on_gpu = all(one.memory_kind == "gpu" for one in hosts)
+    return Use(
+        samples_s=over(sum, "samples_s"),
+        iteration_p99_s=over(max, "iteration_p99_s"),
+        data_wait=over(max, "data_wait"),
+        gpu_percent=over(fmean, "gpu_percent"),
+        gpu_memory_mb=over(sum, "gpu_memory_mb"),
+        cpu_percent=over(sum, "cpu_percent"),
+        rss_mb=over(sum, "rss_mb"),
+        read_mb_s=over(sum, "read_mb_s"),
+        memory_low_mb=over(max, "memory_low_mb") if on_gpu else None,
+        memory_peak_mb=over(max, "memory_peak_mb") if on_gpu else None,
+        order_arrived_s=over(max, "order_arrived_s"),
+        order_done_s=over(max, "order_done_s"),
     )
 
 

@@ -1,28 +1,159 @@
-"""The configured policy as the function that a round calls."""
+"""The configured policy as the function that a round calls: the one that the simulator runs under these names."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from cadenza.policies.model import ClusterSnapshot, Decision, Memory
+from cadenza.policies.actions import Action, Migrate, Place, Tune, Unsuspend
+from cadenza.policies.decision import Decision, Memory
+from cadenza.policies.model import ClusterSnapshot, Job, Placement
+from cadenza.policies.moving import moving
+from cadenza.policies.policy import build
+from cadenza.policies.registry import entry
 from cadenza.policies.round import Decide
 from cadenza.policies.sharing.lanes import lane_actions
+from cadenza.policies.sharing.settings import SharingSettings, held_for_us
 from cadenza.policies.sharing.timeslice import decide as timeslice
+from cadenza.policies.sizing import as_sized, requests
 from cadenza.slurm_plugin.service.release import release_plan
-from cadenza.slurm_plugin.service.settings import Settings, sharing_settings
+from cadenza.slurm_plugin.service.settings import NO_ALLOCATION, Settings, policy_settings, sharing_settings
 
 
 def policy(settings: Settings) -> Decide:
     """Return ``decide(snapshot, memory)`` under these settings; a pure function, so a replay calls it too."""
+    decide = chosen(settings)
+    return moving(_sized(decide, settings) if sizes_pending(settings) else decide)
+
+
+def sizes_pending(settings: Settings) -> bool:
+    """Whether pending jobs ask for what their profiles say."""
+    table = settings.policy
+    return table.size_pending and allocates(settings) and entry("allocation", table.allocate).profiled
+
+
+def allocates(settings: Settings) -> bool:
+    """Whether CPUs and memory are given out by an allocation."""
+    return settings.policy.allocate != NO_ALLOCATION
+
+
+def chosen(settings: Settings) -> Decide:
+    """Return the policy of the three names, before pending jobs are sized and moves carried out."""
+    table, rules = settings.policy, sharing_settings(settings)
+    if table.share == "none":
+        return _exclusive(settings) if rules.places and allocates(settings) else _unshared(settings)
+    if (table.order, table.allocate, table.share) == ("fifo", NO_ALLOCATION, "timeslice"):
+        return lambda snapshot, memory: timeslice(snapshot, memory, rules)
+    decide = _built(settings, table.share)
+    return decide if allocates(settings) else _as_asked(decide)
+
+
+def _built(settings: Settings, share: str) -> Decide:
+    """Return what the simulator calls for these names."""
+    allocate = settings.policy.allocate if allocates(settings) else "proportional"
+    return build(settings.policy.order, allocate, share, policy_settings(settings)).decide
+
+
+def _as_asked(decide: Decide) -> Decide:
+    """Return a policy that leaves jobs with the CPUs and memory that they asked for."""
+
+    def decided(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
+        found = decide(snapshot, memory)
+        return replace(found, actions=tuple(map(_plain, (a for a in found.actions if not isinstance(a, Tune)))))
+
+    return decided
+
+
+def _plain(action: Action) -> Action:
+    """Return an action that changes where a job runs, without a change of its CPUs and memory."""
+    if isinstance(action, Place):
+        return replace(action, shares=())
+    if isinstance(action, Migrate):
+        return replace(action, shares=tuple(share._replace(cpus=0, memory_mb=0) for share in action.shares))
+    return action
+
+
+def _sized(decide: Decide, settings: Settings) -> Decide:
+    """Return a policy that has pending jobs ask for what their profiles say; those that it places get it there."""
     rules = sharing_settings(settings)
-    if settings.sharing.policy == "none":
-        closed = replace(rules, enforce=False)
-        return lambda snapshot, memory: Decision(
-            (*release_plan(snapshot, memory, "sharing is off"), *lane_actions(snapshot, memory, closed)),
-            memory,
-        )
 
-    def decide(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
-        return timeslice(snapshot, memory, rules)
+    def decided(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
+        sizes = requests(snapshot, memory, rules)
+        found = decide(as_sized(snapshot, sizes), memory)
+        placed = {action.job for action in found.actions if isinstance(action, Place)}
+        wanted = [size for key, size in sizes.items() if key not in placed]
+        reasons = {**found.reasons}
+        for size in wanted:
+            reasons[size.job] = "; ".join(filter(None, (reasons.get(size.job, ""), size.reason)))
+        return replace(found, actions=(*wanted, *found.actions), reasons=reasons)
 
-    return decide
+    return decided
+
+
+# --- One job a GPU -------------------------------------------------------------------------------------
+
+
+def _unshared(settings: Settings) -> Decide:
+    """Return a policy under which Slurm starts every job, and what runs is only tuned."""
+    closed = replace(sharing_settings(settings), enforce=False)
+    tune = _built(settings, "timeslice") if allocates(settings) else None
+
+    def decided(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
+        undone = release_plan(snapshot, memory, "sharing is off")
+        found = tune(snapshot, memory) if tune is not None else Decision((), memory)
+        tunes = (action for action in found.actions if isinstance(action, Tune))
+        return replace(found, actions=(*undone, *lane_actions(snapshot, memory, closed), *tunes))
+
+    return decided
+
+
+def _exclusive(settings: Settings) -> Decide:
+    """Return a policy that places every job on lane 0, by order and allocation, and requeues those it preempts."""
+    rules = sharing_settings(settings)
+    closed, built = replace(rules, enforce=False), _built(settings, "none")
+
+    def decided(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
+        found = built(_steerable(snapshot, memory, rules), memory)
+        resumed = (a for a in release_plan(snapshot, memory, "sharing is off") if isinstance(a, Unsuspend))
+        actions = (_enough(action, snapshot) for action in found.actions if not _is_so(action, snapshot))
+        return replace(found, actions=(*resumed, *lane_actions(snapshot, memory, closed), *actions))
+
+    return decided
+
+
+def _steerable(snapshot: ClusterSnapshot, memory: Memory, rules: SharingSettings) -> ClusterSnapshot:
+    """Return the snapshot in which only jobs that we may start and requeue count as managed."""
+    first = {node.host: node.name for node in snapshot.nodes if node.lane == 0}
+    lanes = {node.name: first.get(node.host, node.name) for node in snapshot.nodes if node.lane}
+    jobs = (_steered(job, memory, lanes) if rules.manages(job) else job for job in snapshot.jobs)
+    return replace(snapshot, jobs=tuple(jobs))
+
+
+def _steered(job: Job, memory: Memory, lanes: Mapping[str, str]) -> Job:
+    if job.held and not held_for_us(job, memory):
+        return replace(job, unmanageable="its owner holds it")
+    if any(name in lanes for name in job.nodes):  # it goes on there until it ends, and its GPUs are those of lane 0
+        return replace(job, nodes=tuple(lanes.get(name, name) for name in job.nodes), unmanageable="on a further lane")
+    if job.nodes and not job.requeueable:
+        return replace(job, unmanageable="Slurm may not requeue it")
+    return job
+
+
+def _is_so(action: Action, snapshot: ClusterSnapshot) -> bool:
+    """Whether a job has been placed there already and Slurm only has to start it."""
+    job = snapshot.job(action.job) if isinstance(action, Place) else None
+    return job is not None and isinstance(action, Place) and not job.held and job.required_nodes == action.nodes
+
+
+def _enough(action: Action, snapshot: ClusterSnapshot) -> Action:
+    """Return a placement with no less memory than its job asked for, nor CPUs where nobody knows what they bring."""
+    job = snapshot.job(action.job) if isinstance(action, Place | Migrate) else None
+    if job is None or not isinstance(action, Place | Migrate) or not action.shares:
+        return action
+    parts = len(action.shares)
+    cpus = 0 if job.profile is not None else -(-job.cpus // parts)
+    shares: Placement = tuple(
+        share._replace(cpus=max(share.cpus, cpus), memory_mb=max(share.memory_mb, -(-job.memory_mb // parts)))
+        for share in action.shares
+    )
+    return replace(action, shares=shares)

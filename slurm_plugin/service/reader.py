@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import msgspec
 
-from cadenza.policies.model import ClusterSnapshot, Decision, Job, Memory
+from cadenza.policies.decision import Decision, Memory
+from cadenza.policies.model import ClusterSnapshot, Job
 from cadenza.slurm_plugin.service import codec, schema
 from cadenza.slurm_plugin.service.errors import StoreError
 
@@ -142,7 +144,7 @@ class StoreReader:
         """Return what is known of a job id, newest rows first, at most ``limit`` of each kind."""
         reason = self._rows("SELECT reason, at_s FROM reasons WHERE job = ? ORDER BY at_s DESC LIMIT 1", (job,))
         last = self.round()
-        mine = [found for found in (last.snapshot.jobs if last else ()) if found.key.id == job]
+        mine = [_alone(found) for found in (last.snapshot.jobs if last else ()) if found.key.id == job]
         return Why(
             job,
             reason[0]["reason"] if reason else "",
@@ -190,6 +192,11 @@ def _struct(row: sqlite3.Row, kind: type[R]) -> R:
     if "gpus" in fields:
         fields["gpus"] = json.loads(fields["gpus"])
     return msgspec.convert(fields, kind, strict=False)
+
+
+def _alone(job: Job) -> Job:
+    """Return a job whose profile does not lead to those of other GPU types, which refer to each other."""
+    return job if job.profile is None else replace(job, profile=replace(job.profile, siblings={}))
 
 
 def _round(row: sqlite3.Row) -> Round:

@@ -5,19 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from cadenza.policies.actions import Action, Outcome, Place, Release, Unsuspend
+from cadenza.policies.decision import Decision, Memory
 from cadenza.policies.guard import Guarded
 from cadenza.policies.ledger import remember
-from cadenza.policies.model import (
-    Action,
-    ClusterSnapshot,
-    Decision,
-    Job,
-    Memory,
-    Outcome,
-    Place,
-    Release,
-    Unsuspend,
-)
+from cadenza.policies.model import ClusterSnapshot, Job
 from cadenza.policies.round import Clock, Gateway, RoundReport
 from cadenza.policies.sharing.lanes import drained_by_us
 from cadenza.policies.sharing.settings import held_for_us

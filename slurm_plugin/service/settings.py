@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
+from cadenza.policies.case import Costs
+from cadenza.policies.errors import InputError
 from cadenza.policies.guard import GuardSettings
-from cadenza.policies.sharing.settings import SharingSettings
+from cadenza.policies.policy import PolicySettings
+from cadenza.policies.registry import Kind, entry
+from cadenza.policies.sharing.settings import GandivaSettings, SharingSettings
 from cadenza.sidecar.agent.settings import AgentSettings
-from cadenza.sidecar.config import DEFAULT_PATH, load
+from cadenza.sidecar.config import DEFAULT_PATH, ConfigError, Key, load, where
 from cadenza.slurm_plugin.service.hub import HubSettings
 
 Text: TypeAlias = Annotated[str, Meta(min_length=1)]
@@ -85,10 +89,6 @@ class GuardTable(msgspec.Struct, frozen=True):
 class SharingTable(msgspec.Struct, frozen=True):
     """``[sharing]``: how jobs take turns."""
 
-    policy: Annotated[
-        Literal["timeslice", "none"],
-        Meta(description="timeslice: jobs take turns on a GPU; none: they never do"),
-    ] = "timeslice"
     slice_s: Annotated[float, Meta(description="One turn of a job with weight 1", gt=0)] = 60.0
     share_between_users: Annotated[bool, Meta(description="Whether jobs of different users may share a GPU")] = False
     suspend: Annotated[
@@ -111,12 +111,85 @@ class SharingTable(msgspec.Struct, frozen=True):
     ] = 60.0
 
 
+class PolicyTable(msgspec.Struct, frozen=True):
+    """``[policy]``: who goes first, who gets what, and how jobs share; ``cadenza policies`` lists the names."""
+
+    order: Annotated[Text, Meta(description="Who goes first: fifo, srtf, las, ftf, tiresias, gavel, fairshare …")] = (
+        "fifo"
+    )
+    allocate: Annotated[
+        Text,
+        Meta(
+            description="How CPUs and memory are given out: cadenza, proportional, tune, opt …; none: jobs keep what "
+            "they asked for"
+        ),
+    ] = "none"
+    share: Annotated[
+        Text,
+        Meta(
+            description="none: a GPU has one job; timeslice: jobs take turns; gandiva: they are also packed, moved "
+            "and resized, see [gandiva]"
+        ),
+    ] = "timeslice"
+    size_pending: Annotated[
+        bool,
+        Meta(description="Whether pending jobs with a profile ask for the CPUs and memory that it says they can use"),
+    ] = True
+    margin: Annotated[
+        float,
+        Meta(
+            description="An allocation must promise this much more than the proportional throughput, or be the "
+            "proportional share: for profiles that are noisy",
+            ge=0,
+            le=1,
+        ),
+    ] = 0.0
+    evaluations: Annotated[int, Meta(description="Most evaluations of an allocation's search", ge=0)] = 200
+    starvation_s: Annotated[
+        float, Meta(description="A job that has not run for longer goes first, without [policy] share", gt=0)
+    ] = 1000 * 3600.0
+    usage_half_life_s: Annotated[
+        float, Meta(description="In this time past usage counts half (fairshare)", gt=0)
+    ] = 7 * 86400.0
+    move_s: Annotated[
+        float, Meta(description="What moving a job to other nodes is thought to cost it, without progress", ge=0)
+    ] = 30.0
+    horizon_s: Annotated[float, Meta(description="A move must gain more than it costs within this time", gt=0)] = 3600.0
+    gpu_memory_gb: Annotated[
+        frozenset[Annotated[str, Meta(pattern=r"^[\w.-]*=\d+(\.\d+)?$")]],
+        Meta(description='Memory of each GPU by its type in Slurm, such as "a100=80"; "=80": of all others (packing)'),
+    ] = frozenset()
+
+
+class GandivaTable(msgspec.Struct, frozen=True):
+    """``[gandiva]``: the parts of ``share = "gandiva"``, each of which can be left out."""
+
+    pack: Annotated[bool, Meta(description="Run two jobs on the same GPUs at once, as long as that pays")] = True
+    migrate: Annotated[bool, Meta(description="Move jobs to idle GPUs and away from crowded ones")] = True
+    defrag: Annotated[bool, Meta(description="Move jobs together so that hosts become free for large ones")] = True
+    elastic: Annotated[bool, Meta(description="Grow and shrink jobs that set min_gpus or max_gpus")] = True
+    idle_s: Annotated[float, Meta(description="GPUs must be idle this long before a job grows", ge=0)] = 60.0
+    move_every_s: Annotated[float, Meta(description="Least time between two moves or resizes of a job", ge=0)] = 600.0
+    moves_per_round: Annotated[int, Meta(description="Most moves and resizes in one round", ge=0)] = 8
+
+
+class ProfilesTable(msgspec.Struct, frozen=True):
+    """``[profiles]``: what is known of the jobs' speed by CPUs and memory."""
+
+    directory: Annotated[
+        str, Meta(description="Profiles (*.json, cadenza.profile/1), read again when they change; empty: none")
+    ] = "/etc/cadenza/profiles"
+
+
 class Settings(msgspec.Struct, frozen=True):
     """The whole file. The defaults observe only and manage no partition."""
 
     service: ServiceTable = ServiceTable()
     guard: GuardTable = GuardTable()
     sharing: SharingTable = SharingTable()
+    policy: PolicyTable = PolicyTable()
+    gandiva: GandivaTable = GandivaTable()
+    profiles: ProfilesTable = ProfilesTable()
     agent: AgentSettings = AgentSettings()
 
     @property
@@ -138,11 +211,38 @@ class Settings(msgspec.Struct, frozen=True):
 def load_settings(path: Path | None) -> Settings:
     """Return the settings in ``path``; without one, in the default file, or the defaults when there is none.
 
-    Raise ``cadenza.sidecar.config.ConfigError`` naming the file and the key.
+    Raise ``cadenza.sidecar.config.ConfigError`` naming the file with its line and the key.
     """
     if path is None and not DEFAULT_PATH.exists():
         return Settings()
-    return load(path or DEFAULT_PATH, Settings)
+    file = path or DEFAULT_PATH
+    settings = load(file, Settings, moved=MOVED)
+    _check_policy(settings.policy, file)
+    return settings
+
+
+MOVED: dict[Key, Key] = {("sharing", "policy"): ("policy", "share")}
+"""Keys of earlier versions and where they are now."""
+
+
+def _check_policy(table: PolicyTable, file: Path) -> None:
+    """Raise ConfigError for a name that no policy has."""
+    kinds: tuple[tuple[Kind, str, str], ...] = (
+        ("ordering", "order", table.order),
+        ("allocation", "allocate", table.allocate),
+        ("sharing", "share", table.share),
+    )
+    for kind, key, name in kinds:
+        try:
+            if (key, name) != ("allocate", NO_ALLOCATION):
+                entry(kind, name)
+        except InputError as error:
+            keys = [("policy", key), *(old for old, new in MOVED.items() if new == ("policy", key))]
+            at = next((place for one in keys if (place := where(file, one)) != str(file)), file)
+            raise ConfigError(f"{at}: policy.{key}: {error}") from None
+
+
+NO_ALLOCATION = "none"
 
 
 def guard_settings(settings: Settings) -> GuardSettings:
@@ -175,7 +275,39 @@ def sharing_settings(settings: Settings) -> SharingSettings:
         max_priority=table.max_priority,
         admission=settings.service.admission,
         partitions=settings.guard.partitions,
+        floor=True,
     )
+
+
+def policy_settings(settings: Settings) -> PolicySettings:
+    """Return what the policies of ``[policy]`` take."""
+    table, functions = settings.policy, settings.gandiva
+    return PolicySettings(
+        partitions=settings.guard.partitions,
+        starvation_s=table.starvation_s,
+        costs=Costs(move_s=table.move_s, horizon_s=table.horizon_s, round_s=settings.service.poll_s),
+        margin=table.margin,
+        evaluations=table.evaluations,
+        usage_half_life_s=table.usage_half_life_s,
+        sharing=sharing_settings(settings),
+        gandiva=GandivaSettings(
+            pack=functions.pack,
+            migrate=functions.migrate,
+            defrag=functions.defrag,
+            elastic=functions.elastic,
+            idle_s=functions.idle_s,
+            move_every_s=functions.move_every_s,
+            moves_per_round=functions.moves_per_round,
+            move_s=table.move_s,
+            horizon_s=table.horizon_s,
+        ),
+    )
+
+
+def gpu_memory(settings: Settings) -> dict[str, float]:
+    """Return the memory of a GPU by type, GB; under "" that of types that are not named."""
+    pairs = (text.partition("=") for text in settings.policy.gpu_memory_gb)
+    return {kind: float(size) for kind, _, size in pairs}
 
 
 def hub_settings(settings: Settings) -> HubSettings:
@@ -196,4 +328,8 @@ def to_record(settings: Settings) -> str:
 
 def from_record(text: str) -> Settings:
     """Return the settings of :func:`to_record`; keys that later versions added have their defaults."""
-    return msgspec.json.decode(text, type=Settings)
+    values = msgspec.json.decode(text, type=dict[str, dict[str, Any]])
+    for (old, key), (new, name) in MOVED.items():
+        if key in values.get(old, {}):
+            values.setdefault(new, {}).setdefault(name, values[old].pop(key))
+    return msgspec.convert(values, Settings)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pkgutil
 from typing import Protocol, cast
 
-from cadenza.policies.model import Action, ClusterSnapshot, Outcome
+from cadenza.policies.actions import Action, Outcome
+from cadenza.policies.model import ClusterSnapshot
 from cadenza.sidecar.config import ConfigError
 
 

@@ -8,7 +8,17 @@ from typing import TypeAlias
 
 from cadenza.policies.model import JobKey
 from cadenza.sidecar.agent.stop import Cancel, Commit, Plan, Progress, Raise, Wait, plan_stop
-from cadenza.sidecar.orders import VERSION, CancelOrder, CommitOrder, Steps, StopAt, Switched, ToAgent, YieldOrder
+from cadenza.sidecar.orders import (
+    VERSION,
+    CancelOrder,
+    CheckpointOrder,
+    CommitOrder,
+    Steps,
+    StopAt,
+    Switched,
+    ToAgent,
+    YieldOrder,
+)
 
 Orders: TypeAlias = list[tuple[str, ToAgent]]
 
@@ -48,12 +58,12 @@ class Stops:
         """Whether :meth:`tick` has anything to watch."""
         return bool(self._stops)
 
-    def begin(self, key: JobKey, hosts: Iterable[str], now_s: float, timeout_s: float) -> Orders:
-        """Start stopping a job; nothing is sent when that is under way already."""
+    def begin(self, key: JobKey, hosts: Iterable[str], now_s: float, order: YieldOrder | CheckpointOrder) -> Orders:
+        """Start stopping a job by an order to all its hosts; nothing is sent when that is under way already."""
         if key in self._stops:
             return []
-        stop = self._stops[key] = _Stop(tuple(sorted(hosts)), now_s, timeout_s, now_s)
-        return [(host, YieldOrder(VERSION, *key, timeout_s)) for host in stop.hosts]
+        stop = self._stops[key] = _Stop(tuple(sorted(hosts)), now_s, order.timeout_s, now_s)
+        return _all(stop.hosts, order)
 
     def hear(self, steps: Steps, now_s: float) -> Orders:
         """Take a host's progress in and return what follows from it."""
@@ -78,7 +88,7 @@ class Stops:
         if stop is None or done.kind == "resume":
             return []
         del self._stops[key]
-        if done.kind == "yield":
+        if done.kind in ("yield", "checkpoint"):
             return []
         return _all(stop.hosts, CancelOrder(VERSION, *key, f"{done.kind} on {done.host}: {done.note}"))
 

@@ -10,17 +10,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from cadenza.policies.actions import Action, DrainNode, OpenNode, Outcome
+from cadenza.policies.decision import Decision, Memory
 from cadenza.policies.guard import Guarded
-from cadenza.policies.model import (
-    Action,
-    ClusterSnapshot,
-    Decision,
-    DrainNode,
-    JobKey,
-    Memory,
-    OpenNode,
-    Outcome,
-)
+from cadenza.policies.model import ClusterSnapshot, JobKey
 from cadenza.policies.round import Clock
 from cadenza.sidecar.orders import LeaseLog, Switched
 from cadenza.slurm_plugin.service import codec, schema

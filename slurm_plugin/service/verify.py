@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from cadenza.policies.model import (
+from cadenza.policies.actions import (
     Action,
-    ClusterSnapshot,
     DrainNode,
-    Job,
-    Node,
+    Migrate,
     OpenNode,
     Place,
     Release,
     Requeue,
+    Resize,
     Resume,
+    Size,
     Suspend,
     Unsuspend,
     Yield,
 )
+from cadenza.policies.model import ClusterSnapshot, Job, Node
 
 Verdict: TypeAlias = Literal["verified", "failed", "gone"]
 
@@ -33,14 +34,14 @@ def verdict(action: Action, snapshot: ClusterSnapshot, applied_s: float) -> Verd
 
     *gone*: the job or node has left, so there is nothing to see. None: not visible, and still in time.
     """
-    if isinstance(action, Yield | Resume) and not snapshot.hosts:
+    if isinstance(action, Yield | Resume | Migrate | Resize) and not snapshot.hosts:
         return None  # read without the agents: it shows no leases
     seen = _seen(action, snapshot)
     if seen is None:
         return "gone"
     if seen:
         return "verified"
-    grace = AGENT_GRACE_S if isinstance(action, Yield | Resume) else SLURM_GRACE_S
+    grace = AGENT_GRACE_S if isinstance(action, Yield | Resume | Migrate | Resize) else SLURM_GRACE_S
     return "failed" if snapshot.time_s - applied_s > grace else None
 
 
@@ -49,7 +50,7 @@ def _seen(action: Action, snapshot: ClusterSnapshot) -> bool | None:
         node = next((node for node in snapshot.nodes if node.name == action.node), None)
         return None if node is None else _node_shows(action, node)
     job = snapshot.job(action.job)
-    if isinstance(action, Requeue):
+    if isinstance(action, Requeue) or (isinstance(action, Migrate | Resize) and job is None):
         # The incarnation that we requeued must be over: its successor has another restart count.
         return job is None
     return None if job is None else _job_shows(action, job)
@@ -62,13 +63,13 @@ def _node_shows(action: DrainNode | OpenNode, node: Node) -> bool:
 def _job_shows(action: Action, job: Job) -> bool:
     state = job.lease.state if job.lease else None
     match action:
-        case Suspend():
-            return job.state == "SUSPENDED"
-        case Unsuspend():
-            return job.state != "SUSPENDED"
+        case Suspend() | Unsuspend():
+            return (job.state == "SUSPENDED") == isinstance(action, Suspend)
+        case Size(cpus=cpus):
+            return job.state != "PENDING" or job.cpus == cpus
         case Place() | Release():
             return not job.held
-        case Yield():
+        case Yield() | Migrate() | Resize():
             return state in ("stopping", "yielded", "waiting")
         case Resume():
             return state in ("held", "stopping")

@@ -21,6 +21,8 @@ struct options {
 	long max_gpus;
 	long priority;
 	char model[65];
+	long iterations;
+	long duration_s;
 };
 
 /* Arguments of the plugstack line. */
@@ -40,6 +42,8 @@ struct job {
 	bool managed;
 	size_t gpu_count;
 	int gpus[MAX_GPUS];
+	uint32_t cpus; /* of the whole job on this host; 0: a step does not know */
+	uint64_t memory_mb;
 	char user[MAX_NAME];
 	char node[MAX_NAME];
 	char options[MAX_OPTIONS]; /* the text, once options_parse has taken it */

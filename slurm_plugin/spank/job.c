@@ -25,6 +25,16 @@ static bool step_has_gpus(spank_t spank, const struct job *job, char *list, int 
 	return task_variable(spank, script ? "SLURM_JOB_GPUS" : "SLURM_STEP_GPUS", list, size) && *list;
 }
 
+/* What the books give the job here. Only the script has all of its CPUs: another step may have been given a part. */
+static void find_size(spank_t spank, struct job *job)
+{
+	uint16_t cpus = 0;
+
+	if (job->step == SLURM_BATCH_SCRIPT && spank_get_item(spank, S_JOB_NCPUS, &cpus) == ESPANK_SUCCESS)
+		job->cpus = cpus;
+	spank_get_item(spank, S_JOB_ALLOC_MEM, &job->memory_mb);
+}
+
 /* The comment is where everything that was asked for has been merged; without its word the flag counts. */
 static void find_options(spank_t spank, struct job *job, enum word word)
 {
@@ -57,6 +67,7 @@ bool job_of_task(spank_t spank, const struct config *config, struct job *job)
 	spank_get_item(spank, S_SLURM_RESTART_COUNT, &job->restart);
 	snprintf(job->node, sizeof(job->node), "%s", node ? node : "");
 	job->lane = lane_of(job->node);
+	find_size(spank, job);
 	if (!step_has_gpus(spank, job, gpus, sizeof(gpus)))
 		return false;
 	if (!handover_read(config, job, &word))

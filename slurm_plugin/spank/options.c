@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define KEYS "share, min_gpus, max_gpus, model, priority, or off alone"
+#define KEYS "share, min_gpus, max_gpus, model, priority, iterations, duration_s, or off alone"
 
 static int refuse(char *why, size_t size, const char *key, const char *rule, const char *value)
 {
@@ -65,6 +65,12 @@ static int set_option(struct options *options, const char *key, const char *valu
 	if (!strcmp(key, "priority"))
 		return number(value, -1000000, 1000000, &options->priority)
 			       ? refuse(why, size, key, "is a number from -1000000 to 1000000", value) : 0;
+	if (!strcmp(key, "iterations"))
+		return number(value, 1, 2000000000, &options->iterations)
+			       ? refuse(why, size, key, "is a number from 1 to 2000000000", value) : 0;
+	if (!strcmp(key, "duration_s"))
+		return number(value, 1, 2000000000, &options->duration_s)
+			       ? refuse(why, size, key, "is a number from 1 to 2000000000", value) : 0;
 	snprintf(why, size, "unknown key '%.80s' (known: " KEYS ")", key);
 	return -1;
 }

@@ -6,24 +6,10 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from cadenza.policies.actions import Action, Outcome, Suspend, Yield
+from cadenza.policies.decision import Decision, Memory
 from cadenza.policies.guard import GuardSettings
-from cadenza.policies.model import (
-    Action,
-    ClusterSnapshot,
-    Decision,
-    Gpu,
-    Host,
-    Job,
-    JobKey,
-    Lease,
-    LeaseState,
-    Memory,
-    Node,
-    Options,
-    Outcome,
-    Suspend,
-    Yield,
-)
+from cadenza.policies.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, LeaseState, Node, Options
 from cadenza.policies.round import run_round
 from cadenza.sidecar.orders import VERSION, Switched
 from cadenza.slurm_plugin.service.clock import SystemClock

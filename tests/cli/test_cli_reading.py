@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cli_rig import BOOKS, cluster, fill, job, write_config
 from click.testing import CliRunner, Result
 
+from cadenza.policies.model import Progress, Share, Use
+from cadenza.policies.profile import Profile, linked
 from cadenza.slurm_plugin.cli.main import main
 
 
@@ -72,6 +75,37 @@ def test_why_tells_the_decision_and_the_measured_yield(sharing: Path) -> None:
     assert found["actions"][0]["allowed"] is True
     assert found["switches"][0]["boundary_s"] == 0.021
     assert found["summary"] == "its turn ends: job 2 is next on n1:gpu0-1"
+
+
+def test_what_was_measured_is_told(config: Path) -> None:
+    use = Use(samples_s=2099.2, data_wait=0.031, gpu_percent=93.0, memory_low_mb=4100.0)
+    first = job(1, "first", "held")
+    assert first.lease is not None
+    lease = replace(first.lease, use=use, requeue_owner="lightning")
+    fill(config, cluster(replace(first, lease=lease), job(2, "second", "waiting")), apply=False)
+    text = run("why", "1", "--config", str(config)).stdout
+    assert "measured: 0.03 s an iteration, 2099 samples/s, 3% of it waiting for data, GPU 93 %, 4100 MB at" in text
+    assert "lightning requeues it by itself" in text
+    first_row, second_row = json.loads(run("top", "--once", "--json", "--config", str(config)).stdout)["jobs"]
+    assert (first_row["use"]["data_wait"], first_row["requeue_owner"], second_row["use"]) == (0.031, "lightning", None)
+
+
+def test_why_tells_of_profile_share_and_progress(config: Path) -> None:
+    shapes = {"cpus_per_gpu": (1.0, 4.0), "memory_gb_per_gpu": (4.0,), "throughput": ((0.5,), (1.0,))}
+    family = linked({gpu: Profile("resnet", 0.5, gpu=gpu, **shapes) for gpu in ("a100", "v100")})
+    first = job(
+        1, "first", "held", profile=family["a100"], profile_note="profile resnet (a.json), named by its model option",
+        placement=(Share("n1", 2, 8, 4000),), progress=Progress(0.0, 200.0, 50.0, 60.0),
+    )  # fmt: skip
+    refused = job(2, "second", "waiting", profile_note="has its proportional share, for its profile may not be used: x")
+    fill(config, cluster(first, refused), apply=False)
+    text = run("why", "1", "--config", str(config)).stdout
+    for said in ("profile resnet (a.json)", "has 8 CPUs and 4000 MB on n1", "25% done, 60 s with its GPUs"):
+        assert said in text
+    assert "proportional share, for its profile may not be used: x" in run("why", "2", "--config", str(config)).stdout
+    shown = json.loads(run("why", "1", "--json", "--config", str(config)).stdout)["job"]
+    assert (shown["profile"]["model"], shown["profile"]["siblings"]) == ("resnet", {})
+    assert json.loads(run("top", "--once", "--json", "--config", str(config)).stdout)["policy"] == "fifo/none/timeslice"
 
 
 def test_why_tells_what_would_have_been_done_in_observe_only(config: Path) -> None:

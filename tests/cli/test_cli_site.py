@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from click.testing import CliRunner, Result
 
 from cadenza.policies.model import ClusterSnapshot, Host, Node
 from cadenza.slurm_plugin.cli.checks import examine, failed
-from cadenza.slurm_plugin.cli.facts import Facts, KeyFile
+from cadenza.slurm_plugin.cli.facts import Facts, KeyFile, _keys
 from cadenza.slurm_plugin.cli.main import COMMANDS, main
 from cadenza.slurm_plugin.gateway.site import parse
 from cadenza.slurm_plugin.service.settings import load_settings
@@ -180,6 +181,29 @@ def test_doctor_names_what_is_wrong_and_what_to_do(tmp_path: Path, name: str, ab
     assert all(finding.advice for finding in findings if finding.level == "FAIL" and finding.about != "Slurm")
 
 
+def test_doctor_passes_on_what_agents_lack_and_warns_of_hosts_without_a_key(tmp_path: Path) -> None:
+    facts = healthy(tmp_path)
+    seen = facts.recorded
+    assert seen is not None
+    lacks = replace(seen.hosts[0], lacks=("driver_checkpoint = always: cuda-bindings is missing",))
+    found = examine(changed(facts, recorded=replace(seen, hosts=(lacks,))))
+    assert [one.seen for one in found if one.level == "WARN"] == list(lacks.lacks)
+    own = (KeyFile("/keys/agents/n2.key", False, 0o644),)
+    found = examine(changed(facts, keys=own, recorded=replace(seen, hosts=())))
+    assert [one.advice for one in found if one.about == "agent on n1"] == [
+        "no key here is n1's: copy its agent.key to agents/n1.key"
+    ]
+
+
+def test_doctor_wants_the_shared_key_or_one_for_each_host(tmp_path: Path) -> None:
+    settings = load_settings(write_config(tmp_path))
+    keys = Path(settings.service.keys)
+    assert [Path(one.path).name for one in _keys(settings)] == ["service.key_secret", "agent.key"]
+    (keys / "agents").mkdir(parents=True)
+    (keys / "agents" / "n1.key").touch()
+    assert [Path(one.path).name for one in _keys(settings)] == ["service.key_secret", "n1.key"]
+
+
 def test_doctor_runs_where_nothing_is_installed(tmp_path: Path) -> None:
     done = run("doctor", "--json", "--config", str(write_config(tmp_path)))
     assert done.exit_code == 1
@@ -216,3 +240,36 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     path.write_text("[nonsense]\n")
     assert run("check-config", str(path)).stderr.count("\n") == 1
     assert run("--debug", "check-config", str(path)).exception.__class__.__name__ == "ConfigError"
+
+
+def test_check_config_names_bad_profiles_and_keys_that_moved(tmp_path: Path) -> None:
+    (tmp_path / "resnet.json").write_text('{"schema": "cadenza.profile/1", "model": "resnet", "iteration_s": NaN}')
+    path = tmp_path / "cadenza.toml"
+    path.write_text(
+        f'[sharing]\npolicy = "none"\n[policy]\nallocate = "tune"\norder = "srtf"\n[gandiva]\npack = false\n'
+        f'[profiles]\ndirectory = "{tmp_path}"\n'
+    )
+    done = run("check-config", str(path))
+    assert done.exit_code == 0
+    for said in (
+        f"{path}:2: sharing.policy is policy.share now: move it",
+        "profile not used: resnet.json: NaN is not a number",
+        "holds no profile",
+        "orders placement in held admission only",
+        "[gandiva] has no effect",
+    ):
+        assert said in done.stdout
+
+
+def test_check_config_names_the_line_of_a_wrong_policy(tmp_path: Path) -> None:
+    path = tmp_path / "cadenza.toml"
+    path.write_text('[policy]\norder = "strf"\n')
+    done = run("check-config", str(path))
+    assert done.exit_code == 2
+    assert f"{path}:2: policy.order: no ordering is called 'strf'; did you mean 'srtf'?" in done.stderr
+
+
+def test_doctor_warns_of_profiles_that_are_not_used(tmp_path: Path) -> None:
+    facts = changed(healthy(tmp_path), profiles=2, profile_problems=("resnet.json: model 'resnet': throughput: …",))
+    found = [finding for finding in examine(facts) if finding.about == "profiles"]
+    assert [finding.level for finding in found] == ["WARN", "OK"]

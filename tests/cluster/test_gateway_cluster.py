@@ -8,20 +8,8 @@ from typing import Any
 
 import pytest
 
-from cadenza.policies.model import (
-    ClusterSnapshot,
-    DrainNode,
-    Job,
-    JobKey,
-    Node,
-    OpenNode,
-    Place,
-    Release,
-    Requeue,
-    Suspend,
-    Unsuspend,
-    Yield,
-)
+from cadenza.policies.actions import DrainNode, OpenNode, Place, Release, Requeue, Suspend, Unsuspend, Yield
+from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Node
 from cadenza.slurm_plugin.gateway.translate import snapshot
 
 from harness import Cluster, wait_for
@@ -30,6 +18,7 @@ PYTHON = "/opt/cadenza/bin/python"
 USER = "cadenza"
 DRIVE = """
 import json, sys, time
+from cadenza.policies.actions import *
 from cadenza.policies.model import *
 from cadenza.slurm_plugin.gateway.pyslurm_gateway import SlurmGateway
 with SlurmGateway() as gateway:

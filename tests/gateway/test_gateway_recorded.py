@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from gateway_rig import RECORDING, MakeGateway
 
-from cadenza.policies.model import JobKey, Suspend
+from cadenza.policies.actions import Suspend
+from cadenza.policies.model import JobKey
 from cadenza.slurm_plugin.gateway.errors import RecordingError
 from cadenza.slurm_plugin.gateway.record import record
 from cadenza.slurm_plugin.gateway.recorded import RecordedGateway

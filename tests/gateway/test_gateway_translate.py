@@ -25,6 +25,7 @@ from cadenza.slurm_plugin.gateway.translate import (
 
 ANSWERS = load(RECORDING)
 SUBMITTED, CHANGED, REQUEUED, PLACED = (snapshot(answer) for answer in ANSWERS)
+NOW_S = float(ANSWERS[0]["time_s"])
 
 
 def find(cluster: ClusterSnapshot, number: int) -> Job:
@@ -145,7 +146,7 @@ def test_kinds_of_job_that_cannot_be_shared(changes: dict[str, object], why: str
 
 
 def test_what_the_submit_plugin_found_is_passed_on() -> None:
-    found = job(raw_job(comment='{"cadenza":{"v":1,"share":false,"why":"cron jobs are not shared"}}'))
+    found = job(raw_job(comment='{"cadenza":{"v":1,"share":false,"why":"cron jobs are not shared"}}'), NOW_S)
     assert found is not None
     assert found.options == Options(share=False)
     assert found.unmanageable == "cron jobs are not shared"
@@ -161,7 +162,7 @@ def test_what_the_submit_plugin_found_is_passed_on() -> None:
 )  # fmt: skip
 def test_states(state: str, meaning: str | None) -> None:
     assert job_state(state) == meaning
-    assert (job(raw_job(state=state)) is None) == (meaning is None)
+    assert (job(raw_job(state=state), NOW_S) is None) == (meaning is None)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_gpus_among_counted_resources(counts: dict[str, int], gpus: int, kind: s
 )
 def test_requests_where_slurm_does_not_account_gpus(changes: dict[str, object], gpus: int) -> None:
     blank = {"gres_per_node": None, "requested_tres": {"cpu": 1}, "allocated_tres": None, "tres_per_task": {"cpu": 1}}
-    found = job(raw_job(**{**blank, **changes}))
+    found = job(raw_job(**{**blank, **changes}), NOW_S)
     assert found is not None
     assert found.gpus == gpus
 
@@ -298,6 +299,41 @@ JSON = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.
 
 @given(st.text() | JSON.map(json.dumps) | JSON.map(lambda value: json.dumps({"cadenza": value})))
 def test_no_comment_breaks_a_read(comment: str) -> None:
-    found = job(raw_job(comment=comment))
+    found = job(raw_job(comment=comment), NOW_S)
     assert found is not None
     assert found.options is None or '"cadenza"' in comment
+
+
+# --- What policies need besides ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "ran"),
+    [
+        ({"start_time": 1000}, 60.0),
+        ({"start_time": 1000, "suspend_time": 1030, "pre_suspension_time": 20}, 50.0),
+        ({"state": "SUSPENDED", "start_time": 1000, "suspend_time": 1030, "pre_suspension_time": 30}, 30.0),
+        ({"state": "PENDING", "start_time": 1000}, None),
+        ({"start_time": None}, None),
+    ],
+)
+def test_run_time_leaves_suspends_out(changes: dict[str, object], ran: float | None) -> None:
+    found = job(raw_job(**changes), 1060.0)
+    assert found is not None
+    assert found.run_s == ran
+
+
+def test_limit_command_and_tasks() -> None:
+    found = job(raw_job(37, time_limit=90, command="/home/a/train.sh --lr 1"), NOW_S)
+    assert found is not None
+    assert (found.time_limit_s, found.command, found.tasks) == (5400.0, "/home/a/train.sh --lr 1", 2)
+    assert find(SUBMITTED, 34).time_limit_s is None
+    assert find(SUBMITTED, 34).command == ""  # recorded before commands were read
+
+
+def test_how_long_a_job_is_can_be_stated() -> None:
+    wish = wish_of('{"cadenza":{"v":1,"share":true,"iterations":900,"duration_s":3600}}')
+    assert wish is not None
+    assert (wish.options.iterations, wish.options.duration_s) == (900, 3600)
+    with pytest.raises(BadOptions, match="duration_s"):
+        wish_of('{"cadenza":{"duration_s":"long"}}')

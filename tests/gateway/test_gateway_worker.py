@@ -10,18 +10,19 @@ from collections.abc import Callable
 import pytest
 from gateway_rig import MakeGateway
 
-from cadenza.policies.model import (
+from cadenza.policies.actions import (
     DrainNode,
-    JobKey,
     OpenNode,
     Place,
     Release,
     Requeue,
     Resume,
+    Size,
     Suspend,
     Unsuspend,
     Yield,
 )
+from cadenza.policies.model import JobKey, Share
 from cadenza.slurm_plugin.gateway.errors import (
     ActionRefused,
     EnvironmentLacks,
@@ -70,6 +71,19 @@ def test_place_changes_then_releases(gateway_with: MakeGateway, calls: Calls) ->
     assert gateway_with().apply(place).ok
     sizes = "'memory_per_node': 700, 'cpus_per_task': 3, 'min_cpus_per_node': 6"
     assert calls() == [f"modify 3 {{'required_nodes': ['node2', 'node3'], {sizes}}}", "release 3"]
+
+
+def test_shares_are_totals_over_tasks_and_the_most_memory_of_a_node(gateway_with: MakeGateway, calls: Calls) -> None:
+    shares = (Share("node2", 1, 3, 700), Share("node3", 1, 4, 900))
+    assert gateway_with().apply(Place(HELD, ("node2", "node3"), "r", shares=shares)).ok
+    sizes = "'memory_per_node': 900, 'cpus_per_task': 4, 'min_cpus_per_node': 8"
+    assert calls() == [f"modify 3 {{'required_nodes': ['node2', 'node3'], {sizes}}}", "release 3"]
+
+
+def test_a_size_changes_a_pending_job_and_nothing_else(gateway_with: MakeGateway, calls: Calls) -> None:
+    assert gateway_with().apply(Size(HELD, 6, 1001, "r")).ok
+    assert calls() == ["modify 3 {'memory_per_node': 501, 'cpus_per_task': 3, 'min_cpus_per_node': 6}"]
+    assert not gateway_with().apply(Size(RUNNING, 6, 1000, "r")).ok
 
 
 def test_fewer_cpus_lower_the_least_on_a_node_first(gateway_with: MakeGateway, calls: Calls) -> None:

@@ -83,9 +83,10 @@ def test_a_bare_flag_opts_in(slurm: Slurm, flag: str) -> None:
 
 
 def test_every_key_arrives_in_the_comment(slurm: Slurm) -> None:
-    job = slurm.submit("min_gpus=1,max_gpus=4,model=res18,priority=-3")
+    job = slurm.submit("min_gpus=1,max_gpus=4,model=res18,priority=-3,iterations=900,duration_s=60")
     assert options(job) == {
         "v": 1, "share": True, "min_gpus": 1, "max_gpus": 4, "model": "res18", "priority": -3,
+        "iterations": 900, "duration_s": 60,
     }  # fmt: skip
 
 

@@ -169,6 +169,7 @@ def test_commands_are_quoted_as_a_shell_takes_them():
     assert "cadenza simulate --trace &#x27;my jobs.csv&#x27; --order srtf" in render(comparison(saved), "t")
 
 
+@pytest.mark.slow
 def test_the_page_is_the_same_each_time_whatever_the_hash_seed_and_the_readers_own_style(tmp_path):
     (tmp_path / "matplotlibrc").write_text("lines.linewidth: 9\nsvg.fonttype: path\n")
     script = (
@@ -187,6 +188,7 @@ def test_the_page_is_the_same_each_time_whatever_the_hash_seed_and_the_readers_o
     assert len(found) == 1
 
 
+@pytest.mark.slow
 def test_six_large_results_stay_small():
     labels = ("a", "b", "c", "d", "e", "f")
     saved = [toy(label, seeds=(1, 2), jobs=2500, loads=tuple(range(2, 12))) for label in labels]

@@ -14,20 +14,8 @@ import msgspec
 import zmq
 import zmq.auth
 
-from cadenza.policies.model import (
-    Action,
-    ClusterSnapshot,
-    DrainNode,
-    Job,
-    JobKey,
-    Node,
-    OpenNode,
-    Options,
-    Outcome,
-    Release,
-    Suspend,
-    Unsuspend,
-)
+from cadenza.policies.actions import Action, DrainNode, OpenNode, Outcome, Release, Suspend, Unsuspend
+from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Node, Options
 from cadenza.sidecar.orders import VERSION, LeaseReport, Report, ToAgent
 from cadenza.slurm_plugin.service.clock import SystemClock
 from cadenza.slurm_plugin.service.codec import decode_snapshot, encode_snapshot

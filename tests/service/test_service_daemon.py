@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 from service_rig import BOOKS, FileSlurm, books, eventually, job, make_keys, write_config
 
-from cadenza.policies.model import Decision, JobKey, Memory, Options
+from cadenza.policies.decision import Decision, Memory
+from cadenza.policies.model import JobKey, Options
 from cadenza.slurm_plugin.service.clock import SystemClock
 from cadenza.slurm_plugin.service.lock import StoreLock
 from cadenza.slurm_plugin.service.reader import StoreReader
 from cadenza.slurm_plugin.service.store import SqliteStore
 
 A = JobKey(1, 0)
+
+pytestmark = pytest.mark.slow
 
 IMPATIENT = """
 import sys

@@ -22,7 +22,9 @@ from service_rig import (
     write_config,
 )
 
-from cadenza.policies.model import ClusterSnapshot, JobKey, Memory, Options, Outcome, Release, Unsuspend
+from cadenza.policies.actions import Outcome, Release, Unsuspend
+from cadenza.policies.decision import Memory
+from cadenza.policies.model import ClusterSnapshot, JobKey, Options
 from cadenza.sidecar.orders import CancelOrder, Facts, ResumeOrder, YieldOrder
 from cadenza.slurm_plugin.service.clock import SystemClock
 from cadenza.slurm_plugin.service.heartbeat import Heartbeat

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
-from service_rig import books, job, lease, node, report
+from service_rig import books, job, lease, node, report, write_config
 
-from cadenza.policies.model import Gpu, Host, JobKey, Outcome, Resume, Suspend, Unsuspend, Yield
+from cadenza.policies.actions import Outcome, Resume, Suspend, Unsuspend, Yield
+from cadenza.policies.model import Gpu, Host, JobKey, Use
 from cadenza.policies.round import RoundReport
-from cadenza.sidecar.orders import VERSION, CancelOrder, CommitOrder, LeaseReport, Steps, StopAt, Switched, YieldOrder
+from cadenza.sidecar.orders import (
+    VERSION,
+    CancelOrder,
+    CommitOrder,
+    JobTelemetry,
+    LeaseReport,
+    Steps,
+    StopAt,
+    Switched,
+    YieldOrder,
+)
 from cadenza.slurm_plugin.service.agents import Agent, AgentBook
 from cadenza.slurm_plugin.service.clock import SystemClock
 from cadenza.slurm_plugin.service.cluster import ClusterGateway, compose, facts_of, suspended_after
 from cadenza.slurm_plugin.service.merge import half_given, merge, parts_by_job
-from cadenza.slurm_plugin.service.settings import GuardTable, ServiceTable, Settings
+from cadenza.slurm_plugin.service.settings import GuardTable, ServiceTable, Settings, load_settings
 from cadenza.slurm_plugin.service.stops import Stops
 
 A = JobKey(1, 0)
+ORDER = YieldOrder(VERSION, 1, 0, 10.0)
 APPLY = Settings(service=ServiceTable(mode="apply"), guard=GuardTable(partitions=frozenset({"gpu"})))
 
 
@@ -42,6 +55,18 @@ def test_all_hosts_hold() -> None:
     assert (one.state, one.vtime_s, one.held_s, one.iteration_s, one.step) == ("held", 5.0, 8.0, 0.7, 7)
     assert one.gpus == (Gpu("n1", 0), Gpu("n1", 1), Gpu("n2", 2))
     assert one.ready
+
+
+def test_what_the_hosts_measured_is_put_together() -> None:
+    one = merged(
+        n1=gang("held", telemetry=JobTelemetry(5.0, samples_s=10.0, data_wait=0.1, gpu_percent=50.0, rss_mb=100.0,
+                                               memory_kind="gpu", memory_low_mb=7.0)),
+        n2=gang("held", telemetry=JobTelemetry(5.0, samples_s=20.0, data_wait=0.3, gpu_percent=70.0,
+                                               memory_kind="gpu"), requeue_owner="lightning"),
+    )  # fmt: skip
+    assert one.use == Use(samples_s=30.0, data_wait=0.3, gpu_percent=60.0, rss_mb=100.0, memory_low_mb=7.0)
+    assert one.requeue_owner == "lightning"
+    assert merged(n1=gang("held"), n2=gang("held")).use is None
 
 
 def test_half_given_occupies_and_cannot_stop() -> None:
@@ -101,6 +126,19 @@ def test_facts_per_host() -> None:
     assert not facts_of(snapshot, Settings(), frozenset())["n1"].enforce
 
 
+def test_agents_only_observe_while_the_kill_switch_is_set(tmp_path: Path) -> None:
+    settings = load_settings(write_config(tmp_path, mode="apply"))
+    snapshot = replace(books(job(1)), hosts=(Host("n1", agent_alive=True),))
+    assert facts_of(snapshot, settings, frozenset())["n1"].enforce
+    (tmp_path / "STOP").touch()
+    assert not facts_of(snapshot, settings, frozenset())["n1"].enforce
+
+
+def test_a_job_that_one_agent_lost_is_lost() -> None:
+    one = merged(n1=gang("held"), n2=gang("held", lost="restore of pid 7: out of memory"))
+    assert one.lost == "n2: restore of pid 7: out of memory"
+
+
 def test_suspended_after_counts_what_worked() -> None:
     a, b, c = (JobKey(n, 0) for n in (1, 2, 3))
     snapshot = books(job(1), job(2, state="SUSPENDED"), job(3))
@@ -127,6 +165,10 @@ class Link:
 
     def yield_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
         self.calls.append(("yield", key, hosts))
+        return Outcome(ok=True)
+
+    def checkpoint_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
+        self.calls.append(("checkpoint", key, hosts))
         return Outcome(ok=True)
 
     def resume_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
@@ -197,11 +239,11 @@ def steps(host: str, highest: int, *, arrived: bool = False, refused: str = "") 
 
 def test_one_stop_step_for_all_hosts() -> None:
     stops = Stops()
-    assert stops.begin(A, ("n2", "n1"), 0.0, 10.0) == [
+    assert stops.begin(A, ("n2", "n1"), 0.0, ORDER) == [
         ("n1", YieldOrder(VERSION, 1, 0, 10.0)),
         ("n2", YieldOrder(VERSION, 1, 0, 10.0)),
     ]
-    assert stops.begin(A, ("n1", "n2"), 0.0, 10.0) == []
+    assert stops.begin(A, ("n1", "n2"), 0.0, ORDER) == []
     assert stops.hear(steps("n1", 5), 0.1) == []
     assert stops.hear(steps("n2", 6), 0.1) == [(host, StopAt(VERSION, 1, 0, 7)) for host in ("n1", "n2")]
     assert stops.hear(steps("n1", 7, arrived=True), 0.2) == []
@@ -212,14 +254,14 @@ def test_one_stop_step_for_all_hosts() -> None:
 
 def test_a_refusal_cancels_everywhere() -> None:
     stops = Stops()
-    stops.begin(A, ("n1", "n2"), 0.0, 10.0)
+    stops.begin(A, ("n1", "n2"), 0.0, ORDER)
     orders = stops.hear(steps("n1", 5, refused="a shared storage"), 0.1)
     assert orders == [(host, CancelOrder(VERSION, 1, 0, "refused: a shared storage")) for host in ("n1", "n2")]
 
 
 def test_a_silent_host_cancels_in_time() -> None:
     stops = Stops()
-    stops.begin(A, ("n1", "n2"), 0.0, 10.0)
+    stops.begin(A, ("n1", "n2"), 0.0, ORDER)
     stops.hear(steps("n1", 5), 0.1)
     assert stops.tick(9.0) == []
     cancel = stops.tick(10.0)[0][1]
@@ -233,17 +275,17 @@ def switched(host: str, kind: str, note: str = "") -> Switched:
 
 def test_a_stop_begun_for_a_job_that_has_yielded_is_over() -> None:
     stops = Stops()
-    stops.begin(A, ("n1", "n2"), 0.0, 10.0)
+    stops.begin(A, ("n1", "n2"), 0.0, ORDER)
     assert stops.settle(switched("n1", "resume")) == []
     assert stops.active
     assert stops.settle(switched("n1", "yield")) == []
     assert not stops.active
-    assert stops.begin(A, ("n1", "n2"), 0.1, 10.0) != []
+    assert stops.begin(A, ("n1", "n2"), 0.1, ORDER) != []
 
 
 def test_a_stop_that_fails_on_one_host_is_given_up_on_all() -> None:
     stops = Stops()
-    stops.begin(A, ("n1", "n2"), 0.0, 10.0)
+    stops.begin(A, ("n1", "n2"), 0.0, ORDER)
     orders = stops.settle(switched("n2", "timeout", "rank 1 is late"))
     assert orders == [(host, CancelOrder(VERSION, 1, 0, "timeout on n2: rank 1 is late")) for host in ("n1", "n2")]
     assert not stops.active

@@ -12,16 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from service_rig import books, job, node
 
-from cadenza.policies.guard import Guarded
-from cadenza.policies.model import (
-    ClusterSnapshot,
-    Decision,
+from cadenza.policies.actions import (
     DrainNode,
-    Gpu,
-    Host,
-    JobKey,
-    Lease,
-    Memory,
     OpenNode,
     Outcome,
     Place,
@@ -32,6 +24,9 @@ from cadenza.policies.model import (
     Unsuspend,
     Yield,
 )
+from cadenza.policies.decision import Decision, Memory
+from cadenza.policies.guard import Guarded
+from cadenza.policies.model import ClusterSnapshot, Gpu, Host, JobKey, Lease
 from cadenza.sidecar.orders import VERSION, LeaseLog, Switched
 from cadenza.slurm_plugin.service import codec
 from cadenza.slurm_plugin.service.clock import SystemClock

@@ -14,6 +14,8 @@ class Options(ctypes.Structure):
         ("max_gpus", ctypes.c_long),
         ("priority", ctypes.c_long),
         ("model", ctypes.c_char * 65),
+        ("iterations", ctypes.c_long),
+        ("duration_s", ctypes.c_long),
     )
 
 
@@ -32,6 +34,8 @@ class Job(ctypes.Structure):
         ("managed", ctypes.c_bool),
         ("gpu_count", ctypes.c_size_t),
         ("gpus", ctypes.c_int * 64),
+        ("cpus", ctypes.c_uint32),
+        ("memory_mb", ctypes.c_uint64),
         ("user", ctypes.c_char * 256),
         ("node", ctypes.c_char * 256),
         ("options", ctypes.c_char * 256),
@@ -43,5 +47,6 @@ def job(*, lane: int = 0, managed: bool = True, user: str = "alice", options: st
     node = f"node1-l{lane}" if lane else "node1"
     return Job(
         id=7, restart=2, step=0xFFFFFFFB, hosts=2, uid=1000, lane=lane, managed=managed, gpu_count=2,
-        gpus=(ctypes.c_int * 64)(0, 3), user=user.encode(), node=node.encode(), options=options.encode(),
+        gpus=(ctypes.c_int * 64)(0, 3), cpus=6, memory_mb=2**40,
+        user=user.encode(), node=node.encode(), options=options.encode(),
     )  # fmt: skip

@@ -88,7 +88,7 @@ def start_packet(library: ctypes.CDLL, wanted: Job) -> bytes:
 def test_the_agent_reads_what_the_plugin_writes(library: ctypes.CDLL) -> None:
     assert parse(wire.decode(start_packet(library, job(lane=1, options="max_gpus=4,model=res18")))) == Start(
         job=7, restart=2, uid=1000, user="alice", node="node1-l1", lane=1, gpus=(0, 3), hosts=2, managed=True,
-        step=0xFFFFFFFB, options="max_gpus=4,model=res18",
+        step=0xFFFFFFFB, options="max_gpus=4,model=res18", cpus=6, memory_mb=2**40,
     )  # fmt: skip
 
 
@@ -147,6 +147,7 @@ def test_giveup(library: ctypes.CDLL, path: Path) -> None:
         assert wait(library, path, job()) == GIVES_UP
 
 
+@pytest.mark.slow
 def test_each_word_of_the_agent_renews_the_bound(library: ctypes.CDLL, path: Path) -> None:
     with peer(path, [lease("wait"), 0.6, lease("wait"), 0.6, lease("wait"), 0.6, lease("granted")]):
         assert wait(library, path, job(lane=1)) == GRANTED
@@ -167,6 +168,7 @@ def test_no_socket_means_no_agent_on_lane_0_only(library: ctypes.CDLL, path: Pat
     assert wait(library, path, job(lane=1)) == SILENT
 
 
+@pytest.mark.slow
 def test_a_socket_that_nobody_serves_is_waited_for(library: ctypes.CDLL, path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
         dead.bind(str(path))
@@ -194,6 +196,7 @@ print(ctypes.CDLL(sys.argv[2]).agent_wait(ctypes.byref(job(lane=1)), ctypes.byre
 """
 
 
+@pytest.mark.slow
 def test_time_spent_stopped_is_no_silence(library_path: Path, path: Path) -> None:
     with peer(path, [lease("wait"), 1.5, lease("granted")]) as agent:
         arguments = [sys.executable, "-c", STOPPED, str(Path(__file__).parent), str(library_path), str(path)]

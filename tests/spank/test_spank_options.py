@@ -37,8 +37,9 @@ def test_opt_out(library: ctypes.CDLL, text: str) -> None:
 
 
 def test_every_key(library: ctypes.CDLL) -> None:
-    options, why = parse(library, "min_gpus=1,max_gpus=4,model=res18.v-2_x,priority=-5")
+    options, why = parse(library, "min_gpus=1,max_gpus=4,model=res18.v-2_x,priority=-5,iterations=900,duration_s=60")
     assert not why
+    assert (options.iterations, options.duration_s) == (900, 60)
     assert (options.min_gpus, options.max_gpus, options.priority, options.model) == (1, 4, -5, b"res18.v-2_x")
 
 
@@ -54,6 +55,8 @@ def test_every_key(library: ctypes.CDLL) -> None:
         ("min_gpus=3,max_gpus=1", "min_gpus=3 is more than max_gpus=1"),
         ('model=a"b', "model is 1 to 64 of the characters"),
         ("model=" + "a" * 65, "model is 1 to 64"),
+        ("iterations=0", "iterations is a number from 1"),
+        ("duration_s=1h", "duration_s is a number from 1"),
         ("priority=high", "priority is a number from -1000000"),
         ("share,", "unknown key ''"),
         ("a" * 300, "at most 255 characters"),
@@ -79,7 +82,7 @@ items = st.one_of(
     st.sampled_from(["share", "share=yes", "share=no", "off", "model=a", "min_gpus=2", "max_gpus=1", "v=1", "held=1"]),
     st.builds(
         "{}={}".format,
-        st.sampled_from(["share", "min_gpus", "max_gpus", "model", "priority"]),
+        st.sampled_from(["share", "min_gpus", "max_gpus", "model", "priority", "iterations", "duration_s"]),
         st.text('0123456789-+.aEx _"\\é', max_size=7),
     ),
 )

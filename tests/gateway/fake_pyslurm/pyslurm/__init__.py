@@ -64,6 +64,7 @@ class Job:
     cpus_per_task = 2
     min_cpus_per_node = 2
     ntasks = 2
+    num_nodes = 2
     required_nodes = "node1"
     allocated_nodes = "node[1-2]"
 

@@ -1,0 +1,139 @@
+"""Jobs move and change their size by checkpoint and requeue on real Slurm, and train on as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from test_faults import kill
+
+from harness import Cluster, wait_for
+
+KEPT = "/home/shared/checkpoints"
+ITERATIONS = 700
+
+
+@pytest.fixture
+def kept(cluster: Cluster) -> Iterator[str]:
+    """An empty directory for the checkpoints of alice's jobs."""
+    cluster.exec("ctl", "rm", "-rf", KEPT)
+    cluster.exec("ctl", "mkdir", "-m", "777", KEPT)
+    yield KEPT
+    cluster.exec("ctl", "rm", "-rf", KEPT)
+
+
+def alone(cluster: Cluster, model: str = "transformer") -> str:
+    """Return the digest of the losses of a run that nobody interrupts."""
+    cluster.train(
+        "moves-alone", f"--model {model} --iterations {ITERATIONS}", options=("--partition=plain", "--gres=gpu:1")
+    )  # fmt: skip
+    (job,) = (int(line) for line in cluster.ctl("squeue", "-h", "-n", "moves-alone", "-o", "%i").split())
+    cluster.wait_done(job)
+    return str(cluster.result("moves-alone")["losses_sha256"])
+
+
+def start(cluster: Cluster, name: str, kept: str, *options: str, ranks: int = 1, model: str = "transformer") -> int:
+    """Start a training job that keeps checkpoints, and wait until Cadenza may move it."""
+    job = cluster.train(
+        name, f"--model {model} --iterations {ITERATIONS} --iteration-s 0.05 --checkpoint-dir {kept}/{name}",
+        options=("--cadenza", *(options or ("--gres=gpu:1",))), ranks=ranks,
+    )  # fmt: skip
+    wait_for("a job that saves checkpoints", lambda: lease(cluster, job).get("checkpoints"), 60)
+    return job
+
+
+def lease(cluster: Cluster, job: int) -> dict[str, Any]:
+    """Return the job's lease as the last round saw it."""
+    done = cluster.cadenza("why", str(job), "--json", check=False)
+    if done.returncode:
+        return {}
+    found = cluster.why(job).get("job") or {}
+    return dict(found.get("lease") or {})
+
+
+def moved(cluster: Cluster, job: int) -> dict[str, str]:
+    """Wait until a job runs as its second incarnation."""
+    wait_for(
+        f"job {job} moved; {cluster.why(job)['summary']}",
+        lambda: cluster.job(job).get("Restarts") == "1" and cluster.state(job) == "RUNNING", 60,
+    )  # fmt: skip
+    return cluster.job(job)
+
+
+def pause(cluster: Cluster, job: int, name: str) -> str:
+    """Return where the time of a move went."""
+    saved_at, save_s = cluster.sql(f"select at_s, copy_s from switches where kind = 'checkpoint' and job = {job}")[0]
+    found = cluster.result(name)
+    start_s, total_s = found["restored_s"] - found["started_s"], found["restored_s"] - saved_at
+    return (
+        f"{name}: stood still for {total_s + save_s:.2f} s, of which {save_s:.2f} s saving, {start_s:.2f} s start-up "
+        f"of the process and restore, {total_s - start_s:.2f} s requeue, placement and launch; from step "
+        f"{found['restored_step']:.0f} on"
+    )
+
+
+def test_a_job_goes_to_another_host_bit_for_bit(
+    cluster: Cluster, kept: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = alone(cluster)
+    job = start(cluster, "moves-there", kept)
+    assert cluster.job(job)["NodeList"] == "node1"
+    cluster.cadenza("move", str(job), "--to", "node2")
+    assert moved(cluster, job)["NodeList"] == "node2"
+    cluster.wait_done(job)
+    assert cluster.result("moves-there")["losses_sha256"] == expected
+    assert cluster.result("moves-there")["restart"] == 1
+    with capsys.disabled():
+        print("\n" + pause(cluster, job, "moves-there"))
+
+
+def test_a_service_killed_in_the_middle_goes_on(cluster: Cluster, kept: str) -> None:
+    expected = alone(cluster)
+    job = start(cluster, "moves-killed", kept)
+    cluster.cadenza("move", str(job), "--to", "node2")
+    wait_for(
+        "its checkpoint", lambda: cluster.sql(f"select 1 from actions where kind = 'Migrate' and job = {job}"), 30,
+        interval=0.05,
+    )  # fmt: skip
+    kill(cluster, "ctl", "cadenzad")
+    assert moved(cluster, job)["NodeList"] == "node2"
+    cluster.wait_done(job)
+    assert cluster.result("moves-killed")["losses_sha256"] == expected
+
+
+def test_a_job_grows_and_shrinks(cluster: Cluster, kept: str) -> None:
+    expected = alone(cluster)
+    job = start(cluster, "moves-sized", kept, "--gpus=1", '--comment={"cadenza":{"min_gpus":1,"max_gpus":4}}')
+    cluster.cadenza("move", str(job), "--to", "node2", "--gpus", "4")
+    found = moved(cluster, job)
+    assert (found["NodeList"], found["CPUs/Task"]) == ("node2", "4")
+    assert "gres/gpu=4" in found["AllocTRES"]
+    wait_for("ready again", lambda: lease(cluster, job).get("checkpoints"), 60)
+    cluster.cadenza("move", str(job), "--to", "node1", "--gpus", "1")
+    wait_for("shrunk", lambda: cluster.job(job).get("Restarts") == "2" and cluster.state(job) == "RUNNING", 60)
+    found = cluster.job(job)
+    assert found["NodeList"] == "node1"
+    assert "gres/gpu=1" in found["AllocTRES"]
+    cluster.wait_done(job)
+    assert cluster.result("moves-sized")["losses_sha256"] == expected
+
+
+def test_an_owner_who_cancels_a_moving_job_wins(cluster: Cluster, kept: str) -> None:
+    job = start(cluster, "moves-cancelled", kept)
+    cluster.cadenza("move", str(job), "--to", "node2")
+    wait_for("its requeue", lambda: cluster.job(job).get("Restarts") == "1", 30, interval=0.05)
+    cluster.ctl("scancel", str(job), user="alice")
+    wait_for("gone", lambda: cluster.state(job) in {"CANCELLED", "GONE"}, 60)
+
+
+def test_a_directory_that_went_away_leaves_the_job_where_it_is(cluster: Cluster, kept: str) -> None:
+    job = start(cluster, "moves-gone", kept)
+    cluster.exec("ctl", "sh", "-c", f"rm -rf {kept}/moves-gone; touch {kept}/moves-gone")  # no directory any more
+    cluster.cadenza("move", str(job), "--to", "node2")
+    wait_for("a refusal", lambda: cluster.sql(
+        f"select note from switches where kind = 'refused' and note like '%could not save%' and job = {job}"
+    ), 30)  # fmt: skip
+    wait_for("told", lambda: "not moved" in cluster.why(job)["summary"], 30)
+    cluster.wait_done(job)
+    assert cluster.result("moves-gone")["restart"] == 0

@@ -1,0 +1,60 @@
+"""A policy's tune becomes one order for each agent of the job, and agents are told what Slurm's books say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from service_rig import books, job, lease, node, report
+
+from cadenza.policies.actions import Outcome, Tune
+from cadenza.policies.model import JobKey, Share
+from cadenza.slurm_plugin.service.agents import Agent
+from cadenza.slurm_plugin.service.clock import SystemClock
+from cadenza.slurm_plugin.service.cluster import ClusterGateway, facts_of
+from cadenza.slurm_plugin.service.settings import Settings
+
+A = JobKey(1, 0)
+
+
+class Link:
+    """The agents' side in memory: as much of it as a tune needs."""
+
+    yield_job = resume_job = checkpoint_job = None
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[JobKey, dict[str, Share]]] = []
+
+    def agents(self) -> dict[str, Agent]:
+        parts = {host: lease(1, "held", node=f"{host}-l1", hosts=2, world_size=2) for host in ("n1", "n2")}
+        return {host: Agent(report(host, part), alive=True, silent_s=0.0) for host, part in parts.items()}
+
+    def tune_job(self, key: JobKey, wanted: Mapping[str, Share]) -> Outcome:
+        self.sent.append((key, dict(wanted)))
+        return Outcome(ok=True)
+
+
+class Books:
+    """Slurm's side in memory."""
+
+    def read(self):
+        return books(job(1, nodes=("n1-l1", "n2-l1"), cpus=9, memory_mb=4000, num_nodes=2))
+
+
+def test_a_tune_goes_to_the_agents_of_its_nodes() -> None:
+    link = Link()
+    cluster = ClusterGateway(Books(), link, SystemClock())  # type: ignore[arg-type]
+    cluster.read()
+    one, two = Share("n1-l1", 1, 6, 1000), Share("n2-l1", 1, 4, 2000)
+    assert cluster.apply(Tune(A, (one, two), "")).ok
+    assert link.sent == [(A, {"n1": one, "n2": two})]
+    assert "n3" in cluster.apply(Tune(A, (one, Share("n3", 1, 4, 2000)), "")).error
+    assert "no agent" in cluster.apply(Tune(JobKey(9, 0), (one,), "")).error
+    assert len(link.sent) == 1
+
+
+def test_agents_are_told_the_books() -> None:
+    snapshot = books(
+        job(1, nodes=("n1", "n2"), cpus=9, memory_mb=4000, num_nodes=2), nodes=(node("n1"), node("n2"))
+    )
+    for told in facts_of(snapshot, Settings(), frozenset()).values():
+        assert [(one.cpus, one.memory_mb) for one in told.jobs] == [(5, 2000)]
