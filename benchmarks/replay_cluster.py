@@ -1,0 +1,176 @@
+"""The replay's cluster in containers: start it, hand over the plan, watch it run, collect what was recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from replay_figures import SACCT, Record, read_sacct
+
+ROOT = Path(__file__).resolve().parents[1]
+CONTAINER = ROOT / "container"
+HERE = Path(__file__).resolve().parent
+PLACE = "/home/shared/replay"
+SCRIPTS = ("replay_job.py", "replay_submit.py", "replay_probe.py")
+PYTHON = "/opt/cadenza/bin/python"
+USER = "alice"
+BOOKS_S = 60.0
+"""How long slurmdbd may take to hear of the last jobs."""
+LACKING = 3
+
+Plan = Sequence[Mapping[str, Any]]
+
+
+class ReplayError(Exception):
+    """The cluster did not do what the replay needs; the message says what it printed."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What the nodes claim to have, on both sides the same in all."""
+
+    nodes: int
+    gpus: int
+    cpus: int
+    memory_mb: int
+
+    @property
+    def words(self) -> list[str]:
+        """Options of ``container/up``."""
+        pairs = (
+            ("--nodes", self.nodes), ("--gpus-per-node", self.gpus),
+            ("--cpus", self.cpus), ("--memory-mb", self.memory_mb),
+        )  # fmt: skip
+        return [word for name, value in pairs for word in (name, str(value))]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One cluster of ``container/up``: plain Slurm, or with lanes and Cadenza under ``settings``."""
+
+    name: str
+    size: Size
+    lanes: int = 1
+    settings: Path | None = None
+
+    def up(self, extra: Mapping[str, str]) -> float:
+        """Start it afresh, with extra files in /etc/cadenza; return the seconds that it took."""
+        self.down()
+        began = time.monotonic()
+        side = ["--lanes", str(self.lanes), *(["--config", str(self.settings)] if self.settings else ["--no-cadenza"])]
+        _script("up", "--name", self.name, *self.size.words, *side)
+        for name, text in extra.items():
+            self.put(name, text)
+        return time.monotonic() - began
+
+    def put(self, name: str, text: str) -> None:
+        """Write a file below /etc/cadenza."""
+        script = 'mkdir -p "$(dirname "$2")" && printf %s "$1" > "$2"'
+        self.run("ctl", "sh", "-c", script, "sh", text, f"/etc/cadenza/{name}")
+
+    def down(self) -> None:
+        """Remove it, if it is there."""
+        _script("down", "--name", self.name)
+
+    def run(self, container: str, *command: str, user: str = "root", check: bool = True) -> str:
+        """Run a command in a container and return its output; raise ReplayError when it fails."""
+        words = [str(CONTAINER / "exec"), "--name", self.name, "--user", user, container, *command]
+        done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        if done.returncode and check:
+            raise ReplayError(f"{container}: {' '.join(command)}: exit {done.returncode}\n{done.stdout}{done.stderr}")
+        return done.stdout
+
+    @property
+    def place(self) -> Path:
+        """Where this machine sees the replay's files."""
+        return Path(os.environ.get("CADENZA_STATE", ROOT / ".cluster")) / self.name / "home" / "replay"
+
+    def hand_over(self, plan: Plan, profiles: str) -> None:
+        """Put the scripts, the plan and the profiles where the containers find them."""
+        for folder in (self.place, self.place / "events", self.place / "progress", self.place / "logs"):
+            folder.mkdir(parents=True, exist_ok=True)
+            folder.chmod(0o1777)
+        for script in SCRIPTS:
+            shutil.copy(HERE / script, self.place)
+        (self.place / "plan.json").write_text(json.dumps(plan))
+        (self.place / "profiles.json").write_text(profiles)
+
+    def replay(self, patience_s: float) -> float:
+        """Submit everything and wait for the queue to be empty; return the seconds since the epoch of the beginning.
+
+        Raise ReplayError when jobs are left after ``patience_s``.
+        """
+        words = [str(CONTAINER / "exec"), "--name", self.name, "--user", USER, "ctl"]
+        words += ["python3", f"{PLACE}/replay_submit.py", "--patience-s", str(patience_s)]
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False)
+        if done.returncode:
+            left = self.run("ctl", "squeue", "-o", "%i %j %T %N %r", check=False)
+            raise ReplayError(f"jobs were left after {patience_s:.0f} s\n{left}")
+        return float((self.place / "began").read_text())
+
+    def accounts(self) -> dict[str, Record]:
+        """Return the jobs as Slurm's accounting has them, once all that it knows have ended there too."""
+        until = time.monotonic() + BOOKS_S
+        words = ["env", "SLURM_TIME_FORMAT=%s", "sacct", "-DXPn", "-a", "-S", "now-1day", "-o", SACCT]
+        while True:
+            found = read_sacct(self.run("ctl", *words))
+            if all(record.end_s is not None for record in found.values()) or time.monotonic() > until:
+                return found
+            time.sleep(2)
+
+    def submitted(self) -> list[dict[str, Any]]:
+        """Return what each sbatch did."""
+        return [json.loads(line) for line in (self.place / "submitted.jsonl").read_text().splitlines()]
+
+    def events(self) -> dict[str, list[dict[str, Any]]]:
+        """Return what each job wrote of itself, by name."""
+        files = sorted((self.place / "events").glob("*.jsonl"))
+        return {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+
+    def look(self) -> list[dict[str, list[float]]]:
+        """Return what the daemons have used so far, a container an entry."""
+        hosts = ["ctl", *(f"node{number}" for number in range(1, self.size.nodes + 1))]
+        return [json.loads(self.run(host, "python3", f"{PLACE}/replay_probe.py")) for host in hosts]
+
+
+def commands(jobs: Sequence[Any], size: Size, iteration_s: float, *, managed: bool) -> Plan:
+    """Return the plan: each job's time and its sbatch, with its share of a node's CPUs and 1 GB a GPU."""
+    return [
+        {"name": job.name, "submit_s": job.submit_s, "command": _sbatch(job, size, iteration_s, managed=managed)}
+        for job in jobs
+    ]
+
+
+def _sbatch(job: Any, size: Size, iteration_s: float, *, managed: bool) -> list[str]:
+    start = (
+        f"exec {PYTHON} {PLACE}/replay_job.py --name {job.name} --model {job.model} --iterations {job.iterations} "
+        f"--iteration-s {iteration_s:g} --node-cpus {size.cpus}"
+    )
+    opted = [f"--cadenza=model={job.model},iterations={job.iterations}"] if managed else []
+    return [
+        "sbatch", "--parsable", "--requeue", f"--job-name={job.name}", f"--output={PLACE}/logs/{job.name}.log",
+        "--nodes=1", "--ntasks=1", f"--cpus-per-task={size.cpus * job.gpus // size.gpus}", f"--gres=gpu:{job.gpus}",
+        f"--mem={1024 * job.gpus}", f"--time={job.limit_min}", "--open-mode=append", *opted, f"--wrap={start}",
+    ]  # fmt: skip
+
+
+def prepare() -> None:
+    """Install the container engine and build the image; both do nothing when there is nothing to do."""
+    _script("ensure-docker")
+    _script("build")
+
+
+def _script(name: str, *arguments: str) -> None:
+    done = subprocess.run([CONTAINER / name, *arguments], stdout=subprocess.DEVNULL, check=False)
+    if done.returncode == LACKING:
+        raise SystemExit(LACKING)
+    if done.returncode:
+        raise ReplayError(f"container/{name} ended with exit code {done.returncode}")

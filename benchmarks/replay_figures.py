@@ -1,0 +1,211 @@
+"""What a replay's records say: completion times, GPUs held, RPCs, load. Pure: texts in, figures out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+SACCT = "JobID,JobName,State,Submit,Start,End"
+"""Fields of sacct that ``read_sacct`` takes, with times in seconds since the epoch."""
+RPC = re.compile(r"\s+(\S+)\s+\(\s*\d+\)\s+count:(\d+)\s+ave_time:(\d+)\s+total_time:(\d+)")
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One job in Slurm's accounting, all its incarnations together; None: not yet."""
+
+    state: str
+    submit_s: float
+    start_s: float | None
+    end_s: float | None
+    restarts: int
+
+    @property
+    def completed(self) -> bool:
+        """Whether it ended well."""
+        return self.state == "COMPLETED" and self.end_s is not None
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One side's figures; seconds, and shares from 0 to 1."""
+
+    jobs: int
+    lost: tuple[str, ...]
+    """Jobs that were not submitted, did not complete, or completed without all their iterations."""
+    mean_jct_s: float
+    p50_jct_s: float
+    p99_jct_s: float
+    mean_wait_s: float
+    """From submission until Slurm started it first."""
+    makespan_s: float
+    holding: float
+    """GPU seconds that a job held over those of the cluster, until the last job's end."""
+    holding_window: float
+    """The same while jobs arrived."""
+    restarts: int
+    yields: int
+    jct_s: Mapping[str, float] = field(repr=False)
+
+
+def read_sacct(text: str) -> dict[str, Record]:
+    """Return the jobs of ``sacct -DXPn`` by name.
+
+    A requeued job has a record for each incarnation, and each says when it was requeued as its submission: the first
+    submission and the last end count.
+    """
+    lines: dict[str, list[list[str]]] = {}
+    for line in text.splitlines():
+        fields = line.split("|")
+        lines.setdefault(fields[1], []).append(fields)
+    return {name: _record(found) for name, found in lines.items()}
+
+
+def _record(lines: Sequence[Sequence[str]]) -> Record:
+    last = max(lines, key=lambda fields: float(fields[3]))
+    starts = [start for fields in lines if (start := _epoch(fields[4])) is not None]
+    return Record(
+        last[2].split()[0],
+        min(float(fields[3]) for fields in lines),
+        min(starts, default=None),
+        _epoch(last[5]),
+        len(lines) - 1,
+    )
+
+
+def _epoch(text: str) -> float | None:
+    return float(text) if text.isdigit() else None
+
+
+def intervals(events: Sequence[Mapping[str, Any]]) -> Iterable[tuple[tuple[str, int], Interval]]:
+    """Yield each stretch in which a job held a GPU: (node, GPU) and from when to when.
+
+    An incarnation that was killed said no more: it counts as having held nothing since it said so last.
+    """
+    began: Mapping[str, Any] | None = None
+    for event in events:
+        if event["what"] == "runs":
+            began = event
+        elif began is not None:
+            for gpu in began["gpus"]:
+                yield (began["node"], gpu), (began["at"], event["at"])
+            began = None
+
+
+def held_s(stretches: Iterable[tuple[tuple[str, int], Interval]], first: float, last: float) -> float:
+    """Return the GPU seconds between two times in which at least one job held a GPU."""
+    by_gpu: dict[tuple[str, int], list[Interval]] = {}
+    for gpu, (begin, end) in stretches:
+        by_gpu.setdefault(gpu, []).append((max(begin, first), min(end, last)))
+    return sum(_union(sorted(found)) for found in by_gpu.values())
+
+
+def _union(found: Iterable[Interval]) -> float:
+    total, reached = 0.0, float("-inf")
+    for begin, end in found:
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def figures(
+    planned: Sequence[str],
+    records: Mapping[str, Record],
+    events: Mapping[str, Sequence[Mapping[str, Any]]],
+    gpus: int,
+    window: Interval,
+) -> Figures:
+    """Return one side's figures; ``window`` is when jobs arrived."""
+    good = [name for name in planned if name in records and records[name].completed and _ended(events.get(name, ()))]
+    jct = {name: (records[name].end_s or 0.0) - records[name].submit_s for name in good}
+    waits = [(record.start_s or 0.0) - record.submit_s for name in good for record in [records[name]]]
+    ordered = sorted(jct.values()) or [float("nan")]
+    last = max((records[name].end_s or 0.0 for name in good), default=window[1])
+    stretches = [one for found in events.values() for one in intervals(found)]
+    return Figures(
+        jobs=len(planned),
+        lost=tuple(sorted(set(planned) - set(good))),
+        mean_jct_s=fmean(ordered),
+        p50_jct_s=median(ordered),
+        p99_jct_s=ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
+        mean_wait_s=fmean(waits or [float("nan")]),
+        makespan_s=last - window[0],
+        holding=held_s(stretches, window[0], last) / (gpus * (last - window[0])),
+        holding_window=held_s(stretches, *window) / (gpus * (window[1] - window[0])),
+        restarts=sum(record.restarts for record in records.values()),
+        yields=sum(event["what"] == "waits" for found in events.values() for event in found),
+        jct_s=jct,
+    )
+
+
+def _ended(events: Sequence[Mapping[str, Any]]) -> bool:
+    return any(event["what"] == "ended" for event in events)
+
+
+@dataclass(frozen=True)
+class Rpcs:
+    """What sdiag counted: RPCs by type, and microseconds that slurmctld spent on each."""
+
+    count: Mapping[str, int]
+    spent_us: Mapping[str, int]
+    cycles: Mapping[str, float]
+    """Mean and most microseconds of a scheduling cycle, main and backfill."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.count.values())
+
+    def most(self, how_many: int) -> list[tuple[str, int, float]]:
+        """Return the most frequent types with their counts and mean milliseconds."""
+        names = sorted(self.count, key=lambda name: -self.count[name])[:how_many]
+        return [(name, self.count[name], self.spent_us[name] / max(self.count[name], 1) / 1000) for name in names]
+
+
+def read_sdiag(text: str) -> Rpcs:
+    """Return the counts of ``sdiag``: the part by type, and the cycles of both schedulers."""
+    by_type = text.partition("by message type")[2].partition("by user")[0]
+    found = [match.groups() for line in by_type.splitlines() if (match := RPC.match(line))]
+    main, _, backfill = text.partition("Backfilling stats")
+    cycles = {
+        f"{name}_{key}_us": float(match[1])
+        for name, part in (("main", main), ("backfill", backfill.partition("Remote Procedure")[0]))
+        for key, label in (("mean", "Mean cycle"), ("max", "Max cycle"))
+        if (match := re.search(rf"{label}:\s+(\d+)", part))
+    }
+    counts = {name: int(count) for name, count, _, _ in found}
+    return Rpcs(counts, {name: int(total) for name, _, _, total in found}, cycles)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the daemons of one name used on all containers together."""
+
+    processes: int
+    cpus: float
+    """CPU seconds a second."""
+    memory_mb: float
+
+
+def loads(
+    before: Sequence[Mapping[str, Sequence[float]]], after: Sequence[Mapping[str, Sequence[float]]], seconds: float
+) -> dict[str, Load]:
+    """Return the load between two looks at all containers; processes that ended in between do not count."""
+    names = sorted({name for found in after for name in found})
+    return {
+        name: Load(
+            int(_sum(after, name, 0)),
+            max(0.0, _sum(after, name, 1) - _sum(before, name, 1)) / seconds,
+            _sum(after, name, 2),
+        )
+        for name in names
+    }
+
+
+def _sum(looks: Sequence[Mapping[str, Sequence[float]]], name: str, index: int) -> float:
+    return sum(found[name][index] for found in looks if name in found)
