@@ -17,10 +17,10 @@ demo: install
 test: test-fast
 	container/ensure-docker
 	container/ensure-browser
-	$(BIN)/python -m pytest tests -m "cluster or browser or training"
+	$(BIN)/python -m pytest tests -m "cluster or browser or slow"
 
 test-fast: install
-	$(BIN)/python -m pytest tests -m "not cluster and not browser and not training" -n auto --dist worksteal
+	$(BIN)/python -m pytest tests -m "not cluster and not browser and not slow" -n auto --dist worksteal
 
 lint: install
 	$(BIN)/ruff check .
