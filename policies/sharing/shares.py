@@ -4,7 +4,8 @@ Synergy's allocations (OSDI'22, §4) know one job a GPU, so each host is a case 
 GPUs there at this moment; packed jobs count once and split what they get, and a job of several hosts has its
 proportional share of each. A job that does not run keeps its memory, so as long as one waits on a host, nobody has
 more memory than it asked for; CPUs are all the holders'. Where Slurm's books are a floor, a job never has less memory
-than it has there, nor so few CPUs that it were slower than with those; without a profile it keeps its CPUs.
+than it has there, nor so few CPUs that it were slower than with those; without a profile, or before its first iteration
+(profiles do not know of start-ups), it keeps its CPUs.
 """
 
 from __future__ import annotations
@@ -140,12 +141,17 @@ def _floor(unit: Sequence[Tenant], parts: Mapping[JobKey, Share], server: Server
     first = unit[0]
     part, profile = parts[first.job.key], first.job.profile
     asked = Share(server.name, first.ask.gpus, sum(t.ask.cpus for t in unit), sum(t.ask.memory_mb for t in unit))
-    if profile is None:
+    if profile is None or any(_starts(tenant.job) for tenant in unit):
         return asked if part.cpus < asked.cpus else None
     asked = asked._replace(cpus=least_cpus(profile.on(server.gpu_type), *asked[1:]))
     wanted = share_speed(profile, asked, server.gpu_type)
     part = part._replace(memory_mb=max(part.memory_mb, asked.memory_mb))
     return asked if share_speed(profile, part, server.gpu_type) < wanted - NEARLY else None
+
+
+def _starts(job: Job) -> bool:
+    """Whether a job has not completed an iteration since it was started."""
+    return job.lease is None or not job.lease.step
 
 
 def _as_one(unit: Sequence[Tenant], server: Server) -> Job:

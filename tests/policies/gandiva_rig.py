@@ -55,9 +55,9 @@ def host(name: str = "a", lanes: int = 2, jobs: tuple[Job, ...] = (), **facts):
 
 def on(number: int, where: str, *gpus: int, state: str = "held", lane: int = 0, **facts) -> Job:
     """A job on some GPUs of a host, with its proportional share; ``lease`` facts are held_s, vtime_s and so on."""
-    known = ("held_s", "vtime_s", "waited_s", "iteration_s", "ready", "checkpoints")
+    known = ("held_s", "vtime_s", "waited_s", "iteration_s", "ready", "checkpoints", "step")
     told = {name: facts.pop(name) for name in known if name in facts}
-    told = {"held_s": 10.0 if state == "held" else 0.0, "iteration_s": 0.1, "checkpoints": True, **told}
+    told = {"held_s": 10.0 if state == "held" else 0.0, "iteration_s": 0.1, "checkpoints": True, "step": 100, **told}
     name = where if lane == 0 else f"{where}-l{lane}"
     memory_mb = 8000 * len(gpus)
     return job(

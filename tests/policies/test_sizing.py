@@ -150,6 +150,12 @@ def test_what_no_profile_needs_goes_to_who_can_use_it():
     assert sum(found[n].cpus for n in (1, 2, 3, 4)) <= 24
 
 
+def test_who_has_not_completed_an_iteration_lends_nothing():
+    jobs = [on(1, "a", 0, profile=HUNGRY), *(on(n, "a", n - 1, profile=SATED, step=0) for n in (2, 3, 4))]
+    found = tuned(*jobs)
+    assert [found.get(n, Share("a", 1, 6, 0)).cpus for n in (2, 3, 4)] == [6, 6, 6]
+
+
 def test_lanes_that_promise_more_than_the_host_has_leave_the_allocations_guarantee():
     jobs = [on(n, "a", n - 1, cpus=20, profile=None, lane=n - 1) for n in (1, 2)]
     found = tuned(*jobs)
