@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Replay a week of submissions on a real Slurm: plain backfill beside Cadenza, the same jobs on as many GPUs.
 
-Two fresh clusters in containers, one after the other: slurmctld, slurmdbd and 16 nodes of 8 (fake) GPUs, once with one
-lane and without Cadenza, once with two lanes and Cadenza under replay_cadenza.toml. The jobs are a sample of a week of
-Microsoft's Philly trace, compressed in time as the output states; models are dealt out of the published profiles. Each
-job is a loop that sleeps as its profile says (replay_job.py), attaches and takes turns as a real one. Exit code 1 when
-a job is lost; 3 when the trace is not here.
+Two fresh clusters in containers, one after the other or, with --together, at once: slurmctld, slurmdbd and 16 nodes of
+8 (fake) GPUs, once with one lane and without Cadenza, once with two lanes and Cadenza under replay_cadenza.toml. The
+jobs are a sample of a week of Microsoft's Philly trace, compressed in time as the output states; models are dealt out
+of the published profiles. Each job is a loop that sleeps as its profile says (replay_job.py), attaches and takes turns
+as a real one. Exit code 1 when a job is lost; 3 when the trace is not here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--split", default="20/70/10", help="image/language/speech in percent (default: 20/70/10)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=SIDES, help="run one side")
+    parser.add_argument("--together", action="store_true", help="both sides at once, in half of the time")
     parser.add_argument("--settings", type=Path, default=SETTINGS, help="Cadenza's (default: replay_cadenza.toml)")
-    parser.add_argument("--name", default="replay", help="the cluster's name (default: replay)")
+    parser.add_argument("--name", default="replay", help="first part of the clusters' names (default: replay)")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "replay.json")
     parser.add_argument("--dry-run", action="store_true", help="state the sample and start nothing")
     return parser.parse_args(words)
@@ -174,15 +176,17 @@ def run(options: argparse.Namespace) -> dict[str, Side] | None:
     size = Size(options.nodes, options.gpus_per_node, int(share.cpus), 1000 * int(share.memory_gb))
     text = write_profiles(profiles, note="the replay's: along CPUs alone, all jobs of one pace")
     clusters = {
-        "plain": Cluster(options.name, size),
-        "cadenza": Cluster(options.name, size, options.lanes, options.settings),
+        "plain": Cluster(f"{options.name}-plain", size),
+        "cadenza": Cluster(f"{options.name}-cadenza", size, options.lanes, options.settings),
     }
-    sides = {}
-    for name, cluster in clusters.items():
-        if options.only in (None, name):
-            plan = commands(taken.jobs, size, scale.iteration_s, managed=name == "cadenza")
-            sides[name] = play(cluster, taken, plan, text, scale.minutes)
-    return sides
+    chosen = [name for name in clusters if options.only in (None, name)]
+
+    def side(name: str) -> Side:
+        plan = commands(taken.jobs, size, scale.iteration_s, managed=name == "cadenza")
+        return play(clusters[name], taken, plan, text, scale.minutes)
+
+    with ThreadPoolExecutor(len(chosen) if options.together else 1) as pool:
+        return dict(zip(chosen, pool.map(side, chosen), strict=True))
 
 
 def report(sides: dict[str, Side], options: argparse.Namespace) -> None:
