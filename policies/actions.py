@@ -90,23 +90,38 @@ class Tune:
     job: JobKey
     shares: Placement
     reason: str
+    caches_mb: tuple[int | None, ...] = ()
+    """What the job's caches may take of each share's memory; None, or empty: what they asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Migrate:
-    """Continue a job on other nodes with the same number of GPUs: checkpoint, requeue, place, restore."""
+    """Continue a job on other nodes with the same number of GPUs: checkpoint, requeue, place, restore.
+
+    The action itself orders the checkpoint; or, where ``warm`` names hosts, that they read the job's files first.
+    """
 
     job: JobKey
     shares: Placement
     reason: str
+    warm: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """Continue a job that allows it with another number of GPUs (grow-shrink)."""
+    """Continue a job that allows it with another number of GPUs (grow-shrink); ``warm`` as of Migrate."""
 
     job: JobKey
     shares: Placement
+    reason: str
+    warm: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Order the checkpoint of a job that moves, once the hosts that it goes to are warm (agents)."""
+
+    job: JobKey
     reason: str
 
 
@@ -119,7 +134,7 @@ class Pack:
 
     @property
     def job(self) -> JobKey:
-        """Return the job that joins, the first: the guard asks about this one."""
+        """Return the job that joins, the first."""
         return self.jobs[0]
 
 
@@ -159,6 +174,7 @@ Action: TypeAlias = (
     | Tune
     | Migrate
     | Resize
+    | Save
     | Pack
     | Unpack
     | DrainNode

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from cadenza.policies.actions import Action
 from cadenza.policies.model import JobKey, Placement
 
-MovePhase: TypeAlias = Literal["wanted", "ordered", "requeued", "placed", "leaving", "over"]
+MovePhase: TypeAlias = Literal["wanted", "warming", "ordered", "requeued", "placed", "leaving", "over"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class Move:
     """When the phase began, seconds since the epoch."""
     phase: MovePhase = "wanted"
     resize: bool = False
+    former_gpus: int = 0
+    """GPUs that a job had which is to be resized: what it goes back to when others have taken what it was to get."""
     by_hand: bool = False
     """An admin asked for it: it waits until the job can be stopped."""
     began_s: float = 0.0
@@ -46,16 +48,42 @@ class Move:
         return tuple(share.node for share in self.shares)
 
 
+class Alone(NamedTuple):
+    """How a job ran when it last had its GPUs alone; None where nobody says."""
+
+    job: JobKey
+    iteration_s: float
+    busy: float | None = None
+    """Share of time in which its GPUs computed, as their driver says, 0 to 1."""
+    data_wait: float = 0.0
+    """Share of time that it was blocked in its loader: its GPUs had nothing to do then."""
+    cpus: float | None = None
+    """CPUs that it used."""
+    gpu_memory_gb: float | None = None
+    """Most that it had on one GPU."""
+
+
+class Lost(NamedTuple):
+    """Two jobs that ran slower together than in turns."""
+
+    job: JobKey
+    other: JobKey
+    at_s: float = 0.0
+    """When that was found, seconds since the epoch."""
+    model: str = ""
+    other_model: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class SharingMemory:
     """What Gandiva's introspective functions remember: pairs instead of mappings, so that any store can keep it."""
 
     packs: tuple[tuple[JobKey, ...], ...] = ()
     """Jobs that we packed; who joined last comes first."""
-    lost: tuple[tuple[JobKey, JobKey], ...] = ()
-    """Jobs that were slower together than in turns, the lower key first."""
-    alone_s: tuple[tuple[JobKey, float], ...] = ()
-    """A job's time for an iteration when it last had its GPUs alone, seconds."""
+    lost: tuple[Lost, ...] = ()
+    """Pairs that did not pay lately, in order of keys; those of two models outlive their jobs."""
+    alone: tuple[Alone, ...] = ()
+    """How live jobs ran alone, in order of keys."""
     moved_s: tuple[tuple[int, float], ...] = ()
     """When the job with this id was last migrated or resized."""
     spare_s: tuple[tuple[str, float], ...] = ()

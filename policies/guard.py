@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cadenza.policies.actions import Action, DrainNode, OpenNode, Release, Unsuspend, Yield
+from cadenza.policies.actions import Action, DrainNode, OpenNode, Pack, Release, Unsuspend, Yield
 from cadenza.policies.decision import Memory
 from cadenza.policies.model import ClusterSnapshot, Job, Node
 from cadenza.policies.sharing.lanes import drained_by_us
@@ -94,10 +94,14 @@ class _Case:
         if isinstance(action, DrainNode | OpenNode):
             rules: tuple[str, ...] = (self._node(self.nodes.get(action.node), action), self._rate(left))
         else:
-            job = self.jobs.get(action.job)
-            if job is None:
-                return f"scope: job {action.job} is gone"
-            rules = (self._scope(job), self._opt_in(job), self._rate(left), self._run_time(job, action))
+            keys = action.jobs if isinstance(action, Pack) else (action.job,)
+            gone = next((key for key in keys if key not in self.jobs), None)
+            if gone is not None:
+                return f"scope: job {gone} is gone"
+            jobs = [self.jobs[key] for key in keys]
+            rules = (
+                *map(self._scope, jobs), *map(self._opt_in, jobs), self._rate(left), self._run_time(jobs[0], action)
+            )  # fmt: skip
         return next((rule for rule in rules if rule), "" if self.settings.enforce else OBSERVE)
 
     def _node(self, node: Node | None, action: DrainNode | OpenNode) -> str:

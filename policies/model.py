@@ -51,6 +51,8 @@ class Options:
     share: bool = True
     min_gpus: int | None = None
     max_gpus: int | None = None
+    batch: Literal["global", "per-gpu"] = "global"
+    """What stays the same on another number of GPUs, the whole batch or each GPU's part; the script's to heed."""
     model: str | None = None
     priority: int = 0
     iterations: int | None = None
@@ -83,6 +85,24 @@ class Use:
     order_arrived_s: float | None = None
     order_done_s: float | None = None
     """Of the last order: from its boundary until the slowest rank was ready to stop, and had its state out."""
+
+
+class Pace(NamedTuple):
+    """How fast a job runs in its present company: since who uses its GPUs with it last changed. Times in seconds.
+
+    A job that does not run has the pace of the last time.
+    """
+
+    iteration_s: float
+    """Mean of its slowest rank; 0 before the first iteration."""
+    iterations: int
+    window_s: float = 0.0
+    error: float = 0.0
+    """Standard error of the mean, relative to it."""
+    data_wait: float = 0.0
+    """Share of the iteration time that it was blocked in its loader, 0 to 1."""
+    beside: tuple[JobKey, ...] = ()
+    """Who ran on its GPUs meanwhile, in order; empty: it had them alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +141,10 @@ class Lease:
     """Why the job cannot go on with what it has, if so: only a requeue helps."""
     saved: bool = False
     """Every rank stands at the same boundary with a complete checkpoint, ready to be requeued."""
+    pace: Pace | None = None
+    """None: it has not run yet, or nobody measured it."""
+    cpus_per_gpu: float | None = None
+    """What the agents have tuned it to, on the host where that is least; 0 where they could not. None: not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +223,8 @@ class Job:
     nodes: tuple[str, ...] = ()
     """Slurm node names (lanes) of a running or suspended job."""
     required_nodes: tuple[str, ...] = ()
+    gpu_type: str = ""
+    """Type of GPU that it asked for; empty: any."""
     options: Options | None = None
     """None: the job did not opt in."""
     unmanageable: str = ""
@@ -258,6 +284,8 @@ class Host:
     memory_free_mb: int = 0
     lacks: tuple[str, ...] = ()
     """What its agent's settings ask for and the machine cannot do."""
+    warmed: tuple[JobKey, ...] = ()
+    """Jobs on their way to it whose files it has read, as far as it could."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ held it is left to the policy.
 A move is kept in the memory, so that a service that was killed goes on where it was. Its phases::
 
     wanted    until the job holds its GPUs and can be stopped; then the Migrate or Resize itself orders the checkpoint
+    warming   instead, if other hosts are to read its files first: it trains on until they have, then a Save orders it
     ordered   its ranks save at one boundary and stand; then it is requeued into a hold
     requeued  until Slurm shows the next incarnation held; then it is placed: changed, and released
     placed    until it runs
@@ -18,16 +19,18 @@ has left (the ledger calls ``acted``), and the job's owner wins at each point.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
-from cadenza.policies.actions import Action, Migrate, Pack, Place, Release, Requeue, Resize, Resume
+from cadenza.policies.actions import Action, Migrate, Pack, Place, Release, Requeue, Resize, Resume, Save
 from cadenza.policies.decision import Decision, Memory, Move, MovePhase
-from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Lease
+from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Lease, Placement, Share
 
 WANTED_S = 600.0
 """How long a move asked for by hand waits for a job that cannot be stopped yet."""
+WARM_S = 20.0
+"""How long the hosts that a job goes to may read its files before it is stopped; then it goes as it is."""
 ORDER_S = 10.0
 """By when a job must be seen stopping for its checkpoint."""
 SAVE_S = 1200.0
@@ -40,6 +43,11 @@ HOLD_S = 5.0
 """By when a release is visible: what is held after that is held by somebody else."""
 START_S = 300.0
 """By when a placed job must run, a requeue delay of Slurm's (about 121 s by default) included."""
+CROWDED_S = 10.0
+"""How long a resized job waits for the resources of its place, which others may have taken meanwhile."""
+ELSEWHERE = "not moved: somebody else requeued it meanwhile"
+CROWDED = frozenset({"Resources", "Priority"})
+"""Slurm's reasons of a job that only lacks free resources."""
 WITH = "was requeued with a checkpoint"
 """How a move to no nodes ends."""
 TRIES = 2
@@ -57,17 +65,43 @@ class Step(NamedTuple):
 Rule: TypeAlias = Callable[[Move, ClusterSnapshot, Memory], Step]
 
 
-def moving(decide: Callable[[ClusterSnapshot, Memory], Decision]) -> Callable[[ClusterSnapshot, Memory], Decision]:
-    """Return a policy whose moves are carried out; while a job moves, nothing else is decided about it."""
+def moving(
+    decide: Callable[[ClusterSnapshot, Memory], Decision], *, warm: bool = False
+) -> Callable[[ClusterSnapshot, Memory], Decision]:
+    """Return a policy whose moves are carried out; while a job moves, nothing else is decided about it.
+
+    ``warm``: hosts that a job goes to read its files before it stops.
+    """
 
     def decided(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
         steps = [advance(move, snapshot, memory) for move in memory.moves]
         found = _saving_first(decide(_as_movable(snapshot), memory), snapshot, memory)
         if not steps and not any(isinstance(action, Migrate | Resize) for action in found.actions):
             return found
-        return _joined(found, steps, snapshot)
+        joined = _joined(found, steps, snapshot)
+        return _warming_first(joined, snapshot) if warm else joined
 
     return decided
+
+
+def _warming_first(found: Decision, snapshot: ClusterSnapshot) -> Decision:
+    """Return a decision whose moves to other hosts begin by having these read the jobs' files."""
+    actions = (
+        replace(action, warm=_cold(action.job, action.shares, snapshot))
+        if isinstance(action, Migrate | Resize)
+        else action
+        for action in found.actions
+    )
+    return replace(found, actions=tuple(actions))
+
+
+def _cold(key: JobKey, shares: Placement, snapshot: ClusterSnapshot) -> tuple[str, ...]:
+    """Return the hosts with an agent that a job goes to and is not on now."""
+    host_of = {node.name: node.host for node in snapshot.nodes}
+    job = snapshot.job(key)
+    here = {host_of.get(node) for node in job.nodes} if job is not None else set()
+    there = {host_of.get(share.node) for share in shares} - here
+    return tuple(sorted(host.name for host in snapshot.hosts if host.agent_alive and host.name in there))
 
 
 def _as_movable(snapshot: ClusterSnapshot) -> ClusterSnapshot:
@@ -85,10 +119,13 @@ def _stoppable(job: Job) -> Job:
 def _saving_first(found: Decision, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
     """Return a decision in which jobs that can save a checkpoint do so before they are requeued into a hold."""
     before = {move.job.id: move for move in memory.moves}
+    ours = memory.placed
 
     def saves(action: Action) -> bool:
         job = snapshot.job(action.job) if isinstance(action, Requeue) and action.hold else None
-        if job is None or job.lease is None or job.state != "RUNNING" or why_not(job, before.get(job.key.id)):
+        if job is None or job.lease is None or job.state != "RUNNING":
+            return False
+        if why_not(job, before.get(job.key.id), placed=job.key in ours):
             return False
         return job.lease.checkpoints and job.lease.ready and job.lease.state == "held"
 
@@ -105,7 +142,7 @@ def _joined(found: Decision, steps: list[Step], snapshot: ClusterSnapshot) -> De
     busy = {move.job.id for move in under_way if move.phase != "over"}
     kept = [action for action in found.actions if busy.isdisjoint(_ids(action))]
     wanted = [action for action in kept if isinstance(action, Migrate | Resize)]
-    begun, refused = _begun(wanted, snapshot, under_way)
+    begun, refused = _begun(wanted, snapshot, under_way, found.memory.placed)
     begun_ids = {move.job.id for move in begun}
     moves = [*(move for move in under_way if move.job.id not in begun_ids), *begun]
     return Decision(
@@ -127,14 +164,14 @@ def _ids(action: Action) -> set[int]:
 
 
 def _begun(
-    wanted: Iterable[Migrate | Resize], snapshot: ClusterSnapshot, known: Iterable[Move]
+    wanted: Iterable[Migrate | Resize], snapshot: ClusterSnapshot, known: Iterable[Move], placed: Collection[JobKey]
 ) -> tuple[list[Move], dict[JobKey, str]]:
     """Return the moves that a policy begins now, and why others cannot be."""
     moves, refused = [], {}
     before = {move.job.id: move for move in known}
     for action in wanted:
         job = snapshot.job(action.job)
-        why = "" if job is None else why_not(job, before.get(job.key.id))
+        why = "" if job is None else why_not(job, before.get(job.key.id), placed=job.key in placed)
         if why:
             refused[action.job] = f"cannot be moved: {why}"
         elif job is not None:
@@ -144,7 +181,9 @@ def _begun(
 
 def _move(action: Migrate | Resize, job: Job, now_s: float) -> Move:
     resize = isinstance(action, Resize)
-    return Move(job.key, action.shares, action.reason, now_s, resize=resize, pinned=job.required_nodes)
+    return Move(
+        job.key, action.shares, action.reason, now_s, resize=resize, former_gpus=job.gpus, pinned=job.required_nodes
+    )
 
 
 def _reasons(
@@ -168,13 +207,15 @@ def _reasons(
 
 def acted(moves: Iterable[Move], actions: Iterable[Action], now_s: float) -> tuple[Move, ...]:
     """Return the moves once these actions have left."""
-    by_job = {action.job: action for action in actions if isinstance(action, Migrate | Resize | Requeue)}
+    by_job = {action.job: action for action in actions if isinstance(action, Migrate | Resize | Save | Requeue)}
     by_successor = {action.job: action for action in actions if isinstance(action, Place | Release)}
     return tuple(_acted(move, by_job.get(move.job), by_successor.get(move.successor), now_s) for move in moves)
 
 
 def _acted(move: Move, first: Action | None, second: Action | None, now_s: float) -> Move:
     if move.phase == "wanted" and isinstance(first, Migrate | Resize):
+        return replace(move, phase="warming" if first.warm else "ordered", since_s=now_s, began_s=now_s)
+    if move.phase == "warming" and isinstance(first, Save):
         return replace(move, phase="ordered", since_s=now_s, began_s=now_s)
     if move.phase == "ordered" and isinstance(first, Requeue):
         return replace(move, phase="requeued", since_s=now_s)
@@ -200,13 +241,20 @@ def held_for_move(job: Job, memory: Memory) -> bool:
 # --- Whether a job may be moved ------------------------------------------------------------------------------
 
 
-def why_not(job: Job, before: Move | None = None, *, by_hand: bool = False) -> str:
+def pinned_by_owner(job: Job, memory: Memory) -> bool:
+    """Whether a job's owner wants it on the nodes that it requires; those where we placed it are not the owner's."""
+    moved = any(move.job.id == job.key.id and move.nodes == job.required_nodes for move in memory.moves)
+    return bool(job.required_nodes) and job.key not in memory.placed and not moved
+
+
+def why_not(job: Job, before: Move | None = None, *, by_hand: bool = False, placed: bool = False) -> str:
     """Return why a job cannot be moved by checkpoint and requeue at all, else "".
 
-    ``before``: an earlier move of it, whose pin to nodes is not its owner's.
+    ``before``: an earlier move of it, whose pin to nodes is not its owner's; ``placed``: we have placed it.
     """
     lease = job.lease
-    pinned = bool(job.required_nodes) and (before is None or before.nodes != job.required_nodes)
+    own = not placed and (before is None or before.nodes != job.required_nodes)
+    pinned = bool(job.required_nodes) and own
     checks = (
         (not job.requeueable, "Slurm may not requeue it (no batch job, or --no-requeue)"),
         (lease is not None and lease.ready and not lease.checkpoints, "it saves no checkpoints (client.checkpoint)"),
@@ -242,11 +290,24 @@ def _wanted(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
     return Step(move, order(move.job, move.shares, move.reason), f"{_goes(move)}: a checkpoint is ordered")
 
 
+def _warming(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
+    del memory
+    job = snapshot.job(move.job)
+    if job is None:
+        return _over(move, snapshot, ELSEWHERE)
+    if job.state != "RUNNING" or job.lease is None or job.lease.state != "held" or not job.lease.ready:
+        return Step(replace(move, phase="wanted") if move.by_hand else None, sentence=f"is to go to {_goal(move)}")
+    warm = {host.name for host in snapshot.hosts if move.job in host.warmed}
+    if not warm.issuperset(_cold(move.job, move.shares, snapshot)) and _age(move, snapshot) <= WARM_S:
+        return Step(move, sentence=f"{_goes(move)}: its files are read there while it still runs")
+    return Step(move, Save(move.job, f"{_goes(move)}: {move.reason}"), f"{_goes(move)}: a checkpoint is ordered")
+
+
 def _ordered(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
     del memory
     job = snapshot.job(move.job)
     if job is None:
-        return _over(move, snapshot, "not moved: somebody else requeued it meanwhile")
+        return _over(move, snapshot, ELSEWHERE)
     lease = job.lease
     if job.state == "RUNNING" and lease is not None and lease.saved:
         return Step(move, _requeue(move), f"{_goes(move)}: its checkpoint is complete, it is requeued")
@@ -317,10 +378,22 @@ def _placed(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
         return _over(move, snapshot, f"went to {','.join(job.nodes)} in {seconds:.0f} s: {move.reason}")
     if job.held:
         return _held_again(move, job, snapshot, memory)
+    if move.resize and job.state_reason in CROWDED and _age(move, snapshot) > CROWDED_S:
+        return _crowded_out(move, job)
     if _age(move, snapshot) > START_S:
         why = f"did not start on {','.join(move.nodes)} within {START_S:.0f} s"
         return Step(move, Release(job.key, why, unpin=True), f"{why}, so it may start anywhere")
     return Step(move, sentence=f"goes to {_goal(move)}: Slurm is to start it ({job.state_reason or 'no reason given'})")
+
+
+def _crowded_out(move: Move, job: Job) -> Step:
+    """Give a job whose place others have taken its former size there; if it has no more than that, let it go."""
+    if len(move.shares) == 1 and 0 < move.former_gpus < move.shares[0].gpus:
+        share, gpus = move.shares[0], move.former_gpus
+        cpus, memory_mb = max(share.cpus * gpus // share.gpus, 1), share.memory_mb * gpus // share.gpus
+        return _place(replace(move, shares=(Share(share.node, gpus, cpus, memory_mb),)))
+    why = f"others have taken its place on {','.join(move.nodes)}"
+    return Step(move, Release(job.key, why, unpin=True), f"{why}, so it may start anywhere")
 
 
 def _held_again(move: Move, job: Job, snapshot: ClusterSnapshot, memory: Memory) -> Step:
@@ -352,7 +425,8 @@ def _was(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
 
 
 _RULES: Mapping[MovePhase, Rule] = {
-    "wanted": _wanted, "ordered": _ordered, "requeued": _requeued, "placed": _placed, "leaving": _leaving, "over": _was,
+    "wanted": _wanted, "warming": _warming, "ordered": _ordered,
+    "requeued": _requeued, "placed": _placed, "leaving": _leaving, "over": _was,
 }  # fmt: skip
 
 

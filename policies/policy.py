@@ -17,6 +17,7 @@ from cadenza.policies.registry import allocation, entry, ordering
 from cadenza.policies.round import Decide
 from cadenza.policies.sharing import gandiva
 from cadenza.policies.sharing.settings import GandivaSettings, SharingSettings
+from cadenza.policies.sharing.shares import caches_mb
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ def _shared(order: Order, allocate: Allocate, rules: PolicySettings, *, alone: b
     sharing = replace(rules.sharing, partitions=rules.partitions, shares=rules.shares)
     functions = rules.gandiva
     if alone:
-        functions = replace(functions, introspective=False, pack=False, migrate=False, defrag=False, elastic=False)
+        off = dict.fromkeys(("introspective", "pack", "migrate", "defrag", "elastic", "relieve"), False)
+        functions = replace(functions, **off)
 
     def decide(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
         used = _with_usage(memory, snapshot, rules.usage_half_life_s)
@@ -228,7 +230,7 @@ def _changes(case: Case, plan: Plan, running: Iterable[Job]) -> tuple[Action, ..
             if wanted is None:
                 stops.append(Requeue(job.key, hold=True, reason=STOPS))
             elif wanted != has:
-                changes.append(_change(job.key, has, wanted))
+                changes.append(_change(job, wanted))
         elif wanted is not None:
             nodes = tuple([share.node for share in wanted])
             starts.append(Place(job.key, nodes, "its turn by the order", shares=wanted))
@@ -244,9 +246,11 @@ def _concerned(case: Case, placements: Mapping[JobKey, Placement], running: Iter
     return [*first, *chosen, *sorted((job for job in running if job.key not in known), key=arrival)]
 
 
-def _change(key: JobKey, has: Placement, wanted: Placement) -> Action:
+def _change(job: Job, wanted: Placement) -> Action:
+    key, has = job.key, job.placement
     if len(has) == len(wanted) and all(a.node == b.node and a.gpus == b.gpus for a, b in zip(has, wanted, strict=True)):
-        return Tune(key, wanted, "its CPUs and memory follow its profile and its neighbours")
+        why = "its CPUs and memory follow its profile and its neighbours"
+        return Tune(key, wanted, why, caches_mb(job, wanted))
     return Migrate(key, wanted, "other nodes give more throughput in all")
 
 

@@ -76,6 +76,9 @@ class Profile:
     declared_best: Demand | None = None
     """Best-case demand as its publisher states it; None: the least grid point of full speed."""
     match: Match = UNMATCHED
+    together: Mapping[str, float] = field(default_factory=dict, repr=False)
+    """Throughput beside another model on the same GPUs, over that of turns, as measured by `cadenza profile pair`; by
+    the other's name."""
     siblings: Mapping[str, Profile] = field(default_factory=dict, repr=False)
     """The same model on other GPU types, by type; these have no siblings of their own, so that records end."""
 
@@ -108,6 +111,14 @@ class Profile:
             if value >= top - NEARLY
         )
 
+    def cache_mb(self, gpus: int, memory_mb: int) -> int | None:
+        """Return what the caches of a job's loaders may take of its memory, as the memory axis assumes (MinIO).
+
+        The axis begins with what the job needs besides them. None where it has one point, or the memory is less.
+        """
+        rest_mb = memory_mb - ceil(self.memory_gb_per_gpu[0] * gpus * MB_PER_GB)
+        return rest_mb if len(self.memory_gb_per_gpu) > 1 and rest_mb >= 0 else None
+
     @property
     def derived(self) -> dict[Hashable, Any]:
         """Return room for what an allocation works out from a profile once; it changes no result."""
@@ -133,9 +144,13 @@ def linked(family: Mapping[str, Profile]) -> Mapping[str, Profile]:
     return view
 
 
-def least_cpus(profile: Profile, gpus: int, cpus: int, memory_mb: int) -> int:
-    """Return the fewest CPUs that are as fast as these, for a job of ``gpus`` GPUs; all totals."""
+def least_cpus(profile: Profile, gpus: int, cpus: int, memory_mb: int, headroom: float = 1.0) -> int:
+    """Return the fewest CPUs that are as fast as these, for a job of ``gpus`` GPUs; all totals.
+
+    ``headroom``: as many times the CPUs that the profile says; never more than ``cpus``.
+    """
     memory_gb = memory_mb / gpus / MB_PER_GB
     speed = profile.speed(cpus / gpus, memory_gb) - NEARLY
-    enough = (ceil(each * gpus - NEARLY) for each in profile.cpus_per_gpu if profile.speed(each, memory_gb) >= speed)
-    return max(min(next(enough, cpus), cpus), 1)
+    enough = (each for each in profile.cpus_per_gpu if profile.speed(each, memory_gb) >= speed)
+    needed = next(enough, None)
+    return cpus if needed is None else max(min(ceil(needed * gpus * headroom - NEARLY), cpus), 1)

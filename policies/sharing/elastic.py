@@ -1,8 +1,9 @@
 """Grow and shrink (Gandiva, OSDI'18, §3.4): jobs that say they can use idle GPUs of their host, and give them back.
 
 Only jobs with ``min_gpus`` or ``max_gpus``, in steps of powers of two, within one host. They grow when nobody
-waits and GPUs of the host have been idle for ``idle_s``, the one with the higher progress rate first; they shrink
-at once when a job has come that finds no free GPUs.
+waits (``sharing.waiting`` says who does) and GPUs of the host have been idle for ``idle_s``, the one with the higher
+progress rate first; they shrink at once when a job has come that finds no free GPUs, in Slurm's queue or, where
+Slurm has started it on a further lane, behind the lease of a job that could do with fewer.
 """
 
 from __future__ import annotations
@@ -10,46 +11,61 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from cadenza.policies.model import Job
-from cadenza.policies.sharing.hosts import Ask, HostBook, Tenant
+from cadenza.policies.sharing.hosts import Ask, HostBook, Seat, Tenant
 from cadenza.policies.sharing.moves import Moves
+from cadenza.policies.sharing.waiting import lacks_lease, sized
 
 # --- Shrink --------------------------------------------------------------------------------------------
 
 
 def shrink(moves: Moves, waiting: Sequence[Job]) -> None:
-    """Take GPUs from grown jobs for those of ``waiting`` that find none free, in their order."""
-    if not (moves.gandiva.introspective and moves.gandiva.elastic) or not any(_grown(moves)):
+    """Take GPUs from jobs that can do with fewer: for ``waiting``, in their order, then for those without a lease."""
+    if not (moves.gandiva.introspective and moves.gandiva.elastic) or not any(_shrinkable(moves)):
         return
     promised: dict[str, int] = {}
     for job in waiting:
-        ask = Ask.under(job, moves.sharing)
-        if ask.nodes > 1 or _give(moves, ask, promised):
-            continue
-        plans = ((host, _room(host, ask, moves)) for host in moves.hosts.values())
-        found = [(len(plan), host.name, host, plan) for host, plan in plans if plan]
-        if found:
-            _, name, host, plan = min(found, key=lambda row: row[:2])
-            for tenant, size in plan:
-                _resize(moves, host, tenant, size, f"gives GPUs of {host.name} back: job {job.key} needs them")
-            promised[name] = promised.get(name, 0) + ask.gpus
+        _shrink_for(moves, job, promised)
+    for host in moves.hosts.values():
+        for key in sorted(host.tenants):
+            tenant = host.tenants[key]
+            if key in moves.jobs and key not in moves.fixed and key not in moves.packed and lacks_lease(tenant):
+                _shrink_beside(moves, host, tenant)
 
 
-def _grown(moves: Moves) -> Iterable[bool]:
+def _shrinkable(moves: Moves) -> Iterable[bool]:
     return (moves.sizes(job)[0] < job.gpus for job in moves.jobs.values())
 
 
-def _give(moves: Moves, ask: Ask, promised: dict[str, int]) -> bool:
-    """Whether a job finds free GPUs beside those promised before; they are promised to it then."""
-    for host in moves.hosts.values():
-        if host.usable and host.given + promised.get(host.name, 0) + ask.gpus <= host.gpus:
-            promised[host.name] = promised.get(host.name, 0) + ask.gpus
-            return True
-    return False
+def _shrink_for(moves: Moves, job: Job, promised: dict[str, int]) -> None:
+    """Make room for a job where that takes the fewest; nothing is done where it would not suffice."""
+    if any(job.key in host.tenants for host in moves.hosts.values()):
+        return  # it has been placed, and Slurm is to start it
+    ask = Ask.under(job, moves.sharing)
+    plans = [(host, _room(moves, host, ask, promised.get(host.name, 0))) for host in _open_to(moves, job)]
+    found = sorted((len(plan), host.name) for host, plan in plans if plan is not None)[: ask.nodes]
+    chosen = {name for _, name in found} if len(found) == ask.nodes else set()
+    for host, plan in plans:
+        if host.name not in chosen:
+            continue
+        for tenant, size in plan or ():
+            _resize(moves, host, tenant, size, f"gives GPUs of {host.name} back: job {job.key} needs them")
+        promised[host.name] = promised.get(host.name, 0) + ask.gpus
 
 
-def _room(host: HostBook, ask: Ask, moves: Moves) -> list[tuple[Tenant, int]]:
-    """Return the fewest jobs to shrink on a host for a job to fit, the largest first; none when it cannot."""
-    lacking, plan = host.given + ask.gpus - host.gpus, []
+def _open_to(moves: Moves, job: Job) -> list[HostBook]:
+    """Return the hosts on which a job may start."""
+    return [
+        host
+        for host in moves.hosts.values()
+        if host.usable
+        and job.partition in host.lanes[0].partitions
+        and (not job.required_nodes or any(node.name in job.required_nodes for node in host.lanes))
+    ]
+
+
+def _room(moves: Moves, host: HostBook, ask: Ask, promised: int) -> list[tuple[Tenant, int]] | None:
+    """Return the fewest jobs to shrink on a host for a job to fit, the largest first; None when it cannot."""
+    lacking, plan = host.given + promised + ask.gpus - host.gpus, []
     tenants = [tenant for tenant in host.tenants.values() if _resizable(moves, tenant)]
     for tenant in sorted(tenants, key=lambda tenant: (-tenant.ask.gpus, tenant.job.key)):
         fitting = [size for size in moves.sizes(tenant.job) if size <= tenant.ask.gpus - lacking]
@@ -57,7 +73,44 @@ def _room(host: HostBook, ask: Ask, moves: Moves) -> list[tuple[Tenant, int]]:
         if lacking > 0 and size < tenant.ask.gpus:
             plan.append((tenant, size))
             lacking -= tenant.ask.gpus - size
-    return plan if lacking <= 0 and host.usable else []
+    return plan if lacking <= 0 else None
+
+
+def _shrink_beside(moves: Moves, host: HostBook, waiting: Tenant) -> None:
+    """Shrink all that have GPUs of a job without a lease to GPUs that nobody else has, if they all can.
+
+    The job's own GPUs are settled, because Slurm chose them; so those of the others change, on any lane.
+    """
+    rivals = [t for t in host.tenants.values() if t.job.key != waiting.job.key and t.gpus & waiting.gpus]
+    if not rivals or not host.usable or not all(_resizable(moves, rival) for rival in rivals):
+        return
+    for rival in rivals:
+        host.leave(rival)
+    seated: list[tuple[Tenant, Ask, Seat]] = []
+    for rival in sorted(rivals, key=lambda rival: (-rival.ask.gpus, rival.job.key)):
+        found = _smaller(moves, host, rival)
+        if found is None:
+            break
+        seated.append((rival, *found))
+        host.enter(rival.job, *found)
+    for rival, _, _ in seated:
+        host.leave(host.tenants[rival.job.key])
+    for rival in rivals:
+        host.stay(rival)
+    if len(seated) == len(rivals):
+        for rival, ask, seat in seated:
+            why = f"gives GPUs of {host.name} back: job {waiting.job.key} waits for them"
+            moves.resize(rival.job, host, seat, ask, why)
+
+
+def _smaller(moves: Moves, host: HostBook, tenant: Tenant) -> tuple[Ask, Seat] | None:
+    """Return the largest smaller size of a job for which a lane has GPUs that nobody else has."""
+    for size in reversed(moves.sizes(tenant.job)):
+        ask = sized(tenant.ask, size)
+        seat = next((seat for seat in host.seats(ask) if seat.crowd == 0), None) if size < tenant.ask.gpus else None
+        if seat is not None:
+            return ask, seat
+    return None
 
 
 def _resizable(moves: Moves, tenant: Tenant) -> bool:
@@ -71,9 +124,28 @@ def _resizable(moves: Moves, tenant: Tenant) -> bool:
         and job.requeueable
         and len(job.nodes) == 1
         and lease is not None
+        and lease.checkpoints
         and lease.state in ("held", "yielded")
         and (lease.ready or lease.state == "yielded")
     )
+
+
+def why_its_size_stays(moves: Moves, job: Job) -> str:
+    """Return why a job that could run with other numbers of GPUs is not resized, for its user; else ""."""
+    lease = job.lease
+    if not (moves.gandiva.introspective and moves.gandiva.elastic) or lease is None or len(moves.sizes(job)) == 1:
+        return ""
+    checks = (
+        (len(job.nodes) > 1, "it is on several nodes"),
+        (not job.requeueable, "Slurm may not requeue it (no batch job, or --no-requeue)"),
+        (bool(lease.requeue_owner), f"{lease.requeue_owner} requeues it"),
+        (
+            lease.ready and lease.state == "held" and not lease.checkpoints,
+            "it saves no checkpoints (client.checkpoint)",
+        ),
+    )
+    why = next((why for applies, why in checks if applies), "")
+    return f"its size stays: {why}" if why else ""
 
 
 # --- Grow ----------------------------------------------------------------------------------------------
@@ -86,10 +158,10 @@ def spare_since(moves: Moves) -> tuple[tuple[str, float], ...]:
 
 
 def grow(moves: Moves, spare: Iterable[tuple[str, float]]) -> None:
-    """Give jobs the GPUs of their host that have been idle long enough; for when no job waits for GPUs."""
+    """Give jobs the GPUs of their host that have been idle long enough; for when no job waits in a queue."""
     if not (moves.gandiva.introspective and moves.gandiva.elastic):
         return
-    if any(host.height > 1 for host in moves.hosts.values()):
+    if any(host.height > 1 or any(map(lacks_lease, host.tenants.values())) for host in moves.hosts.values()):
         return
     for name, since_s in spare:
         if moves.now_s - since_s >= moves.gandiva.idle_s:
@@ -113,16 +185,15 @@ def _rate(job: Job) -> float:
 
 
 def _resize(moves: Moves, host: HostBook, tenant: Tenant, size: int, why: str) -> None:
-    """Resize a job within its host, if a lane has the GPUs."""
-    ask = tenant.ask
-    wanted = ask._replace(
-        gpus=size,
-        cpus=max(ask.cpus * size // ask.gpus, 1),
-        memory_mb=ask.memory_mb * size // ask.gpus,
-        state_mb=ask.state_mb * size // ask.gpus,
-    )
+    """Resize a job within its host, if a lane has the GPUs; a job that grows gets none that somebody else has."""
+    wanted, grows = sized(tenant.ask, size), size > tenant.ask.gpus
     host.leave(tenant)
-    seat = moves.seat(host, wanted)
+    seats = host.seats(wanted) if not grows or _holds(host, wanted) else []
     host.stay(tenant)
-    if seat is not None and (seat.crowd == 0 or size < ask.gpus):
-        moves.resize(tenant.job, host, seat, wanted, why)
+    if seats and (seats[0].crowd == 0 or not grows):
+        moves.resize(tenant.job, host, seats[0], wanted, why)
+
+
+def _holds(host: HostBook, ask: Ask) -> bool:
+    """Whether a host has the memory for a job, and it is known which GPUs all others there have."""
+    return host.usable and host.remembers(ask) and all(tenant.gpus for tenant in host.tenants.values())

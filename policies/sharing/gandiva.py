@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cadenza.policies.actions import Action, Migrate, Place, Resize, Suspend, Tune, Unpack
+from cadenza.policies.actions import Action, Migrate, Place, Resize, Suspend, Tune, Unpack, Yield
 from cadenza.policies.case import Allocate
 from cadenza.policies.decision import Decision, Memory, SharingMemory
 from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Progress
+from cadenza.policies.moving import pinned_by_owner
 from cadenza.policies.ranking import Order, Queue
-from cadenza.policies.sharing.defrag import defragment
-from cadenza.policies.sharing.elastic import grow, shrink, spare_since
+from cadenza.policies.sharing.ahead import book_starting, startable_now
+from cadenza.policies.sharing.defrag import Rooms, empty_hosts
+from cadenza.policies.sharing.elastic import grow, shrink, spare_since, why_its_size_stays
 from cadenza.policies.sharing.hosts import HostBook, books
 from cadenza.policies.sharing.lanes import lane_actions
 from cadenza.policies.sharing.migration import migrate
@@ -24,9 +26,11 @@ from cadenza.policies.sharing.moves import Moves
 from cadenza.policies.sharing.packing import Packing, Terms, packing
 from cadenza.policies.sharing.packs import partners, standing, units
 from cadenza.policies.sharing.placement import Placed, held_jobs, place_on
+from cadenza.policies.sharing.relief import relieve
 from cadenza.policies.sharing.settings import GandivaSettings, SharingSettings
-from cadenza.policies.sharing.shares import Sharing, tunes, with_shares
+from cadenza.policies.sharing.shares import Sharing, startable, tunes, with_shares
 from cadenza.policies.sharing.timeslice import View, turn_actions, view_reasons
+from cadenza.policies.sharing.waiting import book_moves, queued, under_way
 
 
 def decide(
@@ -44,19 +48,32 @@ def decide(
     """
     managed = _managed(snapshot, memory, settings)
     hosts = books(snapshot, settings, units(standing(memory.sharing.packs, managed)))
+    moving = under_way(memory.moves)
+    book_moves(hosts, snapshot, moving)
+    book_starting(hosts, snapshot, memory, settings, moving)
     packed = packing(managed, memory.sharing, _terms(snapshot, settings, gandiva, hosts))
     view = View.of(snapshot, memory, settings, partners(packed.packs), packed.leaving(managed))
     ranks = _ranks(snapshot, memory, settings, order)
-    waiting = held_jobs(snapshot, memory, settings, ranks)
+    waiting = [job for job in held_jobs(snapshot, memory, settings, ranks) if job.key.id not in moving]
+    queue = [*waiting, *(job for job in queued(snapshot, settings) if job.key.id not in moving)]
     moves = _moves(snapshot, memory, settings, gandiva, (managed, hosts, view, packed))
-    shrink(moves, waiting)
-    placed = place_on(hosts, waiting, settings, by_gpu=True)
+    moves.fixed |= {job.key for job in snapshot.jobs if job.key.id in moving}
+    shrink(moves, queue)
+    rooms = Rooms(moves, settled=all(move.phase == "placed" for move in moving.values()))
+    placed = place_on(hosts, waiting, settings, by_gpu=True, otherwise=rooms.make_for)
+    if moving or rooms.made:
+        placed = startable_now(placed, snapshot, settings)
+    rooms.make_for_queued(queue[len(waiting) :])
     migrate(moves)
-    defragment(moves)
+    rooms.make_for_lanes()
+    if not queue:
+        empty_hosts(moves)
     spare = spare_since(moves)
-    if not waiting:
+    if not queue:
         grow(moves, spare)
     sharing = _Round(snapshot, managed, packed, view, moves, placed)
+    if not queue and not moves.actions:
+        relieve(moves, sharing.division(ranks, allocate))
     tuned, moved, starts = sharing.shares(ranks, allocate)
     actions = (
         *lane_actions(snapshot, memory, settings),
@@ -89,7 +106,8 @@ def _terms(
     snapshot: ClusterSnapshot, settings: SharingSettings, gandiva: GandivaSettings, hosts: Mapping[str, HostBook]
 ) -> Terms:
     sizes = {node.host: node.gpu_memory_gb for node in snapshot.nodes if node.gpu_memory_gb is not None}
-    return Terms(settings, gandiva, sizes, overloaded=any(host.height > 1 for host in hosts.values()))
+    overloaded = any(host.height > 1 or host.wanted > host.gpus for host in hosts.values())
+    return Terms(snapshot.time_s, settings, gandiva, hosts, sizes, overloaded=overloaded)
 
 
 def _ranks(
@@ -131,21 +149,28 @@ def _moves(
         memory.sharing,
         view.holders,
         units(packed.packs),
-        fixed=changed | view.leaving | view.giving_back,
+        fixed=changed | view.leaving | view.giving_back | _pinned(managed, memory),
     )
+
+
+def _pinned(managed: Mapping[JobKey, Job], memory: Memory) -> set[JobKey]:
+    """Return the jobs whose owners want them where they are."""
+    return {key for key, job in managed.items() if pinned_by_owner(job, memory)}
 
 
 # --- What comes of it ----------------------------------------------------------------------------------
 
 
 def _outdated(action: Action, moves: Moves) -> bool:
-    """Whether a turn's action is about a job that moves: it may get GPUs at once where it goes."""
+    """Whether a turn's action is about a job that moves: it may get GPUs at once where it goes, or stops anyway."""
+    if isinstance(action, Yield):
+        return any(action.job == move.job for move in moves.actions if isinstance(move, Resize))
     return isinstance(action, Suspend) and any(action.job == move.job for move in moves.actions)
 
 
 def _learned(memory: Memory, packed: Packing, spare: tuple[tuple[str, float], ...]) -> SharingMemory:
     """Return what to remember; packs and moves are added once they have left."""
-    return replace(memory.sharing, packs=packed.before, lost=packed.lost, alone_s=packed.alone_s, spare_s=spare)
+    return replace(memory.sharing, packs=packed.before, lost=packed.lost, alone=packed.alone, spare_s=spare)
 
 
 def _taken(host: HostBook, holders: frozenset[JobKey]) -> frozenset[int]:
@@ -168,24 +193,31 @@ class _Round:
         self, ranks: Mapping[JobKey, int], allocate: Allocate
     ) -> tuple[tuple[Tune, ...], tuple[Migrate | Resize | Unpack, ...], tuple[Place, ...]]:
         """Return the tunes of running jobs, and the moves and placements with their shares."""
+        division = self.division(ranks, allocate)
+        wanted = division.divide(self.moves.hosts)
         moving = frozenset(action.job for action in self.moves.actions)
+        floor = self.moves.sharing.floor
+        staying = {key: placement for key, placement in wanted.items() if key not in moving}
+        moved = tuple(
+            replace(a, shares=startable(wanted[a.job], self.moves.hosts, a.job) if floor else wanted[a.job])
+            if a.job in wanted and not isinstance(a, Unpack)
+            else a
+            for a in self.moves.actions
+        )
+        return tunes(self.managed, staying), moved, with_shares(self.placed.actions, wanted, division)
+
+    def division(self, ranks: Mapping[JobKey, int], allocate: Allocate) -> Sharing:
+        """Return how the hosts are divided among those that have GPUs once the moves so far are done."""
         starting = frozenset(action.job for action in self.placed.actions)
-        division = Sharing(
+        return Sharing(
             self.snapshot.time_s,
             allocate,
             {**self.managed, **{job.key: job for job in self.snapshot.jobs if job.key in starting}},
-            holders=self._holders(moving),
+            holders=self._holders(frozenset(action.job for action in self.moves.actions)),
             units=units(self.packed.packs),
             order=ranks,
             settings=self.moves.sharing,
         )
-        wanted = division.divide(self.moves.hosts)
-        staying = {key: placement for key, placement in wanted.items() if key not in moving}
-        moved = tuple(
-            replace(a, shares=wanted[a.job]) if a.job in wanted and not isinstance(a, Unpack) else a
-            for a in self.moves.actions
-        )
-        return tunes(self.managed, staying), moved, with_shares(self.placed.actions, wanted, division)
 
     def _holders(self, moving: frozenset[JobKey]) -> frozenset[JobKey]:
         """Return who has GPUs once this round is done: by the turns, and who comes to GPUs that are free then.
@@ -210,8 +242,9 @@ class _Round:
     def reasons(self, actions: Sequence[Action]) -> dict[JobKey, str]:
         """Return a sentence for every job that opted in; what is done to a job now says more than its turn."""
         found = view_reasons(self.view, self.placed.reasons)
-        for action in (*self.packed.actions, *self.moves.actions):
-            if action.job in found:
-                found[action.job] = action.reason
+        for key, job in self.managed.items():
+            found[key] = "; ".join(filter(None, (found[key], why_its_size_stays(self.moves, job))))
+        said = [*self.packed.reasons.items(), *((action.job, action.reason) for action in self.moves.actions)]
+        found.update((key, reason) for key, reason in said if key in found)
         del actions
         return found

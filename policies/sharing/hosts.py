@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
 from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Node
@@ -24,13 +24,16 @@ class Ask(NamedTuple):
     memory_mb: int
     state_mb: int = 0
     """GPU state that a yield moves to the host's memory."""
+    gpu_type: str = ""
+    """Type of GPU that it asked for; empty: any."""
 
     @classmethod
     def of(cls, job: Job) -> Ask:
         """Return a job's needs; its totals are taken to be spread evenly over its nodes."""
         nodes = max(job.num_nodes, 1)
         gpus, cpus, memory_mb = (-(-total // nodes) for total in (job.gpus, job.cpus, job.memory_mb))
-        return cls(job.user, job.partition, nodes, gpus, cpus, memory_mb, ceil(gpus * _state_mb(job)))
+        state_mb = ceil(gpus * _state_mb(job))
+        return cls(job.user, job.partition, nodes, gpus, cpus, memory_mb, state_mb, job.gpu_type)
 
     @classmethod
     def lean(cls, job: Job) -> Ask:
@@ -52,7 +55,8 @@ class Asks:
 
     def lean(self, job: Job) -> Ask:
         """Return ``Ask.lean``."""
-        kind = (id(job.profile), job.gpus, job.cpus, job.memory_mb, job.num_nodes, job.user, job.partition)
+        asked = (job.gpus, job.cpus, job.memory_mb, job.num_nodes, job.user, job.partition, job.gpu_type)
+        kind = (id(job.profile), *asked)
         ask = self._known.get(kind)
         if ask is None:
             ask = self._known[kind] = Ask.lean(job)
@@ -143,6 +147,11 @@ class HostBook:
         return sum(use.gpus for use in self.use.values())
 
     @property
+    def wanted(self) -> int:
+        """Return the GPUs of all jobs here; Slurm's books may leave out those of jobs that it has suspended."""
+        return sum(len(tenant.gpus) for tenant in self.tenants.values())
+
+    @property
     def load(self) -> float:
         """Return GPUs given out for each real one."""
         return self.given / max(self.gpus, 1)
@@ -157,6 +166,16 @@ class HostBook:
         """Return the class that most of the GPUs are given to, the larger one of equals; 0 without jobs."""
         return max(self.sizes, key=lambda size: (size * self.sizes[size], size), default=0)
 
+    def iteration_s(self, job: Job) -> float:
+        """Return a job's time for an iteration on the host's GPUs, seconds, by its profiles of several GPU types.
+
+        Infinite on a type that they leave out; 0 on all where there are not several.
+        """
+        profile, here = job.profile, self.lanes[0].gpu_type
+        if profile is None or len(profile.siblings) < 2:  # noqa: PLR2004 - one type says nothing of others
+            return 0.0
+        return profile.on(here).iteration_s if here in profile.siblings else inf
+
     def fits(self, node: Node, ask: Ask) -> bool:
         """Whether one lane has room for the job's share."""
         use = self.use[node.name]
@@ -164,6 +183,7 @@ class HostBook:
             node.up
             and not node.drained
             and ask.partition in node.partitions
+            and ask.gpu_type in ("", node.gpu_type)
             and use.gpus + ask.gpus <= node.gpus
             and use.cpus + ask.cpus <= node.cpus
             and use.memory_mb + ask.memory_mb <= node.memory_mb

@@ -42,10 +42,10 @@ def _fill(moves: Moves) -> None:
     if not _any_idle(moves):
         return
     waiting = [(host, tenant) for host in moves.hosts.values() for tenant in _waiting(moves, host)]
-    vain: set[Ask] = set()
+    vain: set[object] = set()
     while waiting:
         waiting.sort(key=lambda row: _need(moves, *row))
-        moved = next((row for row in waiting if row[1].ask not in vain and _fills(moves, *row, vain)), None)
+        moved = next((row for row in waiting if _alike(*row) not in vain and _fills(moves, *row, vain)), None)
         if moved is None:
             return
         waiting.remove(moved)
@@ -66,14 +66,14 @@ def _need(moves: Moves, host: HostBook, tenant: Tenant) -> tuple[int, int, float
     return -moves.sharing.priority(tenant.job), -crowd(host, tenant), -waited_s, tenant.job.key
 
 
-def _fills(moves: Moves, host: HostBook, tenant: Tenant, vain: set[Ask]) -> bool:
+def _fills(moves: Moves, host: HostBook, tenant: Tenant, vain: set[object]) -> bool:
     """Move a waiting job to idle GPUs if that pays; what nobody can have is added to ``vain``."""
     met = crowd(host, tenant)
     if not moves.left or moves.left_s(tenant.job) * (met - 1) <= moves.gandiva.move_s:
         return False
-    found = _idle_seat(moves, tenant.ask)
+    found = _idle_seat(moves, host, tenant.job, tenant.ask)
     if found is None:
-        vain.add(tenant.ask)
+        vain.add(_alike(host, tenant))
         return False
     target, seat = found
     why = f"moves from {tenant.lane} to {seat.node.name}, whose GPUs are idle, out of turns with {met - 1} others"
@@ -81,16 +81,22 @@ def _fills(moves: Moves, host: HostBook, tenant: Tenant, vain: set[Ask]) -> bool
     return True
 
 
+def _alike(host: HostBook, tenant: Tenant) -> object:
+    """Return what jobs have in common that find idle GPUs on the same hosts."""
+    return tenant.ask, host.lanes[0].gpu_type, id(tenant.job.profile)
+
+
 def _any_idle(moves: Moves) -> bool:
     return any(host.usable and host.idle() for host in moves.hosts.values())
 
 
-def _idle_seat(moves: Moves, ask: Ask) -> tuple[HostBook, Seat] | None:
+def _idle_seat(moves: Moves, source: HostBook, job: Job, ask: Ask) -> tuple[HostBook, Seat] | None:
     """Return idle GPUs for a job, of its class, of none or of any class, on the least loaded host."""
     found = [
         ((_class(host, ask), host.load, host.name), host, seat)
         for host in moves.hosts.values()
         if host.idle() >= ask.gpus and (seat := moves.seat(host, ask)) is not None and seat.crowd == 0
+        if moves.suits(job, source, host)
     ]
     return min(found, key=lambda row: row[0])[1:] if found else None
 
@@ -106,7 +112,7 @@ def _separate(moves: Moves) -> None:
     for host in tuple(moves.hosts.values()):
         for tenant in [tenant for tenant in moves.tenants(host) if tenant.job.key in moves.packed]:
             mates = [key for key in host.tenants if moves.packed.get(key) == moves.packed[tenant.job.key]]
-            found = _idle_seat(moves, tenant.ask) if len(mates) > 1 else None
+            found = _idle_seat(moves, host, tenant.job, tenant.ask) if len(mates) > 1 else None
             if found is not None and moves.left_s(tenant.job) > PAYS_BACK * moves.gandiva.move_s:
                 target, seat = found
                 why = f"moves from {tenant.lane} to {seat.node.name}, whose GPUs are idle, instead of sharing its GPUs"
@@ -120,7 +126,8 @@ def _rejoin(moves: Moves) -> None:
         if len(job.nodes) < 2 or key in moves.packed or not moves.may(job):  # noqa: PLR2004 - one host is joined
             continue
         ask = Ask.under(replace(job, num_nodes=1), moves.sharing)
-        found = _idle_seat(moves, ask)
+        source = moves.home(job)
+        found = _idle_seat(moves, source, job, ask) if source is not None else None
         if found is not None and moves.left_s(job) * LOCALITY_GAIN > moves.gandiva.move_s:
             target, seat = found
             why = f"moves from {len(job.nodes)} hosts to {seat.node.name}, which has all its GPUs on one"
@@ -161,7 +168,7 @@ def _fair_seat(moves: Moves, source: HostBook, tenant: Tenant) -> tuple[HostBook
         for host in moves.hosts.values()
         if host is not source and host.affinity in (0, tenant.ask.gpus)
         for seat in [moves.seat(host, tenant.ask)]
-        if seat is not None and _highest(moves, host, seat.gpus) <= mine
+        if seat is not None and _highest(moves, host, seat.gpus) <= mine and moves.suits(tenant.job, source, host)
     ]
     return min(found, key=lambda row: row[0])[1:] if found else None
 
@@ -189,7 +196,8 @@ def _lower(moves: Moves, size: int, hosts: list[HostBook]) -> bool:
     waiting = [tenant for tenant in _waiting(moves, high) if tenant.ask.gpus == size]
     for tenant in sorted(waiting, key=lambda tenant: (-crowd(high, tenant), tenant.job.key)):
         met, seat = crowd(high, tenant), moves.seat(low, tenant.ask)
-        if seat is not None and seat.crowd + 1 < met and _pays(moves, tenant.job, met, seat.crowd + 1):
+        good = seat is not None and moves.suits(tenant.job, high, low)
+        if seat is not None and good and seat.crowd + 1 < met and _pays(moves, tenant.job, met, seat.crowd + 1):
             why = f"moves from {tenant.lane} to {seat.node.name}: turns of {seat.crowd + 1} instead of {met}"
             moves.migrate(tenant.job, low, seat, tenant.ask, why)
             return True

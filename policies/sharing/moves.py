@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from cadenza.policies.actions import Migrate, Resize, Unpack
 from cadenza.policies.decision import SharingMemory
@@ -78,6 +79,13 @@ class Moves:
             return None
         seats = host.seats(ask)
         return seats[0] if seats else None
+
+    def suits(self, job: Job, source: HostBook, target: HostBook) -> bool:
+        """Whether a host's GPUs serve a job as well as those of the host that it leaves, as far as is known."""
+        if source.lanes[0].gpu_type == target.lanes[0].gpu_type:
+            return True
+        here_s, there_s = source.iteration_s(job), target.iteration_s(job)
+        return 0.0 < there_s < inf and there_s <= here_s * (1 + self.gandiva.loss)
 
     def home(self, job: Job) -> HostBook | None:
         """Return the host of a job of one host."""

@@ -1,25 +1,27 @@
 """Packing with undo (Gandiva, OSDI'18, §4): jobs that leave a GPU idle run on it together, if that pays.
 
 Only under overload. A job first runs alone, which gives its profile: the time of an iteration. Then the job with
-the lowest GPU utilisation joins the one with the next lowest on its GPUs, if the memory of both fits; when their
-throughput together, each relative to its own alone, is no more than that of turns (which is 1), it leaves again
-and the pair is remembered; the next lowest is tried then. Nothing is predicted: a wrong profile costs one trial.
+the lowest GPU utilisation joins the one with the next lowest on its GPUs, if the GPU memory of both fits with a margin
+and the host has the CPUs and the memory; when their throughput together is no better than that of turns (see
+``judging``), it leaves again and the pair is remembered for a while; the next lowest is tried then. A pair that a
+measured pair of profiles says to lose is not tried. Nothing else is predicted: a wrong profile costs one trial. Only
+jobs of one node are packed: those of several stop by orders of the service only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from cadenza.policies.actions import Pack, Unpack
-from cadenza.policies.decision import SharingMemory
+from cadenza.policies.decision import Alone, Lost, SharingMemory
 from cadenza.policies.model import Gpu, Job, JobKey, Lease
+from cadenza.policies.profile import least_cpus
+from cadenza.policies.sharing.hosts import HostBook
+from cadenza.policies.sharing.judging import Judged, Rule, alone, judged, packed_text
 from cadenza.policies.sharing.packs import Group, after, partners, standing
 from cadenza.policies.sharing.settings import GandivaSettings, SharingSettings
 from cadenza.policies.sharing.wording import gpu_names, job_names
-
-TURNS = 1.0
-"""Throughput of jobs that take turns, each relative to its own alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,10 @@ class Packing:
     """The packs as they are now."""
     packs: tuple[Group, ...]
     """The packs once ``actions`` are done."""
-    lost: tuple[tuple[JobKey, JobKey], ...]
-    alone_s: tuple[tuple[JobKey, float], ...]
+    lost: tuple[Lost, ...]
+    alone: tuple[Alone, ...]
+    reasons: Mapping[JobKey, str]
+    """A sentence for every job that is packed, or just was."""
 
     def leaving(self, jobs: Mapping[JobKey, Job]) -> frozenset[JobKey]:
         """Return those who give up GPUs that they hold, because a job that they leave holds these too."""
@@ -45,8 +49,10 @@ class Packing:
 class Terms:
     """What packing depends on besides the jobs."""
 
+    time_s: float
     sharing: SharingSettings
     gandiva: GandivaSettings
+    hosts: Mapping[str, HostBook]
     gpu_memory_gb: Mapping[str, float]
     """By host; a host without an entry has GPUs of unknown memory."""
     overloaded: bool
@@ -57,73 +63,71 @@ class Terms:
         """Whether jobs may be packed at all."""
         return self.gandiva.introspective and self.gandiva.pack
 
+    @property
+    def rule(self) -> Rule:
+        """Return when a measurement counts."""
+        return Rule.under(self.sharing, self.gandiva)
+
 
 def packing(jobs: Mapping[JobKey, Job], memory: SharingMemory, terms: Terms) -> Packing:
     """Return this round's packs and unpacks. ``jobs``: those that sharing manages and that agents know."""
     before = standing(memory.packs, jobs)
-    alone = _alone(jobs, before, memory, terms.sharing.min_run_s)
-    undone = tuple(_undone(jobs, before, alone, terms))
-    losers = {_pair(action.job, other) for action in undone for other in partners(before)[action.job]}
-    lost = tuple(sorted(losers.union(memory.lost))) if terms.on else memory.lost
+    rows = alone(jobs, memory, terms.rule)
+    found = {pack: judged([jobs[key] for key in pack], rows, terms.rule) for pack in before}
+    undone = tuple(_undone(found, terms))
+    lost = _losers(jobs, memory, before, undone, terms)
     packs = after(before, undone)
-    joined = tuple(_joined(_Stage(jobs, packs, alone, frozenset(lost), terms))) if terms.on and terms.overloaded else ()
-    return Packing((*undone, *joined), before, after(packs, joined), lost, tuple(sorted(alone.items())))
+    joined = tuple(_joined(_Stage(jobs, packs, rows, lost, terms))) if terms.on and terms.overloaded else ()
+    packs = after(packs, joined)
+    reasons = _reasons(found, packs, (*undone, *joined))
+    return Packing((*undone, *joined), before, packs, lost, tuple(sorted(rows.values())), reasons)
 
 
 def _pair(one: JobKey, other: JobKey) -> tuple[JobKey, JobKey]:
     return (min(one, other), max(one, other))
 
 
-def _alone(
-    jobs: Mapping[JobKey, Job], packs: Iterable[Group], memory: SharingMemory, min_run_s: float
-) -> dict[JobKey, float]:
-    """Return the time of an iteration of each job when it last had its GPUs alone."""
-    found = {key: seconds for key, seconds in memory.alone_s if key in jobs}
-    beside = partners(packs)
-    for key, job in jobs.items():
-        lease = job.lease
-        if lease is None or lease.state != "held" or lease.held_s < min_run_s or not lease.iteration_s:
-            continue
-        if not any(_holds(jobs[other]) for other in beside.get(key, ())):
-            found[key] = lease.iteration_s
-    return found
-
-
 def _holds(job: Job) -> bool:
     return job.lease is not None and job.lease.state in ("held", "stopping")
+
+
+def _reasons(
+    found: Mapping[Group, Judged], packs: Iterable[Group], actions: Iterable[Pack | Unpack]
+) -> dict[JobKey, str]:
+    """Return a sentence for each job of a pack: what was done to it, else what was measured of it."""
+    stay = set(packs)
+    said = {key: packed_text(key, one) for pack, one in found.items() if pack in stay for key in pack}
+    for action in actions:
+        said.update((key, action.reason) for key in (action.jobs if isinstance(action, Pack) else (action.job,)))
+    return said
 
 
 # --- Undo ----------------------------------------------------------------------------------------------
 
 
-def _undone(
-    jobs: Mapping[JobKey, Job], packs: Iterable[Group], alone: Mapping[JobKey, float], terms: Terms
-) -> Iterator[Unpack]:
-    for pack in packs:
-        joiner = pack[0]
+def _undone(found: Mapping[Group, Judged], terms: Terms) -> Iterator[Unpack]:
+    for pack, one in found.items():
         others = job_names(pack[1:])
         if not terms.on:
-            yield Unpack(joiner, f"runs in turns with {others} again: packing is off")
-            continue
-        speed = _speed([jobs[key] for key in pack], alone, terms.sharing.min_run_s)
-        if speed is not None and speed <= TURNS:
-            yield Unpack(
-                joiner,
-                f"runs in turns with {others} again: together they ran at {speed:.0%} of what they do in turns",
-            )
+            yield Unpack(pack[0], f"runs in turns with {others} again: packing is off")
+        elif one.speed is not None and not terms.rule.paid(one.speed):
+            yield Unpack(pack[0], f"runs in turns with {others} again: {one.text}")
 
 
-def _speed(pack: Sequence[Job], alone: Mapping[JobKey, float], min_run_s: float) -> float | None:
-    """Return the sum of the packed jobs' speeds, each relative to its own alone; None before all are measured."""
-    speed = 0.0
-    for job in pack:
-        lease = job.lease
-        if lease is None or lease.state != "held" or lease.held_s < min_run_s or not lease.iteration_s:
-            return None
-        if job.key not in alone:
-            return None
-        speed += alone[job.key] / lease.iteration_s
-    return speed
+def _losers(
+    jobs: Mapping[JobKey, Job],
+    memory: SharingMemory,
+    before: Iterable[Group],
+    undone: Iterable[Unpack],
+    terms: Terms,
+) -> tuple[Lost, ...]:
+    """Return the pairs that are not to be tried, those that were just found included."""
+    kept = [pair for pair in memory.lost if terms.time_s - pair.at_s < terms.gandiva.pack_again_s]
+    if not terms.on:
+        return tuple(kept)
+    pairs = {_pair(action.job, other) for action in undone for other in partners(before)[action.job]}
+    found = [Lost(a, b, terms.time_s, _model(jobs[a]), _model(jobs[b])) for a, b in pairs]
+    return tuple(sorted(found + [pair for pair in kept if pair[:2] not in pairs]))
 
 
 # --- Packs ---------------------------------------------------------------------------------------------
@@ -150,8 +154,8 @@ class _Stage:
 
     jobs: Mapping[JobKey, Job]
     packs: tuple[Group, ...]
-    alone: Mapping[JobKey, float]
-    lost: frozenset[tuple[JobKey, JobKey]]
+    alone: Mapping[JobKey, Alone]
+    lost: tuple[Lost, ...]
     terms: Terms
 
     def places(self) -> list[list[_Unit]]:
@@ -168,7 +172,8 @@ class _Stage:
         return sorted((sorted(units, key=_rank) for units in found if len(units) > 1), key=lambda units: units[0].rank)
 
     def _unit(self, group: Group) -> _Unit | None:
-        known = [row for key in group if key in self.alone and (row := _measured(self.jobs[key])) is not None]
+        rows = ((key, self.alone[key]) for key in group if key in self.alone)
+        known = [size for key, row in rows if (size := _measured(self.jobs[key], row)) is not None]
         if len(known) != len(group):
             return None
         members = tuple(self.jobs[key] for key in group)
@@ -179,35 +184,70 @@ class _Stage:
         mine, model = job.jobs[0], job.models[0]
         if len(other.jobs) >= self.terms.gandiva.max_packed or any((model, name) in losing for name in other.models):
             return False
-        size_gb = min((self.terms.gpu_memory_gb.get(gpu.host, 0.0) for gpu in _gpus(mine)), default=0.0)
-        return job.peak_gb + other.peak_gb <= size_gb and all(self._together(mine, theirs) for theirs in other.jobs)
+        rule, known = self.terms.rule, mine.profile.together if mine.profile is not None else {}
+        if any(name in known and not rule.paid(known[name]) for name in other.models):
+            return False
+        return self._fits(job, other) and all(self._together(mine, theirs) for theirs in other.jobs)
+
+    def _fits(self, job: _Unit, other: _Unit) -> bool:
+        """Whether the GPUs have the memory for both, and their hosts CPUs and memory."""
+        gpus = _gpus(job.jobs[0])
+        size_gb = min((self.terms.gpu_memory_gb.get(gpu.host, 0.0) for gpu in gpus), default=0.0)
+        if job.peak_gb + other.peak_gb > size_gb * (1 - self.terms.gandiva.gpu_memory_margin):
+            return False
+        books = [self.terms.hosts[name] for name in sorted({gpu.host for gpu in gpus}) if name in self.terms.hosts]
+        return all(self._has_room(book, (*job.jobs, *other.jobs)) for book in books)
+
+    def _has_room(self, host: HostBook, unit: tuple[Job, ...]) -> bool:
+        """Whether a host has the memory that its jobs were promised, and the CPUs that all need who run then."""
+        keys, gpus = {job.key for job in unit}, _gpus(unit[0])
+        others = (t.job for key, t in host.tenants.items() if key not in keys and _holds(t.job))
+        running = (*unit, *(job for job in others if gpus.isdisjoint(_gpus(job))))
+        needed = sum(_cpus(job, self.alone.get(job.key), host.lanes[0].gpu_type) for job in running)
+        return host.committed_mb <= host.memory_mb and needed <= host.lanes[0].cpus
 
     def _together(self, mine: Job, theirs: Job) -> bool:
         sharing = self.terms.sharing
         return (
             (sharing.share_between_users or mine.user == theirs.user)
             and sharing.priority(mine) == sharing.priority(theirs)
-            and _pair(mine.key, theirs.key) not in self.lost
+            and all(_pair(mine.key, theirs.key) != pair[:2] for pair in self.lost)
         )
 
     def losing(self) -> frozenset[tuple[str, str]]:
         """Return the pairs of models, both ways, of which two jobs lost together: others of these need no trial."""
-        pairs = [(_model(self.jobs[a]), _model(self.jobs[b])) for a, b in self.lost if {a, b} <= self.jobs.keys()]
-        return frozenset(both for a, b in pairs if a and b for both in ((a, b), (b, a)))
+        pairs = [(pair.model, pair.other_model) for pair in self.lost if pair.model and pair.other_model]
+        return frozenset(both for a, b in pairs for both in ((a, b), (b, a)))
 
 
 def _model(job: Job) -> str:
     return job.profile.model if job.profile is not None else ""
 
 
-def _measured(job: Job) -> tuple[float, float] | None:
-    """Return a job's utilisation and peak memory on each GPU, None when it must not be packed."""
-    profile, lease = job.profile, job.lease
-    if profile is None or not _may_pack(lease):
+def _measured(job: Job, row: Alone) -> tuple[float, float] | None:
+    """Return a job's utilisation and peak memory on each GPU, None when it must not be packed.
+
+    The GPU driver's word on utilisation comes before the profile's. Without both, a GPU is idle at least while the job
+    waits in its loader. Of memory the most that anybody says counts; a job of which nobody says any is not packed.
+    """
+    profile = job.profile
+    sizes = [row.gpu_memory_gb, profile.gpu_memory_peak_gb if profile is not None else None]
+    known = [size for size in sizes if size is not None]
+    if not known or job.num_nodes > 1 or not _may_pack(job.lease):
         return None
-    if profile.gpu_utilization is None or profile.gpu_memory_peak_gb is None:
-        return None
-    return profile.gpu_utilization, profile.gpu_memory_peak_gb
+    if row.busy is not None:
+        return row.busy, max(known)
+    told = profile.gpu_utilization if profile is not None else None
+    return 1.0 - row.data_wait if told is None else told, max(known)
+
+
+def _cpus(job: Job, row: Alone | None, gpu_type: str) -> float:
+    """Return the CPUs that a job needs on each of its hosts: by its profile, else what it used, else what it asked."""
+    if job.profile is not None:
+        needed: float = least_cpus(job.profile.on(gpu_type), max(job.gpus, 1), job.cpus, job.memory_mb)
+    else:
+        needed = job.cpus if row is None or row.cpus is None else min(row.cpus, job.cpus)
+    return needed / max(job.num_nodes, 1)
 
 
 def _may_pack(lease: Lease | None) -> bool:

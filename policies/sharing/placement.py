@@ -9,7 +9,8 @@ order,
 3. any host with g free GPUs (affinity relaxed),
 4. the least loaded hosts of affinity g, in the first lane with room: the jobs will take turns;
 
-else it stays queued. Steps 1 to 3 place in lane 0. The algorithm as printed asks for ceil(M / N) < 1 in
+else it stays queued. Where a job has profiles of several GPU types, hosts of the type on which it is fastest come
+before others in steps 1 to 3. Steps 1 to 3 place in lane 0. The algorithm as printed asks for ceil(M / N) < 1 in
 step 1, which only an empty server meets; its text says "free GPUs", and that is what is done here.
 A job of several nodes takes the best of steps 1 to 3 for each, or all its nodes by step 4 in one lane, for
 two lanes of a host are the same GPUs. Step 4 needs jobs that can take turns: every job on the host must be
@@ -18,7 +19,7 @@ managed, and of the same user unless users share.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cadenza.policies.actions import Place
@@ -62,12 +63,18 @@ def held_jobs(
 
 
 def place_on(
-    hosts: Mapping[str, HostBook], jobs: Sequence[Job], settings: SharingSettings, *, by_gpu: bool = False
+    hosts: Mapping[str, HostBook],
+    jobs: Sequence[Job],
+    settings: SharingSettings,
+    *,
+    by_gpu: bool = False,
+    otherwise: Callable[[Job], str] | None = None,
 ) -> Placed:
     """Return where these jobs start, in this order, and note them in the books of ``hosts``.
 
     With ``by_gpu`` a job goes to the lane of its host where it meets the fewest others on the GPUs that it will
-    get, and only to a host whose memory holds it beside the jobs of all lanes.
+    get, and only to a host whose memory holds it beside the jobs of all lanes. ``otherwise`` is called for a job that
+    stays queued before any job after it: it may make room, and returns a sentence if it does.
     """
     actions: list[Place] = []
     reasons: dict[JobKey, str] = {}
@@ -78,9 +85,11 @@ def place_on(
         if ask in vain:  # nothing has changed since the last one that asked for this
             reasons[job.key] = vain[ask]
             continue
-        nodes, reasons[job.key] = choose(ask)
+        nodes, reasons[job.key] = choose(ask, job)
         if not nodes:
-            vain[ask] = reasons[job.key]
+            made = otherwise(job) if otherwise is not None else ""
+            vain = {} if made else {**vain, ask: reasons[job.key]}
+            reasons[job.key] = made or reasons[job.key]
             continue
         vain.clear()
         actions.append(Place(job.key, tuple(node.name for _, node in nodes), reasons[job.key]))
@@ -101,13 +110,17 @@ class _Choice:
     settings: SharingSettings
     by_gpu: bool
 
-    def __call__(self, ask: Ask) -> tuple[Chosen, str]:
+    def __call__(self, ask: Ask, job: Job) -> tuple[Chosen, str]:
         """Return the nodes for one job, none when it stays queued, and a sentence for its user."""
-        found = [(_step(host, ask), host.load, host.name, host) for host in self.hosts if self._has_free(host, ask)]
-        free = sorted(found, key=lambda row: row[:3])[: ask.nodes]
+        found = [
+            ((host.iteration_s(job), _step(host, ask), host.load, host.name), host)
+            for host in self.hosts
+            if self._has_free(host, ask)
+        ]
+        free = sorted(found, key=lambda row: row[0])[: ask.nodes]
         if len(free) == ask.nodes:
-            chosen = [(host, self._lane(host, ask)) for _, _, _, host in free]
-            steps = max(step for step, _, _, _ in free)
+            chosen = [(host, self._lane(host, ask)) for _, host in free]
+            steps = max(step for (_, step, *_), _ in free)
             return chosen, f"placed on {_names(chosen)}: {ask.gpus} free GPUs each, {_STEPS[steps]}"
         shared = self._oversubscribe(ask)
         if shared:

@@ -90,8 +90,17 @@ class GandivaSettings:
     migrate: bool = True
     defrag: bool = True
     elastic: bool = True
+    relieve: bool = True
     max_packed: int = 2
     """Most jobs that are packed on one set of GPUs."""
+    pack_margin: float = 0.05
+    """A pack stays when it has more than the throughput of turns by this part."""
+    measure_s: float = 20.0
+    """One measuring window: jobs run this long, if their slices allow it, before their iteration times count."""
+    gpu_memory_margin: float = 0.05
+    """Part of a GPU's memory that packed jobs leave free."""
+    pack_again_s: float = 86400.0
+    """Time after which a pair that did not pay may be tried again."""
     idle_s: float = 60.0
     """A job grows when GPUs of its host have been idle this long."""
     move_s: float = 30.0

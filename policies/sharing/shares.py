@@ -21,6 +21,10 @@ from cadenza.policies.profile import NEARLY, least_cpus
 from cadenza.policies.sharing.hosts import Ask, HostBook, Tenant
 from cadenza.policies.sharing.settings import SharingSettings
 
+HEADROOM = 1.25
+"""Where Slurm's books are a floor, a job keeps so many times the CPUs that its profile needs: profiles are measured on
+nodes that do little else, and beside busy neighbours (second threads, caches, clock rates) a CPU does less."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
@@ -42,10 +46,11 @@ class Sharing:
         """Return what every job should have that has its place on one host only."""
         found: dict[JobKey, Placement] = {}
         for host in hosts.values():
-            found |= self._on(host)
+            found |= self.on(host)
         return found
 
-    def _on(self, host: HostBook) -> dict[JobKey, Placement]:
+    def on(self, host: HostBook) -> dict[JobKey, Placement]:
+        """Return the same for the jobs of one host; those whose share does not change may be left out."""
         there = [host.tenants[key] for key in sorted(host.tenants)]
         holding = [t for t in there if t.job.key in self.holders]
         wide = [t for t in holding if len(t.job.nodes) > 1]
@@ -143,10 +148,11 @@ def _floor(unit: Sequence[Tenant], parts: Mapping[JobKey, Share], server: Server
     asked = Share(server.name, first.ask.gpus, sum(t.ask.cpus for t in unit), sum(t.ask.memory_mb for t in unit))
     if profile is None or any(_starts(tenant.job) for tenant in unit):
         return asked if part.cpus < asked.cpus else None
-    asked = asked._replace(cpus=least_cpus(profile.on(server.gpu_type), *asked[1:]))
     wanted = share_speed(profile, asked, server.gpu_type)
+    asked = asked._replace(cpus=least_cpus(profile.on(server.gpu_type), *asked[1:], headroom=HEADROOM))
     part = part._replace(memory_mb=max(part.memory_mb, asked.memory_mb))
-    return asked if share_speed(profile, part, server.gpu_type) < wanted - NEARLY else None
+    slower = part.cpus < asked.cpus or share_speed(profile, part, server.gpu_type) < wanted - NEARLY
+    return asked if slower else None
 
 
 def _starts(job: Job) -> bool:
@@ -176,9 +182,22 @@ def _split(share: Share, parts: int) -> list[Share]:
 def tunes(jobs: Mapping[JobKey, Job], wanted: Mapping[JobKey, Placement]) -> tuple[Tune, ...]:
     """Return a tune for every running job that is to have something else than it has, in order of keys."""
     return tuple(
-        Tune(key, wanted[key], _why(wanted[key][0], jobs[key].placement[0]))
+        Tune(key, wanted[key], _why(wanted[key][0], jobs[key].placement[0]), caches_mb(jobs[key], wanted[key]))
         for key in sorted(wanted)
         if key in jobs and jobs[key].placement and jobs[key].placement != wanted[key]
+    )
+
+
+def caches_mb(job: Job, wanted: Placement) -> tuple[int | None, ...]:
+    """Return what a job's caches may take of each share; empty where it has no more memory than it asked for.
+
+    Who wrote the script chose its caches for the memory that the job asked for, so only more memory changes them.
+    """
+    asked_mb = -(-job.memory_mb // max(job.num_nodes, 1))
+    if job.profile is None or all(share.memory_mb <= asked_mb for share in wanted):
+        return ()
+    return tuple(
+        job.profile.cache_mb(share.gpus, share.memory_mb) if share.memory_mb > asked_mb else None for share in wanted
     )
 
 
@@ -200,6 +219,21 @@ def with_shares(
         )
         for action in placed
     )
+
+
+def startable(wanted: Placement, hosts: Mapping[str, HostBook], key: JobKey) -> Placement:
+    """Return what Slurm can start a job with where its books are a floor: no more than its lane has free there.
+
+    What others lend of theirs comes in place once it runs.
+    """
+    host = next((host for host in hosts.values() if key in host.tenants), None)
+    if host is None or len(wanted) != 1:
+        return wanted
+    lane, ask = host.tenants[key].lane, host.tenants[key].ask
+    node, use = next(node for node in host.lanes if node.name == lane), host.use[lane]
+    cpus, memory_mb = max(node.cpus - use.cpus, 0) + ask.cpus, max(node.memory_mb - use.memory_mb, 0) + ask.memory_mb
+    share = wanted[0]
+    return (share._replace(cpus=min(share.cpus, cpus), memory_mb=min(share.memory_mb, memory_mb)),)
 
 
 def _needed(job: Job, nodes: Sequence[str], settings: SharingSettings) -> Placement:

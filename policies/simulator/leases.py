@@ -55,6 +55,7 @@ class Leases:
         if book.state != "held":
             self._resume_cost(job)
             book.state, book.since_s = "held", self.world.now_s
+            book.beside, book.company_s = (), self.world.now_s
             for gpu in job.gpus_held:
                 self._holders.setdefault(gpu, []).append(job)
             self._pace(job)
@@ -106,16 +107,23 @@ class Leases:
         now_s = self.world.now_s
         book.vtime_s += now_s - book.since_s
         book.iteration_s = job.trace.iteration_s / job.rate if job.rate else book.iteration_s
+        book.pace = job.pace(now_s)
         book.state, book.since_s = "yielded", now_s
         for gpu in job.gpus_held:
             self._holders[gpu].remove(job)
         self.world.halt(job)
         for other in self._others(job):
-            self.world.go(other, self._factor(other))
+            self._go(other)
 
     def _pace(self, job: Live) -> None:
         for member in (job, *self._others(job)):
-            self.world.go(member, self._factor(member))
+            self._go(member)
+
+    def _go(self, job: Live) -> None:
+        """Let a holder make progress beside the others that have its GPUs now."""
+        if job.lease is not None:
+            job.lease.meet(tuple(other.key for other in self._others(job)), self.world.now_s)
+        self.world.go(job, self._factor(job))
 
     def _factor(self, job: Live) -> float:
         """Return the share of its speed alone that a job keeps beside those it is packed with."""

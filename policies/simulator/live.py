@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil, floor, inf
 
-from cadenza.policies.model import Gpu, Job, JobKey, JobState, Lease, LeaseState, Options, Placement, Progress
+from cadenza.policies.model import Gpu, Job, JobKey, JobState, Lease, LeaseState, Options, Pace, Placement, Progress
 from cadenza.policies.profile import MB_PER_GB, Profile
 from cadenza.policies.simulator.model import JobResult, TraceJob
 
@@ -207,7 +207,16 @@ class Live:
             iteration_s=self.trace.iteration_s / self.rate if self.rate else book.iteration_s,
             step=int(self.done_s / self.trace.iteration_s),
             checkpoints=True,
+            pace=self.pace(now_s),
         )
+
+    def pace(self, now_s: float) -> Pace | None:
+        """Return how fast the job is in its present company, or was in the last one; exact, so without an error."""
+        book = self.lease
+        if book is None or book.state != "held" or not self.rate:
+            return book.pace if book is not None else None
+        iteration_s, window_s = self.trace.iteration_s / self.rate, now_s - book.company_s
+        return Pace(iteration_s, int(window_s / iteration_s), window_s, beside=book.beside)
 
     def result(self, finish_s: float | None) -> JobResult:
         """Return what became of the job."""
@@ -234,13 +243,23 @@ class Live:
 class LeaseBook:
     """A job's lease as its agents would keep it."""
 
-    __slots__ = ("iteration_s", "since_s", "state", "vtime_s")
+    __slots__ = ("beside", "company_s", "iteration_s", "pace", "since_s", "state", "vtime_s")
 
     def __init__(self, now_s: float, vtime_s: float) -> None:
         self.state: LeaseState = "waiting"
         self.since_s = now_s
         self.vtime_s = vtime_s
         self.iteration_s: float | None = None
+        self.pace: Pace | None = None
+        """Of the last time that the job held its GPUs."""
+        self.beside: tuple[JobKey, ...] = ()
+        self.company_s = now_s
+        """Since when it has had its GPUs with ``beside``."""
+
+    def meet(self, beside: tuple[JobKey, ...], now_s: float) -> None:
+        """Note with whom the job has its GPUs from now on."""
+        if beside != self.beside:
+            self.beside, self.company_s = beside, now_s
 
 
 def whole_iterations(speed: float, iteration_s: float, round_s: float) -> float:

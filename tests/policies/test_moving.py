@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from snapshots import NOW, cluster, job, key, lease
+from snapshots import NOW, cluster, job, key, lease, node
 
-from cadenza.policies.actions import Migrate, Place, Release, Requeue
+from cadenza.policies.actions import Migrate, Place, Release, Requeue, Save
 from cadenza.policies.decision import Decision, Memory, Move
-from cadenza.policies.model import JobKey, Share
-from cadenza.policies.moving import acted, advance, moving
+from cadenza.policies.model import Host, JobKey, Share
+from cadenza.policies.moving import WARM_S, acted, advance, moving
 
 KEEPS = lease("held", 0, checkpoints=True)
 THERE = (Share("node2", 1, 6, 9000),)
@@ -108,3 +108,67 @@ def test_a_requeued_job_that_its_owner_changed_is_let_go():
     move = Move(key(1), (), "makes room", NOW, phase="requeued")
     step = advance(move, cluster(held(required_nodes=("node3",))), Memory())
     assert isinstance(step.action, Release)
+
+
+def test_a_resized_job_whose_place_others_took_gets_its_former_size_and_then_goes_anywhere():
+    grows = Move(key(1), (Share("node1", 4, 24, 36000),), "grows", NOW, "placed", resize=True, former_gpus=1)
+    waits = replace(held(state_reason="Resources"), slurm_priority=1)
+    early, late = (replace(cluster(waits), time_s=NOW + seconds) for seconds in (5, 11))
+    assert advance(grows, early, Memory()).action is None
+    step = advance(grows, late, Memory())
+    assert isinstance(step.action, Place)
+    assert (step.action.shares, step.action.resize) == ((Share("node1", 1, 6, 9000),), True)
+    (again,) = acted([step.move], [step.action], late.time_s)
+    assert again.shares == step.action.shares
+    assert advance(again, late, Memory()).action is None
+    then = advance(again, replace(late, time_s=NOW + 25), Memory())
+    assert then.action == Release(NEXT, "others have taken its place on node1", unpin=True)
+    begin_time = replace(waits, state_reason="BeginTime")
+    assert advance(grows, replace(cluster(begin_time), time_s=NOW + 60), Memory()).action is None
+
+
+def between_hosts(*jobs, warmed=(), alive=True):
+    """A cluster whose second host has an agent that may have read a job's files."""
+    hosts = (Host("node1", agent_alive=True), Host("node2", agent_alive=alive, warmed=warmed))
+    return replace(cluster(*jobs, nodes=(node(), node(lane=1), node("node2"))), hosts=hosts)
+
+
+def warming_move(**facts):
+    return Move(key(1), THERE, "r", NOW, phase="warming", **facts)
+
+
+def test_another_host_reads_the_files_before_the_job_is_stopped():
+    wants = moving(lambda _, memory: Decision((Migrate(key(1), THERE, "r"),), memory), warm=True)
+    first, memory = round_of(wants, between_hosts(job(1, lease=KEEPS)), Memory())
+    assert first.actions == (Migrate(key(1), THERE, "r", warm=("node2",)),)
+    assert memory.moves[0].phase == "warming"
+    waits, memory = round_of(wants, between_hosts(job(1, lease=KEEPS)), memory)
+    assert waits.actions == ()
+    then, memory = round_of(wants, between_hosts(job(1, lease=KEEPS), warmed=(key(1),)), memory)
+    assert then.actions == (Save(key(1), "goes to node2: r"),)
+    assert memory.moves[0].phase == "ordered"
+
+
+@pytest.mark.parametrize(
+    ("shares", "facts"),
+    [((Share("node1-l1", 1, 6, 9000),), {}), (THERE, {"alive": False}), ((), {})],
+    ids=["same host", "no agent there", "to no nodes"],
+)
+def test_where_nothing_can_be_read_the_checkpoint_is_ordered_at_once(shares, facts):
+    wants = moving(lambda _, memory: Decision((Migrate(key(1), shares, "r"),), memory), warm=True)
+    decision, memory = round_of(wants, between_hosts(job(1, lease=KEEPS), **facts), Memory())
+    assert decision.actions == (Migrate(key(1), shares, "r"),)
+    assert memory.moves[0].phase == "ordered"
+
+
+def test_files_that_are_not_read_in_time_do_not_keep_a_job():
+    late = replace(between_hosts(job(1, lease=KEEPS)), time_s=NOW + WARM_S + 1)
+    assert isinstance(advance(warming_move(), late, Memory()).action, Save)
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_job_that_loses_its_gpus_meanwhile_is_not_stopped(by_hand):
+    found = between_hosts(job(1, lease=replace(KEEPS, state="yielded")), warmed=(key(1),))
+    step = advance(warming_move(by_hand=by_hand), found, Memory())
+    assert step.action is None
+    assert (step.move.phase if step.move else None) == ("wanted" if by_hand else None)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gandiva_rig import ALL, NOTHING, after, decided, held, key, of, on, world
-from snapshots import NOW
+from gandiva_rig import ALL, NOTHING, SHARING, after, decided, held, key, of, on, world
+from hypothesis import given
+from hypothesis import strategies as st
+from snapshots import NOW, job
 
-from cadenza.policies.actions import Place, Resize
-from cadenza.policies.decision import Memory, SharingMemory
-from cadenza.policies.model import Options
+from cadenza.policies.actions import Place, Resize, Yield
+from cadenza.policies.decision import Memory, Move, SharingMemory
+from cadenza.policies.model import Options, Share
 from cadenza.policies.sharing.moves import sizes
 
 ELASTIC = replace(NOTHING, elastic=True)
@@ -83,3 +85,133 @@ def test_what_it_had_first_is_remembered():
     grown = world(on(1, "a", 0, 1, options=GROWS))
     assert after(grown, decided(grown, memory, NOTHING)).sharing.asked_gpus == ((1, 1),)
     assert key(1) in decided(grown, memory, NOTHING).reasons
+
+
+# --- Who waits ------------------------------------------------------------------------------------------
+
+
+NATIVE = replace(SHARING, admission="native")
+GROWN = on(1, "a", 0, 1, 2, 3, options=GROWS)
+
+
+def in_queue(number: int, gpus: int = 3, reason: str = "Resources", **facts):
+    """A job that Slurm itself is to start."""
+    return job(number, state="PENDING", state_reason=reason, gpus=gpus, **facts)
+
+
+def test_a_job_in_slurms_queue_waits_if_it_lacks_resources_alone():
+    for reason, left in (("Resources", {1: [1]}), ("Priority", {1: [1]}), ("", {1: [1]}), ("Dependency", {})):
+        snapshot = world(GROWN, in_queue(9, reason=reason))
+        assert resized(decided(snapshot, gandiva=ELASTIC, sharing=NATIVE)) == left, reason
+    not_ours = in_queue(9, options=None)
+    assert resized(decided(world(GROWN, not_ours), gandiva=ELASTIC, sharing=NATIVE)) == {1: [1]}
+    elsewhere = in_queue(9, partition="other")
+    assert resized(decided(world(GROWN, elsewhere), gandiva=ELASTIC, sharing=NATIVE)) == {}
+
+
+def test_nobody_grows_while_a_job_is_in_slurms_queue():
+    small = on(1, "a", 0, options=GROWS)
+    assert resized(decided(world(small, in_queue(9, 8)), idle(), ELASTIC, NATIVE)) == {}
+    assert resized(decided(world(small), idle(), ELASTIC, NATIVE)) == {1: [4]}
+
+
+def test_a_job_that_slurm_started_behind_anothers_lease_waits():
+    for state in ("waiting", "yielded"):
+        guest = on(9, "a", 0, 1, 2, lane=1, state=state)
+        decision = decided(world(GROWN, guest), gandiva=ELASTIC, sharing=NATIVE)
+        (found,) = of(Resize, decision)
+        assert found.job == key(1)
+        assert [(share.node, share.gpus) for share in found.shares] == [("a-l1", 1)], "where Slurm gives it GPU 3"
+        assert key(1) not in {action.job for action in of(Yield, decision)}, "it stops once, to save"
+
+
+def test_turns_go_on_where_shrinking_would_not_end_them():
+    guest = on(9, "a", 0, 1, 2, lane=1, state="waiting")
+    for rival in (
+        on(1, "a", 0, 1, 2, 3, options=Options(min_gpus=2)),
+        on(1, "a", 0, 1, 2, 3),
+        on(1, "a", 0, 1, 2, 3, options=GROWS, checkpoints=False),
+        on(1, "a", 0, 1, 2, 3, options=GROWS, ready=False),
+    ):
+        assert resized(decided(world(rival, guest), gandiva=ELASTIC, sharing=NATIVE)) == {}
+    beside = on(2, "a", 0, lane=1, options=Options())
+    three_lanes = world(GROWN, beside, on(9, "a", 0, 1, 2, lane=2, state="waiting"), lanes=3)
+    assert resized(decided(three_lanes, gandiva=ELASTIC, sharing=NATIVE)) == {}
+
+
+def test_a_job_of_several_hosts_gets_gpus_of_each():
+    other = on(2, "b", 0, 1, 2, 3, options=GROWS)
+    wide = in_queue(9, 4, num_nodes=2)
+    found = decided(world(GROWN, other, wide, hosts=("a", "b")), gandiva=ELASTIC, sharing=NATIVE)
+    assert resized(found) == {1: [2], 2: [2]}
+    fixed = on(2, "b", 0, 1, 2, 3)
+    assert resized(decided(world(GROWN, fixed, wide, hosts=("a", "b")), gandiva=ELASTIC, sharing=NATIVE)) == {}
+
+
+def test_a_job_that_wants_one_node_is_served_there_or_not_at_all():
+    there = in_queue(9, required_nodes=("b-l1",))
+    assert resized(decided(world(GROWN, there, hosts=("a", "b")), gandiva=ELASTIC, sharing=NATIVE)) == {}
+    here = in_queue(9, required_nodes=("a-l1",))
+    assert resized(decided(world(GROWN, here, hosts=("a", "b")), gandiva=ELASTIC, sharing=NATIVE)) == {1: [1]}
+
+
+# --- On the way -----------------------------------------------------------------------------------------
+
+
+def on_its_way(number: int, phase: str, *shares: Share) -> Memory:
+    return replace(idle(), moves=(Move(key(number), shares, "resized", NOW, phase=phase, resize=True, former_gpus=4),))
+
+
+def test_one_job_that_shrinks_for_a_waiting_one_is_enough():
+    other = on(2, "b", 0, 1, 2, 3, options=GROWS)
+    snapshot = world(GROWN, other, in_queue(9), hosts=("a", "b"))
+    memory = on_its_way(1, "ordered", Share("a", 1, 6, 8000))
+    assert resized(decided(snapshot, memory, ELASTIC, NATIVE)) == {}
+    assert resized(decided(snapshot, idle(), ELASTIC, NATIVE)) == {1: [1]}
+    left = in_queue(1, 4, "", slurm_priority=0, options=GROWS)
+    gone = world(left, other, in_queue(9), hosts=("a", "b"))
+    assert resized(decided(gone, on_its_way(1, "requeued", Share("a", 1, 6, 8000)), ELASTIC, NATIVE)) == {}
+    assert resized(decided(gone, on_its_way(1, "requeued", Share("a", 2, 12, 8000)), ELASTIC, NATIVE)) == {2: [1]}
+
+
+def test_nobody_grows_into_gpus_that_are_kept_for_a_job_on_its_way():
+    small = on(2, "a", 3, lane=1, options=GROWS)
+    moving = in_queue(1, 2, "", slurm_priority=0, options=GROWS)
+    memory = on_its_way(1, "requeued", Share("a", 2, 12, 16000))
+    assert resized(decided(world(small, moving), memory, ELASTIC, NATIVE)) == {2: [2]}
+    wider = on_its_way(1, "requeued", Share("a", 3, 18, 24000))
+    assert resized(decided(world(small, moving), wider, ELASTIC, NATIVE)) == {}
+
+
+sizes_of_jobs = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 8)), min_size=1, max_size=4)
+
+
+@given(asked=sizes_of_jobs, waits=st.lists(st.integers(1, 4), max_size=3), idle_s=st.sampled_from([0.0, 100.0]))
+def test_sizes_stay_within_what_was_declared_and_what_the_host_has(asked, waits, idle_s):
+    jobs, first = [], 0
+    for number, (gpus, low, high) in enumerate(asked, 1):
+        if first + gpus <= 4:
+            options = Options(min_gpus=min(low, high), max_gpus=max(low, high))
+            jobs.append(on(number, "a", *range(first, first + gpus), options=options))
+            first += gpus
+    snapshot = world(*jobs, *(in_queue(20 + i, gpus) for i, gpus in enumerate(waits)))
+    sizes_now = {one.key.id: one for one in jobs}
+    total = {one.key.id: one.gpus for one in jobs}
+    for number, (gpus,) in resized(decided(snapshot, idle(idle_s), ELASTIC, NATIVE)).items():
+        before, options = sizes_now[number].gpus, sizes_now[number].options
+        assert min(options.min_gpus, before) <= gpus <= max(options.max_gpus, before)
+        assert not (waits and gpus > before)
+        total[number] = gpus
+    assert sum(total.values()) <= 4
+
+
+def test_a_user_is_told_why_the_size_stays():
+    for facts, why in (
+        ({"checkpoints": False}, "its size stays: it saves no checkpoints (client.checkpoint)"),
+        ({"requeueable": False}, "its size stays: Slurm may not requeue it (no batch job, or --no-requeue)"),
+    ):
+        reasons = decided(world(on(1, "a", 0, options=GROWS, **facts)), idle(), ELASTIC).reasons
+        assert reasons[key(1)].endswith(f"; {why}")
+    for options, gandiva in ((GROWS, ELASTIC), (Options(), ELASTIC), (GROWS, NOTHING)):
+        plain = on(1, "a", 0, options=options, checkpoints=options is GROWS and gandiva is ELASTIC)
+        assert "its size stays" not in decided(world(plain), Memory(), gandiva).reasons[key(1)]

@@ -11,6 +11,7 @@ from cadenza.policies.actions import Place, Tune
 from cadenza.policies.case import Plan
 from cadenza.policies.decision import Memory, SharingMemory
 from cadenza.policies.model import Share
+from cadenza.policies.sharing.shares import caches_mb
 
 PROPORTIONAL = Share("a", 1, 6, 25_000)
 
@@ -113,4 +114,25 @@ def test_a_decision_is_remembered_without_anything_left_over():
     memory = after(snapshot, decided(snapshot, gandiva=NOTHING))
     assert memory.sharing.packs == memory.sharing.lost == memory.sharing.moved_s == ()
     gone = replace(snapshot, jobs=())
-    assert after(gone, decided(gone, memory)).sharing.alone_s == ()
+    assert after(gone, decided(gone, memory)).sharing.alone == ()
+
+
+def test_caches_take_what_the_memory_axis_says_of_more_memory_than_was_asked_for():
+    grid = {"memory_gb_per_gpu": (2.0, 8.0), "throughput": ((0.5, 1.0),), "cpus_per_gpu": (6.0,)}
+    job = replace(on(1, "a", 0), profile=replace(profile(), **grid), memory_mb=4096)
+    assert caches_mb(job, (Share("a", 1, 9, 4096),)) == ()
+    assert caches_mb(job, (Share("a", 1, 9, 10_000),)) == (10_000 - 2048,)
+    assert caches_mb(replace(job, memory_mb=1000), (Share("a", 1, 9, 2000),)) == (None,)
+    wide = replace(job, num_nodes=2, memory_mb=8192)
+    assert caches_mb(wide, (Share("a", 1, 6, 4096), Share("b", 2, 6, 9000))) == (None, 9000 - 4096)
+    point = replace(job, profile=profile(memory_gb_per_gpu=(2.0,), cpus_per_gpu=(6.0,)))
+    assert caches_mb(point, (Share("a", 1, 9, 10_000),)) == (None,)
+    assert caches_mb(replace(job, profile=None), (Share("a", 1, 9, 10_000),)) == ()
+
+
+def test_a_tune_says_what_caches_may_take():
+    grid = {"memory_gb_per_gpu": (2.0, 40.0), "throughput": ((0.5, 1.0),), "cpus_per_gpu": (6.0,)}
+    job = replace(on(1, "a", 0), profile=replace(profile(), **grid))
+    (tune,) = of(Tune, decided(world(job), gandiva=NOTHING))
+    assert tune.shares[0].memory_mb > job.memory_mb
+    assert tune.caches_mb == (tune.shares[0].memory_mb - 2048,)

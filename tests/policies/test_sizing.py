@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 
 import pytest
 from gandiva_rig import NOTHING, SHARING, decided, held, of, on, profile, world
@@ -14,6 +15,7 @@ from cadenza.policies.decision import Memory
 from cadenza.policies.ledger import remember
 from cadenza.policies.model import Share
 from cadenza.policies.profile import least_cpus
+from cadenza.policies.sharing.shares import HEADROOM
 from cadenza.policies.sizing import as_sized, requests
 
 CPUS = {"cpus_per_gpu": (1.0, 2.0, 4.0, 8.0), "memory_gb_per_gpu": (4.0,)}
@@ -117,6 +119,7 @@ def test_a_held_job_is_placed_with_its_new_request():
 
 def test_fewest_cpus():
     assert [least_cpus(SATED, 2, cpus, 16_000) for cpus in (1, 2, 3, 4, 9)] == [1, 2, 2, 4, 4]
+    assert [least_cpus(SATED, 2, cpus, 16_000, headroom=1.25) for cpus in (1, 2, 3, 4, 9)] == [1, 2, 3, 4, 5]
 
 
 # --- The floor -----------------------------------------------------------------------------------------
@@ -154,6 +157,14 @@ def test_who_has_not_completed_an_iteration_lends_nothing():
     jobs = [on(1, "a", 0, profile=HUNGRY), *(on(n, "a", n - 1, profile=SATED, step=0) for n in (2, 3, 4))]
     found = tuned(*jobs)
     assert [found.get(n, Share("a", 1, 6, 0)).cpus for n in (2, 3, 4)] == [6, 6, 6]
+
+
+def test_who_lends_keeps_more_than_its_profile_needs_beside_nobody():
+    jobs = [on(1, "a", 0, profile=HUNGRY), *(on(n, "a", n - 1, profile=SATED) for n in (2, 3, 4))]
+    needed = least_cpus(SATED, 1, 6, 8000)
+    found = tuned(*jobs)
+    assert {found[n].cpus for n in (2, 3, 4)} == {ceil(needed * HEADROOM)}
+    assert needed < ceil(needed * HEADROOM) < 6
 
 
 def test_lanes_that_promise_more_than_the_host_has_leave_the_allocations_guarantee():
