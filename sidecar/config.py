@@ -39,6 +39,19 @@ def load(
     for section in ignore:
         values.pop(section, None)
     _check_keys(values, kind, origin, (), extra=tuple(ignore))
+    return _convert(values, kind, origin, path)
+
+
+def load_file(path: Path, kind: type[T]) -> T:
+    """Return one file as the struct ``kind``, whatever lies beside it; raise ConfigError as ``load`` does."""
+    values: dict[str, Any] = {}
+    origin: dict[Key, Path] = {}
+    _merge(values, _parse(path), origin, path, ())
+    _check_keys(values, kind, origin, ())
+    return _convert(values, kind, origin, path)
+
+
+def _convert(values: dict[str, Any], kind: type[T], origin: Mapping[Key, Path], path: Path) -> T:
     try:
         return msgspec.convert(values, kind, strict=True)
     except msgspec.ValidationError as error:

@@ -68,6 +68,25 @@ class InForce(msgspec.Struct, frozen=True):
     """Why it could not be set, if so."""
 
 
+class Pace(msgspec.Struct, frozen=True):
+    """How fast a job runs in its present company: since who uses its GPUs with it last changed. Times in seconds.
+
+    Of its slowest rank on this host, from the first iteration on that began in this company. A job that does not run
+    has the pace of the last time.
+    """
+
+    window_s: float
+    iterations: int
+    iteration_s: float
+    """Mean; 0 before the first iteration."""
+    error: float
+    """Standard error of the mean, relative to it; 1 before it can be said."""
+    data_wait: float
+    """Share of the iteration time that it was blocked in its loader."""
+    beside: tuple[tuple[int, int], ...] = ()
+    """The others that ran on its GPUs meanwhile, id and restart count; empty: it had them alone."""
+
+
 class LeaseReport(msgspec.Struct, frozen=True):
     """One job on one host. Times in seconds."""
 
@@ -107,6 +126,22 @@ class LeaseReport(msgspec.Struct, frozen=True):
     """None: it has what Slurm gave it."""
     requeue_owner: str = ""
     """Who requeues the job by a signal handler of its own, such as *lightning*; we must not then."""
+    pace: Pace | None = None
+    """None: it has not run since it attached."""
+    pack: int = 0
+    """See ``JobFacts``; what the agent goes by."""
+
+
+class Warmed(msgspec.Struct, frozen=True):
+    """What a host has read for a job that will come; ``bytes`` may have been in memory before."""
+
+    job: int
+    restart: int
+    files: int
+    bytes: int
+    seconds: float
+    note: str = ""
+    """Why nothing was read, if so."""
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
@@ -122,6 +157,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     leases: tuple[LeaseReport, ...]
     lacks: tuple[str, ...] = ()
     """What the settings ask for and this host cannot do, with the reason; one sentence each."""
+    warmed: tuple[Warmed, ...] = ()
+    """Of the last jobs that were to come here."""
 
 
 class Switched(msgspec.Struct, frozen=True, tag=True):
@@ -173,7 +210,21 @@ class LeaseLog(msgspec.Struct, frozen=True, tag=True):
     to_s: float
 
 
-FromAgent: TypeAlias = Report | Switched | Steps | LeaseLog
+class Files(msgspec.Struct, frozen=True, tag=True):
+    """Files that a job's processes on one host use, as the answer to FilesOrder, and then its new checkpoint.
+
+    A directory stands for all that is under it.
+    """
+
+    v: int
+    host: str
+    job: int
+    restart: int
+    uid: int
+    paths: tuple[str, ...]
+
+
+FromAgent: TypeAlias = Report | Switched | Steps | LeaseLog | Files
 
 
 class YieldOrder(msgspec.Struct, frozen=True, tag=True):
@@ -200,6 +251,24 @@ class CheckpointOrder(msgspec.Struct, frozen=True, tag=True):
     save_s: float
     """Longest time that saving may take."""
     hold_s: float
+
+
+class FilesOrder(msgspec.Struct, frozen=True, tag=True):
+    """Say which files a job uses here (``Files``), now and when it has saved a checkpoint."""
+
+    v: int
+    job: int
+    restart: int
+
+
+class Warm(msgspec.Struct, frozen=True, tag=True):
+    """Read files into memory, as the user that the job will run as; the report's ``warmed`` says when that is done."""
+
+    v: int
+    job: int
+    restart: int
+    uid: int
+    paths: tuple[str, ...]
 
 
 class StopAt(msgspec.Struct, frozen=True, tag=True):
@@ -271,6 +340,9 @@ class JobFacts(msgspec.Struct, frozen=True):
     """What Slurm's books give it on this host; 0: not known."""
     memory_mb: int = 0
     """The same of memory."""
+    pack: int = 0
+    """Jobs with the same number above 0 may hold the same GPUs at once: the service has found that their memory fits
+    there. It holds until the next word, without the service too."""
 
 
 class Facts(msgspec.Struct, frozen=True, tag=True):
@@ -287,4 +359,6 @@ class Facts(msgspec.Struct, frozen=True, tag=True):
     """Least time that a job keeps a lease it was given, except for a higher priority or an exclusive job."""
 
 
-ToAgent: TypeAlias = YieldOrder | CheckpointOrder | StopAt | CommitOrder | CancelOrder | ResumeOrder | Tune | Facts
+ToAgent: TypeAlias = (
+    YieldOrder | CheckpointOrder | FilesOrder | Warm | StopAt | CommitOrder | CancelOrder | ResumeOrder | Tune | Facts
+)

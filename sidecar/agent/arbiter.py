@@ -1,4 +1,8 @@
-"""Who gets free GPUs, and who makes way when the agent decides alone: the lease book put to pure turns."""
+"""Who gets free GPUs, and who makes way when the agent decides alone: the lease book put to pure turns.
+
+Who is packed is the service's word. Without the service packed jobs go on together: it has found that their GPU memory
+fits. Nobody joins them then.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +48,20 @@ class Arbiter:
             if entry is not None:
                 origin = "turn" if displace else "exclusive"
                 self.conductor.stop(entry, origin, self.host.settings.yield_timeout_s)
+        self._part()
+
+    def _part(self) -> None:
+        """Ask all but one of those to yield whose pack is over: whoever came last goes first.
+
+        A multi-node job stops by the service's orders only.
+        """
+        for entry in sorted(self.host.book, key=lambda one: (one.held_since_s, one.key), reverse=True):
+            if entry.loose and entry.hosts == 1 and entry.state == "held" and self._kept_by_another(entry):
+                self.conductor.stop(entry, "unpack", self.host.settings.yield_timeout_s)
+
+    def _kept_by_another(self, entry: Entry) -> bool:
+        """Whether a job that a loose one shares a GPU with is not on its way out."""
+        return any(other.state == "held" for other in self.host.book.blockers(entry))
 
     def why_waiting(self, entry: Entry) -> str:
         """Return why a job has no lease, for its owner."""
@@ -80,7 +98,13 @@ class Arbiter:
             iteration_s=run.telemetry().iteration_s,
             preferred=now < run.preferred_until,
             eligible=self._eligible(entry),
+            packed_with=self._partners(entry),
         )
+
+    def _partners(self, entry: Entry) -> frozenset[JobKey]:
+        """Return whom a job may have its GPUs with."""
+        others = (other for other in self.host.book if other is not entry and other.packed_with(entry))
+        return frozenset(other.key for other in others if set(other.gpus) == set(entry.gpus))
 
     def _eligible(self, entry: Entry) -> bool:
         """Whether a job may get its lease now."""

@@ -14,6 +14,7 @@ from cadenza.sidecar.agent.jobs import Saving
 from cadenza.sidecar.agent.leases import Entry
 from cadenza.sidecar.agent.switching import Conductor
 from cadenza.sidecar.agent.tuning.tuner import Tuner
+from cadenza.sidecar.agent.warming import Warming
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class Commands:
     conductor: Conductor
     arbiter: Arbiter
     tuner: Tuner
+    warming: Warming
     _told: set[str] = field(default_factory=set)
 
     def obey(self, order: orders.ToAgent) -> None:
@@ -37,6 +39,9 @@ class Commands:
         if isinstance(order, orders.Facts):
             self._learn(order)
             return
+        if isinstance(order, orders.Warm):
+            self.warming.read(order)
+            return
         entry = self.host.book.get(JobKey(order.job, order.restart))
         if entry is None:
             log.info("order for an unknown job JOBID=%s: %s", order.job, type(order).__name__)
@@ -44,18 +49,26 @@ class Commands:
         match order:
             case orders.YieldOrder() | orders.CheckpointOrder():
                 self._stop(entry, order)
-            case orders.StopAt():
-                self.conductor.asked(entry, order.step)
-            case orders.CommitOrder():
-                self.conductor.commit(entry)
-            case orders.CancelOrder():
-                self.conductor.cancel(entry, "refused", order.reason)
+            case orders.FilesOrder():
+                self.warming.list_files(entry)
+            case orders.StopAt() | orders.CommitOrder() | orders.CancelOrder():
+                self._lead(entry, order)
             case orders.Tune():
                 self.tuner.order(entry, order)
             case orders.ResumeOrder():
                 saving.go_on(self.conductor, entry, "the service lets it go on")
                 self.arbiter.prefer(entry.key, PREFERENCE_S)
                 self.arbiter.settle()
+
+    def _lead(self, entry: Entry, order: orders.StopAt | orders.CommitOrder | orders.CancelOrder) -> None:
+        """Pass on the service's word in a stop of a multi-node job."""
+        match order:
+            case orders.StopAt():
+                self.conductor.asked(entry, order.step)
+            case orders.CommitOrder():
+                self.conductor.commit(entry)
+            case orders.CancelOrder():
+                self.conductor.cancel(entry, "refused", order.reason)
 
     def _stop(self, entry: Entry, order: orders.YieldOrder | orders.CheckpointOrder) -> None:
         """Start a stop, or say at once why not; an order for a stop under way changes nothing."""
@@ -92,7 +105,7 @@ class Commands:
                 self.host.run(entry.key).listed = True
                 self._update(entry, fact)
         if changed:
-            self.host.book.touch()
+            self.host.book.pack({key: fact.pack for key, fact in known.items()})
             self.arbiter.settle()
 
     def _update(self, entry: Entry, fact: orders.JobFacts) -> None:

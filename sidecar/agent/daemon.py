@@ -13,6 +13,8 @@ from typing import IO
 import psutil  # type: ignore[import-untyped]
 import zmq
 
+from cadenza.sidecar import orders
+from cadenza.sidecar.agent import pace
 from cadenza.sidecar.agent.arbiter import Arbiter
 from cadenza.sidecar.agent.clock import SystemClock
 from cadenza.sidecar.agent.commands import Commands
@@ -38,6 +40,7 @@ from cadenza.sidecar.agent.transport import Listener, Session, notify_ready
 from cadenza.sidecar.agent.tuning import topology
 from cadenza.sidecar.agent.tuning.tunefile import TuneFile
 from cadenza.sidecar.agent.tuning.tuner import Tuner
+from cadenza.sidecar.agent.warming import Warming
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +72,11 @@ class Daemon:
         self._server = Server(self.host, self._conductor, arbiter, privileged, self._watch)
         self._arbiter = arbiter
         self._tuner = Tuner(self.host, TuneFile(Path(settings.state_dir), boot_id()), topology.read())
-        self._commands = Commands(self.host, self._conductor, arbiter, self._tuner)
+        self._warming = Warming(self.host)
+        self._commands = Commands(self.host, self._conductor, arbiter, self._tuner, self._warming)
         self._collector = Collector(self.host, Background(Sampler(clock, nvml_devices)), Records(settings))
         latest, in_force = self._collector.latest, self._tuner.in_force
-        self._reporter = Reporter(self.host, version, _memory_mb, latest, in_force, self._lacks)
+        self._reporter = Reporter(self.host, version, _memory_mb, latest, in_force, self._lacks, self._warmed)
         self._jumps = Jumps(self.host)
         self._poller = zmq.Poller()
         self._pidfds: dict[int, int] = {}
@@ -138,6 +142,7 @@ class Daemon:
         self._driver.close()
         self._tuner.restore()
         self._collector.close()
+        self._warming.close()
         if self._link is not None:
             self._link.close()
         for descriptor in (*self._pidfds.values(), *self._wakeup):
@@ -257,8 +262,10 @@ class Daemon:
             self._next_sweep = now + SWEEP_S
             self._sweep()
         self._arbiter.settle()
+        pace.look(self.host)
         self._tuner.tick()
         self._collector.tick()
+        self._warming.tick()
 
     def _write_down(self) -> bool:
         """Bring leases.json up to date; while that fails nothing is told to anyone."""
@@ -276,6 +283,10 @@ class Daemon:
     def _lacks(self) -> tuple[str, ...]:
         """Return what the settings ask for and this host cannot do."""
         return tuple(lack for lack in (self._driver.lack, self._tuner.lack) if lack)
+
+    def _warmed(self) -> tuple[orders.Warmed, ...]:
+        """Return what was read for jobs that are to come."""
+        return tuple(self._warming.warmed.values())
 
     def _report(self) -> None:
         """Send the service what it is to know."""

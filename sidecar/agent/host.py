@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cadenza.policies.model import JobKey
@@ -50,6 +51,11 @@ class Host:
         """Return the run of a job in the book, new when there is none yet."""
         return self.jobs.setdefault(key, JobRun(key))
 
+    def files(self, entry: Entry, paths: Iterable[str]) -> orders.Files:
+        """Return what other hosts are told of a job's files; names that no line can hold are left out."""
+        names = tuple(path for path in paths if path.isprintable())
+        return orders.Files(orders.VERSION, self.name, entry.job, entry.restart, entry.uid, names)
+
     def ended_stretch(self, stretch: Stretch) -> None:
         """Tell the service of a stretch of holding GPUs."""
         self.upward.append(
@@ -94,4 +100,6 @@ class Host:
             checkpoints=run.saves,
             saved=run.saved,
             lost=run.lost,
+            pace=run.pacer.measure(run.ranks, self.clock.monotonic()),
+            pack=entry.pack,
         )

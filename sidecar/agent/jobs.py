@@ -9,6 +9,7 @@ from cadenza.policies.model import JobKey
 from cadenza.sidecar import wire
 from cadenza.sidecar.agent.leases import Entry
 from cadenza.sidecar.agent.messages import Attach
+from cadenza.sidecar.agent.pace import Pacer
 from cadenza.sidecar.agent.pages import Page, Telemetry
 from cadenza.sidecar.agent.stop import Commit, Plan, Progress
 from cadenza.sidecar.agent.transport import Session
@@ -64,6 +65,8 @@ class Saving:
     """Pids of the ranks whose part is on the disk."""
     done_at: float | None = None
     """When all of them were."""
+    path: str = ""
+    """Where the checkpoint is, as far as a rank has said it."""
 
 
 @dataclass
@@ -72,8 +75,8 @@ class Stop:
 
     order: int
     origin: str
-    """Who asked: *service*, *turn* (local rotation), *exclusive* (a job that did not opt in starts), *driver*, or
-    *stray* (its ranks run without a lease)."""
+    """Who asked: *service*, *turn* (local rotation), *exclusive* (a job that did not opt in starts), *driver*,
+    *unpack* (its pack is over), or *stray* (its ranks run without a lease)."""
     began: float
     timeout_s: float
     remote: bool = False
@@ -152,6 +155,9 @@ class JobRun:
     """What the driver path is doing with it; empty when nothing, or when all of it is in host memory."""
     lost: str = ""
     """Why the driver path cannot bring it back, if so."""
+    pacer: Pacer = field(default_factory=Pacer)
+    followed: bool = False
+    """Another host reads the files that it uses: it is to go there."""
 
     def connected(self) -> list[Rank]:
         """Return the ranks that can be talked to."""

@@ -1,12 +1,14 @@
 """The lease book: which job may use which GPUs of this host, as a state machine without I/O or clock.
 
 States: *waiting* (registered, never ran) → *held* → *stopping* (asked to yield) → *yielded* → *held* …; a
-job leaves the book when it ends. A held or stopping lease occupies its GPUs; two such never meet on one.
+job leaves the book when it ends. A held or stopping lease occupies its GPUs; two such never meet on one, unless their
+jobs are packed. When a pack ends while several of it have their GPUs, these are *loose* until all but one yielded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import combinations
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -66,6 +68,10 @@ class Entry(msgspec.Struct):
     memory_mb: int = 0
     frozen: tuple[GpuProcess, ...] = ()
     """Processes that the driver path has in its hands: locked, checkpointed, or about to be."""
+    pack: int = 0
+    """Jobs with the same number above 0 may have the same GPUs at once, by the service's word."""
+    loose: bool = False
+    """Its pack is over, and another of it has the same GPUs still: all but one are to yield."""
 
     @property
     def key(self) -> JobKey:
@@ -88,6 +94,10 @@ class Entry(msgspec.Struct):
     def overlaps(self, other: Entry) -> bool:
         """Whether the two want a GPU in common."""
         return not set(self.gpus).isdisjoint(other.gpus)
+
+    def packed_with(self, other: Entry) -> bool:
+        """Whether the two may have the same GPUs at once; an unmanaged job never shares."""
+        return self.pack != 0 and self.pack == other.pack and self.managed and other.managed
 
 
 class Stretch(msgspec.Struct, frozen=True):
@@ -140,8 +150,24 @@ class LeaseBook:
         self.touch()
 
     def blockers(self, entry: Entry) -> list[Entry]:
-        """Return the other jobs that occupy a GPU of this one."""
-        return [other for other in self if other is not entry and other.occupying and other.overlaps(entry)]
+        """Return the other jobs that occupy a GPU of this one and may not share it."""
+        others = (other for other in self if other is not entry and other.occupying and other.overlaps(entry))
+        return [other for other in others if not other.packed_with(entry)]
+
+    def pack(self, packs: Mapping[JobKey, int]) -> None:
+        """Take over who may have the same GPUs at once; jobs that are not named are in no pack any more.
+
+        Holders that shared GPUs and may not any more become loose.
+        """
+        sharing = self._sharing()
+        for entry in self:
+            entry.pack = packs.get(entry.key, 0)
+        for one, other in sharing:
+            if not one.packed_with(other):
+                one.loose = other.loose = True
+        self.touch()
+        self._tighten()
+        self._check()
 
     def grant(self, entry: Entry, now: float) -> None:
         """Give a waiting or yielded job its lease; raise LeaseConflictError when a GPU is occupied."""
@@ -172,6 +198,7 @@ class LeaseBook:
         stretch = self._end(entry, now) if entry.occupying else None
         self._entries.pop(entry.key, None)
         self.touch()
+        self._tighten()
         return stretch
 
     def _end(self, entry: Entry, now: float) -> Stretch:
@@ -193,12 +220,23 @@ class LeaseBook:
         entry.state = after
         entry.since_s = now
         self.touch()
+        self._tighten()
         self._check()
+
+    def _sharing(self) -> list[tuple[Entry, Entry]]:
+        """Return the pairs that occupy a GPU together."""
+        occupying = [entry for entry in self._entries.values() if entry.occupying]
+        return [(one, other) for one, other in combinations(occupying, 2) if one.overlaps(other)]
+
+    def _tighten(self) -> None:
+        """Note which jobs are loose no more: they have their GPUs alone, or with those that they are packed with."""
+        apart = {one.key for pair in self._sharing() if not pair[0].packed_with(pair[1]) for one in pair}
+        for entry in self._entries.values():
+            entry.loose = entry.loose and entry.key in apart
 
     def _check(self) -> None:
         """Raise LeaseConflictError when two leases meet on a GPU: the one place that states the invariant."""
-        owner: dict[int, JobKey] = {}
-        for entry in self._entries.values():
-            for gpu in entry.gpus if entry.occupying else ():
-                if owner.setdefault(gpu, entry.key) != entry.key:
-                    raise LeaseConflictError(f"GPU {gpu} is leased to {owner[gpu]} and to {entry.key}")
+        for one, other in self._sharing():
+            if not (one.packed_with(other) or (one.loose and other.loose)):
+                gpu = min(set(one.gpus) & set(other.gpus))
+                raise LeaseConflictError(f"GPU {gpu} is leased to {one.key} and to {other.key}")

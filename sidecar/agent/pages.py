@@ -66,7 +66,10 @@ class PageRecord:
         """
         if not self.iterations:
             return None
-        index = _percentile(self.counts, share * self.iterations)
+        return self.middle_s(_percentile(self.counts, share * self.iterations))
+
+    def middle_s(self, index: int) -> float:
+        """Return the iteration time that stands for all of a bucket."""
         if not self.fine:
             return wire.bucket_upper_ns(index) * NS
         low, high = wire.fine_bounds_ns(index)

@@ -23,7 +23,8 @@ class Reporter:
     """Decides when a report is due.
 
     ``memory`` returns total and free host memory in MB, ``telemetry`` the last sample of a job, ``tuned``
-    what was set on it in the place of Slurm's own limits, ``lacks`` what this host cannot do.
+    what was set on it in the place of Slurm's own limits, ``lacks`` what this host cannot do, ``warmed`` what it
+    has read for jobs to come.
     """
 
     host: Host
@@ -32,6 +33,7 @@ class Reporter:
     telemetry: Callable[[JobKey], orders.JobTelemetry | None]
     tuned: Callable[[JobKey], orders.InForce | None]
     lacks: Callable[[], tuple[str, ...]]
+    warmed: Callable[[], tuple[orders.Warmed, ...]]
     _last: Notable = ()
     _sent_at: float = float("-inf")
 
@@ -59,6 +61,7 @@ class Reporter:
             rotating=self.host.rotating(),
             leases=tuple(self._lease(entry) for entry in self.host.book),
             lacks=self.lacks(),
+            warmed=self.warmed(),
         )
 
     def _lease(self, entry: Entry) -> orders.LeaseReport:
@@ -71,9 +74,10 @@ def _notable(report: orders.Report) -> Notable:
     """Return the part of a report whose change is worth sending at once."""
     return (
         report.rotating,
+        report.warmed,
         *(
             (one.job, one.restart, one.state, one.ready, one.ranks, one.managed, one.gpus, one.note, one.requeue_owner,
-             one.checkpoints, one.saved, one.lost, one.tuned)
+             one.checkpoints, one.saved, one.lost, one.tuned, one.pack)
             for one in report.leases
         ),
     )

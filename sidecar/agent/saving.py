@@ -25,6 +25,7 @@ def checkpointed(conductor: Conductor, entry: Entry, rank: Rank, message: Checkp
         conductor.undo(entry, run, f"rank {rank.hello.rank} could not save a checkpoint: {message.error}")
         return
     stop.saving.done.add(rank.pid)
+    stop.saving.path = stop.saving.path or message.path
     stop.copy_s = max(stop.copy_s, message.seconds)
     stop.bytes = max(stop.bytes, message.bytes)
     run.note = f"checkpoint of step {message.step}" + (f": {message.path}" if message.path else "")
@@ -41,6 +42,8 @@ def settle(conductor: Conductor, entry: Entry, stop: Stop) -> None:
     elif run.ranks.keys() <= saving.done:
         saving.done_at = conductor.host.clock.monotonic()
         conductor.report_stop(entry, run, stop, "checkpoint", run.note)
+        if run.followed and saving.path:
+            conductor.host.upward.append(conductor.host.files(entry, (saving.path,)))
         log.info("checkpoint JOBID=%s save_s=%.3f bytes=%d", entry.key, stop.copy_s, stop.bytes)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -33,6 +35,8 @@ class Histories(RuleBasedStateMachine):
         self.now = 0.0
         self.serial = 0
         self.held: dict[JobKey, float] = {}
+        self.shared: set[JobKey] = set()
+        """Who has got a GPU together with somebody else, which takes a pack."""
 
     @rule(target=jobs, gpus=st.sets(st.integers(0, 3), max_size=4), weight=st.sampled_from([0.5, 1.0, 4.0]))
     def register(self, gpus: set[int], weight: float) -> Entry:
@@ -61,10 +65,28 @@ class Histories(RuleBasedStateMachine):
         }[move]
         if legal:
             getattr(self.book, move)(one, self.now)
+            beside = [other for other in self.book if other is not one and other.occupying and other.overlaps(one)]
+            if move == "grant" and beside:
+                assert all(one.packed_with(other) for other in beside)
+                self.shared |= {one.key, *(other.key for other in beside)}
         else:
             with pytest.raises(LeaseConflictError):
                 getattr(self.book, move)(one, self.now)
             assert (one.state, one.since_s) == before
+
+    @rule(data=st.data())
+    def pack(self, data: st.DataObject) -> None:
+        keys = [one.key for one in self.book]
+        self.book.pack({key: data.draw(st.integers(0, 2)) for key in keys if data.draw(st.booleans())})
+        for one in self.book:
+            others = [other for other in self.book if other is not one and other.occupying and other.overlaps(one)]
+            apart = any(not one.packed_with(other) for other in others)
+            assert one.loose == (one.occupying and apart)
+
+    @rule(one=jobs)
+    def opt_out(self, one: Entry) -> None:
+        one.managed = False
+        self.book.pack({other.key: other.pack for other in self.book})
 
     @rule(one=consumes(jobs))
     def drop(self, one: Entry) -> None:
@@ -74,9 +96,22 @@ class Histories(RuleBasedStateMachine):
         assert self.book.get(one.key) is None
 
     @invariant()
-    def no_gpu_twice(self) -> None:
-        owned = [gpu for one in self.book if one.occupying for gpu in one.gpus]
-        assert len(owned) == len(set(owned))
+    def no_gpu_twice_but_by_a_pack(self) -> None:
+        for one, other in combinations([one for one in self.book if one.occupying], 2):
+            if not set(one.gpus).isdisjoint(other.gpus):
+                same = one.managed and other.managed and one.pack == other.pack > 0
+                assert same or (one.loose and other.loose)
+
+    @invariant()
+    def who_is_loose_was_packed_and_shares_a_gpu_still(self) -> None:
+        for one in self.book:
+            if one.loose:
+                assert self.book.blockers(one)
+                assert one.key in self.shared
+
+    @invariant()
+    def what_is_on_disk_is_taken_back(self) -> None:
+        LeaseBook(msgspec.convert(msgspec.to_builtins(one), Entry) for one in self.book)
 
     @invariant()
     def virtual_time_never_goes_back_and_counts_held_time(self) -> None:
@@ -94,6 +129,33 @@ def test_two_leases_on_a_gpu_are_refused_from_disk_too() -> None:
         one.state = "held"
     with pytest.raises(LeaseConflictError, match="GPU 1 is leased to 1 and to 2"):
         LeaseBook(both)
+
+
+def test_a_pack_holds_its_gpus_together_and_is_loosened_until_one_is_left() -> None:
+    book = LeaseBook()
+    one, other, third = (book.register(entry(job, 0), 0.0) for job in (1, 2, 3))
+    book.pack({one.key: 1, other.key: 1})
+    for each in (one, other):
+        book.grant(each, 0.0)
+    with pytest.raises(LeaseConflictError, match=r"GPUs .* are still held by 1, 2"):
+        book.grant(third, 0.0)
+    book.pack({third.key: 1})
+    assert (one.loose, other.loose, third.loose) == (True, True, False)
+    book.stop(other, 1.0)
+    book.release(other, 2.0)
+    assert not one.loose
+    with pytest.raises(LeaseConflictError):
+        book.grant(other, 3.0)
+
+
+def test_a_job_that_does_not_opt_in_never_shares() -> None:
+    book = LeaseBook()
+    one, exclusive = (book.register(entry(job, 0), 0.0) for job in (1, 2))
+    exclusive.managed = False
+    book.pack({one.key: 1, exclusive.key: 1})
+    book.grant(one, 0.0)
+    with pytest.raises(LeaseConflictError):
+        book.grant(exclusive, 0.0)
 
 
 def test_a_newcomer_starts_at_the_least_virtual_time_that_it_meets() -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.auth
-from agent_rig import PATIENCE_S, Agent, until
+from agent_rig import PATIENCE_S, Agent, Child, until
 from zmq.auth.thread import ThreadAuthenticator
 
 from cadenza.sidecar import orders
@@ -250,3 +250,71 @@ def test_without_keys_the_agent_serves_alone_and_says_so(new_agent: Callable[...
     assert agent.talk().start(1, [0])["state"] == "granted"
     assert "no link to the service, turns are local" in agent.log()
     assert PATIENCE_S > 0
+
+
+# --- Packs ---------------------------------------------------------------------------------------------
+
+
+def both_run(jobs: list[Child]) -> bool:
+    return all(job.running for job in jobs)
+
+
+@pytest.mark.slow
+def test_packed_jobs_run_at_once_survive_the_agent_and_part_when_told(linked: Agent, service: Service) -> None:
+    jobs = [linked.rank(1, "--gpus", "[0]")]
+    jobs[0].wait_for("run")
+    jobs.append(linked.rank(2, "--gpus", "[0]"))
+    jobs[1].wait_for("attached")
+    third = linked.rank(3, "--gpus", "[0]")
+    third.wait_for("attached")
+    assert service.lease(1, lambda lease: lease.pace and lease.pace.iterations > 5).pace.beside == ()
+    service.facts(fact(1, pack=1), fact(2, pack=1), fact(3))
+    jobs[1].wait_for("run")
+    assert both_run(jobs)
+    alone_s = 0.01
+    packed = service.lease(2, lambda lease: lease.pace and lease.pace.iterations > 20)
+    assert (packed.state, packed.pack, packed.pace.beside) == ("held", 1, ((1, 0),))
+    assert alone_s <= packed.pace.iteration_s < 10 * alone_s
+    linked.down(signal.SIGKILL)
+    linked.up()
+    for job in jobs:
+        assert job.wait_for("attached", 2)["state"] == "held"
+    assert {job: lease["pack"] for job, lease in linked.leases().items()} == {1: 1, 2: 1, 3: 0}
+    assert both_run(jobs)
+    assert not third.said("run")
+    service.lease(2, lambda lease: lease.ready)
+    service.facts(fact(1), fact(2), fact(3))
+    until(lambda: not both_run(jobs), "one of them to yield")
+    until(lambda: [lease["loose"] for lease in linked.leases().values()] == [False] * 3, "the other to be alone")
+    assert sorted(lease["state"] for lease in linked.leases().values()).count("held") == 1
+
+
+@pytest.mark.slow
+def test_packed_jobs_take_their_turn_together_when_the_service_is_away(
+    new_agent: Callable[..., Agent], service: Service
+) -> None:
+    agent = new_agent(service=f"tcp://127.0.0.1:{service.port}", service_timeout_s=0.6).up()
+    service.wait_for(orders.Report)
+    jobs = [agent.rank(job, "--gpus", "[0]") for job in (1, 2, 3)]
+    for job in jobs:
+        job.wait_for("attached")
+    service.facts(fact(1, pack=1), fact(2, pack=1), fact(3), slice_s=0.4, min_run_s=0.1)
+    service.wait_for(orders.Report, lambda report: report.rotating)
+    jobs[2].wait_for("run", 2)
+    until(lambda: both_run(jobs[:2]), "both of the pack at once")
+    for packed in jobs[:2]:
+        for start, end in packed.stretches():
+            assert all(end <= other or later <= start for other, later in jobs[2].stretches())
+
+
+def test_an_exclusive_job_displaces_a_whole_pack(linked: Agent, service: Service) -> None:
+    jobs = [linked.rank(job, "--gpus", "[0]") for job in (1, 2)]
+    for job in jobs:
+        job.wait_for("attached")
+    service.facts(fact(1, pack=1), fact(2, pack=1))
+    until(lambda: both_run(jobs), "both at once")
+    root = linked.talk()
+    root.until_granted(root.start(9, [0], managed=False))
+    for job in jobs:
+        job.wait_for("out")
+    assert {lease["state"] for job, lease in linked.leases().items() if job != 9} == {"yielded"}

@@ -1,0 +1,114 @@
+"""Warming: which files a process uses, and that they are read as its user, within bounds."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from agent_rig import Agent
+from test_agent_checkpoint import TERMS, host, job  # noqa: F401 (a fixture)
+from test_agent_link import Service, service  # noqa: F401 (a fixture)
+
+from cadenza.policies.model import JobKey
+from cadenza.sidecar.agent import inuse, readfiles
+from cadenza.sidecar.agent.warming import read_as
+from cadenza.sidecar.client.files import FileList
+from cadenza.sidecar.orders import VERSION, CheckpointOrder, Files, FilesOrder, Report, Warm
+from cadenza.slurm_plugin.service.warmings import Warmings
+
+A = JobKey(1, 0)
+
+
+def test_a_process_uses_what_it_has_mapped_opened_imported_and_named(tmp_path: Path) -> None:
+    for name in ("mapped", "opened", "named", "gone"):
+        (tmp_path / name).write_bytes(b"x" * 5000)
+    told = FileList()
+    with (tmp_path / "mapped").open("rb") as first, (tmp_path / "opened").open("rb"), (tmp_path / "gone").open("rb"):
+        data = mmap.mmap(first.fileno(), 0, access=mmap.ACCESS_READ)
+        (tmp_path / "gone").unlink()
+        told.name(tmp_path / "named")
+        found = inuse.files_of([os.getpid()])
+        data.close()
+        told.close()
+    names = {path.rsplit("/", 1)[1] for path in found if path.startswith(str(tmp_path))}
+    assert names == {"mapped", "opened", "named"}
+    assert json.__spec__.cached in found, "imported, long since closed"
+    assert any("libc.so" in path for path in found)
+    assert len(found) == len(set(found))
+
+
+def test_a_process_that_is_gone_uses_nothing() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    assert inuse.files_of([child.pid]) == ()
+
+
+def test_files_are_read_within_the_bytes_and_directories_whole(tmp_path: Path) -> None:
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    for name, size in {"a": 1000, "deep/b": 2000, "deep/er/c": 3 << 20, "big": 9 << 20}.items():
+        (tmp_path / name).write_bytes(b"x" * size)
+    os.mkfifo(tmp_path / "pipe")
+    paths = (str(tmp_path / "big"), str(tmp_path / "a"), str(tmp_path / "deep"), str(tmp_path / "none"),
+             str(tmp_path / "pipe"))  # fmt: skip
+    told = read_as(os.geteuid(), paths, 5 << 20)
+    assert told == {"files": 3, "bytes": 3000 + (3 << 20), "left_out": 3}
+    assert read_as(os.geteuid(), paths, 0) == {}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can read as somebody else")
+def test_what_the_user_may_not_read_is_not_read(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    for folder in tmp_path.parents:
+        if folder.stat().st_uid == 0 and str(folder).startswith("/tmp/"):
+            folder.chmod(0o755)
+    secret, plain = tmp_path / "secret", tmp_path / "plain"
+    secret.write_bytes(b"x" * 100)
+    secret.chmod(0o600)
+    plain.write_bytes(b"x" * 10)
+    link = tmp_path / "link"
+    link.symlink_to(secret)
+    done = subprocess.run(
+        ["/usr/bin/env", "python3", "-I", readfiles.__file__, "1000"],
+        input=f"{secret}\n{plain}\n{link}".encode(), capture_output=True, user="nobody", group="nogroup",
+        extra_groups=[], check=False,
+    )  # fmt: skip
+    if done.returncode:
+        pytest.skip(f"nobody cannot run python here: {done.stderr[-200:]!r}")
+    assert json.loads(done.stdout) == {"files": 1, "bytes": 10, "left_out": 2}
+
+
+def test_a_user_that_the_host_does_not_know_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        read_as(4_000_123, ("/etc/passwd",), 1000)
+
+
+def test_lists_go_only_where_the_service_sent_the_job() -> None:
+    warmings = Warmings()
+    assert warmings.begin(A, ("n1", "n2"), ("n3",)) == [("n1", FilesOrder(VERSION, *A))]
+    files = Files(VERSION, "n1", *A, 7, ("/a",))
+    assert warmings.hear(files) == [("n3", Warm(VERSION, *A, 7, ("/a",)))]
+    assert warmings.hear(Files(VERSION, "n9", *A, 0, ("/etc/shadow",))) == []
+    assert warmings.hear(Files(VERSION, "n1", 2, 0, 7, ("/a",))) == []
+
+
+@pytest.mark.slow
+def test_the_agent_says_what_a_job_uses_then_its_checkpoint_and_reads_for_one_to_come(
+    host: Agent, service: Service, tmp_path: Path  # noqa: F811
+) -> None:  # fmt: skip
+    job(host, service, "--saves")
+    service.order(FilesOrder, 1)
+    files = service.wait_for(Files)
+    assert (files.job, files.uid) == (1, os.geteuid())
+    assert any("libc.so" in path for path in files.paths)
+    service.order(CheckpointOrder, 1, **TERMS)
+    lease = service.lease(1, lambda lease: lease.saved)
+    assert service.wait_for(Files).paths == (lease.note.rpartition(": ")[2],)
+    (tmp_path / "data").write_bytes(b"x" * 70)
+    service.order(Warm, 9, uid=os.geteuid(), paths=(str(tmp_path / "data"), "/none"))
+    report = service.wait_for(Report, lambda report: report.warmed)
+    assert [(one.job, one.files, one.bytes, one.note) for one in report.warmed] == [(9, 1, 70, "")]
