@@ -247,6 +247,12 @@ def where() -> dict[str, Any]:
     }
 
 
+def process_began() -> float:
+    """Return when this process began, before its imports, in seconds since the epoch (proc_pid_stat(5))."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     layout = argparse.RawDescriptionHelpFormatter
@@ -270,7 +276,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     model, ranks = distributed(MODELS[options.model]())
-    log = Log({"started_s": started})
+    log = Log({"process_s": process_began(), "started_s": started})
     train(model, dataset(options.model, options.seed), options, ranks, log)
     report = {
         **where(),

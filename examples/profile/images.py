@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pace import DEVICE, forever, step
+from pace import DEVICE, Device, forever, step
 from torch import Tensor, nn
 from torch.utils.data import Dataset, RandomSampler
 
@@ -83,8 +83,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=Path("images"), help="folder of the images")
     parser.add_argument("--device-ms", type=float, default=40.0, help="least time of a step without a GPU")
+    parser.add_argument("--busy", type=float, default=1.0, help="part of it in which the stand-in for a GPU computes")
     parser.add_argument("--cache-mb", type=int, default=64, help="cache before anybody says how much the job may have")
     parser.add_argument("--storage-mb-s", type=float, default=0.0, help="bandwidth of the storage; 0: as it is")
+    parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--iterations", type=int, default=1_000_000)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -96,9 +98,9 @@ def main() -> None:
     stored = Stored(options.data, options.storage_mb_s)
     images = CachedDataset(stored, options.cache_mb << 20, transform=augmented)
     order = RandomSampler(images, num_samples=PASSES * IMAGES)
-    loader = ElasticDataLoader(images, BATCH, sampler=order, workers=one_each, persistent_workers=True)
+    loader = ElasticDataLoader(images, options.batch, sampler=order, workers=one_each, persistent_workers=True)
     for _, batch in zip(range(options.iterations), forever(loader), strict=False):
-        step(model, optimizer, batch, options.device_ms / 1000)
+        step(model, optimizer, batch, Device(options.device_ms / 1000, options.busy))
         session.boundary(len(batch[0]))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from pace import DEVICE, forever, step, workers
+from pace import DEVICE, Device, forever, step, workers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -42,6 +42,7 @@ def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device-ms", type=float, default=40.0, help="least time of a step without a GPU")
+    parser.add_argument("--busy", type=float, default=1.0, help="part of it in which the stand-in for a GPU computes")
     parser.add_argument("--iterations", type=int, default=1_000_000)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -52,7 +53,7 @@ def main() -> None:
     session = client.attach(model, optimizer)
     loader = DataLoader(texts, BATCH, shuffle=True, num_workers=workers(), persistent_workers=True)
     for _, batch in zip(range(options.iterations), session.timed(forever(loader)), strict=False):
-        step(model, optimizer, batch, options.device_ms / 1000)
+        step(model, optimizer, batch, Device(options.device_ms / 1000, options.busy))
         session.boundary(len(batch[0]))
 
 

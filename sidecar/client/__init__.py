@@ -9,7 +9,8 @@ Three lines let a training script take turns on its GPU::
         ...  # forward, backward, optimizer.step(), optimizer.zero_grad()
         session.boundary(len(batch))
 
-Importing this takes neither torch nor a socket and changes no signal handler; nothing ever changes one.
+Importing this takes neither torch nor a socket and changes no signal handler. Nothing ever changes one, but for SIGTERM
+while a rank stands with its ordered checkpoint on the disk: it ends at once then, and the handler is put back if not.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from cadenza.sidecar.client.checkpoints import Checkpoint
     from cadenza.sidecar.client.session import Session
 
-__all__ = ["attach", "boundary", "checkpoint", "detach"]
+__all__ = ["attach", "batch", "boundary", "checkpoint", "detach", "report"]
 
 _ticks: list[Callable[..., None]] = []
 """The boundary of the session that attach() made; empty before, and after detach()."""
@@ -86,3 +87,27 @@ def checkpoint(directory: str | os.PathLike[str], **things: Any) -> Checkpoint:
     from cadenza.sidecar.client import checkpoints  # noqa: PLC0415
 
     return checkpoints.checkpoint(directory, **things)
+
+
+def batch(size: int, gpus: int = 1) -> int:
+    """Return the samples that this rank trains a step, for a job that may run with other numbers of GPUs.
+
+    ``size`` is the batch of the whole job with ``gpus`` GPUs. It stays the whole job's (``--cadenza=batch=global``, the
+    default), or each GPU keeps its part of it (``batch=per-gpu``). Call it after ``init_process_group`` or under
+    torchrun or srun, which say how many ranks there are. The learning rate is the script's own matter. Raises
+    UsageError when the samples cannot be divided evenly.
+    """
+    from cadenza.sidecar.client import sizes  # noqa: PLC0415
+
+    return sizes.batch(size, gpus)
+
+
+def report(value: float, step: int | None = None) -> None:
+    """Tell the job's sweep (`cadenza sweep`) a result, such as the validation loss; elsewhere nothing happens.
+
+    ``step`` is how far the training is, in any unit that all configurations of the sweep share; without it, the number
+    of boundaries so far. Rank 0's word counts. It appends a line to a file: call it once an evaluation, not a step.
+    """
+    from cadenza.sidecar.client import reporting  # noqa: PLC0415
+
+    reporting.report(value, step)

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from time import monotonic_ns  # noqa: TID251
+from time import time as wall_s  # noqa: TID251
 
-__all__ = ["monotonic_ns"]
+__all__ = ["monotonic_ns", "wall_s"]

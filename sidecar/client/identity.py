@@ -80,6 +80,11 @@ def _ranks(environ: Mapping[str, str]) -> tuple[int, int, int | None]:
     return 0, 1, 1
 
 
+def world_size(environ: Mapping[str, str]) -> int:
+    """Return the number of the job's ranks, 1 where nobody says it; see ``read`` for who does."""
+    return _ranks(environ)[1]
+
+
 def _step_tasks_here(environ: Mapping[str, str]) -> int | None:
     """Return this node's tasks of the step from SLURM_STEP_TASKS_PER_NODE, such as ``2(x3),1``."""
     node = _number(environ, "SLURM_NODEID")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from cadenza.sidecar.client.clock import monotonic_ns
 
 MAX_TEXT = 2000
+PR_SET_PDEATHSIG = 1
 CANNOT = "it has no checkpoint to save: see client.checkpoint() and Session.call(on_checkpoint=…)"
 
 _log = logging.getLogger("cadenza.client")
@@ -39,6 +44,34 @@ class Saved:
 
 Saver: TypeAlias = Callable[[], object]
 """Saves on every rank; returns a Saved, a path, None, or LATER, and raises when nothing complete was saved."""
+
+
+@contextlib.contextmanager
+def ends_at_once() -> Iterator[None]:
+    """Let a requeue end this process at once while it stands with its checkpoint on the disk.
+
+    Slurm begins with a SIGTERM, and waits for KillWait if a handler only takes note of it. Where it tracks processes by
+    control groups the signal reaches the batch script alone; what is still there after it is killed, and Slurm looks
+    again a second later: so this process ends with its parent (prctl(2)). SIGTERM is left alone off the main thread,
+    where Python cannot change it, and where its handler is not Python's.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    changes = before not in (None, signal.SIG_DFL) and threading.current_thread() is threading.main_thread()
+    try:
+        _end_with_parent(signal.SIGKILL)
+        if changes:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        yield
+    finally:
+        _end_with_parent(0)
+        if changes:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _end_with_parent(number: int) -> None:
+    """Have the kernel send a signal when the parent ends, none for 0; nothing where the system cannot."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
 def save(saver: Saver, step: int) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from cadenza.sidecar import wire
 from cadenza.sidecar.client import following, identity, ordered
 from cadenza.sidecar.client.errors import ClientError, MoveError, UsageError
+from cadenza.sidecar.client.files import FileList
 from cadenza.sidecar.client.link import Link, Message, Reply
 from cadenza.sidecar.client.meter import STOP, Meter, private_page
 from cadenza.sidecar.client.quiet import quiet
@@ -48,6 +49,8 @@ class Session(Meter):
         self._sources: list[tuple[str, object]] = []
         self._letting_go: list[Callable[[], object]] = []
         self._taking_again: list[Callable[[], object]] = []
+        self.files = FileList()
+        """What this process will read again when it starts on another host; see ``FileList.name``."""
         self._saver: ordered.Saver | None = None
         self._owed: tuple[Link, int, int] | None = None
         """A checkpoint that was ordered and that its framework saves after the boundary: link, order, losses."""
@@ -69,6 +72,12 @@ class Session(Meter):
         """How many ranks of the job share this node's CPUs and caches."""
         return (self._who.local_world_size if self._who else None) or following.local_ranks()
 
+    @property
+    def gpus(self) -> int:
+        """How many GPUs the whole job has now, each of its nodes as many as this one; 0 outside a Slurm job."""
+        who = self._who or identity.here()
+        return len(who.gpus) * who.hosts if who else 0
+
     def tuning(self) -> following.Tuning | None:
         """Return the CPUs and the cache budget that the whole job has on this node now; None: nobody has said it."""
         return following.read(self.words)
@@ -83,6 +92,8 @@ class Session(Meter):
         """Look at the GPU's memory, and at what the job has, for caches behind a loader that does not look."""
         super().look_at_memory()
         following.look()
+        if self._saver is not None:
+            self.files.tell()
 
     def register(self, name: str, thing: object) -> None:
         """Add state that moves when the job yields.
@@ -116,6 +127,8 @@ class Session(Meter):
         """Say how this rank saves a checkpoint on order; None: it cannot, and is not asked to."""
         self._saver = saver
         self.words[wire.PAGE_SAVES] = int(saver is not None)
+        if saver is not None and self.active:
+            self.files.tell()
 
     def checkpointed(self, path: str = "", step: int | None = None, error: str = "") -> None:
         """Say that the checkpoint promised by ``ordered.LATER`` is complete, and wait to be requeued.
@@ -153,6 +166,7 @@ class Session(Meter):
         self._letting_go.clear()
         self._taking_again.clear()
         self._saver = None
+        self.files.close()
         self.words = private_page()
         if link:
             link.send("detach")
@@ -243,12 +257,15 @@ class Session(Meter):
         """Tell how a checkpoint went; after a good one stand still until ``cancel``, a loss or the time is up."""
         self.order_done()
         link.send("checkpointed", since=since, order=order, **answer)
-        while not answer["error"] and link.losses == since:
-            message = link.receive(VERDICT_S)
-            if message is None or _order(message) > order:
-                return
-            if _order(message) == order and self._goes_on(message):
-                return
+        if answer["error"]:
+            return
+        with ordered.ends_at_once():
+            while link.losses == since:
+                message = link.receive(VERDICT_S)
+                if message is None or _order(message) > order:
+                    return
+                if _order(message) == order and self._goes_on(message):
+                    return
 
     def _committed(self, link: Link, order: int, since: int) -> bool:
         """Wait for the agent's word on an order; True for commit, False to go on."""

@@ -118,7 +118,11 @@ def test_caches_share_what_the_agent_gives_them(attached: tuple[Session, Rank], 
     assert train.stats().budget == 4 * MIB
     tune(rank, 2.0)
     following.look()
-    assert train.stats().budget == 4 * MIB
+    assert train.stats().budget == 3 * MIB, "what it asked for, once nobody says any more"
+    train.resize(2 * MIB)
+    tune(rank, 3.0)
+    following.look()
+    assert train.stats().budget == 2 * MIB
     tune(rank, 2.0, 0)
     following.look()
     assert (train.stats().budget, train.stats().items) == (0, 0)

@@ -57,6 +57,8 @@ class CachedDataset(Dataset[Any]):
         self._length = len(dataset)
         self._warned = False
         self._asked = _budget(budget)
+        self._follows = False
+        """Whether the agent says what the caches may take; when it does not any more, they have what they asked for."""
         place = Place(directory, job or job_key(), name)
         self._store = self._open(place, self._asked)
         self._leave = weakref.finalize(self, place.leave)
@@ -162,10 +164,12 @@ class CachedDataset(Dataset[Any]):
 
     def tuned(self, tuning: following.Tuning, ranks: int) -> None:  # noqa: ARG002 (a node's ranks have one copy)
         """Follow what the job has for its caches on this node."""
-        if tuning.cache_mb is None or self._store is None:
+        if self._store is None or (tuning.cache_mb is None and not self._follows):
             return
+        self._follows = tuning.cache_mb is not None
         asked = sum(cache._asked for cache in _caches if cache._store is not None)  # noqa: SLF001
-        budget = tuning.cache_mb * MIB * self._asked // max(1, asked)
+        amount = asked if tuning.cache_mb is None else tuning.cache_mb * MIB
+        budget = amount * self._asked // max(1, asked)
         try:
             if budget != self._store.stats().budget:
                 self._store.resize(budget)
