@@ -1,0 +1,53 @@
+"""The learning curves of a sweep's configurations as rules see them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+Goal: TypeAlias = Literal["max", "min"]
+WORST = -math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One configuration and what it has reported."""
+
+    number: int
+    points: tuple[tuple[int, float], ...] = ()
+    """(step, value), one for each step, steps ascending."""
+    live: bool = True
+    """Waiting or running; False once it has ended or is to be stopped."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Return the last step reported, 0 before the first."""
+        return self.points[-1][0] if self.points else 0
+
+    @property
+    def top(self) -> float:
+        """Return the greatest value reported; the worst there is before the first."""
+        return max((value for _, value in self.points), default=WORST)
+
+    def until(self, step: int) -> Trial:
+        """Return the trial as it was up to a step."""
+        return replace(self, points=tuple(point for point in self.points if point[0] <= step))
+
+
+Rule: TypeAlias = Callable[[Sequence[Trial]], Mapping[int, str]]
+"""From the trials, in which more is better, to those to be stopped: number and the reason, a sentence's end."""
+
+
+def scored(trials: Sequence[Trial], goal: Goal) -> tuple[Trial, ...]:
+    """Return the trials with values of which more is better; one that is not finite (it diverged) is the worst."""
+    sign = 1.0 if goal == "max" else -1.0
+    return tuple(
+        replace(trial, points=tuple((step, _score(value, sign)) for step, value in trial.points)) for trial in trials
+    )
+
+
+def _score(value: float, sign: float) -> float:
+    return sign * value if math.isfinite(value) else WORST

@@ -1,0 +1,20 @@
+"""A sweep: configurations submitted as one multi-job, watched, stopped by a rule, the best favoured.
+
+Everything runs as the user, with the user's own Slurm commands (``slurm.py``, the only module that calls them). The
+state is in the sweep's directory, so a controller may be killed and another one goes on::
+
+    from cadenza.slurm_plugin.sweep import Plan, Sweep
+
+    sweep = Sweep.create(Path("sweeps/lr"), Plan("lr", goal="min"), ["--gres=gpu:1", "--mem=8G", "train.sh"])
+    number = sweep.ask({"lr": 0.1})
+    for trial in sweep.finished():  # as they end or are stopped
+        print(trial.config, trial.best("min"))
+"""
+
+from __future__ import annotations
+
+from cadenza.slurm_plugin.sweep.controller import Sweep
+from cadenza.slurm_plugin.sweep.plan import Plan, Stop
+from cadenza.slurm_plugin.sweep.state import TrialState
+
+__all__ = ["Plan", "Stop", "Sweep", "TrialState"]

@@ -1,0 +1,182 @@
+"""A sweep's configurations: a CSV or JSON-lines file, a grid, or the search space and trials of an Optuna study."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from msgspec import Struct, structs
+
+from cadenza.policies.errors import InputError as PolicyInputError
+from cadenza.policies.inputs.text import decode, read_table
+from cadenza.policies.sweep.model import Goal
+from cadenza.sidecar.config import load_file, where
+from cadenza.slurm_plugin.sweep.errors import InputError
+from cadenza.slurm_plugin.sweep.plan import Plan, Stop
+
+Config: TypeAlias = dict[str, Any]
+"""Names to texts, numbers or truth values."""
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+MOST = 10_000
+
+
+class Study(Struct, frozen=True):
+    """An Optuna study that is asked for configurations and told how they did."""
+
+    storage: str
+    trials: int
+    space: dict[str, Any]
+
+
+class SweepFile(Struct, frozen=True, forbid_unknown_fields=True):
+    """``sweep.toml``: the plan's keys, and where the configurations come from."""
+
+    name: str | None = None
+    goal: Goal = "max"
+    target: float | None = None
+    finish: bool = True
+    at_once: int = 0
+    top: int = 0
+    share: bool = True
+    poll_s: float = 1.0
+    slurm_s: float = 10.0
+    stop: Stop = Stop()
+    configs: str | None = None
+    grid: dict[str, list[Any]] | None = None
+    study: str | None = None
+    trials: int | None = None
+    space: dict[str, Any] | None = None
+
+
+class Request(Struct, frozen=True):
+    """What one file asks for: a plan with its configurations, or a study that makes them."""
+
+    plan: dict[str, Any]
+    """Keys of Plan, not checked yet: the command line has the last word."""
+    configs: list[Config]
+    study: Study | None = None
+
+
+def read_request(path: Path) -> Request:
+    """Read ``*.toml``, ``*.csv`` or ``*.jsonl``; raise InputError or ConfigError with file, line and key."""
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", path.stem).strip("-_")[:40] or "sweep"
+    if path.suffix != ".toml":
+        return Request({"name": name}, read_configs(path))
+    file = load_file(path, SweepFile)
+    plan = {key: getattr(file, key) for key in structs.asdict(Plan("x")) if key != "name"}
+    sources = [key for key in ("configs", "grid", "study") if getattr(file, key) is not None]
+    if len(sources) != 1:
+        raise InputError(f"{path}: one of configs, grid and study must say what is tried, not {len(sources)} of them")
+    return Request({**plan, "name": file.name or name}, _listed(path, file), _study(path, file))
+
+
+def _listed(path: Path, file: SweepFile) -> list[Config]:
+    if file.configs is not None:
+        return read_configs(path.parent / file.configs)
+    return _checked_all(_products(file.grid, where(path, ("grid",)))) if file.grid is not None else []
+
+
+def _products(grid: Mapping[str, list[Any]], at: str) -> Iterator[tuple[str, Config]]:
+    if not grid or not all(grid.values()):
+        raise InputError(f"{at}: grid: each name needs a list with at least one value")
+    for values in itertools.product(*grid.values()):
+        yield f"{at}: grid", dict(zip(grid, values, strict=True))
+
+
+def _study(path: Path, file: SweepFile) -> Study | None:
+    if file.study is None:
+        for key in ("trials", "space"):
+            if getattr(file, key) is not None:
+                raise InputError(f"{where(path, (key,))}: {key} belongs to a study, and no study is named")
+        return None
+    if not file.trials or file.trials < 1:
+        raise InputError(f"{where(path, ('study',))}: study needs trials = N, how many configurations to ask for")
+    if not file.space:
+        raise InputError(f"{where(path, ('study',))}: study needs a table [space] of names and what they range over")
+    for name, entry in file.space.items():
+        _check_range(name, entry, where(path, ("space", name)))
+    return Study(file.study, file.trials, file.space)
+
+
+def _check_range(name: str, entry: Any, at: str) -> None:
+    """Raise InputError for what is neither a list of choices nor a table with low and high."""
+    _check_name(name, at)
+    if isinstance(entry, list) and entry:
+        return
+    if not isinstance(entry, dict) or not {"low", "high"} <= entry.keys() <= {"low", "high", "log", "step"}:
+        raise InputError(f"{at}: {name}: wanted is a list of choices, or {{low = …, high = …, log = true, step = …}}")
+    numbers = [value for key, value in entry.items() if key != "log"]
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in numbers):
+        raise InputError(f"{at}: {name}: low, high and step must be numbers")
+    if entry["low"] > entry["high"]:
+        raise InputError(f"{at}: {name}: low = {entry['low']} is more than high = {entry['high']}")
+
+
+def read_configs(path: Path) -> list[Config]:
+    """Return the configurations of a CSV file (names in its first line) or a file of JSON objects, one a line."""
+    try:
+        text = decode(path.read_bytes(), str(path))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    except PolicyInputError as error:
+        raise InputError(str(error)) from None
+    if path.suffix == ".csv":
+        return _checked_all(_csv(text, path))
+    if path.suffix == ".jsonl":
+        return _checked_all(_json_lines(text, path))
+    raise InputError(f"{path}: wanted is a name that ends with .toml, .csv or .jsonl")
+
+
+def _csv(text: str, path: Path) -> Iterator[tuple[str, Config]]:
+    try:
+        table = read_table(text, str(path), (), None)
+    except PolicyInputError as error:
+        raise InputError(str(error)) from None
+    for line, cells in table.rows:
+        yield f"{path}:{line}", dict(zip(table.columns, cells, strict=True))
+
+
+def _json_lines(text: str, path: Path) -> Iterator[tuple[str, Config]]:
+    for line, record in enumerate(text.splitlines(), 1):
+        if not record.strip():
+            continue
+        try:
+            value = json.loads(record)
+        except ValueError as error:
+            raise InputError(f"{path}:{line}: not JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise InputError(f'{path}:{line}: wanted is an object such as {{"lr": 0.1}}')
+        yield f"{path}:{line}", value
+
+
+def _checked_all(found: Iterator[tuple[str, Config]]) -> list[Config]:
+    configs = [check_config(config, at) for at, config in found]
+    if not configs:
+        raise InputError("no configuration is there")
+    if len(configs) > MOST:
+        raise InputError(f"{len(configs)} configurations are more than {MOST}")
+    return configs
+
+
+def check_config(config: Mapping[str, Any], at: str) -> Config:
+    """Return a configuration whose names and values can be put into a command; raise InputError for another."""
+    for name, value in config.items():
+        _check_name(name, at)
+        if not isinstance(value, str | int | float | bool):
+            raise InputError(f"{at}: {name}: wanted is a text, a number or a truth value, not {value!r}")
+    return dict(config)
+
+
+def _check_name(name: str, at: str) -> None:
+    if not NAME.fullmatch(name):
+        raise InputError(f"{at}: {name!r} is no name: letters, digits, _ and -, beginning with a letter")
+    if name in RESERVED:
+        raise InputError(f"{at}: {name!r} is given by the sweep itself")
+
+
+RESERVED: Sequence[str] = ("number", "sweep")
+"""Placeholders that the sweep fills in."""

@@ -1,0 +1,143 @@
+"""The user's own Slurm commands, as a sweep needs them; nothing else of the package starts a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cadenza.slurm_plugin.sweep.errors import SlurmUnavailable, SubmitError
+
+PATIENCE_S = 60.0
+KEY = "cadenza"
+BEHIND = "behind"
+"""A key of the comment beside ours: the sweep has lowered the job's priority by one."""
+OVER = frozenset(
+    {
+        "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
+        "REVOKED", "TIMEOUT",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Queued:
+    """One of the sweep's jobs as Slurm has it."""
+
+    job: int
+    name: str
+    state: str
+    comment: str
+
+
+class Slurm:
+    """sbatch, squeue, sacct, scancel and scontrol of the user who calls this."""
+
+    def submit(self, words: Sequence[str], name: str, comment: str, env: Mapping[str, str], folder: Path) -> int:
+        """Submit from ``folder`` and return the job's id; raise SubmitError with sbatch's own message."""
+        done = _run(
+            ["sbatch", "--parsable", f"--job-name={name}", f"--comment={comment}", *words],
+            env={**os.environ, **env},
+            cwd=folder,
+        )
+        try:
+            if done.returncode == 0:
+                return int(done.stdout.strip().splitlines()[-1].split(";")[0])
+        except (ValueError, IndexError):
+            pass
+        raise SubmitError((done.stderr or done.stdout).strip() or f"sbatch ended with exit code {done.returncode}")
+
+    def queue(self, prefix: str) -> list[Queued]:
+        """Return the user's jobs whose name begins with ``prefix``, those that ended a moment ago included."""
+        done = _checked(["squeue", "--me", "--noheader", "--states=all", "--format=%i|%j|%T|%k"])
+        rows = [line.split("|", 3) for line in done.splitlines() if line.count("|") >= 3]  # noqa: PLR2004
+        return [
+            Queued(int(job), name, state, comment)
+            for job, name, state, comment in rows
+            if name.startswith(prefix) and job.isdigit()
+        ]
+
+    def final_states(self, jobs: Sequence[int]) -> dict[int, str]:
+        """Return the states that accounting has of jobs that the queue has forgotten; none without accounting."""
+        if not jobs:
+            return {}
+        try:
+            done = _run(["sacct", "-n", "-X", "-P", "-o", "JobIDRaw,State", "-j", ",".join(map(str, jobs))])
+        except SlurmUnavailable:
+            return {}
+        rows = [line.split("|") for line in done.stdout.splitlines()] if done.returncode == 0 else []
+        return {int(row[0]): row[1].split(" ")[0] for row in rows if len(row) > 1 and row[0].isdigit()}
+
+    def cancel(self, jobs: Iterable[int]) -> None:
+        """Cancel jobs; those that are over already are none of its business."""
+        if names := sorted(map(str, jobs)):
+            _checked(["scancel", "--quiet", *names])
+
+    def set_comment(self, jobs: Iterable[int], comment: str) -> bool:
+        """Replace the comment of jobs; False when Slurm did not for one of them, as when it has just ended."""
+        update = ["scontrol", "update", "JobId=" + ",".join(map(str, jobs)), f"Comment={comment}"]
+        return _run(update).returncode == 0
+
+
+def comment_of(sweep: str, *, share: bool) -> str:
+    """Return the comment that a sweep's jobs are submitted with."""
+    wish = {KEY: {"v": 1, "share": True}} if share else {}
+    return json.dumps({"sweep": sweep, **wish}, separators=(",", ":"))
+
+
+def is_behind(comment: str) -> bool:
+    """Whether the job's priority was lowered."""
+    found = _object(comment)
+    return bool(found and found.get(BEHIND))
+
+
+def with_place(comment: str, *, behind: bool) -> str | None:
+    """Return the comment of a job that is to be behind or not; None: it need not, or cannot, be changed.
+
+    >>> with_place('{"cadenza":{"v":1,"share":true}}', behind=True)
+    '{"cadenza":{"v":1,"share":true,"priority":-1},"behind":true}'
+    """
+    found = _object(comment)
+    if found is None or not isinstance(found.get(KEY), dict) or bool(found.get(BEHIND)) == behind:
+        return None
+    options = dict(found[KEY])
+    options["priority"] = int(options.get("priority", 0)) + (-1 if behind else 1)
+    rest = {key: value for key, value in found.items() if key != BEHIND}
+    return json.dumps({**rest, KEY: options, **({BEHIND: True} if behind else {})}, separators=(",", ":"))
+
+
+def _object(comment: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(comment)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _checked(words: Sequence[str]) -> str:
+    done = _run(words)
+    if done.returncode:
+        raise SlurmUnavailable(f"{words[0]}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+def _run(words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=PATIENCE_S,
+            check=False,
+            **options,
+        )
+    except FileNotFoundError:
+        raise SlurmUnavailable(f"{words[0]} is not there: run this where jobs are submitted") from None
+    except subprocess.TimeoutExpired:
+        raise SlurmUnavailable(f"{words[0]} has not answered for {PATIENCE_S:.0f} s") from None
