@@ -96,7 +96,10 @@ class Run:
         if (quota := self._limit.quota) is not None:
             quota.set(None)  # so that it can end quickly
             alive.update(quota.pids())
-        processes = [psutil.Process(pid) for pid in alive if psutil.pid_exists(pid)]
+        processes = []
+        for pid in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):  # ended since it was listed
+                processes.append(psutil.Process(pid))
         for kill, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
             for process in processes:
                 with contextlib.suppress(psutil.Error):

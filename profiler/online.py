@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,15 +34,38 @@ ALARM = 10.0
 """Page-Hinkley: standard deviations, summed, at which a new phase is flagged."""
 MOST_SHIFT = 4.0
 """One observation counts at most so many standard deviations: three in a row make a phase, a single one does not."""
+SAME = 0.02
+"""Numbers of CPUs that are nearer than this part count as one."""
+MOST_SEEN = 32
+"""Numbers of CPUs that are remembered, those of which most is known."""
 
 
-@dataclass(frozen=True, eq=False)
+class Seen(NamedTuple):
+    """All observations at one number of CPUs, as far as they are remembered."""
+
+    cpus: float
+    precision: float
+    """Sum of the inverse squared errors."""
+    log_s: float
+    """Mean logarithm of a step's time, weighted by these."""
+
+
+@dataclass(frozen=True)
 class Belief:
-    """What is believed of one job's law after ``observations``; values, so that a policy can keep it."""
+    """What is believed of one job's law after ``observations``; small values, so that a store can keep it.
 
+    The density over (T_gpu, P) follows from a normal prior around a law and from what was seen at each number of CPUs.
+    """
+
+    prior: Law
+    spread: float
+    """Standard deviation of the prior, in logarithms."""
     centre: Law
-    log_weights: Floats
-    """Logarithm of the density at each (T_gpu, P) of the grid around the centre, not normalised."""
+    """Of the grid."""
+    trust: float = 1.0
+    """Weight that the prior still has."""
+    seen: tuple[Seen, ...] = ()
+    """Ascending."""
     observations: int = 0
     slower: float = 0.0
     faster: float = 0.0
@@ -52,10 +76,15 @@ class Belief:
     @cached_property
     def weights(self) -> Floats:
         """Return the probabilities of the grid's cells."""
-        raw = np.exp(self.log_weights - self.log_weights.max())
+        gpu, work = _axes(self.centre)
+        one, two = (gpu - np.log(self.prior.gpu_s)) / self.spread, (work - np.log(self.prior.work_s)) / self.spread
+        raw = -0.5 * self.trust * (one[:, None] ** 2 + two[None, :] ** 2)
+        for seen in self.seen:
+            raw = raw - 0.5 * seen.precision * (seen.log_s - _log_times(self.centre, seen.cpus)) ** 2
+        raw = np.exp(raw - raw.max())
         return np.asarray(raw / raw.sum())
 
-    @property
+    @cached_property
     def law(self) -> Law:
         """Return the expected law (geometric means)."""
         gpu, work = _axes(self.centre)
@@ -74,9 +103,7 @@ class Belief:
 
 def begin(law: Law, spread: float = PRIOR) -> Belief:
     """Return the belief before any observation: an offline profile with a small spread, or a guess with a large one."""
-    steps = np.linspace(-WIDTH, WIDTH, CELLS)
-    one = -0.5 * (steps / spread) ** 2
-    return Belief(law, one[:, None] + one[None, :])
+    return Belief(law, spread, law)
 
 
 def guess(cpus: float, iteration_s: float) -> Belief:
@@ -102,27 +129,21 @@ def observe(belief: Belief, cpus: float, iteration_s: float, error: float = 0.0)
 
 
 def _learn(belief: Belief, cpus: float, iteration_s: float, noise: float) -> Belief:
-    """Weigh the grid by how likely the observation is; recentre it when the belief has moved to its edge."""
-    away = (np.log(iteration_s) - _log_times(belief.centre, cpus)) / noise
+    """Add an observation to what was seen with as many CPUs; move the grid when the belief has come to its edge."""
+    new = Seen(cpus, noise**-2, float(np.log(iteration_s)))
+    past = [one._replace(precision=FORGET * one.precision) for one in belief.seen]
+    same = next((one for one in past if abs(one.cpus / cpus - 1) < SAME), None)
+    if same is not None:
+        past.remove(same)
+        total = same.precision + new.precision
+        new = Seen(same.cpus, total, (same.precision * same.log_s + new.precision * new.log_s) / total)
+    kept = sorted(past, key=lambda one: -one.precision)[: MOST_SEEN - 1]
     learnt = replace(
-        belief, log_weights=FORGET * belief.log_weights - 0.5 * away**2, observations=belief.observations + 1
+        belief, trust=FORGET * belief.trust, seen=tuple(sorted([*kept, new])), observations=belief.observations + 1
     )
     found, centre = learnt.law, learnt.centre
     moved = max(abs(np.log(found.gpu_s / centre.gpu_s)), abs(np.log(found.work_s / centre.work_s)))
-    return _recentred(learnt) if moved > WIDTH / 2 else learnt
-
-
-def _recentred(belief: Belief) -> Belief:
-    """Return the belief on a grid around its mean, as a normal one of the same spread."""
-    gpu, work = _axes(belief.centre)
-    law = belief.law
-    spreads = [
-        float(np.sqrt(belief.weights.sum(axis=axis) @ (values - np.log(mean)) ** 2))
-        for axis, values, mean in ((1, gpu, law.gpu_s), (0, work, law.work_s))
-    ]
-    steps = np.linspace(-WIDTH, WIDTH, CELLS)
-    one, two = (-0.5 * (steps / max(spread, WIDTH / CELLS)) ** 2 for spread in spreads)
-    return replace(belief, centre=law, log_weights=one[:, None] + two[None, :])
+    return replace(learnt, centre=found) if moved > WIDTH / 2 else learnt
 
 
 def _axes(centre: Law) -> tuple[Floats, Floats]:

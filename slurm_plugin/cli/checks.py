@@ -125,6 +125,11 @@ RULES: tuple[tuple[Level, str, str, str, str], ...] = (
         "SchedulerParameters=requeue_delay=0",
     ),
     (
+        "WARN", "SchedulerParameters", r"(batch_sched_delay|sched_interval)=[01]\b",
+        "a job that moves waits up to three seconds more to be started",
+        "SchedulerParameters=batch_sched_delay=0",
+    ),
+    (
         "WARN", "PreemptParameters", r"suspend_grace_time=0",
         "a job resumed within 2 s of its suspend is stopped late",
         "PreemptParameters=suspend_grace_time=0",

@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "simulate": ("simulate", "Simulate a policy on a trace or a published workload."),
     "policies": ("policies", "List the policies and their sources."),
     "profile": ("profile", "Measure how a job's speed depends on CPUs and memory."),
+    "sweep": ("sweep", "Search over configurations: early feedback for all, losers stopped."),
     "run": ("run", "Run a training script unchanged, able to share its GPU."),
     "record": ("record", "Record this cluster's answers for tests."),
 }

@@ -1,4 +1,4 @@
-"""``cadenza release``: undoes what Cadenza holds and suspends in Slurm, past the guard."""
+"""``cadenza release``: undoes what Cadenza holds and suspends in Slurm, past the guard; for good with ``--all``."""
 
 from __future__ import annotations
 
@@ -20,28 +20,45 @@ REASON = "released by hand"
 
 @click.command("release")
 @click.argument("job_id", metavar="[JOBID]", type=click.IntRange(min=1), required=False)
-@click.option("--all", "everything", is_flag=True, help="Release all jobs.")
+@click.option("--all", "everything", is_flag=True, help="Release all jobs, and pause a service that acts.")
 @json_option
 @config_option
 def command(*, job_id: int | None, everything: bool, as_json: bool, config: Path | None) -> None:
     """Undo the holds and suspends that are Cadenza's, past the guard.
 
-    What users or admins held or suspended stays as it is. Doing it twice does no harm. A running service
-    may suspend a job again at its next turn: the kill switch or `mode = "observe"` ends that. Either, or a
-    service that is gone, also has the agents give back the CPUs and memory that jobs are tuned to.
+    What users or admins held or suspended stays as it is. Doing it twice does no harm. With --all, a running
+    service that acts is paused first, by its kill switch: it would do all of that again. That also has the agents
+    give back the CPUs and memory that jobs are tuned to. Remove the kill switch to let it go on. A single job
+    that is released may be suspended again at its next turn.
     """
     if everything == (job_id is not None):
         raise click.UsageError("name one job, or say --all")
     from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
 
     settings = load_settings(config)
+    paused = everything and _pause(settings)
     outcomes = _release(settings, job_id)
     if as_json:
         emit([_row(action, outcome) for action, outcome in outcomes])
     else:
-        _tell(outcomes, settings)
+        _tell(outcomes)
+    _warn(settings, paused=paused)
     if not all(outcome.ok for _, outcome in outcomes):
         raise SystemExit(1)
+
+
+def _pause(settings: Settings) -> bool:
+    """Set the kill switch if a service is there that would do everything again; return whether that was so."""
+    from cadenza.slurm_plugin.service.lock import StoreLock  # noqa: PLC0415
+
+    switch = Path(settings.guard.kill_switch)
+    if not settings.applies or switch.exists() or StoreLock(Path(settings.service.store)).owner() is None:
+        return False
+    try:
+        switch.touch()
+    except OSError as error:
+        raise click.ClickException(f"{switch}: {error.strerror}; stop cadenzad first, it would undo this") from None
+    return True
 
 
 def _release(settings: Settings, job_id: int | None) -> list[tuple[Action, Outcome]]:
@@ -78,14 +95,22 @@ def _row(action: Action, outcome: Outcome) -> dict[str, object]:
     return {"action": type(action).__name__, **msgspec.to_builtins(action), **msgspec.to_builtins(outcome)}
 
 
-def _tell(outcomes: list[tuple[Action, Outcome]], settings: Settings) -> None:
+def _tell(outcomes: list[tuple[Action, Outcome]]) -> None:
     for action, outcome in outcomes:
         word = "done" if outcome.ok else f"failed: {outcome.error}"
         click.echo(f"{type(action).__name__.lower()} job {_job_of(action)}: {word}")
     if not outcomes:
         click.echo("nothing is held or suspended by Cadenza")
-    elif settings.applies and not Path(settings.guard.kill_switch).exists():
+
+
+def _warn(settings: Settings, *, paused: bool) -> None:
+    """Say what a running service does from now on."""
+    switch = settings.guard.kill_switch
+    if paused:
         click.echo(
-            f"a running cadenzad goes on sharing; `touch {settings.guard.kill_switch}` stops all its actions",
+            f"cadenzad is paused: {switch} keeps it from acting until you remove that file; jobs give back the "
+            f"CPUs and memory that they were tuned to at its next round, within {settings.service.poll_s:g} s",
             err=True,
         )
+    elif settings.applies and not Path(switch).exists():
+        click.echo(f"a running cadenzad goes on sharing; `touch {switch}` stops all its actions", err=True)

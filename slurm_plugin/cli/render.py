@@ -9,9 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from cadenza.policies.sharing.wording import gpu_names
+from cadenza.slurm_plugin.cli import effect_text
+from cadenza.slurm_plugin.report.units import about
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from cadenza.slurm_plugin.cli.view import JobRow, TopView
 
@@ -33,7 +35,7 @@ def screen(view: TopView) -> RenderableType:
     """Return everything that ``top`` shows of one moment."""
     if not view.round:
         return Text("no round on record yet: is cadenzad running?")
-    return Group(headline(view), gpu_map(view), job_table(view.jobs), legend())
+    return Group(headline(view), gpu_map(view), job_table(view.jobs), *effect_lines(view), legend())
 
 
 def headline(view: TopView) -> Text:
@@ -100,6 +102,15 @@ def job_cells(job: JobRow) -> tuple[str | Text, ...]:
         job.last_action,
         job.reason or (job.why_not_ready if job.lease else ""),
     )
+
+
+def effect_lines(view: TopView) -> Iterator[Text]:
+    """Yield what the last decisions did, newest first."""
+    for effect in view.effects:
+        ago = about(max(view.at_s - effect.at_s, 0.0)) + " ago"
+        style = {"kept": "green", "undone": "yellow"}.get(effect.verdict, "dim")
+        yield Text(f"{ago:>9} job {effect.key} {effect_text.sentence(effect)}", style=style, overflow="ellipsis",
+                   no_wrap=True)  # fmt: skip
 
 
 def legend() -> Text:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 RECENT_S = 60.0
 LOOK_BACK = 2000
+MEASURED = 8
 
 
 @click.command("top")
@@ -56,12 +57,13 @@ def command(*, once: bool, interval: float, as_json: bool, store: Path | None, c
 
 def look(reader: StoreReader) -> TopView:
     """Return the present moment of a store."""
-    from cadenza.slurm_plugin.cli.view import build  # noqa: PLC0415
+    from cadenza.slurm_plugin.cli.view import Recent, build  # noqa: PLC0415
     from cadenza.slurm_plugin.service.clock import SystemClock  # noqa: PLC0415
 
     now_s = SystemClock().now()
-    recent = reader.switches(since_s=now_s - RECENT_S)
-    return build(reader.round(), reader.actions(limit=LOOK_BACK), recent, now_s)
+    switches = reader.switches(since_s=now_s - RECENT_S)
+    recent = Recent(reader.actions(limit=LOOK_BACK), switches, reader.effects(limit=MEASURED))
+    return build(reader.round(), recent, now_s)
 
 
 def _looks(reader: StoreReader, interval: float) -> Iterator[TopView]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from cadenza.policies.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Use
+from cadenza.policies.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Placement, Use
+from cadenza.slurm_plugin.service.effects import Effect
 from cadenza.slurm_plugin.service.settings import Settings, from_record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from cadenza.slurm_plugin.service.reader import ActionRow, Round, SwitchRow
 
@@ -54,6 +56,8 @@ class JobRow(msgspec.Struct, frozen=True):
     """What its hosts measured of it lately."""
     requeue_owner: str = ""
     """Who requeues it by itself, such as *lightning*."""
+    placement: Placement = ()
+    """What it has of each of its nodes: as it is tuned, else as Slurm's books say."""
 
 
 class GpuRow(msgspec.Struct, frozen=True):
@@ -82,15 +86,25 @@ class TopView(msgspec.Struct, frozen=True):
     """Finished yields in the record's last minute."""
     yield_p50_s: float | None = None
     yield_p99_s: float | None = None
+    effects: tuple[Effect, ...] = ()
+    """What the last decisions did to iteration times, newest first."""
 
 
-def build(last: Round | None, actions: Sequence[ActionRow], switches: Sequence[SwitchRow], now_s: float) -> TopView:
-    """Return the view of one round; ``actions`` and ``switches`` are recent ones, newest first."""
+class Recent(NamedTuple):
+    """What the store has of late, newest first."""
+
+    actions: Sequence[ActionRow] = ()
+    switches: Sequence[SwitchRow] = ()
+    effects: Sequence[Effect] = ()
+
+
+def build(last: Round | None, recent: Recent, now_s: float) -> TopView:
+    """Return the view of one round."""
     if last is None:
         return TopView(now_s, 0.0, 0, Settings().service.mode, Settings().sharing.slice_s)
     settings = from_record(last.settings) if last.settings else Settings()
     snapshot = last.snapshot
-    lasting = sorted(row.total_s for row in switches if row.kind == "yield")
+    lasting = sorted(row.total_s for row in recent.switches if row.kind == "yield")
     return TopView(
         last.at_s,
         max(0.0, now_s - last.at_s),
@@ -100,10 +114,11 @@ def build(last: Round | None, actions: Sequence[ActionRow], switches: Sequence[S
         f"{settings.policy.order}/{settings.policy.allocate}/{settings.policy.share}",
         _agents(snapshot),
         gpu_rows(snapshot),
-        job_rows(last, actions),
+        job_rows(last, recent.actions),
         len(lasting),
         _percentile(lasting, 0.5),
         _percentile(lasting, 0.99),
+        tuple(recent.effects),
     )
 
 
@@ -174,7 +189,7 @@ def _job_row(job: Job, lanes: Mapping[str, int], share: float | None, action: Ac
         lease.ready if lease else False, lease.why_not_ready if lease else "", lease.step if lease else 0,
         lease.iteration_s if lease else None, lease.held_s if lease else 0.0, _vtime(lease), share,
         _action_text(action), action.at_s if action else None, reason or (action.reason if action else ""),
-        lease.use if lease else None, lease.requeue_owner if lease else "",
+        lease.use if lease else None, lease.requeue_owner if lease else "", job.placement,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
+from cadenza.slurm_plugin.cli import effect_text
 from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, open_store, store_option
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def lines(found: Why) -> Iterator[str]:
     if found.job:
         yield from _state(found.job)
     yield from _section("decisions", [_action(row) for row in found.actions])
+    yield from _section("measured", [f"{_time(row.at_s)} {effect_text.sentence(row)}" for row in found.effects])
     yield from _section("yields and resumes", [_switch(row) for row in found.switches])
     yield from _section("reported by its hosts", [_event(row) for row in found.events])
 

@@ -80,6 +80,10 @@ def _is_flag(wish: Any) -> bool:
     return isinstance(wish, bool)
 
 
+def _is_batch(wish: Any) -> bool:
+    return wish in ("global", "per-gpu")
+
+
 def _is_text(wish: Any) -> bool:
     return isinstance(wish, str) and bool(wish)
 
@@ -88,6 +92,7 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "share": (_is_flag, "true or false"),
     "min_gpus": (_is_count, "a whole number from 1"),
     "max_gpus": (_is_count, "a whole number from 1"),
+    "batch": (_is_batch, "global or per-gpu"),
     "model": (_is_text, "a name"),
     "priority": (_is_number, "a whole number"),
     "iterations": (_is_count, "a whole number from 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,10 +18,10 @@ from cadenza.policies.actions import (
     Suspend,
     Unsuspend,
 )
-from cadenza.policies.model import ClusterSnapshot, JobKey
+from cadenza.policies.model import ClusterSnapshot, JobKey, JobState
 from cadenza.slurm_plugin.gateway.errors import GatewayError, NotForSlurm
 from cadenza.slurm_plugin.gateway.supervisor import Supervisor, WorkerSettings
-from cadenza.slurm_plugin.gateway.translate import snapshot
+from cadenza.slurm_plugin.gateway.translate import snapshot, stand
 
 
 class SlurmGateway:
@@ -35,6 +36,11 @@ class SlurmGateway:
         Costs slurmctld three RPCs: all jobs, all nodes, all partitions.
         """
         return snapshot(self.read_raw())
+
+    def look(self, jobs: Collection[int]) -> Mapping[JobKey, tuple[JobState, bool]]:
+        """Return state and whether it is held of a few jobs, which costs slurmctld one small RPC each."""
+        seen = self._worker.ask("looking at jobs", "look", jobs=sorted(jobs))
+        return dict(found for one in seen if (found := stand(one)) is not None)
 
     def read_raw(self) -> dict[str, Any]:
         """Return what the worker reads, as a recording keeps it."""

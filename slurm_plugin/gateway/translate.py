@@ -70,10 +70,19 @@ def job(raw: Raw, now_s: float) -> Job | None:
         slurm_priority=raw["priority"] or 0,
         nodes=tuple(raw["allocated_nodes"]) if state != "PENDING" else (),
         required_nodes=tuple(raw["required_nodes"]),
+        gpu_type=wanted_type(raw),
         options=wishes,
         unmanageable=reason,
         requeueable=bool(raw["is_requeueable"] and raw["is_batch_job"]),
     )
+
+
+def stand(raw: Raw) -> tuple[JobKey, tuple[JobState, bool]] | None:
+    """Return a job's incarnation, its state and whether it is held, of one short look; None when it is finished."""
+    state = job_state(raw["state"])
+    if state is None:
+        return None
+    return JobKey(raw["id"], raw["restart"] or 0), (state, state == "PENDING" and not raw["priority"])
 
 
 def run_s(raw: Raw, now_s: float) -> float | None:
@@ -144,6 +153,12 @@ def gpu_type(counts: Mapping[str, Any]) -> str:
     """Return the first GPU type named among counted resources, or ""."""
     types = sorted(_bare(name).partition(":")[2] for name in counts if _is_gpu(name))
     return next((name for name in types if name), "")
+
+
+def wanted_type(raw: Raw) -> str:
+    """Return the GPU type that a job asked for, as ``--gres=gpu:a100:1`` does, or ""."""
+    requests = (raw.get(name) or {} for name in ("gres_per_node", "tres_per_node", "tres_per_task", "tres_per_job"))
+    return next((name for name in map(gpu_type, requests) if name), "")
 
 
 def _bare(name: str) -> str:

@@ -208,24 +208,32 @@ local function is_model(value)
   return type(value) == "string" and #value <= 64 and value:find("^[%w._-]+$") ~= nil
 end
 
+local function is_batch(value)
+  return value == "global" or value == "per-gpu"
+end
+
 local function is_boolean(value)
   return type(value) == "boolean"
 end
 
 -- In the order in which they are written; `held` and `why` are ours and never taken from a user.
-local KEYS = { "v", "share", "min_gpus", "max_gpus", "model", "priority", "iterations", "duration_s", "held", "why" }
+local KEYS = {
+  "v", "share", "min_gpus", "max_gpus", "batch", "model", "priority", "iterations", "duration_s", "held", "why",
+}
 local RULES = {
   v = { is_integer(1, 1), "must be 1" },
   share = { is_boolean, "must be true or false (yes or no in the flag)" },
   min_gpus = { is_integer(1, 65535), "must be a number from 1 to 65535" },
   max_gpus = { is_integer(1, 65535), "must be a number from 1 to 65535" },
+  batch = { is_batch, "must be global or per-gpu" },
   model = { is_model, "must be 1 to 64 of the characters A-Z a-z 0-9 . _ -" },
   priority = { is_integer(-1000000, 1000000), "must be a number from -1000000 to 1000000" },
   iterations = { is_integer(1, 2000000000), "must be a number from 1 to 2000000000" },
   duration_s = { is_integer(1, 2000000000), "must be a number from 1 to 2000000000" },
 }
 local function unknown(key)
-  return string.format("unknown key '%s' (known: share, min_gpus, max_gpus, model, priority, iterations, duration_s)", key)
+  local known = "share, min_gpus, max_gpus, batch, model, priority, iterations, duration_s"
+  return string.format("unknown key '%s' (known: %s)", key, known)
 end
 
 local function check(options)

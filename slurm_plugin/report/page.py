@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.resources import files
 
 from cadenza.slurm_plugin.report.chart import Chart
@@ -23,17 +23,22 @@ from cadenza.slurm_plugin.report.units import NARROW as SPACE
 
 def render(comparison: Comparison, title: str) -> str:
     """Return the page. Raises EnvironmentLacks when matplotlib is missing."""
-    script = Html(f"<script>{_asset('sort.js')}</script>")
     main = tag("main", *_sections(comparison))
-    body = tag("body", _header(comparison, title), main, _footer(comparison), script)
-    return f'<!doctype html>\n<html lang="en">\n{_head(title, comparison)}\n{body}\n</html>\n'
+    body = (_header(comparison, title), main, _footer(comparison))
+    return document(title, body, len(comparison.results))
+
+
+def document(title: str, body: Iterable[Html], results: int = 0) -> str:
+    """Return a whole document; ``results``: how many results its charts compare."""
+    script = Html(f"<script>{_asset('sort.js')}</script>")
+    return f'<!doctype html>\n<html lang="en">\n{_head(title, results)}\n{tag("body", *body, script)}\n</html>\n'
 
 
 def _asset(name: str) -> str:
     return files(__package__).joinpath(name).read_text("utf-8")
 
 
-def _head(title: str, comparison: Comparison) -> Html:
+def _head(title: str, results: int) -> Html:
     digest = base64.b64encode(hashlib.sha256(_asset("sort.js").encode()).digest()).decode()
     rules = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
     return tag(
@@ -44,7 +49,7 @@ def _head(title: str, comparison: Comparison) -> Html:
         tag("meta", http_equiv="Content-Security-Policy", content=rules),
         tag("link", rel="icon", href="data:,"),
         tag("title", title),
-        Html(f"<style>{_style(len(comparison.results))}</style>"),
+        Html(f"<style>{_style(results)}</style>"),
     )
 
 
@@ -75,19 +80,20 @@ def _sections(comparison: Comparison) -> Iterator[Html]:
     if comparison.notes:
         notes = [tag("li", note) for note in comparison.notes]
         yield tag("aside", tag("h2", "Before you compare"), tag("ul", *notes), class_="notes", role="note", id="notes")
-    yield _section("summary", "In short", tag("div", *_cards(comparison), class_="cards"))
+    yield section("summary", "In short", tag("div", *_cards(comparison), class_="cards"))
     if comparison.cells:
-        yield _section("comparison", "Comparison", _scroll(comparison_table(comparison), "Comparison"))
-    yield _section("charts", "Charts", tag("div", *_charts(comparison), class_="charts"))
+        yield section("comparison", "Comparison", scroll(comparison_table(comparison), "Comparison"))
+    yield section("charts", "Charts", tag("div", *_charts(comparison), class_="charts"))
     yield from _kinds(comparison)
-    yield _section("commands", "How each result was made", *(_command(result) for result in comparison.results))
+    yield section("commands", "How each result was made", *(_command(result) for result in comparison.results))
 
 
-def _section(key: str, title: str, *children: Html) -> Html:
+def section(key: str, title: str, *children: Html) -> Html:
+    """Return a section with its heading."""
     return tag("section", tag("h2", title), *children, id=key)
 
 
-def _scroll(table: Html, name: str) -> Html:
+def scroll(table: Html, name: str) -> Html:
     """Return a table that scrolls by itself where it is too wide, also by keyboard."""
     return tag("div", table, class_="scroll", tabindex="0", role="region", aria_label=name)
 
@@ -148,7 +154,7 @@ def _kinds(comparison: Comparison) -> Iterator[Html]:
     for key, title, head, slices in found:
         if len(slices) > 1:
             table = slices_table(head, slices, comparison.results, f"{key}-table")
-            yield _section(key, title, _scroll(table, title))
+            yield section(key, title, scroll(table, title))
 
 
 def _command(result: Result) -> Html:

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from cadenza.policies.actions import Action, Migrate, Outcome, Resize, Resume, Suspend, Tune, Unsuspend, Yield
+from cadenza.policies.actions import (
+    Action,
+    Migrate,
+    Outcome,
+    Pack,
+    Resize,
+    Resume,
+    Save,
+    Suspend,
+    Tune,
+    Unpack,
+    Unsuspend,
+    Yield,
+)
 from cadenza.policies.model import ClusterSnapshot, Host, Job, JobKey, Share
 from cadenza.policies.round import RoundReport
 from cadenza.policies.sharing.settings import SharingSettings
@@ -37,12 +50,16 @@ class AgentLink(Protocol):
         """Ask a job to save a checkpoint and to stand still for a requeue."""
         ...
 
+    def warm_job(self, key: JobKey, hosts: tuple[str, ...], there: tuple[str, ...]) -> Outcome:
+        """Have the hosts ``there`` read the files that a job uses on its hosts."""
+        ...
+
     def resume_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
         """Prefer a job for the GPUs that it waits for."""
         ...
 
-    def tune_job(self, key: JobKey, wanted: Mapping[str, Share]) -> Outcome:
-        """Change what a job has on each host that is named."""
+    def tune_job(self, key: JobKey, wanted: Mapping[str, Share], caches_mb: Mapping[str, int | None]) -> Outcome:
+        """Change what a job has on each host that is named, and what its caches may take of it there."""
         ...
 
     def mark_suspended(self, key: JobKey, *, suspended: bool) -> None:
@@ -65,6 +82,7 @@ class ClusterGateway:
             Resume: link.resume_job,
             Migrate: link.checkpoint_job,
             Resize: link.checkpoint_job,
+            Save: link.checkpoint_job,
         }
 
     def read(self) -> ClusterSnapshot:
@@ -77,14 +95,16 @@ class ClusterGateway:
         return compose(snapshot, agents, self._parts)
 
     def apply(self, action: Action) -> Outcome:
-        """Send yields and resumes to the job's agents, everything else to Slurm."""
+        """Send what agents do to the job's agents, everything else to Slurm."""
         try:
-            if isinstance(action, Yield | Resume | Migrate | Resize):
+            if isinstance(action, Yield | Resume | Migrate | Resize | Save):
                 return self._order(action)
             if isinstance(action, Suspend):
                 return self._suspend(action)
             if isinstance(action, Tune):
                 return self._tune(action)
+            if isinstance(action, Pack | Unpack):
+                return Outcome(ok=True)  # the facts that agents are told after the round say who is packed
             outcome = self._slurm.apply(action)
             if isinstance(action, Unsuspend) and outcome.ok:
                 self._link.mark_suspended(action.job, suspended=False)
@@ -92,12 +112,15 @@ class ClusterGateway:
             return Outcome(ok=False, error=str(error))
         return outcome
 
-    def _order(self, action: Yield | Resume | Migrate | Resize) -> Outcome:
+    def _order(self, action: Yield | Resume | Migrate | Resize | Save) -> Outcome:
         """Tell a job's agents; of a move this is the first step, the others follow in later rounds."""
         hosts = tuple(sorted(self._parts.get(action.job, {})))
         if not hosts:
             return Outcome(ok=False, error=f"job {action.job}: no agent has reported it")
-        outcome = self._orders[type(action)](action.job, hosts)
+        if isinstance(action, Migrate | Resize) and action.warm:
+            outcome = self._link.warm_job(action.job, hosts, action.warm)
+        else:
+            outcome = self._orders[type(action)](action.job, hosts)
         return outcome if outcome.ok else Outcome(ok=False, error=f"job {action.job}: {outcome.error}")
 
     def _tune(self, action: Tune) -> Outcome:
@@ -107,7 +130,8 @@ class ClusterGateway:
         if len(wanted) < len(action.shares) or not wanted:
             missing = ", ".join(share.node for share in action.shares if share.node not in host_of)
             return Outcome(ok=False, error=f"job {action.job}: no agent has reported it on {missing or 'any node'}")
-        outcome = self._link.tune_job(action.job, wanted)
+        caches = zip(action.shares, action.caches_mb, strict=False)
+        outcome = self._link.tune_job(action.job, wanted, {host_of[share.node]: mb for share, mb in caches})
         return outcome if outcome.ok else Outcome(ok=False, error=f"job {action.job}: {outcome.error}")
 
     def _suspend(self, action: Suspend) -> Outcome:
@@ -156,19 +180,22 @@ def suspended_after(report: RoundReport) -> frozenset[JobKey]:
     return frozenset(suspended)
 
 
-def facts_of(snapshot: ClusterSnapshot, settings: Settings, suspended: frozenset[JobKey]) -> Mapping[str, Facts]:
-    """Return what the agent of each host is told of the jobs that Slurm has there.
+def facts_of(
+    snapshot: ClusterSnapshot, settings: Settings, suspended: frozenset[JobKey], packs: Iterable[Sequence[JobKey]] = ()
+) -> Mapping[str, Facts]:
+    """Return what the agent of each host is told of the jobs that Slurm has there; ``packs``: who is packed.
 
     While the kill switch is set they are told to observe, so that they give back what jobs are tuned to.
     """
     enforce = settings.applies and not guard_settings(settings).killed
     host_of = {node.name: node.host for node in snapshot.nodes}
     rules = sharing_settings(settings)
+    pack_of = {key: min(group).id for group in packs for key in group}
     jobs_on: dict[str, list[JobFacts]] = {host.name: [] for host in snapshot.hosts}
     for job in sorted(snapshot.jobs, key=lambda job: job.key):
         hosts = {host_of.get(node, node) for node in job.nodes}
         for host in hosts:
-            facts = _facts(job, len(hosts), rules, suspended=job.key in suspended)
+            facts = _facts(job, len(hosts), rules, suspended=job.key in suspended, pack=pack_of.get(job.key, 0))
             jobs_on.setdefault(host, []).append(facts)
     return {
         host: Facts(
@@ -187,10 +214,13 @@ def _host(name: str, agent: Agent | None) -> Host:
     if agent is None:
         return Host(name, agent_alive=False)
     report = agent.report
-    return Host(name, agent.alive, report.version, report.memory_mb, report.memory_free_mb, report.lacks)
+    return Host(
+        name, agent.alive, report.version, report.memory_mb, report.memory_free_mb, report.lacks,
+        tuple(JobKey(one.job, one.restart) for one in report.warmed),
+    )  # fmt: skip
 
 
-def _facts(job: Job, hosts: int, rules: SharingSettings, *, suspended: bool) -> JobFacts:
+def _facts(job: Job, hosts: int, rules: SharingSettings, *, suspended: bool, pack: int) -> JobFacts:
     return JobFacts(
         job=job.key.id,
         restart=job.key.restart,
@@ -202,4 +232,5 @@ def _facts(job: Job, hosts: int, rules: SharingSettings, *, suspended: bool) -> 
         suspended=suspended,
         cpus=-(-job.cpus // max(job.num_nodes, 1)),  # Slurm's books, whatever it was tuned to
         memory_mb=-(-job.memory_mb // max(job.num_nodes, 1)),
+        pack=pack,
     )

@@ -13,6 +13,7 @@ from cadenza.policies.round import Gateway
 from cadenza.slurm_plugin.service.agents import Agent
 from cadenza.slurm_plugin.service.profiles import Library, Shelf
 from cadenza.slurm_plugin.service.progress import progress
+from cadenza.slurm_plugin.service.refine import Refiner
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ class EnrichedGateway:
         self._ordered = {job.key: job.placement for job in before.jobs} if before is not None else {}
         self.shelf = shelf
         self.gpu_memory_gb: Mapping[str, float] = {}
+        self.refiner: Refiner | None = None
+        """None: profiles stay as the files say."""
 
     def read(self) -> ClusterSnapshot:
         """Return the completed snapshot; errors of the gateway pass through."""
@@ -39,7 +42,9 @@ class EnrichedGateway:
                 log.warning("profile not used: %s", problem)
         snapshot = self._cluster.read()
         tunes = in_force(self._ordered, self._agents())
-        found = enriched(snapshot, self.shelf.library, tunes, self.gpu_memory_gb, self._before)
+        found = enriched(snapshot, self.shelf.library, tunes, self.gpu_memory_gb, self._before, self.refiner)
+        if self.refiner is not None:
+            self.refiner.watch(found)
         self._before, self._ordered = found, tunes
         return found
 
@@ -68,11 +73,12 @@ def enriched(
     tunes: Mapping[JobKey, Placement],
     gpu_memory_gb: Mapping[str, float],
     before: ClusterSnapshot | None,
+    refiner: Refiner | None = None,
 ) -> ClusterSnapshot:
     """Return a snapshot with each job's profile, placement and progress where it opted in, and GPU memory (pure).
 
     ``tunes``: what is in force; ``gpu_memory_gb``: by GPU type, "" for the types that are not there; ``before``: the
-    last round's snapshot.
+    last round's snapshot; ``refiner``: what running jobs have shown.
     """
     default = gpu_memory_gb.get("")
     nodes = tuple(
@@ -87,9 +93,13 @@ def enriched(
     for job in snapshot.jobs:
         found = job
         if job.options is not None and job.gpus:
-            profile = library.of(job, _types_of(job, nodes), every)
             placement = placement_of(job, by_name, tunes.get(job.key, ()))
-            found = replace(job, profile=profile.profile, profile_note=profile.note, placement=placement)
+            found = replace(job, placement=placement)
+            profile = library.of(job, _types_of(job, nodes), every)
+            if refiner is not None:
+                node = by_name.get(job.nodes[0]) if job.nodes else None
+                profile = refiner.found(found, profile, node, file=profile.profile is None and library.has(job))
+            found = replace(found, profile=profile.profile, profile_note=profile.note)
             found = replace(found, progress=progress(found, known.get(job.key.id), snapshot.time_s, types))
         jobs.append(found)
     return replace(snapshot, nodes=nodes, jobs=tuple(jobs))

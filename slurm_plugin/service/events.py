@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from cadenza.sidecar.orders import LeaseReport, Report
+from cadenza.sidecar.orders import LeaseReport, Report, Warmed
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One change on a host; ``kind`` is registered, finished, state, ready, saved, lost, note or agent-up and -down."""
+    """One change on a host.
+
+    ``kind`` is registered, finished, state, ready, saved, lost, note, warmed, or agent-up and -down.
+    """
 
     at_s: float
     kind: str
@@ -25,9 +28,16 @@ def changes(before: Report | None, after: Report, at_s: float) -> tuple[Event, .
     gone = tuple(
         Event(at_s, "finished", after.host, *key, f"was {lease.state}") for key, lease in old.items() if key not in new
     )
-    return gone + tuple(
-        event for key, lease in new.items() for event in _lease_changes(after.host, old.get(key), lease, at_s)
+    return (
+        *gone,
+        *(event for key, lease in new.items() for event in _lease_changes(after.host, old.get(key), lease, at_s)),
+        *(_warmed(after.host, one, at_s) for one in after.warmed if before is None or one not in before.warmed),
     )
+
+
+def _warmed(host: str, warmed: Warmed, at_s: float) -> Event:
+    read = f"{warmed.files} files, {warmed.bytes >> 20} MB in {warmed.seconds:.1f} s"
+    return Event(at_s, "warmed", host, warmed.job, warmed.restart, warmed.note or read)
 
 
 def _lease_changes(host: str, old: LeaseReport | None, new: LeaseReport, at_s: float) -> tuple[Event, ...]:

@@ -29,6 +29,7 @@ from cadenza.sidecar.orders import (
     VERSION,
     CheckpointOrder,
     Facts,
+    Files,
     FromAgent,
     LeaseLog,
     Report,
@@ -45,6 +46,7 @@ from cadenza.slurm_plugin.service.errors import HubError
 from cadenza.slurm_plugin.service.events import Event
 from cadenza.slurm_plugin.service.keys import AgentKeys, service_pair
 from cadenza.slurm_plugin.service.stops import Orders, Stops
+from cadenza.slurm_plugin.service.warmings import Warmings
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +96,7 @@ class Hub:
         self._keys = AgentKeys(settings.keys)
         self._book = AgentBook(settings.alive_s)
         self._stops = Stops()
+        self._warmings = Warmings()
         self._decoder = msgspec.json.Decoder(FromAgent)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._messages: SimpleQueue[Switched | LeaseLog | Event] = SimpleQueue()
@@ -158,13 +161,20 @@ class Hub:
             return self.send([(hosts[0], order)])
         return self._ask(lambda: self._send_all(self._stops.begin(key, hosts, self._clock.monotonic(), order)))
 
+    def warm_job(self, key: JobKey, hosts: tuple[str, ...], there: tuple[str, ...]) -> Outcome:
+        """Have the hosts ``there`` read the files that a job uses where it runs; what they cannot is no failure."""
+        return self._ask(lambda: self._send_all(self._warmings.begin(key, hosts, there)))
+
     def resume_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
         """Prefer a job for the GPUs that it waits for, on each of its hosts."""
         return self.send([(host, ResumeOrder(VERSION, *key)) for host in hosts])
 
-    def tune_job(self, key: JobKey, wanted: Mapping[str, Share]) -> Outcome:
-        """Change what a job has on each host that is named."""
-        return self.send([(host, Tune(VERSION, *key, share.cpus, share.memory_mb)) for host, share in wanted.items()])
+    def tune_job(self, key: JobKey, wanted: Mapping[str, Share], caches_mb: Mapping[str, int | None]) -> Outcome:
+        """Change what a job has on each host that is named, and what its caches may take of it there."""
+        return self.send([
+            (host, Tune(VERSION, *key, share.cpus, share.memory_mb, caches_mb.get(host)))
+            for host, share in wanted.items()
+        ])
 
     def tell(self, sheet: FactSheet) -> None:
         """Send new facts to all agents now, and repeat them each heartbeat as long as they are good."""
@@ -345,6 +355,8 @@ class Hub:
                 self._note(event)
         elif isinstance(message, Steps):
             self._send_all(self._stops.hear(message, now_s))
+        elif isinstance(message, Files):
+            self._send_all(self._warmings.hear(message))
         else:
             if isinstance(message, Switched):
                 self._send_all(self._stops.settle(message))

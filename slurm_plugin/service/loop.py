@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -15,6 +15,7 @@ from cadenza.policies.registry import warm
 from cadenza.policies.round import RoundReport, run_round
 from cadenza.sidecar.config import ConfigError
 from cadenza.slurm_plugin.service import moves
+from cadenza.slurm_plugin.service.awaited import LOOK_S, awaited, changed, hurried
 from cadenza.slurm_plugin.service.clock import SystemClock
 from cadenza.slurm_plugin.service.cluster import ClusterGateway, facts_of, suspended_after
 from cadenza.slurm_plugin.service.enrich import EnrichedGateway
@@ -23,8 +24,9 @@ from cadenza.slurm_plugin.service.hub import FactSheet, Hub
 from cadenza.slurm_plugin.service.log import action_line, action_lines
 from cadenza.slurm_plugin.service.notify import notify
 from cadenza.slurm_plugin.service.pace import early_s, pause_s
-from cadenza.slurm_plugin.service.policy import allocates, policy
+from cadenza.slurm_plugin.service.policy import allocates, policy, profiled
 from cadenza.slurm_plugin.service.profiles import Shelf
+from cadenza.slurm_plugin.service.refine import Refiner
 from cadenza.slurm_plugin.service.release import adopted, release_round, settled
 from cadenza.slurm_plugin.service.settings import Settings, gpu_memory, guard_settings, hub_settings, to_record
 from cadenza.slurm_plugin.service.slurm import SlurmGateway
@@ -37,7 +39,7 @@ Reload: TypeAlias = Callable[[], Settings]
 NAP_S = 0.5
 """How long a signal waits at most: a handler may only raise a flag."""
 SETTLE_HEARTBEATS = 3
-FORGET_EVERY_S = 3600.0
+FORGET_EVERY_S, DAY_S = 3600.0, 86400.0
 FIXED = ("bind", "store", "keys", "gateway", "heartbeat")
 """Keys of [service] that are read at the start only."""
 STOP_REASON = "cadenzad stops; your job goes on without it"
@@ -62,6 +64,7 @@ class Loop:
         """Rounds in a row that failed."""
         self.last: RoundReport | None = None
         self._hub = parts.hub
+        self._slurm = parts.slurm
         self._store = parts.store
         self._clock = clock
         self._rng = rng
@@ -114,6 +117,7 @@ class Loop:
             report = run_round(self._gateway, self._clock, self._store, self._decide, rules)
             self._settle_memory(report, before)
             self._after(report)
+            self._learn()
             if rules.enforce and not rules.killed:
                 self._cluster.complete_gangs()
         except Exception as error:
@@ -141,6 +145,12 @@ class Loop:
         folder = settings.profiles.directory
         self._gateway.shelf = Shelf(Path(folder) if folder else None)
         self._gateway.gpu_memory_gb = gpu_memory(settings)
+        if not settings.profiles.refine:
+            self._gateway.refiner = None
+        elif self._gateway.refiner is None:
+            self._gateway.refiner = Refiner(self._store.learned())
+        if self._gateway.refiner is not None:
+            self._gateway.refiner.learns = profiled(settings)
         self._store.use_settings(to_record(settings))
 
     def _known_hosts(self) -> frozenset[str]:
@@ -151,6 +161,11 @@ class Loop:
         if self._store.fresh:
             self._store.adopt(adopted(self._cluster.read()))
 
+    def _learn(self) -> None:
+        news = self._gateway.refiner.changed() if self._gateway.refiner is not None else {}
+        if news:
+            self._store.learn(news)
+
     def _settle_memory(self, report: RoundReport, before: Memory) -> None:
         memory = self._store.memory()
         known = settled(memory, before, report.outcomes)
@@ -160,7 +175,8 @@ class Loop:
     def _after(self, report: RoundReport) -> None:
         self.last = report
         self._good_s = self._clock.monotonic()
-        facts = facts_of(report.snapshot, self.settings, suspended_after(report))
+        packs = self._store.memory().sharing.packs
+        facts = facts_of(report.snapshot, self.settings, suspended_after(report), packs)
         self._hub.tell(FactSheet(facts, report.snapshot.time_s, self.settings.trust_s))
         for action, outcome in report.outcomes:
             log.log(logging.INFO if outcome.ok else logging.WARNING, "%s", action_line(action, outcome))
@@ -168,12 +184,20 @@ class Loop:
     def _wait(self, began_s: float, each_nap: Callable[[], object]) -> None:
         load_s = self._cluster.load_s
         due_s = began_s + pause_s(self.settings.service.poll_s, load_s, self.failures, self._rng)
-        early = began_s + early_s(self.settings.service.min_round_spacing_s, load_s, self.failures)
+        on_their_way = self._store.memory().moves
+        spacing_s = self.settings.service.min_round_spacing_s
+        early = began_s + early_s(spacing_s, load_s, self.failures, moving=hurried(on_their_way))
+        leaving = awaited(on_their_way, self._clock.now())
+        nap_s = LOOK_S if leaving else NAP_S
         while not (self.stop or self.reload) and (left_s := due_s - self._clock.monotonic()) > 0:
             each_nap()
-            if self._hub.wait(min(left_s, NAP_S)):
+            if self._hub.wait(min(left_s, nap_s)) or (leaving and self._left(leaving)):
                 due_s = min(due_s, max(early, self._clock.monotonic()))
             self._record()
+
+    def _left(self, jobs: Collection[int]) -> bool:
+        """Whether Slurm is further with jobs on their way than the last round saw."""
+        return self.last is not None and changed(self._slurm, jobs, self.last.snapshot)
 
     def _record(self) -> None:
         messages, now_s = self._hub.drain(), self._clock.monotonic()
@@ -182,10 +206,15 @@ class Loop:
                 self._store.record(messages)
             if now_s >= self._forget_s:
                 self._forget_s = now_s + FORGET_EVERY_S
-                self._store.forget(self._clock.now() - 86400 * self.settings.service.retention_days)
+                self._forget()
         except sqlite3.Error as error:
             # Telemetry may be lost; a round that cannot be written down will say so itself and not act.
             log.warning("%s: %d reports lost: %s", self._store.path, len(messages), error)
+
+    def _forget(self) -> None:
+        now_s, service = self._clock.now(), self.settings.service
+        days = max(service.report_days, service.retention_days)
+        self._store.forget(now_s - DAY_S * service.retention_days, now_s - DAY_S * days)
 
     def _reload(self, reload: Reload) -> None:
         notify(f"RELOADING=1\nMONOTONIC_USEC={int(self._clock.monotonic() * 1e6)}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import TypeAlias
 
-from cadenza.policies.model import Gpu, JobKey, Lease, LeaseState, Use
+from cadenza.policies.model import Gpu, JobKey, Lease, LeaseState, Pace, Use
 from cadenza.sidecar.orders import JobTelemetry, LeaseReport
 from cadenza.slurm_plugin.service.agents import Agent
 
@@ -53,6 +53,8 @@ def merge(parts: Parts, agents: Mapping[str, Agent], now_s: float) -> Lease:
         requeue_owner=next((lease.requeue_owner for lease in leases if lease.requeue_owner), ""),
         checkpoints=all(lease.checkpoints and not lease.requeue_owner for lease in leases),
         lost=next((f"{host}: {lease.lost}" for host, lease in sorted(parts.items()) if lease.lost), ""),
+        pace=_pace(leases),
+        cpus_per_gpu=min((_cpus_per_gpu(lease) for lease in leases if lease.tuned is not None), default=None),
         saved=state == "stopping" and len(parts) >= leases[0].hosts and all(lease.saved for lease in leases),
     )
 
@@ -81,6 +83,28 @@ def use(hosts: Sequence[JobTelemetry]) -> Use | None:
         order_arrived_s=over(max, "order_arrived_s"),
         order_done_s=over(max, "order_done_s"),
     )
+
+
+def _pace(leases: Sequence[LeaseReport]) -> Pace | None:
+    """Return the pace of the slowest host; the time that all of them were measured, and everybody who ran there."""
+    known = [lease.pace for lease in leases if lease.pace is not None]
+    if not known or len(known) < len(leases):
+        return None
+    slowest = max(known, key=lambda pace: (pace.iteration_s, -pace.iterations))
+    return Pace(
+        slowest.iteration_s,
+        min(pace.iterations for pace in known),
+        min(pace.window_s for pace in known),
+        slowest.error,
+        max(pace.data_wait for pace in known),
+        tuple(sorted({JobKey(*key) for pace in known for key in pace.beside})),
+    )
+
+
+def _cpus_per_gpu(lease: LeaseReport) -> float:
+    """Return what a tuned job has on one host for each GPU; 0 when that is not known."""
+    tuned = lease.tuned
+    return 0.0 if tuned is None or tuned.note or not lease.gpus else tuned.cpus / len(lease.gpus)
 
 
 def half_given(parts: Parts) -> tuple[str, ...]:

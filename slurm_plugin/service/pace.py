@@ -6,6 +6,8 @@ from random import Random
 
 LOAD_SHARE = 20.0
 """A round's load of Slurm's books takes at most one part in this many of slurmctld's time."""
+MOVE_SHARE = 2.0
+"""The same of rounds that a job on its way to other nodes waits for."""
 JITTER = 0.1
 BACKED_OFF_S = 30.0
 
@@ -21,6 +23,11 @@ def pause_s(poll_s: float, load_s: float, failures: int, rng: Random) -> float:
     return backed_off * (1 + rng.uniform(-JITTER, JITTER))
 
 
-def early_s(spacing_s: float, load_s: float, failures: int) -> float:
-    """Return how soon after a round's start an agent's news may start the next one, seconds."""
-    return float("inf") if failures else max(spacing_s, LOAD_SHARE * load_s)
+def early_s(spacing_s: float, load_s: float, failures: int, *, moving: bool = False) -> float:
+    """Return how soon after a round's start news may start the next one, seconds.
+
+    ``moving``: a job stands still until the next round; such rounds are few, so they may be closer.
+    """
+    if failures:
+        return float("inf")
+    return MOVE_SHARE * load_s if moving else max(spacing_s, LOAD_SHARE * load_s)

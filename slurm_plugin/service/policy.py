@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from cadenza.policies.actions import Action, Migrate, Place, Tune, Unsuspend
+from msgspec import structs
+
+from cadenza.policies.actions import Action, Migrate, Place, Resize, Tune, Unpack, Unsuspend
 from cadenza.policies.decision import Decision, Memory
-from cadenza.policies.model import ClusterSnapshot, Job, Placement
+from cadenza.policies.model import ClusterSnapshot, Job, Placement, Share
 from cadenza.policies.moving import moving
 from cadenza.policies.policy import build
 from cadenza.policies.registry import entry
@@ -22,19 +24,23 @@ from cadenza.slurm_plugin.service.settings import NO_ALLOCATION, Settings, polic
 
 def policy(settings: Settings) -> Decide:
     """Return ``decide(snapshot, memory)`` under these settings; a pure function, so a replay calls it too."""
-    decide = chosen(settings)
-    return moving(_sized(decide, settings) if sizes_pending(settings) else decide)
+    decide = chosen(settings) if settings.policy.share == "gandiva" else _parted(chosen(settings))
+    return moving(_sized(decide, settings) if sizes_pending(settings) else decide, warm=settings.policy.warm)
 
 
 def sizes_pending(settings: Settings) -> bool:
     """Whether pending jobs ask for what their profiles say."""
-    table = settings.policy
-    return table.size_pending and allocates(settings) and entry("allocation", table.allocate).profiled
+    return settings.policy.size_pending and profiled(settings)
 
 
 def allocates(settings: Settings) -> bool:
     """Whether CPUs and memory are given out by an allocation."""
     return settings.policy.allocate != NO_ALLOCATION
+
+
+def profiled(settings: Settings) -> bool:
+    """Whether CPUs and memory are given out by what profiles say."""
+    return allocates(settings) and entry("allocation", settings.policy.allocate).profiled
 
 
 def chosen(settings: Settings) -> Decide:
@@ -59,18 +65,28 @@ def _as_asked(decide: Decide) -> Decide:
 
     def decided(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
         found = decide(snapshot, memory)
-        return replace(found, actions=tuple(map(_plain, (a for a in found.actions if not isinstance(a, Tune)))))
+        kept = (action for action in found.actions if not isinstance(action, Tune))
+        return replace(found, actions=tuple(_plain(action, snapshot) for action in kept))
 
     return decided
 
 
-def _plain(action: Action) -> Action:
-    """Return an action that changes where a job runs, without a change of its CPUs and memory."""
+def _plain(action: Action, snapshot: ClusterSnapshot) -> Action:
+    """Return an action that changes where a job runs, without a change of its CPUs and memory, or of each GPU's."""
     if isinstance(action, Place):
         return replace(action, shares=())
     if isinstance(action, Migrate):
         return replace(action, shares=tuple(share._replace(cpus=0, memory_mb=0) for share in action.shares))
+    job = snapshot.job(action.job) if isinstance(action, Resize) else None
+    if isinstance(action, Resize) and job is not None and job.gpus:
+        return replace(action, shares=tuple(_as_much(job, share) for share in action.shares))
     return action
+
+
+def _as_much(job: Job, share: Share) -> Share:
+    """Return a share with as many CPUs and as much memory for each GPU as a job has now."""
+    cpus, memory_mb = job.cpus * share.gpus // job.gpus, job.memory_mb * share.gpus // job.gpus
+    return share._replace(cpus=max(cpus, 1), memory_mb=max(memory_mb, 1))
 
 
 def _sized(decide: Decide, settings: Settings) -> Decide:
@@ -90,19 +106,34 @@ def _sized(decide: Decide, settings: Settings) -> Decide:
     return decided
 
 
+def _parted(decide: Decide) -> Decide:
+    """Return a policy that does not pack, with packs of an earlier setting ended."""
+
+    def decided(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
+        found = decide(snapshot, memory)
+        done = {action.job for action in found.actions if isinstance(action, Unpack)}
+        left = (key for pack in memory.sharing.packs for key in pack[:-1] if key not in done)
+        parted = tuple(Unpack(key, "runs in turns again: packing is off") for key in left)
+        return replace(found, actions=(*parted, *found.actions)) if parted else found
+
+    return decided
+
+
 # --- One job a GPU -------------------------------------------------------------------------------------
 
 
 def _unshared(settings: Settings) -> Decide:
-    """Return a policy under which Slurm starts every job, and what runs is only tuned."""
+    """Return a policy under which Slurm starts every job, and what runs is tuned, or moved where that is no help."""
     closed = replace(sharing_settings(settings), enforce=False)
-    tune = _built(settings, "timeslice") if allocates(settings) else None
+    functions = structs.replace(settings.gandiva, pack=False, migrate=False, defrag=False, elastic=False)
+    relief = structs.replace(settings, gandiva=functions)
+    tune = _built(relief, "gandiva") if allocates(settings) else None
 
     def decided(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
         undone = release_plan(snapshot, memory, "sharing is off")
         found = tune(snapshot, memory) if tune is not None else Decision((), memory)
-        tunes = (action for action in found.actions if isinstance(action, Tune))
-        return replace(found, actions=(*undone, *lane_actions(snapshot, memory, closed), *tunes))
+        changes = (action for action in found.actions if isinstance(action, Tune | Migrate))
+        return replace(found, actions=(*undone, *lane_actions(snapshot, memory, closed), *changes))
 
     return decided
 

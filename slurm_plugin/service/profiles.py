@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cadenza.policies.errors import InputError
+from cadenza.policies.inputs.interference import read_interference
 from cadenza.policies.inputs.profiles import read_profiles
 from cadenza.policies.inputs.text import quoted, suggest
 from cadenza.policies.model import Job
@@ -20,6 +21,8 @@ from cadenza.policies.profile import UNMATCHED, Match, Profile, linked
 DIP = 0.05
 """More CPUs or memory may seem to slow a job down by this part, as measurements do; beyond it the profile is wrong."""
 
+PAIRS = "pairs.csv"
+"""Beside the profiles: which two models pay together, as `cadenza profile pair` writes it."""
 Stamp = tuple[int, int, int]
 
 
@@ -45,12 +48,16 @@ class Library:
     """All that a directory holds, in the order of its files' names."""
 
     entries: tuple[Entry, ...] = ()
+    together: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Throughput of two models packed over that of turns, by the one and the other."""
+    wrong_pairs: str = ""
+    """What is wrong with the file of pairs, if anything."""
     _families: dict[frozenset[str], Mapping[str, Mapping[str, Profile]]] = field(default_factory=dict, repr=False)
 
     @property
     def problems(self) -> Iterator[str]:
         """Return a sentence for each profile that may not be used."""
-        return (entry.why for entry in self.entries if entry.why)
+        return filter(None, (*(entry.why for entry in self.entries), self.wrong_pairs))
 
     def of(self, job: Job, here: Collection[str], types: frozenset[str]) -> Found:
         """Return a job's profile.
@@ -79,6 +86,10 @@ class Library:
             f"nodes have {', '.join(sorted(here))}",
         )
 
+    def has(self, job: Job) -> bool:
+        """Whether a file is for a job, even one that may not be used."""
+        return self._entry(job)[0] is not None
+
     def _entry(self, job: Job) -> tuple[Entry | None, str]:
         """Return the first entry that is for a job, and how that is known or why there is none."""
         model = job.options.model if job.options is not None else None
@@ -99,7 +110,7 @@ class Library:
 
     def _family(self, model: str, types: frozenset[str]) -> Mapping[str, Profile]:
         if types not in self._families:
-            self._families[types] = _families(self.entries, types)
+            self._families[types] = _families(self.entries, types, self.together)
         return self._families[types][model]
 
 
@@ -109,12 +120,15 @@ def _fits(match: Match, job: Job) -> bool:
     )
 
 
-def _families(entries: Iterable[Entry], types: Collection[str]) -> Mapping[str, Mapping[str, Profile]]:
+def _families(
+    entries: Iterable[Entry], types: Collection[str], together: Mapping[str, Mapping[str, float]]
+) -> Mapping[str, Mapping[str, Profile]]:
     """Return the usable profiles by model and by GPU type as Slurm calls it, each with its siblings."""
     found: dict[str, dict[str, Profile]] = {}
     for entry in entries:
         if entry.profile is not None:
-            profile = replace(entry.profile, gpu=slurm_type(entry.profile.gpu, types), siblings={})
+            beside = together.get(entry.model, {})
+            profile = replace(entry.profile, gpu=slurm_type(entry.profile.gpu, types), siblings={}, together=beside)
             found.setdefault(entry.model, {}).setdefault(profile.gpu, profile)
     return {model: linked(family) for model, family in found.items()}
 
@@ -156,12 +170,13 @@ class Shelf:
             path: known[path] if path in known and known[path][0] == stamp else (stamp, tuple(read(path)))
             for path, stamp in sorted(stamps.items())
         }
-        self.library = Library(tuple(_once(entry for _, entries in self._files.values() for entry in entries)))
+        entries = tuple(_once(entry for _, entries in self._files.values() for entry in entries))
+        self.library = Library(entries, *read_pairs([path for path in self._files if path.name == PAIRS]))
         return True
 
     def _stamps(self) -> Iterator[tuple[Path, Stamp]]:
         try:
-            for path in self._folder.glob("*.json") if self._folder is not None else ():
+            for path in (*self._folder.glob("*.json"), *self._folder.glob(PAIRS)) if self._folder is not None else ():
                 about = path.stat()
                 yield path, (about.st_mtime_ns, about.st_size, about.st_ino)
         except OSError:  # it went away while being looked at: the next round sees what is left
@@ -171,6 +186,8 @@ class Shelf:
 def read(path: Path) -> Iterator[Entry]:
     """Return a file's profiles; of a file that is wrong, the models that it would be for with the reason."""
     source = path.name
+    if source == PAIRS:
+        return
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -186,6 +203,21 @@ def read(path: Path) -> Iterator[Entry]:
         for profile in (first.siblings or {"": first}).values():
             why = unfit(profile, source)
             yield Entry(source, profile.model, profile.match, None if why else profile, why)
+
+
+def read_pairs(paths: Iterable[Path]) -> tuple[Mapping[str, Mapping[str, float]], str]:
+    """Return by model what pairs do together over turns, and what is wrong with the file, which is not used then."""
+    found: dict[str, dict[str, float]] = {}
+    for path in paths:
+        try:
+            rows = read_interference(path.read_text(encoding="utf-8"), path.name)
+        except InputError as error:
+            return {}, str(error)
+        except (OSError, UnicodeDecodeError) as error:
+            return {}, f"{path.name}: cannot be read: {error}"
+        for (model, other), speeds in rows.items():
+            found.setdefault(model, {})[other] = sum(speeds)
+    return found, ""
 
 
 def unfit(profile: Profile, source: str) -> str:

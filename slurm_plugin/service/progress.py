@@ -21,7 +21,7 @@ def progress(job: Job, before: Job | None, now_s: float, gpu_types: Mapping[str,
     running = holds(job)
     attained_s = (was.attained_s if was is not None else 0.0) + _had(job, before, now_s)
     speed = _speed(job, was, gpu_types)
-    done_s = (was.done_s if was is not None else 0.0) + _did(job, before, now_s, speed)
+    done_s = (was.done_s * _scale(job, before) if was is not None else 0.0) + _did(job, before, now_s, speed)
     gpu_type = next((gpu_types[name] for name in job.nodes if name in gpu_types), was.gpu_type if was else "")
     return Progress(
         at_s=now_s,
@@ -80,6 +80,14 @@ def _did(job: Job, before: Job | None, now_s: float, speed: float) -> float:
         known = old.lease.step if old is not None and old.lease is not None else 0
         return max(lease.step - known, 0) * job.profile.iteration_s
     return _had(job, before, now_s) * speed
+
+
+def _scale(job: Job, before: Job | None) -> float:
+    """Return what work done so far counts now: a profile that is refined changes what an iteration is worth."""
+    was, now = before.profile if before is not None else None, job.profile
+    if was is None or now is None or (was.model, was.gpu) != (now.model, now.gpu):
+        return 1.0
+    return now.iteration_s / was.iteration_s
 
 
 def _same(job: Job, before: Job | None) -> Job | None:

@@ -14,7 +14,9 @@ import msgspec
 from cadenza.policies.decision import Decision, Memory
 from cadenza.policies.model import ClusterSnapshot, Job
 from cadenza.slurm_plugin.service import codec, schema
+from cadenza.slurm_plugin.service.effects import Effect
 from cadenza.slurm_plugin.service.errors import StoreError
+from cadenza.slurm_plugin.service.usage import HOUR_S, Start
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -91,6 +93,22 @@ class EventRow(msgspec.Struct, frozen=True):
     detail: str
 
 
+class HourRow(msgspec.Struct, frozen=True):
+    """What one job had and waited for in one hour since the epoch, in seconds and GPU seconds; see ``usage.Spent``."""
+
+    hour: int
+    job: int
+    restart: int
+    user: str
+    managed: bool
+    gpu_s: float
+    further_gpu_s: float
+    queue_s: float
+    turn_s: float
+    yields: int
+    """Finished yields, one for each of its hosts."""
+
+
 class Why(msgspec.Struct, frozen=True):
     """All that the store knows of one job; ``job`` is its state in the last round, None when not there."""
 
@@ -101,6 +119,7 @@ class Why(msgspec.Struct, frozen=True):
     actions: tuple[ActionRow, ...]
     switches: tuple[SwitchRow, ...]
     events: tuple[EventRow, ...]
+    effects: tuple[Effect, ...] = ()
 
     @property
     def known(self) -> bool:
@@ -153,6 +172,7 @@ class StoreReader:
             self.actions(job=job, limit=limit),
             self.switches(job=job, limit=limit),
             self.events(job=job, limit=limit),
+            self.effects(job=job, limit=limit),
         )
 
     def actions(self, since_s: float = 0.0, job: int | None = None, limit: int = 1000) -> tuple[ActionRow, ...]:
@@ -170,6 +190,48 @@ class StoreReader:
     def events(self, since_s: float = 0.0, job: int | None = None, limit: int = 1000) -> tuple[EventRow, ...]:
         """Return the agents' changes, newest first."""
         return self._table("events", "at_s", EventRow, (since_s, job, limit))
+
+    # --- what reports are made of ---------------------------------------------------------------------------
+
+    def effects(
+        self, since_s: float = 0.0, until_s: float = float("inf"), job: int | None = None, limit: int = 1_000_000
+    ) -> tuple[Effect, ...]:
+        """Return what decisions did to jobs, newest first; none in a store of an earlier version."""
+        rows = self._added(
+            "SELECT * FROM effects WHERE at_s >= ? AND at_s < ? AND (? IS NULL OR job = ?)"
+            " ORDER BY at_s DESC, decision DESC, job LIMIT ?",
+            (since_s, until_s, job, job, limit),
+        )
+        return tuple(_struct(row, Effect) for row in rows)
+
+    def hours(self, since_s: float, until_s: float) -> tuple[HourRow, ...]:
+        """Return what jobs had and waited for in the hours that begin within a time."""
+        rows = self._added(
+            "SELECT * FROM hours WHERE hour >= ? AND hour < ? ORDER BY job, restart, hour",
+            (since_s / HOUR_S, until_s / HOUR_S),
+        )
+        return tuple(_struct(row, HourRow) for row in rows)
+
+    def starts(self, since_s: float, until_s: float) -> tuple[Start, ...]:
+        """Return the starts on further lanes by which jobs may have been spared waiting within a time."""
+        rows = self._added(
+            "SELECT * FROM starts WHERE at_s < ? AND (free_s IS NULL OR free_s >= ?) ORDER BY job", (until_s, since_s)
+        )
+        return tuple(_struct(row, Start) for row in rows)
+
+    def last_round_s(self) -> float:
+        """Return when the last round on record was; 0 before the first."""
+        return float(self._rows("SELECT coalesce(max(at_s), 0) AS at_s FROM rounds", ())[0]["at_s"])
+
+    def watched(self) -> dict[int, float]:
+        """Return how many seconds of each hour since the epoch are on record."""
+        return {row["hour"]: row["seconds"] for row in self._added("SELECT * FROM watched ORDER BY hour", ())}
+
+    def _added(self, query: str, values: tuple[Any, ...]) -> list[sqlite3.Row]:
+        names = {row["name"] for row in self._rows("SELECT name FROM sqlite_master WHERE type = 'table'", ())}
+        return self._rows(query, values) if "hours" in names else []
+
+    # --- inside -----------------------------------------------------------------------------------------------
 
     def _table(self, table: str, column: str, kind: type[R], wanted: tuple[float, int | None, int]) -> tuple[R, ...]:
         since_s, job, limit = wanted
@@ -189,7 +251,7 @@ class StoreReader:
 
 def _struct(row: sqlite3.Row, kind: type[R]) -> R:
     fields = {name: row[name] for name in kind.__struct_fields__}
-    if "gpus" in fields:
+    if isinstance(fields.get("gpus"), str):
         fields["gpus"] = json.loads(fields["gpus"])
     return msgspec.convert(fields, kind, strict=False)
 

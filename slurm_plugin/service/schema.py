@@ -40,6 +40,30 @@ CREATE TABLE events (
     job INTEGER, restart INTEGER, detail TEXT NOT NULL);
 """
 
+ADDED = """\
+CREATE TABLE IF NOT EXISTS watched (hour INTEGER PRIMARY KEY, seconds REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS hours (
+    hour INTEGER NOT NULL, job INTEGER NOT NULL, restart INTEGER NOT NULL, user TEXT NOT NULL,
+    managed INTEGER NOT NULL, gpu_s REAL NOT NULL DEFAULT 0, further_gpu_s REAL NOT NULL DEFAULT 0,
+    queue_s REAL NOT NULL DEFAULT 0, turn_s REAL NOT NULL DEFAULT 0, yields INTEGER NOT NULL DEFAULT 0,
+    PRIMARY KEY (job, restart, hour)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS hours_hour ON hours (hour);
+CREATE TABLE IF NOT EXISTS starts (
+    job INTEGER PRIMARY KEY, user TEXT NOT NULL, at_s REAL NOT NULL, submit_s REAL NOT NULL,
+    partition TEXT NOT NULL, gpus INTEGER NOT NULL, num_nodes INTEGER NOT NULL, free_s REAL,
+    delay_s REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS effects (
+    decision INTEGER NOT NULL, kind TEXT NOT NULL, job INTEGER NOT NULL, restart INTEGER NOT NULL,
+    user TEXT NOT NULL, at_s REAL NOT NULL, reason TEXT NOT NULL, was TEXT NOT NULL, now TEXT NOT NULL,
+    predicted REAL, before_s REAL, after_s REAL, gain REAL, verdict TEXT NOT NULL, detail TEXT NOT NULL,
+    ended_s REAL, mark_step INTEGER, mark_held_s REAL NOT NULL, PRIMARY KEY (decision, job)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS effects_job ON effects (job, at_s);
+CREATE INDEX IF NOT EXISTS effects_open ON effects (decision) WHERE ended_s IS NULL;
+CREATE TABLE IF NOT EXISTS learned (name TEXT PRIMARY KEY, at_s REAL NOT NULL, record TEXT NOT NULL) WITHOUT ROWID;
+"""
+"""What ``cadenza report --since`` is made of: small enough to be kept when the rounds are gone. Hours are since the
+epoch. ``learned`` is what running jobs have shown of their profiles. Stores of before are given these tables."""
+
 TIMED = {
     "rounds": "at_s",
     "actions": "at_s",
@@ -47,8 +71,12 @@ TIMED = {
     "switches": "at_s",
     "leases": "to_s",
     "events": "at_s",
+    "learned": "at_s",
 }
 """The column by which each table forgets."""
+
+KEPT = {"watched": "hour < ? / 3600.0", "hours": "hour < ? / 3600.0", "starts": "at_s < ?", "effects": "at_s < ?"}
+"""The same of the tables for reports, which are kept longer."""
 
 
 def open_writable(path: Path) -> sqlite3.Connection:
@@ -103,6 +131,7 @@ def _prepare(link: sqlite3.Connection, path: Path) -> None:
     if link.execute("PRAGMA user_version").fetchone()[0] == 0:
         link.executescript(f"BEGIN; {TABLES} PRAGMA user_version={VERSION}; COMMIT;")
     _check_version(link, path)
+    link.executescript(f"BEGIN; {ADDED} COMMIT;")
     verdict = link.execute("PRAGMA quick_check(1)").fetchone()[0]
     if verdict != "ok":
         raise sqlite3.DatabaseError(verdict)

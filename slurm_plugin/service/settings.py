@@ -50,6 +50,9 @@ class ServiceTable(msgspec.Struct, frozen=True):
         "/var/lib/cadenza/cadenza.db"
     )
     retention_days: Annotated[float, Meta(description="How long the record is kept", gt=0)] = 14.0
+    report_days: Annotated[
+        float, Meta(description="How long the sums for cadenza report --since are kept, at least retention_days", gt=0)
+    ] = 90.0
     keys: Annotated[
         Text, Meta(description="Directory of service.key_secret and agent.key (made by cadenza keygen)")
     ] = "/etc/cadenza/keys"
@@ -155,6 +158,10 @@ class PolicyTable(msgspec.Struct, frozen=True):
         float, Meta(description="What moving a job to other nodes is thought to cost it, without progress", ge=0)
     ] = 30.0
     horizon_s: Annotated[float, Meta(description="A move must gain more than it costs within this time", gt=0)] = 3600.0
+    warm: Annotated[
+        bool,
+        Meta(description="Whether a host that a job moves to reads the job's files before the job stops"),
+    ] = True
     gpu_memory_gb: Annotated[
         frozenset[Annotated[str, Meta(pattern=r"^[\w.-]*=\d+(\.\d+)?$")]],
         Meta(description='Memory of each GPU by its type in Slurm, such as "a100=80"; "=80": of all others (packing)'),
@@ -165,9 +172,29 @@ class GandivaTable(msgspec.Struct, frozen=True):
     """``[gandiva]``: the parts of ``share = "gandiva"``, each of which can be left out."""
 
     pack: Annotated[bool, Meta(description="Run two jobs on the same GPUs at once, as long as that pays")] = True
+    pack_margin: Annotated[
+        float, Meta(description="Packed jobs stay together when they do this much more than in turns, as a part", ge=0)
+    ] = 0.05
+    measure_s: Annotated[
+        float,
+        Meta(description="A measuring window: a pack that does not pay is undone within three of them", gt=0),
+    ] = 20.0
+    pack_again_s: Annotated[
+        float, Meta(description="A pair that did not pay is not tried again for this long", ge=0)
+    ] = 86400.0
+    gpu_memory_margin: Annotated[
+        float, Meta(description="Part of a GPU's memory that packed jobs must leave free", ge=0, lt=1)
+    ] = 0.05
     migrate: Annotated[bool, Meta(description="Move jobs to idle GPUs and away from crowded ones")] = True
     defrag: Annotated[bool, Meta(description="Move jobs together so that hosts become free for large ones")] = True
     elastic: Annotated[bool, Meta(description="Grow and shrink jobs that set min_gpus or max_gpus")] = True
+    relieve: Annotated[
+        bool,
+        Meta(
+            description="With an allocation: move jobs that their host's CPUs or memory hold back to a host where "
+            "they are faster; also with share = none in native admission"
+        ),
+    ] = True
     idle_s: Annotated[float, Meta(description="GPUs must be idle this long before a job grows", ge=0)] = 60.0
     move_every_s: Annotated[float, Meta(description="Least time between two moves or resizes of a job", ge=0)] = 600.0
     moves_per_round: Annotated[int, Meta(description="Most moves and resizes in one round", ge=0)] = 8
@@ -179,6 +206,13 @@ class ProfilesTable(msgspec.Struct, frozen=True):
     directory: Annotated[
         str, Meta(description="Profiles (*.json, cadenza.profile/1), read again when they change; empty: none")
     ] = "/etc/cadenza/profiles"
+    refine: Annotated[
+        bool,
+        Meta(
+            description="Correct profiles by what running jobs show at the CPUs that they get, and learn those of jobs "
+            "that have none"
+        ),
+    ] = True
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -292,9 +326,14 @@ def policy_settings(settings: Settings) -> PolicySettings:
         sharing=sharing_settings(settings),
         gandiva=GandivaSettings(
             pack=functions.pack,
+            pack_margin=functions.pack_margin,
+            measure_s=functions.measure_s,
+            pack_again_s=functions.pack_again_s,
+            gpu_memory_margin=functions.gpu_memory_margin,
             migrate=functions.migrate,
             defrag=functions.defrag,
             elastic=functions.elastic,
+            relieve=functions.relieve and table.allocate != NO_ALLOCATION,
             idle_s=functions.idle_s,
             move_every_s=functions.move_every_s,
             moves_per_round=functions.moves_per_round,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Collection, Mapping
 from typing import Protocol, cast
 
 from cadenza.policies.actions import Action, Outcome
-from cadenza.policies.model import ClusterSnapshot
+from cadenza.policies.model import ClusterSnapshot, JobKey, JobState
 from cadenza.sidecar.config import ConfigError
 
 
@@ -15,6 +16,10 @@ class SlurmGateway(Protocol):
 
     def read(self) -> ClusterSnapshot:
         """Return what Slurm's books say; raise an error of the gateway's package when it does not answer."""
+        ...
+
+    def look(self, jobs: Collection[int]) -> Mapping[JobKey, tuple[JobState, bool]]:
+        """Return state and whether it is held of the jobs with these ids, as they are now; cheap for Slurm."""
         ...
 
     def apply(self, action: Action) -> Outcome:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from cadenza.policies.model import ClusterSnapshot, JobKey
 from cadenza.policies.round import Clock
 from cadenza.sidecar.orders import LeaseLog, Switched
 from cadenza.slurm_plugin.service import codec, schema
+from cadenza.slurm_plugin.service.accounts import Accounts
 from cadenza.slurm_plugin.service.events import Event
 from cadenza.slurm_plugin.service.verify import verdict
 
@@ -40,6 +41,9 @@ class SqliteStore:
         self._settings = self._last_id("settings")
         self._memory = self._read_memory()
         self._last_blocked: frozenset[tuple[bytes, str]] = frozenset()
+        last = self.last_snapshot()
+        self._accounts = Accounts(self._link, last)
+        self._seen = last
 
     @property
     def fresh(self) -> bool:
@@ -72,18 +76,23 @@ class SqliteStore:
             number = self._insert_round(snapshot, decision, memory)
             self._insert_actions(number, snapshot.time_s, guarded)
             self._insert_reasons(number, snapshot.time_s, decision)
-        self._memory = memory
+            known = self._accounts.observe(snapshot, self._memory)
+        self._memory, self._seen, self._accounts.known = memory, snapshot, known
         return number
 
     def finish(self, number: int, outcomes: Sequence[tuple[Action, Outcome]], seconds: float) -> None:
         """Write down what became of a round's actions and how long the round took."""
         with self._transaction():
-            rows = self._link.execute("SELECT id FROM actions WHERE round = ? AND allowed = 1 ORDER BY id", (number,))
-            results = [
-                (outcome.ok, outcome.error, row[0]) for row, (_, outcome) in zip(rows.fetchall(), outcomes, strict=True)
-            ]
+            query = "SELECT id FROM actions WHERE round = ? AND allowed = 1 ORDER BY id"
+            rows = [row[0] for row in self._link.execute(query, (number,))]
+            results = [(outcome.ok, outcome.error, row) for row, (_, outcome) in zip(rows, outcomes, strict=True)]
             self._link.executemany("UPDATE actions SET ok = ?, error = ? WHERE id = ?", results)
             self._link.execute("UPDATE rounds SET seconds = ? WHERE number = ?", (seconds, number))
+            known = self._accounts.known
+            done = [(row, action) for row, (action, outcome) in zip(rows, outcomes, strict=True) if outcome.ok]
+            if self._seen is not None:
+                known = self._accounts.applied(done, self._seen, self._memory)
+        self._accounts.known = known
 
     # --- the rest of the record ----------------------------------------------------------------------
 
@@ -101,16 +110,35 @@ class SqliteStore:
                 "INSERT INTO settings (at_s, text) VALUES (?, ?)", (self._clock.now(), text)
             ).lastrowid
 
+    def learned(self) -> dict[str, str]:
+        """Return what running jobs have shown, as JSON by name (see ``learned.Record``)."""
+        return dict(self._link.execute("SELECT name, record FROM learned ORDER BY name").fetchall())
+
+    def learn(self, rows: Mapping[str, str]) -> None:
+        """Replace these records; those that nothing is added to for as long as rounds are kept go with them."""
+        now_s = self._clock.now()
+        with self._transaction():
+            self._link.executemany(
+                "INSERT OR REPLACE INTO learned (name, at_s, record) VALUES (?, ?, ?)",
+                [(name, now_s, text) for name, text in rows.items()],
+            )
+
     def record(self, messages: Iterable[Switched | LeaseLog | Event]) -> None:
         """Write down what the agents reported."""
         with self._transaction():
             for message in messages:
                 self._insert_message(message)
 
-    def forget(self, before_s: float) -> int:
-        """Delete everything older than ``before_s`` except the last round; return how many rows went."""
+    def forget(self, before_s: float, kept_since_s: float | None = None) -> int:
+        """Delete everything older than ``before_s`` except the last round; return how many rows went.
+
+        ``kept_since_s``: the same for what reports are made of, by default ``before_s``.
+        """
         gone = 0
+        kept_s = before_s if kept_since_s is None else kept_since_s
         with self._transaction():
+            for table, condition in schema.KEPT.items():
+                gone += self._link.execute(f"DELETE FROM {table} WHERE {condition}", (kept_s,)).rowcount  # noqa: S608
             for table, column in schema.TIMED.items():
                 keep = " AND number < (SELECT max(number) FROM rounds)" if table == "rounds" else ""
                 query = f"DELETE FROM {table} WHERE {column} < ?{keep}"  # noqa: S608 (names are ours)
@@ -199,6 +227,8 @@ class SqliteStore:
         table, row = _message_row(message)
         names, marks = ", ".join(row), ", ".join("?" * len(row))
         self._link.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", tuple(row.values()))  # noqa: S608
+        if isinstance(message, Switched) and message.kind == "yield":
+            self._accounts.yielded(message)
 
 
 def _subject(action: Action) -> tuple[str, int | None, int | None, str | None, str]:

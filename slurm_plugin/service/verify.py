@@ -14,6 +14,7 @@ from cadenza.policies.actions import (
     Requeue,
     Resize,
     Resume,
+    Save,
     Size,
     Suspend,
     Unsuspend,
@@ -34,14 +35,14 @@ def verdict(action: Action, snapshot: ClusterSnapshot, applied_s: float) -> Verd
 
     *gone*: the job or node has left, so there is nothing to see. None: not visible, and still in time.
     """
-    if isinstance(action, Yield | Resume | Migrate | Resize) and not snapshot.hosts:
+    if isinstance(action, Yield | Resume | Migrate | Resize | Save) and not snapshot.hosts:
         return None  # read without the agents: it shows no leases
     seen = _seen(action, snapshot)
     if seen is None:
         return "gone"
     if seen:
         return "verified"
-    grace = AGENT_GRACE_S if isinstance(action, Yield | Resume | Migrate | Resize) else SLURM_GRACE_S
+    grace = AGENT_GRACE_S if isinstance(action, Yield | Resume | Migrate | Resize | Save) else SLURM_GRACE_S
     return "failed" if snapshot.time_s - applied_s > grace else None
 
 
@@ -50,7 +51,7 @@ def _seen(action: Action, snapshot: ClusterSnapshot) -> bool | None:
         node = next((node for node in snapshot.nodes if node.name == action.node), None)
         return None if node is None else _node_shows(action, node)
     job = snapshot.job(action.job)
-    if isinstance(action, Requeue) or (isinstance(action, Migrate | Resize) and job is None):
+    if isinstance(action, Requeue) or (isinstance(action, Migrate | Resize | Save) and job is None):
         # The incarnation that we requeued must be over: its successor has another restart count.
         return job is None
     return None if job is None else _job_shows(action, job)
@@ -69,7 +70,7 @@ def _job_shows(action: Action, job: Job) -> bool:
             return job.state != "PENDING" or job.cpus == cpus
         case Place() | Release():
             return not job.held
-        case Yield() | Migrate() | Resize():
+        case Yield() | Migrate() | Resize() | Save():
             return state in ("stopping", "yielded", "waiting")
         case Resume():
             return state in ("held", "stopping")

@@ -48,8 +48,8 @@ static int option_given(int value, const char *text, int remote)
 struct spank_option cadenza_option = {
 	.name = "cadenza",
 	.arginfo = "[key=value,...]",
-	.usage = "[cadenza] share GPUs with other jobs in turns; keys: share=yes|no min_gpus=N max_gpus=N model=NAME "
-		 "priority=N; 'off' opts out; CADENZA in the environment does the same",
+	.usage = "[cadenza] share GPUs with other jobs in turns; keys: share=yes|no min_gpus=N max_gpus=N "
+		 "batch=global|per-gpu model=NAME priority=N; 'off' opts out; CADENZA in the environment does the same",
 	.has_arg = 2,
 	.cb = option_given,
 };
@@ -169,6 +169,13 @@ static void enter(spank_t spank, const struct job *job)
 		plugin.gate->open = 1;
 }
 
+/* What the user chose for the batch, for jobs that may be resized; client.batch() reads it. */
+static void tell_batch(spank_t spank, const struct job *job)
+{
+	if (job->managed)
+		spank_setenv(spank, "CADENZA_BATCH", job->batch_per_gpu ? "per-gpu" : "global", 1);
+}
+
 /* While it waits the task can be cancelled: slurmstepd's tasks block SIGTERM until they are executed. */
 int slurm_spank_task_init_privileged(spank_t spank, int count, char **arguments)
 {
@@ -184,6 +191,7 @@ int slurm_spank_task_init_privileged(spank_t spank, int count, char **arguments)
 	sigaddset(&terminate, SIGTERM);
 	sigaction(SIGTERM, &standard, &action);
 	sigprocmask(SIG_UNBLOCK, &terminate, &mask);
+	tell_batch(spank, &job);
 	enter(spank, &job);
 	sigprocmask(SIG_SETMASK, &mask, NULL);
 	sigaction(SIGTERM, &action, NULL);

@@ -23,6 +23,7 @@ struct options {
 	char model[65];
 	long iterations;
 	long duration_s;
+	bool batch_per_gpu;
 };
 
 /* Arguments of the plugstack line. */
@@ -47,6 +48,7 @@ struct job {
 	char user[MAX_NAME];
 	char node[MAX_NAME];
 	char options[MAX_OPTIONS]; /* the text, once options_parse has taken it */
+	bool batch_per_gpu; /* what the script is told of its batch on another number of GPUs */
 };
 
 enum verdict {
@@ -71,6 +73,7 @@ size_t end_message(uint32_t id, char *packet, size_t size);
 /* handover.c: from the prolog to the tasks of the job. */
 enum word { WORD_NONE, WORD_NO, WORD_YES };
 enum word comment_word(const char *comment);
+bool comment_batch_per_gpu(const char *comment);
 void handover_keep(const struct config *config);
 bool handover_read(const struct config *config, struct job *job, enum word *word);
 void handover_drop(const struct config *config);

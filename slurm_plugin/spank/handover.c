@@ -1,6 +1,6 @@
 /*
  * What only Slurm's prolog is told and a task needs: restart count, this host's GPUs of the whole job, the comment's
- * word on sharing. It is kept in JOBS/NODE.JOBID beside the agent's socket, by root and for root.
+ * words on sharing and on the batch. It is kept in JOBS/NODE.JOBID beside the agent's socket, by root and for root.
  */
 #include "cadenza.h"
 
@@ -37,19 +37,32 @@ static const char *cadenza_object(const char *comment)
 	return comment;
 }
 
+/* Where the value of a key (in its quotes) begins in the object, which has no objects in it; NULL without the key. */
+static const char *member(const char *object, const char *key)
+{
+	const char *found = object ? strstr(object, key) : NULL;
+
+	if (!found || found > object + strcspn(object, "}"))
+		return NULL;
+	found += strlen(key);
+	return found + strspn(found, " :\t\r\n");
+}
+
 /* {"cadenza":{...,"share":false}} says no, another cadenza object yes; without one the comment says nothing. */
 enum word comment_word(const char *comment)
 {
-	const char *object = cadenza_object(comment), *share;
+	const char *object = cadenza_object(comment), *share = member(object, "\"share\"");
 
 	if (!object)
 		return WORD_NONE;
-	share = strstr(object, "\"share\"");
-	if (!share || share > object + strcspn(object, "}"))
-		return WORD_YES;
-	share += strlen("\"share\"");
-	share += strspn(share, " :\t\r\n");
-	return strncmp(share, "false", 5) ? WORD_YES : WORD_NO;
+	return share && !strncmp(share, "false", 5) ? WORD_NO : WORD_YES;
+}
+
+bool comment_batch_per_gpu(const char *comment)
+{
+	const char *batch = member(cadenza_object(comment), "\"batch\"");
+
+	return batch && !strncmp(batch, "\"per-gpu\"", 9);
 }
 
 /* The directory of the socket is not made: a host without it has no agent. */
@@ -68,8 +81,9 @@ void handover_keep(const struct config *config)
 	fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0600);
 	if (fd < 0)
 		return;
-	dprintf(fd, "%u %u %d %s\n", environment_number("SLURM_JOB_RESTART_COUNT"),
-		environment_number("SLURM_JOB_NUM_NODES"), (int)comment_word(getenv("SLURM_JOB_COMMENT")), gpus);
+	dprintf(fd, "%u %u %d %s %d\n", environment_number("SLURM_JOB_RESTART_COUNT"),
+		environment_number("SLURM_JOB_NUM_NODES"), (int)comment_word(getenv("SLURM_JOB_COMMENT")), gpus,
+		comment_batch_per_gpu(getenv("SLURM_JOB_COMMENT")));
 	close(fd);
 }
 
@@ -77,7 +91,7 @@ bool handover_read(const struct config *config, struct job *job, enum word *word
 {
 	char path[512], gpus[512];
 	uint32_t hosts;
-	int code;
+	int code, batch_per_gpu = 0;
 	FILE *file;
 	bool read;
 
@@ -85,12 +99,13 @@ bool handover_read(const struct config *config, struct job *job, enum word *word
 	file = fopen(path, "re");
 	if (!file)
 		return false;
-	read = fscanf(file, "%u %u %d %511s", &job->restart, &hosts, &code, gpus) == 4;
+	read = fscanf(file, "%u %u %d %511s %d", &job->restart, &hosts, &code, gpus, &batch_per_gpu) >= 4;
 	fclose(file);
 	if (!read)
 		return false;
 	job->hosts = hosts ? hosts : job->hosts;
 	job->gpu_count = parse_gpus(gpus, job->gpus, MAX_GPUS);
+	job->batch_per_gpu = batch_per_gpu;
 	*word = (enum word)code;
 	return true;
 }

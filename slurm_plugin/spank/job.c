@@ -48,8 +48,10 @@ static void find_options(spank_t spank, struct job *job, enum word word)
 		slurm_error("cadenza: job %u: its options '%s' are ignored: %s", job->id, flag, why);
 		return;
 	}
-	if (word == WORD_NONE)
+	if (word == WORD_NONE) {
 		job->managed = options.share;
+		job->batch_per_gpu = options.batch_per_gpu;
+	}
 	snprintf(job->options, sizeof(job->options), "%s", flag && strcmp(flag, "(null)") ? flag : "");
 }
 

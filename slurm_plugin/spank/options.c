@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define KEYS "share, min_gpus, max_gpus, model, priority, iterations, duration_s, or off alone"
+#define KEYS "share, min_gpus, max_gpus, batch, model, priority, iterations, duration_s, or off alone"
 
 static int refuse(char *why, size_t size, const char *key, const char *rule, const char *value)
 {
@@ -40,6 +40,14 @@ static int set_share(struct options *options, const char *value, char *why, size
 	return refuse(why, size, "share", "is yes or no", value);
 }
 
+static int set_batch(struct options *options, const char *value, char *why, size_t size)
+{
+	options->batch_per_gpu = !strcmp(value, "per-gpu");
+	if (options->batch_per_gpu || !strcmp(value, "global"))
+		return 0;
+	return refuse(why, size, "batch", "is global or per-gpu", value);
+}
+
 static int set_model(struct options *options, const char *value, char *why, size_t size)
 {
 	if (!model_name(value))
@@ -56,6 +64,8 @@ static int set_option(struct options *options, const char *key, const char *valu
 		value = "";
 	if (!strcmp(key, "model"))
 		return set_model(options, value, why, size);
+	if (!strcmp(key, "batch"))
+		return set_batch(options, value, why, size);
 	if (!strcmp(key, "min_gpus"))
 		return number(value, 1, 65535, &options->min_gpus)
 			       ? refuse(why, size, key, "is a number from 1 to 65535", value) : 0;

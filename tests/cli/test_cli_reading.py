@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from click.testing import CliRunner, Result
 from cadenza.policies.model import Progress, Share, Use
 from cadenza.policies.profile import Profile, linked
 from cadenza.slurm_plugin.cli.main import main
+from cadenza.slurm_plugin.service.settings import load_settings
 
 
 def run(*words: str) -> Result:
@@ -129,9 +132,32 @@ def test_release_undoes_only_what_is_ours(sharing: Path, tmp_path: Path) -> None
     done = run("release", "--all", "--json", "--config", str(sharing))
     assert [(row["action"], row["job"][0], row["ok"]) for row in json.loads(done.stdout)] == [("Unsuspend", 2, True)]
     assert (tmp_path / "books.log").read_text().splitlines()[-1] == "Unsuspend 2"
+    assert "is paused" not in done.stderr
+    assert not (tmp_path / "STOP").exists()
     said = run("release", "2", "--config", str(sharing))
     assert "unsuspend job 2: done" in said.stdout
     assert f"touch {tmp_path}/STOP" in said.stderr
+
+
+LOCKED = """
+import sys; from pathlib import Path; from cadenza.slurm_plugin.service.lock import StoreLock
+lock = StoreLock(Path(sys.argv[1])); lock.take(); print("taken", flush=True); sys.stdin.read()
+"""
+
+
+def test_releasing_everything_pauses_a_service_that_acts(sharing: Path, tmp_path: Path) -> None:
+    store = load_settings(sharing).service.store
+    with subprocess.Popen((sys.executable, "-c", LOCKED, store), stdin=-1, stdout=-1) as service:
+        assert service.stdout is not None
+        service.stdout.readline()
+        one = run("release", "2", "--config", str(sharing))
+        assert (one.exit_code, (tmp_path / "STOP").exists()) == (0, False)
+        done = run("release", "--all", "--config", str(sharing))
+        assert done.exit_code == 0
+        assert f"cadenzad is paused: {tmp_path}/STOP keeps it from acting" in done.stderr
+        assert (tmp_path / "STOP").exists()
+        assert "is paused" not in run("release", "--all", "--config", str(sharing)).stderr, "somebody else's switch"
+        service.communicate()
 
 
 @pytest.mark.parametrize("words", [("release",), ("release", "7", "--all"), ("why",), ("top", "--interval", "0")])

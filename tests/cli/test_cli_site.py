@@ -115,7 +115,7 @@ JobRequeue              = 1
 JobSubmitPlugins        = lua
 PreemptMode             = OFF
 PreemptParameters       = suspend_grace_time=0
-SchedulerParameters     = bf_interval=1,requeue_delay=0
+SchedulerParameters     = bf_interval=1,requeue_delay=0,batch_sched_delay=0
 SelectType              = select/cons_tres
 SelectTypeParameters    = CR_CPU_MEMORY
 SLURM_VERSION           = 26.05.5

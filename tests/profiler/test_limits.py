@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -125,39 +127,66 @@ def test_the_slowest_rank_counts():
     assert slowest(before, after) == Window(2.0, 10)
 
 
+@contextmanager
+def profiling(folder, *words):
+    """A profile that runs. A test that fails ends it too: Popen would wait for it, and it waits minutes for steps."""
+    cli = (sys.executable, "-m", "cadenza.slurm_plugin.cli", "profile", "run", *words)
+    with subprocess.Popen(cli, cwd=folder) as profile:
+        try:
+            yield profile
+        finally:
+            profile.kill()
+
+
+def until(what, profile, probe):
+    """Return what a probe of a running profile finds."""
+    deadline = time.monotonic() + 120
+    while not (found := probe()):
+        assert profile.poll() is None, f"the profile ended before {what}"
+        assert time.monotonic() < deadline, f"no {what}"
+        time.sleep(0.01)
+    return found
+
+
+def words_of(process):
+    """Return a process's command line; nothing of one that has ended since it was listed."""
+    with suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
+def below(profile, *, recursive=False):
+    """Return each process below a profile with its command line."""
+    return [(child, words_of(child)) for child in psutil.Process(profile.pid).children(recursive=recursive)]
+
+
 @pytest.mark.slow
 def test_a_terminated_profile_ends_its_command(tmp_path):
-    cli = (sys.executable, "-m", "cadenza.slurm_plugin.cli", "profile", "run", "--within", "0.001", "--cpus", "1")
-    with subprocess.Popen([*cli, "--", sys.executable, str(STEPS), "0.002"], cwd=tmp_path) as profile:
-        children = []
-        while not any(str(STEPS) in child.cmdline() for child in children):
-            assert profile.poll() is None
-            children = psutil.Process(profile.pid).children()
+    with profiling(tmp_path, "--within", "0.001", "--cpus", "1", "--", sys.executable, str(STEPS), "0.002") as profile:
+        children = until("its command", profile, lambda: [
+            child for child, words in below(profile) if str(STEPS) in words
+        ])  # fmt: skip
         profile.terminate()
         assert profile.wait(30) == 143
     assert not psutil.wait_procs(children, 20)[1]
 
 
 def started_by(profile):
-    """Wait for two generations below a process, and return all that is below it but what guards them."""
-    while True:
-        assert profile.poll() is None
-        below = psutil.Process(profile.pid).children(recursive=True)
-        found = [child for child in below if "leash" not in str(child.cmdline())]
-        if any(child.cmdline()[-2:] == ["sleep", "600"] for child in found):
-            return found
+    """Return all that is below a profile but what guards it, once there are two generations; else nothing."""
+    found = [(child, words) for child, words in below(profile, recursive=True) if "leash" not in str(words)]
+    grown = any(words[-2:] == ["sleep", "600"] for _, words in found)
+    return [child for child, _ in found] if grown else []
 
 
 @pytest.mark.slow
 def test_a_killed_profile_leaves_no_process_of_its_command_and_no_files(tmp_path):
     """Also none that has left the session and the family, nor one that ignores signals."""
-    cli = (sys.executable, "-m", "cadenza.slurm_plugin.cli", "profile", "run", "--cpus", "1", "--", "sh", "-c")
     script = 'trap "" TERM; setsid sh -c "exec sleep 600" & setsid -f sleep 600; echo $CADENZA_SOCKET > socket; wait'
-    with subprocess.Popen([*cli, script], cwd=tmp_path) as profile:
-        found = started_by(profile)
-        while not ((told := tmp_path / "socket").exists() and told.read_text().strip()):
-            profile.poll()
-        (guard,) = [each for each in psutil.Process(profile.pid).children() if "leash" in str(each.cmdline())]
+    told = tmp_path / "socket"
+    with profiling(tmp_path, "--cpus", "1", "--", "sh", "-c", script) as profile:
+        found = until("its processes", profile, lambda: started_by(profile))
+        until("its socket", profile, lambda: told.exists() and told.read_text().strip())
+        (guard,) = [child for child, words in below(profile) if "leash" in str(words)]
         profile.kill()
         profile.wait()
     assert not psutil.wait_procs([*found, guard], 20)[1]

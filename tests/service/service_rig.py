@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ import zmq
 import zmq.auth
 
 from cadenza.policies.actions import Action, DrainNode, OpenNode, Outcome, Release, Suspend, Unsuspend
-from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Node, Options
+from cadenza.policies.model import ClusterSnapshot, Job, JobKey, JobState, Node, Options
 from cadenza.sidecar.orders import VERSION, LeaseReport, Report, ToAgent
 from cadenza.slurm_plugin.service.clock import SystemClock
 from cadenza.slurm_plugin.service.codec import decode_snapshot, encode_snapshot
@@ -39,6 +39,9 @@ class FileSlurm:
         if self.down.exists():
             raise SlurmDownError("slurmctld does not answer")
         return replace(decode_snapshot(self.path.read_bytes()), time_s=SystemClock().now())
+
+    def look(self, jobs: Collection[int]) -> dict[JobKey, tuple[JobState, bool]]:
+        return {job.key: (job.state, job.held) for job in self.read().jobs if job.key.id in jobs}
 
     def write(self, snapshot: ClusterSnapshot) -> None:
         draft = self.path.with_suffix(".new")

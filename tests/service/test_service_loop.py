@@ -277,6 +277,8 @@ def test_pace() -> None:
     assert early_s(2.0, 0.01, 0) == 2.0
     assert early_s(2.0, 1.0, 0) == 20.0
     assert early_s(2.0, 0.0, 1) == float("inf")
+    assert early_s(2.0, 0.1, 0, moving=True) == 0.2
+    assert early_s(2.0, 0.1, 1, moving=True) == float("inf")
 
 
 def test_admission_file(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import pytest
 from profile_files import HUNGRY, SATED, write_profile
 from service_rig import books, job, node
 
-from cadenza.policies.actions import Action, DrainNode, Place, Release, Requeue, Size, Tune
+from cadenza.policies.actions import Action, DrainNode, Place, Release, Requeue, Resize, Size, Tune
 from cadenza.policies.decision import Decision, Memory
 from cadenza.policies.guard import guard
 from cadenza.policies.inputs.profiles import read_profiles
-from cadenza.policies.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Node, Options, Placement
+from cadenza.policies.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Node, Options, Placement, Share
 from cadenza.policies.policy import Policy, build
 from cadenza.policies.simulator.live import PARTITION
 from cadenza.policies.simulator.model import Setup, TraceJob
@@ -145,6 +145,17 @@ def test_in_observe_only_it_is_what_would_be_done(tmp_path: Path) -> None:
     sizes = of(Size, policy(settings)(snapshot, Memory()))
     assert sizes
     assert not any(item.allowed for item in guard(sizes, snapshot, Memory(), guard_settings(settings)))
+
+
+def test_without_an_allocation_a_resized_job_keeps_what_it_has_for_each_gpu(tmp_path: Path) -> None:
+    lease = Lease("held", tuple(Gpu("n1", index) for index in range(2)), ready=True, held_s=50.0, checkpoints=True)
+    grows = job(
+        1, partition="shared", gpus=2, cpus=4, memory_mb=3000, lease=lease, nodes=("n1",), options=Options(max_gpus=4)
+    )
+    settings = settings_of(tmp_path, APPLY + "[policy]\nshare='gandiva'\n[gandiva]\nidle_s=0\n")
+    decision = policy(settings)(one_node(grows), Memory())
+    (found,) = (action for action in of(Resize, decision) if isinstance(action, Resize))
+    assert found.shares == (Share("n1", 4, 8, 6000),)
 
 
 # --- One job a GPU -------------------------------------------------------------------------------------

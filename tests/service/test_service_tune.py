@@ -22,14 +22,14 @@ class Link:
     yield_job = resume_job = checkpoint_job = None
 
     def __init__(self) -> None:
-        self.sent: list[tuple[JobKey, dict[str, Share]]] = []
+        self.sent: list[tuple[JobKey, dict[str, Share], dict[str, int | None]]] = []
 
     def agents(self) -> dict[str, Agent]:
         parts = {host: lease(1, "held", node=f"{host}-l1", hosts=2, world_size=2) for host in ("n1", "n2")}
         return {host: Agent(report(host, part), alive=True, silent_s=0.0) for host, part in parts.items()}
 
-    def tune_job(self, key: JobKey, wanted: Mapping[str, Share]) -> Outcome:
-        self.sent.append((key, dict(wanted)))
+    def tune_job(self, key: JobKey, wanted: Mapping[str, Share], caches_mb: Mapping[str, int | None]) -> Outcome:
+        self.sent.append((key, dict(wanted), dict(caches_mb)))
         return Outcome(ok=True)
 
 
@@ -46,10 +46,12 @@ def test_a_tune_goes_to_the_agents_of_its_nodes() -> None:
     cluster.read()
     one, two = Share("n1-l1", 1, 6, 1000), Share("n2-l1", 1, 4, 2000)
     assert cluster.apply(Tune(A, (one, two), "")).ok
-    assert link.sent == [(A, {"n1": one, "n2": two})]
+    assert cluster.apply(Tune(A, (one, two), "", (None, 700))).ok
+    shares = {"n1": one, "n2": two}
+    assert link.sent == [(A, shares, {}), (A, shares, {"n1": None, "n2": 700})]
     assert "n3" in cluster.apply(Tune(A, (one, Share("n3", 1, 4, 2000)), "")).error
     assert "no agent" in cluster.apply(Tune(JobKey(9, 0), (one,), "")).error
-    assert len(link.sent) == 1
+    assert len(link.sent) == 2
 
 
 def test_agents_are_told_the_books() -> None:

@@ -16,6 +16,7 @@ class Options(ctypes.Structure):
         ("model", ctypes.c_char * 65),
         ("iterations", ctypes.c_long),
         ("duration_s", ctypes.c_long),
+        ("batch_per_gpu", ctypes.c_bool),
     )
 
 
@@ -39,6 +40,7 @@ class Job(ctypes.Structure):
         ("user", ctypes.c_char * 256),
         ("node", ctypes.c_char * 256),
         ("options", ctypes.c_char * 256),
+        ("batch_per_gpu", ctypes.c_bool),
     )
 
 

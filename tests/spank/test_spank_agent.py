@@ -241,10 +241,24 @@ def test_the_comments_word(library: ctypes.CDLL, comment: str | None, word: int)
     assert library.comment_word(None if comment is None else comment.encode()) == word
 
 
+@pytest.mark.parametrize(
+    ("comment", "per_gpu"),
+    [
+        (None, False),
+        ('{"cadenza":{"v":1,"share":true}}', False),
+        ('{"cadenza":{"batch":"global"}}', False),
+        ('{"cadenza":{"v":1,"batch" : "per-gpu"}}', True),
+        ('{"batch":"per-gpu","cadenza":{"v":1},"x":{"batch":"per-gpu"}}', False),
+    ],
+)
+def test_the_comments_batch(library: ctypes.CDLL, comment: str | None, *, per_gpu: bool) -> None:
+    assert library.comment_batch_per_gpu(None if comment is None else comment.encode()) == per_gpu
+
+
 def test_prolog_hands_over_to_the_task(library: ctypes.CDLL, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {
         "SLURMD_NODENAME": "node1-l1", "SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "1,3", "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_JOB_RESTART_COUNT": "4", "SLURM_JOB_COMMENT": '{"cadenza":{"v":1,"share":true}}',
+        "SLURM_JOB_RESTART_COUNT": "4", "SLURM_JOB_COMMENT": '{"cadenza":{"v":1,"share":true,"batch":"per-gpu"}}',
     }  # fmt: skip
     for name, value in facts.items():
         monkeypatch.setenv(name, value)
@@ -255,6 +269,7 @@ def test_prolog_hands_over_to_the_task(library: ctypes.CDLL, path: Path, monkeyp
     assert (path.parent / "jobs").stat().st_mode & 0o777 == 0o700
     assert library.handover_read(config, ctypes.byref(task), ctypes.byref(word))
     assert (task.restart, task.hosts, list(task.gpus[: task.gpu_count]), word.value) == (4, 2, [1, 3], 2)
+    assert task.batch_per_gpu
     library.handover_drop(config)
     assert not list((path.parent / "jobs").iterdir())
 

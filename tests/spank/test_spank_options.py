@@ -43,9 +43,16 @@ def test_every_key(library: ctypes.CDLL) -> None:
     assert (options.min_gpus, options.max_gpus, options.priority, options.model) == (1, 4, -5, b"res18.v-2_x")
 
 
+@pytest.mark.parametrize(("text", "per_gpu"), [("", False), ("batch=global", False), ("batch=per-gpu", True)])
+def test_the_batch_is_global_unless_said_otherwise(library: ctypes.CDLL, text: str, *, per_gpu: bool) -> None:
+    options, why = parse(library, text)
+    assert (options.batch_per_gpu, why) == (per_gpu, "")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("batch=all", "batch is global or per-gpu, not 'all'"),
         ("foo=1", "unknown key 'foo' (known: share,"),
         ("share=maybe", "share is yes or no, not 'maybe'"),
         ("min_gpus=0", "min_gpus is a number from 1 to 65535, not '0'"),
@@ -79,10 +86,10 @@ def lua() -> lua51.LuaRuntime:
 
 
 items = st.one_of(
-    st.sampled_from(["share", "share=yes", "share=no", "off", "model=a", "min_gpus=2", "max_gpus=1", "v=1", "held=1"]),
+    st.sampled_from("share share=yes share=no off model=a min_gpus=2 max_gpus=1 v=1 held=1 batch=global".split()),
     st.builds(
         "{}={}".format,
-        st.sampled_from(["share", "min_gpus", "max_gpus", "model", "priority", "iterations", "duration_s"]),
+        st.sampled_from(["share", "min_gpus", "max_gpus", "batch", "model", "priority", "iterations", "duration_s"]),
         st.text('0123456789-+.aEx _"\\é', max_size=7),
     ),
 )
@@ -92,6 +99,8 @@ items = st.one_of(
 @example(items=["min_gpus=0x10"])
 @example(items=["priority=1e3"])
 @example(items=["v=1"])
+@example(items=["batch=per-gpu"])
+@example(items=["batch=2"])
 @example(items=["share=", "share"])
 def test_both_ends_agree(library: ctypes.CDLL, lua: lua51.LuaRuntime, items: list[str]) -> None:
     text = ",".join(items)

@@ -1,0 +1,149 @@
+"""``cadenza report --since``, and measured decisions in why and top, over a store that real rounds wrote."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cli_rig import Books, cluster, job, write_config
+from click.testing import CliRunner, Result
+
+from cadenza.policies.actions import Action, Outcome, Tune
+from cadenza.policies.decision import Decision, Memory
+from cadenza.policies.guard import GuardSettings
+from cadenza.policies.model import Job, JobKey, Lease, Share
+from cadenza.policies.round import run_round
+from cadenza.slurm_plugin.cli.main import main
+from cadenza.slurm_plugin.service.clock import SystemClock
+from cadenza.slurm_plugin.service.codec import encode_snapshot
+from cadenza.slurm_plugin.service.store import SqliteStore
+
+STEP_S = 100.0
+HAS, GETS = (Share("n1", 2, 4, 1000),), (Share("n1", 2, 8, 1000),)
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+class Refusing(Books):
+    def apply(self, action: Action) -> Outcome:
+        return Outcome(ok=isinstance(action, Tune))
+
+
+def fill(folder: Path, end_s: float) -> None:
+    """Run six rounds, the last at ``end_s``: ada trains on lane 0; eve starts on lane 1 in the third one."""
+    store = SqliteStore(folder / "cadenza.db", SystemClock())
+    books = Refusing(folder / "books.json")
+    guard = GuardSettings(enforce=True, partitions=frozenset({"gpu"}))
+    for number in range(6):
+        now_s = end_s - (5 - number) * STEP_S
+        jobs = list(cluster_jobs(number, end_s))
+        tune = (Tune(JobKey(1, 0), GETS, "its profile says so"),) if number == 1 else ()
+        back = (Tune(JobKey(1, 0), HAS, "it brought nothing"),) if number == 4 else ()
+        books.path.write_bytes(encode_snapshot(replace(cluster(*jobs), time_s=now_s)))
+        decision = Decision((*tune, *back), Memory())
+        run_round(books, SystemClock(), store, lambda _snapshot, _memory, decision=decision: decision, guard)
+    store.close()
+
+
+def cluster_jobs(number: int, end_s: float) -> tuple[Job, ...]:
+    shared = max(number - 2, 0)
+    steps, held_s = 100 * number + 1, STEP_S * number - STEP_S / 2 * shared
+    first = job(1, "first", "held", start_s=end_s - 9000.0, submit_s=end_s - 9000.0, placement=HAS)
+    assert first.lease is not None
+    mine = Lease("held", first.lease.gpus, held_s, 1.0, step=steps, ready=True)
+    first = replace(first, lease=mine, placement=GETS if 2 <= number <= 4 else HAS)
+    pends = job(2, "second", None, user="eve", state="PENDING", nodes=(), start_s=None, submit_s=end_s - 4.5 * STEP_S)
+    theirs = Lease("yielded", mine.gpus, STEP_S / 2 * shared, waited_s=1.0, ready=True)
+    start_s = end_s - 3 * STEP_S
+    runs = replace(pends, state="RUNNING", nodes=("n1-l1",), start_s=start_s, lease=theirs)
+    other = job(4, "other", None, user="zoe", options=None, state="PENDING", nodes=())
+    return first, *(() if number == 0 else (pends if number < 2 else runs,)), other
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    fill(tmp_path, SystemClock().now() - 5.0)
+    return write_config(tmp_path)
+
+
+def test_hours_and_waiting_by_user(config: Path) -> None:
+    done = run("report", "--since", "1d", "--config", config, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["schema"] == "cadenza.sharing/1"
+    assert found["watched_s"] == pytest.approx(500.0)
+    users = {row["user"]: row["sums"] for row in found["users"]}
+    assert list(users) == ["ada", "eve"]
+    assert users["ada"]["gpu_s"] == pytest.approx(2 * 350.0)
+    assert users["eve"]["gpu_s"] == users["eve"]["further_gpu_s"] == pytest.approx(2 * 150.0)
+    assert users["eve"]["queue_s"] == pytest.approx(150.0, abs=1.0)
+    assert (users["ada"]["turn_s"], users["eve"]["turn_s"]) == (pytest.approx(150.0), pytest.approx(150.0))
+    assert users["eve"]["saved_s"] == pytest.approx(300.0 - 150.0, abs=1.0)
+    assert found["total"]["gpu_s"] == pytest.approx(sum(row["sums"]["gpu_s"] for row in found["jobs"]))
+    assert found["total"]["gpu_s"] == pytest.approx(2 * 500.0)
+    assert found["others"]["queue_s"] == pytest.approx(500.0)
+    (tunes,) = [row for row in found["kinds"] if row["decided"]]
+    assert (tunes["kind"], tunes["decided"], tunes["undone"]) == ("tune", 2, 1)
+    assert found["undone"][0]["detail"] == "it brought nothing"
+
+
+def test_one_user_on_screen_and_as_a_page(config: Path, tmp_path: Path) -> None:
+    page = tmp_path / "week.html"
+    done = run("report", "--since", "1d", "--user", "eve", "--config", config, "-o", page)
+    assert done.exit_code == 0, done.output
+    assert "What sharing brought to eve" in done.stdout
+    assert "By user" in done.stdout
+    assert "ada" not in done.stdout
+    assert f"written: {page}" in done.stdout
+    assert "1 job of 1 user had 0.083 GPU hours" in page.read_text()
+    everybody = run("report", "--since", "1d", "--config", config)
+    assert "undone: it brought nothing" in " ".join(everybody.stdout.split())
+
+
+def test_why_and_top_show_what_was_measured(config: Path) -> None:
+    why = run("why", 1, "--config", config)
+    assert "tune from 4 CPUs 1000 MB on n1 to 8 CPUs 1000 MB on n1: 1 s an iteration before, 0.5 s after" in why.stdout
+    assert "2.00x, undone: it brought nothing" in why.stdout
+    shown = json.loads(run("why", 1, "--config", config, "--json").stdout)["effects"]
+    assert [row["verdict"] for row in shown] == ["", "undone"]
+    assert "undone: it brought nothing" in run("top", "--once", "--config", config).stdout
+    view = json.loads(run("top", "--once", "--json", "--config", config).stdout)
+    assert [row["was"] for row in view["effects"]] == ["8 CPUs 1000 MB on n1", "4 CPUs 1000 MB on n1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--since", "soon"), "'soon': a time ago"),
+        (("--since", "1d", "--until", "yesterday"), "'yesterday'"),
+        (("--since", "1h", "--until", "2h"), "--until is not after --since"),
+        (("--since", "1d", "--user", "nobody"), "--user nobody: no job of theirs"),
+        (("--since", "30d", "--until", "20d"), "nothing on record"),
+        (("--since", "1d", "results.json"), "either RESULT.json files or --since"),
+        (("--since", "1d", "--baseline", "x"), "--baseline goes with RESULT.json files only"),
+        (("--user", "eve", "results.json"), "--user goes with --since only"),
+        ((), "either RESULT.json files or --since"),
+    ],
+)
+def test_bad_input_is_exit_code_2(config: Path, words: tuple[str, ...], said: str) -> None:
+    more = ("--config", config) if "--since" in words else ()
+    done = run("report", *words, *more)
+    assert done.exit_code == 2, done.output
+    assert said in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_a_missing_store_is_exit_code_3(tmp_path: Path) -> None:
+    done = run("report", "--since", "7d", "--store", tmp_path / "none.db")
+    assert done.exit_code == 3
+    assert "no store there" in done.stderr
+
+
+def test_a_store_without_sums_says_so(tmp_path: Path) -> None:
+    SqliteStore(tmp_path / "cadenza.db", SystemClock()).close()
+    done = run("report", "--since", "7d", "--store", tmp_path / "cadenza.db")
+    assert done.exit_code == 2
+    assert "is cadenzad running?" in done.stderr

@@ -1,0 +1,45 @@
+"""Which jobs on their way are looked at between rounds, and when that starts the next one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from service_rig import FileSlurm, books, job
+
+from cadenza.policies.decision import Move
+from cadenza.policies.model import JobKey, Share
+from cadenza.slurm_plugin.service.awaited import LOOK_FOR_S, awaited, changed, hurried
+
+SHARES = (Share("n2", 1, 1, 1000),)
+PHASES = ("wanted", "warming", "ordered", "requeued", "placed", "leaving", "over")
+
+
+def move(phase: str, number: int = 1) -> Move:
+    return Move(JobKey(number, 0), SHARES, "r", 100.0, phase=phase)  # type: ignore[arg-type]
+
+
+def test_only_jobs_that_leave_their_nodes_are_looked_at_and_not_for_ever() -> None:
+    moves = [move(phase, number) for number, phase in enumerate(PHASES)]
+    assert awaited(moves, 101.0) == {PHASES.index("requeued")}
+    assert awaited(moves, 100.0 + LOOK_FOR_S) == set()
+    assert [phase for phase in PHASES if hurried([move(phase)])] == ["warming", "ordered", "requeued"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, False), ({"state": "OTHER"}, True), ({"key": JobKey(1, 1)}, True), ({"state": "PENDING"}, True)],
+    ids=["as it was", "completing", "requeued", "pending"],
+)
+def test_a_round_is_due_when_slurm_is_further(tmp_path: Path, changes: dict[str, object], expected: bool) -> None:
+    slurm, seen = FileSlurm(tmp_path / "books.json"), books(job(1), job(2))
+    slurm.write(replace(seen, jobs=(replace(seen.jobs[0], **changes), replace(seen.jobs[1], state="OTHER"))))  # type: ignore[arg-type]
+    assert changed(slurm, {1}, seen) is expected
+
+
+def test_a_slurm_that_does_not_answer_starts_no_round(tmp_path: Path) -> None:
+    slurm = FileSlurm(tmp_path / "books.json")
+    slurm.write(books(job(1)))
+    slurm.down.touch()
+    assert not changed(slurm, {1}, books(job(1, state="OTHER")))
