@@ -3,7 +3,7 @@
 
 In a container cluster of one node with four GPUs, two jobs of examples/profile/images.py (bound by CPU preprocessing)
 and two of text.py (not) run at once, first with `allocate = "proportional"`, then with the configuration to compare.
-The node claims eight CPUs for two cores, so a job's proportional share is half a core, and all quotas together stay
+The node claims 16 CPUs for two cores, so a job's proportional share is half a core, and all quotas together stay
 within the machine. Profiles are measured first, by `cadenza profile run` on the node. The simulator predicts both runs
 from these profiles, and start-up times from a shorter run of the same jobs. Exit code 1 when a limit is not kept.
 """
@@ -27,9 +27,9 @@ SETTINGS = Path(__file__).with_name("live_tuning.toml")
 SCRIPTS = "/opt/cadenza/examples/profile"
 PLACE = "/home/shared/tuning"
 JOBS = {"images-a": "images", "images-b": "images", "text-a": "text", "text-b": "text"}
-SIZE = Size(nodes=1, gpus=4, cpus=8, memory_mb=64_000)
+SIZE = Size(nodes=1, gpus=4, cpus=16, memory_mb=64_000)
 CORES = 2
-POINTS = "0.25,0.5,0.75,1,1.25,1.5"
+POINTS = "0.25,0.375,0.5,0.75,1,1.25,1.5"
 """CPUs of the machine with which the profiles are measured."""
 SHORT = 10
 """The run that measures start-up times has so many times fewer iterations."""
@@ -62,7 +62,7 @@ def measure(cluster: Cluster, model: str, point_s: float) -> str:
 def command(model: str, iterations: int | None = None) -> list[str]:
     """Return a workload's command line."""
     words = [PYTHON, f"{SCRIPTS}/{model}.py"]
-    words += ["--data", f"{PLACE}/images"] if model == "images" else []
+    words += ["--data", f"{PLACE}/images"] if model == "images" else ["--device-ms", "80"]
     return words + (["--iterations", str(iterations)] if iterations is not None else [])
 
 

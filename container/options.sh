@@ -2,6 +2,7 @@
 # shellcheck shell=bash disable=SC2034  # the variables are the sourcing script's
 nodes=2
 gpus=4
+gpu_types=a100
 lanes=2
 cpus=24
 memory_mb=64000
@@ -14,12 +15,27 @@ number() { # OPTION VALUE LEAST
   printf '%s' "$2"
 }
 
+numbers() { # OPTION LIST LEAST
+  local entry list=()
+  for entry in ${2//,/ }; do list+=("$(number "$1" "$entry" "$3")") || exit; done
+  ((${#list[@]})) || die 2 "$1 needs numbers, at least $3, not '$2'"
+  (IFS=, && printf '%s' "${list[*]}")
+}
+
+# The entry of a list for node 1, 2 …, from its beginning again when the nodes are more.
+entry_of() { # LIST HOSTNAME
+  local entries
+  IFS=, read -ra entries <<<"$1"
+  printf '%s' "${entries[(${2#node} - 1) % ${#entries[@]}]}"
+}
+
 while (($#)); do
   [[ $1 != --* || $1 == --help || $1 == --no-cadenza ]] || (($# >= 2)) || die 2 "$1 needs a value (see --help)"
   case $1 in
     --name) cluster=$2 ;;
     --nodes) nodes=$(number "$1" "${2:-}" 1) ;;
-    --gpus-per-node) gpus=$(number "$1" "${2:-}" 1) ;;
+    --gpus-per-node) gpus=$(numbers "$1" "${2:-}" 1) ;;
+    --gpu-types) [[ ${2:-} =~ ^[a-z0-9_]+(,[a-z0-9_]+)*$ ]] && gpu_types=$2 || die 2 "--gpu-types: not a list: '$2'" ;;
     --lanes) lanes=$(number "$1" "${2:-}" 1) ;;
     --cpus) cpus=$(number "$1" "${2:-}" 1) ;;
     --memory-mb) memory_mb=$(number "$1" "${2:-}" 1000) ;;

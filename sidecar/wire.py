@@ -68,6 +68,8 @@ from typing import Any
 VERSION = 1
 MAX_PACKET = 65536
 DEFAULT_SOCKET = "/run/cadenza/agent.sock"
+FILES_NAME = "cadenza-files"
+"""Name of a memfd that a client may keep open: the files that it has imported or will need, one path a line."""
 SOCKET_ENV = "CADENZA_SOCKET"
 
 PAGE_BYTES = 4096

@@ -65,7 +65,7 @@ def pause(cluster: Cluster, job: int, name: str) -> str:
     """Return where the time of a move went."""
     saved_at, save_s = cluster.sql(f"select at_s, copy_s from switches where kind = 'checkpoint' and job = {job}")[0]
     found = cluster.result(name)
-    start_s, total_s = found["restored_s"] - found["started_s"], found["restored_s"] - saved_at
+    start_s, total_s = found["restored_s"] - found["process_s"], found["restored_s"] - saved_at
     return (
         f"{name}: stood still for {total_s + save_s:.2f} s, of which {save_s:.2f} s saving, {start_s:.2f} s start-up "
         f"of the process and restore, {total_s - start_s:.2f} s requeue, placement and launch; from step "
@@ -93,7 +93,7 @@ def test_a_service_killed_in_the_middle_goes_on(cluster: Cluster, kept: str) -> 
     job = start(cluster, "moves-killed", kept)
     cluster.cadenza("move", str(job), "--to", "node2")
     wait_for(
-        "its checkpoint", lambda: cluster.sql(f"select 1 from actions where kind = 'Migrate' and job = {job}"), 30,
+        "its checkpoint", lambda: cluster.sql(f"select 1 from actions where kind = 'Save' and job = {job}"), 30,
         interval=0.05,
     )  # fmt: skip
     kill(cluster, "ctl", "cadenzad")
