@@ -56,8 +56,9 @@ class Sharing:
         wide = [t for t in holding if len(t.job.nodes) > 1]
         found: dict[JobKey, Placement] = {t.job.key: (lean,) for t in there if (lean := self._too_much(t)) is not None}
         units = self._by_unit([t for t in holding if len(t.job.nodes) <= 1 and t.job.key in self.jobs])
-        server = _rest(host, [*wide, *(t for t in holding if t.job.key not in self.jobs and t not in wide)])
-        if not units or sum(unit[0].ask.gpus for unit in units) > server.gpus:
+        gpus = sum(unit[0].ask.gpus for unit in units)
+        server = self._rest(host, [*wide, *(t for t in holding if t.job.key not in self.jobs and t not in wide)], gpus)
+        if not units or gpus > server.gpus:
             return found
         parts = self._floored(units, server) if self.settings.floor else self._parts(units, server)
         shared = len(holding) < len(there)
@@ -69,6 +70,20 @@ class Sharing:
         if self.settings.floor and sum(share.memory_mb for (share,) in own.values()) > server.memory_mb:
             own = {key: (share._replace(memory_mb=host.tenants[key].ask.memory_mb),) for key, (share,) in own.items()}
         return found | own
+
+    def _rest(self, host: HostBook, apart: Sequence[Tenant], gpus: int) -> Server:
+        """Return a host without what some jobs have: by the books where these are a floor, else their shares.
+
+        ``gpus``: of the jobs that divide the rest; where the books leave little, only these count.
+        """
+        node = host.lanes[0]
+        server = Server(node.name, node.gpus, node.cpus, host.memory_mb, node.gpu_type)
+        shares = [proportional_share(server, tenant.ask.gpus) for tenant in apart]
+        booked = [Share(server.name, t.ask.gpus, t.ask.cpus, t.ask.memory_mb) for t in apart]
+        rest = _less(server, booked if self.settings.floor else shares)
+        if min(rest.cpus, rest.memory_mb) >= rest.gpus:
+            return rest
+        return rest._replace(gpus=gpus) if min(rest.cpus, rest.memory_mb) >= gpus else _less(server, shares)
 
     def _parts(self, units: Sequence[Sequence[Tenant]], server: Server) -> dict[JobKey, Share]:
         """Return what the allocation gives to each unit, by its first job."""
@@ -124,13 +139,6 @@ class Sharing:
             key = tenant.job.key
             found.setdefault(self.units.get(key, key), []).append(tenant)
         return list(found.values())
-
-
-def _rest(host: HostBook, apart: Sequence[Tenant]) -> Server:
-    """Return a host without the proportional shares of some jobs."""
-    node = host.lanes[0]
-    server = Server(node.name, node.gpus, node.cpus, host.memory_mb, node.gpu_type)
-    return _less(server, [proportional_share(server, tenant.ask.gpus) for tenant in apart])
 
 
 def _less(server: Server, taken: Collection[Share]) -> Server:

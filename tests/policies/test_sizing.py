@@ -167,6 +167,16 @@ def test_who_lends_keeps_more_than_its_profile_needs_beside_nobody():
     assert needed < ceil(needed * HEADROOM) < 6
 
 
+def test_what_the_books_give_to_jobs_that_are_not_ours_is_theirs():
+    other = replace(on(1, "a", 0, cpus=20), options=None)
+    other = replace(other, lease=replace(other.lease, exclusive=True))
+    assert tuned(other, on(2, "a", 1, profile=HUNGRY, cpus=1))[2].cpus == 4
+    assert tuned(other, on(2, "a", 1, profile=HUNGRY, cpus=1), sharing=SHARING)[2].cpus == 8
+    most = replace(other, cpus=23)
+    had = (Share("a", 1, 8, 8000),)
+    assert tuned(most, on(2, "a", 1, profile=HUNGRY, cpus=1, placement=had))[2].cpus == 1
+
+
 def test_lanes_that_promise_more_than_the_host_has_leave_the_allocations_guarantee():
     jobs = [on(n, "a", n - 1, cpus=20, profile=None, lane=n - 1) for n in (1, 2)]
     found = tuned(*jobs)

@@ -86,7 +86,8 @@ def lua() -> lua51.LuaRuntime:
 
 
 items = st.one_of(
-    st.sampled_from("share share=yes share=no off model=a min_gpus=2 max_gpus=1 v=1 held=1 batch=global".split()),
+    st.sampled_from(["share", "share=yes", "share=no", "off", "model=a", "min_gpus=2", "max_gpus=1", "v=1", "held=1"]),
+    st.just("batch=global"),
     st.builds(
         "{}={}".format,
         st.sampled_from(["share", "min_gpus", "max_gpus", "batch", "model", "priority", "iterations", "duration_s"]),
