@@ -76,8 +76,8 @@ def train(model: nn.Module, options: argparse.Namespace, ranks: tuple[int, int])
     keeper = client.checkpoint(
         options.checkpoint_dir, model=model, optimizer=optimizer, sampler=sampler, own={"log": log}
     )
-    step = keeper.restore() or 0  # first, for it replaces the lists of the log
-    log.sizes.append((step, ranks[1]))
+    done = keeper.restore() or 0  # first, for it replaces the lists of the log
+    log.sizes.append((done, ranks[1]))
     for epoch in range(sampler.epoch, options.epochs):
         for indices, inputs, classes in sampler.batches(loader):
             began = time.monotonic()
