@@ -88,7 +88,7 @@ def moved(cluster: Cluster, jobs: list[int]) -> dict[int, str]:
 def test_the_fewest_jobs_move_for_one_that_waits(cluster: Cluster, kept: str) -> None:
     small, other, large = fragmented(cluster, HELD, (1, 1), (2,))
     waits = submit(cluster, 4)
-    wait_for("queued", lambda: "stays queued" in cluster.why(waits)["summary"], 30)
+    wait_for("queued", lambda: "stays queued" in cluster.cadenza("why", str(waits), check=False).stdout, 30)
     cluster.configure(settings(HELD, defrag=True))
     cluster.wait_state(waits, "RUNNING", timeout=90)
     assert cluster.job(waits)["NodeList"] == "node2"
