@@ -246,6 +246,8 @@ class Conductor:
     def joined(self, entry: Entry, rank: Rank) -> None:
         """Bring a rank that has just attached, perhaps not for the first time, to where its job is."""
         run = self.host.run(entry.key)
+        if not rank.hello.again:
+            self._begins(entry, run)
         said_out = rank.hello.state == "yielded"
         rank.out = said_out or not (entry.occupying or rank.hello.in_step)
         if not rank.out:
@@ -263,6 +265,11 @@ class Conductor:
             self.settle(entry)
         else:
             self.undo(entry, run, f"rank {rank.hello.rank} lost its connection and went on")
+
+    def _begins(self, entry: Entry, run: JobRun) -> None:
+        """Forget what the client before it could not do, and a stop at a step that only that one counted."""
+        self.cancel(entry, "refused", "its process attached anew")
+        run.retry_at = 0.0
 
     def undo(self, entry: Entry, run: JobRun, reason: str) -> None:
         """End a stop that failed half way: those who moved out come back, the job keeps its lease."""

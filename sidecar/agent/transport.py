@@ -36,6 +36,8 @@ class Session:
             return self.sock.recv(wire.MAX_PACKET + 1)
         except BlockingIOError:
             return None
+        except ConnectionResetError:  # told once, to a peer's end that left something unread: its last words follow
+            return self.receive()
         except OSError:
             return b""
 
@@ -73,12 +75,17 @@ class Outbox:
 
 
 def _send(session: Session, packet: bytes, fds: tuple[int, ...]) -> bool:
-    """Send one packet without waiting; False when the peer is gone or has stopped reading."""
+    """Send one packet without waiting; False when the peer has stopped reading.
+
+    One that has gone may have said why: what it said is read first, and its end behind it.
+    """
     try:
         if fds:
             socket.send_fds(session.sock, [packet], list(fds))
         else:
             session.sock.send(packet)
+    except (BrokenPipeError, ConnectionResetError):
+        return True
     except OSError as error:
         log.info("peer lost pid=%d: %s", session.peer.pid, error)
         return False

@@ -150,6 +150,9 @@ class Rank:
         words[wire.PAGE_STATE] = wire.STATE_ARRIVED
         if self.options.deaf:
             time.sleep(3600)
+        if self.options.anew:
+            self.begin_anew()
+            return
         refused = self.options.refuse
         # Read before arriving: the stop may be over, and the page blank, by the time its commit is read.
         saves = words[wire.PAGE_PURPOSE] == wire.PURPOSE_CHECKPOINT
@@ -175,6 +178,13 @@ class Rank:
             self.attach()
             return
         words[wire.PAGE_STATE] = wire.STATE_RUNNING
+
+    def begin_anew(self) -> None:
+        """Attach as the next training of the same process does, with its own count of steps."""
+        assert self.sock is not None
+        self.sock.close()
+        self.options.anew, self.attached, self.step = False, False, 0
+        self.attach()
 
     def save(self, order: int) -> None:
         say("saving", step=self.step)
@@ -234,6 +244,7 @@ def main() -> None:
     parser.add_argument("--refuse", default="")
     parser.add_argument("--fail-copy", action="store_true")
     parser.add_argument("--deaf", action="store_true")
+    parser.add_argument("--anew", action="store_true")
     parser.add_argument("--saves", action="store_true")
     options = parser.parse_args()
     Rank(options).train(options.steps)

@@ -129,6 +129,12 @@ def test_a_rank_that_does_not_come_is_given_up(new_agent: Callable[..., Agent]) 
     until(lambda: agent.leases()[1]["state"] == "held", "job 1 keeps its lease")
 
 
+def test_a_stop_does_not_wait_for_a_step_that_only_the_process_s_last_training_would_have_reached(quick: Agent) -> None:
+    quick.rank(1, "--gpus", "[0]", "--first-step", "1000000", "--anew").wait_for("run")
+    quick.rank(2, "--gpus", "[0]").wait_for("run")
+    assert "stop withdrawn JOBID=1 refused: its process attached anew" in quick.log()
+
+
 def test_state_that_does_not_fit_into_the_host_is_not_moved(quick: Agent) -> None:
     job = quick.rank(1, "--gpus", "[0]", "--bytes", str(1 << 50))
     job.wait_for("run")
