@@ -14,7 +14,7 @@ MovePhase: TypeAlias = Literal["wanted", "warming", "ordered", "requeued", "plac
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A job on its way to other nodes or another size, by checkpoint and requeue; see ``policies.moving``."""
+    """A job on its way to other nodes or another size, by checkpoint and requeue; see ``policies.moves``."""
 
     job: JobKey
     """The incarnation that is to be checkpointed and requeued; the one that is placed has the next restart count."""

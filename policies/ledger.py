@@ -8,7 +8,7 @@ from dataclasses import replace
 from cadenza.policies.actions import Action, DrainNode, OpenNode, Place, Release, Size, Suspend, Yield
 from cadenza.policies.decision import Memory
 from cadenza.policies.model import ClusterSnapshot, Job, JobKey
-from cadenza.policies.moving import acted as moves_after
+from cadenza.policies.moves import acted as moves_after
 from cadenza.policies.sharing.packs import remember_sharing
 
 

@@ -7,14 +7,14 @@ memory by the allocation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from cadenza.policies.actions import Action, Migrate, Place, Resize, Suspend, Tune, Unpack, Yield
 from cadenza.policies.case import Allocate
 from cadenza.policies.decision import Decision, Memory, SharingMemory
 from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Progress
-from cadenza.policies.moving import pinned_by_owner
+from cadenza.policies.moves import pinned_by_owner
 from cadenza.policies.ranking import Order, Queue
 from cadenza.policies.sharing.ahead import book_starting, startable_now
 from cadenza.policies.sharing.defrag import Rooms, empty_hosts
@@ -64,13 +64,7 @@ def decide(
     if moving or rooms.made:
         placed = startable_now(placed, snapshot, settings)
     rooms.make_for_queued(queue[len(waiting) :])
-    migrate(moves)
-    rooms.make_for_lanes()
-    if not queue:
-        empty_hosts(moves)
-    spare = spare_since(moves)
-    if not queue:
-        grow(moves, spare)
+    spare = _rearrange(moves, rooms, alone=not queue)
     sharing = _Round(snapshot, managed, packed, view, moves, placed)
     if not queue and not moves.actions:
         relieve(moves, sharing.division(ranks, allocate))
@@ -83,7 +77,19 @@ def decide(
         *tuned,
         *starts,
     )
-    return Decision(actions, replace(memory, sharing=_learned(memory, packed, spare)), sharing.reasons(actions))
+    return Decision(actions, replace(memory, sharing=_learned(memory, packed, spare)), sharing.reasons())
+
+
+def _rearrange(moves: Moves, rooms: Rooms, *, alone: bool) -> tuple[tuple[str, float], ...]:
+    """Move who runs; return since when each host has had spare GPUs. ``alone``: nobody waits for any."""
+    migrate(moves)
+    rooms.make_for_lanes()
+    if alone:
+        empty_hosts(moves)
+    spare = spare_since(moves)
+    if alone:
+        grow(moves, spare)
+    return spare
 
 
 # --- What the functions see ----------------------------------------------------------------------------
@@ -239,12 +245,11 @@ class _Round:
                 given |= gpus
         return frozenset(found)
 
-    def reasons(self, actions: Sequence[Action]) -> dict[JobKey, str]:
+    def reasons(self) -> dict[JobKey, str]:
         """Return a sentence for every job that opted in; what is done to a job now says more than its turn."""
         found = view_reasons(self.view, self.placed.reasons)
         for key, job in self.managed.items():
             found[key] = "; ".join(filter(None, (found[key], why_its_size_stays(self.moves, job))))
         said = [*self.packed.reasons.items(), *((action.job, action.reason) for action in self.moves.actions)]
         found.update((key, reason) for key, reason in said if key in found)
-        del actions
         return found

@@ -8,7 +8,7 @@ from typing import Literal
 
 from cadenza.policies.decision import Memory
 from cadenza.policies.model import Job, JobKey
-from cadenza.policies.moving import held_for_move
+from cadenza.policies.moves import held_for_move
 
 
 @dataclass(frozen=True, slots=True)

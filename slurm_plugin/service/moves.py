@@ -15,7 +15,7 @@ import msgspec
 
 from cadenza.policies.decision import Memory, Move
 from cadenza.policies.model import ClusterSnapshot, Job, Share
-from cadenza.policies.moving import why_not
+from cadenza.policies.moves import why_not
 from cadenza.slurm_plugin.service.errors import RequestError
 
 log = logging.getLogger(__name__)

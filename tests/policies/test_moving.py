@@ -10,7 +10,8 @@ from snapshots import NOW, cluster, job, key, lease, node
 from cadenza.policies.actions import Migrate, Place, Release, Requeue, Save
 from cadenza.policies.decision import Decision, Memory, Move
 from cadenza.policies.model import Host, JobKey, Share
-from cadenza.policies.moving import WARM_S, acted, advance, moving
+from cadenza.policies.moves import WARM_S, acted, advance
+from cadenza.policies.moving import moving
 
 KEEPS = lease("held", 0, checkpoints=True)
 THERE = (Share("node2", 1, 6, 9000),)
