@@ -92,6 +92,17 @@ def test_a_quota_gives_a_part_of_a_cpu(tree: SlurmTree) -> None:
     until(lambda: "nr_throttled 0" not in throttled.read_text(), "the kernel to hold the job back")
 
 
+@pytest.mark.skipif(not (MOUNT / "cpu/cpu.cfs_burst_us").exists(), reason="this kernel knows no bursts")
+def test_what_a_quota_leaves_of_one_period_may_be_used_in_the_next(tree: SlurmTree) -> None:
+    job = tree.run(17, 0, cpus="0-1")
+    one, cpus = limits(job.pid), frozenset({0, 1})
+    for milli in (500, 250, 750):
+        one.apply(Grant(milli, 0, cpus, quota=True), floor_milli=500)
+        assert value("cpu", "cpu.cfs_burst_us") == value("cpu", "cpu.cfs_quota_us") == str(milli * 100)
+    one.apply(Grant(2000, 0, cpus, quota=False), floor_milli=500)
+    assert (value("cpu", "cpu.cfs_burst_us"), value("cpu", "cpu.cfs_quota_us")) == ("0", "-1")
+
+
 def test_threads_that_chose_their_cpu_keep_it(tree: SlurmTree) -> None:
     job = tree.run(17, 0, threads=2, cpus="0-1")
     own = max(int(task.name) for task in Path(f"/proc/{job.pid}/task").iterdir())

@@ -15,7 +15,10 @@ PID = 4_194_300
 MB = 1 << 20
 ALL = frozenset(range(8))
 SCOPE = Path("sys/fs/cgroup/system.slice/n1_slurmstepd.scope")
-FILES = {"cpu.max": "max 100000", "cpu.weight": "100", "memory.high": "max", "memory.max": "max", "cgroup.procs": ""}
+FILES = {
+    "cpu.max": "max 100000", "cpu.max.burst": "0", "cpu.weight": "100", "memory.high": "max", "memory.max": "max",
+    "cgroup.procs": "",
+}  # fmt: skip
 
 
 def group(root: Path, path: Path, cpus: str, **files: str) -> Path:
@@ -75,14 +78,14 @@ def test_limits_and_back(tmp_path: Path) -> None:
     one = limits(tmp_path)
     assert (one.means, one.own, one.ceiling_mb) == ("cgroup v2", {2, 3}, None)
     one.apply(Grant(4000, 500, frozenset({2, 3, 4, 5}), quota=False), floor_milli=2000)
-    names = ("cpu.max", "cpu.weight", "memory.high", "cpuset.cpus")
-    assert values(job, *names) == ["max 100000", "50", str(500 * MB), "2-5"]
+    names = ("cpu.max", "cpu.max.burst", "cpu.weight", "memory.high", "cpuset.cpus")
+    assert values(job, *names) == ["max 100000", "0", "50", str(500 * MB), "2-5"]
     assert values(job / "step_0", "cpuset.cpus", "cpu.max") == ["2-5", "max 100000"]
     assert values(job / "step_0/user", "cpuset.cpus") == [""]
     one.apply(Grant(1500, 500, frozenset({2, 4}), quota=True), floor_milli=2000)
-    assert values(job, *names) == ["150000 100000", "100", str(500 * MB), "2,4"]
+    assert values(job, *names) == ["150000 100000", "150000", "100", str(500 * MB), "2,4"]
     one.restore()
-    assert values(job, *names) == ["max 100000", "100", str(900 * MB), "2-3"]
+    assert values(job, *names) == ["max 100000", "0", "100", str(900 * MB), "2-3"]
     assert values(job / "step_0", "cpuset.cpus") == ["2-3"]
 
 

@@ -58,6 +58,17 @@ def put(path: Path, text: str) -> None:
         raise TuningError(f"{path}: {text!r} cannot be written: {error.strerror}") from None
 
 
+def put_bandwidth(quota: Path, burst: Path, limit: str, most_us: int) -> None:
+    """Write a CPU bandwidth, of which as much as one period's may be saved for a later one (kernel 5.14 and later).
+
+    A training step needs its CPUs in bursts: with a quota of what it uses on average it would be throttled in each.
+    """
+    if text_of(quota) != limit:
+        put(burst, "0")  # the kernel takes no quota below the burst that is set
+        put(quota, limit)
+    put(burst, str(most_us))
+
+
 def text_of(path: Path) -> str:
     """Return a control file's text; "" when it cannot be read."""
     try:

@@ -22,6 +22,7 @@ from cadenza.sidecar.agent.tuning.limits import (
     TuningError,
     megabytes,
     put,
+    put_bandwidth,
     rebind,
     text_of,
 )
@@ -30,6 +31,8 @@ from cadenza.sidecar.agent.tuning.topology import listed, parse
 
 SHARES = 1024
 """The weight of one task outside of any group."""
+UNLIMITED = -1
+"""The quota of a group that has none."""
 SOFT = "memory.soft_limit_in_bytes"
 PASSES = 4
 """How often processes are moved before those that fork meanwhile are left to the next time."""
@@ -65,7 +68,7 @@ class Version1:
             self._bind(self._cpuset, grant.cpus, pids)
         if self._cpu is not None and grant.milli:
             quota = grant.quota or self._cpuset is None
-            self._weigh(self._cpu, floor_milli, grant.milli * PERIOD_US // MILLI if quota else -1, pids)
+            self._weigh(self._cpu, floor_milli, grant.milli * PERIOD_US // MILLI if quota else UNLIMITED, pids)
         if self._memory is not None and grant.memory_mb:
             put(self._memory / SOFT, str(grant.memory_mb * MB))
 
@@ -74,7 +77,7 @@ class Version1:
         if self._memory is not None:
             put(self._memory / SOFT, self._saved[SOFT] or "-1")
         if self._cpu_of_slurm is not None:
-            put(self._cpu_of_slurm / "cpu.cfs_quota_us", "-1")
+            self._limit(self._cpu_of_slurm, UNLIMITED)
             put(self._cpu_of_slurm / "cpu.shares", self._saved["shares"] or str(SHARES))
         elif self._cpu is not None:
             self._leave(self._cpu, "cpu")
@@ -100,9 +103,13 @@ class Version1:
             _make(folder)
         put(folder / "cpu.shares", str(max(2, SHARES * floor_milli // MILLI)))
         put(folder / "cpu.cfs_period_us", str(PERIOD_US))
-        put(folder / "cpu.cfs_quota_us", str(quota_us))
+        self._limit(folder, quota_us)
         if folder != self._cpu_of_slurm:
             _move(folder, pids, self._pids)
+
+    @staticmethod
+    def _limit(folder: Path, quota_us: int) -> None:
+        put_bandwidth(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_burst_us", str(quota_us), max(quota_us, 0))
 
     def _leave(self, folder: Path, controller: str) -> None:
         """Empty a group of ours and remove it."""

@@ -10,11 +10,23 @@ from __future__ import annotations
 from pathlib import Path
 
 from cadenza.sidecar.agent.tuning.groups import below
-from cadenza.sidecar.agent.tuning.limits import MB, PERIOD_US, Pids, Saved, megabytes, put, rebind, text_of
+from cadenza.sidecar.agent.tuning.limits import (
+    MB,
+    PERIOD_US,
+    Pids,
+    Saved,
+    megabytes,
+    put,
+    put_bandwidth,
+    rebind,
+    text_of,
+)
 from cadenza.sidecar.agent.tuning.planner import MILLI, Grant
 from cadenza.sidecar.agent.tuning.topology import listed, parse
 
-FILES = ("cpuset.cpus", "cpu.max", "cpu.weight", "memory.high", "memory.max")
+BURST = "cpu.max.burst"
+FILES = ("cpuset.cpus", "cpu.max", BURST, "cpu.weight", "memory.high", "memory.max")
+UNLIMITED = f"max {PERIOD_US}"
 WEIGHT = 100
 """The kernel's default, which all jobs have that are not tuned."""
 
@@ -42,15 +54,20 @@ class Version2:
         if grant.milli:
             quota = grant.quota or not (self._job / "cpuset.cpus").exists()
             put(self._job / "cpu.weight", str(max(1, WEIGHT * min(floor_milli, grant.milli) // grant.milli)))
-            put(self._job / "cpu.max", f"{grant.milli * PERIOD_US // MILLI if quota else 'max'} {PERIOD_US}")
+            self._limit(grant.milli * PERIOD_US // MILLI if quota else None)
             self._bind(grant.cpus)
 
     def restore(self) -> None:
         """Write back what was there; the kernel's defaults where Slurm had set nothing."""
         put(self._job / "cpu.weight", self._saved.get("cpu.weight") or str(WEIGHT))
-        put(self._job / "cpu.max", self._saved.get("cpu.max") or f"max {PERIOD_US}")
+        burst = int(self._saved.get(BURST) or 0)
+        put_bandwidth(self._job / "cpu.max", self._job / BURST, self._saved.get("cpu.max") or UNLIMITED, burst)
         put(self._job / "memory.high", self._saved.get("memory.high") or "max")
         self._bind(self.own)
+
+    def _limit(self, quota_us: int | None) -> None:
+        limit = UNLIMITED if quota_us is None else f"{quota_us} {PERIOD_US}"
+        put_bandwidth(self._job / "cpu.max", self._job / BURST, limit, quota_us or 0)
 
     def _bind(self, cpus: frozenset[int]) -> None:
         """Give CPUs to the job's group, to those below that had all of the job's, and to their threads."""
