@@ -19,8 +19,10 @@ test: test-fast
 	container/ensure-browser
 	$(BIN)/python -m pytest tests -m "cluster or browser or slow"
 
+# Importing the frameworks takes longer than many a test, and all of theirs are slow.
 test-fast: install
-	$(BIN)/python -m pytest tests -m "not cluster and not browser and not slow" -n auto --dist worksteal
+	$(BIN)/python -m pytest tests -m "not cluster and not browser and not slow" -n auto --dist worksteal \
+		--ignore-glob="*/test_integrations_*.py"
 
 lint: install
 	$(BIN)/ruff check .

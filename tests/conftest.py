@@ -1,6 +1,11 @@
-"""One hypothesis profile for all tests: how long an example takes says more about the machine than about us."""
+"""Two hypothesis profiles: few examples for every day, and ``--hypothesis-profile=thorough`` to go looking for more.
+
+How long an example takes says more about the machine than about us, so neither has a deadline.
+"""
 
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", patient, max_examples=20)
+settings.register_profile("thorough", patient, max_examples=500)
+settings.load_profile("quick")

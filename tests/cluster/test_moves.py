@@ -11,7 +11,7 @@ from test_faults import kill
 from harness import Cluster, wait_for
 
 KEPT = "/home/shared/checkpoints"
-ITERATIONS = 700
+ITERATIONS = 400
 
 
 @pytest.fixture
@@ -23,21 +23,21 @@ def kept(cluster: Cluster) -> Iterator[str]:
     cluster.exec("ctl", "rm", "-rf", KEPT)
 
 
-def alone(cluster: Cluster, model: str = "transformer") -> str:
-    """Return the digest of the losses of a run that nobody interrupts."""
-    cluster.train(
-        "moves-alone", f"--model {model} --iterations {ITERATIONS}", options=("--partition=plain", "--gres=gpu:1")
-    )  # fmt: skip
-    (job,) = (int(line) for line in cluster.ctl("squeue", "-h", "-n", "moves-alone", "-o", "%i").split())
-    cluster.wait_done(job)
-    return str(cluster.result("moves-alone")["losses_sha256"])
+@pytest.fixture(scope="module")
+def alone(running_cluster: Cluster) -> str:
+    """The digest of the losses of a run that nobody interrupts."""
+    options = ("--partition=plain", "--gres=gpu:1")
+    running_cluster.wait_done(
+        running_cluster.train("moves-alone", f"--model transformer --iterations {ITERATIONS}", options=options)
+    )
+    return str(running_cluster.result("moves-alone")["losses_sha256"])
 
 
-def start(cluster: Cluster, name: str, kept: str, *options: str, ranks: int = 1, model: str = "transformer") -> int:
+def start(cluster: Cluster, name: str, kept: str, *options: str) -> int:
     """Start a training job that keeps checkpoints, and wait until Cadenza may move it."""
     job = cluster.train(
-        name, f"--model {model} --iterations {ITERATIONS} --iteration-s 0.05 --checkpoint-dir {kept}/{name}",
-        options=("--cadenza", *(options or ("--gres=gpu:1",))), ranks=ranks,
+        name, f"--model transformer --iterations {ITERATIONS} --iteration-s 0.05 --checkpoint-dir {kept}/{name}",
+        options=("--cadenza", *(options or ("--gres=gpu:1",))),
     )  # fmt: skip
     wait_for("a job that saves checkpoints", lambda: lease(cluster, job).get("checkpoints"), 60)
     return job
@@ -74,22 +74,20 @@ def pause(cluster: Cluster, job: int, name: str) -> str:
 
 
 def test_a_job_goes_to_another_host_bit_for_bit(
-    cluster: Cluster, kept: str, capsys: pytest.CaptureFixture[str]
+    cluster: Cluster, kept: str, alone: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    expected = alone(cluster)
     job = start(cluster, "moves-there", kept)
     assert cluster.job(job)["NodeList"] == "node1"
     cluster.cadenza("move", str(job), "--to", "node2")
     assert moved(cluster, job)["NodeList"] == "node2"
     cluster.wait_done(job)
-    assert cluster.result("moves-there")["losses_sha256"] == expected
+    assert cluster.result("moves-there")["losses_sha256"] == alone
     assert cluster.result("moves-there")["restart"] == 1
     with capsys.disabled():
         print("\n" + pause(cluster, job, "moves-there"))
 
 
-def test_a_service_killed_in_the_middle_goes_on(cluster: Cluster, kept: str) -> None:
-    expected = alone(cluster)
+def test_a_service_killed_in_the_middle_goes_on(cluster: Cluster, kept: str, alone: str) -> None:
     job = start(cluster, "moves-killed", kept)
     cluster.cadenza("move", str(job), "--to", "node2")
     wait_for(
@@ -99,11 +97,10 @@ def test_a_service_killed_in_the_middle_goes_on(cluster: Cluster, kept: str) -> 
     kill(cluster, "ctl", "cadenzad")
     assert moved(cluster, job)["NodeList"] == "node2"
     cluster.wait_done(job)
-    assert cluster.result("moves-killed")["losses_sha256"] == expected
+    assert cluster.result("moves-killed")["losses_sha256"] == alone
 
 
-def test_a_job_grows_and_shrinks(cluster: Cluster, kept: str) -> None:
-    expected = alone(cluster)
+def test_a_job_grows_and_shrinks(cluster: Cluster, kept: str, alone: str) -> None:
     job = start(cluster, "moves-sized", kept, "--gpus=1", '--comment={"cadenza":{"min_gpus":1,"max_gpus":4}}')
     cluster.cadenza("move", str(job), "--to", "node2", "--gpus", "4")
     found = moved(cluster, job)
@@ -116,7 +113,7 @@ def test_a_job_grows_and_shrinks(cluster: Cluster, kept: str) -> None:
     assert found["NodeList"] == "node1"
     assert "gres/gpu=1" in found["AllocTRES"]
     cluster.wait_done(job)
-    assert cluster.result("moves-sized")["losses_sha256"] == expected
+    assert cluster.result("moves-sized")["losses_sha256"] == alone
 
 
 def test_an_owner_who_cancels_a_moving_job_wins(cluster: Cluster, kept: str) -> None:

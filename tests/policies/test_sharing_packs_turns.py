@@ -11,7 +11,7 @@ from turns_world import gpus, key
 
 from cadenza.policies.sharing.turns import groups
 
-some = settings(max_examples=100, deadline=None)
+some = settings(max_examples=25)
 
 
 def packed(*jobs):
