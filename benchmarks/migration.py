@@ -43,6 +43,7 @@ for line in sys.stdin.buffer.read().split(b"\\n"):
     os.close(file)
 """
 SETTINGS = Path(__file__).resolve().parents[1] / "tests" / "cluster" / "fast.toml"
+HOSTS, LANES = 2, 2
 TARGET_S = 2.0
 
 
@@ -72,10 +73,10 @@ def arguments() -> argparse.Namespace:
 
 
 def start(name: str) -> Cluster:
-    """Start a cluster of two hosts with two lanes, and wait until the further lanes are open."""
-    cluster = up(name, "--nodes", "2", "--gpus-per-node", "4", "--lanes", "2", "--config", str(SETTINGS))
+    """Start a cluster, and wait until the further lanes are open."""
+    cluster = up(name, "--nodes", str(HOSTS), "--gpus-per-node", "4", "--lanes", str(LANES), "--config", str(SETTINGS))
     lanes = ("sinfo", "-h", "-N", "-p", "shared", "-o", "%N %T")
-    wait_for("open lanes", lambda: cluster.ctl(*lanes).count(" idle\n") == 4, 90)  # noqa: PLR2004
+    wait_for("open lanes", lambda: cluster.ctl(*lanes).count(" idle\n") == HOSTS * LANES, 90)
     return cluster
 
 
@@ -132,10 +133,11 @@ class Moved:
 
     def _times(self) -> dict[str, float]:
         """Return when things happened, epoch seconds."""
-        of_job = f"where job = {self.job} and kind in ('checkpoint', 'Requeue', 'Place')"
-        saved, copy = self.cluster.sql(f"select at_s, copy_s from switches {of_job}")[0]  # noqa: S608
-        acted = self.cluster.sql(f"select kind, at_s from actions {of_job}")  # noqa: S608
-        return {"stopped": saved - copy, "saved": saved, **dict(acted), "allocated": self._allocated()}
+        switches = self.cluster.sql("select job, at_s, copy_s from switches where kind = 'checkpoint'")
+        saved, copy = next((at, copy) for job, at, copy in switches if job == self.job)
+        actions = self.cluster.sql("select job, kind, at_s from actions where kind in ('Requeue', 'Place')")
+        acted = {kind: at for job, kind, at in actions if job == self.job}
+        return {"stopped": saved - copy, "saved": saved, **acted, "allocated": self._allocated()}
 
     def _allocated(self) -> float:
         """Return when slurmctld allocated its last incarnation, by its log: its books know whole seconds only."""
