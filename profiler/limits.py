@@ -1,6 +1,7 @@
 """Gives the processes of a command so many CPUs, in place: by affinity, and for fractions of a CPU by a cgroup.
 
-Quotas: cgroup v2 ``cpu.max`` (Linux, *Control Group v2*) or v1 ``cpu.cfs_quota_us`` (*CFS Bandwidth Control*).
+Quotas: cgroup v2 ``cpu.max`` (Linux, *Control Group v2*) or v1 ``cpu.cfs_quota_us`` (*CFS Bandwidth Control*), as the
+agent gives them to a running job, bursts included: a profile is to say what the job does under those.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from cadenza.profiler.errors import EnvironmentLacks
+from cadenza.sidecar.agent.tuning.limits import PERIOD_US, put_bandwidth
 
 CGROUPS = Path("/sys/fs/cgroup")
-PERIOD_US = 20_000
-"""Short, so that a quota spreads evenly over steps of tens of milliseconds; the kernel's own is 100 ms."""
 V1, V2 = "cpu.cfs_quota_us", "cpu.max"
 WEIGHTS = {"cpu.shares": "262144", "cpu.weight": "10000"}
 """The most of v1 and v2: what else runs beside the command, below the same cgroup, gets what it leaves."""
@@ -41,13 +41,11 @@ class Quota:
 
     def set(self, cpus: float | None) -> None:
         """Allow so many CPUs' time, None: all."""
-        quota = None if cpus is None else str(round(cpus * PERIOD_US))
+        most_us = 0 if cpus is None else round(cpus * PERIOD_US)
         if self._v2:
-            (self.path / V2).write_text(f"{quota or 'max'} {PERIOD_US}")
-            return
-        (self.path / V1).write_text("-1")  # a quota is checked against the period, so neither may come first
-        (self.path / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-        (self.path / V1).write_text(quota or "-1")
+            put_bandwidth(self.path / V2, self.path / "cpu.max.burst", f"{most_us or 'max'} {PERIOD_US}", most_us)
+        else:
+            put_bandwidth(self.path / V1, self.path / "cpu.cfs_burst_us", str(most_us or -1), most_us)
 
     def pids(self) -> tuple[int, ...]:
         """Return the processes inside."""

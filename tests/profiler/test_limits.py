@@ -37,19 +37,20 @@ def test_a_cgroup_stays_within_its_callers_limits(tmp_path):
 
 
 def test_quotas_as_both_versions_write_them(tmp_path):
-    for file in ("cpu.max", "cpu.weight"):
+    for file in ("cpu.max", "cpu.max.burst", "cpu.weight"):
         (tmp_path / file).touch()
     two = Quota(tmp_path)
     two.set(1.5)
-    assert (tmp_path / "cpu.max").read_text() == "30000 20000"
+    assert (tmp_path / "cpu.max").read_text() == "150000 100000\n"
+    assert (tmp_path / "cpu.max.burst").read_text() == "150000\n", "what the agent gives a job"
     two.set(None)
-    assert (tmp_path / "cpu.max").read_text() == "max 20000"
+    assert (tmp_path / "cpu.max").read_text() == "max 100000\n"
+    assert (tmp_path / "cpu.max.burst").read_text() == "0\n"
     (tmp_path / "cpu.max").unlink()
     (tmp_path / "cpu.cfs_quota_us").touch()
     one = Quota(tmp_path)
     one.set(0.25)
-    assert (tmp_path / "cpu.cfs_quota_us").read_text() == "5000"
-    assert (tmp_path / "cpu.cfs_period_us").read_text() == "20000"
+    assert (tmp_path / "cpu.cfs_quota_us").read_text() == "25000\n"
 
 
 def test_without_a_cgroup_fractions_are_refused_and_said_why(tmp_path):
