@@ -31,7 +31,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         with Intruder(agent):
             done = subprocess.run(
                 [*command, str(agent.folder / "agent.log")],
-                env=environment, capture_output=True, text=True, check=True, timeout=2 * PATIENCE_S,
+                env=environment, capture_output=True, text=True, check=True, timeout=4 * PATIENCE_S,
             )  # fmt: skip
     finally:
         agent.down()
