@@ -2,6 +2,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
+PROPERTIES ?= quick
 
 .PHONY: install demo test test-fast lint clean
 
@@ -14,6 +15,7 @@ $(BIN)/.installed: setup.cfg constraints.txt container/ensure-python
 demo: install
 	$(BIN)/python examples/demo/demo.py
 
+test: PROPERTIES = thorough
 test: test-fast
 	container/ensure-docker
 	container/ensure-browser
@@ -22,7 +24,7 @@ test: test-fast
 # Importing the frameworks takes longer than many a test, and all of theirs are slow.
 test-fast: install
 	$(BIN)/python -m pytest tests -m "not cluster and not browser and not slow" -n auto --dist worksteal \
-		--ignore-glob="*/test_integrations_*.py"
+		--ignore-glob="*/test_integrations_*.py" --hypothesis-profile=$(PROPERTIES)
 
 lint: install
 	$(BIN)/ruff check .

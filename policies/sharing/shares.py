@@ -23,8 +23,8 @@ from cadenza.policies.sharing.settings import SharingSettings
 
 HEADROOM = 1.5
 """Where Slurm's books are a floor, a job keeps so many times the CPUs that its profile needs: profiles are measured on
-nodes that do little else, and beside busy neighbours (second threads, caches, clock rates) a CPU does less: a job that
-needed a quarter of one alone lost 9 % with 1.25 times that, while others kept all CPUs busy."""
+nodes that do little else, and beside busy neighbours (second threads, caches, clock rates) a CPU does less. With 1.25
+times, the two jobs that lent CPUs in benchmarks/live_tuning.py lost 9 %."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.sidecar.agent.driver.events import (
@@ -172,6 +172,7 @@ def play(one: World, actions: list[tuple[str, int]]) -> None:
 
 
 @given(ranks=st.integers(1, 4), actions=st.lists(ACTIONS, max_size=40), again=st.lists(ACTIONS, max_size=20))
+@settings(max_examples=400, deadline=None)
 def test_any_sequence_of_failures_ends_well_or_is_reported(
     ranks: int, actions: list[tuple[str, int]], again: list[tuple[str, int]]
 ) -> None:
@@ -195,6 +196,7 @@ def test_any_sequence_of_failures_ends_well_or_is_reported(
     states=st.lists(st.sampled_from(["running", "locked", "checkpointed"]), min_size=1, max_size=4),
     actions=st.lists(ACTIONS, max_size=15),
 )
+@settings(max_examples=200, deadline=None)
 def test_an_agent_that_comes_back_brings_a_job_with_its_lease_back(
     states: list[str], actions: list[tuple[str, int]]
 ) -> None:

@@ -120,7 +120,7 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(stateful_step_count=40)
+TestHistories.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_two_leases_on_a_gpu_are_refused_from_disk_too() -> None:

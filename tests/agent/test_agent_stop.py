@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.sidecar.agent.jobs import Stop
@@ -84,6 +84,7 @@ class Trainer:
     lead=st.lists(st.booleans(), min_size=5, max_size=5),
     hasty=st.integers(0, 3),
 )
+@settings(max_examples=100, deadline=None)
 def test_synchronous_ranks_end_at_the_same_step(world: int, choices: list[int], lead: list[bool], hasty: int) -> None:
     ranks = [Trainer(entered=8, step=7 + lead[index]) for index in range(world)]
     for rank in ranks:
@@ -96,6 +97,7 @@ def test_synchronous_ranks_end_at_the_same_step(world: int, choices: list[int], 
 
 
 @given(choices=st.lists(st.integers(0, 1 << 16), max_size=60), hasty=st.integers(0, 3))
+@settings(max_examples=30, deadline=None)
 def test_a_rank_that_hangs_ends_in_a_time_out(choices: list[int], hasty: int) -> None:
     ranks = [Trainer(entered=8, step=7), Trainer(entered=7, step=7, phase="hung")]
     ended, _ = simulate(ranks, choices, hasty)
@@ -144,6 +146,7 @@ def simulate(ranks: list[Trainer], choices: list[int], hasty: int) -> tuple[Plan
     world=st.integers(1, 3),
     choices=st.lists(st.integers(0, 1 << 16), max_size=200),
 )
+@settings(max_examples=60, deadline=None)
 def test_hosts_of_a_job_end_at_the_same_step(hosts: int, world: int, choices: list[int]) -> None:
     """The service plans with hosts as ranks, each agent with its own ranks, and messages are late."""
     ranks = [[Trainer(entered=8, step=7) for _ in range(world)] for _ in range(hosts)]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.policies.model import JobKey
@@ -102,6 +102,7 @@ def exclusive(plans: Mapping[JobKey, Grant]) -> Counter[int]:
     return Counter(cpu for grant in plans.values() if not grant.quota for cpu in grant.cpus)
 
 
+@settings(max_examples=60)
 @given(cases())
 def test_plans_are_sound(case: tuple[Topology, list[Claim]]) -> None:
     where, found = case
@@ -129,6 +130,7 @@ def test_plans_are_sound(case: tuple[Topology, list[Claim]]) -> None:
         assert sum(grant.milli for grant in plans.values()) <= capacity
 
 
+@settings(max_examples=60)
 @given(cases(), st.randoms(use_true_random=False))
 def test_plans_depend_on_the_claims_alone(case: tuple[Topology, list[Claim]], random: object) -> None:
     where, found = case
@@ -137,6 +139,7 @@ def test_plans_depend_on_the_claims_alone(case: tuple[Topology, list[Claim]], ra
     assert plan(where, mixed) == plan(where, found)
 
 
+@settings(max_examples=60)
 @given(cases())
 def test_a_plan_in_force_is_the_next_plan(case: tuple[Topology, list[Claim]]) -> None:
     where, found = case

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.policies.registry import ENTRIES
@@ -197,6 +197,7 @@ VALUED = [f"--{name}" for options in GROUPS.values() for name, metavar, _ in opt
 WRONG = ["", "nan", "-1", "inf", "9" * 400, "0", "x", ":", ",", "\x00", "é", "1:2", "1,2", "yes", "no", "a=b"]
 
 
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(VALUED), st.sampled_from(WRONG)), min_size=1, max_size=3))
 def test_no_values_make_it_crash(pairs: list[tuple[str, str]]) -> None:
     given_words = [word for pair in pairs if pair[0] not in {"--save", "--per-job"} for word in pair]

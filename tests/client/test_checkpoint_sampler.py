@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
@@ -24,6 +24,7 @@ def step_of(samplers: list[ResumableSampler], iterators: list[Iterator[int]], ba
     return [sample for turn in zip(*parts, strict=True) for sample in turn]
 
 
+@settings(max_examples=60)
 @given(data=st.data(), seed=st.integers(0, 2**64), shuffle=st.booleans())
 def test_any_sequence_of_world_sizes_sees_the_same_order(data: st.DataObject, seed: int, shuffle: bool) -> None:
     """A global batch of 12, dealt to 1, 2, 3, 4, 6 or 12 ranks that change between steps."""

@@ -9,7 +9,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import GPU_TYPES, NOW, cases
 
@@ -102,12 +102,14 @@ def check(case: Case, plan: Plan) -> None:
 # --- what every plan keeps -----------------------------------------------------------------------------
 
 
+@settings(max_examples=60, deadline=None)
 @given(cases(10, max_nodes=3), st.sampled_from((0.0, 0.05)), st.booleans(), st.sampled_from((0.0, 100.0)))
 def test_every_plan_keeps_what_is_promised(case, margin, weighted, tune_s):
     case = replace(case, margin=margin, weighted=weighted, costs=Costs(tune_s=tune_s))
     check(case, cadenza(case))
 
 
+@settings(max_examples=40, deadline=None)
 @given(cases(10, gpu_types=GPU_TYPES), st.data())
 def test_gpu_types_are_used_where_possible(case, data):
     wish = st.sampled_from((*GPU_TYPES, "none"))
@@ -116,6 +118,7 @@ def test_gpu_types_are_used_where_possible(case, data):
     check(case, cadenza(case))
 
 
+@settings(max_examples=30, deadline=None)
 @given(cases(10), st.randoms(use_true_random=False))
 def test_order_of_servers_and_chosen_jobs_changes_nothing(case, rng):
     chosen = list(case.jobs[: case.runnable])
@@ -127,11 +130,13 @@ def test_order_of_servers_and_chosen_jobs_changes_nothing(case, rng):
     assert cadenza(case) == cadenza(case)
 
 
+@settings(max_examples=30, deadline=None)
 @given(cases(10, gpu_types=("", "v100")))
 def test_with_and_without_numba_the_plan_is_the_same(case):
     assert ours.allocate(case, division(compiled=False)) == ours.allocate(case, division())
 
 
+@settings(max_examples=40, deadline=None)
 @given(cases(8, gpus=(1, 1, 2)))
 def test_a_plan_that_was_carried_out_is_kept(case):
     first = cadenza(case)

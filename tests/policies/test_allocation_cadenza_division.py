@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import cases, profiles
 
@@ -36,6 +36,7 @@ def seated(case: Case) -> Arrays:
 
 
 @pytest.mark.parametrize("by", BOTH)
+@settings(max_examples=25, deadline=None)
 @given(case=cases(4, max_nodes=2, gpus=(1,)))
 def test_a_node_is_divided_as_well_as_by_trying_everything(by, case):
     arrays = seated(case)
@@ -59,6 +60,7 @@ def test_a_node_is_divided_as_well_as_by_trying_everything(by, case):
         assert sum(arrays.memory_mb[choice[item]] for item in members) <= server.memory_mb
 
 
+@settings(max_examples=25, deadline=None)
 @given(case=cases(10, max_nodes=3, gpu_types=("", "v100")), moves=st.integers(0, 3))
 def test_numba_and_numpy_agree(case, moves):
     arrays = seated(case)
@@ -85,6 +87,7 @@ def test_numba_and_numpy_agree(case, moves):
     assert answers[0] == answers[1]
 
 
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(profiles(gpu_types=("v100",)), min_size=1, max_size=3),
     st.sampled_from([(8, 24, 512000), (4, 190, 773000), (8, 256, 2063000), (2, 9, 64512), (1, 5, 40960)]),

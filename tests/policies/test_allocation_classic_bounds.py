@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.policies.allocation.programs import Pool, points
@@ -67,6 +67,7 @@ def good(profile: Profile | None):
     return [choice for choice in some if choice.speed >= fair]
 
 
+@settings(max_examples=25, deadline=None)
 @given(
     sizes=st.sampled_from([(1, 1, 1, 1), (2, 1, 1), (2, 2), (4,), (2, 1), (1, 1, 1)]),
     profiles=st.lists(st.sampled_from((HUNGRY, SPARSE, ROOMY, None)), min_size=4, max_size=4),

@@ -22,7 +22,7 @@ from cadenza.policies.allocation.tune_coded import tune_coded
 from cadenza.policies.case import Case, Plan, Server, placement_speed, proportional_share, share_speed
 
 ALL = [proportional, greedy, tune, tune_coded, opt, drf, tetris, tetris_coded]
-FAST = settings(max_examples=5)
+FAST = settings(max_examples=10, deadline=None)
 EPSILON = 1e-9
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshots import NOW, cluster, job, key, lease, node
 
@@ -122,6 +122,7 @@ cases = st.lists(
 )
 
 
+@settings(max_examples=100, deadline=None)
 @given(cases, st.booleans())
 def test_no_action_leaves_for_a_job_that_is_not_managed(rows, enforce):
     jobs = [

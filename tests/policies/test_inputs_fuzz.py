@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.policies.errors import InputError
@@ -68,6 +68,7 @@ def survives(read: Callable[[str], object], text: str) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_mutated_files(name: str, data: st.DataObject) -> None:
     read, valid = READERS[name]
@@ -75,6 +76,7 @@ def test_mutated_files(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
+@settings(max_examples=25)
 @given(text=st.text(max_size=60))
 def test_any_text(name: str, text: str) -> None:
     survives(READERS[name][0], text)

@@ -40,7 +40,7 @@ def ids(name: str, found: Queue) -> list[int]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=7)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_each_job_once_and_the_input_order_means_nothing(name, data):
     found = data.draw(queues(gpu_types=data.draw(st.sampled_from((("",), GPU_TYPES)))))
@@ -190,6 +190,7 @@ def test_starving_jobs_go_first_the_longest_wait_first():
     assert starving_first(ranking, found, 900.0) is ranking
 
 
+@settings(max_examples=25)
 @given(queues(), st.floats(0.0, 1e5))
 def test_the_bound_keeps_every_job_and_the_order_of_the_others(found, bound):
     ranking = ordering("las")(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from snapshots import job
 from strategies import NOW, queues
 
@@ -67,6 +67,7 @@ def test_jobs_without_an_account_have_the_empty_one():
     assert users(*jobs, usage={"/a": 1.0}) == "ba"
 
 
+@settings(max_examples=50)
 @given(queues(12))
 def test_the_next_job_is_always_that_of_the_least_used(found):
     """The greedy rule itself, step by step, beside the sort that replaces it."""

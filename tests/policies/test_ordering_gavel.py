@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshots import job, key
 from strategies import GPU_TYPES, NOW, queues
@@ -69,6 +69,7 @@ def test_a_job_too_big_for_a_type_stays_off_it():
 SPEEDS = st.lists(st.sampled_from((0.25, 0.5, 1.0, 1.0, 2.0, 8.0)), min_size=2, max_size=2)
 
 
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(SPEEDS, st.sampled_from((1, 2, 4)), st.integers(1, 50)), min_size=1, max_size=6),
     st.lists(st.integers(4, 64), min_size=2, max_size=2),
@@ -118,6 +119,7 @@ def test_gpus_that_nobody_is_due_go_to_the_next_jobs_that_fit_on_their_fastest_t
     assert left == [0, 1]
 
 
+@settings(max_examples=25)
 @given(queues(gpu_types=GPU_TYPES))
 def test_the_chosen_fit_and_come_first(found):
     ranking = gavel(found)
@@ -131,6 +133,7 @@ def test_the_chosen_fit_and_come_first(found):
     assert all(one.gpus > max(left.values()) for one in ranking.jobs[len(ranking.gpu_type) :])
 
 
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 500), min_size=1, max_size=12), st.sampled_from((1, 2)))
 def test_on_one_type_jobs_that_came_together_go_as_in_las(times, gpus):
     jobs = tuple(waits(number, gpus=gpus, attained_s=float(time)) for number, time in enumerate(times, start=1))

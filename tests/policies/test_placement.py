@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshots import NOW, cluster, job, key, node
 
@@ -114,6 +114,7 @@ def test_a_hold_after_our_release_is_its_owners():
     assert placed(held(9), nodes=nodes, rules=replace(HELD, enforce=False)) == {}
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from((1, 2, 4, 8)), st.integers(1, 2), st.integers(0, 2)), max_size=12),
     st.integers(1, 3),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshots import NOW, cluster, job, key, lease, node
 
@@ -252,6 +252,7 @@ worlds = st.builds(
 )
 
 
+@settings(max_examples=80, deadline=None)
 @given(memories, actions, worlds)
 def test_memory_claims_only_what_we_did_and_what_is_still_so(memory, acted, snapshot):
     after = remember(memory, acted, snapshot)
@@ -264,6 +265,7 @@ def test_memory_claims_only_what_we_did_and_what_is_still_so(memory, acted, snap
     assert after.drained <= memory.drained | {a.node for a in acted if isinstance(a, DrainNode)}
 
 
+@settings(max_examples=80, deadline=None)
 @given(memories, worlds)
 def test_memory_of_an_idle_round_is_stable(memory, snapshot):
     once = remember(memory, (), snapshot)

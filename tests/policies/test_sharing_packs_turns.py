@@ -11,7 +11,7 @@ from turns_world import gpus, key
 
 from cadenza.policies.sharing.turns import groups
 
-some = settings(max_examples=25)
+some = settings(max_examples=100, deadline=None)
 
 
 def packed(*jobs):

@@ -152,7 +152,7 @@ def states(seed: int, count: int) -> Iterator[State]:
 
 def test_never_more_moves_than_an_exhaustive_search_finds():
     found = Counter()
-    for state in states(1, 100):
+    for state in states(1, 300):
         least = minimum(state, DEFRAG.moves_per_round)
         decision = decided(snapshot_of(state), gandiva=DEFRAG, sharing=FLOOR)
         assert len(of(Migrate, decision)) == (least or 0), state

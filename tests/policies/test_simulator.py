@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.policies.errors import InputError
@@ -141,6 +141,7 @@ traces = st.lists(
 ).map(lambda rows: [TraceJob(n, float(at), gpus, float(work)) for n, (at, gpus, work) in enumerate(rows)])
 
 
+@settings(max_examples=60, deadline=None)
 @given(traces)
 def test_fifo_equals_the_oracle(jobs: list[TraceJob]) -> None:
     result = run(jobs, cluster(2), "fifo", "proportional", Setup(round_s=1000.0, rounds_on_events=True))
@@ -160,6 +161,7 @@ profiled = st.lists(
 VISION, DONOR = vision(), donor()
 
 
+@settings(max_examples=40, deadline=None)
 @given(profiled, st.sampled_from(["proportional", "tune-coded"]), st.booleans())
 def test_leaving_out_rounds_changes_no_finish(jobs: list[TraceJob], allocate: str, synergy: bool) -> None:
     def with_skip(*, skip: bool) -> Result:
@@ -170,6 +172,7 @@ def test_leaving_out_rounds_changes_no_finish(jobs: list[TraceJob], allocate: st
     assert left_out.counts.decided <= all_rounds.counts.decided
 
 
+@settings(max_examples=40, deadline=None)
 @given(profiled, st.sampled_from(["fifo", "srtf", "las"]), st.sampled_from(["proportional", "greedy", "tune-coded"]))
 def test_the_samples_account_for_every_gpu_second(jobs: list[TraceJob], order: str, allocate: str) -> None:
     result = run(jobs, cluster(2), order, allocate, Setup(round_s=300.0))

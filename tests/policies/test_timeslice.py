@@ -17,7 +17,7 @@ from cadenza.policies.model import JobKey, Options
 from cadenza.policies.sharing.settings import SharingSettings
 from cadenza.policies.sharing.timeslice import decide
 
-some = settings(max_examples=7)
+some = settings(max_examples=30, deadline=None)
 APPLY = SharingSettings(enforce=True, partitions=frozenset({"gpu"}), max_priority=10)
 HOLDER = job(1, lease=lease("held", 0, held_s=70.0, vtime_s=70.0))
 YIELDED = job(2, nodes=("node1-l1",), lease=lease("yielded", 0, vtime_s=10.0))

@@ -12,7 +12,7 @@ from turns_world import gpus, key
 
 from cadenza.policies.sharing.turns import Contender, Turn, arrival_vtime, groups, next_turn
 
-some = settings(max_examples=7)
+some = settings(max_examples=30, deadline=None)
 
 
 def job(number: int, *indices: int, **facts) -> Contender:

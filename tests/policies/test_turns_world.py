@@ -43,7 +43,7 @@ def arrivals(draw: st.DrawFn, *, weights: tuple[float, ...] = (1.0,), drift: flo
     ]
 
 
-@settings(max_examples=10)
+@settings(max_examples=20, deadline=None)
 @given(arrivals(drift=500.0))
 def test_no_job_waits_past_the_stated_bound(rows):
     """Random gangs, arrivals, lengths and virtual times that mean nothing to each other."""
@@ -52,13 +52,14 @@ def test_no_job_waits_past_the_stated_bound(rows):
         assert wait.seconds <= 3 * wait.met * TURN_S, f"job {job.key} waited {wait.seconds} s"
 
 
+@settings(max_examples=25, deadline=None)
 @given(arrivals(weights=(1.0, 2.0, 4.0)))
 def test_no_free_gpu_idles_past_the_stated_bound(rows):
     world = World(rows).run(200)
     assert all(wait.free_s <= TURN_S for _, wait in world.all_waits())
 
 
-@settings(max_examples=10)
+@settings(max_examples=20, deadline=None)
 @given(arrivals(weights=(1.0, 2.0)), st.booleans())
 def test_every_job_ends_when_arrivals_end(rows, displace):
     """Also with free GPUs only: then the jobs run one after the other."""
@@ -77,7 +78,7 @@ def test_equal_jobs_on_the_same_gpus_wait_for_the_others_turns_only(count):
     assert max(wait.seconds for _, wait in world.all_waits()) <= (count - 1) * (SLICE_S + COPY_S + 2 * TICK_S)
 
 
-@settings(max_examples=6)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(st.sampled_from((1.0, 2.0, 3.0)), min_size=2, max_size=4))
 def test_weights_are_respected_within_a_slice(weights):
     rows = [
@@ -91,7 +92,7 @@ def test_weights_are_respected_within_a_slice(weights):
         assert abs(shares[0] - shares[1]) <= spread
 
 
-@settings(max_examples=6)
+@settings(max_examples=12, deadline=None)
 @given(arrivals(drift=500.0))
 def test_no_job_starves_behind_streams_of_newcomers(rows):
     """Every job that ends is followed at once by a new one, which starts with the least virtual time."""

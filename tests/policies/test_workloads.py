@@ -119,7 +119,7 @@ def test_a_curve_is_read_between_its_epochs() -> None:
     assert (curve.reaches(0.3), curve.reaches(0.4), curve.reaches(0.6)) == (1, 2, None)
 
 
-@settings(max_examples=10)
+@settings(max_examples=20)
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.98, 1.0]))
 def test_one_configuration_reaches_the_target_and_can_be_put_anywhere(seed: int, at: float) -> None:
     curves = place_target(generate_curves(Random(seed), configs=60), 0.84, at)  # noqa: S311

@@ -7,7 +7,7 @@ from random import Random
 from statistics import fmean, quantiles
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.policies.errors import InputError
@@ -103,6 +103,7 @@ def test_what_is_saved_is_read_back() -> None:
     assert again.runs[0].as_samples() == SAMPLES
 
 
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.floats(1, 100), st.integers(0, 8)), min_size=1, max_size=60), st.integers(1, 12))
 def test_thinning_keeps_the_mean(steps: list[tuple[float, int]], most: int) -> None:
     samples, time_s = [], 0.0

@@ -21,7 +21,7 @@ def watched(belief, law, cpus, seed=0, noise=0.02):
 
 
 @given(st.floats(0.05, 0.2), st.floats(0.3, 1.2), st.integers(0, 5))
-@settings(max_examples=10)
+@settings(max_examples=20)
 def test_both_sides_of_the_knee_together_tell_the_law(gpu_s, work_s, seed):
     law = Law(gpu_s, work_s)
     found = watched(begin(TRUE), law, [1.0, 40.0] * 8, seed)

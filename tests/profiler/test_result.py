@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.policies.errors import InputError
@@ -72,6 +72,7 @@ def test_cpus_are_counted_for_each_gpu_and_asked_for_together():
     st.floats(0, 0.03),
     st.booleans(),
 )
+@settings(max_examples=40)
 def test_every_profile_is_read_back_and_usable(law, gpus, noise, with_data):
     grid = [float(gpus * each) for each in range(1, 9)]
     data = Data(40.0, 50.0, 2.0, 300.0, 9000.0) if with_data else None

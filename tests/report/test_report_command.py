@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_rig import toy
 
@@ -161,6 +161,7 @@ def load_or_refuse(data):
 PATHS = [path for path in paths(SAVED) if path]
 
 
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.sampled_from(PATHS), VALUES), min_size=1, max_size=3), st.booleans())
 def test_any_change_is_refused_with_the_files_name_or_drawn(changes, remove):
     bad = copy.deepcopy(SAVED)
@@ -184,6 +185,7 @@ def test_any_change_is_refused_with_the_files_name_or_drawn(changes, remove):
         draw(chart, NARROW)
 
 
+@settings(max_examples=30)
 @given(st.binary(max_size=60))
 def test_any_bytes_are_refused_with_the_files_name(data):
     with pytest.raises(InputError, match=r"^bad\.json: "):
