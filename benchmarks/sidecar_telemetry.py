@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import torch
 
+from cadenza.policies.model import JobKey
 from cadenza.sidecar import wire
 from cadenza.sidecar.agent.clock import SystemClock
 from cadenza.sidecar.agent.sampling import Sampler, Target
@@ -275,7 +276,7 @@ def step_figures(seconds: float, steps: int) -> list[Figure]:
 def agent_figure() -> Figure:
     """Measure one sample of the agent's, which runs beside the jobs."""
     sampler = Sampler(SystemClock(), tuple)
-    target = Target((1, 0), (os.getpid(),))  # type: ignore[arg-type]
+    target = Target(JobKey(1, 0), (os.getpid(),))
     spent = []
     for _ in range(10):
         started = monotonic_ns()
