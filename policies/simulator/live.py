@@ -205,10 +205,15 @@ class Live:
             waited_s=0.0 if book.state == "held" else now_s - book.since_s,
             ready=True,
             iteration_s=self.trace.iteration_s / self.rate if self.rate else book.iteration_s,
-            step=int(self.done_s / self.trace.iteration_s),
+            step=int(self._done_by(now_s) / self.trace.iteration_s + WHOLE),
             checkpoints=True,
             pace=self.pace(now_s),
         )
+
+    def _done_by(self, now_s: float) -> float:
+        """Return the work that is done by now, in seconds at the proportional share."""
+        ran_s = max(now_s - max(self.settled_s, self.cost_until_s), 0.0)
+        return self.done_s + self.rate * ran_s
 
     def pace(self, now_s: float) -> Pace | None:
         """Return how fast the job is in its present company, or was in the last one; exact, so without an error."""
