@@ -74,6 +74,27 @@ class Lost(NamedTuple):
     other_model: str = ""
 
 
+class Loan(NamedTuple):
+    """How a job runs that lends CPUs of its own, or did; iteration times in seconds, 0: not known."""
+
+    job: JobKey
+    phase: Literal["lends", "checks", "keeps"] = "lends"
+    """*checks*: it has its own back to be compared with; *keeps*: lending slowed it."""
+    cpus: int = 0
+    """What it has in the stretch that is being measured."""
+    since_s: float = 0.0
+    """When that stretch began, seconds since the epoch."""
+    iterations: int = 0
+    spent_s: float = 0.0
+    window_s: float = 0.0
+    """The job's pace at the mark from which it is measured: iterations, the time in them, and that of the window."""
+    lent_s: float = 0.0
+    own_s: float = 0.0
+    """What it is held to: as its profile promises, then as measured with its own CPUs."""
+    judged_s: float = 0.0
+    """When it was measured with its own CPUs, seconds since the epoch; 0: never."""
+
+
 @dataclass(frozen=True, slots=True)
 class SharingMemory:
     """What Gandiva's introspective functions remember: pairs instead of mappings, so that any store can keep it."""
@@ -90,6 +111,8 @@ class SharingMemory:
     """Since when a host has GPUs that no job uses or waits for."""
     asked_gpus: tuple[tuple[int, int], ...] = ()
     """GPUs that the job with this id had before it was first resized."""
+    loans: tuple[Loan, ...] = ()
+    """Jobs that lend CPUs, in order of keys."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def _shared(order: Order, allocate: Allocate, rules: PolicySettings, *, alone: b
     sharing = replace(rules.sharing, partitions=rules.partitions, shares=rules.shares)
     functions = rules.gandiva
     if alone:
-        off = dict.fromkeys(("introspective", "pack", "migrate", "defrag", "elastic", "relieve"), False)
+        off = dict.fromkeys(("pack", "migrate", "defrag", "elastic", "relieve"), False)
         functions = replace(functions, **off)
 
     def decide(snapshot: ClusterSnapshot, memory: Memory) -> Decision:

@@ -20,7 +20,9 @@ from cadenza.policies.sharing.ahead import book_starting, startable_now
 from cadenza.policies.sharing.defrag import Rooms, empty_hosts
 from cadenza.policies.sharing.elastic import grow, shrink, spare_since, why_its_size_stays
 from cadenza.policies.sharing.hosts import HostBook, books
+from cadenza.policies.sharing.judging import Rule
 from cadenza.policies.sharing.lanes import lane_actions
+from cadenza.policies.sharing.lending import Judge, Lending
 from cadenza.policies.sharing.migration import migrate
 from cadenza.policies.sharing.moves import Moves
 from cadenza.policies.sharing.packing import Packing, Terms, packing
@@ -65,7 +67,8 @@ def decide(
         placed = startable_now(placed, snapshot, settings)
     rooms.make_for_queued(queue[len(waiting) :])
     spare = _rearrange(moves, rooms, alone=not queue)
-    sharing = _Round(snapshot, managed, packed, view, moves, placed)
+    lending = _lending(managed, snapshot, memory, settings, gandiva)
+    sharing = _Round(snapshot, managed, packed, view, moves, placed, lending)
     if not queue and not moves.actions:
         relieve(moves, sharing.division(ranks, allocate))
     tuned, moved, starts = sharing.shares(ranks, allocate)
@@ -77,7 +80,8 @@ def decide(
         *tuned,
         *starts,
     )
-    return Decision(actions, replace(memory, sharing=_learned(memory, packed, spare)), sharing.reasons())
+    learned = _learned(memory, packed, spare, lending)
+    return Decision(actions, replace(memory, sharing=learned), sharing.reasons())
 
 
 def _rearrange(moves: Moves, rooms: Rooms, *, alone: bool) -> tuple[tuple[str, float], ...]:
@@ -159,6 +163,21 @@ def _moves(
     )
 
 
+def _lending(
+    managed: Mapping[JobKey, Job],
+    snapshot: ClusterSnapshot,
+    memory: Memory,
+    settings: SharingSettings,
+    gandiva: GandivaSettings,
+) -> Lending:
+    """Return how the jobs fare that lend CPUs; without a floor they are promised their proportional shares only."""
+    if not (settings.floor and gandiva.introspective):
+        return Lending()
+    types = {node.name: node.gpu_type for node in snapshot.nodes}
+    judge = Judge(snapshot.time_s, Rule.under(settings, gandiva).window_s, types)
+    return judge.look(managed, memory.sharing.loans)
+
+
 def _pinned(managed: Mapping[JobKey, Job], memory: Memory) -> set[JobKey]:
     """Return the jobs whose owners want them where they are."""
     return {key for key, job in managed.items() if pinned_by_owner(job, memory)}
@@ -174,9 +193,18 @@ def _outdated(action: Action, moves: Moves) -> bool:
     return isinstance(action, Suspend) and any(action.job == move.job for move in moves.actions)
 
 
-def _learned(memory: Memory, packed: Packing, spare: tuple[tuple[str, float], ...]) -> SharingMemory:
+def _learned(
+    memory: Memory, packed: Packing, spare: tuple[tuple[str, float], ...], lending: Lending
+) -> SharingMemory:
     """Return what to remember; packs and moves are added once they have left."""
-    return replace(memory.sharing, packs=packed.before, lost=packed.lost, alone=packed.alone, spare_s=spare)
+    return replace(
+        memory.sharing,
+        packs=packed.before,
+        lost=packed.lost,
+        alone=packed.alone,
+        spare_s=spare,
+        loans=lending.loans,
+    )
 
 
 def _taken(host: HostBook, holders: frozenset[JobKey]) -> frozenset[int]:
@@ -194,6 +222,7 @@ class _Round:
     view: View
     moves: Moves
     placed: Placed
+    lending: Lending
 
     def shares(
         self, ranks: Mapping[JobKey, int], allocate: Allocate
@@ -210,7 +239,8 @@ class _Round:
             else a
             for a in self.moves.actions
         )
-        return tunes(self.managed, staying), moved, with_shares(self.placed.actions, wanted, division)
+        starts = with_shares(self.placed.actions, wanted, division)
+        return tunes(self.managed, staying, self.lending.keeps), moved, starts
 
     def division(self, ranks: Mapping[JobKey, int], allocate: Allocate) -> Sharing:
         """Return how the hosts are divided among those that have GPUs once the moves so far are done."""
@@ -223,6 +253,7 @@ class _Round:
             units=units(self.packed.packs),
             order=ranks,
             settings=self.moves.sharing,
+            keeps=self.lending.keeps,
         )
 
     def _holders(self, moving: frozenset[JobKey]) -> frozenset[JobKey]:
@@ -249,7 +280,8 @@ class _Round:
         """Return a sentence for every job that opted in; what is done to a job now says more than its turn."""
         found = view_reasons(self.view, self.placed.reasons)
         for key, job in self.managed.items():
-            found[key] = "; ".join(filter(None, (found[key], why_its_size_stays(self.moves, job))))
+            more = (why_its_size_stays(self.moves, job), self.lending.keeps.get(key))
+            found[key] = "; ".join(filter(None, (found[key], *more)))
         said = [*self.packed.reasons.items(), *((action.job, action.reason) for action in self.moves.actions)]
         found.update((key, reason) for key, reason in said if key in found)
         return found

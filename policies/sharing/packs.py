@@ -66,6 +66,7 @@ def remember_sharing(memory: SharingMemory, actions: Sequence[Action], snapshot:
         packs=tuple(group for group in after(memory.packs, actions) if jobs.keys() >= set(group)),
         lost=tuple(pair for pair in memory.lost if (pair.model and pair.other_model) or jobs.keys() >= set(pair[:2])),
         alone=tuple(row for row in memory.alone if row.job in jobs),
+        loans=tuple(loan for loan in memory.loans if loan.job in jobs),
         moved_s=tuple(sorted((number, at_s) for number, at_s in moved.items() if number in ids)),
         asked_gpus=tuple(sorted((n, gpus) for n, gpus in (resized | dict(memory.asked_gpus)).items() if n in ids)),
     )

@@ -21,10 +21,10 @@ from cadenza.policies.profile import NEARLY, least_cpus
 from cadenza.policies.sharing.hosts import Ask, HostBook, Tenant
 from cadenza.policies.sharing.settings import SharingSettings
 
-HEADROOM = 1.5
+HEADROOM = 1.25
 """Where Slurm's books are a floor, a job keeps so many times the CPUs that its profile needs: profiles are measured on
-nodes that do little else, and beside busy neighbours (second threads, caches, clock rates) a CPU does less. With 1.25
-times, the two jobs that lent CPUs in benchmarks/live_tuning.py lost 9 %."""
+nodes that do little else, and beside busy neighbours (second threads, caches, clock rates) a CPU does less. Where that
+is not enough, the loan is undone by what is measured (see ``lending``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class Sharing:
     order: Mapping[JobKey, int]
     """Rank of each job; those without one come last, by key."""
     settings: SharingSettings = field(default_factory=SharingSettings)
+    keeps: Mapping[JobKey, str] = field(default_factory=dict)
+    """Why a job lends no CPUs, by job."""
 
     def divide(self, hosts: Mapping[str, HostBook]) -> dict[JobKey, Placement]:
         """Return what every job should have that has its place on one host only."""
@@ -105,7 +107,7 @@ class Sharing:
         rest, left = server, list(units)
         while left:
             parts = self._parts(left, rest)
-            floors = {unit[0].job.key: floor for unit in left if (floor := _floor(unit, parts, rest)) is not None}
+            floors = {unit[0].job.key: floor for unit in left if (floor := self._floor(unit, parts, rest)) is not None}
             if not floors:
                 return kept | parts
             kept |= floors
@@ -114,6 +116,23 @@ class Sharing:
             if min(rest.cpus, rest.memory_mb) < sum(unit[0].ask.gpus for unit in left):
                 return self._parts(units, server)
         return kept
+
+    def _floor(self, unit: Sequence[Tenant], parts: Mapping[JobKey, Share], server: Server) -> Share | None:
+        """Return what a unit needs to be no slower than with what it asked for, or None when its part does."""
+        first = unit[0]
+        part, profile = parts[first.job.key], first.job.profile
+        asked = Share(server.name, first.ask.gpus, sum(t.ask.cpus for t in unit), sum(t.ask.memory_mb for t in unit))
+        if profile is None or any(self._keeps(tenant.job) for tenant in unit):
+            return asked if part.cpus < asked.cpus else None
+        wanted = share_speed(profile, asked, server.gpu_type)
+        asked = asked._replace(cpus=least_cpus(profile.on(server.gpu_type), *asked[1:], headroom=HEADROOM))
+        part = part._replace(memory_mb=max(part.memory_mb, asked.memory_mb))
+        slower = part.cpus < asked.cpus or share_speed(profile, part, server.gpu_type) < wanted - NEARLY
+        return asked if slower else None
+
+    def _keeps(self, job: Job) -> bool:
+        """Whether a job is to have the CPUs that it asked for, whatever its profile says."""
+        return _starts(job) or job.key in self.keeps
 
     def _own(self, tenant: Tenant, share: Share, *, shared: bool) -> Share:
         """Return a job's share on its own lane; ``shared``: others on the host wait."""
@@ -150,20 +169,6 @@ def _less(server: Server, taken: Collection[Share]) -> Server:
     )
 
 
-def _floor(unit: Sequence[Tenant], parts: Mapping[JobKey, Share], server: Server) -> Share | None:
-    """Return what a unit needs to be no slower than with what it asked for, or None when its part does."""
-    first = unit[0]
-    part, profile = parts[first.job.key], first.job.profile
-    asked = Share(server.name, first.ask.gpus, sum(t.ask.cpus for t in unit), sum(t.ask.memory_mb for t in unit))
-    if profile is None or any(_starts(tenant.job) for tenant in unit):
-        return asked if part.cpus < asked.cpus else None
-    wanted = share_speed(profile, asked, server.gpu_type)
-    asked = asked._replace(cpus=least_cpus(profile.on(server.gpu_type), *asked[1:], headroom=HEADROOM))
-    part = part._replace(memory_mb=max(part.memory_mb, asked.memory_mb))
-    slower = part.cpus < asked.cpus or share_speed(profile, part, server.gpu_type) < wanted - NEARLY
-    return asked if slower else None
-
-
 def _starts(job: Job) -> bool:
     """Whether a job has not completed an iteration since it was started."""
     return job.lease is None or not job.lease.step
@@ -188,10 +193,20 @@ def _split(share: Share, parts: int) -> list[Share]:
     ]
 
 
-def tunes(jobs: Mapping[JobKey, Job], wanted: Mapping[JobKey, Placement]) -> tuple[Tune, ...]:
-    """Return a tune for every running job that is to have something else than it has, in order of keys."""
+def tunes(
+    jobs: Mapping[JobKey, Job], wanted: Mapping[JobKey, Placement], keeps: Mapping[JobKey, str]
+) -> tuple[Tune, ...]:
+    """Return a tune for every running job that is to have something else than it has, in order of keys.
+
+    ``keeps``: why a job does not lend any more.
+    """
     return tuple(
-        Tune(key, wanted[key], _why(wanted[key][0], jobs[key].placement[0]), caches_mb(jobs[key], wanted[key]))
+        Tune(
+            key,
+            wanted[key],
+            keeps.get(key) or _why(wanted[key][0], jobs[key].placement[0]),
+            caches_mb(jobs[key], wanted[key]),
+        )
         for key in sorted(wanted)
         if key in jobs and jobs[key].placement and jobs[key].placement != wanted[key]
     )

@@ -61,7 +61,7 @@ def pace(iteration_s: float, window_s: float = 100.0, error: float = 0.0, beside
 
 def on(number: int, where: str, *gpus: int, state: str = "held", lane: int = 0, **facts) -> Job:
     """A job on some GPUs of a host, with its proportional share; ``lease`` facts are held_s, vtime_s and so on."""
-    known = ("held_s", "vtime_s", "waited_s", "iteration_s", "ready", "checkpoints", "step", "use")
+    known = ("held_s", "vtime_s", "waited_s", "iteration_s", "ready", "checkpoints", "step", "use", "pace")
     told = {name: facts.pop(name) for name in known if name in facts}
     beside = facts.pop("beside", ())
     told.setdefault("pace", pace(told.get("iteration_s", 0.1), told.get("held_s", 100.0), beside=beside))
