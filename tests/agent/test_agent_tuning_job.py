@@ -72,7 +72,7 @@ def test_a_job_trains_on_one_then_two_then_one_cpu_and_learns_the_same(
     until(lambda: steps(out)[-1][3] == 2, "a second worker", 30)
     assert cpus_of(job.pid) == {0, 1}
     # A job that Slurm starts has its CPU before it is told that it may start.
-    answer = linked.talk().start(JOB + 1, [], cpus=1.0, uid=0)
+    answer = linked.talk().start(JOB + 1, [], cpus=1.0, uid=0, managed=False)
     assert answer["state"] == "granted"
     assert cpus_of(job.pid) == {0}
     until(lambda: steps(out)[-1][3] == 1, "one worker again", 30)
@@ -129,9 +129,9 @@ def test_a_job_whose_size_nobody_knows_takes_back_all_until_it_is_known(
     linked: Agent,  # noqa: F811
     service: Service,  # noqa: F811
 ) -> None:
-    assert linked.talk().start(JOB + 1, [], uid=0)["state"] == "granted"
+    assert linked.talk().start(JOB + 1, [], uid=0, managed=False)["state"] == "granted"
     assert cpus_of(job.pid) == {0}
-    service.facts(fact(JOB, cpus=1.0, memory_mb=1000), fact(JOB + 1, cpus=0.5, memory_mb=100))
+    service.facts(fact(JOB, cpus=1.0, memory_mb=1000), fact(JOB + 1, cpus=0.5, memory_mb=100, managed=False))
     assert in_force(service, 1.5).cpu_list == "0-1"
     assert (MOUNT / "cpu" / OURS / "cpu.cfs_quota_us").read_text() == "150000\n"
 
@@ -144,6 +144,39 @@ def test_a_job_that_did_not_register_is_seen_by_its_groups(
     tree.run(JOB + 1, 0, cpus="1")
     in_force(service, 1.0)
     assert cpus_of(job.pid) == {0}
+
+
+@pytest.fixture
+def free(linked: Agent, service: Service) -> Iterator[list[subprocess.Popen[bytes]]]:  # noqa: F811
+    """Return two jobs that Slurm does not bind to CPUs; its books give the first a half, the second one."""
+    with slurm_tree(f"f{os.getpid()}", constrained=False) as tree:
+        made = []
+        for number, gpu in ((JOB, 0), (JOB + 1, 1)):
+            words = ["--socket", str(linked.socket), "--job", str(number), "--gpus", f"[{gpu}]"]
+            made.append(tree.launch(number, [sys.executable, str(SCRIPT.with_name("scripted_rank.py")), *words]))
+            service.lease(number, lambda lease: lease.state == "held")
+        service.facts(fact(JOB, cpus=0.5), fact(JOB + 1, cpus=1.0))
+        yield made
+
+
+def test_who_is_not_tuned_is_held_to_its_own_as_long_as_others_are(
+    free: list[subprocess.Popen[bytes]],
+    linked: Agent,  # noqa: F811
+    service: Service,  # noqa: F811
+) -> None:
+    tuned, other = free
+    tune(service, 1.0)
+    in_force(service, 1.0)
+    until(lambda: len(cpus_of(other.pid)) == 1, "one CPU")
+    assert cpus_of(other.pid).isdisjoint(cpus_of(tuned.pid))
+    assert service.lease(JOB + 1, lambda lease: True).tuned is None
+    linked.down(signal.SIGKILL)
+    linked.up()
+    in_force(service, 1.0)
+    assert len(cpus_of(other.pid)) == 1
+    tune(service, 0.0)
+    until(lambda: cpus_of(other.pid) == cpus_of(tuned.pid) == {0, 1}, "no limit any more")
+    assert group_of(other.pid, "cpu") == "/"
 
 
 def test_a_service_that_falls_silent_leaves_no_job_tuned(

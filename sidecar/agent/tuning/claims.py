@@ -20,11 +20,13 @@ from cadenza.sidecar.orders import JobFacts
 
 @dataclass
 class Part:
-    """What is known of one tuned job."""
+    """What is known of one tuned job, or of one that is held to its own while others are tuned."""
 
     wish: Wish
     limits: Limits | None
     grant: Grant | None = None
+    ordered: bool = True
+    """False: nobody ordered anything for it."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ class Kept(msgspec.Struct):
     restart: int
     wish: Wish
     saved: dict[str, str] = msgspec.field(default_factory=dict)
+    ordered: bool = True
+    """False: nobody ordered it, see ``Tuner``."""
 
 
 class _Content(msgspec.Struct):

@@ -30,7 +30,11 @@ LOOK_S = 0.5
 
 @dataclass
 class Tuner:
-    """Every method runs in the event loop's thread. ``topology`` is read once: hot-plugged CPUs need a restart."""
+    """Every method runs in the event loop's thread. ``topology`` is read once: hot-plugged CPUs need a restart.
+
+    While a job is tuned, the other managed ones of the host are held to their own CPUs where Slurm does not bind them:
+    what one lends would be theirs otherwise.
+    """
 
     host: Host
     file: TuneFile
@@ -62,7 +66,7 @@ class Tuner:
             entry = self.host.book.get(key)
             self._saved[key] = kept.saved
             if entry is not None:
-                self._jobs[key] = Part(kept.wish, self._limits(entry))
+                self._jobs[key] = Part(kept.wish, self._limits(entry), ordered=kept.ordered)
         sweep(self.root, self._prefix, frozenset(map(self._name, self._jobs)))
 
     def order(self, entry: Entry, order: orders.Tune) -> None:
@@ -78,13 +82,13 @@ class Tuner:
         part = self._jobs.setdefault(entry.key, Part(wish, None))
         if (part.wish.cpus and not wish.cpus) or (part.wish.memory_mb and not wish.memory_mb):
             self._give_back(entry.key)
-        part.wish = wish
+        part.wish, part.ordered = wish, True
         self._orders += 1
 
     def in_force(self, key: JobKey) -> orders.InForce | None:
         """Return what a tuned job has now; None for others, and before it is in force."""
         part = self._jobs.get(key)
-        if part is None or part.grant is None or part.limits is None:
+        if part is None or not part.ordered or part.grant is None or part.limits is None:
             return None
         return orders.InForce(
             cpus=self._scale.cpus(part.grant.milli),
@@ -126,6 +130,7 @@ class Tuner:
             entry = self.host.book.get(key)
             if part.limits is None and entry is not None:
                 part.limits = self._limits(entry)
+        self._hold_others()
         self._save()
         if not self._jobs:
             return
@@ -133,6 +138,21 @@ class Tuner:
         for key in sorted(wanted, key=lambda key: (self._growth(key, wanted[key]), key)):
             self._apply(key, self._jobs[key], wanted[key])
         self._save()
+
+    def _hold_others(self) -> None:
+        """Hold the managed jobs of which nothing was ordered to their own CPUs, as long as others are tuned."""
+        tuned = any(part.ordered for part in self._jobs.values())
+        for entry in self.host.book:
+            part, floor = self._jobs.get(entry.key), self._floor(entry.key)
+            if part is not None and part.ordered:
+                continue
+            limits = part.limits if part is not None else self._limits(entry)
+            if tuned and entry.managed and floor and limits is not None and not limits.own:
+                self._jobs[entry.key] = part or Part(Wish(floor, 0), limits, ordered=False)
+                self._jobs[entry.key].wish = Wish(floor, 0)
+            elif part is not None:
+                self._give_back(entry.key)
+                self._drop(entry.key)
 
     def _why_none(self) -> str:
         """Return why no job is to be tuned any more; a service that was killed, or told to let go, cannot say so."""
@@ -204,8 +224,9 @@ class Tuner:
 
     def _forget_ended(self) -> None:
         """Forget jobs that have left the host, and remove what groups of ours they leave behind."""
-        for key in [key for key in self._jobs if self.host.book.get(key) is None]:
-            self._give_back(key)
+        for key in [key for key in {*self._jobs, *self._saved} if self.host.book.get(key) is None]:
+            if key in self._jobs:
+                self._give_back(key)
             self._drop(key)
         pids = {pid for run in self.host.jobs.values() for pid in run.ranks}
         self._told = {pid: told for pid, told in self._told.items() if pid in pids}
@@ -254,7 +275,8 @@ class Tuner:
         """Bring the record up to date; raise StateFileError."""
         self.file.save(
             tuple(
-                Kept(key.id, key.restart, part.wish, self._saved.get(key, {})) for key, part in self._jobs.items()
+                Kept(key.id, key.restart, part.wish, self._saved.get(key, {}), part.ordered)
+                for key, part in self._jobs.items()
             )
         )
 
