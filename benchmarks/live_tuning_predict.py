@@ -11,11 +11,14 @@ from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.inputs.profiles import read_profiles, write_profiles
 from cadenza.policies.policy import PolicySettings, build
 from cadenza.policies.profile import Demand, Profile
+from cadenza.policies.sharing.settings import SharingSettings
 from cadenza.policies.simulator.live import PARTITION
 from cadenza.policies.simulator.model import Setup, TraceJob
 from cadenza.policies.simulator.run import simulate
 
 SHARES = "proportional"
+SHARING = SharingSettings(enforce=True, admission="held", share_between_users=True, floor=True)
+"""As the service has it, whose books are a floor; the simulator places every job itself."""
 ROUND_S = 1.0
 """As in live_tuning.toml; a round follows every change as well."""
 
@@ -78,7 +81,7 @@ def predicted(
         )
         for number, model in enumerate(jobs.values())
     ]
-    nodes = read_cluster(f"{size.nodes}x{size.gpus}:{size.cpus}:{size.memory_mb // 1000}")
-    policy = build("fifo", allocate, "none", PolicySettings(partitions=frozenset({PARTITION})))
-    result = simulate(trace, nodes, policy, Setup(round_s=ROUND_S, rounds_on_events=True))
+    nodes = read_cluster(f"{size.nodes}x{size.gpus}:{size.cpus}:{size.memory_mb // 1000}", 2)
+    policy = build("fifo", allocate, "timeslice", PolicySettings(partitions=frozenset({PARTITION}), sharing=SHARING))
+    result = simulate(trace, nodes, policy, Setup(round_s=ROUND_S, rounds_on_events=True, lanes=2))
     return {name: found.jct_s or float("nan") for name, found in zip(jobs, result.jobs, strict=True)}

@@ -12,7 +12,7 @@ from cadenza.policies.profile import Profile, Reference
 CPUS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 JOBS = {"images-a": "images", "images-b": "images", "text-a": "text", "text-b": "text"}
 STARTUP = {"images": 5.0, "text": 3.0}
-SIZE = Size(nodes=1, gpus=4, cpus=8, memory_mb=64_000)
+SIZE = Size(nodes=1, gpus=4, cpus=16, memory_mb=64_000)
 
 
 def measured(model: str, gpu_s: float, cpu_s: float) -> str:
@@ -23,13 +23,14 @@ def measured(model: str, gpu_s: float, cpu_s: float) -> str:
 
 
 def test_four_jobs_in_the_quotas_of_two_cores() -> None:
-    by_model, library = kinds([measured("images", 0.03, 0.0225), measured("text", 0.03, 0.006)], 4)
-    assert by_model["images"].profile.cpus_per_gpu == tuple(4 * cpus for cpus in CPUS)
-    assert by_model["images"].profile.reference == (4, 8, 64)
-    assert '"cpus_per_gpu": [1.0, 2.0' in library
+    by_model, library = kinds([measured("images", 0.03, 0.0225), measured("text", 0.03, 0.003)], 8)
+    assert by_model["images"].profile.cpus_per_gpu == tuple(8 * cpus for cpus in CPUS)
+    assert by_model["images"].profile.reference == (4, 16, 64)
+    assert '"cpus_per_gpu": [2.0, 4.0' in library
     counts = {model: round(60 / kind.best_s) for model, kind in by_model.items()}
     shares = predicted(JOBS, by_model, counts, STARTUP, SHARES, SIZE)
     ours = predicted(JOBS, by_model, counts, STARTUP, "cadenza", SIZE)
-    # At half a core images take 1.5 times as long; three quarters are enough, and two quarters serve both texts.
+    # At half a core images take 1.5 times as long. The texts need two of their four CPUs, and keep a third; the two
+    # that they lend are what one of the images needs for its best. The other has its own until the texts have ended.
     assert shares == pytest.approx({"images-a": 95, "images-b": 95, "text-a": 63, "text-b": 63})
-    assert ours == pytest.approx({"images-a": 65, "images-b": 65, "text-a": 63, "text-b": 63})
+    assert ours == pytest.approx({"images-a": 65, "images-b": 84.3, "text-a": 63, "text-b": 63}, rel=1e-3)
