@@ -3,6 +3,7 @@
 
 #include <pwd.h>
 #include <signal.h>
+#include <slurm/slurm.h>
 #include <slurm/spank.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -24,6 +25,7 @@ SPANK_PLUGIN(cadenza, 1)
 struct gate {
 	atomic_int first_pid;
 	atomic_int open;
+	atomic_int managed;
 };
 
 static struct {
@@ -191,10 +193,23 @@ int slurm_spank_task_init_privileged(spank_t spank, int count, char **arguments)
 	sigaddset(&terminate, SIGTERM);
 	sigaction(SIGTERM, &standard, &action);
 	sigprocmask(SIG_UNBLOCK, &terminate, &mask);
+	if (plugin.gate)
+		plugin.gate->managed = job.managed;
 	tell_batch(spank, &job);
 	enter(spank, &job);
 	sigprocmask(SIG_SETMASK, &mask, NULL);
 	sigaction(SIGTERM, &action, NULL);
+	return ESPANK_SUCCESS;
+}
+
+int slurm_spank_task_exit(spank_t spank, int count, char **arguments)
+{
+	uint32_t step = 0;
+
+	(void)count, (void)arguments;
+	spank_get_item(spank, S_JOB_STEPID, &step);
+	if (step == SLURM_BATCH_SCRIPT && plugin.gate && plugin.gate->managed)
+		leftover_end();
 	return ESPANK_SUCCESS;
 }
 

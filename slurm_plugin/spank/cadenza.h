@@ -84,6 +84,9 @@ extern struct spank_option cadenza_option;
 bool job_of_task(struct spank_handle *spank, const struct config *config, struct job *job);
 int job_requeue(uint32_t id);
 
+/* leftover.c: ends what is left of this batch step, and waits at most 0.2 s until it is gone. */
+void leftover_end(void);
+
 /* agent.c */
 enum verdict agent_wait(const struct job *job, const struct config *config);
 void agent_tell_end(uint32_t id, const struct config *config);
