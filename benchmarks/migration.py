@@ -141,7 +141,7 @@ class Moved:
 
     def _allocated(self) -> float:
         """Return when slurmctld allocated its last incarnation, by its log: its books know whole seconds only."""
-        pattern = f"llocate JobId={self.job} NodeList|Started JobId={self.job} in"
+        pattern = rf"llocate JobId={self.job}( \S+)? NodeList|Started JobId={self.job}( \S+)? in"
         lines = self.cluster.exec("ctl", "grep", "-E", pattern, "/var/log/cluster/slurmctld.log", check=False).stdout
         stamp = lines.strip().split("\n")[-1][1:24]
         return float(self.cluster.ctl("date", "-d", stamp, "+%s.%N")) if stamp else 0.0

@@ -95,6 +95,20 @@ class Loan(NamedTuple):
     """When it was measured with its own CPUs, seconds since the epoch; 0: never."""
 
 
+class Growth(NamedTuple):
+    """A job that has grown, to be judged by its iteration times."""
+
+    id: int
+    gpus: int
+    """GPUs that it had before."""
+    iteration_s: float
+    """Time of an iteration with these, seconds."""
+    at_s: float
+    """When it grew, or was found not to have gained by it, seconds since the epoch."""
+    vain: str = ""
+    """What was measured of a growth that did not pay; empty before that."""
+
+
 @dataclass(frozen=True, slots=True)
 class SharingMemory:
     """What Gandiva's introspective functions remember: pairs instead of mappings, so that any store can keep it."""
@@ -113,6 +127,8 @@ class SharingMemory:
     """GPUs that the job with this id had before it was first resized."""
     loans: tuple[Loan, ...] = ()
     """Jobs that lend CPUs, in order of keys."""
+    growths: tuple[Growth, ...] = ()
+    """Jobs that have grown, in order of ids: to be judged, or not to grow again for a while."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 Only jobs with ``min_gpus`` or ``max_gpus``, in steps of powers of two, within one host. They grow when nobody
 waits (``sharing.waiting`` says who does) and GPUs of the host have been idle for ``idle_s``, the one with the higher
 progress rate first; they shrink at once when a job has come that finds no free GPUs, in Slurm's queue or, where
-Slurm has started it on a further lane, behind the lease of a job that could do with fewer.
+Slurm has started it on a further lane, behind the lease of a job that could do with fewer. A job that growing has not
+made faster goes back to its former size (see ``growth``).
 """
 
 from __future__ import annotations
@@ -168,11 +169,21 @@ def grow(moves: Moves, spare: Iterable[tuple[str, float]]) -> None:
             _grow_on(moves, moves.hosts[name])
 
 
+def undo_growth(moves: Moves) -> None:
+    """Give jobs that gained nothing by growing their former size back; what they gained is in the memory."""
+    for row in moves.memory.growths if moves.gandiva.introspective and moves.gandiva.elastic else ():
+        found = [(host, t) for host in moves.hosts.values() for t in host.tenants.values() if t.job.key.id == row.id]
+        for host, tenant in found if row.vain else ():
+            if tenant.ask.gpus > row.gpus and row.gpus in moves.sizes(tenant.job) and _resizable(moves, tenant):
+                _resize(moves, host, tenant, row.gpus, f"goes back to {row.gpus} GPUs: {row.vain}")
+
+
 def _grow_on(moves: Moves, host: HostBook) -> None:
+    vain = {row.id: row.gpus for row in moves.memory.growths if row.vain}
     tenants = [t for t in host.tenants.values() if _resizable(moves, t) and moves.may(t.job)]
     for tenant in sorted(tenants, key=lambda tenant: (-_rate(tenant.job), tenant.job.key)):
         spare = host.idle()
-        most = tenant.ask.gpus + spare
+        most = min(tenant.ask.gpus + spare, vain.get(tenant.job.key.id, tenant.ask.gpus + spare))
         size = max((size for size in moves.sizes(tenant.job) if size <= most), default=tenant.ask.gpus)
         if size > tenant.ask.gpus:
             _resize(moves, host, tenant, size, f"grows to {size} GPUs: those of {host.name} have been idle")

@@ -18,7 +18,8 @@ from cadenza.policies.moves import pinned_by_owner
 from cadenza.policies.ranking import Order, Queue
 from cadenza.policies.sharing.ahead import book_starting, startable_now
 from cadenza.policies.sharing.defrag import Rooms, empty_hosts
-from cadenza.policies.sharing.elastic import grow, shrink, spare_since, why_its_size_stays
+from cadenza.policies.sharing.elastic import grow, shrink, spare_since, undo_growth, why_its_size_stays
+from cadenza.policies.sharing.growth import Growths
 from cadenza.policies.sharing.hosts import HostBook, books
 from cadenza.policies.sharing.judging import Rule
 from cadenza.policies.sharing.lanes import lane_actions
@@ -49,6 +50,7 @@ def decide(
     its GPUs. In observe-only the decision is what would be done, as with time slices alone.
     """
     managed = _managed(snapshot, memory, settings)
+    lending, memory = _judged(managed, snapshot, memory, settings, gandiva)
     hosts = books(snapshot, settings, units(standing(memory.sharing.packs, managed)))
     moving = under_way(memory.moves)
     book_moves(hosts, snapshot, moving)
@@ -67,7 +69,6 @@ def decide(
         placed = startable_now(placed, snapshot, settings)
     rooms.make_for_queued(queue[len(waiting) :])
     spare = _rearrange(moves, rooms, alone=not queue)
-    lending = _lending(managed, snapshot, memory, settings, gandiva)
     sharing = _Round(snapshot, managed, packed, view, moves, placed, lending)
     if not queue and not moves.actions:
         relieve(moves, sharing.division(ranks, allocate))
@@ -80,12 +81,12 @@ def decide(
         *tuned,
         *starts,
     )
-    learned = _learned(memory, packed, spare, lending)
-    return Decision(actions, replace(memory, sharing=learned), sharing.reasons())
+    return Decision(actions, replace(memory, sharing=_learned(memory, packed, spare)), sharing.reasons())
 
 
 def _rearrange(moves: Moves, rooms: Rooms, *, alone: bool) -> tuple[tuple[str, float], ...]:
     """Move who runs; return since when each host has had spare GPUs. ``alone``: nobody waits for any."""
+    undo_growth(moves)
     migrate(moves)
     rooms.make_for_lanes()
     if alone:
@@ -163,19 +164,24 @@ def _moves(
     )
 
 
-def _lending(
+def _judged(
     managed: Mapping[JobKey, Job],
     snapshot: ClusterSnapshot,
     memory: Memory,
     settings: SharingSettings,
     gandiva: GandivaSettings,
-) -> Lending:
-    """Return how the jobs fare that lend CPUs; without a floor they are promised their proportional shares only."""
-    if not (settings.floor and gandiva.introspective):
-        return Lending()
-    types = {node.name: node.gpu_type for node in snapshot.nodes}
-    judge = Judge(snapshot.time_s, Rule.under(settings, gandiva).window_s, types)
-    return judge.look(managed, memory.sharing.loans)
+) -> tuple[Lending, Memory]:
+    """Return how loans of CPUs and growth have fared, and the memory with it.
+
+    Without a floor jobs are promised their proportional shares only, so nobody lends.
+    """
+    rule = Rule.under(settings, gandiva)
+    lending = Lending()
+    if settings.floor and gandiva.introspective:
+        types = {node.name: node.gpu_type for node in snapshot.nodes}
+        lending = Judge(snapshot.time_s, rule.window_s, types).look(managed, memory.sharing.loans)
+    growths = Growths(memory.sharing.growths, rule, snapshot.time_s, gandiva.pack_again_s).judged(managed)
+    return lending, replace(memory, sharing=replace(memory.sharing, loans=lending.loans, growths=growths))
 
 
 def _pinned(managed: Mapping[JobKey, Job], memory: Memory) -> set[JobKey]:
@@ -193,18 +199,9 @@ def _outdated(action: Action, moves: Moves) -> bool:
     return isinstance(action, Suspend) and any(action.job == move.job for move in moves.actions)
 
 
-def _learned(
-    memory: Memory, packed: Packing, spare: tuple[tuple[str, float], ...], lending: Lending
-) -> SharingMemory:
+def _learned(memory: Memory, packed: Packing, spare: tuple[tuple[str, float], ...]) -> SharingMemory:
     """Return what to remember; packs and moves are added once they have left."""
-    return replace(
-        memory.sharing,
-        packs=packed.before,
-        lost=packed.lost,
-        alone=packed.alone,
-        spare_s=spare,
-        loans=lending.loans,
-    )
+    return replace(memory.sharing, packs=packed.before, lost=packed.lost, alone=packed.alone, spare_s=spare)
 
 
 def _taken(host: HostBook, holders: frozenset[JobKey]) -> frozenset[int]:

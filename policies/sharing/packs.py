@@ -9,6 +9,7 @@ from typing import TypeAlias
 from cadenza.policies.actions import Action, Migrate, Pack, Resize, Unpack
 from cadenza.policies.decision import SharingMemory
 from cadenza.policies.model import ClusterSnapshot, Job, JobKey
+from cadenza.policies.sharing.growth import noted
 
 Group: TypeAlias = tuple[JobKey, ...]
 """Packed jobs; who joined last comes first."""
@@ -68,6 +69,7 @@ def remember_sharing(memory: SharingMemory, actions: Sequence[Action], snapshot:
         alone=tuple(row for row in memory.alone if row.job in jobs),
         loans=tuple(loan for loan in memory.loans if loan.job in jobs),
         moved_s=tuple(sorted((number, at_s) for number, at_s in moved.items() if number in ids)),
+        growths=noted(memory.growths, actions, snapshot),
         asked_gpus=tuple(sorted((n, gpus) for n, gpus in (resized | dict(memory.asked_gpus)).items() if n in ids)),
     )
 

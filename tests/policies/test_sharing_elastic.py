@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gandiva_rig import ALL, NOTHING, SHARING, after, decided, held, key, of, on, world
+from gandiva_rig import ALL, NOTHING, SHARING, after, decided, held, key, of, on, pace, world
 from hypothesis import given
 from hypothesis import strategies as st
 from snapshots import NOW, job
 
 from cadenza.policies.actions import Place, Resize, Yield
 from cadenza.policies.decision import Memory, Move, SharingMemory
-from cadenza.policies.model import Options, Share
+from cadenza.policies.model import JobKey, Options, Share
 from cadenza.policies.sharing.moves import sizes
 
 ELASTIC = replace(NOTHING, elastic=True)
@@ -85,6 +85,51 @@ def test_what_it_had_first_is_remembered():
     grown = world(on(1, "a", 0, 1, options=GROWS))
     assert after(grown, decided(grown, memory, NOTHING)).sharing.asked_gpus == ((1, 1),)
     assert key(1) in decided(grown, memory, NOTHING).reasons
+
+
+# --- Does it pay? ---------------------------------------------------------------------------------------
+
+
+def grew(iteration_s: float, batch: str = "global", grown_s: float = 0.1, window_s: float = 100.0):
+    """A job that grew from one GPU, where an iteration took ``iteration_s``, to four; and the memory of it."""
+    options = replace(GROWS, batch=batch)
+    before = world(on(1, "a", 0, options=options, pace=pace(iteration_s)))
+    memory = after(before, decided(before, idle(), ELASTIC))
+    assert memory.sharing.growths == ((1, 1, iteration_s, NOW, ""),)
+    job = on(1, "a", 0, 1, 2, 3, options=options, pace=pace(grown_s, window_s))
+    return world(replace(job, key=JobKey(1, 1))), replace(memory, sharing=replace(memory.sharing, moved_s=()))
+
+
+def test_a_job_that_gained_nothing_goes_back_and_stays_so_for_a_while():
+    snapshot, memory = grew(0.102)
+    decision = decided(snapshot, memory, ELASTIC)
+    assert resized(decision) == {1: [1]}
+    assert "with 4 GPUs it did 102% of the work that it did with 1" in decision.reasons[JobKey(1, 1)]
+    memory = after(snapshot, decision)
+    small = world(on(1, "a", 0, options=GROWS))
+    spare = replace(memory, sharing=replace(memory.sharing, spare_s=(("a", NOW - 100.0),), moved_s=()))
+    assert resized(decided(small, spare, ELASTIC)) == {}
+    later = replace(small, time_s=NOW + 2 * ELASTIC.pack_again_s)
+    assert resized(decided(later, spare, ELASTIC)) == {1: [4]}
+
+
+def test_a_job_that_gained_keeps_its_gpus():
+    snapshot, memory = grew(0.2)
+    decision = decided(snapshot, memory, ELASTIC)
+    assert resized(decision) == {}
+    assert decision.memory.sharing.growths == ()
+
+
+def test_with_a_batch_for_each_gpu_as_long_an_iteration_is_four_times_the_work():
+    assert resized(decided(*grew(0.1, "per-gpu"), ELASTIC)) == {}
+    assert resized(decided(*grew(0.1, "per-gpu", grown_s=0.4), ELASTIC)) == {1: [1]}
+
+
+def test_a_short_look_is_none():
+    snapshot, memory = grew(0.1, window_s=5.0)
+    decision = decided(snapshot, memory, ELASTIC)
+    assert resized(decision) == {}
+    assert len(decision.memory.sharing.growths) == 1
 
 
 # --- Who waits ------------------------------------------------------------------------------------------
