@@ -72,7 +72,8 @@ def train(model: nn.Module, options: argparse.Namespace, ranks: tuple[int, int])
     client.attach(model, optimizer)
     data = TensorDataset(torch.arange(SAMPLES), *dataset("mlp", options.seed))
     sampler = ResumableSampler(data, seed=options.seed)
-    loader = DataLoader(data, batch_size=client.batch(options.batch), sampler=sampler)
+    mine = client.batch(options.batch)
+    loader, step_s = DataLoader(data, batch_size=mine, sampler=sampler), options.iteration_s * mine / options.batch
     keeper = client.checkpoint(
         options.checkpoint_dir, model=model, optimizer=optimizer, sampler=sampler, own={"log": log}
     )
@@ -83,7 +84,7 @@ def train(model: nn.Module, options: argparse.Namespace, ranks: tuple[int, int])
             began = time.monotonic()
             log.losses.append(step(model, optimizer, inputs, classes))
             trained.add(epoch, indices)
-            time.sleep(max(0.0, began + options.iteration_s - time.monotonic()))
+            time.sleep(max(0.0, began + step_s - time.monotonic()))
             client.boundary(len(indices))
     keeper.close()
     return log
@@ -108,7 +109,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--epochs", type=int, default=10, help=f"of {SAMPLES} samples each")
     parser.add_argument("--batch", type=int, default=64, help="samples a step with one GPU")
-    parser.add_argument("--iteration-s", type=float, default=0.0, help="pace: least duration of a step")
+    parser.add_argument("--iteration-s", type=float, default=0.0, help="pace: least time of a step of --batch samples")
     parser.add_argument("--seed", type=int, default=0, help="of the model and its data")
     parser.add_argument("--checkpoint-dir", type=Path, required=True, help="where checkpoints go, for all nodes to see")
     parser.add_argument("--samples-dir", type=Path, help="write down here which samples were trained")

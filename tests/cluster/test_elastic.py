@@ -1,0 +1,184 @@
+"""A training job grows into idle GPUs and gives them back when another job arrives; every sample is trained once."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from test_held import HELD
+from test_moves import KEPT, lease
+
+from harness import PYTHON, RESULTS, TORCHRUN, Cluster, wait_for
+
+ELASTIC = "/opt/cadenza/examples/elastic.py"
+SAMPLES = 512
+EPOCHS = 40
+ITERATION_S = 0.4
+"""With one GPU; the fewer samples of each of several take as much less."""
+GANDIVA = """
+[policy]
+share = "gandiva"
+[gandiva]
+pack = false
+migrate = false
+defrag = false
+idle_s = 2.0
+move_every_s = 1.0
+"""
+NATIVE = HELD.replace('"held"', '"native"')
+
+
+@pytest.fixture
+def kept(cluster: Cluster) -> Iterator[str]:
+    """An empty directory for checkpoints and lists of samples of alice's jobs."""
+    cluster.exec("ctl", "rm", "-rf", KEPT)
+    cluster.exec("ctl", "mkdir", "-m", "777", KEPT)
+    yield KEPT
+    cluster.exec("ctl", "rm", "-rf", KEPT)
+
+
+def use(cluster: Cluster, settings: str) -> None:
+    """Restart the service under these settings and wait until it, and job_submit.lua, go by them."""
+    held = 'admission = "held"' in settings
+    cluster.configure(settings + GANDIVA)
+    cluster.service("ctl", "restart", "cadenzad")
+
+    def told() -> bool:
+        done = cluster.exec("ctl", "cat", "/run/cadenza/admission", check=False)
+        return done.stdout.startswith("held") == held
+
+    wait_for("job_submit.lua told", told, 90)
+
+
+def sleeper(cluster: Cluster, name: str, gpus: int, *options: str) -> int:
+    """Start a job that only takes its GPUs, and wait until it has them."""
+    job: int = cluster.sbatch(
+        f"--job-name={name}", f"--gres=gpu:{gpus}", "--mem=500", "--cadenza", *options, command="exec sleep 900"
+    )
+    cluster.wait_state(job, "RUNNING")
+    return job
+
+
+def elastic(cluster: Cluster, name: str, kept: str, *options: str) -> int:
+    """Start the training that this is all about, with one GPU."""
+    ranks = "--nproc-per-node=$SLURM_GPUS_ON_NODE"
+    job: int = cluster.sbatch(
+        f"--job-name={name}", "--gpus=1", "--mem=1500", "--cpus-per-task=1", *options,
+        command=f"{TORCHRUN} --standalone {ranks} {script(name, kept)} --iteration-s {ITERATION_S}",
+    )  # fmt: skip
+    return job
+
+
+def script(name: str, kept: str) -> str:
+    return (
+        f"{ELASTIC} --epochs {EPOCHS} --checkpoint-dir {kept}/{name} --samples-dir {kept}/{name}-samples "
+        f"--out {RESULTS}/{name}.json"
+    )
+
+
+def arriving(cluster: Cluster, name: str, gpus: int, *options: str) -> tuple[int, float]:
+    """Submit a job that needs most of a host; return it with the time of its submission."""
+    submitted = time.time()
+    job = cluster.sbatch(
+        f"--job-name={name}", f"--gres=gpu:{gpus}", "--mem=1500", "--cadenza", *options,
+        command=f"date +%s.%N > {RESULTS}/{name}.began; sleep 15",
+    )  # fmt: skip
+    return job, submitted
+
+
+def wait_size(cluster: Cluster, job: int, gpus: int, timeout: float = 200) -> None:
+    """Wait until a job trains with this many GPUs and can be stopped again."""
+
+    def runs() -> bool:
+        found = cluster.job(job)
+        assert found.get("JobState") in {"RUNNING", "PENDING", "COMPLETING"}, f"{found}\n{cluster.log(job)[:2000]}"
+        return f"gres/gpu={gpus}," in found.get("AllocTRES", "") + "," and bool(lease(cluster, job).get("checkpoints"))
+
+    try:
+        wait_for(f"job {job} with {gpus} GPUs", runs, timeout)
+    except AssertionError as error:
+        raise AssertionError(f"{error}; {cluster.why(job)['summary']}\n{cluster.log(job)[:2000]}") from None
+
+
+def began(cluster: Cluster, name: str) -> float:
+    """Return when the first command of a job ran, seconds since the epoch; SPANK lets it go with its lease."""
+
+    def said() -> str:
+        return cluster.exec("ctl", "cat", f"{RESULTS}/{name}.began", check=False).stdout.strip()
+
+    return float(wait_for(f"{name} to begin", said, 120))
+
+
+def configured(cluster: Cluster, *names: str) -> str:
+    """Return settings of Slurm's that a requeue takes its time by."""
+    text = cluster.ctl("scontrol", "show", "config")
+    found = {name: re.search(rf"{name}\s*=\s*([^,\s]+)", text) for name in names}
+    return ", ".join(f"{name}={match[1] if match else 'default'}" for name, match in found.items())
+
+
+def trained(cluster: Cluster, name: str, kept: str) -> Counter[tuple[int, int]]:
+    """Return how often each sample of each epoch was trained, over all ranks and starts."""
+    text = cluster.exec("ctl", "sh", "-c", f"cat {kept}/{name}-samples/*").stdout
+    rows = ([int(word) for word in line.split()] for line in text.splitlines())
+    return Counter((epoch, sample) for epoch, *samples in rows for sample in samples)
+
+
+def check_training(cluster: Cluster, name: str, kept: str) -> dict[str, Any]:
+    """Check that a job trained each sample of each epoch once, and as well as a run that nobody resized."""
+    found = cluster.result(name)
+    counts = trained(cluster, name, kept)
+    assert set(counts) == {(epoch, sample) for epoch in range(EPOCHS) for sample in range(SAMPLES)}, "samples lost"
+    assert set(counts.values()) == {1}, "samples repeated"
+    alone = cluster.sbatch(
+        "--job-name=elastic-alone", "--partition=plain", "--gres=gpu:1", "--mem=1500",
+        command=f"{PYTHON} {script('elastic-alone', kept)}",
+    )  # fmt: skip
+    cluster.wait_done(alone)
+    assert found["losses"] == pytest.approx(cluster.result("elastic-alone")["losses"], rel=0.02, abs=0.01)
+    return found
+
+
+def test_a_job_grows_when_gpus_are_idle_and_shrinks_when_a_job_arrives(
+    cluster: Cluster, kept: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(cluster, NATIVE)
+    name = "elastic"
+    cluster.exec("ctl", "rm", "-f", f"{RESULTS}/{name}-guest.began")
+    full = cluster.job(sleeper(cluster, "elastic-full", 4))["NodeList"]
+    # The service knows that this host is full; Slurm would start the guest on its further lane all the same.
+    away = f"--exclude={full},{full}-l1"
+    filler = sleeper(cluster, "elastic-filler", 2)
+    job = elastic(cluster, name, kept, "--cadenza=min_gpus=1,max_gpus=4,batch=global")
+    wait_size(cluster, job, 2)
+    cluster.ctl("scancel", str(filler))
+    wait_size(cluster, job, 4)
+    guest, submitted = arriving(cluster, f"{name}-guest", 3, away)
+    waited = began(cluster, f"{name}-guest") - submitted
+    wait_size(cluster, job, 1)
+    cluster.wait_done(guest, job)
+    found = check_training(cluster, name, kept)
+    assert [ranks for _, ranks in found["sizes"]][:4] == [1, 2, 4, 1]
+    assert found["batch"] == "global"
+    with capsys.disabled():
+        print(
+            f"\na job that arrived while another one had all GPUs of the host began "
+            f"{waited:.2f} s after its submission (iteration {ITERATION_S} s, "
+            f"{configured(cluster, 'KillWait', 'requeue_delay')}); steps and ranks of the other: {found['sizes']}"
+        )
+    assert waited < 60
+
+
+def test_the_script_learns_what_was_chosen_for_the_batch(cluster: Cluster) -> None:
+    def told(*options: str) -> str:
+        job = cluster.sbatch("--gres=gpu:1", "--mem=500", *options, command="echo batch=$CADENZA_BATCH.")
+        cluster.wait_done(job)
+        return cluster.log(job)
+
+    assert "batch=global." in told("--cadenza")
+    assert "batch=per-gpu." in told("--cadenza=max_gpus=2,batch=per-gpu")
+    assert "batch=per-gpu." in told('--comment={"cadenza":{"batch":"per-gpu"}}')
+    assert "batch=." in told()
