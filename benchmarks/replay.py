@@ -26,6 +26,7 @@ from replay_week import Sample, Scale, cpu_profiles, read_rows, sample
 
 from cadenza.policies.inputs.profiles import write_profiles
 from cadenza.policies.inputs.published import synergy_profiles
+from cadenza.policies.profile import Profile
 
 TRACE = "philly-2017-09-10.csv"
 SETTINGS = Path(__file__).with_name("replay_cadenza.toml")
@@ -159,15 +160,20 @@ def details(name: str, side: Side) -> str:
     )
 
 
-def run(options: argparse.Namespace) -> dict[str, Side] | None:
-    """State the sample, play the sides, print and write what came out."""
+def drawn(options: argparse.Namespace) -> tuple[Sample, Scale, dict[str, Profile]]:
+    """Return the jobs of these options, their scale, and the profiles that they obey."""
     scale = Scale(
         options.nodes, options.gpus_per_node, options.minutes, options.load, options.median, options.longest
     )  # fmt: skip
     profiles = cpu_profiles(synergy_profiles(), scale.iteration_s)
     with needed(TRACE).open(newline="") as file:
         rows = read_rows(file, options.week, options.hours)
-    taken = sample(rows, options.hours, scale, profiles, options.split, options.seed)
+    return sample(rows, options.hours, scale, profiles, options.split, options.seed), scale, profiles
+
+
+def run(options: argparse.Namespace) -> dict[str, Side] | None:
+    """State the sample, play the sides, print and write what came out."""
+    taken, scale, profiles = drawn(options)
     print(f"{TRACE}, week {options.week}, seed {options.seed}: {taken.stated()}", flush=True)
     if options.dry_run:
         return None
