@@ -86,6 +86,8 @@ class Judge:
 
     def _lent(self, loan: Loan, job: Job, iteration_s: float) -> Loan:
         promised_s = loan.own_s or self._promised_s(job)
+        if not promised_s:
+            return loan
         slow = iteration_s > promised_s * (1 + LOSS)
         return loan._replace(lent_s=iteration_s, own_s=promised_s, phase="checks" if slow else "lends")
 
@@ -94,14 +96,14 @@ class Judge:
         return loan._replace(own_s=iteration_s, judged_s=self.now_s, phase="keeps" if costs else "lends")
 
     def _promised_s(self, job: Job) -> float:
-        """Return an iteration's time with what the job asked for, as its profile says."""
+        """Return an iteration's time with what the job asked for, as its profile says; 0 without one."""
         if job.profile is None:
-            return float("inf")
+            return 0.0
         here = job.placement[0]
         gpu = self.types.get(here.node, "")
         asked = here._replace(cpus=max(job.cpus, 1), memory_mb=max(job.memory_mb, 1))
         speed = share_speed(job.profile, asked, gpu)
-        return job.profile.on(gpu).iteration_s / speed if speed > 0 else float("inf")
+        return job.profile.on(gpu).iteration_s / speed if speed > 0 else 0.0
 
 
 def _pace(job: Job) -> Pace | None:

@@ -12,6 +12,7 @@ from cadenza.policies.actions import Tune
 from cadenza.policies.allocation.cadenza import cadenza
 from cadenza.policies.decision import Memory
 from cadenza.policies.model import Pace, Share
+from cadenza.policies.profile import Profile
 from cadenza.policies.sharing.lending import KEEPS_S, LOSS
 from cadenza.policies.sharing.settings import GandivaSettings
 
@@ -31,6 +32,7 @@ class Host:
     """One host with a lender and a borrower that obey ``lent_s`` and ``own_s``, round after round."""
 
     def __init__(self, lent_s: float, own_s: float, gandiva: GandivaSettings = JUDGED) -> None:
+        self.profile: Profile | None = LEAN
         self.times = {True: lent_s, False: own_s}
         self.gandiva = gandiva
         self.now = 0.0
@@ -52,7 +54,7 @@ class Host:
     def _round(self, seconds: float) -> None:
         self.now += seconds
         self._trains(seconds)
-        jobs = [self._job(LENDER, LEAN), self._job(BORROWER, HUNGRY)]
+        jobs = [self._job(LENDER, self.profile), self._job(BORROWER, HUNGRY)]
         snapshot = world(*jobs)
         snapshot = replace(snapshot, time_s=snapshot.time_s + self.now)
         decision = decided(snapshot, self.memory, self.gandiva, FLOOR, allocate=cadenza)
@@ -105,6 +107,15 @@ def test_without_introspection_nothing_is_judged():
     host = Host(lent_s=0.2, own_s=0.1, gandiva=replace(JUDGED, introspective=False)).rounds(60)
     assert host.lends
     assert host.memory.sharing.loans == ()
+
+
+def test_without_a_profile_any_more_nothing_was_promised():
+    host = Host(lent_s=0.2, own_s=0.1).rounds(3)
+    assert host.lends
+    host.profile = None
+    host.rounds(1)
+    assert not host.lends, "nobody knows that it can"
+    assert {loan.own_s for loan in host.rounds(60).memory.sharing.loans} == {0.0}
 
 
 @given(lent=st.floats(0.05, 0.5), own=st.floats(0.05, 0.5))
