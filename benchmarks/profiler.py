@@ -88,6 +88,7 @@ def job(name: str, words: tuple[str, ...], folder: Path, grid: tuple[float, ...]
         "of_the_grid": profile.spent_s / (row_s * len(PARTS)),
         "load": [load, os.getloadavg()[0]],
         "others": max(point.others for point in (*profile.points, *check.points)),
+        "stolen": max(point.stolen for point in (*profile.points, *check.points)),
         "unsettled": sum(not point.settled for point in (*profile.points, *check.points)),
     }
 
@@ -105,7 +106,8 @@ def show(found: dict[str, dict[str, Any]]) -> None:
         print(f"  largest error {row['worst_error']:.1%}, limit {ERROR_LIMIT:.0%}: {verdict}")
         show_time(row)
         print(f"  load {row['load'][0]:.1f} before, {row['load'][1]:.1f} after (our own run included);", end=" ")
-        print(f"others used up to {row['others']:.1f} CPUs; {row['unsettled']} points with a wide interval")
+        print(f"others used up to {row['others']:.1f} CPUs, the hypervisor {row['stolen']:.0%} of the time;", end=" ")
+        print(f"{row['unsettled']} points with a wide interval")
 
 
 def show_time(row: dict[str, Any]) -> None:

@@ -23,6 +23,8 @@ class Window(NamedTuple):
     steps: int
     others: float = 0.0
     """CPUs that other processes of the machine used meanwhile."""
+    stolen: float = 0.0
+    """Part of the CPU time that the machine asked for and its hypervisor gave to others, 0 to 1."""
 
 
 class Estimate(NamedTuple):
@@ -65,7 +67,7 @@ def pairs(windows: Sequence[Window]) -> list[Window]:
     """Join neighbours; an odd one out at the beginning is dropped.
 
     >>> pairs([Window(9, 9), Window(1, 2), Window(3, 4)])
-    [Window(seconds=4, steps=6, others=0.0)]
+    [Window(seconds=4, steps=6, others=0.0, stolen=0.0)]
     """
     even = windows[len(windows) % 2 :]
     return [Window(a.seconds + b.seconds, a.steps + b.steps) for a, b in zip(even[::2], even[1::2], strict=True)]

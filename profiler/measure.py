@@ -23,6 +23,8 @@ PREFETCH = 2
 """Batches that each loader worker reads ahead: the default of torch's DataLoader."""
 SPARE = 0.1
 """CPUs that others may use without disturbing a measurement, besides those that the point leaves over."""
+STOLEN = 0.05
+"""Part of the CPU time asked for that a hypervisor may give to others without disturbing a measurement."""
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -56,6 +58,8 @@ class Point(msgspec.Struct, frozen=True):
     settled: bool = True
     others: float = 0.0
     """CPUs that other processes used on average."""
+    stolen: float = 0.0
+    """Part of the CPU time asked for that a hypervisor gave to others, on average."""
     memory_gb: float = 0.0
     ranks: int = 1
     gpu_peak_gb: float | None = None
@@ -100,7 +104,7 @@ class Probe:
         windows = self._windows(cpus, began, watch)
         last, used = self.board.records(), self.run.cpu_s() - cpu_s
         steps = max(1, self._least(last) - self._least(first))
-        calm = [window for window in windows if not self._disturbed(window, cpus)]
+        calm = [window for window in windows if not disturbed(window, cpus, alone=self.alone)]
         clean = settled(calm, self.rule.within)
         found = estimate(calm if clean or len(calm) >= LEAST_WINDOWS else windows)
         return Point(
@@ -114,6 +118,7 @@ class Probe:
             waited=_waited(first, last),
             settled=clean,
             others=sum(window.others for window in windows) / len(windows),
+            stolen=sum(window.stolen for window in windows) / len(windows),
             memory_gb=self.run.memory_gb(),
             ranks=len(last),
             gpu_peak_gb=_gpu_gb(record.memory_peak for record in _on_gpu(last)),
@@ -144,7 +149,7 @@ class Probe:
                 break
             windows.append(self._window(max(self.rule.window_steps, self._ahead(cpus))))
             watch.look()
-            if not self._disturbed(windows[-1], cpus):
+            if not disturbed(windows[-1], cpus, alone=self.alone):
                 calm.append(windows[-1])
         return windows
 
@@ -154,19 +159,21 @@ class Probe:
         Workers that started together deliver together: ``steps`` should cover as many batches as they read ahead.
         """
         began = self.clock.monotonic()
-        before, ours, busy = self.board.records(), self.run.cpu_s(), _busy_s()
+        before, ours, spent = self.board.records(), self.run.cpu_s(), _spent()
         limit = began + self.rule.start_s
         while True:
             self._wait(limit, f"no {steps} steps within {self.rule.start_s:g} s")
             now = self.clock.monotonic()
             after = self.board.records()
             if after.keys() != before.keys():  # a rank was writing just then, or has come or gone: begin anew
-                began, before, ours, busy = now, after, self.run.cpu_s(), _busy_s()
+                began, before, ours, spent = now, after, self.run.cpu_s(), _spent()
                 continue
             if now - began >= self.rule.window_s and self._least(after) - self._least(before) >= steps:
                 break
-        others = (_busy_s() - busy - (self.run.cpu_s() - ours)) / (now - began)
-        return slowest(before, after)._replace(others=max(0.0, others))
+        busy_s, stolen_s = (later - earlier for later, earlier in zip(_spent(), spent, strict=True))
+        others = (busy_s - (self.run.cpu_s() - ours)) / (now - began)
+        stolen = stolen_s / (busy_s + stolen_s) if stolen_s > 0 else 0.0
+        return slowest(before, after)._replace(others=max(0.0, others), stolen=stolen)
 
     def _wait(self, limit: float, what: str) -> None:
         """Serve the socket for a moment; raise when the command has ended or the time is over."""
@@ -179,14 +186,19 @@ class Probe:
         if self.clock.monotonic() > limit:
             raise self.run.failure(what)
 
-    def _disturbed(self, window: Window, cpus: float) -> bool:
-        """Whether other processes used more than what the point leaves over of the machine."""
-        return self.alone and window.others > (psutil.cpu_count() or 1) - cpus + SPARE
-
     @staticmethod
     def _least(records: Mapping[int, PageRecord]) -> int:
         """Return the training steps of the rank that has made fewest."""
         return min((record.iterations for record in records.values()), default=0)
+
+
+def disturbed(window: Window, cpus: float, *, alone: bool) -> bool:
+    """Whether others took what a point of so many CPUs needs: other processes, or a hypervisor's other machines.
+
+    ``alone``: no other command is meant to run beside it.
+    """
+    crowded = alone and window.others > (psutil.cpu_count() or 1) - cpus + SPARE
+    return crowded or window.stolen > STOLEN
 
 
 def slowest(before: Mapping[int, PageRecord], after: Mapping[int, PageRecord]) -> Window:
@@ -220,7 +232,8 @@ def _gpu_gb(values: Iterable[int]) -> float | None:
     return None if most is None else most / 2**30
 
 
-def _busy_s() -> float:
-    """Return the CPU time that the machine has spent on anything."""
+def _spent() -> tuple[float, float]:
+    """Return the CPU time that the machine has spent on anything, and what a hypervisor gave to others, seconds."""
     times = psutil.cpu_times()
-    return float(times.user + times.nice + times.system + times.irq + times.softirq)
+    busy_s = times.user + times.nice + times.system + times.irq + times.softirq
+    return float(busy_s), float(getattr(times, "steal", 0.0))

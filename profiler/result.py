@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from cadenza.policies.profile import Profile, Reference
 from cadenza.profiler.law import Law, fit, predict, worst_error
+from cadenza.profiler.measure import STOLEN
 from cadenza.profiler.memory import PARTS, Data
 from cadenza.profiler.state import State
 
@@ -132,6 +133,8 @@ def _notes(state: State, subject: Subject, times: dict[float, float], law: Law) 
         notes.append(f"{at} the time was over before the interval was narrow: other processes, or an uneven job")
     if (most := max(point.others for point in state.points)) > 1 / 2:
         notes.append(f"other processes used up to {most:.1f} CPUs meanwhile")
+    if (most := max(point.stolen for point in state.points)) > STOLEN:
+        notes.append(f"this virtual machine's host gave up to {most:.0%} of its CPU time to others")
     if not min(times) <= subject.share <= max(times):
         share = f"the proportional share, {subject.share:g} CPUs for each GPU,"
         notes.append(f"{share} was not within what was measured: the law says what it gives")

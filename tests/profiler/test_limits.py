@@ -18,7 +18,7 @@ from cadenza.profiler.errors import CommandFailedError, EnvironmentLacks
 from cadenza.profiler.estimate import Window
 from cadenza.profiler.leash import marked
 from cadenza.profiler.limits import CGROUPS, Limit, Quota, open_quota, own_cpus, parents, pin
-from cadenza.profiler.measure import Rule, slowest
+from cadenza.profiler.measure import Rule, disturbed, slowest
 from cadenza.profiler.offline import Offline, Request, every
 from cadenza.profiler.pairs import COLUMNS, Side, measure
 from cadenza.sidecar.agent.pages import PageRecord
@@ -126,6 +126,17 @@ def test_the_slowest_rank_counts():
     before = {1: record(0, 0.0), 2: record(5, 1.0)}
     after = {1: record(10, 1.0), 2: record(15, 3.0), 3: record(9, 9.0)}
     assert slowest(before, after) == Window(2.0, 10)
+
+
+def test_what_disturbs_a_point():
+    cpus = psutil.cpu_count()
+    busy, stolen = Window(1.0, 10, others=1.0), Window(1.0, 10, stolen=0.2)
+    assert disturbed(busy, cpus, alone=True)
+    assert not disturbed(busy, cpus - 1, alone=True), "that one CPU is left over"
+    assert not disturbed(busy, cpus, alone=False), "another command is meant to be there"
+    assert disturbed(stolen, cpus, alone=True)
+    assert disturbed(stolen, cpus, alone=False)
+    assert not disturbed(Window(1.0, 10, stolen=0.01), cpus, alone=True)
 
 
 @contextmanager

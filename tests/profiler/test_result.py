@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from cadenza.policies.errors import InputError
 from cadenza.policies.inputs.profiles import check, read_profiles, write_profiles
@@ -46,6 +47,13 @@ def test_the_words_and_lines_of_a_job_that_gains():
     one = found(Law(0.278, 2.5))
     assert words(one) == "with 9 CPUs per GPU: 3.0x faster than the proportional share (3); more buys nothing"
     assert sbatch(one)[1:] == ["#SBATCH --cpus-per-task=9", "#SBATCH --mem=3G", "#SBATCH --cadenza=model=res18"]
+
+
+def test_time_that_a_hypervisor_took_is_told():
+    state = measured(Law(0.278, 2.5))
+    state.points[0] = structs.replace(state.points[0], stolen=0.2)
+    one = conclude(state, GRID, Subject("res18", 1, NODE, "V100", "image", None))
+    assert "this virtual machine's host gave up to 20% of its CPU time to others" in one.notes
 
 
 def test_a_job_that_needs_less_than_its_share_gives_the_rest_away():
