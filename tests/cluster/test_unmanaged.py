@@ -106,9 +106,9 @@ def waits(cluster: Cluster, managed: bool) -> list[float]:
     """Run one mix and return how long each unmanaged job waited for Slurm to start it, in seconds."""
     unmanaged, others, run = [], [], "with" if managed else "without"
     for number in range(3):
-        others.append(train(cluster, f"{run}-m{number}", 4, 280, managed=managed))
-        others.append(train(cluster, f"{run}-n{number}", 4, 280, managed=managed))
-        unmanaged.append(train(cluster, f"{run}-u{number}", 4, 140, managed=False))
+        others.append(train(cluster, f"{run}-m{number}", 4, 400, managed=managed))
+        others.append(train(cluster, f"{run}-n{number}", 4, 400, managed=managed))
+        unmanaged.append(train(cluster, f"{run}-u{number}", 4, 200, managed=False))
     cluster.wait_done(*others, *unmanaged, timeout=300)
     rows = [cluster.job(job) for job in unmanaged]
     return [(moment(row["StartTime"]) - moment(row["SubmitTime"])).total_seconds() for row in rows]
