@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from cadenza.policies.decision import Growth
 from cadenza.policies.model import Job
 from cadenza.policies.sharing.hosts import Ask, HostBook, Seat, Tenant
 from cadenza.policies.sharing.moves import Moves
@@ -171,19 +172,28 @@ def grow(moves: Moves, spare: Iterable[tuple[str, float]]) -> None:
 
 def undo_growth(moves: Moves) -> None:
     """Give jobs that gained nothing by growing their former size back; what they gained is in the memory."""
-    for row in moves.memory.growths if moves.gandiva.introspective and moves.gandiva.elastic else ():
-        found = [(host, t) for host in moves.hosts.values() for t in host.tenants.values() if t.job.key.id == row.id]
-        for host, tenant in found if row.vain else ():
-            if tenant.ask.gpus > row.gpus and row.gpus in moves.sizes(tenant.job) and _resizable(moves, tenant):
-                _resize(moves, host, tenant, row.gpus, f"goes back to {row.gpus} GPUs: {row.vain}")
+    vain = _grown_in_vain(moves)
+    if not (vain and moves.gandiva.introspective and moves.gandiva.elastic):
+        return
+    grown = [(host, t) for host in moves.hosts.values() for t in host.tenants.values() if t.job.key.id in vain]
+    for host, tenant in grown:
+        row = vain[tenant.job.key.id]
+        if tenant.ask.gpus > row.gpus and row.gpus in moves.sizes(tenant.job) and _resizable(moves, tenant):
+            _resize(moves, host, tenant, row.gpus, f"goes back to {row.gpus} GPUs: {row.vain}")
+
+
+def _grown_in_vain(moves: Moves) -> dict[int, Growth]:
+    return {row.id: row for row in moves.memory.growths if row.vain}
 
 
 def _grow_on(moves: Moves, host: HostBook) -> None:
-    vain = {row.id: row.gpus for row in moves.memory.growths if row.vain}
+    vain = _grown_in_vain(moves)
     tenants = [t for t in host.tenants.values() if _resizable(moves, t) and moves.may(t.job)]
     for tenant in sorted(tenants, key=lambda tenant: (-_rate(tenant.job), tenant.job.key)):
         spare = host.idle()
-        most = min(tenant.ask.gpus + spare, vain.get(tenant.job.key.id, tenant.ask.gpus + spare))
+        most = tenant.ask.gpus + spare
+        if tenant.job.key.id in vain:
+            most = min(most, vain[tenant.job.key.id].gpus)
         size = max((size for size in moves.sizes(tenant.job) if size <= most), default=tenant.ask.gpus)
         if size > tenant.ask.gpus:
             _resize(moves, host, tenant, size, f"grows to {size} GPUs: those of {host.name} have been idle")

@@ -18,9 +18,9 @@ from cadenza.policies.sharing.judging import Rule
 
 def begun(actions: Sequence[Action], jobs: Mapping[JobKey, Job], now_s: float) -> Iterator[Growth]:
     """Return what is to be judged of actions that have left: growth of jobs whose pace was known."""
-    for action in actions:
-        job = jobs.get(action.job) if isinstance(action, Resize) else None
-        if job is None or not isinstance(action, Resize) or sum(share.gpus for share in action.shares) <= job.gpus:
+    for action in (action for action in actions if isinstance(action, Resize)):
+        job = jobs.get(action.job)
+        if job is None or sum(share.gpus for share in action.shares) <= job.gpus:
             continue
         pace = job.lease.pace if job.lease is not None else None
         if pace is not None and pace.iterations and not pace.beside:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import Cluster, down, up, wait_for
+from harness import KEPT, Cluster, down, up, wait_for
 
 HERE = Path(__file__).parent
 DAEMONS = (("ctl", "cadenzad"), ("node1", "cadenza-agent"), ("node2", "cadenza-agent"))
@@ -49,6 +49,15 @@ def cluster(running_cluster: Cluster) -> Cluster:
     running_cluster.configure(SETTINGS)
     wait_ready(running_cluster)
     return running_cluster
+
+
+@pytest.fixture
+def kept(cluster: Cluster) -> Iterator[str]:
+    """An empty directory for what alice's jobs keep: checkpoints, lists of samples."""
+    cluster.exec("ctl", "rm", "-rf", KEPT)
+    cluster.exec("ctl", "mkdir", "-m", "777", KEPT)
+    yield KEPT
+    cluster.exec("ctl", "rm", "-rf", KEPT)
 
 
 def wait_ready(cluster: Cluster) -> None:

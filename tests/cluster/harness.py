@@ -20,6 +20,7 @@ PYTHON = "/opt/cadenza/bin/python"
 TORCHRUN = "/opt/cadenza/bin/torchrun"
 CADENZA = "/opt/cadenza/bin/cadenza"
 RESULTS = "/home/shared/results"
+KEPT = "/home/shared/checkpoints"
 
 
 def wait_for(what: str, probe: Callable[[], Any], timeout: float = 60, interval: float = 0.25) -> Any:
@@ -144,6 +145,18 @@ class Cluster:
         """Lay a configuration over the cluster's own and have the service read it."""
         self.exec("ctl", "sh", "-c", 'printf "%s" "$1" > /etc/cadenza/conf.d/zz-test.toml', "sh", toml)
         self.exec("ctl", "supervisorctl", "signal", "HUP", "cadenzad")
+
+    def restart(self, toml: str) -> None:
+        """Restart the service under a configuration, and wait until job_submit.lua goes by its admission."""
+        self.configure(toml)
+        self.service("ctl", "restart", "cadenzad")
+        held = 'admission = "held"' in toml
+
+        def told() -> bool:
+            done = self.exec("ctl", "cat", "/run/cadenza/admission", check=False)
+            return done.returncode == 0 and done.stdout.startswith("held") == held
+
+        wait_for("job_submit.lua told how jobs are admitted", told, 90)
 
     def reset(self) -> None:
         """Cancel every job and wait until the queue is empty and the nodes are idle."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from test_held import HELD
-from test_moves import KEPT, lease
+from test_moves import lease
 
 from harness import PYTHON, RESULTS, TORCHRUN, Cluster, wait_for
 
@@ -30,28 +29,6 @@ idle_s = 2.0
 move_every_s = 1.0
 """
 NATIVE = HELD.replace('"held"', '"native"')
-
-
-@pytest.fixture
-def kept(cluster: Cluster) -> Iterator[str]:
-    """An empty directory for checkpoints and lists of samples of alice's jobs."""
-    cluster.exec("ctl", "rm", "-rf", KEPT)
-    cluster.exec("ctl", "mkdir", "-m", "777", KEPT)
-    yield KEPT
-    cluster.exec("ctl", "rm", "-rf", KEPT)
-
-
-def use(cluster: Cluster, settings: str) -> None:
-    """Restart the service under these settings and wait until it, and job_submit.lua, go by them."""
-    held = 'admission = "held"' in settings
-    cluster.configure(settings + GANDIVA)
-    cluster.service("ctl", "restart", "cadenzad")
-
-    def told() -> bool:
-        done = cluster.exec("ctl", "cat", "/run/cadenza/admission", check=False)
-        return done.stdout.startswith("held") == held
-
-    wait_for("job_submit.lua told", told, 90)
 
 
 def sleeper(cluster: Cluster, name: str, gpus: int, *options: str) -> int:
@@ -145,7 +122,7 @@ def check_training(cluster: Cluster, name: str, kept: str) -> dict[str, Any]:
 def test_a_job_grows_when_gpus_are_idle_and_shrinks_when_a_job_arrives(
     cluster: Cluster, kept: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    use(cluster, NATIVE)
+    cluster.restart(NATIVE + GANDIVA)
     name = "elastic"
     cluster.exec("ctl", "rm", "-f", f"{RESULTS}/{name}-guest.began")
     full = cluster.job(sleeper(cluster, "elastic-full", 4))["NodeList"]

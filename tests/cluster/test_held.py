@@ -20,17 +20,8 @@ share_between_users = true
 """
 
 
-def held_mode(cluster: Cluster) -> None:
-    cluster.configure(HELD)
-    cluster.service("ctl", "restart", "cadenzad")
-    wait_for(
-        "job_submit.lua told to hold",
-        lambda: cluster.exec("ctl", "cat", "/run/cadenza/admission", check=False).stdout.startswith("held"), 60,
-    )  # fmt: skip
-
-
 def test_jobs_are_placed_by_affinity(cluster: Cluster) -> None:
-    held_mode(cluster)
+    cluster.restart(HELD)
     options = ("--gres=gpu:{}", "--cadenza")
     small = cluster.train("held-small", "--iterations 600 --iteration-s 0.02", options=("--gres=gpu:1", options[1]))
     cluster.wait_state(small, "RUNNING")
@@ -45,7 +36,7 @@ def test_jobs_are_placed_by_affinity(cluster: Cluster) -> None:
 
 
 def test_nobody_stays_held_when_the_service_dies(cluster: Cluster) -> None:
-    held_mode(cluster)
+    cluster.restart(HELD)
     filler = [
         cluster.train(f"held-filler-{n}", "--iterations 400 --iteration-s 0.02", options=("--gres=gpu:4", "--cadenza"))
         for n in range(4)

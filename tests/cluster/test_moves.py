@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,17 +9,7 @@ from test_faults import kill
 
 from harness import Cluster, wait_for
 
-KEPT = "/home/shared/checkpoints"
 ITERATIONS = 400
-
-
-@pytest.fixture
-def kept(cluster: Cluster) -> Iterator[str]:
-    """An empty directory for the checkpoints of alice's jobs."""
-    cluster.exec("ctl", "rm", "-rf", KEPT)
-    cluster.exec("ctl", "mkdir", "-m", "777", KEPT)
-    yield KEPT
-    cluster.exec("ctl", "rm", "-rf", KEPT)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_held import HELD, held_mode
+from test_held import HELD
 
 from harness import PYTHON, Cluster, wait_for
 
@@ -233,7 +233,7 @@ def test_pending_jobs_ask_for_what_their_profile_says_and_bad_profiles_are_named
 
 def test_held_jobs_ask_for_what_their_profile_says(cluster: Cluster) -> None:
     put_profiles(cluster, steep=STEEP)
-    held_mode(cluster)
+    cluster.restart(HELD)
     cluster.configure(HELD + POLICY.format("true"))
     sleepers = [
         cluster.sbatch("--mem=1500", "--cpus-per-task=4", "--gres=gpu:4", "--cadenza", command="sleep 600")

@@ -143,16 +143,22 @@ class Tuner:
         """Hold the managed jobs of which nothing was ordered to their own CPUs, as long as others are tuned."""
         tuned = any(part.ordered for part in self._jobs.values())
         for entry in self.host.book:
-            part, floor = self._jobs.get(entry.key), self._floor(entry.key)
+            part = self._jobs.get(entry.key)
             if part is not None and part.ordered:
                 continue
-            limits = part.limits if part is not None else self._limits(entry)
-            if tuned and entry.managed and floor and limits is not None and not limits.own:
-                self._jobs[entry.key] = part or Part(Wish(floor, 0), limits, ordered=False)
-                self._jobs[entry.key].wish = Wish(floor, 0)
+            held = self._held(entry, part) if tuned and entry.managed else None
+            if held is not None:
+                self._jobs[entry.key] = held
             elif part is not None:
                 self._give_back(entry.key)
                 self._drop(entry.key)
+
+    def _held(self, entry: Entry, part: Part | None) -> Part | None:
+        """Return what holds a job to its own; None where Slurm binds it, or its own is not known."""
+        limits, floor = part.limits if part is not None else self._limits(entry), self._floor(entry.key)
+        if limits is None or limits.own or not floor:
+            return None
+        return Part(Wish(floor, 0), limits, part.grant if part is not None else None, ordered=False)
 
     def _why_none(self) -> str:
         """Return why no job is to be tuned any more; a service that was killed, or told to let go, cannot say so."""
