@@ -74,9 +74,12 @@ def pairs(windows: Sequence[Window]) -> list[Window]:
 
 
 def start_up(windows: Sequence[Window]) -> int:
-    """Return how many windows to cut off at the beginning, at most half: the cut of least standard error."""
+    """Return how many windows to cut off at the beginning: the cut of least standard error.
+
+    At most half of them are cut, and two stay: one alone has no interval.
+    """
     means = np.array([window.seconds / window.steps for window in windows])
-    cuts = range(len(means) // 2 + 1)
+    cuts = range(max(1, min(len(means) // 2, len(means) - 2) + 1))
     return min(cuts, key=lambda cut: float(means[cut:].var()) / (len(means) - cut))
 
 

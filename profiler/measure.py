@@ -62,6 +62,8 @@ class Point(msgspec.Struct, frozen=True):
     """Part of the CPU time asked for that a hypervisor gave to others, on average."""
     memory_gb: float = 0.0
     ranks: int = 1
+    turn: int = 0
+    """Which visit of the points this is, where they are measured in turns."""
     gpu_peak_gb: float | None = None
     gpu_low_gb: float | None = None
     gpu_utilization: float | None = None

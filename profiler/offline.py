@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from cadenza.profiler import state as files
 from cadenza.profiler.board import Board
@@ -17,11 +18,10 @@ from cadenza.profiler.gpus import visible
 from cadenza.profiler.leash import Leash
 from cadenza.profiler.limits import Limit, open_quota, own_cpus
 from cadenza.profiler.measure import Ended, Point, Probe, Rule
-from cadenza.profiler.search import next_point
+from cadenza.profiler.search import Search, next_point
 from cadenza.profiler.state import State
+from cadenza.profiler.turns import Visit, next_visit
 
-Search: TypeAlias = Callable[[Sequence[float], Mapping[float, float]], float | None]
-"""Returns the next point of a grid, given what is measured; None: enough."""
 MB_PER_GB = 1024
 
 
@@ -42,13 +42,10 @@ class Request:
     resume: bool = False
     cache_gb: tuple[float, ...] = ()
     """Caches with which to measure, to check the computed memory axis."""
+    turns: int = 1
+    """Visits of each point; its time is divided among them."""
     rule: Rule = field(default_factory=Rule)
     search: Search = next_point
-
-
-def every(grid: Sequence[float], times: Mapping[float, float]) -> float | None:
-    """Search the whole grid, from the most CPUs down."""
-    return next((cpus for cpus in reversed(grid) if cpus not in times), None)
 
 
 def grid_of(request: Request, available: int, gpus: int) -> list[float]:
@@ -71,6 +68,7 @@ class Offline:
         host = os.uname().nodename
         command = list(request.words)
         self.state = files.load(self._path, command, host) if request.resume else State(command, host)
+        self.state.within = request.rule.within
         self._began = clock.monotonic() - self.state.spent_s
         self._board = Board()
         quota = open_quota(f"cadenza-profile-{os.getpid()}")
@@ -106,18 +104,19 @@ class Offline:
         self._keep()
         return self.state
 
-    def _next(self) -> float | None:
-        return self._request.search(self.grid, self.state.times())
+    def _next(self) -> Visit | None:
+        return next_visit(self.grid, self.state.points, self._request.search, self._request.turns)
 
     def _launch(self) -> None:
         """Start the command and measure: one point, or as many as it lives for."""
         done = len(self.state.points)
-        first = self._next() if self.state.points else max(self._request.cpus, default=float(len(self._limit.ids)))
-        with self._running(first or 1.0) as probe:
+        visit = self._next() if self.state.points else None
+        most = max(self._request.cpus, default=float(len(self._limit.ids)))
+        with self._running(visit.cpus if visit else most) as probe:
             try:
                 probe.ready()
-                while (cpus := self._next()) is not None:
-                    self._finished(probe.point(cpus))
+                while (visit := self._next()) is not None:
+                    self._finished(replace(probe.point(visit.cpus), turn=visit.turn))
                     if self._request.restart:
                         return
             except Ended:
@@ -136,6 +135,11 @@ class Offline:
         self.state.memory[f"{cache_gb:g}"] = found.iteration_s
         self._keep()
 
+    @property
+    def _rule(self) -> Rule:
+        """Return the rule of one visit."""
+        return replace(self._request.rule, most_s=self._request.rule.most_s / self._request.turns)
+
     @contextmanager
     def _running(self, cpus: float, cache_mb: float | None = None) -> Iterator[Probe]:
         """Start the command, and end it afterwards."""
@@ -147,7 +151,7 @@ class Offline:
         try:
             run.give(cpus)
             alone = self._limit.quota is None  # with a cgroup of its own it comes before others
-            yield Probe(self._board, run, self._clock, self._request.rule, visible(), alone, budget)
+            yield Probe(self._board, run, self._clock, self._rule, visible(), alone, budget)
         finally:
             run.end()
             self._board.forget()

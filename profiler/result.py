@@ -73,7 +73,8 @@ class Finding:
 def conclude(state: State, grid: Sequence[float], subject: Subject) -> Finding:
     """Return the profile of what was measured; ``grid`` are the job's CPUs at which it is to be known."""
     gpus = subject.gpus
-    times = {point.cpus / gpus: point.iteration_s for point in state.points}
+    points = state.measured()
+    times = {point.cpus / gpus: point.iteration_s for point in points}
     law = fit(times)
     cpus = sorted({*(each / gpus for each in grid), subject.share})
     steps = {each: predict(law, times, each) for each in cpus}
@@ -83,7 +84,7 @@ def conclude(state: State, grid: Sequence[float], subject: Subject) -> Finding:
     faster = list(accumulate(matrix, lambda row, more: [min(pair) for pair in zip(row, more, strict=True)]))
     share_gb = subject.reference.memory_gb / subject.reference.gpus
     unit = min(_time(subject, steps[each], share_gb) for each in cpus if each <= subject.share)
-    best = max(state.points, key=lambda point: point.cpus)
+    best = max(points, key=lambda point: point.cpus)
     profile = Profile(
         model=subject.model,
         iteration_s=unit,
@@ -127,14 +128,15 @@ def _storage(subject: Subject, steps: Sequence[float], memory: Sequence[float]) 
 def _notes(state: State, subject: Subject, times: dict[float, float], law: Law) -> list[str]:
     """Return what a reader should know of the measurement."""
     notes = []
-    loose = [f"{point.cpus:g}" for point in state.points if not point.settled]
+    loose = [f"{point.cpus:g}" for point in state.measured() if not point.settled]
     if loose:
         at = f"at {', '.join(loose)} CPUs"
         notes.append(f"{at} the time was over before the interval was narrow: other processes, or an uneven job")
     if (most := max(point.others for point in state.points)) > 1 / 2:
         notes.append(f"other processes used up to {most:.1f} CPUs meanwhile")
     if (most := max(point.stolen for point in state.points)) > STOLEN:
-        notes.append(f"this virtual machine's host gave up to {most:.0%} of its CPU time to others")
+        hint = "" if state.points[-1].turn else ": --turns 8 measures the points in turns"
+        notes.append(f"this virtual machine's host gave up to {most:.0%} of its CPU time to others{hint}")
     if not min(times) <= subject.share <= max(times):
         share = f"the proportional share, {subject.share:g} CPUs for each GPU,"
         notes.append(f"{share} was not within what was measured: the law says what it gives")

@@ -8,8 +8,11 @@ that does not takes as many as the bisection.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
+Search: TypeAlias = Callable[[Sequence[float], Mapping[float, float]], float | None]
+"""Returns the next point of a grid, given what is measured; None: enough."""
 FLAT = 0.10
 """Ends that differ by less are taken as equal: Synergy's threshold."""
 FOLLOWS = 0.04
@@ -26,6 +29,11 @@ def next_point(grid: Sequence[float], times: Mapping[float, float]) -> float | N
         if end not in times:
             return end
     return _within(grid, times, 0, len(grid) - 1)
+
+
+def every(grid: Sequence[float], times: Mapping[float, float]) -> float | None:
+    """Search the whole grid, from the most CPUs down."""
+    return next((cpus for cpus in reversed(grid) if cpus not in times), None)
 
 
 def _within(grid: Sequence[float], times: Mapping[float, float], low: int, high: int) -> float | None:

@@ -9,7 +9,8 @@ from typing import Literal
 import msgspec
 
 from cadenza.policies.errors import InputError
-from cadenza.profiler.measure import Point
+from cadenza.profiler.measure import Point, Rule
+from cadenza.profiler.turns import measured
 
 SCHEMA = "cadenza.profile-state/1"
 
@@ -20,6 +21,8 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     command: list[str]
     host: str
     points: list[Point] = []
+    """In the order in which they were measured, a row for each visit."""
+    within: float = Rule().within
     memory: dict[str, float] = {}
     """Seconds a step by GB of cache, where that was measured."""
     bandwidth: dict[str, float] = {}
@@ -28,9 +31,13 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     spent_s: float = 0.0
     schema: Literal["cadenza.profile-state/1"] = "cadenza.profile-state/1"
 
+    def measured(self) -> list[Point]:
+        """Return what is known of each point."""
+        return measured(self.points, self.within)
+
     def times(self) -> dict[float, float]:
         """Return seconds a step by CPUs of the job."""
-        return {point.cpus: point.iteration_s for point in self.points}
+        return {point.cpus: point.iteration_s for point in self.measured()}
 
 
 def path_of(out: Path) -> Path:

@@ -36,6 +36,7 @@ class Wish(NamedTuple):
     restart: bool
     within: float
     point_s: float
+    turns: int
     out: Path
     png: Path | None
     resume: bool
@@ -58,6 +59,7 @@ class Wish(NamedTuple):
 @click.option("--restart", is_flag=True, help="Start the command anew for each point instead of changing it in place.")
 @click.option("--within", default=2.0, show_default=True, help="Half of the 95 % interval, per cent of the mean.")
 @click.option("--point-s", default=60.0, show_default=True, help="Most seconds for a point.")
+@click.option("--turns", default=1, show_default=True, type=click.IntRange(1), help="Visits of each point.")
 @click.option("-o", "--out", default="profile.json", show_default=True, type=click.Path(path_type=Path))
 @click.option("--png", type=click.Path(path_type=Path), help="Draw the sensitivity as well.")
 @click.option("--resume", is_flag=True, help="Keep the points that an interrupted profile has finished.")
@@ -115,6 +117,7 @@ def _request(wish: Wish) -> Request:
         restart=wish.restart,
         resume=wish.resume,
         cache_gb=parse_list(wish.memory, "--memory") if wish.memory else (),
+        turns=wish.turns,
         rule=Rule(within=wish.within / 100, most_s=wish.point_s),
     )
 

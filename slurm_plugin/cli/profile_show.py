@@ -89,7 +89,7 @@ def finding_table(finding: Finding, state: State) -> Table:
     found = Table(title=finding.profile.model, title_justify="left", box=None, header_style="bold")
     for name in ("CPUs/GPU", "ms a step", "±", "law ms", "speed", "CPU-ms", "waits"):
         found.add_column(name, justify="right")
-    points = {point.cpus / finding.subject.gpus: point for point in state.points}
+    points = {point.cpus / finding.subject.gpus: point for point in state.measured()}
     unit = finding.time_s(finding.subject.share)
     for cpus in finding.profile.cpus_per_gpu:
         seconds = finding.time_s(cpus)
@@ -110,7 +110,7 @@ def report(finding: Finding, state: State, out: str) -> dict[str, Any]:
         "written": out,
         "profile": plain(finding.profile),
         "law": {**finding.law._asdict(), "error": finding.error},
-        "points": state.points,
+        "points": state.measured(),
         "spent_s": state.spent_s,
         "launches": state.launches,
         "cache_gb": {

@@ -19,8 +19,9 @@ from cadenza.profiler.estimate import Window
 from cadenza.profiler.leash import marked
 from cadenza.profiler.limits import CGROUPS, Limit, Quota, open_quota, own_cpus, parents, pin
 from cadenza.profiler.measure import Rule, disturbed, slowest
-from cadenza.profiler.offline import Offline, Request, every
+from cadenza.profiler.offline import Offline, Request
 from cadenza.profiler.pairs import COLUMNS, Side, measure
+from cadenza.profiler.search import every
 from cadenza.sidecar.agent.pages import PageRecord
 
 STEPS = Path(__file__).with_name("steps.py")

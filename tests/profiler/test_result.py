@@ -20,9 +20,9 @@ from cadenza.profiler.checks import require_usable
 from cadenza.profiler.law import Law
 from cadenza.profiler.measure import Point
 from cadenza.profiler.memory import Data
-from cadenza.profiler.offline import Request, every, grid_of
+from cadenza.profiler.offline import Request, grid_of
 from cadenza.profiler.result import Subject, best_cpus, conclude, gain, sbatch, words
-from cadenza.profiler.search import next_point
+from cadenza.profiler.search import every, next_point
 from cadenza.profiler.state import State
 from cadenza.profiler.subject import model_of, parse_node
 from cadenza.slurm_plugin.cli.main import main
@@ -53,7 +53,10 @@ def test_time_that_a_hypervisor_took_is_told():
     state = measured(Law(0.278, 2.5))
     state.points[0] = structs.replace(state.points[0], stolen=0.2)
     one = conclude(state, GRID, Subject("res18", 1, NODE, "V100", "image", None))
-    assert "this virtual machine's host gave up to 20% of its CPU time to others" in one.notes
+    said = "this virtual machine's host gave up to 20% of its CPU time to others"
+    assert f"{said}: --turns 8 measures the points in turns" in one.notes
+    state.points[-1] = structs.replace(state.points[-1], turn=1)
+    assert said in conclude(state, GRID, Subject("res18", 1, NODE, "V100", "image", None)).notes
 
 
 def test_a_job_that_needs_less_than_its_share_gives_the_rest_away():
