@@ -4,8 +4,8 @@
 A one-GPU job goes to another host and back, and from lane 1 of a host to lane 0, by ``cadenza move``. Of each move this
 prints the pause (from the boundary at which the job stopped until its successor has restored), the start-up of the
 process itself within it (from its exec, imports and restore included), the excess, and who spent that: the service,
-Slurm leaving the old nodes, Slurm starting it again, and the launch until the process exists. The losses must be those
-of a run that nobody interrupts, bit for bit.
+Slurm leaving the old nodes, and Slurm starting it again until the process exists. The losses must be those of a run
+that nobody interrupts, bit for bit.
 
 The start-up alone is measured beside it, on a host where the process's files were dropped from the page cache
 (posix_fadvise DONTNEED), where they were dropped and then read by the agent's reader, and where they were just used.
@@ -137,14 +137,7 @@ class Moved:
         saved, copy = next((at, copy) for job, at, copy in switches if job == self.job)
         actions = self.cluster.sql("select job, kind, at_s from actions where kind in ('Requeue', 'Place')")
         acted = {kind: at for job, kind, at in actions if job == self.job}
-        return {"stopped": saved - copy, "saved": saved, **acted, "allocated": self._allocated()}
-
-    def _allocated(self) -> float:
-        """Return when slurmctld allocated its last incarnation, by its log: its books know whole seconds only."""
-        pattern = rf"llocate JobId={self.job}( \S+)? NodeList|Started JobId={self.job}( \S+)? in"
-        lines = self.cluster.exec("ctl", "grep", "-E", pattern, "/var/log/cluster/slurmctld.log", check=False).stdout
-        stamp = lines.strip().split("\n")[-1][1:24]
-        return float(self.cluster.ctl("date", "-d", stamp, "+%s.%N")) if stamp else 0.0
+        return {"stopped": saved - copy, "saved": saved, **acted}
 
     def digest(self) -> str:
         """Return the digest of its losses."""
@@ -161,8 +154,7 @@ def parts(times: dict[str, float], found: dict[str, Any]) -> dict[str, float]:
         "saving_s": times["saved"] - times["stopped"],
         "service_s": times["Requeue"] - times["saved"],
         "leaving_s": times["Place"] - times["Requeue"],
-        "starting_s": times["allocated"] - times["Place"],
-        "launch_s": found["process_s"] - times["allocated"],
+        "starting_s": found["process_s"] - times["Place"],
     }
 
 
@@ -205,7 +197,7 @@ def alone(cluster: Cluster) -> str:
 
 def report(found: dict[str, Any]) -> None:
     """Print the figures."""
-    columns = ("pause_s", "start_up_s", "excess_s", "saving_s", "service_s", "leaving_s", "starting_s", "launch_s")
+    columns = ("pause_s", "start_up_s", "excess_s", "saving_s", "service_s", "leaving_s", "starting_s")
     print(f"{'move':12}" + "".join(f"{name:>12}" for name in columns))
     for move in found["moves"]:
         print(f"{move['kind']:12}" + "".join(f"{move[name]:12.2f}" for name in columns))

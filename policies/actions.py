@@ -62,6 +62,12 @@ class Place:
     """What each node gives, where an allocation says so; empty: what the job asked for."""
     resize: bool = False
     """Also change the job's numbers of GPUs and nodes, and its CPUs and memory with them, to ``shares``."""
+    elsewhere: bool = False
+    """It ran on none of these nodes just now: it may start in the very second in which it was requeued.
+
+    Slurm makes every requeued job wait for the next second, because a node refuses a credential that is not younger
+    than the one that it has just revoked.
+    """
 
 
 @dataclass(frozen=True, slots=True)

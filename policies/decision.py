@@ -32,6 +32,8 @@ class Move:
     """When the checkpoint was ordered, seconds since the epoch."""
     pinned: tuple[str, ...] = ()
     """Nodes that the job required before."""
+    former: tuple[str, ...] = ()
+    """Nodes that it ran on, once it is requeued."""
     tries: int = 0
     """How often it was placed."""
     outcome: str = ""

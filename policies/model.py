@@ -194,6 +194,15 @@ class Progress:
         return None if self.total_s is None else max(self.total_s - self.done(now_s), 0.0)
 
 
+class Standing(NamedTuple):
+    """What may change with Slurm alone while a job is on its way: one short look shows it."""
+
+    state: JobState
+    held: bool
+    eligible: bool
+    """Whether Slurm may start it now, if it is not held."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One job as Slurm and the agents report it. Memory in MB, times in seconds since the epoch."""
@@ -220,6 +229,8 @@ class Job:
     """What a batch job runs: the path of its script and the script's arguments."""
     tasks: int = 1
     slurm_priority: int = 0
+    eligible_s: float | None = None
+    """Of a pending job: when Slurm may start it at the earliest, as after a requeue; None: at once, or not known."""
     nodes: tuple[str, ...] = ()
     """Slurm node names (lanes) of a running or suspended job."""
     required_nodes: tuple[str, ...] = ()
@@ -249,6 +260,10 @@ class Job:
     def held(self) -> bool:
         """Whether the job is pending because somebody holds it."""
         return self.state == "PENDING" and self.slurm_priority == 0
+
+    def standing(self, now_s: float) -> Standing:
+        """Return how the job stands with Slurm."""
+        return Standing(self.state, self.held, (self.eligible_s or 0.0) <= now_s)
 
 
 @dataclass(frozen=True, slots=True)

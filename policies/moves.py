@@ -38,6 +38,8 @@ LEAVE_S = 600.0
 """By when it must be gone from its nodes (KillWait, epilog)."""
 HOLD_S = 5.0
 """By when a release is visible: what is held after that is held by somebody else."""
+AGAIN_S = 2.0
+"""How long a requeued job is kept because Slurm would not start it yet; beyond that Slurm itself sees to it."""
 START_S = 300.0
 """By when a placed job must run, a requeue delay of Slurm's (about 121 s by default) included."""
 CROWDED_S = 10.0
@@ -176,7 +178,8 @@ def _ordered(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
         return _over(move, snapshot, ELSEWHERE)
     lease = job.lease
     if job.state == "RUNNING" and lease is not None and lease.saved:
-        return Step(move, _requeue(move), f"{_goes(move)}: its checkpoint is complete, it is requeued")
+        sentence = f"{_goes(move)}: its checkpoint is complete, it is requeued"
+        return Step(replace(move, former=job.nodes), _requeue(move), sentence)
     stopping = lease is not None and lease.state == "stopping"
     if _age(move, snapshot) > (SAVE_S if stopping or lease is None else ORDER_S):
         return _over(move, snapshot, "not moved: its checkpoint failed or was refused, see its yields and resumes")
@@ -190,10 +193,8 @@ def _requeued(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
         return _still_there(move, old, snapshot)
     if job is not None and not job.held and not _settling(move, job, snapshot):
         return _over(move, snapshot, "not moved: it was released by its owner")
-    if job is not None and job.held and job.required_nodes != move.pinned:
-        return Step(move, Release(job.key, "its owner has changed it"), "was changed by its owner, so it is let go")
     if job is not None and job.held:
-        return _place(move) if move.shares else _over(move, snapshot, f"{WITH}: {move.reason}")
+        return _back(move, job, snapshot)
     if _age(move, snapshot) > LEAVE_S or not _of(move, snapshot):
         return _over(move, snapshot, "not moved: it did not come back from its requeue as expected")
     return Step(move, sentence=f"{_goes(move)}: it leaves its nodes")
@@ -202,6 +203,19 @@ def _requeued(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
 def _settling(move: Move, job: Job, snapshot: ClusterSnapshot) -> bool:
     """Whether a requeued job is still leaving its nodes: it has its new restart count before its hold."""
     return job.state == "OTHER" or (job.state == "PENDING" and _age(move, snapshot) <= HOLD_S)
+
+
+def _back(move: Move, job: Job, snapshot: ClusterSnapshot) -> Step:
+    """Return what to do with a job that is back in the queue, in its hold.
+
+    Slurm tries to start a released job soon. One that must not start yet then waits for Slurm's next cycle, by default
+    up to a minute (slurm.conf(5), sched_interval): so it is released when it may.
+    """
+    if job.required_nodes != move.pinned:
+        return Step(move, Release(job.key, "its owner has changed it"), "was changed by its owner, so it is let go")
+    if 0 < (job.eligible_s or 0.0) - snapshot.time_s <= AGAIN_S and not _elsewhere(move):
+        return Step(move, sentence=f"{_goes(move)}: it has left its nodes, Slurm may start it within a second")
+    return _place(move) if move.shares else _over(move, snapshot, f"{WITH}: {move.reason}")
 
 
 def _still_there(move: Move, old: Job, snapshot: ClusterSnapshot) -> Step:
@@ -225,8 +239,14 @@ def _place(move: Move) -> Step:
         f"goes to {_goal(move)}: {move.reason}",
         shares=move.shares if _sized(move) else (),
         resize=move.resize,
+        elsewhere=_elsewhere(move),
     )
     return Step(move, place, f"goes to {_goal(move)}: it is placed there")
+
+
+def _elsewhere(move: Move) -> bool:
+    """Whether a job goes to nodes of which it had none; another lane of its host is another node."""
+    return bool(move.former) and not set(move.former) & set(move.nodes)
 
 
 def _sized(move: Move) -> bool:

@@ -18,7 +18,7 @@ from cadenza.policies.actions import (
     Suspend,
     Unsuspend,
 )
-from cadenza.policies.model import ClusterSnapshot, JobKey, JobState
+from cadenza.policies.model import ClusterSnapshot, JobKey, Standing
 from cadenza.slurm_plugin.gateway.errors import GatewayError, NotForSlurm
 from cadenza.slurm_plugin.gateway.supervisor import Supervisor, WorkerSettings
 from cadenza.slurm_plugin.gateway.translate import snapshot, stand
@@ -37,8 +37,8 @@ class SlurmGateway:
         """
         return snapshot(self.read_raw())
 
-    def look(self, jobs: Collection[int]) -> Mapping[JobKey, tuple[JobState, bool]]:
-        """Return state and whether it is held of a few jobs, which costs slurmctld one small RPC each."""
+    def look(self, jobs: Collection[int]) -> Mapping[JobKey, Standing]:
+        """Return how a few jobs stand, which costs slurmctld one small RPC each."""
         seen = self._worker.ask("looking at jobs", "look", jobs=sorted(jobs))
         return dict(found for one in seen if (found := stand(one)) is not None)
 
@@ -85,7 +85,7 @@ class SlurmGateway:
         changes: dict[str, Any] = {"nodes": action.nodes} if action.nodes else {}
         if action.resize:
             shares = [share._asdict() for share in action.shares]
-            self._job(f"resize job {key}", "resize", key, shares=shares)
+            self._job(f"resize job {key}", "resize", key, shares=shares, now=action.elsewhere)
             self._job(f"release job {key}", "release", key)
             return
         if action.shares:
@@ -96,6 +96,8 @@ class SlurmGateway:
             changes["cpus_per_task"] = action.cpus_per_task
         if action.memory_per_node_mb is not None:
             changes["memory_per_node"] = action.memory_per_node_mb
+        if action.elsewhere:
+            changes["now"] = True
         if changes:
             self._job(f"place job {key} on {','.join(action.nodes)}", "modify", key, **changes)
         self._job(f"release job {key}", "release", key)

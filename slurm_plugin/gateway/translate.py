@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from cadenza.policies.model import ClusterSnapshot, Job, JobKey, JobState, Node, Options
+from cadenza.policies.model import ClusterSnapshot, Job, JobKey, JobState, Node, Options, Standing
 from cadenza.slurm_plugin.gateway.comment import BadOptions, wish_of
 
 Raw: TypeAlias = Mapping[str, Any]
@@ -68,6 +68,7 @@ def job(raw: Raw, now_s: float) -> Job | None:
         command=raw.get("command") or "",
         tasks=raw["ntasks"] or 1,
         slurm_priority=raw["priority"] or 0,
+        eligible_s=float(raw["eligible_time"]) if state == "PENDING" and raw.get("eligible_time") else None,
         nodes=tuple(raw["allocated_nodes"]) if state != "PENDING" else (),
         required_nodes=tuple(raw["required_nodes"]),
         gpu_type=wanted_type(raw),
@@ -77,12 +78,14 @@ def job(raw: Raw, now_s: float) -> Job | None:
     )
 
 
-def stand(raw: Raw) -> tuple[JobKey, tuple[JobState, bool]] | None:
-    """Return a job's incarnation, its state and whether it is held, of one short look; None when it is finished."""
+def stand(raw: Raw) -> tuple[JobKey, Standing] | None:
+    """Return a job's incarnation and how it stands, of one short look; None when it is finished."""
     state = job_state(raw["state"])
     if state is None:
         return None
-    return JobKey(raw["id"], raw["restart"] or 0), (state, state == "PENDING" and not raw["priority"])
+    pending = state == "PENDING"
+    eligible = not pending or (raw["eligible_time"] or 0) <= raw["time_s"]
+    return JobKey(raw["id"], raw["restart"] or 0), Standing(state, pending and not raw["priority"], eligible)
 
 
 def run_s(raw: Raw, now_s: float) -> float | None:

@@ -28,7 +28,7 @@ from cadenza.slurm_plugin.gateway.sizes import BadRequest
 JOB_FIELDS = (
     "id", "requeue_count", "name", "user_name", "account", "partition", "qos", "state", "state_reason",
     "priority", "cpus", "cpus_per_task", "ntasks", "num_nodes", "memory", "memory_per_node", "memory_per_cpu",
-    "submit_time", "start_time", "suspend_time", "pre_suspension_time", "time_limit", "comment",
+    "submit_time", "eligible_time", "start_time", "suspend_time", "pre_suspension_time", "time_limit", "comment",
     "constraints", "command",
     "reservation", "is_requeueable", "is_batch_job", "resource_sharing", "heterogeneous_id", "is_cronjob",
     "array_id", "array_task_id", "array_tasks_waiting", "gres_per_node", "requested_tres", "allocated_tres",
@@ -173,7 +173,14 @@ class Worker:
             job = self._slurm.Job.load(number)
         except self._slurm.RPCError:
             return None
-        return {"id": number, "restart": job.requeue_count, "state": job.state, "priority": job.priority}
+        return {
+            "id": number,
+            "restart": job.requeue_count,
+            "state": job.state,
+            "priority": job.priority,
+            "eligible_time": job.eligible_time,
+            "time_s": clock.now(),
+        }
 
     def _job(self, job: Any) -> dict[str, Any]:
         lists = {"allocated_nodes": job.allocated_nodes, "required_nodes": job.required_nodes}
@@ -225,7 +232,7 @@ class Worker:
         """Change a pending job: ``nodes`` (empty clears), ``cpus_per_task``, ``memory_per_node`` in MB.
 
         What the request leaves out stays. ``cpus`` and ``memory`` are totals instead, rounded up to whole CPUs a task
-        and MB a node; ``as_far_as_possible`` leaves CPUs alone that cannot be changed.
+        and MB a node; ``as_far_as_possible`` leaves CPUs alone that cannot be changed. ``now`` lets it start at once.
         """
         job = self._job_in(request, "PENDING")
         changes: dict[str, Any] = {}
@@ -239,16 +246,20 @@ class Worker:
             changes |= cpu_changes(job, int(request["cpus_per_task"]))
         elif "cpus" in request and (job.cpus_per_task is not None or not request.get("as_far_as_possible")):
             changes |= cpu_changes(job, -(-int(request["cpus"]) // (job.ntasks or 1)))
+        if request.get("now"):
+            changes["begin_time"] = int(clock.now())
         job.modify(self._slurm.JobSubmitDescription(**changes))
 
     def resize(self, request: Request) -> None:
         """Give a pending job other numbers of nodes and GPUs, and CPUs, memory and tasks with them.
 
-        ``shares`` has ``node``, ``gpus``, ``cpus`` and ``memory_mb`` of each node, equal but for the node.
+        ``shares`` has ``node``, ``gpus``, ``cpus`` and ``memory_mb`` of each node, equal but for the node; ``now`` lets
+        it start at once.
         """
         job = self._job_in(request, "PENDING")
         shown = scontrol("show", "job", "-o", str(job.id))
-        scontrol("update", f"JobId={job.id}", *sizes.changes(shown, request["shares"]))
+        now = ("StartTime=now",) if request.get("now") else ()
+        scontrol("update", f"JobId={job.id}", *sizes.changes(shown, request["shares"]), *now)
 
     # --- Nodes -----------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Iterable
 
 from cadenza.policies.decision import Move
-from cadenza.policies.model import ClusterSnapshot, JobKey, JobState
+from cadenza.policies.model import ClusterSnapshot, JobKey, Standing
 from cadenza.slurm_plugin.service.slurm import SlurmGateway
 
 log = logging.getLogger(__name__)
@@ -37,5 +37,5 @@ def changed(slurm: SlurmGateway, jobs: Collection[int], snapshot: ClusterSnapsho
     return now != _shown(snapshot, jobs)
 
 
-def _shown(snapshot: ClusterSnapshot, jobs: Collection[int]) -> dict[JobKey, tuple[JobState, bool]]:
-    return {job.key: (job.state, job.held) for job in snapshot.jobs if job.key.id in jobs}
+def _shown(snapshot: ClusterSnapshot, jobs: Collection[int]) -> dict[JobKey, Standing]:
+    return {job.key: job.standing(snapshot.time_s) for job in snapshot.jobs if job.key.id in jobs}

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Protocol, cast
 
 from cadenza.policies.actions import Action, Outcome
-from cadenza.policies.model import ClusterSnapshot, JobKey, JobState
+from cadenza.policies.model import ClusterSnapshot, JobKey, Standing
 from cadenza.sidecar.config import ConfigError
 
 
@@ -18,8 +18,8 @@ class SlurmGateway(Protocol):
         """Return what Slurm's books say; raise an error of the gateway's package when it does not answer."""
         ...
 
-    def look(self, jobs: Collection[int]) -> Mapping[JobKey, tuple[JobState, bool]]:
-        """Return state and whether it is held of the jobs with these ids, as they are now; cheap for Slurm."""
+    def look(self, jobs: Collection[int]) -> Mapping[JobKey, Standing]:
+        """Return how the jobs with these ids stand now; cheap for Slurm."""
         ...
 
     def apply(self, action: Action) -> Outcome:

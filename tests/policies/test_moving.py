@@ -94,6 +94,32 @@ def test_a_migrated_job_gets_the_cpus_and_memory_of_its_new_place(facts, shares)
     assert (place.nodes, place.shares, place.resize) == (("node2",), shares, move.resize)
 
 
+@pytest.mark.parametrize(
+    ("wait_s", "placed"),
+    [(None, True), (-0.1, True), (0.0, True), (0.4, False), (2.0, False), (121.0, True)],
+    ids=["not said", "past", "now", "this second", "at most", "left to Slurm"],
+)
+def test_a_requeued_job_is_released_when_slurm_may_start_it(wait_s, placed):
+    move = Move(key(1), THERE, "r", NOW, phase="requeued")
+    eligible_s = None if wait_s is None else NOW + wait_s
+    step = advance(replace(move, former=("node2",)), cluster(held(eligible_s=eligible_s)), Memory())
+    assert isinstance(step.action, Place) is placed
+    assert not placed or not step.action.elsewhere
+    assert step.move is not None
+    assert step.move.phase == "requeued"
+
+
+def test_a_job_that_goes_to_another_slurmd_need_not_wait_for_the_next_second():
+    runs = job(1, lease=replace(KEEPS, saved=True))
+    ordered = Move(key(1), THERE, "r", NOW, phase="ordered")
+    left = advance(ordered, cluster(runs), Memory())
+    assert isinstance(left.action, Requeue)
+    (requeued,) = acted([left.move], [left.action], NOW)
+    step = advance(requeued, cluster(held(eligible_s=NOW + 0.7)), Memory())
+    assert isinstance(step.action, Place)
+    assert step.action.elsewhere
+
+
 def test_a_policy_sees_that_a_job_without_its_gpus_cannot_save():
     seen = []
 

@@ -15,7 +15,7 @@ import zmq
 import zmq.auth
 
 from cadenza.policies.actions import Action, DrainNode, OpenNode, Outcome, Release, Suspend, Unsuspend
-from cadenza.policies.model import ClusterSnapshot, Job, JobKey, JobState, Node, Options
+from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Node, Options, Standing
 from cadenza.sidecar.orders import VERSION, LeaseReport, Report, ToAgent
 from cadenza.slurm_plugin.service.clock import SystemClock
 from cadenza.slurm_plugin.service.codec import decode_snapshot, encode_snapshot
@@ -40,8 +40,9 @@ class FileSlurm:
             raise SlurmDownError("slurmctld does not answer")
         return replace(decode_snapshot(self.path.read_bytes()), time_s=SystemClock().now())
 
-    def look(self, jobs: Collection[int]) -> dict[JobKey, tuple[JobState, bool]]:
-        return {job.key: (job.state, job.held) for job in self.read().jobs if job.key.id in jobs}
+    def look(self, jobs: Collection[int]) -> dict[JobKey, Standing]:
+        books = self.read()
+        return {job.key: job.standing(books.time_s) for job in books.jobs if job.key.id in jobs}
 
     def write(self, snapshot: ClusterSnapshot) -> None:
         draft = self.path.with_suffix(".new")

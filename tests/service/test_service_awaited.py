@@ -29,8 +29,14 @@ def test_only_jobs_that_leave_their_nodes_are_looked_at_and_not_for_ever() -> No
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
-    [({}, False), ({"state": "OTHER"}, True), ({"key": JobKey(1, 1)}, True), ({"state": "PENDING"}, True)],
-    ids=["as it was", "completing", "requeued", "pending"],
+    [
+        ({}, False),
+        ({"state": "OTHER"}, True),
+        ({"key": JobKey(1, 1)}, True),
+        ({"state": "PENDING"}, True),
+        ({"eligible_s": 4e9}, True),
+    ],
+    ids=["as it was", "completing", "requeued", "pending", "not eligible yet"],
 )
 def test_a_round_is_due_when_slurm_is_further(tmp_path: Path, changes: dict[str, object], expected: bool) -> None:
     slurm, seen = FileSlurm(tmp_path / "books.json"), books(job(1), job(2))
