@@ -1,0 +1,93 @@
+"""A job that waits for a whole host gets one: others move together, by as few migrations as possible, on real Slurm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from test_held import HELD
+from test_moves import lease
+
+from harness import KEPT, PYTHON, ROOT, Cluster, wait_for
+
+JOB = ROOT / "benchmarks" / "defragmentation_job.py"
+NATIVE = HELD.replace('"held"', '"native"')
+LANES = {"node1": "node1,node1-l1", "node2": "node2,node2-l1"}
+
+
+def settings(admission: str, *, defrag: bool) -> str:
+    """Return the settings; nothing but defragmentation may move a job."""
+    return admission + f'[policy]\nshare = "gandiva"\n[gandiva]\npack = false\ndefrag = {json.dumps(defrag)}\n'
+
+
+@pytest.fixture
+def nodes(cluster: Cluster, kept: str) -> Iterator[Cluster]:
+    """The cluster with the jobs' script; all nodes take jobs afterwards."""
+    cluster.exec("ctl", "sh", "-c", 'printf %s "$1" > "$2/job.py"', "sh", JOB.read_text(), kept)
+    yield cluster
+    open_all(cluster)
+
+
+def open_all(cluster: Cluster) -> None:
+    """Let all nodes take jobs that this test has drained."""
+    for name in cluster.ctl("sinfo", "-hN", "-t", "drain", "-o", "%N").split():
+        cluster.ctl("scontrol", "update", f"NodeName={name}", "State=RESUME")
+
+
+def submit(cluster: Cluster, gpus: int) -> int:
+    """Submit a job that keeps checkpoints."""
+    command = f"exec {PYTHON} {KEPT}/job.py {KEPT}"
+    return int(cluster.sbatch("--cadenza", f"--gres=gpu:{gpus}", "--mem=500", command=command))
+
+
+def fill(cluster: Cluster, node: str, *sizes: int) -> list[int]:
+    """Start jobs of these sizes on one node, while the other takes none, so that no job is pinned to it."""
+    open_all(cluster)
+    others = next(lanes for name, lanes in LANES.items() if name != node)
+    cluster.ctl("scontrol", "update", f"NodeName={others}", "State=DRAIN", "Reason=set-up")
+    jobs = [submit(cluster, size) for size in sizes]
+    for job in jobs:
+        cluster.wait_state(job, "RUNNING")
+        assert cluster.job(job)["NodeList"] == node
+    return jobs
+
+
+def fragmented(cluster: Cluster, admission: str, first: tuple[int, ...], second: tuple[int, ...]) -> list[int]:
+    """Start jobs on both nodes, without defragmentation, and wait until all can be moved."""
+    cluster.restart(settings(admission, defrag=False))
+    jobs = [*fill(cluster, "node1", *first), *fill(cluster, "node2", *second)]
+    open_all(cluster)
+    for job in jobs:
+        wait_for(f"job {job} keeps checkpoints", lambda job=job: lease(cluster, job).get("checkpoints"), 60)
+    return jobs
+
+
+def moved(cluster: Cluster, jobs: list[int]) -> dict[int, str]:
+    """Return the nodes of the jobs that Slurm has requeued."""
+    found = {job: cluster.job(job) for job in jobs}
+    return {job: facts["NodeList"] for job, facts in found.items() if facts["Restarts"] != "0"}
+
+
+def test_the_fewest_jobs_move_for_one_that_waits(nodes: Cluster) -> None:
+    small, other, large = fragmented(nodes, HELD, (1, 1), (2,))
+    waits = submit(nodes, 4)
+    wait_for("queued", lambda: "stays queued" in nodes.cadenza("why", str(waits), check=False).stdout, 30)
+    nodes.configure(settings(HELD, defrag=True))
+    nodes.wait_state(waits, "RUNNING", timeout=90)
+    assert nodes.job(waits)["NodeList"] == "node2"
+    nodes.wait_state(large, "RUNNING", timeout=60)
+    assert moved(nodes, [small, other, large]) == {large: "node1"}, "one job moves, not the two of node1"
+    assert "so that job" in next(
+        action["reason"] for action in nodes.why(large)["actions"] if action["kind"] == "Migrate"
+    )
+
+
+def test_in_native_admission_nobody_is_left_waiting_where_slurm_chose_the_gpus(nodes: Cluster) -> None:
+    """Slurm starts the job at once on a further lane, on GPUs that others have; all fit once somebody has moved."""
+    jobs = fragmented(nodes, NATIVE, (1, 1), (2,))
+    nodes.configure(settings(NATIVE, defrag=True))
+    jobs.append(submit(nodes, 4))
+    nodes.wait_state(jobs[-1], "RUNNING", "SUSPENDED", timeout=60)
+    wait_for("all have GPUs", lambda: all(lease(nodes, job).get("state") == "held" for job in jobs), 90)
+    assert moved(nodes, jobs)
