@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from replay_figures import SACCT, Record, read_sacct
+from replay_week import MEMORY_GB
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTAINER = ROOT / "container"
@@ -158,7 +159,7 @@ def _sbatch(job: Any, size: Size, iteration_s: float, *, managed: bool) -> list[
     return [
         "sbatch", "--parsable", "--requeue", f"--job-name={job.name}", f"--output={PLACE}/logs/{job.name}.log",
         "--nodes=1", "--ntasks=1", f"--cpus-per-task={size.cpus * job.gpus // size.gpus}", f"--gres=gpu:{job.gpus}",
-        f"--mem={1024 * job.gpus}", f"--time={job.limit_min}", "--open-mode=append", *opted, f"--wrap={start}",
+        f"--mem={MEMORY_GB * job.gpus}G", f"--time={job.limit_min}", "--open-mode=append", *opted, f"--wrap={start}",
     ]  # fmt: skip
 
 

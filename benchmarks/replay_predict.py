@@ -22,6 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from replay import arguments, drawn
+from replay_week import MEMORY_GB
 
 from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.policy import Policy, build
@@ -72,6 +73,7 @@ class Replay:
                 model=job.model,
                 profile=profiles[job.model],
                 iterations=job.iterations,
+                memory_gb_per_gpu=MEMORY_GB,
             )
             for number, job in enumerate(taken.jobs)
         )

@@ -15,6 +15,8 @@ from cadenza.policies.profile import Demand, Profile
 HOUR_S = 3600.0
 WEEK_S = 168 * HOUR_S
 SLACK_MIN = 5
+MEMORY_GB = 1
+"""What each job asks for, for each GPU."""
 """Added to twice the job's work as its time limit: users ask for too much, and backfill lives on what they ask for."""
 
 
@@ -151,7 +153,7 @@ def cpu_profiles(profiles: Mapping[str, Profile], iteration_s: float) -> dict[st
     """Return the profiles along their CPUs alone, at the proportional share of memory, for jobs of one pace.
 
     Two lanes halve a node's memory in Slurm's books, so that the memory axis would compare unequal nodes: each job is
-    taken to have the memory of its share, and asks for 1 GB a GPU.
+    taken to have the memory of its share, and asks for ``MEMORY_GB`` a GPU.
     """
     return {name: _along_cpus(profile, iteration_s) for name, profile in profiles.items()}
 

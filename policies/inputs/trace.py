@@ -15,7 +15,7 @@ from cadenza.policies.simulator.model import TraceJob
 
 REQUIRED = ("job", "submit_s", "gpus")
 LENGTHS = ("iterations", "duration_s")
-MORE = ("user", "priority", "min_gpus", "max_gpus", "account")
+MORE = ("user", "priority", "min_gpus", "max_gpus", "account", "memory_gb_per_gpu")
 OPTIONAL = ("model", *LENGTHS, *MORE)
 LATEST_S = 1e11
 """About 3,000 years: a time beyond it is a mistake."""
@@ -33,9 +33,10 @@ def read_trace(
     Columns: ``job`` (a whole number, once), ``submit_s`` (seconds since the start), ``gpus``, and ``iterations`` or
     ``duration_s`` (seconds at the proportional share). With ``iterations`` alone the work is their number times the
     profile's ``iteration_s``; with both, an iteration takes this job ``duration_s / iterations``. Optional:
-    ``model``, ``user``, ``priority``, ``min_gpus``, ``max_gpus``, ``account``; an empty cell is as none. All other
-    columns are kept as ``tags``. A job without a model gets one from ``assign``, in order of submission, else it
-    has no profile and always runs at its proportional speed. Raise InputError with file, line and column.
+    ``model``, ``user``, ``priority``, ``min_gpus``, ``max_gpus``, ``account``, ``memory_gb_per_gpu``; an empty cell is
+    as none. All other columns are kept as ``tags``. A job without a model gets one from ``assign``, in order of
+    submission, else it has no profile and always runs at its proportional speed. Raise InputError with file, line and
+    column.
     """
     table = read_table(text, source, REQUIRED, None)
     if not any(name in table.columns for name in LENGTHS):
@@ -143,4 +144,6 @@ class _Rows:
         for name in self._extra:
             if text := self._cell(cells, name):
                 more[name] = integer(text, self._table.at(line, name), *limits[name]) if name in limits else text
+        if memory := more.get("memory_gb_per_gpu"):
+            more["memory_gb_per_gpu"] = positive(memory, self._table.at(line, "memory_gb_per_gpu"))
         return more

@@ -31,6 +31,8 @@ class TraceJob:
     max_gpus: int | None = None
     startup_s: float | None = None
     """Time from start to first iteration; None: the costs' ``start_s``."""
+    memory_gb_per_gpu: float | None = None
+    """Memory that its user asks for; None: in proportion to its GPUs."""
     tags: Mapping[str, str] = field(default_factory=dict)
     """The trace's other columns, as they are."""
 

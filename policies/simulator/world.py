@@ -10,6 +10,7 @@ from math import inf
 from cadenza.policies.case import placement_speed
 from cadenza.policies.errors import InputError
 from cadenza.policies.model import ClusterSnapshot, Host, Job, JobKey, Node, Placement
+from cadenza.policies.profile import MB_PER_GB
 from cadenza.policies.simulator.errors import SimulationError
 from cadenza.policies.simulator.leases import Leases
 from cadenza.policies.simulator.live import Live, best_or_one, whole_iterations
@@ -95,8 +96,10 @@ class World:
             job.changed()
 
     def _request(self, trace: TraceJob) -> tuple[int, int, int]:
-        """Return a job's CPUs, MB and number of nodes as its user would ask: in proportion to its GPUs."""
+        """Return a job's CPUs, MB and number of nodes as its user would ask: in proportion to its GPUs, unless told."""
         cpus, memory_mb = self._fair
+        if trace.memory_gb_per_gpu is not None:
+            memory_mb = trace.memory_gb_per_gpu * MB_PER_GB
         return int(cpus * trace.gpus), int(memory_mb * trace.gpus), -(-trace.gpus // self._widest)
 
     def _drop_stale(self) -> None:

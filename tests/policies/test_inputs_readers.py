@@ -45,11 +45,12 @@ def refusal(call: object, *arguments: object) -> str:
 
 
 def test_a_row_becomes_a_job() -> None:
-    (job,) = trace("job,submit_s,gpus,model,iterations,user,priority,min_gpus,max_gpus,account,vc\n"
-                   "7,1.5,2,res50,100,ada,-3,1,4,lab,x9\n")  # fmt: skip
+    (job,) = trace("job,submit_s,gpus,model,iterations,user,priority,min_gpus,max_gpus,account,vc,memory_gb_per_gpu\n"
+                   "7,1.5,2,res50,100,ada,-3,1,4,lab,x9,1.5\n")  # fmt: skip
     assert (job.id, job.submit_s, job.gpus, job.model, job.iterations) == (7, 1.5, 2, "res50", 100)
     assert (job.user, job.priority, job.min_gpus, job.max_gpus, job.account) == ("ada", -3, 1, 4, "lab")
     assert job.profile is PROFILES["res50"]
+    assert job.memory_gb_per_gpu == 1.5
     assert job.work_s == pytest.approx(78.0)
     assert job.tags == {"vc": "x9"}
 
@@ -120,6 +121,8 @@ def test_a_wrong_row_is_named_by_file_and_line(row: str, said: str) -> None:
         ("job,submit_s,gpus,gpus,iterations\n", "t.csv:1: column 'gpus' is there twice"),
         ("job,submit_s,gpus,,iterations\n", "t.csv:1: a column has no name"),
         ("job,submit_s,gpus,duration_s,min_gpus\n1,0,2,9,3\n", "t.csv:2: min_gpus: '3' is not from 1 to 2"),
+        ("job,submit_s,gpus,duration_s,memory_gb_per_gpu\n1,0,2,9,0\n", "t.csv:2: memory_gb_per_gpu: must be more"),
+        ("job,submit_s,gpus,duration_s,memory_gb_per_gpu\n1,0,2,9,2G\n", "t.csv:2: memory_gb_per_gpu: '2G' is"),
         ("job,submit_s,gpus,duration_s,max_gpus\n1,0,2,9,1\n", "t.csv:2: max_gpus: '1' is not from 2 to"),
         ("job,submit_s,gpus,duration_s\n1,0,2,0\n", "t.csv:2: duration_s: must be more than 0"),
     ],

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.policies.errors import InputError
+from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.model import Node
 from cadenza.policies.policy import PolicySettings, build
 from cadenza.policies.profile import Profile
+from cadenza.policies.sharing.settings import SharingSettings
 from cadenza.policies.simulator.live import PARTITION
 from cadenza.policies.simulator.model import NodeFailure, Result, Setup, SimCosts, TraceJob
 from cadenza.policies.simulator.run import simulate
@@ -46,6 +48,23 @@ def test_jobs_wait_for_the_next_round_and_for_gpus() -> None:
     jobs = [TraceJob(1, 0.0, 8, 500.0), TraceJob(2, 10.0, 8, 100.0)]
     result = run(jobs, cluster(1), "fifo", "proportional", Setup(round_s=300.0))
     assert finishes(result) == {1: 500.0, 2: 700.0}  # job 1 ends at 500, the next round is at 600
+
+
+def test_jobs_share_a_host_in_lanes_if_its_memory_holds_both() -> None:
+    rules = PolicySettings(
+        partitions=frozenset({PARTITION}),
+        sharing=SharingSettings(enforce=True, admission="held", slice_s=10.0, partitions=frozenset({PARTITION})),
+    )
+    setup = Setup(round_s=10.0, rounds_on_events=True, lanes=2, costs=FREE)
+
+    def starts(memory_gb: float | None) -> list[float | None]:
+        jobs = [TraceJob(number, 0.0, 8, 100.0, memory_gb_per_gpu=memory_gb) for number in (1, 2)]
+        result = simulate(jobs, read_cluster("1x8:24:500", 2), build("fifo", "proportional", "timeslice", rules), setup)
+        return [job.start_s for job in result.jobs]
+
+    assert starts(None) == [0.0, 100.0]
+    assert starts(30.0) == [0.0, 10.0]
+    assert starts(32.0) == [0.0, 100.0]
 
 
 def test_rounds_on_events_leave_no_gap() -> None:
