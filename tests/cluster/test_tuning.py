@@ -63,16 +63,21 @@ def quotas(pid):
             group = top / path.lstrip("/")
             for folder in (group, *group.parents):
                 for name in ("cpu.cfs_quota_us", "cpu.max"):
-                    if (folder / name).exists() and (folder / name).read_text().split()[0] not in ("-1", "max"):
-                        yield folder / name
+                    try:
+                        value = (folder / name).read_text().split()[0]
+                    except OSError:  # not there, or its job has just ended
+                        continue
+                    if value not in ("-1", "max"):
+                        yield folder / name, int(value)
 
 job = f"SLURM_JOB_ID={sys.argv[1]}".encode()
 for pid in filter(str.isdigit, os.listdir("/proc")):
     if job in words(pid, "environ") and any(word.endswith(b"/train.py") for word in words(pid, "cmdline")):
         allowed = os.sched_getaffinity(int(pid))
-        files = list(quotas(pid))
-        quota = min([int(file.read_text().split()[0]) / 100_000 for file in files], default=None)
-        found = {"pid": int(pid), "quota": quota, "file": str(files[0]) if files else "", "allowed": sorted(allowed)}
+        found = list(quotas(pid))
+        quota = min([value / 100_000 for _, value in found], default=None)
+        file = str(found[0][0]) if found else ""
+        found = {"pid": int(pid), "quota": quota, "file": file, "allowed": sorted(allowed)}
         print(json.dumps(found))
         break
 """

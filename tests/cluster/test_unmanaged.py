@@ -6,7 +6,7 @@ from datetime import datetime
 
 import pytest
 
-from harness import Cluster, wait_for
+from harness import PYTHON, Cluster, wait_for
 
 CLAIM = "--claim-dir /tmp/fake-gpu"
 """Each training process locks a file for each of its GPUs while it uses them; a second user makes it fail."""
@@ -102,13 +102,26 @@ def holds(cluster: Cluster, job_id: int) -> bool:
 moment = datetime.fromisoformat
 
 
+def loop(cluster: Cluster, iterations: int, *, managed: bool) -> int:
+    """Submit a job that attaches and only sleeps: what it takes is the same however busy the machine is."""
+    script = (
+        "import time; from cadenza.sidecar import client; client.attach(); "
+        f"[(time.sleep(0.02), client.boundary()) for _ in range({iterations})]"
+    )
+    return int(
+        cluster.sbatch(
+            "--mem=1500", "--gres=gpu:4", *(("--cadenza",) if managed else ()),
+            command=f"{PYTHON} -c '{script}'", user="bob" if managed else "alice",
+        )
+    )  # fmt: skip
+
+
 def waits(cluster: Cluster, managed: bool) -> list[float]:
     """Run one mix and return how long each unmanaged job waited for Slurm to start it, in seconds."""
-    unmanaged, others, run = [], [], "with" if managed else "without"
-    for number in range(3):
-        others.append(train(cluster, f"{run}-m{number}", 4, 400, managed=managed))
-        others.append(train(cluster, f"{run}-n{number}", 4, 400, managed=managed))
-        unmanaged.append(train(cluster, f"{run}-u{number}", 4, 200, managed=False))
+    unmanaged, others = [], []
+    for _ in range(3):
+        others += [loop(cluster, 600, managed=managed) for _ in range(2)]
+        unmanaged.append(loop(cluster, 400, managed=False))
     cluster.wait_done(*others, *unmanaged, timeout=300)
     rows = [cluster.job(job) for job in unmanaged]
     return [(moment(row["StartTime"]) - moment(row["SubmitTime"])).total_seconds() for row in rows]
