@@ -36,8 +36,8 @@ MOST_S = 60.0
 """Longest start-up that is looked for, seconds."""
 STEPS = 7
 """Bisections: half a second is left of a minute."""
-TURN_COSTS = SimCosts(yield_s=0.01, resume_s=0.01, restart_s=0.0)
-"""The jobs of a replay have no GPU state; a requeued one starts up as at first."""
+TURN_COSTS = SimCosts(yield_s=0.01, resume_s=0.01)
+"""The jobs of a replay have no GPU state."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ class Replay:
         if reference is None:
             raise SystemExit("the replay's jobs have no profiles")
         shape = f"{options.nodes}x{options.gpus_per_node}:{int(reference.cpus)}:{int(reference.memory_gb)}"
-        costs = replace(TURN_COSTS, start_s=startup_s, restart_s=startup_s)
+        # A job that is moved or resized is requeued, and starts up as at first.
+        costs = replace(TURN_COSTS, start_s=startup_s, restart_s=startup_s, migrate_s=startup_s, resize_s=startup_s)
         setup = Setup(round_s=poll_s, rounds_on_events=True, lanes=options.lanes, costs=costs)
         result = simulate(self.jobs, read_cluster(shape, options.lanes), self.policy, setup)
         return fmean(job.jct_s for job in result.jobs if job.jct_s is not None)
