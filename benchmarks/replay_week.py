@@ -14,9 +14,9 @@ from cadenza.policies.profile import Demand, Profile
 
 HOUR_S = 3600.0
 WEEK_S = 168 * HOUR_S
-SLACK_MIN = 5
 MEMORY_GB = 1
 """What each job asks for, for each GPU."""
+SLACK_MIN = 5
 """Added to twice the job's work as its time limit: users ask for too much, and backfill lives on what they ask for."""
 
 

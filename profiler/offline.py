@@ -112,7 +112,9 @@ class Offline:
         done = len(self.state.points)
         visit = self._next() if self.state.points else None
         most = max(self._request.cpus, default=float(len(self._limit.ids)))
-        with self._running(visit.cpus if visit else most) as probe:
+        whole = self._request.rule
+        rule = replace(whole, most_s=whole.most_s / self._request.turns)
+        with self._running(visit.cpus if visit else most, rule) as probe:
             try:
                 probe.ready()
                 while (visit := self._next()) is not None:
@@ -126,7 +128,7 @@ class Offline:
 
     def _check_cache(self, cache_gb: float) -> None:
         """Measure with so much cache, and all CPUs."""
-        with self._running(self.grid[-1], cache_gb * MB_PER_GB) as probe:
+        with self._running(self.grid[-1], self._request.rule, cache_gb * MB_PER_GB) as probe:
             try:
                 probe.ready()
                 found = probe.point(self.grid[-1])
@@ -135,13 +137,8 @@ class Offline:
         self.state.memory[f"{cache_gb:g}"] = found.iteration_s
         self._keep()
 
-    @property
-    def _rule(self) -> Rule:
-        """Return the rule of one visit."""
-        return replace(self._request.rule, most_s=self._request.rule.most_s / self._request.turns)
-
     @contextmanager
-    def _running(self, cpus: float, cache_mb: float | None = None) -> Iterator[Probe]:
+    def _running(self, cpus: float, rule: Rule, cache_mb: float | None = None) -> Iterator[Probe]:
         """Start the command, and end it afterwards."""
         environ = surroundings(self._board.path, cpus, cache_mb)
         budget = None if cache_mb is None else round(cache_mb)
@@ -151,7 +148,7 @@ class Offline:
         try:
             run.give(cpus)
             alone = self._limit.quota is None  # with a cgroup of its own it comes before others
-            yield Probe(self._board, run, self._clock, self._rule, visible(), alone, budget)
+            yield Probe(self._board, run, self._clock, rule, visible(), alone, budget)
         finally:
             run.end()
             self._board.forget()

@@ -23,6 +23,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     points: list[Point] = []
     """In the order in which they were measured, a row for each visit."""
     within: float = Rule().within
+    """As in the rule of the last run: visits together are settled when their interval is as narrow."""
     memory: dict[str, float] = {}
     """Seconds a step by GB of cache, where that was measured."""
     bandwidth: dict[str, float] = {}

@@ -54,9 +54,14 @@ class World:
 
     def _check_fits(self, nodes: Sequence[Node]) -> None:
         gpus = sum(node.gpus for node in nodes if node.lane == 0)
+        most_gb = max(node.memory_mb for node in nodes) / MB_PER_GB
         for job in self._arrivals:
             if job.gpus > gpus:
                 raise InputError(f"job {job.id} asks for {job.gpus} GPUs, the cluster has {gpus}")
+            on_node = min(job.gpus, self._widest)
+            if (job.memory_gb_per_gpu or 0.0) * on_node > most_gb:
+                each = f"{job.memory_gb_per_gpu:g} GB for each of {on_node} GPUs on a node"
+                raise InputError(f"job {job.id} asks for {each}, the largest node has {most_gb:g}")
 
     # --- Time ---------------------------------------------------------------------------------------
 

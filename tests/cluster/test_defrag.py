@@ -6,13 +6,12 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from test_held import HELD
+from test_held import HELD, NATIVE
 from test_moves import lease
 
 from harness import KEPT, PYTHON, ROOT, Cluster, wait_for
 
 JOB = ROOT / "benchmarks" / "defragmentation_job.py"
-NATIVE = HELD.replace('"held"', '"native"')
 LANES = {"node1": "node1,node1-l1", "node2": "node2,node2-l1"}
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from test_held import HELD
+from test_held import NATIVE
 from test_moves import lease
 
 from harness import PYTHON, RESULTS, TORCHRUN, Cluster, wait_for
@@ -28,7 +28,6 @@ defrag = false
 idle_s = 2.0
 move_every_s = 1.0
 """
-NATIVE = HELD.replace('"held"', '"native"')
 
 
 def sleeper(cluster: Cluster, name: str, gpus: int, *options: str) -> int:

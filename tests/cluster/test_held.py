@@ -18,6 +18,7 @@ min_run_s = 0.5
 slice_s = 2.0
 share_between_users = true
 """
+NATIVE = HELD.replace('"held"', '"native"')
 
 
 def test_jobs_are_placed_by_affinity(cluster: Cluster) -> None:

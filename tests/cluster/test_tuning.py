@@ -74,9 +74,9 @@ job = f"SLURM_JOB_ID={sys.argv[1]}".encode()
 for pid in filter(str.isdigit, os.listdir("/proc")):
     if job in words(pid, "environ") and any(word.endswith(b"/train.py") for word in words(pid, "cmdline")):
         allowed = os.sched_getaffinity(int(pid))
-        found = list(quotas(pid))
-        quota = min([value / 100_000 for _, value in found], default=None)
-        file = str(found[0][0]) if found else ""
+        limits = list(quotas(pid))
+        quota = min([value / 100_000 for _, value in limits], default=None)
+        file = str(limits[0][0]) if limits else ""
         found = {"pid": int(pid), "quota": quota, "file": file, "allowed": sorted(allowed)}
         print(json.dumps(found))
         break

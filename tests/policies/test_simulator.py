@@ -65,6 +65,9 @@ def test_jobs_share_a_host_in_lanes_if_its_memory_holds_both() -> None:
     assert starts(None) == [0.0, 100.0]
     assert starts(30.0) == [0.0, 10.0]
     assert starts(32.0) == [0.0, 100.0]
+    assert starts(62.5) == [0.0, 100.0]
+    with pytest.raises(InputError, match="job 1 asks for 63 GB for each of 8 GPUs on a node, the largest node has 500"):
+        starts(63.0)
 
 
 def test_rounds_on_events_leave_no_gap() -> None:

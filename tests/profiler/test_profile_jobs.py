@@ -65,6 +65,16 @@ def test_a_computed_memory_point_beside_a_measured_one(tmp_path):
     assert abs(error) < 0.6
 
 
+def test_points_in_turns_are_visited_again_and_a_finished_profile_asks_for_no_more(tmp_path):
+    steps = ("--", sys.executable, Path(__file__).with_name("steps.py"), "0.005")
+    turns = ("--turns", "3", "--point-s", "3", "--cpus", str(len(own_cpus())))
+    found = profiled(tmp_path, *turns, *steps)
+    visits = json.loads((tmp_path / "profile.state.json").read_text())["points"]
+    assert [visit["turn"] for visit in visits] == [0, 1, 2]
+    assert found["points"][0]["steps"] == sum(visit["steps"] for visit in visits)
+    assert profiled(tmp_path, *turns, "--resume", *steps)["launches"] == found["launches"] == 1
+
+
 def test_a_pair_is_added_to_a_table_and_takes_the_place_of_an_older_one(tmp_path):
     steps = f"{sys.executable} {Path(__file__).with_name('steps.py')} 0.005"
     short = ("--within", "50", "--point-s", "2", "--json", "--models", "a,b")
