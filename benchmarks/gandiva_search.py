@@ -67,7 +67,7 @@ def drive(trace: Sequence[TraceJob], nodes: str, policy: Policy, setup: Setup, e
         if each(world):
             break
         run_round(gateway, clock, store, policy.decide, GUARD)
-        world.check()
+        gateway.end_round()
         number += 1
     return world
 

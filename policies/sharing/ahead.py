@@ -1,13 +1,13 @@
-"""Placements between rounds: those that Slurm has still to start, and those that must wait until others have left."""
+"""Placements between rounds: those that Slurm has still to start, those that must wait, and the GPUs that jobs get."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 from cadenza.policies.actions import Place
 from cadenza.policies.decision import Memory
-from cadenza.policies.model import ClusterSnapshot
+from cadenza.policies.model import ClusterSnapshot, Gpu, JobKey
 from cadenza.policies.sharing.hosts import Ask, HostBook, books
 from cadenza.policies.sharing.placement import Placed
 from cadenza.policies.sharing.settings import SharingSettings
@@ -50,3 +50,29 @@ def startable_now(placed: Placed, snapshot: ClusterSnapshot, settings: SharingSe
         else:
             reasons[action.job] = f"waits until jobs have left {', '.join(action.nodes)}: their GPUs are promised to it"
     return replace(placed, actions=tuple(actions), reasons=reasons)
+
+
+def seated(hosts: Mapping[str, HostBook], coming: Sequence[JobKey]) -> dict[JobKey, set[Gpu]]:
+    """Return the GPUs that jobs get when they come in this order to where the books have them.
+
+    Slurm gives the lowest free ones of a lane. The books may have planned the jobs in another order, and have seats
+    for jobs that come later still.
+    """
+    found: dict[JobKey, set[Gpu]] = {}
+    for host in hosts.values():
+        taken = _taken(host, frozenset(coming))
+        for tenant in [host.tenants[key] for key in coming if key in host.tenants]:
+            there = taken.setdefault(tenant.lane, set())
+            free = [index for index in range(host.gpus) if index not in there][: tenant.ask.gpus]
+            there.update(free)
+            found.setdefault(tenant.job.key, set()).update(Gpu(host.name, index) for index in free)
+    return found
+
+
+def _taken(host: HostBook, coming: Container[JobKey]) -> dict[str, set[int]]:
+    """Return the GPUs that are given out on each lane to jobs that are there and stay."""
+    taken: dict[str, set[int]] = {}
+    for key, tenant in host.tenants.items():
+        if key not in coming and tenant.lane in tenant.job.nodes:
+            taken.setdefault(tenant.lane, set()).update(tenant.gpus)
+    return taken

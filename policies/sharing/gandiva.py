@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from cadenza.policies.actions import Action, Migrate, Place, Resize, Suspend, Tune, Unpack, Yield
 from cadenza.policies.case import Allocate
 from cadenza.policies.decision import Decision, Memory, SharingMemory
-from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Progress
+from cadenza.policies.model import ClusterSnapshot, Gpu, Job, JobKey, Progress
 from cadenza.policies.moves import pinned_by_owner
 from cadenza.policies.ranking import Order, Queue
-from cadenza.policies.sharing.ahead import book_starting, startable_now
+from cadenza.policies.sharing.ahead import book_starting, seated, startable_now
 from cadenza.policies.sharing.defrag import Rooms, empty_hosts
 from cadenza.policies.sharing.elastic import grow, shrink, spare_since, undo_growth, why_its_size_stays
 from cadenza.policies.sharing.growth import Growths
@@ -204,11 +204,6 @@ def _learned(memory: Memory, packed: Packing, spare: tuple[tuple[str, float], ..
     return replace(memory.sharing, packs=packed.before, lost=packed.lost, alone=packed.alone, spare_s=spare)
 
 
-def _taken(host: HostBook, holders: frozenset[JobKey]) -> frozenset[int]:
-    """Return the indices of the GPUs of a host that these jobs have."""
-    return frozenset().union(*(tenant.gpus for key, tenant in host.tenants.items() if key in holders))
-
-
 @dataclass(frozen=True, slots=True)
 class _Round:
     """A round whose turns, placements and moves are made."""
@@ -256,20 +251,23 @@ class _Round:
     def _holders(self, moving: frozenset[JobKey]) -> frozenset[JobKey]:
         """Return who has GPUs once this round is done: by the turns, and who comes to GPUs that are free then.
 
-        Agents give those to the first who comes, which is in the order of the actions.
+        Agents give those to the first who comes: jobs that are placed start before jobs that move.
         """
         staying = self.view.holders - moving
-        given = {(name, index) for name, host in self.moves.hosts.items() for index in _taken(host, staying)}
+        given = {
+            Gpu(host.name, index)
+            for host in self.moves.hosts.values()
+            for key, tenant in host.tenants.items()
+            if key in staying
+            for index in tenant.gpus
+        }
         found = set(staying)
-        for action in (*self.moves.actions, *self.placed.actions):
-            gpus = {
-                (name, index)
-                for name, host in self.moves.hosts.items()
-                if action.job in host.tenants
-                for index in host.tenants[action.job].gpus
-            }
+        coming = tuple(dict.fromkeys(action.job for action in (*self.placed.actions, *self.moves.actions)))
+        seats = seated(self.moves.hosts, coming)
+        for key in coming:
+            gpus = seats.get(key)
             if gpus and gpus.isdisjoint(given):
-                found.add(action.job)
+                found.add(key)
                 given |= gpus
         return frozenset(found)
 

@@ -145,9 +145,11 @@ class Sharing:
     def _too_much(self, tenant: Tenant) -> Share | None:
         """Return what a job that waits is left with when it has more memory than it needs, else None."""
         key, had = tenant.job.key, tenant.job.placement
-        if len(had) != 1 or had[0].memory_mb <= tenant.ask.memory_mb or had[0].node != tenant.lane:
-            return None
         if key in self.holders or key not in self.jobs:
+            return None
+        if len(had) != 1 or had[0][:2] != (tenant.lane, tenant.ask.gpus):  # of several hosts, or it moves
+            return None
+        if had[0].memory_mb <= tenant.ask.memory_mb:
             return None
         return had[0]._replace(memory_mb=tenant.ask.memory_mb)
 

@@ -72,6 +72,8 @@ class SimGateway:
         self.world = world
         self.counts: dict[type, int] = {}
         self._shown: ClusterSnapshot | None = None
+        self._coming: list[tuple[Live, Placement, float]] = []
+        """Who has left in this round for other GPUs, where to, and what that costs in seconds."""
         self._do: dict[type, Callable[[Live, Action], None]] = {
             Place: self._place,
             Requeue: self._requeue,
@@ -112,6 +114,18 @@ class SimGateway:
         self.counts[kind] = self.counts.get(kind, 0) + 1
         return OK
 
+    def end_round(self) -> None:
+        """Let the movers come to where they go, and check the books; raises SimulationError.
+
+        All have left by then, and who was placed has started, as with jobs that Slurm requeues.
+        """
+        for job, shares, cost_s in self._coming:
+            if job.key in self.world.live:
+                self.world.move(job, shares, cost_s)
+        self._coming.clear()
+        self._shown = None
+        self.world.check()
+
     def _place(self, job: Live, action: Action) -> None:
         if isinstance(action, Place) and job.state == "PENDING":
             self.world.start(job, action.shares or self._as_asked(job, action.nodes))
@@ -137,13 +151,17 @@ class SimGateway:
     def _migrate(self, job: Live, action: Action) -> None:
         if isinstance(action, Migrate):
             job.migrations += 1
-            self.world.move(job, action.shares, self.world.setup.costs.migrate_s)
+            self._leave(job, action.shares, self.world.setup.costs.migrate_s)
 
     def _resize(self, job: Live, action: Action) -> None:
         if isinstance(action, Resize):  # Slurm's record of the job shows what it was changed to
             job.cpus = sum(share.cpus for share in action.shares)
             job.memory_mb = sum(share.memory_mb for share in action.shares)
-            self.world.move(job, action.shares, self.world.setup.costs.resize_s)
+            self._leave(job, action.shares, self.world.setup.costs.resize_s)
+
+    def _leave(self, job: Live, shares: Placement, cost_s: float) -> None:
+        self.world.leave(job)
+        self._coming.append((job, shares, cost_s))
 
     def _yield(self, job: Live, action: Action) -> None:
         del action

@@ -69,10 +69,14 @@ class Leases:
         self._release(job)
         job.waiting_cost_s += self.world.setup.costs.yield_s + self._copy_s(job)
 
-    def relocate(self, job: Live, placement: Placement) -> None:
-        """Put a job on other GPUs; it has to get them anew."""
+    def vacate(self, job: Live) -> None:
+        """Let a job leave its GPUs, for others that come before it gets new ones."""
         self._release(job)
         self._unassign(job)
+
+    def relocate(self, job: Live, placement: Placement) -> None:
+        """Put a job on other GPUs; it has to get them anew."""
+        self.vacate(job)
         self._assign(job, placement)
         job.changed()
 

@@ -71,7 +71,7 @@ class _Run:
             self.rounds += 1
             if self._must_decide(happened=happened):
                 run_round(self.gateway, self.clock, self.store, decide, GUARD)
-                self.world.check()
+                self.gateway.end_round()
                 self.world.sample()
             if progress is not None:
                 progress(self.world.now_s, len(self.world.ended))

@@ -193,11 +193,17 @@ class World:
         job.changed()
         self.live[job.key] = job
 
+    def leave(self, job: Live) -> None:
+        """Let a job that is to move give its GPUs to others first; where nobody shares, they come with the move."""
+        if self.leases is not None:
+            self.leases.vacate(job)
+            job.state = "RUNNING"  # a job that Slurm had suspended starts anew
+
     def move(self, job: Live, placement: Placement, cost_s: float) -> None:
         """Give a job other shares; it pays ``cost_s`` when it next makes progress."""
         if job.running and self.leases is None:
             self._halt(job)
-        if self.leases is not None and [s[:2] for s in placement] != [s[:2] for s in job.placement]:
+        if self.leases is not None and not (job.gpus_held and _same_gpus(placement, job.placement)):
             self.leases.relocate(job, placement)
         if job.running:
             self.cpus_used += sum(share.cpus for share in placement) - sum(share.cpus for share in job.placement)
@@ -297,3 +303,7 @@ class World:
             job.settle(self.now_s)
         jobs: Iterable[JobResult] = (*self.ended, *(job.result(None) for job in self.live.values()))
         return tuple(sorted(jobs, key=lambda job: (job.submit_s, job.id)))
+
+
+def _same_gpus(one: Placement, other: Placement) -> bool:
+    return [share[:2] for share in one] == [share[:2] for share in other]

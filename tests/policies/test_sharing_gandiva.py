@@ -7,14 +7,15 @@ from random import Random
 
 import pytest
 from gandiva_rig import profile
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cadenza.policies.allocation.proportional import proportional
 from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.ordering.fifo import fifo
 from cadenza.policies.ordering.srtf import srtf
-from cadenza.policies.policy import Policy
+from cadenza.policies.policy import Policy, PolicySettings, build
+from cadenza.policies.profile import Profile
 from cadenza.policies.sharing.gandiva import decide
 from cadenza.policies.sharing.hosts import books
 from cadenza.policies.sharing.settings import GandivaSettings, SharingSettings
@@ -144,3 +145,42 @@ def test_a_job_waits_at_most_so_many_turns():
     got = [job.attained_s for job in result.jobs]
     assert min(got) > 400.0 / 3 - 65.0
     assert max(got) < 400.0 / 3 + 65.0
+
+
+FAST = Profile("fast", 1.0, (1.0, 3.0, 6.0), (1.0, 62.5), ((0.5, 0.5), (1.0, 1.0), (2.0, 2.0)), gpu_utilization=0.5)
+SLOW = Profile("slow", 1.0, (1.0, 3.0), (1.0, 62.5), ((1.0, 1.0), (1.0, 1.0)), gpu_utilization=0.5)
+
+
+def movers(rng: Random):
+    """Jobs that differ in what CPUs do for them, ask for little memory, and start up for a while wherever they go."""
+    for number in range(24):
+        profile, elastic, work_s = rng.choice((FAST, SLOW)), rng.random() < 0.2, rng.uniform(10, 80)
+        yield TraceJob(
+            id=number,
+            submit_s=rng.uniform(0, 60),
+            gpus=rng.choice((1, 1, 1, 2, 4)),
+            work_s=work_s,
+            model=profile.model,
+            profile=profile,
+            iterations=int(work_s),
+            memory_gb_per_gpu=1.0,
+            min_gpus=1 if elastic else None,
+            max_gpus=4 if elastic else None,
+        )
+
+
+@settings(max_examples=2, deadline=None)
+@given(st.integers(0, 10**6))
+@example(13)
+@example(333)
+def test_those_who_have_gpus_are_given_no_more_cpus_than_there_are(seed):
+    """The simulator refuses a round that does, whoever is placed and whoever moves in it."""
+    sharing = replace(SHARING, slice_s=20.0)
+    rules = PolicySettings(
+        partitions=frozenset({PARTITION}), sharing=sharing, gandiva=GandivaSettings(pack=False, move_every_s=10.0)
+    )
+    costs = SimCosts(start_s=4.0, restart_s=4.0, migrate_s=4.0, resize_s=4.0)
+    setup = Setup(round_s=2.0, rounds_on_events=True, lanes=2, costs=costs)
+    policy = build("srtf", "cadenza", "gandiva", rules)
+    result = simulate(list(movers(seeded(seed))), read_cluster("3x4:12:250", 2), policy, setup)
+    assert result.unfinished == ()
