@@ -1,9 +1,12 @@
 """Migration (Gandiva, OSDI'18, §3 and §4): fill GPUs that became free, even out hosts, bring split jobs together.
 
-After departures a job that waits for its turn goes to GPUs that nobody uses; a job of several hosts goes to one
-that can hold all of it. A job that waits behind higher priorities goes where it meets none. In introspective
-mode hosts of one class are evened out too, so that the cluster's height falls. A move must gain more than it
-costs; one job moves at most every ``move_every_s``, and a round moves at most ``moves_per_round``.
+After departures a job that takes turns goes to GPUs that nobody uses; a job of several hosts goes to one that can hold
+all of it. A job that waits behind higher priorities goes where it meets none. In introspective mode hosts of one class
+are evened out too, so that the cluster's height falls. A move must gain more than it costs; one job moves at most every
+``move_every_s``, and a round moves at most ``moves_per_round``.
+
+Of those that take turns one that waits goes, for that costs no GPU its time. Where it cannot be stopped, as on a real
+cluster, because only who has its GPUs can save a checkpoint, the holder goes, and the next one gets its GPUs.
 """
 
 from __future__ import annotations
@@ -38,29 +41,37 @@ def migrate(moves: Moves) -> None:
 
 
 def _fill(moves: Moves) -> None:
-    """Move jobs that wait for their turn to idle GPUs, those in the longest rounds first."""
+    """Move jobs that take turns to idle GPUs, those in the longest rounds first."""
     if not _any_idle(moves):
         return
-    waiting = [(host, tenant) for host in moves.hosts.values() for tenant in _waiting(moves, host)]
+    movable = [(host, tenant) for host in moves.hosts.values() for tenant in _in_turns(moves, host)]
     vain: set[object] = set()
-    while waiting:
-        waiting.sort(key=lambda row: _need(moves, *row))
-        moved = next((row for row in waiting if _alike(*row) not in vain and _fills(moves, *row, vain)), None)
+    while movable:
+        movable.sort(key=lambda row: _need(moves, *row))
+        moved = next((row for row in movable if _alike(*row) not in vain and _fills(moves, *row, vain)), None)
         if moved is None:
             return
-        waiting.remove(moved)
+        movable.remove(moved)
 
 
-def _waiting(moves: Moves, host: HostBook) -> Iterator[Tenant]:
-    """Return the jobs of a host that have yielded, or never ran, and do not get GPUs now."""
-    for tenant in moves.tenants(host):
-        lease, key = tenant.job.lease, tenant.job.key
-        if lease is not None and lease.state != "held" and key not in moves.holders and key not in moves.packed:
+def _in_turns(moves: Moves, host: HostBook) -> Iterator[Tenant]:
+    """Return the jobs of a host that may go out of their turns: who waits for its GPUs, else who has them."""
+    able = [tenant for tenant in moves.tenants(host) if tenant.job.key not in moves.packed]
+    waiting = [tenant for tenant in able if tenant.job.key not in moves.holders and not _held(tenant)]
+    yield from waiting
+    wanted = frozenset().union(*(tenant.gpus for tenant in waiting))
+    for tenant in able:
+        stays = tenant.job.key in moves.holders and _held(tenant)
+        if stays and wanted.isdisjoint(tenant.gpus) and crowd(host, tenant) > 1:
             yield tenant
 
 
+def _held(tenant: Tenant) -> bool:
+    return tenant.job.lease is not None and tenant.job.lease.state == "held"
+
+
 def _need(moves: Moves, host: HostBook, tenant: Tenant) -> tuple[int, int, float, JobKey]:
-    """Return the sort key of those that wait: the higher priority, then the longer rounds, then the longer wait."""
+    """Return the sort key of those in turns: the higher priority, then the longer rounds, then the longer wait."""
     lease = tenant.job.lease
     waited_s = lease.waited_s if lease is not None else 0.0
     return -moves.sharing.priority(tenant.job), -crowd(host, tenant), -waited_s, tenant.job.key
@@ -143,7 +154,7 @@ def _from_below_higher(moves: Moves) -> None:
     if len({priority(job) for job in moves.jobs.values()}) < 2:  # noqa: PLR2004 - one priority has no higher one
         return
     for host in tuple(moves.hosts.values()):
-        for tenant in list(_waiting(moves, host)):
+        for tenant in list(_in_turns(moves, host)):
             if priority(tenant.job) >= _highest(moves, host, tenant.gpus):
                 continue
             found = _fair_seat(moves, host, tenant)
@@ -174,7 +185,7 @@ def _fair_seat(moves: Moves, source: HostBook, tenant: Tenant) -> tuple[HostBook
 
 
 def _even_out(moves: Moves) -> None:
-    """Move waiting jobs of the highest hosts of a class to its lowest ones while the height falls."""
+    """Move jobs that take turns on the highest hosts of a class to its lowest ones while the height falls."""
     classes: dict[int, list[HostBook]] = {}
     for host in moves.hosts.values():
         if host.affinity:
@@ -193,8 +204,8 @@ def _lower(moves: Moves, size: int, hosts: list[HostBook]) -> bool:
     low, high = hosts[0], hosts[-1]
     if ceil(low.pressure + size / low.gpus) >= ceil(high.pressure):
         return False
-    waiting = [tenant for tenant in _waiting(moves, high) if tenant.ask.gpus == size]
-    for tenant in sorted(waiting, key=lambda tenant: (-crowd(high, tenant), tenant.job.key)):
+    movable = [tenant for tenant in _in_turns(moves, high) if tenant.ask.gpus == size]
+    for tenant in sorted(movable, key=lambda tenant: (-crowd(high, tenant), tenant.job.key)):
         met, seat = crowd(high, tenant), moves.seat(low, tenant.ask)
         good = seat is not None and moves.suits(tenant.job, high, low)
         if seat is not None and good and seat.crowd + 1 < met and _pays(moves, tenant.job, met, seat.crowd + 1):

@@ -1,4 +1,4 @@
-"""A job that waits for a whole host gets one: others move together, by as few migrations as possible, on real Slurm."""
+"""Jobs move on real Slurm: the fewest of them for one that waits for a whole host, and out of turns to free GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LANES = {"node1": "node1,node1-l1", "node2": "node2,node2-l1"}
 
 
 def settings(admission: str, *, defrag: bool) -> str:
-    """Return the settings; nothing but defragmentation may move a job."""
+    """Return the settings; nothing but defragmentation, and GPUs that nobody has, may move a job."""
     return admission + f'[policy]\nshare = "gandiva"\n[gandiva]\npack = false\ndefrag = {json.dumps(defrag)}\n'
 
 
@@ -90,3 +90,20 @@ def test_in_native_admission_nobody_is_left_waiting_where_slurm_chose_the_gpus(n
     nodes.wait_state(jobs[-1], "RUNNING", "SUSPENDED", timeout=60)
     wait_for("all have GPUs", lambda: all(lease(nodes, job).get("state") == "held" for job in jobs), 90)
     assert moved(nodes, jobs)
+
+
+def test_one_of_two_jobs_in_turns_goes_to_gpus_that_become_free(nodes: Cluster) -> None:
+    nodes.restart(settings(NATIVE, defrag=False))
+    jobs = [*fill(nodes, "node1", 4), submit(nodes, 4)]
+    nodes.wait_state(jobs[1], "RUNNING", "SUSPENDED")
+    assert nodes.job(jobs[1])["NodeList"] == "node1-l1"
+    for job in jobs:
+        wait_for(f"job {job} keeps checkpoints", lambda job=job: lease(nodes, job).get("checkpoints"), 60)
+    open_all(nodes)
+    wait_for("a move", lambda: moved(nodes, jobs), 60)
+    wait_for("both have GPUs", lambda: all(lease(nodes, job).get("state") == "held" for job in jobs), 60)
+    ((mover, where),) = moved(nodes, jobs).items()
+    assert where == "node2"
+    left = "node1" if mover == jobs[0] else "node1-l1"
+    (reason,) = [action["reason"] for action in nodes.why(mover)["actions"] if action["kind"] == "Migrate"]
+    assert reason == f"moves from {left} to node2, whose GPUs are idle, out of turns with 1 others"

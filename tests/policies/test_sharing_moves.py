@@ -10,6 +10,7 @@ from snapshots import NOW, cluster
 from cadenza.policies.actions import Migrate, Unpack
 from cadenza.policies.decision import Memory, SharingMemory
 from cadenza.policies.model import Options, Progress
+from cadenza.policies.moving import moving
 from cadenza.policies.sharing.settings import GandivaSettings
 
 MOVE = replace(NOTHING, migrate=True)
@@ -61,15 +62,35 @@ def test_the_longest_rounds_are_relieved_first_and_only_so_many():
 def test_a_job_moves_once_in_a_while_and_only_when_it_pays():
     jobs = [*full("a"), waits(5, "a", 0), *full("b", 11)[:3]]
     snapshot = world(*jobs, hosts=("a", "b"))
-    lately = Memory(sharing=SharingMemory(moved_s=((5, NOW - 100.0),)))
+    lately = Memory(sharing=SharingMemory(moved_s=((1, NOW - 100.0), (5, NOW - 100.0))))
     assert moves(decided(snapshot, lately, REACTIVE)) == {}
     assert after(snapshot, decided(snapshot, gandiva=REACTIVE)).sharing.moved_s == ((5, NOW),)
     ending = replace(jobs[4], progress=Progress(NOW, 620.0, 600.0))
     assert moves(decided(world(*jobs[:4], ending, *jobs[5:], hosts=("a", "b")), gandiva=REACTIVE)) == {}
+
+
+def test_the_holder_goes_where_those_that_wait_cannot():
+    holder, *others = full("a")
     lost = waits(5, "a", 0, checkpoints=False)
-    assert moves(decided(world(*jobs[:4], lost, *jobs[5:], hosts=("a", "b")), gandiva=REACTIVE)) == {}
-    fixed = replace(jobs[4], requeueable=False)
-    assert moves(decided(world(*jobs[:4], fixed, *jobs[5:], hosts=("a", "b")), gandiva=REACTIVE)) == {}
+
+    def found(*pair, memory=None):
+        snapshot = world(*pair, *others, *full("b", 11)[:3], hosts=("a", "b"))
+        return moves(decided(snapshot, memory, REACTIVE))
+
+    assert found(holder, lost) == {1: [("b", 1)]}
+    lately = Memory(sharing=SharingMemory(moved_s=((5, NOW - 100.0),)))
+    assert found(holder, waits(5, "a", 0), memory=lately) == {1: [("b", 1)]}
+    assert found(on(1, "a", 0, checkpoints=False), lost) == {}
+    assert found(replace(holder, progress=Progress(NOW, 620.0, 600.0)), lost) == {}
+    assert found(holder) == {}
+
+
+def test_on_a_real_cluster_the_holder_goes_and_the_next_one_gets_its_gpus():
+    """Only who has its GPUs can save a checkpoint there, and the move is carried out round by round."""
+    snapshot = world(*full("a"), waits(5, "a", 0), *full("b", 11)[:3], hosts=("a", "b"))
+    decision = moving(lambda seen, memory: decided(seen, memory, REACTIVE))(snapshot, Memory())
+    assert moves(decision) == {1: [("b", 1)]}
+    assert [(move.job, move.phase, move.nodes) for move in decision.memory.moves] == [(key(1), "wanted", ("b",))]
 
 
 def test_hosts_of_a_class_are_evened_out_in_introspective_mode():
