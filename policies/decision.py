@@ -127,6 +127,8 @@ class SharingMemory:
     """Since when a host has GPUs that no job uses or waits for."""
     asked_gpus: tuple[tuple[int, int], ...] = ()
     """GPUs that the job with this id had before it was first resized."""
+    asked_nodes: tuple[tuple[int, int], ...] = ()
+    """Nodes that it had then, of jobs that had several."""
     loans: tuple[Loan, ...] = ()
     """Jobs that lend CPUs, in order of keys."""
     growths: tuple[Growth, ...] = ()

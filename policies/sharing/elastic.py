@@ -1,20 +1,22 @@
 """Grow and shrink (Gandiva, OSDI'18, §3.4): jobs that say they can use idle GPUs of their host, and give them back.
 
-Only jobs with ``min_gpus`` or ``max_gpus``, in steps of powers of two, within one host. They grow when nobody
-waits (``sharing.waiting`` says who does) and GPUs of the host have been idle for ``idle_s``, the one with the higher
-progress rate first; they shrink at once when a job has come that finds no free GPUs, in Slurm's queue or, where
-Slurm has started it on a further lane, behind the lease of a job that could do with fewer. A job that growing has not
-made faster goes back to its former size (see ``growth``).
+Only jobs with ``min_gpus`` or ``max_gpus``: those of one host within it, in steps of powers of two, those that asked
+for several nodes by whole hosts (``spans``). They grow when nobody waits (``sharing.waiting`` says who does) and GPUs
+have been idle for ``idle_s``, the one with the higher progress rate first; they shrink at once when a job has come that
+finds no free GPUs, in Slurm's queue or, where Slurm has started it on a further lane, behind the lease of a job that
+could do with fewer. A job that growing has not made faster goes back to its former size (see ``growth``).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from cadenza.policies.decision import Growth
-from cadenza.policies.model import Job
+from cadenza.policies.model import Job, JobKey
 from cadenza.policies.sharing.hosts import Ask, HostBook, Seat, Tenant
 from cadenza.policies.sharing.moves import Moves
+from cadenza.policies.sharing.spans import give_back, grow_by_hosts, span
 from cadenza.policies.sharing.waiting import lacks_lease, sized
 
 # --- Shrink --------------------------------------------------------------------------------------------
@@ -29,9 +31,14 @@ def shrink(moves: Moves, waiting: Sequence[Job]) -> None:
         _shrink_for(moves, job, promised)
     for host in moves.hosts.values():
         for key in sorted(host.tenants):
-            tenant = host.tenants[key]
-            if key in moves.jobs and key not in moves.fixed and key not in moves.packed and lacks_lease(tenant):
+            tenant = host.tenants.get(key)  # it may have left for one before it
+            if tenant is not None and _stands(moves, tenant):
                 _shrink_beside(moves, host, tenant)
+
+
+def _stands(moves: Moves, tenant: Tenant) -> bool:
+    key = tenant.job.key
+    return key in moves.jobs and key not in moves.fixed and key not in moves.packed and lacks_lease(tenant)
 
 
 def _shrinkable(moves: Moves) -> Iterable[bool]:
@@ -44,14 +51,33 @@ def _shrink_for(moves: Moves, job: Job, promised: dict[str, int]) -> None:
         return  # it has been placed, and Slurm is to start it
     ask = Ask.under(job, moves.sharing)
     plans = [(host, _room(moves, host, ask, promised.get(host.name, 0))) for host in _open_to(moves, job)]
-    found = sorted((len(plan), host.name) for host, plan in plans if plan is not None)[: ask.nodes]
-    chosen = {name for _, name in found} if len(found) == ask.nodes else set()
-    for host, plan in plans:
-        if host.name not in chosen:
-            continue
-        for tenant, size in plan or ():
-            _resize(moves, host, tenant, size, f"gives GPUs of {host.name} back: job {job.key} needs them")
+    chosen = _chosen(moves, [(host, plan) for host, plan in plans if plan is not None], ask.nodes)
+    leaving: dict[JobKey, list[HostBook]] = {}
+    for host, plan in chosen:
+        for tenant, size in plan:
+            if size:
+                _resize(moves, host, tenant, size, f"gives GPUs of {host.name} back: job {job.key} needs them")
+            else:
+                leaving.setdefault(tenant.job.key, []).append(host)
         promised[host.name] = promised.get(host.name, 0) + ask.gpus
+    for key, hosts in leaving.items():
+        _leave(moves, moves.jobs[key], hosts, f"job {job.key} needs them")
+
+
+Plan = list[tuple[Tenant, int]]
+"""Who shrinks on a host, and to how many GPUs there: none means that it leaves the host."""
+
+
+def _chosen(moves: Moves, plans: Iterable[tuple[HostBook, Plan]], count: int) -> list[tuple[HostBook, Plan]]:
+    """Return so many hosts on which the fewest shrink, or none: nobody leaves more hosts than it can spare."""
+    found: list[tuple[HostBook, Plan]] = []
+    left: Counter[JobKey] = Counter()
+    for host, plan in sorted(plans, key=lambda row: (len(row[1]), row[0].name)):
+        leaving = [tenant.job for tenant, size in plan if not size]
+        if len(found) < count and all(left[job.key] < _spare(moves, job) for job in leaving):
+            found.append((host, plan))
+            left.update(job.key for job in leaving)
+    return found if len(found) == count else []
 
 
 def _open_to(moves: Moves, job: Job) -> list[HostBook]:
@@ -65,17 +91,41 @@ def _open_to(moves: Moves, job: Job) -> list[HostBook]:
     ]
 
 
-def _room(moves: Moves, host: HostBook, ask: Ask, promised: int) -> list[tuple[Tenant, int]] | None:
+def _room(moves: Moves, host: HostBook, ask: Ask, promised: int) -> Plan | None:
     """Return the fewest jobs to shrink on a host for a job to fit, the largest first; None when it cannot."""
-    lacking, plan = host.given + promised + ask.gpus - host.gpus, []
-    tenants = [tenant for tenant in host.tenants.values() if _resizable(moves, tenant)]
-    for tenant in sorted(tenants, key=lambda tenant: (-tenant.ask.gpus, tenant.job.key)):
-        fitting = [size for size in moves.sizes(tenant.job) if size <= tenant.ask.gpus - lacking]
-        size = fitting[-1] if fitting else moves.sizes(tenant.job)[0]
+    plan: Plan = []
+    lacking = host.given + promised + ask.gpus - host.gpus
+    tenants = [(tenant, found) for tenant in host.tenants.values() if (found := _sizes_on(moves, tenant))]
+    for tenant, found in sorted(tenants, key=lambda row: (-row[0].ask.gpus, row[0].job.key)):
+        fitting = [size for size in found if size <= tenant.ask.gpus - lacking]
+        size = fitting[-1] if fitting else found[0]
         if lacking > 0 and size < tenant.ask.gpus:
             plan.append((tenant, size))
             lacking -= tenant.ask.gpus - size
     return plan if lacking <= 0 else None
+
+
+def _sizes_on(moves: Moves, tenant: Tenant) -> tuple[int, ...]:
+    """Return with how many GPUs of a host a job can run: none, if it can spare the host; () if its size stays."""
+    found = moves.sizes(tenant.job)
+    if found[0] >= tenant.job.gpus:
+        return ()
+    if _resizable(moves, tenant):
+        return found
+    return (0,) if _spare(moves, tenant.job) > 0 else ()
+
+
+def _spare(moves: Moves, job: Job) -> int:
+    """Return how many hosts a job can give back now."""
+    found = span(moves, job) if _stoppable(moves, job) else None
+    return found.spare if found is not None else 0
+
+
+def _leave(moves: Moves, job: Job, hosts: Sequence[HostBook], why: str) -> None:
+    """Take hosts from a job that can spare them."""
+    found = span(moves, job)
+    if found is not None:
+        give_back(moves, found, hosts, f"gives GPUs of {', '.join(host.name for host in hosts)} back: {why}")
 
 
 def _shrink_beside(moves: Moves, host: HostBook, waiting: Tenant) -> None:
@@ -84,12 +134,13 @@ def _shrink_beside(moves: Moves, host: HostBook, waiting: Tenant) -> None:
     The job's own GPUs are settled, because Slurm chose them; so those of the others change, on any lane.
     """
     rivals = [t for t in host.tenants.values() if t.job.key != waiting.job.key and t.gpus & waiting.gpus]
-    if not rivals or not host.usable or not all(_resizable(moves, rival) for rival in rivals):
+    if not rivals or not host.usable or not all(_sizes_on(moves, rival) for rival in rivals):
         return
+    narrow = [rival for rival in rivals if _resizable(moves, rival)]
     for rival in rivals:
         host.leave(rival)
     seated: list[tuple[Tenant, Ask, Seat]] = []
-    for rival in sorted(rivals, key=lambda rival: (-rival.ask.gpus, rival.job.key)):
+    for rival in sorted(narrow, key=lambda rival: (-rival.ask.gpus, rival.job.key)):
         found = _smaller(moves, host, rival)
         if found is None:
             break
@@ -99,10 +150,12 @@ def _shrink_beside(moves: Moves, host: HostBook, waiting: Tenant) -> None:
         host.leave(host.tenants[rival.job.key])
     for rival in rivals:
         host.stay(rival)
-    if len(seated) == len(rivals):
+    if len(seated) == len(narrow):
+        why = f"job {waiting.job.key} waits for them"
         for rival, ask, seat in seated:
-            why = f"gives GPUs of {host.name} back: job {waiting.job.key} waits for them"
-            moves.resize(rival.job, host, seat, ask, why)
+            moves.resize(rival.job, host, seat, ask, f"gives GPUs of {host.name} back: {why}")
+        for rival in [rival for rival in rivals if rival not in narrow]:
+            _leave(moves, rival.job, (host,), why)
 
 
 def _smaller(moves: Moves, host: HostBook, tenant: Tenant) -> tuple[Ask, Seat] | None:
@@ -116,15 +169,19 @@ def _smaller(moves: Moves, host: HostBook, tenant: Tenant) -> tuple[Ask, Seat] |
 
 
 def _resizable(moves: Moves, tenant: Tenant) -> bool:
-    """Whether a job may be resized, however lately it was: whoever grew gives back at once."""
+    """Whether a job may be resized within its host, however lately it was: whoever grew gives back at once."""
     job = tenant.job
+    return len(job.nodes) == 1 and moves.asked_nodes(job) == 1 and _stoppable(moves, job)
+
+
+def _stoppable(moves: Moves, job: Job) -> bool:
+    """Whether a job is ours to stop, with a checkpoint, and to start again."""
     lease = job.lease
     return (
         job.key in moves.jobs
         and job.key not in moves.fixed
         and job.key not in moves.packed
         and job.requeueable
-        and len(job.nodes) == 1
         and lease is not None
         and lease.checkpoints
         and lease.state in ("held", "yielded")
@@ -138,7 +195,7 @@ def why_its_size_stays(moves: Moves, job: Job) -> str:
     if not (moves.gandiva.introspective and moves.gandiva.elastic) or lease is None or len(moves.sizes(job)) == 1:
         return ""
     checks = (
-        (len(job.nodes) > 1, "it is on several nodes"),
+        (len(job.nodes) > 1 and span(moves, job) is None, "its nodes do not all have the same"),
         (not job.requeueable, "Slurm may not requeue it (no batch job, or --no-requeue)"),
         (bool(lease.requeue_owner), f"{lease.requeue_owner} requeues it"),
         (
@@ -165,9 +222,11 @@ def grow(moves: Moves, spare: Iterable[tuple[str, float]]) -> None:
         return
     if any(host.height > 1 or any(map(lacks_lease, host.tenants.values())) for host in moves.hosts.values()):
         return
-    for name, since_s in spare:
-        if moves.now_s - since_s >= moves.gandiva.idle_s:
-            _grow_on(moves, moves.hosts[name])
+    idle = [moves.hosts[name] for name, since_s in spare if moves.now_s - since_s >= moves.gandiva.idle_s]
+    for host in idle:
+        _grow_on(moves, host)
+    if idle:
+        _grow_over(moves, idle)
 
 
 def undo_growth(moves: Moves) -> None:
@@ -180,6 +239,11 @@ def undo_growth(moves: Moves) -> None:
         row = vain[tenant.job.key.id]
         if tenant.ask.gpus > row.gpus and row.gpus in moves.sizes(tenant.job) and _resizable(moves, tenant):
             _resize(moves, host, tenant, row.gpus, f"goes back to {row.gpus} GPUs: {row.vain}")
+    for job in [job for job in moves.jobs.values() if job.key.id in vain and _spare(moves, job)]:
+        row, found = vain[job.key.id], span(moves, job)
+        hosts = found.hosts[row.gpus // found.ask.gpus :] if found is not None else ()
+        if found is not None and hosts:
+            give_back(moves, found, hosts, f"goes back to {row.gpus} GPUs: {row.vain}")
 
 
 def _grown_in_vain(moves: Moves) -> dict[int, Growth]:
@@ -197,6 +261,17 @@ def _grow_on(moves: Moves, host: HostBook) -> None:
         size = max((size for size in moves.sizes(tenant.job) if size <= most), default=tenant.ask.gpus)
         if size > tenant.ask.gpus:
             _resize(moves, host, tenant, size, f"grows to {size} GPUs: those of {host.name} have been idle")
+
+
+def _grow_over(moves: Moves, idle: Sequence[HostBook]) -> None:
+    """Give jobs of several hosts more of them, of those that have been idle long enough."""
+    vain = _grown_in_vain(moves)
+    able = [job for job in moves.jobs.values() if _stoppable(moves, job)]
+    for job in sorted(able, key=lambda job: (-_rate(job), job.key)):
+        found = span(moves, job) if moves.may(job) else None
+        if found is not None:
+            most = vain[job.key.id].gpus // found.ask.gpus if job.key.id in vain else found.most
+            grow_by_hosts(moves, found, idle, most)
 
 
 def _rate(job: Job) -> float:

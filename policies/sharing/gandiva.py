@@ -7,6 +7,7 @@ memory by the allocation.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -237,6 +238,7 @@ class _Round:
     def division(self, ranks: Mapping[JobKey, int], allocate: Allocate) -> Sharing:
         """Return how the hosts are divided among those that have GPUs once the moves so far are done."""
         starting = frozenset(action.job for action in self.placed.actions)
+        there = Counter(key for host in self.moves.hosts.values() for key in host.tenants)
         return Sharing(
             self.snapshot.time_s,
             allocate,
@@ -246,6 +248,7 @@ class _Round:
             order=ranks,
             settings=self.moves.sharing,
             keeps=self.lending.keeps,
+            wide=frozenset(key for key, count in there.items() if count > 1),
         )
 
     def _holders(self, moving: frozenset[JobKey]) -> frozenset[JobKey]:

@@ -33,14 +33,21 @@ class Moves:
     actions: list[Migrate | Resize | Unpack] = field(default_factory=list)
     left: int = 0
     """How many more may be moved."""
+    by_node: dict[str, HostBook] = field(default_factory=dict)
+    lanes: dict[str, int] = field(default_factory=dict)
+    """Lane of each node of Slurm's."""
     _moved: dict[int, float] = field(default_factory=dict)
     _asked: dict[int, int] = field(default_factory=dict)
+    _asked_nodes: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Take the limits."""
+        """Take the limits, and what is looked up by job and by node."""
         self.left = self.gandiva.moves_per_round
         self._moved = dict(self.memory.moved_s)
         self._asked = dict(self.memory.asked_gpus)
+        self._asked_nodes = dict(self.memory.asked_nodes)
+        self.by_node = {node.name: host for host in self.hosts.values() for node in host.lanes}
+        self.lanes = {node.name: node.lane for host in self.hosts.values() for node in host.lanes}
 
     def may(self, job: Job) -> bool:
         """Whether a job may move now: one of ours that can save a checkpoint and has not moved lately."""
@@ -72,12 +79,18 @@ class Moves:
         """Return the numbers of GPUs that a job can run with, ascending."""
         return sizes(job, self._asked.get(job.key.id, job.gpus))
 
+    def asked_nodes(self, job: Job) -> int:
+        """Return how many nodes a job had before it was ever resized."""
+        return self._asked_nodes.get(job.key.id, job.num_nodes)
+
+    def takes(self, host: HostBook, ask: Ask) -> bool:
+        """Whether a host may be shared with who is there, and its memory holds one more job."""
+        known = self.sharing.share_between_users or host.users.keys() <= {ask.user}
+        return known and not host.strangers and host.usable and host.remembers(ask)
+
     def seat(self, host: HostBook, ask: Ask) -> Seat | None:
         """Return the best seat for a job that comes to a host where it may share, None when it has no room."""
-        known = self.sharing.share_between_users or host.users.keys() <= {ask.user}
-        if not known or host.strangers or not host.usable or not host.remembers(ask):
-            return None
-        seats = host.seats(ask)
+        seats = host.seats(ask) if self.takes(host, ask) else []
         return seats[0] if seats else None
 
     def suits(self, job: Job, source: HostBook, target: HostBook) -> bool:
@@ -103,18 +116,31 @@ class Moves:
         self.actions.append(Resize(job.key, shares(seat, ask), why))
         self._settle(job, target, seat, ask)
 
+    def respan(self, job: Job, placement: Placement, why: str) -> None:
+        """Continue a job on more or fewer hosts; the caller notes it in their books."""
+        self.actions.append(Resize(job.key, placement, why))
+        self._count(job)
+
     def _settle(self, job: Job, target: HostBook, seat: Seat, ask: Ask) -> None:
         for host in self.hosts.values():
             if job.key in host.tenants:
                 host.leave(host.tenants[job.key])
         target.enter(job, ask, seat)
+        self._count(job)
+
+    def _count(self, job: Job) -> None:
         self.fixed.add(job.key)
         self.left -= 1
 
 
 def shares(seat: Seat, ask: Ask) -> Placement:
     """Return what a job gets on a seat: what it asked for, until the host's CPUs are shared out anew."""
-    return (Share(seat.node.name, ask.gpus, ask.cpus, ask.memory_mb),)
+    return (share_of(seat.node.name, ask),)
+
+
+def share_of(node: str, ask: Ask) -> Share:
+    """Return what a job asked for, of one node."""
+    return Share(node, ask.gpus, ask.cpus, ask.memory_mb)
 
 
 def crowd(host: HostBook, tenant: Tenant) -> int:

@@ -61,7 +61,9 @@ def remember_sharing(memory: SharingMemory, actions: Sequence[Action], snapshot:
         return memory
     ids = {key.id for key in jobs}
     moved = dict(memory.moved_s) | {action.job.id: snapshot.time_s for action in moves}
-    resized = {action.job.id: jobs[action.job].gpus for action in moves if isinstance(action, Resize)}
+    resized = [jobs[action.job] for action in moves if isinstance(action, Resize)]
+    gpus = {job.key.id: job.gpus for job in resized} | dict(memory.asked_gpus)
+    nodes = {job.key.id: job.num_nodes for job in resized if job.num_nodes > 1} | dict(memory.asked_nodes)
     return replace(
         memory,
         packs=tuple(group for group in after(memory.packs, actions) if jobs.keys() >= set(group)),
@@ -70,7 +72,8 @@ def remember_sharing(memory: SharingMemory, actions: Sequence[Action], snapshot:
         loans=tuple(loan for loan in memory.loans if loan.job in jobs),
         moved_s=tuple(sorted((number, at_s) for number, at_s in moved.items() if number in ids)),
         growths=noted(memory.growths, actions, snapshot),
-        asked_gpus=tuple(sorted((n, gpus) for n, gpus in (resized | dict(memory.asked_gpus)).items() if n in ids)),
+        asked_gpus=tuple(sorted(row for row in gpus.items() if row[0] in ids)),
+        asked_nodes=tuple(sorted(row for row in nodes.items() if row[0] in ids)),
     )
 
 

@@ -44,6 +44,8 @@ class Sharing:
     settings: SharingSettings = field(default_factory=SharingSettings)
     keeps: Mapping[JobKey, str] = field(default_factory=dict)
     """Why a job lends no CPUs, by job."""
+    wide: frozenset[JobKey] = frozenset()
+    """Who is on several hosts once this round is done."""
 
     def divide(self, hosts: Mapping[str, HostBook]) -> dict[JobKey, Placement]:
         """Return what every job should have that has its place on one host only."""
@@ -56,9 +58,9 @@ class Sharing:
         """Return the same for the jobs of one host; those whose share does not change may be left out."""
         there = [host.tenants[key] for key in sorted(host.tenants)]
         holding = [t for t in there if t.job.key in self.holders]
-        wide = [t for t in holding if len(t.job.nodes) > 1]
+        wide = [t for t in holding if t.job.key in self.wide]
         found: dict[JobKey, Placement] = {t.job.key: (lean,) for t in there if (lean := self._too_much(t)) is not None}
-        units = self._by_unit([t for t in holding if len(t.job.nodes) <= 1 and t.job.key in self.jobs])
+        units = self._by_unit([t for t in holding if t not in wide and t.job.key in self.jobs])
         gpus = sum(unit[0].ask.gpus for unit in units)
         server = self._rest(host, [*wide, *(t for t in holding if t.job.key not in self.jobs and t not in wide)], gpus)
         if not units or gpus > server.gpus:

@@ -157,6 +157,7 @@ class SimGateway:
         if isinstance(action, Resize):  # Slurm's record of the job shows what it was changed to
             job.cpus = sum(share.cpus for share in action.shares)
             job.memory_mb = sum(share.memory_mb for share in action.shares)
+            job.num_nodes = len(action.shares)
             self._leave(job, action.shares, self.world.setup.costs.resize_s)
 
     def _leave(self, job: Live, shares: Placement, cost_s: float) -> None:

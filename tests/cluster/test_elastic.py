@@ -17,7 +17,9 @@ ELASTIC = "/opt/cadenza/examples/elastic.py"
 SAMPLES = 512
 EPOCHS = 40
 ITERATION_S = 0.4
-"""With one GPU; the fewer samples of each of several take as much less."""
+"""With one rank; the fewer samples of each of several take as much less."""
+WIDE_ITERATION_S = 0.16
+"""Of a job of several hosts, with one rank."""
 GANDIVA = """
 [policy]
 share = "gandiva"
@@ -144,6 +146,39 @@ def test_a_job_grows_when_gpus_are_idle_and_shrinks_when_a_job_arrives(
             f"\na job that arrived while another one had all GPUs of the host began "
             f"{waited:.2f} s after its submission (iteration {ITERATION_S} s, "
             f"{configured(cluster, 'KillWait', 'requeue_delay')}); steps and ranks of the other: {found['sizes']}"
+        )
+    assert waited < 60
+
+
+def test_a_job_of_two_hosts_gives_one_back_and_gets_it_again(
+    cluster: Cluster, kept: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.restart(NATIVE + GANDIVA)
+    name = "elastic-wide"
+    cluster.exec("ctl", "rm", "-f", f"{RESULTS}/{name}-guest.began")
+    nodes = "$SLURM_JOB_NUM_NODES"
+    job = cluster.sbatch(
+        f"--job-name={name}", "--nodes=2", "--ntasks-per-node=1", "--gres=gpu:4", "--mem=2000", "--cpus-per-task=1",
+        "--cadenza=min_gpus=4,max_gpus=8",
+        command=(
+            f"srun --nodes={nodes} --ntasks={nodes} {TORCHRUN} --nnodes={nodes} --nproc-per-node=1 "
+            f"--rdzv-backend=c10d --rdzv-id={name} --rdzv-endpoint=$(hostname):29510 "
+            f"{script(name, kept)} --iteration-s {WIDE_ITERATION_S}"
+        ),
+    )  # fmt: skip
+    wait_size(cluster, job, 8)
+    guest, submitted = arriving(cluster, f"{name}-guest", 4)
+    waited = began(cluster, f"{name}-guest") - submitted
+    wait_size(cluster, job, 4)
+    cluster.wait_done(guest)
+    wait_size(cluster, job, 8)
+    cluster.wait_done(job)
+    found = check_training(cluster, name, kept)
+    assert [ranks for _, ranks in found["sizes"]] == [2, 1, 2]
+    with capsys.disabled():
+        print(
+            f"\na job that arrived while another one had both hosts began {waited:.2f} s after its submission "
+            f"(iteration {WIDE_ITERATION_S} s on one host); steps and ranks of the other: {found['sizes']}"
         )
     assert waited < 60
 
