@@ -46,13 +46,16 @@ def _warming_first(found: Decision, snapshot: ClusterSnapshot) -> Decision:
 
 
 def _as_movable(snapshot: ClusterSnapshot) -> ClusterSnapshot:
-    """Return the snapshot in which only jobs that hold their GPUs can save a checkpoint: others cannot be stopped."""
+    """Return the snapshot in which only jobs that policies may move can save a checkpoint.
+
+    They hold their GPUs, for others cannot be stopped; and those of several nodes have said that they follow Slurm's.
+    """
     return replace(snapshot, jobs=tuple(map(_stoppable, snapshot.jobs)))
 
 
 def _stoppable(job: Job) -> Job:
     lease = job.lease
-    if lease is None or not lease.checkpoints or lease.state == "held":
+    if lease is None or not lease.checkpoints or (lease.state == "held" and (job.num_nodes <= 1 or _follows(job))):
         return job
     return replace(job, lease=replace(lease, checkpoints=False))
 
@@ -112,7 +115,7 @@ def _begun(
     before = {move.job.id: move for move in known}
     for action in wanted:
         job = snapshot.job(action.job)
-        why = "" if job is None else why_not(job, before.get(job.key.id), placed=job.key in placed)
+        why = "" if job is None else _why_not(action, job, before.get(job.key.id), placed)
         if why:
             refused[action.job] = f"cannot be moved: {why}"
         elif job is not None:
@@ -120,8 +123,25 @@ def _begun(
     return moves, refused
 
 
+def _why_not(action: Migrate | Resize, job: Job, before: Move | None, placed: Collection[JobKey]) -> str:
+    """Return why a job cannot go where a policy wants it, else ""."""
+    if _other_nodes(action, job) and not _follows(job):
+        return f"its {job.num_nodes} nodes would become {len(action.shares)}, and it names no min_gpus or max_gpus"
+    return why_not(job, before, placed=job.key in placed)
+
+
+def _follows(job: Job) -> bool:
+    """Whether a job has said that its script takes its size from Slurm at each start."""
+    return job.options is not None and (job.options.min_gpus or job.options.max_gpus) is not None
+
+
+def _other_nodes(action: Migrate | Resize, job: Job) -> bool:
+    """Whether a job's number of nodes changes, which Slurm has to be asked for, and its script has to follow."""
+    return bool(action.shares) and len(action.shares) != job.num_nodes
+
+
 def _move(action: Migrate | Resize, job: Job, now_s: float) -> Move:
-    resize = isinstance(action, Resize)
+    resize = isinstance(action, Resize) or _other_nodes(action, job)
     return Move(
         job.key, action.shares, action.reason, now_s, resize=resize, former_gpus=job.gpus, pinned=job.required_nodes
     )

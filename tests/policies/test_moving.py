@@ -9,7 +9,7 @@ from snapshots import NOW, cluster, job, key, lease, node
 
 from cadenza.policies.actions import Migrate, Place, Release, Requeue, Save
 from cadenza.policies.decision import Decision, Memory, Move
-from cadenza.policies.model import Host, JobKey, Share
+from cadenza.policies.model import Host, JobKey, Options, Share
 from cadenza.policies.moves import WARM_S, acted, advance
 from cadenza.policies.moving import moving
 
@@ -94,6 +94,22 @@ def test_a_migrated_job_gets_the_cpus_and_memory_of_its_new_place(facts, shares)
     assert (place.nodes, place.shares, place.resize) == (("node2",), shares, move.resize)
 
 
+def test_a_job_goes_to_another_number_of_nodes_only_if_it_said_that_its_size_may_change():
+    """Slurm has to be asked for that, and the script has to follow."""
+    joins = deciding(Migrate(key(1), (Share("node3", 2, 12, 9000),), "r"))
+    wide = job(1, lease=KEEPS, gpus=2, num_nodes=2, nodes=("node1", "node2"))
+    decision, memory = round_of(joins, cluster(wide), Memory())
+    assert decision.actions == memory.moves == ()
+    assert decision.reasons[key(1)] == (
+        "cannot be moved: its 2 nodes would become 1, and it names no min_gpus or max_gpus"
+    )
+    _, memory = round_of(joins, cluster(replace(wide, options=Options(min_gpus=2))), Memory())
+    assert [move.resize for move in memory.moves] == [True]
+    both = (Share("node3", 1, 6, 9000), Share("node4", 1, 6, 9000))
+    _, memory = round_of(deciding(Migrate(key(1), both, "r")), cluster(wide), Memory())
+    assert [move.resize for move in memory.moves] == [False]
+
+
 @pytest.mark.parametrize(
     ("wait_s", "placed"),
     [(None, True), (-0.1, True), (0.0, True), (0.4, False), (2.0, False), (121.0, True)],
@@ -120,15 +136,18 @@ def test_a_job_that_goes_to_another_slurmd_need_not_wait_for_the_next_second():
     assert step.action.elsewhere
 
 
-def test_a_policy_sees_that_a_job_without_its_gpus_cannot_save():
+def test_a_policy_sees_that_a_job_cannot_save_without_its_gpus_or_if_its_nodes_are_to_stay():
     seen = []
 
     def decide(snapshot, memory):
         seen.append([one.lease.checkpoints for one in snapshot.jobs])
         return Decision((), memory)
 
-    moving(decide)(cluster(job(1, lease=KEEPS), job(2, lease=replace(KEEPS, state="yielded"))), Memory())
-    assert seen == [[True, False]]
+    wide = job(3, lease=KEEPS, num_nodes=2)
+    elastic = replace(wide, options=Options(max_gpus=8))
+    one, waits = job(1, lease=KEEPS), job(2, lease=replace(KEEPS, state="yielded"))
+    moving(decide)(cluster(one, waits, wide, elastic), Memory())
+    assert seen == [[True, False, False, True]]
 
 
 def test_a_requeued_job_that_its_owner_changed_is_let_go():
