@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from harness import Cluster, wait_for
+from harness import PYTHON, RESULTS, Cluster, wait_for
 
 WANTED_YIELDS = 200
 FOUR = ("--gres=gpu:4", "--cadenza")
@@ -19,6 +19,19 @@ JOBS = {
 }
 PACE = 0.02
 ITERATIONS = 3200
+LATE_S = 0.050
+METRONOME = """
+import sys, time
+from pathlib import Path
+
+late = []
+while not Path(sys.argv[1]).exists():
+    due = time.monotonic() + 0.02
+    time.sleep(0.02)
+    late.append(time.monotonic() - due)
+Path(sys.argv[2]).write_text(str(sorted(late)[int(0.99 * len(late))]))
+"""
+"""How late a process wakes up that only sleeps: that is the machine's doing, or that of the machine under it."""
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -36,13 +49,19 @@ def submit(cluster: Cluster, name: str, prefix: str, *, managed: bool) -> int:
 
 
 @pytest.fixture
-def finished(cluster: Cluster) -> dict[str, int]:
-    """Run the jobs taking turns, and return their ids."""
+def finished(cluster: Cluster) -> tuple[dict[str, int], float]:
+    """Run the jobs taking turns; return their ids, and how late the machine let a sleeper run meanwhile (p99, s)."""
     cluster.configure(FAST_TURNS)
+    end, out = f"{RESULTS}/metronome.end", f"{RESULTS}/metronome.s"
+    cluster.exec("ctl", "rm", "-f", end, out)
+    command = f"exec {PYTHON} -c '{METRONOME}' {end} {out}"
+    metronome = cluster.sbatch("--partition=plain", "--mem=100", command=command)
     ids = {name: submit(cluster, name, "", managed=True) for name in JOBS}
     wait_for("every job to have started", lambda: started(cluster, ids), 90)
     cluster.wait_done(*ids.values(), timeout=400)
-    return ids
+    cluster.exec("ctl", "touch", end)
+    cluster.wait_done(metronome)
+    return ids, float(cluster.ctl("cat", out))
 
 
 FAST_TURNS = """
@@ -53,7 +72,7 @@ min_round_spacing_s = 0.1
 [guard]
 min_run_s = 0.3
 [sharing]
-slice_s = 0.5
+slice_s = 0.25
 share_between_users = true
 """
 
@@ -63,9 +82,10 @@ def started(cluster: Cluster, ids: dict[str, int]) -> bool:
 
 
 def test_hundreds_of_yields_change_no_bit_and_wait_for_no_more_than_a_boundary(
-    cluster: Cluster, finished: dict[str, int], capsys: pytest.CaptureFixture[str]
+    cluster: Cluster, finished: tuple[dict[str, int], float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    jobs = ",".join(str(job_id) for job_id in finished.values())
+    ids, machine_s = finished
+    jobs = ",".join(str(job_id) for job_id in ids.values())
     rows = cluster.sql(
         "select job, boundary_s - iteration_p99_s, boundary_s, copy_s, total_s from switches "
         f"where kind = 'yield' and job in ({jobs})"
@@ -76,7 +96,8 @@ def test_hundreds_of_yields_change_no_bit_and_wait_for_no_more_than_a_boundary(
     late = percentile([row[1] for row in rows], 0.99)
     with capsys.disabled():
         print(f"\n{len(rows)} yields: order to boundary p50 {percentile([r[2] for r in rows], 0.5) * 1e3:.1f} ms, "
-              f"p99 beyond the job's own p99 iteration {late * 1e3:+.1f} ms (bound +50 ms), "
+              f"p99 beyond the job's own p99 iteration {late * 1e3:+.1f} ms (bound {LATE_S * 1e3:+.0f} ms beyond the "
+              f"{machine_s * 1e3:.1f} ms that a sleeping process was late), "
               f"copy p50 {percentile([r[3] for r in rows], 0.5) * 1e3:.2f} ms")  # fmt: skip
         print(f"{len(resumes)} resumes: p50 {percentile([r[0] for r in resumes], 0.5) * 1e3:.1f} ms, "
               f"p99 {percentile([r[0] for r in resumes], 0.99) * 1e3:.1f} ms")  # fmt: skip
@@ -88,5 +109,5 @@ def test_hundreds_of_yields_change_no_bit_and_wait_for_no_more_than_a_boundary(
         assert shared["losses_sha256"] == uninterrupted["losses_sha256"]
         assert shared["parameters_sha256"] == uninterrupted["parameters_sha256"]
     assert len(rows) >= WANTED_YIELDS
-    assert late <= 0.050
+    assert late <= LATE_S + machine_s
     assert percentile([row[0] for row in resumes], 0.99) <= 0.5
