@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 from cadenza.policies.decision import Growth
 from cadenza.policies.model import Job, JobKey
@@ -18,6 +19,9 @@ from cadenza.policies.sharing.hosts import Ask, HostBook, Seat, Tenant
 from cadenza.policies.sharing.moves import Moves
 from cadenza.policies.sharing.spans import give_back, grow_by_hosts, span
 from cadenza.policies.sharing.waiting import lacks_lease, sized
+
+Plan: TypeAlias = list[tuple[Tenant, int]]
+"""Who shrinks on a host, and to how many GPUs there: none means that it leaves the host."""
 
 # --- Shrink --------------------------------------------------------------------------------------------
 
@@ -62,10 +66,6 @@ def _shrink_for(moves: Moves, job: Job, promised: dict[str, int]) -> None:
         promised[host.name] = promised.get(host.name, 0) + ask.gpus
     for key, hosts in leaving.items():
         _leave(moves, moves.jobs[key], hosts, f"job {job.key} needs them")
-
-
-Plan = list[tuple[Tenant, int]]
-"""Who shrinks on a host, and to how many GPUs there: none means that it leaves the host."""
 
 
 def _chosen(moves: Moves, plans: Iterable[tuple[HostBook, Plan]], count: int) -> list[tuple[HostBook, Plan]]:

@@ -5,8 +5,8 @@ all of it. A job that waits behind higher priorities goes where it meets none. I
 are evened out too, so that the cluster's height falls. A move must gain more than it costs; one job moves at most every
 ``move_every_s``, and a round moves at most ``moves_per_round``.
 
-Of those that take turns one that waits goes, for that costs no GPU its time. Where it cannot be stopped, as on a real
-cluster, because only who has its GPUs can save a checkpoint, the holder goes, and the next one gets its GPUs.
+Of those that take turns one that waits goes, for that costs no GPU its time. Where none of them may, the holder goes,
+and the next one gets its GPUs: always so on a real cluster, where only who has its GPUs can save a checkpoint.
 """
 
 from __future__ import annotations

@@ -96,8 +96,8 @@ def test_hundreds_of_yields_change_no_bit_and_wait_for_no_more_than_a_boundary(
     late = percentile([row[1] for row in rows], 0.99)
     with capsys.disabled():
         print(f"\n{len(rows)} yields: order to boundary p50 {percentile([r[2] for r in rows], 0.5) * 1e3:.1f} ms, "
-              f"p99 beyond the job's own p99 iteration {late * 1e3:+.1f} ms (bound {LATE_S * 1e3:+.0f} ms beyond the "
-              f"{machine_s * 1e3:.1f} ms that a sleeping process was late), "
+              f"p99 beyond the job's own p99 iteration {late * 1e3:+.1f} ms (bound {LATE_S * 1e3:+.0f} ms; "
+              f"a process that only sleeps was {machine_s * 1e3:.1f} ms late), "
               f"copy p50 {percentile([r[3] for r in rows], 0.5) * 1e3:.2f} ms")  # fmt: skip
         print(f"{len(resumes)} resumes: p50 {percentile([r[0] for r in resumes], 0.5) * 1e3:.1f} ms, "
               f"p99 {percentile([r[0] for r in resumes], 0.99) * 1e3:.1f} ms")  # fmt: skip
@@ -109,5 +109,5 @@ def test_hundreds_of_yields_change_no_bit_and_wait_for_no_more_than_a_boundary(
         assert shared["losses_sha256"] == uninterrupted["losses_sha256"]
         assert shared["parameters_sha256"] == uninterrupted["parameters_sha256"]
     assert len(rows) >= WANTED_YIELDS
-    assert late <= LATE_S + machine_s
+    assert late <= LATE_S, f"a process that only sleeps was {machine_s * 1e3:.1f} ms late"
     assert percentile([row[0] for row in resumes], 0.99) <= 0.5

@@ -81,6 +81,9 @@ def test_the_holder_goes_where_those_that_wait_cannot():
     lately = Memory(sharing=SharingMemory(moved_s=((5, NOW - 100.0),)))
     assert found(holder, waits(5, "a", 0), memory=lately) == {1: [("b", 1)]}
     assert found(on(1, "a", 0, checkpoints=False), lost) == {}
+    fixed = replace(waits(5, "a", 0), requeueable=False)
+    assert found(holder, fixed) == {1: [("b", 1)]}
+    assert found(replace(holder, requeueable=False), fixed) == {}
     assert found(replace(holder, progress=Progress(NOW, 620.0, 600.0)), lost) == {}
     assert found(holder) == {}
 
