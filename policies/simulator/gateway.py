@@ -121,7 +121,8 @@ class SimGateway:
         """
         for job, shares, cost_s in self._coming:
             if job.key in self.world.live:
-                self.world.move(job, shares, cost_s)
+                job.launch(self.world.now_s + self.world.setup.costs.dispatch_s, cost_s)
+                self.world.move(job, shares)
         self._coming.clear()
         self._shown = None
         self.world.check()
@@ -146,7 +147,8 @@ class SimGateway:
     def _tune(self, job: Live, action: Action) -> None:
         if isinstance(action, Tune):
             job.tunes += 1
-            self.world.move(job, action.shares, self.world.setup.costs.tune_s)
+            job.waiting_cost_s += self.world.setup.costs.tune_s
+            self.world.move(job, action.shares)
 
     def _migrate(self, job: Live, action: Action) -> None:
         if isinstance(action, Migrate):

@@ -40,6 +40,7 @@ class Live:
         "profile",
         "ran_s",
         "rate",
+        "ready_s",
         "running",
         "settled_s",
         "speed",
@@ -73,6 +74,8 @@ class Live:
         self.state: JobState = "PENDING"
         self.placement: Placement = ()
         self.done_s = self.attained_s = self.rate = self.settled_s = self.cost_until_s = self.waiting_cost_s = 0.0
+        self.ready_s = 0.0
+        """When it is launched; that passes while others have its GPUs."""
         self.speed = 1.0
         self.gpu_type = ""
         self.attained_on: dict[str, float] = {}
@@ -107,14 +110,18 @@ class Live:
             self.hundred_s = since_s + max(self.hundred_work_s - self.done_s, 0.0) / self.rate
         self.done_s = done_s
 
+    def launch(self, ready_s: float, cost_s: float) -> None:
+        """Begin anew at ``ready_s``, and start up with ``cost_s``; what the former processes had to pay is gone."""
+        self.ready_s, self.waiting_cost_s = ready_s, cost_s
+
     def run(self, now_s: float, speed: float, rate: float, cost_s: float) -> None:
-        """Make progress at ``rate`` from ``cost_s`` after now."""
+        """Make progress at ``rate`` from ``cost_s`` after now, or after its launch."""
         self.settle(now_s)
         self.speed, self.rate = speed, rate
         if not self.running:
             self.start_s = now_s if self.start_s is None else self.start_s
         self.running = True
-        self.cost_until_s = max(self.cost_until_s, now_s) + cost_s
+        self.cost_until_s = max(self.cost_until_s, now_s, self.ready_s) + cost_s
         self.changed()
 
     def settle_on(self, gpu_type: str, now_s: float) -> None:
@@ -130,7 +137,7 @@ class Live:
         """Make no more progress."""
         self.settle(now_s)
         self.running, self.rate = False, 0.0
-        self.waiting_cost_s += max(self.cost_until_s - now_s, 0.0)
+        self.waiting_cost_s += max(self.cost_until_s - max(now_s, self.ready_s), 0.0)
         self.cost_until_s = now_s
         self.ran_s = now_s
         self.finish_s = inf
@@ -203,7 +210,7 @@ class Live:
             vtime_s=book.vtime_s + held_s,
             held_s=held_s,
             waited_s=0.0 if book.state == "held" else now_s - book.since_s,
-            ready=True,
+            ready=now_s >= self.ready_s,
             iteration_s=self.trace.iteration_s / self.rate if self.rate else book.iteration_s,
             step=int(self._done_by(now_s) / self.trace.iteration_s + WHOLE),
             checkpoints=True,

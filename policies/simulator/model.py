@@ -48,6 +48,8 @@ class TraceJob:
 class SimCosts:
     """Seconds in which a job has its GPUs and makes no progress. See ``costs.toml`` for where the defaults are from."""
 
+    dispatch_s: float = 0.0
+    """From the decision to start or move a job until Slurm has launched it; others may have its GPUs meanwhile."""
     start_s: float = 0.0
     """First start, to the first iteration."""
     restart_s: float = 30.0

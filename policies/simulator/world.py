@@ -178,7 +178,7 @@ class World:
         job.changed()
         costs = self.setup.costs
         first_s = costs.start_s if job.trace.startup_s is None else job.trace.startup_s
-        job.waiting_cost_s = costs.restart_s if job.start_s is not None else first_s
+        job.launch(self.now_s + costs.dispatch_s, costs.restart_s if job.start_s is not None else first_s)
         if self.leases is None:
             self.go(job)
         else:
@@ -194,13 +194,15 @@ class World:
         self.live[job.key] = job
 
     def leave(self, job: Live) -> None:
-        """Let a job that is to move give its GPUs to others first; where nobody shares, they come with the move."""
+        """End a job's processes before a move; where jobs share, others can have its GPUs at once."""
         if self.leases is not None:
             self.leases.vacate(job)
             job.state = "RUNNING"  # a job that Slurm had suspended starts anew
+        elif job.running:
+            self._halt(job)
 
-    def move(self, job: Live, placement: Placement, cost_s: float) -> None:
-        """Give a job other shares; it pays ``cost_s`` when it next makes progress."""
+    def move(self, job: Live, placement: Placement) -> None:
+        """Give a job other shares."""
         if job.running and self.leases is None:
             self._halt(job)
         if self.leases is not None and not (job.gpus_held and _same_gpus(placement, job.placement)):
@@ -212,7 +214,6 @@ class World:
         job.placement = placement
         job.gpus = sum(share.gpus for share in placement)
         job.changed()
-        job.waiting_cost_s += cost_s
         if self.leases is None:
             self.go(job)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -50,17 +51,19 @@ def test_jobs_wait_for_the_next_round_and_for_gpus() -> None:
     assert finishes(result) == {1: 500.0, 2: 700.0}  # job 1 ends at 500, the next round is at 600
 
 
-def test_jobs_share_a_host_in_lanes_if_its_memory_holds_both() -> None:
+def in_turns(jobs: list[TraceJob], costs: SimCosts = FREE) -> Result:
     rules = PolicySettings(
         partitions=frozenset({PARTITION}),
         sharing=SharingSettings(enforce=True, admission="held", slice_s=10.0, partitions=frozenset({PARTITION})),
     )
-    setup = Setup(round_s=10.0, rounds_on_events=True, lanes=2, costs=FREE)
+    setup = Setup(round_s=10.0, rounds_on_events=True, lanes=2, costs=costs)
+    return simulate(jobs, read_cluster("1x8:24:500", 2), build("fifo", "proportional", "timeslice", rules), setup)
 
+
+def test_jobs_share_a_host_in_lanes_if_its_memory_holds_both() -> None:
     def starts(memory_gb: float | None) -> list[float | None]:
         jobs = [TraceJob(number, 0.0, 8, 100.0, memory_gb_per_gpu=memory_gb) for number in (1, 2)]
-        result = simulate(jobs, read_cluster("1x8:24:500", 2), build("fifo", "proportional", "timeslice", rules), setup)
-        return [job.start_s for job in result.jobs]
+        return [job.start_s for job in in_turns(jobs).jobs]
 
     assert starts(None) == [0.0, 100.0]
     assert starts(30.0) == [0.0, 10.0]
@@ -68,6 +71,14 @@ def test_jobs_share_a_host_in_lanes_if_its_memory_holds_both() -> None:
     assert starts(62.5) == [0.0, 100.0]
     with pytest.raises(InputError, match="job 1 asks for 63 GB for each of 8 GPUs on a node, the largest node has 500"):
         starts(63.0)
+
+
+def test_a_job_is_launched_while_another_one_has_its_gpus() -> None:
+    jobs = [TraceJob(number, 0.0, 8, 100.0, memory_gb_per_gpu=30.0) for number in (1, 2)]
+    # Nobody can be asked to yield before its launch at 15 s; job 2 is launched by its turn at 20 s, and catches up.
+    assert finishes(in_turns(jobs, replace(FREE, dispatch_s=15.0))) == {1: 215.0, 2: 200.0}
+    # Both start up with the GPUs.
+    assert finishes(in_turns(jobs, replace(FREE, start_s=5.0))) == {1: 205.0, 2: 210.0}
 
 
 def test_rounds_on_events_leave_no_gap() -> None:
