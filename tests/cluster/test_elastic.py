@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -58,14 +59,22 @@ def script(name: str, kept: str) -> str:
     )
 
 
-def arriving(cluster: Cluster, name: str, gpus: int, *options: str) -> tuple[int, float]:
-    """Submit a job that needs most of a host; return it with the time of its submission."""
+def arrival(cluster: Cluster, name: str, gpus: int, *options: str) -> tuple[int, float]:
+    """Submit a job that needs most of a host; return it and the seconds until its first command.
+
+    SPANK lets that go with its lease.
+    """
+    cluster.exec("ctl", "rm", "-f", f"{RESULTS}/{name}.began")
     submitted = time.time()
     job = cluster.sbatch(
         f"--job-name={name}", f"--gres=gpu:{gpus}", "--mem=1500", "--cadenza", *options,
         command=f"date +%s.%N > {RESULTS}/{name}.began; sleep 15",
     )  # fmt: skip
-    return job, submitted
+
+    def said() -> str:
+        return cluster.exec("ctl", "cat", f"{RESULTS}/{name}.began", check=False).stdout.strip()
+
+    return job, float(wait_for(f"{name} to begin", said, 120)) - submitted
 
 
 def wait_size(cluster: Cluster, job: int, gpus: int, timeout: float = 200) -> None:
@@ -80,15 +89,6 @@ def wait_size(cluster: Cluster, job: int, gpus: int, timeout: float = 200) -> No
         wait_for(f"job {job} with {gpus} GPUs", runs, timeout)
     except AssertionError as error:
         raise AssertionError(f"{error}; {cluster.why(job)['summary']}\n{cluster.log(job)[:2000]}") from None
-
-
-def began(cluster: Cluster, name: str) -> float:
-    """Return when the first command of a job ran, seconds since the epoch; SPANK lets it go with its lease."""
-
-    def said() -> str:
-        return cluster.exec("ctl", "cat", f"{RESULTS}/{name}.began", check=False).stdout.strip()
-
-    return float(wait_for(f"{name} to begin", said, 120))
 
 
 def configured(cluster: Cluster, *names: str) -> str:
@@ -121,11 +121,10 @@ def check_training(cluster: Cluster, name: str, kept: str) -> dict[str, Any]:
 
 
 def test_a_job_grows_when_gpus_are_idle_and_shrinks_when_a_job_arrives(
-    cluster: Cluster, kept: str, capsys: pytest.CaptureFixture[str]
+    cluster: Cluster, kept: str, measured: Callable[[str], None]
 ) -> None:
     cluster.restart(NATIVE + GANDIVA)
     name = "elastic"
-    cluster.exec("ctl", "rm", "-f", f"{RESULTS}/{name}-guest.began")
     full = cluster.job(sleeper(cluster, "elastic-full", 4))["NodeList"]
     # The service knows that this host is full; Slurm would start the guest on its further lane all the same.
     away = f"--exclude={full},{full}-l1"
@@ -134,28 +133,25 @@ def test_a_job_grows_when_gpus_are_idle_and_shrinks_when_a_job_arrives(
     wait_size(cluster, job, 2)
     cluster.ctl("scancel", str(filler))
     wait_size(cluster, job, 4)
-    guest, submitted = arriving(cluster, f"{name}-guest", 3, away)
-    waited = began(cluster, f"{name}-guest") - submitted
+    guest, waited = arrival(cluster, f"{name}-guest", 3, away)
     wait_size(cluster, job, 1)
     cluster.wait_done(guest, job)
     found = check_training(cluster, name, kept)
     assert [ranks for _, ranks in found["sizes"]][:4] == [1, 2, 4, 1]
     assert found["batch"] == "global"
-    with capsys.disabled():
-        print(
-            f"\na job that arrived while another one had all GPUs of the host began "
-            f"{waited:.2f} s after its submission (iteration {ITERATION_S} s, "
-            f"{configured(cluster, 'KillWait', 'requeue_delay')}); steps and ranks of the other: {found['sizes']}"
-        )
+    measured(
+        f"a job that arrived while another one had all GPUs of the host began "
+        f"{waited:.2f} s after its submission (iteration {ITERATION_S} s, "
+        f"{configured(cluster, 'KillWait', 'requeue_delay')}); steps and ranks of the other: {found['sizes']}"
+    )
     assert waited < 60
 
 
 def test_a_job_of_two_hosts_gives_one_back_and_gets_it_again(
-    cluster: Cluster, kept: str, capsys: pytest.CaptureFixture[str]
+    cluster: Cluster, kept: str, measured: Callable[[str], None]
 ) -> None:
     cluster.restart(NATIVE + GANDIVA)
     name = "elastic-wide"
-    cluster.exec("ctl", "rm", "-f", f"{RESULTS}/{name}-guest.began")
     nodes = "$SLURM_JOB_NUM_NODES"
     job = cluster.sbatch(
         f"--job-name={name}", "--nodes=2", "--ntasks-per-node=1", "--gres=gpu:4", "--mem=2000", "--cpus-per-task=1",
@@ -167,19 +163,17 @@ def test_a_job_of_two_hosts_gives_one_back_and_gets_it_again(
         ),
     )  # fmt: skip
     wait_size(cluster, job, 8)
-    guest, submitted = arriving(cluster, f"{name}-guest", 4)
-    waited = began(cluster, f"{name}-guest") - submitted
+    guest, waited = arrival(cluster, f"{name}-guest", 4)
     wait_size(cluster, job, 4)
     cluster.wait_done(guest)
     wait_size(cluster, job, 8)
     cluster.wait_done(job)
     found = check_training(cluster, name, kept)
     assert [ranks for _, ranks in found["sizes"]] == [2, 1, 2]
-    with capsys.disabled():
-        print(
-            f"\na job that arrived while another one had both hosts began {waited:.2f} s after its submission "
-            f"(iteration {WIDE_ITERATION_S} s on one host); steps and ranks of the other: {found['sizes']}"
-        )
+    measured(
+        f"a job that arrived while another one had both hosts began {waited:.2f} s after its submission "
+        f"(iteration {WIDE_ITERATION_S} s on one host); steps and ranks of the other: {found['sizes']}"
+    )
     assert waited < 60
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ def pause(cluster: Cluster, job: int, name: str) -> str:
 
 
 def test_a_job_goes_to_another_host_bit_for_bit(
-    cluster: Cluster, kept: str, alone: str, capsys: pytest.CaptureFixture[str]
+    cluster: Cluster, kept: str, alone: str, measured: Callable[[str], None]
 ) -> None:
     job = start(cluster, "moves-there", kept)
     assert cluster.job(job)["NodeList"] == "node1"
@@ -72,8 +73,7 @@ def test_a_job_goes_to_another_host_bit_for_bit(
     cluster.wait_done(job)
     assert cluster.result("moves-there")["losses_sha256"] == alone
     assert cluster.result("moves-there")["restart"] == 1
-    with capsys.disabled():
-        print("\n" + pause(cluster, job, "moves-there"))
+    measured(pause(cluster, job, "moves-there"))
 
 
 def test_a_service_killed_in_the_middle_goes_on(cluster: Cluster, kept: str, alone: str) -> None:

@@ -7,7 +7,7 @@ computes little between launches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -132,7 +132,7 @@ def together(cluster: Cluster, jobs: list[int], seconds: float) -> float:
 
 
 def test_two_jobs_that_leave_their_gpus_idle_run_at_once(
-    packing: Cluster, capsys: pytest.CaptureFixture[str]
+    packing: Cluster, measured: Callable[[str], None]
 ) -> None:
     jobs = start_two(packing, ("photos", IMAGES), ("idle", TEXT))
     packed(packing, jobs)
@@ -140,8 +140,7 @@ def test_two_jobs_that_leave_their_gpus_idle_run_at_once(
     said = wait_for(
         "a measurement", lambda: "turns do" in (text := packing.why(jobs[1])["summary"]) and text, 60
     )  # fmt: skip
-    with capsys.disabled():
-        print(f"\npacked over turns: {speed:.2f} by the steps completed (wanted: 1.3); cadenza why: {said}")
+    measured(f"packed over turns: {speed:.2f} by the steps completed (wanted: 1.3); cadenza why: {said}")
     assert speed > 1 + MARGIN
     assert actions(packing, "Unpack", jobs) == []
     packing.service("ctl", "restart", "cadenzad")
@@ -154,13 +153,12 @@ def test_two_jobs_that_leave_their_gpus_idle_run_at_once(
 
 
 def test_a_losing_pair_that_a_wrong_table_recommended_is_undone(
-    packing: Cluster, capsys: pytest.CaptureFixture[str]
+    packing: Cluster, measured: Callable[[str], None]
 ) -> None:
     jobs = start_two(packing, ("idle", BUSY), ("idle-too", BUSY))
     began = packed(packing, jobs)
     ((ended, reason),) = wait_for("the undo", lambda: actions(packing, "Unpack", jobs), 180)
-    with capsys.disabled():
-        print(f"\nundone after {ended - began:.1f} s; {WINDOWS} windows are {WINDOWS * WINDOW_S:.0f} s: {reason}")
+    measured(f"undone after {ended - began:.1f} s; {WINDOWS} windows are {WINDOWS * WINDOW_S:.0f} s: {reason}")
     assert ended - began <= WINDOWS * WINDOW_S + 10, "a resume and a round or two go with it"
     assert "of what turns do" in reason
     wait_for("one at a time", lambda: not both_hold(packing, jobs), 30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -82,7 +83,7 @@ def started(cluster: Cluster, ids: dict[str, int]) -> bool:
 
 
 def test_hundreds_of_yields_change_no_bit_and_wait_for_no_more_than_a_boundary(
-    cluster: Cluster, finished: tuple[dict[str, int], float], capsys: pytest.CaptureFixture[str]
+    cluster: Cluster, finished: tuple[dict[str, int], float], measured: Callable[[str], None]
 ) -> None:
     ids, machine_s = finished
     jobs = ",".join(str(job_id) for job_id in ids.values())
@@ -94,18 +95,21 @@ def test_hundreds_of_yields_change_no_bit_and_wait_for_no_more_than_a_boundary(
     alone = {name: submit(cluster, name, "alone-", managed=False) for name in JOBS}
     cluster.wait_done(*alone.values(), timeout=400)
     late = percentile([row[1] for row in rows], 0.99)
-    with capsys.disabled():
-        print(f"\n{len(rows)} yields: order to boundary p50 {percentile([r[2] for r in rows], 0.5) * 1e3:.1f} ms, "
-              f"p99 beyond the job's own p99 iteration {late * 1e3:+.1f} ms (bound {LATE_S * 1e3:+.0f} ms; "
-              f"a process that only sleeps was {machine_s * 1e3:.1f} ms late), "
-              f"copy p50 {percentile([r[3] for r in rows], 0.5) * 1e3:.2f} ms")  # fmt: skip
-        print(f"{len(resumes)} resumes: p50 {percentile([r[0] for r in resumes], 0.5) * 1e3:.1f} ms, "
-              f"p99 {percentile([r[0] for r in resumes], 0.99) * 1e3:.1f} ms")  # fmt: skip
+    measured(
+        f"{len(rows)} yields: order to boundary p50 {percentile([r[2] for r in rows], 0.5) * 1e3:.1f} ms, "
+        f"p99 beyond the job's own p99 iteration {late * 1e3:+.1f} ms (bound {LATE_S * 1e3:+.0f} ms; "
+        f"a process that only sleeps was {machine_s * 1e3:.1f} ms late), "
+        f"copy p50 {percentile([r[3] for r in rows], 0.5) * 1e3:.2f} ms"
+    )
+    measured(
+        f"{len(resumes)} resumes: p50 {percentile([r[0] for r in resumes], 0.5) * 1e3:.1f} ms, "
+        f"p99 {percentile([r[0] for r in resumes], 0.99) * 1e3:.1f} ms"
+    )
     for name in JOBS:
         shared, uninterrupted = cluster.result(name), cluster.result(f"alone-{name}")
-        with capsys.disabled():
-            print(f"{name}: losses {shared['losses_sha256'][:16]} with turns, "
-                  f"{uninterrupted['losses_sha256'][:16]} without")  # fmt: skip
+        measured(
+            f"{name}: losses {shared['losses_sha256'][:16]} with turns, {uninterrupted['losses_sha256'][:16]} without"
+        )
         assert shared["losses_sha256"] == uninterrupted["losses_sha256"]
         assert shared["parameters_sha256"] == uninterrupted["parameters_sha256"]
     assert len(rows) >= WANTED_YIELDS

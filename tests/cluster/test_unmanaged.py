@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime
-
-import pytest
 
 from harness import PYTHON, Cluster, wait_for
 
@@ -127,10 +126,9 @@ def waits(cluster: Cluster, managed: bool) -> list[float]:
     return [(moment(row["StartTime"]) - moment(row["SubmitTime"])).total_seconds() for row in rows]
 
 
-def test_unmanaged_jobs_wait_no_longer_than_without_us(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unmanaged_jobs_wait_no_longer_than_without_us(cluster: Cluster, measured: Callable[[str], None]) -> None:
     with_us = waits(cluster, managed=True)
     cluster.reset()
     without = waits(cluster, managed=False)
-    with capsys.disabled():
-        print(f"\nunmanaged jobs waited {with_us} s beside managed jobs, {without} s among their own kind")
+    measured(f"unmanaged jobs waited {with_us} s beside managed jobs, {without} s among their own kind")
     assert sum(with_us) <= 1.05 * sum(without) + 2.0  # Slurm's times are whole seconds
