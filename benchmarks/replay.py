@@ -21,7 +21,7 @@ from typing import Any
 
 from datasets import needed
 from replay_cluster import ROOT, Cluster, Plan, ReplayError, Size, commands, prepare
-from replay_figures import Figures, Load, Rpcs, figures, loads, read_sdiag
+from replay_figures import Costs, Figures, Load, Rpcs, costs, figures, loads, read_sdiag
 from replay_week import Sample, Scale, cpu_profiles, read_rows, sample
 
 from cadenza.policies.inputs.profiles import write_profiles
@@ -40,6 +40,7 @@ class Side:
 
     up_s: float
     figures: Figures
+    costs: Costs
     rpcs: Rpcs
     loads: dict[str, Load]
     seconds: float
@@ -52,7 +53,7 @@ class Side:
         """Return everything."""
         return {
             "up_s": self.up_s, "seconds": self.seconds, "sbatch_s": self.sbatch_s, "late_s": self.late_s,
-            "figures": asdict(self.figures), "rpcs": asdict(self.rpcs),
+            "figures": asdict(self.figures), "costs": asdict(self.costs), "rpcs": asdict(self.rpcs),
             "loads": {name: asdict(load) for name, load in self.loads.items()},
         }  # fmt: skip
 
@@ -105,10 +106,11 @@ def _side(
     measured: tuple[Rpcs, dict[str, Load]],
 ) -> Side:
     names = [job.name for job in taken.jobs]
-    found = figures(names, cluster.accounts(), cluster.events(), cluster.size.nodes * cluster.size.gpus, window)
+    records, events = cluster.accounts(), cluster.events()
+    found = figures(names, records, events, cluster.size.nodes * cluster.size.gpus, window)
     submitted = cluster.submitted()
     return Side(
-        spent[0], found, *measured, spent[1],
+        spent[0], found, costs(records, events, cluster.decided()), *measured, spent[1],
         sum(one["seconds"] for one in submitted) / len(submitted),
         max(one["at"] - one["due"] for one in submitted),
     )  # fmt: skip

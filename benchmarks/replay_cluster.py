@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replay_figures import SACCT, Record, read_sacct
+from replay_figures import SACCT, Decided, Record, read_sacct
 from replay_week import MEMORY_GB
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,6 +26,14 @@ USER = "alice"
 BOOKS_S = 60.0
 """How long slurmdbd may take to hear of the last jobs."""
 LACKING = 3
+DECIDED = """
+import json, sqlite3
+
+store = sqlite3.connect("file:/var/lib/cadenza/cadenza.db?mode=ro", uri=True, timeout=10)
+placed = "select job, min(at_s) as at_s from actions where kind = 'Place' and ok = 1 group by job"
+leased = "select job, min(from_s) as from_s from leases group by job"
+print(json.dumps(store.execute(f"select job, at_s, from_s from ({placed}) join ({leased}) using (job)").fetchall()))
+"""
 
 Plan = Sequence[Mapping[str, Any]]
 
@@ -135,6 +143,12 @@ class Cluster:
         """Return what each job wrote of itself, by name."""
         files = sorted((self.place / "events").glob("*.jsonl"))
         return {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+
+    def decided(self) -> dict[int, Decided]:
+        """Return when each job, by its id, was placed and had its GPUs first; nothing without a service."""
+        if self.settings is None:
+            return {}
+        return {job: Decided(*times) for job, *times in json.loads(self.run("ctl", "python3", "-c", DECIDED))}
 
     def look(self) -> list[dict[str, list[float]]]:
         """Return what the daemons have used so far, a container an entry."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
 SACCT = "JobID,JobName,State,Submit,Start,End"
 """Fields of sacct that ``read_sacct`` takes, with times in seconds since the epoch."""
 RPC = re.compile(r"\s+(\S+)\s+\(\s*\d+\)\s+count:(\d+)\s+ave_time:(\d+)\s+total_time:(\d+)")
+
+MOVED = ("saved", "up")
 
 Interval = tuple[float, float]
 
@@ -89,9 +92,9 @@ def intervals(events: Sequence[Mapping[str, Any]]) -> Iterable[tuple[tuple[str, 
     """
     began: Mapping[str, Any] | None = None
     for event in events:
-        if event["what"] == "runs":
-            began = event
-        elif began is not None:
+        if event["what"] in {"up", "runs"}:
+            began = event if event["what"] == "runs" else None
+        elif began is not None and event["what"] != "saved":
             for gpu in began["gpus"]:
                 yield (began["node"], gpu), (began["at"], event["at"])
             began = None
@@ -141,6 +144,46 @@ def figures(
         yields=sum(event["what"] == "waits" for found in events.values() for event in found),
         jct_s=jct,
     )
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What the service noted of a job, seconds since the epoch."""
+
+    placed_s: float
+    leased_s: float
+    """When it had its GPUs first."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the jobs had to wait for besides GPUs, seconds, one number each time."""
+
+    dispatches_s: tuple[float, ...]
+    """From the decision to place a job until Slurm started it; of whole seconds."""
+    startups_s: tuple[float, ...]
+    """From a job's first lease, for which its launch waits, until its process stood in its script."""
+    restarts_s: tuple[float, ...]
+    """From a checkpoint until the next process of the same job stood in its script: moves."""
+    endings_s: tuple[float, ...]
+    """From the last iteration until Slurm noted the end; of whole seconds."""
+
+
+def costs(
+    records: Mapping[str, Record], events: Mapping[str, Sequence[Mapping[str, Any]]], decided: Mapping[int, Decided]
+) -> Costs:
+    """Return what one side's jobs waited for; ``decided`` has them by their ids."""
+    dispatches, startups, restarts, endings = [], [], [], []
+    for name, found in events.items():
+        record, noted = records.get(name), decided.get(found[0]["job"]) if found else None
+        if record is not None and record.start_s is not None and noted is not None:
+            dispatches.append(record.start_s - int(noted.placed_s))
+            startups.append(found[0]["at"] - noted.leased_s)
+        kept = [event for event in found if event["what"] in {"saved", "up"}]
+        restarts += [new["at"] - old["at"] for old, new in pairwise(kept) if (old["what"], new["what"]) == MOVED]
+        if record is not None and record.end_s is not None:
+            endings += [record.end_s - int(event["at"]) for event in found if event["what"] == "ended"]
+    return Costs(tuple(dispatches), tuple(startups), tuple(restarts), tuple(endings))
 
 
 def _ended(events: Sequence[Mapping[str, Any]]) -> bool:

@@ -71,7 +71,8 @@ class Holding:
 
     def say(self, what: str) -> None:
         """Put a line on record."""
-        line = {"at": time.time(), "what": what, "node": socket.gethostname(), "gpus": self.gpus}
+        job = int(os.environ["SLURM_JOB_ID"])
+        line = {"at": time.time(), "what": what, "job": job, "node": socket.gethostname(), "gpus": self.gpus}
         with self._record.open("a") as record:
             record.write(json.dumps(line) + "\n")
 
@@ -115,13 +116,15 @@ def main() -> None:
     """Attach, train, and say how it ended."""
     options = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    session = client.attach()
     holding = Holding(options.name)
-    session.call(
-        on_yield=holding.leave,
-        on_resume=holding.enter,
-        on_checkpoint=lambda: str(HERE / "progress" / options.name),
-    )
+    holding.say("up")
+    session = client.attach()
+
+    def saved() -> str:
+        holding.say("saved")
+        return str(HERE / "progress" / options.name)
+
+    session.call(on_yield=holding.leave, on_resume=holding.enter, on_checkpoint=saved)
     holding.enter()
     what = "stopped"
     try:

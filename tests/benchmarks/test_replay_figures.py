@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from replay_figures import figures, held_s, intervals, loads, read_sacct, read_sdiag
+from replay_figures import Decided, costs, figures, held_s, intervals, loads, read_sacct, read_sdiag
 
 SACCT = """\
 1|a|COMPLETED|100|110|150
@@ -65,6 +65,29 @@ def test_figures_and_lost_jobs() -> None:
 def test_a_job_that_completed_without_its_iterations_is_lost() -> None:
     found = figures(["a"], read_sacct(SACCT), {"a": [event(1, "runs"), event(2, "stopped")]}, 1, (0.0, 9.0))
     assert found.lost == ("a",)
+
+
+def test_costs_are_of_what_the_service_decided_and_of_what_the_jobs_noted() -> None:
+    jobs = {"a": 1, "b": 2, "c": 3}
+    events = {
+        "a": [event(111.5, "up"), event(112, "runs"), event(149.2, "ended")],
+        "b": [event(110, "up"), event(118, "saved"), event(119, "waits"), event(131, "up"), event(190, "ended")],
+        "c": [event(131, "up"), event(200, "stopped")],
+        "d": [],
+    }
+    noted = {name: [one | {"job": jobs[name]} for one in found] for name, found in events.items() if found}
+    found = costs(read_sacct(SACCT), noted | {"d": []}, {1: Decided(108.9, 111.0), 2: Decided(109.0, 109.5)})
+    assert found.dispatches_s == (2, 1)
+    assert found.startups_s == (0.5, 0.5)
+    assert found.restarts_s == (13,)
+    assert found.endings_s == (1, 0)
+
+
+def test_a_checkpoint_ends_no_stretch_of_holding() -> None:
+    moved = [event(1, "runs"), event(10, "saved"), event(30, "up"), event(31, "runs"), event(40, "ended")]
+    assert [stretch for _, stretch in intervals(moved)] == [(31, 40)]
+    kept = [event(1, "runs"), event(10, "saved"), event(40, "ended")]
+    assert [stretch for _, stretch in intervals(kept)] == [(1, 40)]
 
 
 def test_rpcs_are_those_by_type() -> None:
