@@ -22,6 +22,8 @@ from cadenza.policies.sharing.waiting import lacks_lease, sized
 
 Plan: TypeAlias = list[tuple[Tenant, int]]
 """Who shrinks on a host, and to how many GPUs there: none means that it leaves the host."""
+UNDECIDED_S = 5.0
+"""Slurm looks at a new job within 3 s (``batch_sched_delay``), and gives a reason if it does not start it."""
 
 # --- Shrink --------------------------------------------------------------------------------------------
 
@@ -53,6 +55,8 @@ def _shrink_for(moves: Moves, job: Job, promised: dict[str, int]) -> None:
     """Make room for a job where that takes the fewest; nothing is done where it would not suffice."""
     if any(job.key in host.tenants for host in moves.hosts.values()):
         return  # it has been placed, and Slurm is to start it
+    if _undecided(moves, job):
+        return
     ask = Ask.under(job, moves.sharing)
     plans = [(host, _room(moves, host, ask, promised.get(host.name, 0))) for host in _open_to(moves, job)]
     chosen = _chosen(moves, [(host, plan) for host, plan in plans if plan is not None], ask.nodes)
@@ -66,6 +70,12 @@ def _shrink_for(moves: Moves, job: Job, promised: dict[str, int]) -> None:
         promised[host.name] = promised.get(host.name, 0) + ask.gpus
     for key, hosts in leaving.items():
         _leave(moves, moves.jobs[key], hosts, f"job {job.key} needs them")
+
+
+def _undecided(moves: Moves, job: Job) -> bool:
+    """Whether Slurm has not looked at a job yet, which it may start on a further lane: where, decides who shrinks."""
+    new = job.state_reason in ("", "None") and moves.now_s - job.submit_s < UNDECIDED_S
+    return new and moves.sharing.admission == "native"
 
 
 def _chosen(moves: Moves, plans: Iterable[tuple[HostBook, Plan]], count: int) -> list[tuple[HostBook, Plan]]:

@@ -154,6 +154,15 @@ def test_a_job_in_slurms_queue_waits_if_it_lacks_resources_alone():
     assert resized(decided(world(GROWN, elsewhere), gandiva=ELASTIC, sharing=NATIVE)) == {}
 
 
+def test_nobody_shrinks_for_a_job_that_slurm_may_start_by_itself():
+    shrunk = {1: [1]}
+    for age_s, reason, left in ((1.0, "None", {}), (1.0, "", {}), (1.0, "Resources", shrunk), (6.0, "None", shrunk)):
+        snapshot = world(GROWN, in_queue(9, reason=reason))
+        asked = replace(snapshot.jobs[1], submit_s=snapshot.time_s - age_s)
+        found = decided(replace(snapshot, jobs=(snapshot.jobs[0], asked)), gandiva=ELASTIC, sharing=NATIVE)
+        assert resized(found) == left, (age_s, reason)
+
+
 def test_nobody_grows_while_a_job_is_in_slurms_queue():
     small = on(1, "a", 0, options=GROWS)
     assert resized(decided(world(small, in_queue(9, 8)), idle(), ELASTIC, NATIVE)) == {}
