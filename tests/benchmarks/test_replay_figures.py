@@ -75,8 +75,8 @@ def test_costs_are_of_what_the_service_decided_and_of_what_the_jobs_noted() -> N
         "c": [event(131, "up"), event(200, "stopped")],
         "d": [],
     }
-    noted = {name: [one | {"job": jobs[name]} for one in found] for name, found in events.items() if found}
-    found = costs(read_sacct(SACCT), noted | {"d": []}, {1: Decided(108.9, 111.0), 2: Decided(109.0, 109.5)})
+    noted = {name: [one | {"job": jobs[name]} for one in found] for name, found in events.items()}
+    found = costs(read_sacct(SACCT), noted, {1: Decided(108.9, 111.0), 2: Decided(109.0, 109.5)})
     assert found.dispatches_s == (2, 1)
     assert found.startups_s == (0.5, 0.5)
     assert found.restarts_s == (13,)
