@@ -158,6 +158,18 @@ class Cluster:
 
         wait_for("job_submit.lua told how jobs are admitted", told, 90)
 
+    def queue(self) -> str:
+        """Return all that Slurm says of nodes and jobs, also when slurmctld does not answer."""
+        asked = (["scontrol", "-o", "show", "nodes"], ["scontrol", "-o", "show", "jobs"])
+        answers = [self.exec("ctl", *command, check=False) for command in asked]
+        return "".join(answer.stdout + answer.stderr for answer in answers)
+
+    def logs(self) -> str:
+        """Return the ends of all daemons' logs, also of containers that died."""
+        command = [CONTAINER / "logs", "--name", self.name, "--lines", "120"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout + done.stderr
+
     def reset(self) -> None:
         """Cancel every job and wait until the queue is empty and the nodes are idle."""
         self.ctl("scancel", "--user=alice", check=False)
