@@ -27,7 +27,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     """Add to a failed test what Slurm says of the jobs and what the daemons logged: the cluster is gone afterwards."""
     report = yield
     cluster = getattr(item, "funcargs", {}).get("cluster")
-    if report.failed and report.when in ("setup", "call") and isinstance(cluster, Cluster):
+    if report.failed and report.when == "call" and isinstance(cluster, Cluster):
         report.sections += [("jobs in Slurm", cluster.queue()), ("logs of the cluster", cluster.logs())]
     return report
 

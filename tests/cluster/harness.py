@@ -159,9 +159,11 @@ class Cluster:
         wait_for("job_submit.lua told how jobs are admitted", told, 90)
 
     def queue(self) -> str:
-        """Return all that Slurm says of nodes and jobs, also when slurmctld does not answer."""
-        asked = (["scontrol", "-o", "show", "nodes"], ["scontrol", "-o", "show", "jobs"])
-        answers = [self.exec("ctl", *command, check=False) for command in asked]
+        """Return all that Slurm says of nodes and jobs, or that it does not answer."""
+        try:
+            answers = [self.exec("ctl", "scontrol", "-o", "show", what, check=False) for what in ("nodes", "jobs")]
+        except subprocess.TimeoutExpired as error:
+            return str(error)
         return "".join(answer.stdout + answer.stderr for answer in answers)
 
     def logs(self) -> str:
