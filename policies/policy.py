@@ -59,7 +59,8 @@ def build(order: str, allocate: str, share: str = "none", settings: PolicySettin
     entry("sharing", share)
     if share != "none":
         decide = _shared(ordering(order), allocation(allocate), rules, alone=share == "timeslice")
-        return Policy(f"{order}/{allocate}/{share}", decide)
+        turns = "" if rules.sharing.turns == "fair" else f", turns by {rules.sharing.turns}"
+        return Policy(f"{order}/{allocate}/{share}{turns}", decide)
     exclusive = _Exclusive(ordering(order), allocation(allocate), rules, profiled=second.profiled, steady=first.steady)
     steady = first.steady and second.steady
     return Policy(f"{order}/{allocate}", exclusive.decide, exclusive.runnable if steady else None)

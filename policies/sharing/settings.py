@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from cadenza.policies.decision import Memory
 from cadenza.policies.model import Job, JobKey
 from cadenza.policies.moves import held_for_move
+
+Turns: TypeAlias = Literal["fair", "order"]
+"""Whether jobs that share GPUs have equal parts of them, or the ordering says who goes first there too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,7 @@ class SharingSettings:
     """False in observe-only: what would be done is still decided, and the further lanes are kept drained."""
     slice_s: float = 60.0
     min_run_s: float = 5.0
+    turns: Turns = "fair"
     share_between_users: bool = False
     suspend: bool = True
     """Suspend yielded jobs in Slurm, so that their time limit stops and their CPUs are free in the books."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from cadenza.policies.actions import Action, Release, Requeue, Resume, Suspend, Unsuspend, Yield
 from cadenza.policies.decision import Decision, Memory
 from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Lease
+from cadenza.policies.sharing.favour import favoured
 from cadenza.policies.sharing.lanes import hosts_to_leave, lane_actions
 from cadenza.policies.sharing.placement import place
 from cadenza.policies.sharing.settings import SharingSettings, held_for_us, left_alone
@@ -67,8 +68,13 @@ class View:
         settings: SharingSettings,
         partners: Mapping[JobKey, frozenset[JobKey]] | None = None,
         stopping: frozenset[JobKey] = frozenset(),
+        ranks: Mapping[JobKey, int] | None = None,
     ) -> View:
-        """Return the view; ``partners``: whom a packed job runs with; ``stopping``: holders that other actions stop."""
+        """Return the view.
+
+        ``partners``: whom a packed job runs with; ``stopping``: holders that other actions stop; ``ranks``: the jobs'
+        places in the ordering, where turns follow it.
+        """
         jobs = tuple(sorted(snapshot.jobs, key=lambda job: job.key))
         further = further_lanes(snapshot)
         contenders = [
@@ -77,6 +83,8 @@ class View:
             if _takes_part(job)
         ]
         contenders = [replace(c, state="stopping") if c.key in stopping else c for c in contenders]
+        first = favoured(contenders, ranks or {})
+        contenders = [replace(c, favoured=True) if c.key in first else c for c in contenders]
         turns, reasons = _turns(contenders, settings)
         drained, host = hosts_to_leave(snapshot), {node.name: node.host for node in snapshot.nodes}
         return cls(

@@ -7,12 +7,17 @@ least virtual time.
 
 Order
     Unmanaged (exclusive) jobs, then by priority, then what the service prefers, then overdue jobs by how
-    much, then the least virtual time, then the job's key. It is total: the input's order changes nothing.
+    much, then those that the ordering favours, then the least virtual time, then the job's key. It is total: the
+    input's order changes nothing.
 Displacement
     Exclusive jobs and higher priorities displace at once. Equal priorities displace a holder when its slice
     is over (less half an iteration, the expected wait for its boundary), it has run ``min_run_s`` and the
     waiting job comes first. A gang takes all its GPUs at one moment: until the last of its blockers is over,
     the others go on.
+Favour
+    Where turns follow the ordering (``sharing.favour``), a favoured job comes before the others of its priority
+    whatever their virtual times: it displaces them when their slice is over, and keeps its GPUs from them until
+    they are overdue. Among themselves the favoured take turns as all others do.
 Claims
     A gang whose last blocker is over within ``fill_s = max(min_run_s, slice_s / 4)`` claims its GPUs: nobody
     behind it may take them any more. Before that, jobs behind it may *fill* in; a filler keeps the GPUs only
@@ -22,12 +27,13 @@ Overdue
     included (with weights: one slice times max(1, other weight / own weight)). That happens when virtual
     times do not compare, as of jobs that never met, and behind a stream of short newcomers. It comes before
     all that are not overdue, claims at once, and starts again with the least virtual time of those it meets.
+    A job that meets a favoured one and is not favoured itself is overdue after ``BEHIND`` times as long.
 Bounds
     They hold among jobs of one priority that can be stopped, of one user or with sharing allowed. T is one
     turn: the slice, ``min_run_s``, one iteration, and the stop and start.
     Starvation: a job waits at most ``3 n T`` where it meets n equal-weight jobs at a time, itself among them,
     and ``(n - 1) T`` when all n want the same GPUs and their virtual times are within a slice. With weights,
-    n is the sum of max(1, other weight / own weight).
+    n is the sum of max(1, other weight / own weight). Behind a favoured job it is ``2 BEHIND n T``.
     Idleness: a free GPU that a waiting job could use at once stays idle only for a claim, that is for at most
     ``fill_s`` and one stop, or T before an overdue job; before an unmanaged job, until that has started.
     There is no bound behind a holder that cannot be stopped, nor between users that may not share.
@@ -49,6 +55,8 @@ __all__ = ["LATE", "Contender", "Turn", "arrival_vtime", "groups", "next_turn"]
 
 LATE = 1.5
 """How many times its fair wait a job has waited when it is overdue; switches must fit into the half."""
+BEHIND = 4.0
+"""The same of a job behind one that the ordering favours: of two that share GPUs it has a ninth of them meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +145,11 @@ class _Standing:
     least_s: float
     """The least virtual time among them, its own included."""
 
-    def rank(self) -> tuple[bool, int, bool, float, float, JobKey]:
+    def rank(self) -> tuple[bool, int, bool, float, bool, float, JobKey]:
         """Return the sort key."""
         job = self.job
-        return (not job.exclusive, -job.priority, not job.preferred, -self.overdue_s, job.vtime_s, job.key)
+        by_turns = -self.overdue_s, not job.favoured, job.vtime_s, job.key
+        return (not job.exclusive, -job.priority, not job.preferred, *by_turns)
 
     @property
     def start_vtime_s(self) -> float:
@@ -167,7 +176,8 @@ class _Rules:
         peers = [o for o in met(waiting) if o.priority == waiting.priority and not o.exclusive]
         fair_s = self.slice_s * sum(max(1.0, o.weight / waiting.weight) for o in peers)
         least_s = min((o.vtime_s for o in peers), default=waiting.vtime_s)
-        return _Standing(waiting, max(0.0, waiting.waited_s - LATE * fair_s), least_s)
+        late = BEHIND if not waiting.favoured and any(o.favoured for o in peers) else LATE
+        return _Standing(waiting, max(0.0, waiting.waited_s - late * fair_s), least_s)
 
     def claims(self, standing: _Standing, left_s: float) -> bool:
         """Whether nobody behind may take the GPUs any more of a job that has to wait this long."""
@@ -182,16 +192,24 @@ class _Rules:
             return inf
         if waiting.exclusive or waiting.priority > holder.priority:
             return 0.0
-        if waiting.priority < holder.priority:
+        if waiting.priority < holder.priority or self.favours(holder, standing):
             return inf
         return max(0.0, self._slice_left_s(holder, standing))
+
+    @staticmethod
+    def favours(holder: Contender, standing: _Standing) -> bool:
+        """Whether a holder keeps its GPUs by the ordering, until the waiting job is overdue."""
+        waiting = standing.job
+        equal = holder.priority == waiting.priority and not waiting.exclusive
+        return equal and holder.favoured and not waiting.favoured and not standing.overdue_s
 
     def _slice_left_s(self, holder: Contender, standing: _Standing) -> float:
         least = self.min_run_s - holder.held_s
         if self._fills_in(holder, standing.job):
             return least
         over = self.slice_s - (holder.iteration_s or 0.0) / 2 - holder.stretch_s
-        ahead = 0.0 if standing.overdue_s else (standing.job.vtime_s - holder.vtime_s) * holder.weight
+        first = standing.overdue_s or (standing.job.favoured and not holder.favoured)
+        ahead = 0.0 if first else (standing.job.vtime_s - holder.vtime_s) * holder.weight
         return max(least, over, ahead)
 
     def _fills_in(self, holder: Contender, waiting: Contender) -> bool:
@@ -303,8 +321,10 @@ class _Pass:
             cause = f"job {last.key} is not managed and keeps it until its end"
         elif not last.ready:
             cause = f"job {last.key} cannot be stopped"
-        else:
+        elif last.priority > waiting.priority:
             cause = f"job {last.key} has a higher priority"
+        else:
+            cause = f"job {last.key} comes first in the order"
         return f"waits for {gpu_names(waiting.gpus)}: {cause}"
 
     def result(self) -> Turn:
@@ -324,15 +344,17 @@ class _Pass:
 
     def _holds(self, holder: Contender) -> str:
         mask = self._mask[holder.key]
-        after = next((s.job.key for s in self.waiting if self._mask[s.job.key] & mask), None)
+        after = next((s for s in self.waiting if self._mask[s.job.key] & mask), None)
         verb = "is stopping on" if holder.state == "stopping" else "holds"
         text = f"{verb} {gpu_names(holder.gpus)} for {holder.held_s:.0f} s"
         if after is None:
             return f"{text}; nobody waits for it"
         if holder.exclusive or not holder.ready:
             kind = "is not managed" if holder.exclusive else "cannot be stopped"
-            return f"{text} and {kind}; next: job {after}"
-        return f"{text} of its {self.rules.slice_s:.0f} s slice; next: job {after}"
+            return f"{text} and {kind}; next: job {after.job.key}"
+        if self.rules.favours(holder, after):
+            return f"{text} and comes first in the order; next: job {after.job.key}"
+        return f"{text} of its {self.rules.slice_s:.0f} s slice; next: job {after.job.key}"
 
 
 def _why_yield(holder: Contender, waiting: Contender, rules: _Rules) -> str:

@@ -33,6 +33,8 @@ class Contender:
     iteration_s: float | None = None
     preferred: bool = False
     """The service ordered its resume."""
+    favoured: bool = False
+    """The ordering puts it before those that it meets, or it is to have its first turn; see ``sharing.favour``."""
     eligible: bool = True
     """False: it may not get the GPUs now (suspended by its owner, a part of a job on other hosts …)."""
     packed_with: frozenset[JobKey] = frozenset()
@@ -92,6 +94,7 @@ def _with_partners(contender: Contender, by_key: dict[JobKey, Contender]) -> Con
         exclusive=contender.exclusive,
         iteration_s=contender.iteration_s,
         preferred=contender.preferred,
+        favoured=any(o.favoured for o in unit),
         eligible=contender.eligible,
         packed_with=frozenset([o.key for o in partners]),
         together_s=max([o.held_s for o in partners if o.holding], default=0.0) if contender.holding else 0.0,

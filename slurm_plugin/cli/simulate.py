@@ -24,6 +24,7 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("order", "NAME", "Who goes first (default: fifo); `cadenza policies` lists the names."),
         ("allocate", "NAME", "Who gets which nodes, CPUs and memory (default: cadenza)."),
         ("share", "NAME", "How jobs share a GPU: none, timeslice or gandiva (default: none)."),
+        ("turns", "fair|order", "Whether jobs that share a GPU have equal parts, or --order holds there too."),
         ("backfill", "yes|no", "Whether jobs past those that are to run may use what is left (default: yes)."),
     ),
     "Time": (

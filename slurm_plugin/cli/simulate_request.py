@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,7 +23,7 @@ from cadenza.policies.model import Node
 from cadenza.policies.policy import Policy, PolicySettings, build
 from cadenza.policies.profile import Profile
 from cadenza.policies.registry import warm
-from cadenza.policies.sharing.settings import GandivaSettings
+from cadenza.policies.sharing.settings import GandivaSettings, Turns
 from cadenza.policies.simulator.model import Setup, SimCosts, TraceJob
 from cadenza.policies.simulator.presets import FREE_COSTS
 from cadenza.policies.simulator.sweep import read_loads
@@ -257,6 +257,7 @@ def _policy(words: Mapping[str, Any], setup: Setup) -> Policy:
     backfill = _one_of(words["backfill"], "--backfill", ("yes", "no"), usual) == "yes"
     settings = PolicySettings(
         partitions=frozenset({PARTITION}),
+        sharing=replace(PolicySettings().sharing, turns=_turns(words)),
         costs=Costs(move_s=setup.costs.migrate_s, tune_s=setup.costs.tune_s, round_s=setup.round_s),
         backfill=backfill,
         gandiva=GandivaSettings(move_s=setup.costs.migrate_s),
@@ -265,3 +266,9 @@ def _policy(words: Mapping[str, Any], setup: Setup) -> Policy:
     policy = build(order, allocate, words["share"] or "none", settings)
     warm(allocate)
     return policy
+
+
+def _turns(words: Mapping[str, Any]) -> Turns:
+    if words["turns"] and (words["share"] or "none") == "none":
+        raise InputError("--turns: goes with --share timeslice or gandiva; without sharing nobody takes turns")
+    return "order" if _one_of(words["turns"], "--turns", ("fair", "order"), "fair") == "order" else "fair"

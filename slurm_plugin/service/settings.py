@@ -13,7 +13,7 @@ from cadenza.policies.errors import InputError
 from cadenza.policies.guard import GuardSettings
 from cadenza.policies.policy import PolicySettings
 from cadenza.policies.registry import Kind, entry
-from cadenza.policies.sharing.settings import GandivaSettings, SharingSettings
+from cadenza.policies.sharing.settings import GandivaSettings, SharingSettings, Turns
 from cadenza.sidecar.agent.settings import AgentSettings
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError, Key, load, where
 from cadenza.slurm_plugin.service.hub import HubSettings
@@ -93,6 +93,13 @@ class SharingTable(msgspec.Struct, frozen=True):
     """``[sharing]``: how jobs take turns."""
 
     slice_s: Annotated[float, Meta(description="One turn of a job with weight 1", gt=0)] = 60.0
+    turns: Annotated[
+        Turns,
+        Meta(
+            description="fair: jobs that share GPUs have equal parts of them; order: after its first turn a job waits "
+            "for those that [policy] order puts before it, and has a turn now and then"
+        ),
+    ] = "fair"
     share_between_users: Annotated[bool, Meta(description="Whether jobs of different users may share a GPU")] = False
     suspend: Annotated[
         bool, Meta(description="Suspend jobs in Slurm while they wait for their turn: their time limit stops")
@@ -302,6 +309,7 @@ def sharing_settings(settings: Settings) -> SharingSettings:
         enforce=settings.applies,
         slice_s=table.slice_s,
         min_run_s=settings.guard.min_run_s,
+        turns=table.turns,
         share_between_users=table.share_between_users,
         suspend=table.suspend,
         lease_wait_s=settings.agent.lease_wait_s,

@@ -130,6 +130,13 @@ def test_the_preset_starts_static_traces_at_one_second() -> None:
     assert json.loads(done.stdout)["makespan_h"] * 3600 % 300 == pytest.approx(0, abs=1e-6)
 
 
+def test_turns_by_the_ordering_are_another_policy() -> None:
+    shared = (*SMALL, "--order", "srtf", "--share", "timeslice", "--json")
+    fair, by_order = (json.loads(run(*shared, *turns).stdout) for turns in ((), ("--turns", "order")))
+    assert fair["policy"] == "srtf/cadenza/timeslice"
+    assert by_order["policy"] == "srtf/cadenza/timeslice, turns by order"
+
+
 # --- What goes wrong -------------------------------------------------------------------------------------
 
 
@@ -148,6 +155,8 @@ def test_the_preset_starts_static_traces_at_one_second() -> None:
         ((*SMALL, "--order", "fif"), "no ordering is called 'fif'; did you mean 'fifo'?"),
         ((*SMALL, "--allocate", "tun"), "no allocation is called 'tun'; did you mean 'tune'?"),
         ((*SMALL, "--share", "gandivo"), "no sharing is called 'gandivo'; did you mean 'gandiva'?"),
+        ((*SMALL, "--turns", "order"), "--turns: goes with --share timeslice or gandiva"),
+        ((*SMALL, "--share", "gandiva", "--turns", "odd"), "--turns: 'odd' is none of fair, order"),
         ((*SMALL, "--nodes", "4x8"), "--nodes: cluster '4x8': '4x8' is not NODESxGPUS"),
         ((*SMALL, "--lanes", "9"), "--lanes: '9' is not from 1 to 8"),
         ((*SMALL, "--round", "0"), "--round: '0' is not from 1"),

@@ -15,6 +15,7 @@ from cadenza.policies.model import ClusterSnapshot, Node, Placement
 from cadenza.policies.policy import Policy, PolicySettings, build
 from cadenza.policies.profile import Profile
 from cadenza.policies.registry import ENTRIES
+from cadenza.policies.sharing.settings import Turns
 from cadenza.policies.simulator.live import PARTITION
 from cadenza.policies.simulator.model import Setup, TraceJob
 from cadenza.policies.simulator.run import simulate
@@ -155,22 +156,27 @@ def test_invariants(order: str, allocate: str) -> None:
 
 
 SHARED = [
-    (share, order, ALLOCATIONS[(number * 3 + offset) % len(ALLOCATIONS)])
+    (share, order, ALLOCATIONS[(number * 3 + offset) % len(ALLOCATIONS)], "fair")
     for offset, share in enumerate(("timeslice", "gandiva"))
     for number, order in enumerate(ORDERINGS)
-]
-"""Every sharing with every ordering, each allocation twice: under sharing an allocation divides one host at a time."""
+] + [("timeslice" if number % 2 else "gandiva", order, "cadenza", "order") for number, order in enumerate(ORDERINGS)]
+"""Every sharing with every ordering, each allocation twice: under sharing an allocation divides one host at a time.
+
+Turns by the ordering with each ordering.
+"""
 
 
-@pytest.mark.parametrize(("share", "order", "allocate"), SHARED)
-def test_invariants_under_sharing(share: str, order: str, allocate: str) -> None:
+@pytest.mark.parametrize(("share", "order", "allocate", "turns"), SHARED)
+def test_invariants_under_sharing(share: str, order: str, allocate: str, turns: Turns) -> None:
     """Besides these the simulator checks every round that no host, lane or GPU is given out twice."""
     rng = Random(f"{share} {order} {allocate}")  # noqa: S311
     hosts = [replace(node, gpu_memory_gb=24.0) for node in _cluster(rng)]
     names = [(node, lane, f"{node.name}-l{lane}" if lane else node.name) for node in hosts for lane in range(3)]
     lanes = [replace(node, name=name, lane=lane) for node, lane, name in names]
     jobs = _trace(rng, max(node.gpus for node in hosts), 12)
-    policy = build(order, allocate, share, PolicySettings(partitions=frozenset({PARTITION})))
+    settings = PolicySettings(partitions=frozenset({PARTITION}))
+    settings = replace(settings, sharing=replace(settings.sharing, turns=turns))
+    policy = build(order, allocate, share, settings)
     rounds = 0
 
     def check(snapshot: ClusterSnapshot, memory: Memory, decision: Decision) -> None:

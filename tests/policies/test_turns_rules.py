@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from turns_world import gpus, key
 
-from cadenza.policies.sharing.turns import Contender, Turn, arrival_vtime, groups, next_turn
+from cadenza.policies.sharing.turns import BEHIND, LATE, Contender, Turn, arrival_vtime, groups, next_turn
 
 some = settings(max_examples=30, deadline=None)
 
@@ -46,6 +46,7 @@ def contenders(draw: st.DrawFn):
                 ready=draw(st.booleans()),
                 exclusive=draw(st.integers(0, 5)) == 0,
                 preferred=draw(st.booleans()),
+                favoured=draw(st.booleans()),
                 eligible=draw(st.booleans()),
                 iteration_s=draw(st.sampled_from((None, 1.0, 30.0))),
             )
@@ -233,6 +234,41 @@ def test_an_overdue_job_goes_first_and_starts_level_with_the_others():
     assert result.upcoming == (key(2),)
     assert result.vtimes == {key(2): 20.0}
     assert turn(holder, job(2, 0, vtime_s=9000.0, waited_s=100.0), fresh).upcoming == (key(3),)
+
+
+def test_whom_the_ordering_favours_displaces_the_others_when_their_slice_is_over():
+    fresh = job(1, 0, state="held", held_s=59.0, vtime_s=59.0)
+    first = job(2, 0, state="yielded", favoured=True, vtime_s=500.0)
+    assert turn(fresh, first).yields == ()
+    assert turn(job(1, 0, state="held", held_s=60.0, vtime_s=60.0), first).yields == (key(1),)
+    assert turn(first, job(3, 0, state="yielded")).resumes == (key(2),)
+
+
+def test_whom_the_ordering_favours_keeps_its_gpus_until_another_is_overdue():
+    first = job(1, 0, state="held", favoured=True, held_s=300.0, vtime_s=900.0)
+    fair_s = 2 * 60.0
+    behind = job(2, 0, state="yielded", waited_s=BEHIND * fair_s)
+    result = turn(first, behind)
+    assert result.yields == ()
+    assert result.reasons == {
+        key(1): "holds node1:gpu0 for 300 s and comes first in the order; next: job 2",
+        key(2): "waits for node1:gpu0: job 1 comes first in the order",
+    }
+    assert turn(first, job(2, 0, state="yielded", waited_s=BEHIND * fair_s + 1)).yields == (key(1),)
+    assert turn(first, job(2, 0, state="yielded", priority=1)).yields == (key(1),)
+    assert turn(first, job(2, 0, exclusive=True)).yields == (key(1),)
+
+
+def test_favoured_jobs_take_turns_as_all_do_among_themselves():
+    holder = job(1, 0, state="held", favoured=True, held_s=60.0, vtime_s=60.0)
+    assert turn(holder, job(2, 0, favoured=True, vtime_s=0.0)).yields == (key(1),)
+    assert turn(holder, job(2, 0, favoured=True, vtime_s=200.0)).yields == ()
+
+
+def test_where_nobody_is_favoured_a_job_is_overdue_as_ever():
+    holder = job(1, 0, state="held", held_s=60.0, vtime_s=60.0)
+    late = job(2, 0, state="yielded", vtime_s=9000.0, waited_s=LATE * 2 * 60.0 + 1)
+    assert turn(holder, late).yields == (key(1),)
 
 
 def test_a_job_of_another_user_waits_until_those_that_started_have_ended():
