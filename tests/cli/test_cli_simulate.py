@@ -133,8 +133,8 @@ def test_the_preset_starts_static_traces_at_one_second() -> None:
 def test_turns_by_the_ordering_are_another_policy() -> None:
     shared = (*SMALL, "--order", "srtf", "--share", "timeslice", "--json")
     fair, by_order = (json.loads(run(*shared, *turns).stdout) for turns in ((), ("--turns", "order")))
-    assert fair["policy"] == "srtf/cadenza/timeslice"
-    assert by_order["policy"] == "srtf/cadenza/timeslice, turns by order"
+    assert fair["policy"] == "srtf/proportional/timeslice"
+    assert by_order["policy"] == "srtf/proportional/timeslice, turns by order"
 
 
 # --- What goes wrong -------------------------------------------------------------------------------------
