@@ -123,8 +123,9 @@ _NOBODY: frozenset[JobKey] = frozenset()
 def turn_actions(view: View) -> tuple[Action, ...]:
     """Return what the turns ask for, of agents and in Slurm's books, in the order in which it is to be done."""
     return (
-        *_yields(view),
+        # Before the yields: a job that is still stopped when its GPUs are free loses them to whoever has just left.
         *_unsuspends(view),
+        *_yields(view),
         *_resumes(view),
         *_suspends(view),
         *_requeues(view),

@@ -36,7 +36,7 @@ def test_a_slice_that_is_over_ends_in_a_yield_and_a_resume():
 def test_a_suspended_job_is_resumed_in_slurm_before_it_gets_its_lease():
     snapshot = cluster(HOLDER, replace(YIELDED, state="SUSPENDED"))
     found = acts(snapshot, Memory(suspended=frozenset({key(2)})))
-    assert found == [(Yield, key(1)), (Unsuspend, key(2)), (Resume, key(2))]
+    assert found == [(Unsuspend, key(2)), (Yield, key(1)), (Resume, key(2))]
 
 
 def test_a_job_that_has_yielded_is_suspended_in_slurm():
