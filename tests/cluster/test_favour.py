@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from harness import Cluster, wait_for
 from test_moves import lease
+
+from harness import Cluster, wait_for
 
 SETTINGS = """
 [service]
@@ -59,7 +60,7 @@ def test_the_shorter_job_goes_first_and_the_longer_one_has_a_turn_now_and_then(
     beside = [min(until, ended) - max(since, began) for since, until in stretches(cluster, longer)]
     part = sum(seconds for seconds in beside if seconds > 0) / (ended - began)
     measured(
-        f"a job of {SHORT_S} s beside a longer one: {ended - began:.1f} s with turns by the ordering; the longer one had "
-        f"its GPUs for {part:.0%} of that time"
+        f"a job of {SHORT_S} s beside a longer one: {ended - began:.1f} s with turns by the ordering; the longer one "
+        f"had its GPUs for {part:.0%} of that time"
     )
     assert FEWEST < part < MOST

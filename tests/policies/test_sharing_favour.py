@@ -71,14 +71,15 @@ def simulated(turns: Turns, order: str, *work_s: float) -> Result:
         for n, work in enumerate(work_s)
     ]
     settings = PolicySettings(partitions=frozenset({PARTITION}))
-    policy = build(order, "proportional", "timeslice", replace(settings, sharing=replace(settings.sharing, turns=turns)))
+    settings = replace(settings, sharing=replace(settings.sharing, turns=turns))
+    policy = build(order, "proportional", "timeslice", settings)
     setup = Setup(round_s=10.0, lanes=2, rounds_on_events=True, costs=SimCosts())
     return simulate(jobs, read_cluster("1x1:4:64", 2), policy, setup)
 
 
 @pytest.mark.parametrize(("order", "soonest"), [("srtf", 1), ("fifo", 0)])
 def test_the_first_in_the_order_ends_nearly_as_soon_as_alone(order, soonest):
-    """Job 0 is the longer one, and came first. Whoever is behind has a ninth, and ends no later than with fair turns."""
+    """Job 0 is the longer one, and came first. Who is behind has a ninth, and ends no later than with fair turns."""
     alone_s = (7200.0, 3600.0)
     fair, by_order = ([one.jct_s for one in simulated(turns, order, *alone_s).jobs] for turns in ("fair", "order"))
     assert fair[soonest] > 1.4 * alone_s[soonest]
