@@ -58,8 +58,8 @@ def decide(
     book_starting(hosts, snapshot, memory, settings, moving)
     packed = packing(managed, memory.sharing, _terms(snapshot, settings, gandiva, hosts))
     ranks = _ranks(snapshot, memory, settings, order)
-    before = ranks if settings.turns == "order" else None
-    view = View.of(snapshot, memory, settings, partners(packed.packs), packed.leaving(managed), before)
+    first = ranks if settings.turns == "order" else None
+    view = View.of(snapshot, memory, settings, partners(packed.packs), packed.leaving(managed), first)
     waiting = [job for job in held_jobs(snapshot, memory, settings, ranks) if job.key.id not in moving]
     queue = [*waiting, *(job for job in queued(snapshot, settings) if job.key.id not in moving)]
     moves = _moves(snapshot, memory, settings, gandiva, (managed, hosts, view, packed))

@@ -27,7 +27,7 @@ Overdue
     included (with weights: one slice times max(1, other weight / own weight)). That happens when virtual
     times do not compare, as of jobs that never met, and behind a stream of short newcomers. It comes before
     all that are not overdue, claims at once, and starts again with the least virtual time of those it meets.
-    A job that meets a favoured one and is not favoured itself is overdue after ``BEHIND`` times as long.
+    A job that meets a favoured one and is not favoured itself has to wait ``BEHIND`` times these slices for that.
 Bounds
     They hold among jobs of one priority that can be stopped, of one user or with sharing allowed. T is one
     turn: the slice, ``min_run_s``, one iteration, and the stop and start.
@@ -51,7 +51,7 @@ from cadenza.policies.model import Gpu, JobKey
 from cadenza.policies.sharing.units import Contender, together
 from cadenza.policies.sharing.wording import gpu_names, job_names
 
-__all__ = ["LATE", "Contender", "Turn", "arrival_vtime", "groups", "next_turn"]
+__all__ = ["BEHIND", "LATE", "Contender", "Turn", "arrival_vtime", "groups", "next_turn"]
 
 LATE = 1.5
 """How many times its fair wait a job has waited when it is overdue; switches must fit into the half."""
