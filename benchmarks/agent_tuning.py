@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 import zmq.auth
 
+from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, Facts, JobFacts, Tune
-from cadenza.slurm_plugin.service.clock import SystemClock
-from cadenza.slurm_plugin.service.hub import Hub, HubSettings
+from cadenza.slurm_plugin.service.agents.hub import Hub, HubSettings
 
 LIMIT_S = 5.0
 WAY = 0.75

@@ -26,11 +26,11 @@ from functools import cache
 
 from bounds import node_bound
 
-from cadenza.policies.allocation.programs import ilp1
-from cadenza.policies.case import Case, Plan, Server, placement_speed, proportional_share
-from cadenza.policies.errors import InputError
+from cadenza.policies.allocation.ilp import ilp1
+from cadenza.policies.allocation.problem import Case, Plan, Server, placement_speed, proportional_share
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.model import Job, JobKey
 from cadenza.policies.inputs.published import synergy_profiles
-from cadenza.policies.model import Job, JobKey
 from cadenza.policies.registry import ENTRIES, allocation
 
 TASKS = (

@@ -17,10 +17,10 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import csc_array
 
-from cadenza.policies.allocation.programs import Choice, Pool, points
-from cadenza.policies.case import Server
-from cadenza.policies.model import Job
-from cadenza.policies.profile import MB_PER_GB, NEARLY
+from cadenza.policies.allocation.ilp import Choice, Pool, points
+from cadenza.policies.allocation.problem import Server
+from cadenza.policies.core.model import Job
+from cadenza.policies.core.profile import MB_PER_GB, NEARLY
 
 UNITS = 24
 """Steps in which pricing counts a node's memory. A size within 1/1000 of whole steps counts as these, any other is

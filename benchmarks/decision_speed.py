@@ -24,14 +24,14 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from cadenza.policies.allocation.cadenza import allocate
-from cadenza.policies.allocation.division import division
-from cadenza.policies.case import Case, Server
-from cadenza.policies.decision import Memory
+from cadenza.policies.allocation.cadenza.allocate import allocate
+from cadenza.policies.allocation.cadenza.knapsack import division
+from cadenza.policies.allocation.problem import Case, Server
+from cadenza.policies.composition import PolicySettings, build
+from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Options, Placement, Progress
+from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.published import synergy_profiles
-from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Node, Options, Placement, Progress
-from cadenza.policies.policy import PolicySettings, build
-from cadenza.policies.profile import Profile
 from cadenza.policies.registry import warm
 
 PARTITION = "gpu"

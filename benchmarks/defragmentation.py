@@ -167,7 +167,7 @@ def queue(cluster: Cluster) -> dict[int, tuple[str, str]]:
 LOOK = """
 import json, sys
 from pathlib import Path
-from cadenza.slurm_plugin.service.reader import StoreReader
+from cadenza.slurm_plugin.service.store.reader import StoreReader
 last = StoreReader(Path("/var/lib/cadenza/cadenza.db")).round()
 jobs = last.snapshot.jobs if last else ()
 usable = all(node.up and not node.drained for node in last.snapshot.nodes) if last else False
@@ -184,7 +184,7 @@ def movable(cluster: Cluster, jobs: Sequence[int]) -> bool:
 ACTIONS = """
 import json
 from pathlib import Path
-from cadenza.slurm_plugin.service.reader import StoreReader
+from cadenza.slurm_plugin.service.store.reader import StoreReader
 rows = StoreReader(Path("/var/lib/cadenza/cadenza.db")).actions(limit=100_000)
 print(json.dumps([(row.round, row.kind, row.job) for row in rows if row.allowed and row.ok]))
 """

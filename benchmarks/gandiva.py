@@ -25,19 +25,19 @@ from random import Random
 
 from gandiva_search import SHUFFLES, drive, search_ratios
 
-from cadenza.policies.actions import Action, Pack, Unpack
-from cadenza.policies.decision import Decision, Memory
+from cadenza.policies.composition import Policy, PolicySettings, build
+from cadenza.policies.core.actions import Action, Pack, Unpack
+from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.model import ClusterSnapshot
+from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.inputs.interference import packing_pairs
 from cadenza.policies.inputs.published import gandiva_table1
-from cadenza.policies.model import ClusterSnapshot
-from cadenza.policies.policy import Policy, PolicySettings, build
-from cadenza.policies.profile import Profile
-from cadenza.policies.sharing.settings import GandivaSettings, SharingSettings
-from cadenza.policies.simulator.live import PARTITION
+from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
+from cadenza.policies.simulator.figures import mean_and_half, mean_over, summarize
+from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.model import Result, Setup, TraceJob
-from cadenza.policies.simulator.run import simulate
-from cadenza.policies.simulator.summary import mean_and_half, mean_over, summarize
+from cadenza.policies.simulator.simulation import simulate
 from cadenza.policies.simulator.workloads.catalogue import parse_workload
 from cadenza.policies.simulator.workloads.gandiva import CLUSTER, table1_profiles
 from cadenza.policies.simulator.world import World

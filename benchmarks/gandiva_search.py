@@ -15,18 +15,18 @@ from functools import cache
 from random import Random
 
 from cadenza.policies.allocation.proportional import proportional
+from cadenza.policies.composition import Policy, PolicySettings, build
 from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.inputs.interference import packing_pairs
 from cadenza.policies.inputs.published import gandiva_table1
-from cadenza.policies.policy import Policy, PolicySettings, build
-from cadenza.policies.ranking import Queue, Ranking
+from cadenza.policies.ordering.ranking import Queue, Ranking
 from cadenza.policies.round import run_round
-from cadenza.policies.sharing.gandiva import decide
-from cadenza.policies.sharing.settings import GandivaSettings, SharingSettings
-from cadenza.policies.simulator.gateway import RunStore, SimClock, SimGateway
-from cadenza.policies.simulator.live import PARTITION, Live
+from cadenza.policies.sharing.pipeline import decide
+from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
+from cadenza.policies.simulator.job import PARTITION, Live
 from cadenza.policies.simulator.model import Setup, TraceJob
-from cadenza.policies.simulator.run import GUARD, simulate
+from cadenza.policies.simulator.sim_gateway import RunStore, SimClock, SimGateway
+from cadenza.policies.simulator.simulation import GUARD, simulate
 from cadenza.policies.simulator.workloads.automl import (
     Curve,
     generate_curves,

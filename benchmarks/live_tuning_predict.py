@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 from replay_cluster import Size
 
+from cadenza.policies.composition import PolicySettings, build
+from cadenza.policies.core.profile import Demand, Profile
 from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.inputs.profiles import read_profiles, write_profiles
-from cadenza.policies.policy import PolicySettings, build
-from cadenza.policies.profile import Demand, Profile
-from cadenza.policies.sharing.settings import SharingSettings
-from cadenza.policies.simulator.live import PARTITION
+from cadenza.policies.sharing.state.settings import SharingSettings
+from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.model import Setup, TraceJob
-from cadenza.policies.simulator.run import simulate
+from cadenza.policies.simulator.simulation import simulate
 
 SHARES = "proportional"
 SHARING = SharingSettings(enforce=True, admission="held", share_between_users=True, floor=True)

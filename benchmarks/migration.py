@@ -30,8 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"
 from harness import PYTHON, RESULTS, TRAIN, Cluster, down, up, wait_for
 
 KEPT = "/home/shared/migration"
-READER = "cadenza.sidecar.agent.readfiles"
-LISTS = "from cadenza.sidecar.agent import inuse; import sys; print('\\n'.join(inuse.files_of([int(sys.argv[1])])))"
+READER = "cadenza.sidecar.agent.prefetch.file_reader"
+LISTS = (
+    "from cadenza.sidecar.agent.prefetch import open_files; import sys; "
+    "print('\\n'.join(open_files.files_of([int(sys.argv[1])])))"
+)
 DROP = """
 import os, sys
 for line in sys.stdin.buffer.read().split(b"\\n"):

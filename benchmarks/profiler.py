@@ -31,14 +31,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from cadenza.profiler.clock import SystemClock
-from cadenza.profiler.law import fit, predict, worst_error
-from cadenza.profiler.measure import STOLEN, Point, Rule
-from cadenza.profiler.memory import PARTS
-from cadenza.profiler.offline import Offline, Request
-from cadenza.profiler.search import every, next_point
-from cadenza.profiler.state import State
-from cadenza.slurm_plugin.cli.profile import end_on_sigterm
+from cadenza.profiler.measure.finished_points import State
+from cadenza.profiler.measure.offline_run import Offline, Request
+from cadenza.profiler.measure.point import STOLEN, Point, Rule
+from cadenza.profiler.model.bisection import every, next_point
+from cadenza.profiler.model.memory import PARTS
+from cadenza.profiler.model.roofline import fit, predict, worst_error
+from cadenza.sidecar.clock import SystemClock
+from cadenza.slurm_plugin.cli.profile.command import end_on_sigterm
 
 ERROR_LIMIT = 0.05
 TIME_LIMIT = 0.2

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from cadenza.policies.case import Costs
+from cadenza.policies.allocation.problem import Costs
+from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.inputs.cluster import read_cluster
-from cadenza.policies.policy import PolicySettings, build
-from cadenza.policies.sharing.settings import GandivaSettings, SharingSettings
-from cadenza.policies.simulator.live import PARTITION
+from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
+from cadenza.policies.simulator.figures import Summary, mean_and_half, summarize
+from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.model import Setup, TraceJob
-from cadenza.policies.simulator.run import simulate
-from cadenza.policies.simulator.summary import Summary, mean_and_half, summarize
+from cadenza.policies.simulator.simulation import simulate
 from cadenza.policies.simulator.workloads.catalogue import parse_workload
 
 LANES = 2

@@ -24,9 +24,9 @@ from replay_cluster import ROOT, Cluster, Plan, ReplayError, Size, commands, pre
 from replay_figures import Costs, Figures, Load, Rpcs, costs, figures, loads, read_sdiag
 from replay_week import Sample, Scale, cpu_profiles, read_rows, sample
 
+from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.profiles import write_profiles
 from cadenza.policies.inputs.published import synergy_profiles
-from cadenza.policies.profile import Profile
 
 TRACE = "philly-2017-09-10.csv"
 SETTINGS = Path(__file__).with_name("replay_cadenza.toml")

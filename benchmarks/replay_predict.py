@@ -28,11 +28,11 @@ from replay import arguments, drawn
 from replay_figures import Costs
 from replay_week import MEMORY_GB
 
+from cadenza.policies.composition import Policy, build
 from cadenza.policies.inputs.cluster import read_cluster
-from cadenza.policies.policy import Policy, build
-from cadenza.policies.simulator.live import PARTITION
+from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.model import Setup, SimCosts, TraceJob
-from cadenza.policies.simulator.run import simulate
+from cadenza.policies.simulator.simulation import simulate
 from cadenza.slurm_plugin.service.settings import load_settings, policy_settings
 
 OFF = 0.10

@@ -9,8 +9,8 @@ from math import ceil, log
 from random import Random
 from statistics import median
 
-from cadenza.policies.inputs.deal import deal, read_split
-from cadenza.policies.profile import Demand, Profile
+from cadenza.policies.core.profile import Demand, Profile
+from cadenza.policies.inputs.model_mix import deal, read_split
 
 HOUR_S = 3600.0
 WEEK_S = 168 * HOUR_S

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 from datasets import needed
 
+from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.inputs.profiles import read_profiles
 from cadenza.policies.inputs.trace import read_trace
-from cadenza.policies.policy import PolicySettings, build
-from cadenza.policies.simulator.live import PARTITION
+from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.model import Setup
 from cadenza.policies.simulator.presets import FREE_COSTS
-from cadenza.policies.simulator.run import simulate
+from cadenza.policies.simulator.simulation import simulate
 
 CLUSTER = "4x8:24:500"
 LIMIT = 0.02

@@ -30,8 +30,8 @@ from offload_jobs import Job, Place
 from torch import distributed
 
 from cadenza.sidecar.client.clock import monotonic_ns
-from cadenza.sidecar.client.offload import Moved, Offload
-from cadenza.sidecar.client.storages import Survey, survey
+from cadenza.sidecar.client.offload.engine import Moved, Offload
+from cadenza.sidecar.client.offload.storages import Survey, survey
 
 SEED = 4
 ROUNDS = 7

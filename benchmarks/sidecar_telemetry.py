@@ -30,13 +30,13 @@ from typing import NamedTuple
 
 import torch
 
-from cadenza.policies.model import JobKey
+from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import wire
-from cadenza.sidecar.agent.clock import SystemClock
-from cadenza.sidecar.agent.sampling import Sampler, Target
+from cadenza.sidecar.agent.telemetry.sampler import Sampler, Target
 from cadenza.sidecar.client.clock import monotonic_ns
-from cadenza.sidecar.client.meter import MEMORY_EVERY, map_page
-from cadenza.sidecar.client.session import Session
+from cadenza.sidecar.client.session.job_session import Session
+from cadenza.sidecar.client.session.step_page import MEMORY_EVERY, map_page
+from cadenza.sidecar.clock import SystemClock
 
 HOT_LIMIT_US = 1.0
 IN_SITU_LIMIT_US = 15.0

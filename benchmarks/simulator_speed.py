@@ -20,15 +20,15 @@ from random import Random
 
 from datasets import published
 
+from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.inputs.cluster import read_cluster
-from cadenza.policies.inputs.deal import deal
+from cadenza.policies.inputs.model_mix import deal
 from cadenza.policies.inputs.published import synergy_profiles
 from cadenza.policies.inputs.trace import read_trace
-from cadenza.policies.policy import PolicySettings, build
-from cadenza.policies.simulator.live import PARTITION
+from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.model import Result, Setup, TraceJob
 from cadenza.policies.simulator.presets import FREE_COSTS
-from cadenza.policies.simulator.run import simulate
+from cadenza.policies.simulator.simulation import simulate
 from cadenza.policies.simulator.workloads.synergy import Synergy
 
 SPLIT = (20.0, 70.0, 10.0)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cadenza.policies.actions import Action, DrainNode, OpenNode, Pack, Release, Unsuspend, Yield
-from cadenza.policies.decision import Memory
-from cadenza.policies.model import ClusterSnapshot, Job, Node
-from cadenza.policies.sharing.lanes import drained_by_us
-from cadenza.policies.sharing.settings import held_for_us
+from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Pack, Release, Unsuspend, Yield
+from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.model import ClusterSnapshot, Job, Node
+from cadenza.policies.sharing.state.settings import held_for_us
+from cadenza.policies.sharing.turns.lanes import drained_by_us
 
 
 @dataclass(frozen=True, slots=True)

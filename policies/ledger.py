@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from cadenza.policies.actions import Action, DrainNode, OpenNode, Place, Release, Size, Suspend, Yield
-from cadenza.policies.decision import Memory
-from cadenza.policies.model import ClusterSnapshot, Job, JobKey
-from cadenza.policies.moves import acted as moves_after
-from cadenza.policies.sharing.packs import remember_sharing
+from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Place, Release, Size, Suspend, Yield
+from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
+from cadenza.policies.relocation.phases import acted as moves_after
+from cadenza.policies.sharing.packing.groups import remember_sharing
 
 
 def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapshot) -> Memory:

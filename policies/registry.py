@@ -7,9 +7,9 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Literal, TypeAlias, cast
 
-from cadenza.policies.case import Allocate
-from cadenza.policies.errors import InputError
-from cadenza.policies.ranking import Order
+from cadenza.policies.allocation.problem import Allocate
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.ordering.ranking import Order
 
 Kind: TypeAlias = Literal["ordering", "allocation", "sharing"]
 
@@ -112,4 +112,6 @@ def _function(package: str, name: str) -> object:
 
 
 def _module(package: str, name: str) -> object:
-    return import_module(f"cadenza.policies.{package}.{name.replace('-', '_')}")
+    room = "as_published" if name.endswith("-coded") else package
+    module = "cadenza.allocate" if name == "cadenza" else name.replace("-", "_")
+    return import_module(f"cadenza.policies.{room}.{module}")

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from cadenza.policies.actions import Action, Outcome
-from cadenza.policies.decision import Decision, Memory
+from cadenza.policies.core.actions import Action, Outcome
+from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.model import ClusterSnapshot
 from cadenza.policies.guard import Guarded, GuardSettings, guard
 from cadenza.policies.ledger import remember
-from cadenza.policies.model import ClusterSnapshot
 
 Decide: TypeAlias = Callable[[ClusterSnapshot, Memory], Decision]
 

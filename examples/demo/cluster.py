@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from metrics import Result, Stretch, Switch
 
-from cadenza.slurm_plugin.service.reader import StoreReader
+from cadenza.slurm_plugin.service.store.reader import StoreReader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

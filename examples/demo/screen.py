@@ -12,8 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cadenza.slurm_plugin.cli.render import screen as top_screen
-from cadenza.slurm_plugin.cli.view import TopView
+from cadenza.slurm_plugin.cli.jobs.render import screen as top_screen
+from cadenza.slurm_plugin.cli.jobs.view import TopView
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

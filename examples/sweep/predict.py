@@ -10,7 +10,7 @@ from train import EVERY, STEPS, training
 
 from cadenza.policies.sweep.asha import asha_rule
 from cadenza.policies.sweep.judge import judge, put_behind
-from cadenza.policies.sweep.model import Trial
+from cadenza.policies.sweep.learning_curve import Trial
 
 GPUS = 8
 TURN_S = 1.0

@@ -27,7 +27,7 @@ from typing import Any
 from predict import in_order, in_turns
 from train import STEPS
 
-from cadenza.policies.simulator.summary import mean_and_half
+from cadenza.policies.simulator.figures import mean_and_half
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTAINER = ROOT / "container"

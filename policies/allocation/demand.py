@@ -7,9 +7,9 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple, TypeAlias
 
-from cadenza.policies.case import Server, proportional_share, share_speed
-from cadenza.policies.model import Job, Placement, Share
-from cadenza.policies.profile import MB_PER_GB, NEARLY, Demand, Profile
+from cadenza.policies.allocation.problem import Server, proportional_share, share_speed
+from cadenza.policies.core.model import Job, Placement, Share
+from cadenza.policies.core.profile import MB_PER_GB, NEARLY, Demand, Profile
 
 
 class Need(NamedTuple):

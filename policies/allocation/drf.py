@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from cadenza.policies.allocation.demand import static_need
 from cadenza.policies.allocation.greedy import greedy
+from cadenza.policies.allocation.problem import Case, Plan
 from cadenza.policies.allocation.totals import Totals, starves
-from cadenza.policies.case import Case, Plan
-from cadenza.policies.model import Job
+from cadenza.policies.core.model import Job
 
 
 def drf(case: Case) -> Plan:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from cadenza.policies.allocation.options import Kind, Options, derive, unmeasured
-from cadenza.policies.model import Job
-from cadenza.policies.profile import Profile
+from cadenza.policies.allocation.pareto import Kind, Options, derive, unmeasured
+from cadenza.policies.core.model import Job
+from cadenza.policies.core.profile import Profile
 
 Row: TypeAlias = list[Options | None]
 """By kind; None where the job has too many GPUs for one such node."""

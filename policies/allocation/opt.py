@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+from cadenza.policies.allocation.bin_packing import Packing
 from cadenza.policies.allocation.demand import Ask, allows, fair_table, promised_table, sound_table
-from cadenza.policies.allocation.packing import Packing
-from cadenza.policies.allocation.programs import Choice, Item, ilp1, item_of, lp2
+from cadenza.policies.allocation.ilp import Choice, Item, ilp1, item_of, lp2
+from cadenza.policies.allocation.problem import Case, Plan
 from cadenza.policies.allocation.tune import place, settle, tune
-from cadenza.policies.case import Case, Plan
-from cadenza.policies.errors import SolverError
-from cadenza.policies.model import Job, JobKey
-from cadenza.policies.profile import Demand
+from cadenza.policies.core.errors import SolverError
+from cadenza.policies.core.model import Job, JobKey
+from cadenza.policies.core.profile import Demand
 
 
 def opt(case: Case) -> Plan:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cadenza.policies.allocation.books import Books
 from cadenza.policies.allocation.demand import Asks, Spots, best_table
-from cadenza.policies.case import Case, Plan
-from cadenza.policies.model import Job, JobKey, Placement
+from cadenza.policies.allocation.free_resources import Books
+from cadenza.policies.allocation.problem import Case, Plan
+from cadenza.policies.core.model import Job, JobKey, Placement
 
 
 def proportional(case: Case) -> Plan:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cadenza.policies.allocation.demand import Need
-from cadenza.policies.case import Server
-from cadenza.policies.model import Job
-from cadenza.policies.ordering.keys import waited
+from cadenza.policies.allocation.problem import Server
+from cadenza.policies.core.model import Job
+from cadenza.policies.ordering.sort_keys import waited
 
 STARVING_S = 1000 * 3600.0
 """A job that has not run for longer goes first (Synergy's published simulator)."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
+from cadenza.policies.allocation.bin_packing import Packing, wanted_type
 from cadenza.policies.allocation.demand import Ask, Spots, sound_table
-from cadenza.policies.allocation.packing import Packing, wanted_type
-from cadenza.policies.case import Case, Plan
-from cadenza.policies.model import Job
+from cadenza.policies.allocation.problem import Case, Plan
+from cadenza.policies.core.model import Job
 
 
 def tune(case: Case) -> Plan:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from cadenza.policies.errors import InputError
-from cadenza.policies.inputs.text import integer, number, quoted
-from cadenza.policies.model import Node
-from cadenza.policies.profile import MB_PER_GB
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.model import Node
+from cadenza.policies.core.profile import MB_PER_GB
+from cadenza.policies.inputs.csv_table import integer, number, quoted
 
 PARTITION = "sim"
 SHAPE = "NODESxGPUS:CPUS:MEMORY_GB[:TYPE], for example 16x8:24:500 or 8x4:12:448:P40,8x4:12:448:P100"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import tomllib
 from dataclasses import fields
 
-from cadenza.policies.errors import InputError
-from cadenza.policies.inputs.keys import unknown_key
-from cadenza.policies.inputs.text import quoted
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.inputs.csv_table import quoted
+from cadenza.policies.inputs.strict_mapping import unknown_key
 from cadenza.policies.simulator.model import SimCosts
 
 LONGEST_S = 1e6

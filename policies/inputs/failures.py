@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from cadenza.policies.errors import InputError
-from cadenza.policies.inputs.text import number, quoted, read_table, suggest
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.model import Node
+from cadenza.policies.inputs.csv_table import number, quoted, read_table, suggest
 from cadenza.policies.inputs.trace import LATEST_S
-from cadenza.policies.model import Node
 from cadenza.policies.simulator.model import NodeFailure
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from cadenza.policies.errors import InputError
-from cadenza.policies.inputs.text import number, positive, quoted, read_table
-from cadenza.policies.profile import Profile
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.profile import Profile
+from cadenza.policies.inputs.csv_table import number, positive, quoted, read_table
 
 COLUMNS = ("model", "other", "speed", "other_speed")
 ALONE = 1.0

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from cadenza.policies.errors import InputError
-from cadenza.policies.inputs.keys import convert, read_json
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.profile import Demand, Match, Profile, Reference, linked
+from cadenza.policies.inputs.csv_table import quoted
+from cadenza.policies.inputs.strict_mapping import convert, read_json
 from cadenza.policies.inputs.synergy_table import check_best, is_synergy_table, read_synergy_table
-from cadenza.policies.inputs.text import quoted
-from cadenza.policies.profile import Demand, Match, Profile, Reference, linked
 
 SCHEMA = "cadenza.profile/1"
 RELATIVE = (0.5, 1.5)
@@ -51,7 +51,7 @@ class MatchKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ProfileKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One profile as written; see ``cadenza.policies.profile`` for meanings and units."""
+    """One profile as written; see ``cadenza.policies.core.profile`` for meanings and units."""
 
     model: str
     iteration_s: float

@@ -7,14 +7,14 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, NamedTuple
 
 from cadenza.policies.inputs.costs import read_costs
+from cadenza.policies.inputs.csv_table import number, positive, read_table
 from cadenza.policies.inputs.interference import PackedRow, read_packed_rows
 from cadenza.policies.inputs.profiles import read_profiles
-from cadenza.policies.inputs.text import number, positive, read_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from cadenza.policies.profile import Profile
+    from cadenza.policies.core.profile import Profile
     from cadenza.policies.simulator.model import SimCosts
 
 

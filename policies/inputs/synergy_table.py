@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from cadenza.policies.errors import InputError
-from cadenza.policies.inputs.keys import convert
-from cadenza.policies.inputs.text import quoted
-from cadenza.policies.profile import Demand, Profile, Reference
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.profile import Demand, Profile, Reference
+from cadenza.policies.inputs.csv_table import quoted
+from cadenza.policies.inputs.strict_mapping import convert
 
 AGREE = 0.01
 """How far, relatively, a declared best speed may be from the table's at the declared demand."""

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
-from cadenza.policies.errors import InputError
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.cluster import MOST_GPUS
-from cadenza.policies.inputs.deal import Deal
-from cadenza.policies.inputs.text import Table, integer, number, positive, quoted, read_table, suggest
-from cadenza.policies.profile import Profile
+from cadenza.policies.inputs.csv_table import Table, integer, number, positive, quoted, read_table, suggest
+from cadenza.policies.inputs.model_mix import Deal
 from cadenza.policies.simulator.model import TraceJob
 
 REQUIRED = ("job", "submit_s", "gpus")

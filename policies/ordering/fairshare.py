@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from cadenza.policies.model import Job
-from cadenza.policies.ordering.keys import arrival
-from cadenza.policies.ranking import Queue, Ranking
+from cadenza.policies.core.model import Job
+from cadenza.policies.ordering.ranking import Queue, Ranking
+from cadenza.policies.ordering.sort_keys import arrival
 
 CHARGE_S = 300.0
 """What ranking a job adds to its user's usage, seconds for each GPU: the usual length of a round."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cadenza.policies.ordering.keys import arrival
-from cadenza.policies.ranking import Queue, Ranking
+from cadenza.policies.ordering.ranking import Queue, Ranking
+from cadenza.policies.ordering.sort_keys import arrival
 
 
 def fifo(queue: Queue) -> Ranking:

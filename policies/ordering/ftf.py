@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cadenza.policies.model import Job, JobKey
-from cadenza.policies.ordering.keys import arrival, progress_of
-from cadenza.policies.ranking import Queue, Ranking
+from cadenza.policies.core.model import Job, JobKey
+from cadenza.policies.ordering.ranking import Queue, Ranking
+from cadenza.policies.ordering.sort_keys import arrival, progress_of
 
 UNKNOWN_S = 3600.0
 """Least work of a job whose work nobody knows, seconds."""

@@ -7,11 +7,11 @@ from math import log2
 
 import numpy as np
 
-from cadenza.policies.model import Job
-from cadenza.policies.ordering.keys import arrival, progress_of
-from cadenza.policies.ordering.max_min import Floats, time_shares
-from cadenza.policies.profile import Profile
-from cadenza.policies.ranking import Queue, Ranking
+from cadenza.policies.core.model import Job
+from cadenza.policies.core.profile import Profile
+from cadenza.policies.ordering.max_min_lp import Floats, time_shares
+from cadenza.policies.ordering.ranking import Queue, Ranking
+from cadenza.policies.ordering.sort_keys import arrival, progress_of
 
 MAX_CLASSES = 256
 """Above so many classes of jobs, relative speeds are rounded so that some become equal."""

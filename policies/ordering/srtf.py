@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cadenza.policies.model import Job, JobKey
-from cadenza.policies.ordering.keys import arrival
-from cadenza.policies.ranking import Queue, Ranking, work_left
+from cadenza.policies.core.model import Job, JobKey
+from cadenza.policies.ordering.ranking import Queue, Ranking, work_left
+from cadenza.policies.ordering.sort_keys import arrival
 
 
 def srtf(queue: Queue) -> Ranking:

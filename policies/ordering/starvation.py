@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cadenza.policies.model import Job, JobKey
-from cadenza.policies.ordering.keys import arrival, waited
-from cadenza.policies.ranking import Queue, Ranking
+from cadenza.policies.core.model import Job, JobKey
+from cadenza.policies.ordering.ranking import Queue, Ranking
+from cadenza.policies.ordering.sort_keys import arrival, waited
 
 
 def starving_first(ranking: Ranking, queue: Queue, bound_s: float) -> Ranking:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from cadenza.policies.model import Job, JobKey
-from cadenza.policies.ordering.keys import arrival, attained_service, progress_of, waited
-from cadenza.policies.ranking import Queue, Ranking
+from cadenza.policies.core.model import Job, JobKey
+from cadenza.policies.ordering.ranking import Queue, Ranking
+from cadenza.policies.ordering.sort_keys import arrival, attained_service, progress_of, waited
 
 THRESHOLDS = (3250.0, 7200.0)
 """Attained GPU seconds at which a job leaves the first and the second of three queues: those of Tiresias' published

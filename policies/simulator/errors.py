@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cadenza.policies.errors import PolicyError
+from cadenza.policies.core.errors import PolicyError
 
 
 class SimulationError(PolicyError):

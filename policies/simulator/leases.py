@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cadenza.policies.model import Gpu, JobKey, Node, Placement
+from cadenza.policies.core.model import Gpu, JobKey, Node, Placement
 from cadenza.policies.simulator.errors import SimulationError
-from cadenza.policies.simulator.live import LeaseBook
+from cadenza.policies.simulator.job import LeaseBook
 
 if TYPE_CHECKING:
-    from cadenza.policies.simulator.live import Live
+    from cadenza.policies.simulator.job import Live
     from cadenza.policies.simulator.world import World
 
 

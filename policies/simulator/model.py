@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cadenza.policies.model import JobKey
-from cadenza.policies.profile import Profile
+from cadenza.policies.core.model import JobKey
+from cadenza.policies.core.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)

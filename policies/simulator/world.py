@@ -7,13 +7,13 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from math import inf
 
-from cadenza.policies.case import placement_speed
-from cadenza.policies.errors import InputError
-from cadenza.policies.model import ClusterSnapshot, Host, Job, JobKey, Node, Placement
-from cadenza.policies.profile import MB_PER_GB
+from cadenza.policies.allocation.problem import placement_speed
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node, Placement
+from cadenza.policies.core.profile import MB_PER_GB
 from cadenza.policies.simulator.errors import SimulationError
+from cadenza.policies.simulator.job import Live, best_or_one, whole_iterations
 from cadenza.policies.simulator.leases import Leases
-from cadenza.policies.simulator.live import Live, best_or_one, whole_iterations
 from cadenza.policies.simulator.model import JobResult, Sample, Setup, TraceJob
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from cadenza.policies.sweep.model import Rule, Trial
+from cadenza.policies.sweep.learning_curve import Rule, Trial
 
 
 def asha_rule(first: int, reduction: float, least: int) -> Rule:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from statistics import fmean
 
-from cadenza.policies.sweep.model import Rule, Trial
+from cadenza.policies.sweep.learning_curve import Rule, Trial
 
 EXPONENTS = tuple(0.05 * 1.15**n for n in range(30))
 """From 0.05 to 2.9: from hardly bending to there at once."""

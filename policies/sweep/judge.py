@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cadenza.policies.sweep.model import Rule, Trial
+from cadenza.policies.sweep.learning_curve import Rule, Trial
 
 
 def judge(trials: Sequence[Trial], rule: Rule, first: int) -> dict[int, str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from statistics import median
 
-from cadenza.policies.sweep.model import Rule, Trial
+from cadenza.policies.sweep.learning_curve import Rule, Trial
 
 
 def median_rule(least: int) -> Rule:

@@ -14,33 +14,33 @@ import psutil  # type: ignore[import-untyped]
 import zmq
 
 from cadenza.sidecar import orders
-from cadenza.sidecar.agent import pace
-from cadenza.sidecar.agent.arbiter import Arbiter
-from cadenza.sidecar.agent.clock import SystemClock
-from cadenza.sidecar.agent.commands import Commands
 from cadenza.sidecar.agent.driver.channel import Channel
-from cadenza.sidecar.agent.driver.endings import Endings
-from cadenza.sidecar.agent.driver.path import DriverPath
+from cadenza.sidecar.agent.driver.process_control import DriverPath
 from cadenza.sidecar.agent.errors import AgentError, StateFileError
-from cadenza.sidecar.agent.gpus import nvml_devices
-from cadenza.sidecar.agent.host import NO_FACTS, Host
-from cadenza.sidecar.agent.jumps import Jumps
-from cadenza.sidecar.agent.leasefile import LeaseFile, still_running
-from cadenza.sidecar.agent.leases import Entry, LeaseBook
-from cadenza.sidecar.agent.link import Link, read_keys
-from cadenza.sidecar.agent.processes import boot_id, open_pidfd, start_ticks
-from cadenza.sidecar.agent.records import Records
-from cadenza.sidecar.agent.reporting import Reporter
-from cadenza.sidecar.agent.sampling import Background, Sampler
-from cadenza.sidecar.agent.server import Server
+from cadenza.sidecar.agent.handlers.job_side import Server
+from cadenza.sidecar.agent.handlers.reports import Reporter
+from cadenza.sidecar.agent.handlers.service_side import Commands
+from cadenza.sidecar.agent.ipc.processes import boot_id, open_pidfd, start_ticks
+from cadenza.sidecar.agent.ipc.service_link import Link, read_keys
+from cadenza.sidecar.agent.ipc.transport import Listener, Session, notify_ready
+from cadenza.sidecar.agent.jobs import step_rate
+from cadenza.sidecar.agent.jobs.clock_jumps import Jumps
+from cadenza.sidecar.agent.jobs.host_state import NO_FACTS, Host
+from cadenza.sidecar.agent.leases.lease_file import LeaseFile, still_running
+from cadenza.sidecar.agent.leases.lease_table import Entry, LeaseBook
+from cadenza.sidecar.agent.prefetch.prefetcher import Warming
 from cadenza.sidecar.agent.settings import AgentSettings
-from cadenza.sidecar.agent.switching import Conductor
-from cadenza.sidecar.agent.telemetry import Collector
-from cadenza.sidecar.agent.transport import Listener, Session, notify_ready
+from cadenza.sidecar.agent.telemetry.collector import Collector
+from cadenza.sidecar.agent.telemetry.gpus import nvml_devices
+from cadenza.sidecar.agent.telemetry.records import Records
+from cadenza.sidecar.agent.telemetry.sampler import Background, Sampler
 from cadenza.sidecar.agent.tuning import topology
-from cadenza.sidecar.agent.tuning.tunefile import TuneFile
+from cadenza.sidecar.agent.tuning.state_file import TuneFile
 from cadenza.sidecar.agent.tuning.tuner import Tuner
-from cadenza.sidecar.agent.warming import Warming
+from cadenza.sidecar.agent.turns.arbiter import Arbiter
+from cadenza.sidecar.agent.turns.coordinator import Conductor
+from cadenza.sidecar.agent.turns.driver_outcomes import Endings
+from cadenza.sidecar.clock import SystemClock
 
 log = logging.getLogger(__name__)
 
@@ -262,7 +262,7 @@ class Daemon:
             self._next_sweep = now + SWEEP_S
             self._sweep()
         self._arbiter.settle()
-        pace.look(self.host)
+        step_rate.look(self.host)
         self._tuner.tick()
         self._collector.tick()
         self._warming.tick()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from cadenza.sidecar.client.checkpoints import Checkpoint
-    from cadenza.sidecar.client.session import Session
+    from cadenza.sidecar.client.session.job_session import Session
 
 __all__ = ["attach", "batch", "boundary", "checkpoint", "detach", "report"]
 
@@ -56,7 +56,7 @@ def attach(
     otherwise host storages that cannot stay where they are, and only those on a GPU refuse it. ``spill`` (else
     ``$CADENZA_SPILL_DIR``) is a directory on a disk of the node to which state goes when host memory is short.
     """
-    from cadenza.sidecar.client import process  # noqa: PLC0415
+    from cadenza.sidecar.client.bootstrap import process  # noqa: PLC0415
 
     extra = tensors if callable(tensors) or isinstance(tensors, Mapping) else list(tensors)
     named: list[tuple[str, object]] = [("model", model), ("optimizer", optimizer), ("tensors", extra or None)]
@@ -76,7 +76,7 @@ def boundary(samples: int = 0, *, training: bool = True) -> None:
 
 def detach() -> None:
     """Leave: this process is not stopped any more. Raises UsageError while its state is in host memory."""
-    from cadenza.sidecar.client import process  # noqa: PLC0415
+    from cadenza.sidecar.client.bootstrap import process  # noqa: PLC0415
 
     process.detach()
     _ticks.clear()
@@ -97,9 +97,9 @@ def batch(size: int, gpus: int = 1) -> int:
     torchrun or srun, which say how many ranks there are. The learning rate is the script's own matter. Raises
     UsageError when the samples cannot be divided evenly.
     """
-    from cadenza.sidecar.client import sizes  # noqa: PLC0415
+    from cadenza.sidecar.client import batch_size  # noqa: PLC0415
 
-    return sizes.batch(size, gpus)
+    return batch_size.batch(size, gpus)
 
 
 def report(value: float, step: int | None = None) -> None:
@@ -108,6 +108,6 @@ def report(value: float, step: int | None = None) -> None:
     ``step`` is how far the training is, in any unit that all configurations of the sweep share; without it, the number
     of boundaries so far. Rank 0's word counts. It appends a line to a file: call it once an evaluation, not a step.
     """
-    from cadenza.sidecar.client import reporting  # noqa: PLC0415
+    from cadenza.sidecar.client import sweep_report  # noqa: PLC0415
 
-    reporting.report(value, step)
+    sweep_report.report(value, step)

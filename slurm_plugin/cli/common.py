@@ -13,7 +13,7 @@ from cadenza.sidecar.config import DEFAULT_PATH
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cadenza.slurm_plugin.service.reader import StoreReader
+    from cadenza.slurm_plugin.service.store.reader import StoreReader
 
 config_option = click.option(
     "--config", type=click.Path(path_type=Path), help=f"Configuration file (default: {DEFAULT_PATH})."
@@ -43,7 +43,7 @@ def console() -> Console:
 
 def open_store(store: Path | None, config: Path | None) -> StoreReader:
     """Open the named store, else the configured one; raise StoreError or ConfigError."""
-    from cadenza.slurm_plugin.service.reader import StoreReader  # noqa: PLC0415
     from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.store.reader import StoreReader  # noqa: PLC0415
 
     return StoreReader(store or Path(load_settings(config).service.store))

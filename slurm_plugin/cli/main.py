@@ -9,21 +9,21 @@ import click
 from cadenza.slurm_plugin.cli.lazy import LazyGroup
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "top": ("top", "Show live who holds which GPU, who waits, and why."),
-    "why": ("why", "Tell what was decided about a job, and what it measured."),
-    "report": ("report", "Compare saved simulation results on one HTML page."),
-    "release": ("release", "Undo what Cadenza holds and suspends in Slurm."),
-    "move": ("move", "Move or resize a running job by checkpoint and requeue."),
-    "check-config": ("check_config", "Check the configuration files."),
-    "show-config": ("show_config", "Print the settings in force and where each comes from."),
-    "doctor": ("doctor", "Check this site: versions, lanes, partitions, keys, agents."),
-    "keygen": ("keygen", "Make the keys of the link between service and agents."),
-    "simulate": ("simulate", "Simulate a policy on a trace or a published workload."),
-    "policies": ("policies", "List the policies and their sources."),
-    "profile": ("profile", "Measure how a job's speed depends on CPUs and memory."),
-    "sweep": ("sweep", "Search over configurations: early feedback for all, losers stopped."),
-    "run": ("run", "Run a training script unchanged, able to share its GPU."),
-    "record": ("record", "Record this cluster's answers for tests."),
+    "top": ("jobs.top", "Show live who holds which GPU, who waits, and why."),
+    "why": ("jobs.why", "Tell what was decided about a job, and what it measured."),
+    "report": ("report.command", "Compare saved simulation results on one HTML page."),
+    "release": ("jobs.release", "Undo what Cadenza holds and suspends in Slurm."),
+    "move": ("jobs.move", "Move or resize a running job by checkpoint and requeue."),
+    "check-config": ("site.check_config", "Check the configuration files."),
+    "show-config": ("site.show_config", "Print the settings in force and where each comes from."),
+    "doctor": ("site.doctor", "Check this site: versions, lanes, partitions, keys, agents."),
+    "keygen": ("site.keygen", "Make the keys of the link between service and agents."),
+    "simulate": ("simulate.command", "Simulate a policy on a trace or a published workload."),
+    "policies": ("simulate.policies", "List the policies and their sources."),
+    "profile": ("profile.command", "Measure how a job's speed depends on CPUs and memory."),
+    "sweep": ("sweep.command", "Search over configurations: early feedback for all, losers stopped."),
+    "run": ("jobs.run", "Run a training script unchanged, able to share its GPU."),
+    "record": ("site.record", "Record this cluster's answers for tests."),
 }
 
 USAGE, LACKING = 2, 3

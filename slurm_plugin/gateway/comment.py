@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from cadenza.policies.model import Options
+from cadenza.policies.core.model import Options
 
 KEY = "cadenza"
 VERSION = 1

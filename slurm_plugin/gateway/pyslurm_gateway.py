@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from cadenza.policies.actions import (
+from cadenza.policies.core.actions import (
     Action,
     DrainNode,
     OpenNode,
@@ -18,7 +18,7 @@ from cadenza.policies.actions import (
     Suspend,
     Unsuspend,
 )
-from cadenza.policies.model import ClusterSnapshot, JobKey, Standing
+from cadenza.policies.core.model import ClusterSnapshot, JobKey, Standing
 from cadenza.slurm_plugin.gateway.errors import GatewayError, NotForSlurm
 from cadenza.slurm_plugin.gateway.supervisor import Supervisor, WorkerSettings
 from cadenza.slurm_plugin.gateway.translate import snapshot, stand

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cadenza.policies.actions import Action, Outcome
-from cadenza.policies.model import ClusterSnapshot
+from cadenza.policies.core.actions import Action, Outcome
+from cadenza.policies.core.model import ClusterSnapshot
 from cadenza.slurm_plugin.gateway.errors import RecordingError
 from cadenza.slurm_plugin.gateway.translate import snapshot
 

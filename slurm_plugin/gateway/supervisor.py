@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cadenza.slurm_plugin.gateway.clock import monotonic
+from cadenza.sidecar.clock import monotonic
 from cadenza.slurm_plugin.gateway.errors import (
     ActionRefused,
     EnvironmentLacks,

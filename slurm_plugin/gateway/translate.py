@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from cadenza.policies.model import ClusterSnapshot, Job, JobKey, JobState, Node, Options, Standing
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, JobState, Node, Options, Standing
 from cadenza.slurm_plugin.gateway.comment import BadOptions, wish_of
 
 Raw: TypeAlias = Mapping[str, Any]

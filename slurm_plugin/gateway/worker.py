@@ -22,8 +22,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cadenza.slurm_plugin.gateway import clock, sizes
-from cadenza.slurm_plugin.gateway.sizes import BadRequest
+from cadenza.sidecar import clock
+from cadenza.slurm_plugin.gateway import request_sizes
+from cadenza.slurm_plugin.gateway.request_sizes import BadRequest
 
 JOB_FIELDS = (
     "id", "requeue_count", "name", "user_name", "account", "partition", "qos", "state", "state_reason",
@@ -259,7 +260,7 @@ class Worker:
         job = self._job_in(request, "PENDING")
         shown = scontrol("show", "job", "-o", str(job.id))
         now = ("StartTime=now",) if request.get("now") else ()
-        scontrol("update", f"JobId={job.id}", *sizes.changes(shown, request["shares"]), *now)
+        scontrol("update", f"JobId={job.id}", *request_sizes.changes(shown, request["shares"]), *now)
 
     # --- Nodes -----------------------------------------------------------------------------------------
 

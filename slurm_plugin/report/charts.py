@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from cadenza.policies.simulator.figures import quantile
+from cadenza.policies.simulator.load_sweep import highest_stable, load_rows
 from cadenza.policies.simulator.model import Sample
-from cadenza.policies.simulator.summary import quantile
-from cadenza.policies.simulator.sweep import highest_stable, load_rows
 from cadenza.slurm_plugin.report.chart import Axis, Chart, Line, log_bounds, upper
-from cadenza.slurm_plugin.report.model import Comparison, Result, Run
+from cadenza.slurm_plugin.report.page_model import Comparison, Result, Run
 from cadenza.slurm_plugin.report.stats import bins, distribution
 from cadenza.slurm_plugin.report.units import HOUR_S, NARROW, axis_unit, count, duration, times, unit_of
 

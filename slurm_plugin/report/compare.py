@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from cadenza.policies.errors import InputError
+from cadenza.policies.core.errors import InputError
 from cadenza.policies.simulator.model import JobResult
 from cadenza.slurm_plugin.report.metrics import METRICS, OPTIONAL, Better
-from cadenza.slurm_plugin.report.model import Cell, Comparison, Loaded, PairedSpeedUp, Result, Run, Slice, Verdict
 from cadenza.slurm_plugin.report.notes import notes
+from cadenza.slurm_plugin.report.page_model import Cell, Comparison, Loaded, PairedSpeedUp, Result, Run, Slice, Verdict
 from cadenza.slurm_plugin.report.stats import clear, estimate
 from cadenza.slurm_plugin.report.units import HOUR_S
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from cadenza.policies.errors import InputError
+from cadenza.policies.core.errors import InputError
 from cadenza.policies.simulator.model import JobResult
-from cadenza.policies.simulator.saved import Saved, SavedRun, decode
-from cadenza.slurm_plugin.report.model import Loaded, Run
+from cadenza.policies.simulator.result_file import Saved, SavedRun, decode
+from cadenza.slurm_plugin.report.page_model import Loaded, Run
 
 MOST = 1e12
 """No time, count or figure is beyond this; sums of such numbers are still exact enough to draw."""

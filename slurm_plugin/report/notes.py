@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from cadenza.slurm_plugin.report.model import Result, Run
+from cadenza.slurm_plugin.report.page_model import Result, Run
 from cadenza.slurm_plugin.report.units import count
 
 

@@ -12,7 +12,7 @@ from cadenza.slurm_plugin.report.chart import Chart
 from cadenza.slurm_plugin.report.charts import charts
 from cadenza.slurm_plugin.report.draw import NARROW, WIDE, draw
 from cadenza.slurm_plugin.report.html import Html, join, tag
-from cadenza.slurm_plugin.report.model import Comparison, Result
+from cadenza.slurm_plugin.report.page_model import Comparison, Result
 from cadenza.slurm_plugin.report.sentences import summary
 from cadenza.slurm_plugin.report.svg import inline
 from cadenza.slurm_plugin.report.tables import comparison_table, named, slices_table, swatch, versus

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cadenza.policies.simulator.sweep import highest_stable, load_rows
-from cadenza.slurm_plugin.report.model import Cell, Comparison, Result
+from cadenza.policies.simulator.load_sweep import highest_stable, load_rows
+from cadenza.slurm_plugin.report.page_model import Cell, Comparison, Result
 from cadenza.slurm_plugin.report.units import HOUR_S, NARROW, about, count, number, percent, times
 
 HALF_PERCENT = 0.005

@@ -8,8 +8,8 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import TypeAlias
 
-from cadenza.policies.simulator.summary import mean_and_half, student
-from cadenza.slurm_plugin.report.model import Estimate
+from cadenza.policies.simulator.figures import mean_and_half, student
+from cadenza.slurm_plugin.report.page_model import Estimate
 
 Points: TypeAlias = tuple[tuple[float, float], ...]
 

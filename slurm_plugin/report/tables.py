@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from cadenza.slurm_plugin.report.html import Html, join, tag
 from cadenza.slurm_plugin.report.metrics import METRICS, Metric
-from cadenza.slurm_plugin.report.model import Cell, Comparison, Estimate, Result, Slice, Verdict
+from cadenza.slurm_plugin.report.page_model import Cell, Comparison, Estimate, Result, Slice, Verdict
 from cadenza.slurm_plugin.report.theme import look
 from cadenza.slurm_plugin.report.units import (
     HOUR_S,

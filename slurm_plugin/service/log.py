@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 
-from cadenza.policies.actions import Action, DrainNode, OpenNode, Outcome
+from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Outcome
 from cadenza.policies.round import RoundReport
 
 

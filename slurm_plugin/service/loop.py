@@ -10,27 +10,27 @@ from pathlib import Path
 from random import Random
 from typing import TypeAlias
 
-from cadenza.policies.decision import Memory
+from cadenza.policies.core.decision import Memory
 from cadenza.policies.registry import warm
 from cadenza.policies.round import RoundReport, run_round
+from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import ConfigError
-from cadenza.slurm_plugin.service import moves
-from cadenza.slurm_plugin.service.awaited import LOOK_S, awaited, changed, hurried
-from cadenza.slurm_plugin.service.clock import SystemClock
-from cadenza.slurm_plugin.service.cluster import ClusterGateway, facts_of, suspended_after
-from cadenza.slurm_plugin.service.enrich import EnrichedGateway
+from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway
+from cadenza.slurm_plugin.service import move_requests
+from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub
 from cadenza.slurm_plugin.service.errors import HubError
-from cadenza.slurm_plugin.service.hub import FactSheet, Hub
+from cadenza.slurm_plugin.service.failover.release_round import adopted, release_round, settled
+from cadenza.slurm_plugin.service.live_policy import allocates, policy, profiled
 from cadenza.slurm_plugin.service.log import action_line, action_lines
-from cadenza.slurm_plugin.service.notify import notify
-from cadenza.slurm_plugin.service.pace import early_s, pause_s
-from cadenza.slurm_plugin.service.policy import allocates, policy, profiled
-from cadenza.slurm_plugin.service.profiles import Shelf
-from cadenza.slurm_plugin.service.refine import Refiner
-from cadenza.slurm_plugin.service.release import adopted, release_round, settled
+from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway, facts_of, suspended_after
+from cadenza.slurm_plugin.service.observe.enrichment import EnrichedGateway
+from cadenza.slurm_plugin.service.profiles.library import Shelf
+from cadenza.slurm_plugin.service.profiles.refiner import Refiner
+from cadenza.slurm_plugin.service.schedule import early_s, pause_s
 from cadenza.slurm_plugin.service.settings import Settings, gpu_memory, guard_settings, hub_settings, to_record
-from cadenza.slurm_plugin.service.slurm import SlurmGateway
-from cadenza.slurm_plugin.service.store import SqliteStore
+from cadenza.slurm_plugin.service.store.writer import SqliteStore
+from cadenza.slurm_plugin.service.systemd import notify
+from cadenza.slurm_plugin.service.transit import LOOK_S, awaited, changed, hurried
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Loop:
         self._gateway = EnrichedGateway(self._cluster, parts.hub.agents, Shelf(None), parts.store.last_snapshot())
         self._good_s = float("-inf")
         self._forget_s = clock.monotonic()
-        moves.open_folder(parts.store.path)
+        move_requests.open_folder(parts.store.path)
         self._use(settings)
 
     @property
@@ -112,7 +112,7 @@ class Loop:
         try:
             self._record()
             self._recover()
-            self._store.adopt(moves.take(self._store.path, self._store.memory(), self._clock.now()))
+            self._store.adopt(move_requests.take(self._store.path, self._store.memory(), self._clock.now()))
             before, rules = self._store.memory(), guard_settings(self.settings)
             report = run_round(self._gateway, self._clock, self._store, self._decide, rules)
             self._settle_memory(report, before)

@@ -13,20 +13,20 @@ from random import Random
 
 import click
 
+from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
 from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks, GatewayError
-from cadenza.slurm_plugin.service.clock import SystemClock
+from cadenza.slurm_plugin.gateway.slurm_gateway import open_gateway
+from cadenza.slurm_plugin.service.admission import Heartbeat
+from cadenza.slurm_plugin.service.agents.hub import Hub
 from cadenza.slurm_plugin.service.errors import HubError, ServiceError, StoreError
-from cadenza.slurm_plugin.service.heartbeat import Heartbeat
-from cadenza.slurm_plugin.service.hub import Hub
-from cadenza.slurm_plugin.service.lock import StoreLock
+from cadenza.slurm_plugin.service.failover.lock import StoreLock
+from cadenza.slurm_plugin.service.failover.watchdog import Watchdog
 from cadenza.slurm_plugin.service.log import set_up
 from cadenza.slurm_plugin.service.loop import Loop, Parts
-from cadenza.slurm_plugin.service.notify import notify
 from cadenza.slurm_plugin.service.settings import Settings, hub_settings, load_settings
-from cadenza.slurm_plugin.service.slurm import open_gateway
-from cadenza.slurm_plugin.service.store import SqliteStore
-from cadenza.slurm_plugin.service.watchdog import Watchdog
+from cadenza.slurm_plugin.service.store.writer import SqliteStore
+from cadenza.slurm_plugin.service.systemd import notify
 
 log = logging.getLogger(__name__)
 

@@ -8,15 +8,15 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from cadenza.policies.case import Costs
-from cadenza.policies.errors import InputError
+from cadenza.policies.allocation.problem import Costs
+from cadenza.policies.composition import PolicySettings
+from cadenza.policies.core.errors import InputError
 from cadenza.policies.guard import GuardSettings
-from cadenza.policies.policy import PolicySettings
 from cadenza.policies.registry import Kind, entry
-from cadenza.policies.sharing.settings import GandivaSettings, SharingSettings, Turns
+from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings, Turns
 from cadenza.sidecar.agent.settings import AgentSettings
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError, Key, load, where
-from cadenza.slurm_plugin.service.hub import HubSettings
+from cadenza.slurm_plugin.service.agents.hub import HubSettings
 
 Text: TypeAlias = Annotated[str, Meta(min_length=1)]
 Names: TypeAlias = frozenset[Text]

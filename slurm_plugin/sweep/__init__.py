@@ -14,7 +14,7 @@ state is in the sweep's directory, so a controller may be killed and another one
 from __future__ import annotations
 
 from cadenza.slurm_plugin.sweep.controller import Sweep
-from cadenza.slurm_plugin.sweep.plan import Plan, Stop
-from cadenza.slurm_plugin.sweep.state import TrialState
+from cadenza.slurm_plugin.sweep.journal import TrialState
+from cadenza.slurm_plugin.sweep.study_plan import Plan, Stop
 
 __all__ = ["Plan", "Stop", "Sweep", "TrialState"]

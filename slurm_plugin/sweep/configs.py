@@ -11,12 +11,12 @@ from typing import Any, TypeAlias
 
 from msgspec import Struct, structs
 
-from cadenza.policies.errors import InputError as PolicyInputError
-from cadenza.policies.inputs.text import decode, read_table
-from cadenza.policies.sweep.model import Goal
+from cadenza.policies.core.errors import InputError as PolicyInputError
+from cadenza.policies.inputs.csv_table import decode, read_table
+from cadenza.policies.sweep.learning_curve import Goal
 from cadenza.sidecar.config import load_file, where
 from cadenza.slurm_plugin.sweep.errors import InputError
-from cadenza.slurm_plugin.sweep.plan import Plan, Stop
+from cadenza.slurm_plugin.sweep.study_plan import Plan, Stop
 
 Config: TypeAlias = dict[str, Any]
 """Names to texts, numbers or truth values."""

@@ -12,14 +12,14 @@ from typing import Any, Self
 import msgspec
 
 from cadenza.policies.sweep.judge import judge, put_behind
-from cadenza.policies.sweep.model import Trial, scored
-from cadenza.slurm_plugin.sweep import clock
+from cadenza.policies.sweep.learning_curve import Trial, scored
+from cadenza.sidecar import clock
 from cadenza.slurm_plugin.sweep.configs import Config, Study, check_config
 from cadenza.slurm_plugin.sweep.errors import InputError, SlurmUnavailable, SubmitError
-from cadenza.slurm_plugin.sweep.plan import Plan
-from cadenza.slurm_plugin.sweep.slurm import OVER, Queued, Slurm, comment_of, is_behind, with_place
-from cadenza.slurm_plugin.sweep.state import Book, Journal, Record, Reports, TrialState, read_book, write_journal
-from cadenza.slurm_plugin.sweep.words import check_words, fill
+from cadenza.slurm_plugin.sweep.journal import Book, Journal, Record, Reports, TrialState, read_book, write_journal
+from cadenza.slurm_plugin.sweep.sbatch_arguments import check_words, fill
+from cadenza.slurm_plugin.sweep.slurm_commands import OVER, Queued, Slurm, comment_of, is_behind, with_place
+from cadenza.slurm_plugin.sweep.study_plan import Plan
 
 REPORT_ENV = "CADENZA_SWEEP_REPORT"
 CONFIG_ENV = "CADENZA_SWEEP_CONFIG"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from cadenza.slurm_plugin.sweep import clock
+from cadenza.sidecar import clock
 from cadenza.slurm_plugin.sweep.configs import Config, Study
 from cadenza.slurm_plugin.sweep.controller import Sweep
 from cadenza.slurm_plugin.sweep.errors import EnvironmentLacks, InputError
@@ -13,7 +13,7 @@ from cadenza.slurm_plugin.sweep.errors import EnvironmentLacks, InputError
 if TYPE_CHECKING:
     import optuna
 
-    from cadenza.slurm_plugin.sweep.state import TrialState
+    from cadenza.slurm_plugin.sweep.journal import TrialState
 
 AT_ONCE = 8
 """A sampler learns from what has ended, so not all are asked for at once."""

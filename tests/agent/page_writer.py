@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from cadenza.sidecar import wire
-from cadenza.sidecar.client.meter import Meter, map_page
+from cadenza.sidecar.client.session.step_page import Meter, map_page
 
 
 class Rank(Meter):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from agent_rig import Agent, until
 
-from cadenza.sidecar.agent import caches
-from cadenza.sidecar.client.data import places
+from cadenza.sidecar.agent.jobs import shm_cleanup
+from cadenza.sidecar.client.data import shm_dirs
 
 JOB = 2_000_000_000 + os.getpid()
 
@@ -18,15 +18,15 @@ JOB = 2_000_000_000 + os.getpid()
 @pytest.fixture
 def left() -> Iterator[Path]:
     """Return a directory that a killed job has left, with a file in a directory of its own."""
-    made = places.job_directory(f"job{JOB}")
+    made = shm_dirs.job_directory(f"job{JOB}")
     (made / "train").mkdir(mode=0o700, parents=True)
     (made / "train" / "items").write_bytes(bytes(100))
     yield made
-    places.remove(f"job{JOB}")
+    shm_dirs.remove(f"job{JOB}")
 
 
 def test_both_sides_mean_the_same_directory(tmp_path: Path) -> None:
-    assert caches.name_of(12, 34) == places.job_directory("job34", tmp_path, 12).name
+    assert shm_cleanup.name_of(12, 34) == shm_dirs.job_directory("job34", tmp_path, 12).name
 
 
 def test_what_a_job_left_goes_when_it_has_left(agent: Agent, left: Path) -> None:
@@ -52,14 +52,14 @@ def test_nothing_but_the_users_own_directory_is_touched(tmp_path: Path) -> None:
     uid, other = os.getuid(), tmp_path / "others"
     other.mkdir()
     (other / "file").touch()
-    (tmp_path / caches.name_of(uid, 1)).symlink_to(other)
-    (tmp_path / caches.name_of(uid, 2)).touch()
-    (tmp_path / caches.name_of(uid + 1, 3)).mkdir()
-    mine = tmp_path / caches.name_of(uid, 4)
+    (tmp_path / shm_cleanup.name_of(uid, 1)).symlink_to(other)
+    (tmp_path / shm_cleanup.name_of(uid, 2)).touch()
+    (tmp_path / shm_cleanup.name_of(uid + 1, 3)).mkdir()
+    mine = tmp_path / shm_cleanup.name_of(uid, 4)
     mine.mkdir()
     (mine / "link").symlink_to(other)
-    removed = [caches.remove(*who, tmp_path) for who in ((uid, 1), (uid, 2), (uid + 1, 3), (uid, 4), (uid, 5))]
+    removed = [shm_cleanup.remove(*who, tmp_path) for who in ((uid, 1), (uid, 2), (uid + 1, 3), (uid, 4), (uid, 5))]
     assert removed == [False, False, False, True, False]
     assert not mine.exists()
     assert (other / "file").exists()
-    assert not caches.remove(uid, 1, tmp_path / "absent")
+    assert not shm_cleanup.remove(uid, 1, tmp_path / "absent")

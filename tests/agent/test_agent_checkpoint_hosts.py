@@ -10,10 +10,10 @@ import pytest
 from agent_rig import PATIENCE_S, Agent, Child, until
 from test_agent_link import FROM_AGENT, Service, fact, service  # noqa: F401 (a fixture)
 
-from cadenza.policies.model import JobKey
+from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import orders
-from cadenza.sidecar.agent.clock import SystemClock
-from cadenza.slurm_plugin.service.stops import Orders, Stops
+from cadenza.sidecar.clock import SystemClock
+from cadenza.slurm_plugin.service.agents.stop_barrier import Orders, Stops
 
 HOSTS = ("n1", "n2")
 KEY = JobKey(1, 0)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from cadenza.sidecar.agent.driver.cuda import Cuda, CudaError
-from cadenza.sidecar.agent.driver.looking import Looker
+from cadenza.sidecar.agent.driver.inspection import Looker
 from cadenza.sidecar.agent.driver.protocol import Look
 from cadenza.sidecar.agent.errors import EnvironmentLacksError
 

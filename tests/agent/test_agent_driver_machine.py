@@ -22,7 +22,7 @@ from cadenza.sidecar.agent.driver.events import (
     Tick,
 )
 from cadenza.sidecar.agent.driver.machine import GPU_MARGIN_BYTES, TRIES, Limits, Machine
-from cadenza.sidecar.agent.leases import GpuProcess
+from cadenza.sidecar.agent.leases.lease_table import GpuProcess
 
 GB = 1 << 30
 LIMITS = Limits(lock_s=5.0, answer_s=20.0, memory_wait_s=30.0)

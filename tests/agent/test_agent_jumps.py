@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from cadenza.policies.model import JobKey
-from cadenza.sidecar.agent.host import Host
-from cadenza.sidecar.agent.jumps import Jumps
-from cadenza.sidecar.agent.leases import Entry
-from cadenza.sidecar.agent.records import Records
-from cadenza.sidecar.agent.sampling import Background, Sampler
+from cadenza.policies.core.model import JobKey
+from cadenza.sidecar.agent.jobs.clock_jumps import Jumps
+from cadenza.sidecar.agent.jobs.host_state import Host
+from cadenza.sidecar.agent.leases.lease_table import Entry
 from cadenza.sidecar.agent.settings import AgentSettings
-from cadenza.sidecar.agent.telemetry import Collector
+from cadenza.sidecar.agent.telemetry.collector import Collector
+from cadenza.sidecar.agent.telemetry.records import Records
+from cadenza.sidecar.agent.telemetry.sampler import Background, Sampler
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Jumping:
     wall: float = 1_700_000_000.0
     passed: float = 50.0
 
-    def epoch(self) -> float:
+    def now(self) -> float:
         return self.wall
 
     def monotonic(self) -> float:
@@ -39,14 +39,14 @@ def test_turns_are_charged_for_time_that_passed(set_by: float) -> None:
     clock = Jumping()
     host = Host(AgentSettings(), clock, "n1")
     jumps = Jumps(host)
-    first, second = (host.book.register(Entry(job, 0, 1000, (0,), 0.0), clock.epoch()) for job in (1, 2))
+    first, second = (host.book.register(Entry(job, 0, 1000, (0,), 0.0), clock.now()) for job in (1, 2))
     jumps.tick()
-    host.book.grant(first, clock.epoch())
+    host.book.grant(first, clock.now())
     clock.after(7.0)
     jumps.tick()
     clock.after(3.0, set_by=set_by)
     jumps.tick()
-    now = clock.epoch()
+    now = clock.now()
     assert (first.held_s(now), first.vtime(now), second.vtime(now)) == pytest.approx((10.0, 10.0, 0.0), abs=1e-3)
     assert now - second.since_s == pytest.approx(10.0, abs=1e-3)
     host.book.stop(first, now)
@@ -59,7 +59,7 @@ def test_small_steps_move_nothing() -> None:
     clock = Jumping()
     host = Host(AgentSettings(), clock, "n1")
     jumps = Jumps(host)
-    entry = host.book.register(Entry(1, 0, 1000, (0,), 0.0), clock.epoch())
+    entry = host.book.register(Entry(1, 0, 1000, (0,), 0.0), clock.now())
     for _ in range(3):
         clock.after(1.0, set_by=0.01)
         jumps.tick()
@@ -69,7 +69,7 @@ def test_small_steps_move_nothing() -> None:
 def test_samples_are_of_time_that_passed() -> None:
     clock = Jumping()
     host = Host(AgentSettings(), clock, "n1")
-    host.book.register(Entry(1, 0, 1000, (), 0.0), clock.epoch())
+    host.book.register(Entry(1, 0, 1000, (), 0.0), clock.now())
     collector = Collector(host, Background(Sampler(clock, tuple)), Records(AgentSettings()))
     windows = []
     for set_by in (0.0, -3600.0, 7200.0):

@@ -11,11 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from cadenza.policies.model import JobKey
+from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.errors import LeaseConflictError, StateFileError
-from cadenza.sidecar.agent.leasefile import LeaseFile, still_running
-from cadenza.sidecar.agent.leases import Entry, LeaseBook, Process
+from cadenza.sidecar.agent.leases.lease_file import LeaseFile, still_running
+from cadenza.sidecar.agent.leases.lease_table import Entry, LeaseBook, Process
 
 FACTS = orders.Facts(1, jobs=(), slice_s=9.0, share_between_users=True, enforce=True)
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from cadenza.policies.model import JobKey
+from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import wire
-from cadenza.sidecar.agent.pace import Pacer, between
-from cadenza.sidecar.agent.pages import PageRecord
+from cadenza.sidecar.agent.ipc.pages import PageRecord
+from cadenza.sidecar.agent.jobs.step_rate import Pacer, between
 
 OTHER = JobKey(2, 0)
 

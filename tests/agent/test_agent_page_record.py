@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.sidecar import wire
-from cadenza.sidecar.agent.pages import NS, Page, PageRecord
-from cadenza.sidecar.client import following
+from cadenza.sidecar.agent.ipc.pages import NS, Page, PageRecord
+from cadenza.sidecar.client.session import resources
 
 WRITER = Path(__file__).with_name("page_writer.py")
 
@@ -116,13 +116,13 @@ def test_quantiles_are_within_six_percent_of_the_exact_ones(times: list[float], 
 def test_a_rank_reads_what_its_job_was_given() -> None:
     page = Page()
     words = words_of(page)
-    assert following.read(words) is None
+    assert resources.read(words) is None
     page.tune(6.25, 4096)
-    assert following.read(words) == (6.25, 4096)
+    assert resources.read(words) == (6.25, 4096)
     page.tune(0.0, None)
-    assert following.read(words) == (0.01, None)
+    assert resources.read(words) == (0.01, None)
     page.tune(3.0, 0)
-    assert following.read(words) == (3.0, 0)
+    assert resources.read(words) == (3.0, 0)
     assert words[wire.PAGE_TUNE_COUNT] == 3
 
 

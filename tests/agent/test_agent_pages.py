@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from cadenza.sidecar import wire
-from cadenza.sidecar.agent.pages import MAX_STEP, Page
-from cadenza.sidecar.agent.processes import is_stopped, job_of, start_ticks
-from cadenza.sidecar.agent.telemetry import Stretch, joined
+from cadenza.sidecar.agent.ipc.pages import MAX_STEP, Page
+from cadenza.sidecar.agent.ipc.processes import is_stopped, job_of, start_ticks
+from cadenza.sidecar.agent.telemetry.collector import Stretch, joined
 
 
 def test_counters_become_telemetry() -> None:

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from agent_rig import Agent, until
 
-from cadenza.sidecar.agent import recorder, records
-from cadenza.sidecar.agent.leases import Entry, Process
-from cadenza.sidecar.agent.recorder import RecordRefusedError, append, open_directory, open_file
-from cadenza.sidecar.agent.records import Owner, Records, owner_of, user_directory
+from cadenza.sidecar.agent.leases.lease_table import Entry, Process
 from cadenza.sidecar.agent.settings import AgentSettings
+from cadenza.sidecar.agent.telemetry import record_writer, records
+from cadenza.sidecar.agent.telemetry.record_writer import RecordRefusedError, append, open_directory, open_file
+from cadenza.sidecar.agent.telemetry.records import Owner, Records, owner_of, user_directory
 from cadenza.sidecar.orders import JobTelemetry
 
 USER = 4242 if os.geteuid() == 0 else os.geteuid()
@@ -262,9 +262,9 @@ def test_a_full_file_is_rotated_and_a_later_recorder_goes_on(tmp_path: Path, dir
 def test_the_recorder_says_what_is_wrong_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert recorder.main(["recorder"]) == 2
-    monkeypatch.setattr(recorder, "become", lambda *_: None)
-    assert recorder.main(["recorder", "1", "1", "", str(tmp_path / "no" / "such"), "1.jsonl", "100"]) == 1
+    assert record_writer.main(["recorder"]) == 2
+    monkeypatch.setattr(record_writer, "become", lambda *_: None)
+    assert record_writer.main(["recorder", "1", "1", "", str(tmp_path / "no" / "such"), "1.jsonl", "100"]) == 1
     usage, failure = capsys.readouterr().err.splitlines()
     assert usage.startswith("usage:")
     assert failure.startswith("no records of 1.jsonl in")

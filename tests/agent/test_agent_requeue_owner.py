@@ -15,7 +15,7 @@ from cadenza.sidecar import wire
 
 JOB = """
 import sys
-from cadenza.sidecar.client import process
+from cadenza.sidecar.client.bootstrap import process
 session = process.attach([])
 sys.stdin.readline()
 session.requeued_by("lightning")

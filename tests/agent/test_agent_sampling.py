@@ -17,18 +17,18 @@ import psutil
 import pytest
 from agent_rig import until
 
-from cadenza.policies.model import JobKey
+from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import wire
-from cadenza.sidecar.agent import gpus
-from cadenza.sidecar.agent.clock import SystemClock
-from cadenza.sidecar.agent.gpus import GpuUse, ProcessUse, nvml_devices
-from cadenza.sidecar.agent.host import Host
-from cadenza.sidecar.agent.leases import Entry, Process
-from cadenza.sidecar.agent.pages import OrderTimes, PageRecord
-from cadenza.sidecar.agent.records import Records
-from cadenza.sidecar.agent.sampling import Background, Sampler, Target, Usage
+from cadenza.sidecar.agent.ipc.pages import OrderTimes, PageRecord
+from cadenza.sidecar.agent.jobs.host_state import Host
+from cadenza.sidecar.agent.leases.lease_table import Entry, Process
 from cadenza.sidecar.agent.settings import AgentSettings
-from cadenza.sidecar.agent.telemetry import Collector, Stretch, joined
+from cadenza.sidecar.agent.telemetry import gpus
+from cadenza.sidecar.agent.telemetry.collector import Collector, Stretch, joined
+from cadenza.sidecar.agent.telemetry.gpus import GpuUse, ProcessUse, nvml_devices
+from cadenza.sidecar.agent.telemetry.records import Records
+from cadenza.sidecar.agent.telemetry.sampler import Background, Sampler, Target, Usage
+from cadenza.sidecar.clock import SystemClock
 
 BUSY = Path(__file__).with_name("busy_job.py")
 KEY = JobKey(7, 0)
@@ -196,13 +196,13 @@ class Moving:
     """A clock that a test sets."""
 
     def __init__(self) -> None:
-        self.now = 1000.0
+        self.time_s = 1000.0
 
     def monotonic(self) -> float:
-        return self.now
+        return self.time_s
 
-    def epoch(self) -> float:
-        return self.now
+    def now(self) -> float:
+        return self.time_s
 
 
 def collector(*devices: Any) -> tuple[Collector, Moving]:
@@ -224,11 +224,11 @@ def test_samples_come_when_they_are_due() -> None:
     assert not sampled(collected)
     until(lambda: sampled(collected), "a first sample")
     first = collected.latest(KEY)
-    clock.now += 4.9
+    clock.time_s += 4.9
     assert not collected.background.busy
     collected.tick()
     assert not collected.background.busy
-    clock.now += 0.2
+    clock.time_s += 0.2
     collected.tick()
     until(lambda: sampled(collected) and collected.latest(KEY) is not first, "a second sample")
     second = collected.latest(KEY)
@@ -244,7 +244,7 @@ def test_a_driver_that_hangs_costs_samples_and_nothing_else(caplog: pytest.LogCa
     stuck = Stuck()
     collected, clock = collector(stuck)
     for _ in range(4):
-        clock.now += 5.1
+        clock.time_s += 5.1
         collected.tick()
     latest = collected.latest(KEY)
     assert latest is not None

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cadenza.sidecar.agent.jobs import Stop
-from cadenza.sidecar.agent.stop import GRACE_S, Cancel, Commit, Plan, Progress, Raise, Wait, plan_stop
+from cadenza.sidecar.agent.jobs.job_run import Stop
+from cadenza.sidecar.stop_step import GRACE_S, Cancel, Commit, Plan, Progress, Raise, Wait, plan_stop
 
 
 def plan(*ranks: Progress, stop: int = 0, waited: float = 0.0, quiet: float = 0.0) -> Plan:

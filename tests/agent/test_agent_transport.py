@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from cadenza.sidecar import wire
-from cadenza.sidecar.agent.processes import peer_of
-from cadenza.sidecar.agent.transport import Outbox, Session
+from cadenza.sidecar.agent.ipc.processes import peer_of
+from cadenza.sidecar.agent.ipc.transport import Outbox, Session
 
 Pair = tuple[Session, socket.socket]
 

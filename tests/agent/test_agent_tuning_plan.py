@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cadenza.policies.model import JobKey
+from cadenza.policies.core.model import JobKey
 from cadenza.sidecar.agent.tuning import topology
 from cadenza.sidecar.agent.tuning.planner import LEAST_MILLI, MILLI, Ask, Claim, Grant, divide, plan
 from cadenza.sidecar.agent.tuning.topology import Cpu, Topology

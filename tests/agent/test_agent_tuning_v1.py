@@ -12,11 +12,11 @@ import pytest
 from agent_rig import until
 from cgroup_rig import MOUNT, SlurmTree, group_of, real_v1, slurm_tree
 
-from cadenza.sidecar.agent.tuning import groups, topology
+from cadenza.sidecar.agent.tuning import cgroup_paths, topology
+from cadenza.sidecar.agent.tuning.cgroup_v1 import sweep
+from cadenza.sidecar.agent.tuning.detect import limits_of
 from cadenza.sidecar.agent.tuning.limits import Limits, Saved
 from cadenza.sidecar.agent.tuning.planner import Grant
-from cadenza.sidecar.agent.tuning.present import limits_of
-from cadenza.sidecar.agent.tuning.version1 import sweep
 
 ALL = frozenset(os.sched_getaffinity(0))
 NAME = f"t{os.getpid()}"
@@ -141,7 +141,7 @@ def test_groups_that_a_dead_agent_left_are_removed(tree: SlurmTree) -> None:
 def test_other_jobs_of_slurm_are_seen(tree: SlurmTree) -> None:
     job = tree.run(17, 0)
     tree.run(18, 0)
-    assert {folder.name for folder in groups.of(job.pid).neighbours()} == {"job_17", "job_18"}
+    assert {folder.name for folder in cgroup_paths.of(job.pid).neighbours()} == {"job_17", "job_18"}
 
 
 def test_affinity_where_groups_are_not_to_be_had() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.sidecar.agent.tuning import groups
+from cadenza.sidecar.agent.tuning import cgroup_paths
+from cadenza.sidecar.agent.tuning.detect import limits_of
 from cadenza.sidecar.agent.tuning.limits import Limits, Saved, TuningError, put
 from cadenza.sidecar.agent.tuning.planner import Grant
-from cadenza.sidecar.agent.tuning.present import limits_of
 
 PID = 4_194_300
 MB = 1 << 20
@@ -55,7 +55,7 @@ def values(folder: Path, *names: str) -> list[str]:
 @pytest.mark.parametrize("name", ["job_17", "sFJZ3X5YW1R800"])
 def test_the_jobs_group_is_found_by_either_name(tmp_path: Path, name: str) -> None:
     job = slurm_job(tmp_path, name)
-    found = groups.of(PID, tmp_path)
+    found = cgroup_paths.of(PID, tmp_path)
     assert found.job("") == job
     assert found.members() == {PID}
     assert list(found.neighbours()) == [job]
@@ -69,7 +69,7 @@ def test_other_groups_are_no_jobs(tmp_path: Path, path: str) -> None:
     (tmp_path / f"proc/{PID}").mkdir(parents=True)
     (tmp_path / f"proc/{PID}/cgroup").write_text(f"0::{path}\n")
     (tmp_path / "sys/fs/cgroup" / path.lstrip("/")).mkdir(parents=True, exist_ok=True)
-    assert groups.of(PID, tmp_path).job("") is None
+    assert cgroup_paths.of(PID, tmp_path).job("") is None
     assert limits(tmp_path).means == "affinity"
 
 

@@ -14,12 +14,12 @@ from agent_rig import Agent
 from test_agent_checkpoint import TERMS, host, job  # noqa: F401 (a fixture)
 from test_agent_link import Service, service  # noqa: F401 (a fixture)
 
-from cadenza.policies.model import JobKey
-from cadenza.sidecar.agent import inuse, readfiles
-from cadenza.sidecar.agent.warming import read_as
-from cadenza.sidecar.client.files import FileList
+from cadenza.policies.core.model import JobKey
+from cadenza.sidecar.agent.prefetch import file_reader, open_files
+from cadenza.sidecar.agent.prefetch.prefetcher import read_as
+from cadenza.sidecar.client.session.prefetch_hints import FileList
 from cadenza.sidecar.orders import VERSION, CheckpointOrder, Files, FilesOrder, Report, Warm
-from cadenza.slurm_plugin.service.warmings import Warmings
+from cadenza.slurm_plugin.service.agents.prefetch_orders import Warmings
 
 A = JobKey(1, 0)
 
@@ -32,7 +32,7 @@ def test_a_process_uses_what_it_has_mapped_opened_imported_and_named(tmp_path: P
         data = mmap.mmap(first.fileno(), 0, access=mmap.ACCESS_READ)
         (tmp_path / "gone").unlink()
         told.name(tmp_path / "named")
-        found = inuse.files_of([os.getpid()])
+        found = open_files.files_of([os.getpid()])
         data.close()
         told.close()
     names = {path.rsplit("/", 1)[1] for path in found if path.startswith(str(tmp_path))}
@@ -45,7 +45,7 @@ def test_a_process_uses_what_it_has_mapped_opened_imported_and_named(tmp_path: P
 def test_a_process_that_is_gone_uses_nothing() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    assert inuse.files_of([child.pid]) == ()
+    assert open_files.files_of([child.pid]) == ()
 
 
 def test_files_are_read_within_the_bytes_and_directories_whole(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_what_the_user_may_not_read_is_not_read(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(secret)
     done = subprocess.run(
-        ["/usr/bin/env", "python3", "-I", readfiles.__file__, "1000"],
+        ["/usr/bin/env", "python3", "-I", file_reader.__file__, "1000"],
         input=f"{secret}\n{plain}\n{link}".encode(), capture_output=True, user="nobody", group="nogroup",
         extra_groups=[], check=False,
     )  # fmt: skip

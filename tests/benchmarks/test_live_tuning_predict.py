@@ -6,8 +6,8 @@ import pytest
 from live_tuning_predict import SHARES, kinds, predicted
 from replay_cluster import Size
 
+from cadenza.policies.core.profile import Profile, Reference
 from cadenza.policies.inputs.profiles import write_profiles
-from cadenza.policies.profile import Profile, Reference
 
 CPUS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 JOBS = {"images-a": "images", "images-b": "images", "text-a": "text", "text-b": "text"}

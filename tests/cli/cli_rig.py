@@ -6,16 +6,16 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from cadenza.policies.actions import Action, Outcome, Suspend, Yield
-from cadenza.policies.decision import Decision, Memory
+from cadenza.policies.core.actions import Action, Outcome, Suspend, Yield
+from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, LeaseState, Node, Options
 from cadenza.policies.guard import GuardSettings
-from cadenza.policies.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, LeaseState, Node, Options
 from cadenza.policies.round import run_round
+from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, Switched
-from cadenza.slurm_plugin.service.clock import SystemClock
-from cadenza.slurm_plugin.service.codec import decode_snapshot, encode_snapshot
 from cadenza.slurm_plugin.service.settings import Settings, load_settings, to_record
-from cadenza.slurm_plugin.service.store import SqliteStore
+from cadenza.slurm_plugin.service.store.record_codec import decode_snapshot, encode_snapshot
+from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
 BOOKS = "CADENZA_CLI_TEST_BOOKS"
 

@@ -12,8 +12,8 @@ import pytest
 from cli_rig import BOOKS, cluster, fill, job, write_config
 from click.testing import CliRunner, Result
 
-from cadenza.policies.model import Progress, Share, Use
-from cadenza.policies.profile import Profile, linked
+from cadenza.policies.core.model import Progress, Share, Use
+from cadenza.policies.core.profile import Profile, linked
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.service.settings import load_settings
 
@@ -140,7 +140,7 @@ def test_release_undoes_only_what_is_ours(sharing: Path, tmp_path: Path) -> None
 
 
 LOCKED = """
-import sys; from pathlib import Path; from cadenza.slurm_plugin.service.lock import StoreLock
+import sys; from pathlib import Path; from cadenza.slurm_plugin.service.failover.lock import StoreLock
 lock = StoreLock(Path(sys.argv[1])); lock.take(); print("taken", flush=True); sys.stdin.read()
 """
 

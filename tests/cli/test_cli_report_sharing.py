@@ -10,15 +10,15 @@ import pytest
 from cli_rig import Books, cluster, job, write_config
 from click.testing import CliRunner, Result
 
-from cadenza.policies.actions import Action, Outcome, Tune
-from cadenza.policies.decision import Decision, Memory
+from cadenza.policies.core.actions import Action, Outcome, Tune
+from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.model import Job, JobKey, Lease, Share
 from cadenza.policies.guard import GuardSettings
-from cadenza.policies.model import Job, JobKey, Lease, Share
 from cadenza.policies.round import run_round
+from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.main import main
-from cadenza.slurm_plugin.service.clock import SystemClock
-from cadenza.slurm_plugin.service.codec import encode_snapshot
-from cadenza.slurm_plugin.service.store import SqliteStore
+from cadenza.slurm_plugin.service.store.record_codec import encode_snapshot
+from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
 STEP_S = 100.0
 HAS, GETS = (Share("n1", 2, 4, 1000),), (Share("n1", 2, 8, 1000),)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.policies.registry import ENTRIES
-from cadenza.policies.simulator.saved import decode
+from cadenza.policies.simulator.result_file import decode
 from cadenza.slurm_plugin.cli.main import main
-from cadenza.slurm_plugin.cli.simulate import GROUPS
+from cadenza.slurm_plugin.cli.simulate.command import GROUPS
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "simulate"
 KEYS = {

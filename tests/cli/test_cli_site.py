@@ -15,11 +15,11 @@ import zmq.auth
 from cli_rig import cluster, write_config
 from click.testing import CliRunner, Result
 
-from cadenza.policies.model import ClusterSnapshot, Host, Node
-from cadenza.slurm_plugin.cli.checks import examine, failed
-from cadenza.slurm_plugin.cli.facts import Facts, KeyFile, _keys
+from cadenza.policies.core.model import ClusterSnapshot, Host, Node
 from cadenza.slurm_plugin.cli.main import COMMANDS, main
-from cadenza.slurm_plugin.gateway.site import parse
+from cadenza.slurm_plugin.cli.site.checks import examine, failed
+from cadenza.slurm_plugin.cli.site.facts import Facts, KeyFile, _keys
+from cadenza.slurm_plugin.gateway.slurm_config import parse
 from cadenza.slurm_plugin.service.settings import load_settings
 
 

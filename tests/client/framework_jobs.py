@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from cadenza.sidecar import client
-from cadenza.sidecar.client.process import current
+from cadenza.sidecar.client.bootstrap.process import current
 
 Example = Callable[[list[str]], dict[str, Any]]
 

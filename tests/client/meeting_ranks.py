@@ -14,7 +14,7 @@ from checkpoint_jobs import fork, wait
 from torch import distributed
 
 from cadenza.sidecar.client.checkpoints import CheckpointError
-from cadenza.sidecar.client.checkpoints.ranks import Ranks
+from cadenza.sidecar.client.checkpoints.collective import Ranks
 
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=1)
 

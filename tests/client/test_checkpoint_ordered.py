@@ -12,9 +12,9 @@ from client_peer import Peer, Rank, Script
 from torch import nn
 
 from cadenza.sidecar import client, wire
-from cadenza.sidecar.client import ordered
 from cadenza.sidecar.client.checkpoints import SaveError
 from cadenza.sidecar.client.errors import UsageError
+from cadenza.sidecar.client.session import checkpoint_request
 
 
 class Training:
@@ -96,7 +96,7 @@ def test_a_rank_without_a_keeper_says_that_it_cannot(job: Peer) -> None:
     session = client.attach()
     assert session.words[wire.PAGE_SAVES] == 0
     session.boundary()
-    assert finish()["refused"] == ordered.CANNOT
+    assert finish()["refused"] == checkpoint_request.CANNOT
 
 
 def test_a_keeper_is_told_of_in_the_page_and_a_closed_one_is_not(job: Peer, training: Training) -> None:
@@ -143,7 +143,7 @@ def test_after_its_checkpoint_a_rank_stands_until_it_is_sent_on(
 def test_a_framework_may_save_after_the_boundary(job: Peer) -> None:
     finish = ordered_by(job, 1, then=send_on)
     session = client.attach()
-    session.call(on_checkpoint=lambda: ordered.LATER)
+    session.call(on_checkpoint=lambda: checkpoint_request.LATER)
     session.boundary()
     session.checkpointed("/shared/checkpoint-1", step=40)
     said = finish()

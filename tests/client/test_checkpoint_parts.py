@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from cadenza.sidecar.client.checkpoints import MismatchError, checkpoint, files, randomness
+from cadenza.sidecar.client.checkpoints import MismatchError, checkpoint, files, rng_state
 from cadenza.sidecar.client.errors import UsageError
 
 
@@ -251,10 +251,10 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
 
 
 def test_new_ranks_get_numbers_of_their_own() -> None:
-    told = randomness.capture()
+    told = rng_state.capture()
     drawn = []
     for step, rank in ((5, 2), (5, 3), (6, 2), (5, 2)):
-        randomness.seed_new_rank(told, step, rank)
+        rng_state.seed_new_rank(told, step, rank)
         drawn.append((random.random(), float(np.random.rand()), torch.rand(1).item()))  # noqa: S311, NPY002
     assert drawn[0] == drawn[3]
     assert len(set(drawn)) == 3

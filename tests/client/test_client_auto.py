@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cadenza.sidecar import client
-from cadenza.sidecar.client import auto
-from cadenza.sidecar.client.process import current
+from cadenza.sidecar.client.bootstrap import auto
+from cadenza.sidecar.client.bootstrap.process import current
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import pytest
 import torch
 from client_peer import PATIENCE_S, Peer, Turns, running, slurm_environment
 
-from cadenza.sidecar.client import run
+from cadenza.sidecar.client.bootstrap import run_script
 
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-RUN = [sys.executable, "-m", "cadenza.sidecar.client.run", "--"]
+RUN = [sys.executable, "-m", "cadenza.sidecar.client.bootstrap.run_script", "--"]
 STOPS = [3, 4, 9, 13]
 
 
@@ -92,12 +92,12 @@ def test_a_script_attaches_without_code(peer: Peer, tmp_path: Path) -> None:
 
 
 def test_a_command_that_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["--", "/nonexistent/python"]) == 2
-    assert run.main(["--"]) == 2
-    assert run.main(["--help"]) == 0
+    assert run_script.main(["--", "/nonexistent/python"]) == 2
+    assert run_script.main(["--"]) == 2
+    assert run_script.main(["--help"]) == 0
     assert "No such file" in capsys.readouterr().err
 
 
 def test_the_environment_is_extended_once() -> None:
-    once = run.environment({"PYTHONPATH": "/a:/b", "HOME": "/h"})
-    assert run.environment(once) == once == {"PYTHONPATH": f"{run.AUTOSTART}:/a:/b", "HOME": "/h"}
+    once = run_script.environment({"PYTHONPATH": "/a:/b", "HOME": "/h"})
+    assert run_script.environment(once) == once == {"PYTHONPATH": f"{run_script.AUTOSTART}:/a:/b", "HOME": "/h"}

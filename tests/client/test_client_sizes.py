@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cadenza.sidecar import client
+from cadenza.sidecar.client.batch_size import BATCH_ENV, batch
 from cadenza.sidecar.client.errors import UsageError
-from cadenza.sidecar.client.session import Session
-from cadenza.sidecar.client.sizes import BATCH_ENV, batch
+from cadenza.sidecar.client.session.job_session import Session
 
 
 def ranks(size: int, **more: str) -> dict[str, str]:

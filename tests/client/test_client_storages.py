@@ -14,8 +14,8 @@ from torch import nn
 
 from cadenza.sidecar import client
 from cadenza.sidecar.client.errors import MoveError
-from cadenza.sidecar.client.offload import Offload
-from cadenza.sidecar.client.storages import Segment, survey
+from cadenza.sidecar.client.offload.engine import Offload
+from cadenza.sidecar.client.offload.storages import Segment, survey
 
 
 def exported() -> torch.Tensor:

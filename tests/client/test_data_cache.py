@@ -23,16 +23,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data.distributed import DistributedSampler
 
-from cadenza.sidecar.client.data import CachedDataset, ElasticDataLoader, codec, places, remove
+from cadenza.sidecar.client.data import CachedDataset, ElasticDataLoader, item_codec, remove, shm_dirs
 from cadenza.sidecar.client.data.errors import CacheUnsafeError, DataUsageError, NotStorableError
-from cadenza.sidecar.client.data.store import HEAD, HEADER_WORDS, WORD
+from cadenza.sidecar.client.data.item_store import HEAD, HEADER_WORDS, WORD
 
 FORK = multiprocessing.get_context("fork")
 
 
 def record_bytes(item: object) -> int:
     """Return what an item takes in the cache."""
-    return HEAD.size + sum(len(part) for part in codec.encode(item))
+    return HEAD.size + sum(len(part) for part in item_codec.encode(item))
 
 
 def on_disk(folder: Path) -> int:
@@ -271,7 +271,7 @@ def test_after_a_removal_new_workers_read_the_dataset(tmp_path: Path) -> None:
 
 
 def test_only_the_users_own_private_directory_will_do(tmp_path: Path) -> None:
-    path = places.job_directory("job1", tmp_path)
+    path = shm_dirs.job_directory("job1", tmp_path)
     path.mkdir(mode=0o755)
     with pytest.raises(CacheUnsafeError, match="mode 0700"):
         CachedDataset(Bulky(), 100, tmp_path, job="job1")
@@ -291,7 +291,7 @@ def test_only_the_users_own_private_directory_will_do(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    places.job_directory("job1", tmp_path, uid=os.geteuid() + 1).mkdir(mode=0o700)
+    shm_dirs.job_directory("job1", tmp_path, uid=os.geteuid() + 1).mkdir(mode=0o700)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # becoming another user takes root
     with pytest.raises(CacheUnsafeError):
         CachedDataset(Bulky(), 100, tmp_path, job="job1")
@@ -309,9 +309,9 @@ def test_another_dataset_of_the_job_needs_another_name(tmp_path: Path) -> None:
 
 
 def test_jobs_are_told_apart_by_slurm_torchrun_or_process() -> None:
-    assert places.job_key({"SLURM_JOB_ID": "17", "TORCHELASTIC_RUN_ID": "x"}) == "job17"
-    assert places.job_key({"TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "4"}) == "runnone-4"
-    assert places.job_key({}) == f"pid{os.getpid()}"
+    assert shm_dirs.job_key({"SLURM_JOB_ID": "17", "TORCHELASTIC_RUN_ID": "x"}) == "job17"
+    assert shm_dirs.job_key({"TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "4"}) == "runnone-4"
+    assert shm_dirs.job_key({}) == f"pid{os.getpid()}"
 
 
 def test_datasets_that_read_batches_and_a_transform_behind_the_cache(tmp_path: Path) -> None:
@@ -369,8 +369,8 @@ def trees() -> st.SearchStrategy[Any]:
 
 @given(trees())
 def test_the_format_gives_back_what_it_took(tree: Any) -> None:
-    payload = memoryview(bytearray(b"".join(codec.encode(tree))))
-    assert equal(codec.decode(payload), tree)
+    payload = memoryview(bytearray(b"".join(item_codec.encode(tree))))
+    assert equal(item_codec.decode(payload), tree)
 
 
 def test_the_format_refuses_what_it_cannot_give_back() -> None:
@@ -391,7 +391,7 @@ def test_the_format_refuses_what_it_cannot_give_back() -> None:
     ]
     for thing in odd:
         with pytest.raises(NotStorableError):
-            codec.encode((1, thing))
-    tensor = codec.decode(memoryview(bytearray(b"".join(codec.encode(torch.ones(3))))))
+            item_codec.encode((1, thing))
+    tensor = item_codec.decode(memoryview(bytearray(b"".join(item_codec.encode(torch.ones(3))))))
     tensor += 1
     assert tensor.tolist() == [2, 2, 2]

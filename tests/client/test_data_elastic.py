@@ -315,7 +315,7 @@ def test_workers_that_cannot_be_started_leave_the_old_ones_at_work(caplog: pytes
 
 
 def test_readers_go_to_spawned_workers_too() -> None:
-    from cadenza.sidecar.client.data.reading import Reader, WorkerStart, as_it_is  # noqa: PLC0415
+    from cadenza.sidecar.client.data.loader_worker import Reader, WorkerStart, as_it_is  # noqa: PLC0415
 
     for thing in (Reader(Squares(), len, batched=True), WorkerStart(None), as_it_is):
         assert pickle.loads(pickle.dumps(thing))  # noqa: S301

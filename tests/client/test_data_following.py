@@ -12,11 +12,11 @@ from client_peer import Peer, Rank, Script
 from data_sets import Bulky, Squares, equal
 
 from cadenza.sidecar import client, wire
-from cadenza.sidecar.client import following
 from cadenza.sidecar.client.data import CachedDataset, ElasticDataLoader, workers_for
 from cadenza.sidecar.client.data.errors import DataUsageError
-from cadenza.sidecar.client.meter import MEMORY_EVERY
-from cadenza.sidecar.client.session import Session
+from cadenza.sidecar.client.session import resources
+from cadenza.sidecar.client.session.job_session import Session
+from cadenza.sidecar.client.session.step_page import MEMORY_EVERY
 
 MIB = 1 << 20
 
@@ -71,10 +71,10 @@ def test_rules_of_ones_own(attached: tuple[Session, Rank]) -> None:
     loaders = [auto, own, fixed, here, given]
     assert [loader.num_workers for loader in loaders] == [3, 8, 2, 0, 3]
     tune(rank, 4.0)
-    following.look()
+    resources.look()
     assert [loader.num_workers for loader in loaders] == [1, 4, 2, 0, 1]
     given.resize(5)
-    following.look()
+    resources.look()
     assert given.num_workers == 5, "until the CPUs change again"
     for wrong in ({"workers": 2, "num_workers": 2}, {"workers": "many"}):
         with pytest.raises(DataUsageError):
@@ -93,10 +93,10 @@ def test_a_new_agent_begins_to_count_anew_and_is_followed(attached: tuple[Sessio
     again = script.finish()
     while session.words[wire.PAGE_MAGIC] and session.tuning() is not None:
         session.boundary()
-    following.look()
+    resources.look()
     assert loader.num_workers == 3, "what it has stays until the new agent says something"
     tune(again, 4.0)
-    following.look()
+    resources.look()
     assert loader.num_workers == 1
     back.die()
 
@@ -114,17 +114,17 @@ def test_caches_share_what_the_agent_gives_them(attached: tuple[Session, Rank], 
     assert (train.stats().budget, held_out.stats().budget) == (3 * MIB // 4, MIB // 4)
     held_out.close()
     tune(rank, 4.0, 4)
-    following.look()
+    resources.look()
     assert train.stats().budget == 4 * MIB
     tune(rank, 2.0)
-    following.look()
+    resources.look()
     assert train.stats().budget == 3 * MIB, "what it asked for, once nobody says any more"
     train.resize(2 * MIB)
     tune(rank, 3.0)
-    following.look()
+    resources.look()
     assert train.stats().budget == 2 * MIB
     tune(rank, 2.0, 0)
-    following.look()
+    resources.look()
     assert (train.stats().budget, train.stats().items) == (0, 0)
 
 
@@ -157,7 +157,7 @@ def test_a_ranks_own_cpus(
     bound: int, environ: dict[str, str], expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(bound))
-    assert following.own_cpus(environ) == expected
+    assert resources.own_cpus(environ) == expected
 
 
 def test_one_cpu_is_the_training_threads() -> None:

@@ -19,6 +19,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnv
 from pytorch_lightning import LightningModule, Trainer
 
 from cadenza.sidecar import client, wire
+from cadenza.sidecar.client.bootstrap.process import current
 from cadenza.sidecar.client.errors import ClientError, UsageError
 from cadenza.sidecar.client.integrations import MissingFrameworkError
 from cadenza.sidecar.client.integrations import pytorch_lightning as other_package
@@ -27,7 +28,6 @@ from cadenza.sidecar.client.integrations.lightning import CadenzaCallback
 from cadenza.sidecar.client.integrations.participation import Participation
 from cadenza.sidecar.client.integrations.requeue import LIGHTNING, SUBMITIT, other_owner
 from cadenza.sidecar.client.integrations.transformers import CadenzaTrainerCallback
-from cadenza.sidecar.client.process import current
 
 pytestmark = pytest.mark.slow
 

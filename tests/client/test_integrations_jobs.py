@@ -26,7 +26,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """All runs of one process under ``cadenza run``, while another job comes and goes on its GPU."""
     agent = Agent(tmp_path_factory.mktemp("agent"))
     environment = slurm_environment(agent.socket, SLURM_JOB_GPUS="0", OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "cadenza.sidecar.client.run", "--", sys.executable, str(SCRIPT)]
+    command = [sys.executable, "-m", "cadenza.sidecar.client.bootstrap.run_script", "--", sys.executable, str(SCRIPT)]
     try:
         with Intruder(agent):
             done = subprocess.run(

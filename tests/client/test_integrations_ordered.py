@@ -14,11 +14,11 @@ from test_integrations_callbacks import example
 from transformers.trainer_utils import get_last_checkpoint
 
 from cadenza.sidecar import wire
+from cadenza.sidecar.client.bootstrap.process import current
 from cadenza.sidecar.client.data import ElasticDataLoader
 from cadenza.sidecar.client.integrations.lightning import CadenzaCallback
 from cadenza.sidecar.client.integrations.participation import Participation
 from cadenza.sidecar.client.integrations.transformers import CadenzaTrainerCallback
-from cadenza.sidecar.client.process import current
 
 pytestmark = pytest.mark.slow
 

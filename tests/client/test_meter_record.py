@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.sidecar import wire
-from cadenza.sidecar.client import memory, meter
-from cadenza.sidecar.client.meter import MEMORY_EVERY, Meter, private_page
+from cadenza.sidecar.client.session import memory_use, step_page
+from cadenza.sidecar.client.session.step_page import MEMORY_EVERY, Meter, private_page
 
 GIB = 1 << 30
 
@@ -29,7 +29,7 @@ class Ticking:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Ticking:
     ticking = Ticking()
-    monkeypatch.setattr(meter, "monotonic_ns", ticking)
+    monkeypatch.setattr(step_page, "monotonic_ns", ticking)
     return ticking
 
 
@@ -41,7 +41,7 @@ def fine(words: memoryview) -> list[int]:
 def test_the_written_out_buckets_are_the_wires(times: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         ticking = Ticking()
-        patch.setattr(meter, "monotonic_ns", ticking)
+        patch.setattr(step_page, "monotonic_ns", ticking)
         words = private_page()
         counted = Meter(words)
         for spent in times:
@@ -184,7 +184,7 @@ def test_a_rank_without_a_gpu_tells_its_resident_set_when_it_stops() -> None:
 
 def test_gpu_memory_is_looked_at_every_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter([(5 * GIB, 9 * GIB), (4 * GIB, 9 * GIB), (6 * GIB, 10 * GIB)])
-    monkeypatch.setattr(memory, "on_gpu", lambda: next(looks))
+    monkeypatch.setattr(memory_use, "on_gpu", lambda: next(looks))
     words = private_page()
     rank = Meter(words)
     rank.boundary()
@@ -199,8 +199,8 @@ def test_torchs_allocator_is_read_as_torch_tells_it(monkeypatch: pytest.MonkeyPa
     told = {"allocated_bytes": {"all": {"current": 3, "peak": 8, "allocated": 20, "freed": 17}}}
     cuda = SimpleNamespace(is_initialized=lambda: True, memory_stats_as_nested_dict=lambda: told)
     monkeypatch.setitem(sys.modules, "torch.cuda", cuda)
-    assert memory.on_gpu() == (3, 8)
+    assert memory_use.on_gpu() == (3, 8)
     told.clear()
-    assert memory.on_gpu() is None
+    assert memory_use.on_gpu() is None
     cuda.is_initialized = lambda: False
-    assert memory.on_gpu() is None
+    assert memory_use.on_gpu() is None

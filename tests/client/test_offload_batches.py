@@ -10,35 +10,35 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.sidecar.client import arena, batches, offload
-from cadenza.sidecar.client.batches import ALIGNMENT, SMALL, STAGING
-from cadenza.sidecar.client.offload import Transfer
-from cadenza.sidecar.client.storages import Segment
+from cadenza.sidecar.client.offload import copy_plan, engine, host_memory
+from cadenza.sidecar.client.offload.copy_plan import ALIGNMENT, SMALL, STAGING
+from cadenza.sidecar.client.offload.engine import Transfer
+from cadenza.sidecar.client.offload.storages import Segment
 
 SIZES = st.one_of(st.integers(1, 4096), st.integers(1, 3 * SMALL), st.sampled_from([SMALL - 1, SMALL, SMALL + 1]))
 
 
 @given(st.lists(st.tuples(st.sampled_from(["cuda:0", "cuda:1", "cpu"]), SIZES), max_size=120))
 def test_every_storage_has_one_place(sizes: list[tuple[str, int]]) -> None:
-    plan = batches.plan(sizes)
+    plan = copy_plan.plan(sizes)
     assert sorted(index for batch in plan for index in batch.members) == list(range(len(sizes)))
     for before, after in pairwise(plan):
         assert before.offset + before.nbytes == after.offset
     for batch in plan:
         assert batch.sizes == tuple(sizes[index][1] for index in batch.members)
-        assert batch.nbytes == sum(map(batches.aligned, batch.sizes))
+        assert batch.nbytes == sum(map(copy_plan.aligned, batch.sizes))
         assert batch.offset % ALIGNMENT == 0
         assert not batch.gathered or batch.nbytes <= STAGING
         assert not batch.gathered or max(batch.sizes) < SMALL
         assert len({sizes[index][0] for index in batch.members}) == 1
-    assert batches.total(plan) == sum(batches.aligned(nbytes) for _, nbytes in sizes)
+    assert copy_plan.total(plan) == sum(copy_plan.aligned(nbytes) for _, nbytes in sizes)
 
 
 def test_small_storages_take_few_copies() -> None:
-    plan = batches.plan([("cuda:0", 32 * 1024)] * 2048 + [("cuda:0", 5 * SMALL)])
+    plan = copy_plan.plan([("cuda:0", 32 * 1024)] * 2048 + [("cuda:0", 5 * SMALL)])
     assert [len(batch.members) for batch in plan] == [1024, 1024, 1]
-    assert batches.plan([]) == []
-    assert batches.total([]) == 0
+    assert copy_plan.plan([]) == []
+    assert copy_plan.total([]) == 0
 
 
 def state(seed: int) -> tuple[list[torch.Tensor], list[Segment]]:
@@ -57,10 +57,10 @@ def test_a_move_through_staging_is_the_same_move(staging: int, monkeypatch: pyte
     tensors, segments = state(1)
     copies = [tensor.clone() for tensor in tensors]
     versions = [tensor._version for tensor in tensors]
-    plan = offload._plan(segments)
-    memory = arena.mapped(batches.total(plan), huge=True)
-    original = offload.Lane.__init__
-    monkeypatch.setattr(offload.Lane, "__init__", lambda lane, device, _: original(lane, device, staging))
+    plan = engine._plan(segments)
+    memory = host_memory.mapped(copy_plan.total(plan), huge=True)
+    original = engine.Lane.__init__
+    monkeypatch.setattr(engine.Lane, "__init__", lambda lane, device, _: original(lane, device, staging))
     transfer = Transfer(segments, plan, memory)
     transfer.out()
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * len(tensors)
@@ -72,19 +72,19 @@ def test_a_move_through_staging_is_the_same_move(staging: int, monkeypatch: pyte
 def test_a_restore_that_fails_half_way_leaves_all_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, segments = state(2)
     copies = [tensor.clone() for tensor in tensors]
-    moved = offload.Offload()
+    moved = engine.Offload()
     moved.out(segments)
-    monkeypatch.setattr(offload, "RESTORE_RETRIES", 0)
-    original = offload.Lane.copy
+    monkeypatch.setattr(engine, "RESTORE_RETRIES", 0)
+    original = engine.Lane.copy
 
-    def full(self: offload.Lane, raws: list[torch.Tensor], batch: batches.Batch, *rest: object, out: bool) -> None:
+    def full(self: engine.Lane, raws: list[torch.Tensor], batch: copy_plan.Batch, *rest: object, out: bool) -> None:
         if not batch.gathered:
             raise RuntimeError("out of memory")
         original(self, raws, batch, *rest, out=out)
 
     with monkeypatch.context() as patch:
-        patch.setattr(offload.Lane, "copy", full)
-        with pytest.raises(offload.RestoreError, match="out of memory"):
+        patch.setattr(engine.Lane, "copy", full)
+        with pytest.raises(engine.RestoreError, match="out of memory"):
             moved.back()
     assert moved.away
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * len(tensors)

@@ -13,8 +13,8 @@ import torch
 from client_peer import Peer, Turns
 
 from cadenza.sidecar import client
-from cadenza.sidecar.client.offload import Offload
-from cadenza.sidecar.client.storages import survey
+from cadenza.sidecar.client.offload.engine import Offload
+from cadenza.sidecar.client.offload.storages import survey
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 STEPS = 6

@@ -11,8 +11,8 @@ from client_peer import Peer, Turns
 from torch.multiprocessing import reductions
 
 from cadenza.sidecar import client
-from cadenza.sidecar.client import exports
-from cadenza.sidecar.client.storages import survey
+from cadenza.sidecar.client.offload import exports
+from cadenza.sidecar.client.offload.storages import survey
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import torch
 from client_peer import Peer, Script, Turns
 
 from cadenza.sidecar import client
-from cadenza.sidecar.client import room, spill
 from cadenza.sidecar.client.errors import MoveError, RestoreError
-from cadenza.sidecar.client.spill import Spilled
-from cadenza.sidecar.client.storages import Segment
+from cadenza.sidecar.client.offload import memory_limits, spill
+from cadenza.sidecar.client.offload.spill import Spilled
+from cadenza.sidecar.client.offload.storages import Segment
 
 SIZES = [1, 4095, 4096, 70_001, 300_000]
 
@@ -50,7 +50,7 @@ def no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
     for name, value in {"current": 100, "max": 100}.items():
         (tmp_path / f"sys/fs/cgroup/memory.{name}").write_text(f"{value}\n")
-    monkeypatch.setattr(room.refusal, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(memory_limits.refusal, "__defaults__", (tmp_path,))
 
 
 def test_a_round_trip_changes_no_bit_and_leaves_no_file(

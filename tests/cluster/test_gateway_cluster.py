@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cadenza.policies.actions import DrainNode, OpenNode, Place, Release, Requeue, Suspend, Unsuspend, Yield
-from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Node
+from cadenza.policies.core.actions import DrainNode, OpenNode, Place, Release, Requeue, Suspend, Unsuspend, Yield
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node
 from cadenza.slurm_plugin.gateway.translate import snapshot
 
 from harness import Cluster, wait_for
@@ -18,8 +18,8 @@ PYTHON = "/opt/cadenza/bin/python"
 USER = "cadenza"
 DRIVE = """
 import json, sys, time
-from cadenza.policies.actions import *
-from cadenza.policies.model import *
+from cadenza.policies.core.actions import *
+from cadenza.policies.core.model import *
 from cadenza.slurm_plugin.gateway.pyslurm_gateway import SlurmGateway
 with SlurmGateway() as gateway:
     print(json.dumps(eval(sys.argv[1])))

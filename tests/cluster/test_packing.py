@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.profiles import write_profiles
-from cadenza.policies.profile import Profile
 
 from harness import PYTHON, Cluster, wait_for
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cadenza.slurm_plugin.gateway.sizes import BadRequest, changes
+from cadenza.slurm_plugin.gateway.request_sizes import BadRequest, changes
 
 SHOWN = (
     "JobId=1 NumNodes=1-1 NumCPUs=2 NumTasks=1 CPUs/Task=2 ReqTRES=cpu=2,mem=1500M,node=1,billing=2,gres/gpu=2 "

@@ -10,7 +10,7 @@ from gateway_rig import RECORDING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Options
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Options
 from cadenza.slurm_plugin.gateway.comment import BadOptions, wish_of
 from cadenza.slurm_plugin.gateway.recorded import load
 from cadenza.slurm_plugin.gateway.translate import (

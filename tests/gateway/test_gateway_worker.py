@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from gateway_rig import MakeGateway
 
-from cadenza.policies.actions import (
+from cadenza.policies.core.actions import (
     DrainNode,
     OpenNode,
     Place,
@@ -22,7 +22,7 @@ from cadenza.policies.actions import (
     Unsuspend,
     Yield,
 )
-from cadenza.policies.model import JobKey, Share
+from cadenza.policies.core.model import JobKey, Share
 from cadenza.slurm_plugin.gateway.errors import (
     ActionRefused,
     EnvironmentLacks,

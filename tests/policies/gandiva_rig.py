@@ -7,13 +7,13 @@ from dataclasses import replace
 from snapshots import NOW, cluster, job, key, lease, node
 
 from cadenza.policies.allocation.proportional import proportional
-from cadenza.policies.decision import Decision, Memory
+from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.model import Job, Options, Pace, Progress, Share
+from cadenza.policies.core.profile import Profile
 from cadenza.policies.ledger import remember
-from cadenza.policies.model import Job, Options, Pace, Progress, Share
 from cadenza.policies.ordering.fifo import fifo
-from cadenza.policies.profile import Profile
-from cadenza.policies.sharing.gandiva import decide
-from cadenza.policies.sharing.settings import GandivaSettings, SharingSettings
+from cadenza.policies.sharing.pipeline import decide
+from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 
 SHARING = SharingSettings(
     enforce=True,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cadenza.policies.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Node, Options
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Node, Options
 
 NOW = 10_000.0
 

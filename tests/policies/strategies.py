@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from cadenza.policies.case import Case, Server, proportional_share, share_speed
-from cadenza.policies.model import Job, JobKey, Options, Placement, Progress, Share
-from cadenza.policies.profile import MB_PER_GB, Profile, Reference
-from cadenza.policies.ranking import Queue
+from cadenza.policies.allocation.problem import Case, Server, proportional_share, share_speed
+from cadenza.policies.core.model import Job, JobKey, Options, Placement, Progress, Share
+from cadenza.policies.core.profile import MB_PER_GB, Profile, Reference
+from cadenza.policies.ordering.ranking import Queue
 
 NOW = 100_000.0
 GPU_TYPES = ("a100", "v100", "t4")

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import GPU_TYPES, NOW, cases
 
-from cadenza.policies.allocation import cadenza as ours
-from cadenza.policies.allocation.cadenza import cadenza
-from cadenza.policies.allocation.division import division
-from cadenza.policies.case import Case, Costs, Plan, Server, placement_speed, proportional_share
-from cadenza.policies.model import Job, JobKey, Placement, Progress, Share
-from cadenza.policies.profile import MB_PER_GB, Profile
+from cadenza.policies.allocation.cadenza import allocate as ours
+from cadenza.policies.allocation.cadenza.allocate import cadenza
+from cadenza.policies.allocation.cadenza.knapsack import division
+from cadenza.policies.allocation.problem import Case, Costs, Plan, Server, placement_speed, proportional_share
+from cadenza.policies.core.model import Job, JobKey, Placement, Progress, Share
+from cadenza.policies.core.profile import MB_PER_GB, Profile
 
 CPUS = (1.0, 2.0, 3.0, 6.0, 12.0)
 MEMORY = (20.0, 62.5, 125.0)

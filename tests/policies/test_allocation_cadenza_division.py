@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import cases, profiles
 
-from cadenza.policies.allocation import offers, options
-from cadenza.policies.allocation.arrays import Arrays
-from cadenza.policies.allocation.board import Board
-from cadenza.policies.allocation.deal import deal, keep, order
-from cadenza.policies.allocation.division import Plain, Search, division
-from cadenza.policies.allocation.options import CPU_UNITS, CPUS, MEMORY_MB, MEMORY_UNITS, SPEED, Kind, derive, kinds
-from cadenza.policies.case import Case, Server, proportional_share, share_speed
-from cadenza.policies.model import Share
-from cadenza.policies.profile import Profile
+from cadenza.policies.allocation import offers, pareto
+from cadenza.policies.allocation.cadenza.arrays import Arrays
+from cadenza.policies.allocation.cadenza.assignment import Board
+from cadenza.policies.allocation.cadenza.initial import deal, keep, order
+from cadenza.policies.allocation.cadenza.knapsack import Plain, Search, division
+from cadenza.policies.allocation.pareto import CPU_UNITS, CPUS, MEMORY_MB, MEMORY_UNITS, SPEED, Kind, derive, kinds
+from cadenza.policies.allocation.problem import Case, Server, proportional_share, share_speed
+from cadenza.policies.core.model import Share
+from cadenza.policies.core.profile import Profile
 
 BOTH = [Plain(), division()]
 EVEN = Profile("even", 1.0, (3.0,), (62.5,), ((1.0,),))
@@ -116,7 +116,7 @@ def test_options_are_what_the_profile_says_and_none_is_idle(made, shape, gpu_typ
 def test_proportional_shares_always_fit_in_units():
     for gpus, cpus, memory_mb in product((1, 2, 3, 8), (1, 9, 24, 190, 256), (1000, 512000, 773123)):
         kind = next(iter(kinds([Server("", gpus, cpus, memory_mb)], ()).values()))
-        shares = [options.unmeasured(kind, 1).table[:, 0]] * gpus
+        shares = [pareto.unmeasured(kind, 1).table[:, 0]] * gpus
         assert sum(share[CPU_UNITS] for share in shares) <= kind.cpu_units
         assert sum(share[MEMORY_UNITS] for share in shares) <= kind.memory_units
 
@@ -139,7 +139,7 @@ def test_a_node_with_many_cpus_is_divided_in_steps():
 
 def test_without_numba_there_is_numpy(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.delitem(sys.modules, "cadenza.policies.allocation.division_compiled", raising=False)
+    monkeypatch.delitem(sys.modules, "cadenza.policies.allocation.cadenza.knapsack_numba", raising=False)
     assert isinstance(division.__wrapped__(), Plain)
     assert isinstance(division(compiled=False), Plain)
 

@@ -9,17 +9,17 @@ import pytest
 from cadenza.policies.allocation.demand import Need, best_need, best_speed
 from cadenza.policies.allocation.drf import drf
 from cadenza.policies.allocation.greedy import greedy
+from cadenza.policies.allocation.ilp import ilp1
 from cadenza.policies.allocation.opt import opt
-from cadenza.policies.allocation.programs import ilp1
+from cadenza.policies.allocation.problem import Case, Server, proportional_share
 from cadenza.policies.allocation.proportional import proportional
 from cadenza.policies.allocation.tetris import tetris
-from cadenza.policies.allocation.tetris_coded import tetris_coded
 from cadenza.policies.allocation.tune import tune
-from cadenza.policies.allocation.tune_coded import tune_coded
-from cadenza.policies.case import Case, Server, proportional_share
+from cadenza.policies.as_published.tetris_coded import tetris_coded
+from cadenza.policies.as_published.tune_coded import tune_coded
+from cadenza.policies.core.model import Job, JobKey, Placement, Progress, Share
+from cadenza.policies.core.profile import Demand, Profile
 from cadenza.policies.inputs.published import synergy_profiles
-from cadenza.policies.model import Job, JobKey, Placement, Progress, Share
-from cadenza.policies.profile import Demand, Profile
 
 GB = 1024
 REFERENCE = Server("", 8, 24, 500 * GB)

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cadenza.policies.allocation.programs import Pool, points
-from cadenza.policies.case import Server
-from cadenza.policies.model import Job, JobKey
-from cadenza.policies.profile import Profile
+from cadenza.policies.allocation.ilp import Pool, points
+from cadenza.policies.allocation.problem import Server
+from cadenza.policies.core.model import Job, JobKey
+from cadenza.policies.core.profile import Profile
 
 NODE = Server("n", 2, 6, 125 * 1024)
 POOL = Pool("", 2, 6.0, 125.0)

@@ -12,14 +12,14 @@ from strategies import KINDS, cases
 from cadenza.policies.allocation.demand import promises
 from cadenza.policies.allocation.drf import drf
 from cadenza.policies.allocation.greedy import greedy
+from cadenza.policies.allocation.ilp import ilp1
 from cadenza.policies.allocation.opt import opt
-from cadenza.policies.allocation.programs import ilp1
+from cadenza.policies.allocation.problem import Case, Plan, Server, placement_speed, proportional_share, share_speed
 from cadenza.policies.allocation.proportional import proportional
 from cadenza.policies.allocation.tetris import tetris
-from cadenza.policies.allocation.tetris_coded import tetris_coded
 from cadenza.policies.allocation.tune import tune
-from cadenza.policies.allocation.tune_coded import tune_coded
-from cadenza.policies.case import Case, Plan, Server, placement_speed, proportional_share, share_speed
+from cadenza.policies.as_published.tetris_coded import tetris_coded
+from cadenza.policies.as_published.tune_coded import tune_coded
 
 ALL = [proportional, greedy, tune, tune_coded, opt, drf, tetris, tetris_coded]
 FAST = settings(max_examples=10, deadline=None)

@@ -9,10 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshots import NOW, cluster, job, key, lease, node
 
-from cadenza.policies.actions import DrainNode, OpenNode, Place, Release, Requeue, Resume, Suspend, Unsuspend, Yield
-from cadenza.policies.decision import Memory
+from cadenza.policies.core.actions import (
+    DrainNode,
+    OpenNode,
+    Place,
+    Release,
+    Requeue,
+    Resume,
+    Suspend,
+    Unsuspend,
+    Yield,
+)
+from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.model import Options
 from cadenza.policies.guard import GuardSettings, guard
-from cadenza.policies.model import Options
 
 APPLY = GuardSettings(enforce=True, partitions=frozenset({"gpu"}))
 RUNS = job(1, lease=lease("held", 0, held_s=20.0))

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cadenza.policies.errors import InputError
+from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.inputs.costs import read_costs
+from cadenza.policies.inputs.csv_table import decode
 from cadenza.policies.inputs.failures import read_failures
 from cadenza.policies.inputs.interference import read_interference, read_packed_rows
 from cadenza.policies.inputs.profiles import read_profiles
 from cadenza.policies.inputs.published import synergy_profiles, text_of
-from cadenza.policies.inputs.text import decode
 from cadenza.policies.inputs.trace import read_trace
-from cadenza.policies.simulator.saved import decode as decode_saved
-from cadenza.policies.simulator.sweep import read_loads
+from cadenza.policies.simulator.load_sweep import read_loads
+from cadenza.policies.simulator.result_file import decode as decode_saved
 from cadenza.policies.simulator.workloads.automl import read_curves
 from cadenza.policies.simulator.workloads.catalogue import parse_workload
 

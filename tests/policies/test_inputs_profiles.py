@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from published_data import published
 
-from cadenza.policies.errors import InputError
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.profile import Demand, Profile, Reference
 from cadenza.policies.inputs.profiles import read_profiles, write_profiles
 from cadenza.policies.inputs.published import synergy_profiles, text_of
-from cadenza.policies.profile import Demand, Profile, Reference
 
 ONE: dict[str, Any] = {
     "schema": "cadenza.profile/1",

@@ -7,12 +7,13 @@ from dataclasses import fields
 import pytest
 from published_data import published
 
-from cadenza.policies.errors import InputError
+from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.costs import read_costs
-from cadenza.policies.inputs.deal import deal, read_split
+from cadenza.policies.inputs.csv_table import decode
 from cadenza.policies.inputs.failures import read_failures
 from cadenza.policies.inputs.interference import packing_pairs, read_interference
+from cadenza.policies.inputs.model_mix import deal, read_split
 from cadenza.policies.inputs.published import (
     default_costs,
     gandiva_migration,
@@ -20,9 +21,8 @@ from cadenza.policies.inputs.published import (
     synergy_profiles,
     text_of,
 )
-from cadenza.policies.inputs.text import decode
 from cadenza.policies.inputs.trace import read_trace
-from cadenza.policies.simulator.live import PARTITION as SIMULATED
+from cadenza.policies.simulator.job import PARTITION as SIMULATED
 from cadenza.policies.simulator.model import NodeFailure, SimCosts
 from cadenza.policies.simulator.workloads.gandiva import table1_profiles
 

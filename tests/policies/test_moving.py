@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from snapshots import NOW, cluster, job, key, lease, node
 
-from cadenza.policies.actions import Migrate, Place, Release, Requeue, Save
-from cadenza.policies.decision import Decision, Memory, Move
-from cadenza.policies.model import Host, JobKey, Options, Share
-from cadenza.policies.moves import WARM_S, acted, advance
-from cadenza.policies.moving import moving
+from cadenza.policies.core.actions import Migrate, Place, Release, Requeue, Save
+from cadenza.policies.core.decision import Decision, Memory, Move
+from cadenza.policies.core.model import Host, JobKey, Options, Share
+from cadenza.policies.relocation.executor import moving
+from cadenza.policies.relocation.phases import WARM_S, acted, advance
 
 KEEPS = lease("held", 0, checkpoints=True)
 THERE = (Share("node2", 1, 6, 9000),)

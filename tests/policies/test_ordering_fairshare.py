@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from snapshots import job
 from strategies import NOW, queues
 
-from cadenza.policies.model import Progress
+from cadenza.policies.core.model import Progress
 from cadenza.policies.ordering.fairshare import CHARGE_S, fairshare
-from cadenza.policies.ranking import Queue
+from cadenza.policies.ordering.ranking import Queue
 
 
 def one(number: int, user: str, account: str = "lab", gpus: int = 1):

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from snapshots import job, key
 from strategies import GPU_TYPES, NOW, queues
 
-from cadenza.policies.model import Progress
+from cadenza.policies.core.model import Progress
+from cadenza.policies.core.profile import Profile
 from cadenza.policies.ordering import gavel as module
 from cadenza.policies.ordering.gavel import gavel
 from cadenza.policies.ordering.las import las
-from cadenza.policies.ordering.max_min import normalised, time_shares
-from cadenza.policies.profile import Profile
-from cadenza.policies.ranking import Queue
+from cadenza.policies.ordering.max_min_lp import normalised, time_shares
+from cadenza.policies.ordering.ranking import Queue
 
 
 def profile(**speeds: float) -> Profile:

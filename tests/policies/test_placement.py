@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshots import NOW, cluster, job, key, node
 
-from cadenza.policies.decision import Memory
-from cadenza.policies.model import Options
-from cadenza.policies.sharing.placement import place
-from cadenza.policies.sharing.settings import SharingSettings
+from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.model import Options
+from cadenza.policies.sharing.placement.affinity import place
+from cadenza.policies.sharing.state.settings import SharingSettings
 
 HELD = SharingSettings(enforce=True, admission="held", max_priority=10, partitions=frozenset({"gpu"}))
 

@@ -9,17 +9,17 @@ from random import Random
 import pytest
 from strategies import KINDS
 
-from cadenza.policies.case import Server, placement_speed, proportional_share, share_speed
-from cadenza.policies.decision import Decision, Memory
-from cadenza.policies.model import ClusterSnapshot, Node, Placement
-from cadenza.policies.policy import Policy, PolicySettings, build
-from cadenza.policies.profile import Profile
+from cadenza.policies.allocation.problem import Server, placement_speed, proportional_share, share_speed
+from cadenza.policies.composition import Policy, PolicySettings, build
+from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.model import ClusterSnapshot, Node, Placement
+from cadenza.policies.core.profile import Profile
 from cadenza.policies.registry import ENTRIES
-from cadenza.policies.sharing.settings import Turns
-from cadenza.policies.simulator.live import PARTITION
+from cadenza.policies.sharing.state.settings import Turns
+from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.model import Setup, TraceJob
-from cadenza.policies.simulator.run import simulate
-from cadenza.slurm_plugin.service import codec
+from cadenza.policies.simulator.simulation import simulate
+from cadenza.slurm_plugin.service.store import record_codec
 
 ORDERINGS = [entry.name for entry in ENTRIES if entry.kind == "ordering"]
 ALLOCATIONS = [entry.name for entry in ENTRIES if entry.kind == "allocation"]
@@ -113,12 +113,12 @@ def _check_jobs(snapshot: ClusterSnapshot, *, guaranteed: bool) -> None:
 
 def _check_permutation(policy: Policy, snapshot: ClusterSnapshot, memory: Memory, decision: Decision) -> None:
     turned = replace(snapshot, jobs=snapshot.jobs[::-1], nodes=snapshot.nodes[::-1])
-    assert codec.encode_decision(policy.decide(turned, memory)) == codec.encode_decision(decision)
+    assert record_codec.encode_decision(policy.decide(turned, memory)) == record_codec.encode_decision(decision)
 
 
 def _check_replay(policy: Policy, snapshot: ClusterSnapshot, memory: Memory, decision: Decision) -> None:
-    stored = codec.decode_snapshot(codec.encode_snapshot(snapshot))
-    assert codec.encode_decision(policy.decide(stored, memory)) == codec.encode_decision(decision)
+    stored = record_codec.decode_snapshot(record_codec.encode_snapshot(snapshot))
+    assert record_codec.encode_decision(policy.decide(stored, memory)) == record_codec.encode_decision(decision)
 
 
 def _check_waits(snapshot: ClusterSnapshot, count: int) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshots import NOW, cluster, job, key, lease, node
 
-from cadenza.policies.actions import (
+from cadenza.policies.core.actions import (
     Action,
     DrainNode,
     OpenNode,
@@ -22,13 +22,13 @@ from cadenza.policies.actions import (
     Unsuspend,
     Yield,
 )
-from cadenza.policies.decision import Memory
+from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.model import ClusterSnapshot, Options
 from cadenza.policies.guard import GuardSettings
 from cadenza.policies.ledger import remember
-from cadenza.policies.model import ClusterSnapshot, Options
 from cadenza.policies.round import run_round
-from cadenza.policies.sharing.settings import SharingSettings
-from cadenza.policies.sharing.timeslice import decide
+from cadenza.policies.sharing.state.settings import SharingSettings
+from cadenza.policies.sharing.turns.slurm_sync import decide
 
 
 @dataclass

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from snapshots import NOW, job
 
-from cadenza.policies.actions import Place, Resize, Yield
-from cadenza.policies.decision import Memory, Move, SharingMemory
-from cadenza.policies.model import JobKey, Options, Share
-from cadenza.policies.sharing.moves import sizes
+from cadenza.policies.core.actions import Place, Resize, Yield
+from cadenza.policies.core.decision import Memory, Move, SharingMemory
+from cadenza.policies.core.model import JobKey, Options, Share
+from cadenza.policies.sharing.state.budget import sizes
 
 ELASTIC = replace(NOTHING, elastic=True)
 GROWS = Options(min_gpus=1, max_gpus=4)

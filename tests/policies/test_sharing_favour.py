@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from turns_world import gpus, key
 
+from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.inputs.cluster import PARTITION, read_cluster
-from cadenza.policies.policy import PolicySettings, build
-from cadenza.policies.sharing.favour import favoured
-from cadenza.policies.sharing.settings import Turns
-from cadenza.policies.sharing.units import Contender
+from cadenza.policies.sharing.state.settings import Turns
+from cadenza.policies.sharing.turns.contender import Contender
+from cadenza.policies.sharing.turns.preferred import favoured
 from cadenza.policies.simulator.model import Result, Setup, SimCosts, TraceJob
-from cadenza.policies.simulator.run import simulate
+from cadenza.policies.simulator.simulation import simulate
 
 SLICE_S = 60.0
 

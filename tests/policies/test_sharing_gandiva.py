@@ -11,17 +11,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cadenza.policies.allocation.proportional import proportional
+from cadenza.policies.composition import Policy, PolicySettings, build
+from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.ordering.fifo import fifo
 from cadenza.policies.ordering.srtf import srtf
-from cadenza.policies.policy import Policy, PolicySettings, build
-from cadenza.policies.profile import Profile
-from cadenza.policies.sharing.gandiva import decide
-from cadenza.policies.sharing.hosts import books
-from cadenza.policies.sharing.settings import GandivaSettings, SharingSettings
-from cadenza.policies.simulator.live import PARTITION
+from cadenza.policies.sharing.pipeline import decide
+from cadenza.policies.sharing.state.host import books
+from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
+from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.model import Setup, SimCosts, TraceJob
-from cadenza.policies.simulator.run import simulate
+from cadenza.policies.simulator.simulation import simulate
 
 SHARING = SharingSettings(
     enforce=True, admission="held", partitions=frozenset({PARTITION}), share_between_users=True, max_priority=1

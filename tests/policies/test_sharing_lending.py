@@ -8,13 +8,13 @@ from gandiva_rig import NOTHING, SHARING, after, decided, key, of, on, profile, 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.policies.actions import Tune
-from cadenza.policies.allocation.cadenza import cadenza
-from cadenza.policies.decision import Memory
-from cadenza.policies.model import Pace, Share
-from cadenza.policies.profile import Profile
-from cadenza.policies.sharing.lending import KEEPS_S, LOSS
-from cadenza.policies.sharing.settings import GandivaSettings
+from cadenza.policies.allocation.cadenza.allocate import cadenza
+from cadenza.policies.core.actions import Tune
+from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.model import Pace, Share
+from cadenza.policies.core.profile import Profile
+from cadenza.policies.sharing.elastic.cpu_loans import KEEPS_S, LOSS
+from cadenza.policies.sharing.state.settings import GandivaSettings
 
 LENDER, BORROWER = 1, 2
 LEAN = profile(model="lean", cpus_per_gpu=(1.0, 6.0), throughput=((1.0,), (1.0,)), iteration_s=0.1)

@@ -7,11 +7,11 @@ from dataclasses import replace
 from gandiva_rig import NOTHING, SHARING, after, decided, host, key, of, on, profile, world
 from snapshots import NOW, cluster
 
-from cadenza.policies.actions import Migrate, Unpack
-from cadenza.policies.decision import Memory, SharingMemory
-from cadenza.policies.model import Options, Progress
-from cadenza.policies.moving import moving
-from cadenza.policies.sharing.settings import GandivaSettings
+from cadenza.policies.core.actions import Migrate, Unpack
+from cadenza.policies.core.decision import Memory, SharingMemory
+from cadenza.policies.core.model import Options, Progress
+from cadenza.policies.relocation.executor import moving
+from cadenza.policies.sharing.state.settings import GandivaSettings
 
 MOVE = replace(NOTHING, migrate=True)
 REACTIVE = replace(MOVE, introspective=False)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from gandiva_rig import ALL, NOTHING, NOW, SHARING, after, decided, key, of, on, pace, profile, world
 
-from cadenza.policies.actions import Pack, Resume, Unpack, Yield
-from cadenza.policies.decision import Alone, Lost, Memory, SharingMemory
-from cadenza.policies.model import Job, Options, Use
-from cadenza.policies.sharing.settings import GandivaSettings
+from cadenza.policies.core.actions import Pack, Resume, Unpack, Yield
+from cadenza.policies.core.decision import Alone, Lost, Memory, SharingMemory
+from cadenza.policies.core.model import Job, Options, Use
+from cadenza.policies.sharing.state.settings import GandivaSettings
 
 PACK = replace(NOTHING, pack=True)
 LOW, NEXT, BUSY = profile(0.1, model="low"), profile(0.4, model="next"), profile(0.9, model="busy")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_turns_rules import contenders, job, turn
 from turns_world import gpus, key
 
-from cadenza.policies.sharing.turns import groups
+from cadenza.policies.sharing.turns.fair_queue import groups
 
 some = settings(max_examples=100, deadline=None)
 

@@ -10,13 +10,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from snapshots import NOW, cluster, key
 
-from cadenza.policies.actions import Migrate, Tune
-from cadenza.policies.allocation.cadenza import cadenza
-from cadenza.policies.case import share_speed
-from cadenza.policies.decision import Memory, SharingMemory
-from cadenza.policies.model import Progress, Share
-from cadenza.policies.profile import Reference
-from cadenza.slurm_plugin.service import codec
+from cadenza.policies.allocation.cadenza.allocate import cadenza
+from cadenza.policies.allocation.problem import share_speed
+from cadenza.policies.core.actions import Migrate, Tune
+from cadenza.policies.core.decision import Memory, SharingMemory
+from cadenza.policies.core.model import Progress, Share
+from cadenza.policies.core.profile import Reference
+from cadenza.slurm_plugin.service.store import record_codec
 
 FLOOR = replace(SHARING, floor=True)
 RELIEF = replace(NOTHING, relieve=True)
@@ -180,4 +180,4 @@ def test_the_order_of_jobs_and_nodes_changes_nothing(snapshot, random):
     random.shuffle(nodes)
     turned = replace(snapshot, jobs=tuple(jobs), nodes=tuple(nodes))
     one, two = (decided(each, None, RELIEF, FLOOR, allocate=cadenza) for each in (snapshot, turned))
-    assert codec.encode_decision(one) == codec.encode_decision(two)
+    assert record_codec.encode_decision(one) == record_codec.encode_decision(two)

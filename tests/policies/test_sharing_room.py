@@ -11,11 +11,12 @@ from random import Random
 from gandiva_rig import NOTHING, SHARING, after, decided, held, key, of, on, profile, world
 from snapshots import NOW, cluster, node
 
-from cadenza.policies.actions import Migrate, Place
-from cadenza.policies.decision import Memory, Move
-from cadenza.policies.model import JobKey, Options, Progress, Share
-from cadenza.policies.profile import linked
-from cadenza.policies.sharing import defrag, room
+from cadenza.policies.core.actions import Migrate, Place
+from cadenza.policies.core.decision import Memory, Move
+from cadenza.policies.core.model import JobKey, Options, Progress, Share
+from cadenza.policies.core.profile import linked
+from cadenza.policies.sharing.migration import defragment as defrag
+from cadenza.policies.sharing.migration import move_search
 
 DEFRAG = replace(NOTHING, defrag=True)
 FLOOR = replace(SHARING, floor=True)
@@ -166,7 +167,7 @@ def test_never_more_moves_than_an_exhaustive_search_finds():
 
 def test_beyond_its_evaluations_it_is_greedy(monkeypatch):
     """The plans are still good; the fewest moves are no longer promised, and the same state gives the same plan."""
-    monkeypatch.setattr(defrag, "room", lambda *about: room.room(*about, evaluations=0))
+    monkeypatch.setattr(defrag, "room", lambda *about: move_search.room(*about, evaluations=0))
     made = 0
     for state in states(1, 60):
         decision = decided(snapshot_of(state), gandiva=DEFRAG, sharing=FLOOR)

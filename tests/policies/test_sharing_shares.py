@@ -7,11 +7,11 @@ from dataclasses import replace
 from gandiva_rig import NOTHING, after, decided, held, host, key, of, on, profile, world
 from snapshots import cluster
 
-from cadenza.policies.actions import Place, Tune
-from cadenza.policies.case import Plan
-from cadenza.policies.decision import Memory, SharingMemory
-from cadenza.policies.model import Share
-from cadenza.policies.sharing.shares import caches_mb
+from cadenza.policies.allocation.problem import Plan
+from cadenza.policies.core.actions import Place, Tune
+from cadenza.policies.core.decision import Memory, SharingMemory
+from cadenza.policies.core.model import Share
+from cadenza.policies.sharing.placement.host_division import caches_mb
 
 PROPORTIONAL = Share("a", 1, 6, 25_000)
 

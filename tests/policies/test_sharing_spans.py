@@ -11,15 +11,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from snapshots import NOW, job, lease
 
-from cadenza.policies.actions import Place, Resize
-from cadenza.policies.decision import Growth, Memory, SharingMemory
+from cadenza.policies.composition import PolicySettings, build
+from cadenza.policies.core.actions import Place, Resize
+from cadenza.policies.core.decision import Growth, Memory, SharingMemory
+from cadenza.policies.core.model import Job, JobKey, Options, Progress, Share
 from cadenza.policies.inputs.cluster import read_cluster
-from cadenza.policies.model import Job, JobKey, Options, Progress, Share
-from cadenza.policies.policy import PolicySettings, build
-from cadenza.policies.sharing.settings import GandivaSettings
-from cadenza.policies.simulator.live import PARTITION
+from cadenza.policies.sharing.state.settings import GandivaSettings
+from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.model import Setup, SimCosts, TraceJob
-from cadenza.policies.simulator.run import simulate
+from cadenza.policies.simulator.simulation import simulate
 
 ELASTIC = replace(NOTHING, elastic=True)
 HALVES = Options(min_gpus=4, max_gpus=12)

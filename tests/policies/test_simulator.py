@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cadenza.policies.errors import InputError
+from cadenza.policies.composition import PolicySettings, build
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.model import Node
+from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.cluster import read_cluster
-from cadenza.policies.model import Node
-from cadenza.policies.policy import PolicySettings, build
-from cadenza.policies.profile import Profile
-from cadenza.policies.sharing.settings import SharingSettings
-from cadenza.policies.simulator.live import PARTITION
+from cadenza.policies.sharing.state.settings import SharingSettings
+from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.model import NodeFailure, Result, Setup, SimCosts, TraceJob
-from cadenza.policies.simulator.run import simulate
+from cadenza.policies.simulator.simulation import simulate
 
 FREE = SimCosts(restart_s=0.0, yield_s=0.0, resume_s=0.0, migrate_s=0.0, resize_s=0.0)
 SETTINGS = PolicySettings(partitions=frozenset({PARTITION}))

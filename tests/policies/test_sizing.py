@@ -9,14 +9,14 @@ import pytest
 from gandiva_rig import NOTHING, SHARING, decided, held, of, on, profile, world
 from snapshots import cluster, job, key, node
 
-from cadenza.policies.actions import Place, Tune
-from cadenza.policies.allocation.cadenza import cadenza
-from cadenza.policies.decision import Memory
+from cadenza.policies.allocation.cadenza.allocate import cadenza
+from cadenza.policies.core.actions import Place, Tune
+from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.model import Share
+from cadenza.policies.core.profile import least_cpus
 from cadenza.policies.ledger import remember
-from cadenza.policies.model import Share
-from cadenza.policies.profile import least_cpus
-from cadenza.policies.sharing.shares import HEADROOM
-from cadenza.policies.sizing import as_sized, requests
+from cadenza.policies.request_sizing import as_sized, requests
+from cadenza.policies.sharing.placement.host_division import HEADROOM
 
 CPUS = {"cpus_per_gpu": (1.0, 2.0, 4.0, 8.0), "memory_gb_per_gpu": (4.0,)}
 HUNGRY = profile(**CPUS, throughput=((0.25,), (0.5,), (1.0,), (2.0,)))

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshots import NOW, cluster, job, key, lease, node
 
-from cadenza.policies.actions import DrainNode, OpenNode, Release, Requeue, Resume, Suspend, Unsuspend, Yield
-from cadenza.policies.decision import Memory
+from cadenza.policies.core.actions import DrainNode, OpenNode, Release, Requeue, Resume, Suspend, Unsuspend, Yield
+from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.model import JobKey, Options
 from cadenza.policies.guard import GuardSettings, guard
 from cadenza.policies.ledger import remember
-from cadenza.policies.model import JobKey, Options
-from cadenza.policies.sharing.settings import SharingSettings
-from cadenza.policies.sharing.timeslice import decide
+from cadenza.policies.sharing.state.settings import SharingSettings
+from cadenza.policies.sharing.turns.slurm_sync import decide
 
 some = settings(max_examples=30, deadline=None)
 APPLY = SharingSettings(enforce=True, partitions=frozenset({"gpu"}), max_priority=10)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from turns_world import gpus, key
 
-from cadenza.policies.sharing.turns import BEHIND, LATE, Contender, Turn, arrival_vtime, groups, next_turn
+from cadenza.policies.sharing.turns.fair_queue import BEHIND, LATE, Contender, Turn, arrival_vtime, groups, next_turn
 
 some = settings(max_examples=30, deadline=None)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from turns_world import COPY_S, MIN_RUN_S, SLICE_S, TICK_S, World, gpus, key
 
-from cadenza.policies.sharing.turns import BEHIND, Contender
+from cadenza.policies.sharing.turns.fair_queue import BEHIND, Contender
 
 ITERATIONS = (None, 0.5, 1.0, 3.0)
 TURN_S = SLICE_S + MIN_RUN_S + 3.0 + COPY_S + 2 * TICK_S

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cadenza.policies.errors import InputError
+from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.published import gandiva_table1
 from cadenza.policies.simulator.workloads.automl import (
     Curve,

@@ -10,14 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cadenza.policies.errors import InputError
+from cadenza.policies.composition import PolicySettings, build
+from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.cluster import PARTITION, read_cluster
-from cadenza.policies.policy import PolicySettings, build
-from cadenza.policies.simulator.model import Counts, JobResult, Result, Sample, Setup, TraceJob
-from cadenza.policies.simulator.run import simulate
-from cadenza.policies.simulator.saved import Saved, decode, encode, save_run, thin
-from cadenza.policies.simulator.summary import mean_and_half, mean_over, over_seeds, quantile, student, summarize
-from cadenza.policies.simulator.sweep import (
+from cadenza.policies.simulator.figures import mean_and_half, mean_over, over_seeds, quantile, student, summarize
+from cadenza.policies.simulator.load_sweep import (
     LoadRow,
     SweepPoint,
     backlogged,
@@ -28,6 +25,9 @@ from cadenza.policies.simulator.sweep import (
     stable,
     too_short,
 )
+from cadenza.policies.simulator.model import Counts, JobResult, Result, Sample, Setup, TraceJob
+from cadenza.policies.simulator.result_file import Saved, decode, encode, save_run, thin
+from cadenza.policies.simulator.simulation import simulate
 from cadenza.policies.simulator.workloads.catalogue import parse_workload
 
 

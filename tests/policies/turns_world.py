@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from cadenza.policies.model import Gpu, JobKey
-from cadenza.policies.sharing.turns import Contender, arrival_vtime, next_turn
+from cadenza.policies.core.model import Gpu, JobKey
+from cadenza.policies.sharing.turns.fair_queue import Contender, arrival_vtime, next_turn
 
 SLICE_S, MIN_RUN_S, COPY_S, TICK_S = 10.0, 2.0, 0.5, 0.5
 

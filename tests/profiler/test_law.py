@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.profiler.estimate import Window, estimate, settled, start_up
-from cadenza.profiler.law import Law, fit, predict, worst_error
-from cadenza.profiler.memory import Data
-from cadenza.profiler.search import next_point
+from cadenza.profiler.model.batch_means import Window, estimate, settled, start_up
+from cadenza.profiler.model.bisection import next_point
+from cadenza.profiler.model.memory import Data
+from cadenza.profiler.model.roofline import Law, fit, predict, worst_error
 
 GRID = [float(cpus) for cpus in range(1, 25)]
 laws = st.builds(Law, st.floats(0.001, 10), st.floats(0.001, 100))

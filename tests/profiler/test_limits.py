@@ -13,16 +13,16 @@ import psutil
 import pytest
 
 from cadenza.policies.inputs.interference import read_interference
-from cadenza.profiler.clock import SystemClock
 from cadenza.profiler.errors import CommandFailedError, EnvironmentLacks
-from cadenza.profiler.estimate import Window
-from cadenza.profiler.leash import marked
-from cadenza.profiler.limits import CGROUPS, Limit, Quota, open_quota, own_cpus, parents, pin
-from cadenza.profiler.measure import Rule, disturbed, slowest
-from cadenza.profiler.offline import Offline, Request
-from cadenza.profiler.pairs import COLUMNS, Side, measure
-from cadenza.profiler.search import every
-from cadenza.sidecar.agent.pages import PageRecord
+from cadenza.profiler.measure.cpu_limits import CGROUPS, Limit, Quota, open_quota, own_cpus, parents, pin
+from cadenza.profiler.measure.offline_run import Offline, Request
+from cadenza.profiler.measure.pairs import COLUMNS, Side, measure
+from cadenza.profiler.measure.point import Rule, disturbed, slowest
+from cadenza.profiler.measure.reaper import marked
+from cadenza.profiler.model.batch_means import Window
+from cadenza.profiler.model.bisection import every
+from cadenza.sidecar.agent.ipc.pages import PageRecord
+from cadenza.sidecar.clock import SystemClock
 
 STEPS = Path(__file__).with_name("steps.py")
 

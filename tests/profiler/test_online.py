@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cadenza.profiler.law import Law
-from cadenza.profiler.online import begin, guess, observe
+from cadenza.profiler.model.belief import begin, guess, observe
+from cadenza.profiler.model.roofline import Law
 
 TRUE = Law(0.1, 0.6)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.profiler.limits import own_cpus
+from cadenza.profiler.measure.cpu_limits import own_cpus
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "cadenza.slurm_plugin.cli", "profile"]

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import json, structs
 
-from cadenza.profiler.estimate import Window, estimate
-from cadenza.profiler.law import Law
-from cadenza.profiler.measure import Point
-from cadenza.profiler.search import every, next_point
-from cadenza.profiler.state import State
-from cadenza.profiler.turns import measured, next_visit
+from cadenza.profiler.measure.finished_points import State
+from cadenza.profiler.measure.interleave import measured, next_visit
+from cadenza.profiler.measure.point import Point
+from cadenza.profiler.model.batch_means import Window, estimate
+from cadenza.profiler.model.bisection import every, next_point
+from cadenza.profiler.model.roofline import Law
 
 GRID = [0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0]
 LAW = Law(0.14, 0.28)

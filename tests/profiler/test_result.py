@@ -11,20 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from cadenza.policies.errors import InputError
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.profile import Reference
 from cadenza.policies.inputs.profiles import check, read_profiles, write_profiles
 from cadenza.policies.inputs.published import synergy_profiles
-from cadenza.policies.profile import Reference
-from cadenza.profiler import state as files
-from cadenza.profiler.checks import require_usable
-from cadenza.profiler.law import Law
-from cadenza.profiler.measure import Point
-from cadenza.profiler.memory import Data
-from cadenza.profiler.offline import Request, grid_of
-from cadenza.profiler.result import Subject, best_cpus, conclude, gain, sbatch, words
-from cadenza.profiler.search import every, next_point
-from cadenza.profiler.state import State
-from cadenza.profiler.subject import model_of, parse_node
+from cadenza.profiler.measure import finished_points as files
+from cadenza.profiler.measure.environment import model_of, parse_node
+from cadenza.profiler.measure.finished_points import State
+from cadenza.profiler.measure.offline_run import Request, grid_of
+from cadenza.profiler.measure.point import Point
+from cadenza.profiler.model.bisection import every, next_point
+from cadenza.profiler.model.memory import Data
+from cadenza.profiler.model.roofline import Law
+from cadenza.profiler.profile_builder import Subject, best_cpus, conclude, gain, sbatch, words
+from cadenza.profiler.validation import require_usable
 from cadenza.slurm_plugin.cli.main import main
 
 NODE = Reference(8, 24, 500)

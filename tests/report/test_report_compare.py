@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_rig import comparison, loaded, toy
 
-from cadenza.policies.errors import InputError
-from cadenza.policies.simulator.saved import encode
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.simulator.result_file import encode
 from cadenza.slurm_plugin.report.chart import Axis, ticks
 from cadenza.slurm_plugin.report.compare import cell, compare
 from cadenza.slurm_plugin.report.gather import load, window

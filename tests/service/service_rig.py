@@ -14,11 +14,11 @@ import msgspec
 import zmq
 import zmq.auth
 
-from cadenza.policies.actions import Action, DrainNode, OpenNode, Outcome, Release, Suspend, Unsuspend
-from cadenza.policies.model import ClusterSnapshot, Job, JobKey, Node, Options, Standing
+from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Outcome, Release, Suspend, Unsuspend
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Options, Standing
+from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, LeaseReport, Report, ToAgent
-from cadenza.slurm_plugin.service.clock import SystemClock
-from cadenza.slurm_plugin.service.codec import decode_snapshot, encode_snapshot
+from cadenza.slurm_plugin.service.store.record_codec import decode_snapshot, encode_snapshot
 
 BOOKS = "CADENZA_TEST_BOOKS"
 

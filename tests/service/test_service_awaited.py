@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from service_rig import FileSlurm, books, job
 
-from cadenza.policies.decision import Move
-from cadenza.policies.model import JobKey, Share
-from cadenza.slurm_plugin.service.awaited import LOOK_FOR_S, awaited, changed, hurried
+from cadenza.policies.core.decision import Move
+from cadenza.policies.core.model import JobKey, Share
+from cadenza.slurm_plugin.service.transit import LOOK_FOR_S, awaited, changed, hurried
 
 SHARES = (Share("n2", 1, 1, 1000),)
 PHASES = ("wanted", "warming", "ordered", "requeued", "placed", "leaving", "over")

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from service_rig import BOOKS, FileSlurm, books, eventually, job, make_keys, write_config
 
-from cadenza.policies.decision import Decision, Memory
-from cadenza.policies.model import JobKey, Options
-from cadenza.slurm_plugin.service.clock import SystemClock
-from cadenza.slurm_plugin.service.lock import StoreLock
-from cadenza.slurm_plugin.service.reader import StoreReader
-from cadenza.slurm_plugin.service.store import SqliteStore
+from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.model import JobKey, Options
+from cadenza.sidecar.clock import SystemClock
+from cadenza.slurm_plugin.service.failover.lock import StoreLock
+from cadenza.slurm_plugin.service.store.reader import StoreReader
+from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
 A = JobKey(1, 0)
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from service_rig import job, node
 
-from cadenza.policies.actions import Action, Migrate, Outcome, Pack, Resize, Tune, Unpack
-from cadenza.policies.decision import Alone, Decision, Memory, Move, SharingMemory
+from cadenza.policies.core.actions import Action, Migrate, Outcome, Pack, Resize, Tune, Unpack
+from cadenza.policies.core.decision import Alone, Decision, Memory, Move, SharingMemory
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Pace, Share
+from cadenza.policies.core.profile import Profile
 from cadenza.policies.guard import GuardSettings
-from cadenza.policies.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Pace, Share
-from cadenza.policies.profile import Profile
 from cadenza.policies.round import run_round
+from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, Switched
-from cadenza.slurm_plugin.service.clock import SystemClock
-from cadenza.slurm_plugin.service.effects import UNMEASURED_S, Effect
-from cadenza.slurm_plugin.service.reader import StoreReader
-from cadenza.slurm_plugin.service.store import SqliteStore
+from cadenza.slurm_plugin.service.accounting.effects import UNMEASURED_S, Effect
+from cadenza.slurm_plugin.service.store.reader import StoreReader
+from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
 A, B = JobKey(1, 0), JobKey(2, 0)
 FOUR, EIGHT = (Share("n1", 1, 4, 1000),), (Share("n1", 1, 8, 1000),)

@@ -9,7 +9,8 @@ import pytest
 import zmq.auth
 from service_rig import eventually, lease, make_keys, peer, report
 
-from cadenza.policies.model import JobKey
+from cadenza.policies.core.model import JobKey
+from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import (
     VERSION,
     CommitOrder,
@@ -22,10 +23,9 @@ from cadenza.sidecar.orders import (
     Switched,
     YieldOrder,
 )
-from cadenza.slurm_plugin.service.clock import SystemClock
+from cadenza.slurm_plugin.service.agents.agent_events import Event
+from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub, HubSettings
 from cadenza.slurm_plugin.service.errors import HubError
-from cadenza.slurm_plugin.service.events import Event
-from cadenza.slurm_plugin.service.hub import FactSheet, Hub, HubSettings
 
 HEARTBEAT_S, ALIVE_S = 0.2, 0.6
 A = JobKey(1, 0)

@@ -22,20 +22,20 @@ from service_rig import (
     write_config,
 )
 
-from cadenza.policies.actions import Outcome, Release, Unsuspend
-from cadenza.policies.decision import Memory
-from cadenza.policies.model import ClusterSnapshot, JobKey, Options
+from cadenza.policies.core.actions import Outcome, Release, Unsuspend
+from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.model import ClusterSnapshot, JobKey, Options
+from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import CancelOrder, Facts, ResumeOrder, YieldOrder
-from cadenza.slurm_plugin.service.clock import SystemClock
-from cadenza.slurm_plugin.service.heartbeat import Heartbeat
-from cadenza.slurm_plugin.service.hub import Hub
+from cadenza.slurm_plugin.service.admission import Heartbeat
+from cadenza.slurm_plugin.service.agents.hub import Hub
+from cadenza.slurm_plugin.service.failover.release_round import adopted, release_all, release_plan, settled
 from cadenza.slurm_plugin.service.loop import Loop, Parts
-from cadenza.slurm_plugin.service.notify import notify, write_admission
-from cadenza.slurm_plugin.service.pace import early_s, pause_s
-from cadenza.slurm_plugin.service.reader import StoreReader
-from cadenza.slurm_plugin.service.release import adopted, release_all, release_plan, settled
+from cadenza.slurm_plugin.service.schedule import early_s, pause_s
 from cadenza.slurm_plugin.service.settings import hub_settings, load_settings
-from cadenza.slurm_plugin.service.store import SqliteStore
+from cadenza.slurm_plugin.service.store.reader import StoreReader
+from cadenza.slurm_plugin.service.store.writer import SqliteStore
+from cadenza.slurm_plugin.service.systemd import notify, write_admission
 
 A, B = JobKey(1, 0), JobKey(2, 0)
 TWO = (job(1), job(2, "n1-l1"))

@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 from service_rig import books, job, lease, node, report, write_config
 
-from cadenza.policies.actions import Outcome, Resume, Suspend, Unsuspend, Yield
-from cadenza.policies.model import Gpu, Host, JobKey, Use
+from cadenza.policies.core.actions import Outcome, Resume, Suspend, Unsuspend, Yield
+from cadenza.policies.core.model import Gpu, Host, JobKey, Use
 from cadenza.policies.round import RoundReport
+from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import (
     VERSION,
     CancelOrder,
@@ -22,12 +23,11 @@ from cadenza.sidecar.orders import (
     Switched,
     YieldOrder,
 )
-from cadenza.slurm_plugin.service.agents import Agent, AgentBook
-from cadenza.slurm_plugin.service.clock import SystemClock
-from cadenza.slurm_plugin.service.cluster import ClusterGateway, compose, facts_of, suspended_after
-from cadenza.slurm_plugin.service.merge import half_given, merge, parts_by_job
+from cadenza.slurm_plugin.service.agents.agent_registry import Agent, AgentBook
+from cadenza.slurm_plugin.service.agents.stop_barrier import Stops
+from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway, compose, facts_of, suspended_after
+from cadenza.slurm_plugin.service.observe.lease_merge import half_given, merge, parts_by_job
 from cadenza.slurm_plugin.service.settings import GuardTable, ServiceTable, Settings, load_settings
-from cadenza.slurm_plugin.service.stops import Stops
 
 A = JobKey(1, 0)
 ORDER = YieldOrder(VERSION, 1, 0, 10.0)

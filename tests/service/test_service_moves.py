@@ -11,17 +11,17 @@ import pytest
 from service_rig import FileSlurm, Peer, books, job, lease, node
 from test_service_loop import Rig, heard
 
-from cadenza.policies.actions import Action, Outcome, Place, Release, Requeue
-from cadenza.policies.decision import Move
-from cadenza.policies.model import Job, JobKey, Options, Share
-from cadenza.policies.sharing.settings import held_for_us
+from cadenza.policies.core.actions import Action, Outcome, Place, Release, Requeue
+from cadenza.policies.core.decision import Move
+from cadenza.policies.core.model import Job, JobKey, Options, Share
+from cadenza.policies.sharing.state.settings import held_for_us
+from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import CheckpointOrder, ResumeOrder
-from cadenza.slurm_plugin.service import moves
-from cadenza.slurm_plugin.service.clock import SystemClock
+from cadenza.slurm_plugin.service import move_requests as moves
 from cadenza.slurm_plugin.service.errors import RequestError
+from cadenza.slurm_plugin.service.failover.release_round import release_plan
 from cadenza.slurm_plugin.service.loop import Loop, Parts
-from cadenza.slurm_plugin.service.release import release_plan
-from cadenza.slurm_plugin.service.store import SqliteStore
+from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
 NEXT = JobKey(1, 1)
 NODES = (node("n1"), node("n2"))

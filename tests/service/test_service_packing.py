@@ -7,20 +7,20 @@ from pathlib import Path
 from profile_files import write_profile
 from service_rig import books, job, lease, node, report, write_config
 
-from cadenza.policies.actions import Pack, Resume, Unpack, Unsuspend
-from cadenza.policies.decision import Memory
+from cadenza.policies.core.actions import Pack, Resume, Unpack, Unsuspend
+from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.model import ClusterSnapshot, JobKey, Options, Pace
 from cadenza.policies.guard import guard
 from cadenza.policies.ledger import remember
-from cadenza.policies.model import ClusterSnapshot, JobKey, Options, Pace
 from cadenza.sidecar import orders
-from cadenza.slurm_plugin.service import codec
-from cadenza.slurm_plugin.service.agents import Agent
-from cadenza.slurm_plugin.service.cluster import compose, facts_of
-from cadenza.slurm_plugin.service.enrich import enriched
-from cadenza.slurm_plugin.service.merge import parts_by_job
-from cadenza.slurm_plugin.service.policy import policy
-from cadenza.slurm_plugin.service.profiles import Library, Shelf
+from cadenza.slurm_plugin.service.agents.agent_registry import Agent
+from cadenza.slurm_plugin.service.live_policy import policy
+from cadenza.slurm_plugin.service.observe.cluster_gateway import compose, facts_of
+from cadenza.slurm_plugin.service.observe.enrichment import enriched
+from cadenza.slurm_plugin.service.observe.lease_merge import parts_by_job
+from cadenza.slurm_plugin.service.profiles.library import Library, Shelf
 from cadenza.slurm_plugin.service.settings import Settings, guard_settings, load_settings
+from cadenza.slurm_plugin.service.store import record_codec
 
 A, B = JobKey(1, 0), JobKey(2, 0)
 GANDIVA = "[policy]\nshare='gandiva'\ngpu_memory_gb=['=16']\n[gandiva]\nmigrate=false\ndefrag=false\nelastic=false\n"
@@ -75,7 +75,8 @@ def test_two_measured_jobs_are_packed_told_to_the_agents_and_unsuspended(tmp_pat
     allowed = [one.action for one in guard(decision.actions, snapshot, before, guard_settings(chosen)) if one.allowed]
     memory = remember(decision.memory, allowed, snapshot)
     assert memory.sharing.packs == ((A, B),)
-    facts = facts_of(snapshot, chosen, frozenset(), codec.decode_memory(codec.encode_memory(memory)).sharing.packs)
+    written = record_codec.decode_memory(record_codec.encode_memory(memory))
+    facts = facts_of(snapshot, chosen, frozenset(), written.sharing.packs)
     assert [fact.pack for fact in facts["n1"].jobs] == [1, 1]
     assert [fact.pack for fact in facts_of(snapshot, chosen, frozenset())["n1"].jobs] == [0, 0]
 

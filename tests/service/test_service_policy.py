@@ -11,23 +11,21 @@ import pytest
 from profile_files import HUNGRY, SATED, write_profile
 from service_rig import books, job, node
 
-from cadenza.policies.actions import Action, DrainNode, Place, Release, Requeue, Resize, Size, Tune
-from cadenza.policies.decision import Decision, Memory
+from cadenza.policies.composition import Policy, build
+from cadenza.policies.core.actions import Action, DrainNode, Place, Release, Requeue, Resize, Size, Tune
+from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Node, Options, Placement, Share
 from cadenza.policies.guard import guard
 from cadenza.policies.inputs.profiles import read_profiles
-from cadenza.policies.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Node, Options, Placement, Share
-from cadenza.policies.policy import Policy, build
-from cadenza.policies.simulator.live import PARTITION
+from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.model import Setup, TraceJob
-from cadenza.policies.simulator.run import simulate
+from cadenza.policies.simulator.simulation import simulate
+from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import ConfigError
 from cadenza.slurm_plugin.gateway.recorded import RecordedGateway
-from cadenza.slurm_plugin.service import codec
-from cadenza.slurm_plugin.service.clock import SystemClock
-from cadenza.slurm_plugin.service.enrich import EnrichedGateway, placement_of
-from cadenza.slurm_plugin.service.policy import chosen, policy
-from cadenza.slurm_plugin.service.profiles import Shelf
-from cadenza.slurm_plugin.service.reader import StoreReader
+from cadenza.slurm_plugin.service.live_policy import chosen, policy
+from cadenza.slurm_plugin.service.observe.enrichment import EnrichedGateway, placement_of
+from cadenza.slurm_plugin.service.profiles.library import Shelf
 from cadenza.slurm_plugin.service.settings import (
     Settings,
     from_record,
@@ -36,7 +34,9 @@ from cadenza.slurm_plugin.service.settings import (
     policy_settings,
     to_record,
 )
-from cadenza.slurm_plugin.service.store import SqliteStore
+from cadenza.slurm_plugin.service.store import record_codec
+from cadenza.slurm_plugin.service.store.reader import StoreReader
+from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
 RECORDING = Path(__file__).parents[1] / "gateway" / "data" / "slurm-26.05.jsonl"
 APPLY = "[service]\nmode='apply'\n"
@@ -117,7 +117,7 @@ def test_by_default_nothing_is_sized_or_tuned(tmp_path: Path) -> None:
     assert not of(Tune, decision)
     blank = replace(snapshot, jobs=tuple(replace(j, profile=None, placement=(), progress=None) for j in snapshot.jobs))
     bare = policy(settings_of(tmp_path, APPLY))(blank, Memory())
-    assert codec.encode_decision(bare) == codec.encode_decision(decision)
+    assert record_codec.encode_decision(bare) == record_codec.encode_decision(decision)
 
 
 def test_pending_jobs_ask_for_what_their_profile_says_and_why_it_is_said(tmp_path: Path) -> None:
@@ -300,8 +300,8 @@ def test_the_simulator_and_the_service_decide_the_same(tmp_path: Path, order: st
     def check(snapshot: ClusterSnapshot, memory: Memory, decision: Decision) -> None:
         nonlocal rounds
         rounds += 1
-        ours = live(codec.decode_snapshot(codec.encode_snapshot(snapshot)), memory)
-        assert codec.encode_decision(ours) == codec.encode_decision(decision)
+        ours = live(record_codec.decode_snapshot(record_codec.encode_snapshot(snapshot)), memory)
+        assert record_codec.encode_decision(ours) == record_codec.encode_decision(decision)
 
     lanes = 1 if share == "none" else 2
     nodes = tuple(
@@ -332,9 +332,9 @@ def test_a_round_replays_byte_for_byte_without_its_profile_files(tmp_path: Path)
     store.close()
     assert found is not None
     assert found.before == before
-    assert codec.encode_snapshot(found.snapshot) == codec.encode_snapshot(snapshot)
+    assert record_codec.encode_snapshot(found.snapshot) == record_codec.encode_snapshot(snapshot)
     profiles = {id(one.profile): one.profile for one in found.snapshot.jobs if one.profile is not None}
     (first,) = profiles.values()
     assert set(first.siblings) <= {"a100", "v100"}
     replayed = policy(from_record(found.settings))(found.snapshot, found.before)
-    assert codec.encode_decision(replayed) == codec.encode_decision(decision)
+    assert record_codec.encode_decision(replayed) == record_codec.encode_decision(decision)

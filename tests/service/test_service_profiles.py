@@ -9,9 +9,9 @@ import pytest
 from profile_files import HUNGRY, SATED, write_profile
 from service_rig import books, job, node
 
-from cadenza.policies.model import Job, Options
-from cadenza.slurm_plugin.service.enrich import enriched
-from cadenza.slurm_plugin.service.profiles import Found, Shelf, slurm_type
+from cadenza.policies.core.model import Job, Options
+from cadenza.slurm_plugin.service.observe.enrichment import enriched
+from cadenza.slurm_plugin.service.profiles.library import Found, Shelf, slurm_type
 
 A100 = frozenset({"a100"})
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from service_rig import books, job, lease, node, report
 
-from cadenza.policies.model import Gpu, Job, JobKey, Lease, Options, Progress, Share
-from cadenza.policies.profile import Profile
+from cadenza.policies.core.model import Gpu, Job, JobKey, Lease, Options, Progress, Share
+from cadenza.policies.core.profile import Profile
 from cadenza.sidecar.orders import InForce
-from cadenza.slurm_plugin.service.agents import Agent
-from cadenza.slurm_plugin.service.enrich import enriched, in_force, placement_of
-from cadenza.slurm_plugin.service.profiles import Library
-from cadenza.slurm_plugin.service.progress import progress
+from cadenza.slurm_plugin.service.agents.agent_registry import Agent
+from cadenza.slurm_plugin.service.observe.enrichment import enriched, in_force, placement_of
+from cadenza.slurm_plugin.service.observe.progress import progress
+from cadenza.slurm_plugin.service.profiles.library import Library
 
 PROFILE = Profile("net", 0.5, (1.0, 2.0, 4.0), (1.0,), ((0.25,), (0.5,), (1.0,)))
 TYPES = {"n1": "a100", "n2": "v100"}

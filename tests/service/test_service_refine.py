@@ -14,26 +14,26 @@ from hypothesis import strategies as st
 from profile_files import HUNGRY, write_profile
 from service_rig import books, job, lease, node
 
-from cadenza.policies.actions import Action, Outcome, Tune
-from cadenza.policies.decision import Memory
-from cadenza.policies.model import ClusterSnapshot, Gpu, Host, Job, Lease, Options, Pace, Share
-from cadenza.policies.profile import Profile
-from cadenza.profiler.law import Law, fit
-from cadenza.profiler.online import begin, observe
+from cadenza.policies.core.actions import Action, Outcome, Tune
+from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, Lease, Options, Pace, Share
+from cadenza.policies.core.profile import Profile
+from cadenza.profiler.model.belief import begin, observe
+from cadenza.profiler.model.roofline import Law, fit
 from cadenza.sidecar import orders
-from cadenza.slurm_plugin.service import codec
-from cadenza.slurm_plugin.service.agents import Agent
-from cadenza.slurm_plugin.service.clock import SystemClock
-from cadenza.slurm_plugin.service.enrich import EnrichedGateway
-from cadenza.slurm_plugin.service.learned import Record, corrected, decoded, encoded, law_of
-from cadenza.slurm_plugin.service.merge import merge
-from cadenza.slurm_plugin.service.policy import policy
-from cadenza.slurm_plugin.service.profiles import Shelf
-from cadenza.slurm_plugin.service.reader import StoreReader
-from cadenza.slurm_plugin.service.refine import Refiner
+from cadenza.sidecar.clock import SystemClock
+from cadenza.slurm_plugin.service.agents.agent_registry import Agent
+from cadenza.slurm_plugin.service.live_policy import policy
+from cadenza.slurm_plugin.service.observe.enrichment import EnrichedGateway
+from cadenza.slurm_plugin.service.observe.lease_merge import merge
+from cadenza.slurm_plugin.service.profiles.beliefs import Record, corrected, decoded, encoded, law_of
+from cadenza.slurm_plugin.service.profiles.library import Shelf
+from cadenza.slurm_plugin.service.profiles.observations import SETTLE_S, Window, watch
+from cadenza.slurm_plugin.service.profiles.refiner import Refiner
 from cadenza.slurm_plugin.service.settings import GuardTable, PolicyTable, ServiceTable, Settings
-from cadenza.slurm_plugin.service.store import SqliteStore
-from cadenza.slurm_plugin.service.windows import SETTLE_S, Window, watch
+from cadenza.slurm_plugin.service.store import record_codec
+from cadenza.slurm_plugin.service.store.reader import StoreReader
+from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
 ROUND_S = 5.0
 TRUE = Law(0.25, 4.0)
@@ -421,8 +421,8 @@ def test_a_round_decides_by_the_refined_profile_and_replays(tmp_path: Path, file
     assert given_to(first)[1] > given_to(later)[1]
     assert given_to(first)[2] < given_to(later)[2] == 8
     decision = decide(later, Memory())
-    stored = codec.decode_snapshot(codec.encode_snapshot(later))
-    assert codec.encode_decision(decide(stored, Memory())) == codec.encode_decision(decision)
+    stored = record_codec.decode_snapshot(record_codec.encode_snapshot(later))
+    assert record_codec.encode_decision(decide(stored, Memory())) == record_codec.encode_decision(decision)
     store = SqliteStore(tmp_path / "cadenza.db", SystemClock())
     store.begin(later, decision, (), Memory())
     with StoreReader(store.path) as reader:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cadenza.sidecar.config import ConfigError
-from cadenza.slurm_plugin.service import table
+from cadenza.slurm_plugin.service import settings_reference
 from cadenza.slurm_plugin.service.settings import (
     Settings,
     from_record,
@@ -82,14 +82,14 @@ def test_kill_switch_is_looked_up_each_time(tmp_path: Path) -> None:
 
 
 def test_example_is_complete_and_gives_the_defaults(tmp_path: Path) -> None:
-    text = table.example_toml()
+    text = settings_reference.example_toml()
     assert load_settings(write(tmp_path, text)) == Settings()
     keys = {(section, key) for section, values in tomllib.loads(text).items() for key in values}
-    assert keys == {(row.section, row.key) for row in table.rows()}
+    assert keys == {(row.section, row.key) for row in settings_reference.rows()}
 
 
 def test_every_key_has_a_meaning() -> None:
-    assert all(row.doc and row.type for row in table.rows())
+    assert all(row.doc and row.type for row in settings_reference.rows())
 
 
 def test_record_gives_the_same_settings() -> None:

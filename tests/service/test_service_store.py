@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from service_rig import books, job, node
 
-from cadenza.policies.actions import (
+from cadenza.policies.core.actions import (
     DrainNode,
     OpenNode,
     Outcome,
@@ -24,20 +24,20 @@ from cadenza.policies.actions import (
     Unsuspend,
     Yield,
 )
-from cadenza.policies.decision import Decision, Memory
+from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, JobKey, Lease
 from cadenza.policies.guard import Guarded
-from cadenza.policies.model import ClusterSnapshot, Gpu, Host, JobKey, Lease
+from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, LeaseLog, Switched
-from cadenza.slurm_plugin.service import codec
-from cadenza.slurm_plugin.service.clock import SystemClock
+from cadenza.slurm_plugin.service.agents.agent_events import Event
 from cadenza.slurm_plugin.service.errors import AlreadyRunningError, StoreError
-from cadenza.slurm_plugin.service.events import Event
-from cadenza.slurm_plugin.service.lock import StoreLock
-from cadenza.slurm_plugin.service.policy import policy
-from cadenza.slurm_plugin.service.reader import StoreReader
+from cadenza.slurm_plugin.service.failover.lock import StoreLock
+from cadenza.slurm_plugin.service.live_policy import policy
 from cadenza.slurm_plugin.service.settings import Settings, from_record, load_settings, to_record
-from cadenza.slurm_plugin.service.store import SqliteStore
-from cadenza.slurm_plugin.service.verify import verdict
+from cadenza.slurm_plugin.service.store import record_codec
+from cadenza.slurm_plugin.service.store.reader import StoreReader
+from cadenza.slurm_plugin.service.store.verification import verdict
+from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
 A, B = JobKey(1, 0), JobKey(2, 0)
 
@@ -169,7 +169,7 @@ def test_lock_belongs_to_one_living_process(tmp_path: Path) -> None:
     lock = StoreLock(tmp_path / "cadenza.db")
     assert lock.owner() is None
     program = (
-        "import sys, pathlib; from cadenza.slurm_plugin.service.lock import StoreLock\n"
+        "import sys, pathlib; from cadenza.slurm_plugin.service.failover.lock import StoreLock\n"
         "StoreLock(pathlib.Path(sys.argv[1])).take(); print('mine', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -227,7 +227,7 @@ def test_replay_gives_the_same_decision_byte_for_byte(tmp_path: Path) -> None:
     assert found is not None
     assert (found.snapshot, found.before, found.decision) == (snapshot, before, decision)
     replayed = policy(from_record(found.settings))(found.snapshot, found.before)
-    assert codec.encode_decision(replayed) == codec.encode_decision(decision)
+    assert record_codec.encode_decision(replayed) == record_codec.encode_decision(decision)
 
 
 KEYS = st.builds(JobKey, st.integers(1, 9), st.integers(0, 2))
@@ -247,9 +247,9 @@ DECISIONS = st.builds(Decision, st.lists(ACTIONS).map(tuple), MEMORIES, st.dicti
 
 @given(DECISIONS)
 def test_decisions_round_trip(decision: Decision) -> None:
-    data = codec.encode_decision(decision)
-    assert codec.decode_decision(data) == decision
-    assert codec.encode_decision(codec.decode_decision(data)) == data
+    data = record_codec.encode_decision(decision)
+    assert record_codec.decode_decision(data) == decision
+    assert record_codec.encode_decision(record_codec.decode_decision(data)) == data
 
 
 # --- Verification ---

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from service_rig import books, job, lease, node, report
 
-from cadenza.policies.actions import Outcome, Tune
-from cadenza.policies.model import JobKey, Share
-from cadenza.slurm_plugin.service.agents import Agent
-from cadenza.slurm_plugin.service.clock import SystemClock
-from cadenza.slurm_plugin.service.cluster import ClusterGateway, facts_of
+from cadenza.policies.core.actions import Outcome, Tune
+from cadenza.policies.core.model import JobKey, Share
+from cadenza.sidecar.clock import SystemClock
+from cadenza.slurm_plugin.service.agents.agent_registry import Agent
+from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway, facts_of
 from cadenza.slurm_plugin.service.settings import Settings
 
 A = JobKey(1, 0)

@@ -9,11 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from service_rig import job, node
 
-from cadenza.policies.decision import Memory
-from cadenza.policies.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Options
-from cadenza.slurm_plugin.service.brought import Record, brought
-from cadenza.slurm_plugin.service.reader import HourRow
-from cadenza.slurm_plugin.service.usage import LONGEST_S, Spent, by_hour, counts, given_up, spent, started, watched
+from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Options
+from cadenza.slurm_plugin.service.accounting.sharing_report import Record, brought
+from cadenza.slurm_plugin.service.accounting.usage import (
+    LONGEST_S,
+    Spent,
+    by_hour,
+    counts,
+    given_up,
+    spent,
+    started,
+    watched,
+)
+from cadenza.slurm_plugin.service.store.reader import HourRow
 
 LANES = (node("n1"), node("n1-l1", 1))
 HOSTS = (Host("n1", agent_alive=True),)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from spankstructs import ABSENT, GIVES_UP, GRANTED, SILENT, Config, Job, job
 
 from cadenza.sidecar import wire
-from cadenza.sidecar.agent.messages import End, Start, parse
+from cadenza.sidecar.agent.ipc.messages import End, Start, parse
 
 REFUSAL = wire.encode("error", error="no")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cadenza.slurm_plugin.sweep.errors import SlurmUnavailable, SubmitError
-from cadenza.slurm_plugin.sweep.slurm import Queued
+from cadenza.slurm_plugin.sweep.slurm_commands import Queued
 
 
 @dataclass

@@ -12,7 +12,7 @@ from sweep_rig import Books
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.sweep import Plan, Stop, Sweep
 from cadenza.slurm_plugin.sweep.errors import BusyError, InputError, SlurmUnavailable
-from cadenza.slurm_plugin.sweep.state import read_book
+from cadenza.slurm_plugin.sweep.journal import read_book
 
 WORDS = ["--gres=gpu:1", "--wrap=train --lr {lr}"]
 CONFIGS = [{"lr": lr} for lr in (0.1, 0.2, 0.3, 0.4)]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.sweep.configs import read_request
 from cadenza.slurm_plugin.sweep.errors import InputError
-from cadenza.slurm_plugin.sweep.slurm import comment_of, is_behind, with_place
-from cadenza.slurm_plugin.sweep.words import check_words, fill
+from cadenza.slurm_plugin.sweep.sbatch_arguments import check_words, fill
+from cadenza.slurm_plugin.sweep.slurm_commands import comment_of, is_behind, with_place
 
 WRAP = "--wrap=train {lr}"
 

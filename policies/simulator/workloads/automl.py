@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from cadenza.policies.errors import InputError
-from cadenza.policies.inputs.text import integer, number, read_table
-from cadenza.policies.profile import Profile
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.profile import Profile
+from cadenza.policies.inputs.csv_table import integer, number, read_table
 from cadenza.policies.simulator.model import TraceJob
 from cadenza.policies.simulator.workloads.spec import Draws
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cadenza.policies.errors import InputError
-from cadenza.policies.inputs.deal import deal, read_split
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.profile import Profile
+from cadenza.policies.inputs.csv_table import quoted, suggest
+from cadenza.policies.inputs.model_mix import deal, read_split
 from cadenza.policies.inputs.published import gandiva_table1, synergy_profiles
-from cadenza.policies.inputs.text import quoted, suggest
-from cadenza.policies.profile import Profile
 from cadenza.policies.simulator.model import TraceJob
 from cadenza.policies.simulator.workloads import automl, gandiva
 from cadenza.policies.simulator.workloads.spec import (

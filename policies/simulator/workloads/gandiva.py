@@ -23,8 +23,8 @@ from functools import cache
 from itertools import accumulate
 from types import MappingProxyType
 
+from cadenza.policies.core.profile import Profile, Reference
 from cadenza.policies.inputs.interference import PackedRow
-from cadenza.policies.profile import Profile, Reference
 from cadenza.policies.simulator.model import TraceJob
 from cadenza.policies.simulator.workloads.spec import Draws
 

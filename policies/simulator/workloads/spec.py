@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cadenza.policies.errors import InputError
-from cadenza.policies.inputs.text import integer, number, positive, quoted, suggest
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.inputs.csv_table import integer, number, positive, quoted, suggest
 
 LONGEST = 1_000_000
 """Jobs of one generated workload at most."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, log
 
-from cadenza.policies.inputs.deal import Deal
-from cadenza.policies.profile import Profile
+from cadenza.policies.core.profile import Profile
+from cadenza.policies.inputs.model_mix import Deal
 from cadenza.policies.simulator.model import TraceJob
 from cadenza.policies.simulator.workloads.spec import Draws
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from cadenza.sidecar.agent.clock import Clock
 from cadenza.sidecar.agent.driver.protocol import MAX_PACKET, Called, Hello, Looked, Reply, Request
+from cadenza.sidecar.clock import Clock
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from cadenza.sidecar.agent.driver.protocol import Operation
-from cadenza.sidecar.agent.leases import GpuProcess
+from cadenza.sidecar.agent.leases.lease_table import GpuProcess
 
 # --- events ------------------------------------------------------------------------------------------------
 

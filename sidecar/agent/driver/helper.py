@@ -18,12 +18,12 @@ from pathlib import Path
 
 import msgspec
 
-from cadenza.sidecar.agent.clock import Clock, SystemClock
 from cadenza.sidecar.agent.driver.cuda import Cuda, CudaError
-from cadenza.sidecar.agent.driver.looking import Looker
+from cadenza.sidecar.agent.driver.inspection import Looker
 from cadenza.sidecar.agent.driver.protocol import MAX_PACKET, Call, Called, Hello, Look, Reply, Request
 from cadenza.sidecar.agent.errors import EnvironmentLacksError
-from cadenza.sidecar.agent.processes import start_ticks
+from cadenza.sidecar.agent.ipc.processes import start_ticks
+from cadenza.sidecar.clock import Clock, SystemClock
 
 LEAVE_S = 120.0
 """How long calls under way may take once the agent is gone: a copy that is cut off may spoil its process."""

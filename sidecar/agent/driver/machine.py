@@ -27,7 +27,7 @@ from cadenza.sidecar.agent.driver.events import (
     Tick,
 )
 from cadenza.sidecar.agent.driver.protocol import Operation
-from cadenza.sidecar.agent.leases import GpuProcess
+from cadenza.sidecar.agent.leases.lease_table import GpuProcess
 
 TRIES = 3
 """How often an operation that may be repeated is tried, and how many helpers a job may use up."""

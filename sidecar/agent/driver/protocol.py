@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from cadenza.sidecar.agent.leases import GpuProcess
+from cadenza.sidecar.agent.leases.lease_table import GpuProcess
 
 MAX_PACKET = 1 << 17
 

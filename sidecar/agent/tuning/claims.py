@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cadenza.policies.model import JobKey
-from cadenza.sidecar.agent.host import Host
-from cadenza.sidecar.agent.leases import Entry
-from cadenza.sidecar.agent.processes import job_of
-from cadenza.sidecar.agent.tuning import groups
+from cadenza.policies.core.model import JobKey
+from cadenza.sidecar.agent.ipc.processes import job_of
+from cadenza.sidecar.agent.jobs.host_state import Host
+from cadenza.sidecar.agent.leases.lease_table import Entry
+from cadenza.sidecar.agent.tuning import cgroup_paths
 from cadenza.sidecar.agent.tuning.limits import Limits
 from cadenza.sidecar.agent.tuning.planner import MILLI, Claim, Grant
+from cadenza.sidecar.agent.tuning.state_file import Wish
 from cadenza.sidecar.agent.tuning.topology import Topology
-from cadenza.sidecar.agent.tuning.tunefile import Wish
 from cadenza.sidecar.orders import JobFacts
 
 
@@ -90,7 +90,7 @@ def strangers(host: Host, which_job: Callable[[int], int | None] = job_of) -> fr
     pid = next((process.pid for entry in host.book for process in entry.processes), None)
     if pid is None:
         return frozenset()
-    found = (_number(folder.name) or _first(folder, which_job) for folder in groups.of(pid).neighbours())
+    found = (_number(folder.name) or _first(folder, which_job) for folder in cgroup_paths.of(pid).neighbours())
     return frozenset(job for job in found if job is not None)
 
 
@@ -102,4 +102,4 @@ def _number(name: str) -> int | None:
 
 def _first(folder: Path, which_job: Callable[[int], int | None]) -> int | None:
     """Return the job that the processes of a group say they belong to."""
-    return next((job for pid in groups.processes(folder) if (job := which_job(pid)) is not None), None)
+    return next((job for pid in cgroup_paths.processes(folder) if (job := which_job(pid)) is not None), None)

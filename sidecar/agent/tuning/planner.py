@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cadenza.policies.model import JobKey
+from cadenza.policies.core.model import JobKey
 from cadenza.sidecar.agent.tuning.topology import Cpu, Topology
 
 MILLI = 1000

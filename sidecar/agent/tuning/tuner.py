@@ -7,19 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cadenza.policies.model import JobKey
+from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.errors import AgentError
-from cadenza.sidecar.agent.host import Host
-from cadenza.sidecar.agent.leases import Entry
-from cadenza.sidecar.agent.pages import Page
+from cadenza.sidecar.agent.ipc.pages import Page
+from cadenza.sidecar.agent.jobs.host_state import Host
+from cadenza.sidecar.agent.leases.lease_table import Entry
+from cadenza.sidecar.agent.tuning.cgroup_v1 import sweep
 from cadenza.sidecar.agent.tuning.claims import Part, Scale, claims, strangers
+from cadenza.sidecar.agent.tuning.detect import limits_of, writable_groups
 from cadenza.sidecar.agent.tuning.limits import Limits, TuningError
 from cadenza.sidecar.agent.tuning.planner import MILLI, Grant, plan
-from cadenza.sidecar.agent.tuning.present import limits_of, writable_groups
+from cadenza.sidecar.agent.tuning.state_file import Kept, TuneFile, Wish
 from cadenza.sidecar.agent.tuning.topology import Topology, listed
-from cadenza.sidecar.agent.tuning.tunefile import Kept, TuneFile, Wish
-from cadenza.sidecar.agent.tuning.version1 import sweep
 
 log = logging.getLogger(__name__)
 

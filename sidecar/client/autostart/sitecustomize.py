@@ -20,7 +20,7 @@ def _next_sitecustomize() -> None:
 
 
 try:
-    from cadenza.sidecar.client.auto import install
+    from cadenza.sidecar.client.bootstrap.auto import install
 except ImportError as error:
     sys.stderr.write(f"cadenza run: {sys.executable} cannot attach, install Cadenza in it: {error}\n")
 else:

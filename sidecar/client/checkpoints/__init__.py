@@ -15,7 +15,7 @@ from cadenza.sidecar.client.checkpoints.errors import (
     VersionError,
 )
 from cadenza.sidecar.client.checkpoints.parts import own_parts, parts_of
-from cadenza.sidecar.client.checkpoints.sampler import ResumableSampler
+from cadenza.sidecar.client.checkpoints.resumable_sampler import ResumableSampler
 
 __all__ = [
     "Checkpoint",

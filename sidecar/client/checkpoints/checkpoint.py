@@ -14,16 +14,16 @@ from typing import Any, Self
 
 import torch
 
-from cadenza.sidecar.client import process
-from cadenza.sidecar.client.checkpoints import randomness, reading, writing
+from cadenza.sidecar.client.bootstrap import process
+from cadenza.sidecar.client.checkpoints import reading, rng_state, writing
+from cadenza.sidecar.client.checkpoints.collective import Ranks
 from cadenza.sidecar.client.checkpoints.errors import CheckpointError, MismatchError, SaveError
 from cadenza.sidecar.client.checkpoints.parts import Part
-from cadenza.sidecar.client.checkpoints.ranks import Ranks
 from cadenza.sidecar.client.checkpoints.reading import Loaded, Skipped
-from cadenza.sidecar.client.checkpoints.sampler import ResumableSampler
+from cadenza.sidecar.client.checkpoints.resumable_sampler import ResumableSampler
 from cadenza.sidecar.client.checkpoints.staging import SHARDED, Staging
 from cadenza.sidecar.client.errors import UsageError
-from cadenza.sidecar.client.ordered import Saved
+from cadenza.sidecar.client.session.checkpoint_request import Saved
 
 MEET = timedelta(seconds=60)
 """How long the ranks wait for each other when Cadenza orders a checkpoint; they stand at one boundary already."""
@@ -173,7 +173,7 @@ class Checkpoint:
         self._staging.begin()
         shared = {name: self._staging.take(part.capture(), name) for name, part in self._parts.items()}
         self._staging.finish()
-        own = {"rng": randomness.capture(), "sampler": None if self._sampler is None else self._sampler.state_dict()}
+        own = {"rng": rng_state.capture(), "sampler": None if self._sampler is None else self._sampler.state_dict()}
         _must_be_json(own["sampler"])
         return writing.Captured({"parts": shared}, own, self._staging.sharded)
 
@@ -228,9 +228,9 @@ class Checkpoint:
         for name, part in self._parts.items():
             part.restore(loaded.shared["parts"][name], read)
         if self._ranks.rank < loaded.world_size:
-            randomness.restore(loaded.own["rng"])
+            rng_state.restore(loaded.own["rng"])
         else:
-            randomness.seed_new_rank(loaded.own["rng"], loaded.place.step, self._ranks.rank)
+            rng_state.seed_new_rank(loaded.own["rng"], loaded.place.step, self._ranks.rank)
 
 
 def _form(shared: Mapping[str, Any]) -> int:

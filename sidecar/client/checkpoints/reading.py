@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from cadenza.sidecar.client.checkpoints import files, store
+from cadenza.sidecar.client.checkpoints import directory as store
+from cadenza.sidecar.client.checkpoints import files
+from cadenza.sidecar.client.checkpoints.collective import Ranks
+from cadenza.sidecar.client.checkpoints.directory import Marker, Place, UnusableError
 from cadenza.sidecar.client.checkpoints.errors import DamagedError
-from cadenza.sidecar.client.checkpoints.ranks import Ranks
-from cadenza.sidecar.client.checkpoints.store import Marker, Place, UnusableError
 from cadenza.sidecar.client.checkpoints.writing import SHARED, rank_file
 
 _log = logging.getLogger("cadenza.client")

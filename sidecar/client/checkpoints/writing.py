@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from cadenza.sidecar.client.checkpoints import files, store
+from cadenza.sidecar.client.checkpoints import directory as store
+from cadenza.sidecar.client.checkpoints import files
+from cadenza.sidecar.client.checkpoints.collective import Ranks
 from cadenza.sidecar.client.checkpoints.errors import SaveError
 from cadenza.sidecar.client.checkpoints.files import Entry
-from cadenza.sidecar.client.checkpoints.ranks import Ranks
 
 SHARED = "shared.pt"
 SHARDS = "sharded"

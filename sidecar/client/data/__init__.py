@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cadenza.sidecar.client.data.cache import CachedDataset
-    from cadenza.sidecar.client.data.elastic import ElasticDataLoader, workers_for
-    from cadenza.sidecar.client.data.places import remove
-    from cadenza.sidecar.client.data.store import Stats
+    from cadenza.sidecar.client.data.elastic_loader import ElasticDataLoader, workers_for
+    from cadenza.sidecar.client.data.item_store import Stats
+    from cadenza.sidecar.client.data.shm_dirs import remove
 
 __all__ = ["CachedDataset", "ElasticDataLoader", "Stats", "remove", "workers_for"]
 
 _HOMES = {
     "CachedDataset": "cache",
-    "ElasticDataLoader": "elastic",
-    "Stats": "store",
-    "remove": "places",
-    "workers_for": "elastic",
+    "ElasticDataLoader": "elastic_loader",
+    "Stats": "item_store",
+    "remove": "shm_dirs",
+    "workers_for": "elastic_loader",
 }
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from cadenza.sidecar.client import following
-from cadenza.sidecar.client.data import codec
+from cadenza.sidecar.client.data import item_codec
 from cadenza.sidecar.client.data.errors import DataUsageError, NotStorableError
-from cadenza.sidecar.client.data.places import SHARED_MEMORY, Place, job_key
-from cadenza.sidecar.client.data.store import Stats, Store, create
+from cadenza.sidecar.client.data.item_store import Stats, Store, create
+from cadenza.sidecar.client.data.shm_dirs import SHARED_MEMORY, Place, job_key
+from cadenza.sidecar.client.session import resources
 
 MIB = 1 << 20
 
@@ -64,9 +64,9 @@ class CachedDataset(Dataset[Any]):
         self._leave = weakref.finalize(self, place.leave)
         """Runs at the end of this object or of the process; a forked child's place has been left already."""
         _caches.add(self)
-        following.register(self)
+        resources.register(self)
         for cache in list(_caches):
-            following.bring(cache)  # the others' shares are smaller now
+            resources.bring(cache)  # the others' shares are smaller now
 
     def _open(self, place: Place, budget: int) -> Store | None:
         """Come to use the shared files, made if this is the first process to; None when that is impossible."""
@@ -130,7 +130,7 @@ class CachedDataset(Dataset[Any]):
     def _cached(self, number: int) -> Any:
         """Return an item from the cache, or _ABSENT."""
         payload = self._store.read(number) if self._store is not None and number >= 0 else None
-        return _ABSENT if payload is None else codec.decode(payload)
+        return _ABSENT if payload is None else item_codec.decode(payload)
 
     def _read(self, indices: list[Any]) -> Sequence[Any]:
         """Return items of the dataset itself."""
@@ -144,7 +144,7 @@ class CachedDataset(Dataset[Any]):
         if self._store is None or number < 0 or not self._store.room:
             return True
         try:
-            self._store.offer(number, codec.encode(item))
+            self._store.offer(number, item_codec.encode(item))
         except NotStorableError as error:
             if not self._warned:
                 _log.warning("item %d, and others like it, are not cached: they contain %s", number, error)
@@ -162,7 +162,7 @@ class CachedDataset(Dataset[Any]):
         if self._store is not None:
             self._store.resize(budget)
 
-    def tuned(self, tuning: following.Tuning, ranks: int) -> None:  # noqa: ARG002 (a node's ranks have one copy)
+    def tuned(self, tuning: resources.Tuning, ranks: int) -> None:  # noqa: ARG002 (a node's ranks have one copy)
         """Follow what the job has for its caches on this node."""
         if self._store is None or (tuning.cache_mb is None and not self._follows):
             return

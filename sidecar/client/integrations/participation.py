@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cadenza.sidecar import client, wire
-from cadenza.sidecar.client import ordered
+from cadenza.sidecar.client.bootstrap.process import current, prepare
 from cadenza.sidecar.client.errors import UsageError
-from cadenza.sidecar.client.process import current, prepare
+from cadenza.sidecar.client.session import checkpoint_request
 
 if TYPE_CHECKING:
-    from cadenza.sidecar.client.session import Session
+    from cadenza.sidecar.client.session.job_session import Session
 
 
 class Participation:
@@ -94,10 +94,10 @@ class Participation:
         if self._session is not None and _away(self._session):
             raise UsageError(f"{what} was called while this job's state is in host memory: wait for its lease first")
 
-    def _promise(self) -> ordered.Later:
+    def _promise(self) -> checkpoint_request.Later:
         """Take Cadenza's order: the framework saves at the end of its next step."""
         self.owed = True
-        return ordered.LATER
+        return checkpoint_request.LATER
 
     def _all(self) -> dict[str, object]:
         """Return the state of this run, and nothing once it has left."""

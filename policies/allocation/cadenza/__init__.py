@@ -1,0 +1,1 @@
+"""Cadenza's own allocation: the whole profile matrix, each node divided exactly."""

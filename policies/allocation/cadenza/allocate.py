@@ -1,0 +1,165 @@
+"""Cadenza's own allocation: the whole profile matrix, each node divided exactly, placement chosen for it, sticky."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import floor
+
+from cadenza.policies.allocation.cadenza.arrays import Arrays
+from cadenza.policies.allocation.cadenza.assignment import Board
+from cadenza.policies.allocation.cadenza.gangs import make_room, reunite, span
+from cadenza.policies.allocation.cadenza.initial import deal, keep, order
+from cadenza.policies.allocation.cadenza.knapsack import Division, division
+from cadenza.policies.allocation.cadenza.local_search import BLOCK, Improver, Limits, insert, level
+from cadenza.policies.allocation.cadenza.node_plan import written
+from cadenza.policies.allocation.problem import Case, Plan, Server
+from cadenza.policies.core.gc_pause import uncollected
+from cadenza.policies.core.model import Job, JobKey
+from cadenza.policies.core.profile import Profile
+
+FEW = 1 << 17
+"""Most (job, node) pairs for which each newcomer is tried on each node; more are dealt out."""
+FRESH = 1
+"""Evaluations that each newcomer adds to the case's, so that a start from scratch gets the search that it needs."""
+TRIES = 16
+"""How often a job with several GPUs is offered in exchange for smaller ones."""
+MOST_FRESH = 2000
+"""Most that newcomers add together."""
+
+
+def cadenza(case: Case) -> Plan:
+    """Place and divide so that the sum of speeds is high and no job is slower than with its proportional share.
+
+    Each job gets a point of its profile that promises at least ``1 + margin`` times its proportional throughput on
+    the kind of node where it runs, or exactly the proportional share. A node is divided among its jobs exactly, by
+    dynamic programming; jobs change places between nodes while the sum gains more within ``horizon_s`` than moving
+    costs. All runnable jobs are placed, one with several GPUs on one node where that is possible.
+    """
+    with uncollected():
+        return allocate(case, division())
+
+
+def warm() -> None:
+    """Compile everything on a small case, where numba is installed."""
+    profile = Profile("warm", 1.0, (1.0, 3.0, 6.0), (20.0, 62.5), ((0.5, 0.5), (1.0, 1.0), (1.5, 2.0)))
+    servers = tuple(Server(f"n{number}", 4, 12, 256000) for number in range(3))
+    jobs = tuple(
+        Job(JobKey(number, 0), "", "", "", "", "PENDING", gpus, 3 * gpus, 0, 1, 0.0, profile=profile)
+        for number, gpus in enumerate((1, 1, 2, 1, 1, 4))
+    )
+    started = cadenza(Case(0.0, servers, jobs, len(jobs))).placements
+    running = [replace(job, state="RUNNING", placement=started[job.key]) for job in jobs[1:]]
+    newcomer = replace(jobs[0], key=JobKey(len(jobs), 0))
+    cadenza(Case(0.0, servers, (*running, newcomer), len(jobs)))
+
+
+def allocate(case: Case, by: Division) -> Plan:
+    """Do the same with the given implementation of the division; all give the same plan."""
+    if not case.runnable or not case.servers:
+        return Plan({})
+    board = Board(case)
+    newcomers = order(board, keep(board))
+    fresh = len(newcomers) == len(board.jobs)
+    moves = reunite(board, _moves(case, len(board.jobs)))
+    gangs = [item for item in newcomers if board.gpus[item] > 1]
+    out = _seat_gangs(board, gangs, newcomers, moves, fresh=fresh)
+    moves -= sum(board.home[item] >= 0 for item in out)
+    singles = [item for item in newcomers if board.gpus[item] == 1]
+    if out:
+        singles = order(board, {*singles, *out})
+    many = fresh or len(singles) * len(board.servers) > FEW
+    singles = _seat_choosy(board, singles, everyone=many)
+    arrays = Arrays(board)
+    for job in board.parts:
+        level(arrays, by, job)
+    insert(arrays, by, singles)
+    _improve(arrays, by, newcomers, moves)
+    for job in board.parts:
+        level(arrays, by, job)
+    return written(arrays, by)
+
+
+def _moves(case: Case, jobs: int) -> int:
+    """Return how many running jobs may be moved in this round, an even number, so that two can change places.
+
+    The allowance of all rounds adds up to ``moves_per_job_hour``: each round takes the pairs that its time passes.
+    """
+    costs = case.costs
+    each = costs.moves_per_job_hour * jobs * costs.round_s / 3600 / 2
+    if each <= 0:
+        return 0
+    at = case.now_s / costs.round_s * each
+    return 2 * (floor(at) - floor(at - each))
+
+
+def _seat_gangs(board: Board, gangs: list[int], everyone: list[int], moves: int, *, fresh: bool) -> list[int]:
+    """Seat all jobs with several GPUs, and return the small ones that had to leave their nodes for it."""
+    most = max(kind.gpus for kind in board.kinds)
+    large = [item for item in gangs if board.gpus[item] > most]
+    gangs = gangs[len(large) :]
+    for item in large:
+        span(board, item)
+    left = deal(board, gangs, everyone, tight=not fresh)
+    if left and fresh:
+        for item in gangs:
+            if board.where[item] >= 0:
+                board.unseat(item)
+        left = deal(board, gangs, everyone, tight=True)
+    out: list[int] = []
+    for item in left:
+        leavers = make_room(board, item, moves)
+        moves -= sum(board.home[one] >= 0 for one in leavers or ())
+        out += leavers or ()
+        if leavers is None:
+            _seat_anyhow(board, item)
+    return out
+
+
+def _seat_anyhow(board: Board, item: int) -> None:
+    """Seat a job where the ordering did not want it, or on several nodes."""
+    board.allow(item)
+    if deal(board, [item], [item], tight=True):
+        span(board, item)
+
+
+def _seat_choosy(board: Board, singles: list[int], *, everyone: bool) -> list[int]:
+    """Deal out the one-GPU jobs that may not go everywhere, or all, and return the others."""
+    dealt = singles if everyone else [item for item in singles if None in board.rows[item]]
+    left = deal(board, dealt, dealt, tight=False)
+    for item in left:
+        board.allow(item)
+    return left if everyone else order(board, {*singles} - {*dealt} | {*left})
+
+
+def _improve(arrays: Arrays, by: Division, newcomers: list[int], moves: int) -> None:
+    """Exchange newcomers between nodes, then, as far as moves are allowed, running jobs too."""
+    board, field = arrays.board, arrays.field
+    budget = board.case.evaluations + min(FRESH * len(newcomers), MOST_FRESH)
+    starts = sorted({board.where[item] for item in newcomers if board.where[item] >= 0})
+    stay = field.fixed.copy()
+    field.fixed[field.home >= 0] = True
+    blocks = -(-len(starts) // BLOCK)
+    gangs = [item for item in newcomers if board.gpus[item] > 1]
+    for number in range(min(blocks, budget // BLOCK + 1)):
+        mine = starts[number::blocks]
+        block = sorted({*mine, *_others(arrays, mine, BLOCK - len(mine), roomy=True)})
+        improver = Improver(arrays, by, block, Limits(budget // blocks, moves))
+        improver.improve(mine)
+        improver.regroup(gangs, TRIES)
+        moves = improver.moves
+    field.fixed[:] = stay
+    if moves > 0 and len(newcomers) < len(board.jobs):
+        half = starts[: BLOCK // 4]
+        block = sorted({*half, *_others(arrays, half, BLOCK // 2 - len(half), roomy=False)})
+        Improver(arrays, by, block, Limits(board.case.evaluations, moves)).improve(block)
+
+
+def _others(arrays: Arrays, nodes: list[int], most: int, *, roomy: bool) -> list[int]:
+    """Return some other nodes, in each round the next ones; ``roomy``: only those with free GPUs."""
+    board = arrays.board
+    if most <= 0:
+        return []
+    wanted = set(range(len(board.servers))).difference(nodes)
+    found = sorted(node for node in wanted if board.free[node] > 0 or not roomy)
+    first = int(board.case.now_s // board.case.costs.round_s) * most % max(len(found), 1)
+    return (found[first:] + found[:first])[:most]

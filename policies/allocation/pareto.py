@@ -1,0 +1,214 @@
+"""The shares that are worth giving to a job: its (CPUs, memory, speed) points on one kind of node, Pareto-pruned."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable, Iterable, Sequence
+from functools import lru_cache
+from itertools import chain
+from math import ceil
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cadenza.policies.allocation.problem import Server, proportional_share
+from cadenza.policies.core.profile import MB_PER_GB, NEARLY, Profile
+
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int32]
+
+MOST_CPU_UNITS = 128
+"""A node with more CPUs is divided in steps of several, where these divide a GPU's share."""
+MEMORY_UNITS_PER_GPU = (3, 6, 12)
+"""How finely memory is divided: the first that wastes little on the profiles at hand."""
+WASTE = 1 / 64
+"""Most of a GPU's memory share that rounding a grid point up may waste."""
+GOOD_SPEED = 0.95
+"""The part of its best speed at which a job's appetite is read off: noise can put the best at the grid's edge."""
+CPU_UNITS, MEMORY_UNITS, SPEED, CPUS, MEMORY_MB = range(5)
+"""Rows of a table of options."""
+
+
+Shape: TypeAlias = tuple[int, int, int, str]
+"""A server without its name."""
+
+
+class Kind(NamedTuple):
+    """Servers that are alike, and how finely they are divided. Memory in MB."""
+
+    gpus: int
+    cpus: int
+    memory_mb: int
+    gpu_type: str
+    cpu_step: int
+    """CPUs in a unit."""
+    memory_units: int
+    """Units that the whole memory has, a multiple of ``gpus``, so that every proportional share is exact."""
+
+    @property
+    def cpu_units(self) -> int:
+        """Return the units that all CPUs make."""
+        return self.cpus // self.cpu_step
+
+    def units(self, memory_mb: int) -> int:
+        """Return the memory units that hold so many MB."""
+        return -(-memory_mb * self.memory_units // self.memory_mb)
+
+
+class Options(NamedTuple):
+    """What a job can be given on one kind of node."""
+
+    table: Floats
+    """A column for each option, in ascending order of CPUs, then memory; rows as ``CPU_UNITS`` … ``MEMORY_MB``."""
+    best: float
+    """The highest speed."""
+    appetite: float
+    """The least part of a node, CPUs and memory added, with which it runs at nearly its best speed."""
+
+
+class _Axis(NamedTuple):
+    """The amounts of one resource that a job can hold, ascending."""
+
+    amounts: Sequence[int]
+    units: Sequence[int]
+    place: NDArray[np.intp]
+    """The profile's grid index at each amount."""
+    factor: Floats
+    """What the speed there is multiplied with: below 1 only below the grid."""
+    fair: int
+    """Which of them is the proportional share."""
+
+
+def kinds(servers: Iterable[Server], profiles: Iterable[Profile]) -> dict[Shape, Kind]:
+    """Return the kind of each distinct server."""
+    grids = {profile.memory_gb_per_gpu for profile in profiles}
+    return {shape: _kind(shape, grids) for shape in sorted({server[1:] for server in servers})}
+
+
+def _kind(shape: Shape, grids: set[tuple[float, ...]]) -> Kind:
+    gpus, cpus, memory_mb, gpu_type = shape
+    units = max((_memory_units(grid, memory_mb / gpus) for grid in grids), default=MEMORY_UNITS_PER_GPU[0])
+    return Kind(gpus, cpus, memory_mb, gpu_type, _cpu_step(gpus, cpus), units * gpus)
+
+
+def _cpu_step(gpus: int, cpus: int) -> int:
+    each, rest = divmod(cpus, gpus)
+    if rest:
+        return 1
+    steps = (step for step in range(1, each + 1) if each % step == 0 and cpus // step <= MOST_CPU_UNITS)
+    return next(steps, max(each, 1))
+
+
+@lru_cache(maxsize=1 << 12)
+def _memory_units(grid: tuple[float, ...], share_mb: float) -> int:
+    """Return the units into which a GPU's share of the memory is divided so that a grid is met well enough."""
+    for units in MEMORY_UNITS_PER_GPU:
+        needs = (gb * MB_PER_GB * units / share_mb for gb in grid)
+        if all(ceil(need - NEARLY) - need <= WASTE * units for need in needs):
+            return units
+    return MEMORY_UNITS_PER_GPU[-1]
+
+
+def unmeasured(kind: Kind, gpus: int) -> Options:
+    """Return what a job without a profile can be given: its proportional share, at speed 1."""
+    share = proportional_share(_server(kind), gpus)
+    column = (_cpu_units(kind, share.cpus), kind.units(share.memory_mb), 1.0, share.cpus, share.memory_mb)
+    appetite = column[0] / max(kind.cpu_units, 1) + column[1] / kind.memory_units
+    return Options(np.array(column, dtype=np.float64).reshape(5, 1), 1.0, appetite)
+
+
+def derive(profiles: Iterable[Profile], kind: Kind, gpus: int, margin: float) -> Hashable:
+    """Work out the options of profiles on one kind of node, and return the key under which ``derived`` has them.
+
+    An option promises at least ``1 + margin`` times the speed of the proportional share, or is that share. No option
+    takes as much as another and is as fast.
+    """
+    key = (kind, gpus, margin)
+    groups: dict[tuple[tuple[float, ...], ...], list[Profile]] = {}
+    for profile in profiles:
+        if key not in profile.derived:
+            there = profile.on(kind.gpu_type) if kind.gpu_type else profile
+            groups.setdefault((there.cpus_per_gpu, there.memory_gb_per_gpu), []).append(profile)
+    for (cpus, memory), group in groups.items():
+        cpu_axis, memory_axis = _cpu_axis(cpus, kind, gpus), _memory_axis(memory, kind, gpus)
+        found = _prune(_speeds(group, kind, cpu_axis, memory_axis), kind, cpu_axis, memory_axis, margin)
+        for profile, options in zip(group, found, strict=True):
+            profile.derived[key] = options
+    return key
+
+
+def _cpu_axis(grid: tuple[float, ...], kind: Kind, gpus: int) -> _Axis:
+    fair = proportional_share(_server(kind), gpus).cpus
+    amounts = sorted({fair} | {need for cpus in grid if (need := ceil(cpus * gpus - NEARLY)) <= kind.cpus})
+    return _axis(amounts, [_cpu_units(kind, cpus) for cpus in amounts], [cpus / gpus for cpus in amounts], grid, fair)
+
+
+def _memory_axis(grid: tuple[float, ...], kind: Kind, gpus: int) -> _Axis:
+    fair = proportional_share(_server(kind), gpus).memory_mb
+    needs = (ceil(gb * gpus * MB_PER_GB - NEARLY) for gb in grid)
+    amounts = sorted({fair} | {need for need in needs if need <= kind.memory_mb})
+    each = [memory_mb / gpus / MB_PER_GB for memory_mb in amounts]
+    return _axis(amounts, [kind.units(memory_mb) for memory_mb in amounts], each, grid, fair)
+
+
+def _axis(
+    amounts: Sequence[int], units: Sequence[int], each: Sequence[float], grid: tuple[float, ...], fair: int
+) -> _Axis:
+    place = [bisect_right(grid, value + NEARLY) - 1 for value in each]
+    factor = [value / grid[0] if at < 0 else 1.0 for at, value in zip(place, each, strict=True)]
+    return _Axis(amounts, units, np.maximum(np.array(place), 0), np.array(factor), amounts.index(fair))
+
+
+def _speeds(group: Sequence[Profile], kind: Kind, cpus: _Axis, memory: _Axis) -> Floats:
+    """Return speeds over (CPUs, memory, profile), as ``case.share_speed``."""
+    there = [profile.on(kind.gpu_type) for profile in group] if kind.gpu_type else group
+    rows, columns = len(there[0].cpus_per_gpu), len(there[0].memory_gb_per_gpu)
+    values = chain.from_iterable(chain.from_iterable([profile.throughput for profile in there]))
+    flat = np.fromiter(values, dtype=np.float64, count=len(group) * rows * columns)
+    grids = flat.reshape(len(group), rows * columns).T.reshape(rows, columns, len(group))
+    speeds = grids[cpus.place[:, None], memory.place[None, :]]
+    speeds *= (cpus.factor[:, None] * memory.factor[None, :])[:, :, None]
+    speeds *= np.array([1.0 if a is b else a.iteration_s / b.iteration_s for a, b in zip(group, there, strict=True)])
+    return speeds
+
+
+def _prune(speeds: Floats, kind: Kind, cpus: _Axis, memory: _Axis, margin: float) -> list[Options]:
+    offered = speeds >= (1 + margin) * speeds[cpus.fair, memory.fair]
+    offered[cpus.fair, memory.fair] = True
+    gains = np.where(offered, speeds, -1.0)
+    reached = np.maximum.accumulate(np.maximum.accumulate(gains, axis=0), axis=1)
+    worth = offered
+    worth[1:] &= gains[1:] > reached[:-1]
+    worth[:, 1:] &= gains[:, 1:] > reached[:, :-1]
+    number, cell = np.nonzero(worth.reshape(-1, worth.shape[2]).T)
+    row, column = np.divmod(cell, worth.shape[1])
+    table = np.empty((5, len(number)))
+    table[CPU_UNITS] = np.array(cpus.units)[row]
+    table[MEMORY_UNITS] = np.array(memory.units)[column]
+    table[SPEED] = speeds[row, column, number]
+    table[CPUS] = np.array(cpus.amounts)[row]
+    table[MEMORY_MB] = np.array(memory.amounts)[column]
+    best = reached[-1, -1]
+    appetites = _appetites(table, number, best, kind)
+    ends = np.cumsum(np.bincount(number, minlength=len(best))).tolist()
+    return [
+        Options(table[:, begin:end], top, appetite)
+        for begin, end, top, appetite in zip([0, *ends[:-1]], ends, best.tolist(), appetites, strict=True)
+    ]
+
+
+def _appetites(table: Floats, number: NDArray[np.intp], best: Floats, kind: Kind) -> list[float]:
+    part = table[CPU_UNITS] / max(kind.cpu_units, 1) + table[MEMORY_UNITS] / kind.memory_units
+    part[table[SPEED] < GOOD_SPEED * best[number]] = np.inf
+    firsts = np.searchsorted(number, np.arange(len(best)))
+    least: list[float] = np.minimum.reduceat(part, firsts).tolist()
+    return least
+
+
+def _cpu_units(kind: Kind, cpus: int) -> int:
+    return -(-cpus // kind.cpu_step)
+
+
+def _server(kind: Kind) -> Server:
+    return Server("", kind.gpus, kind.cpus, kind.memory_mb, kind.gpu_type)

@@ -1,0 +1,1 @@
+"""Policies as published code has them, where that departs from its paper."""

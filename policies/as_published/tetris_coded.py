@@ -1,0 +1,37 @@
+"""TETRIS as Synergy's published simulator does it: the least work first, then greedy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cadenza.policies.allocation.demand import static_need
+from cadenza.policies.allocation.greedy import greedy
+from cadenza.policies.allocation.problem import Case, Plan
+from cadenza.policies.allocation.totals import Totals, starves
+from cadenza.policies.core.model import Job
+
+
+def tetris_coded(case: Case) -> Plan:
+    """Offer the servers to the whole queue by ascending work: the shares of the cluster wanted times the time left.
+
+    So does Synergy's published simulator under the name TETRIS; nothing in it aligns. Time left is at the speed that
+    the job ran last or, while it waits, at its best; jobs whose work is unknown come last.
+    """
+    totals = Totals.of(case.servers)
+
+    def work(job: Job) -> tuple[bool, float]:
+        need = static_need(job.profile, totals.kinds, job.gpus)
+        return not starves(job, case.now_s), sum(totals.shares(job.gpus, need)) * _time_left(job, case.now_s)
+
+    return greedy(replace(case, jobs=tuple(sorted(case.jobs, key=work))))
+
+
+def _time_left(job: Job, now_s: float) -> float:
+    """Return the seconds that a job still needs; infinite when nobody knows."""
+    progress = job.progress
+    left = progress.remaining(now_s) if progress is not None else None
+    if progress is None or left is None:
+        return float("inf")
+    if job.profile is None:
+        return left
+    return left / (progress.speed if progress.running else job.profile.best_speed)

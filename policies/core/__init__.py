@@ -1,0 +1,1 @@
+"""What a policy sees and says: snapshot, actions, decision, profile."""

@@ -1,0 +1,196 @@
+"""What a decision may order: one value for each kind of action, with its reason, and what became of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from cadenza.policies.core.model import JobKey, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Yield:
+    """Ask every rank of a job to stop at the same boundary and free its GPUs (agents)."""
+
+    job: JobKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Give a waiting or yielded job the lease as soon as its GPUs are free (agents)."""
+
+    job: JobKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Suspend:
+    """Slurm's suspend of a job that has yielded: its time limit stops and its CPUs are free in the books."""
+
+    job: JobKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unsuspend:
+    """Slurm's resume; the job still waits for its lease."""
+
+    job: JobKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Requeue:
+    """Slurm's requeue; ``hold`` keeps the job pending until a Place or Release."""
+
+    job: JobKey
+    hold: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Pin a held pending job to nodes, with its CPUs and memory unless None, then release it."""
+
+    job: JobKey
+    nodes: tuple[str, ...]
+    reason: str
+    cpus_per_task: int | None = None
+    memory_per_node_mb: int | None = None
+    shares: Placement = ()
+    """What each node gives, where an allocation says so; empty: what the job asked for."""
+    resize: bool = False
+    """Also change the job's numbers of GPUs and nodes, and its CPUs and memory with them, to ``shares``."""
+    elsewhere: bool = False
+    """It ran on none of these nodes just now: it may start in the very second in which it was requeued.
+
+    Slurm makes every requeued job wait for the next second, because a node refuses a credential that is not younger
+    than the one that it has just revoked.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Release a job that we hold, as it is; ``unpin`` clears the node list that a Place of ours gave it."""
+
+    job: JobKey
+    reason: str
+    unpin: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Change what a pending job asks of Slurm; when and where it starts stays Slurm's matter. Totals, memory in MB."""
+
+    job: JobKey
+    cpus: int
+    memory_mb: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tune:
+    """Change a running job's CPUs and memory in place; its nodes and GPUs stay."""
+
+    job: JobKey
+    shares: Placement
+    reason: str
+    caches_mb: tuple[int | None, ...] = ()
+    """What the job's caches may take of each share's memory; None, or empty: what they asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Migrate:
+    """Continue a job on other nodes with the same number of GPUs: checkpoint, requeue, place, restore.
+
+    The action itself orders the checkpoint; or, where ``warm`` names hosts, that they read the job's files first.
+    """
+
+    job: JobKey
+    shares: Placement
+    reason: str
+    warm: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """Continue a job that allows it with another number of GPUs (grow-shrink); ``warm`` as of Migrate."""
+
+    job: JobKey
+    shares: Placement
+    reason: str
+    warm: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Order the checkpoint of a job that moves, once the hosts that it goes to are warm (agents)."""
+
+    job: JobKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Let jobs that take turns on the same GPUs run there at once."""
+
+    jobs: tuple[JobKey, ...]
+    reason: str
+
+    @property
+    def job(self) -> JobKey:
+        """Return the job that joins, the first."""
+        return self.jobs[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Unpack:
+    """Let a packed job take turns again."""
+
+    job: JobKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainNode:
+    """Take a further lane out of service; jobs on it go on."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenNode:
+    """Put a further lane that we drained back into service."""
+
+    node: str
+    reason: str
+
+
+Action: TypeAlias = (
+    Yield
+    | Resume
+    | Suspend
+    | Unsuspend
+    | Requeue
+    | Place
+    | Release
+    | Size
+    | Tune
+    | Migrate
+    | Resize
+    | Save
+    | Pack
+    | Unpack
+    | DrainNode
+    | OpenNode
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one applied action; ``error`` says what and who must act when it failed."""
+
+    ok: bool
+    error: str = ""

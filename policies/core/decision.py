@@ -1,0 +1,167 @@
+"""What a policy returns: the actions, a reason for each job, and what to remember until the next round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+
+from cadenza.policies.core.actions import Action
+from cadenza.policies.core.model import JobKey, Placement
+
+MovePhase: TypeAlias = Literal["wanted", "warming", "ordered", "requeued", "placed", "leaving", "over"]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A job on its way to other nodes or another size, by checkpoint and requeue; see ``policies.moves``."""
+
+    job: JobKey
+    """The incarnation that is to be checkpointed and requeued; the one that is placed has the next restart count."""
+    shares: Placement
+    reason: str
+    since_s: float
+    """When the phase began, seconds since the epoch."""
+    phase: MovePhase = "wanted"
+    resize: bool = False
+    former_gpus: int = 0
+    """GPUs that a job had which is to be resized: what it goes back to when others have taken what it was to get."""
+    by_hand: bool = False
+    """An admin asked for it: it waits until the job can be stopped."""
+    began_s: float = 0.0
+    """When the checkpoint was ordered, seconds since the epoch."""
+    pinned: tuple[str, ...] = ()
+    """Nodes that the job required before."""
+    former: tuple[str, ...] = ()
+    """Nodes that it ran on, once it is requeued."""
+    tries: int = 0
+    """How often it was placed."""
+    outcome: str = ""
+    """One sentence on how it ended, once it is over."""
+
+    @property
+    def successor(self) -> JobKey:
+        """Return the incarnation that the requeue makes."""
+        return JobKey(self.job.id, self.job.restart + 1)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Return the nodes that the job goes to."""
+        return tuple(share.node for share in self.shares)
+
+
+class Alone(NamedTuple):
+    """How a job ran when it last had its GPUs alone; None where nobody says."""
+
+    job: JobKey
+    iteration_s: float
+    busy: float | None = None
+    """Share of time in which its GPUs computed, as their driver says, 0 to 1."""
+    data_wait: float = 0.0
+    """Share of time that it was blocked in its loader: its GPUs had nothing to do then."""
+    cpus: float | None = None
+    """CPUs that it used."""
+    gpu_memory_gb: float | None = None
+    """Most that it had on one GPU."""
+
+
+class Lost(NamedTuple):
+    """Two jobs that ran slower together than in turns."""
+
+    job: JobKey
+    other: JobKey
+    at_s: float = 0.0
+    """When that was found, seconds since the epoch."""
+    model: str = ""
+    other_model: str = ""
+
+
+class Loan(NamedTuple):
+    """How a job runs that lends CPUs of its own, or did; iteration times in seconds, 0: not known."""
+
+    job: JobKey
+    phase: Literal["lends", "checks", "keeps"] = "lends"
+    """*checks*: it has its own back to be compared with; *keeps*: lending slowed it."""
+    cpus: int = 0
+    """What it has in the stretch that is being measured."""
+    since_s: float = 0.0
+    """When that stretch began, seconds since the epoch."""
+    iterations: int = 0
+    spent_s: float = 0.0
+    window_s: float = 0.0
+    """The job's pace at the mark from which it is measured: iterations, the time in them, and that of the window."""
+    lent_s: float = 0.0
+    own_s: float = 0.0
+    """What it is held to: as its profile promises, then as measured with its own CPUs."""
+    judged_s: float = 0.0
+    """When it was measured with its own CPUs, seconds since the epoch; 0: never."""
+
+
+class Growth(NamedTuple):
+    """A job that has grown, to be judged by its iteration times."""
+
+    id: int
+    gpus: int
+    """GPUs that it had before."""
+    iteration_s: float
+    """Time of an iteration with these, seconds."""
+    at_s: float
+    """When it grew, or was found not to have gained by it, seconds since the epoch."""
+    vain: str = ""
+    """What was measured of a growth that did not pay; empty before that."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharingMemory:
+    """What Gandiva's introspective functions remember: pairs instead of mappings, so that any store can keep it."""
+
+    packs: tuple[tuple[JobKey, ...], ...] = ()
+    """Jobs that we packed; who joined last comes first."""
+    lost: tuple[Lost, ...] = ()
+    """Pairs that did not pay lately, in order of keys; those of two models outlive their jobs."""
+    alone: tuple[Alone, ...] = ()
+    """How live jobs ran alone, in order of keys."""
+    moved_s: tuple[tuple[int, float], ...] = ()
+    """When the job with this id was last migrated or resized."""
+    spare_s: tuple[tuple[str, float], ...] = ()
+    """Since when a host has GPUs that no job uses or waits for."""
+    asked_gpus: tuple[tuple[int, int], ...] = ()
+    """GPUs that the job with this id had before it was first resized."""
+    asked_nodes: tuple[tuple[int, int], ...] = ()
+    """Nodes that it had then, of jobs that had several."""
+    loans: tuple[Loan, ...] = ()
+    """Jobs that lend CPUs, in order of keys."""
+    growths: tuple[Growth, ...] = ()
+    """Jobs that have grown, in order of ids: to be judged, or not to grow again for a while."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a decision may remember of earlier ones; kept by the store, never by a policy."""
+
+    suspended: frozenset[JobKey] = frozenset()
+    """Jobs that we suspended in Slurm: somebody else's suspend is not ours to undo."""
+    placed: frozenset[JobKey] = frozenset()
+    """Held jobs that we have released: a later hold is the owner's and stays."""
+    drained: frozenset[str] = frozenset()
+    """Nodes that we drained."""
+    last_yield_s: Mapping[JobKey, float] = field(default_factory=dict)
+    """When each live job was last asked to yield (cool-down)."""
+    sharing: SharingMemory = field(default_factory=SharingMemory)
+    usage: Mapping[str, float] = field(default_factory=dict)
+    """GPU seconds that accounts (``ACCOUNT``) and their users (``ACCOUNT/USER``) have had, decayed; for fair shares."""
+    usage_s: float | None = None
+    """When ``usage`` was true, seconds since the epoch."""
+    sized: Mapping[JobKey, tuple[int, int]] = field(default_factory=dict)
+    """CPUs and MB that pending jobs asked for before we changed that; a later change is the owner's and stays."""
+    moves: tuple[Move, ...] = ()
+    """Jobs that are being moved or resized, and how the last move of each live job ended; in order of keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do now, what to remember, and one readable sentence for each managed job."""
+
+    actions: tuple[Action, ...]
+    memory: Memory
+    reasons: Mapping[JobKey, str] = field(default_factory=dict)

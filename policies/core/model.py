@@ -1,0 +1,328 @@
+"""The values that policies see: one snapshot of the cluster, with its jobs, nodes, leases and hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal, NamedTuple, TypeAlias
+
+from cadenza.policies.core.profile import Profile
+
+
+class JobKey(NamedTuple):
+    """One incarnation of a job: Slurm reuses the id when it requeues, so the restart count belongs to it."""
+
+    id: int
+    restart: int
+
+    def __str__(self) -> str:
+        return f"{self.id}.{self.restart}" if self.restart else str(self.id)
+
+
+class Gpu(NamedTuple):
+    """One physical GPU: lanes of a host share these, so a lane never appears in it."""
+
+    host: str
+    index: int  # type: ignore[assignment] # hides tuple.index, which nobody calls on a GPU
+
+
+class Share(NamedTuple):
+    """What one node gives to a job. Memory in MB."""
+
+    node: str
+    gpus: int
+    cpus: int
+    memory_mb: int
+
+
+Placement: TypeAlias = tuple[Share, ...]
+"""All that a job has; one share a node, in order of node names."""
+
+
+JobState: TypeAlias = Literal["PENDING", "RUNNING", "SUSPENDED", "OTHER"]
+LeaseState: TypeAlias = Literal["waiting", "held", "stopping", "yielded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user asked for, from the job comment's ``cadenza`` key."""
+
+    share: bool = True
+    min_gpus: int | None = None
+    max_gpus: int | None = None
+    batch: Literal["global", "per-gpu"] = "global"
+    """What stays the same on another number of GPUs, the whole batch or each GPU's part; the script's to heed."""
+    model: str | None = None
+    priority: int = 0
+    iterations: int | None = None
+    """The whole job's iterations, boundaries of all its incarnations together."""
+    duration_s: float | None = None
+    """The whole job's run time with what it asked for, seconds; ``iterations`` says more where both are there."""
+    held: bool = False
+    """Set by job_submit.lua when it held the job for us (held admission)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What the agents measured of a job lately, all its hosts together; None where nobody says. Memory in MB."""
+
+    samples_s: float | None = None
+    """Training samples a second."""
+    iteration_p99_s: float | None = None
+    data_wait: float | None = None
+    """Share of the iteration time that the worst host's ranks were blocked in their loaders, 0 to 1."""
+    gpu_percent: float | None = None
+    """Mean over its hosts of the use of its GPUs by its own processes."""
+    gpu_memory_mb: float | None = None
+    cpu_percent: float | None = None
+    """100 is one core."""
+    rss_mb: float | None = None
+    read_mb_s: float | None = None
+    memory_low_mb: float | None = None
+    memory_peak_mb: float | None = None
+    """Of one rank at its boundaries, and at most: the rank that has most. What its GPU's allocator has given out."""
+    order_arrived_s: float | None = None
+    order_done_s: float | None = None
+    """Of the last order: from its boundary until the slowest rank was ready to stop, and had its state out."""
+
+
+class Pace(NamedTuple):
+    """How fast a job runs in its present company: since who uses its GPUs with it last changed. Times in seconds.
+
+    A job that does not run has the pace of the last time.
+    """
+
+    iteration_s: float
+    """Mean of its slowest rank; 0 before the first iteration."""
+    iterations: int
+    window_s: float = 0.0
+    error: float = 0.0
+    """Standard error of the mean, relative to it."""
+    data_wait: float = 0.0
+    """Share of the iteration time that it was blocked in its loader, 0 to 1."""
+    beside: tuple[JobKey, ...] = ()
+    """Who ran on its GPUs meanwhile, in order; empty: it had them alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What the agents say of one job's right to its GPUs; times in seconds.
+
+    ``state``: *waiting* never ran, *held* may use the GPUs, *stopping* is asked to yield and has not yet,
+    *yielded* has moved its state to host memory. ``vtime_s`` is held time over weight, the current
+    stretch included: the key of the weighted round robin (see ``sharing.turns`` for its start).
+    """
+
+    state: LeaseState
+    gpus: tuple[Gpu, ...]
+    vtime_s: float = 0.0
+    held_s: float = 0.0
+    """Time since the lease was last given; 0 unless held or stopping."""
+    waited_s: float = 0.0
+    """Time since the job began to wait for the lease; 0 while held or stopping."""
+    ready: bool = False
+    """Every rank has attached and can stop at a boundary."""
+    why_not_ready: str = ""
+    iteration_s: float | None = None
+    exclusive: bool = False
+    """An unmanaged job: it is never asked to yield and every overlapping managed job makes way."""
+    weight: float = 1.0
+    """Share of the turns relative to the other jobs of its group."""
+    step: int = 0
+    """Boundaries that the slowest rank has completed."""
+    use: Use | None = None
+    """None: nothing was measured yet."""
+    requeue_owner: str = ""
+    """Who requeues the job by a signal handler of its own, such as *lightning*: it is not ours to requeue."""
+    checkpoints: bool = False
+    """Every rank can save a checkpoint on order, and nobody else requeues the job."""
+    lost: str = ""
+    """Why the job cannot go on with what it has, if so: only a requeue helps."""
+    saved: bool = False
+    """Every rank stands at the same boundary with a complete checkpoint, ready to be requeued."""
+    pace: Pace | None = None
+    """None: it has not run yet, or nobody measured it."""
+    cpus_per_gpu: float | None = None
+    """What the agents have tuned it to, on the host where that is least; 0 where they could not. None: not tuned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a job is, as of ``at_s``; what changes evenly is given as a rate, so that a record stays true for long.
+
+    *Work* is counted in seconds at the proportional share of the job's profile.
+    """
+
+    at_s: float
+    """Seconds since the epoch."""
+    total_s: float | None = None
+    """The job's whole work; None when nobody knows."""
+    done_s: float = 0.0
+    attained_s: float = 0.0
+    """Time that it has had its GPUs; times its GPUs this is the attained service of LAS."""
+    ran_s: float | None = None
+    """When it last had GPUs, seconds since the epoch; None: never. Without meaning while it runs."""
+    running: bool = False
+    rate: float = 0.0
+    """Work a second now, costs and interference included; 0 unless running."""
+    speed: float = 1.0
+    """Throughput of what it holds by its profile, 1 at the proportional share; as of its last run."""
+    gpu_type: str = ""
+    """Type of the GPUs that it has now or had last; empty where nodes name none."""
+    attained_on: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """The part of ``attained_s`` on GPU types that it had before the present one, by type; to be kept only where a
+    cluster has several types: what is missing here was on ``gpu_type``."""
+
+    def done(self, now_s: float) -> float:
+        """Return the work done by ``now_s``."""
+        return self.done_s + self.rate * max(now_s - self.at_s, 0.0)
+
+    def attained(self, now_s: float) -> float:
+        """Return the seconds that the job has had its GPUs by ``now_s``."""
+        return self.attained_s + (max(now_s - self.at_s, 0.0) if self.running else 0.0)
+
+    def attained_by_type(self, gpu_type: str, now_s: float) -> float:
+        """Return the seconds that the job has had GPUs of one type; time on an unnamed type counts on every type."""
+        before = self.attained_on.get(gpu_type, 0.0)
+        if self.gpu_type not in ("", gpu_type):
+            return before
+        return before + max(self.attained(now_s) - sum(self.attained_on.values()), 0.0)
+
+    def remaining(self, now_s: float) -> float | None:
+        """Return the work that is left, or None when its total is not known."""
+        return None if self.total_s is None else max(self.total_s - self.done(now_s), 0.0)
+
+
+class Standing(NamedTuple):
+    """What may change with Slurm alone while a job is on its way: one short look shows it."""
+
+    state: JobState
+    held: bool
+    eligible: bool
+    """Whether Slurm may start it now, if it is not held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One job as Slurm and the agents report it. Memory in MB, times in seconds since the epoch."""
+
+    key: JobKey
+    user: str
+    account: str
+    partition: str
+    qos: str
+    state: JobState
+    gpus: int
+    cpus: int
+    memory_mb: int
+    num_nodes: int
+    submit_s: float
+    name: str = ""
+    state_reason: str = ""
+    start_s: float | None = None
+    run_s: float | None = None
+    """Time that this incarnation has run, suspends excluded, as Slurm counts it; None: not started, or not known."""
+    time_limit_s: float | None = None
+    """None: no limit, or the partition's."""
+    command: str = ""
+    """What a batch job runs: the path of its script and the script's arguments."""
+    tasks: int = 1
+    slurm_priority: int = 0
+    eligible_s: float | None = None
+    """Of a pending job: when Slurm may start it at the earliest, as after a requeue; None: at once, or not known."""
+    nodes: tuple[str, ...] = ()
+    """Slurm node names (lanes) of a running or suspended job."""
+    required_nodes: tuple[str, ...] = ()
+    gpu_type: str = ""
+    """Type of GPU that it asked for; empty: any."""
+    options: Options | None = None
+    """None: the job did not opt in."""
+    unmanageable: str = ""
+    """Why an opted-in job is left alone all the same (hetjob, cron, several partitions …); else empty."""
+    requeueable: bool = True
+    lease: Lease | None = None
+    """None: no agent knows the job."""
+    profile: Profile | None = None
+    """None: nobody measured its model, so it gets its proportional share."""
+    profile_note: str = ""
+    """Where the profile is from, or why the job has none."""
+    placement: Placement = ()
+    """What a running job has now; empty when the books show no more than ``nodes``."""
+    progress: Progress | None = None
+
+    @property
+    def opted_in(self) -> bool:
+        """Whether the user asked for sharing and the job can be managed."""
+        return self.options is not None and self.options.share and not self.unmanageable
+
+    @property
+    def held(self) -> bool:
+        """Whether the job is pending because somebody holds it."""
+        return self.state == "PENDING" and self.slurm_priority == 0
+
+    def standing(self, now_s: float) -> Standing:
+        """Return how the job stands with Slurm."""
+        return Standing(self.state, self.held, (self.eligible_s or 0.0) <= now_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One Slurm node, that is one lane of a host. Memory in MB."""
+
+    name: str
+    host: str
+    lane: int
+    cpus: int
+    memory_mb: int
+    gpus: int
+    gpu_type: str = ""
+    partitions: tuple[str, ...] = ()
+    up: bool = True
+    drained: bool = False
+    drain_reason: str = ""
+    cpus_used: int = 0
+    memory_used_mb: int = 0
+    gpus_used: int = 0
+    gpu_memory_gb: float | None = None
+    """Memory of each GPU, GB; None: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One machine as its agent reports it; without a live agent ``agent_alive`` is False."""
+
+    name: str
+    agent_alive: bool
+    agent_version: str = ""
+    memory_mb: int = 0
+    memory_free_mb: int = 0
+    lacks: tuple[str, ...] = ()
+    """What its agent's settings ask for and the machine cannot do."""
+    warmed: tuple[JobKey, ...] = ()
+    """Jobs on their way to it whose files it has read, as far as it could."""
+
+
+@dataclass(frozen=True)
+class ClusterSnapshot:
+    """Everything a decision may depend on, read at one moment; the order of the tuples means nothing."""
+
+    time_s: float
+    nodes: tuple[Node, ...]
+    jobs: tuple[Job, ...]
+    hosts: tuple[Host, ...] = ()
+
+    def job(self, key: JobKey) -> Job | None:
+        """Return the job with this key, or None when it is gone."""
+        return self.by_key.get(key)
+
+    def at(self, time_s: float) -> ClusterSnapshot:
+        """Return the same cluster at another time; what has been worked out of its jobs is kept."""
+        later = replace(self, time_s=time_s)
+        later.__dict__["by_key"] = self.by_key
+        return later
+
+    @cached_property
+    def by_key(self) -> Mapping[JobKey, Job]:
+        """Return the jobs by key; worked out once, since every part of a round asks for it."""
+        return {job.key: job for job in self.jobs}

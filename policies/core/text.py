@@ -1,0 +1,54 @@
+"""Short readable names for sets of GPUs and lists of jobs, for the reasons that users read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from cadenza.policies.core.model import Gpu, JobKey, Lease
+
+
+def gpu_names(gpus: Iterable[Gpu]) -> str:
+    """Return a compact name of a set of GPUs, hosts in order.
+
+    >>> gpu_names([Gpu("node2", 0), Gpu("node1", 3), Gpu("node1", 0), Gpu("node1", 1)])
+    'node1:gpu0-1,3 node2:gpu0'
+    """
+    known = sorted(gpus)
+    if len(known) == 1:  # the most frequent case, and this is called for every job of a round
+        return f"{known[0].host}:gpu{known[0].index}"
+    hosts: dict[str, list[int]] = {}
+    for host, index in known:
+        hosts.setdefault(host, []).append(index)
+    return " ".join(f"{host}:gpu{_ranges(indices)}" for host, indices in hosts.items()) or "no GPU"
+
+
+def job_names(keys: Iterable[JobKey]) -> str:
+    """Return ``job 3`` or ``jobs 3 and 5``, in order.
+
+    >>> job_names([JobKey(5, 0), JobKey(3, 1), JobKey(9, 0)])
+    'jobs 3.1, 5 and 9'
+    """
+    return jobs_called([str(key) for key in sorted(keys)])
+
+
+def jobs_called(names: Sequence[str]) -> str:
+    """Return ``job 3`` or ``jobs 3 and 5`` of names that are in order."""
+    if len(names) < 2:  # noqa: PLR2004 - one name needs no list
+        return f"job {''.join(names)}"
+    return f"jobs {', '.join(names[:-1])} and {names[-1]}"
+
+
+def why_lost(lease: Lease, *, requeueable: bool) -> str:
+    """Return what becomes of a job that its agent has lost, and why."""
+    how = "is requeued" if requeueable else "not requeueable: cancel it and submit it again"
+    return f"cannot go on, {how}: {lease.lost}"
+
+
+def _ranges(indices: Sequence[int]) -> str:
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][1] == index - 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

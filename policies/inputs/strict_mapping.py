@@ -1,0 +1,78 @@
+"""JSON and TOML by key: no key twice, none unknown, and every message names file and key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from types import UnionType
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
+
+import msgspec
+
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.inputs.csv_table import quoted, suggest
+
+T = TypeVar("T")
+
+
+def read_json(text: str, source: str) -> Any:
+    """Return the value of a JSON text; raise InputError with file and line, also for a key that is there twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise InputError(f"{source}: key {quoted(key)} is there twice in one object")
+            found[key] = value
+        return found
+
+    def refuse(name: str) -> NoReturn:
+        raise InputError(f"{source}: {name} is not a number that JSON has")
+
+    try:
+        return json.loads(text.removeprefix("\ufeff"), object_pairs_hook=unique, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{source}:{error.lineno}: not JSON: {error.msg} (column {error.colno})") from None
+    except RecursionError:
+        raise InputError(f"{source}: not JSON of ours: nested too deeply") from None
+    except ValueError as error:
+        raise InputError(f"{source}: not JSON: {error}") from None
+
+
+def convert(value: Any, kind: type[T], source: str, path: str = "") -> T:
+    """Return ``value`` as the msgspec struct ``kind``; raise InputError with file and key for what does not fit."""
+    check_keys(value, kind, source, path)
+    try:
+        return msgspec.convert(value, kind, strict=True)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `")
+        key = path + where.rstrip("`").removeprefix("$" if path else "$.")
+        raise InputError(f"{source}: {key or 'top level'}: {what[:1].lower()}{what[1:]}") from None
+    except OverflowError:
+        raise InputError(f"{source}: {path or 'top level'}: holds a number that is too large") from None
+
+
+def check_keys(value: Any, kind: Any, source: str, path: str) -> None:
+    """Raise InputError for the first key, at any depth, that the struct does not have."""
+    parts = get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and isinstance(value, dict):
+        fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+        for key, inner in value.items():
+            if key not in fields:
+                unknown_key(str(key), fields, source, path)
+            check_keys(inner, fields[key], source, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, dict) and get_origin(kind) is dict:
+        for key, inner in value.items():
+            check_keys(inner, parts[1], source, f"{path}.{key}")
+    elif isinstance(value, list) and get_origin(kind) is list:
+        for index, inner in enumerate(value):
+            check_keys(inner, parts[0], source, f"{path}[{index}]")
+    elif get_origin(kind) is UnionType:
+        for part in parts:
+            check_keys(value, part, source, path)
+
+
+def unknown_key(key: str, known: Iterable[str], source: str, path: str = "") -> NoReturn:
+    """Raise InputError for a key that is not known here, with the nearest one that is."""
+    where = f" in {path}" if path else ""
+    raise InputError(f"{source}: unknown key {quoted(key)}{where}; {suggest(key, known)}")

@@ -1,0 +1,1 @@
+"""A move of a job over several rounds: checkpoint, requeue, place, restore."""

@@ -1,0 +1,1 @@
+"""Jobs that grow and shrink, and hosts whose CPUs are lent."""

@@ -1,0 +1,305 @@
+"""Grow and shrink (Gandiva, OSDI'18, §3.4): jobs that say they can use idle GPUs of their host, and give them back.
+
+Only jobs with ``min_gpus`` or ``max_gpus``: those of one host within it, in steps of powers of two, those that asked
+for several nodes by whole hosts (``spans``). They grow when nobody waits (``sharing.waiting`` says who does) and GPUs
+have been idle for ``idle_s``, the one with the higher progress rate first; they shrink at once when a job has come that
+finds no free GPUs, in Slurm's queue or, where Slurm has started it on a further lane, behind the lease of a job that
+could do with fewer. A job that growing has not made faster goes back to its former size (see ``growth``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from cadenza.policies.core.decision import Growth
+from cadenza.policies.core.model import Job, JobKey
+from cadenza.policies.sharing.elastic.multi_node import give_back, grow_by_hosts, span
+from cadenza.policies.sharing.state.budget import Moves
+from cadenza.policies.sharing.state.host import Ask, HostBook, Seat, Tenant
+from cadenza.policies.sharing.state.pending import lacks_lease, sized
+
+Plan: TypeAlias = list[tuple[Tenant, int]]
+"""Who shrinks on a host, and to how many GPUs there: none means that it leaves the host."""
+UNDECIDED_S = 5.0
+"""Slurm looks at a new job within 3 s (``batch_sched_delay``), and gives a reason if it does not start it."""
+
+# --- Shrink --------------------------------------------------------------------------------------------
+
+
+def shrink(moves: Moves, waiting: Sequence[Job]) -> None:
+    """Take GPUs from jobs that can do with fewer: for ``waiting``, in their order, then for those without a lease."""
+    if not (moves.gandiva.introspective and moves.gandiva.elastic) or not any(_shrinkable(moves)):
+        return
+    promised: dict[str, int] = {}
+    for job in waiting:
+        _shrink_for(moves, job, promised)
+    for host in moves.hosts.values():
+        for key in sorted(host.tenants):
+            tenant = host.tenants.get(key)  # it may have left for one before it
+            if tenant is not None and _stands(moves, tenant):
+                _shrink_beside(moves, host, tenant)
+
+
+def _stands(moves: Moves, tenant: Tenant) -> bool:
+    key = tenant.job.key
+    return key in moves.jobs and key not in moves.fixed and key not in moves.packed and lacks_lease(tenant)
+
+
+def _shrinkable(moves: Moves) -> Iterable[bool]:
+    return (moves.sizes(job)[0] < job.gpus for job in moves.jobs.values())
+
+
+def _shrink_for(moves: Moves, job: Job, promised: dict[str, int]) -> None:
+    """Make room for a job where that takes the fewest; nothing is done where it would not suffice."""
+    if any(job.key in host.tenants for host in moves.hosts.values()):
+        return  # it has been placed, and Slurm is to start it
+    if _undecided(moves, job):
+        return
+    ask = Ask.under(job, moves.sharing)
+    plans = [(host, _room(moves, host, ask, promised.get(host.name, 0))) for host in _open_to(moves, job)]
+    chosen = _chosen(moves, [(host, plan) for host, plan in plans if plan is not None], ask.nodes)
+    leaving: dict[JobKey, list[HostBook]] = {}
+    for host, plan in chosen:
+        for tenant, size in plan:
+            if size:
+                _resize(moves, host, tenant, size, f"gives GPUs of {host.name} back: job {job.key} needs them")
+            else:
+                leaving.setdefault(tenant.job.key, []).append(host)
+        promised[host.name] = promised.get(host.name, 0) + ask.gpus
+    for key, hosts in leaving.items():
+        _leave(moves, moves.jobs[key], hosts, f"job {job.key} needs them")
+
+
+def _undecided(moves: Moves, job: Job) -> bool:
+    """Whether Slurm has not looked at a job yet, which it may start on a further lane: where, decides who shrinks."""
+    new = job.state_reason in ("", "None") and moves.now_s - job.submit_s < UNDECIDED_S
+    return new and moves.sharing.admission == "native"
+
+
+def _chosen(moves: Moves, plans: Iterable[tuple[HostBook, Plan]], count: int) -> list[tuple[HostBook, Plan]]:
+    """Return so many hosts on which the fewest shrink, or none: nobody leaves more hosts than it can spare."""
+    found: list[tuple[HostBook, Plan]] = []
+    left: Counter[JobKey] = Counter()
+    for host, plan in sorted(plans, key=lambda row: (len(row[1]), row[0].name)):
+        leaving = [tenant.job for tenant, size in plan if not size]
+        if len(found) < count and all(left[job.key] < _spare(moves, job) for job in leaving):
+            found.append((host, plan))
+            left.update(job.key for job in leaving)
+    return found if len(found) == count else []
+
+
+def _open_to(moves: Moves, job: Job) -> list[HostBook]:
+    """Return the hosts on which a job may start."""
+    return [
+        host
+        for host in moves.hosts.values()
+        if host.usable
+        and job.partition in host.lanes[0].partitions
+        and (not job.required_nodes or any(node.name in job.required_nodes for node in host.lanes))
+    ]
+
+
+def _room(moves: Moves, host: HostBook, ask: Ask, promised: int) -> Plan | None:
+    """Return the fewest jobs to shrink on a host for a job to fit, the largest first; None when it cannot."""
+    plan: Plan = []
+    lacking = host.given + promised + ask.gpus - host.gpus
+    tenants = [(tenant, found) for tenant in host.tenants.values() if (found := _sizes_on(moves, tenant))]
+    for tenant, found in sorted(tenants, key=lambda row: (-row[0].ask.gpus, row[0].job.key)):
+        fitting = [size for size in found if size <= tenant.ask.gpus - lacking]
+        size = fitting[-1] if fitting else found[0]
+        if lacking > 0 and size < tenant.ask.gpus:
+            plan.append((tenant, size))
+            lacking -= tenant.ask.gpus - size
+    return plan if lacking <= 0 else None
+
+
+def _sizes_on(moves: Moves, tenant: Tenant) -> tuple[int, ...]:
+    """Return with how many GPUs of a host a job can run: none, if it can spare the host; () if its size stays."""
+    found = moves.sizes(tenant.job)
+    if found[0] >= tenant.job.gpus:
+        return ()
+    if _resizable(moves, tenant):
+        return found
+    return (0,) if _spare(moves, tenant.job) > 0 else ()
+
+
+def _spare(moves: Moves, job: Job) -> int:
+    """Return how many hosts a job can give back now."""
+    found = span(moves, job) if _stoppable(moves, job) else None
+    return found.spare if found is not None else 0
+
+
+def _leave(moves: Moves, job: Job, hosts: Sequence[HostBook], why: str) -> None:
+    """Take hosts from a job that can spare them."""
+    found = span(moves, job)
+    if found is not None:
+        give_back(moves, found, hosts, f"gives GPUs of {', '.join(host.name for host in hosts)} back: {why}")
+
+
+def _shrink_beside(moves: Moves, host: HostBook, waiting: Tenant) -> None:
+    """Shrink all that have GPUs of a job without a lease to GPUs that nobody else has, if they all can.
+
+    The job's own GPUs are settled, because Slurm chose them; so those of the others change, on any lane.
+    """
+    rivals = [t for t in host.tenants.values() if t.job.key != waiting.job.key and t.gpus & waiting.gpus]
+    if not rivals or not host.usable or not all(_sizes_on(moves, rival) for rival in rivals):
+        return
+    narrow = [rival for rival in rivals if _resizable(moves, rival)]
+    for rival in rivals:
+        host.leave(rival)
+    seated: list[tuple[Tenant, Ask, Seat]] = []
+    for rival in sorted(narrow, key=lambda rival: (-rival.ask.gpus, rival.job.key)):
+        found = _smaller(moves, host, rival)
+        if found is None:
+            break
+        seated.append((rival, *found))
+        host.enter(rival.job, *found)
+    for rival, _, _ in seated:
+        host.leave(host.tenants[rival.job.key])
+    for rival in rivals:
+        host.stay(rival)
+    if len(seated) == len(narrow):
+        why = f"job {waiting.job.key} waits for them"
+        for rival, ask, seat in seated:
+            moves.resize(rival.job, host, seat, ask, f"gives GPUs of {host.name} back: {why}")
+        for rival in [rival for rival in rivals if rival not in narrow]:
+            _leave(moves, rival.job, (host,), why)
+
+
+def _smaller(moves: Moves, host: HostBook, tenant: Tenant) -> tuple[Ask, Seat] | None:
+    """Return the largest smaller size of a job for which a lane has GPUs that nobody else has."""
+    for size in reversed(moves.sizes(tenant.job)):
+        ask = sized(tenant.ask, size)
+        seat = next((seat for seat in host.seats(ask) if seat.crowd == 0), None) if size < tenant.ask.gpus else None
+        if seat is not None:
+            return ask, seat
+    return None
+
+
+def _resizable(moves: Moves, tenant: Tenant) -> bool:
+    """Whether a job may be resized within its host, however lately it was: whoever grew gives back at once."""
+    job = tenant.job
+    return len(job.nodes) == 1 and moves.asked_nodes(job) == 1 and _stoppable(moves, job)
+
+
+def _stoppable(moves: Moves, job: Job) -> bool:
+    """Whether a job is ours to stop, with a checkpoint, and to start again."""
+    lease = job.lease
+    return (
+        job.key in moves.jobs
+        and job.key not in moves.fixed
+        and job.key not in moves.packed
+        and job.requeueable
+        and lease is not None
+        and lease.checkpoints
+        and lease.state in ("held", "yielded")
+        and (lease.ready or lease.state == "yielded")
+    )
+
+
+def why_its_size_stays(moves: Moves, job: Job) -> str:
+    """Return why a job that could run with other numbers of GPUs is not resized, for its user; else ""."""
+    lease = job.lease
+    if not (moves.gandiva.introspective and moves.gandiva.elastic) or lease is None or len(moves.sizes(job)) == 1:
+        return ""
+    checks = (
+        (len(job.nodes) > 1 and span(moves, job) is None, "its nodes do not all have the same"),
+        (not job.requeueable, "Slurm may not requeue it (no batch job, or --no-requeue)"),
+        (bool(lease.requeue_owner), f"{lease.requeue_owner} requeues it"),
+        (
+            lease.ready and lease.state == "held" and not lease.checkpoints,
+            "it saves no checkpoints (client.checkpoint)",
+        ),
+    )
+    why = next((why for applies, why in checks if applies), "")
+    return f"its size stays: {why}" if why else ""
+
+
+# --- Grow ----------------------------------------------------------------------------------------------
+
+
+def spare_since(moves: Moves) -> tuple[tuple[str, float], ...]:
+    """Return since when each host has had idle GPUs, as of now."""
+    before = dict(moves.memory.spare_s)
+    return tuple((host.name, before.get(host.name, moves.now_s)) for host in moves.hosts.values() if host.idle())
+
+
+def grow(moves: Moves, spare: Iterable[tuple[str, float]]) -> None:
+    """Give jobs the GPUs of their host that have been idle long enough; for when no job waits in a queue."""
+    if not (moves.gandiva.introspective and moves.gandiva.elastic):
+        return
+    if any(host.height > 1 or any(map(lacks_lease, host.tenants.values())) for host in moves.hosts.values()):
+        return
+    idle = [moves.hosts[name] for name, since_s in spare if moves.now_s - since_s >= moves.gandiva.idle_s]
+    for host in idle:
+        _grow_on(moves, host)
+    if idle:
+        _grow_over(moves, idle)
+
+
+def undo_growth(moves: Moves) -> None:
+    """Give jobs that gained nothing by growing their former size back; what they gained is in the memory."""
+    vain = _grown_in_vain(moves)
+    if not (vain and moves.gandiva.introspective and moves.gandiva.elastic):
+        return
+    grown = [(host, t) for host in moves.hosts.values() for t in host.tenants.values() if t.job.key.id in vain]
+    for host, tenant in grown:
+        row = vain[tenant.job.key.id]
+        if tenant.ask.gpus > row.gpus and row.gpus in moves.sizes(tenant.job) and _resizable(moves, tenant):
+            _resize(moves, host, tenant, row.gpus, f"goes back to {row.gpus} GPUs: {row.vain}")
+    for job in [job for job in moves.jobs.values() if job.key.id in vain and _spare(moves, job)]:
+        row, found = vain[job.key.id], span(moves, job)
+        hosts = found.hosts[row.gpus // found.ask.gpus :] if found is not None else ()
+        if found is not None and hosts:
+            give_back(moves, found, hosts, f"goes back to {row.gpus} GPUs: {row.vain}")
+
+
+def _grown_in_vain(moves: Moves) -> dict[int, Growth]:
+    return {row.id: row for row in moves.memory.growths if row.vain}
+
+
+def _grow_on(moves: Moves, host: HostBook) -> None:
+    vain = _grown_in_vain(moves)
+    tenants = [t for t in host.tenants.values() if _resizable(moves, t) and moves.may(t.job)]
+    for tenant in sorted(tenants, key=lambda tenant: (-_rate(tenant.job), tenant.job.key)):
+        spare = host.idle()
+        most = tenant.ask.gpus + spare
+        if tenant.job.key.id in vain:
+            most = min(most, vain[tenant.job.key.id].gpus)
+        size = max((size for size in moves.sizes(tenant.job) if size <= most), default=tenant.ask.gpus)
+        if size > tenant.ask.gpus:
+            _resize(moves, host, tenant, size, f"grows to {size} GPUs: those of {host.name} have been idle")
+
+
+def _grow_over(moves: Moves, idle: Sequence[HostBook]) -> None:
+    """Give jobs of several hosts more of them, of those that have been idle long enough."""
+    vain = _grown_in_vain(moves)
+    able = [job for job in moves.jobs.values() if _stoppable(moves, job)]
+    for job in sorted(able, key=lambda job: (-_rate(job), job.key)):
+        found = span(moves, job) if moves.may(job) else None
+        if found is not None:
+            most = vain[job.key.id].gpus // found.ask.gpus if job.key.id in vain else found.most
+            grow_by_hosts(moves, found, idle, most)
+
+
+def _rate(job: Job) -> float:
+    """Return iterations a second."""
+    seconds = job.lease.iteration_s if job.lease is not None else None
+    return 1.0 / seconds if seconds else 0.0
+
+
+def _resize(moves: Moves, host: HostBook, tenant: Tenant, size: int, why: str) -> None:
+    """Resize a job within its host, if a lane has the GPUs; a job that grows gets none that somebody else has."""
+    wanted, grows = sized(tenant.ask, size), size > tenant.ask.gpus
+    host.leave(tenant)
+    seats = host.seats(wanted) if not grows or _holds(host, wanted) else []
+    host.stay(tenant)
+    if seats and (seats[0].crowd == 0 or not grows):
+        moves.resize(tenant.job, host, seats[0], wanted, why)
+
+
+def _holds(host: HostBook, ask: Ask) -> bool:
+    """Whether a host has the memory for a job, and it is known which GPUs all others there have."""
+    return host.usable and host.remembers(ask) and all(tenant.gpus for tenant in host.tenants.values())

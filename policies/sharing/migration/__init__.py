@@ -1,0 +1,1 @@
+"""Moves of running jobs between GPUs and hosts."""

@@ -1,0 +1,278 @@
+"""Room for a job that waits: the fewest migrations after which one host has all the GPUs that it needs.
+
+The search deepens: plans of one move, of two and so on, first those in which only jobs of the emptied host move, then
+those in which further jobs make way for them. So the first plan that is found is one with the fewest moves. All jobs of
+a plan leave before any of them arrives, as their requeues do. Each goes to GPUs that nobody has or waits for.
+
+The search ends on a count of evaluations, never on time. Beyond it, hosts are tried greedily: the largest jobs leave
+first, each to the fullest host that has room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from cadenza.policies.core.model import Job
+from cadenza.policies.sharing.state.budget import Moves
+from cadenza.policies.sharing.state.host import Ask, HostBook, Seat, Tenant
+
+EVALUATIONS = 4000
+"""Seats and packings that the exact search looks at for one job."""
+GREEDY = 8
+"""Hosts that are tried beyond it."""
+
+
+class Wish(NamedTuple):
+    """A job and what it needs on one host; ``home``: it is there already and waits for the GPUs that it has there."""
+
+    job: Job
+    ask: Ask
+    home: HostBook | None = None
+
+
+class Mover(NamedTuple):
+    """A job that may leave its host."""
+
+    home: HostBook
+    tenant: Tenant
+
+    @property
+    def size(self) -> int:
+        """Return its GPUs."""
+        return self.tenant.ask.gpus
+
+
+class Step(NamedTuple):
+    """A job and where it goes."""
+
+    mover: Mover
+    target: HostBook
+    seat: Seat
+
+
+class Plan(NamedTuple):
+    """The host that gets room, the waiting job's GPUs there (None: those that it has), and who leaves for where."""
+
+    host: HostBook
+    seat: Seat | None
+    steps: tuple[Step, ...]
+
+
+class _Spent(Exception):  # noqa: N818 - it ends a search and is no error
+    """The evaluations are used up."""
+
+
+def room(moves: Moves, wish: Wish, movers: Sequence[Mover], evaluations: int = EVALUATIONS) -> Plan | None:
+    """Return the plan with the fewest moves, at most as many as the round has left; None when there is none.
+
+    ``movers``: whom it may move. The books are as before afterwards. A wish that needs no move has no plan.
+    """
+    if sum(max(host.gpus - host.given, 0) for host in moves.hosts.values()) < wish.ask.gpus and wish.home is None:
+        return None  # no move makes more GPUs free than there are
+    search = _Search(moves, wish, movers, evaluations)
+    try:
+        return search.plan()
+    except _Spent:
+        search.evaluations = None
+        return search.greedy()
+
+
+class _Search:
+    """One search; between its methods the books are as the plan so far leaves them."""
+
+    def __init__(self, moves: Moves, wish: Wish, movers: Sequence[Mover], evaluations: int) -> None:
+        self.moves = moves
+        self.wish = wish
+        self.movers = movers
+        self.evaluations: int | None = evaluations
+        """How many are left; None: as many as it takes."""
+        self.must = [mover for mover in movers if mover.home is wish.home and _overlap(mover.tenant, wish)]
+        self.targets = sorted(self._targets(), key=lambda row: (row[0], row[1].name))
+
+    def plan(self) -> Plan | None:
+        """Return a plan with the fewest moves."""
+        for count in range(1, min(self.moves.left, len(self.movers)) + 1):
+            for beside in range(count):
+                for least, host in self.targets:
+                    found = self._at(host, count - beside, beside) if least <= count - beside else None
+                    if found is not None:
+                        return found
+        return None
+
+    def greedy(self) -> Plan | None:
+        """Return a plan without looking back, for the hosts that need the fewest moves first."""
+        found = (self._at_once(host) for least, host in self.targets[:GREEDY] if least <= self.moves.left)
+        return next((plan for plan in found if plan is not None), None)
+
+    # --- Which host, and who leaves ---------------------------------------------------------------------
+
+    def _targets(self) -> Iterator[tuple[int, HostBook]]:
+        """Return the hosts that may get room, and how many jobs must leave each at least."""
+        if self.wish.home is not None:
+            crowds = self.wish.home.crowds()
+            mine = self.wish.home.tenants[self.wish.job.key].gpus
+            gone = [sum(index in mover.tenant.gpus for mover in self.must) for index in range(len(crowds))]
+            if self.must and all(crowds[index] - gone[index] <= 1 for index in mine):
+                yield len(self.must), self.wish.home
+            return
+        for host in self.moves.hosts.values():
+            lacking = host.given + self.wish.ask.gpus - host.gpus
+            sizes = sorted((mover.size for mover in self.movers if mover.home is host), reverse=True)
+            least = next((n for n in range(len(sizes) + 1) if sum(sizes[:n]) >= lacking), None)
+            if least is not None and sizes and host.usable and self.wish.ask.gpus <= host.gpus:
+                yield max(least, 1), host
+
+    def _at(self, host: HostBook, out: int, beside: int) -> Plan | None:
+        """Return a plan in which ``out`` jobs leave this host and ``beside`` jobs others."""
+        here = self._here(host)
+        others = [mover for mover in self.movers if mover.tenant.job.key not in {one.tenant.job.key for one in here}]
+        for leaving in _choices(here, out):
+            found = self._without(leaving, host, lambda: _choices(others, beside))
+            if found is not None:
+                return found
+        return None
+
+    def _at_once(self, host: HostBook) -> Plan | None:
+        """Return a plan in which the largest jobs leave this host, until there is room."""
+        here = sorted(self._here(host), key=_largest)
+        counts = range(len(here) if self.wish.home is not None else 1, min(len(here), self.moves.left) + 1)
+        enough = next((count for count in counts if self._has_room(host, here[:count])), None)
+        return None if enough is None else self._without(here[:enough], host, lambda: iter([[]]), tries=1)
+
+    def _here(self, host: HostBook) -> list[Mover]:
+        """Return who may leave a host for the waiting job; where its GPUs are given, those who have them."""
+        return self.must if self.wish.home is not None else [mover for mover in self.movers if mover.home is host]
+
+    def _has_room(self, host: HostBook, leaving: Sequence[Mover]) -> bool:
+        _leave(leaving)
+        found = self.wish.home is not None or self._welcome(host) is not None
+        _return(leaving)
+        return found
+
+    def _without(
+        self, leaving: Sequence[Mover], host: HostBook, groups: Callable[[], Iterable[list[Mover]]], tries: int = 0
+    ) -> Plan | None:
+        """Return a plan in which these leave, and one of the groups as well."""
+        _leave(leaving)
+        try:
+            seat = None if self.wish.home is not None else self._welcome(host)
+            if seat is None:
+                return self._beside(leaving, host, groups, tries) if self.wish.home is not None else None
+            host.enter(self.wish.job, self.wish.ask, seat)
+            try:
+                found = self._beside(leaving, host, groups, tries)
+            finally:
+                host.leave(host.tenants[self.wish.job.key])
+            return None if found is None else found._replace(seat=seat)
+        finally:
+            _return(leaving)
+
+    def _beside(
+        self, leaving: Sequence[Mover], host: HostBook, groups: Callable[[], Iterable[list[Mover]]], tries: int
+    ) -> Plan | None:
+        """Return a plan now that there is room: a place for each that left, with one of the groups on its way too."""
+        for further in groups():
+            _leave(further)
+            try:
+                steps = self._seated(sorted([*leaving, *further], key=_largest), (), tries)
+            finally:
+                _return(further)
+            if steps is not None:
+                return Plan(host, None, steps)
+        return None
+
+    def _welcome(self, host: HostBook) -> Seat | None:
+        """Return GPUs that nobody has or waits for, for the waiting job."""
+        self._spend()
+        return free_seat(host, self.wish.job, self.wish.ask)
+
+    # --- Where they go ----------------------------------------------------------------------------------
+
+    def _seated(self, movers: Sequence[Mover], steps: tuple[Step, ...], tries: int) -> tuple[Step, ...] | None:
+        """Return a place for each, or None; ``tries``: how many places are tried for each, 0: all."""
+        if len(steps) == len(movers):
+            return steps
+        mover = movers[len(steps)]
+        for target, seat in islice(self._places(mover), tries or None):
+            target.enter(mover.tenant.job, mover.tenant.ask, seat)
+            try:
+                found = self._seated(movers, (*steps, Step(mover, target, seat)), tries)
+            finally:
+                target.leave(target.tenants[mover.tenant.job.key])
+            if found is not None:
+                return found
+        return None
+
+    def _places(self, mover: Mover) -> list[tuple[HostBook, Seat]]:
+        """Return idle GPUs on other hosts, hosts of the job's class first, then the fullest."""
+        self._spend()
+        ask = mover.tenant.ask
+        found = []
+        for host in self.moves.hosts.values():
+            if host is mover.home or host.given + ask.gpus > host.gpus:
+                continue
+            self._spend()
+            seat = self.moves.seat(host, ask)
+            if seat is not None and seat.crowd == 0 and self.moves.suits(mover.tenant.job, mover.home, host):
+                found.append(((host.affinity != ask.gpus, host.gpus - host.given, host.name), host, seat))
+        return [(host, seat) for _, host, seat in sorted(found, key=lambda row: row[0])]
+
+    def _spend(self) -> None:
+        if self.evaluations is not None:
+            self.evaluations -= 1
+            if self.evaluations < 0:
+                raise _Spent
+
+
+def free_seat(host: HostBook, job: Job, ask: Ask) -> Seat | None:
+    """Return GPUs of a host that nobody has or waits for, on a lane where a job may start."""
+    if host.given + ask.gpus > host.gpus or not host.remembers(ask):
+        return None
+    named = job.required_nodes
+    seats = (seat for seat in host.seats(ask) if seat.crowd == 0 and (not named or seat.node.name in named))
+    return next(seats, None)
+
+
+def _overlap(tenant: Tenant, wish: Wish) -> bool:
+    home = wish.home
+    return home is not None and tenant.job.key != wish.job.key and bool(tenant.gpus & home.tenants[wish.job.key].gpus)
+
+
+def _largest(mover: Mover) -> tuple[object, ...]:
+    return -mover.size, -mover.tenant.ask.memory_mb, mover.tenant.job.key
+
+
+def _leave(movers: Sequence[Mover]) -> None:
+    for mover in movers:
+        mover.home.leave(mover.tenant)
+
+
+def _return(movers: Sequence[Mover]) -> None:
+    for mover in movers:
+        mover.home.stay(mover.tenant)
+
+
+def _choices(movers: Sequence[Mover], count: int) -> Iterator[list[Mover]]:
+    """Return the ways to choose so many; of jobs that are alike the first ones, so that no way is looked at twice."""
+    kinds: dict[tuple[object, ...], list[Mover]] = {}
+    for mover in movers:
+        kinds.setdefault(_kind(mover), []).append(mover)
+    return _of_kinds(list(kinds.values()), count)
+
+
+def _of_kinds(kinds: Sequence[list[Mover]], count: int) -> Iterator[list[Mover]]:
+    if count == 0:
+        yield []
+    elif kinds and sum(map(len, kinds)) >= count:
+        for first in range(min(count, len(kinds[0])), -1, -1):
+            for rest in _of_kinds(kinds[1:], count - first):
+                yield kinds[0][:first] + rest
+
+
+def _kind(mover: Mover) -> tuple[object, ...]:
+    """Return what tells jobs apart; where several lanes are in use, it matters which GPUs one has."""
+    home, tenant = mover
+    apart = tenant.job.key if len({other.lane for other in home.tenants.values()}) > 1 else None
+    return home.name, tenant.lane, tenant.ask, id(tenant.job.profile), tenant.job.required_nodes, apart

@@ -1,0 +1,220 @@
+"""Migration (Gandiva, OSDI'18, §3 and §4): fill GPUs that became free, even out hosts, bring split jobs together.
+
+After departures a job that takes turns goes to GPUs that nobody uses; a job of several hosts goes to one that can hold
+all of it. A job that waits behind higher priorities goes where it meets none. In introspective mode hosts of one class
+are evened out too, so that the cluster's height falls. A move must gain more than it costs; one job moves at most every
+``move_every_s``, and a round moves at most ``moves_per_round``.
+
+Of those that take turns one that waits goes, for that costs no GPU its time. Where none of them may, the holder goes,
+and the next one gets its GPUs: always so on a real cluster, where only who has its GPUs can save a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from math import ceil
+
+from cadenza.policies.core.model import Job, JobKey
+from cadenza.policies.sharing.state.budget import Moves, crowd
+from cadenza.policies.sharing.state.host import Ask, HostBook, Seat, Tenant
+
+LOCALITY_GAIN = 0.05
+"""Part of its speed that a job of several hosts is thought to gain on one (5 to 47 % in Gandiva, §2.2)."""
+PAYS_BACK = 2.0
+"""A move that frees no idle GPU must gain this many times its cost, for the gain is a guess."""
+
+
+def migrate(moves: Moves) -> None:
+    """Plan this round's migrations."""
+    if not moves.gandiva.migrate:
+        return
+    _fill(moves)
+    _rejoin(moves)
+    _from_below_higher(moves)
+    if moves.gandiva.introspective:
+        _separate(moves)
+        _even_out(moves)
+
+
+# --- Free GPUs -----------------------------------------------------------------------------------------
+
+
+def _fill(moves: Moves) -> None:
+    """Move jobs that take turns to idle GPUs, those in the longest rounds first."""
+    if not _any_idle(moves):
+        return
+    movable = [(host, tenant) for host in moves.hosts.values() for tenant in _in_turns(moves, host)]
+    vain: set[object] = set()
+    while movable:
+        movable.sort(key=lambda row: _need(moves, *row))
+        moved = next((row for row in movable if _alike(*row) not in vain and _fills(moves, *row, vain)), None)
+        if moved is None:
+            return
+        movable.remove(moved)
+
+
+def _in_turns(moves: Moves, host: HostBook) -> Iterator[Tenant]:
+    """Return the jobs of a host that may go out of their turns: who waits for its GPUs, else who has them."""
+    able = [tenant for tenant in moves.tenants(host) if tenant.job.key not in moves.packed]
+    waiting = [tenant for tenant in able if tenant.job.key not in moves.holders and not _held(tenant)]
+    yield from waiting
+    wanted = frozenset().union(*(tenant.gpus for tenant in waiting))
+    for tenant in able:
+        stays = tenant.job.key in moves.holders and _held(tenant)
+        if stays and wanted.isdisjoint(tenant.gpus) and crowd(host, tenant) > 1:
+            yield tenant
+
+
+def _held(tenant: Tenant) -> bool:
+    return tenant.job.lease is not None and tenant.job.lease.state == "held"
+
+
+def _need(moves: Moves, host: HostBook, tenant: Tenant) -> tuple[int, int, float, JobKey]:
+    """Return the sort key of those in turns: the higher priority, then the longer rounds, then the longer wait."""
+    lease = tenant.job.lease
+    waited_s = lease.waited_s if lease is not None else 0.0
+    return -moves.sharing.priority(tenant.job), -crowd(host, tenant), -waited_s, tenant.job.key
+
+
+def _fills(moves: Moves, host: HostBook, tenant: Tenant, vain: set[object]) -> bool:
+    """Move a waiting job to idle GPUs if that pays; what nobody can have is added to ``vain``."""
+    met = crowd(host, tenant)
+    if not moves.left or moves.left_s(tenant.job) * (met - 1) <= moves.gandiva.move_s:
+        return False
+    found = _idle_seat(moves, host, tenant.job, tenant.ask)
+    if found is None:
+        vain.add(_alike(host, tenant))
+        return False
+    target, seat = found
+    why = f"moves from {tenant.lane} to {seat.node.name}, whose GPUs are idle, out of turns with {met - 1} others"
+    moves.migrate(tenant.job, target, seat, tenant.ask, why)
+    return True
+
+
+def _alike(host: HostBook, tenant: Tenant) -> object:
+    """Return what jobs have in common that find idle GPUs on the same hosts."""
+    return tenant.ask, host.lanes[0].gpu_type, id(tenant.job.profile)
+
+
+def _any_idle(moves: Moves) -> bool:
+    return any(host.usable and host.idle() for host in moves.hosts.values())
+
+
+def _idle_seat(moves: Moves, source: HostBook, job: Job, ask: Ask) -> tuple[HostBook, Seat] | None:
+    """Return idle GPUs for a job, of its class, of none or of any class, on the least loaded host."""
+    found = [
+        ((_class(host, ask), host.load, host.name), host, seat)
+        for host in moves.hosts.values()
+        if host.idle() >= ask.gpus and (seat := moves.seat(host, ask)) is not None and seat.crowd == 0
+        if moves.suits(job, source, host)
+    ]
+    return min(found, key=lambda row: row[0])[1:] if found else None
+
+
+def _class(host: HostBook, ask: Ask) -> int:
+    return (ask.gpus, 0).index(host.affinity) if host.affinity in (ask.gpus, 0) else 2
+
+
+def _separate(moves: Moves) -> None:
+    """Move packed jobs to idle GPUs that nobody in turns wants."""
+    if not (moves.packed and _any_idle(moves)):
+        return
+    for host in tuple(moves.hosts.values()):
+        for tenant in [tenant for tenant in moves.tenants(host) if tenant.job.key in moves.packed]:
+            mates = [key for key in host.tenants if moves.packed.get(key) == moves.packed[tenant.job.key]]
+            found = _idle_seat(moves, host, tenant.job, tenant.ask) if len(mates) > 1 else None
+            if found is not None and moves.left_s(tenant.job) > PAYS_BACK * moves.gandiva.move_s:
+                target, seat = found
+                why = f"moves from {tenant.lane} to {seat.node.name}, whose GPUs are idle, instead of sharing its GPUs"
+                moves.migrate(tenant.job, target, seat, tenant.ask, why)
+
+
+def _rejoin(moves: Moves) -> None:
+    """Move a job of several hosts to one that can hold all of it on idle GPUs."""
+    for key in sorted(moves.jobs):
+        job = moves.jobs[key]
+        if len(job.nodes) < 2 or key in moves.packed or not moves.may(job):  # noqa: PLR2004 - one host is joined
+            continue
+        ask = Ask.under(replace(job, num_nodes=1), moves.sharing)
+        source = moves.home(job)
+        found = _idle_seat(moves, source, job, ask) if source is not None else None
+        if found is not None and moves.left_s(job) * LOCALITY_GAIN > moves.gandiva.move_s:
+            target, seat = found
+            why = f"moves from {len(job.nodes)} hosts to {seat.node.name}, which has all its GPUs on one"
+            moves.migrate(job, target, seat, ask, why)
+
+
+# --- Turns ---------------------------------------------------------------------------------------------
+
+
+def _from_below_higher(moves: Moves) -> None:
+    """Move jobs that wait behind higher priorities, which never make way, to where there are none."""
+    priority = moves.sharing.priority
+    if len({priority(job) for job in moves.jobs.values()}) < 2:  # noqa: PLR2004 - one priority has no higher one
+        return
+    for host in tuple(moves.hosts.values()):
+        for tenant in list(_in_turns(moves, host)):
+            if priority(tenant.job) >= _highest(moves, host, tenant.gpus):
+                continue
+            found = _fair_seat(moves, host, tenant)
+            if found is not None:
+                target, seat = found
+                why = f"moves from {tenant.lane} to {seat.node.name}: higher priorities keep its GPUs"
+                moves.migrate(tenant.job, target, seat, tenant.ask, why)
+
+
+def _highest(moves: Moves, host: HostBook, gpus: Iterable[int]) -> float:
+    """Return the highest priority on some of a host's GPUs."""
+    wanted = frozenset(gpus)
+    there = (tenant.job for tenant in host.tenants.values() if tenant.gpus & wanted)
+    return max(map(moves.sharing.priority, there), default=float("-inf"))
+
+
+def _fair_seat(moves: Moves, source: HostBook, tenant: Tenant) -> tuple[HostBook, Seat] | None:
+    """Return the least crowded seat of its class where a job meets no higher priority."""
+    mine = moves.sharing.priority(tenant.job)
+    found = [
+        ((seat.crowd, host.load, host.name), host, seat)
+        for host in moves.hosts.values()
+        if host is not source and host.affinity in (0, tenant.ask.gpus)
+        for seat in [moves.seat(host, tenant.ask)]
+        if seat is not None and _highest(moves, host, seat.gpus) <= mine and moves.suits(tenant.job, source, host)
+    ]
+    return min(found, key=lambda row: row[0])[1:] if found else None
+
+
+def _even_out(moves: Moves) -> None:
+    """Move jobs that take turns on the highest hosts of a class to its lowest ones while the height falls."""
+    classes: dict[int, list[HostBook]] = {}
+    for host in moves.hosts.values():
+        if host.affinity:
+            classes.setdefault(host.affinity, []).append(host)
+    for size in sorted(classes):
+        while moves.left and _lower(moves, size, sorted(classes[size], key=_pressure)):
+            pass
+
+
+def _pressure(host: HostBook) -> tuple[float, str]:
+    return host.pressure, host.name
+
+
+def _lower(moves: Moves, size: int, hosts: list[HostBook]) -> bool:
+    """Move one job from the highest to the lowest host of a class; False when that lowers nothing."""
+    low, high = hosts[0], hosts[-1]
+    if ceil(low.pressure + size / low.gpus) >= ceil(high.pressure):
+        return False
+    movable = [tenant for tenant in _in_turns(moves, high) if tenant.ask.gpus == size]
+    for tenant in sorted(movable, key=lambda tenant: (-crowd(high, tenant), tenant.job.key)):
+        met, seat = crowd(high, tenant), moves.seat(low, tenant.ask)
+        good = seat is not None and moves.suits(tenant.job, high, low)
+        if seat is not None and good and seat.crowd + 1 < met and _pays(moves, tenant.job, met, seat.crowd + 1):
+            why = f"moves from {tenant.lane} to {seat.node.name}: turns of {seat.crowd + 1} instead of {met}"
+            moves.migrate(tenant.job, low, seat, tenant.ask, why)
+            return True
+    return False
+
+
+def _pays(moves: Moves, job: Job, before: int, then: int) -> bool:
+    """Whether shorter rounds save a job more time than the move costs."""
+    return moves.left_s(job) * (before - then) > PAYS_BACK * moves.gandiva.move_s * then

@@ -1,0 +1,1 @@
+"""Jobs that run on one GPU at once."""

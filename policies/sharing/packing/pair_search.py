@@ -1,0 +1,288 @@
+"""Packing with undo (Gandiva, OSDI'18, §4): jobs that leave a GPU idle run on it together, if that pays.
+
+Only under overload. A job first runs alone, which gives its profile: the time of an iteration. Then the job with
+the lowest GPU utilisation joins the one with the next lowest on its GPUs, if the GPU memory of both fits with a margin
+and the host has the CPUs and the memory; when their throughput together is no better than that of turns (see
+``judging``), it leaves again and the pair is remembered for a while; the next lowest is tried then. A pair that a
+measured pair of profiles says to lose is not tried. Nothing else is predicted: a wrong profile costs one trial. Only
+jobs of one node are packed: those of several stop by orders of the service only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from cadenza.policies.core.actions import Pack, Unpack
+from cadenza.policies.core.decision import Alone, Lost, SharingMemory
+from cadenza.policies.core.model import Gpu, Job, JobKey, Lease
+from cadenza.policies.core.profile import least_cpus
+from cadenza.policies.core.text import gpu_names, job_names
+from cadenza.policies.sharing.packing.groups import Group, after, partners, standing
+from cadenza.policies.sharing.state.host import HostBook
+from cadenza.policies.sharing.state.measurement import Judged, Rule, alone, judged, packed_text
+from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """What packing wants of this round, and what it has learned."""
+
+    actions: tuple[Pack | Unpack, ...]
+    before: tuple[Group, ...]
+    """The packs as they are now."""
+    packs: tuple[Group, ...]
+    """The packs once ``actions`` are done."""
+    lost: tuple[Lost, ...]
+    alone: tuple[Alone, ...]
+    reasons: Mapping[JobKey, str]
+    """A sentence for every job that is packed, or just was."""
+
+    def leaving(self, jobs: Mapping[JobKey, Job]) -> frozenset[JobKey]:
+        """Return those who give up GPUs that they hold, because a job that they leave holds these too."""
+        left = partners(self.before)
+        gone = [action.job for action in self.actions if isinstance(action, Unpack)]
+        return frozenset(key for key in gone if _holds(jobs[key]) and any(_holds(jobs[other]) for other in left[key]))
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What packing depends on besides the jobs."""
+
+    time_s: float
+    sharing: SharingSettings
+    gandiva: GandivaSettings
+    hosts: Mapping[str, HostBook]
+    gpu_memory_gb: Mapping[str, float]
+    """By host; a host without an entry has GPUs of unknown memory."""
+    overloaded: bool
+    """Whether jobs take turns anywhere (cluster height above 1)."""
+
+    @property
+    def on(self) -> bool:
+        """Whether jobs may be packed at all."""
+        return self.gandiva.introspective and self.gandiva.pack
+
+    @property
+    def rule(self) -> Rule:
+        """Return when a measurement counts."""
+        return Rule.under(self.sharing, self.gandiva)
+
+
+def packing(jobs: Mapping[JobKey, Job], memory: SharingMemory, terms: Terms) -> Packing:
+    """Return this round's packs and unpacks. ``jobs``: those that sharing manages and that agents know."""
+    before = standing(memory.packs, jobs)
+    rows = alone(jobs, memory, terms.rule)
+    found = {pack: judged([jobs[key] for key in pack], rows, terms.rule) for pack in before}
+    undone = tuple(_undone(found, terms))
+    lost = _losers(jobs, memory, before, undone, terms)
+    packs = after(before, undone)
+    joined = tuple(_joined(_Stage(jobs, packs, rows, lost, terms))) if terms.on and terms.overloaded else ()
+    packs = after(packs, joined)
+    reasons = _reasons(found, packs, (*undone, *joined))
+    return Packing((*undone, *joined), before, packs, lost, tuple(sorted(rows.values())), reasons)
+
+
+def _pair(one: JobKey, other: JobKey) -> tuple[JobKey, JobKey]:
+    return (min(one, other), max(one, other))
+
+
+def _holds(job: Job) -> bool:
+    return job.lease is not None and job.lease.state in ("held", "stopping")
+
+
+def _reasons(
+    found: Mapping[Group, Judged], packs: Iterable[Group], actions: Iterable[Pack | Unpack]
+) -> dict[JobKey, str]:
+    """Return a sentence for each job of a pack: what was done to it, else what was measured of it."""
+    stay = set(packs)
+    said = {key: packed_text(key, one) for pack, one in found.items() if pack in stay for key in pack}
+    for action in actions:
+        said.update((key, action.reason) for key in (action.jobs if isinstance(action, Pack) else (action.job,)))
+    return said
+
+
+# --- Undo ----------------------------------------------------------------------------------------------
+
+
+def _undone(found: Mapping[Group, Judged], terms: Terms) -> Iterator[Unpack]:
+    for pack, one in found.items():
+        others = job_names(pack[1:])
+        if not terms.on:
+            yield Unpack(pack[0], f"runs in turns with {others} again: packing is off")
+        elif one.speed is not None and not terms.rule.paid(one.speed):
+            yield Unpack(pack[0], f"runs in turns with {others} again: {one.text}")
+
+
+def _losers(
+    jobs: Mapping[JobKey, Job],
+    memory: SharingMemory,
+    before: Iterable[Group],
+    undone: Iterable[Unpack],
+    terms: Terms,
+) -> tuple[Lost, ...]:
+    """Return the pairs that are not to be tried, those that were just found included."""
+    kept = [pair for pair in memory.lost if terms.time_s - pair.at_s < terms.gandiva.pack_again_s]
+    if not terms.on:
+        return tuple(kept)
+    pairs = {_pair(action.job, other) for action in undone for other in partners(before)[action.job]}
+    found = [Lost(a, b, terms.time_s, _model(jobs[a]), _model(jobs[b])) for a, b in pairs]
+    return tuple(sorted(found + [pair for pair in kept if pair[:2] not in pairs]))
+
+
+# --- Packs ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Jobs that take their turn as one on the same GPUs."""
+
+    jobs: tuple[Job, ...]
+    utilization: float
+    peak_gb: float
+    models: tuple[str, ...]
+
+    @property
+    def rank(self) -> tuple[float, JobKey]:
+        """Return the sort key: the lowest utilisation first."""
+        return self.utilization, min(job.key for job in self.jobs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """Everything that a choice depends on."""
+
+    jobs: Mapping[JobKey, Job]
+    packs: tuple[Group, ...]
+    alone: Mapping[JobKey, Alone]
+    lost: tuple[Lost, ...]
+    terms: Terms
+
+    def places(self) -> list[list[_Unit]]:
+        """Return the units on each set of GPUs that has several, the lowest utilisation first.
+
+        A unit counts once all its jobs have been measured.
+        """
+        packed = {key for pack in self.packs for key in pack}
+        there: dict[frozenset[Gpu], list[Group]] = {}
+        for group in (*self.packs, *((key,) for key in sorted(self.jobs) if key not in packed)):
+            there.setdefault(_gpus(self.jobs[group[0]]), []).append(group)
+        several = [groups for groups in there.values() if len(groups) > 1]
+        found = [[unit for group in groups if (unit := self._unit(group)) is not None] for groups in several]
+        return sorted((sorted(units, key=_rank) for units in found if len(units) > 1), key=lambda units: units[0].rank)
+
+    def _unit(self, group: Group) -> _Unit | None:
+        rows = ((key, self.alone[key]) for key in group if key in self.alone)
+        known = [size for key, row in rows if (size := _measured(self.jobs[key], row)) is not None]
+        if len(known) != len(group):
+            return None
+        members = tuple(self.jobs[key] for key in group)
+        return _Unit(members, sum(row[0] for row in known), sum(row[1] for row in known), tuple(map(_model, members)))
+
+    def suits(self, job: _Unit, other: _Unit, losing: frozenset[tuple[str, str]]) -> bool:
+        """Whether one job may join a unit."""
+        mine, model = job.jobs[0], job.models[0]
+        if len(other.jobs) >= self.terms.gandiva.max_packed or any((model, name) in losing for name in other.models):
+            return False
+        rule, known = self.terms.rule, mine.profile.together if mine.profile is not None else {}
+        if any(name in known and not rule.paid(known[name]) for name in other.models):
+            return False
+        return self._fits(job, other) and all(self._together(mine, theirs) for theirs in other.jobs)
+
+    def _fits(self, job: _Unit, other: _Unit) -> bool:
+        """Whether the GPUs have the memory for both, and their hosts CPUs and memory."""
+        gpus = _gpus(job.jobs[0])
+        size_gb = min((self.terms.gpu_memory_gb.get(gpu.host, 0.0) for gpu in gpus), default=0.0)
+        if job.peak_gb + other.peak_gb > size_gb * (1 - self.terms.gandiva.gpu_memory_margin):
+            return False
+        books = [self.terms.hosts[name] for name in sorted({gpu.host for gpu in gpus}) if name in self.terms.hosts]
+        return all(self._has_room(book, (*job.jobs, *other.jobs)) for book in books)
+
+    def _has_room(self, host: HostBook, unit: tuple[Job, ...]) -> bool:
+        """Whether a host has the memory that its jobs were promised, and the CPUs that all need who run then."""
+        keys, gpus = {job.key for job in unit}, _gpus(unit[0])
+        others = (t.job for key, t in host.tenants.items() if key not in keys and _holds(t.job))
+        running = (*unit, *(job for job in others if gpus.isdisjoint(_gpus(job))))
+        needed = sum(_cpus(job, self.alone.get(job.key), host.lanes[0].gpu_type) for job in running)
+        return host.committed_mb <= host.memory_mb and needed <= host.lanes[0].cpus
+
+    def _together(self, mine: Job, theirs: Job) -> bool:
+        sharing = self.terms.sharing
+        return (
+            (sharing.share_between_users or mine.user == theirs.user)
+            and sharing.priority(mine) == sharing.priority(theirs)
+            and all(_pair(mine.key, theirs.key) != pair[:2] for pair in self.lost)
+        )
+
+    def losing(self) -> frozenset[tuple[str, str]]:
+        """Return the pairs of models, both ways, of which two jobs lost together: others of these need no trial."""
+        pairs = [(pair.model, pair.other_model) for pair in self.lost if pair.model and pair.other_model]
+        return frozenset(both for a, b in pairs for both in ((a, b), (b, a)))
+
+
+def _model(job: Job) -> str:
+    return job.profile.model if job.profile is not None else ""
+
+
+def _measured(job: Job, row: Alone) -> tuple[float, float] | None:
+    """Return a job's utilisation and peak memory on each GPU, None when it must not be packed.
+
+    The GPU driver's word on utilisation comes before the profile's. Without both, a GPU is idle at least while the job
+    waits in its loader. Of memory the most that anybody says counts; a job of which nobody says any is not packed.
+    """
+    profile = job.profile
+    sizes = [row.gpu_memory_gb, profile.gpu_memory_peak_gb if profile is not None else None]
+    known = [size for size in sizes if size is not None]
+    if not known or job.num_nodes > 1 or not _may_pack(job.lease):
+        return None
+    if row.busy is not None:
+        return row.busy, max(known)
+    told = profile.gpu_utilization if profile is not None else None
+    return 1.0 - row.data_wait if told is None else told, max(known)
+
+
+def _cpus(job: Job, row: Alone | None, gpu_type: str) -> float:
+    """Return the CPUs that a job needs on each of its hosts: by its profile, else what it used, else what it asked."""
+    if job.profile is not None:
+        needed: float = least_cpus(job.profile.on(gpu_type), max(job.gpus, 1), job.cpus, job.memory_mb)
+    else:
+        needed = job.cpus if row is None or row.cpus is None else min(row.cpus, job.cpus)
+    return needed / max(job.num_nodes, 1)
+
+
+def _may_pack(lease: Lease | None) -> bool:
+    return lease is not None and (lease.ready or lease.state == "yielded") and lease.state != "stopping"
+
+
+def _gpus(job: Job) -> frozenset[Gpu]:
+    return frozenset(job.lease.gpus) if job.lease is not None else frozenset()
+
+
+def _rank(unit: _Unit) -> tuple[float, JobKey]:
+    return unit.rank
+
+
+def _joined(stage: _Stage) -> Iterator[Pack]:
+    losing = stage.losing()
+    for units in stage.places():
+        yield from _joined_here(stage, units, losing)
+
+
+def _joined_here(stage: _Stage, units: list[_Unit], losing: frozenset[tuple[str, str]]) -> Iterator[Pack]:
+    """Return the packs on one set of GPUs; ``units`` come with the lowest utilisation first."""
+    taken: set[JobKey] = set()
+    for unit in units:
+        job = unit.jobs[0]
+        if len(unit.jobs) > 1 or job.key in taken:
+            continue
+        free = (other for other in units if other is not unit and other.jobs[0].key not in taken)
+        other = next((other for other in free if stage.suits(unit, other, losing)), None)
+        if other is not None:
+            keys = (job.key, *(theirs.key for theirs in other.jobs))
+            taken.update(keys)
+            yield Pack(keys, _why(job, other))
+
+
+def _why(job: Job, other: _Unit) -> str:
+    names = job_names(theirs.key for theirs in other.jobs)
+    return f"runs with {names} on {gpu_names(_gpus(job))}: of lowest utilisation there, and the memory of all fits"

@@ -1,0 +1,1 @@
+"""Where pending jobs start, and how a host is divided."""

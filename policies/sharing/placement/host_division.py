@@ -1,0 +1,269 @@
+"""CPUs and memory under sharing: the jobs that have GPUs of a host now divide it by the allocation.
+
+Synergy's allocations (OSDI'22, §4) know one job a GPU, so each host is a case of its own with the jobs that hold
+GPUs there at this moment; packed jobs count once and split what they get, and a job of several hosts has its
+proportional share of each. A job that does not run keeps its memory, so as long as one waits on a host, nobody has
+more memory than it asked for; CPUs are all the holders'. Where Slurm's books are a floor, a job never has less memory
+than it has there, nor so few CPUs that it were slower than with those; without a profile, or before its first iteration
+(profiles do not know of start-ups), it keeps its CPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from cadenza.policies.allocation.problem import Allocate, Case, Server, proportional_share, share_speed
+from cadenza.policies.allocation.proportional import proportional
+from cadenza.policies.core.actions import Place, Tune
+from cadenza.policies.core.model import Job, JobKey, Placement, Share
+from cadenza.policies.core.profile import NEARLY, least_cpus
+from cadenza.policies.sharing.state.host import Ask, HostBook, Tenant
+from cadenza.policies.sharing.state.settings import SharingSettings
+
+HEADROOM = 1.25
+"""Where Slurm's books are a floor, a job keeps so many times the CPUs that its profile needs: profiles are measured on
+nodes that do little else, and beside busy neighbours (second threads, caches, clock rates) a CPU does less. Where that
+is not enough, the loan is undone by what is measured (see ``lending``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """One round's division of the hosts."""
+
+    now_s: float
+    allocate: Allocate
+    jobs: Mapping[JobKey, Job]
+    """Managed jobs, those about to start included."""
+    holders: frozenset[JobKey]
+    """Who has GPUs once this round is done."""
+    units: Mapping[JobKey, JobKey]
+    """For a packed job the least key of its pack."""
+    order: Mapping[JobKey, int]
+    """Rank of each job; those without one come last, by key."""
+    settings: SharingSettings = field(default_factory=SharingSettings)
+    keeps: Mapping[JobKey, str] = field(default_factory=dict)
+    """Why a job lends no CPUs, by job."""
+    wide: frozenset[JobKey] = frozenset()
+    """Who is on several hosts once this round is done."""
+
+    def divide(self, hosts: Mapping[str, HostBook]) -> dict[JobKey, Placement]:
+        """Return what every job should have that has its place on one host only."""
+        found: dict[JobKey, Placement] = {}
+        for host in hosts.values():
+            found |= self.on(host)
+        return found
+
+    def on(self, host: HostBook) -> dict[JobKey, Placement]:
+        """Return the same for the jobs of one host; those whose share does not change may be left out."""
+        there = [host.tenants[key] for key in sorted(host.tenants)]
+        holding = [t for t in there if t.job.key in self.holders]
+        wide = [t for t in holding if t.job.key in self.wide]
+        found: dict[JobKey, Placement] = {t.job.key: (lean,) for t in there if (lean := self._too_much(t)) is not None}
+        units = self._by_unit([t for t in holding if t not in wide and t.job.key in self.jobs])
+        gpus = sum(unit[0].ask.gpus for unit in units)
+        server = self._rest(host, [*wide, *(t for t in holding if t.job.key not in self.jobs and t not in wide)], gpus)
+        if not units or gpus > server.gpus:
+            return found
+        parts = self._floored(units, server) if self.settings.floor else self._parts(units, server)
+        shared = len(holding) < len(there)
+        own = {
+            tenant.job.key: (self._own(tenant, part, shared=shared),)
+            for unit in units
+            for tenant, part in zip(unit, _split(parts[unit[0].job.key], len(unit)), strict=True)
+        }
+        if self.settings.floor and sum(share.memory_mb for (share,) in own.values()) > server.memory_mb:
+            own = {key: (share._replace(memory_mb=host.tenants[key].ask.memory_mb),) for key, (share,) in own.items()}
+        return found | own
+
+    def _rest(self, host: HostBook, apart: Sequence[Tenant], gpus: int) -> Server:
+        """Return a host without what some jobs have: by the books where these are a floor, else their shares.
+
+        ``gpus``: of the jobs that divide the rest; where the books leave little, only these count.
+        """
+        node = host.lanes[0]
+        server = Server(node.name, node.gpus, node.cpus, host.memory_mb, node.gpu_type)
+        shares = [proportional_share(server, tenant.ask.gpus) for tenant in apart]
+        booked = [Share(server.name, t.ask.gpus, t.ask.cpus, t.ask.memory_mb) for t in apart]
+        rest = _less(server, booked if self.settings.floor else shares)
+        if min(rest.cpus, rest.memory_mb) >= rest.gpus:
+            return rest
+        return rest._replace(gpus=gpus) if min(rest.cpus, rest.memory_mb) >= gpus else _less(server, shares)
+
+    def _parts(self, units: Sequence[Sequence[Tenant]], server: Server) -> dict[JobKey, Share]:
+        """Return what the allocation gives to each unit, by its first job."""
+        cases = tuple(_as_one(unit, server) for unit in units)
+        case = Case(self.now_s, (server,), cases, len(cases))
+        plan = self.allocate(case)
+        if len(plan.placements) < len(cases):  # it leaves jobs out, but theirs are the GPUs now
+            plan = proportional(case)
+        return {job.key: plan.placements[job.key][0] for job in cases}
+
+    def _floored(self, units: Sequence[Sequence[Tenant]], server: Server) -> dict[JobKey, Share]:
+        """Return the same with nobody slower than with what it asked for, as far as the server has that.
+
+        Those that would be get what they need for it, and the others divide the rest. Lanes together may have
+        promised more CPUs than the host has: then the allocation's guarantee is all that there is.
+        """
+        kept: dict[JobKey, Share] = {}
+        rest, left = server, list(units)
+        while left:
+            parts = self._parts(left, rest)
+            floors = {unit[0].job.key: floor for unit in left if (floor := self._floor(unit, parts, rest)) is not None}
+            if not floors:
+                return kept | parts
+            kept |= floors
+            left = [unit for unit in left if unit[0].job.key not in floors]
+            rest = _less(rest, floors.values())
+            if min(rest.cpus, rest.memory_mb) < sum(unit[0].ask.gpus for unit in left):
+                return self._parts(units, server)
+        return kept
+
+    def _floor(self, unit: Sequence[Tenant], parts: Mapping[JobKey, Share], server: Server) -> Share | None:
+        """Return what a unit needs to be no slower than with what it asked for, or None when its part does."""
+        first = unit[0]
+        part, profile = parts[first.job.key], first.job.profile
+        asked = Share(server.name, first.ask.gpus, sum(t.ask.cpus for t in unit), sum(t.ask.memory_mb for t in unit))
+        if profile is None or any(self._keeps(tenant.job) for tenant in unit):
+            return asked if part.cpus < asked.cpus else None
+        wanted = share_speed(profile, asked, server.gpu_type)
+        asked = asked._replace(cpus=least_cpus(profile.on(server.gpu_type), *asked[1:], headroom=HEADROOM))
+        part = part._replace(memory_mb=max(part.memory_mb, asked.memory_mb))
+        slower = part.cpus < asked.cpus or share_speed(profile, part, server.gpu_type) < wanted - NEARLY
+        return asked if slower else None
+
+    def _keeps(self, job: Job) -> bool:
+        """Whether a job is to have the CPUs that it asked for, whatever its profile says."""
+        return _starts(job) or job.key in self.keeps
+
+    def _own(self, tenant: Tenant, share: Share, *, shared: bool) -> Share:
+        """Return a job's share on its own lane; ``shared``: others on the host wait."""
+        asked_mb = tenant.ask.memory_mb
+        memory_mb = min(share.memory_mb, asked_mb) if shared else share.memory_mb
+        if self.settings.floor:
+            memory_mb = max(memory_mb, asked_mb)
+        return Share(tenant.lane, tenant.ask.gpus, share.cpus, memory_mb)
+
+    def _too_much(self, tenant: Tenant) -> Share | None:
+        """Return what a job that waits is left with when it has more memory than it needs, else None."""
+        key, had = tenant.job.key, tenant.job.placement
+        if key in self.holders or key not in self.jobs:
+            return None
+        if len(had) != 1 or had[0][:2] != (tenant.lane, tenant.ask.gpus):  # of several hosts, or it moves
+            return None
+        if had[0].memory_mb <= tenant.ask.memory_mb:
+            return None
+        return had[0]._replace(memory_mb=tenant.ask.memory_mb)
+
+    def _by_unit(self, tenants: Sequence[Tenant]) -> list[list[Tenant]]:
+        """Return packed jobs together, in the order of the round."""
+        last = len(self.order)
+        found: dict[JobKey, list[Tenant]] = {}
+        for tenant in sorted(tenants, key=lambda t: (self.order.get(t.job.key, last), t.job.submit_s, t.job.key)):
+            key = tenant.job.key
+            found.setdefault(self.units.get(key, key), []).append(tenant)
+        return list(found.values())
+
+
+def _less(server: Server, taken: Collection[Share]) -> Server:
+    return server._replace(
+        gpus=server.gpus - sum(share.gpus for share in taken),
+        cpus=server.cpus - sum(share.cpus for share in taken),
+        memory_mb=server.memory_mb - sum(share.memory_mb for share in taken),
+    )
+
+
+def _starts(job: Job) -> bool:
+    """Whether a job has not completed an iteration since it was started."""
+    return job.lease is None or not job.lease.step
+
+
+def _as_one(unit: Sequence[Tenant], server: Server) -> Job:
+    """Return a unit as a job of the server, with what all its members have."""
+    had = [share for tenant in unit for share in tenant.job.placement]
+    first = unit[0]
+    whole = Share(server.name, first.ask.gpus, sum(s.cpus for s in had), sum(s.memory_mb for s in had))
+    return replace(first.job, gpus=first.ask.gpus, num_nodes=1, placement=(whole,) if had else ())
+
+
+def _split(share: Share, parts: int) -> list[Share]:
+    """Return a share in equal parts, the first ones with what is left over; each has all its GPUs."""
+    return [
+        share._replace(
+            cpus=max(share.cpus * (i + 1) // parts - share.cpus * i // parts, 1),
+            memory_mb=share.memory_mb // parts,
+        )
+        for i in reversed(range(parts))
+    ]
+
+
+def tunes(
+    jobs: Mapping[JobKey, Job], wanted: Mapping[JobKey, Placement], keeps: Mapping[JobKey, str]
+) -> tuple[Tune, ...]:
+    """Return a tune for every running job that is to have something else than it has, in order of keys.
+
+    ``keeps``: why a job does not lend any more.
+    """
+    return tuple(
+        Tune(
+            key,
+            wanted[key],
+            keeps.get(key) or _why(wanted[key][0], jobs[key].placement[0]),
+            caches_mb(jobs[key], wanted[key]),
+        )
+        for key in sorted(wanted)
+        if key in jobs and jobs[key].placement and jobs[key].placement != wanted[key]
+    )
+
+
+def caches_mb(job: Job, wanted: Placement) -> tuple[int | None, ...]:
+    """Return what a job's caches may take of each share; empty where it has no more memory than it asked for.
+
+    Who wrote the script chose its caches for the memory that the job asked for, so only more memory changes them.
+    """
+    asked_mb = -(-job.memory_mb // max(job.num_nodes, 1))
+    if job.profile is None or all(share.memory_mb <= asked_mb for share in wanted):
+        return ()
+    return tuple(
+        job.profile.cache_mb(share.gpus, share.memory_mb) if share.memory_mb > asked_mb else None for share in wanted
+    )
+
+
+def _why(wanted: Share, had: Share) -> str:
+    return (
+        f"its host is shared out among those that have GPUs: {wanted.cpus} CPUs and {wanted.memory_mb} MB "
+        f"instead of {had.cpus} and {had.memory_mb}"
+    )
+
+
+def with_shares(
+    placed: Sequence[Place], wanted: Mapping[JobKey, Placement], division: Sharing
+) -> tuple[Place, ...]:
+    """Return the placements with shares: those of the allocation for who starts on free GPUs, else what it needs."""
+    return tuple(
+        replace(
+            action,
+            shares=wanted.get(action.job) or _needed(division.jobs[action.job], action.nodes, division.settings),
+        )
+        for action in placed
+    )
+
+
+def startable(wanted: Placement, hosts: Mapping[str, HostBook], key: JobKey) -> Placement:
+    """Return what Slurm can start a job with where its books are a floor: no more than its lane has free there.
+
+    What others lend of theirs comes in place once it runs.
+    """
+    host = next((host for host in hosts.values() if key in host.tenants), None)
+    if host is None or len(wanted) != 1:
+        return wanted
+    lane, ask = host.tenants[key].lane, host.tenants[key].ask
+    node, use = next(node for node in host.lanes if node.name == lane), host.use[lane]
+    cpus, memory_mb = max(node.cpus - use.cpus, 0) + ask.cpus, max(node.memory_mb - use.memory_mb, 0) + ask.memory_mb
+    share = wanted[0]
+    return (share._replace(cpus=min(share.cpus, cpus), memory_mb=min(share.memory_mb, memory_mb)),)
+
+
+def _needed(job: Job, nodes: Sequence[str], settings: SharingSettings) -> Placement:
+    ask = Ask.under(job, settings)
+    return tuple(Share(node, ask.gpus, ask.cpus, ask.memory_mb) for node in sorted(nodes))

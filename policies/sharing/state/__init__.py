@@ -1,0 +1,1 @@
+"""The state that the stages of a decision work on."""

@@ -1,0 +1,158 @@
+"""Whether a pack pays: what its jobs do together against what each did alone (Gandiva, OSDI'18, §4).
+
+The throughput of a pack is the sum of its jobs' speeds, each relative to its own alone; that of turns is 1. An
+iteration time counts once it was measured over one window and is known well enough for the margin; after three windows
+it counts as it is, so that a pair which loses is found by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cadenza.policies.core.decision import Alone, SharingMemory
+from cadenza.policies.core.model import Job, JobKey, Lease, Pace
+from cadenza.policies.core.profile import MB_PER_GB
+from cadenza.policies.core.text import job_names
+from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
+
+TURNS = 1.0
+"""Throughput of jobs that take turns, each relative to its own alone."""
+WINDOWS = 3
+"""After so many windows a measurement counts however noisy it is."""
+LEAST = 10
+"""Fewest iterations of a mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """When a measurement counts; seconds."""
+
+    window_s: float
+    margin: float
+
+    @classmethod
+    def under(cls, sharing: SharingSettings, gandiva: GandivaSettings) -> Rule:
+        """Return the rule of these settings: three windows have room in a slice."""
+        return cls(max(min(gandiva.measure_s, sharing.slice_s / WINDOWS), sharing.min_run_s), gandiva.pack_margin)
+
+    def counts(self, pace: Pace) -> bool:
+        """Whether a mean is to be believed: within half the margin, or as good as it will get."""
+        if pace.iterations < LEAST or pace.window_s < self.window_s:
+            return False
+        return pace.error <= self.margin / 2 or self.waited(pace)
+
+    def waited(self, pace: Pace) -> bool:
+        """Whether there was time enough."""
+        return pace.window_s >= WINDOWS * self.window_s
+
+    def together_s(self, pace: Pace) -> float | None:
+        """Return a packed job's iteration time, or None as long as it may not be judged.
+
+        One that has come to next to no iteration in all that time is slow: it counts as if one ended now.
+        """
+        if self.counts(pace):
+            return pace.iteration_s
+        return max(pace.iteration_s, pace.window_s / (pace.iterations + 1)) if self.waited(pace) else None
+
+    def paid(self, speed: float) -> bool:
+        """Whether a pack of this throughput is better than turns."""
+        return speed > TURNS + self.margin
+
+
+# --- Alone ---------------------------------------------------------------------------------------------
+
+
+def alone(jobs: Mapping[JobKey, Job], memory: SharingMemory, rule: Rule) -> dict[JobKey, Alone]:
+    """Return how each job ran when it last had its GPUs alone, as far as that was measured."""
+    found = {row.job: row for row in memory.alone if row.job in jobs}
+    for key, job in jobs.items():
+        lease = job.lease
+        if lease is not None and lease.pace is not None and not lease.pace.beside and rule.counts(lease.pace):
+            found[key] = _seen(key, lease, lease.pace, found.get(key))
+    return found
+
+
+def _seen(key: JobKey, lease: Lease, pace: Pace, before: Alone | None) -> Alone:
+    """Return a new row; what is measured of a running job only is kept while it does not run."""
+    old = before or Alone(key, pace.iteration_s)
+    use = lease.use if lease.state == "held" else None
+    row = old._replace(iteration_s=pace.iteration_s, data_wait=pace.data_wait)
+    if use is None:
+        return row
+    held = (use.gpu_memory_mb or 0.0) / max(len(lease.gpus), 1)
+    peak_gb = max(held, use.memory_peak_mb or 0.0, (old.gpu_memory_gb or 0.0) * MB_PER_GB) / MB_PER_GB
+    return row._replace(
+        busy=old.busy if use.gpu_percent is None else use.gpu_percent / 100,
+        cpus=old.cpus if use.cpu_percent is None else use.cpu_percent / 100,
+        gpu_memory_gb=peak_gb or None,
+    )
+
+
+# --- Together ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A packed job's iteration time alone, and beside all others of its pack; None: not measured yet. Seconds."""
+
+    job: JobKey
+    alone_s: float | None
+    together_s: float | None
+
+    @property
+    def speed(self) -> float | None:
+        """Return its speed relative to its own alone."""
+        return self.alone_s / self.together_s if self.alone_s and self.together_s else None
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What was measured of one pack."""
+
+    members: tuple[Member, ...]
+
+    @property
+    def speed(self) -> float | None:
+        """Return its throughput over that of turns; None before all are measured."""
+        speeds = [member.speed for member in self.members]
+        known = [speed for speed in speeds if speed is not None]
+        return sum(known) if len(known) == len(speeds) else None
+
+    @property
+    def text(self) -> str:
+        """Return the measurement for people."""
+        if self.speed is None:
+            return "what they do together is being measured"
+        return f"together {self.speed:.0%} of what turns do ({', '.join(map(_times, self.members))})"
+
+
+def _times(member: Member) -> str:
+    return f"job {member.job} {_ms(member.together_s)} an iteration, {_ms(member.alone_s)} alone"
+
+
+def _ms(seconds: float | None) -> str:
+    return "?" if seconds is None else f"{seconds * 1000:.3g} ms"
+
+
+def judged(pack: Sequence[Job], before: Mapping[JobKey, Alone], rule: Rule) -> Judged:
+    """Return what is known of a pack."""
+    keys = {job.key for job in pack}
+    return Judged(
+        tuple(
+            Member(job.key, row.iteration_s if (row := before.get(job.key)) else None, _beside(job, keys, rule))
+            for job in sorted(pack, key=lambda job: job.key)
+        )
+    )
+
+
+def _beside(job: Job, pack: set[JobKey], rule: Rule) -> float | None:
+    """Return a job's iteration time beside all others of its pack."""
+    pace = job.lease.pace if job.lease is not None else None
+    return rule.together_s(pace) if pace is not None and {job.key, *pace.beside} == pack else None
+
+
+def packed_text(key: JobKey, found: Judged) -> str:
+    """Return a reason for a packed job."""
+    others = job_names(member.job for member in found.members if member.job != key)
+    return f"runs with {others}: {found.text}"

@@ -1,0 +1,1 @@
+"""Time slices: whose turn it is, and what Slurm is told."""

@@ -1,0 +1,105 @@
+"""Packed jobs as one: they take their turn together, by one virtual time and one stretch (Gandiva, OSDI'18, §4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from cadenza.policies.core.model import Gpu, JobKey, LeaseState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """A job and the GPUs that it uses when it runs; times in seconds."""
+
+    key: JobKey
+    gpus: frozenset[Gpu]
+    user: str = ""
+    state: LeaseState = "waiting"
+    """As in ``Lease``: waiting and yielded want the GPUs; held and stopping have them."""
+    priority: int = 0
+    weight: float = 1.0
+    vtime_s: float = 0.0
+    """Time held over weight, the current stretch included; starts at ``arrival_vtime``."""
+    held_s: float = 0.0
+    """The current stretch; 0 unless held or stopping."""
+    waited_s: float = 0.0
+    """Since it began to wait; 0 while held or stopping. Always 0 means no starvation bound."""
+    ready: bool = False
+    """Whether it can be stopped; say no of one that refused lately, or others claim GPUs for nothing."""
+    exclusive: bool = False
+    """Unmanaged: never displaced, and displaces every managed holder at once."""
+    iteration_s: float | None = None
+    preferred: bool = False
+    """The service ordered its resume."""
+    favoured: bool = False
+    """The ordering puts it before those that it meets, or it is to have its first turn; see ``sharing.favour``."""
+    eligible: bool = True
+    """False: it may not get the GPUs now (suspended by its owner, a part of a job on other hosts …)."""
+    packed_with: frozenset[JobKey] = frozenset()
+    """Who may have its GPUs with it; without effect unless both say so and have the same GPUs."""
+    together_s: float = 0.0
+    """The longest current stretch among those it is packed with; ``together`` fills it in."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a weight that no share can be computed from."""
+        if not 0 < self.weight < inf:
+            raise ValueError(f"job {self.key}: the weight must be above 0, not {self.weight}")
+
+    @property
+    def holding(self) -> bool:
+        """Whether it has the GPUs now."""
+        return self.state in ("held", "stopping")
+
+    @property
+    def started(self) -> bool:
+        """Whether it ever had them."""
+        return self.state != "waiting"
+
+    @property
+    def stretch_s(self) -> float:
+        """Return the current stretch of the job and those it is packed with."""
+        return max(self.held_s, self.together_s)
+
+
+def together(contenders: Sequence[Contender]) -> list[Contender]:
+    """Return the contenders, packed ones with the mean of their virtual times and the longest of their stretches.
+
+    So no other job's virtual time lies between theirs, and a slice ends for all of them at once.
+    """
+    if not any(c.packed_with for c in contenders):
+        return list(contenders)
+    by_key = {c.key: c for c in contenders}
+    return [_with_partners(c, by_key) if c.packed_with else c for c in contenders]
+
+
+def _with_partners(contender: Contender, by_key: dict[JobKey, Contender]) -> Contender:
+    named = [by_key[key] for key in sorted(contender.packed_with) if key in by_key]
+    partners = [o for o in named if contender.key in o.packed_with and o.gpus == contender.gpus]
+    if not partners:
+        return replace(contender, packed_with=frozenset())
+    unit = sorted((contender, *partners), key=_key)
+    return Contender(  # replace() takes three times as long, and this is done for every packed job of a round
+        key=contender.key,
+        gpus=contender.gpus,
+        user=contender.user,
+        state=contender.state,
+        priority=contender.priority,
+        weight=contender.weight,
+        vtime_s=sum([c.vtime_s for c in unit]) / len(unit),
+        held_s=contender.held_s,
+        waited_s=contender.waited_s,
+        ready=contender.ready,
+        exclusive=contender.exclusive,
+        iteration_s=contender.iteration_s,
+        preferred=contender.preferred,
+        favoured=any(o.favoured for o in unit),
+        eligible=contender.eligible,
+        packed_with=frozenset([o.key for o in partners]),
+        together_s=max([o.held_s for o in partners if o.holding], default=0.0) if contender.holding else 0.0,
+    )
+
+
+def _key(contender: Contender) -> JobKey:
+    return contender.key

@@ -1,0 +1,54 @@
+"""Which further lanes are open: none in observe-only, and none on a host where sharing would not be safe."""
+
+from __future__ import annotations
+
+from cadenza.policies.core.actions import DrainNode, OpenNode
+from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.model import ClusterSnapshot, Node
+from cadenza.policies.sharing.state.settings import SharingSettings
+
+OUR_DRAIN = "cadenza:"
+"""Every drain of ours says so at the start of its reason; a drain without it is an admin's and stays."""
+
+
+def lane_actions(
+    snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings
+) -> tuple[DrainNode | OpenNode, ...]:
+    """Return what to drain and what to open, in order of node names; lane 0 is never touched.
+
+    In observe-only every open further lane is drained, whoever opened it, because a job there would share a
+    GPU with another. A lane is opened only when its drain is ours.
+    """
+    closed = _closed_hosts(snapshot, settings)
+    actions: list[DrainNode | OpenNode] = []
+    for node in sorted(snapshot.nodes, key=lambda node: node.name):
+        why = closed.get(node.host, "")
+        if node.lane and why and not node.drained:
+            actions.append(DrainNode(node.name, f"{OUR_DRAIN} {why}"))
+        elif node.lane and not why and node.drained and node.up and drained_by_us(node, memory):
+            actions.append(OpenNode(node.name, f"sharing is on and the agent of {node.host} is alive"))
+    return tuple(actions)
+
+
+def drained_by_us(node: Node, memory: Memory) -> bool:
+    """Whether the node's drain is ours to undo."""
+    return node.name in memory.drained or node.drain_reason.startswith(OUR_DRAIN)
+
+
+def hosts_to_leave(snapshot: ClusterSnapshot) -> frozenset[str]:
+    """Return the hosts whose lane 0 is drained: somebody wants the machine, or Slurm does not trust it."""
+    return frozenset(node.host for node in snapshot.nodes if node.lane == 0 and node.drained)
+
+
+def _closed_hosts(snapshot: ClusterSnapshot, settings: SharingSettings) -> dict[str, str]:
+    """Return why the further lanes of a host must be closed, for the hosts where they must."""
+    hosts = {node.host for node in snapshot.nodes}
+    if not settings.enforce:
+        return dict.fromkeys(hosts, "observe-only, no job may share a GPU")
+    closed = {host: f"lane 0 of {host} is drained" for host in hosts_to_leave(snapshot)}
+    for node in sorted(snapshot.nodes, key=lambda node: node.name):
+        foreign = sorted(set(node.partitions) - settings.partitions)
+        if foreign:
+            closed[node.host] = f"{node.name} is also in {', '.join(foreign)}, not among Cadenza's partitions"
+    alive = {host.name for host in snapshot.hosts if host.agent_alive}
+    return closed | {host: f"the agent of {host} is not alive" for host in hosts - alive}

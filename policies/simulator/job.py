@@ -1,0 +1,309 @@
+"""One submitted job of a simulation: how far it is, what it has, and how it looks in a snapshot."""
+
+from __future__ import annotations
+
+from math import ceil, floor, inf
+
+from cadenza.policies.core.model import (
+    Gpu,
+    Job,
+    JobKey,
+    JobState,
+    Lease,
+    LeaseState,
+    Options,
+    Pace,
+    Placement,
+    Progress,
+)
+from cadenza.policies.core.profile import MB_PER_GB, Profile
+from cadenza.policies.simulator.model import JobResult, TraceJob
+
+PARTITION = "sim"
+HUNDRED = 100
+WHOLE = 1e-6
+"""Part of an iteration that is rounding."""
+
+
+class Live:
+    """A job between its submission and its end. Times in seconds since the start of the simulation."""
+
+    __slots__ = (
+        "attained_on",
+        "attained_s",
+        "cost_until_s",
+        "cpus",
+        "done_s",
+        "finish_s",
+        "gpu_type",
+        "gpus",
+        "gpus_held",
+        "hundred_s",
+        "hundred_work_s",
+        "key",
+        "lease",
+        "memory_mb",
+        "migrations",
+        "num_nodes",
+        "options",
+        "packed",
+        "placement",
+        "profile",
+        "ran_s",
+        "rate",
+        "ready_s",
+        "running",
+        "settled_s",
+        "speed",
+        "stale",
+        "start_s",
+        "state",
+        "trace",
+        "truth",
+        "tunes",
+        "version",
+        "waiting_cost_s",
+        "yields",
+    )
+
+    def __init__(self, trace: TraceJob, request: tuple[int, int, int], stale: list[Live]) -> None:
+        self.trace = trace
+        self.stale = stale
+        """Jobs whose record of the last snapshot is not true any more."""
+        self.key = JobKey(trace.id, 0)
+        self.gpus = trace.gpus
+        self.cpus, self.memory_mb, self.num_nodes = request
+        self.options = Options(
+            min_gpus=trace.min_gpus,
+            max_gpus=trace.max_gpus,
+            model=trace.model or None,
+            priority=trace.priority,
+            held=True,
+        )
+        self.profile = trace.profile
+        self.truth: Profile | None = trace.truth or trace.profile
+        self.state: JobState = "PENDING"
+        self.placement: Placement = ()
+        self.done_s = self.attained_s = self.rate = self.settled_s = self.cost_until_s = self.waiting_cost_s = 0.0
+        self.ready_s = 0.0
+        """When it is launched; that passes while others have its GPUs."""
+        self.speed = 1.0
+        self.gpu_type = ""
+        self.attained_on: dict[str, float] = {}
+        """Seconds on earlier GPU types; the rest of ``attained_s`` was on ``gpu_type``."""
+        self.running = False
+        self.ran_s: float | None = None
+        self.start_s: float | None = None
+        self.finish_s = inf
+        self.hundred_s: float | None = None
+        self.hundred_work_s = HUNDRED * trace.iteration_s
+        self.version = 0
+        """Counts every change, so that an end foreseen before it is not taken for one now."""
+        self.lease: LeaseBook | None = None
+        self.gpus_held: tuple[Gpu, ...] = ()
+        self.packed: set[JobKey] = set()
+        self.yields = self.migrations = self.tunes = 0
+
+    # --- Progress ---------------------------------------------------------------------------------
+
+    def settle(self, now_s: float) -> None:
+        """Book what was done since the last time."""
+        if self.running:
+            self.attained_s += now_s - self.settled_s
+            since_s = max(self.settled_s, self.cost_until_s)
+            if now_s > since_s:
+                self._work(since_s, now_s)
+        self.settled_s = now_s
+
+    def _work(self, since_s: float, now_s: float) -> None:
+        done_s = self.done_s + self.rate * (now_s - since_s)
+        if self.hundred_s is None and done_s >= self.hundred_work_s:
+            self.hundred_s = since_s + max(self.hundred_work_s - self.done_s, 0.0) / self.rate
+        self.done_s = done_s
+
+    def launch(self, ready_s: float, cost_s: float) -> None:
+        """Begin anew at ``ready_s``, and start up with ``cost_s``; what the former processes had to pay is gone."""
+        self.ready_s, self.waiting_cost_s = ready_s, cost_s
+
+    def run(self, now_s: float, speed: float, rate: float, cost_s: float) -> None:
+        """Make progress at ``rate`` from ``cost_s`` after now, or after its launch."""
+        self.settle(now_s)
+        self.speed, self.rate = speed, rate
+        if not self.running:
+            self.start_s = now_s if self.start_s is None else self.start_s
+        self.running = True
+        self.cost_until_s = max(self.cost_until_s, now_s, self.ready_s) + cost_s
+        self.changed()
+
+    def settle_on(self, gpu_type: str, now_s: float) -> None:
+        """Note the type of the GPUs that the job has from now on."""
+        if gpu_type != self.gpu_type:
+            self.settle(now_s)
+            before_s = self.attained_s - sum(self.attained_on.values())
+            if before_s > 0:
+                self.attained_on[self.gpu_type] = self.attained_on.get(self.gpu_type, 0.0) + before_s
+            self.gpu_type = gpu_type
+
+    def pause(self, now_s: float) -> None:
+        """Make no more progress."""
+        self.settle(now_s)
+        self.running, self.rate = False, 0.0
+        self.waiting_cost_s += max(self.cost_until_s - max(now_s, self.ready_s), 0.0)
+        self.cost_until_s = now_s
+        self.ran_s = now_s
+        self.finish_s = inf
+        self.changed()
+
+    def changed(self) -> None:
+        """Note that the foreseen end and the last snapshot's record are out of date."""
+        self.version += 1
+        self.stale.append(self)
+
+    def ends(self, round_s: float | None) -> float:
+        """Return when the job ends at its rate; at the end of a round when ``round_s`` is given."""
+        left_s = self.trace.work_s - self.done_s
+        begin_s = max(self.settled_s, self.cost_until_s)
+        if round_s is None:
+            return begin_s + max(left_s, 0.0) / self.rate
+        return begin_s + max(ceil(left_s / (self.rate * round_s) - WHOLE), 1) * round_s
+
+    # --- The job as others see it -----------------------------------------------------------------
+
+    def record(self, now_s: float) -> Job:
+        """Return the job as a snapshot shows it."""
+        trace = self.trace
+        return Job(
+            key=self.key,
+            user=trace.user,
+            account=trace.account,
+            partition=PARTITION,
+            qos="",
+            state=self.state,
+            gpus=self.gpus,
+            cpus=self.cpus,
+            memory_mb=self.memory_mb,
+            num_nodes=self.num_nodes,
+            submit_s=trace.submit_s,
+            name=trace.model,
+            start_s=self.start_s if self.state != "PENDING" else None,
+            slurm_priority=0 if self.state == "PENDING" else 1,
+            nodes=tuple(share.node for share in self.placement),
+            options=self.options,
+            lease=self._lease(now_s),
+            profile=self.profile,
+            placement=self.placement,
+            progress=self._progress(),
+        )
+
+    def _progress(self) -> Progress:
+        begins_s = max(self.settled_s, self.cost_until_s)
+        return Progress(
+            begins_s,
+            self.trace.work_s,
+            self.done_s,
+            self.attained_s + (begins_s - self.settled_s if self.running else 0.0),
+            self.ran_s,
+            self.running,
+            self.rate,
+            self.speed,
+            self.gpu_type,
+            dict(self.attained_on),
+        )
+
+    def _lease(self, now_s: float) -> Lease | None:
+        if self.lease is None:
+            return None
+        book = self.lease
+        held_s = now_s - book.since_s if book.state == "held" else 0.0
+        return Lease(
+            state=book.state,
+            gpus=self.gpus_held,
+            vtime_s=book.vtime_s + held_s,
+            held_s=held_s,
+            waited_s=0.0 if book.state == "held" else now_s - book.since_s,
+            ready=now_s >= self.ready_s,
+            iteration_s=self.trace.iteration_s / self.rate if self.rate else book.iteration_s,
+            step=int(self._done_by(now_s) / self.trace.iteration_s + WHOLE),
+            checkpoints=True,
+            pace=self.pace(now_s),
+        )
+
+    def _done_by(self, now_s: float) -> float:
+        """Return the work that is done by now, in seconds at the proportional share."""
+        ran_s = max(now_s - max(self.settled_s, self.cost_until_s), 0.0)
+        return self.done_s + self.rate * ran_s
+
+    def pace(self, now_s: float) -> Pace | None:
+        """Return how fast the job is in its present company, or was in the last one; exact, so without an error."""
+        book = self.lease
+        if book is None or book.state != "held" or not self.rate:
+            return book.pace if book is not None else None
+        iteration_s, window_s = self.trace.iteration_s / self.rate, now_s - book.company_s
+        return Pace(iteration_s, int(window_s / iteration_s), window_s, beside=book.beside)
+
+    def result(self, finish_s: float | None) -> JobResult:
+        """Return what became of the job."""
+        trace = self.trace
+        hundred = None if self.hundred_s is None else self.hundred_s - trace.submit_s
+        return JobResult(
+            trace.id,
+            trace.submit_s,
+            self.start_s,
+            finish_s,
+            trace.gpus,
+            trace.model,
+            trace.user,
+            trace.work_s,
+            self.attained_s,
+            hundred,
+            self.yields,
+            self.migrations,
+            self.tunes,
+            self.key.restart,
+        )
+
+
+class LeaseBook:
+    """A job's lease as its agents would keep it."""
+
+    __slots__ = ("beside", "company_s", "iteration_s", "pace", "since_s", "state", "vtime_s")
+
+    def __init__(self, now_s: float, vtime_s: float) -> None:
+        self.state: LeaseState = "waiting"
+        self.since_s = now_s
+        self.vtime_s = vtime_s
+        self.iteration_s: float | None = None
+        self.pace: Pace | None = None
+        """Of the last time that the job held its GPUs."""
+        self.beside: tuple[JobKey, ...] = ()
+        self.company_s = now_s
+        """Since when it has had its GPUs with ``beside``."""
+
+    def meet(self, beside: tuple[JobKey, ...], now_s: float) -> None:
+        """Note with whom the job has its GPUs from now on."""
+        if beside != self.beside:
+            self.beside, self.company_s = beside, now_s
+
+
+def whole_iterations(speed: float, iteration_s: float, round_s: float) -> float:
+    """Return the work a second when only whole iterations of a round count (Synergy's simulator)."""
+    return floor(round_s / (iteration_s / speed) + WHOLE) * iteration_s / round_s
+
+
+def best_or_one(profile: Profile | None, placement: Placement, gpus: int, proportional: tuple[float, float]) -> float:
+    """Return Synergy's simulator's speed: its best with the best-case demand, else 1.
+
+    A demand clipped to the server counts linearly in CPUs between the proportional share and the best case.
+    ``proportional``: CPUs and MB a GPU.
+    """
+    if profile is None:
+        return 1.0
+    best = profile.best
+    cpus = sum(share.cpus for share in placement)
+    memory_mb = sum(share.memory_mb for share in placement)
+    fair = proportional[0] * gpus
+    if cpus + WHOLE >= best.cpus * gpus and memory_mb + 1 >= best.memory_gb * MB_PER_GB * gpus:
+        return profile.best_speed
+    if gpus == 1 or cpus <= fair:
+        return 1.0
+    return 1.0 + (profile.best_speed - 1.0) * min((cpus - fair) / (best.cpus * gpus - fair), 1.0)

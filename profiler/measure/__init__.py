@@ -1,0 +1,1 @@
+"""Measurement: a command run at points of CPUs and memory."""

@@ -1,0 +1,311 @@
+"""The driver path of the agent: one machine a job, between the lease book, the conductor and the helper."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol
+
+from cadenza.policies.core.model import JobKey
+from cadenza.sidecar.agent.driver import events
+from cadenza.sidecar.agent.driver.channel import Channel, Lost
+from cadenza.sidecar.agent.driver.machine import Limits, Machine
+from cadenza.sidecar.agent.driver.protocol import Call, Called, Look, Looked, Operation
+from cadenza.sidecar.agent.ipc.processes import start_ticks
+from cadenza.sidecar.agent.jobs.host_state import Host
+from cadenza.sidecar.agent.leases.lease_table import Entry, GpuProcess
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 15.0
+RETRY_REFUSED_S = 300.0
+RETRY_ABSENT_S = 2.0
+"""How long a job that could not be frozen is left alone: at first, when it must be left alone, and when nothing of it
+is on its GPUs yet."""
+SWEEP_S = 1.0
+"""How often processes that ended are looked for."""
+NOT_RUN = "this path has not been run on a GPU yet"
+
+
+class Ends(Protocol):
+    """Who is told how it ended; the lease is theirs."""
+
+    def frozen(self, entry: Entry, seconds: float, nbytes: int, note: str) -> None:
+        """Take the lease: all is in host memory. ``note`` says why, if the job had it back in vain."""
+        ...
+
+    def not_frozen(self, entry: Entry, reason: str, retry_s: float) -> None:
+        """Let the job run on as before."""
+        ...
+
+    def thawed(self, entry: Entry, seconds: float) -> None:
+        """Note that the job runs again, with its lease."""
+        ...
+
+    def lost(self, entry: Entry, reason: str) -> None:
+        """Note that the job cannot go on; it keeps its lease until it ends or is requeued."""
+        ...
+
+
+@dataclass
+class _Freeze:
+    """One job in the driver's hands; monotonic time in seconds."""
+
+    machine: Machine
+    began: float
+    look: int = 0
+    """Number of the last look that was asked for."""
+    told: str = ""
+    """The outcome that the conductor knows."""
+
+
+@dataclass
+class DriverPath:
+    """Carries out what the machines say; lives in the event loop's thread and never waits.
+
+    ``free_memory`` returns the bytes of host memory that can be taken now.
+    """
+
+    host: Host
+    free_memory: Callable[[], int]
+    channel: Channel
+    limits: Limits = field(default_factory=Limits)
+    ends: Ends | None = None
+    _jobs: dict[JobKey, _Freeze] = field(default_factory=dict)
+    _asked: dict[int, tuple[JobKey, GpuProcess | None, Operation]] = field(default_factory=dict)
+    """Job, process and operation by number of the request; a look has no process."""
+    _numbers: count[int] = field(default_factory=lambda: count(1))
+    _next_sweep: float = 0.0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is anything for a helper to do, now or perhaps soon."""
+        return self.host.settings.driver_checkpoint != "off" or bool(self._jobs)
+
+    @property
+    def wanted_always(self) -> bool:
+        """Whether jobs that moved their state out by themselves are checkpointed as well."""
+        return self.host.settings.driver_checkpoint == "always"
+
+    def recover(self) -> None:
+        """Take over what an earlier agent had in hand; the driver says where each process stands."""
+        if self.host.settings.driver_checkpoint != "off":
+            log.warning("driver_checkpoint = %s: %s", self.host.settings.driver_checkpoint, NOT_RUN)
+        for entry in self.host.book:
+            entry.frozen = tuple(one for one in entry.frozen if start_ticks(one.pid) == one.start_ticks)
+            if entry.frozen:
+                machine = Machine.recovered(entry.frozen, resting=not entry.occupying, limits=self.limits)
+                self._begin(entry, machine)
+                log.info("driver path: recovered JOBID=%s processes=%d", entry.key, len(entry.frozen))
+
+    def freeze(self, entry: Entry) -> None:
+        """Stop a job that is *stopping* in the book."""
+        self._begin(entry, Machine(self.limits))
+
+    def thaw(self, entry: Entry) -> None:
+        """Bring a job back that has its lease; one that is already on its way stays on it."""
+        job = self._jobs.get(entry.key)
+        if job is not None and job.told == "frozen":
+            job.told, job.began = "", self.host.clock.monotonic()
+            self._advance(entry, job, events.Thaw())
+
+    def _begin(self, entry: Entry, machine: Machine) -> None:
+        job = self._jobs[entry.key] = _Freeze(machine, self.host.clock.monotonic())
+        job.told = "frozen" if machine.resting else ""
+        self._advance(entry, job, events.Tick())
+
+    # --- the loop ------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Take in answers and the passing of time."""
+        for answer in self.channel.receive():
+            self._take(answer)
+        if self.wanted and (lost := self.channel.keep_up()):
+            self._take(lost)
+        now = self.host.clock.monotonic()
+        sweeping = now >= self._next_sweep
+        if sweeping:
+            self._next_sweep = now + SWEEP_S
+        for key, job in tuple(self._jobs.items()):
+            entry = self.host.book.get(key)
+            if entry is None:
+                self._left(key, job)
+            else:
+                for pid in _ended(job.machine) if sweeping else ():
+                    self._advance(entry, job, events.Ended(pid))
+                self._advance(entry, job, events.Tick())
+        self._mark()
+
+    def _mark(self) -> None:
+        """Tell each job's run whether this path may stop it, and what it is doing with it."""
+        usable = self.host.settings.driver_checkpoint != "off" and self.channel.ready
+        for entry in self.host.book:
+            run, job = self.host.run(entry.key), self._jobs.get(entry.key)
+            run.freezable = usable and entry.hosts == 1
+            run.driver = _standing(job)
+            run.lost = job.machine.reason if job is not None and job.machine.lost else ""
+
+    @property
+    def lack(self) -> str:
+        """Return why this path is on and cannot be used; empty when neither is so."""
+        mode, why = self.host.settings.driver_checkpoint, self.channel.problem
+        return f"driver_checkpoint = {mode}: {why}" if mode != "off" and why and not self.channel.ready else ""
+
+    def flush(self) -> None:
+        """Send the helper what was decided, now that the book is on disk."""
+        if lost := self.channel.flush():
+            self._take(lost)
+
+    def close(self) -> None:
+        """Leave; the helper lets go what is locked."""
+        self.channel.close()
+
+    def _left(self, key: JobKey, job: _Freeze) -> None:
+        """Forget a job that is off the book; if one of its processes lives and is locked, it may end by itself."""
+        del self._jobs[key]
+        for member in job.machine.members.values():
+            if member.state == "locked" and member.busy is None:
+                self._call(key, member.target, "unlock")
+
+    # --- between machine and helper ------------------------------------------------------------------------
+
+    def _take(self, answer: Looked | Called | Lost) -> None:
+        """Give an answer to the machine that asked; the loss of the helper concerns all."""
+        if isinstance(answer, Lost):
+            self._asked.clear()
+            for key, job in tuple(self._jobs.items()):
+                self._to(key, job, events.HelperLost(answer.reason))
+            return
+        asked = self._asked.pop(answer.id, None)
+        if asked is None:
+            return
+        key, target, operation = asked
+        asker = self._jobs.get(key)
+        if asker is None:
+            self._too_late(key, target, operation, answer)
+            return
+        if isinstance(answer, Looked):
+            if answer.id == asker.look:
+                self._to(key, asker, self._seen(asker, answer))
+        elif target is not None:
+            answered = events.Answered(target.pid, operation, answer.state, answer.error)
+            self._to(key, asker, events.Ended(target.pid) if answer.gone else answered)
+
+    def _too_late(
+        self, key: JobKey, target: GpuProcess | None, operation: Operation, answer: Looked | Called
+    ) -> None:
+        """Undo a lock that came about after its job had left the book: its process may still have to end."""
+        if target is not None and operation in {"lock", "restore"} and isinstance(answer, Called) and not answer.error:
+            self._call(key, target, "unlock")
+
+    def _to(self, key: JobKey, job: _Freeze, event: events.Event) -> None:
+        entry = self.host.book.get(key)
+        if entry is not None:
+            self._advance(entry, job, event)
+
+    def _seen(self, job: _Freeze, looked: Looked) -> events.Seen:
+        """Return what was seen; the first time with whether the host can take it."""
+        refused = looked.refused
+        if not refused and not job.machine.found:
+            refused = self._short_of_memory(looked)
+        return events.Seen(looked.found, dict(looked.free), refused)
+
+    def _short_of_memory(self, looked: Looked) -> str:
+        """Return why the host, or the job's limit, cannot take the GPUs' memory; empty when they can.
+
+        The driver copies into the process itself, so the copy counts against the job's limit.
+        """
+        needed = sum(size for one in looked.found for _, size in one.gpu_bytes)
+        stops = [run.stop for run in self.host.jobs.values() if run.stop is not None and run.stop.committed]
+        free = self.free_memory() - sum(stop.bytes for stop in stops)
+        margin = self.host.settings.memory_margin
+        takes = f"its GPU memory takes {needed >> 20} MB (margin {margin:g})"
+        if needed * margin > free:
+            return f"host memory: {takes} and {max(free, 0) >> 20} MB are free"
+        if looked.room is not None and needed * margin > looked.room:
+            return f"host memory: {takes} and the job's limit leaves {max(looked.room, 0) >> 20} MB"
+        return ""
+
+    def _advance(self, entry: Entry, job: _Freeze, event: events.Event) -> None:
+        """Move a machine on, do what it says, and tell how it ended."""
+        commands = job.machine.advance(event, self.host.clock.monotonic())
+        self._note_targets(entry, job.machine)
+        self.host.run(entry.key).driver = _standing(job)
+        for command in commands:
+            if isinstance(command, events.Operate):
+                self._call(entry.key, job.machine.members[command.pid].target, command.operation)
+            elif isinstance(command, events.LookAt):
+                job.look = self._number(entry.key, None, "state")
+                self.channel.ask(Look(job.look, entry.job, entry.uid, entry.gpus))
+            else:
+                self._take(self.channel.end(command.reason))
+                return
+        self._tell(entry, job)
+
+    def _note_targets(self, entry: Entry, machine: Machine) -> None:
+        """Have the processes written down before anything is done to them."""
+        targets = tuple(one.target for one in machine.members.values())
+        if machine.outcome == "running":
+            targets = ()
+        if targets == entry.frozen:
+            return
+        stop = self.host.run(entry.key).stop
+        if stop is not None and not entry.frozen:
+            stop.bytes += sum(one.nbytes for one in machine.members.values())
+        entry.frozen = targets
+        self.host.book.touch()
+
+    def _call(self, key: JobKey, target: GpuProcess, operation: Operation) -> None:
+        number = self._number(key, target, operation)
+        timeout_ms = int(self.limits.lock_s * 1000) if operation == "lock" else 0
+        self.channel.ask(Call(number, operation, target.pid, target.start_ticks, timeout_ms))
+
+    def _number(self, key: JobKey, target: GpuProcess | None, operation: Operation) -> int:
+        number = next(self._numbers)
+        self._asked[number] = (key, target, operation)
+        return number
+
+    def _tell(self, entry: Entry, job: _Freeze) -> None:
+        """Tell the conductor of an outcome, once."""
+        outcome = job.machine.outcome
+        if outcome in {"", job.told} or self.ends is None:
+            return
+        job.told = outcome
+        seconds = self.host.clock.monotonic() - job.began
+        reason = job.machine.reason
+        log.info("driver path: %s JOBID=%s in %.3f s %s", outcome, entry.key, seconds, reason)
+        if outcome == "running":
+            del self._jobs[entry.key]
+            self.host.run(entry.key).driver = ""
+        if outcome == "frozen":
+            self.ends.frozen(entry, seconds, sum(one.nbytes for one in job.machine.members.values()), reason)
+        elif outcome == "lost":
+            self.ends.lost(entry, reason)
+        elif job.machine.undoing:
+            self.ends.not_frozen(entry, reason, _pause_s(job.machine))
+        else:
+            self.ends.thawed(entry, seconds)
+
+
+def _standing(job: _Freeze | None) -> str:
+    """Return what is being done with a job; empty when nothing is that keeps it from being asked to yield."""
+    if job is None or job.machine.outcome == "frozen":
+        return ""
+    if job.machine.lost:
+        return f"lost in the driver path, requeue it (scontrol requeue): {job.machine.reason}"
+    return f"in the driver's hands: {job.machine.stage}"
+
+
+def _pause_s(machine: Machine) -> float:
+    """Return how long to leave a job alone."""
+    if machine.refused:
+        return RETRY_REFUSED_S
+    return RETRY_S if machine.members else RETRY_ABSENT_S
+
+
+def _ended(machine: Machine) -> list[int]:
+    """Return the pids of processes that are no more."""
+    targets = [one.target for one in machine.members.values()]
+    return [one.pid for one in targets if start_ticks(one.pid) != one.start_ticks]

@@ -1,0 +1,1 @@
+"""Handlers of messages: from a host's jobs and from the service."""

@@ -1,0 +1,153 @@
+"""The Unix socket: one session a connection, and an outbox emptied only after the leases are on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cadenza.policies.core.model import JobKey
+from cadenza.sidecar import wire
+from cadenza.sidecar.agent.errors import EnvironmentLacksError
+from cadenza.sidecar.agent.ipc.processes import Peer, peer_of
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 512
+
+
+@dataclass(eq=False)
+class Session:
+    """One connected peer and what it turned out to be."""
+
+    sock: socket.socket
+    peer: Peer
+    key: JobKey | None = None
+    """The job that it attached to or waits for."""
+
+    def receive(self) -> bytes | None:
+        """Return the next packet, b"" at the end, None when there is nothing to read."""
+        try:
+            return self.sock.recv(wire.MAX_PACKET + 1)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:  # told once, to a peer's end that left something unread: its last words follow
+            return self.receive()
+        except OSError:
+            return b""
+
+
+@dataclass
+class Outbox:
+    """Packets that wait for the end of the turn; nobody hears of a lease before it is written down."""
+
+    _queue: list[tuple[Session, bytes, tuple[int, ...], bool]] = field(default_factory=list)
+
+    def post(
+        self,
+        session: Session | None,
+        kind: str,
+        *,
+        fds: tuple[int, ...] = (),
+        last: bool = False,
+        **fields: Any,
+    ) -> None:
+        """Queue one packet; ``last`` closes the connection behind it. Without a session nothing happens."""
+        if session is not None:
+            copies = tuple(os.dup(fd) for fd in fds)  # the number may stand for another file by then
+            self._queue.append((session, wire.encode(kind, **fields), copies, last))
+
+    def flush(self) -> list[Session]:
+        """Send everything and return the sessions that are lost, or done with, for the caller to close."""
+        queue, self._queue = self._queue, []
+        gone: dict[int, Session] = {}
+        for session, packet, fds, last in queue:
+            if id(session) not in gone and (not _send(session, packet, fds) or last):
+                gone[id(session)] = session
+            for fd in fds:
+                os.close(fd)
+        return list(gone.values())
+
+
+def _send(session: Session, packet: bytes, fds: tuple[int, ...]) -> bool:
+    """Send one packet without waiting; False when the peer has stopped reading.
+
+    One that has gone may have said why: what it said is read first, and its end behind it.
+    """
+    try:
+        if fds:
+            socket.send_fds(session.sock, [packet], list(fds))
+        else:
+            session.sock.send(packet)
+    except (BrokenPipeError, ConnectionResetError):
+        return True
+    except OSError as error:
+        log.info("peer lost pid=%d: %s", session.peer.pid, error)
+        return False
+    return True
+
+
+class Listener:
+    """The listening socket and its open sessions, by file descriptor."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.sessions: dict[int, Session] = {}
+        self._limit = _session_limit()
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            self.socket.bind(str(path))
+            path.chmod(0o666)
+            self.socket.listen(BACKLOG)
+        except OSError as error:
+            self.socket.close()
+            raise EnvironmentLacksError(f"socket {path}: {error.strerror or error}") from None
+
+    def accept(self) -> Session | None:
+        """Return a new session, or None when there is none or too many are open."""
+        try:
+            connection, _ = self.socket.accept()
+        except OSError:
+            return None
+        connection.setblocking(False)  # noqa: FBT003
+        if len(self.sessions) >= self._limit:
+            log.warning("connection refused: %d are open", len(self.sessions))
+            connection.close()
+            return None
+        session = Session(connection, peer_of(connection))
+        self.sessions[connection.fileno()] = session
+        return session
+
+    def close(self) -> None:
+        """Close all connections and remove the socket."""
+        for session in self.sessions.values():
+            session.sock.close()
+        self.socket.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+
+def _session_limit() -> int:
+    """Raise the limit of open files to what is allowed and return how many peers fit (four files each)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+    return max(16, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 64) // 4)
+
+
+def notify_ready(state: str = "READY=1") -> None:
+    """Tell systemd, when it asked to be told (sd_notify(3))."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier, contextlib.suppress(OSError):
+        notifier.connect("\0" + address[1:] if address.startswith("@") else address)
+        notifier.sendall(state.encode())

@@ -1,0 +1,1 @@
+"""The jobs of this host: registration, stop step, iteration time."""

@@ -1,0 +1,1 @@
+"""Leases, in memory and on disk."""

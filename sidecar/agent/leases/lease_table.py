@@ -1,0 +1,242 @@
+"""The lease book: which job may use which GPUs of this host, as a state machine without I/O or clock.
+
+States: *waiting* (registered, never ran) → *held* → *stopping* (asked to yield) → *yielded* → *held* …; a
+job leaves the book when it ends. A held or stopping lease occupies its GPUs; two such never meet on one, unless their
+jobs are packed. When a pack ends while several of it have their GPUs, these are *loose* until all but one yielded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import combinations
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from cadenza.policies.core.model import JobKey
+from cadenza.sidecar.agent.errors import LeaseConflictError
+
+State: TypeAlias = Literal["waiting", "held", "stopping", "yielded"]
+OCCUPYING = frozenset({"held", "stopping"})
+
+
+class Process(msgspec.Struct, frozen=True):
+    """A process of a job; the start time tells it from a later one with the same pid."""
+
+    pid: int
+    start_ticks: int
+    batch: bool = False
+    """The batch script: the job has left this host when it ends."""
+
+
+class GpuProcess(msgspec.Struct, frozen=True):
+    """A process that the driver stops: what it has of each GPU, as Slurm's index and bytes."""
+
+    pid: int
+    start_ticks: int
+    gpu_bytes: tuple[tuple[int, int], ...] = ()
+
+
+class Entry(msgspec.Struct):
+    """One job's lease on this host. Epoch times in seconds."""
+
+    job: int
+    restart: int
+    uid: int
+    gpus: tuple[int, ...]
+    since_s: float
+    """Time of the last change of state."""
+    user: str = ""
+    node: str = ""
+    lane: int = 0
+    hosts: int = 1
+    managed: bool = True
+    options: str = ""
+    verified: bool = False
+    """Registered by root; else by its own first attach."""
+    weight: float = 1.0
+    priority: int = 0
+    state: State = "waiting"
+    vtime_s: float = 0.0
+    """Held time over weight, without the stretch under way."""
+    held_since_s: float = 0.0
+    """When the lease was last given; meaningful while it is held or stopping."""
+    registered_s: float = 0.0
+    processes: tuple[Process, ...] = ()
+    cpus: float = 0.0
+    """What Slurm's books give it on this host, as its registration said; 0: it did not."""
+    memory_mb: int = 0
+    frozen: tuple[GpuProcess, ...] = ()
+    """Processes that the driver path has in its hands: locked, checkpointed, or about to be."""
+    pack: int = 0
+    """Jobs with the same number above 0 may have the same GPUs at once, by the service's word."""
+    loose: bool = False
+    """Its pack is over, and another of it has the same GPUs still: all but one are to yield."""
+
+    @property
+    def key(self) -> JobKey:
+        """The incarnation that this lease belongs to."""
+        return JobKey(self.job, self.restart)
+
+    @property
+    def occupying(self) -> bool:
+        """Whether the GPUs are this job's now."""
+        return self.state in OCCUPYING
+
+    def held_s(self, now: float) -> float:
+        """Return the length of the stretch under way; 0 when there is none."""
+        return max(0.0, now - self.held_since_s) if self.occupying else 0.0
+
+    def vtime(self, now: float) -> float:
+        """Return held time over weight up to now, the key of the weighted round robin."""
+        return self.vtime_s + self.held_s(now) / self.weight
+
+    def overlaps(self, other: Entry) -> bool:
+        """Whether the two want a GPU in common."""
+        return not set(self.gpus).isdisjoint(other.gpus)
+
+    def packed_with(self, other: Entry) -> bool:
+        """Whether the two may have the same GPUs at once; an unmanaged job never shares."""
+        return self.pack != 0 and self.pack == other.pack and self.managed and other.managed
+
+
+class Stretch(msgspec.Struct, frozen=True):
+    """A finished stretch of holding GPUs; epoch times in seconds."""
+
+    key: JobKey
+    gpus: tuple[int, ...]
+    from_s: float
+    to_s: float
+
+
+class LeaseBook:
+    """All leases of a host; ``changed`` counts the changes, so that the owner knows when to write it down."""
+
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        self._entries = {entry.key: entry for entry in entries}
+        self.changed = 0
+        self._check()
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(tuple(self._entries.values()))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: JobKey) -> Entry | None:
+        """Return the lease of an incarnation, or None."""
+        return self._entries.get(key)
+
+    def register(self, entry: Entry, now: float) -> Entry:
+        """Enter a job as *waiting*; it starts at the least vtime of the managed jobs that it overlaps."""
+        rivals = [other.vtime(now) for other in self if other.managed and other.overlaps(entry)]
+        entry.state = "waiting"
+        entry.vtime_s = min(rivals, default=0.0)
+        entry.registered_s = entry.since_s = now
+        self._entries[entry.key] = entry
+        self.touch()
+        return entry
+
+    def touch(self) -> None:
+        """Say that an entry's other fields changed and must be written down."""
+        self.changed += 1
+
+    def shift(self, seconds: float) -> None:
+        """Move all times along with the wall clock, which was set by so much."""
+        for entry in self:
+            entry.since_s += seconds
+            entry.held_since_s += seconds
+            entry.registered_s += seconds
+        self.touch()
+
+    def blockers(self, entry: Entry) -> list[Entry]:
+        """Return the other jobs that occupy a GPU of this one and may not share it."""
+        others = (other for other in self if other is not entry and other.occupying and other.overlaps(entry))
+        return [other for other in others if not other.packed_with(entry)]
+
+    def pack(self, packs: Mapping[JobKey, int]) -> None:
+        """Take over who may have the same GPUs at once; jobs that are not named are in no pack any more.
+
+        Holders that shared GPUs and may not any more become loose.
+        """
+        sharing = self._sharing()
+        for entry in self:
+            entry.pack = packs.get(entry.key, 0)
+        for one, other in sharing:
+            if not one.packed_with(other):
+                one.loose = other.loose = True
+        self.touch()
+        self._tighten()
+        self._check()
+
+    def grant(self, entry: Entry, now: float) -> None:
+        """Give a waiting or yielded job its lease; raise LeaseConflictError when a GPU is occupied."""
+        self._move(entry, ("waiting", "yielded"), "held", now)
+        entry.held_since_s = now
+
+    def stop(self, entry: Entry, now: float) -> None:
+        """Note that a holder was asked to yield."""
+        self._move(entry, ("held",), "stopping", now)
+
+    def keep(self, entry: Entry, now: float) -> None:
+        """Note that a stop was withdrawn; the stretch under way goes on."""
+        self._move(entry, ("stopping",), "held", now)
+
+    def set_aside(self, entry: Entry, now: float) -> None:
+        """Note that a job which this book never saw running has moved its state out."""
+        self._move(entry, ("waiting", "yielded"), "yielded", now)
+
+    def release(self, entry: Entry, now: float) -> Stretch:
+        """Take the lease of a job that has moved its state out, and return the stretch that ends."""
+        self._require(entry, ("stopping",), "yielded")
+        stretch = self._end(entry, now)
+        self._move(entry, ("stopping",), "yielded", now)
+        return stretch
+
+    def drop(self, entry: Entry, now: float) -> Stretch | None:
+        """Forget a job that has left the host; return the stretch that ends, if one does."""
+        stretch = self._end(entry, now) if entry.occupying else None
+        self._entries.pop(entry.key, None)
+        self.touch()
+        self._tighten()
+        return stretch
+
+    def _end(self, entry: Entry, now: float) -> Stretch:
+        """Charge the stretch under way to the job."""
+        entry.vtime_s = entry.vtime(now)
+        return Stretch(entry.key, entry.gpus, entry.held_since_s, max(now, entry.held_since_s))
+
+    def _require(self, entry: Entry, before: tuple[State, ...], after: State) -> None:
+        """Raise LeaseConflictError unless the job is in one of these states."""
+        if entry.state not in before:
+            raise LeaseConflictError(f"job {entry.key}: {entry.state} cannot become {after}")
+
+    def _move(self, entry: Entry, before: tuple[State, ...], after: State, now: float) -> None:
+        """Change a state along an arrow, and make sure that no GPU has two leases then."""
+        self._require(entry, before, after)
+        if after == "held" and not entry.occupying and (taken := self.blockers(entry)):
+            holders = ", ".join(str(other.key) for other in taken)
+            raise LeaseConflictError(f"job {entry.key}: GPUs {entry.gpus} are still held by {holders}")
+        entry.state = after
+        entry.since_s = now
+        self.touch()
+        self._tighten()
+        self._check()
+
+    def _sharing(self) -> list[tuple[Entry, Entry]]:
+        """Return the pairs that occupy a GPU together."""
+        occupying = [entry for entry in self._entries.values() if entry.occupying]
+        return [(one, other) for one, other in combinations(occupying, 2) if one.overlaps(other)]
+
+    def _tighten(self) -> None:
+        """Note which jobs are loose no more: they have their GPUs alone, or with those that they are packed with."""
+        apart = {one.key for pair in self._sharing() if not pair[0].packed_with(pair[1]) for one in pair}
+        for entry in self._entries.values():
+            entry.loose = entry.loose and entry.key in apart
+
+    def _check(self) -> None:
+        """Raise LeaseConflictError when two leases meet on a GPU: the one place that states the invariant."""
+        for one, other in self._sharing():
+            if not (one.packed_with(other) or (one.loose and other.loose)):
+                gpu = min(set(one.gpus) & set(other.gpus))
+                raise LeaseConflictError(f"GPU {gpu} is leased to {one.key} and to {other.key}")

@@ -1,0 +1,1 @@
+"""Page-cache prefetch of the files of a job that moves."""

@@ -1,0 +1,128 @@
+"""Makes a host warm for a job that will come: its files are read into the page cache while it still runs elsewhere.
+
+The agent where the job runs says which files it uses. That where it goes reads them in a process of the job's own user,
+so that nobody's files are read for somebody else; it is bounded in bytes and time, and what fails is only said.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pwd
+import queue
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cadenza.policies.core.model import JobKey
+from cadenza.sidecar import orders
+from cadenza.sidecar.agent.jobs.host_state import Host
+from cadenza.sidecar.agent.leases.lease_table import Entry
+from cadenza.sidecar.agent.prefetch import file_reader, open_files
+
+log = logging.getLogger(__name__)
+
+READ_S = 120.0
+"""Longest time that reading for one job may take."""
+KEPT = 64
+"""How many results are kept for the reports, the newest."""
+READERS = 2
+
+
+@dataclass
+class Warming:
+    """The agent's part of warming; threads of its own do what takes time, the event loop takes the results."""
+
+    host: Host
+    warmed: dict[JobKey, orders.Warmed] = field(default_factory=dict)
+    """What was read here for jobs that are to come."""
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(READERS, "cadenza-warming"))
+    _done: queue.SimpleQueue[orders.Warmed | orders.Files] = field(default_factory=queue.SimpleQueue)
+
+    def list_files(self, entry: Entry) -> None:
+        """Find the files of a job that runs here, for those who will read them."""
+        self.host.run(entry.key).followed = True
+        pids = {process.pid for process in entry.processes} | set(self.host.run(entry.key).ranks)
+        self._pool.submit(self._list, entry, tuple(sorted(pids)))
+
+    def read(self, order: orders.Warm) -> None:
+        """Read files for a job that will come, if this host's settings allow it."""
+        self._pool.submit(self._read, order)
+
+    def tick(self) -> None:
+        """Take in what the threads have done."""
+        while True:
+            try:
+                done = self._done.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(done, orders.Files):
+                self.host.upward.append(done)
+            else:
+                self._note(done)
+
+    def close(self) -> None:
+        """Wait for nobody; a reader that is left ends by its own limits."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _note(self, done: orders.Warmed) -> None:
+        key = JobKey(done.job, done.restart)
+        self.warmed.pop(key, None)
+        self.warmed[key] = done
+        while len(self.warmed) > KEPT:
+            del self.warmed[next(iter(self.warmed))]
+        log.info(
+            "warmed JOBID=%s files=%d bytes=%d s=%.2f %s", key, done.files, done.bytes, done.seconds, done.note
+        )  # fmt: skip
+
+    def _list(self, entry: Entry, pids: tuple[int, ...]) -> None:
+        try:
+            self._done.put(self.host.files(entry, open_files.files_of(pids)))
+        except Exception:
+            log.exception("the files of JOBID=%s were not found", entry.key)
+
+    def _read(self, order: orders.Warm) -> None:
+        began = self.host.clock.monotonic()
+        told: dict[str, int] = {}
+        try:
+            told, note = read_as(order.uid, order.paths, self.host.settings.warm_mb << 20), ""
+        except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
+            note = f"its files were not read: {error}"
+        self._done.put(
+            orders.Warmed(
+                job=order.job,
+                restart=order.restart,
+                files=told.get("files", 0),
+                bytes=told.get("bytes", 0),
+                seconds=self.host.clock.monotonic() - began,
+                note=note,
+            )
+        )
+
+
+def read_as(uid: int, paths: tuple[str, ...], most_bytes: int) -> dict[str, int]:
+    """Read files as a user; return counts of files, bytes and those left out.
+
+    Raise KeyError for a user that this host does not know, OSError or SubprocessError when that process fails.
+    """
+    if not most_bytes:
+        return {}
+    done = subprocess.run(
+        [sys.executable, "-I", str(Path(file_reader.__file__)), str(most_bytes)],
+        input="\n".join(paths).encode("utf-8", errors="surrogateescape"),
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=READ_S, check=True, cwd="/", env={}, **_user(uid),
+    )  # fmt: skip
+    return dict(json.loads(done.stdout))
+
+
+def _user(uid: int) -> dict[str, Any]:
+    """Return what makes a process that user's; an agent that is not root can only be itself."""
+    if uid == os.geteuid() != 0:
+        return {}
+    user = pwd.getpwuid(uid)
+    groups = os.getgrouplist(user.pw_name, user.pw_gid)
+    return {"user": uid, "group": user.pw_gid, "extra_groups": groups}

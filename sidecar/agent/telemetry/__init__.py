@@ -1,0 +1,1 @@
+"""Samples of NVML, processes and pages, and their records."""

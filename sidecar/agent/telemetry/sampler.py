@@ -1,0 +1,223 @@
+"""What each job's processes use of the host, sampled in a thread of its own so that nobody waits for it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import psutil  # type: ignore[import-untyped]
+
+from cadenza.policies.core.model import JobKey
+from cadenza.sidecar.agent.telemetry.gpus import GpuDevice, GpuUse
+from cadenza.sidecar.clock import Clock
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A job to sample: the processes that the agent knows of, and its GPUs by Slurm's index."""
+
+    key: JobKey
+    pids: tuple[int, ...]
+    gpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a job used; rates are of the time since the sample before, and None in the first one."""
+
+    processes: int = 0
+    rss_bytes: int = 0
+    cpu_percent: float | None = None
+    read_bytes_s: float | None = None
+    write_bytes_s: float | None = None
+    gpu_percent: float | None = None
+    gpu_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """One process: seconds of CPU time, bytes of memory, bytes from and to storage, all since it began."""
+
+    cpu_s: float
+    rss: int
+    shared: int
+    read: int
+    written: int
+
+
+Processes: TypeAlias = Mapping[psutil.Process, Counters]
+"""psutil's processes are equal when pid and start time are: a pid that comes again is another one."""
+
+
+class Sampler:
+    """Keeps the last counters to make rates of them. ``find_devices`` is called once, at the first sample."""
+
+    def __init__(self, clock: Clock, find_devices: Callable[[], Sequence[GpuDevice]]) -> None:
+        self._clock = clock
+        self._find_devices = find_devices
+        self._devices: Sequence[GpuDevice] | None = None
+        self._before: dict[JobKey, tuple[float, Processes]] = {}
+
+    def sample(self, targets: Sequence[Target]) -> dict[JobKey, Usage]:
+        """Return each job's use; one pass over the host's processes and one over its GPUs serve all jobs."""
+        if self._devices is None:
+            self._devices = self._find_devices()
+        children = _children()
+        looks = {device.index: device.look() for device in self._devices}
+        before, self._before = self._before, {}
+        found = {}
+        for target in targets:
+            processes = _counted(_tree(target.pids, children))
+            now = self._clock.monotonic()
+            self._before[target.key] = (now, processes)
+            found[target.key] = _usage(now, processes, before.get(target.key), _gpu_use(target, processes, looks))
+        return found
+
+
+def _children() -> dict[int, list[psutil.Process]]:
+    """Return every process of the host by its parent's pid."""
+    found: dict[int, list[psutil.Process]] = {}
+    for process in psutil.process_iter():
+        try:
+            found.setdefault(process.ppid(), []).append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _tree(pids: Iterable[int], children: Mapping[int, Sequence[psutil.Process]]) -> set[psutil.Process]:
+    """Return the processes and all their descendants, such as loader workers; each once."""
+    known = set(pids)
+    waiting = [process for family in children.values() for process in family if process.pid in known]
+    found: set[psutil.Process] = set()
+    while waiting:
+        process = waiting.pop()
+        if process not in found:
+            found.add(process)
+            waiting += children.get(process.pid, ())
+    return found
+
+
+def _counted(processes: Iterable[psutil.Process]) -> dict[psutil.Process, Counters]:
+    """Return the counters of those that still live."""
+    found = {}
+    for process in processes:
+        try:
+            found[process] = _counters(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _counters(process: psutil.Process) -> Counters:
+    """Read one process; raise psutil.Error when it is gone. Its I/O is only told to root and its owner."""
+    with process.oneshot():
+        cpu, memory = process.cpu_times(), process.memory_info()
+    try:
+        io = process.io_counters()
+        read, written = io.read_bytes, io.write_bytes
+    except (psutil.AccessDenied, NotImplementedError):
+        read = written = 0
+    return Counters(cpu.user + cpu.system, memory.rss, memory.shared, read, written)
+
+
+def _usage(
+    now: float, processes: Processes, before: tuple[float, Processes] | None, gpu: tuple[float | None, int | None]
+) -> Usage:
+    """Return a job's use out of two readings of its processes; one that is new began within the time between."""
+    rss = sum(one.rss - one.shared for one in processes.values())
+    rss += max((one.shared for one in processes.values()), default=0)
+    if before is None or now <= before[0]:
+        return Usage(len(processes), rss, gpu_percent=gpu[0], gpu_memory_bytes=gpu[1])
+    span, old = now - before[0], before[1]
+    zero = Counters(0.0, 0, 0, 0, 0)
+    pairs = [(old.get(process, zero), one) for process, one in processes.items()]
+    return Usage(
+        processes=len(processes),
+        rss_bytes=rss,
+        cpu_percent=100 * sum(one.cpu_s - was.cpu_s for was, one in pairs) / span,
+        read_bytes_s=sum(one.read - was.read for was, one in pairs) / span,
+        write_bytes_s=sum(one.written - was.written for was, one in pairs) / span,
+        gpu_percent=gpu[0],
+        gpu_memory_bytes=gpu[1],
+    )
+
+
+def _gpu_use(
+    target: Target, processes: Processes, looks: Mapping[int, GpuUse]
+) -> tuple[float | None, int | None]:
+    """Return the mean use and the memory of the job's GPUs by its own processes; None where nothing is told."""
+    pids = {process.pid for process in processes}
+    each = [_own(looks[index], pids) for index in target.gpus if index in looks]
+    percents = [percent for percent, _ in each if percent is not None]
+    memories = [memory for _, memory in each if memory is not None]
+    return (sum(percents) / len(percents) if percents else None, sum(memories) if memories else None)
+
+
+def _own(look: GpuUse, pids: set[int]) -> tuple[float | None, int | None]:
+    """Return what ``pids`` have of one GPU.
+
+    Where the driver does not tell processes apart, all of it is theirs if no other process is on the GPU.
+    """
+    own = [use for pid, use in look.processes.items() if pid in pids]
+    if not own:
+        return 0.0, 0
+    alone = len(own) == len(look.processes)
+    percents = [use.percent for use in own if use.percent is not None]
+    memories = [use.memory_bytes for use in own if use.memory_bytes is not None]
+    percent = sum(percents) if percents else (look.percent if alone else None)
+    memory = sum(memories) if memories else (look.memory_bytes if alone else None)
+    return percent, memory
+
+
+class Background:
+    """Runs a sampler in a daemon thread; a driver that hangs costs samples and nothing else."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._asked: queue.SimpleQueue[Sequence[Target] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[dict[JobKey, Usage]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.busy = False
+        """Whether an answer is still to come."""
+
+    def ask(self, targets: Sequence[Target]) -> None:
+        """Have the jobs sampled, unless the last sample is still being taken; the first call starts the thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="cadenza-sampling", daemon=True)
+            self._thread.start()
+        if not self.busy:
+            self.busy = True
+            self._asked.put(targets)
+
+    def answer(self) -> dict[JobKey, Usage] | None:
+        """Return the sample that was asked for, once; None while there is none."""
+        try:
+            answer = self._answers.get_nowait()
+        except queue.Empty:
+            return None
+        self.busy = False
+        return answer
+
+    def close(self) -> None:
+        """Let the thread end after what it does."""
+        self._asked.put(None)
+
+    def _serve(self) -> None:
+        """Answer until told to end; a sample that fails is an empty one."""
+        told = False
+        while (targets := self._asked.get()) is not None:
+            found: dict[JobKey, Usage] = {}
+            try:
+                found = self._sampler.sample(targets)
+            except Exception:
+                if not told:
+                    log.exception("jobs could not be sampled; this is said once")
+                told = True
+            self._answers.put(found)

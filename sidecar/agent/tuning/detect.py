@@ -1,0 +1,103 @@
+"""Which limits a job can have on this host: by its control groups where they can be written, else by affinity."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from cadenza.sidecar.agent.tuning import cgroup_paths
+from cadenza.sidecar.agent.tuning.cgroup_v1 import Version1
+from cadenza.sidecar.agent.tuning.cgroup_v2 import Version2
+from cadenza.sidecar.agent.tuning.cpu_affinity import Affinity
+from cadenza.sidecar.agent.tuning.limits import Limits, Pids, Saved
+
+PROBES = ("cpu.max", "cpuset.cpus", "cgroup.procs")
+
+
+def limits_of(
+    pids: Callable[[], Iterable[int]],
+    name: str,
+    saved: Saved,
+    everywhere: frozenset[int],
+    *,
+    cgroups: bool = True,
+    root: Path = Path("/"),
+) -> Limits | None:
+    """Return the means by which a job's limits are set; None while none of its processes lives.
+
+    ``pids`` returns the processes that the agent knows now, ``name`` is for groups of ours. A limit that is chosen
+    once is kept: ``saved`` says by which means an earlier agent did it.
+    """
+    alive = next((pid for pid in pids() if (root / f"proc/{pid}").exists()), None)
+    if alive is None:
+        return None
+    where = cgroup_paths.of(alive, root)
+    members = _members(pids, root)
+    means = saved.pop("means", "") or _means(where, cgroups=cgroups)
+    if means == Version2.means and (job := where.job("")) is not None:
+        limits: Limits = Version2(job, members, saved, everywhere)
+    elif means == Version1.means:
+        limits = Version1(where, name, members, saved, everywhere)
+    else:
+        limits = Affinity(members, saved, _affinity(alive, everywhere), everywhere)
+    saved["means"] = limits.means
+    return limits
+
+
+def writable_groups(root: Path = Path("/")) -> bool:
+    """Whether control groups of either version can be written on this host at all."""
+    mount = root / cgroup_paths.MOUNT
+    return any(_writable(mount / name / PROBES[2]) for name in ("", "unified", "cpuset", "cpu"))
+
+
+def _means(where: cgroup_paths.Groups, *, cgroups: bool) -> str:
+    """Return the surest means that works here."""
+    job = where.job("")
+    if cgroups and job is not None and any(_writable(job / probe) for probe in PROBES[:2]):
+        return Version2.means
+    for controller in ("cpuset", "cpu"):
+        parent = where.outside(controller) if controller in where.paths else None
+        if cgroups and parent is not None and os.access(parent, os.W_OK) and _writable(parent / PROBES[2]):
+            return Version1.means
+    return Affinity.means
+
+
+def _writable(path: Path) -> bool:
+    """Whether a control file is there and can be written; root is refused by a read-only mount."""
+    return path.exists() and os.access(path, os.W_OK)
+
+
+def _affinity(pid: int, everywhere: frozenset[int]) -> frozenset[int]:
+    """Return where a process may run."""
+    try:
+        return frozenset(os.sched_getaffinity(pid))
+    except OSError:
+        return everywhere
+
+
+def _members(pids: Callable[[], Iterable[int]], root: Path) -> Pids:
+    """Return the function that finds a job's processes: by its groups, else the known ones and their descendants."""
+
+    def members() -> frozenset[int]:
+        known = tuple(pids())
+        for pid in known:
+            if found := cgroup_paths.of(pid, root).members():
+                return found
+        return _descendants(known)
+
+    return members
+
+
+def _descendants(pids: Iterable[int]) -> frozenset[int]:
+    """Return processes and all that descend from them."""
+    found = set()
+    for pid in pids:
+        try:
+            process = psutil.Process(pid)
+            found |= {pid, *(child.pid for child in process.children(recursive=True))}
+        except psutil.Error:
+            continue
+    return frozenset(found)

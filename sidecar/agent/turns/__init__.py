@@ -1,0 +1,1 @@
+"""Turns: the stop of one job and the start of the next."""

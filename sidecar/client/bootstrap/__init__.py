@@ -1,0 +1,1 @@
+"""How a process joins: attach, `cadenza run`, automatic attach."""

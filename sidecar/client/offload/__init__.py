@@ -1,0 +1,1 @@
+"""GPU state to host memory and back."""

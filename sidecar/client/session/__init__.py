@@ -1,0 +1,1 @@
+"""The session of an attached process: step page, link to the agent, orders."""

@@ -1,0 +1,238 @@
+"""The socket to the node's agent: one daemon thread listens, and connects again after the agent was lost."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cadenza.sidecar import wire
+from cadenza.sidecar.client.errors import AgentRefusedError, LinkLostError
+from cadenza.sidecar.client.session.step_page import STOP, map_page
+
+HANDSHAKE_S = 5.0
+"""How long a live agent may take to answer ``attach``."""
+JOIN_S = 2.0
+"""How long leaving waits for the thread."""
+FIRST_DELAY_S = 0.05
+LAST_DELAY_S = 5.0
+"""Bounds of the delay between attempts to reach a lost agent; it doubles from one to the other."""
+
+Message = dict[str, Any]
+
+_log = logging.getLogger("cadenza.client")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An agent's answer to ``attach``: the rank's page, and whether the job holds its lease."""
+
+    words: memoryview
+    held: bool
+
+
+class Link:
+    """One rank's connection. ``steady`` is held while the state moves: ``attach`` never tells half of it.
+
+    ``greeting`` returns the fields of an ``attach`` message; it is called with ``steady`` held. ``words`` is
+    the page that the meter counts in until an agent gives one. ``losses`` counts lost connections: what was
+    said before a loss is void after it.
+    """
+
+    def __init__(self, path: str, greeting: Callable[[], Message], words: memoryview) -> None:
+        self._path = path
+        self._greeting = greeting
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._socket: socket.socket | None = None
+        self._fresh: Reply | None = None
+        self._page = words
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="cadenza-link", daemon=True)
+        self.steady = threading.Lock()
+        self.losses = 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is a connection now."""
+        return self._socket is not None
+
+    def open(self) -> Reply | None:
+        """Connect and start listening; None when no agent answers yet, which the thread then waits for.
+
+        Raises AgentRefusedError when there is an agent and it does not take this process.
+        """
+        reply: Reply | None = None
+        with contextlib.suppress(LinkLostError):
+            reply = self._attach()
+        if reply:
+            self._page = reply.words
+        atexit.register(self.close)
+        self._thread.start()
+        return reply
+
+    def take_fresh(self) -> Reply | None:
+        """Return the answer of an agent that was reached again, once."""
+        reply, self._fresh = self._fresh, None
+        return reply
+
+    def send(self, kind: str, *, since: int | None = None, **fields: Any) -> bool:
+        """Send one message; False when the link is lost, or was lost after ``losses`` stood at ``since``."""
+        connection = self._socket
+        if connection is None or (since is not None and since != self.losses):
+            return False
+        try:
+            connection.send(wire.encode(kind, **fields), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError as error:
+            _log.debug("%s not sent: %s", kind, error)
+            return False
+        return True
+
+    def receive(self, timeout_s: float | None = None) -> Message | None:
+        """Wait for the next message; None after the time-out.
+
+        Besides the agent's there are two of the link's own: ``lost`` and, when it is back, ``attached``.
+        """
+        try:
+            return self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def forget(self) -> None:
+        """Drop what was received and not read: it belongs to an order, or to a connection, that is over."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._inbox.get_nowait()
+
+    def close(self) -> None:
+        """End the connection and the thread.
+
+        It also runs at exit: a thread that outlives the interpreter may be collecting torch's garbage just then,
+        and that aborts the process.
+        """
+        atexit.unregister(self.close)
+        self._drop()
+        if self._thread.is_alive():
+            self._thread.join(JOIN_S)
+
+    def _drop(self) -> None:
+        """End the connection; the thread ends by itself then."""
+        self._closed.set()
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    def abandon(self) -> None:
+        """Let go of the descriptor without a word: for a forked child, whose parent owns the link."""
+        atexit.unregister(self.close)
+        self._closed.set()
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            os.close(connection.detach())
+
+    def _attach(self) -> Reply:
+        """Connect and present this rank; raise LinkLostError or AgentRefusedError."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.settimeout(HANDSHAKE_S)
+            connection.connect(self._path)
+            with self.steady:
+                connection.send(wire.encode("attach", **self._greeting()))
+                reply = self._answer(connection)
+            connection.settimeout(None)
+        except (OSError, wire.WireError) as error:
+            connection.close()
+            raise LinkLostError(f"{self._path}: {error}") from None
+        except BaseException:
+            connection.close()
+            raise
+        self._socket = connection
+        return reply
+
+    def _answer(self, connection: socket.socket) -> Reply:
+        """Wait for the answer to ``attach``; what else the agent says before it is for the boundary."""
+        while True:
+            packet, descriptors, _, _ = socket.recv_fds(connection, wire.MAX_PACKET, 1)
+            message = wire.decode(packet) if packet else {"type": "eof"}
+            if message["type"] == "attached" and descriptors:
+                return Reply(map_page(descriptors[0]), message.get("state") == "held")
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if message["type"] == "error":
+                raise AgentRefusedError(str(message.get("error", "no reason given")))
+            if not packet:
+                raise LinkLostError("the agent closed the connection")
+            self._inbox.put(message)
+
+    def _serve(self) -> None:
+        """Listen, and reconnect after each loss, until closed."""
+        while not self._closed.is_set():
+            connection = self._socket
+            if connection is None:
+                self._reconnect()
+                continue
+            self._listen(connection)
+            if self._closed.is_set():
+                return
+            self._socket = None
+            self.losses += 1
+            connection.close()
+            self.forget()
+            self._inbox.put({"type": "lost"})
+            _log.info("lost the Cadenza agent; this job goes on and waits for it to come back")
+
+    def _listen(self, connection: socket.socket) -> None:
+        """Pass on messages until the connection ends."""
+        while True:
+            try:
+                packet = connection.recv(wire.MAX_PACKET)
+                if not packet:
+                    return
+                self._pass_on(wire.decode(packet))
+            except wire.WireError as error:
+                _log.warning("a message of the Cadenza agent was ignored: %s", error)
+            except OSError:
+                return
+
+    def _pass_on(self, message: Message) -> None:
+        """Put a message where the boundary finds it."""
+        if message["type"] == "error":
+            _log.warning("the Cadenza agent refused a message of this process: %s", message.get("error"))
+        else:
+            self._inbox.put(message)
+
+    def _reconnect(self) -> None:
+        """Try until the agent takes this rank again, or until closed."""
+        delay_s = FIRST_DELAY_S
+        told = False
+        while not self._closed.wait(delay_s):
+            delay_s = min(2 * delay_s, LAST_DELAY_S)
+            try:
+                reply = self._attach()
+            except LinkLostError:
+                continue
+            except AgentRefusedError as error:
+                if not told:
+                    _log.warning("the Cadenza agent does not take this process, trying on: %s", error)
+                told = True
+                continue
+            if self._closed.is_set():
+                self._drop()
+            else:
+                self._hand_over(reply)
+            return
+
+    def _hand_over(self, reply: Reply) -> None:
+        """Leave a new page for the boundary, and wake it through the page that it still reads."""
+        self._fresh = reply
+        self._inbox.put({"type": "attached"})
+        old, self._page = self._page, reply.words
+        old[STOP] = 1

@@ -1,0 +1,127 @@
+"""How ``cadenza top`` looks: a map of GPUs and lanes, and a table of jobs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cadenza.policies.core.text import gpu_names
+from cadenza.slurm_plugin.cli.jobs import effect_text
+from cadenza.slurm_plugin.report.units import about
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from cadenza.slurm_plugin.cli.jobs.view import JobRow, TopView
+
+MARKS = {
+    "held": ("▶", "bold green"),
+    "stopping": ("◢", "yellow"),
+    "yielded": ("‖", "cyan"),
+    "waiting": ("…", "dim"),
+}
+STALE_ROUNDS_S = 60.0
+COLUMNS: tuple[tuple[str, int, Literal["left", "right"]], ...] = (
+    ("JOB", 4, "left"), ("USER", 5, "left"), ("NAME", 9, "left"), ("STATE", 8, "left"), ("STEP", 5, "right"),
+    ("ITER", 6, "right"), ("SHARE", 5, "right"), ("GPUS", 12, "left"),
+)  # fmt: skip
+"""Name and least width of the columns that a narrow terminal must not lose."""
+
+
+def screen(view: TopView) -> RenderableType:
+    """Return everything that ``top`` shows of one moment."""
+    if not view.round:
+        return Text("no round on record yet: is cadenzad running?")
+    return Group(headline(view), gpu_map(view), job_table(view.jobs), *effect_lines(view), legend())
+
+
+def headline(view: TopView) -> Text:
+    """Return the line on top: mode, age, agents and how fast jobs switch."""
+    alive = sum(agent.alive for agent in view.agents)
+    line = Text("cadenza ", style="bold")
+    line.append(f"{view.mode} ", style="bold green" if view.mode == "apply" else "bold yellow")
+    line.append(f" round {view.round}, ")
+    line.append(f"{view.age_s:.0f} s ago", style="red" if view.age_s > STALE_ROUNDS_S else "")
+    line.append(f"   agents {alive}/{len(view.agents)}", style="" if alive == len(view.agents) else "red")
+    line.append(f"   {view.policy}   slice {view.slice_s:g} s   yields in the last minute {view.yields}")
+    if view.yield_p50_s is not None and view.yield_p99_s is not None:
+        line.append(f" (p50 {milliseconds(view.yield_p50_s)}, p99 {milliseconds(view.yield_p99_s)})")
+    return line
+
+
+def gpu_map(view: TopView) -> Table:
+    """Return one row a GPU: its holder, and the jobs that wait for it by lane."""
+    jobs = {job.id: job for job in view.jobs}
+    lanes = max((job.lane or 0 for job in view.jobs if job.lease), default=0) + 1
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("GPU", *(f"lane {lane}" for lane in range(lanes))):
+        table.add_column(name, no_wrap=True)
+    for row in view.gpus:
+        cells = [Text() for _ in range(lanes)]
+        for number in (*(() if row.holder is None else (row.holder,)), *row.waiting):
+            if job := jobs.get(number):
+                cells[job.lane or 0].append_text(marked(job))
+        table.add_row(f"{row.host}:{row.index}", *cells)
+    return table
+
+
+def marked(job: JobRow) -> Text:
+    """Return a job's number and name behind the mark of its lease."""
+    mark, style = MARKS.get(job.lease, (" ", "dim"))
+    return Text(f"{mark} {job.id} {job.name} ", style=style)
+
+
+def job_table(jobs: Sequence[JobRow]) -> Table:
+    """Return one row a job."""
+    table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
+    for name, width, justify in COLUMNS:
+        table.add_column(name, no_wrap=True, min_width=width, justify=justify)
+    table.add_column("LAST ACTION", no_wrap=True, overflow="ellipsis", max_width=24)
+    table.add_column("WHY", no_wrap=True, overflow="ellipsis", ratio=1)
+    for job in jobs:
+        table.add_row(*job_cells(job))
+    return table
+
+
+def job_cells(job: JobRow) -> tuple[str | Text, ...]:
+    """Return the cells of one job."""
+    state = job.lease or job.slurm_state.lower()
+    gpus = gpu_names(job.gpus) if job.gpus else f"wants {job.gpus_wanted}"
+    return (
+        str(job.id) if not job.restart else f"{job.id}.{job.restart}",
+        job.user,
+        job.name,
+        Text(state, style=MARKS.get(job.lease, ("", "dim"))[1]),
+        str(job.step) if job.step else "",
+        milliseconds(job.iteration_s) if job.iteration_s is not None else "",
+        f"{job.share:.0%}" if job.share is not None else "",
+        gpus,
+        job.last_action,
+        job.reason or (job.why_not_ready if job.lease else ""),
+    )
+
+
+def effect_lines(view: TopView) -> Iterator[Text]:
+    """Yield what the last decisions did, newest first."""
+    for effect in view.effects:
+        ago = about(max(view.at_s - effect.at_s, 0.0)) + " ago"
+        style = {"kept": "green", "undone": "yellow"}.get(effect.verdict, "dim")
+        yield Text(f"{ago:>9} job {effect.key} {effect_text.sentence(effect)}", style=style, overflow="ellipsis",
+                   no_wrap=True)  # fmt: skip
+
+
+def legend() -> Text:
+    """Return the meaning of the marks."""
+    return Text("   ".join(f"{mark} {state}" for state, (mark, _) in MARKS.items()), style="dim")
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a duration for people.
+
+    >>> milliseconds(0.0304), milliseconds(2.5)
+    ('30 ms', '2.50 s')
+    """
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -1,0 +1,206 @@
+"""What ``cadenza top`` shows, as plain data computed from the last recorded round (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Placement, Use
+from cadenza.slurm_plugin.service.accounting.effects import Effect
+from cadenza.slurm_plugin.service.settings import Settings, from_record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from cadenza.slurm_plugin.service.store.reader import ActionRow, Round, SwitchRow
+
+
+class Agent(msgspec.Struct, frozen=True):
+    """One host's agent; memory in MB."""
+
+    host: str
+    alive: bool
+    version: str
+    memory_mb: int
+    memory_free_mb: int
+
+
+class JobRow(msgspec.Struct, frozen=True):
+    """One job; times in seconds. ``lease`` is "" while no agent knows the job."""
+
+    id: int
+    restart: int
+    name: str
+    user: str
+    slurm_state: str
+    lease: str
+    managed: bool
+    nodes: tuple[str, ...]
+    gpus: tuple[Gpu, ...]
+    gpus_wanted: int
+    lane: int | None
+    ready: bool
+    why_not_ready: str
+    step: int
+    iteration_s: float | None
+    held_s: float
+    vtime_s: float
+    share: float | None
+    """Its part of the weighted GPU time of all jobs on its GPUs; None while it has none."""
+    last_action: str
+    last_action_at_s: float | None
+    reason: str
+    use: Use | None = None
+    """What its hosts measured of it lately."""
+    requeue_owner: str = ""
+    """Who requeues it by itself, such as *lightning*."""
+    placement: Placement = ()
+    """What it has of each of its nodes: as it is tuned, else as Slurm's books say."""
+
+
+class GpuRow(msgspec.Struct, frozen=True):
+    """One GPU: the job that holds it and those that wait for it, in order of their turn."""
+
+    host: str
+    index: int
+    holder: int | None
+    waiting: tuple[int, ...]
+
+
+class TopView(msgspec.Struct, frozen=True):
+    """One moment of the cluster. ``round`` is 0 and everything else empty before the first round."""
+
+    at_s: float
+    age_s: float
+    round: int
+    mode: str
+    slice_s: float
+    policy: str = ""
+    """Ordering, allocation and sharing."""
+    agents: tuple[Agent, ...] = ()
+    gpus: tuple[GpuRow, ...] = ()
+    jobs: tuple[JobRow, ...] = ()
+    yields: int = 0
+    """Finished yields in the record's last minute."""
+    yield_p50_s: float | None = None
+    yield_p99_s: float | None = None
+    effects: tuple[Effect, ...] = ()
+    """What the last decisions did to iteration times, newest first."""
+
+
+class Recent(NamedTuple):
+    """What the store has of late, newest first."""
+
+    actions: Sequence[ActionRow] = ()
+    switches: Sequence[SwitchRow] = ()
+    effects: Sequence[Effect] = ()
+
+
+def build(last: Round | None, recent: Recent, now_s: float) -> TopView:
+    """Return the view of one round."""
+    if last is None:
+        return TopView(now_s, 0.0, 0, Settings().service.mode, Settings().sharing.slice_s)
+    settings = from_record(last.settings) if last.settings else Settings()
+    snapshot = last.snapshot
+    lasting = sorted(row.total_s for row in recent.switches if row.kind == "yield")
+    return TopView(
+        last.at_s,
+        max(0.0, now_s - last.at_s),
+        last.number,
+        settings.service.mode,
+        settings.sharing.slice_s,
+        f"{settings.policy.order}/{settings.policy.allocate}/{settings.policy.share}",
+        _agents(snapshot),
+        gpu_rows(snapshot),
+        job_rows(last, recent.actions),
+        len(lasting),
+        _percentile(lasting, 0.5),
+        _percentile(lasting, 0.99),
+        tuple(recent.effects),
+    )
+
+
+def gpu_rows(snapshot: ClusterSnapshot) -> tuple[GpuRow, ...]:
+    """Return a row for each physical GPU, in order."""
+    counts = {node.host: node.gpus for node in snapshot.nodes if node.lane == 0}
+    here: dict[Gpu, list[Job]] = {Gpu(host, index): [] for host, n in counts.items() for index in range(n)}
+    for job in snapshot.jobs:
+        for gpu in job.lease.gpus if job.lease else ():
+            here.setdefault(gpu, []).append(job)
+    return tuple(_gpu_row(gpu, jobs) for gpu, jobs in sorted(here.items()))
+
+
+def job_rows(last: Round, actions: Iterable[ActionRow]) -> tuple[JobRow, ...]:
+    """Return a row for each live job that is ours to show: running ones, and pending ones that opted in."""
+    newest: dict[JobKey, ActionRow] = {}
+    for row in actions:
+        if row.job is not None:
+            newest.setdefault(JobKey(row.job, row.restart or 0), row)
+    lanes = {node.name: node.lane for node in last.snapshot.nodes}
+    shares = _shares(last.snapshot.jobs)
+    shown = [job for job in last.snapshot.jobs if job.lease or (job.options and job.state != "OTHER")]
+    rows = [
+        _job_row(job, lanes, shares.get(job.key), newest.get(job.key), last.decision.reasons.get(job.key, ""))
+        for job in shown
+    ]
+    return tuple(sorted(rows, key=lambda row: (row.lease == "", row.gpus, row.lane or 0, row.id)))
+
+
+def _agents(snapshot: ClusterSnapshot) -> tuple[Agent, ...]:
+    """Return the agents that are alive and those that should be: a host without further lanes needs none."""
+    lanes = {node.host for node in snapshot.nodes if node.lane}
+    hosts = [host for host in snapshot.hosts if host.agent_alive or host.name in lanes]
+    return tuple(_agent(host) for host in sorted(hosts, key=lambda host: host.name))
+
+
+def _agent(host: Host) -> Agent:
+    return Agent(host.name, host.agent_alive, host.agent_version, host.memory_mb, host.memory_free_mb)
+
+
+def _gpu_row(gpu: Gpu, jobs: Sequence[Job]) -> GpuRow:
+    holders = [job for job in jobs if job.lease and job.lease.state in ("held", "stopping")]
+    others = sorted((job for job in jobs if job not in holders), key=lambda job: (_vtime(job.lease), job.key))
+    return GpuRow(gpu.host, gpu.index, holders[0].key.id if holders else None, tuple(j.key.id for j in others))
+
+
+def _vtime(lease: Lease | None) -> float:
+    return lease.vtime_s if lease else 0.0
+
+
+def _shares(jobs: Sequence[Job]) -> dict[JobKey, float]:
+    """Return each job's part of the virtual time of the jobs that it shares a GPU with, itself included."""
+    leases = {job.key: job.lease for job in jobs if job.lease}
+    found = {}
+    for key, lease in leases.items():
+        rivals = [other.vtime_s for other in leases.values() if set(other.gpus) & set(lease.gpus)]
+        if sum(rivals) > 0:
+            found[key] = lease.vtime_s / sum(rivals)
+    return found
+
+
+def _job_row(job: Job, lanes: Mapping[str, int], share: float | None, action: ActionRow | None, reason: str) -> JobRow:
+    lease = job.lease
+    return JobRow(
+        *job.key, job.name, job.user, job.state, lease.state if lease else "", job.opted_in, job.nodes,
+        lease.gpus if lease else (), job.gpus,
+        next((lanes[name] for name in job.nodes if name in lanes), None),
+        lease.ready if lease else False, lease.why_not_ready if lease else "", lease.step if lease else 0,
+        lease.iteration_s if lease else None, lease.held_s if lease else 0.0, _vtime(lease), share,
+        _action_text(action), action.at_s if action else None, reason or (action.reason if action else ""),
+        lease.use if lease else None, lease.requeue_owner if lease else "", job.placement,
+    )  # fmt: skip
+
+
+def _action_text(action: ActionRow | None) -> str:
+    if action is None:
+        return ""
+    if not action.allowed:
+        return f"would {action.kind.lower()}: {action.rule}"
+    return action.kind.lower() + (" (failed)" if action.ok is False else "")
+
+
+def _percentile(ordered: Sequence[float], part: float) -> float | None:
+    """Return the nearest-rank percentile of sorted values; None of none."""
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else None

@@ -1,0 +1,1 @@
+"""``cadenza profile``: sensitivity profiles of jobs."""

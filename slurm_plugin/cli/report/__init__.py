@@ -1,0 +1,1 @@
+"""``cadenza report``: HTML pages from saved results and from the store."""

@@ -1,0 +1,1 @@
+"""``cadenza simulate`` and ``cadenza policies``."""

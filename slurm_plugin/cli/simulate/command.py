@@ -1,0 +1,132 @@
+"""``cadenza simulate``: what a policy would do with a trace or a published workload, in seconds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from cadenza.slurm_plugin.cli.common import console, emit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "Jobs and cluster": (
+        ("trace", "FILE", "Jobs as CSV: job,submit_s,gpus and model,iterations or duration_s."),
+        ("workload", "NAME:KEY=VALUE,…", "A published workload instead of a trace; see below."),
+        ("profiles", "FILE", "Profiles of the models as JSON (default: Synergy's published ten)."),
+        ("nodes", "TEXT", "NODESxGPUS:CPUS:MEMORY_GB[:TYPE],… such as 4x8:24:500 (default: the workload's own)."),
+        ("assign", "I/L/S", "Give jobs without a model one: percent of image, language and speech models."),
+    ),
+    "Policy": (
+        ("order", "NAME", "Who goes first (default: fifo); `cadenza policies` lists the names."),
+        ("allocate", "NAME", "Who gets which nodes, CPUs and memory (default: cadenza)."),
+        ("share", "NAME", "How jobs share a GPU: none, timeslice or gandiva (default: none)."),
+        ("turns", "fair|order", "Whether jobs that share a GPU have equal parts, or --order holds there too."),
+        ("backfill", "yes|no", "Whether jobs past those that are to run may use what is left (default: yes)."),
+    ),
+    "Time": (
+        ("round", "SECONDS", "Time between rounds (default: 300; with sharing 60)."),
+        ("events", "yes|no", "A round at each arrival and end too (default: with sharing)."),
+        ("preset", "synergy", "Conventions of Synergy's published simulator, so that figures compare."),
+        ("window", "FROM:TO", "Completion times of the jobs with these positions only, and end when they are done."),
+        ("horizon", "SECONDS", "End here, whatever still runs."),
+    ),
+    "Costs and faults": (
+        ("costs", "FILE", "Seconds that switches take, as TOML (default: those that come with Cadenza)."),
+        ("lanes", "N", "Lanes a node, that is jobs that can take turns on a GPU (default: 1; with sharing 2)."),
+        ("interference", "FILE", "Speeds of packed models as CSV (default: after Gandiva's Table 1)."),
+        ("failures", "FILE", "Node failures as CSV: node,start_s,end_s."),
+        ("checkpoint", "SECONDS", "Work that a failure loses at most (default: 0)."),
+    ),
+    "Repeats": (
+        ("seed", "N[,N…]", "Seeds of a workload; several give means and 95 % intervals."),
+        ("load-sweep", "FROM:TO:STEP", "Run a workload at each load, in jobs an hour."),
+    ),
+    "Output": (
+        ("json", "", "Print JSON."),
+        ("per-job", "FILE", "Write one row a job as CSV."),
+        ("save", "FILE", "Save the simulation for `cadenza report`."),
+        ("label", "TEXT", "Its name there (default: the policy's)."),
+        ("quiet", "", "No progress bar."),
+    ),
+}
+"""Heading: options with their metavar (none: a flag) and help."""
+OUTPUTS = ("json", "per_job", "save", "label", "quiet")
+
+
+class Grouped(click.Command):
+    """A command whose help lists the options under headings, and the workloads below."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options by group, then the workloads' keys."""
+        named = {parameter.name: parameter for parameter in self.params}
+        for heading, options in GROUPS.items():
+            records = [named[_variable(name)].get_help_record(ctx) for name, _, _ in options]
+            with formatter.section(heading):
+                formatter.write_dl([record for record in records if record])
+        with formatter.section("Workloads"):
+            formatter.write_dl(_workloads())
+
+
+def _variable(option: str) -> str:
+    return option.replace("-", "_")
+
+
+def _workloads() -> list[tuple[str, str]]:
+    from cadenza.policies.simulator.workloads.catalogue import KINDS  # noqa: PLC0415
+
+    rows = []
+    for name, kind in KINDS.items():
+        rows.append((name, f"{kind.line} ({kind.source}); --nodes {kind.cluster}"))
+        rows += [(f"  {key.name}={key.default}", key.line) for key in kind.keys]
+    return rows
+
+
+def _options(function: Callable[..., None]) -> click.Command:
+    """Give the command every option of ``GROUPS``, all as text, since ``request`` reads and checks them."""
+    for _, options in reversed(GROUPS.items()):
+        for name, metavar, line in reversed(options):
+            if metavar:
+                function = click.option(f"--{name}", _variable(name), metavar=metavar, help=line)(function)
+            else:
+                function = click.option(f"--{name}", _variable(name), is_flag=True, help=line)(function)
+    return click.command("simulate", cls=Grouped)(function)
+
+
+@_options
+@click.pass_context
+def command(ctx: click.Context, /, **words: Any) -> None:
+    """Simulate a policy on a trace or on a published workload.
+
+    The simulator calls the same round and the same policies as the service. Times are in seconds, completion
+    times are printed in hours.
+
+    \b
+    cadenza simulate --trace jobs.csv --nodes 4x8:24:500 --order srtf --allocate tune
+    cadenza simulate --workload synergy:load=8,jobs=2000 --seed 1,2,3 --json
+    """  # noqa: D301 (the escape tells click to keep the lines)
+    from cadenza.slurm_plugin.cli.simulate.output import as_table, write_files  # noqa: PLC0415
+    from cadenza.slurm_plugin.cli.simulate.request import read_request  # noqa: PLC0415
+    from cadenza.slurm_plugin.cli.simulate.runner import outcome  # noqa: PLC0415
+
+    request = read_request(words, _given(ctx))
+    found = outcome(request)
+    write_files(found)
+    if request.json:
+        emit(found.as_json())
+    else:
+        console().print(as_table(found))
+
+
+def _given(ctx: click.Context) -> tuple[str, ...]:
+    """Return the words that say what was simulated, in the order of the help, without those about output."""
+    words: list[str] = []
+    for options in GROUPS.values():
+        for name, _, _ in options:
+            variable = _variable(name)
+            if variable not in OUTPUTS and ctx.get_parameter_source(variable) is ParameterSource.COMMANDLINE:
+                words += [f"--{name}", str(ctx.params[variable])]
+    return tuple(words)

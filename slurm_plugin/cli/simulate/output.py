@@ -1,0 +1,169 @@
+"""How ``cadenza simulate`` shows its result: a table for people, a CSV of jobs, a file for the report."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import fields
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.simulator.figures import flat, mean_and_half
+from cadenza.policies.simulator.load_sweep import FILL, highest_stable
+from cadenza.policies.simulator.model import JobResult
+from cadenza.policies.simulator.result_file import Saved, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cadenza.slurm_plugin.cli.simulate.runner import Found
+
+
+def _plain(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.1f}"  # noqa: PLR2004
+
+
+def _hours(value: float) -> str:
+    return f"{value:.2f} h"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.2f} ms"
+
+
+ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("jobs", "jobs that ended", _plain),
+    ("unfinished", "jobs that did not", _plain),
+    ("avg_jct_h", "completion time, mean", _hours),
+    ("p50_jct_h", "median", _hours),
+    ("p99_jct_h", "p99", _hours),
+    ("p999_jct_h", "p99.9", _hours),
+    ("makespan_h", "last end", _hours),
+    ("time_to_100_iterations_s", "time to 100 iterations, median", _seconds),
+    ("mean_time_to_100_iterations_s", "mean", _seconds),
+    ("gpu_utilization", "GPUs held", _percent),
+    ("gpu_busy", "GPUs busy", _percent),
+    ("cpu_utilization", "CPUs allocated", _percent),
+    ("migrations", "migrations", _plain),
+    ("restarts", "restarts", _plain),
+    ("tunes", "tunes", _plain),
+    ("yields", "yields", _plain),
+    ("packs", "packings", _plain),
+    ("unpacks", "unpackings", _plain),
+    ("resizes", "resizes", _plain),
+    ("rounds", "rounds", _plain),
+    ("decisions", "of them decided", _plain),
+    ("decision_p50_ms", "a decision, median", _milliseconds),
+    ("decision_p99_ms", "p99", _milliseconds),
+    ("decision_max_ms", "longest", _milliseconds),
+    ("wall_s", "wall time", _seconds),
+)
+"""Figure, its name for people, and how it is written; rows of zeros among the last are left out."""
+QUIET = frozenset(
+    {"unfinished", "migrations", "restarts", "tunes", "yields", "packs", "unpacks", "resizes", "p999_jct_h"}
+)
+NINES = 1000
+"""Jobs from which p99.9 says something."""
+
+
+def as_table(found: Found) -> RenderableType:
+    """Return everything that is printed of a result."""
+    request = found.request
+    head = Text(f"{request.label}", style="bold")
+    head.append(f"  {found.gpus} GPUs, {found.cpus} CPUs", style="none")
+    if request.workload is not None:
+        head.append(f", seed{'s' * (len(request.seeds) > 1)} {', '.join(map(str, request.seeds))}", style="none")
+    return Group(head, _sweep(found) if found.points else _figures(found))
+
+
+def _figures(found: Found) -> Table:
+    """Return one row a figure; over several seeds mean and half of the 95 % interval."""
+    each = [flat(summary) for summary in found.summaries]
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    for key, name, write in ROWS:
+        known = [value for row in each if (value := row[key]) is not None]
+        if len(known) < len(each) or (key in QUIET and not any(known)):
+            continue
+        if key == "p999_jct_h" and max(summary.jobs for summary in found.summaries) < NINES:
+            continue
+        table.add_row(name, _with_interval(known, write))
+    return table
+
+
+def _with_interval(values: Sequence[float], write: Callable[[float], str]) -> str:
+    mean, half = mean_and_half(values)
+    return write(mean) if half is None else f"{write(mean)} ± {write(half)}"
+
+
+def _sweep(found: Found) -> RenderableType:
+    """Return one row a load, and the highest stable one."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("JOBS AN HOUR", "MEAN JCT", "±", "GPUS HELD", "STABLE"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = found.loads
+    for row in rows:
+        mean = "" if row.mean_jct_h is None else _hours(row.mean_jct_h)
+        half = "" if row.interval95 is None else _hours(row.interval95)
+        table.add_row(f"{row.load:g}", mean, half, _percent(row.gpu_utilization), "yes" if row.stable else "no")
+    return Group(table, Text(_verdict(found.short, highest_stable(rows))))
+
+
+def _verdict(short: bool, best: float | None) -> str:  # noqa: FBT001 (named by its place in the sentence)
+    if short:
+        return f"too few jobs to tell stable loads from others: they must arrive over {FILL} mean run times at least"
+    return "none of these loads is stable" if best is None else f"highest stable load: {best:g} jobs an hour"
+
+
+# --- Files -----------------------------------------------------------------------------------------------
+
+
+def write_files(found: Found) -> None:
+    """Write what ``--per-job`` and ``--save`` name; raise InputError for a file that cannot be written."""
+    words = found.request.words
+    if words["per_job"]:
+        _write("--per-job", words["per_job"], per_job(found).encode())
+    if words["save"]:
+        _write("--save", words["save"], encode(saved(found)))
+
+
+def _write(option: str, path: str, data: bytes) -> None:
+    try:
+        Path(path).write_bytes(data)
+    except OSError as error:
+        raise InputError(f"{option}: {path!r} cannot be written: {error.strerror}") from None
+
+
+def per_job(found: Found) -> str:
+    """Return one CSV row a job: the seed of its run, its facts, and its completion time."""
+    text = StringIO()
+    names = [item.name for item in fields(JobResult)]
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["seed", *names, "jct_s"])
+    for run in found.runs:
+        seed = "" if run.seed is None else run.seed
+        for job in run.jobs:
+            values = [getattr(job, name) for name in (*names, "jct_s")]
+            writer.writerow([seed, *("" if value is None else value for value in values)])
+    return text.getvalue()
+
+
+def saved(found: Found) -> Saved:
+    """Return the result as ``cadenza report`` reads it."""
+    request = found.request
+    classes = {name: profile.task for name, profile in request.profiles.items() if profile.task}
+    return Saved(request.label, request.arguments, found.gpus, found.cpus, found.runs, found.points, classes)

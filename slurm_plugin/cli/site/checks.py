@@ -1,0 +1,243 @@
+"""The checks of ``cadenza doctor``: pure functions from facts to findings."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import msgspec
+
+from cadenza.slurm_plugin.service.agents.curve_keys import AGENT_FOLDER, SHARED_AGENT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from cadenza.policies.core.model import Node
+    from cadenza.slurm_plugin.cli.site.facts import Facts
+
+Level: TypeAlias = Literal["OK", "WARN", "FAIL"]
+
+STALE_ROUNDS = 4
+STALE_LEAST_S = 30.0
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One result: what was looked at, what was seen, and what to do."""
+
+    level: Level
+    about: str
+    seen: str
+    advice: str = ""
+
+
+def examine(facts: Facts) -> tuple[Finding, ...]:
+    """Return every finding, in the order in which one would repair things."""
+    return tuple(finding for check in CHECKS for finding in check(facts))
+
+
+def failed(findings: Sequence[Finding]) -> bool:
+    """Whether anything keeps Cadenza from working."""
+    return any(finding.level == "FAIL" for finding in findings)
+
+
+def configuration(facts: Facts) -> Iterator[Finding]:
+    """Check the settings file, and whether it manages anything."""
+    if problem := facts.problems.get("settings"):
+        yield Finding("FAIL", "configuration", problem, "see `cadenza check-config`")
+        return
+    table = facts.settings
+    yield Finding("OK", "configuration", f"mode {table.service.mode}, admission {table.service.admission}")
+    if not table.guard.partitions:
+        yield Finding("WARN", "partitions", "none is managed", 'name some: [guard] partitions = ["…"]')
+
+
+def keys(facts: Facts) -> Iterator[Finding]:
+    """Check that the service's key files are there, and secret where they must be."""
+    for key in facts.keys:
+        if key.mode is None:
+            yield Finding("FAIL", "keys", f"{key.path} is missing or out of reach", "write it: cadenza keygen")
+        elif key.secret and key.mode & 0o077:
+            yield Finding("FAIL", "keys", f"{key.path} has mode {key.mode:o}", f"chmod 600 {key.path}")
+        else:
+            yield Finding("OK", "keys", key.path)
+
+
+def versions(facts: Facts) -> Iterator[Finding]:
+    """Check that Slurm, pyslurm and the plugin belong to the same release."""
+    if facts.slurm is None:
+        yield Finding("FAIL", "Slurm", facts.problems.get("slurm", ""), "is slurmctld up? `scontrol ping`")
+        return
+    text = facts.slurm.get("SLURM_VERSION", "")
+    slurm = _release(text)
+    yield Finding("OK", "Slurm", text)
+    yield _same("pyslurm", _release(facts.pyslurm or ""), slurm, facts, "build it for this Slurm")
+    plugin = _same("plugin", facts.plugin, slurm, facts, "make -C slurm_plugin/spank install")
+    # Without it the flag is missing; jobs that opt in by their comment still work.
+    yield plugin if plugin.level == "OK" else msgspec.structs.replace(plugin, level="WARN")
+
+
+def _same(
+    part: str, found: tuple[int, ...] | None, slurm: tuple[int, ...] | None, facts: Facts, advice: str
+) -> Finding:
+    if not found:
+        return Finding("FAIL", part, facts.problems.get(part, "not found"), f"{advice}; see docs/install.md")
+    name = ".".join(f"{number:02d}" for number in found)
+    if found != slurm:
+        return Finding("FAIL", part, f"for Slurm {name}, which is not the one that runs", advice)
+    return Finding("OK", part, f"for Slurm {name}")
+
+
+def _release(text: str) -> tuple[int, int] | None:
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def slurm_settings(facts: Facts) -> Iterator[Finding]:
+    """Check what slurm.conf must say, and what it had better say."""
+    for level, key, good, seen, advice in RULES if facts.slurm is not None else ():
+        value = (facts.slurm or {}).get(key, "")
+        if re.search(good, value):
+            yield Finding("OK", key, value)
+        else:
+            yield Finding(level, key, f"{value or 'unset'}: {seen}", advice)
+
+
+RULES: tuple[tuple[Level, str, str, str, str], ...] = (
+    ("FAIL", "PreemptMode", r"^OFF$", "Slurm would suspend jobs by itself", "PreemptMode=OFF"),
+    ("FAIL", "SelectType", r"cons_tres", "GPUs are not counted", "SelectType=select/cons_tres"),
+    ("FAIL", "GresTypes", r"\bgpu\b", "GPUs are not known", "GresTypes=gpu"),
+    (
+        "WARN", "SelectTypeParameters", r"(?i)memory", "jobs of several lanes may exceed the host's memory",
+        "SelectTypeParameters=CR_CPU_Memory",
+    ),
+    (
+        "FAIL", "AccountingStorageTRES", r"gres/gpu", "Slurm does not report how many GPUs a job has",
+        "AccountingStorageTRES=gres/gpu",
+    ),
+    (
+        "WARN", "JobSubmitPlugins", r"\blua\b", "--cadenza does not reach the job's comment",
+        "JobSubmitPlugins=lua with Cadenza's job_submit.lua",
+    ),
+    (
+        "WARN", "SchedulerParameters", r"requeue_delay=0", "a requeued job starts two minutes later",
+        "SchedulerParameters=requeue_delay=0",
+    ),
+    (
+        "WARN", "SchedulerParameters", r"(batch_sched_delay|sched_interval)=[01]\b",
+        "a job that moves waits up to three seconds more to be started",
+        "SchedulerParameters=batch_sched_delay=0",
+    ),
+    (
+        "WARN", "PreemptParameters", r"suspend_grace_time=0",
+        "a job resumed within 2 s of its suspend is stopped late",
+        "PreemptParameters=suspend_grace_time=0",
+    ),
+    ("WARN", "JobRequeue", r"^1$", "jobs cannot give their place back", "JobRequeue=1"),
+)  # fmt: skip
+
+
+def lanes(facts: Facts) -> Iterator[Finding]:
+    """Check that further lanes mirror lane 0, and that their hosts are in managed partitions only."""
+    if facts.cluster is None:
+        yield Finding("FAIL", "cluster", facts.problems.get("cluster", "not read, see pyslurm"))
+        return
+    hosts: defaultdict[str, list[Node]] = defaultdict(list)
+    for node in facts.cluster.nodes:
+        hosts[node.host].append(node)
+    shared = {host: nodes for host, nodes in sorted(hosts.items()) if any(node.lane for node in nodes)}
+    if not shared:
+        advice = "without lanes Slurm never gives a GPU to two jobs: see docs/install.md"
+        yield Finding("WARN", "lanes", "no host has a second lane", advice)
+    for host, nodes in shared.items():
+        yield from _lanes_of(host, nodes, facts)
+
+
+def _lanes_of(host: str, nodes: Sequence[Node], facts: Facts) -> Iterator[Finding]:
+    first = next((node for node in nodes if node.lane == 0), None)
+    if first is None:
+        yield Finding("FAIL", f"lanes of {host}", "lane 0 is missing", "add the node with Feature=lane0")
+        return
+    wrong = [node.name for node in nodes if (node.gpus, node.gpu_type) != (first.gpus, first.gpu_type)]
+    foreign = {name for node in nodes for name in node.partitions} - facts.settings.guard.partitions
+    if wrong:
+        advice = f"give every lane Gres=gpu:{first.gpu_type or 'TYPE'}:{first.gpus}"
+        yield Finding("FAIL", f"lanes of {host}", f"{', '.join(wrong)} has other GPUs than lane 0", advice)
+    if foreign:
+        names = ", ".join(sorted(foreign))
+        advice = "take the host out of it, or manage it: [guard] partitions"
+        yield Finding("FAIL", f"lanes of {host}", f"it is in the unmanaged partition {names}", advice)
+    if not wrong and not foreign:
+        yield Finding("OK", f"lanes of {host}", f"{len(nodes)} lanes of {first.gpus} GPUs")
+
+
+def partitions(facts: Facts) -> Iterator[Finding]:
+    """Check that every managed partition exists."""
+    known = {name for node in facts.cluster.nodes for name in node.partitions} if facts.cluster else set()
+    for name in sorted(facts.settings.guard.partitions - known) if known else ():
+        yield Finding("WARN", "partitions", f"{name} is managed and has no nodes", "check [guard] partitions")
+
+
+def profiles(facts: Facts) -> Iterator[Finding]:
+    """Check the profiles of jobs, each of which may be used or says why not."""
+    for problem in facts.profile_problems:
+        yield Finding("WARN", "profiles", problem, "correct it or take it away; its jobs have their proportional share")
+    if facts.profiles:
+        yield Finding("OK", "profiles", f"{facts.profiles} in {facts.settings.profiles.directory}")
+
+
+def service(facts: Facts) -> Iterator[Finding]:
+    """Check that the service makes rounds."""
+    if facts.recorded is None:
+        problem = facts.problems.get("recorded", "no round is on record")
+        yield Finding("FAIL", "service", problem, "start cadenzad on this machine")
+        return
+    age = facts.now_s - facts.recorded.time_s
+    late = age > max(STALE_ROUNDS * facts.settings.service.poll_s, STALE_LEAST_S)
+    text = f"last round {age:.0f} s ago"
+    yield Finding("FAIL", "service", text, "is cadenzad up?") if late else Finding("OK", "service", text)
+
+
+def agents(facts: Facts) -> Iterator[Finding]:
+    """Check that every managed host has an agent, of this version, and memory for its lanes."""
+    if facts.recorded is None:
+        return
+    managed = facts.settings.guard.partitions
+    nodes = [node for node in facts.recorded.nodes if node.gpus and managed & set(node.partitions)]
+    booked = _memory_by_host(nodes)
+    found = {host.name: host for host in facts.recorded.hosts}
+    for name in sorted(booked):
+        host = found.get(name)
+        if host is None or not host.agent_alive:
+            yield Finding("FAIL", f"agent on {name}", "it does not report", _why_silent(name, facts))
+            continue
+        for lack in host.lacks:
+            yield Finding("WARN", f"agent on {name}", lack, "see docs/sidecar.md and docs/tuning.md, or switch it off")
+        if host.agent_version != facts.cadenza:
+            text = f"version {host.agent_version}, the service's is {facts.cadenza}"
+            yield Finding("WARN", f"agent on {name}", text, "install the same version")
+        elif 0 < host.memory_mb < booked[name]:
+            text = f"its lanes count {booked[name]} MB, the host has {host.memory_mb}"
+            yield Finding("WARN", f"memory of {name}", text, "lower RealMemory of its lanes")
+        else:
+            yield Finding("OK", f"agent on {name}", f"version {host.agent_version}")
+
+
+def _why_silent(name: str, facts: Facts) -> str:
+    """Return what to do about a host whose agent does not report."""
+    known = [PurePath(key.path) for key in facts.keys if not key.secret]
+    if all(path.name != SHARED_AGENT and path.stem != name for path in known):
+        return f"no key here is {name}'s: copy its agent.key to {AGENT_FOLDER}/{name}.key"
+    keys = "its [agent] keys must have agent.key_secret and this service.key"
+    return f"start cadenza-agent on {name}; its [agent] service must name this machine, and {keys}"
+
+
+def _memory_by_host(nodes: Sequence[Node]) -> Mapping[str, int]:
+    booked: defaultdict[str, int] = defaultdict(int)
+    for node in nodes:
+        booked[node.host] += node.memory_mb
+    return booked
+
+
+CHECKS = (configuration, keys, versions, slurm_settings, lanes, partitions, profiles, service, agents)

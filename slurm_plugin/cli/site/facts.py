@@ -1,0 +1,130 @@
+"""What ``cadenza doctor`` looks at, gathered on this machine; what is missing is a fact, not an error."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from cadenza.sidecar.clock import SystemClock
+from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
+from cadenza.slurm_plugin.gateway.errors import GatewayError
+from cadenza.slurm_plugin.gateway.pyslurm_gateway import SlurmGateway
+from cadenza.slurm_plugin.gateway.slurm_config import slurm_config
+from cadenza.slurm_plugin.service.agents.curve_keys import AGENT_FOLDER, SHARED_AGENT
+from cadenza.slurm_plugin.service.errors import ServiceError
+from cadenza.slurm_plugin.service.profiles.library import Library, Shelf
+from cadenza.slurm_plugin.service.settings import Settings, load_settings
+from cadenza.slurm_plugin.service.store.reader import StoreReader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cadenza.policies.core.model import ClusterSnapshot
+
+T = TypeVar("T")
+
+PLUGIN = "cadenza.so"
+
+
+class KeyFile(msgspec.Struct, frozen=True):
+    """One key file; ``mode`` is None when it is not there, or may not be looked at."""
+
+    path: str
+    secret: bool
+    mode: int | None
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """Everything the checks may depend on; ``problems`` says why a part is None, by the part's name."""
+
+    settings: Settings
+    cadenza: str
+    now_s: float
+    keys: tuple[KeyFile, ...] = ()
+    slurm: dict[str, str] | None = None
+    pyslurm: str | None = None
+    cluster: ClusterSnapshot | None = None
+    """As Slurm itself answers now: without leases and agents."""
+    recorded: ClusterSnapshot | None = None
+    """The service's last round."""
+    plugin: tuple[int, int] | None = None
+    """The Slurm version that cadenza.so was built for."""
+    problems: dict[str, str] = {}
+    profiles: int = 0
+    """How many profiles jobs may have."""
+    profile_problems: tuple[str, ...] = ()
+
+
+def gather(config: Path | None) -> Facts:
+    """Look at everything once. A wrong configuration file counts as the defaults, and as a problem."""
+    problems: dict[str, str] = {}
+
+    def attempt(part: str, look: Callable[[], T]) -> T | None:
+        try:
+            return look()
+        except (GatewayError, ServiceError, ConfigError, OSError, ValueError) as error:
+            problems[part] = str(error)
+            return None
+
+    settings = attempt("settings", lambda: load_settings(config or DEFAULT_PATH)) or Settings()
+    library = _library(settings)
+    slurm = attempt("slurm", slurm_config)
+    with SlurmGateway() as gateway:
+        greeting = attempt("pyslurm", gateway.greeting) or {}
+        cluster = attempt("cluster", gateway.read) if greeting else None
+    return Facts(
+        settings, version("cadenza"), SystemClock().now(), _keys(settings), slurm, greeting.get("pyslurm"),
+        cluster, attempt("recorded", lambda: _recorded(settings)),
+        attempt("plugin", lambda: built_for(slurm or {})), problems,
+        sum(entry.profile is not None for entry in library.entries), tuple(library.problems),
+    )  # fmt: skip
+
+
+def _library(settings: Settings) -> Library:
+    shelf = Shelf(Path(settings.profiles.directory) if settings.profiles.directory else None)
+    shelf.refresh()
+    return shelf.library
+
+
+def _recorded(settings: Settings) -> ClusterSnapshot | None:
+    with StoreReader(Path(settings.service.store)) as reader:
+        last = reader.round()
+    return last.snapshot if last else None
+
+
+def _keys(settings: Settings) -> tuple[KeyFile, ...]:
+    folder = Path(settings.service.keys)
+    shared, own = folder / SHARED_AGENT, sorted((folder / AGENT_FOLDER).glob("*.key"))
+    agents = [shared, *own] if shared.exists() or not own else own
+    files = [(folder / "service.key_secret", True), *((path, False) for path in agents)]
+    return tuple(KeyFile(str(path), secret, _mode(path)) for path, secret in files)
+
+
+def _mode(path: Path) -> int | None:
+    try:
+        return path.stat().st_mode & 0o777
+    except OSError:
+        return None
+
+
+def built_for(slurm: dict[str, str]) -> tuple[int, int]:
+    """Return the Slurm version in the plugin's ``plugin_version``, which Slurm itself compares.
+
+    Raise OSError when the plugin is not in Slurm's plugin directory or cannot be read.
+    """
+    folders = [Path(name) for name in re.split(r"[:,]", slurm.get("PluginDir", "")) if name]
+    path = next((folder / PLUGIN for folder in folders if (folder / PLUGIN).exists()), None)
+    if path is None:
+        where = ", ".join(map(str, folders)) or "an unknown plugin directory"
+        raise OSError(f"{PLUGIN} is not in {where}")
+    number = ctypes.c_uint.in_dll(ctypes.CDLL(str(path), mode=LAZY), "plugin_version").value
+    return number >> 16 & 0xFF, number >> 8 & 0xFF
+
+
+LAZY = 1
+"""RTLD_LAZY: the plugin's calls into Slurm stay unresolved."""

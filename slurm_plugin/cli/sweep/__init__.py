@@ -1,0 +1,1 @@
+"""``cadenza sweep``: many configurations as one multi-job."""

@@ -1,0 +1,42 @@
+"""The Slurm half of the cluster as the service sees it, and how the configured implementation is opened."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Collection, Mapping
+from typing import Protocol, cast
+
+from cadenza.policies.core.actions import Action, Outcome
+from cadenza.policies.core.model import ClusterSnapshot, JobKey, Standing
+from cadenza.sidecar.config import ConfigError
+
+
+class SlurmGateway(Protocol):
+    """What ``cadenza.slurm_plugin.gateway`` implements over pyslurm."""
+
+    def read(self) -> ClusterSnapshot:
+        """Return what Slurm's books say; raise an error of the gateway's package when it does not answer."""
+        ...
+
+    def look(self, jobs: Collection[int]) -> Mapping[JobKey, Standing]:
+        """Return how the jobs with these ids stand now; cheap for Slurm."""
+        ...
+
+    def apply(self, action: Action) -> Outcome:
+        """Carry out one action in Slurm; a failure is an Outcome, not an exception."""
+        ...
+
+    def close(self) -> None:
+        """End its worker."""
+        ...
+
+
+def open_gateway(name: str) -> SlurmGateway:
+    """Call what ``[service] gateway`` names as ``module:callable``; raise ConfigError when it is none."""
+    try:
+        connect = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"[service] gateway = {name!r}: {error}") from None
+    if not callable(connect):
+        raise ConfigError(f"[service] gateway = {name!r} is not callable")
+    return cast("SlurmGateway", connect())

@@ -1,0 +1,1 @@
+"""Usage and the effects of decisions (pure)."""

@@ -1,0 +1,303 @@
+"""What each tune, pack, migration and resize did to the iteration time of its job, measured before and after (pure)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+from msgspec.structs import replace
+
+from cadenza.policies.allocation.problem import placement_speed
+from cadenza.policies.core.actions import Action, Migrate, Pack, Resize, Tune, Unpack
+from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Placement
+from cadenza.policies.core.text import job_names
+from cadenza.policies.sharing.state.measurement import LEAST
+
+Kind: TypeAlias = Literal["tune", "pack", "migrate", "resize"]
+Verdict: TypeAlias = Literal["", "kept", "undone", "unknown"]
+
+FEW_STEPS, ENOUGH_STEPS = 30, 300
+"""A figure is of at least so many iterations, and gets better until it is of so many."""
+UNMEASURED_S = 3600.0
+REPLACED = "replaced before it was measured"
+
+
+class Effect(msgspec.Struct, frozen=True):
+    """One decision that was carried out, and what it did to one of its jobs; times in seconds.
+
+    Iteration times are seconds with the GPUs for each iteration: waiting for turns is not in them. Those of a pack
+    are what the pack was judged by: alone, and beside the others.
+    """
+
+    decision: int
+    """The action's row in the store."""
+    kind: Kind
+    job: int
+    restart: int
+    """The incarnation that the decision was about; a move's measurement after it is of a later one."""
+    user: str
+    at_s: float
+    reason: str
+    was: str
+    now: str
+    """What it had before and was to have after; of a pack, the jobs that it runs with."""
+    predicted: float | None = None
+    """Throughput after over before, as the profile promises it."""
+    before_s: float | None = None
+    after_s: float | None = None
+    gain: float | None = None
+    """Throughput after over before, as measured; of a pack, of all its jobs together, where turns are 1."""
+    verdict: Verdict = ""
+    """"": being measured; *kept*: measured and in force; *unknown*: it ended before it was measured."""
+    detail: str = ""
+    """Why it was undone, or could not be measured."""
+    ended_s: float | None = None
+    """When it was undone, replaced, or its job ended; None: in force."""
+    mark_step: int | None = None
+    mark_held_s: float = 0.0
+    """Where the measurement after it began."""
+
+    @property
+    def key(self) -> JobKey:
+        """Return the job."""
+        return JobKey(self.job, self.restart)
+
+    @property
+    def enough(self) -> bool:
+        """Whether nothing more is to be measured; a pack is measured as long as it stands."""
+        if self.kind == "pack":
+            return False
+        return self.verdict not in ("", "kept") or (self.after_s is not None and self.mark_step is None)
+
+
+# --- Marks ---------------------------------------------------------------------------------------------
+
+
+class Marks(NamedTuple):
+    """Two marks of a job's progress under one configuration: iterations, and seconds with its GPUs."""
+
+    setting: object
+    old: tuple[int, float]
+    young: tuple[int, float]
+
+
+def marks(known: Mapping[JobKey, Marks], snapshot: ClusterSnapshot, memory: Memory) -> dict[JobKey, Marks]:
+    """Return the marks of all jobs that train, moved on so that the older one is never far behind."""
+    packed = {key: group for group in memory.sharing.packs for key in group}
+    found = {}
+    for job in snapshot.jobs:
+        if job.opted_in and job.lease is not None and job.lease.step:
+            setting, here = (job.placement, packed.get(job.key)), _mark(job)
+            found[job.key] = _moved(known.get(job.key), setting, here)
+    return found
+
+
+def _moved(marks: Marks | None, setting: object, here: tuple[int, float]) -> Marks:
+    if marks is None or marks.setting != setting or here[0] < marks.young[0]:
+        return Marks(setting, here, here)
+    return Marks(setting, marks.young, here) if here[0] - marks.young[0] >= ENOUGH_STEPS else marks
+
+
+def _mark(job: Job) -> tuple[int, float]:
+    lease = job.lease
+    return (lease.step, lease.vtime_s * lease.weight) if lease is not None else (0, 0.0)
+
+
+def _iteration_s(since: tuple[int, float], job: Job) -> float | None:
+    """Return the seconds with its GPUs that an iteration took since a mark; None while they are few."""
+    step, held_s = _mark(job)
+    steps = step - since[0]
+    return (held_s - since[1]) / steps if steps >= FEW_STEPS and held_s > since[1] else None
+
+
+def _before(job: Job, marks: Marks | None) -> float | None:
+    measured = _iteration_s(marks.old, job) if marks is not None else None
+    return measured or (job.lease.iteration_s if job.lease is not None else None)
+
+
+def _alone(job: Job, memory: Memory) -> float | None:
+    """Return what a pack is judged by: an iteration when the job last had its GPUs alone."""
+    return next((row.iteration_s for row in memory.sharing.alone if row.job == job.key), None)
+
+
+def _together(effect: Effect, job: Job) -> float | None:
+    """Return an iteration of a packed job beside those that it was packed with, as its agents measured it."""
+    pace = job.lease.pace if job.lease is not None else None
+    if pace is None or pace.iterations < LEAST or not pace.iteration_s:
+        return None
+    return pace.iteration_s if effect.now == _company(pace.beside) else None
+
+
+# --- Decisions -------------------------------------------------------------------------------------------
+
+
+def begun(
+    actions: Iterable[tuple[int, Action]], snapshot: ClusterSnapshot, memory: Memory, known: Mapping[JobKey, Marks]
+) -> tuple[Effect, ...]:
+    """Return what is to be measured of the actions that were carried out, with their rows in the store."""
+    found = []
+    for row, action in actions:
+        for job in _jobs(action, snapshot):
+            before_s = (_alone(job, memory) if isinstance(action, Pack) else None) or _before(job, known.get(job.key))
+            was, now = _change(action, job)
+            if was != now:
+                found.append(
+                    Effect(
+                        row, KINDS[type(action)], *job.key, job.user, snapshot.time_s, action.reason, was, now,
+                        _predicted(action, job, snapshot), before_s,
+                    )
+                )  # fmt: skip
+    return tuple(found)
+
+
+def _jobs(action: Action, snapshot: ClusterSnapshot) -> list[Job]:
+    """Return the jobs whose iteration time an action is to change."""
+    if not isinstance(action, Tune | Pack | Migrate | Resize):
+        return []
+    keys = action.jobs if isinstance(action, Pack) else (action.job,)
+    return [job for key in keys if (job := snapshot.job(key)) is not None]
+
+
+KINDS: dict[type[Action], Kind] = {Tune: "tune", Pack: "pack", Migrate: "migrate", Resize: "resize"}
+
+
+def _change(action: Action, job: Job) -> tuple[str, str]:
+    """Return in words what a job has, and what an action gives it."""
+    if isinstance(action, Tune):
+        return _resources(job.placement), _resources(action.shares)
+    if isinstance(action, Migrate | Resize):
+        there = tuple((share.node, share.gpus) for share in action.shares)
+        here = tuple((share.node, share.gpus) for share in job.placement)
+        return _gpus(here or ((",".join(job.nodes), job.gpus),)), _gpus(there)
+    return "alone", _company(key for key in action.jobs if key != job.key) if isinstance(action, Pack) else ""
+
+
+def _company(others: Iterable[JobKey]) -> str:
+    return f"with {job_names(others)}"
+
+
+def _resources(placement: Placement) -> str:
+    return ", ".join(f"{share.cpus} CPUs {share.memory_mb} MB on {share.node}" for share in sorted(placement))
+
+
+def _gpus(shares: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{gpus} GPUs on {node}" for node, gpus in sorted(shares))
+
+
+def _predicted(action: Action, job: Job, snapshot: ClusterSnapshot) -> float | None:
+    """Return the throughput that a job's profile promises of a tune, over that of what it has."""
+    if not isinstance(action, Tune) or job.profile is None or not job.placement:
+        return None
+    types = {node.name: node.gpu_type for node in snapshot.nodes}
+    if any(share.node not in types for share in (*job.placement, *action.shares)):
+        return None
+    had = placement_speed(job.profile, job.placement, types)
+    return placement_speed(job.profile, action.shares, types) / had if had else None
+
+
+# --- Afterwards ------------------------------------------------------------------------------------------
+
+
+def overtaken(effects: Iterable[Effect], actions: Iterable[Action], snapshot: ClusterSnapshot) -> tuple[Effect, ...]:
+    """Return the effects that these actions, now carried out, undo or replace."""
+    live = {(effect.decision, effect.job): effect for effect in effects}
+    by_job: defaultdict[int, list[Effect]] = defaultdict(list)
+    for effect in live.values():
+        by_job[effect.job].append(effect)
+    found: dict[tuple[int, int], Effect] = {}
+    for action in actions:
+        key: JobKey | None = getattr(action, "job", None)
+        mine = by_job[key.id] if key is not None else []
+        if isinstance(action, Unpack):
+            left = {effect.decision for effect in mine if effect.kind == "pack"}
+            ended = [_undone(one, action.reason, snapshot) for one in live.values() if one.decision in left]
+        else:
+            ended = [_followed(one, action, snapshot) for one in mine if one.kind == KINDS.get(type(action))]
+        found.update(((one.decision, one.job), one) for one in ended)
+    return tuple(found.values())
+
+
+def _followed(effect: Effect, action: Action, snapshot: ClusterSnapshot) -> Effect:
+    """Return an effect once another action of its kind follows: undone by it where that goes back to what was."""
+    key: JobKey | None = getattr(action, "job", None)
+    job = snapshot.job(key) if key is not None else None
+    back = effect.kind != "pack" and job is not None and _change(action, job)[1] == effect.was
+    return _undone(effect, getattr(action, "reason", ""), snapshot) if back else _over(effect, snapshot, REPLACED)
+
+
+def _undone(effect: Effect, why: str, snapshot: ClusterSnapshot) -> Effect:
+    return replace(effect, verdict="undone", detail=why, ended_s=snapshot.time_s, mark_step=None)
+
+
+def _over(effect: Effect, snapshot: ClusterSnapshot, why: str) -> Effect:
+    """Return an effect that ended without having been undone."""
+    if effect.after_s is not None:
+        return replace(effect, verdict="kept", ended_s=snapshot.time_s, mark_step=None)
+    return replace(effect, verdict="unknown", detail=why, ended_s=snapshot.time_s, mark_step=None)
+
+
+def advance(effects: Iterable[Effect], snapshot: ClusterSnapshot, memory: Memory) -> tuple[Effect, ...]:
+    """Return the effects that a later round says more of: measured, ended, or never come about."""
+    live = tuple(effects)
+    newest = {job.key.id: job for job in sorted(snapshot.jobs, key=lambda job: job.key)}
+    seen = [_advanced(effect, newest.get(effect.job), snapshot, memory) for effect in live]
+    judged = [_judged(effect, seen) for effect in seen]
+    return tuple(after for before, after in zip(live, judged, strict=True) if after != before)
+
+
+def _advanced(effect: Effect, job: Job | None, snapshot: ClusterSnapshot, memory: Memory) -> Effect:
+    if job is None or job.state == "OTHER":
+        return _over(effect, snapshot, "the job ended before it was measured")
+    why = _failed(effect, job, memory)
+    if why:
+        return _undone(effect, why, snapshot)
+    if _gone_by(effect, job, memory):
+        return _over(effect, snapshot, "it ended before it was measured")
+    found = _measured(effect, job)
+    if found.after_s is None and snapshot.time_s - effect.at_s > UNMEASURED_S and not found.verdict:
+        return replace(found, verdict="unknown", detail="too few iterations within an hour")
+    return found
+
+
+def _failed(effect: Effect, job: Job, memory: Memory) -> str:
+    """Return why a move has not come about, once that is so."""
+    move = next((move for move in memory.moves if move.job == effect.key and move.phase == "over"), None)
+    if effect.kind not in ("migrate", "resize") or move is None:
+        return ""
+    there = set(job.nodes) == set(move.nodes) and job.gpus == sum(share.gpus for share in move.shares)
+    arrived = job.key.restart > effect.restart and (there or not job.nodes)
+    return "" if arrived else move.outcome
+
+
+def _gone_by(effect: Effect, job: Job, memory: Memory) -> bool:
+    """Whether what a decision brought about is no longer so."""
+    if effect.kind == "pack":
+        return not any(effect.key in group for group in memory.sharing.packs)
+    return effect.kind == "tune" and job.key != effect.key
+
+
+def _measured(effect: Effect, job: Job) -> Effect:
+    moved = effect.kind in ("migrate", "resize")
+    if effect.enough or job.lease is None or not job.lease.step or moved == (job.key == effect.key):
+        return effect
+    step, held_s = _mark(job)
+    if effect.kind == "pack":
+        return replace(effect, after_s=_together(effect, job) or effect.after_s)
+    if effect.mark_step is None or step < effect.mark_step:
+        return replace(effect, mark_step=step, mark_held_s=held_s)
+    after_s = _iteration_s((effect.mark_step, effect.mark_held_s), job)
+    found = replace(effect, after_s=after_s or effect.after_s)
+    return replace(found, mark_step=None) if after_s and step - effect.mark_step >= ENOUGH_STEPS else found
+
+
+def _judged(effect: Effect, all_of_them: Sequence[Effect]) -> Effect:
+    """Return an effect with its gain and, once that is known, its verdict; a pack's needs all its jobs."""
+    one_pack = effect.kind == "pack"
+    parts = [one for one in all_of_them if one.decision == effect.decision] if one_pack else [effect]
+    speeds = [one.before_s / one.after_s for one in parts if one.before_s and one.after_s]
+    gain = sum(speeds) if len(speeds) == len(parts) else None
+    kept = effect.after_s is not None and effect.verdict == ""
+    return replace(effect, gain=gain or effect.gain, verdict="kept" if kept else effect.verdict)

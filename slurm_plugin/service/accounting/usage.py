@@ -1,0 +1,268 @@
+"""What jobs had and what they waited for between two rounds, and what lane 0 had for them (pure)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, Node
+from cadenza.policies.sharing.state.settings import held_for_us
+from cadenza.slurm_plugin.service.observe.progress import HOLDING
+
+HOUR_S = 3600.0
+LONGEST_S = 300.0
+"""Of a longer time between two rounds nobody knows what happened in it; it is not counted."""
+NOT_WAITING = frozenset(
+    {"Dependency", "DependencyNeverSatisfied", "BeginTime", "JobHeldUser", "JobHeldAdmin", "JobArrayTaskLimit"}
+)
+"""Slurm's reasons of pending jobs that would not start however many GPUs were free (squeue(1), JOB REASON CODES)."""
+THERE = ("RUNNING", "SUSPENDED")
+WHOLE_S = 1.0
+"""Slurm's times are whole seconds."""
+
+
+class Spent(NamedTuple):
+    """What one job had and waited for between two rounds, in seconds and GPU seconds.
+
+    A GPU that several jobs used at once counts in equal parts, so that the sum over jobs is never more than the GPUs
+    had to give.
+    """
+
+    key: JobKey
+    user: str
+    managed: bool
+    gpu_s: float = 0.0
+    further_gpu_s: float = 0.0
+    """The part of ``gpu_s`` on a further lane."""
+    queue_s: float = 0.0
+    turn_s: float = 0.0
+    """Started, and waiting for its turn on the GPUs."""
+
+
+class Start(msgspec.Struct, frozen=True):
+    """A managed job that Slurm started on a further lane, and when lane 0 could have taken it; epoch seconds."""
+
+    job: int
+    user: str
+    at_s: float
+    submit_s: float
+    partition: str
+    gpus: int
+    num_nodes: int
+    free_s: float | None = None
+    """When lane 0 first had enough GPUs for it; None: not yet."""
+    delay_s: float = 0.0
+    """The longest that a job on lane 0 had waited for turns by then: so much sooner lane 0 might have been free."""
+
+    def saved_s(self, since_s: float, until_s: float) -> float:
+        """Return the part of the waiting that it was spared which falls between two moments."""
+        end_s = (until_s if self.free_s is None else self.free_s) - self.delay_s
+        return max(min(end_s, until_s) - max(self.at_s, since_s), 0.0)
+
+
+def counts(before: ClusterSnapshot | None, after: ClusterSnapshot) -> bool:
+    """Whether what happened between two rounds can be told."""
+    return before is not None and 0.0 < after.time_s - before.time_s <= LONGEST_S
+
+
+def by_hour(from_s: float, to_s: float) -> Iterator[tuple[int, float]]:
+    """Yield the hours since the epoch that a stretch of time touches, each with its part of it; parts add up to 1.
+
+    >>> list(by_hour(3540.0, 3780.0))
+    [(0, 0.25), (1, 0.75)]
+    """
+    at_s = from_s
+    while at_s < to_s:
+        hour = int(at_s // HOUR_S)
+        next_s = min((hour + 1) * HOUR_S, to_s)
+        yield hour, (next_s - at_s) / (to_s - from_s)
+        at_s = next_s
+
+
+# --- Time and GPUs -----------------------------------------------------------------------------------------
+
+
+def spent(before: ClusterSnapshot, after: ClusterSnapshot, memory: Memory) -> tuple[Spent, ...]:
+    """Return what the jobs of the second round have had since the first one; nothing of those that ended meanwhile.
+
+    ``memory``: what the first round remembers, which tells our holds and suspends from others'.
+    """
+    known = before.by_key
+    stretch = (before.time_s, after.time_s)
+    found = {job.key: _times(job, known.get(job.key), stretch, memory) for job in after.jobs if job.gpus}
+    shares = _gpu_seconds([(after.by_key[key], row.held_s) for key, row in found.items()], stretch[1] - stretch[0])
+    lanes = {node.name: node.lane for node in after.nodes}
+    rows = []
+    for key, times in found.items():
+        job, gpu_s = after.by_key[key], shares.get(key, 0.0)
+        further_s = gpu_s if on_further_lane(job, lanes) else 0.0
+        rows.append(Spent(key, job.user, job.opted_in, gpu_s, further_s, times.queue_s, times.turn_s))
+    return tuple(rows)
+
+
+def on_further_lane(job: Job, lanes: Mapping[str, int]) -> bool:
+    """Whether any of a job's nodes is a further lane; ``lanes``: by node name."""
+    return any(lanes.get(name, 0) for name in job.nodes)
+
+
+class _Times(NamedTuple):
+    queue_s: float = 0.0
+    held_s: float = 0.0
+    turn_s: float = 0.0
+
+
+def _times(job: Job, before: Job | None, stretch: tuple[float, float], memory: Memory) -> _Times:
+    since_s, now_s = stretch
+    if job.state == "PENDING":
+        queue_s = now_s - max(since_s, job.submit_s) if _queues(job, memory) else 0.0
+        return _Times(max(queue_s, 0.0))
+    if job.state not in THERE:
+        return _Times()
+    began_s = min(max(since_s, job.start_s or since_s), now_s)
+    queued = before is None or (before.state == "PENDING" and _queues(before, memory))
+    queue_s = max(began_s - max(since_s, job.submit_s), 0.0) if queued else 0.0
+    held_s = _held(job, before, now_s - began_s)
+    ours = job.state == "RUNNING" or job.key in memory.suspended
+    turn_s = now_s - began_s - held_s if job.lease is not None and ours else 0.0
+    return _Times(queue_s, held_s, turn_s)
+
+
+def _queues(job: Job, memory: Memory) -> bool:
+    """Whether a pending job waits for GPUs, and not for its owner or another job."""
+    if job.held:
+        return held_for_us(job, memory)
+    return job.state_reason not in NOT_WAITING
+
+
+def _held(job: Job, before: Job | None, most_s: float) -> float:
+    """Return how much of the last ``most_s`` seconds a job could use its GPUs."""
+    lease = job.lease
+    if lease is None:
+        return most_s if job.state == "RUNNING" else 0.0
+    if lease.state in HOLDING and lease.held_s >= most_s:
+        return most_s
+    if lease.state not in HOLDING and lease.waited_s >= most_s:
+        return 0.0
+    if before is not None and before.lease is not None:  # the virtual clock misses no turn between two rounds
+        return min(max((lease.vtime_s - before.lease.vtime_s) * lease.weight, 0.0), most_s)
+    return min(lease.held_s, most_s)
+
+
+def _gpu_seconds(held: Sequence[tuple[Job, float]], span_s: float) -> dict[JobKey, float]:
+    """Return each job's GPU seconds, those of GPUs with several users at once divided among these."""
+    users: defaultdict[Gpu, float] = defaultdict(float)
+    for job, held_s in held:
+        for gpu in job.lease.gpus if job.lease is not None else ():
+            users[gpu] += held_s
+    found = {}
+    for job, held_s in held:
+        gpus = job.lease.gpus if job.lease is not None else ()
+        each = (held_s * min(1.0, span_s / users[gpu]) for gpu in gpus if users[gpu] > 0.0)
+        found[job.key] = sum(each) if gpus else held_s * job.gpus
+    return found
+
+
+# --- Starts on further lanes ---------------------------------------------------------------------------------
+
+
+def started(before: ClusterSnapshot, after: ClusterSnapshot) -> tuple[Start, ...]:
+    """Return the managed jobs that Slurm has started on a further lane since the first round.
+
+    Only a job's first incarnation counts: what is requeued was started before.
+    """
+    lanes = {node.name: node.lane for node in after.nodes}
+    return tuple(
+        Start(job.key.id, job.user, job.start_s, job.submit_s, job.partition, job.gpus, max(job.num_nodes, 1))
+        for job in after.jobs
+        if _just_started(job, before) and job.start_s is not None and on_further_lane(job, lanes)
+    )
+
+
+def _just_started(job: Job, before: ClusterSnapshot) -> bool:
+    old = before.job(job.key)
+    if not (job.opted_in and job.gpus and job.state in THERE) or job.key.restart or job.start_s is None:
+        return False
+    return old.state == "PENDING" if old is not None else job.submit_s >= before.time_s - WHOLE_S
+
+
+def watched(
+    starts: Iterable[Start], before: ClusterSnapshot, after: ClusterSnapshot, turns: Mapping[JobKey, float]
+) -> tuple[Start, ...]:
+    """Return the open starts, those closed for which lane 0 has become free.
+
+    GPUs count as free for a job when Slurm's books say so, when a job that was submitted after it has got them, or
+    when it has them itself by now. The moment is that of the last round which did not see it, so that savings are
+    rather too small. ``turns``: how long live jobs have waited for turns so far, seconds.
+    """
+    lane0 = _Lane0(after, turns)
+    return tuple(_watched(start, before.time_s, lane0) for start in starts)
+
+
+def _watched(start: Start, seen_s: float, lane0: _Lane0) -> Start:
+    delay_s = max(start.delay_s, lane0.delay_s(start.partition))
+    free_s = max(start.at_s, seen_s) if lane0.has_room(start) else None
+    return msgspec.structs.replace(start, delay_s=delay_s, free_s=free_s)
+
+
+def given_up(starts: Iterable[Start], at_s: float) -> tuple[Start, ...]:
+    """Return open starts closed at the last moment that is on record."""
+    return tuple(msgspec.structs.replace(start, free_s=max(start.at_s, at_s)) for start in starts)
+
+
+Mark: TypeAlias = tuple[float, int]
+"""A job's place in a first-come queue: its submission and its id."""
+
+
+class _Room(NamedTuple):
+    """What a node of lane 0 has for a job: what nobody uses, and what jobs that came later have got."""
+
+    free: int
+    taken: tuple[tuple[Mark, int], ...]
+    newest: Mark
+
+    def for_job(self, mark: Mark) -> int:
+        """Return the GPUs; those that the job has there itself count."""
+        return self.free + (sum(gpus for at, gpus in self.taken if at >= mark) if self.newest >= mark else 0)
+
+
+class _Lane0:
+    """Lane 0 of every host, with the jobs there."""
+
+    def __init__(self, snapshot: ClusterSnapshot, turns: Mapping[JobKey, float]) -> None:
+        jobs: defaultdict[str, list[Job]] = defaultdict(list)
+        for job in snapshot.jobs:
+            for name in job.nodes if job.state in THERE else ():
+                jobs[name].append(job)
+        nodes = [node for node in snapshot.nodes if node.lane == 0 and node.gpus and node.up and not node.drained]
+        self._rooms: defaultdict[str, list[_Room]] = defaultdict(list)
+        self._delays: defaultdict[str, float] = defaultdict(float)
+        for node in nodes:
+            room = _room(node, jobs[node.name])
+            delay_s = max((turns.get(job.key, 0.0) for job in jobs[node.name]), default=0.0)
+            for partition in node.partitions:
+                self._rooms[partition].append(room)
+                self._delays[partition] = max(self._delays[partition], delay_s)
+
+    def has_room(self, start: Start) -> bool:
+        """Whether as many nodes as the job has could give it its GPUs."""
+        each, mark = -(-start.gpus // start.num_nodes), (start.submit_s, start.job)
+        return sum(room.for_job(mark) >= each for room in self._rooms[start.partition]) >= start.num_nodes
+
+    def delay_s(self, partition: str) -> float:
+        """Return the longest that a job which is there now has waited for turns."""
+        return self._delays[partition]
+
+
+def _room(node: Node, jobs: Sequence[Job]) -> _Room:
+    taken = tuple(((job.submit_s, job.key.id), _gpus_on(job, node.name)) for job in jobs)
+    used = max(node.gpus_used, sum(gpus for _, gpus in taken))
+    return _Room(node.gpus - used, taken, max((mark for mark, _ in taken), default=(0.0, 0)))
+
+
+def _gpus_on(job: Job, node: str) -> int:
+    placed = next((share.gpus for share in job.placement if share.node == node), 0)
+    return placed or -(-job.gpus // max(len(job.nodes), 1))

@@ -1,0 +1,1 @@
+"""The link to the agents: hub, registry, keys."""

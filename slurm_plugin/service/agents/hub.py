@@ -1,0 +1,381 @@
+"""The agents' side of the service: a ZeroMQ ROUTER with CURVE keys in a thread of its own.
+
+The thread hears reports, sends orders, coordinates the stops of multi-node jobs, and repeats the facts that
+keep agents from taking turns by themselves, however long a round takes. It stops repeating them when rounds
+stop succeeding: then the agents had better rotate. Everything that it knows is handed out as copies.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from cadenza.policies.core.actions import Outcome
+from cadenza.policies.core.model import JobKey, Share
+from cadenza.sidecar.clock import SystemClock
+from cadenza.sidecar.orders import (
+    VERSION,
+    CheckpointOrder,
+    Facts,
+    Files,
+    FromAgent,
+    LeaseLog,
+    Report,
+    ResumeOrder,
+    Steps,
+    Switched,
+    ToAgent,
+    Tune,
+    YieldOrder,
+)
+from cadenza.slurm_plugin.service.agents.agent_events import Event
+from cadenza.slurm_plugin.service.agents.agent_registry import Agent, AgentBook
+from cadenza.slurm_plugin.service.agents.curve_keys import AgentKeys, service_pair
+from cadenza.slurm_plugin.service.agents.prefetch_orders import Warmings
+from cadenza.slurm_plugin.service.agents.stop_barrier import Orders, Stops
+from cadenza.slurm_plugin.service.errors import HubError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_FRAME = 16 * 2**20
+STOP_TICK_S = 0.02
+CALL_TIMEOUT_S = 5.0
+LOG_EVERY = 100
+SAVE_S = 900.0
+"""Longest time that a job may take to save a checkpoint that it was ordered to."""
+STAND_S = 60.0
+"""How long it stands after it to be requeued: a round or two, and the restart of a service that was killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubSettings:
+    """Where to listen and how to treat the agents; times in seconds."""
+
+    bind: str
+    keys: Path
+    heartbeat_s: float = 2.0
+    alive_s: float = 6.0
+    """Silence after which an agent does not count as alive."""
+    yield_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class FactSheet:
+    """What each host's agent is told: facts as of ``at_s`` (epoch), good for ``valid_s`` seconds."""
+
+    facts: Mapping[str, Facts]
+    at_s: float
+    valid_s: float
+
+
+class Hub:
+    """The service's end of the link; its public methods may be called from any thread."""
+
+    def __init__(self, settings: HubSettings, clock: SystemClock) -> None:
+        self.settings = settings
+        self.refused: Counter[str] = Counter()
+        """Frames that were not acted upon, by cause."""
+        self.address = ""
+        """Where it really listens, once started (``tcp://*:0`` picks a port)."""
+        self._clock = clock
+        self._keys = AgentKeys(settings.keys)
+        self._book = AgentBook(settings.alive_s)
+        self._stops = Stops()
+        self._warmings = Warmings()
+        self._decoder = msgspec.json.Decoder(FromAgent)
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._messages: SimpleQueue[Switched | LeaseLog | Event] = SimpleQueue()
+        self._woken = threading.Event()
+        self._sheet = FactSheet({}, 0.0, 0.0)
+        self._sheet_until_s = 0.0
+        self._next_beat_s = 0.0
+        self._running = False
+        self._thread = threading.Thread(target=self._run, name="cadenza-hub", daemon=True)
+
+    # --- life ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Read the keys, listen and start the thread; raise HubError naming the key or address at fault."""
+        public, secret = service_pair(self.settings.keys)
+        self._keys.load()
+        self._context = zmq.Context()
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", credentials_provider=self._keys)
+        self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._socket = self._listen(public, secret)
+        self._running = True
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread and close the link; agents notice by its silence."""
+        if self._running:
+            self._running = False
+            self._ring()
+            self._thread.join()
+            os.close(self._doorbell)
+        self._authenticator.stop()
+        self._socket.close(linger=200)
+        self._context.term()
+
+    def reload_keys(self) -> None:
+        """Read the agents' keys again (SIGHUP); raise HubError and keep the old ones when they are bad."""
+        self._keys.load()
+
+    # --- what the loop asks -------------------------------------------------------------------------------
+
+    def agents(self) -> Mapping[str, Agent]:
+        """Return every agent's last report, by host."""
+        return self._ask(lambda: self._book.agents(self._clock.monotonic()))
+
+    def send(self, orders: Orders) -> Outcome:
+        """Send each order to its host; the outcome names the hosts that are not connected."""
+        return self._ask(lambda: self._send_all(orders))
+
+    def yield_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
+        """Ask a job to stop and free its GPUs; on several hosts the thread finds the common stop step."""
+        order = YieldOrder(VERSION, *key, self.settings.yield_timeout_s)
+        if len(hosts) == 1:
+            return self.send([(hosts[0], order)])
+        return self._ask(lambda: self._send_all(self._stops.begin(key, hosts, self._clock.monotonic(), order)))
+
+    def checkpoint_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
+        """Ask a job to save a checkpoint at a common boundary and to stand there until it is requeued."""
+        order = CheckpointOrder(VERSION, *key, self.settings.yield_timeout_s, SAVE_S, STAND_S)
+        if len(hosts) == 1:
+            return self.send([(hosts[0], order)])
+        return self._ask(lambda: self._send_all(self._stops.begin(key, hosts, self._clock.monotonic(), order)))
+
+    def warm_job(self, key: JobKey, hosts: tuple[str, ...], there: tuple[str, ...]) -> Outcome:
+        """Have the hosts ``there`` read the files that a job uses where it runs; what they cannot is no failure."""
+        return self._ask(lambda: self._send_all(self._warmings.begin(key, hosts, there)))
+
+    def resume_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
+        """Prefer a job for the GPUs that it waits for, on each of its hosts."""
+        return self.send([(host, ResumeOrder(VERSION, *key)) for host in hosts])
+
+    def tune_job(self, key: JobKey, wanted: Mapping[str, Share], caches_mb: Mapping[str, int | None]) -> Outcome:
+        """Change what a job has on each host that is named, and what its caches may take of it there."""
+        return self.send([
+            (host, Tune(VERSION, *key, share.cpus, share.memory_mb, caches_mb.get(host)))
+            for host, share in wanted.items()
+        ])
+
+    def tell(self, sheet: FactSheet) -> None:
+        """Send new facts to all agents now, and repeat them each heartbeat as long as they are good."""
+        self._ask(lambda: self._take_sheet(sheet))
+
+    def mark_suspended(self, key: JobKey, *, suspended: bool) -> None:
+        """Correct the facts on one job now: an agent gives no lease to one that Slurm has suspended."""
+        self._ask(lambda: self._mark(key, suspended=suspended))
+
+    def drain(self) -> list[Switched | LeaseLog | Event]:
+        """Return what came in since the last call and belongs on record."""
+        found = []
+        while True:
+            try:
+                found.append(self._messages.get_nowait())
+            except Empty:
+                return found
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until something worth a round happens, at most ``timeout_s``; return whether it did."""
+        happened = self._woken.wait(timeout_s)
+        self._woken.clear()
+        return happened
+
+    def wake(self) -> None:
+        """End a :meth:`wait`."""
+        self._woken.set()
+
+    # --- the thread -----------------------------------------------------------------------------------------
+
+    def _listen(self, public: bytes, secret: bytes) -> zmq.Socket[bytes]:
+        link: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        link.curve_publickey, link.curve_secretkey, link.curve_server = public, secret, True
+        link.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        link.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted agent takes its name over at once
+        link.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+        link.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+        link.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
+        try:
+            link.bind(self.settings.bind)
+        except zmq.ZMQError as error:
+            link.close(linger=0)
+            self._authenticator.stop()
+            raise HubError(f"[service] bind = {self.settings.bind!r}: {error.strerror}") from None
+        self.address = link.getsockopt_string(zmq.LAST_ENDPOINT)
+        return link
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """Have the thread answer; it owns the socket and the book."""
+        if threading.current_thread() is self._thread:
+            return question()
+        answer: Future[T] = Future()
+
+        def reply() -> None:
+            try:
+                answer.set_result(question())
+            except Exception as error:  # noqa: BLE001 (handed to the caller)
+                answer.set_exception(error)
+
+        self._calls.put(reply)
+        self._ring()
+        try:
+            return answer.result(CALL_TIMEOUT_S)
+        except FutureTimeout:
+            raise HubError(f"the agents' link did not answer within {CALL_TIMEOUT_S:.0f} s") from None
+
+    def _ring(self) -> None:
+        os.eventfd_write(self._doorbell, 1)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._doorbell, zmq.POLLIN)
+        while self._running:
+            ready = dict(poller.poll(self._patience_ms()))
+            try:
+                self._turn(ready)
+            except Exception:
+                # One bad moment must not end the link: agents would rotate for nothing.
+                self.refused["internal"] += 1
+                log.exception("agents' link: unexpected error, going on")
+
+    def _turn(self, ready: Mapping[object, int]) -> None:
+        if self._doorbell in ready:
+            os.eventfd_read(self._doorbell)
+        while True:
+            try:
+                self._calls.get_nowait()()
+            except Empty:
+                break
+        if self._socket in ready:
+            self._receive()
+        now_s = self._clock.monotonic()
+        if self._stops.active:
+            self._send_all(self._stops.tick(now_s))
+        if now_s >= self._next_beat_s:
+            self._beat(now_s)
+
+    def _patience_ms(self) -> int:
+        left_s = max(0.0, self._next_beat_s - self._clock.monotonic())
+        return int(1000 * (min(left_s, STOP_TICK_S) if self._stops.active else left_s)) + 1
+
+    def _beat(self, now_s: float) -> None:
+        self._next_beat_s = now_s + self.settings.heartbeat_s
+        for event in self._book.silence(self._clock.now(), now_s):
+            self._note(event)
+        if now_s < self._sheet_until_s:
+            self._send_facts()
+
+    def _take_sheet(self, sheet: FactSheet) -> None:
+        self._sheet = sheet
+        now_s = self._clock.monotonic()
+        self._sheet_until_s = now_s + sheet.valid_s
+        self._next_beat_s = now_s + self.settings.heartbeat_s
+        self._send_facts()
+
+    def _mark(self, key: JobKey, *, suspended: bool) -> None:
+        facts = dict(self._sheet.facts)
+        for host, told in facts.items():
+            jobs = tuple(
+                msgspec.structs.replace(job, suspended=suspended) if (job.job, job.restart) == key else job
+                for job in told.jobs
+            )
+            if jobs != told.jobs:
+                facts[host] = msgspec.structs.replace(told, jobs=jobs)
+                self._send(host, facts[host])
+        self._sheet = replace(self._sheet, facts=facts)
+
+    def _send_facts(self) -> None:
+        for host, facts in self._sheet.facts.items():
+            known = frozenset((job.job, job.restart) for job in facts.jobs)
+            newborn = self._book.newborn(host, known, self._sheet.at_s)
+            self._send(host, msgspec.structs.replace(facts, jobs=(*facts.jobs, *newborn)))
+
+    # --- frames ---------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            message = self._check(frames)
+            if message is not None:
+                self._hear(message)
+
+    def _check(self, frames: list[zmq.Frame]) -> FromAgent | None:
+        identity = frames[0].bytes.decode(errors="replace")
+        if len(frames) != 2:  # noqa: PLR2004 (identity and one struct)
+            self._refuse("shape", identity, f"{len(frames)} frames, expected 2")
+            return None
+        try:
+            message: FromAgent = self._decoder.decode(frames[1].buffer)
+        except msgspec.DecodeError as error:
+            self._refuse("format", identity, str(error))
+            return None
+        user = str(frames[1].get("User-Id"))
+        if message.v != VERSION:
+            self._refuse("version", identity, f"version {message.v}, this side speaks {VERSION}")
+        elif message.host != identity:
+            self._refuse("identity", identity, f"speaks for host {message.host!r}")
+        elif not self._keys.may_speak_for(user, identity):
+            self._refuse("key", identity, "its key belongs to another host")
+        else:
+            return message
+        return None
+
+    def _refuse(self, cause: str, identity: str, detail: str) -> None:
+        self.refused[cause] += 1
+        count = self.refused[cause]
+        if count % LOG_EVERY == 1:
+            log.warning("agent HOST=%s: frame %d refused: %s", identity[:64], count, detail[:200])
+
+    def _hear(self, message: FromAgent) -> None:
+        now_s = self._clock.monotonic()
+        if isinstance(message, Report):
+            for event in self._book.hear(message, self._clock.now(), now_s):
+                self._note(event)
+        elif isinstance(message, Steps):
+            self._send_all(self._stops.hear(message, now_s))
+        elif isinstance(message, Files):
+            self._send_all(self._warmings.hear(message))
+        else:
+            if isinstance(message, Switched):
+                self._send_all(self._stops.settle(message))
+            self._note(message)
+
+    def _note(self, message: Switched | LeaseLog | Event) -> None:
+        self._messages.put(message)
+        if isinstance(message, Event):
+            self._woken.set()
+
+    def _send_all(self, orders: Orders) -> Outcome:
+        failed = [f"{host}: {error}" for host, order in orders if (error := self._send(host, order))]
+        return Outcome(not failed, "; ".join(failed))
+
+    def _send(self, host: str, order: ToAgent) -> str:
+        try:
+            self._socket.send_multipart([host.encode(), msgspec.json.encode(order)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return "its agent is not connected; is cadenza-agent running there?"
+            return f"{error.strerror}; its agent does not read"
+        return ""

@@ -1,0 +1,1 @@
+"""What holds when the service dies: lock, watchdog, release."""

@@ -1,0 +1,90 @@
+"""Undoing every hold and suspend that is ours: at the end of the service, and when somebody asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from cadenza.policies.core.actions import Action, Outcome, Place, Release, Unsuspend
+from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.model import ClusterSnapshot, Job
+from cadenza.policies.guard import Guarded
+from cadenza.policies.ledger import remember
+from cadenza.policies.round import Clock, Gateway, RoundReport
+from cadenza.policies.sharing.state.settings import held_for_us
+from cadenza.policies.sharing.turns.lanes import drained_by_us
+from cadenza.slurm_plugin.service.store.writer import SqliteStore
+
+
+def release_plan(snapshot: ClusterSnapshot, memory: Memory, reason: str) -> tuple[Action, ...]:
+    """Return what undoes our suspends and holds (pure); what others suspended or held stays as it is.
+
+    Suspends come first: their jobs have GPU state in host memory, held jobs have nothing yet.
+    """
+    jobs = sorted(snapshot.jobs, key=lambda job: job.key)
+    ours = [job for job in jobs if job.state == "SUSPENDED" and job.key in memory.suspended]
+    held = [job for job in jobs if held_for_us(job, memory)]
+    return (
+        *(Unsuspend(job.key, reason) for job in ours),
+        *(Release(job.key, reason) for job in held),
+    )
+
+
+def adopted(snapshot: ClusterSnapshot) -> Memory:
+    """Return what must be ours although no record says so: for a service whose store was lost.
+
+    Only we suspend a job whose agents report it yielded, and only our drains begin with our mark.
+    """
+    return Memory(
+        suspended=frozenset(job.key for job in snapshot.jobs if _yielded_and_suspended(job)),
+        drained=frozenset(
+            node.name for node in snapshot.nodes if node.drained and node.lane > 0 and drained_by_us(node, Memory())
+        ),
+    )
+
+
+def release_all(gateway: Gateway, memory: Memory, reason: str) -> tuple[tuple[Action, Outcome], ...]:
+    """Release everything that is ours past the guard and return what became of it.
+
+    Doing it twice does no harm. Errors of ``gateway.read`` pass through.
+    """
+    return tuple((action, gateway.apply(action)) for action in release_plan(gateway.read(), memory, reason))
+
+
+def release_round(gateway: Gateway, clock: Clock, store: SqliteStore, reason: str) -> RoundReport:
+    """Do the same as a round on record, so that the audit and the next service know of it.
+
+    What was let go is forgotten only after it was: a release that dies half-way is taken up by the next.
+    """
+    started = clock.now()
+    snapshot, before = gateway.read(), store.memory()
+    actions = release_plan(snapshot, before, reason)
+    guarded = tuple(Guarded(action, allowed=True, reason="release") for action in actions)
+    memory = remember(before, actions, snapshot)
+    decision = Decision(actions, memory)
+    number = store.begin(snapshot, decision, guarded, memory)
+    outcomes = tuple((action, gateway.apply(action)) for action in actions)
+    store.finish(number, outcomes, clock.now() - started)
+    store.amend(number, settled(memory, before, outcomes))
+    return RoundReport(number, snapshot, decision, guarded, outcomes)
+
+
+def settled(memory: Memory, before: Memory, outcomes: Iterable[tuple[Action, Outcome]]) -> Memory:
+    """Return a round's memory once its outcomes are known (pure).
+
+    The ledger writes everything down before it happens. A release that failed must not look like one that an
+    owner's later hold follows, or the job would stay held for ever. A suspend that failed stays: it may have
+    happened all the same, and the next snapshot tells.
+    """
+    suspended, placed = set(memory.suspended), set(memory.placed)
+    for action, outcome in outcomes:
+        if isinstance(action, Unsuspend) and outcome.ok:
+            suspended.discard(action.job)
+        elif isinstance(action, Place | Release) and not outcome.ok and action.job not in before.placed:
+            placed.discard(action.job)
+    return replace(memory, suspended=frozenset(suspended), placed=frozenset(placed))
+
+
+def _yielded_and_suspended(job: Job) -> bool:
+    lease = job.lease
+    return job.state == "SUSPENDED" and job.opted_in and lease is not None and lease.state in ("yielded", "waiting")

@@ -1,0 +1,110 @@
+"""Moves that an admin asks for by hand: files beside the store, which the service takes up before a round.
+
+Root and the service's own user may ask: ``cadenza move`` checks a wish against the last round and writes it, and
+the guard judges it like any other action.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from cadenza.policies.core.decision import Memory, Move
+from cadenza.policies.core.model import ClusterSnapshot, Job, Share
+from cadenza.policies.relocation.phases import why_not
+from cadenza.slurm_plugin.service.errors import RequestError
+
+log = logging.getLogger(__name__)
+
+
+def folder(store: Path) -> Path:
+    """Return where the wishes for a store's service lie."""
+    return store.with_name(store.name + ".moves")
+
+
+def wish(snapshot: ClusterSnapshot, job_id: int, nodes: tuple[str, ...], gpus: int | None, reason: str) -> Move:
+    """Return a move as ``cadenza move`` wants it; raise RequestError naming what is wrong with it."""
+    job = next((job for job in snapshot.jobs if job.key.id == job_id), None)
+    if job is None:
+        raise RequestError(f"job {job_id}: the last round did not see it")
+    if job.state not in ("RUNNING", "SUSPENDED"):
+        raise RequestError(f"job {job_id} is {job.state}: only a job that runs is moved")
+    if why := why_not(job, by_hand=True):
+        raise RequestError(f"job {job_id} cannot be moved: {why}")
+    known = {node.name for node in snapshot.nodes if job.partition in node.partitions}
+    if strange := sorted(set(nodes) - known):
+        raise RequestError(f"{', '.join(strange)}: no node of partition {job.partition}, in which job {job_id} is")
+    return Move(job.key, _shares(job, nodes, gpus), reason, 0.0, resize=gpus is not None, by_hand=True)
+
+
+def _shares(job: Job, nodes: tuple[str, ...], gpus: int | None) -> tuple[Share, ...]:
+    """Return what each node is to give: what the job has, or as much more as it gets GPUs."""
+    total = job.gpus if gpus is None else gpus
+    if gpus is None and len(nodes) != len(job.nodes):
+        raise RequestError(f"job {job.key.id} is on {len(job.nodes)} nodes: name as many, or --gpus too")
+    if total % len(nodes):
+        raise RequestError(f"{total} GPUs cannot be split evenly over {len(nodes)} nodes")
+    if gpus is not None:
+        _check_size(job, gpus)
+    scale = total / max(job.gpus, 1) / len(nodes)
+    cpus, memory_mb = max(1, round(job.cpus * scale)), max(1, round(job.memory_mb * scale))
+    return tuple(Share(node, total // len(nodes), cpus, memory_mb) for node in sorted(nodes))
+
+
+def _check_size(job: Job, gpus: int) -> None:
+    options = job.options
+    if options is None or (options.min_gpus is None and options.max_gpus is None):
+        raise RequestError(f"job {job.key.id} names no min_gpus or max_gpus: it cannot be resized")
+    low, high = options.min_gpus or job.gpus, options.max_gpus or job.gpus
+    if not low <= gpus <= high:
+        raise RequestError(f"job {job.key.id} runs with {low} to {high} GPUs, not with {gpus}")
+
+
+def open_folder(store: Path) -> None:
+    """Make the folder of wishes, the service's own: besides it only root may write there."""
+    folder(store).mkdir(mode=0o700, exist_ok=True)
+
+
+def write(store: Path, move: Move) -> Path:
+    """Leave a wish for the service; raise RequestError when this user may not, or no service ever made the folder."""
+    place = folder(store) / f"{move.job.id}.json"
+    draft = place.with_suffix(".new")
+    try:
+        draft.write_bytes(msgspec.json.encode(move))
+        draft.replace(place)
+    except OSError as error:
+        raise RequestError(f"{place}: {error.strerror}; only root and cadenzad itself may move jobs") from None
+    return place
+
+
+def take(store: Path, memory: Memory, now_s: float) -> Memory:
+    """Return the memory with all wishes that lie there, which are removed; a bad one is logged and removed too."""
+    place = folder(store)
+    found = [_read(path) for path in sorted(place.glob("*.json"))] if place.is_dir() else []
+    return with_wishes(memory, [move for move in found if move is not None], now_s)
+
+
+def with_wishes(memory: Memory, wishes: Iterable[Move], now_s: float) -> Memory:
+    """Return the memory with these moves wanted; one of a job that is on its way already is dropped."""
+    moves = {move.job.id: move for move in memory.moves}
+    for move in wishes:
+        if move.job.id in moves and moves[move.job.id].phase != "over":
+            log.warning("JOBID=%s is being moved already: a further wish is dropped", move.job)
+        else:
+            moves[move.job.id] = replace(move, since_s=now_s, phase="wanted", by_hand=True)
+    found = tuple(sorted(moves.values(), key=lambda move: move.job))
+    return memory if found == memory.moves else replace(memory, moves=found)
+
+
+def _read(path: Path) -> Move | None:
+    try:
+        data = path.read_bytes()
+        path.unlink()
+        return msgspec.json.decode(data, type=Move)
+    except (OSError, msgspec.MsgspecError) as error:
+        log.warning("%s: no move that can be taken up: %s", path, error)
+        return None

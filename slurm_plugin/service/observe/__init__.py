@@ -1,0 +1,1 @@
+"""The snapshot of a round: Slurm, leases, profiles, progress."""

@@ -1,0 +1,137 @@
+"""One lease for each job out of what the agents of its hosts report (pure)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import TypeAlias
+
+from cadenza.policies.core.model import Gpu, JobKey, Lease, LeaseState, Pace, Use
+from cadenza.sidecar.orders import JobTelemetry, LeaseReport
+from cadenza.slurm_plugin.service.agents.agent_registry import Agent
+
+Parts: TypeAlias = Mapping[str, LeaseReport]
+"""A job's lease reports by host."""
+
+STATES: tuple[LeaseState, ...] = ("stopping", "held", "yielded", "waiting")
+"""In this order one host's state stands for all: what is half given or half yielded still occupies GPUs."""
+
+
+def parts_by_job(agents: Mapping[str, Agent]) -> Mapping[JobKey, Parts]:
+    """Return the reports of every host, silent ones too: their leases are on disk and still count."""
+    found: defaultdict[JobKey, dict[str, LeaseReport]] = defaultdict(dict)
+    for host, agent in agents.items():
+        for lease in agent.report.leases:
+            found[JobKey(lease.job, lease.restart)][host] = lease
+    return found
+
+
+def merge(parts: Parts, agents: Mapping[str, Agent], now_s: float) -> Lease:
+    """Return the job's lease as of ``now_s`` (epoch seconds); ``parts`` must not be empty.
+
+    A job counts as holding while any host of it does: its GPUs there are in use. It can be asked to yield
+    only when all hosts speak, hold, and have all their ranks attached.
+    """
+    leases = list(parts.values())
+    state = _state(leases)
+    occupying = state in ("stopping", "held")
+    why_not = _why_not_ready(parts, agents)
+    iterations = [lease.iteration_s for lease in leases if lease.iteration_s is not None]
+    return Lease(
+        state=state,
+        gpus=tuple(sorted(Gpu(host, index) for host, lease in parts.items() for index in lease.gpus)),
+        vtime_s=max(lease.vtime_s for lease in leases),
+        held_s=min((lease.held_s for lease in leases if lease.state in ("held", "stopping")), default=0.0),
+        waited_s=0.0 if occupying else max(0.0, now_s - max(lease.since_s for lease in leases)),
+        ready=not why_not,
+        why_not_ready=why_not,
+        iteration_s=max(iterations, default=None),
+        exclusive=not all(lease.managed for lease in leases),
+        step=min(lease.step for lease in leases),
+        use=use([lease.telemetry for lease in leases if lease.telemetry is not None]),
+        requeue_owner=next((lease.requeue_owner for lease in leases if lease.requeue_owner), ""),
+        checkpoints=all(lease.checkpoints and not lease.requeue_owner for lease in leases),
+        lost=next((f"{host}: {lease.lost}" for host, lease in sorted(parts.items()) if lease.lost), ""),
+        pace=_pace(leases),
+        cpus_per_gpu=min((_cpus_per_gpu(lease) for lease in leases if lease.tuned is not None), default=None),
+        saved=state == "stopping" and len(parts) >= leases[0].hosts and all(lease.saved for lease in leases),
+    )
+
+
+def use(hosts: Sequence[JobTelemetry]) -> Use | None:
+    """Return what was measured of a job on its hosts: sums, but the worst of what is a rank's, and the mean use."""
+    if not hosts:
+        return None
+
+    def over(how: Callable[[Iterable[float]], float], field: str) -> float | None:
+        known = [value for one in hosts if (value := getattr(one, field)) is not None]
+        return round(how(known), 6) if known else None
+
+    on_gpu = all(one.memory_kind == "gpu" for one in hosts)
+    return Use(
+        samples_s=over(sum, "samples_s"),
+        iteration_p99_s=over(max, "iteration_p99_s"),
+        data_wait=over(max, "data_wait"),
+        gpu_percent=over(fmean, "gpu_percent"),
+        gpu_memory_mb=over(sum, "gpu_memory_mb"),
+        cpu_percent=over(sum, "cpu_percent"),
+        rss_mb=over(sum, "rss_mb"),
+        read_mb_s=over(sum, "read_mb_s"),
+        memory_low_mb=over(max, "memory_low_mb") if on_gpu else None,
+        memory_peak_mb=over(max, "memory_peak_mb") if on_gpu else None,
+        order_arrived_s=over(max, "order_arrived_s"),
+        order_done_s=over(max, "order_done_s"),
+    )
+
+
+def _pace(leases: Sequence[LeaseReport]) -> Pace | None:
+    """Return the pace of the slowest host; the time that all of them were measured, and everybody who ran there."""
+    known = [lease.pace for lease in leases if lease.pace is not None]
+    if not known or len(known) < len(leases):
+        return None
+    slowest = max(known, key=lambda pace: (pace.iteration_s, -pace.iterations))
+    return Pace(
+        slowest.iteration_s,
+        min(pace.iterations for pace in known),
+        min(pace.window_s for pace in known),
+        slowest.error,
+        max(pace.data_wait for pace in known),
+        tuple(sorted({JobKey(*key) for pace in known for key in pace.beside})),
+    )
+
+
+def _cpus_per_gpu(lease: LeaseReport) -> float:
+    """Return what a tuned job has on one host for each GPU; 0 when that is not known."""
+    tuned = lease.tuned
+    return 0.0 if tuned is None or tuned.note or not lease.gpus else tuned.cpus / len(lease.gpus)
+
+
+def half_given(parts: Parts) -> tuple[str, ...]:
+    """Return the hosts where a multi-node job still waits while it holds its GPUs elsewhere."""
+    states = {host: lease.state for host, lease in parts.items()}
+    if "held" not in states.values() or "stopping" in states.values():
+        return ()
+    return tuple(sorted(host for host, state in states.items() if state in ("waiting", "yielded")))
+
+
+def _state(leases: Sequence[LeaseReport]) -> LeaseState:
+    found = {lease.state for lease in leases}
+    return next((state for state in STATES if state in found), "waiting")
+
+
+def _why_not_ready(parts: Parts, agents: Mapping[str, Agent]) -> str:
+    leases = list(parts.values())
+    hosts = max(lease.hosts for lease in leases)
+    silent = sorted(host for host in parts if not agents[host].alive)
+    if silent:
+        return f"the agent of {', '.join(silent)} is silent"
+    if len(parts) < hosts:
+        return f"{len(parts)} of its {hosts} hosts have reported it"
+    if waiting := half_given(parts):
+        return f"it still waits for its GPUs on {', '.join(waiting)}"
+    for host, lease in sorted(parts.items()):
+        if not lease.ready:
+            return lease.why_not_ready or f"not all ranks on {host} have attached"
+    ranks, world = sum(lease.ranks for lease in leases), max(lease.world_size for lease in leases)
+    return "" if ranks == world else f"{ranks} of its {world} ranks have attached"

@@ -1,0 +1,1 @@
+"""Profiles on disk and what running jobs teach about them."""

@@ -1,0 +1,274 @@
+"""The store's reader, for the commands: opens the file read-only beside a running service."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.model import ClusterSnapshot, Job
+from cadenza.slurm_plugin.service.accounting.effects import Effect
+from cadenza.slurm_plugin.service.accounting.usage import HOUR_S, Start
+from cadenza.slurm_plugin.service.errors import StoreError
+from cadenza.slurm_plugin.service.store import record_codec, schema
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+class Round(msgspec.Struct, frozen=True):
+    """One recorded round: ``before`` and ``snapshot`` under ``settings`` gave ``decision``."""
+
+    number: int
+    at_s: float
+    snapshot: ClusterSnapshot
+    before: Memory
+    decision: Decision
+    memory: Memory
+    seconds: float | None
+    """None: the service died before its actions were all applied."""
+    settings: str
+    """The settings as JSON, see ``settings.from_record``."""
+
+
+class ActionRow(msgspec.Struct, frozen=True):
+    """One action on record; ``job`` is None for a node's, ``ok`` None when it never left."""
+
+    round: int
+    at_s: float
+    kind: str
+    job: int | None
+    restart: int | None
+    node: str | None
+    reason: str
+    allowed: bool
+    rule: str
+    """The guard's word when it was not allowed."""
+    ok: bool | None
+    error: str
+    verified: str | None
+    """verified, failed, gone, or None while that cannot be said."""
+
+
+class SwitchRow(msgspec.Struct, frozen=True):
+    """One finished yield or resume, times in seconds; the fields of ``orders.Switched``."""
+
+    at_s: float
+    host: str
+    job: int
+    restart: int
+    kind: str
+    boundary_s: float
+    copy_s: float
+    total_s: float
+    bytes: int
+    iteration_p99_s: float | None
+    note: str
+
+
+class LeaseRow(msgspec.Struct, frozen=True):
+    """One stretch in which a job held GPUs of a host."""
+
+    host: str
+    job: int
+    restart: int
+    gpus: tuple[int, ...]
+    from_s: float
+    to_s: float
+
+
+class EventRow(msgspec.Struct, frozen=True):
+    """One change that an agent reported."""
+
+    at_s: float
+    kind: str
+    host: str
+    job: int | None
+    restart: int | None
+    detail: str
+
+
+class HourRow(msgspec.Struct, frozen=True):
+    """What one job had and waited for in one hour since the epoch, in seconds and GPU seconds; see ``usage.Spent``."""
+
+    hour: int
+    job: int
+    restart: int
+    user: str
+    managed: bool
+    gpu_s: float
+    further_gpu_s: float
+    queue_s: float
+    turn_s: float
+    yields: int
+    """Finished yields, one for each of its hosts."""
+
+
+class Why(msgspec.Struct, frozen=True):
+    """All that the store knows of one job; ``job`` is its state in the last round, None when not there."""
+
+    id: int
+    reason: str
+    reason_at_s: float | None
+    job: Job | None
+    actions: tuple[ActionRow, ...]
+    switches: tuple[SwitchRow, ...]
+    events: tuple[EventRow, ...]
+    effects: tuple[Effect, ...] = ()
+
+    @property
+    def known(self) -> bool:
+        """Whether any round, action or report ever named the job."""
+        return bool(self.reason or self.job or self.actions or self.switches or self.events)
+
+
+ROUNDS = "SELECT rounds.*, settings.text AS text FROM rounds LEFT JOIN settings ON settings.id = settings"
+
+
+class StoreReader:
+    """Read access; raises StoreError when the file is missing, unreadable or corrupt."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._link = schema.open_readonly(path)
+        self._link.row_factory = sqlite3.Row
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._link.close()
+
+    def round(self, number: int | None = None) -> Round | None:
+        """Return one round, by default the last; None when it is not on record (any more)."""
+        where = "ORDER BY number DESC LIMIT 1" if number is None else "WHERE number = ?"
+        rows = self._rows(
+            f"{ROUNDS} {where}",
+            () if number is None else (number,),
+        )
+        return _round(rows[0]) if rows else None
+
+    def why(self, job: int, limit: int = 20) -> Why:
+        """Return what is known of a job id, newest rows first, at most ``limit`` of each kind."""
+        reason = self._rows("SELECT reason, at_s FROM reasons WHERE job = ? ORDER BY at_s DESC LIMIT 1", (job,))
+        last = self.round()
+        mine = [_alone(found) for found in (last.snapshot.jobs if last else ()) if found.key.id == job]
+        return Why(
+            job,
+            reason[0]["reason"] if reason else "",
+            reason[0]["at_s"] if reason else None,
+            max(mine, key=lambda found: found.key.restart, default=None),
+            self.actions(job=job, limit=limit),
+            self.switches(job=job, limit=limit),
+            self.events(job=job, limit=limit),
+            self.effects(job=job, limit=limit),
+        )
+
+    def actions(self, since_s: float = 0.0, job: int | None = None, limit: int = 1000) -> tuple[ActionRow, ...]:
+        """Return actions, newest first."""
+        return self._table("actions", "at_s", ActionRow, (since_s, job, limit))
+
+    def switches(self, since_s: float = 0.0, job: int | None = None, limit: int = 1000) -> tuple[SwitchRow, ...]:
+        """Return yields and resumes, newest first."""
+        return self._table("switches", "at_s", SwitchRow, (since_s, job, limit))
+
+    def leases(self, since_s: float = 0.0, job: int | None = None, limit: int = 100_000) -> tuple[LeaseRow, ...]:
+        """Return ended lease stretches that reach past ``since_s``, newest first."""
+        return self._table("leases", "to_s", LeaseRow, (since_s, job, limit))
+
+    def events(self, since_s: float = 0.0, job: int | None = None, limit: int = 1000) -> tuple[EventRow, ...]:
+        """Return the agents' changes, newest first."""
+        return self._table("events", "at_s", EventRow, (since_s, job, limit))
+
+    # --- what reports are made of ---------------------------------------------------------------------------
+
+    def effects(
+        self, since_s: float = 0.0, until_s: float = float("inf"), job: int | None = None, limit: int = 1_000_000
+    ) -> tuple[Effect, ...]:
+        """Return what decisions did to jobs, newest first; none in a store of an earlier version."""
+        rows = self._added(
+            "SELECT * FROM effects WHERE at_s >= ? AND at_s < ? AND (? IS NULL OR job = ?)"
+            " ORDER BY at_s DESC, decision DESC, job LIMIT ?",
+            (since_s, until_s, job, job, limit),
+        )
+        return tuple(_struct(row, Effect) for row in rows)
+
+    def hours(self, since_s: float, until_s: float) -> tuple[HourRow, ...]:
+        """Return what jobs had and waited for in the hours that begin within a time."""
+        rows = self._added(
+            "SELECT * FROM hours WHERE hour >= ? AND hour < ? ORDER BY job, restart, hour",
+            (since_s / HOUR_S, until_s / HOUR_S),
+        )
+        return tuple(_struct(row, HourRow) for row in rows)
+
+    def starts(self, since_s: float, until_s: float) -> tuple[Start, ...]:
+        """Return the starts on further lanes by which jobs may have been spared waiting within a time."""
+        rows = self._added(
+            "SELECT * FROM starts WHERE at_s < ? AND (free_s IS NULL OR free_s >= ?) ORDER BY job", (until_s, since_s)
+        )
+        return tuple(_struct(row, Start) for row in rows)
+
+    def last_round_s(self) -> float:
+        """Return when the last round on record was; 0 before the first."""
+        return float(self._rows("SELECT coalesce(max(at_s), 0) AS at_s FROM rounds", ())[0]["at_s"])
+
+    def watched(self) -> dict[int, float]:
+        """Return how many seconds of each hour since the epoch are on record."""
+        return {row["hour"]: row["seconds"] for row in self._added("SELECT * FROM watched ORDER BY hour", ())}
+
+    def _added(self, query: str, values: tuple[Any, ...]) -> list[sqlite3.Row]:
+        names = {row["name"] for row in self._rows("SELECT name FROM sqlite_master WHERE type = 'table'", ())}
+        return self._rows(query, values) if "hours" in names else []
+
+    # --- inside -----------------------------------------------------------------------------------------------
+
+    def _table(self, table: str, column: str, kind: type[R], wanted: tuple[float, int | None, int]) -> tuple[R, ...]:
+        since_s, job, limit = wanted
+        rows = self._rows(
+            f"SELECT * FROM {table} WHERE {column} >= ? AND (? IS NULL OR job = ?)"  # noqa: S608 (names are ours)
+            " ORDER BY id DESC LIMIT ?",
+            (since_s, job, job, limit),
+        )
+        return tuple(_struct(row, kind) for row in rows)
+
+    def _rows(self, query: str, values: tuple[Any, ...]) -> list[sqlite3.Row]:
+        try:
+            return self._link.execute(query, values).fetchall()
+        except sqlite3.DatabaseError as error:
+            raise StoreError(f"{self.path}: {error}") from None
+
+
+def _struct(row: sqlite3.Row, kind: type[R]) -> R:
+    fields = {name: row[name] for name in kind.__struct_fields__}
+    if isinstance(fields.get("gpus"), str):
+        fields["gpus"] = json.loads(fields["gpus"])
+    return msgspec.convert(fields, kind, strict=False)
+
+
+def _alone(job: Job) -> Job:
+    """Return a job whose profile does not lead to those of other GPU types, which refer to each other."""
+    return job if job.profile is None else replace(job, profile=replace(job.profile, siblings={}))
+
+
+def _round(row: sqlite3.Row) -> Round:
+    return Round(
+        row["number"],
+        row["at_s"],
+        record_codec.decode_snapshot(record_codec.unpack(row["snapshot"])),
+        record_codec.decode_memory(record_codec.unpack(row["before"])),
+        record_codec.decode_decision(record_codec.unpack(row["decision"])),
+        record_codec.decode_memory(record_codec.unpack(row["memory"])),
+        row["seconds"],
+        row["text"] or "",
+    )

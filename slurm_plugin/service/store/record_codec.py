@@ -1,0 +1,216 @@
+"""How snapshots, decisions and memories are written down: as JSON, equal values as equal bytes."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import msgspec
+
+from cadenza.policies.core.actions import (
+    Action,
+    DrainNode,
+    Migrate,
+    OpenNode,
+    Pack,
+    Place,
+    Release,
+    Requeue,
+    Resize,
+    Resume,
+    Save,
+    Size,
+    Suspend,
+    Tune,
+    Unpack,
+    Unsuspend,
+    Yield,
+)
+from cadenza.policies.core.decision import Decision, Memory, Move, SharingMemory
+from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node
+from cadenza.policies.core.profile import Profile, linked
+
+T = TypeVar("T")
+
+ACTIONS: dict[str, type[Action]] = {
+    kind.__name__: kind
+    for kind in (
+        Yield,
+        Resume,
+        Suspend,
+        Unsuspend,
+        Requeue,
+        Place,
+        Release,
+        Size,
+        Tune,
+        Migrate,
+        Resize,
+        Save,
+        Pack,
+        Unpack,
+        DrainNode,
+        OpenNode,
+    )
+}
+
+
+class _MemoryRow(msgspec.Struct, frozen=True):
+    """A Memory whose mapping has JSON's shape: pairs instead of keys that are no strings."""
+
+    suspended: frozenset[JobKey]
+    placed: frozenset[JobKey]
+    drained: frozenset[str]
+    last_yield_s: tuple[tuple[JobKey, float], ...]
+    usage: tuple[tuple[str, float], ...] = ()
+    usage_s: float | None = None
+    sharing: SharingMemory = msgspec.field(default_factory=SharingMemory)
+    sized: tuple[tuple[JobKey, tuple[int, int]], ...] = ()
+    moves: tuple[Move, ...] = ()
+
+
+class _Profiled(msgspec.Struct, frozen=True, array_like=True):
+    """Which profile a job has: its place among ``jobs``, the family and the member."""
+
+    job: int
+    family: int
+    member: int
+
+
+class _SnapshotRow(msgspec.Struct, frozen=True):
+    """A snapshot whose profiles, which jobs share and which refer to each other, are written once beside the jobs."""
+
+    time_s: float
+    nodes: tuple[Node, ...]
+    jobs: tuple[Job, ...]
+    hosts: tuple[Host, ...] = ()
+    families: tuple[tuple[Profile, ...], ...] = ()
+    """Profiles of one model by GPU type, without siblings."""
+    profiled: tuple[_Profiled, ...] = ()
+
+
+class _DecisionRow(msgspec.Struct, frozen=True):
+    actions: tuple[dict[str, Any], ...]
+    memory: _MemoryRow
+    reasons: tuple[tuple[JobKey, str], ...]
+
+
+def _encode(value: object) -> bytes:
+    return msgspec.json.encode(value, order="deterministic")
+
+
+def action_row(action: Action) -> dict[str, Any]:
+    """Return an action as a plain object with its class name under ``kind``."""
+    fields: dict[str, Any] = msgspec.to_builtins(action)
+    return {"kind": type(action).__name__, **fields}
+
+
+def action_of(row: dict[str, Any]) -> Action:
+    """Return the action of :func:`action_row`; raise ``msgspec.ValidationError`` on any other object."""
+    kind = ACTIONS.get(row.get("kind", ""))
+    if kind is None:
+        raise msgspec.ValidationError(f"no action is called {row.get('kind')!r}")
+    fields = {name: value for name, value in row.items() if name != "kind"}
+    action: Action = msgspec.convert(fields, kind)
+    return action
+
+
+def encode_action(action: Action) -> bytes:
+    """Return one action as JSON."""
+    return _encode(action_row(action))
+
+
+def decode_action(data: bytes) -> Action:
+    """Return the action of :func:`encode_action`."""
+    return action_of(msgspec.json.decode(data, type=dict[str, Any]))
+
+
+def encode_snapshot(snapshot: ClusterSnapshot) -> bytes:
+    """Return a snapshot as JSON."""
+    families: dict[int, list[Profile]] = {}
+    """By the identity of a family's first member."""
+    places: dict[int, tuple[int, int]] = {}
+    profiled = []
+    for index, job in enumerate(snapshot.jobs):
+        if job.profile is not None:
+            if id(job.profile) not in places:
+                members = list(job.profile.siblings.values()) or [job.profile]
+                places |= {id(member): (len(families), number) for number, member in enumerate(members)}
+                families[id(members[0])] = members
+            profiled.append(_Profiled(index, *places[id(job.profile)]))
+    bare = tuple(replace(job, profile=None) if job.profile is not None else job for job in snapshot.jobs)
+    written = tuple(tuple(replace(member, siblings={}) for member in family) for family in families.values())
+    return _encode(
+        _SnapshotRow(snapshot.time_s, snapshot.nodes, bare, snapshot.hosts, written, tuple(profiled)),
+    )
+
+
+def decode_snapshot(data: bytes) -> ClusterSnapshot:
+    """Return the snapshot of :func:`encode_snapshot`, equal to what was written."""
+    row = msgspec.json.decode(data, type=_SnapshotRow)
+    families = [tuple(linked({member.gpu: member for member in family}).values()) for family in row.families]
+    jobs = list(row.jobs)
+    for found in row.profiled:
+        jobs[found.job] = replace(jobs[found.job], profile=families[found.family][found.member])
+    return ClusterSnapshot(row.time_s, row.nodes, tuple(jobs), row.hosts)
+
+
+def encode_memory(memory: Memory) -> bytes:
+    """Return a memory as JSON."""
+    return _encode(_memory_row(memory))
+
+
+def decode_memory(data: bytes) -> Memory:
+    """Return the memory of :func:`encode_memory`."""
+    return _memory_of(msgspec.json.decode(data, type=_MemoryRow))
+
+
+def encode_decision(decision: Decision) -> bytes:
+    """Return a decision as JSON: equal decisions give equal bytes, which is what a replay compares."""
+    rows = tuple(action_row(action) for action in decision.actions)
+    return _encode(_DecisionRow(rows, _memory_row(decision.memory), tuple(sorted(decision.reasons.items()))))
+
+
+def decode_decision(data: bytes) -> Decision:
+    """Return the decision of :func:`encode_decision`."""
+    row = msgspec.json.decode(data, type=_DecisionRow)
+    return Decision(tuple(action_of(action) for action in row.actions), _memory_of(row.memory), dict(row.reasons))
+
+
+def pack(data: bytes) -> bytes:
+    """Compress JSON for the store; snapshots of neighbouring rounds shrink about tenfold."""
+    return zlib.compress(data, 6)
+
+
+def unpack(data: bytes) -> bytes:
+    """Return what :func:`pack` compressed."""
+    return zlib.decompress(data)
+
+
+def _memory_row(memory: Memory) -> _MemoryRow:
+    return _MemoryRow(
+        memory.suspended,
+        memory.placed,
+        memory.drained,
+        tuple(sorted(memory.last_yield_s.items())),
+        tuple(sorted(memory.usage.items())),
+        memory.usage_s,
+        memory.sharing,
+        tuple(sorted(memory.sized.items())),
+        memory.moves,
+    )
+
+
+def _memory_of(row: _MemoryRow) -> Memory:
+    return Memory(
+        suspended=row.suspended,
+        placed=row.placed,
+        drained=row.drained,
+        last_yield_s=dict(row.last_yield_s),
+        usage=dict(row.usage),
+        usage_s=row.usage_s,
+        sharing=row.sharing,
+        sized=dict(row.sized),
+        moves=row.moves,
+    )

@@ -1,0 +1,247 @@
+"""The store's writer: rounds written ahead of their actions, verifications, and what the agents report."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Outcome
+from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.model import ClusterSnapshot, JobKey
+from cadenza.policies.guard import Guarded
+from cadenza.policies.round import Clock
+from cadenza.sidecar.orders import LeaseLog, Switched
+from cadenza.slurm_plugin.service.agents.agent_events import Event
+from cadenza.slurm_plugin.service.store import record_codec, schema
+from cadenza.slurm_plugin.service.store.job_accounting import Accounts
+from cadenza.slurm_plugin.service.store.verification import verdict
+
+log = logging.getLogger(__name__)
+
+ACTION_COLUMNS = "round, at_s, kind, job, restart, node, reason, action, allowed, rule"
+
+
+class SqliteStore:
+    """``policies.round.Store`` over one sqlite file in WAL mode; the only writer of that file.
+
+    Methods raise ``sqlite3.Error`` when the disk fails; a round that cannot be written down does not act.
+    """
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self.path = path
+        self.put_aside: Path | None = None
+        """Where a corrupt predecessor was moved when this store was opened."""
+        self._clock = clock
+        self._link = self._open()
+        self._settings = self._last_id("settings")
+        self._memory = self._read_memory()
+        self._last_blocked: frozenset[tuple[bytes, str]] = frozenset()
+        last = self.last_snapshot()
+        self._accounts = Accounts(self._link, last)
+        self._seen = last
+
+    @property
+    def fresh(self) -> bool:
+        """Whether no round is on record, so that the memory says nothing."""
+        return self._last_id("rounds") is None
+
+    def close(self) -> None:
+        """Close the file; its write-ahead file is merged into it."""
+        self._link.close()
+
+    # --- policies.round.Store ------------------------------------------------------------------------
+
+    def memory(self) -> Memory:
+        """Return the memory of the last recorded decision; an empty one in a fresh store."""
+        return self._memory
+
+    def last_snapshot(self) -> ClusterSnapshot | None:
+        """Return what the last recorded round saw; None in a fresh store."""
+        row = self._link.execute("SELECT snapshot FROM rounds ORDER BY number DESC LIMIT 1").fetchone()
+        return record_codec.decode_snapshot(record_codec.unpack(row[0])) if row else None
+
+    def adopt(self, memory: Memory) -> None:
+        """Replace the memory before the next round, when recovery knows better than an empty store."""
+        self._memory = memory
+
+    def begin(self, snapshot: ClusterSnapshot, decision: Decision, guarded: Sequence[Guarded], memory: Memory) -> int:
+        """Verify earlier actions against ``snapshot``, then write this round down and return its number."""
+        with self._transaction():
+            self._verify(snapshot)
+            number = self._insert_round(snapshot, decision, memory)
+            self._insert_actions(number, snapshot.time_s, guarded)
+            self._insert_reasons(number, snapshot.time_s, decision)
+            known = self._accounts.observe(snapshot, self._memory)
+        self._memory, self._seen, self._accounts.known = memory, snapshot, known
+        return number
+
+    def finish(self, number: int, outcomes: Sequence[tuple[Action, Outcome]], seconds: float) -> None:
+        """Write down what became of a round's actions and how long the round took."""
+        with self._transaction():
+            query = "SELECT id FROM actions WHERE round = ? AND allowed = 1 ORDER BY id"
+            rows = [row[0] for row in self._link.execute(query, (number,))]
+            results = [(outcome.ok, outcome.error, row) for row, (_, outcome) in zip(rows, outcomes, strict=True)]
+            self._link.executemany("UPDATE actions SET ok = ?, error = ? WHERE id = ?", results)
+            self._link.execute("UPDATE rounds SET seconds = ? WHERE number = ?", (seconds, number))
+            known = self._accounts.known
+            done = [(row, action) for row, (action, outcome) in zip(rows, outcomes, strict=True) if outcome.ok]
+            if self._seen is not None:
+                known = self._accounts.applied(done, self._seen, self._memory)
+        self._accounts.known = known
+
+    # --- the rest of the record ----------------------------------------------------------------------
+
+    def amend(self, number: int, memory: Memory) -> None:
+        """Replace what a recorded round remembers, once its outcomes are known."""
+        row = record_codec.pack(record_codec.encode_memory(memory))
+        self._link.execute("UPDATE rounds SET memory = ? WHERE number = ?", (row, number))
+        self._memory = memory
+
+    def use_settings(self, text: str) -> None:
+        """Remember the settings that the next rounds are decided with; a replay needs them."""
+        known = self._link.execute("SELECT text FROM settings WHERE id = ?", (self._settings,)).fetchone()
+        if known is None or known[0] != text:
+            self._settings = self._link.execute(
+                "INSERT INTO settings (at_s, text) VALUES (?, ?)", (self._clock.now(), text)
+            ).lastrowid
+
+    def learned(self) -> dict[str, str]:
+        """Return what running jobs have shown, as JSON by name (see ``learned.Record``)."""
+        return dict(self._link.execute("SELECT name, record FROM learned ORDER BY name").fetchall())
+
+    def learn(self, rows: Mapping[str, str]) -> None:
+        """Replace these records; those that nothing is added to for as long as rounds are kept go with them."""
+        now_s = self._clock.now()
+        with self._transaction():
+            self._link.executemany(
+                "INSERT OR REPLACE INTO learned (name, at_s, record) VALUES (?, ?, ?)",
+                [(name, now_s, text) for name, text in rows.items()],
+            )
+
+    def record(self, messages: Iterable[Switched | LeaseLog | Event]) -> None:
+        """Write down what the agents reported."""
+        with self._transaction():
+            for message in messages:
+                self._insert_message(message)
+
+    def forget(self, before_s: float, kept_since_s: float | None = None) -> int:
+        """Delete everything older than ``before_s`` except the last round; return how many rows went.
+
+        ``kept_since_s``: the same for what reports are made of, by default ``before_s``.
+        """
+        gone = 0
+        kept_s = before_s if kept_since_s is None else kept_since_s
+        with self._transaction():
+            for table, condition in schema.KEPT.items():
+                gone += self._link.execute(f"DELETE FROM {table} WHERE {condition}", (kept_s,)).rowcount  # noqa: S608
+            for table, column in schema.TIMED.items():
+                keep = " AND number < (SELECT max(number) FROM rounds)" if table == "rounds" else ""
+                query = f"DELETE FROM {table} WHERE {column} < ?{keep}"  # noqa: S608 (names are ours)
+                gone += self._link.execute(query, (before_s,)).rowcount
+        return gone
+
+    # --- inside ----------------------------------------------------------------------------------------
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            return schema.open_writable(self.path)
+        except sqlite3.DatabaseError as error:
+            self.put_aside = schema.put_aside(self.path, self._clock.now())
+            log.warning("%s is corrupt (%s); kept as %s, starting afresh", self.path, error, self.put_aside)
+            return schema.open_writable(self.path)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._link.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._link.execute("ROLLBACK")
+            raise
+        self._link.execute("COMMIT")
+
+    def _last_id(self, table: str) -> int | None:
+        found = self._link.execute(f"SELECT max(rowid) FROM {table}").fetchone()[0]  # noqa: S608
+        return None if found is None else int(found)
+
+    def _read_memory(self) -> Memory:
+        row = self._link.execute("SELECT memory FROM rounds ORDER BY number DESC LIMIT 1").fetchone()
+        if row is None:
+            return Memory()
+        # A release that was interrupted is done again: doing it twice harms nobody, never doing it would.
+        open_rows = self._link.execute(
+            "SELECT job, restart FROM actions WHERE allowed = 1 AND ok IS NULL AND kind IN ('Place', 'Release')"
+        )
+        unsure = {JobKey(*found) for found in open_rows.fetchall()}
+        memory = record_codec.decode_memory(record_codec.unpack(row[0]))
+        return replace(memory, placed=memory.placed - unsure)
+
+    def _verify(self, snapshot: ClusterSnapshot) -> None:
+        rows = self._link.execute("SELECT id, at_s, action FROM actions WHERE ok = 1 AND verified IS NULL")
+        for identity, at_s, text in rows.fetchall():
+            word = verdict(record_codec.decode_action(text.encode()), snapshot, at_s)
+            if word is not None:
+                self._link.execute(
+                    "UPDATE actions SET verified = ?, verified_s = ? WHERE id = ?",
+                    (word, snapshot.time_s, identity),
+                )
+
+    def _insert_round(self, snapshot: ClusterSnapshot, decision: Decision, memory: Memory) -> int:
+        written = (
+            record_codec.encode_snapshot(snapshot),
+            record_codec.encode_memory(self._memory),
+            record_codec.encode_decision(decision),
+            record_codec.encode_memory(memory),
+        )
+        cursor = self._link.execute(
+            "INSERT INTO rounds (at_s, settings, snapshot, before, decision, memory) VALUES (?, ?, ?, ?, ?, ?)",
+            (snapshot.time_s, self._settings, *map(record_codec.pack, written)),
+        )
+        return int(cursor.lastrowid or 0)
+
+    def _insert_actions(self, number: int, at_s: float, guarded: Sequence[Guarded]) -> None:
+        # What observe-only blocks it blocks again each round: one row when it begins is enough.
+        encode = record_codec.encode_action
+        blocked = frozenset((encode(item.action), item.reason) for item in guarded if not item.allowed)
+        for item in guarded:
+            text = record_codec.encode_action(item.action)
+            if item.allowed or (text, item.reason) not in self._last_blocked:
+                row = (number, at_s, *_subject(item.action), text.decode(), item.allowed, item.reason)
+                self._link.execute(
+                    f"INSERT INTO actions ({ACTION_COLUMNS}) VALUES ({', '.join('?' * len(row))})",  # noqa: S608
+                    row,
+                )
+        self._last_blocked = blocked
+
+    def _insert_reasons(self, number: int, at_s: float, decision: Decision) -> None:
+        self._link.executemany(
+            "INSERT OR REPLACE INTO reasons (job, restart, at_s, round, reason) VALUES (?, ?, ?, ?, ?)",
+            [(key.id, key.restart, at_s, number, text) for key, text in decision.reasons.items()],
+        )
+
+    def _insert_message(self, message: Switched | LeaseLog | Event) -> None:
+        table, row = _message_row(message)
+        names, marks = ", ".join(row), ", ".join("?" * len(row))
+        self._link.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", tuple(row.values()))  # noqa: S608
+        if isinstance(message, Switched) and message.kind == "yield":
+            self._accounts.yielded(message)
+
+
+def _subject(action: Action) -> tuple[str, int | None, int | None, str | None, str]:
+    kind = type(action).__name__
+    if isinstance(action, DrainNode | OpenNode):
+        return kind, None, None, action.node, action.reason
+    key: JobKey = action.job
+    return kind, key.id, key.restart, None, action.reason
+
+
+def _message_row(message: Switched | LeaseLog | Event) -> tuple[str, dict[str, object]]:
+    fields = {name: getattr(message, name) for name in message.__struct_fields__ if name != "v"}
+    if isinstance(message, LeaseLog):
+        return "leases", {**fields, "gpus": json.dumps(message.gpus)}
+    return ("switches" if isinstance(message, Switched) else "events"), fields
