@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-AUTOSTART = Path(__file__).resolve().parent / "autostart"
+AUTOSTART = Path(__file__).resolve().parents[1] / "autostart"
 USAGE = "usage: cadenza run [--] COMMAND [ARGUMENT…]\n"
 BAD_INPUT = 2
 
