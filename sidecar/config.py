@@ -24,18 +24,13 @@ class ConfigError(Exception):
     """A settings or key file is wrong; the admin must correct the named file (exit code 2)."""
 
 
-def load(
-    path: Path, kind: type[T], *, ignore: Iterable[str] = (), moved: Mapping[Key, Key] | None = None
-) -> T:
+def load(path: Path, kind: type[T], *, ignore: Iterable[str] = ()) -> T:
     """Return the settings in ``path`` and its sibling ``conf.d/*.toml`` as the msgspec struct ``kind``.
 
-    Later files win key by key. ``ignore`` names top-level sections that belong to somebody else, ``moved`` the new
-    place of keys that had another. Raise ConfigError, naming the file with its line and the key, for a file that
-    cannot be read, an unknown key or a wrong value.
+    Later files win key by key. ``ignore`` names top-level sections that belong to other programs. Raise ConfigError,
+    naming the file with its line and the key, for a file that cannot be read, an unknown key or a wrong value.
     """
     values, origin = read(path)
-    for old, new in (moved or {}).items():
-        _move(values, origin, old, new)
     for section in ignore:
         values.pop(section, None)
     _check_keys(values, kind, origin, (), extra=tuple(ignore))
@@ -143,24 +138,6 @@ def _explain(error: str, origin: Mapping[tuple[str, ...], Path], path: Path) -> 
     known = next((names[:n] for n in range(len(names), 0, -1) if names[:n] in origin), ())
     file = origin.get(known, path)
     return f"{file}{_line(file, known)}: {'.'.join(names) or 'top level'}: {what[:1].lower()}{what[1:]}"
-
-
-def _move(values: dict[str, Any], origin: dict[Key, Path], old: Key, new: Key) -> None:
-    """Take a value from where earlier versions had it; raise ConfigError when both places have one."""
-    if old not in origin:
-        return
-    if new in origin:
-        at = f"{origin[old]}{_line(origin[old], old)}"
-        raise ConfigError(f"{at}: {'.'.join(old)} is {'.'.join(new)} now, which is set too: drop the former")
-    table = values
-    for name in old[:-1]:
-        table = table[name]
-    value = table.pop(old[-1])
-    table = values
-    for name in new[:-1]:
-        table = table.setdefault(name, {})
-    table[new[-1]] = value
-    origin[new] = origin.pop(old)
 
 
 _SECTION = re.compile(r"\s*\[([^\[\]]+)\]")

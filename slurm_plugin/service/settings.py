@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -15,7 +15,7 @@ from cadenza.policies.guard import GuardSettings
 from cadenza.policies.registry import Kind, entry
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings, Turns
 from cadenza.sidecar.agent.settings import AgentSettings
-from cadenza.sidecar.config import DEFAULT_PATH, ConfigError, Key, load, where
+from cadenza.sidecar.config import DEFAULT_PATH, ConfigError, load, where
 from cadenza.slurm_plugin.service.agents.hub import HubSettings
 
 Text: TypeAlias = Annotated[str, Meta(min_length=1)]
@@ -257,13 +257,9 @@ def load_settings(path: Path | None) -> Settings:
     if path is None and not DEFAULT_PATH.exists():
         return Settings()
     file = path or DEFAULT_PATH
-    settings = load(file, Settings, moved=MOVED)
+    settings = load(file, Settings)
     _check_policy(settings.policy, file)
     return settings
-
-
-MOVED: dict[Key, Key] = {("sharing", "policy"): ("policy", "share")}
-"""Keys of earlier versions and where they are now."""
 
 
 def _check_policy(table: PolicyTable, file: Path) -> None:
@@ -278,9 +274,7 @@ def _check_policy(table: PolicyTable, file: Path) -> None:
             if (key, name) != ("allocate", NO_ALLOCATION):
                 entry(kind, name)
         except InputError as error:
-            keys = [("policy", key), *(old for old, new in MOVED.items() if new == ("policy", key))]
-            at = next((place for one in keys if (place := where(file, one)) != str(file)), file)
-            raise ConfigError(f"{at}: policy.{key}: {error}") from None
+            raise ConfigError(f"{where(file, ('policy', key))}: policy.{key}: {error}") from None
 
 
 NO_ALLOCATION = "none"
@@ -374,9 +368,5 @@ def to_record(settings: Settings) -> str:
 
 
 def from_record(text: str) -> Settings:
-    """Return the settings of :func:`to_record`; keys that later versions added have their defaults."""
-    values = msgspec.json.decode(text, type=dict[str, dict[str, Any]])
-    for (old, key), (new, name) in MOVED.items():
-        if key in values.get(old, {}):
-            values.setdefault(new, {}).setdefault(name, values[old].pop(key))
-    return msgspec.convert(values, Settings)
+    """Return the settings of :func:`to_record`."""
+    return msgspec.json.decode(text, type=Settings)

@@ -242,17 +242,16 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     assert run("--debug", "check-config", str(path)).exception.__class__.__name__ == "ConfigError"
 
 
-def test_check_config_names_bad_profiles_and_keys_that_moved(tmp_path: Path) -> None:
+def test_check_config_names_bad_profiles_and_idle_sections(tmp_path: Path) -> None:
     (tmp_path / "resnet.json").write_text('{"schema": "cadenza.profile/1", "model": "resnet", "iteration_s": NaN}')
     path = tmp_path / "cadenza.toml"
     path.write_text(
-        f'[sharing]\npolicy = "none"\n[policy]\nallocate = "tune"\norder = "srtf"\n[gandiva]\npack = false\n'
+        f'[policy]\nshare = "none"\nallocate = "tune"\norder = "srtf"\n[gandiva]\npack = false\n'
         f'[profiles]\ndirectory = "{tmp_path}"\n'
     )
     done = run("check-config", str(path))
     assert done.exit_code == 0
     for said in (
-        f"{path}:2: sharing.policy is policy.share now: move it",
         "profile not used: resnet.json: NaN is not a number",
         "holds no profile",
         "orders placement in held admission only",

@@ -219,19 +219,6 @@ def test_a_round_that_cannot_be_written_is_not_counted(rig: Rig) -> None:
         assert sum(row.gpu_s for row in reader.hours(0.0, 9999.0)) == pytest.approx(30.0)
 
 
-def test_a_store_of_before_is_given_the_tables_and_is_readable_without(rig: Rig) -> None:
-    rig.round(trains(1, 50.0))
-    for table in ("watched", "hours", "starts", "effects"):
-        rig.store._link.execute(f"DROP TABLE {table}")
-    rig.store.close()
-    with StoreReader(rig.path) as reader:
-        assert (reader.effects(), reader.watched(), reader.why(1).effects) == ((), {}, ())
-    rig.again()
-    rig.round(trains(1, 60.0))
-    with StoreReader(rig.path) as reader:
-        assert sum(reader.watched().values()) == pytest.approx(10.0)
-
-
 def test_open_starts_are_watched_on_by_the_next_service(rig: Rig) -> None:
     long, waits = job(1, gpus=4), job(2, state="PENDING", nodes=(), gpus=2, submit_s=900.0, start_s=None)
     runs = replace(waits, state="RUNNING", nodes=("n1-l1",), start_s=1015.0)

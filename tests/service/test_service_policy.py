@@ -62,11 +62,10 @@ def of(kind: type[Action], decision: Decision) -> list[Action]:
         ("[policy]\norder = 'strf'\n", 2, "policy.order: no ordering is called 'strf'; did you mean 'srtf'?"),
         ("\n[policy]\nallocate = 'tuned'\n", 3, "no allocation is called 'tuned'; did you mean 'tune'?"),
         ("[policy]\nshare = 'packing'\n", 2, "policy.share: no sharing is called 'packing'; there are none, timeslice"),
-        ("[sharing]\npolicy = 'time'\n", 2, "no sharing is called 'time'; did you mean 'timeslice'?"),
+        ("[policy]\nshare = 'time'\n", 2, "no sharing is called 'time'; did you mean 'timeslice'?"),
         ("policy.margin = -1\n", 1, "policy.margin: expected `float` >= 0"),
         ("[gandiva]\n# on\npacks = true\n", 3, "unknown key gandiva.packs; did you mean pack?"),
         ("[policy]\ngpu_memory_gb = ['a100']\n", 2, "policy.gpu_memory_gb"),
-        ("[sharing]\npolicy = 'none'\n[policy]\nshare = 'none'\n", 2, "sharing.policy is policy.share now"),
     ],
 )
 def test_errors_name_file_line_and_key(tmp_path: Path, text: str, line: int, said: str) -> None:
@@ -76,12 +75,6 @@ def test_errors_name_file_line_and_key(tmp_path: Path, text: str, line: int, sai
         load_settings(path)
     assert f"cadenza.toml:{line}: " in str(caught.value)
     assert said in str(caught.value)
-
-
-def test_the_old_place_of_the_sharing_still_counts(tmp_path: Path) -> None:
-    assert settings_of(tmp_path, "[sharing]\npolicy = 'none'\nslice_s = 7\n").policy.share == "none"
-    old = to_record(Settings()).replace('"sharing":{', '"sharing":{"policy":"none",')
-    assert from_record(old.replace('"share":"timeslice",', "")).policy.share == "none"
 
 
 def test_switches_reach_the_policy(tmp_path: Path) -> None:

@@ -27,24 +27,13 @@ def command(*, file: Path | None, as_json: bool) -> None:
     from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
 
     settings = load_settings(file or DEFAULT_PATH)
-    found = [*renamed(file or DEFAULT_PATH), *advice(settings), *policy_advice(settings)]
+    found = [*advice(settings), *policy_advice(settings)]
     if as_json:
         emit({"file": str(file or DEFAULT_PATH), "ok": True, "advice": found})
         return
     click.echo(f"{file or DEFAULT_PATH}: OK, mode {settings.service.mode}")
     for line in found:
         click.echo(f"  note: {line}")
-
-
-def renamed(file: Path) -> Iterator[str]:
-    """Yield the keys that have another place now; what they say still counts."""
-    from cadenza.sidecar.config import read, where  # noqa: PLC0415
-    from cadenza.slurm_plugin.service.settings import MOVED  # noqa: PLC0415
-
-    known = read(file)[1]
-    for old, new in MOVED.items():
-        if old in known:
-            yield f"{where(file, old)}: {'.'.join(old)} is {'.'.join(new)} now: move it"
 
 
 def policy_advice(settings: Settings) -> Iterator[str]:

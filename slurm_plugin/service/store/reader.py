@@ -196,8 +196,8 @@ class StoreReader:
     def effects(
         self, since_s: float = 0.0, until_s: float = float("inf"), job: int | None = None, limit: int = 1_000_000
     ) -> tuple[Effect, ...]:
-        """Return what decisions did to jobs, newest first; none in a store of an earlier version."""
-        rows = self._added(
+        """Return what decisions did to jobs, newest first."""
+        rows = self._rows(
             "SELECT * FROM effects WHERE at_s >= ? AND at_s < ? AND (? IS NULL OR job = ?)"
             " ORDER BY at_s DESC, decision DESC, job LIMIT ?",
             (since_s, until_s, job, job, limit),
@@ -206,7 +206,7 @@ class StoreReader:
 
     def hours(self, since_s: float, until_s: float) -> tuple[HourRow, ...]:
         """Return what jobs had and waited for in the hours that begin within a time."""
-        rows = self._added(
+        rows = self._rows(
             "SELECT * FROM hours WHERE hour >= ? AND hour < ? ORDER BY job, restart, hour",
             (since_s / HOUR_S, until_s / HOUR_S),
         )
@@ -214,7 +214,7 @@ class StoreReader:
 
     def starts(self, since_s: float, until_s: float) -> tuple[Start, ...]:
         """Return the starts on further lanes by which jobs may have been spared waiting within a time."""
-        rows = self._added(
+        rows = self._rows(
             "SELECT * FROM starts WHERE at_s < ? AND (free_s IS NULL OR free_s >= ?) ORDER BY job", (until_s, since_s)
         )
         return tuple(_struct(row, Start) for row in rows)
@@ -225,11 +225,7 @@ class StoreReader:
 
     def watched(self) -> dict[int, float]:
         """Return how many seconds of each hour since the epoch are on record."""
-        return {row["hour"]: row["seconds"] for row in self._added("SELECT * FROM watched ORDER BY hour", ())}
-
-    def _added(self, query: str, values: tuple[Any, ...]) -> list[sqlite3.Row]:
-        names = {row["name"] for row in self._rows("SELECT name FROM sqlite_master WHERE type = 'table'", ())}
-        return self._rows(query, values) if "hours" in names else []
+        return {row["hour"]: row["seconds"] for row in self._rows("SELECT * FROM watched ORDER BY hour", ())}
 
     # --- inside -----------------------------------------------------------------------------------------------
 

@@ -38,31 +38,28 @@ CREATE INDEX leases_job ON leases (job, id);
 CREATE TABLE events (
     id INTEGER PRIMARY KEY, at_s REAL NOT NULL, kind TEXT NOT NULL, host TEXT NOT NULL,
     job INTEGER, restart INTEGER, detail TEXT NOT NULL);
-"""
-
-ADDED = """\
-CREATE TABLE IF NOT EXISTS watched (hour INTEGER PRIMARY KEY, seconds REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS hours (
+CREATE TABLE watched (hour INTEGER PRIMARY KEY, seconds REAL NOT NULL);
+CREATE TABLE hours (
     hour INTEGER NOT NULL, job INTEGER NOT NULL, restart INTEGER NOT NULL, user TEXT NOT NULL,
     managed INTEGER NOT NULL, gpu_s REAL NOT NULL DEFAULT 0, further_gpu_s REAL NOT NULL DEFAULT 0,
     queue_s REAL NOT NULL DEFAULT 0, turn_s REAL NOT NULL DEFAULT 0, yields INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (job, restart, hour)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS hours_hour ON hours (hour);
-CREATE TABLE IF NOT EXISTS starts (
+CREATE INDEX hours_hour ON hours (hour);
+CREATE TABLE starts (
     job INTEGER PRIMARY KEY, user TEXT NOT NULL, at_s REAL NOT NULL, submit_s REAL NOT NULL,
     partition TEXT NOT NULL, gpus INTEGER NOT NULL, num_nodes INTEGER NOT NULL, free_s REAL,
     delay_s REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS effects (
+CREATE TABLE effects (
     decision INTEGER NOT NULL, kind TEXT NOT NULL, job INTEGER NOT NULL, restart INTEGER NOT NULL,
     user TEXT NOT NULL, at_s REAL NOT NULL, reason TEXT NOT NULL, was TEXT NOT NULL, now TEXT NOT NULL,
     predicted REAL, before_s REAL, after_s REAL, gain REAL, verdict TEXT NOT NULL, detail TEXT NOT NULL,
     ended_s REAL, mark_step INTEGER, mark_held_s REAL NOT NULL, PRIMARY KEY (decision, job)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS effects_job ON effects (job, at_s);
-CREATE INDEX IF NOT EXISTS effects_open ON effects (decision) WHERE ended_s IS NULL;
-CREATE TABLE IF NOT EXISTS learned (name TEXT PRIMARY KEY, at_s REAL NOT NULL, record TEXT NOT NULL) WITHOUT ROWID;
+CREATE INDEX effects_job ON effects (job, at_s);
+CREATE INDEX effects_open ON effects (decision) WHERE ended_s IS NULL;
+CREATE TABLE learned (name TEXT PRIMARY KEY, at_s REAL NOT NULL, record TEXT NOT NULL) WITHOUT ROWID;
 """
-"""What ``cadenza report --since`` is made of: small enough to be kept when the rounds are gone. Hours are since the
-epoch. ``learned`` is what running jobs have shown of their profiles. Stores of before are given these tables."""
+"""All tables. ``cadenza report --since`` reads ``watched`` to ``effects``. They are small enough to be kept when
+the rounds are gone, and their hours count from the epoch. ``learned`` holds beliefs about profiles."""
 
 TIMED = {
     "rounds": "at_s",
@@ -131,7 +128,6 @@ def _prepare(link: sqlite3.Connection, path: Path) -> None:
     if link.execute("PRAGMA user_version").fetchone()[0] == 0:
         link.executescript(f"BEGIN; {TABLES} PRAGMA user_version={VERSION}; COMMIT;")
     _check_version(link, path)
-    link.executescript(f"BEGIN; {ADDED} COMMIT;")
     verdict = link.execute("PRAGMA quick_check(1)").fetchone()[0]
     if verdict != "ok":
         raise sqlite3.DatabaseError(verdict)
