@@ -20,12 +20,13 @@ from typing import TypeAlias
 
 from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.inputs.cluster import read_cluster
+from cadenza.policies.inputs.costs import FREE_COSTS, SimCosts
 from cadenza.policies.inputs.model_mix import deal
 from cadenza.policies.inputs.published import default_costs, synergy_profiles
+from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.load_sweep import Capacity, capacity
-from cadenza.policies.simulator.model import Result, Setup, SimCosts, TraceJob
-from cadenza.policies.simulator.presets import FREE_COSTS
+from cadenza.policies.simulator.run_values import Result, Setup
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.policies.simulator.workloads.synergy import MEAN_JOB_H, Synergy
 

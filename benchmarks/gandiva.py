@@ -33,10 +33,11 @@ from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.inputs.interference import packing_pairs
 from cadenza.policies.inputs.published import gandiva_table1
+from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 from cadenza.policies.simulator.figures import mean_and_half, mean_over, summarize
 from cadenza.policies.simulator.job import PARTITION
-from cadenza.policies.simulator.model import Result, Setup, TraceJob
+from cadenza.policies.simulator.run_values import Result, Setup
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.policies.simulator.workloads.catalogue import parse_workload
 from cadenza.policies.simulator.workloads.gandiva import CLUSTER, table1_profiles

@@ -19,12 +19,13 @@ from cadenza.policies.composition import Policy, PolicySettings, build
 from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.inputs.interference import packing_pairs
 from cadenza.policies.inputs.published import gandiva_table1
+from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.ordering.ranking import Queue, Ranking
 from cadenza.policies.round import run_round
 from cadenza.policies.sharing.pipeline import decide
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 from cadenza.policies.simulator.job import PARTITION, Live
-from cadenza.policies.simulator.model import Setup, TraceJob
+from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.sim_gateway import RunStore, SimClock, SimGateway
 from cadenza.policies.simulator.simulation import GUARD, simulate
 from cadenza.policies.simulator.workloads.automl import (

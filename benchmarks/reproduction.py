@@ -16,11 +16,11 @@ from datasets import needed
 
 from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.inputs.cluster import read_cluster
+from cadenza.policies.inputs.costs import FREE_COSTS
 from cadenza.policies.inputs.profiles import read_profiles
 from cadenza.policies.inputs.trace import read_trace
 from cadenza.policies.simulator.job import PARTITION
-from cadenza.policies.simulator.model import Setup
-from cadenza.policies.simulator.presets import FREE_COSTS
+from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.simulation import simulate
 
 CLUSTER = "4x8:24:500"

@@ -11,3 +11,7 @@ class InputError(PolicyError):
 
 class SolverError(PolicyError):
     """An optimiser found no solution where one must exist: a bug, to be reported with its input."""
+
+
+class SimulationError(PolicyError):
+    """A policy asked for something impossible, such as more GPUs than a node has: a bug of the policy."""

@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from math import inf
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.csv_table import quoted
 from cadenza.policies.inputs.strict_mapping import unknown_key
-from cadenza.policies.simulator.model import SimCosts
 
 LONGEST_S = 1e6
 """No switch takes longer; about 12 days."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimCosts:
+    """Seconds in which a job has its GPUs and makes no progress. See ``costs.toml`` for where the defaults are from."""
+
+    dispatch_s: float = 0.0
+    """From the decision to start or move a job until Slurm has launched it; others may have its GPUs meanwhile."""
+    start_s: float = 0.0
+    """First start, to the first iteration."""
+    restart_s: float = 30.0
+    """Every later start after a preemption: checkpoint read, framework start-up."""
+    yield_s: float = 0.05
+    """To move GPU state to the host, without the copy itself."""
+    resume_s: float = 0.02
+    copy_gb_s: float = 10.0
+    """Link speed, GB/s, for the copy of ``gpu_memory_low_gb`` at each yield and resume."""
+    migrate_s: float = 30.0
+    """To another node, GPU to GPU."""
+    tune_s: float = 0.0
+    resize_s: float = 30.0
+
+
+FREE_COSTS = SimCosts(
+    dispatch_s=0.0, start_s=0.0, restart_s=0.0, yield_s=0.0, resume_s=0.0, copy_gb_s=inf, migrate_s=0.0, tune_s=0.0,
+    resize_s=0.0,
+)  # fmt: skip
+"""Nothing costs anything, as in Synergy's simulator."""
 
 
 def read_costs(text: str, source: str) -> SimCosts:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.model import Node
 from cadenza.policies.inputs.csv_table import number, quoted, read_table, suggest
 from cadenza.policies.inputs.trace import LATEST_S
-from cadenza.policies.simulator.model import NodeFailure
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFailure:
+    """A node is down from ``start_s`` to ``end_s``; its jobs restart from their last checkpoint."""
+
+    node: str
+    start_s: float
+    end_s: float
 
 
 def read_failures(text: str, source: str, nodes: Sequence[Node]) -> tuple[NodeFailure, ...]:

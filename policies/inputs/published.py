@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from cadenza.policies.core.profile import Profile
-    from cadenza.policies.simulator.model import SimCosts
+    from cadenza.policies.inputs.costs import SimCosts
 
 
 class MigrationRow(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
@@ -11,7 +12,6 @@ from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.cluster import MOST_GPUS
 from cadenza.policies.inputs.csv_table import Table, integer, number, positive, quoted, read_table, suggest
 from cadenza.policies.inputs.model_mix import Deal
-from cadenza.policies.simulator.model import TraceJob
 
 REQUIRED = ("job", "submit_s", "gpus")
 LENGTHS = ("iterations", "duration_s")
@@ -23,6 +23,41 @@ MOST_JOB_GPUS = 100 * MOST_GPUS
 ID_BITS = 63
 USUAL_DIGITS, USUAL_SECONDS = 15, 10
 """Digits up to which a whole number needs no closer look."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceJob:
+    """One job of a workload; times in seconds since the start."""
+
+    id: int
+    submit_s: float
+    gpus: int
+    work_s: float
+    """Run time at the proportional share."""
+    model: str = ""
+    profile: Profile | None = None
+    """As the policy sees it, from the profiles given."""
+    truth: Profile | None = None
+    """As the job really behaves, where that differs; None: as its profile."""
+    iterations: int | None = None
+    user: str = "user"
+    account: str = ""
+    priority: int = 0
+    min_gpus: int | None = None
+    max_gpus: int | None = None
+    startup_s: float | None = None
+    """Time from start to first iteration; None: the costs' ``start_s``."""
+    memory_gb_per_gpu: float | None = None
+    """Memory that its user asks for; None: in proportion to its GPUs."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """The trace's other columns, as they are."""
+
+    @property
+    def iteration_s(self) -> float:
+        """Return the time of an iteration at the proportional share; 1 s when nothing says more."""
+        if self.iterations:
+            return self.work_s / self.iterations
+        return self.profile.iteration_s if self.profile is not None else 1.0
 
 
 def read_trace(

@@ -8,7 +8,7 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import Any
 
-from cadenza.policies.simulator.model import JobResult, Result, Sample
+from cadenza.policies.simulator.run_values import JobResult, Result, Sample
 
 HOUR = 3600.0
 STUDENT = (

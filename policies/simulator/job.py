@@ -17,7 +17,8 @@ from cadenza.policies.core.model import (
     Progress,
 )
 from cadenza.policies.core.profile import MB_PER_GB, Profile
-from cadenza.policies.simulator.model import JobResult, TraceJob
+from cadenza.policies.inputs.trace import TraceJob
+from cadenza.policies.simulator.run_values import JobResult
 
 PARTITION = "sim"
 HUNDRED = 100

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cadenza.policies.core.errors import SimulationError
 from cadenza.policies.core.model import Gpu, JobKey, Node, Placement
-from cadenza.policies.simulator.errors import SimulationError
 from cadenza.policies.simulator.job import LeaseBook
 
 if TYPE_CHECKING:

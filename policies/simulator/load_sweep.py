@@ -11,9 +11,10 @@ from typing import TypeAlias
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.csv_table import positive, quoted
+from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.figures import HOUR, mean_and_half, mean_over, summarize
-from cadenza.policies.simulator.model import Result, TraceJob
 from cadenza.policies.simulator.result_file import SweepPoint
+from cadenza.policies.simulator.run_values import Result
 
 Run: TypeAlias = Callable[[Sequence[TraceJob]], Result]
 """Simulates one set of jobs."""

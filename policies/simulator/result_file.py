@@ -10,7 +10,7 @@ import msgspec
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.simulator.figures import mean_over
-from cadenza.policies.simulator.model import JobResult, Result, Sample
+from cadenza.policies.simulator.run_values import JobResult, Result, Sample
 
 SCHEMA: Literal["cadenza.simulation/1"] = "cadenza.simulation/1"
 POINTS = 2000

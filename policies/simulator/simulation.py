@@ -11,9 +11,10 @@ from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.gc_pause import uncollected
 from cadenza.policies.core.model import ClusterSnapshot, JobKey, Node
 from cadenza.policies.guard import GuardSettings
+from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.round import Decide, run_round
 from cadenza.policies.simulator.job import PARTITION
-from cadenza.policies.simulator.model import Counts, Result, Setup, TraceJob
+from cadenza.policies.simulator.run_values import Counts, Result, Setup
 from cadenza.policies.simulator.sim_gateway import RunStore, SimClock, SimGateway
 from cadenza.policies.simulator.world import World
 

@@ -8,13 +8,13 @@ from heapq import heappop, heappush
 from math import inf
 
 from cadenza.policies.allocation.problem import placement_speed
-from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.errors import InputError, SimulationError
 from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node, Placement
 from cadenza.policies.core.profile import MB_PER_GB
-from cadenza.policies.simulator.errors import SimulationError
+from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.job import Live, best_or_one, whole_iterations
 from cadenza.policies.simulator.leases import Leases
-from cadenza.policies.simulator.model import JobResult, Sample, Setup, TraceJob
+from cadenza.policies.simulator.run_values import JobResult, Sample, Setup
 
 
 class World:

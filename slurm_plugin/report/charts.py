@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from cadenza.policies.simulator.figures import quantile
 from cadenza.policies.simulator.load_sweep import highest_stable, load_rows
-from cadenza.policies.simulator.model import Sample
+from cadenza.policies.simulator.run_values import Sample
 from cadenza.slurm_plugin.report.chart import Axis, Chart, Line, log_bounds, upper
 from cadenza.slurm_plugin.report.page_model import Comparison, Result, Run
 from cadenza.slurm_plugin.report.stats import bins, distribution

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from cadenza.policies.core.errors import InputError
-from cadenza.policies.simulator.model import JobResult
+from cadenza.policies.simulator.run_values import JobResult
 from cadenza.slurm_plugin.report.metrics import METRICS, OPTIONAL, Better
 from cadenza.slurm_plugin.report.notes import notes
 from cadenza.slurm_plugin.report.page_model import Cell, Comparison, Loaded, PairedSpeedUp, Result, Run, Slice, Verdict

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from cadenza.policies.core.errors import InputError
-from cadenza.policies.simulator.model import JobResult
 from cadenza.policies.simulator.result_file import Saved, SavedRun, decode
+from cadenza.policies.simulator.run_values import JobResult
 from cadenza.slurm_plugin.report.page_model import Loaded, Run
 
 MOST = 1e12

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
-from cadenza.policies.simulator.model import JobResult, Sample
 from cadenza.policies.simulator.result_file import SweepPoint
+from cadenza.policies.simulator.run_values import JobResult, Sample
 
 Verdict: TypeAlias = Literal["better", "worse", "more", "less", "same", "unclear", ""]
 """How a figure stands to the baseline's; "" where there is none to compare, "unclear" within the 95 % interval."""

@@ -9,9 +9,9 @@ from published_data import published
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.cluster import PARTITION, read_cluster
-from cadenza.policies.inputs.costs import read_costs
+from cadenza.policies.inputs.costs import SimCosts, read_costs
 from cadenza.policies.inputs.csv_table import decode
-from cadenza.policies.inputs.failures import read_failures
+from cadenza.policies.inputs.failures import NodeFailure, read_failures
 from cadenza.policies.inputs.interference import packing_pairs, read_interference
 from cadenza.policies.inputs.model_mix import deal, read_split
 from cadenza.policies.inputs.published import (
@@ -23,7 +23,6 @@ from cadenza.policies.inputs.published import (
 )
 from cadenza.policies.inputs.trace import read_trace
 from cadenza.policies.simulator.job import PARTITION as SIMULATED
-from cadenza.policies.simulator.model import NodeFailure, SimCosts
 from cadenza.policies.simulator.workloads.gandiva import table1_profiles
 
 PROFILES = synergy_profiles()

@@ -11,10 +11,12 @@ from turns_world import gpus, key
 
 from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.inputs.cluster import PARTITION, read_cluster
+from cadenza.policies.inputs.costs import SimCosts
+from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.sharing.state.settings import Turns
 from cadenza.policies.sharing.turns.contender import Contender
 from cadenza.policies.sharing.turns.preferred import favoured
-from cadenza.policies.simulator.model import Result, Setup, SimCosts, TraceJob
+from cadenza.policies.simulator.run_values import Result, Setup
 from cadenza.policies.simulator.simulation import simulate
 
 SLICE_S = 60.0

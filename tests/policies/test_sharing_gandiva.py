@@ -14,13 +14,15 @@ from cadenza.policies.allocation.proportional import proportional
 from cadenza.policies.composition import Policy, PolicySettings, build
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.cluster import read_cluster
+from cadenza.policies.inputs.costs import SimCosts
+from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.ordering.fifo import fifo
 from cadenza.policies.ordering.srtf import srtf
 from cadenza.policies.sharing.pipeline import decide
 from cadenza.policies.sharing.state.host import books
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 from cadenza.policies.simulator.job import PARTITION
-from cadenza.policies.simulator.model import Setup, SimCosts, TraceJob
+from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.simulation import simulate
 
 SHARING = SharingSettings(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.cluster import PARTITION, read_cluster
+from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.figures import mean_and_half, mean_over, over_seeds, quantile, student, summarize
 from cadenza.policies.simulator.load_sweep import (
     LoadRow,
@@ -25,8 +26,8 @@ from cadenza.policies.simulator.load_sweep import (
     stable,
     too_short,
 )
-from cadenza.policies.simulator.model import Counts, JobResult, Result, Sample, Setup, TraceJob
 from cadenza.policies.simulator.result_file import Saved, decode, encode, save_run, thin
+from cadenza.policies.simulator.run_values import Counts, JobResult, Result, Sample, Setup
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.policies.simulator.workloads.catalogue import parse_workload
 

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from itertools import pairwise
 
 from cadenza.policies.simulator.figures import summarize
-from cadenza.policies.simulator.model import Counts, JobResult, Result, Sample
 from cadenza.policies.simulator.result_file import Saved, SweepPoint, encode, save_run
+from cadenza.policies.simulator.run_values import Counts, JobResult, Result, Sample
 from cadenza.slurm_plugin.report.compare import compare
 from cadenza.slurm_plugin.report.gather import load
 

@@ -17,7 +17,7 @@ from functools import cache
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.csv_table import integer, number, read_table
-from cadenza.policies.simulator.model import TraceJob
+from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.workloads.spec import Draws
 
 GUESS = 0.1

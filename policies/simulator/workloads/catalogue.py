@@ -11,7 +11,7 @@ from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.csv_table import quoted, suggest
 from cadenza.policies.inputs.model_mix import deal, read_split
 from cadenza.policies.inputs.published import gandiva_table1, synergy_profiles
-from cadenza.policies.simulator.model import TraceJob
+from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.workloads import automl, gandiva
 from cadenza.policies.simulator.workloads.spec import (
     Draws,

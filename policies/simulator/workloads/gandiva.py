@@ -25,7 +25,7 @@ from types import MappingProxyType
 
 from cadenza.policies.core.profile import Profile, Reference
 from cadenza.policies.inputs.interference import PackedRow
-from cadenza.policies.simulator.model import TraceJob
+from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.workloads.spec import Draws
 
 CLUSTER = "23x4:12:448:P40,22x4:12:448:P100"

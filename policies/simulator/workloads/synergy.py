@@ -9,7 +9,7 @@ from math import ceil, log
 
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.model_mix import Deal
-from cadenza.policies.simulator.model import TraceJob
+from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.workloads.spec import Draws
 
 MEAN_JOB_H = (0.2 * (1e4 - 1e3) / 1.0 + 0.8 * (1e3 - 10**1.5) / 1.5) / log(10) / 60

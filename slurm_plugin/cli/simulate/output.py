@@ -15,8 +15,8 @@ from rich.text import Text
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.simulator.figures import flat, mean_and_half
 from cadenza.policies.simulator.load_sweep import FILL, highest_stable
-from cadenza.policies.simulator.model import JobResult
 from cadenza.policies.simulator.result_file import Saved, encode
+from cadenza.policies.simulator.run_values import JobResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

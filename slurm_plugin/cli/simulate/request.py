@@ -14,19 +14,18 @@ from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.model import Node
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.cluster import MOST_LANES, PARTITION, read_cluster
-from cadenza.policies.inputs.costs import read_costs
+from cadenza.policies.inputs.costs import FREE_COSTS, SimCosts, read_costs
 from cadenza.policies.inputs.csv_table import decode, integer, number, positive, quoted, suggest
 from cadenza.policies.inputs.failures import read_failures
 from cadenza.policies.inputs.interference import Pairs, packing_pairs, read_interference
 from cadenza.policies.inputs.model_mix import deal, read_split
 from cadenza.policies.inputs.profiles import read_profiles
 from cadenza.policies.inputs.published import default_costs, gandiva_table1, synergy_profiles
-from cadenza.policies.inputs.trace import read_trace
+from cadenza.policies.inputs.trace import TraceJob, read_trace
 from cadenza.policies.registry import warm
 from cadenza.policies.sharing.state.settings import GandivaSettings, Turns
 from cadenza.policies.simulator.load_sweep import read_loads
-from cadenza.policies.simulator.model import Setup, SimCosts, TraceJob
-from cadenza.policies.simulator.presets import FREE_COSTS
+from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.workloads.catalogue import KINDS, Workload, parse_workload
 
 LONGEST_S = 1e11

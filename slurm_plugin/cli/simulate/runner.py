@@ -17,7 +17,8 @@ from cadenza.sidecar.clock import SystemClock
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from cadenza.policies.simulator.model import Result, TraceJob
+    from cadenza.policies.inputs.trace import TraceJob
+    from cadenza.policies.simulator.run_values import Result
     from cadenza.slurm_plugin.cli.simulate.request import Request
 
 LONG_S = 1.0

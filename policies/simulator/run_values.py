@@ -1,4 +1,4 @@
-"""What a simulation takes and gives: jobs, costs, a setup; a result for each job and for the whole."""
+"""Setup of a simulation, and its result for each job and for the whole run."""
 
 from __future__ import annotations
 
@@ -6,72 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cadenza.policies.core.model import JobKey
-from cadenza.policies.core.profile import Profile
-
-
-@dataclass(frozen=True, slots=True)
-class TraceJob:
-    """One job of a workload; times in seconds since the start."""
-
-    id: int
-    submit_s: float
-    gpus: int
-    work_s: float
-    """Run time at the proportional share."""
-    model: str = ""
-    profile: Profile | None = None
-    """As the policy sees it, from the profiles given."""
-    truth: Profile | None = None
-    """As the job really behaves, where that differs; None: as its profile."""
-    iterations: int | None = None
-    user: str = "user"
-    account: str = ""
-    priority: int = 0
-    min_gpus: int | None = None
-    max_gpus: int | None = None
-    startup_s: float | None = None
-    """Time from start to first iteration; None: the costs' ``start_s``."""
-    memory_gb_per_gpu: float | None = None
-    """Memory that its user asks for; None: in proportion to its GPUs."""
-    tags: Mapping[str, str] = field(default_factory=dict)
-    """The trace's other columns, as they are."""
-
-    @property
-    def iteration_s(self) -> float:
-        """Return the time of an iteration at the proportional share; 1 s when nothing says more."""
-        if self.iterations:
-            return self.work_s / self.iterations
-        return self.profile.iteration_s if self.profile is not None else 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class SimCosts:
-    """Seconds in which a job has its GPUs and makes no progress. See ``costs.toml`` for where the defaults are from."""
-
-    dispatch_s: float = 0.0
-    """From the decision to start or move a job until Slurm has launched it; others may have its GPUs meanwhile."""
-    start_s: float = 0.0
-    """First start, to the first iteration."""
-    restart_s: float = 30.0
-    """Every later start after a preemption: checkpoint read, framework start-up."""
-    yield_s: float = 0.05
-    """To move GPU state to the host, without the copy itself."""
-    resume_s: float = 0.02
-    copy_gb_s: float = 10.0
-    """Link speed, GB/s, for the copy of ``gpu_memory_low_gb`` at each yield and resume."""
-    migrate_s: float = 30.0
-    """To another node, GPU to GPU."""
-    tune_s: float = 0.0
-    resize_s: float = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class NodeFailure:
-    """A node is down from ``start_s`` to ``end_s``; its jobs restart from their last checkpoint."""
-
-    node: str
-    start_s: float
-    end_s: float
+from cadenza.policies.inputs.costs import SimCosts
+from cadenza.policies.inputs.failures import NodeFailure
 
 
 @dataclass(frozen=True, slots=True)
