@@ -26,6 +26,9 @@ LEAST_TRUST_S = 10.0
 ALIVE_HEARTBEATS = 3
 LEAST_ALIVE_S = 5.0
 """However short the heartbeat, a busy host may stay silent this long before its lanes are drained."""
+SPANK_WAIT_S = 30.0
+"""Default ``wait=`` of the SPANK plugin: after this time a job that did not opt in starts without a lease. The managed
+job in its way must be gone before."""
 
 
 class ServiceTable(msgspec.Struct, frozen=True):
@@ -107,14 +110,6 @@ class SharingTable(msgspec.Struct, frozen=True):
     max_priority: Annotated[
         int, Meta(description="Highest priority that a user's own options may ask for; more counts as this")
     ] = 0
-    unmanaged_wait_s: Annotated[
-        float,
-        Meta(
-            description="A managed job on a further lane that cannot be stopped is requeued when a job that did "
-            "not opt in has waited this long for its GPUs; keep it below the SPANK plugin's wait=",
-            ge=0,
-        ),
-    ] = 10.0
     yield_timeout_s: Annotated[
         float,
         Meta(description="Longest wait for a job to reach its boundary before the order is withdrawn", gt=0),
@@ -145,19 +140,6 @@ class PolicyTable(msgspec.Struct, frozen=True):
         bool,
         Meta(description="Whether pending jobs with a profile ask for the CPUs and memory that it says they can use"),
     ] = True
-    margin: Annotated[
-        float,
-        Meta(
-            description="An allocation must promise this much more than the proportional throughput, or be the "
-            "proportional share: for profiles that are noisy",
-            ge=0,
-            le=1,
-        ),
-    ] = 0.0
-    evaluations: Annotated[int, Meta(description="Most evaluations of an allocation's search", ge=0)] = 200
-    starvation_s: Annotated[
-        float, Meta(description="A job that has not run for longer goes first, without [policy] share", gt=0)
-    ] = 1000 * 3600.0
     usage_half_life_s: Annotated[
         float, Meta(description="In this time past usage counts half (fairshare)", gt=0)
     ] = 7 * 86400.0
@@ -186,12 +168,6 @@ class GandivaTable(msgspec.Struct, frozen=True):
         float,
         Meta(description="A measuring window: a pack that does not pay is undone within three of them", gt=0),
     ] = 20.0
-    pack_again_s: Annotated[
-        float, Meta(description="A pair that did not pay is not tried again for this long", ge=0)
-    ] = 86400.0
-    gpu_memory_margin: Annotated[
-        float, Meta(description="Part of a GPU's memory that packed jobs must leave free", ge=0, lt=1)
-    ] = 0.05
     migrate: Annotated[bool, Meta(description="Move jobs to idle GPUs and away from crowded ones")] = True
     defrag: Annotated[bool, Meta(description="Move jobs together so that hosts become free for large ones")] = True
     elastic: Annotated[bool, Meta(description="Grow and shrink jobs that set min_gpus or max_gpus")] = True
@@ -307,7 +283,7 @@ def sharing_settings(settings: Settings) -> SharingSettings:
         share_between_users=table.share_between_users,
         suspend=table.suspend,
         lease_wait_s=settings.agent.lease_wait_s,
-        unmanaged_wait_s=table.unmanaged_wait_s,
+        unmanaged_wait_s=SPANK_WAIT_S / 3,
         max_priority=table.max_priority,
         admission=settings.service.admission,
         partitions=settings.guard.partitions,
@@ -320,18 +296,13 @@ def policy_settings(settings: Settings) -> PolicySettings:
     table, functions = settings.policy, settings.gandiva
     return PolicySettings(
         partitions=settings.guard.partitions,
-        starvation_s=table.starvation_s,
         costs=Costs(move_s=table.move_s, horizon_s=table.horizon_s, round_s=settings.service.poll_s),
-        margin=table.margin,
-        evaluations=table.evaluations,
         usage_half_life_s=table.usage_half_life_s,
         sharing=sharing_settings(settings),
         gandiva=GandivaSettings(
             pack=functions.pack,
             pack_margin=functions.pack_margin,
             measure_s=functions.measure_s,
-            pack_again_s=functions.pack_again_s,
-            gpu_memory_margin=functions.gpu_memory_margin,
             migrate=functions.migrate,
             defrag=functions.defrag,
             elastic=functions.elastic,

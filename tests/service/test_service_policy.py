@@ -64,7 +64,7 @@ def of(kind: type[Action], decision: Decision) -> list[Action]:
         ("\n[policy]\nallocate = 'tuned'\n", 3, "no allocation is called 'tuned'; did you mean 'tune'?"),
         ("[policy]\nshare = 'packing'\n", 2, "policy.share: no sharing is called 'packing'; there are none, timeslice"),
         ("[policy]\nshare = 'time'\n", 2, "no sharing is called 'time'; did you mean 'timeslice'?"),
-        ("policy.margin = -1\n", 1, "policy.margin: expected `float` >= 0"),
+        ("policy.move_s = -1\n", 1, "policy.move_s: expected `float` >= 0"),
         ("[gandiva]\n# on\npacks = true\n", 3, "unknown key gandiva.packs; did you mean pack?"),
         ("[policy]\ngpu_memory_gb = ['a100']\n", 2, "policy.gpu_memory_gb"),
     ],

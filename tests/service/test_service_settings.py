@@ -10,6 +10,7 @@ import pytest
 from cadenza.sidecar.config import ConfigError
 from cadenza.slurm_plugin.service import settings_reference
 from cadenza.slurm_plugin.service.settings import (
+    SPANK_WAIT_S,
     Settings,
     from_record,
     guard_settings,
@@ -90,6 +91,12 @@ def test_example_is_complete_and_gives_the_defaults(tmp_path: Path) -> None:
 
 def test_every_key_has_a_meaning() -> None:
     assert all(row.doc and row.type for row in settings_reference.rows())
+
+
+def test_an_unmanaged_job_has_its_gpus_before_the_plugin_stops_waiting() -> None:
+    plugin = (Path(__file__).resolve().parents[2] / "slurm_plugin/spank/cadenza.c").read_text(encoding="utf-8")
+    assert f".wait_s = {SPANK_WAIT_S:g}}}" in plugin
+    assert sharing_settings(Settings()).unmanaged_wait_s < SPANK_WAIT_S
 
 
 def test_record_gives_the_same_settings() -> None:
