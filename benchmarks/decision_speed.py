@@ -24,8 +24,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from cadenza.policies.allocation.cadenza.allocate import allocate
-from cadenza.policies.allocation.cadenza.knapsack import division
+from cadenza.policies.allocation.cadenza.allocate import cadenza
 from cadenza.policies.allocation.problem import Case, Server
 from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.core.decision import Memory
@@ -129,14 +128,13 @@ def whole(nodes: int) -> Decide:
     return decide
 
 
-def alone(nodes: int, *, compiled: bool = True) -> Decide:
-    """Return the allocation by itself, with numba or without."""
+def alone(nodes: int) -> Decide:
+    """Return the allocation by itself."""
     servers = tuple(Server(f"n{number:05}", GPUS, CPUS, MEMORY_MB) for number in range(nodes))
-    by = division(compiled=compiled)
 
     def decide(now_s: float, jobs: Sequence[Job], runnable: int) -> Timed:
         case = Case(now_s, servers, tuple(jobs), runnable)
-        plan, cpu_ms, wall_ms = timed(lambda: allocate(case, by))
+        plan, cpu_ms, wall_ms = timed(lambda: cadenza(case))
         return Timed(plan.placements, cpu_ms, wall_ms)
 
     return decide
@@ -231,15 +229,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=200, help="steady rounds; default: 200")
     parser.add_argument("--repeat", type=int, default=5, help="decisions from scratch, of which the median; default: 5")
     parser.add_argument("--largest", type=int, default=LARGE_NODES, help="nodes of the largest cluster; default: 10000")
-    parser.add_argument("--plain", action="store_true", help="measure also the allocation without numba")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     warm("cadenza")
     figures, moves = small("decision", whole(SMALL_NODES), arguments.rounds, arguments.repeat, limited=True)
     figures += small("allocation", alone(SMALL_NODES), arguments.rounds, arguments.repeat)[0]
-    if arguments.plain:
-        plain = alone(SMALL_NODES, compiled=False)
-        figures += small("allocation without numba", plain, min(arguments.rounds, 10), 1)[0]
     small_mb = peak_mb()
     grown, exponent = growth(arguments.largest, arguments.repeat)
     figures += grown

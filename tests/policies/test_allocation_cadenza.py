@@ -15,7 +15,6 @@ from strategies import GPU_TYPES, NOW, cases
 
 from cadenza.policies.allocation.cadenza import allocate as ours
 from cadenza.policies.allocation.cadenza.allocate import cadenza
-from cadenza.policies.allocation.cadenza.knapsack import division
 from cadenza.policies.allocation.problem import Case, Costs, Plan, Server, placement_speed, proportional_share
 from cadenza.policies.core.model import Job, JobKey, Placement, Progress, Share
 from cadenza.policies.core.profile import MB_PER_GB, Profile
@@ -128,12 +127,6 @@ def test_order_of_servers_and_chosen_jobs_changes_nothing(case, rng):
     other = replace(case, servers=tuple(nodes), jobs=(*chosen, *case.jobs[case.runnable :]))
     assert cadenza(other) == cadenza(case)
     assert cadenza(case) == cadenza(case)
-
-
-@settings(max_examples=30, deadline=None)
-@given(cases(10, gpu_types=("", "v100")))
-def test_with_and_without_numba_the_plan_is_the_same(case):
-    assert ours.allocate(case, division(compiled=False)) == ours.allocate(case, division())
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,10 +1,13 @@
-"""The exact division of nodes: against brute force, and numba against numpy."""
+"""The exact division of nodes: against brute force, and compiled against interpreted."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import product
+from types import ModuleType
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,26 +16,41 @@ from hypothesis import strategies as st
 from strategies import cases, profiles
 
 from cadenza.policies.allocation import offers, pareto
+from cadenza.policies.allocation.cadenza import knapsack
 from cadenza.policies.allocation.cadenza.arrays import Arrays
-from cadenza.policies.allocation.cadenza.assignment import Board
-from cadenza.policies.allocation.cadenza.initial import deal, keep, order
-from cadenza.policies.allocation.cadenza.knapsack import Plain, Search, division
+from cadenza.policies.allocation.cadenza.assignment import Assignment
+from cadenza.policies.allocation.cadenza.initial import assign_evenly, keep, order
+from cadenza.policies.allocation.cadenza.knapsack import Search
 from cadenza.policies.allocation.pareto import CPU_UNITS, CPUS, MEMORY_MB, MEMORY_UNITS, SPEED, Kind, derive, kinds
 from cadenza.policies.allocation.problem import Case, Server, proportional_share, share_speed
 from cadenza.policies.core.model import Share
 from cadenza.policies.core.profile import Profile
 
-BOTH = [Plain(), division()]
+
+def interpreted() -> ModuleType:
+    """The division as it is where numba is not installed."""
+    spec = spec_from_file_location("knapsack_interpreted", knapsack.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    with patch.dict(sys.modules, {"numba": None}):
+        spec.loader.exec_module(module)
+    return module
+
+
+BOTH = [interpreted(), knapsack]
 EVEN = Profile("even", 1.0, (3.0,), (62.5,), ((1.0,),))
 
 
 def seated(case: Case) -> Arrays:
     """The case's jobs that have one GPU, dealt out."""
     jobs = tuple(replace(job, gpus=1, placement=()) for job in case.jobs)
-    board = Board(replace(case, jobs=jobs, runnable=min(len(jobs), sum(server.gpus for server in case.servers))))
-    items = order(board, keep(board))
-    assert not deal(board, items, items, tight=False)
-    return Arrays(board)
+    assignment = Assignment(
+        replace(case, jobs=jobs, runnable=min(len(jobs), sum(server.gpus for server in case.servers)))
+    )
+    items = order(assignment, keep(assignment))
+    assert not assign_evenly(assignment, items, items, tight=False)
+    return Arrays(assignment)
 
 
 @pytest.mark.parametrize("by", BOTH)
@@ -40,13 +58,13 @@ def seated(case: Case) -> Arrays:
 @given(case=cases(4, max_nodes=2, gpus=(1,)))
 def test_a_node_is_divided_as_well_as_by_trying_everything(by, case):
     arrays = seated(case)
-    board, field = arrays.board, arrays.field
-    choice, total = np.zeros(len(board.gpus), np.int32), np.zeros(len(board.servers), np.int64)
-    by.divide(field, arrays.nodes, np.arange(len(board.servers), dtype=np.int32), choice, total)
-    for node, members in enumerate(board.members):
-        kind = board.kind_of[node]
-        tables = [board.rows[item][kind].table for item in members]
-        server = board.kinds[kind]
+    assignment, field = arrays.assignment, arrays.field
+    choice, total = np.zeros(len(assignment.gpus), np.int32), np.zeros(len(assignment.servers), np.int64)
+    by.divide(field, arrays.nodes, np.arange(len(assignment.servers), dtype=np.int32), choice, total)
+    for node, members in enumerate(assignment.members):
+        kind = assignment.kind_of[node]
+        tables = [assignment.rows[item][kind].table for item in members]
+        server = assignment.kinds[kind]
         best = max(
             (
                 sum(round(one[SPEED] * arrays.scale) for one in chosen)
@@ -62,7 +80,7 @@ def test_a_node_is_divided_as_well_as_by_trying_everything(by, case):
 
 @settings(max_examples=25, deadline=None)
 @given(case=cases(10, max_nodes=3, gpu_types=("", "v100")), moves=st.integers(0, 3))
-def test_numba_and_numpy_agree(case, moves):
+def test_compiled_and_interpreted_loops_agree(case, moves):
     arrays = seated(case)
     field, nodes = arrays.field, arrays.nodes
     count = len(nodes.filled)
@@ -137,11 +155,10 @@ def test_a_node_with_many_cpus_is_divided_in_steps():
     assert next(iter(kinds([Server("", 8, 250, 512000)], ()).values())).cpu_step == 1
 
 
-def test_without_numba_there_is_numpy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.delitem(sys.modules, "cadenza.policies.allocation.cadenza.knapsack_numba", raising=False)
-    assert isinstance(division.__wrapped__(), Plain)
-    assert isinstance(division(compiled=False), Plain)
+def test_without_numba_the_interpreter_runs_the_loops():
+    assert not hasattr(interpreted().divide, "py_func")
+    pytest.importorskip("numba", reason="extra speed")
+    assert hasattr(knapsack.divide, "py_func")
 
 
 def test_options_are_worked_out_once_for_each_profile():

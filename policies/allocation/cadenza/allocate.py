@@ -6,24 +6,23 @@ from dataclasses import replace
 from math import floor
 
 from cadenza.policies.allocation.cadenza.arrays import Arrays
-from cadenza.policies.allocation.cadenza.assignment import Board
+from cadenza.policies.allocation.cadenza.assignment import Assignment
 from cadenza.policies.allocation.cadenza.gangs import make_room, reunite, span
-from cadenza.policies.allocation.cadenza.initial import deal, keep, order
-from cadenza.policies.allocation.cadenza.knapsack import Division, division
+from cadenza.policies.allocation.cadenza.initial import assign_evenly, keep, order
 from cadenza.policies.allocation.cadenza.local_search import BLOCK, Improver, Limits, insert, level
-from cadenza.policies.allocation.cadenza.node_plan import written
+from cadenza.policies.allocation.cadenza.node_plan import plan_of
 from cadenza.policies.allocation.problem import Case, Plan, Server
 from cadenza.policies.core.gc_pause import uncollected
 from cadenza.policies.core.model import Job, JobKey
 from cadenza.policies.core.profile import Profile
 
-FEW = 1 << 17
+MAX_PAIRS_TRIED = 1 << 17
 """Most (job, node) pairs for which each newcomer is tried on each node; more are dealt out."""
-FRESH = 1
+EXTRA_EVALUATIONS_PER_JOB = 1
 """Evaluations that each newcomer adds to the case's, so that a start from scratch gets the search that it needs."""
-TRIES = 16
+REGROUP_TRIES = 16
 """How often a job with several GPUs is offered in exchange for smaller ones."""
-MOST_FRESH = 2000
+MAX_EXTRA_EVALUATIONS = 2000
 """Most that newcomers add together."""
 
 
@@ -36,11 +35,11 @@ def cadenza(case: Case) -> Plan:
     costs. All runnable jobs are placed, one with several GPUs on one node where that is possible.
     """
     with uncollected():
-        return allocate(case, division())
+        return _planned(case)
 
 
 def warm() -> None:
-    """Compile everything on a small case, where numba is installed."""
+    """Compile everything on a small case; without numba there is nothing to compile."""
     profile = Profile("warm", 1.0, (1.0, 3.0, 6.0), (20.0, 62.5), ((0.5, 0.5), (1.0, 1.0), (1.5, 2.0)))
     servers = tuple(Server(f"n{number}", 4, 12, 256000) for number in range(3))
     jobs = tuple(
@@ -53,30 +52,29 @@ def warm() -> None:
     cadenza(Case(0.0, servers, (*running, newcomer), len(jobs)))
 
 
-def allocate(case: Case, by: Division) -> Plan:
-    """Do the same with the given implementation of the division; all give the same plan."""
+def _planned(case: Case) -> Plan:
     if not case.runnable or not case.servers:
         return Plan({})
-    board = Board(case)
-    newcomers = order(board, keep(board))
-    fresh = len(newcomers) == len(board.jobs)
-    moves = reunite(board, _moves(case, len(board.jobs)))
-    gangs = [item for item in newcomers if board.gpus[item] > 1]
-    out = _seat_gangs(board, gangs, newcomers, moves, fresh=fresh)
-    moves -= sum(board.home[item] >= 0 for item in out)
-    singles = [item for item in newcomers if board.gpus[item] == 1]
+    assignment = Assignment(case)
+    newcomers = order(assignment, keep(assignment))
+    fresh = len(newcomers) == len(assignment.jobs)
+    moves = reunite(assignment, _moves(case, len(assignment.jobs)))
+    gangs = [item for item in newcomers if assignment.gpus[item] > 1]
+    out = _assign_gangs(assignment, gangs, newcomers, moves, fresh=fresh)
+    moves -= sum(assignment.home[item] >= 0 for item in out)
+    singles = [item for item in newcomers if assignment.gpus[item] == 1]
     if out:
-        singles = order(board, {*singles, *out})
-    many = fresh or len(singles) * len(board.servers) > FEW
-    singles = _seat_choosy(board, singles, everyone=many)
-    arrays = Arrays(board)
-    for job in board.parts:
-        level(arrays, by, job)
-    insert(arrays, by, singles)
-    _improve(arrays, by, newcomers, moves)
-    for job in board.parts:
-        level(arrays, by, job)
-    return written(arrays, by)
+        singles = order(assignment, {*singles, *out})
+    many = fresh or len(singles) * len(assignment.servers) > MAX_PAIRS_TRIED
+    singles = _assign_choosy(assignment, singles, everyone=many)
+    arrays = Arrays(assignment)
+    for job in assignment.parts:
+        level(arrays, job)
+    insert(arrays, singles)
+    _improve(arrays, newcomers, moves)
+    for job in assignment.parts:
+        level(arrays, job)
+    return plan_of(arrays)
 
 
 def _moves(case: Case, jobs: int) -> int:
@@ -92,74 +90,76 @@ def _moves(case: Case, jobs: int) -> int:
     return 2 * (floor(at) - floor(at - each))
 
 
-def _seat_gangs(board: Board, gangs: list[int], everyone: list[int], moves: int, *, fresh: bool) -> list[int]:
+def _assign_gangs(
+    assignment: Assignment, gangs: list[int], everyone: list[int], moves: int, *, fresh: bool
+) -> list[int]:
     """Seat all jobs with several GPUs, and return the small ones that had to leave their nodes for it."""
-    most = max(kind.gpus for kind in board.kinds)
-    large = [item for item in gangs if board.gpus[item] > most]
+    most = max(kind.gpus for kind in assignment.kinds)
+    large = [item for item in gangs if assignment.gpus[item] > most]
     gangs = gangs[len(large) :]
     for item in large:
-        span(board, item)
-    left = deal(board, gangs, everyone, tight=not fresh)
+        span(assignment, item)
+    left = assign_evenly(assignment, gangs, everyone, tight=not fresh)
     if left and fresh:
         for item in gangs:
-            if board.where[item] >= 0:
-                board.unseat(item)
-        left = deal(board, gangs, everyone, tight=True)
+            if assignment.where[item] >= 0:
+                assignment.unassign(item)
+        left = assign_evenly(assignment, gangs, everyone, tight=True)
     out: list[int] = []
     for item in left:
-        leavers = make_room(board, item, moves)
-        moves -= sum(board.home[one] >= 0 for one in leavers or ())
+        leavers = make_room(assignment, item, moves)
+        moves -= sum(assignment.home[one] >= 0 for one in leavers or ())
         out += leavers or ()
         if leavers is None:
-            _seat_anyhow(board, item)
+            _assign_anyhow(assignment, item)
     return out
 
 
-def _seat_anyhow(board: Board, item: int) -> None:
+def _assign_anyhow(assignment: Assignment, item: int) -> None:
     """Seat a job where the ordering did not want it, or on several nodes."""
-    board.allow(item)
-    if deal(board, [item], [item], tight=True):
-        span(board, item)
+    assignment.allow(item)
+    if assign_evenly(assignment, [item], [item], tight=True):
+        span(assignment, item)
 
 
-def _seat_choosy(board: Board, singles: list[int], *, everyone: bool) -> list[int]:
+def _assign_choosy(assignment: Assignment, singles: list[int], *, everyone: bool) -> list[int]:
     """Deal out the one-GPU jobs that may not go everywhere, or all, and return the others."""
-    dealt = singles if everyone else [item for item in singles if None in board.rows[item]]
-    left = deal(board, dealt, dealt, tight=False)
+    dealt = singles if everyone else [item for item in singles if None in assignment.rows[item]]
+    left = assign_evenly(assignment, dealt, dealt, tight=False)
     for item in left:
-        board.allow(item)
-    return left if everyone else order(board, {*singles} - {*dealt} | {*left})
+        assignment.allow(item)
+    return left if everyone else order(assignment, {*singles} - {*dealt} | {*left})
 
 
-def _improve(arrays: Arrays, by: Division, newcomers: list[int], moves: int) -> None:
+def _improve(arrays: Arrays, newcomers: list[int], moves: int) -> None:
     """Exchange newcomers between nodes, then, as far as moves are allowed, running jobs too."""
-    board, field = arrays.board, arrays.field
-    budget = board.case.evaluations + min(FRESH * len(newcomers), MOST_FRESH)
-    starts = sorted({board.where[item] for item in newcomers if board.where[item] >= 0})
+    assignment, field = arrays.assignment, arrays.field
+    budget = assignment.case.evaluations + min(EXTRA_EVALUATIONS_PER_JOB * len(newcomers), MAX_EXTRA_EVALUATIONS)
+    starts = sorted({assignment.where[item] for item in newcomers if assignment.where[item] >= 0})
     stay = field.fixed.copy()
     field.fixed[field.home >= 0] = True
     blocks = -(-len(starts) // BLOCK)
-    gangs = [item for item in newcomers if board.gpus[item] > 1]
+    gangs = [item for item in newcomers if assignment.gpus[item] > 1]
     for number in range(min(blocks, budget // BLOCK + 1)):
         mine = starts[number::blocks]
         block = sorted({*mine, *_others(arrays, mine, BLOCK - len(mine), roomy=True)})
-        improver = Improver(arrays, by, block, Limits(budget // blocks, moves))
+        improver = Improver(arrays, block, Limits(budget // blocks, moves))
         improver.improve(mine)
-        improver.regroup(gangs, TRIES)
+        improver.regroup(gangs, REGROUP_TRIES)
         moves = improver.moves
     field.fixed[:] = stay
-    if moves > 0 and len(newcomers) < len(board.jobs):
+    if moves > 0 and len(newcomers) < len(assignment.jobs):
         half = starts[: BLOCK // 4]
         block = sorted({*half, *_others(arrays, half, BLOCK // 2 - len(half), roomy=False)})
-        Improver(arrays, by, block, Limits(board.case.evaluations, moves)).improve(block)
+        Improver(arrays, block, Limits(assignment.case.evaluations, moves)).improve(block)
 
 
 def _others(arrays: Arrays, nodes: list[int], most: int, *, roomy: bool) -> list[int]:
     """Return some other nodes, in each round the next ones; ``roomy``: only those with free GPUs."""
-    board = arrays.board
+    assignment = arrays.assignment
     if most <= 0:
         return []
-    wanted = set(range(len(board.servers))).difference(nodes)
-    found = sorted(node for node in wanted if board.free[node] > 0 or not roomy)
-    first = int(board.case.now_s // board.case.costs.round_s) * most % max(len(found), 1)
+    wanted = set(range(len(assignment.servers))).difference(nodes)
+    found = sorted(node for node in wanted if assignment.free[node] > 0 or not roomy)
+    first = int(assignment.case.now_s // assignment.case.costs.round_s) * most % max(len(found), 1)
     return (found[first:] + found[:first])[:most]

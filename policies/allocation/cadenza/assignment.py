@@ -13,7 +13,7 @@ from cadenza.policies.core.model import Job
 from cadenza.policies.core.profile import Profile
 
 
-class Board:
+class Assignment:
     """Jobs on nodes. An *item* is a job, or the part that one node has of a job on several nodes.
 
     Items and nodes are numbers: jobs in order of their keys, then the parts; nodes in order of their names. So the
@@ -72,13 +72,13 @@ class Board:
 
     # --- seats -----------------------------------------------------------------------------------------
 
-    def seat(self, item: int, node: int) -> None:
+    def assign(self, item: int, node: int) -> None:
         """Put an item on a node that has the GPUs."""
         insort(self.members[node], item)
         self.where[item] = node
         self.free[node] -= self.gpus[item]
 
-    def unseat(self, item: int) -> None:
+    def unassign(self, item: int) -> None:
         """Take an item off its node."""
         node = self.where[item]
         self.members[node].remove(item)
@@ -97,13 +97,13 @@ class Board:
             self.gpus.append(gpus)
             self.where.append(-1)
             self.home.append(-1)
-            self.seat(item, node)
+            self.assign(item, node)
             self.parts[job].append(item)
 
     def join(self, job: int) -> None:
         """Take a job off its several nodes; its parts stay as items that sit nowhere."""
         for item in self.parts.pop(job):
-            self.unseat(item)
+            self.unassign(item)
 
 
 def _measured(jobs: Iterable[Job]) -> set[Profile]:

@@ -1,15 +1,15 @@
-"""The exact division of a node among its jobs: tables over what a node has, and what exchanges between nodes gain.
+"""Exact division of nodes among their jobs by dynamic programming: one set of loops, compiled where numba is installed.
 
 A table holds, for each amount of CPUs (rows) and memory (columns, next to each other), the highest total value of
 some jobs within it, or a negative number where they do not fit. Values are whole numbers, so that a sum does not
-depend on its order. This file says it with numpy; ``division_compiled`` is the same for numba, many times faster.
+depend on its order. Without numba the interpreter runs the same loops: the same plans, fast enough for small clusters.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
 from importlib import import_module
-from typing import NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 Ints: TypeAlias = NDArray[np.int32]
 Longs: TypeAlias = NDArray[np.int64]
 NEVER = -(1 << 30)
-MOST = 1 << 29
-"""The most that the values on one node may come to, so that ``NEVER`` with values added stays negative."""
+MAX_NODE_VALUE = 1 << 29
+"""Highest sum of values on one node, so that ``NEVER`` with values added stays negative."""
 
 
 class Field(NamedTuple):
-    """What does not change while jobs are placed: sizes of node kinds, jobs and their options on each kind."""
+    """Constants of one placement: sizes of node kinds, jobs and their options on each kind."""
 
     width: Ints
     """By kind: columns of its tables, one more than its memory units."""
@@ -34,7 +34,7 @@ class Field(NamedTuple):
     """By option."""
     start: Ints
     stop: Ints
-    """By (item, kind): its first option, and the one after its last; none where the job may not run."""
+    """By (item, kind): its first option, and the one after its last; equal where the job may not run."""
     best: Ints
     """By (item, kind): the highest value of its options; ``NEVER`` without any."""
     gpus: Ints
@@ -44,58 +44,29 @@ class Field(NamedTuple):
     cost: Longs
     """By item: the value that a move away from home must gain."""
     fixed: NDArray[np.bool_]
-    """By item: it stays, for now or because it is part of a job on several nodes."""
+    """By item: True if it stays, for now or because it is part of a job on several nodes."""
 
 
 class Nodes(NamedTuple):
-    """Which items are on which node, all by node."""
+    """The items on each node, all by node."""
 
     kind: Ints
     items: Ints
     """By (node, position): items in ascending order; meaningless from ``filled`` on."""
     filled: Ints
-    """How many items."""
+    """Number of items."""
     free: Ints
-    """GPUs that nobody has."""
+    """Free GPUs."""
 
 
 class Exchange(NamedTuple):
     """Two items to change places; a position after the last is nothing, so that the other one moves."""
 
     net: int
-    """What it gains, moves paid for; 0: there is none."""
+    """Gain, with the cost of the moves deducted; 0: there is no exchange."""
     partner: int
     mine: int
     theirs: int
-
-
-class Division(Protocol):
-    """The operations; ``Compiled`` and ``Plain`` give the same answers."""
-
-    def divide(self, field: Field, nodes: Nodes, which: Ints, choice: Ints, total: Longs) -> None:
-        """Write each item's best option into ``choice`` and each node's value into ``total``, for the nodes ``which``.
-
-        Of several best divisions it is one with fewest CPUs in all, then least memory. Where the items do not fit the
-        total is negative and nothing is chosen.
-        """
-
-    def leave_out(self, field: Field, nodes: Nodes, node: int, out: Ints) -> None:
-        """Write into ``out[k]`` the table of a node without its item at position k, and last the one with all.
-
-        Nothing is written for items that are fixed: nobody asks for a table without them.
-        """
-
-    def exchange(self, field: Field, nodes: Nodes, node: int, search: Search) -> Exchange:
-        """Return the best exchange of an item of ``node`` with one of a partner, the first of several."""
-
-    def fill(self, field: Field, nodes: Nodes, which: Ints, out: Ints) -> None:
-        """Write the tables of the nodes ``which`` with all their items into ``out``."""
-
-    def joins(self, field: Field, kinds: Ints, item: int, tables: Ints, out: Longs) -> None:
-        """Write into ``out`` what an item more adds to the value of each table; negative: it does not fit."""
-
-    def worth(self, field: Field, kind: int, items: Ints) -> int:
-        """Return the value of a node of a kind with these items; negative when they do not fit."""
 
 
 class Search(NamedTuple):
@@ -110,178 +81,241 @@ class Search(NamedTuple):
     """How many more running jobs may be moved."""
 
 
-@cache
-def division(*, compiled: bool = True) -> Division:
-    """Return the compiled operations where numba is installed and they are wanted, else the plain ones."""
-    if not compiled:
-        return Plain()
+Function = TypeVar("Function", bound=Callable[..., Any])
+MAX_DEPTH = 12
+"""Levels of halving; enough for 2048 items on a node."""
+
+
+def _compiled(function: Function) -> Function:
+    """Compile a function on its first call and cache the result on disk where possible; without numba return it."""
     try:
-        return cast("Division", import_module("cadenza.policies.allocation.cadenza.knapsack_numba").Compiled())
+        jit = import_module("numba").njit
     except ImportError:
-        return Plain()
+        return function
+    try:
+        return cast("Function", jit(cache=True)(function))
+    except RuntimeError:
+        return cast("Function", jit(function))
 
 
-class Plain:
-    """The operations with numpy alone."""
+@_compiled
+def _insert(field: Field, kind: int, item: int, table: Ints, more: Ints, low: int) -> int:
+    """Write into ``more`` the table with one item more, and return its first row in which anything fits.
 
-    def divide(self, field: Field, nodes: Nodes, which: Ints, choice: Ints, total: Longs) -> None:
-        """See ``Division``."""
-        for node in which.tolist():
-            kind = int(nodes.kind[node])
-            items = nodes.items[node, : nodes.filled[node]].tolist()
-            tables = [_empty(field, kind)]
-            for item in items:
-                tables.append(_insert(field, kind, tables[-1], item))
-            best = tables[-1][-1, -1]
-            total[node] = best
-            if best < 0:
-                continue
-            row, column = np.unravel_index(int(np.argmax(tables[-1] == best)), tables[-1].shape)
-            here = int(row) * int(field.width[kind]) + int(column)
-            for item, before, after in zip(reversed(items), tables[-2::-1], tables[:0:-1], strict=True):
-                choice[item] = option = _traced(field, kind, item, before.ravel(), here, int(after.ravel()[here]))
-                here -= int(field.offset[option])
+    ``low`` is that of ``table``.
+    """
+    width, size = field.width[kind], field.size[kind]
+    more[:size] = NEVER
+    first = size // width
+    for option in range(field.start[item, kind], field.stop[item, kind]):
+        offset, value = field.offset[option], field.value[option]
+        row = offset // width
+        column = offset - row * width
+        first = min(first, row)
+        for begin in range((low + row) * width, size, width):
+            here = more[begin + column : begin + width]
+            before = table[begin - row * width : begin - row * width + width - column]
+            for at in range(width - column):
+                here[at] = max(here[at], before[at] + value)
+    below: int = low + first
+    return below
 
-    def leave_out(self, field: Field, nodes: Nodes, node: int, out: Ints) -> None:
-        """See ``Division``."""
-        kind = int(nodes.kind[node])
-        size = int(field.size[kind])
-        items = nodes.items[node, : nodes.filled[node]].tolist()
-        table = _empty(field, kind)
-        for item in items:
-            if field.fixed[item]:
-                table = _insert(field, kind, table, item)
-        loose = [position for position, item in enumerate(items) if not field.fixed[item]]
 
-        def spread(table: Ints, lacking: list[int]) -> None:
-            """Spread a table that lacks the items at some positions to those that lack one."""
-            if len(lacking) == 1:
-                out[lacking[0], :size] = table.ravel()
-                out[len(items), :size] = _insert(field, kind, table, items[lacking[0]]).ravel()
-                return
-            middle = len(lacking) // 2
-            for lack, put in ((lacking[:middle], lacking[middle:]), (lacking[middle:], lacking[:middle])):
-                more = table
-                for position in put:
-                    more = _insert(field, kind, more, items[position])
-                spread(more, lack)
+@_compiled
+def divide(field: Field, nodes: Nodes, which: Ints, choice: Ints, total: Longs) -> None:
+    """Write each item's best option into ``choice`` and each node's value into ``total``, for the nodes ``which``.
 
-        if loose:
-            spread(table, loose)
+    Of several best divisions it is one with fewest CPUs in all, then least memory. Where the items do not fit the
+    total is negative and nothing is chosen.
+    """
+    tables = np.empty((nodes.items.shape[1] + 1, field.size.max()), np.int32)
+    for node in which:
+        kind, count = nodes.kind[node], nodes.filled[node]
+        width, size = field.width[kind], field.size[kind]
+        tables[0, :size] = 0
+        low = 0
+        for at in range(count):
+            low = _insert(field, kind, nodes.items[node, at], tables[at], tables[at + 1], low)
+        total[node] = tables[count, size - 1]
+        if total[node] < 0:
+            continue
+        here = 0
+        while tables[count, here] != total[node]:
+            here += 1
+        for at in range(count - 1, -1, -1):
+            item = nodes.items[node, at]
+            for option in range(field.start[item, kind], field.stop[item, kind]):
+                offset = field.offset[option]
+                fits = offset <= here and offset % width <= here % width
+                if fits and tables[at, here - offset] + field.value[option] == tables[at + 1, here]:
+                    choice[item] = option
+                    here -= offset
+                    break
+
+
+@_compiled
+def leave_out(field: Field, nodes: Nodes, node: int, out: Ints) -> None:
+    """Write into ``out[k]`` the table of a node without its item at position k, and last the one with all.
+
+    Nothing is written for fixed items: no exchange needs a table without them.
+    """
+    kind, count = nodes.kind[node], nodes.filled[node]
+    size = field.size[kind]
+    order = np.empty(count, np.int64)  # the fixed items first
+    fixed = 0
+    for at in range(count):
+        if field.fixed[nodes.items[node, at]]:
+            order[fixed] = at
+            fixed += 1
+    loose = fixed
+    for at in range(count):
+        if not field.fixed[nodes.items[node, at]]:
+            order[loose] = at
+            loose += 1
+    work = np.empty((MAX_DEPTH, 2, size), np.int32)
+    work[0, fixed % 2] = 0
+    lows = np.zeros(MAX_DEPTH, np.int64)
+    for at in range(fixed):
+        item = nodes.items[node, order[at]]
+        lows[0] = _insert(field, kind, item, work[0, (fixed - at) % 2], work[0, (fixed - at - 1) % 2], lows[0])
+    if fixed == count:
+        out[count, :size] = work[0, 0]
+        return
+    todo = np.zeros((2 * MAX_DEPTH, 5), np.int64)  # lacks from, to; level; put from, to
+    todo[0, 0], todo[0, 1] = fixed, count
+    left = 1
+    while left:
+        left -= 1
+        first, last, level, put, end = todo[left]
+        low = lows[level - 1] if level else lows[0]
+        for at in range(put, end):
+            item = nodes.items[node, order[at]]
+            source = work[level - 1, 0] if at == put else work[level, (end - at) % 2]
+            low = _insert(field, kind, item, source, work[level, (end - at - 1) % 2], low)
+        lows[level] = low
+        if last - first == 1:
+            out[order[first], :size] = work[level, 0]
         else:
-            out[len(items), :size] = table.ravel()
-
-    def exchange(self, field: Field, nodes: Nodes, node: int, search: Search) -> Exchange:
-        """See ``Division``."""
-        found = Exchange(0, -1, -1, -1)
-        for partner in search.partners.tolist():
-            if partner == node:
-                continue
-            net = _nets(field, nodes, node, partner, search)
-            at = int(np.argmax(net))
-            if net.flat[at] > found.net:
-                mine, theirs = divmod(at, net.shape[1])
-                found = Exchange(int(net.flat[at]), partner, mine, theirs)
-        return found
-
-    def fill(self, field: Field, nodes: Nodes, which: Ints, out: Ints) -> None:
-        """See ``Division``."""
-        for row, node in enumerate(which.tolist()):
-            kind = int(nodes.kind[node])
-            table = _empty(field, kind)
-            for item in nodes.items[node, : nodes.filled[node]].tolist():
-                table = _insert(field, kind, table, item)
-            out[row, : field.size[kind]] = table.ravel()
-
-    def joins(self, field: Field, kinds: Ints, item: int, tables: Ints, out: Longs) -> None:
-        """See ``Division``."""
-        out[:] = NEVER
-        for kind in np.unique(kinds).tolist():
-            first, last = field.start[item, kind], field.stop[item, kind]
-            if first < last:
-                rows = np.flatnonzero(kinds == kind)
-                top = int(field.size[kind]) - 1
-                after = tables[rows[:, None], top - field.offset[first:last]] + field.value[first:last].astype(np.int64)
-                best = after.max(axis=1)
-                out[rows] = np.where(best < 0, NEVER, best - tables[rows, top])
-
-    def worth(self, field: Field, kind: int, items: Ints) -> int:
-        """See ``Division``."""
-        table = _empty(field, kind)
-        for item in items.tolist():
-            table = _insert(field, kind, table, item)
-        return int(table[-1, -1])
+            middle = (first + last) // 2
+            todo[left] = (middle, last, level + 1, first, middle)
+            todo[left + 1] = (first, middle, level + 1, middle, last)
+            left += 2
+    _insert(field, kind, nodes.items[node, order[count - 1]], out[order[count - 1]], out[count], 0)
 
 
-def _empty(field: Field, kind: int) -> Ints:
-    return np.zeros((int(field.size[kind]) // int(field.width[kind]), int(field.width[kind])), dtype=np.int32)
+@_compiled
+def _join(field: Field, kind: int, item: int, table: Ints) -> int:
+    """Return the value of a table with one item more."""
+    top = field.size[kind] - 1
+    best = NEVER
+    for option in range(field.start[item, kind], field.stop[item, kind]):
+        best = max(best, table[top - field.offset[option]] + field.value[option])
+    return best
 
 
-def _insert(field: Field, kind: int, table: Ints, item: int) -> Ints:
-    """Return a table with one item more."""
-    more = np.full_like(table, NEVER)
-    first, last = field.start[item, kind], field.stop[item, kind]
-    for offset, value in zip(field.offset[first:last].tolist(), field.value[first:last].tolist(), strict=True):
-        row, column = divmod(offset, table.shape[1])
-        here = more[row:, column:]
-        np.maximum(here, table[: table.shape[0] - row, : table.shape[1] - column] + value, out=here)
-    return more
-
-
-def _traced(field: Field, kind: int, item: int, before: Ints, here: int, value: int) -> int:
-    """Return the item's first option that leads from a table without it to ``value`` at entry ``here``."""
-    width = int(field.width[kind])
-    first, last = int(field.start[item, kind]), int(field.stop[item, kind])
-    return next(
-        option
-        for option in range(first, last)
-        if (offset := int(field.offset[option])) <= here
-        and offset % width <= here % width
-        and before[here - offset] + field.value[option] == value
-    )
-
-
-def _nets(field: Field, nodes: Nodes, node: int, partner: int, search: Search) -> Longs:
-    """Return what each exchange between two nodes gains, moves paid for, over (mine, theirs); 0 if not possible."""
-    mine, theirs = (nodes.items[at, : nodes.filled[at]] for at in (node, partner))
-    here = search.tables[search.slot[node], : len(mine) + 1]
-    there = search.tables[search.slot[partner], : len(theirs) + 1]
-    gains_here = _replaced(field, int(nodes.kind[node]), here, theirs)
-    gains_there = _replaced(field, int(nodes.kind[partner]), there, mine)
-    now = int(gains_here[-1, -1]) + int(gains_there[-1, -1])
-    paid, moves = _prices(field, node, partner, mine, theirs)
-    more = np.append(field.gpus[theirs], 0)[None, :] - np.append(field.gpus[mine], 0)[:, None]
-    possible = (gains_here >= 0) & (gains_there.T >= 0) & (moves <= search.moves)
-    possible &= (more <= nodes.free[node]) & (-more <= nodes.free[partner])
-    possible &= ~np.append(field.fixed[theirs], 0).astype(np.bool_)[None, :]
-    possible &= ~np.append(field.fixed[mine], 0).astype(np.bool_)[:, None]
-    return np.where(possible, gains_here + gains_there.T - now - paid, 0)
-
-
-def _replaced(field: Field, kind: int, tables: Ints, items: Ints) -> Longs:
-    """Return the best values over (table, item) with each item joining each table, and last with none."""
-    top = int(field.size[kind]) - 1
-    values = np.full((len(tables), len(items) + 1), NEVER, dtype=np.int64)
-    for at, item in enumerate(items.tolist()):
-        first, last = field.start[item, kind], field.stop[item, kind]
-        if first < last:
-            more = tables[:, top - field.offset[first:last]] + field.value[first:last].astype(np.int64)
-            values[:, at] = more.max(axis=1)
-    values[:, -1] = tables[:, top]
-    return values
-
-
-def _prices(field: Field, node: int, partner: int, mine: Ints, theirs: Ints) -> tuple[Longs, Longs]:
-    """Return what each exchange costs and how many running jobs it moves, over (mine, theirs)."""
-    out, back = _away(field, mine, node, partner), _away(field, theirs, partner, node)
-    cost_out, cost_back = np.append(out * field.cost[mine], 0), np.append(back * field.cost[theirs], 0)
-    moves_out, moves_back = np.append(out, 0), np.append(back, 0)
-    return cost_out[:, None] + cost_back[None, :], moves_out[:, None] + moves_back[None, :]
-
-
-def _away(field: Field, items: Ints, source: int, target: int) -> Longs:
+@_compiled
+def _away(field: Field, item: int, source: int, target: int) -> int:
     """Return 1 for an item that leaves home, -1 for one that comes back, else 0."""
-    home = field.home[items]
-    running = home >= 0
-    steps: Longs = (running & (home != target)).astype(np.int64) - (running & (home != source)).astype(np.int64)
-    return steps
+    home = field.home[item]
+    return 0 if home < 0 else int(home != target) - int(home != source)
+
+
+@_compiled
+def _side(field: Field, nodes: Nodes, source: int, target: int, side: Longs) -> int:
+    """Write what matters of each item of ``source`` that may go to ``target``, and last of none; return how many.
+
+    The rows are its position, its GPUs, how many more jobs are then away from home, what that costs, its best value.
+    """
+    kind, loose = nodes.kind[target], 0
+    for at in range(nodes.filled[source]):
+        item = nodes.items[source, at]
+        if not field.fixed[item]:
+            away = _away(field, item, source, target)
+            side[0, loose] = at
+            side[1, loose] = field.gpus[item]
+            side[2, loose] = away
+            side[3, loose] = away * field.cost[item]
+            side[4, loose] = field.best[item, kind]
+            loose += 1
+    side[:, loose] = 0
+    side[0, loose] = nodes.filled[source]
+    return loose + 1
+
+
+@_compiled
+def _best_exchange(field: Field, nodes: Nodes, node: int, search: Search) -> tuple[int, int, int, int]:
+    """Return the fields of the best ``Exchange``."""
+    found = (0, -1, -1, -1)
+    kind, count = nodes.kind[node], nodes.filled[node]
+    top = field.size[kind] - 1
+    mine, sides = search.tables[search.slot[node]], np.zeros((2, 5, nodes.items.shape[1] + 1), np.int64)
+    (places, gpus, away, cost, best), (places_there, gpus_there, away_there, cost_there, best_there) = (
+        sides[0],
+        sides[1],
+    )
+    for partner in search.partners:
+        if partner == node:
+            continue
+        other, many = nodes.kind[partner], nodes.filled[partner]
+        theirs, highest = search.tables[search.slot[partner]], field.size[other] - 1
+        now = mine[count, top] + theirs[many, highest]
+        ways, ways_there = _side(field, nodes, node, partner, sides[0]), _side(field, nodes, partner, node, sides[1])
+        for one in range(ways):
+            a = places[one]
+            for two in range(ways_there):
+                b = places_there[two]
+                more, moves = gpus_there[two] - gpus[one], away[one] + away_there[two]
+                if more > nodes.free[node] or -more > nodes.free[partner] or moves > search.moves:
+                    continue
+                above = now + found[0] + cost[one] + cost_there[two]
+                here, there = mine[a, top], theirs[b, highest]
+                if here + best_there[two] + there + best[one] <= above:
+                    continue  # even with all that the nodes have for each, it is no better
+                if b < many:
+                    here = _join(field, kind, nodes.items[partner, b], mine[a])
+                if a < count:
+                    there = _join(field, other, nodes.items[node, a], theirs[b])
+                if min(here, there) >= 0 and here + there > above:
+                    found = (found[0] + here + there - above, partner, a, b)
+    return found
+
+
+def exchange(field: Field, nodes: Nodes, node: int, search: Search) -> Exchange:
+    """Return the best exchange of an item of ``node`` with one of a partner, the first of several."""
+    return Exchange(*_best_exchange(field, nodes, node, search))
+
+
+@_compiled
+def fill(field: Field, nodes: Nodes, which: Ints, out: Ints) -> None:
+    """Write the tables of the nodes ``which`` with all their items into ``out``."""
+    spare = np.empty(field.size.max(), np.int32)
+    for row in range(len(which)):
+        node = which[row]
+        kind, count = nodes.kind[node], nodes.filled[node]
+        size = field.size[kind]
+        out[row, :size] = 0
+        low = 0
+        for at in range(count):
+            spare[:size] = out[row, :size]
+            low = _insert(field, kind, nodes.items[node, at], spare, out[row], low)
+
+
+@_compiled
+def worth(field: Field, kind: int, items: Ints) -> int:
+    """Return the value of a node of a kind with these items; negative when they do not fit."""
+    size = field.size[kind]
+    tables = np.empty((2, size), np.int32)
+    tables[0] = 0
+    low = 0
+    for at in range(len(items)):
+        low = _insert(field, kind, items[at], tables[at % 2], tables[(at + 1) % 2], low)
+    value: int = tables[len(items) % 2, size - 1]
+    return value
+
+
+@_compiled
+def joins(field: Field, kinds: Ints, item: int, tables: Ints, out: Longs) -> None:
+    """Write into ``out`` the value that one more item adds to each table; negative: it does not fit."""
+    for row in range(len(kinds)):
+        after = _join(field, kinds[row], item, tables[row])
+        out[row] = NEVER if after < 0 else after - tables[row, field.size[kinds[row]] - 1]

@@ -1,63 +1,64 @@
-"""The outcome of a board as a plan: every node divided, who has what, and why where it is not obvious."""
+"""The outcome of a assignment as a plan: every node divided, who has what, and why where it is not obvious."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from cadenza.policies.allocation.cadenza.arrays import Arrays
-from cadenza.policies.allocation.cadenza.assignment import Board
-from cadenza.policies.allocation.cadenza.knapsack import Division, Ints, Longs
+from cadenza.policies.allocation.cadenza.assignment import Assignment
+from cadenza.policies.allocation.cadenza.knapsack import Ints, Longs, divide
 from cadenza.policies.allocation.problem import Plan, Server, proportional_share, share_speed
 from cadenza.policies.core.model import Job, JobKey, Placement, Share
 from cadenza.policies.core.profile import NEARLY
 
 
-def written(arrays: Arrays, by: Division) -> Plan:
+def plan_of(arrays: Arrays) -> Plan:
     """Divide every node and write down who has what; what does not change is the same object as before."""
-    board = arrays.board
-    which = np.arange(len(board.servers), dtype=np.int32)
-    choice = np.zeros(len(board.gpus), dtype=np.int32)
-    total: Longs = np.zeros(len(board.servers), dtype=np.int64)
-    by.divide(arrays.field, arrays.nodes, which, choice, total)
+    assignment = arrays.assignment
+    which = np.arange(len(assignment.servers), dtype=np.int32)
+    choice = np.zeros(len(assignment.gpus), dtype=np.int32)
+    total: Longs = np.zeros(len(assignment.servers), dtype=np.int64)
+    divide(arrays.field, arrays.nodes, which, choice, total)
     placements = _placements(arrays, choice)
-    if board.case.costs.tune_s > 0:
-        for node in range(len(board.servers)):
-            _keep_shares(board, node, placements)
-    return Plan(placements, _reasons(board))
+    if assignment.case.costs.tune_s > 0:
+        for node in range(len(assignment.servers)):
+            _keep_shares(assignment, node, placements)
+    return Plan(placements, _reasons(assignment))
 
 
 def _placements(arrays: Arrays, choice: Ints) -> dict[JobKey, Placement]:
-    board = arrays.board
+    assignment = arrays.assignment
     cpus, memory_mb = arrays.cpus[choice].tolist(), arrays.memory_mb[choice].tolist()
-    names = [server.name for server in board.servers]
+    names = [server.name for server in assignment.servers]
 
     def share(item: int) -> Share:
-        return Share(names[board.where[item]], board.gpus[item], cpus[item], memory_mb[item])
+        return Share(names[assignment.where[item]], assignment.gpus[item], cpus[item], memory_mb[item])
 
     placements: dict[JobKey, Placement] = {}
-    for item, job in enumerate(board.jobs):
-        parts = board.parts.get(item)
+    for item, job in enumerate(assignment.jobs):
+        parts = assignment.parts.get(item)
         placement = (share(item),) if parts is None else tuple([share(one) for one in parts])
         placements[job.key] = job.placement if placement == job.placement else placement
     return placements
 
 
-def _keep_shares(board: Board, node: int, placements: dict[JobKey, Placement]) -> None:
+def _keep_shares(assignment: Assignment, node: int, placements: dict[JobKey, Placement]) -> None:
     """Leave the CPUs and memory of a node's jobs as they are when changing them gains less than it costs."""
-    items, costs = board.members[node], board.case.costs
-    if any(board.home[item] != node for item in items):
+    items, costs = assignment.members[node], assignment.case.costs
+    if any(assignment.home[item] != node for item in items):
         return  # newcomers and parts have no home
-    changed = [item for item in items if placements[board.jobs[item].key] != board.jobs[item].placement]
-    server, jobs = board.servers[node], [board.jobs[item] for item in items]
+    changed = [item for item in items if placements[assignment.jobs[item].key] != assignment.jobs[item].placement]
+    server, jobs = assignment.servers[node], [assignment.jobs[item] for item in items]
     shares = [job.placement[0] for job in jobs]
     fits = sum(one.cpus for one in shares) <= server.cpus and sum(one.memory_mb for one in shares) <= server.memory_mb
-    if not fits or not all(_good(job, server, board.case.margin) for job in jobs):
+    if not fits or not all(_good(job, server, assignment.case.margin) for job in jobs):
         return
     gain = sum(
-        (share_speed(job.profile, placements[job.key][0], server.gpu_type) - _speed(job, server)) * board.weight(item)
+        (share_speed(job.profile, placements[job.key][0], server.gpu_type) - _speed(job, server))
+        * assignment.weight(item)
         for item, job in zip(items, jobs, strict=True)
     )
-    cost = sum(_speed(board.jobs[item], server) * board.weight(item) for item in changed)
+    cost = sum(_speed(assignment.jobs[item], server) * assignment.weight(item) for item in changed)
     if gain * costs.horizon_s <= cost * costs.tune_s:
         placements.update({job.key: job.placement for job in jobs})
 
@@ -74,18 +75,18 @@ def _good(job: Job, server: Server, margin: float) -> bool:
     return _speed(job, server) >= (1 + margin) * share_speed(job.profile, fair, server.gpu_type) - NEARLY
 
 
-def _reasons(board: Board) -> dict[JobKey, str]:
+def _reasons(assignment: Assignment) -> dict[JobKey, str]:
     """Return why jobs move, and why they are on several nodes."""
     reasons = {}
-    for job, home, node in zip(board.jobs, board.home, board.where, strict=False):
+    for job, home, node in zip(assignment.jobs, assignment.home, assignment.where, strict=False):
         if home not in (-1, node):
-            reasons[job.key] = _why_moved(board, home, node)
-    for item, parts in board.parts.items():
-        job = board.jobs[item]
+            reasons[job.key] = _why_moved(assignment, home, node)
+    for item, parts in assignment.parts.items():
+        job = assignment.jobs[item]
         reasons[job.key] = f"on {len(parts)} nodes: no node has {job.gpus} GPUs for it"
     return reasons
 
 
-def _why_moved(board: Board, home: int, node: int) -> str:
-    source, target = board.servers[home].name, board.servers[node].name if node >= 0 else "several nodes"
+def _why_moved(assignment: Assignment, home: int, node: int) -> str:
+    source, target = assignment.servers[home].name, assignment.servers[node].name if node >= 0 else "several nodes"
     return f"moves from {source} to {target}: together the jobs gain more than the move costs"
