@@ -15,11 +15,11 @@ import zmq
 
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.driver.channel import Channel
-from cadenza.sidecar.agent.driver.process_control import DriverPath
+from cadenza.sidecar.agent.driver.process_control import DriverController
 from cadenza.sidecar.agent.errors import AgentError, StateFileError
-from cadenza.sidecar.agent.handlers.job_side import Server
+from cadenza.sidecar.agent.handlers.job_side import JobHandler
 from cadenza.sidecar.agent.handlers.reports import Reporter
-from cadenza.sidecar.agent.handlers.service_side import Commands
+from cadenza.sidecar.agent.handlers.service_side import ServiceHandler
 from cadenza.sidecar.agent.ipc.processes import boot_id, open_pidfd, start_ticks
 from cadenza.sidecar.agent.ipc.service_link import Link, read_keys
 from cadenza.sidecar.agent.ipc.transport import Listener, Session, notify_ready
@@ -27,19 +27,19 @@ from cadenza.sidecar.agent.jobs import step_rate
 from cadenza.sidecar.agent.jobs.clock_jumps import Jumps
 from cadenza.sidecar.agent.jobs.host_state import NO_FACTS, Host
 from cadenza.sidecar.agent.leases.lease_file import LeaseFile, still_running
-from cadenza.sidecar.agent.leases.lease_table import Entry, LeaseBook
-from cadenza.sidecar.agent.prefetch.prefetcher import Warming
-from cadenza.sidecar.agent.settings import AgentSettings
+from cadenza.sidecar.agent.leases.lease_table import Lease, LeaseTable
+from cadenza.sidecar.agent.prefetch.prefetcher import Prefetcher
 from cadenza.sidecar.agent.telemetry.collector import Collector
 from cadenza.sidecar.agent.telemetry.gpus import nvml_devices
 from cadenza.sidecar.agent.telemetry.records import Records
 from cadenza.sidecar.agent.telemetry.sampler import Background, Sampler
 from cadenza.sidecar.agent.tuning import topology
-from cadenza.sidecar.agent.tuning.state_file import TuneFile
+from cadenza.sidecar.agent.tuning.state_file import TuningFile
 from cadenza.sidecar.agent.tuning.tuner import Tuner
 from cadenza.sidecar.agent.turns.arbiter import Arbiter
-from cadenza.sidecar.agent.turns.coordinator import Conductor
+from cadenza.sidecar.agent.turns.coordinator import StopCoordinator
 from cadenza.sidecar.agent.turns.driver_outcomes import Endings
+from cadenza.sidecar.agent_settings import AgentSettings
 from cadenza.sidecar.clock import SystemClock
 
 log = logging.getLogger(__name__)
@@ -63,17 +63,17 @@ class Daemon:
         self._lock = _sole(Path(settings.state_dir))
         self._file = LeaseFile(Path(settings.state_dir), boot_id())
         self.host = Host(settings, clock, settings.host_name, started_at=clock.monotonic())
-        self._driver = DriverPath(
+        self._driver = DriverController(
             self.host, _free_memory, Channel(clock, Path(settings.state_dir) / "driver.lock", self._watch_helper)
         )
-        self._conductor = Conductor(self.host, _free_memory, self._driver)
-        self._driver.ends = Endings(self._conductor)
-        arbiter = Arbiter(self.host, self._conductor)
-        self._server = Server(self.host, self._conductor, arbiter, privileged, self._watch)
+        self._coordinator = StopCoordinator(self.host, _free_memory, self._driver)
+        self._driver.ends = Endings(self._coordinator)
+        arbiter = Arbiter(self.host, self._coordinator)
+        self._job_side = JobHandler(self.host, self._coordinator, arbiter, privileged, self._watch)
         self._arbiter = arbiter
-        self._tuner = Tuner(self.host, TuneFile(Path(settings.state_dir), boot_id()), topology.read())
-        self._warming = Warming(self.host)
-        self._commands = Commands(self.host, self._conductor, arbiter, self._tuner, self._warming)
+        self._tuner = Tuner(self.host, TuningFile(Path(settings.state_dir), boot_id()), topology.read())
+        self._prefetcher = Prefetcher(self.host)
+        self._service_side = ServiceHandler(self.host, self._coordinator, arbiter, self._tuner, self._prefetcher)
         self._collector = Collector(self.host, Background(Sampler(clock, nvml_devices)), Records(settings))
         latest, in_force = self._collector.latest, self._tuner.in_force
         self._reporter = Reporter(self.host, version, _memory_mb, latest, in_force, self._lacks, self._warmed)
@@ -98,11 +98,11 @@ class Daemon:
         """Take over the leases of an earlier agent whose jobs still have a process here."""
         saved = self._file.load()
         self.host.facts = saved.facts or NO_FACTS
-        kept = [entry for entry in saved.leases if _revive(entry)]
-        self.host.book = LeaseBook(kept)
-        for entry in kept:
-            log.info("recovered JOBID=%s lease=%s gpus=%s", entry.key, entry.state, entry.gpus)
-            for process in entry.processes:
+        kept = [lease for lease in saved.leases if _revive(lease)]
+        self.host.leases = LeaseTable(kept)
+        for lease in kept:
+            log.info("recovered JOBID=%s lease=%s gpus=%s", lease.key, lease.state, lease.gpus)
+            for process in lease.processes:
                 self._watch(process.pid)
         self._driver.recover()
 
@@ -123,7 +123,7 @@ class Daemon:
         previous = signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
         handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         notify_ready()
-        log.info("ready host=%s socket=%s jobs=%d", self.host.name, self._settings.socket, len(self.host.book))
+        log.info("ready host=%s socket=%s jobs=%d", self.host.name, self._settings.socket, len(self.host.leases))
         try:
             while not self._stop:
                 self.turn()
@@ -142,7 +142,7 @@ class Daemon:
         self._driver.close()
         self._tuner.restore()
         self._collector.close()
-        self._warming.close()
+        self._prefetcher.close()
         if self._link is not None:
             self._link.close()
         for descriptor in (*self._pidfds.values(), *self._wakeup):
@@ -170,7 +170,7 @@ class Daemon:
         """Call what belongs to a socket or descriptor that has something to read."""
         if self._link is not None and ready is self._link.socket:
             for order in self._link.receive():
-                self._commands.obey(order)
+                self._service_side.obey(order)
         elif not isinstance(ready, int):
             log.error("nothing belongs to %r", ready)
         elif ready == self._listener.socket.fileno():
@@ -201,7 +201,7 @@ class Daemon:
     def _handle(self, session: Session, packet: bytes) -> None:
         """Handle one packet; a fault of this program costs the one connection, not the daemon."""
         try:
-            self._server.handle(session, packet)
+            self._job_side.handle(session, packet)
         except AgentError:
             raise
         except Exception:
@@ -214,7 +214,7 @@ class Daemon:
         if self._listener.sessions.pop(descriptor, None) is not None:
             self._poller.unregister(descriptor)
             session.sock.close()
-            self._server.lost(session)
+            self._job_side.lost(session)
 
     # --- processes -----------------------------------------------------------------------------------------
 
@@ -237,27 +237,27 @@ class Daemon:
         if pid is not None:
             self._poller.unregister(descriptor)
             os.close(self._pidfds.pop(pid))
-            self._server.process_gone(pid)
+            self._job_side.process_gone(pid)
 
     def _sweep(self) -> None:
         """Find ended processes for which no pidfd was to be had."""
-        for entry in self.host.book:
-            alive = still_running(entry, start_ticks)
-            for process in entry.processes:
+        for lease in self.host.leases:
+            alive = still_running(lease, start_ticks)
+            for process in lease.processes:
                 if process not in alive and process.pid not in self._pidfds:
-                    self._server.process_gone(process.pid)
+                    self._job_side.process_gone(process.pid)
 
     # --- timers and output ---------------------------------------------------------------------------------
 
     def _timers(self) -> None:
         """Move stops on, and every now and then everything else."""
         self._driver.tick()
-        for entry in self.host.book:
-            self._conductor.tick(entry)
+        for lease in self.host.leases:
+            self._coordinator.tick(lease)
         now = self.host.clock.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
-            self._server.tick()
+            self._job_side.tick()
         if now >= self._next_sweep:
             self._next_sweep = now + SWEEP_S
             self._sweep()
@@ -265,11 +265,11 @@ class Daemon:
         step_rate.look(self.host)
         self._tuner.tick()
         self._collector.tick()
-        self._warming.tick()
+        self._prefetcher.tick()
 
     def _write_down(self) -> bool:
         """Bring leases.json up to date; while that fails nothing is told to anyone."""
-        book = self.host.book
+        book = self.host.leases
         if book.changed == self._written:
             return True
         try:
@@ -286,7 +286,7 @@ class Daemon:
 
     def _warmed(self) -> tuple[orders.Warmed, ...]:
         """Return what was read for jobs that are to come."""
-        return tuple(self._warming.warmed.values())
+        return tuple(self._prefetcher.warmed.values())
 
     def _report(self) -> None:
         """Send the service what it is to know."""
@@ -297,15 +297,15 @@ class Daemon:
                 self._link.send((report,))
 
 
-def _revive(entry: Entry) -> bool:
+def _revive(lease: Lease) -> bool:
     """Bring a saved lease to what holds after a restart; False when its job is gone.
 
     A stop that was under way is void: ranks that had moved out are told to take their state back.
     """
-    entry.processes = still_running(entry, start_ticks)
-    if entry.state == "stopping":
-        entry.state = "held"
-    return bool(entry.processes)
+    lease.processes = still_running(lease, start_ticks)
+    if lease.state == "stopping":
+        lease.state = "held"
+    return bool(lease.processes)
 
 
 def _free_memory() -> int:

@@ -12,7 +12,7 @@ import click
 
 from cadenza.sidecar.agent.daemon import Daemon
 from cadenza.sidecar.agent.errors import AgentError, EnvironmentLacksError
-from cadenza.sidecar.agent.settings import load_settings
+from cadenza.sidecar.agent_settings import load_settings
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
 
 

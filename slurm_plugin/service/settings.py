@@ -14,7 +14,7 @@ from cadenza.policies.core.errors import InputError
 from cadenza.policies.guard import GuardSettings
 from cadenza.policies.registry import Kind, entry
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings, Turns
-from cadenza.sidecar.agent.settings import AgentSettings
+from cadenza.sidecar.agent_settings import AgentSettings
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError, load, where
 from cadenza.slurm_plugin.service.agents.hub import HubSettings
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.sidecar.agent.settings import AgentSettings, load_settings
+from cadenza.sidecar.agent_settings import AgentSettings, load_settings
 from cadenza.sidecar.config import ConfigError, read
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from cadenza.sidecar.agent.driver.cuda import Cuda, CudaError
-from cadenza.sidecar.agent.driver.inspection import Looker
+from cadenza.sidecar.agent.driver.inspection import Inspector
 from cadenza.sidecar.agent.driver.protocol import Look
 from cadenza.sidecar.agent.errors import EnvironmentLacksError
 
@@ -38,7 +38,7 @@ class Tree:
         self.write("cgroup", "0::/job_7/step_0\n")
         self.group = root / "cgroup" / "job_7"
         (self.group / "step_0").mkdir(parents=True)
-        self.looker = Looker(root / "proc", root / "cgroup")
+        self.looker = Inspector(root / "proc", root / "cgroup")
         self.size: int | None = 1000
         self.pid = pid
         self.looker._nvml = SimpleNamespace(

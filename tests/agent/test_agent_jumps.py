@@ -9,11 +9,11 @@ import pytest
 from cadenza.policies.core.model import JobKey
 from cadenza.sidecar.agent.jobs.clock_jumps import Jumps
 from cadenza.sidecar.agent.jobs.host_state import Host
-from cadenza.sidecar.agent.leases.lease_table import Entry
-from cadenza.sidecar.agent.settings import AgentSettings
+from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.telemetry.collector import Collector
 from cadenza.sidecar.agent.telemetry.records import Records
 from cadenza.sidecar.agent.telemetry.sampler import Background, Sampler
+from cadenza.sidecar.agent_settings import AgentSettings
 
 
 @dataclass
@@ -39,9 +39,9 @@ def test_turns_are_charged_for_time_that_passed(set_by: float) -> None:
     clock = Jumping()
     host = Host(AgentSettings(), clock, "n1")
     jumps = Jumps(host)
-    first, second = (host.book.register(Entry(job, 0, 1000, (0,), 0.0), clock.now()) for job in (1, 2))
+    first, second = (host.leases.register(Lease(job, 0, 1000, (0,), 0.0), clock.now()) for job in (1, 2))
     jumps.tick()
-    host.book.grant(first, clock.now())
+    host.leases.grant(first, clock.now())
     clock.after(7.0)
     jumps.tick()
     clock.after(3.0, set_by=set_by)
@@ -49,8 +49,8 @@ def test_turns_are_charged_for_time_that_passed(set_by: float) -> None:
     now = clock.now()
     assert (first.held_s(now), first.vtime(now), second.vtime(now)) == pytest.approx((10.0, 10.0, 0.0), abs=1e-3)
     assert now - second.since_s == pytest.approx(10.0, abs=1e-3)
-    host.book.stop(first, now)
-    stretch = host.book.release(first, now)
+    host.leases.stop(first, now)
+    stretch = host.leases.release(first, now)
     assert stretch.to_s - stretch.from_s == pytest.approx(10.0, abs=1e-3)
     assert host.next_order() < host.next_order()
 
@@ -59,17 +59,17 @@ def test_small_steps_move_nothing() -> None:
     clock = Jumping()
     host = Host(AgentSettings(), clock, "n1")
     jumps = Jumps(host)
-    entry = host.book.register(Entry(1, 0, 1000, (0,), 0.0), clock.now())
+    lease = host.leases.register(Lease(1, 0, 1000, (0,), 0.0), clock.now())
     for _ in range(3):
         clock.after(1.0, set_by=0.01)
         jumps.tick()
-    assert entry.since_s == 1_700_000_000.0
+    assert lease.since_s == 1_700_000_000.0
 
 
 def test_samples_are_of_time_that_passed() -> None:
     clock = Jumping()
     host = Host(AgentSettings(), clock, "n1")
-    host.book.register(Entry(1, 0, 1000, (), 0.0), clock.now())
+    host.leases.register(Lease(1, 0, 1000, (), 0.0), clock.now())
     collector = Collector(host, Background(Sampler(clock, tuple)), Records(AgentSettings()))
     windows = []
     for set_by in (0.0, -3600.0, 7200.0):

@@ -1,4 +1,4 @@
-"""The lease book: no GPU twice in any history, virtual time, and the file behind it."""
+"""The lease table: no GPU twice in any history, virtual time, and the file behind it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.errors import LeaseConflictError, StateFileError
 from cadenza.sidecar.agent.leases.lease_file import LeaseFile, still_running
-from cadenza.sidecar.agent.leases.lease_table import Entry, LeaseBook, Process
+from cadenza.sidecar.agent.leases.lease_table import Lease, LeaseTable, Process
 
 FACTS = orders.Facts(1, jobs=(), slice_s=9.0, share_between_users=True, enforce=True)
 
 
-def entry(job: int, *gpus: int, weight: float = 1.0) -> Entry:
-    return Entry(job, 0, 1000, gpus, 0.0, weight=weight)
+def lease(job: int, *gpus: int, weight: float = 1.0) -> Lease:
+    return Lease(job, 0, 1000, gpus, 0.0, weight=weight)
 
 
 class Histories(RuleBasedStateMachine):
@@ -31,7 +31,7 @@ class Histories(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = LeaseBook()
+        self.table = LeaseTable()
         self.now = 0.0
         self.serial = 0
         self.held: dict[JobKey, float] = {}
@@ -39,24 +39,24 @@ class Histories(RuleBasedStateMachine):
         """Who has got a GPU together with somebody else, which takes a pack."""
 
     @rule(target=jobs, gpus=st.sets(st.integers(0, 3), max_size=4), weight=st.sampled_from([0.5, 1.0, 4.0]))
-    def register(self, gpus: set[int], weight: float) -> Entry:
+    def register(self, gpus: set[int], weight: float) -> Lease:
         self.serial += 1
-        new = self.book.register(entry(self.serial, *gpus, weight=weight), self.now)
+        new = self.table.register(lease(self.serial, *gpus, weight=weight), self.now)
         self.held[new.key] = 0.0
         return new
 
     @rule(seconds=st.floats(0, 100))
     def pass_time(self, seconds: float) -> None:
-        for one in self.book:
+        for one in self.table:
             self.held[one.key] += seconds if one.occupying else 0.0
         self.now += seconds
 
     @rule(one=jobs, move=st.sampled_from(["grant", "stop", "keep", "release"]))
-    def move(self, one: Entry, move: str) -> None:
-        if self.book.get(one.key) is not one:
+    def move(self, one: Lease, move: str) -> None:
+        if self.table.get(one.key) is not one:
             return
         before = (one.state, one.since_s)
-        free = not self.book.blockers(one)
+        free = not self.table.blockers(one)
         legal = {
             "grant": one.state in {"waiting", "yielded"} and free,
             "stop": one.state == "held",
@@ -64,58 +64,58 @@ class Histories(RuleBasedStateMachine):
             "release": one.state == "stopping",
         }[move]
         if legal:
-            getattr(self.book, move)(one, self.now)
-            beside = [other for other in self.book if other is not one and other.occupying and other.overlaps(one)]
+            getattr(self.table, move)(one, self.now)
+            beside = [other for other in self.table if other is not one and other.occupying and other.overlaps(one)]
             if move == "grant" and beside:
                 assert all(one.packed_with(other) for other in beside)
                 self.shared |= {one.key, *(other.key for other in beside)}
         else:
             with pytest.raises(LeaseConflictError):
-                getattr(self.book, move)(one, self.now)
+                getattr(self.table, move)(one, self.now)
             assert (one.state, one.since_s) == before
 
     @rule(data=st.data())
     def pack(self, data: st.DataObject) -> None:
-        keys = [one.key for one in self.book]
-        self.book.pack({key: data.draw(st.integers(0, 2)) for key in keys if data.draw(st.booleans())})
-        for one in self.book:
-            others = [other for other in self.book if other is not one and other.occupying and other.overlaps(one)]
+        keys = [one.key for one in self.table]
+        self.table.pack({key: data.draw(st.integers(0, 2)) for key in keys if data.draw(st.booleans())})
+        for one in self.table:
+            others = [other for other in self.table if other is not one and other.occupying and other.overlaps(one)]
             apart = any(not one.packed_with(other) for other in others)
             assert one.loose == (one.occupying and apart)
 
     @rule(one=jobs)
-    def opt_out(self, one: Entry) -> None:
+    def opt_out(self, one: Lease) -> None:
         one.managed = False
-        self.book.pack({other.key: other.pack for other in self.book})
+        self.table.pack({other.key: other.pack for other in self.table})
 
     @rule(one=consumes(jobs))
-    def drop(self, one: Entry) -> None:
+    def drop(self, one: Lease) -> None:
         occupied = one.occupying
-        stretch = self.book.drop(one, self.now)
+        stretch = self.table.drop(one, self.now)
         assert (stretch is not None) == occupied
-        assert self.book.get(one.key) is None
+        assert self.table.get(one.key) is None
 
     @invariant()
     def no_gpu_twice_but_by_a_pack(self) -> None:
-        for one, other in combinations([one for one in self.book if one.occupying], 2):
+        for one, other in combinations([one for one in self.table if one.occupying], 2):
             if not set(one.gpus).isdisjoint(other.gpus):
                 same = one.managed and other.managed and one.pack == other.pack > 0
                 assert same or (one.loose and other.loose)
 
     @invariant()
     def who_is_loose_was_packed_and_shares_a_gpu_still(self) -> None:
-        for one in self.book:
+        for one in self.table:
             if one.loose:
-                assert self.book.blockers(one)
+                assert self.table.blockers(one)
                 assert one.key in self.shared
 
     @invariant()
     def what_is_on_disk_is_taken_back(self) -> None:
-        LeaseBook(msgspec.convert(msgspec.to_builtins(one), Entry) for one in self.book)
+        LeaseTable(msgspec.convert(msgspec.to_builtins(one), Lease) for one in self.table)
 
     @invariant()
     def virtual_time_never_goes_back_and_counts_held_time(self) -> None:
-        for one in self.book:
+        for one in self.table:
             assert one.vtime(self.now) * one.weight >= self.held[one.key] - 1e-6 * (1 + self.now)
 
 
@@ -124,64 +124,64 @@ TestHistories.settings = settings(max_examples=60, stateful_step_count=40, deadl
 
 
 def test_two_leases_on_a_gpu_are_refused_from_disk_too() -> None:
-    both = [entry(1, 0, 1), entry(2, 1)]
+    both = [lease(1, 0, 1), lease(2, 1)]
     for one in both:
         one.state = "held"
     with pytest.raises(LeaseConflictError, match="GPU 1 is leased to 1 and to 2"):
-        LeaseBook(both)
+        LeaseTable(both)
 
 
 def test_a_pack_holds_its_gpus_together_and_is_loosened_until_one_is_left() -> None:
-    book = LeaseBook()
-    one, other, third = (book.register(entry(job, 0), 0.0) for job in (1, 2, 3))
-    book.pack({one.key: 1, other.key: 1})
+    table = LeaseTable()
+    one, other, third = (table.register(lease(job, 0), 0.0) for job in (1, 2, 3))
+    table.pack({one.key: 1, other.key: 1})
     for each in (one, other):
-        book.grant(each, 0.0)
+        table.grant(each, 0.0)
     with pytest.raises(LeaseConflictError, match=r"GPUs .* are still held by 1, 2"):
-        book.grant(third, 0.0)
-    book.pack({third.key: 1})
+        table.grant(third, 0.0)
+    table.pack({third.key: 1})
     assert (one.loose, other.loose, third.loose) == (True, True, False)
-    book.stop(other, 1.0)
-    book.release(other, 2.0)
+    table.stop(other, 1.0)
+    table.release(other, 2.0)
     assert not one.loose
     with pytest.raises(LeaseConflictError):
-        book.grant(other, 3.0)
+        table.grant(other, 3.0)
 
 
 def test_a_job_that_does_not_opt_in_never_shares() -> None:
-    book = LeaseBook()
-    one, exclusive = (book.register(entry(job, 0), 0.0) for job in (1, 2))
+    table = LeaseTable()
+    one, exclusive = (table.register(lease(job, 0), 0.0) for job in (1, 2))
     exclusive.managed = False
-    book.pack({one.key: 1, exclusive.key: 1})
-    book.grant(one, 0.0)
+    table.pack({one.key: 1, exclusive.key: 1})
+    table.grant(one, 0.0)
     with pytest.raises(LeaseConflictError):
-        book.grant(exclusive, 0.0)
+        table.grant(exclusive, 0.0)
 
 
 def test_a_newcomer_starts_at_the_least_virtual_time_that_it_meets() -> None:
-    book = LeaseBook()
-    first = book.register(entry(1, 0), 0.0)
-    book.grant(first, 0.0)
-    exclusive = entry(5, 0)
+    table = LeaseTable()
+    first = table.register(lease(1, 0), 0.0)
+    table.grant(first, 0.0)
+    exclusive = lease(5, 0)
     exclusive.managed = False
-    book.register(exclusive, 0.0)
-    assert book.register(entry(2, 0), 50.0).vtime(50.0) == 50.0
-    assert book.register(entry(3, 1), 50.0).vtime(50.0) == 0.0
+    table.register(exclusive, 0.0)
+    assert table.register(lease(2, 0), 50.0).vtime(50.0) == 50.0
+    assert table.register(lease(3, 1), 50.0).vtime(50.0) == 0.0
 
 
 def test_held_time_counts_by_weight() -> None:
-    book = LeaseBook()
-    heavy = book.register(entry(1, 0, weight=4.0), 0.0)
-    book.grant(heavy, 10.0)
-    book.stop(heavy, 20.0)
-    stretch = book.release(heavy, 30.0)
+    table = LeaseTable()
+    heavy = table.register(lease(1, 0, weight=4.0), 0.0)
+    table.grant(heavy, 10.0)
+    table.stop(heavy, 20.0)
+    stretch = table.release(heavy, 30.0)
     assert heavy.vtime(99.0) == 5.0
     assert (stretch.from_s, stretch.to_s) == (10.0, 30.0)
 
 
 def test_the_file_keeps_everything(tmp_path: Path) -> None:
     file = LeaseFile(tmp_path / "deep", "boot")
-    one = entry(1, 0, 3)
+    one = lease(1, 0, 3)
     one.processes = (Process(12, 345, batch=True),)
     one.state = "yielded"
     file.save((one,), FACTS)
@@ -192,7 +192,7 @@ def test_the_file_keeps_everything(tmp_path: Path) -> None:
 
 
 def test_after_a_reboot_no_lease_is_left_but_the_rules_are(tmp_path: Path) -> None:
-    LeaseFile(tmp_path, "yesterday").save((entry(1, 0),), FACTS)
+    LeaseFile(tmp_path, "yesterday").save((lease(1, 0),), FACTS)
     saved = LeaseFile(tmp_path, "today").load()
     assert saved.leases == ()
     assert saved.facts == FACTS
@@ -212,7 +212,7 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_process_with_the_same_pid_and_another_start_is_another_one() -> None:
-    one = entry(1, 0)
+    one = lease(1, 0)
     one.processes = (Process(10, 100), Process(11, 100), Process(12, 100))
     starts = {10: 100, 11: 101}
     assert still_running(one, starts.get) == (Process(10, 100),)

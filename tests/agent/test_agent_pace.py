@@ -9,7 +9,7 @@ import pytest
 from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import wire
 from cadenza.sidecar.agent.ipc.pages import PageRecord
-from cadenza.sidecar.agent.jobs.step_rate import Pacer, between
+from cadenza.sidecar.agent.jobs.step_rate import StepRateMeter, between
 
 OTHER = JobKey(2, 0)
 
@@ -51,7 +51,7 @@ def test_the_mean_is_exact_and_its_error_follows_the_spread() -> None:
 
 
 def test_a_pace_begins_with_the_company_and_without_the_iteration_under_way() -> None:
-    pacer, ranks = Pacer(), {10: FakeRank()}
+    pacer, ranks = StepRateMeter(), {10: FakeRank()}
     page = ranks[10].page
     pacer.look(frozenset(), ranks, 0.0)
     page.step(5.0)  # under way when it began
@@ -70,7 +70,7 @@ def test_a_pace_begins_with_the_company_and_without_the_iteration_under_way() ->
 
 
 def test_a_job_that_waits_keeps_the_pace_of_its_last_run() -> None:
-    pacer, ranks = Pacer(), {10: FakeRank()}
+    pacer, ranks = StepRateMeter(), {10: FakeRank()}
     page = ranks[10].page
     assert pacer.measure(ranks, 0.0) is None
     pacer.look(frozenset(), ranks, 0.0)
@@ -85,7 +85,7 @@ def test_a_job_that_waits_keeps_the_pace_of_its_last_run() -> None:
 
 
 def test_the_slowest_rank_sets_the_pace() -> None:
-    pacer, ranks = Pacer(), {10: FakeRank(), 11: FakeRank()}
+    pacer, ranks = StepRateMeter(), {10: FakeRank(), 11: FakeRank()}
     pacer.look(frozenset(), ranks, 0.0)
     for rank, time_s in ((10, 0.1), (11, 0.3)):
         ranks[rank].page.step(time_s)

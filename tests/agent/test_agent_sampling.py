@@ -21,13 +21,13 @@ from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import wire
 from cadenza.sidecar.agent.ipc.pages import OrderTimes, PageRecord
 from cadenza.sidecar.agent.jobs.host_state import Host
-from cadenza.sidecar.agent.leases.lease_table import Entry, Process
-from cadenza.sidecar.agent.settings import AgentSettings
+from cadenza.sidecar.agent.leases.lease_table import Lease, Process
 from cadenza.sidecar.agent.telemetry import gpus
 from cadenza.sidecar.agent.telemetry.collector import Collector, Stretch, joined
 from cadenza.sidecar.agent.telemetry.gpus import GpuUse, ProcessUse, nvml_devices
 from cadenza.sidecar.agent.telemetry.records import Records
 from cadenza.sidecar.agent.telemetry.sampler import Background, Sampler, Target, Usage
+from cadenza.sidecar.agent_settings import AgentSettings
 from cadenza.sidecar.clock import SystemClock
 
 BUSY = Path(__file__).with_name("busy_job.py")
@@ -209,8 +209,8 @@ def collector(*devices: Any) -> tuple[Collector, Moving]:
     settings = AgentSettings(records="off")
     clock = Moving()
     host = Host(settings, clock, "n1")
-    entry = Entry(KEY.id, KEY.restart, os.getuid(), (0,), 0.0)
-    host.book.register(entry, 0.0).processes = (Process(os.getpid(), 1),)
+    lease = Lease(KEY.id, KEY.restart, os.getuid(), (0,), 0.0)
+    host.leases.register(lease, 0.0).processes = (Process(os.getpid(), 1),)
     return Collector(host, Background(sampler(*devices)), Records(settings)), clock
 
 

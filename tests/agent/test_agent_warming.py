@@ -1,4 +1,4 @@
-"""Warming: which files a process uses, and that they are read as its user, within bounds."""
+"""Prefetcher: which files a process uses, and that they are read as its user, within bounds."""
 
 from __future__ import annotations
 

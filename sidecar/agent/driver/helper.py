@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from cadenza.sidecar.agent.driver.cuda import Cuda, CudaError
-from cadenza.sidecar.agent.driver.inspection import Looker
+from cadenza.sidecar.agent.driver.inspection import Inspector
 from cadenza.sidecar.agent.driver.protocol import MAX_PACKET, Call, Called, Hello, Look, Reply, Request
 from cadenza.sidecar.agent.errors import EnvironmentLacksError
 from cadenza.sidecar.agent.ipc.processes import start_ticks
@@ -33,7 +33,7 @@ TRY_AGAIN_S = 0.2
 class Helper:
     """Answers requests that come in on a socket."""
 
-    def __init__(self, sock: socket.socket, cuda: Cuda, looker: Looker, clock: Clock) -> None:
+    def __init__(self, sock: socket.socket, cuda: Cuda, looker: Inspector, clock: Clock) -> None:
         self._sock, self._cuda, self._looker, self._clock = sock, cuda, looker, clock
         self._encode = msgspec.msgpack.Encoder().encode
         self._state = threading.Condition()
@@ -144,7 +144,7 @@ def main(lock: str) -> None:
         except EnvironmentLacksError as error:
             sock.send(msgspec.msgpack.encode(Hello(problem=str(error))))
             return
-        helper = Helper(sock, cuda, Looker(), SystemClock())
+        helper = Helper(sock, cuda, Inspector(), SystemClock())
         helper.say(Hello(cuda.version))
         helper.serve()
         helper.leave()

@@ -16,7 +16,7 @@ NCCL_QUIET = (b"NCCL_P2P_DISABLE=1", b"NCCL_SHM_DISABLE=1", b"NCCL_NVLS_ENABLE=0
 """With these NCCL makes none of what a checkpoint cannot take: peer mappings, IPC, multicast objects."""
 
 
-class Looker:
+class Inspector:
     """Looks through nvidia-ml-py; ``proc`` and ``cgroup`` are where the kernel shows processes and limits."""
 
     def __init__(self, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> None:

@@ -1,4 +1,4 @@
-"""The driver path of the agent: one machine a job, between the lease book, the conductor and the helper."""
+"""The driver path of the agent: one machine a job, between the lease book, the coordinator and the helper."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cadenza.sidecar.agent.driver.machine import Limits, Machine
 from cadenza.sidecar.agent.driver.protocol import Call, Called, Look, Looked, Operation
 from cadenza.sidecar.agent.ipc.processes import start_ticks
 from cadenza.sidecar.agent.jobs.host_state import Host
-from cadenza.sidecar.agent.leases.lease_table import Entry, GpuProcess
+from cadenza.sidecar.agent.leases.lease_table import GpuProcess, Lease
 
 log = logging.getLogger(__name__)
 
@@ -32,19 +32,19 @@ NOT_RUN = "this path has not been run on a GPU yet"
 class Ends(Protocol):
     """Who is told how it ended; the lease is theirs."""
 
-    def frozen(self, entry: Entry, seconds: float, nbytes: int, note: str) -> None:
+    def frozen(self, lease: Lease, seconds: float, nbytes: int, note: str) -> None:
         """Take the lease: all is in host memory. ``note`` says why, if the job had it back in vain."""
         ...
 
-    def not_frozen(self, entry: Entry, reason: str, retry_s: float) -> None:
+    def not_frozen(self, lease: Lease, reason: str, retry_s: float) -> None:
         """Let the job run on as before."""
         ...
 
-    def thawed(self, entry: Entry, seconds: float) -> None:
+    def thawed(self, lease: Lease, seconds: float) -> None:
         """Note that the job runs again, with its lease."""
         ...
 
-    def lost(self, entry: Entry, reason: str) -> None:
+    def lost(self, lease: Lease, reason: str) -> None:
         """Note that the job cannot go on; it keeps its lease until it ends or is requeued."""
         ...
 
@@ -58,11 +58,11 @@ class _Freeze:
     look: int = 0
     """Number of the last look that was asked for."""
     told: str = ""
-    """The outcome that the conductor knows."""
+    """The outcome that the coordinator knows."""
 
 
 @dataclass
-class DriverPath:
+class DriverController:
     """Carries out what the machines say; lives in the event loop's thread and never waits.
 
     ``free_memory`` returns the bytes of host memory that can be taken now.
@@ -93,28 +93,28 @@ class DriverPath:
         """Take over what an earlier agent had in hand; the driver says where each process stands."""
         if self.host.settings.driver_checkpoint != "off":
             log.warning("driver_checkpoint = %s: %s", self.host.settings.driver_checkpoint, NOT_RUN)
-        for entry in self.host.book:
-            entry.frozen = tuple(one for one in entry.frozen if start_ticks(one.pid) == one.start_ticks)
-            if entry.frozen:
-                machine = Machine.recovered(entry.frozen, resting=not entry.occupying, limits=self.limits)
-                self._begin(entry, machine)
-                log.info("driver path: recovered JOBID=%s processes=%d", entry.key, len(entry.frozen))
+        for lease in self.host.leases:
+            lease.frozen = tuple(one for one in lease.frozen if start_ticks(one.pid) == one.start_ticks)
+            if lease.frozen:
+                machine = Machine.recovered(lease.frozen, resting=not lease.occupying, limits=self.limits)
+                self._begin(lease, machine)
+                log.info("driver path: recovered JOBID=%s processes=%d", lease.key, len(lease.frozen))
 
-    def freeze(self, entry: Entry) -> None:
+    def freeze(self, lease: Lease) -> None:
         """Stop a job that is *stopping* in the book."""
-        self._begin(entry, Machine(self.limits))
+        self._begin(lease, Machine(self.limits))
 
-    def thaw(self, entry: Entry) -> None:
+    def thaw(self, lease: Lease) -> None:
         """Bring a job back that has its lease; one that is already on its way stays on it."""
-        job = self._jobs.get(entry.key)
+        job = self._jobs.get(lease.key)
         if job is not None and job.told == "frozen":
             job.told, job.began = "", self.host.clock.monotonic()
-            self._advance(entry, job, events.Thaw())
+            self._advance(lease, job, events.Thaw())
 
-    def _begin(self, entry: Entry, machine: Machine) -> None:
-        job = self._jobs[entry.key] = _Freeze(machine, self.host.clock.monotonic())
+    def _begin(self, lease: Lease, machine: Machine) -> None:
+        job = self._jobs[lease.key] = _Freeze(machine, self.host.clock.monotonic())
         job.told = "frozen" if machine.resting else ""
-        self._advance(entry, job, events.Tick())
+        self._advance(lease, job, events.Tick())
 
     # --- the loop ------------------------------------------------------------------------------------------
 
@@ -129,21 +129,21 @@ class DriverPath:
         if sweeping:
             self._next_sweep = now + SWEEP_S
         for key, job in tuple(self._jobs.items()):
-            entry = self.host.book.get(key)
-            if entry is None:
+            lease = self.host.leases.get(key)
+            if lease is None:
                 self._left(key, job)
             else:
                 for pid in _ended(job.machine) if sweeping else ():
-                    self._advance(entry, job, events.Ended(pid))
-                self._advance(entry, job, events.Tick())
+                    self._advance(lease, job, events.Ended(pid))
+                self._advance(lease, job, events.Tick())
         self._mark()
 
     def _mark(self) -> None:
         """Tell each job's run whether this path may stop it, and what it is doing with it."""
         usable = self.host.settings.driver_checkpoint != "off" and self.channel.ready
-        for entry in self.host.book:
-            run, job = self.host.run(entry.key), self._jobs.get(entry.key)
-            run.freezable = usable and entry.hosts == 1
+        for lease in self.host.leases:
+            run, job = self.host.run(lease.key), self._jobs.get(lease.key)
+            run.freezable = usable and lease.hosts == 1
             run.driver = _standing(job)
             run.lost = job.machine.reason if job is not None and job.machine.lost else ""
 
@@ -201,9 +201,9 @@ class DriverPath:
             self._call(key, target, "unlock")
 
     def _to(self, key: JobKey, job: _Freeze, event: events.Event) -> None:
-        entry = self.host.book.get(key)
-        if entry is not None:
-            self._advance(entry, job, event)
+        lease = self.host.leases.get(key)
+        if lease is not None:
+            self._advance(lease, job, event)
 
     def _seen(self, job: _Freeze, looked: Looked) -> events.Seen:
         """Return what was seen; the first time with whether the host can take it."""
@@ -228,34 +228,34 @@ class DriverPath:
             return f"host memory: {takes} and the job's limit leaves {max(looked.room, 0) >> 20} MB"
         return ""
 
-    def _advance(self, entry: Entry, job: _Freeze, event: events.Event) -> None:
+    def _advance(self, lease: Lease, job: _Freeze, event: events.Event) -> None:
         """Move a machine on, do what it says, and tell how it ended."""
         commands = job.machine.advance(event, self.host.clock.monotonic())
-        self._note_targets(entry, job.machine)
-        self.host.run(entry.key).driver = _standing(job)
+        self._note_targets(lease, job.machine)
+        self.host.run(lease.key).driver = _standing(job)
         for command in commands:
             if isinstance(command, events.Operate):
-                self._call(entry.key, job.machine.members[command.pid].target, command.operation)
+                self._call(lease.key, job.machine.members[command.pid].target, command.operation)
             elif isinstance(command, events.LookAt):
-                job.look = self._number(entry.key, None, "state")
-                self.channel.ask(Look(job.look, entry.job, entry.uid, entry.gpus))
+                job.look = self._number(lease.key, None, "state")
+                self.channel.ask(Look(job.look, lease.job, lease.uid, lease.gpus))
             else:
                 self._take(self.channel.end(command.reason))
                 return
-        self._tell(entry, job)
+        self._tell(lease, job)
 
-    def _note_targets(self, entry: Entry, machine: Machine) -> None:
+    def _note_targets(self, lease: Lease, machine: Machine) -> None:
         """Have the processes written down before anything is done to them."""
         targets = tuple(one.target for one in machine.members.values())
         if machine.outcome == "running":
             targets = ()
-        if targets == entry.frozen:
+        if targets == lease.frozen:
             return
-        stop = self.host.run(entry.key).stop
-        if stop is not None and not entry.frozen:
+        stop = self.host.run(lease.key).stop
+        if stop is not None and not lease.frozen:
             stop.bytes += sum(one.nbytes for one in machine.members.values())
-        entry.frozen = targets
-        self.host.book.touch()
+        lease.frozen = targets
+        self.host.leases.touch()
 
     def _call(self, key: JobKey, target: GpuProcess, operation: Operation) -> None:
         number = self._number(key, target, operation)
@@ -267,26 +267,26 @@ class DriverPath:
         self._asked[number] = (key, target, operation)
         return number
 
-    def _tell(self, entry: Entry, job: _Freeze) -> None:
-        """Tell the conductor of an outcome, once."""
+    def _tell(self, lease: Lease, job: _Freeze) -> None:
+        """Tell the coordinator of an outcome, once."""
         outcome = job.machine.outcome
         if outcome in {"", job.told} or self.ends is None:
             return
         job.told = outcome
         seconds = self.host.clock.monotonic() - job.began
         reason = job.machine.reason
-        log.info("driver path: %s JOBID=%s in %.3f s %s", outcome, entry.key, seconds, reason)
+        log.info("driver path: %s JOBID=%s in %.3f s %s", outcome, lease.key, seconds, reason)
         if outcome == "running":
-            del self._jobs[entry.key]
-            self.host.run(entry.key).driver = ""
+            del self._jobs[lease.key]
+            self.host.run(lease.key).driver = ""
         if outcome == "frozen":
-            self.ends.frozen(entry, seconds, sum(one.nbytes for one in job.machine.members.values()), reason)
+            self.ends.frozen(lease, seconds, sum(one.nbytes for one in job.machine.members.values()), reason)
         elif outcome == "lost":
-            self.ends.lost(entry, reason)
+            self.ends.lost(lease, reason)
         elif job.machine.undoing:
-            self.ends.not_frozen(entry, reason, _pause_s(job.machine))
+            self.ends.not_frozen(lease, reason, _pause_s(job.machine))
         else:
-            self.ends.thawed(entry, seconds)
+            self.ends.thawed(lease, seconds)
 
 
 def _standing(job: _Freeze | None) -> str:

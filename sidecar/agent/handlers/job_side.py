@@ -29,10 +29,10 @@ from cadenza.sidecar.agent.jobs import shm_cleanup
 from cadenza.sidecar.agent.jobs.host_state import Host
 from cadenza.sidecar.agent.jobs.job_run import JobRun, Rank, Waiter
 from cadenza.sidecar.agent.leases.lease_file import still_running
-from cadenza.sidecar.agent.leases.lease_table import Entry, Process
+from cadenza.sidecar.agent.leases.lease_table import Lease, Process
 from cadenza.sidecar.agent.turns import checkpoint_stop
 from cadenza.sidecar.agent.turns.arbiter import Arbiter
-from cadenza.sidecar.agent.turns.coordinator import Conductor
+from cadenza.sidecar.agent.turns.coordinator import StopCoordinator
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +47,11 @@ UNLISTED_S = 60.0
 
 
 @dataclass
-class Server:
+class JobHandler:
     """The job side's half of the agent."""
 
     host: Host
-    conductor: Conductor
+    coordinator: StopCoordinator
     arbiter: Arbiter
     privileged: frozenset[int]
     """Uids that may register and end jobs."""
@@ -81,18 +81,18 @@ class Server:
 
     def _from_rank(self, session: Session, message: Message) -> None:
         """Handle what only an attached rank may say."""
-        entry, rank = self._rank_of(session)
+        lease, rank = self._rank_of(session)
         match message:
             case Arrived():
-                self.conductor.arrived(entry, rank, message)
+                self.coordinator.arrived(lease, rank, message)
             case Yielded():
-                self.conductor.yielded(entry, rank, message)
+                self.coordinator.yielded(lease, rank, message)
             case Resumed():
-                self.conductor.resumed(entry, rank, message)
+                self.coordinator.resumed(lease, rank, message)
             case Checkpointed():
-                checkpoint_stop.checkpointed(self.conductor, entry, rank, message)
+                checkpoint_stop.checkpointed(self.coordinator, lease, rank, message)
             case Detach():
-                self._detach(session, entry, rank, message)
+                self._detach(session, lease, rank, message)
             case RequeuedBy():
                 rank.requeue_owner = message.owner
 
@@ -101,71 +101,71 @@ class Server:
     def _start(self, session: Session, message: Start) -> None:
         """Register a job and answer as soon as it holds its lease."""
         self._require_privilege(session, "start")
-        entry = self._registered(message)
-        self._remember(entry, session.peer.pid, batch=message.batch)
-        run = self.host.run(entry.key)
+        lease = self._registered(message)
+        self._remember(lease, session.peer.pid, batch=message.batch)
+        run = self.host.run(lease.key)
         run.empty_since = None
         self.arbiter.settle()
-        if entry.state == "held":
+        if lease.state == "held":
             self.host.outbox.post(session, "lease", state="granted")
             return
         now = self.host.clock.monotonic()
-        session.key = entry.key
+        session.key = lease.key
         run.waiters.append(Waiter(session, now + self.host.settings.lease_wait_s, now))
-        log.info("waits JOBID=%s for %s", entry.key, self.arbiter.why_waiting(entry))
+        log.info("waits JOBID=%s for %s", lease.key, self.arbiter.why_waiting(lease))
 
     def _require_privilege(self, session: Session, what: str) -> None:
         """Raise NotAuthorizedError unless the peer may register jobs."""
         if session.peer.uid not in self.privileged:
             raise NotAuthorizedError(f"{what}: uid {session.peer.uid} may not, only root's plugin may")
 
-    def _registered(self, message: Start) -> Entry:
-        """Return the job's entry, new or brought up to date; root's word replaces what a process said."""
-        entry = self.host.book.get(JobKey(message.job, message.restart))
-        if entry is not None and entry.uid != message.uid:
-            log.warning("registered anew JOBID=%s uid=%d, was %d", entry.key, message.uid, entry.uid)
-            self.drop(entry, "another user's process had claimed it")
-            entry = None
-        if entry is None:
-            fresh = Entry(message.job, message.restart, message.uid, message.gpus, 0.0)
+    def _registered(self, message: Start) -> Lease:
+        """Return the job's lease, new or brought up to date; root's word replaces what a process said."""
+        lease = self.host.leases.get(JobKey(message.job, message.restart))
+        if lease is not None and lease.uid != message.uid:
+            log.warning("registered anew JOBID=%s uid=%d, was %d", lease.key, message.uid, lease.uid)
+            self.drop(lease, "another user's process had claimed it")
+            lease = None
+        if lease is None:
+            fresh = Lease(message.job, message.restart, message.uid, message.gpus, 0.0)
             fresh.managed = message.managed
-            entry = self.host.book.register(fresh, self.host.clock.now())
-            log.info("registered JOBID=%s uid=%d gpus=%s", entry.key, entry.uid, entry.gpus)
-        elif not entry.verified and not entry.occupying:
-            entry.gpus, entry.managed = message.gpus, message.managed
-        entry.user, entry.node, entry.lane = message.user, message.node, message.lane
-        entry.hosts, entry.options, entry.verified = max(message.hosts, 1), message.options, True
-        entry.cpus, entry.memory_mb = message.cpus or entry.cpus, message.memory_mb or entry.memory_mb
-        self.host.book.touch()
-        return entry
+            lease = self.host.leases.register(fresh, self.host.clock.now())
+            log.info("registered JOBID=%s uid=%d gpus=%s", lease.key, lease.uid, lease.gpus)
+        elif not lease.verified and not lease.occupying:
+            lease.gpus, lease.managed = message.gpus, message.managed
+        lease.user, lease.node, lease.lane = message.user, message.node, message.lane
+        lease.hosts, lease.options, lease.verified = max(message.hosts, 1), message.options, True
+        lease.cpus, lease.memory_mb = message.cpus or lease.cpus, message.memory_mb or lease.memory_mb
+        self.host.leases.touch()
+        return lease
 
     def _end(self, session: Session, message: End) -> None:
         """Forget a job that has left the host."""
         self._require_privilege(session, "end")
-        for entry in self.host.book:
-            if entry.job == message.job and message.restart in {None, entry.restart}:
-                entry.processes = ()  # the epilog runs when none is left (prolog_epilog.html)
-                self.drop(entry, "ended")
+        for lease in self.host.leases:
+            if lease.job == message.job and message.restart in {None, lease.restart}:
+                lease.processes = ()  # the epilog runs when none is left (prolog_epilog.html)
+                self.drop(lease, "ended")
         self.arbiter.settle()
 
     def _attach(self, session: Session, message: Attach) -> None:
         """Take in one rank: who it is comes from the kernel, not from the message."""
         self._require_member(session, message.job)
-        entry = self._claimed(session, message)
-        run = self.host.run(entry.key)
+        lease = self._claimed(session, message)
+        run = self.host.run(lease.key)
         self._replace(run, session)
         self.arbiter.settle()  # before the rank is there: nobody speaks to it before it has its answer
         page = Page()
         page.start_at(message.step)
         rank = run.ranks[session.peer.pid] = Rank(session, session.peer.pid, message, page)
         rank.requeue_owner = message.requeue_owner
-        session.key = entry.key
+        session.key = lease.key
         run.detached, run.empty_since = "", None
-        self._remember(entry, session.peer.pid)
-        state = "held" if entry.occupying or message.in_step else "yielded"
+        self._remember(lease, session.peer.pid)
+        state = "held" if lease.occupying or message.in_step else "yielded"
         self.host.outbox.post(session, "attached", fds=(page.fd,), state=state, rank=message.rank)
-        log.info("attached JOBID=%s rank=%d pid=%d lease=%s", entry.key, message.rank, rank.pid, entry.state)
-        self.conductor.joined(entry, rank)
+        log.info("attached JOBID=%s rank=%d pid=%d lease=%s", lease.key, message.rank, rank.pid, lease.state)
+        self.coordinator.joined(lease, rank)
 
     def _require_member(self, session: Session, job: int) -> None:
         """Raise NotAuthorizedError unless the peer's process belongs to the job that it names."""
@@ -174,18 +174,18 @@ class Server:
             named = "no job" if actual is None else f"job {actual}"
             raise NotAuthorizedError(f"attach: pid {session.peer.pid} belongs to {named}, not to job {job}")
 
-    def _claimed(self, session: Session, message: Attach) -> Entry:
-        """Return the entry of the job that a process says it belongs to, if that is its user's."""
+    def _claimed(self, session: Session, message: Attach) -> Lease:
+        """Return the lease of the job that a process says it belongs to, if that is its user's."""
         key = JobKey(message.job, message.restart)
-        entry = self.host.book.get(key)
-        if entry is None:
-            fresh = Entry(key.id, key.restart, session.peer.uid, message.gpus, 0.0, node=message.node)
+        lease = self.host.leases.get(key)
+        if lease is None:
+            fresh = Lease(key.id, key.restart, session.peer.uid, message.gpus, 0.0, node=message.node)
             fresh.hosts = max(message.hosts, 1)
             log.info("registered by its own process JOBID=%s uid=%d gpus=%s", key, fresh.uid, fresh.gpus)
-            return self.host.book.register(fresh, self.host.clock.now())
-        if entry.uid != session.peer.uid:
-            raise NotAuthorizedError(f"attach: job {key} is uid {entry.uid}'s, not uid {session.peer.uid}'s")
-        return entry
+            return self.host.leases.register(fresh, self.host.clock.now())
+        if lease.uid != session.peer.uid:
+            raise NotAuthorizedError(f"attach: job {key} is uid {lease.uid}'s, not uid {session.peer.uid}'s")
+        return lease
 
     def _replace(self, run: JobRun, session: Session) -> None:
         """Forget an earlier attach of the same process."""
@@ -197,31 +197,31 @@ class Server:
             if old.session is not None and old.session is not session:
                 self.host.outbox.post(old.session, "error", last=True, error="replaced by a later attach")
 
-    def _remember(self, entry: Entry, pid: int, *, batch: bool = False) -> None:
+    def _remember(self, lease: Lease, pid: int, *, batch: bool = False) -> None:
         """Write a process down with its job and watch for its end."""
         ticks = start_ticks(pid)
         if ticks is None:
             return
         process = Process(pid, ticks, batch)
-        if all(known.pid != pid or known.start_ticks != ticks for known in entry.processes):
-            entry.processes = (*entry.processes, process)
-            self.host.book.touch()
+        if all(known.pid != pid or known.start_ticks != ticks for known in lease.processes):
+            lease.processes = (*lease.processes, process)
+            self.host.leases.touch()
         self.watch(pid)
 
-    def _rank_of(self, session: Session) -> tuple[Entry, Rank]:
+    def _rank_of(self, session: Session) -> tuple[Lease, Rank]:
         """Return the job and rank behind a session; raise RefusedError when it has not attached."""
-        entry = self.host.book.get(session.key) if session.key else None
-        rank = self.host.run(entry.key).ranks.get(session.peer.pid) if entry else None
-        if entry is None or rank is None or rank.session is not session:
+        lease = self.host.leases.get(session.key) if session.key else None
+        rank = self.host.run(lease.key).ranks.get(session.peer.pid) if lease else None
+        if lease is None or rank is None or rank.session is not session:
             raise RefusedError("this process has not attached, or its job has ended")
-        return entry, rank
+        return lease, rank
 
-    def _detach(self, session: Session, entry: Entry, rank: Rank, message: Detach) -> None:
+    def _detach(self, session: Session, lease: Lease, rank: Rank, message: Detach) -> None:
         """Note that a rank will not stop any more; a stop that has not been committed is withdrawn."""
-        run = self.host.run(entry.key)
+        run = self.host.run(lease.key)
         reason = f"rank {rank.hello.rank} has detached" + (f": {message.reason}" if message.reason else "")
-        self.conductor.cancel(entry, "refused", reason)
-        self._forget_rank(entry, run, rank)
+        self.coordinator.cancel(lease, "refused", reason)
+        self._forget_rank(lease, run, rank)
         run.detached = reason
         session.key = None
 
@@ -241,87 +241,87 @@ class Server:
 
     def process_gone(self, pid: int) -> None:
         """Note that a process ended: strike it off its job, and the job off the book if it was the last."""
-        for entry in self.host.book:
-            if any(process.pid == pid for process in entry.processes):
-                self._strike(entry, pid)
+        for lease in self.host.leases:
+            if any(process.pid == pid for process in lease.processes):
+                self._strike(lease, pid)
         self.arbiter.settle()
 
-    def _strike(self, entry: Entry, pid: int) -> None:
+    def _strike(self, lease: Lease, pid: int) -> None:
         """Remove one process from its job."""
-        run = self.host.run(entry.key)
-        run.batch_ended |= any(process.batch for process in entry.processes if process.pid == pid)
-        entry.processes = tuple(process for process in entry.processes if process.pid != pid)
-        self.host.book.touch()
+        run = self.host.run(lease.key)
+        run.batch_ended |= any(process.batch for process in lease.processes if process.pid == pid)
+        lease.processes = tuple(process for process in lease.processes if process.pid != pid)
+        self.host.leases.touch()
         if rank := run.ranks.get(pid):
-            self._forget_rank(entry, run, rank)
-        if entry.processes:
+            self._forget_rank(lease, run, rank)
+        if lease.processes:
             return
         run.empty_since = self.host.clock.monotonic()
         if run.batch_ended:
-            self.drop(entry, "its batch script ended")
+            self.drop(lease, "its batch script ended")
 
-    def _forget_rank(self, entry: Entry, run: JobRun, rank: Rank) -> None:
+    def _forget_rank(self, lease: Lease, run: JobRun, rank: Rank) -> None:
         """Take a rank out of its job and out of whatever is under way."""
         run.ranks.pop(rank.pid, None)
         rank.page.close()
-        self.conductor.gone_from_resume(entry, rank.pid)
-        self.conductor.settle(entry)
+        self.coordinator.gone_from_resume(lease, rank.pid)
+        self.coordinator.settle(lease)
 
-    def drop(self, entry: Entry, why: str) -> None:
+    def drop(self, lease: Lease, why: str) -> None:
         """Forget a job."""
-        run = self.host.jobs.pop(entry.key, None)
-        stretch = self.host.book.drop(entry, self.host.clock.now())
+        run = self.host.jobs.pop(lease.key, None)
+        stretch = self.host.leases.drop(lease, self.host.clock.now())
         if stretch is not None:
             self.host.ended_stretch(stretch)
         for rank in run.ranks.values() if run else ():
             rank.page.close()
-            self.host.outbox.post(rank.session, "error", last=True, error=f"job {entry.key} has left: {why}")
+            self.host.outbox.post(rank.session, "error", last=True, error=f"job {lease.key} has left: {why}")
         for waiter in run.waiters if run else ():
             self.host.outbox.post(waiter.session, "lease", last=True, state="giveup", reason=why)
-        log.info("left JOBID=%s: %s", entry.key, why)
-        if not still_running(entry, start_ticks) and all(other.job != entry.job for other in self.host.book):
-            shm_cleanup.remove_soon(entry.uid, entry.job)
+        log.info("left JOBID=%s: %s", lease.key, why)
+        if not still_running(lease, start_ticks) and all(other.job != lease.job for other in self.host.leases):
+            shm_cleanup.remove_soon(lease.uid, lease.job)
 
     # --- timers --------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
         """Say "wait" to those who wait, give up on those who waited too long, forget jobs that are gone."""
         now = self.host.clock.monotonic()
-        for entry in self.host.book:
-            run = self.host.run(entry.key)
+        for lease in self.host.leases:
+            run = self.host.run(lease.key)
             for waiter in tuple(run.waiters):
-                self._word(entry, run, waiter, now)
-            if why := self._why_gone(entry, run, now):
-                self.drop(entry, why)
+                self._word(lease, run, waiter, now)
+            if why := self._why_gone(lease, run, now):
+                self.drop(lease, why)
 
-    def _word(self, entry: Entry, run: JobRun, waiter: Waiter, now: float) -> None:
+    def _word(self, lease: Lease, run: JobRun, waiter: Waiter, now: float) -> None:
         """Tell one waiting plugin how things are."""
-        if entry.state == "held":
+        if lease.state == "held":
             self.host.outbox.post(waiter.session, "lease", state="granted")
             run.waiters.remove(waiter)
         elif now >= waiter.deadline:
             limit = self.host.settings.lease_wait_s
-            reason = f"no lease within {limit:g} s: {self.arbiter.why_waiting(entry)}"
-            log.warning("gave up JOBID=%s: %s", entry.key, reason)
+            reason = f"no lease within {limit:g} s: {self.arbiter.why_waiting(lease)}"
+            log.warning("gave up JOBID=%s: %s", lease.key, reason)
             self.host.outbox.post(waiter.session, "lease", state="giveup", reason=reason)
             run.waiters.remove(waiter)
         elif now >= waiter.next_word:
-            why = self.arbiter.why_waiting(entry)
+            why = self.arbiter.why_waiting(lease)
             self.host.outbox.post(waiter.session, "lease", state="wait", reason=why)
             waiter.next_word = now + WAIT_WORD_S
 
-    def _why_gone(self, entry: Entry, run: JobRun, now: float) -> str:
+    def _why_gone(self, lease: Lease, run: JobRun, now: float) -> str:
         """Return why a job counts as gone although nobody said so; empty while it does not."""
-        listed = any(fact.job == entry.job and fact.restart == entry.restart for fact in self.host.facts.jobs)
-        age = self.host.clock.now() - entry.registered_s
-        if age > UNLISTED_S and not entry.verified and not listed and not self.host.rotating():
+        listed = any(fact.job == lease.job and fact.restart == lease.restart for fact in self.host.facts.jobs)
+        age = self.host.clock.now() - lease.registered_s
+        if age > UNLISTED_S and not lease.verified and not listed and not self.host.rotating():
             return "it registered itself and Slurm does not know it"
-        if entry.processes:
+        if lease.processes:
             run.empty_since = None
             return ""
         if run.empty_since is None:
             run.empty_since = now
         if run.listed and not listed:
             return "Slurm does not list it any more and none of its processes lives"
-        limit = EMPTY_MANAGED_S if entry.managed else EMPTY_S
+        limit = EMPTY_MANAGED_S if lease.managed else EMPTY_S
         return f"none of its processes has lived for {limit:g} s" if now - run.empty_since > limit else ""

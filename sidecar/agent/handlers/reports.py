@@ -11,7 +11,7 @@ import msgspec
 from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.jobs.host_state import Host
-from cadenza.sidecar.agent.leases.lease_table import Entry
+from cadenza.sidecar.agent.leases.lease_table import Lease
 
 SPACING_S = 0.05
 
@@ -59,15 +59,15 @@ class Reporter:
             memory_mb=total,
             memory_free_mb=free,
             rotating=self.host.rotating(),
-            leases=tuple(self._lease(entry) for entry in self.host.book),
+            leases=tuple(self._lease(lease) for lease in self.host.leases),
             lacks=self.lacks(),
             warmed=self.warmed(),
         )
 
-    def _lease(self, entry: Entry) -> orders.LeaseReport:
+    def _lease(self, lease: Lease) -> orders.LeaseReport:
         """Return what the service may know of one job, with what was measured of it."""
-        measured, tuned = self.telemetry(entry.key), self.tuned(entry.key)
-        return msgspec.structs.replace(self.host.lease_report(entry), telemetry=measured, tuned=tuned)
+        measured, tuned = self.telemetry(lease.key), self.tuned(lease.key)
+        return msgspec.structs.replace(self.host.lease_report(lease), telemetry=measured, tuned=tuned)
 
 
 def _notable(report: orders.Report) -> Notable:

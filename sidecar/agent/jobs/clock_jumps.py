@@ -31,4 +31,4 @@ class Jumps:
         if before is None or abs(offset_s - before) < JUMP_S:
             return
         log.warning("the wall clock jumped by %.1f s; leases move along", offset_s - before)
-        self.host.book.shift(offset_s - before)
+        self.host.leases.shift(offset_s - before)

@@ -9,8 +9,8 @@ from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.ipc.transport import Outbox
 from cadenza.sidecar.agent.jobs.job_run import JobRun
-from cadenza.sidecar.agent.leases.lease_table import Entry, LeaseBook, Stretch
-from cadenza.sidecar.agent.settings import AgentSettings
+from cadenza.sidecar.agent.leases.lease_table import Lease, LeaseTable, Stretch
+from cadenza.sidecar.agent_settings import AgentSettings
 from cadenza.sidecar.clock import Clock
 
 NO_FACTS = orders.Facts(orders.VERSION, jobs=(), slice_s=60.0, share_between_users=False, enforce=True)
@@ -24,7 +24,7 @@ class Host:
     settings: AgentSettings
     clock: Clock
     name: str
-    book: LeaseBook = field(default_factory=LeaseBook)
+    leases: LeaseTable = field(default_factory=LeaseTable)
     jobs: dict[JobKey, JobRun] = field(default_factory=dict)
     facts: orders.Facts = NO_FACTS
     outbox: Outbox = field(default_factory=Outbox)
@@ -51,10 +51,10 @@ class Host:
         """Return the run of a job in the book, new when there is none yet."""
         return self.jobs.setdefault(key, JobRun(key))
 
-    def files(self, entry: Entry, paths: Iterable[str]) -> orders.Files:
+    def files(self, lease: Lease, paths: Iterable[str]) -> orders.Files:
         """Return what other hosts are told of a job's files; names that no line can hold are left out."""
         names = tuple(path for path in paths if path.isprintable())
-        return orders.Files(orders.VERSION, self.name, entry.job, entry.restart, entry.uid, names)
+        return orders.Files(orders.VERSION, self.name, lease.job, lease.restart, lease.uid, names)
 
     def ended_stretch(self, stretch: Stretch) -> None:
         """Tell the service of a stretch of holding GPUs."""
@@ -70,26 +70,26 @@ class Host:
             )
         )
 
-    def lease_report(self, entry: Entry) -> orders.LeaseReport:
+    def lease_report(self, lease: Lease) -> orders.LeaseReport:
         """Return what the service may know of one job."""
         now = self.clock.now()
-        run = self.run(entry.key)
-        why = run.why_not_ready(entry, self.clock.monotonic())
+        run = self.run(lease.key)
+        why = run.why_not_ready(lease, self.clock.monotonic())
         counters = run.telemetry()
         return orders.LeaseReport(
-            job=entry.job,
-            restart=entry.restart,
-            uid=entry.uid,
-            node=entry.node,
-            gpus=entry.gpus,
-            state=entry.state,
-            managed=entry.managed,
-            vtime_s=entry.vtime(now),
-            held_s=entry.held_s(now),
-            since_s=entry.since_s,
+            job=lease.job,
+            restart=lease.restart,
+            uid=lease.uid,
+            node=lease.node,
+            gpus=lease.gpus,
+            state=lease.state,
+            managed=lease.managed,
+            vtime_s=lease.vtime(now),
+            held_s=lease.held_s(now),
+            since_s=lease.since_s,
             ranks=len(run.connected()),
             world_size=run.world_size(),
-            hosts=entry.hosts,
+            hosts=lease.hosts,
             ready=not why,
             why_not_ready=why,
             step=counters.step,
@@ -101,5 +101,5 @@ class Host:
             saved=run.saved,
             lost=run.lost,
             pace=run.pacer.measure(run.ranks, self.clock.monotonic()),
-            pack=entry.pack,
+            pack=lease.pack,
         )

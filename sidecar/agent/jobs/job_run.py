@@ -10,8 +10,8 @@ from cadenza.sidecar import wire
 from cadenza.sidecar.agent.ipc.messages import Attach
 from cadenza.sidecar.agent.ipc.pages import Page, Telemetry
 from cadenza.sidecar.agent.ipc.transport import Session
-from cadenza.sidecar.agent.jobs.step_rate import Pacer
-from cadenza.sidecar.agent.leases.lease_table import Entry
+from cadenza.sidecar.agent.jobs.step_rate import StepRateMeter
+from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.stop_step import Commit, Plan, Progress
 
 
@@ -155,7 +155,7 @@ class JobRun:
     """What the driver path is doing with it; empty when nothing, or when all of it is in host memory."""
     lost: str = ""
     """Why the driver path cannot bring it back, if so."""
-    pacer: Pacer = field(default_factory=Pacer)
+    pacer: StepRateMeter = field(default_factory=StepRateMeter)
     followed: bool = False
     """Another host reads the files that it uses: it is to go there."""
 
@@ -173,13 +173,13 @@ class JobRun:
         """Whether the ranks here stand still after a complete checkpoint, ready for a requeue."""
         return self.stop is not None and self.stop.saving is not None and self.stop.saving.done_at is not None
 
-    def may_freeze(self, entry: Entry) -> bool:
+    def may_freeze(self, lease: Lease) -> bool:
         """Whether the driver path may take over: it frees the GPUs of holders only."""
-        return self.freezable and entry.occupying
+        return self.freezable and lease.occupying
 
-    def strays(self, entry: Entry) -> bool:
+    def strays(self, lease: Lease) -> bool:
         """Whether ranks run although the job has no lease: the agent did not know it, and gave its GPUs away."""
-        return not entry.occupying and any(not rank.out for rank in self.ranks.values())
+        return not lease.occupying and any(not rank.out for rank in self.ranks.values())
 
     def world_size(self) -> int:
         """Return the ranks of the whole job as they say; 0 before the first attach."""
@@ -189,25 +189,25 @@ class JobRun:
         """Return who besides us requeues the job, as its ranks say; "" when nobody does."""
         return next((rank.requeue_owner for rank in self.ranks.values() if rank.requeue_owner), "")
 
-    def why_not_ready(self, entry: Entry, now: float) -> str:
+    def why_not_ready(self, lease: Lease, now: float) -> str:
         """Return why the job cannot be asked to yield now; empty when it can. ``now`` is monotonic."""
-        if not entry.managed:
+        if not lease.managed:
             return "it did not opt in"
-        if not entry.gpus:
+        if not lease.gpus:
             return "its GPUs are not known to the agent"
         if self.driver:
             return self.driver
-        if (why := self.unattached(entry)) and not self.freezable:
+        if (why := self.unattached(lease)) and not self.freezable:
             return why
         if now < self.retry_at:
             return f"its last stop failed ({self.note}); next try in {self.retry_at - now:.0f} s"
         return ""
 
-    def unattached(self, entry: Entry) -> str:
+    def unattached(self, lease: Lease) -> str:
         """Return why its ranks cannot be asked to stop; empty when they can."""
-        return self.detached or self._missing(entry)
+        return self.detached or self._missing(lease)
 
-    def _missing(self, entry: Entry) -> str:
+    def _missing(self, lease: Lease) -> str:
         """Name the ranks that cannot be reached."""
         if not self.ranks:
             return "no process has attached: call cadenza's attach() or start it with `cadenza run`"
@@ -217,7 +217,7 @@ class JobRun:
         numbers = Counter(rank.hello.rank for rank in self.ranks.values())
         if double := [number for number, count in numbers.items() if count > 1]:
             return f"{numbers[double[0]]} processes attached as rank {double[0]}: they cannot stop together"
-        expected = max(rank.expected_here(entry.hosts) for rank in self.ranks.values())
+        expected = max(rank.expected_here(lease.hosts) for rank in self.ranks.values())
         return "" if len(self.ranks) >= expected else f"{len(self.ranks)} of {expected} ranks have attached"
 
     def telemetry(self) -> Telemetry:

@@ -14,7 +14,7 @@ from cadenza.sidecar.agent.ipc.pages import PageRecord
 if TYPE_CHECKING:
     from cadenza.sidecar.agent.jobs.host_state import Host
     from cadenza.sidecar.agent.jobs.job_run import Rank
-    from cadenza.sidecar.agent.leases.lease_table import Entry
+    from cadenza.sidecar.agent.leases.lease_table import Lease
 
 FRESH_S = 0.2
 """A pace is worked out anew at most this often."""
@@ -22,7 +22,7 @@ NOTHING = orders.Pace(0.0, 0, 0.0, 1.0, 0.0)
 
 
 @dataclass
-class Pacer:
+class StepRateMeter:
     """Follows one job; monotonic times in seconds."""
 
     company: frozenset[JobKey] | None = None
@@ -106,17 +106,17 @@ def _spread(record: PageRecord) -> float:
 
 def look(host: Host) -> None:
     """Bring every job's pace up to date with who runs."""
-    running = [entry for entry in host.book if _runs(host, entry)]
+    running = [lease for lease in host.leases if _runs(host, lease)]
     now = host.clock.monotonic()
-    for entry in host.book:
-        run = host.run(entry.key)
+    for lease in host.leases:
+        run = host.run(lease.key)
         company = None
-        if entry in running:
-            company = frozenset(other.key for other in running if other is not entry and other.overlaps(entry))
+        if lease in running:
+            company = frozenset(other.key for other in running if other is not lease and other.overlaps(lease))
         run.pacer.look(company, run.ranks, now)
 
 
-def _runs(host: Host, entry: Entry) -> bool:
+def _runs(host: Host, lease: Lease) -> bool:
     """Whether a job computes on its GPUs: it has them, and its state is on them."""
-    run = host.run(entry.key)
-    return entry.occupying and run.resume is None and any(not rank.out for rank in run.ranks.values())
+    run = host.run(lease.key)
+    return lease.occupying and run.resume is None and any(not rank.out for rank in run.ranks.values())

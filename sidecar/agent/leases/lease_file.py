@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from cadenza.sidecar.agent.errors import StateFileError
-from cadenza.sidecar.agent.leases.lease_table import Entry, Process
+from cadenza.sidecar.agent.leases.lease_table import Lease, Process
 from cadenza.sidecar.orders import Facts
 
 VERSION = 1
@@ -21,7 +21,7 @@ class Saved(msgspec.Struct, frozen=True):
 
     v: int
     boot: str
-    leases: tuple[Entry, ...] = ()
+    leases: tuple[Lease, ...] = ()
     facts: Facts | None = None
 
 
@@ -45,7 +45,7 @@ class LeaseFile:
             raise StateFileError(f"{self.path}: version {saved.v}, not {VERSION}; move it away to start afresh")
         return saved if saved.boot == self._boot else Saved(VERSION, self._boot, (), saved.facts)
 
-    def save(self, leases: tuple[Entry, ...], facts: Facts | None) -> None:
+    def save(self, leases: tuple[Lease, ...], facts: Facts | None) -> None:
         """Write everything to disk before returning; raise StateFileError when that is impossible."""
         temporary = self.path.with_suffix(".tmp")
         try:
@@ -57,9 +57,9 @@ class LeaseFile:
             raise StateFileError(f"{self.path}: cannot be written: {error}") from None
 
 
-def still_running(entry: Entry, start_ticks: Callable[[int], int | None]) -> tuple[Process, ...]:
+def still_running(lease: Lease, start_ticks: Callable[[int], int | None]) -> tuple[Process, ...]:
     """Return those recorded processes of a job that are still the same ones."""
-    return tuple(process for process in entry.processes if start_ticks(process.pid) == process.start_ticks)
+    return tuple(process for process in lease.processes if start_ticks(process.pid) == process.start_ticks)
 
 
 def _write(path: Path, content: bytes) -> None:

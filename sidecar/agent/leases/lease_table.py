@@ -37,7 +37,7 @@ class GpuProcess(msgspec.Struct, frozen=True):
     gpu_bytes: tuple[tuple[int, int], ...] = ()
 
 
-class Entry(msgspec.Struct):
+class Lease(msgspec.Struct):
     """One job's lease on this host. Epoch times in seconds."""
 
     job: int
@@ -91,11 +91,11 @@ class Entry(msgspec.Struct):
         """Return held time over weight up to now, the key of the weighted round robin."""
         return self.vtime_s + self.held_s(now) / self.weight
 
-    def overlaps(self, other: Entry) -> bool:
+    def overlaps(self, other: Lease) -> bool:
         """Whether the two want a GPU in common."""
         return not set(self.gpus).isdisjoint(other.gpus)
 
-    def packed_with(self, other: Entry) -> bool:
+    def packed_with(self, other: Lease) -> bool:
         """Whether the two may have the same GPUs at once; an unmanaged job never shares."""
         return self.pack != 0 and self.pack == other.pack and self.managed and other.managed
 
@@ -109,50 +109,50 @@ class Stretch(msgspec.Struct, frozen=True):
     to_s: float
 
 
-class LeaseBook:
+class LeaseTable:
     """All leases of a host; ``changed`` counts the changes, so that the owner knows when to write it down."""
 
-    def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        self._entries = {entry.key: entry for entry in entries}
+    def __init__(self, leases: Iterable[Lease] = ()) -> None:
+        self._leases = {lease.key: lease for lease in leases}
         self.changed = 0
         self._check()
 
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(tuple(self._entries.values()))
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(tuple(self._leases.values()))
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._leases)
 
-    def get(self, key: JobKey) -> Entry | None:
+    def get(self, key: JobKey) -> Lease | None:
         """Return the lease of an incarnation, or None."""
-        return self._entries.get(key)
+        return self._leases.get(key)
 
-    def register(self, entry: Entry, now: float) -> Entry:
+    def register(self, lease: Lease, now: float) -> Lease:
         """Enter a job as *waiting*; it starts at the least vtime of the managed jobs that it overlaps."""
-        rivals = [other.vtime(now) for other in self if other.managed and other.overlaps(entry)]
-        entry.state = "waiting"
-        entry.vtime_s = min(rivals, default=0.0)
-        entry.registered_s = entry.since_s = now
-        self._entries[entry.key] = entry
+        rivals = [other.vtime(now) for other in self if other.managed and other.overlaps(lease)]
+        lease.state = "waiting"
+        lease.vtime_s = min(rivals, default=0.0)
+        lease.registered_s = lease.since_s = now
+        self._leases[lease.key] = lease
         self.touch()
-        return entry
+        return lease
 
     def touch(self) -> None:
-        """Say that an entry's other fields changed and must be written down."""
+        """Say that an lease's other fields changed and must be written down."""
         self.changed += 1
 
     def shift(self, seconds: float) -> None:
         """Move all times along with the wall clock, which was set by so much."""
-        for entry in self:
-            entry.since_s += seconds
-            entry.held_since_s += seconds
-            entry.registered_s += seconds
+        for lease in self:
+            lease.since_s += seconds
+            lease.held_since_s += seconds
+            lease.registered_s += seconds
         self.touch()
 
-    def blockers(self, entry: Entry) -> list[Entry]:
+    def blockers(self, lease: Lease) -> list[Lease]:
         """Return the other jobs that occupy a GPU of this one and may not share it."""
-        others = (other for other in self if other is not entry and other.occupying and other.overlaps(entry))
-        return [other for other in others if not other.packed_with(entry)]
+        others = (other for other in self if other is not lease and other.occupying and other.overlaps(lease))
+        return [other for other in others if not other.packed_with(lease)]
 
     def pack(self, packs: Mapping[JobKey, int]) -> None:
         """Take over who may have the same GPUs at once; jobs that are not named are in no pack any more.
@@ -160,8 +160,8 @@ class LeaseBook:
         Holders that shared GPUs and may not any more become loose.
         """
         sharing = self._sharing()
-        for entry in self:
-            entry.pack = packs.get(entry.key, 0)
+        for lease in self:
+            lease.pack = packs.get(lease.key, 0)
         for one, other in sharing:
             if not one.packed_with(other):
                 one.loose = other.loose = True
@@ -169,70 +169,70 @@ class LeaseBook:
         self._tighten()
         self._check()
 
-    def grant(self, entry: Entry, now: float) -> None:
+    def grant(self, lease: Lease, now: float) -> None:
         """Give a waiting or yielded job its lease; raise LeaseConflictError when a GPU is occupied."""
-        self._move(entry, ("waiting", "yielded"), "held", now)
-        entry.held_since_s = now
+        self._move(lease, ("waiting", "yielded"), "held", now)
+        lease.held_since_s = now
 
-    def stop(self, entry: Entry, now: float) -> None:
+    def stop(self, lease: Lease, now: float) -> None:
         """Note that a holder was asked to yield."""
-        self._move(entry, ("held",), "stopping", now)
+        self._move(lease, ("held",), "stopping", now)
 
-    def keep(self, entry: Entry, now: float) -> None:
+    def keep(self, lease: Lease, now: float) -> None:
         """Note that a stop was withdrawn; the stretch under way goes on."""
-        self._move(entry, ("stopping",), "held", now)
+        self._move(lease, ("stopping",), "held", now)
 
-    def set_aside(self, entry: Entry, now: float) -> None:
+    def set_aside(self, lease: Lease, now: float) -> None:
         """Note that a job which this book never saw running has moved its state out."""
-        self._move(entry, ("waiting", "yielded"), "yielded", now)
+        self._move(lease, ("waiting", "yielded"), "yielded", now)
 
-    def release(self, entry: Entry, now: float) -> Stretch:
+    def release(self, lease: Lease, now: float) -> Stretch:
         """Take the lease of a job that has moved its state out, and return the stretch that ends."""
-        self._require(entry, ("stopping",), "yielded")
-        stretch = self._end(entry, now)
-        self._move(entry, ("stopping",), "yielded", now)
+        self._require(lease, ("stopping",), "yielded")
+        stretch = self._end(lease, now)
+        self._move(lease, ("stopping",), "yielded", now)
         return stretch
 
-    def drop(self, entry: Entry, now: float) -> Stretch | None:
+    def drop(self, lease: Lease, now: float) -> Stretch | None:
         """Forget a job that has left the host; return the stretch that ends, if one does."""
-        stretch = self._end(entry, now) if entry.occupying else None
-        self._entries.pop(entry.key, None)
+        stretch = self._end(lease, now) if lease.occupying else None
+        self._leases.pop(lease.key, None)
         self.touch()
         self._tighten()
         return stretch
 
-    def _end(self, entry: Entry, now: float) -> Stretch:
+    def _end(self, lease: Lease, now: float) -> Stretch:
         """Charge the stretch under way to the job."""
-        entry.vtime_s = entry.vtime(now)
-        return Stretch(entry.key, entry.gpus, entry.held_since_s, max(now, entry.held_since_s))
+        lease.vtime_s = lease.vtime(now)
+        return Stretch(lease.key, lease.gpus, lease.held_since_s, max(now, lease.held_since_s))
 
-    def _require(self, entry: Entry, before: tuple[State, ...], after: State) -> None:
+    def _require(self, lease: Lease, before: tuple[State, ...], after: State) -> None:
         """Raise LeaseConflictError unless the job is in one of these states."""
-        if entry.state not in before:
-            raise LeaseConflictError(f"job {entry.key}: {entry.state} cannot become {after}")
+        if lease.state not in before:
+            raise LeaseConflictError(f"job {lease.key}: {lease.state} cannot become {after}")
 
-    def _move(self, entry: Entry, before: tuple[State, ...], after: State, now: float) -> None:
+    def _move(self, lease: Lease, before: tuple[State, ...], after: State, now: float) -> None:
         """Change a state along an arrow, and make sure that no GPU has two leases then."""
-        self._require(entry, before, after)
-        if after == "held" and not entry.occupying and (taken := self.blockers(entry)):
+        self._require(lease, before, after)
+        if after == "held" and not lease.occupying and (taken := self.blockers(lease)):
             holders = ", ".join(str(other.key) for other in taken)
-            raise LeaseConflictError(f"job {entry.key}: GPUs {entry.gpus} are still held by {holders}")
-        entry.state = after
-        entry.since_s = now
+            raise LeaseConflictError(f"job {lease.key}: GPUs {lease.gpus} are still held by {holders}")
+        lease.state = after
+        lease.since_s = now
         self.touch()
         self._tighten()
         self._check()
 
-    def _sharing(self) -> list[tuple[Entry, Entry]]:
+    def _sharing(self) -> list[tuple[Lease, Lease]]:
         """Return the pairs that occupy a GPU together."""
-        occupying = [entry for entry in self._entries.values() if entry.occupying]
+        occupying = [lease for lease in self._leases.values() if lease.occupying]
         return [(one, other) for one, other in combinations(occupying, 2) if one.overlaps(other)]
 
     def _tighten(self) -> None:
         """Note which jobs are loose no more: they have their GPUs alone, or with those that they are packed with."""
         apart = {one.key for pair in self._sharing() if not pair[0].packed_with(pair[1]) for one in pair}
-        for entry in self._entries.values():
-            entry.loose = entry.loose and entry.key in apart
+        for lease in self._leases.values():
+            lease.loose = lease.loose and lease.key in apart
 
     def _check(self) -> None:
         """Raise LeaseConflictError when two leases meet on a GPU: the one place that states the invariant."""

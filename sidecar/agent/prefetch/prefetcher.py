@@ -21,7 +21,7 @@ from typing import Any
 from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.jobs.host_state import Host
-from cadenza.sidecar.agent.leases.lease_table import Entry
+from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.prefetch import file_reader, open_files
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ READERS = 2
 
 
 @dataclass
-class Warming:
+class Prefetcher:
     """The agent's part of warming; threads of its own do what takes time, the event loop takes the results."""
 
     host: Host
@@ -43,11 +43,11 @@ class Warming:
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(READERS, "cadenza-warming"))
     _done: queue.SimpleQueue[orders.Warmed | orders.Files] = field(default_factory=queue.SimpleQueue)
 
-    def list_files(self, entry: Entry) -> None:
+    def list_files(self, lease: Lease) -> None:
         """Find the files of a job that runs here, for those who will read them."""
-        self.host.run(entry.key).followed = True
-        pids = {process.pid for process in entry.processes} | set(self.host.run(entry.key).ranks)
-        self._pool.submit(self._list, entry, tuple(sorted(pids)))
+        self.host.run(lease.key).followed = True
+        pids = {process.pid for process in lease.processes} | set(self.host.run(lease.key).ranks)
+        self._pool.submit(self._list, lease, tuple(sorted(pids)))
 
     def read(self, order: orders.Warm) -> None:
         """Read files for a job that will come, if this host's settings allow it."""
@@ -79,17 +79,17 @@ class Warming:
             "warmed JOBID=%s files=%d bytes=%d s=%.2f %s", key, done.files, done.bytes, done.seconds, done.note
         )  # fmt: skip
 
-    def _list(self, entry: Entry, pids: tuple[int, ...]) -> None:
+    def _list(self, lease: Lease, pids: tuple[int, ...]) -> None:
         try:
-            self._done.put(self.host.files(entry, open_files.files_of(pids)))
+            self._done.put(self.host.files(lease, open_files.files_of(pids)))
         except Exception:
-            log.exception("the files of JOBID=%s were not found", entry.key)
+            log.exception("the files of JOBID=%s were not found", lease.key)
 
     def _read(self, order: orders.Warm) -> None:
         began = self.host.clock.monotonic()
         told: dict[str, int] = {}
         try:
-            told, note = read_as(order.uid, order.paths, self.host.settings.warm_mb << 20), ""
+            told, note = read_as(order.uid, order.paths, self.host.settings.prefetch_mb << 20), ""
         except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
             note = f"its files were not read: {error}"
         self._done.put(

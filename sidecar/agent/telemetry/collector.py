@@ -11,7 +11,7 @@ from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import wire
 from cadenza.sidecar.agent.ipc.pages import OrderTimes, PageRecord
 from cadenza.sidecar.agent.jobs.host_state import Host
-from cadenza.sidecar.agent.leases.lease_table import Entry
+from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.telemetry.records import Records
 from cadenza.sidecar.agent.telemetry.sampler import Background, Target, Usage
 from cadenza.sidecar.orders import JobTelemetry
@@ -60,7 +60,7 @@ class Collector:
         self._due = now + self.host.settings.telemetry_s
         if self.background.busy:
             self._without_answer()
-        elif targets := [_target(entry) for entry in self.host.book]:
+        elif targets := [_target(lease) for lease in self.host.leases]:
             self.background.ask(targets)
         elif self._latest:
             self._join({})
@@ -84,11 +84,11 @@ class Collector:
         self._joined_at = now
         pages, self._pages = self._pages, {}
         self._latest = {}
-        for entry in self.host.book:
-            stretches = self._stretches(entry.key, pages)
-            self._latest[entry.key] = one = joined(window, usage.get(entry.key), stretches)
+        for lease in self.host.leases:
+            stretches = self._stretches(lease.key, pages)
+            self._latest[lease.key] = one = joined(window, usage.get(lease.key), stretches)
             step = max((stretch.now.step for stretch in stretches), default=0)
-            self.records.write(entry, self.host.clock.now(), step, one)
+            self.records.write(lease, self.host.clock.now(), step, one)
         self.records.keep_only(set(self._latest))
 
     def _stretches(self, key: JobKey, pages: dict[tuple[JobKey, int], PageRecord]) -> list[Stretch]:
@@ -103,9 +103,9 @@ class Collector:
         return found
 
 
-def _target(entry: Entry) -> Target:
+def _target(lease: Lease) -> Target:
     """Return what to sample of a job."""
-    return Target(entry.key, tuple(process.pid for process in entry.processes), entry.gpus)
+    return Target(lease.key, tuple(process.pid for process in lease.processes), lease.gpus)
 
 
 def joined(window_s: float, usage: Usage | None, stretches: Sequence[Stretch]) -> JobTelemetry:

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from cadenza.policies.core.model import JobKey
-from cadenza.sidecar.agent.leases.lease_table import Entry
-from cadenza.sidecar.agent.settings import AgentSettings
+from cadenza.sidecar.agent.leases.lease_table import Lease
+from cadenza.sidecar.agent_settings import AgentSettings
 from cadenza.sidecar.orders import JobTelemetry
 
 log = logging.getLogger(__name__)
@@ -73,16 +73,16 @@ class Records:
         self._jobs: dict[JobKey, _Job] = {}
         self._leaving: list[subprocess.Popen[bytes]] = []
 
-    def write(self, entry: Entry, at_s: float, step: int, telemetry: JobTelemetry) -> None:
+    def write(self, lease: Lease, at_s: float, step: int, telemetry: JobTelemetry) -> None:
         """Append one line to the job's file, if it has one."""
         if self._settings.records == "off":
             return
-        job = self._jobs.setdefault(entry.key, _Job())
+        job = self._jobs.setdefault(lease.key, _Job())
         if job.recorder is None and not job.ended:
-            self._begin(entry, job)
+            self._begin(lease, job)
         if job.recorder is not None:
-            row = Row(VERSION, round(at_s, 3), entry.job, entry.restart, self._host, step, telemetry)
-            self._pass(entry.key, job, job.recorder, msgspec.json.encode(row) + b"\n")
+            row = Row(VERSION, round(at_s, 3), lease.job, lease.restart, self._host, step, telemetry)
+            self._pass(lease.key, job, job.recorder, msgspec.json.encode(row) + b"\n")
 
     def keep_only(self, keys: set[JobKey]) -> None:
         """Let the recorders of all other jobs finish."""
@@ -116,15 +116,15 @@ class Records:
             log.warning("no more records JOBID=%s: its recorder has ended", key)
             self._leave(job)
 
-    def _begin(self, entry: Entry, job: _Job) -> None:
+    def _begin(self, lease: Lease, job: _Job) -> None:
         """Start the job's recorder when one of its processes, or the settings, want one."""
-        for process in entry.processes:
+        for process in lease.processes:
             owner = None if process.pid in job.looked_at else owner_of(process.pid)
-            if owner is None or owner.uid != entry.uid:
+            if owner is None or owner.uid != lease.uid:
                 continue  # not yet the user's: the plugin's process becomes it
             job.looked_at.add(process.pid)
             if directory := owner.directory or self._default(owner):
-                self._start(entry, job, owner, directory)
+                self._start(lease, job, owner, directory)
                 return
 
     def _default(self, owner: Owner) -> str:
@@ -137,12 +137,12 @@ class Records:
             log.warning("no records in %s: %s", self._settings.records_dir, error)
             return ""
 
-    def _start(self, entry: Entry, job: _Job, owner: Owner, directory: str) -> None:
+    def _start(self, lease: Lease, job: _Job, owner: Owner, directory: str) -> None:
         """Start the process that writes; it takes the rights of the job's by itself.
 
         It begins with the agent's own: users need not be able to run the agent's interpreter.
         """
-        name = f"{entry.key}.{self._host}.jsonl"
+        name = f"{lease.key}.{self._host}.jsonl"
         rights = [str(owner.uid), str(owner.gid), ",".join(map(str, owner.groups))]
         limit = str(self._settings.records_mb << 20)
         command = [sys.executable, "-I", "-m", WRITER, *rights, directory, name, limit]
@@ -152,11 +152,11 @@ class Records:
             )
         except OSError as error:
             job.ended = True
-            log.warning("no records JOBID=%s: %s", entry.key, error)
+            log.warning("no records JOBID=%s: %s", lease.key, error)
             return
         if job.recorder.stdin is not None:
             os.set_blocking(job.recorder.stdin.fileno(), False)
-        log.info("recording JOBID=%s uid=%d to %s/%s", entry.key, owner.uid, directory, name)
+        log.info("recording JOBID=%s uid=%d to %s/%s", lease.key, owner.uid, directory, name)
 
 
 def owner_of(pid: int) -> Owner | None:

@@ -38,8 +38,8 @@ PASSES = 4
 """How often processes are moved before those that fork meanwhile are left to the next time."""
 
 
-class Version1:
-    """The groups of one job, of which ``name`` are ours; ``saved`` as in :class:`.version2.Version2`."""
+class CgroupV1:
+    """The groups of one job, of which ``name`` are ours; ``saved`` as in :class:`.version2.CgroupV2`."""
 
     means = "cgroup v1"
 

@@ -31,7 +31,7 @@ WEIGHT = 100
 """The kernel's default, which all jobs have that are not tuned."""
 
 
-class Version2:
+class CgroupV2:
     """The group of one job. ``saved`` is what an earlier agent found there, or empty, and is filled then."""
 
     means = "cgroup v2"

@@ -9,7 +9,7 @@ from pathlib import Path
 from cadenza.policies.core.model import JobKey
 from cadenza.sidecar.agent.ipc.processes import job_of
 from cadenza.sidecar.agent.jobs.host_state import Host
-from cadenza.sidecar.agent.leases.lease_table import Entry
+from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.tuning import cgroup_paths
 from cadenza.sidecar.agent.tuning.limits import Limits
 from cadenza.sidecar.agent.tuning.planner import MILLI, Claim, Grant
@@ -56,38 +56,38 @@ def claims(host: Host, scale: Scale, parts: Mapping[JobKey, Part], strangers: fr
     Strangers are jobs of which only the groups are known: they may need anything.
     """
     facts = {JobKey(fact.job, fact.restart): fact for fact in host.facts.jobs}
-    for entry in host.book:
-        yield _claim(entry, facts.get(entry.key), scale, parts.get(entry.key))
+    for lease in host.leases:
+        yield _claim(lease, facts.get(lease.key), scale, parts.get(lease.key))
     for key, fact in facts.items():
-        if host.book.get(key) is None:
+        if host.leases.get(key) is None:
             running = not fact.suspended
             yield Claim(key, scale.milli(fact.cpus), fact.memory_mb or None, running=running)
-    known = {key.id for key in facts} | {entry.job for entry in host.book}
+    known = {key.id for key in facts} | {lease.job for lease in host.leases}
     for job in strangers - known:
         yield Claim(JobKey(job, 0), None, None)
 
 
-def _claim(entry: Entry, fact: JobFacts | None, scale: Scale, part: Part | None) -> Claim:
+def _claim(lease: Lease, fact: JobFacts | None, scale: Scale, part: Part | None) -> Claim:
     """Return the claim of a job in the book. What Slurm says now counts before what it said at the start."""
     limits = part.limits if part else None
     wish = part.wish if part else None
     return Claim(
-        key=entry.key,
-        floor_milli=scale.milli((fact and fact.cpus) or entry.cpus),
-        floor_mb=(fact and fact.memory_mb) or entry.memory_mb or None,
+        key=lease.key,
+        floor_milli=scale.milli((fact and fact.cpus) or lease.cpus),
+        floor_mb=(fact and fact.memory_mb) or lease.memory_mb or None,
         wish_milli=scale.milli(wish.cpus) if wish else None,
         wish_mb=wish.memory_mb or None if wish else None,
         ceiling_mb=limits.ceiling_mb if limits else None,
         own=limits.own if limits else frozenset(),
         has=part.grant.cpus if part and part.grant else frozenset(),
-        near=scale.topology.nodes_of(entry.gpus),
-        running=entry.occupying,
+        near=scale.topology.nodes_of(lease.gpus),
+        running=lease.occupying,
     )
 
 
 def strangers(host: Host, which_job: Callable[[int], int | None] = job_of) -> frozenset[int]:
     """Return the jobs that Slurm has on this host by its control groups, as seen from any registered process."""
-    pid = next((process.pid for entry in host.book for process in entry.processes), None)
+    pid = next((process.pid for lease in host.leases for process in lease.processes), None)
     if pid is None:
         return frozenset()
     found = (_number(folder.name) or _first(folder, which_job) for folder in cgroup_paths.of(pid).neighbours())

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from cadenza.sidecar.agent.tuning import cgroup_paths
-from cadenza.sidecar.agent.tuning.cgroup_v1 import Version1
-from cadenza.sidecar.agent.tuning.cgroup_v2 import Version2
+from cadenza.sidecar.agent.tuning.cgroup_v1 import CgroupV1
+from cadenza.sidecar.agent.tuning.cgroup_v2 import CgroupV2
 from cadenza.sidecar.agent.tuning.cpu_affinity import Affinity
 from cadenza.sidecar.agent.tuning.limits import Limits, Pids, Saved
 
@@ -37,10 +37,10 @@ def limits_of(
     where = cgroup_paths.of(alive, root)
     members = _members(pids, root)
     means = saved.pop("means", "") or _means(where, cgroups=cgroups)
-    if means == Version2.means and (job := where.job("")) is not None:
-        limits: Limits = Version2(job, members, saved, everywhere)
-    elif means == Version1.means:
-        limits = Version1(where, name, members, saved, everywhere)
+    if means == CgroupV2.means and (job := where.job("")) is not None:
+        limits: Limits = CgroupV2(job, members, saved, everywhere)
+    elif means == CgroupV1.means:
+        limits = CgroupV1(where, name, members, saved, everywhere)
     else:
         limits = Affinity(members, saved, _affinity(alive, everywhere), everywhere)
     saved["means"] = limits.means
@@ -57,11 +57,11 @@ def _means(where: cgroup_paths.Groups, *, cgroups: bool) -> str:
     """Return the surest means that works here."""
     job = where.job("")
     if cgroups and job is not None and any(_writable(job / probe) for probe in PROBES[:2]):
-        return Version2.means
+        return CgroupV2.means
     for controller in ("cpuset", "cpu"):
         parent = where.outside(controller) if controller in where.paths else None
         if cgroups and parent is not None and os.access(parent, os.W_OK) and _writable(parent / PROBES[2]):
-            return Version1.means
+            return CgroupV1.means
     return Affinity.means
 
 

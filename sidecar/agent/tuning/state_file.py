@@ -38,7 +38,7 @@ class _Content(msgspec.Struct):
     jobs: tuple[Kept, ...] = ()
 
 
-class TuneFile:
+class TuningFile:
     """Reads and replaces the file; it is on disk before any limit changes."""
 
     def __init__(self, directory: Path, boot: str) -> None:

@@ -12,13 +12,13 @@ from cadenza.sidecar import orders
 from cadenza.sidecar.agent.errors import AgentError
 from cadenza.sidecar.agent.ipc.pages import Page
 from cadenza.sidecar.agent.jobs.host_state import Host
-from cadenza.sidecar.agent.leases.lease_table import Entry
+from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.tuning.cgroup_v1 import sweep
 from cadenza.sidecar.agent.tuning.claims import Part, Scale, claims, strangers
 from cadenza.sidecar.agent.tuning.detect import limits_of, writable_groups
 from cadenza.sidecar.agent.tuning.limits import Limits, TuningError
 from cadenza.sidecar.agent.tuning.planner import MILLI, Grant, plan
-from cadenza.sidecar.agent.tuning.state_file import Kept, TuneFile, Wish
+from cadenza.sidecar.agent.tuning.state_file import Kept, TuningFile, Wish
 from cadenza.sidecar.agent.tuning.topology import Topology, listed
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Tuner:
     """
 
     host: Host
-    file: TuneFile
+    file: TuningFile
     topology: Topology
     root: Path = Path("/")
     _jobs: dict[JobKey, Part] = field(default_factory=dict)
@@ -63,25 +63,25 @@ class Tuner:
         """Take over what an earlier agent had set on jobs that are still here; raise StateFileError."""
         for kept in self.file.load():
             key = JobKey(kept.job, kept.restart)
-            entry = self.host.book.get(key)
+            lease = self.host.leases.get(key)
             self._saved[key] = kept.saved
-            if entry is not None:
-                self._jobs[key] = Part(kept.wish, self._limits(entry), ordered=kept.ordered)
+            if lease is not None:
+                self._jobs[key] = Part(kept.wish, self._limits(lease), ordered=kept.ordered)
         sweep(self.root, self._prefix, frozenset(map(self._name, self._jobs)))
 
-    def order(self, entry: Entry, order: orders.Tune) -> None:
+    def order(self, lease: Lease, order: orders.Tune) -> None:
         """Take the service's wish for a job; one without CPUs and memory gives back what it had."""
         if not (order.cpus > 0 or order.memory_mb > 0):
-            self._withdraw(entry.key, "the service took it back")
+            self._withdraw(lease.key, "the service took it back")
             return
         why = "tuning is off in the agent's settings" if self.host.settings.tuning == "off" else ""
-        if why or not entry.managed:
-            log.info("not tuned JOBID=%s: %s", entry.key, why or "it did not opt in")
+        if why or not lease.managed:
+            log.info("not tuned JOBID=%s: %s", lease.key, why or "it did not opt in")
             return
         wish = Wish(max(order.cpus, 0.0), max(order.memory_mb, 0), order.cache_mb)
-        part = self._jobs.setdefault(entry.key, Part(wish, None))
+        part = self._jobs.setdefault(lease.key, Part(wish, None))
         if (part.wish.cpus and not wish.cpus) or (part.wish.memory_mb and not wish.memory_mb):
-            self._give_back(entry.key)
+            self._give_back(lease.key)
         part.wish, part.ordered = wish, True
         self._orders += 1
 
@@ -111,7 +111,7 @@ class Tuner:
         if looking:
             self._next_look = now + LOOK_S
             self._strangers = strangers(self.host)
-        seen = (self.host.book.changed, id(self.host.facts), self._orders, self._strangers)
+        seen = (self.host.leases.changed, id(self.host.facts), self._orders, self._strangers)
         if not looking and seen == self._seen:
             return
         self._seen = seen
@@ -127,9 +127,9 @@ class Tuner:
             for key in tuple(self._jobs):
                 self._withdraw(key, why)
         for key, part in self._jobs.items():
-            entry = self.host.book.get(key)
-            if part.limits is None and entry is not None:
-                part.limits = self._limits(entry)
+            lease = self.host.leases.get(key)
+            if part.limits is None and lease is not None:
+                part.limits = self._limits(lease)
         self._hold_others()
         self._save()
         if not self._jobs:
@@ -142,20 +142,20 @@ class Tuner:
     def _hold_others(self) -> None:
         """Hold the managed jobs of which nothing was ordered to their own CPUs, as long as others are tuned."""
         tuned = any(part.ordered for part in self._jobs.values())
-        for entry in self.host.book:
-            part = self._jobs.get(entry.key)
+        for lease in self.host.leases:
+            part = self._jobs.get(lease.key)
             if part is not None and part.ordered:
                 continue
-            held = self._held(entry, part) if tuned and entry.managed else None
+            held = self._held(lease, part) if tuned and lease.managed else None
             if held is not None:
-                self._jobs[entry.key] = held
+                self._jobs[lease.key] = held
             elif part is not None:
-                self._give_back(entry.key)
-                self._drop(entry.key)
+                self._give_back(lease.key)
+                self._drop(lease.key)
 
-    def _held(self, entry: Entry, part: Part | None) -> Part | None:
+    def _held(self, lease: Lease, part: Part | None) -> Part | None:
         """Return what holds a job to its own; None where Slurm binds it, or its own is not known."""
-        limits, floor = part.limits if part is not None else self._limits(entry), self._floor(entry.key)
+        limits, floor = part.limits if part is not None else self._limits(lease), self._floor(lease.key)
         if limits is None or limits.own or not floor:
             return None
         return Part(Wish(floor, 0), limits, part.grant if part is not None else None, ordered=False)
@@ -202,8 +202,8 @@ class Tuner:
     def _floor(self, key: JobKey) -> float:
         """Return what Slurm's books say of a job's CPUs; 0 when nothing is known."""
         fact = next((one for one in self.host.facts.jobs if (one.job, one.restart) == key), None)
-        entry = self.host.book.get(key)
-        return (fact.cpus if fact else 0.0) or (entry.cpus if entry else 0.0)
+        lease = self.host.leases.get(key)
+        return (fact.cpus if fact else 0.0) or (lease.cpus if lease else 0.0)
 
     def _failed(self, key: JobKey, why: str) -> None:
         """Say once why a job's limits could not be set."""
@@ -230,7 +230,7 @@ class Tuner:
 
     def _forget_ended(self) -> None:
         """Forget jobs that have left the host, and remove what groups of ours they leave behind."""
-        for key in [key for key in {*self._jobs, *self._saved} if self.host.book.get(key) is None]:
+        for key in [key for key in {*self._jobs, *self._saved} if self.host.leases.get(key) is None]:
             if key in self._jobs:
                 self._give_back(key)
             self._drop(key)
@@ -266,12 +266,12 @@ class Tuner:
         """Return the name of groups of ours for a job."""
         return f"{self._prefix}{key}"
 
-    def _limits(self, entry: Entry) -> Limits | None:
+    def _limits(self, lease: Lease) -> Limits | None:
         """Return a job's limits; None until one of its processes is known."""
         return limits_of(
-            _pids(entry),
-            self._name(entry.key),
-            self._saved.setdefault(entry.key, {}),
+            _pids(lease),
+            self._name(lease.key),
+            self._saved.setdefault(lease.key, {}),
             self._everywhere,
             cgroups=self.host.settings.tuning == "cgroups",
             root=self.root,
@@ -287,9 +287,9 @@ class Tuner:
         )
 
 
-def _pids(entry: Entry) -> Callable[[], tuple[int, ...]]:
+def _pids(lease: Lease) -> Callable[[], tuple[int, ...]]:
     """Return a function that names the processes that the agent knows of a job."""
-    return lambda: tuple(process.pid for process in entry.processes)
+    return lambda: tuple(process.pid for process in lease.processes)
 
 
 def _cache(wish: Wish, grant: Grant) -> int | None:

@@ -65,7 +65,7 @@ class AgentSettings(msgspec.Struct, frozen=True):
         int, Meta(description="Size of a job's record file at which it is rotated; one older file is kept", ge=1)
     ] = 64
 
-    warm_mb: Annotated[
+    prefetch_mb: Annotated[
         int,
         Meta(description="Most that is read into memory for a job that will move here, MB; 0: nothing", ge=0),
     ] = 8192
