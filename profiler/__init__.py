@@ -1,1 +1,1 @@
-"""How a job's speed depends on CPUs and memory: measure, model, write, explain."""
+"""Sensitivity of a job to CPUs and memory: measure, model, write, explain."""

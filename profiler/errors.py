@@ -1,4 +1,4 @@
-"""What keeps a job from being profiled; bad input is an InputError of ``cadenza.policies.core.errors``."""
+"""Errors that keep a job from being profiled; bad input is an InputError of ``cadenza.policies.core.errors``."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import numpy as np
 from cadenza.profiler.errors import EnvironmentLacks
 from cadenza.profiler.profile_builder import Finding, best_cpus
 
-BLUE, GREY, INK = "#2a6fbb", "#8a8f98", "#22262b"
+BLUE, GRAY, INK = "#2a6fbb", "#8a8f98", "#22262b"
 
 
 def require() -> None:
@@ -31,7 +31,7 @@ def png(finding: Finding) -> bytes:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     cpus = np.linspace(min(finding.times), max(finding.times), 200)
-    axes.plot(cpus, [1 / finding.law.time_s(c) for c in cpus], color=GREY, dashes=(4, 3), label="max(T_gpu, P/c)")
+    axes.plot(cpus, [1 / finding.law.time_s(c) for c in cpus], color=GRAY, dashes=(4, 3), label="max(T_gpu, P/c)")
     axes.plot(cpus, [1 / finding.time_s(c) for c in cpus], color=BLUE, label="predicted")
     known = sorted(finding.times)
     axes.plot(known, [1 / finding.times[c] for c in known], "o", color=BLUE, label="measured")

@@ -14,14 +14,14 @@ from cadenza.profiler.model.memory import PARTS, Data
 from cadenza.profiler.model.roofline import Law, fit, predict, worst_error
 
 ENOUGH = 0.03
-"""What is within 3 % of the fastest is as fast."""
+"""Times within 3 % of the fastest count as equal to it."""
 SPARE_MEMORY = 1.2
 """Memory to ask for, over what was seen in use."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What was measured, besides its times: its name, GPUs here, the server of its share, and its data."""
+    """The subject of a measurement: its name, GPUs here, the server of its share, and its data."""
 
     model: str
     gpus: int
@@ -133,7 +133,7 @@ def _notes(state: State, subject: Subject, times: dict[float, float], law: Law) 
         at = f"at {', '.join(loose)} CPUs"
         notes.append(f"{at} the time was over before the interval was narrow: other processes, or an uneven job")
     if (most := max(point.others for point in state.points)) > 1 / 2:
-        notes.append(f"other processes used up to {most:.1f} CPUs meanwhile")
+        notes.append(f"other processes used up to {most:.1f} CPUs at the same time")
     if (most := max(point.stolen for point in state.points)) > STOLEN:
         hint = "" if state.points[-1].turn else ": --turns 8 measures the points in turns"
         notes.append(f"this virtual machine's host gave up to {most:.0%} of its CPU time to others{hint}")
@@ -145,7 +145,7 @@ def _notes(state: State, subject: Subject, times: dict[float, float], law: Law) 
     if subject.data is None:
         notes.append("the memory axis is one point: give --dataset to have it computed")
     if all(point.gpu_peak_gb is None for point in state.points):
-        notes.append("GPU memory and utilisation are not known: no GPU was in use")
+        notes.append("GPU memory and utilization are not known: no GPU was in use")
     return notes
 
 

@@ -1,4 +1,4 @@
-"""Whether a profile can be used: what its reader accepts, and besides, that more never makes it slower (pure)."""
+"""Validation of a profile beyond its format: more CPUs or memory never make a job slower (pure)."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ from typing import Any
 from train import EVERY, STEPS, training
 
 from cadenza.policies.sweep.asha import asha_rule
-from cadenza.policies.sweep.judge import judge, put_behind
-from cadenza.policies.sweep.learning_curve import Trial
+from cadenza.policies.sweep.learning_curve import Trial, judge, put_behind
 
 GPUS = 8
 TURN_S = 1.0

@@ -1,1 +1,1 @@
-"""Who gets what: one function a file, from a case to a plan."""
+"""Allocations: one function a file, from an allocation problem to a plan."""

@@ -20,15 +20,15 @@ class Packing:
         self.asks = Asks(self.books.kinds, table_of)
         self.jobs: list[Job] = []
         self.ask: list[Ask] = []
-        """What each job holds."""
+        """The GPUs that each job holds, by server."""
         self.spots: list[Spots] = []
-        """Where it holds it."""
+        """The servers on which it holds them."""
         self.on: list[list[int]] = [[] for _ in servers]
         """The jobs of each server."""
         self.dropped: list[int] = []
         """Jobs with less than their best-case demand."""
         self._sizes: dict[tuple[Ask, Spots], tuple[int, float, float]] = {}
-        """What has been worked out of jobs' sizes."""
+        """Sizes of jobs that have been computed."""
 
     def put(self, job: Job, ask: Ask, spots: Spots) -> None:
         """Note a job whose resources the books have given."""

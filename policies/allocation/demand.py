@@ -1,4 +1,4 @@
-"""What a job asks for: its best-case demand as Synergy's simulator counts it, and its proportional share."""
+"""The demand of a job: its best case as Synergy's simulator counts it, and its proportional share."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Need(NamedTuple):
 
 
 Table: TypeAlias = tuple[Need, ...]
-"""What a job takes on one server with 0, 1, 2 … of its GPUs there."""
+"""CPUs and memory of a job on one server with 0, 1, 2 … of its GPUs there."""
 Spots: TypeAlias = tuple[tuple[int, int], ...]
-"""Where a job's GPUs are: (server, GPUs), servers ascending and named by their position in the case."""
+"""The GPUs of a job: (server, GPUs), servers ascending and named by their position in the case."""
 
 
 TableOf: TypeAlias = Callable[[Profile | None, Server, int], tuple[Table, bool]]
-"""What a job with a profile and a number of GPUs wants of a server, and whether it is above its share anywhere."""
+"""The demand of a job with a profile on a server, by its GPUs there, and True if it exceeds its share anywhere."""
 NOTHING: tuple[Table, bool] = ((), False)
 
 
 class Ask:
-    """What one kind of job asks for on each kind of server, and how far a first fit has got with it."""
+    """The demand of one kind of job on each kind of server, and the position of its first fit."""
 
     __slots__ = ("exceeds", "gpu_type", "gpus", "made", "seen", "start", "take")
 
@@ -41,7 +41,7 @@ class Ask:
         self.take = take
         """By kind of server; empty where the job may not run."""
         self.exceeds = exceeds
-        """Whether it is anywhere more than the proportional share."""
+        """True if it exceeds the proportional share anywhere."""
         self.start = 0
         """No server before this one could take one GPU's worth of it …"""
         self.seen = 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cadenza.policies.allocation.demand import static_need
+from cadenza.policies.allocation.free_resources import Totals, starves
 from cadenza.policies.allocation.greedy import greedy
 from cadenza.policies.allocation.problem import Case, Plan
-from cadenza.policies.allocation.totals import Totals, starves
 from cadenza.policies.core.model import Job
 
 

@@ -1,14 +1,16 @@
-"""What servers have left while jobs are packed onto them; servers are named by their position in the case."""
+"""Free resources of servers while jobs are packed onto them; servers are named by their position in the case."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
 from cadenza.policies.allocation.demand import Ask, Need, Spots
 from cadenza.policies.allocation.problem import Server
-from cadenza.policies.core.model import Placement, Share
+from cadenza.policies.core.model import Job, Placement, Share
+from cadenza.policies.ordering.sort_keys import waited
 
 
 class Books:
@@ -125,3 +127,37 @@ class Books:
 def shares(name: str, gpus: int, need: Need) -> Placement:
     """Return the placement on one server; equal ones are the same object, cheap to build and to compare."""
     return (Share(name, gpus, *need),)
+
+
+STARVING_S = 1000 * 3600.0
+"""A job that has not run for longer goes first (Synergy's published simulator)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over all servers; memory in MB."""
+
+    gpus: int
+    cpus: int
+    memory_mb: int
+    kinds: tuple[Server, ...]
+    """One server of each kind."""
+
+    @classmethod
+    def of(cls, servers: Sequence[Server]) -> Totals:
+        """Return the totals of servers."""
+        return cls(
+            sum(server.gpus for server in servers),
+            sum(server.cpus for server in servers),
+            sum(server.memory_mb for server in servers),
+            tuple(dict.fromkeys(server._replace(name="") for server in servers)),
+        )
+
+    def shares(self, gpus: int, need: Need) -> tuple[float, float, float]:
+        """Return which part of all GPUs, CPUs and memory a job wants."""
+        return gpus / max(self.gpus, 1), need.cpus / max(self.cpus, 1), need.memory_mb / max(self.memory_mb, 1)
+
+
+def starves(job: Job, now_s: float) -> bool:
+    """Return whether a job has waited past the bound since it came or last ran."""
+    return waited(job, now_s) > STARVING_S

@@ -23,14 +23,14 @@ SOLVED = 0
 
 
 class Choice(NamedTuple):
-    """What a job gets for each of its GPUs, on GPUs of a type, and its throughput with it."""
+    """A choice for a job: CPUs and memory for each of its GPUs, on GPUs of a type, and its throughput with them."""
 
     gpu_type: str
     cpus: float
     memory_gb: float
     speed: float
     fair: bool = False
-    """Whether it is the proportional share itself."""
+    """True for the proportional share itself."""
 
 
 class Pool(NamedTuple):
@@ -196,7 +196,7 @@ def _hand_out(groups: Mapping[Group, Sequence[Job]], counts: Any) -> dict[JobKey
 
 
 class Item(NamedTuple):
-    """What LP2 places whole: a job, or an equal part of one that is larger than any server. Memory in MB."""
+    """A unit that LP2 places whole: a job, or an equal part of one that is larger than any server. Memory in MB."""
 
     gpus: int
     cpus: int
@@ -216,7 +216,7 @@ def item_of(servers: Sequence[Server], gpus: int, choice: Choice) -> tuple[Item,
 def lp2(servers: Sequence[Server], items: Sequence[tuple[Item, int]]) -> list[list[int]]:
     """Return how many of each item to put on each server (``[item][server]``), so that few are left over.
 
-    Synergy's LP2 minimises the jobs that are split over servers. Here the linear program of what is still to be put
+    Synergy's LP2 minimizes the jobs that are split over servers. Here the linear program of what is still to be put
     says where; whole jobs stay, and of those that it splits the largest parts that fit are put whole; then it is
     solved again for the rest. Those left at the end are what the rounding has to split.
     """

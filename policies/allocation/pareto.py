@@ -1,4 +1,4 @@
-"""The shares that are worth giving to a job: its (CPUs, memory, speed) points on one kind of node, Pareto-pruned."""
+"""Pareto-optimal options of a job on one kind of node: (CPUs, memory, speed) points."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cadenza.policies.allocation.problem import Server, proportional_share
+from cadenza.policies.core.model import Job
 from cadenza.policies.core.profile import MB_PER_GB, NEARLY, Profile
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -21,7 +22,7 @@ Ints: TypeAlias = NDArray[np.int32]
 MOST_CPU_UNITS = 128
 """A node with more CPUs is divided in steps of several, where these divide a GPU's share."""
 MEMORY_UNITS_PER_GPU = (3, 6, 12)
-"""How finely memory is divided: the first that wastes little on the profiles at hand."""
+"""Memory units for each GPU, tried in this order: the first that wastes little on the given profiles."""
 WASTE = 1 / 64
 """Most of a GPU's memory share that rounding a grid point up may waste."""
 GOOD_SPEED = 0.95
@@ -57,7 +58,7 @@ class Kind(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a job can be given on one kind of node."""
+    """The options of a job on one kind of node."""
 
     table: Floats
     """A column for each option, in ascending order of CPUs, then memory; rows as ``CPU_UNITS`` … ``MEMORY_MB``."""
@@ -75,9 +76,9 @@ class _Axis(NamedTuple):
     place: NDArray[np.intp]
     """The profile's grid index at each amount."""
     factor: Floats
-    """What the speed there is multiplied with: below 1 only below the grid."""
+    """Factor of the speed at each amount: below 1 only below the grid."""
     fair: int
-    """Which of them is the proportional share."""
+    """Index of the proportional share."""
 
 
 def kinds(servers: Iterable[Server], profiles: Iterable[Profile]) -> dict[Shape, Kind]:
@@ -212,3 +213,41 @@ def _cpu_units(kind: Kind, cpus: int) -> int:
 
 def _server(kind: Kind) -> Server:
     return Server("", kind.gpus, kind.cpus, kind.memory_mb, kind.gpu_type)
+
+
+Row: TypeAlias = list[Options | None]
+"""By kind; None where the job has too many GPUs for one such node."""
+
+
+def offers(jobs: Sequence[Job], kinds: Sequence[Kind], margin: float) -> list[Row]:
+    """Return the options of each job, all its GPUs on one node; jobs that are alike share a row."""
+    every = tuple(kinds)
+    keys = {gpus: repr((every, gpus, margin)) for gpus in {job.gpus for job in jobs}}  # a string keeps its hash
+    rows = {gpus: [_unmeasured(kind, gpus) for kind in kinds] for gpus in keys}
+    missing: dict[int, dict[Profile, None]] = {}
+    for job in jobs:
+        if job.profile is not None and keys[job.gpus] not in job.profile.derived:
+            missing.setdefault(job.gpus, {})[job.profile] = None
+    for gpus, profiles in missing.items():
+        _derive_rows(list(profiles), every, gpus, margin, keys[gpus])
+    return [rows[job.gpus] if job.profile is None else job.profile.derived[keys[job.gpus]] for job in jobs]
+
+
+def _derive_rows(profiles: Sequence[Profile], kinds: Sequence[Kind], gpus: int, margin: float, name: str) -> None:
+    keys = [derive(profiles, kind, gpus, margin) if gpus <= kind.gpus else None for kind in kinds]
+    for profile in profiles:
+        derived = profile.derived
+        derived[name] = [None if key is None else derived[key] for key in keys]
+
+
+def part(profile: Profile | None, kind: Kind, gpus: int, margin: float) -> Options:
+    """Return the options of so many of a job's GPUs on one kind of node."""
+    if profile is None:
+        return unmeasured(kind, gpus)
+    derive((profile,), kind, gpus, margin)
+    found: Options = profile.derived[kind, gpus, margin]
+    return found
+
+
+def _unmeasured(kind: Kind, gpus: int) -> Options | None:
+    return unmeasured(kind, gpus) if gpus <= kind.gpus else None

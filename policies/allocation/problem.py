@@ -1,4 +1,4 @@
-"""What an allocation sees and says: servers and ordered jobs in, a placement for each chosen job out."""
+"""The allocation problem and its plan: servers and ordered jobs in, a placement for each chosen job out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Server(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What changing an allocation costs a running job, seconds without progress, and how long it pays back."""
+    """Costs of a change to a running job, in seconds without progress, and the time in which it must pay back."""
 
     move_s: float = 30.0
     tune_s: float = 0.0
@@ -51,21 +51,21 @@ class Case:
     """GPU types that the ordering chose (Gavel)."""
     costs: Costs = field(default_factory=Costs)
     margin: float = 0.0
-    """How much below its proportional throughput a noisy profile may seem to put a job: a share must promise at
-    least ``1 + margin`` times the proportional throughput or be the proportional share itself."""
+    """Allowance for noise in profiles: a share must promise at least ``1 + margin`` times the proportional throughput
+    or be the proportional share itself."""
     evaluations: int = 200
     """Most evaluations of a search: a count and never a time, so that a replay finds the same."""
     weighted: bool = False
-    """Whether a job's speed counts once for each of its GPUs; else once."""
+    """True if a job's speed counts once for each of its GPUs; else it counts once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who runs, and with what; a job that is not in ``placements`` does not run."""
+    """The jobs that run, with their placements; a job that is not in ``placements`` does not run."""
 
     placements: Mapping[JobKey, Placement]
     reasons: Mapping[JobKey, str] = field(default_factory=dict)
-    """A sentence where there is more to say than the policy's general one."""
+    """Sentences that say more than the policy's general one."""
 
 
 Allocate: TypeAlias = Callable[[Case], Plan]

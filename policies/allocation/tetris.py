@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from cadenza.policies.allocation.bin_packing import wanted_type
 from cadenza.policies.allocation.demand import Ask, Asks, Need, Table, best_table
-from cadenza.policies.allocation.free_resources import Books
+from cadenza.policies.allocation.free_resources import Books, starves
 from cadenza.policies.allocation.problem import Case, Plan
-from cadenza.policies.allocation.totals import starves
 from cadenza.policies.core.model import Job, JobKey, Placement
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cadenza.policies.allocation.demand import static_need
+from cadenza.policies.allocation.free_resources import Totals, starves
 from cadenza.policies.allocation.greedy import greedy
 from cadenza.policies.allocation.problem import Case, Plan
-from cadenza.policies.allocation.totals import Totals, starves
 from cadenza.policies.core.model import Job
 
 
@@ -27,7 +27,7 @@ def tetris_coded(case: Case) -> Plan:
 
 
 def _time_left(job: Job, now_s: float) -> float:
-    """Return the seconds that a job still needs; infinite when nobody knows."""
+    """Return the seconds that a job still needs; infinite when they are unknown."""
     progress = job.progress
     left = progress.remaining(now_s) if progress is not None else None
     if progress is None or left is None:

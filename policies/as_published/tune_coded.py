@@ -1,4 +1,4 @@
-"""TUNE as Synergy's published simulator does it (``resources/cluster.py``): first fit, then neighbours give back."""
+"""TUNE as Synergy's published simulator does it (``resources/cluster.py``): first fit, then neighbors give back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cadenza.policies.core.model import Job
 
 
 def tune_coded(case: Case) -> Plan:
-    """Place every runnable job in policy order: best-case demand, else proportional share, else at neighbours' cost.
+    """Place every runnable job in policy order: best-case demand, else proportional share, else at its neighbors' cost.
 
     Each round forgets the last one's downgrades and packs from empty servers. Nothing consolidates a job's GPUs.
     """

@@ -1,1 +1,1 @@
-"""Who goes first: one function a file, from a queue to a ranking."""
+"""Orderings: one function a file, from a queue to a ranking."""

@@ -10,7 +10,7 @@ from cadenza.policies.ordering.ranking import Queue, Ranking
 from cadenza.policies.ordering.sort_keys import arrival
 
 CHARGE_S = 300.0
-"""What ranking a job adds to its user's usage, seconds for each GPU: the usual length of a round."""
+"""Usage that a ranked job adds to its user, in seconds for each GPU: the usual length of a round."""
 
 
 def fairshare(queue: Queue) -> Ranking:

@@ -7,7 +7,7 @@ from cadenza.policies.ordering.ranking import Queue, Ranking
 from cadenza.policies.ordering.sort_keys import arrival, progress_of
 
 UNKNOWN_S = 3600.0
-"""Least work of a job whose work nobody knows, seconds."""
+"""Smallest work assumed of a job with unknown work, seconds."""
 
 
 def ftf(queue: Queue) -> Ranking:

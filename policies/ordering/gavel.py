@@ -27,11 +27,11 @@ Class = tuple[tuple[float, ...], int]
 
 
 def gavel(queue: Queue) -> Ranking:
-    """Order by X / (share of its life that the job has had the type), and choose a GPU type for who runs now.
+    """Order by X / (share of its life that the job has had the type), and choose a GPU type for each job that runs.
 
-    X, the share of time that a job is to have on a type, comes from ``max_min.time_shares`` over classes of jobs
+    X, the share of time that a job is to have on a type, comes from ``max_min_lp.time_shares`` over classes of jobs
     with equal speeds and GPUs. Then, as in Gavel's round mechanism (§5), the pairs (job, type) are taken by priority
-    while the type has GPUs left; GPUs that nobody with X > 0 can use go to the next jobs that fit, on their fastest
+    while the type has GPUs left; GPUs that no job with X > 0 can use go to the next jobs that fit, on their fastest
     type. Jobs without a choice come last, the highest priority first. With one GPU type this is max-min fairness of
     time: for jobs that were submitted together, the order of LAS.
 

@@ -17,7 +17,7 @@ Flags: TypeAlias = NDArray[np.bool_]
 LEVELS = 8
 """Most rounds of water filling; what is left after them goes where it gives most."""
 SLACK = 1e-9
-"""How far below its level a class may fall later, relative: for the solver's tolerance."""
+"""Relative amount by which a class may fall below its level later: the solver's tolerance."""
 
 
 def time_shares(speeds: Floats, gpus: Floats, counts: Floats, capacity: Floats) -> Floats:
@@ -38,7 +38,7 @@ def time_shares(speeds: Floats, gpus: Floats, counts: Floats, capacity: Floats) 
 
     """
     fits = gpus[:, None] <= capacity[None, :]
-    rates = normalised(np.where(fits, speeds, 0.0), gpus, capacity)
+    rates = normalized(np.where(fits, speeds, 0.0), gpus, capacity)
     shares = np.zeros(speeds.shape)
     able = np.flatnonzero(fits.any(axis=1))
     if able.size:
@@ -46,7 +46,7 @@ def time_shares(speeds: Floats, gpus: Floats, counts: Floats, capacity: Floats) 
     return shares
 
 
-def normalised(speeds: Floats, gpus: Floats, capacity: Floats) -> Floats:
+def normalized(speeds: Floats, gpus: Floats, capacity: Floats) -> Floats:
     """Return [class, type]: GPUs times speed over the speed at an equal split of time; 0 where a job does not fit."""
     equal = speeds @ capacity / capacity.sum()
     return np.asarray(speeds * gpus[:, None] / np.where(equal > 0, equal, 1.0)[:, None])
@@ -71,14 +71,14 @@ def _fill(rates: Floats, demand: Floats, capacity: Floats) -> Floats:
 
 
 def _raise(rates: Floats, demand: Floats, capacity: Floats, floors: Floats, rising: Flags) -> OptimizeResult:
-    """Maximise the level that all rising classes reach while the others keep their floors."""
+    """Maximize the level that all rising classes reach while the others keep their floors."""
     objective = np.zeros(rates.size + 1)
     objective[-1] = -1.0
     return _solve(objective, rates, demand, capacity, np.where(rising, 0.0, floors), rising)
 
 
 def _spend(rates: Floats, demand: Floats, capacity: Floats, floors: Floats) -> OptimizeResult:
-    """Maximise the sum over all jobs while every class keeps its floor."""
+    """Maximize the sum over all jobs while every class keeps its floor."""
     weights = rates * demand[:, None] / demand.sum()
     return _solve(np.append(-weights.ravel(), 0.0), rates, demand, capacity, floors, np.zeros(len(rates), dtype=bool))
 
@@ -86,7 +86,7 @@ def _spend(rates: Floats, demand: Floats, capacity: Floats, floors: Floats) -> O
 def _solve(
     objective: Floats, rates: Floats, demand: Floats, capacity: Floats, floors: Floats, rising: Flags
 ) -> OptimizeResult:
-    """Minimise over X, row by row, and the level: rates·X ≥ floor (+ level), sum_t X ≤ 1, demand·X ≤ capacity."""
+    """Minimize over X, row by row, and the level: rates·X ≥ floor (+ level), sum_t X ≤ 1, demand·X ≤ capacity."""
     classes, types = rates.shape
     rows = np.repeat(np.arange(classes), types)
     columns = np.arange(rates.size)

@@ -1,4 +1,4 @@
-"""What an ordering sees and says: the jobs that want GPUs, and who goes first."""
+"""The input and output of an ordering: the jobs that want GPUs, and their ranking."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Queue:
     gpus: Mapping[str, int]
     """Usable GPUs by type ("" where a node names none)."""
     profiled: bool = True
-    """Whether jobs can get more than their proportional share, so that speed-ups count in remaining time."""
+    """True if jobs can get more than their proportional share, so that speed-ups count in remaining time."""
     usage: Mapping[str, float] = field(default_factory=dict)
     """GPU seconds that a user (or account) has had, decayed; for fair shares."""
     shares: Mapping[str, float] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Who goes first."""
+    """The order of the jobs."""
 
     jobs: tuple[Job, ...]
     """Every job of the queue, first to last; total: the queue's order changes nothing."""

@@ -1,4 +1,4 @@
-"""What several orderings sort by: arrival, attained service, and how far a job is."""
+"""Sort keys of several orderings: arrival, attained service, progress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ arrival: Callable[[Job], tuple[float, JobKey]] = attrgetter("submit_s", "key")
 
 
 def progress_of(job: Job) -> Progress:
-    """Return how far a job is; one without a record has not run and nobody knows its work."""
+    """Return the progress of a job; a job without a record has not run and its work is unknown."""
     return job.progress if job.progress is not None else Progress(at_s=job.submit_s)
 
 

@@ -1,4 +1,4 @@
-"""Two-dimensional least attained service in discretised queues (Tiresias, NSDI'19 §3)."""
+"""Two-dimensional least attained service in discretized queues (Tiresias, NSDI'19 §3)."""
 
 from __future__ import annotations
 

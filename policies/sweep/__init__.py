@@ -1,1 +1,1 @@
-"""Which configurations of a sweep go on, which are stopped, which are favoured: pure functions of their curves."""
+"""Stopping rules of a sweep: pure functions of the configurations' learning curves."""

@@ -51,3 +51,27 @@ def scored(trials: Sequence[Trial], goal: Goal) -> tuple[Trial, ...]:
 
 def _score(value: float, sign: float) -> float:
     return sign * value if math.isfinite(value) else WORST
+
+
+def judge(trials: Sequence[Trial], rule: Rule, first: int) -> dict[int, str]:
+    """Return which trials to stop and why; values are such that more is better (``scored``).
+
+    Whatever the rule says, no trial is stopped before step ``first``, nor one with the best value of all.
+    """
+    best = max((trial.top for trial in trials), default=0.0)
+    may = {trial.number for trial in trials if seen(trial, first) and trial.top < best}
+    return {number: reason for number, reason in rule(trials).items() if number in may}
+
+
+def put_behind(trials: Sequence[Trial], top: int, first: int) -> frozenset[int]:
+    """Return the live trials that make way for others: those with feedback and not among the ``top`` best; 0: none.
+
+    Trials without feedback are in front with the best, so that all get early feedback.
+    """
+    ranked = sorted((t for t in trials if t.live and seen(t, first)), key=lambda t: (-t.top, t.number))
+    return frozenset(trial.number for trial in ranked[top:]) if top else frozenset()
+
+
+def seen(trial: Trial, first: int) -> bool:
+    """Return whether a live trial has given its first feedback."""
+    return trial.live and bool(trial.points) and trial.step >= first

@@ -1,4 +1,4 @@
-"""Plays the agent's part for the command: takes its ranks in, gives each a page, and never stops one."""
+"""A stand-in for the agent: it registers the command's ranks, gives each a page, and never stops one."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Rank:
     page: Page
 
 
-class Board:
-    """The socket at ``path`` in a directory of this user's alone, and the ranks that have attached to it."""
+class AgentStub:
+    """The socket at ``path`` in a private directory, and the ranks that have attached to it."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="cadenza-profile-")
@@ -82,7 +82,7 @@ class Board:
         return {pid: record for pid, record in records.items() if record is not None}
 
     def complete(self) -> bool:
-        """Whether every local rank has attached and made a step."""
+        """Return whether every local rank has attached and made a step."""
         expected = max((rank.local for rank in self.ranks.values()), default=1)
         records = self.records()
         return len(records) >= expected and all(record.iterations for record in records.values())

@@ -19,7 +19,7 @@ from cadenza.sidecar.agent.tuning.limits import PERIOD_US, put_bandwidth
 CGROUPS = Path("/sys/fs/cgroup")
 V1, V2 = "cpu.cfs_quota_us", "cpu.max"
 WEIGHTS = {"cpu.shares": "262144", "cpu.weight": "10000"}
-"""The most of v1 and v2: what else runs beside the command, below the same cgroup, gets what it leaves."""
+"""The maximum of v1 and v2: other processes below the same cgroup get the time that the command leaves."""
 CLOSE_TRIES, CLOSE_S = 40, 0.05
 """A process that was waited for leaves its cgroup a moment later."""
 
@@ -77,7 +77,7 @@ def open_quota(name: str, root: Path = CGROUPS, own: Path = Path("/proc/self/cgr
 
 
 def parents(own: str, root: Path) -> list[Path]:
-    """Return where a cgroup beside or below the caller's could be, from the text of ``/proc/self/cgroup``.
+    """Return possible parents of a cgroup next to or below the caller's, from the text of ``/proc/self/cgroup``.
 
     In v1 the caller's own; in v2 the one above, since there a cgroup with processes has no controllers below it.
     """
@@ -129,7 +129,7 @@ def pin(pid: int, cpus: Iterable[int]) -> None:
 
 
 def own_cpus(topology: Path = Path("/sys/devices/system/cpu")) -> list[int]:
-    """Return the CPUs of this process: socket by socket, and the threads of a core beside each other, as Slurm does."""
+    """Return the CPUs of this process by socket, the threads of a core next to each other, as Slurm does."""
 
     def place(cpu: int) -> tuple[int, int, int]:
         folder = topology / f"cpu{cpu}" / "topology"

@@ -1,4 +1,4 @@
-"""What a profile is of, as far as it is not told: the node, its GPUs, and what the dataset costs to read."""
+"""Defaults of a profile's subject: the node, its GPUs, and the bandwidth at which the dataset can be read."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ def model_of(words: tuple[str, ...]) -> str:
 def data_of(
     state: State, dataset: Path, samples: int | None, steps: int | None, clock: Clock
 ) -> Data:
-    """Return what the memory axis is computed from; bandwidths that the state lacks are measured once and kept in it.
+    """Return the data that the memory axis is computed from; missing bandwidths are measured and kept in the state.
 
-    Raise InputError when nobody says how much of the dataset a step reads.
+    Raise InputError when the part of the dataset that a step reads is unknown.
     """
     seen = max(point.samples for point in state.points)
     if steps is None and not (samples and seen):
         raise InputError(
             "--dataset needs --steps-per-epoch N, or --samples N of the dataset and a script that tells "
-            "boundary(samples): otherwise nobody knows how much of it a step reads"
+            "boundary(samples): otherwise the part of it that a step reads is unknown"
         )
     gb = size_gb(dataset)
     known = state.bandwidth

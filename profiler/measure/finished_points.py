@@ -1,4 +1,4 @@
-"""The file beside a profile in which finished points are kept, so that an interrupted profile goes on."""
+"""The file next to a profile that keeps finished points, so that an interrupted profile can be resumed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCHEMA = "cadenza.profile-state/1"
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
-    """What is measured so far of one command."""
+    """The points of one command measured so far."""
 
     command: list[str]
     host: str

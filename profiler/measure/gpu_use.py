@@ -37,7 +37,7 @@ def kind() -> str:
 
 
 class Watch:
-    """Mean utilisation of the GPUs, from one look a window."""
+    """Mean utilization of the GPUs, from one sample a window."""
 
     def __init__(self, devices: tuple[GpuDevice, ...]) -> None:
         self._devices = devices
@@ -51,5 +51,5 @@ class Watch:
 
     @property
     def utilization(self) -> float | None:
-        """Return the mean share of time in which a kernel ran, 0 to 1; None when nobody said."""
+        """Return the mean share of time in which a kernel ran, 0 to 1; None without samples."""
         return sum(self._percents) / len(self._percents) / 100 if self._percents else None

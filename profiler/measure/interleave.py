@@ -1,4 +1,4 @@
-"""Which point to visit next when points are measured in turns, and what all visits of a point say together (pure).
+"""Points measured in turns: the point to visit next, and the mean over all visits of a point (pure).
 
 Where a machine's speed changes within minutes (virtual machines, shared nodes), points measured one after the other
 are of different machines. In turns each point is visited for a short while, again and again, so that all of them see
@@ -19,7 +19,7 @@ from cadenza.profiler.model.bisection import Search
 
 
 class Visit(NamedTuple):
-    """What to measure next."""
+    """The next measurement."""
 
     turn: int
     cpus: float

@@ -11,13 +11,13 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from cadenza.profiler.measure import finished_points as files
-from cadenza.profiler.measure.agent_stub import Board
+from cadenza.profiler.measure.agent_stub import AgentStub
 from cadenza.profiler.measure.cpu_limits import Limit, open_quota, own_cpus
 from cadenza.profiler.measure.finished_points import State
 from cadenza.profiler.measure.gpu_use import visible
 from cadenza.profiler.measure.interleave import Visit, next_visit
 from cadenza.profiler.measure.point import Ended, Point, Probe, Rule
-from cadenza.profiler.measure.reaper import Leash
+from cadenza.profiler.measure.reaper import Reaper
 from cadenza.profiler.measure.training_command import Run, own_caches, surroundings
 from cadenza.profiler.model.bisection import Search, next_point
 from cadenza.sidecar.clock import Clock
@@ -27,7 +27,7 @@ MB_PER_GB = 1024
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure. CPUs are the job's on this node, all GPUs together."""
+    """The measurements of a run. CPUs are the job's on this node, all GPUs together."""
 
     words: tuple[str, ...]
     out: Path
@@ -70,10 +70,10 @@ class Offline:
         self.state = files.load(self._path, command, host) if request.resume else State(command, host)
         self.state.within = request.rule.within
         self._began = clock.monotonic() - self.state.spent_s
-        self._board = Board()
+        self._board = AgentStub()
         quota = open_quota(f"cadenza-profile-{os.getpid()}")
         self._limit = Limit(own_cpus(), quota)
-        self._leash = Leash(self._board.path, quota.path if quota else None, own_caches())
+        self._leash = Reaper(self._board.path, quota.path if quota else None, own_caches())
 
     def close(self) -> None:
         """Let go of the socket and the cgroup; nothing of the command is left then."""

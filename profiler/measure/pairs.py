@@ -1,4 +1,4 @@
-"""Two commands on the same CPUs and GPU: how fast each is beside the other, of its speed alone; for packing."""
+"""Two commands on the same CPUs and GPU: the speed of each next to the other, relative to its speed alone."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from cadenza.profiler.measure.agent_stub import Board
+from cadenza.profiler.measure.agent_stub import AgentStub
 from cadenza.profiler.measure.cpu_limits import Limit, own_cpus
 from cadenza.profiler.measure.gpu_use import visible
 from cadenza.profiler.measure.point import Ended, Point, Probe, Rule
-from cadenza.profiler.measure.reaper import Leash
+from cadenza.profiler.measure.reaper import Reaper
 from cadenza.profiler.measure.training_command import Run, own_caches, surroundings
 from cadenza.sidecar.clock import Clock
 
@@ -26,7 +26,7 @@ class Side(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """What was measured; times are seconds a step."""
+    """The measurement of a pair; times are seconds a step."""
 
     model: str
     other: str
@@ -35,7 +35,7 @@ class Pair(NamedTuple):
 
     @property
     def speeds(self) -> tuple[float, float]:
-        """Return each one's speed beside the other, of its speed alone; at most 1, as noise may say more."""
+        """Return the speed of each next to the other, relative to its speed alone; at most 1."""
         alone, together = self.alone_s, self.together_s
         return min(1.0, alone[0] / together[0]), min(1.0, alone[1] / together[1])
 
@@ -60,7 +60,7 @@ def measure(sides: Sequence[Side], log: Path, clock: Clock, rule: Rule) -> Pair:
         with _running(side, log, clock, rule) as probe:
             alone.append(_point(probe).iteration_s)
     with ExitStack() as stack:
-        probes = [stack.enter_context(_running(side, log, clock, rule, beside=at)) for at, side in enumerate(sides, 1)]
+        probes = [stack.enter_context(_running(side, log, clock, rule, number=at)) for at, side in enumerate(sides, 1)]
         together = [_point(probe).iteration_s for probe in probes]
     first, second = sides
     return Pair(first.model, second.model, (alone[0], alone[1]), (together[0], together[1]))
@@ -75,17 +75,17 @@ def _point(probe: Probe) -> Point:
 
 
 @contextmanager
-def _running(side: Side, log: Path, clock: Clock, rule: Rule, *, beside: int = 0) -> Iterator[Probe]:
-    """Start a command, wait for its first steps, and end it afterwards; ``beside`` numbers those that run together."""
+def _running(side: Side, log: Path, clock: Clock, rule: Rule, *, number: int = 0) -> Iterator[Probe]:
+    """Start a command, wait for its first steps, and end it afterwards; ``number`` tells concurrent commands apart."""
     cpus = own_cpus()
-    board = Board()
-    board.tune(len(cpus))
-    leash = Leash(board.path, caches=own_caches(beside))
+    stub = AgentStub()
+    stub.tune(len(cpus))
+    reaper = Reaper(stub.path, caches=own_caches(number))
     try:
-        environ = surroundings(board.path, len(cpus), None, number=beside)
+        environ = surroundings(stub.path, len(cpus), None, number=number)
         run = Run(side.words, Limit(cpus, None), environ, log)
         try:
-            probe = Probe(board, run, clock, rule, visible(), alone=not beside)
+            probe = Probe(stub, run, clock, rule, visible(), alone=not number)
             probe.ready()
             yield probe
         except Ended:
@@ -93,5 +93,5 @@ def _running(side: Side, log: Path, clock: Clock, rule: Rule, *, beside: int = 0
         finally:
             run.end()
     finally:
-        leash.close()
-        board.close()
+        reaper.close()
+        stub.close()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 import psutil  # type: ignore[import-untyped]
 
-from cadenza.profiler.measure.agent_stub import Board
+from cadenza.profiler.measure.agent_stub import AgentStub
 from cadenza.profiler.measure.gpu_use import Watch
 from cadenza.profiler.measure.training_command import Run
 from cadenza.profiler.model.batch_means import LEAST_WINDOWS, Window, estimate, settled
@@ -38,11 +38,11 @@ class Rule(msgspec.Struct, frozen=True):
     window_steps: int = 4
     most_s: float = 60.0
     start_s: float = 300.0
-    """How long the command may take to its first steps."""
+    """Time limit of the command's start-up, until its first steps."""
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One measured point: all CPUs of the job on this node, seconds a step, and what was seen meanwhile."""
+    """One measured point: all CPUs of the job on this node, seconds a step, and the load of the machine."""
 
     cpus: float
     iteration_s: float
@@ -63,7 +63,7 @@ class Point(msgspec.Struct, frozen=True):
     memory_gb: float = 0.0
     ranks: int = 1
     turn: int = 0
-    """Which visit of the points this is, where they are measured in turns."""
+    """Number of the visit, where points are measured in turns."""
     gpu_peak_gb: float | None = None
     gpu_low_gb: float | None = None
     gpu_utilization: float | None = None
@@ -77,34 +77,34 @@ class Ended(Exception):  # noqa: N818 (not an error: a script may be short)
 class Probe:
     """Measures one running command."""
 
-    board: Board
+    stub: AgentStub
     run: Run
     clock: Clock
     rule: Rule
     devices: tuple[GpuDevice, ...] = ()
     alone: bool = True
-    """Whether others on the machine disturb; False where another command is meant to be there."""
+    """True if other processes disturb; False where a second command is meant to run."""
     cache_mb: int | None = None
-    """What the ranks are told to cache; None: nothing is said."""
+    """Cache size announced to the ranks; None: none is announced."""
     read_ahead: int = 0
     """The most batches that a rank may hold from earlier points."""
 
     def ready(self) -> None:
         """Wait until every rank has made its first steps; raise CommandFailedError or Ended when that fails."""
         limit = self.clock.monotonic() + self.rule.start_s
-        while not (self.board.complete() and self._least(self.board.records()) >= self.rule.warm_up_steps):
+        while not (self.stub.complete() and self._least(self.stub.records()) >= self.rule.warm_up_steps):
             self._wait(limit, "no rank attached and made its first steps")
 
     def point(self, cpus: float) -> Point:
         """Return the time of a step with so many CPUs."""
         began = self.clock.monotonic()
         self.run.give(cpus)
-        self.board.tune(cpus, self.cache_mb)
+        self.stub.tune(cpus, self.cache_mb)
         self._warm_up(cpus, began)
         watch = Watch(self.devices)
-        first, cpu_s = self.board.records(), self.run.cpu_s()
+        first, cpu_s = self.stub.records(), self.run.cpu_s()
         windows = self._windows(cpus, began, watch)
-        last, used = self.board.records(), self.run.cpu_s() - cpu_s
+        last, used = self.stub.records(), self.run.cpu_s() - cpu_s
         steps = max(1, self._least(last) - self._least(first))
         calm = [window for window in windows if not disturbed(window, cpus, alone=self.alone)]
         clean = settled(calm, self.rule.within)
@@ -130,15 +130,15 @@ class Probe:
 
     def _ahead(self, cpus: float) -> int:
         """Return the batches that a rank with a worker for each of its CPUs reads ahead."""
-        return PREFETCH * math.ceil(cpus / max(1, len(self.board.ranks)))
+        return PREFETCH * math.ceil(cpus / max(1, len(self.stub.ranks)))
 
     def _warm_up(self, cpus: float, began: float) -> None:
         """Let pass what belongs to the CPUs before: batches read ahead, caches, frequencies."""
         self.read_ahead = max(self.read_ahead, self._ahead(cpus))
         steps = self.rule.warm_up_steps + self.read_ahead
         limit = began + max(self.rule.most_s, self.rule.start_s)
-        target = self._least(self.board.records()) + steps
-        while self.clock.monotonic() < began + self.rule.warm_up_s or self._least(self.board.records()) < target:
+        target = self._least(self.stub.records()) + steps
+        while self.clock.monotonic() < began + self.rule.warm_up_s or self._least(self.stub.records()) < target:
             self._wait(limit, f"no {steps} steps within {self.rule.start_s:g} s")
 
     def _windows(self, cpus: float, began: float, watch: Watch) -> list[Window]:
@@ -161,12 +161,12 @@ class Probe:
         Workers that started together deliver together: ``steps`` should cover as many batches as they read ahead.
         """
         began = self.clock.monotonic()
-        before, ours, spent = self.board.records(), self.run.cpu_s(), _spent()
+        before, ours, spent = self.stub.records(), self.run.cpu_s(), _spent()
         limit = began + self.rule.start_s
         while True:
             self._wait(limit, f"no {steps} steps within {self.rule.start_s:g} s")
             now = self.clock.monotonic()
-            after = self.board.records()
+            after = self.stub.records()
             if after.keys() != before.keys():  # a rank was writing just then, or has come or gone: begin anew
                 began, before, ours, spent = now, after, self.run.cpu_s(), _spent()
                 continue
@@ -179,7 +179,7 @@ class Probe:
 
     def _wait(self, limit: float, what: str) -> None:
         """Serve the socket for a moment; raise when the command has ended or the time is over."""
-        self.board.wait(LOOK_S)
+        self.stub.wait(LOOK_S)
         code = self.run.code
         if code == 0:
             raise Ended
@@ -195,9 +195,9 @@ class Probe:
 
 
 def disturbed(window: Window, cpus: float, *, alone: bool) -> bool:
-    """Whether others took what a point of so many CPUs needs: other processes, or a hypervisor's other machines.
+    """Return whether other processes, or a hypervisor's other machines, took CPUs that the point needs.
 
-    ``alone``: no other command is meant to run beside it.
+    ``alone``: no other command is meant to run at the same time.
     """
     crowded = alone and window.others > (psutil.cpu_count() or 1) - cpus + SPARE
     return crowded or window.stolen > STOLEN

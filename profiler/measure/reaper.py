@@ -24,7 +24,7 @@ CALM_LOOKS = 2
 KILL_S = 30.0
 
 
-class Leash:
+class Reaper:
     """Holds all commands that are told of ``socket``, and those in ``cgroup``, until closed."""
 
     def __init__(self, socket: Path, cgroup: Path | None = None, caches: Path | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What the memory axis is computed from: the dataset's size, the storage's bandwidth and the memory's."""
+"""Inputs of the memory axis: the size of the dataset, the bandwidths of storage and of memory."""
 
 from __future__ import annotations
 

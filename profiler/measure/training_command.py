@@ -128,7 +128,7 @@ def surroundings(
 
 
 def own_id(number: int = 0) -> str:
-    """Return a job id for a command, and others for those that run beside it."""
+    """Return a job id for a command; a number gives concurrent commands different ids."""
     return str(FIRST_OWN_ID + number * OTHER_ID + os.getpid())
 
 

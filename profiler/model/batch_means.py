@@ -17,12 +17,12 @@ LEAST_WINDOWS = 8
 
 
 class Window(NamedTuple):
-    """What the slowest rank did in a stretch of time: steps, and the seconds that they took."""
+    """Steps of the slowest rank in a stretch of time, and the seconds that they took."""
 
     seconds: float
     steps: int
     others: float = 0.0
-    """CPUs that other processes of the machine used meanwhile."""
+    """CPUs that other processes of the machine used at the same time."""
     stolen: float = 0.0
     """Part of the CPU time that the machine asked for and its hypervisor gave to others, 0 to 1."""
 
@@ -43,7 +43,7 @@ class Estimate(NamedTuple):
 def estimate(windows: Sequence[Window]) -> Estimate:
     """Return the mean step of the windows without their start-up.
 
-    The interval is the wider one of that of the windows and that of neighbours joined in pairs, which differ when
+    The interval is the wider one of that of the windows and that of neighbors joined in pairs, which differ when
     windows are not independent of each other. Two windows at least.
     """
     kept = windows[start_up(windows) :]
@@ -64,7 +64,7 @@ def ratio(windows: Sequence[Window]) -> Estimate:
 
 
 def pairs(windows: Sequence[Window]) -> list[Window]:
-    """Join neighbours; an odd one out at the beginning is dropped.
+    """Join neighbors; an odd one out at the beginning is dropped.
 
     >>> pairs([Window(9, 9), Window(1, 2), Window(3, 4)])
     [Window(seconds=4, steps=6, others=0.0, stolen=0.0)]
@@ -84,6 +84,6 @@ def start_up(windows: Sequence[Window]) -> int:
 
 
 def settled(windows: Sequence[Window], within: float) -> bool:
-    """Whether the interval is narrow enough to stop: half of it at most ``within`` of the mean."""
+    """Return whether the interval is narrow enough to stop: half of it at most ``within`` of the mean."""
     kept = len(windows) - start_up(windows) if windows else 0
     return kept >= LEAST_WINDOWS and estimate(windows).relative <= within

@@ -25,18 +25,18 @@ WIDTH = 1.5
 PRIOR = 0.5
 """Standard deviation of the prior around a first guess, in logarithms."""
 MODEL_ERROR = 0.03
-"""What the law itself misses, in logarithms; it is added to an observation's own error."""
+"""Error of the law itself, in logarithms; it is added to an observation's own error."""
 FORGET = 0.995
 """Weight that the past keeps with each observation, so that slow drift is followed."""
 SLACK = 0.5
 """Page-Hinkley: standard deviations of shift that do not count."""
 ALARM = 10.0
 """Page-Hinkley: standard deviations, summed, at which a new phase is flagged."""
-MOST_SHIFT = 4.0
+MAX_SHIFT = 4.0
 """One observation counts at most so many standard deviations: three in a row make a phase, a single one does not."""
-SAME = 0.02
+SAME_CPUS = 0.02
 """Numbers of CPUs that are nearer than this part count as one."""
-MOST_SEEN = 32
+MAX_CPU_NUMBERS = 32
 """Numbers of CPUs that are remembered, those of which most is known."""
 
 
@@ -52,7 +52,7 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Belief:
-    """What is believed of one job's law after ``observations``; small values, so that a store can keep it.
+    """Belief about one job's law after ``observations``; small values, so that a store can keep it.
 
     The density over (T_gpu, P) follows from a normal prior around a law and from what was seen at each number of CPUs.
     """
@@ -60,8 +60,8 @@ class Belief:
     prior: Law
     spread: float
     """Standard deviation of the prior, in logarithms."""
-    centre: Law
-    """Of the grid."""
+    center: Law
+    """Center of the grid."""
     trust: float = 1.0
     """Weight that the prior still has."""
     seen: tuple[Seen, ...] = ()
@@ -71,28 +71,28 @@ class Belief:
     faster: float = 0.0
     """Page-Hinkley sums of either side."""
     phase: int = 0
-    """How many new phases were flagged."""
+    """Number of new phases that were flagged."""
 
     @cached_property
     def weights(self) -> Floats:
         """Return the probabilities of the grid's cells."""
-        gpu, work = _axes(self.centre)
+        gpu, work = _axes(self.center)
         one, two = (gpu - np.log(self.prior.gpu_s)) / self.spread, (work - np.log(self.prior.work_s)) / self.spread
         raw = -0.5 * self.trust * (one[:, None] ** 2 + two[None, :] ** 2)
         for seen in self.seen:
-            raw = raw - 0.5 * seen.precision * (seen.log_s - _log_times(self.centre, seen.cpus)) ** 2
+            raw = raw - 0.5 * seen.precision * (seen.log_s - _log_times(self.center, seen.cpus)) ** 2
         raw = np.exp(raw - raw.max())
         return np.asarray(raw / raw.sum())
 
     @cached_property
     def law(self) -> Law:
         """Return the expected law (geometric means)."""
-        gpu, work = _axes(self.centre)
+        gpu, work = _axes(self.center)
         return Law(float(np.exp(self.weights.sum(axis=1) @ gpu)), float(np.exp(self.weights.sum(axis=0) @ work)))
 
     def time_s(self, cpus: float) -> tuple[float, float]:
         """Return a step's expected time with CPUs for each GPU, and its relative standard deviation."""
-        times = _log_times(self.centre, cpus)
+        times = _log_times(self.center, cpus)
         mean = float((self.weights * times).sum())
         return float(np.exp(mean)), float(np.sqrt((self.weights * (times - mean) ** 2).sum()))
 
@@ -119,7 +119,7 @@ def observe(belief: Belief, cpus: float, iteration_s: float, error: float = 0.0)
     """
     noise = float(np.hypot(error, MODEL_ERROR))
     expected, spread = belief.time_s(cpus)
-    away = float(np.clip(np.log(iteration_s / expected) / np.hypot(noise, spread), -MOST_SHIFT, MOST_SHIFT))
+    away = float(np.clip(np.log(iteration_s / expected) / np.hypot(noise, spread), -MAX_SHIFT, MAX_SHIFT))
     slower, faster = max(0.0, belief.slower + away - SLACK), max(0.0, belief.faster - away - SLACK)
     if max(slower, faster) >= ALARM:
         scale = iteration_s / expected
@@ -132,27 +132,27 @@ def _learn(belief: Belief, cpus: float, iteration_s: float, noise: float) -> Bel
     """Add an observation to what was seen with as many CPUs; move the grid when the belief has come to its edge."""
     new = Seen(cpus, noise**-2, float(np.log(iteration_s)))
     past = [one._replace(precision=FORGET * one.precision) for one in belief.seen]
-    same = next((one for one in past if abs(one.cpus / cpus - 1) < SAME), None)
+    same = next((one for one in past if abs(one.cpus / cpus - 1) < SAME_CPUS), None)
     if same is not None:
         past.remove(same)
         total = same.precision + new.precision
         new = Seen(same.cpus, total, (same.precision * same.log_s + new.precision * new.log_s) / total)
-    kept = sorted(past, key=lambda one: -one.precision)[: MOST_SEEN - 1]
+    kept = sorted(past, key=lambda one: -one.precision)[: MAX_CPU_NUMBERS - 1]
     learnt = replace(
         belief, trust=FORGET * belief.trust, seen=tuple(sorted([*kept, new])), observations=belief.observations + 1
     )
-    found, centre = learnt.law, learnt.centre
-    moved = max(abs(np.log(found.gpu_s / centre.gpu_s)), abs(np.log(found.work_s / centre.work_s)))
-    return replace(learnt, centre=found) if moved > WIDTH / 2 else learnt
+    found, center = learnt.law, learnt.center
+    moved = max(abs(np.log(found.gpu_s / center.gpu_s)), abs(np.log(found.work_s / center.work_s)))
+    return replace(learnt, center=found) if moved > WIDTH / 2 else learnt
 
 
-def _axes(centre: Law) -> tuple[Floats, Floats]:
+def _axes(center: Law) -> tuple[Floats, Floats]:
     """Return the logarithms of T_gpu and P along the grid."""
     steps = np.linspace(-WIDTH, WIDTH, CELLS)
-    return np.log(centre.gpu_s) + steps, np.log(centre.work_s) + steps
+    return np.log(center.gpu_s) + steps, np.log(center.work_s) + steps
 
 
-def _log_times(centre: Law, cpus: float) -> Floats:
+def _log_times(center: Law, cpus: float) -> Floats:
     """Return the logarithm of a step's time in each cell."""
-    gpu, work = _axes(centre)
+    gpu, work = _axes(center)
     return np.asarray(np.maximum(gpu[:, None], work[None, :] - np.log(cpus)))

@@ -1,4 +1,4 @@
-"""Which number of CPUs to measure next: Synergy's bisection, cut short where the law holds (pure).
+"""The next number of CPUs to measure: Synergy's bisection, cut short where the law holds (pure).
 
 Synergy (OSDI 2022) bisects between the fewest and the most CPUs and skips an interval whose ends differ by less
 than 10 %. Here an interval is cut where the law has its knee, if that lies inside, and the two parts are left alone
@@ -39,7 +39,7 @@ def every(grid: Sequence[float], times: Mapping[float, float]) -> float | None:
 def _within(grid: Sequence[float], times: Mapping[float, float], low: int, high: int) -> float | None:
     """Return the next point between two measured ones, or None."""
     slow, fast = times[grid[low]], times[grid[high]]
-    if high - low < 2 or slow / fast - 1 < FLAT:  # noqa: PLR2004 (nothing lies between neighbours)
+    if high - low < 2 or slow / fast - 1 < FLAT:  # noqa: PLR2004 (nothing lies between neighbors)
         return None
     cut = _cut(grid, low, high, slow * grid[low] / fast)
     found = times.get(grid[cut])

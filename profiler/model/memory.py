@@ -14,7 +14,7 @@ PARTS = tuple(part / 10 for part in range(11))
 
 
 class Data(NamedTuple):
-    """What the job reads on this node: a dataset, ``step_mb`` of it in each step of all its ranks together."""
+    """The data that the job reads on this node: a dataset, ``step_mb`` of it in each step of all its ranks together."""
 
     dataset_gb: float
     step_mb: float
@@ -28,7 +28,7 @@ class Data(NamedTuple):
         return self.base_gb + part * self.dataset_gb
 
     def cached(self, memory_gb: float) -> float:
-        """Return the part of the dataset that fits into the cache beside the job itself."""
+        """Return the part of the dataset that fits into the memory that the job itself leaves."""
         return min(1.0, max(0.0, (memory_gb - self.base_gb) / self.dataset_gb))
 
     def fetch_s(self, memory_gb: float) -> float:

@@ -11,8 +11,7 @@ from typing import Any, Self
 
 import msgspec
 
-from cadenza.policies.sweep.judge import judge, put_behind
-from cadenza.policies.sweep.learning_curve import Trial, scored
+from cadenza.policies.sweep.learning_curve import Trial, judge, put_behind, scored
 from cadenza.sidecar import clock
 from cadenza.slurm_plugin.sweep.configs import Config, Study, check_config
 from cadenza.slurm_plugin.sweep.errors import InputError, SlurmUnavailable, SubmitError

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import cases, profiles
 
-from cadenza.policies.allocation import offers, pareto
+from cadenza.policies.allocation import pareto
 from cadenza.policies.allocation.cadenza import knapsack
 from cadenza.policies.allocation.cadenza.arrays import Arrays
 from cadenza.policies.allocation.cadenza.assignment import Assignment
@@ -164,4 +164,4 @@ def test_without_numba_the_interpreter_runs_the_loops():
 def test_options_are_worked_out_once_for_each_profile():
     server = Server("", 8, 24, 512000)
     kind = kinds([server], [EVEN])[server[1:]]
-    assert offers.part(EVEN, kind, 2, 0.0) is offers.part(EVEN, kind, 2, 0.0)
+    assert pareto.part(EVEN, kind, 2, 0.0) is pareto.part(EVEN, kind, 2, 0.0)

@@ -16,7 +16,7 @@ from cadenza.policies.core.profile import Profile
 from cadenza.policies.ordering import gavel as module
 from cadenza.policies.ordering.gavel import gavel
 from cadenza.policies.ordering.las import las
-from cadenza.policies.ordering.max_min_lp import normalised, time_shares
+from cadenza.policies.ordering.max_min_lp import normalized, time_shares
 from cadenza.policies.ordering.ranking import Queue
 
 
@@ -81,11 +81,11 @@ def test_shares_fit_and_nobody_is_worse_off_than_with_an_equal_split(classes, ca
     assert (found >= 0).all()
     assert (found.sum(axis=1) <= 1 + 1e-6).all()
     assert ((gpus * counts) @ found <= room + 1e-6).all()
-    reached = (normalised(speeds, gpus, room) * found).sum(axis=1)
+    reached = (normalized(speeds, gpus, room) * found).sum(axis=1)
     # Each job with its equal part of every type, as far as it has the time to use it, is a feasible plan.
     part = np.minimum(1 / gpus, room.sum() / counts.sum() / gpus)[:, None] * room / room.sum()
     scale = max((gpus * counts) @ part / room)
-    assert reached.min() >= (normalised(speeds, gpus, room) * part / max(scale, 1.0)).sum(axis=1).min() - 1e-6
+    assert reached.min() >= (normalized(speeds, gpus, room) * part / max(scale, 1.0)).sum(axis=1).min() - 1e-6
 
 
 # --- the round -----------------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from cadenza.policies.sweep.asha import asha_rule
 from cadenza.policies.sweep.curve import curve_rule, predict
-from cadenza.policies.sweep.judge import judge, put_behind
-from cadenza.policies.sweep.learning_curve import Trial, scored
+from cadenza.policies.sweep.learning_curve import Trial, judge, put_behind, scored
 from cadenza.policies.sweep.median import median_rule
 
 RULES = {"median": median_rule(3), "asha": asha_rule(2, 3.0, 3), "curve": curve_rule(100, None)}

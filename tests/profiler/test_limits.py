@@ -1,4 +1,4 @@
-"""Where CPUs are limited and where not, and a board that real clients attach to."""
+"""CPU limits: the cgroup in which a command runs, and the CPUs that it is given."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_terminated_profile_ends_its_command(tmp_path):
 
 def started_by(profile):
     """Return all that is below a profile but what guards it, once there are two generations; else nothing."""
-    found = [(child, words) for child, words in below(profile, recursive=True) if "leash" not in str(words)]
+    found = [(child, words) for child, words in below(profile, recursive=True) if "reaper" not in str(words)]
     grown = any(words[-2:] == ["sleep", "600"] for _, words in found)
     return [child for child, _ in found] if grown else []
 
@@ -199,7 +199,7 @@ def test_a_killed_profile_leaves_no_process_of_its_command_and_no_files(tmp_path
     with profiling(tmp_path, "--cpus", "1", "--", "sh", "-c", script) as profile:
         found = until("its processes", profile, lambda: started_by(profile))
         until("its socket", profile, lambda: told.exists() and told.read_text().strip())
-        (guard,) = [child for child, words in below(profile) if "leash" in str(words)]
+        (guard,) = [child for child, words in below(profile) if "reaper" in str(words)]
         profile.kill()
         profile.wait()
     assert not psutil.wait_procs([*found, guard], 20)[1]

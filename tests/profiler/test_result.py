@@ -132,7 +132,7 @@ def test_a_profile_that_falls_or_is_of_another_gpu_is_refused():
         ({"throughput": [[0.5], [0.0]]}, "throughput"),
         ({"throughput": [[1.0], [0.5]]}, "throughput at 1 GB"),
         ({"cpus_per_gpu": [2, 1]}, "cpus_per_gpu"),
-        ({"colour": 1}, "colour"),
+        ({"color": 1}, "color"),
     ],
 )
 def test_validate_names_file_and_key_of_a_bad_profile(tmp_path, change, says):

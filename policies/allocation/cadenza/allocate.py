@@ -21,7 +21,7 @@ MAX_PAIRS_TRIED = 1 << 17
 EXTRA_EVALUATIONS_PER_JOB = 1
 """Evaluations that each newcomer adds to the case's, so that a start from scratch gets the search that it needs."""
 REGROUP_TRIES = 16
-"""How often a job with several GPUs is offered in exchange for smaller ones."""
+"""Offers of a job with several GPUs in exchange for smaller ones."""
 MAX_EXTRA_EVALUATIONS = 2000
 """Most that newcomers add together."""
 

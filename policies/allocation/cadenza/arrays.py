@@ -28,7 +28,7 @@ class Level(NamedTuple):
 
 
 class Arrays:
-    """What the division works on; it is told when the assignment changes."""
+    """The arrays of the division, brought up to date by ``sync`` when the assignment changes."""
 
     def __init__(self, assignment: Assignment) -> None:
         self.assignment = assignment

@@ -6,8 +6,7 @@ from bisect import insort
 from collections.abc import Iterable
 from operator import attrgetter
 
-from cadenza.policies.allocation.offers import Row, offers, part
-from cadenza.policies.allocation.pareto import kinds
+from cadenza.policies.allocation.pareto import Row, kinds, offers, part
 from cadenza.policies.allocation.problem import Case
 from cadenza.policies.core.model import Job
 from cadenza.policies.core.profile import Profile
@@ -35,7 +34,7 @@ class Assignment:
         self.gpus = [job.gpus for job in self.jobs]
         self.where = [-1] * len(self.jobs)
         self.home = [-1] * len(self.jobs)
-        """Where an item is when it stays; -1 for a job that does not run, and for parts."""
+        """By item: the node where it stays without a move; -1 for a job that does not run, and for parts."""
         self.parts: dict[int, list[int]] = {}
         """The items of each job on several nodes."""
         self.rows = offers(self.jobs, self.kinds, case.margin)
@@ -66,7 +65,7 @@ class Assignment:
         return max(speeds, default=1.0) * self.weight(item)
 
     def price(self, item: int) -> float:
-        """Return what the speeds must gain for a running job to be moved; no more than it loses meanwhile."""
+        """Return the gain in speeds that pays for moving a running job: at most its loss during the move."""
         costs = self.case.costs
         return self.best(item) * costs.move_s / costs.horizon_s
 

@@ -1,4 +1,4 @@
-"""The first placement: who stays, and where the others start; later exchanges make it good."""
+"""The initial assignment: running jobs stay where they can, the others are spread; exchanges improve it later."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def assign_evenly(assignment: Assignment, items: Sequence[int], everyone: Iterab
 
 
 class _Loads:
-    """How hungry the jobs of each node are together, as a part of what it has."""
+    """Demand of the jobs on each node, as a part of its CPUs and memory."""
 
     def __init__(self, assignment: Assignment, items: Iterable[int]) -> None:
         self.assignment = assignment
@@ -76,7 +76,7 @@ class _Loads:
             for kind in range(len(assignment.kinds))
         ]
         self.usual = [appetite / max(wanted, sum(assignment.free), 1) for appetite in total]
-        """Appetite that a free GPU is to expect, by kind; less than the average job's where GPUs stay free."""
+        """Expected demand per free GPU, by node kind; lower than the jobs' average where GPUs stay free."""
 
     def add(self, item: int, node: int) -> None:
         """Count an item on a node."""

@@ -78,7 +78,7 @@ class Search(NamedTuple):
     tables: Ints
     """By (slot, position): as ``leave_out`` writes them."""
     moves: int
-    """How many more running jobs may be moved."""
+    """Number of running jobs that may still be moved."""
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -1,4 +1,4 @@
-"""The search: newcomers go where they add most, then jobs change places between nodes while that pays."""
+"""Local search: newcomers go to the node to which they add most, then jobs change places while that pays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = 32
 
 
 class Limits(NamedTuple):
-    """How far a search may go: evaluations, and moves of running jobs."""
+    """Limits of a search: evaluations, and moves of running jobs."""
 
     evaluations: int
     moves: int
