@@ -12,45 +12,28 @@ from typing import TypeAlias
 
 import msgspec
 
+from cadenza.policies.core.model import Pace, Use
+
 VERSION = 1
 DEFAULT_PORT = 6820
 
 
-class JobTelemetry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one host measured of one job; None or 0 where nothing is known.
+class JobTelemetry(Use, frozen=True, omit_defaults=True, kw_only=True):
+    """Measurements of one job on one host; None or 0 for an unknown value.
 
-    Rates and shares are of the last ``window_s`` seconds. Iteration times are of the whole run since the job attached,
-    of its slowest rank here, within 6 %. Processes are those that the agent knows and all that descend from them.
+    Rates and shares cover the last ``window_s`` seconds. Iteration times cover the run since the job attached, for its
+    slowest rank here, within 6 %. Its processes are those that the agent knows and all their descendants.
     """
 
     window_s: float
     iterations: int = 0
-    """Of the furthest rank, within the window."""
+    """Iterations of the furthest rank within the window."""
     iteration_p50_s: float | None = None
-    iteration_p99_s: float | None = None
-    samples_s: float | None = None
-    """Training samples a second, all ranks here; None when nobody says them to ``boundary()``."""
-    data_wait: float | None = None
-    """Share of the iteration time that ranks were blocked in their loaders, 0 to 1."""
     processes: int = 0
-    cpu_percent: float | None = None
-    """100 is one core."""
-    rss_mb: float | None = None
-    """Resident sets, pages of files and shared memory counted once."""
-    read_mb_s: float | None = None
     write_mb_s: float | None = None
-    """From and to storage (proc_pid_io(5): read_bytes, write_bytes)."""
-    gpu_percent: float | None = None
-    """Use of the job's GPUs by its processes, mean over its GPUs."""
-    gpu_memory_mb: float | None = None
-    """Held by its processes, all its GPUs together."""
+    """Written to storage; ``read_mb_s`` is read from it (proc_pid_io(5): read_bytes, write_bytes)."""
     memory_kind: str = ""
-    """gpu (torch's allocator) or host (resident set): what the next two are, of the rank that has most."""
-    memory_low_mb: float | None = None
-    memory_peak_mb: float | None = None
-    order_arrived_s: float | None = None
-    order_done_s: float | None = None
-    """Of the last order: from its boundary until the slowest rank was ready to stop, and had its state out."""
+    """Kind of ``memory_low_mb`` and ``memory_peak_mb``: gpu (torch's allocator) or host (resident set)."""
 
 
 class InForce(msgspec.Struct, frozen=True):
@@ -66,25 +49,6 @@ class InForce(msgspec.Struct, frozen=True):
     """cgroup v2 | cgroup v1 | affinity"""
     note: str = ""
     """Why it could not be set, if so."""
-
-
-class Pace(msgspec.Struct, frozen=True):
-    """How fast a job runs in its present company: since who uses its GPUs with it last changed. Times in seconds.
-
-    Of its slowest rank on this host, from the first iteration on that began in this company. A job that does not run
-    has the pace of the last time.
-    """
-
-    window_s: float
-    iterations: int
-    iteration_s: float
-    """Mean; 0 before the first iteration."""
-    error: float
-    """Standard error of the mean, relative to it; 1 before it can be said."""
-    data_wait: float
-    """Share of the iteration time that it was blocked in its loader."""
-    beside: tuple[tuple[int, int], ...] = ()
-    """The others that ran on its GPUs meanwhile, id and restart count; empty: it had them alone."""
 
 
 class LeaseReport(msgspec.Struct, frozen=True):
@@ -132,7 +96,7 @@ class LeaseReport(msgspec.Struct, frozen=True):
     """See ``JobFacts``; what the agent goes by."""
 
 
-class Warmed(msgspec.Struct, frozen=True):
+class Prefetched(msgspec.Struct, frozen=True):
     """What a host has read for a job that will come; ``bytes`` may have been in memory before."""
 
     job: int
@@ -157,7 +121,7 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     leases: tuple[LeaseReport, ...]
     lacks: tuple[str, ...] = ()
     """What the settings ask for and this host cannot do, with the reason; one sentence each."""
-    warmed: tuple[Warmed, ...] = ()
+    prefetched: tuple[Prefetched, ...] = ()
     """Of the last jobs that were to come here."""
 
 
@@ -261,8 +225,8 @@ class FilesOrder(msgspec.Struct, frozen=True, tag=True):
     restart: int
 
 
-class Warm(msgspec.Struct, frozen=True, tag=True):
-    """Read files into memory, as the user that the job will run as; the report's ``warmed`` says when that is done."""
+class PrefetchOrder(msgspec.Struct, frozen=True, tag=True):
+    """Read files into memory as the user that the job will run as; a report lists it in ``prefetched`` when done."""
 
     v: int
     job: int
@@ -360,5 +324,14 @@ class Facts(msgspec.Struct, frozen=True, tag=True):
 
 
 ToAgent: TypeAlias = (
-    YieldOrder | CheckpointOrder | FilesOrder | Warm | StopAt | CommitOrder | CancelOrder | ResumeOrder | Tune | Facts
+    YieldOrder
+    | CheckpointOrder
+    | FilesOrder
+    | PrefetchOrder
+    | StopAt
+    | CommitOrder
+    | CancelOrder
+    | ResumeOrder
+    | Tune
+    | Facts
 )

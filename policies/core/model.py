@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
+import msgspec
+
 from cadenza.policies.core.profile import Profile
 
 
@@ -63,28 +65,29 @@ class Options:
     """Set by job_submit.lua when it held the job for us (held admission)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
-    """What the agents measured of a job lately, all its hosts together; None where nobody says. Memory in MB."""
+class Use(msgspec.Struct, frozen=True):
+    """Recent measurements of a job, over all its hosts; None for an unknown value. Memory in MB."""
 
     samples_s: float | None = None
-    """Training samples a second."""
+    """Training samples a second; None if the script does not pass them to ``boundary()``."""
     iteration_p99_s: float | None = None
     data_wait: float | None = None
     """Share of the iteration time that the worst host's ranks were blocked in their loaders, 0 to 1."""
     gpu_percent: float | None = None
-    """Mean over its hosts of the use of its GPUs by its own processes."""
+    """Use of its GPUs by its own processes, mean over the GPUs."""
     gpu_memory_mb: float | None = None
+    """GPU memory of its processes, all its GPUs together."""
     cpu_percent: float | None = None
     """100 is one core."""
     rss_mb: float | None = None
+    """Resident sets; pages of files and shared memory count once."""
     read_mb_s: float | None = None
     memory_low_mb: float | None = None
     memory_peak_mb: float | None = None
-    """Of one rank at its boundaries, and at most: the rank that has most. What its GPU's allocator has given out."""
+    """Memory of the rank that uses most: lowest value at a boundary, and peak."""
     order_arrived_s: float | None = None
     order_done_s: float | None = None
-    """Of the last order: from its boundary until the slowest rank was ready to stop, and had its state out."""
+    """Last stop: seconds from the boundary until the slowest rank was ready, and until it had offloaded its state."""
 
 
 class Pace(NamedTuple):
@@ -299,7 +302,7 @@ class Host:
     memory_free_mb: int = 0
     lacks: tuple[str, ...] = ()
     """What its agent's settings ask for and the machine cannot do."""
-    warmed: tuple[JobKey, ...] = ()
+    prefetched: tuple[JobKey, ...] = ()
     """Jobs on their way to it whose files it has read, as far as it could."""
 
 

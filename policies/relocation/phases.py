@@ -165,7 +165,7 @@ def _warming(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
         return _over(move, snapshot, ELSEWHERE)
     if job.state != "RUNNING" or job.lease is None or job.lease.state != "held" or not job.lease.ready:
         return Step(replace(move, phase="wanted") if move.by_hand else None, sentence=f"is to go to {_goal(move)}")
-    warm = {host.name for host in snapshot.hosts if move.job in host.warmed}
+    warm = {host.name for host in snapshot.hosts if move.job in host.prefetched}
     if not warm.issuperset(cold(move.job, move.shares, snapshot)) and _age(move, snapshot) <= WARM_S:
         return Step(move, sentence=f"{_goes(move)}: its files are read there while it still runs")
     return Step(move, Save(move.job, f"{_goes(move)}: {move.reason}"), f"{_goes(move)}: a checkpoint is ordered")

@@ -76,7 +76,7 @@ class Daemon:
         self._service_side = ServiceHandler(self.host, self._coordinator, arbiter, self._tuner, self._prefetcher)
         self._collector = Collector(self.host, Background(Sampler(clock, nvml_devices)), Records(settings))
         latest, in_force = self._collector.latest, self._tuner.in_force
-        self._reporter = Reporter(self.host, version, _memory_mb, latest, in_force, self._lacks, self._warmed)
+        self._reporter = Reporter(self.host, version, _memory_mb, latest, in_force, self._lacks, self._prefetched)
         self._jumps = Jumps(self.host)
         self._poller = zmq.Poller()
         self._pidfds: dict[int, int] = {}
@@ -284,9 +284,9 @@ class Daemon:
         """Return what the settings ask for and this host cannot do."""
         return tuple(lack for lack in (self._driver.lack, self._tuner.lack) if lack)
 
-    def _warmed(self) -> tuple[orders.Warmed, ...]:
+    def _prefetched(self) -> tuple[orders.Prefetched, ...]:
         """Return what was read for jobs that are to come."""
-        return tuple(self._prefetcher.warmed.values())
+        return tuple(self._prefetcher.prefetched.values())
 
     def _report(self) -> None:
         """Send the service what it is to know."""

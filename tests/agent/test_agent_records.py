@@ -114,7 +114,7 @@ def written(job: Job, file: Path, **settings: Any) -> os.stat_result:
     """Have one row written and return the file's status."""
     taken = Records(AgentSettings(host="n1", **settings))
     until(lambda: owner_of(job.process.pid).uid == USER, "the job's process to be the user's")
-    taken.write(job.lease, 1.5, 3, JobTelemetry(5.0, iterations=2))
+    taken.write(job.lease, 1.5, 3, JobTelemetry(window_s=5.0, iterations=2))
     taken.close()
     assert rows(file) == [
         {"v": 1, "at_s": 1.5, "job": 5, "restart": 1, "host": "n1", "step": 3,
@@ -144,7 +144,7 @@ def test_root_does_not_lend_its_rights(new_job: Callable[..., Job], place: Path)
     job = new_job(CADENZA_RECORDS=str(place / "roots" / "deeper"))
     taken = Records(AgentSettings(host="n1"))
     until(lambda: owner_of(job.process.pid).uid == USER, "the job's process to be the user's")
-    taken.write(job.lease, 1.5, 3, JobTelemetry(5.0))
+    taken.write(job.lease, 1.5, 3, JobTelemetry(window_s=5.0))
     taken.close()
     (place / "roots").chmod(0o700)
     assert not list((place / "roots").iterdir())
@@ -155,7 +155,7 @@ def test_who_does_not_ask_is_not_recorded(tmp_path: Path, records: str) -> None:
     taken = Records(AgentSettings(host="n1", records=records, records_dir=str(tmp_path / "all")))
     lease = Lease(5, 0, os.getuid(), (), 0.0)
     lease.processes = (Process(os.getpid(), 1),)
-    taken.write(lease, 1.5, 3, JobTelemetry(5.0))
+    taken.write(lease, 1.5, 3, JobTelemetry(window_s=5.0))
     taken.close()
     assert not (tmp_path / "all").exists()
 
@@ -164,12 +164,12 @@ def test_a_recorder_that_is_stuck_loses_rows_and_holds_nobody_up(tmp_path: Path)
     taken = Records(AgentSettings(host="n1", records="jsonl", records_dir=str(tmp_path / "all")))
     lease = Lease(5, 0, os.getuid(), (), 0.0)
     lease.processes = (Process(os.getpid(), 1),)
-    taken.write(lease, 0.0, 0, JobTelemetry(5.0))
+    taken.write(lease, 0.0, 0, JobTelemetry(window_s=5.0))
     recorder_process = taken._jobs[lease.key].recorder
     assert recorder_process is not None
     recorder_process.send_signal(signal.SIGSTOP)
     for number in range(1, 2000):
-        taken.write(lease, 0.0, number, JobTelemetry(5.0))
+        taken.write(lease, 0.0, number, JobTelemetry(window_s=5.0))
     recorder_process.send_signal(signal.SIGCONT)
     taken.close()
     steps = [row["step"] for row in rows(tmp_path / "all" / str(os.getuid()) / "5.n1.jsonl")]

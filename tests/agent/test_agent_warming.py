@@ -18,8 +18,8 @@ from cadenza.policies.core.model import JobKey
 from cadenza.sidecar.agent.prefetch import file_reader, open_files
 from cadenza.sidecar.agent.prefetch.prefetcher import read_as
 from cadenza.sidecar.client.session.prefetch_hints import FileList
-from cadenza.sidecar.orders import VERSION, CheckpointOrder, Files, FilesOrder, Report, Warm
-from cadenza.slurm_plugin.service.agents.prefetch_orders import Warmings
+from cadenza.sidecar.orders import VERSION, CheckpointOrder, Files, FilesOrder, PrefetchOrder, Report
+from cadenza.slurm_plugin.service.agents.prefetch_orders import PrefetchOrders
 
 A = JobKey(1, 0)
 
@@ -88,10 +88,10 @@ def test_a_user_that_the_host_does_not_know_is_an_error() -> None:
 
 
 def test_lists_go_only_where_the_service_sent_the_job() -> None:
-    warmings = Warmings()
+    warmings = PrefetchOrders()
     assert warmings.begin(A, ("n1", "n2"), ("n3",)) == [("n1", FilesOrder(VERSION, *A))]
     files = Files(VERSION, "n1", *A, 7, ("/a",))
-    assert warmings.hear(files) == [("n3", Warm(VERSION, *A, 7, ("/a",)))]
+    assert warmings.hear(files) == [("n3", PrefetchOrder(VERSION, *A, 7, ("/a",)))]
     assert warmings.hear(Files(VERSION, "n9", *A, 0, ("/etc/shadow",))) == []
     assert warmings.hear(Files(VERSION, "n1", 2, 0, 7, ("/a",))) == []
 
@@ -109,6 +109,6 @@ def test_the_agent_says_what_a_job_uses_then_its_checkpoint_and_reads_for_one_to
     lease = service.lease(1, lambda lease: lease.saved)
     assert service.wait_for(Files).paths == (lease.note.rpartition(": ")[2],)
     (tmp_path / "data").write_bytes(b"x" * 70)
-    service.order(Warm, 9, uid=os.geteuid(), paths=(str(tmp_path / "data"), "/none"))
-    report = service.wait_for(Report, lambda report: report.warmed)
-    assert [(one.job, one.files, one.bytes, one.note) for one in report.warmed] == [(9, 1, 70, "")]
+    service.order(PrefetchOrder, 9, uid=os.geteuid(), paths=(str(tmp_path / "data"), "/none"))
+    report = service.wait_for(Report, lambda report: report.prefetched)
+    assert [(one.job, one.files, one.bytes, one.note) for one in report.prefetched] == [(9, 1, 70, "")]

@@ -173,9 +173,9 @@ def test_a_resized_job_whose_place_others_took_gets_its_former_size_and_then_goe
     assert advance(grows, replace(cluster(begin_time), time_s=NOW + 60), Memory()).action is None
 
 
-def between_hosts(*jobs, warmed=(), alive=True):
+def between_hosts(*jobs, prefetched=(), alive=True):
     """A cluster whose second host has an agent that may have read a job's files."""
-    hosts = (Host("node1", agent_alive=True), Host("node2", agent_alive=alive, warmed=warmed))
+    hosts = (Host("node1", agent_alive=True), Host("node2", agent_alive=alive, prefetched=prefetched))
     return replace(cluster(*jobs, nodes=(node(), node(lane=1), node("node2"))), hosts=hosts)
 
 
@@ -190,7 +190,7 @@ def test_another_host_reads_the_files_before_the_job_is_stopped():
     assert memory.moves[0].phase == "warming"
     waits, memory = round_of(wants, between_hosts(job(1, lease=KEEPS)), memory)
     assert waits.actions == ()
-    then, memory = round_of(wants, between_hosts(job(1, lease=KEEPS), warmed=(key(1),)), memory)
+    then, memory = round_of(wants, between_hosts(job(1, lease=KEEPS), prefetched=(key(1),)), memory)
     assert then.actions == (Save(key(1), "goes to node2: r"),)
     assert memory.moves[0].phase == "ordered"
 
@@ -214,7 +214,7 @@ def test_files_that_are_not_read_in_time_do_not_keep_a_job():
 
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_a_job_that_loses_its_gpus_meanwhile_is_not_stopped(by_hand):
-    found = between_hosts(job(1, lease=replace(KEEPS, state="yielded")), warmed=(key(1),))
+    found = between_hosts(job(1, lease=replace(KEEPS, state="yielded")), prefetched=(key(1),))
     step = advance(warming_move(by_hand=by_hand), found, Memory())
     assert step.action is None
     assert (step.move.phase if step.move else None) == ("wanted" if by_hand else None)

@@ -59,9 +59,9 @@ def test_all_hosts_hold() -> None:
 
 def test_what_the_hosts_measured_is_put_together() -> None:
     one = merged(
-        n1=gang("held", telemetry=JobTelemetry(5.0, samples_s=10.0, data_wait=0.1, gpu_percent=50.0, rss_mb=100.0,
-                                               memory_kind="gpu", memory_low_mb=7.0)),
-        n2=gang("held", telemetry=JobTelemetry(5.0, samples_s=20.0, data_wait=0.3, gpu_percent=70.0,
+        n1=gang("held", telemetry=JobTelemetry(window_s=5.0, samples_s=10.0, data_wait=0.1, gpu_percent=50.0,
+                                               rss_mb=100.0, memory_kind="gpu", memory_low_mb=7.0)),
+        n2=gang("held", telemetry=JobTelemetry(window_s=5.0, samples_s=20.0, data_wait=0.3, gpu_percent=70.0,
                                                memory_kind="gpu"), requeue_owner="lightning"),
     )  # fmt: skip
     assert one.use == Use(samples_s=30.0, data_wait=0.3, gpu_percent=60.0, rss_mb=100.0, memory_low_mb=7.0)

@@ -46,9 +46,9 @@ def library(folder: Path, pairs: str = "") -> Library:
     return shelf.library
 
 
-def pace(iteration_s: float, beside: tuple[int, ...] = (), window_s: float = 30.0) -> orders.Pace:
+def pace(iteration_s: float, beside: tuple[int, ...] = (), window_s: float = 30.0) -> Pace:
     others = tuple((number, 0) for number in beside)
-    return orders.Pace(window_s, int(window_s / iteration_s), iteration_s, 0.001, 0.0, others)
+    return Pace(iteration_s, int(window_s / iteration_s), window_s, 0.001, 0.0, others)
 
 
 def seen(found: Library, *leases: orders.LeaseReport, state: str = "RUNNING") -> ClusterSnapshot:

@@ -23,7 +23,7 @@ class Reporter:
     """Decides when a report is due.
 
     ``memory`` returns total and free host memory in MB, ``telemetry`` the last sample of a job, ``tuned``
-    what was set on it in the place of Slurm's own limits, ``lacks`` what this host cannot do, ``warmed`` what it
+    what was set on it in the place of Slurm's own limits, ``lacks`` what this host cannot do, ``prefetched`` what it
     has read for jobs to come.
     """
 
@@ -33,7 +33,7 @@ class Reporter:
     telemetry: Callable[[JobKey], orders.JobTelemetry | None]
     tuned: Callable[[JobKey], orders.InForce | None]
     lacks: Callable[[], tuple[str, ...]]
-    warmed: Callable[[], tuple[orders.Warmed, ...]]
+    prefetched: Callable[[], tuple[orders.Prefetched, ...]]
     _last: Notable = ()
     _sent_at: float = float("-inf")
 
@@ -61,7 +61,7 @@ class Reporter:
             rotating=self.host.rotating(),
             leases=tuple(self._lease(lease) for lease in self.host.leases),
             lacks=self.lacks(),
-            warmed=self.warmed(),
+            prefetched=self.prefetched(),
         )
 
     def _lease(self, lease: Lease) -> orders.LeaseReport:
@@ -74,7 +74,7 @@ def _notable(report: orders.Report) -> Notable:
     """Return the part of a report whose change is worth sending at once."""
     return (
         report.rotating,
-        report.warmed,
+        report.prefetched,
         *(
             (one.job, one.restart, one.state, one.ready, one.ranks, one.managed, one.gpus, one.note, one.requeue_owner,
              one.checkpoints, one.saved, one.lost, one.tuned, one.pack)

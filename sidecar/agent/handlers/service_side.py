@@ -39,7 +39,7 @@ class ServiceHandler:
         if isinstance(order, orders.Facts):
             self._learn(order)
             return
-        if isinstance(order, orders.Warm):
+        if isinstance(order, orders.PrefetchOrder):
             self.prefetcher.read(order)
             return
         lease = self.host.leases.get(JobKey(order.job, order.restart))

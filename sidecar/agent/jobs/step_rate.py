@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import TYPE_CHECKING
 
-from cadenza.policies.core.model import JobKey
-from cadenza.sidecar import orders
+from cadenza.policies.core.model import JobKey, Pace
 from cadenza.sidecar.agent.ipc.pages import PageRecord
 
 if TYPE_CHECKING:
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 FRESH_S = 0.2
 """A pace is worked out anew at most this often."""
-NOTHING = orders.Pace(0.0, 0, 0.0, 1.0, 0.0)
+NOTHING = Pace(0.0, 0, error=1.0)
 
 
 @dataclass
@@ -27,7 +26,7 @@ class StepRateMeter:
 
     company: frozenset[JobKey] | None = None
     """Who runs on its GPUs with it; None: it does not run itself."""
-    last: orders.Pace | None = None
+    last: Pace | None = None
     """As of the last look, or of the end of its last run."""
     _since: float = 0.0
     _measured_at: float = float("-inf")
@@ -48,10 +47,9 @@ class StepRateMeter:
             return
         self._since, self._marks = now, {}
         self._at_change = {pid: record.iterations for pid, rank in ranks.items() if (record := rank.page.record())}
-        beside = tuple(sorted((key.id, key.restart) for key in company))
-        self.last = _of(NOTHING, beside=beside)
+        self.last = NOTHING._replace(beside=tuple(sorted(company)))
 
-    def measure(self, ranks: Mapping[int, Rank], now: float) -> orders.Pace | None:
+    def measure(self, ranks: Mapping[int, Rank], now: float) -> Pace | None:
         """Return the pace as of a moment ago; of a job that does not run, that of its last run."""
         if now - self._measured_at >= FRESH_S:
             self._measure(ranks, now)
@@ -67,7 +65,7 @@ class StepRateMeter:
             if pid in ranks and (record := ranks[pid].page.record()) is not None
         ]
         slowest = max(found, key=lambda one: one.iteration_s, default=NOTHING)
-        self.last = _of(slowest, beside=self.last.beside, window_s=round(max(0.0, now - self._since), 3))
+        self.last = slowest._replace(beside=self.last.beside, window_s=round(max(0.0, now - self._since), 3))
 
     def _mark(self, ranks: Mapping[int, Rank]) -> None:
         """Begin to count with each rank that has ended the iteration under way at the change."""
@@ -80,11 +78,7 @@ class StepRateMeter:
                     self._marks[pid] = record
 
 
-def _of(pace: orders.Pace, *, beside: tuple[tuple[int, int], ...], window_s: float = 0.0) -> orders.Pace:
-    return orders.Pace(window_s, pace.iterations, pace.iteration_s, pace.error, pace.data_wait, beside)
-
-
-def between(mark: PageRecord, now: PageRecord) -> orders.Pace:
+def between(mark: PageRecord, now: PageRecord) -> Pace:
     """Return the pace of one rank from one record to a later one, without window and company (pure)."""
     count, busy_s = now.iterations - mark.iterations, now.busy_s - mark.busy_s
     if count <= 0 or busy_s <= 0:
@@ -92,7 +86,7 @@ def between(mark: PageRecord, now: PageRecord) -> orders.Pace:
     counts = [after - before for before, after in zip(mark.counts, now.counts, strict=False)]
     error = 1.0 if count == 1 else min(_spread(replace(now, counts=counts)) / sqrt(count), 1.0)
     waited = min(max(now.waited_s - mark.waited_s, 0.0) / busy_s, 1.0)
-    return orders.Pace(0.0, count, busy_s / count, round(error, 4), round(waited, 4))
+    return Pace(busy_s / count, count, 0.0, round(error, 4), round(waited, 4))
 
 
 def _spread(record: PageRecord) -> float:

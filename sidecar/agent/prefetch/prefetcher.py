@@ -38,10 +38,10 @@ class Prefetcher:
     """The agent's part of warming; threads of its own do what takes time, the event loop takes the results."""
 
     host: Host
-    warmed: dict[JobKey, orders.Warmed] = field(default_factory=dict)
+    prefetched: dict[JobKey, orders.Prefetched] = field(default_factory=dict)
     """What was read here for jobs that are to come."""
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(READERS, "cadenza-warming"))
-    _done: queue.SimpleQueue[orders.Warmed | orders.Files] = field(default_factory=queue.SimpleQueue)
+    _done: queue.SimpleQueue[orders.Prefetched | orders.Files] = field(default_factory=queue.SimpleQueue)
 
     def list_files(self, lease: Lease) -> None:
         """Find the files of a job that runs here, for those who will read them."""
@@ -49,7 +49,7 @@ class Prefetcher:
         pids = {process.pid for process in lease.processes} | set(self.host.run(lease.key).ranks)
         self._pool.submit(self._list, lease, tuple(sorted(pids)))
 
-    def read(self, order: orders.Warm) -> None:
+    def read(self, order: orders.PrefetchOrder) -> None:
         """Read files for a job that will come, if this host's settings allow it."""
         self._pool.submit(self._read, order)
 
@@ -69,14 +69,14 @@ class Prefetcher:
         """Wait for nobody; a reader that is left ends by its own limits."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _note(self, done: orders.Warmed) -> None:
+    def _note(self, done: orders.Prefetched) -> None:
         key = JobKey(done.job, done.restart)
-        self.warmed.pop(key, None)
-        self.warmed[key] = done
-        while len(self.warmed) > KEPT:
-            del self.warmed[next(iter(self.warmed))]
+        self.prefetched.pop(key, None)
+        self.prefetched[key] = done
+        while len(self.prefetched) > KEPT:
+            del self.prefetched[next(iter(self.prefetched))]
         log.info(
-            "warmed JOBID=%s files=%d bytes=%d s=%.2f %s", key, done.files, done.bytes, done.seconds, done.note
+            "prefetched JOBID=%s files=%d bytes=%d s=%.2f %s", key, done.files, done.bytes, done.seconds, done.note
         )  # fmt: skip
 
     def _list(self, lease: Lease, pids: tuple[int, ...]) -> None:
@@ -85,7 +85,7 @@ class Prefetcher:
         except Exception:
             log.exception("the files of JOBID=%s were not found", lease.key)
 
-    def _read(self, order: orders.Warm) -> None:
+    def _read(self, order: orders.PrefetchOrder) -> None:
         began = self.host.clock.monotonic()
         told: dict[str, int] = {}
         try:
@@ -93,7 +93,7 @@ class Prefetcher:
         except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
             note = f"its files were not read: {error}"
         self._done.put(
-            orders.Warmed(
+            orders.Prefetched(
                 job=order.job,
                 restart=order.restart,
                 files=told.get("files", 0),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from cadenza.sidecar.orders import LeaseReport, Report, Warmed
+from cadenza.sidecar.orders import LeaseReport, Prefetched, Report
 
 
 class Event(msgspec.Struct, frozen=True):
     """One change on a host.
 
-    ``kind`` is registered, finished, state, ready, saved, lost, note, warmed, or agent-up and -down.
+    ``kind`` is registered, finished, state, ready, saved, lost, note, prefetched, or agent-up and -down.
     """
 
     at_s: float
@@ -31,13 +31,17 @@ def changes(before: Report | None, after: Report, at_s: float) -> tuple[Event, .
     return (
         *gone,
         *(event for key, lease in new.items() for event in _lease_changes(after.host, old.get(key), lease, at_s)),
-        *(_warmed(after.host, one, at_s) for one in after.warmed if before is None or one not in before.warmed),
+        *(
+            _prefetched(after.host, one, at_s)
+            for one in after.prefetched
+            if before is None or one not in before.prefetched
+        ),
     )
 
 
-def _warmed(host: str, warmed: Warmed, at_s: float) -> Event:
-    read = f"{warmed.files} files, {warmed.bytes >> 20} MB in {warmed.seconds:.1f} s"
-    return Event(at_s, "warmed", host, warmed.job, warmed.restart, warmed.note or read)
+def _prefetched(host: str, prefetched: Prefetched, at_s: float) -> Event:
+    read = f"{prefetched.files} files, {prefetched.bytes >> 20} MB in {prefetched.seconds:.1f} s"
+    return Event(at_s, "prefetched", host, prefetched.job, prefetched.restart, prefetched.note or read)
 
 
 def _lease_changes(host: str, old: LeaseReport | None, new: LeaseReport, at_s: float) -> tuple[Event, ...]:

@@ -44,7 +44,7 @@ from cadenza.sidecar.orders import (
 from cadenza.slurm_plugin.service.agents.agent_events import Event
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent, AgentBook
 from cadenza.slurm_plugin.service.agents.curve_keys import AgentKeys, service_pair
-from cadenza.slurm_plugin.service.agents.prefetch_orders import Warmings
+from cadenza.slurm_plugin.service.agents.prefetch_orders import PrefetchOrders
 from cadenza.slurm_plugin.service.agents.stop_barrier import Orders, Stops
 from cadenza.slurm_plugin.service.errors import HubError
 
@@ -96,7 +96,7 @@ class Hub:
         self._keys = AgentKeys(settings.keys)
         self._book = AgentBook(settings.alive_s)
         self._stops = Stops()
-        self._warmings = Warmings()
+        self._prefetches = PrefetchOrders()
         self._decoder = msgspec.json.Decoder(FromAgent)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._messages: SimpleQueue[Switched | LeaseLog | Event] = SimpleQueue()
@@ -161,9 +161,9 @@ class Hub:
             return self.send([(hosts[0], order)])
         return self._ask(lambda: self._send_all(self._stops.begin(key, hosts, self._clock.monotonic(), order)))
 
-    def warm_job(self, key: JobKey, hosts: tuple[str, ...], there: tuple[str, ...]) -> Outcome:
+    def prefetch_job(self, key: JobKey, hosts: tuple[str, ...], there: tuple[str, ...]) -> Outcome:
         """Have the hosts ``there`` read the files that a job uses where it runs; what they cannot is no failure."""
-        return self._ask(lambda: self._send_all(self._warmings.begin(key, hosts, there)))
+        return self._ask(lambda: self._send_all(self._prefetches.begin(key, hosts, there)))
 
     def resume_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
         """Prefer a job for the GPUs that it waits for, on each of its hosts."""
@@ -356,7 +356,7 @@ class Hub:
         elif isinstance(message, Steps):
             self._send_all(self._stops.hear(message, now_s))
         elif isinstance(message, Files):
-            self._send_all(self._warmings.hear(message))
+            self._send_all(self._prefetches.hear(message))
         else:
             if isinstance(message, Switched):
                 self._send_all(self._stops.settle(message))

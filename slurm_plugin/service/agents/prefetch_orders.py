@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cadenza.policies.core.model import JobKey
-from cadenza.sidecar.orders import VERSION, Files, FilesOrder, Warm
+from cadenza.sidecar.orders import VERSION, Files, FilesOrder, PrefetchOrder
 from cadenza.slurm_plugin.service.agents.stop_barrier import Orders
 
 KEPT = 256
@@ -13,7 +13,7 @@ KEPT = 256
 
 
 @dataclass
-class Warmings:
+class PrefetchOrders:
     """The hosts by job; the hub's thread owns it."""
 
     _hosts: dict[JobKey, tuple[frozenset[str], tuple[str, ...]]] = field(default_factory=dict)
@@ -31,5 +31,5 @@ class Warmings:
         here, there = self._hosts.get(JobKey(files.job, files.restart), (frozenset(), ()))
         if files.host not in here:
             return []
-        order = Warm(VERSION, files.job, files.restart, files.uid, files.paths)
+        order = PrefetchOrder(VERSION, files.job, files.restart, files.uid, files.paths)
         return [(host, order) for host in there]

@@ -50,7 +50,7 @@ class AgentLink(Protocol):
         """Ask a job to save a checkpoint and to stand still for a requeue."""
         ...
 
-    def warm_job(self, key: JobKey, hosts: tuple[str, ...], there: tuple[str, ...]) -> Outcome:
+    def prefetch_job(self, key: JobKey, hosts: tuple[str, ...], there: tuple[str, ...]) -> Outcome:
         """Have the hosts ``there`` read the files that a job uses on its hosts."""
         ...
 
@@ -118,7 +118,7 @@ class ClusterGateway:
         if not hosts:
             return Outcome(ok=False, error=f"job {action.job}: no agent has reported it")
         if isinstance(action, Migrate | Resize) and action.warm:
-            outcome = self._link.warm_job(action.job, hosts, action.warm)
+            outcome = self._link.prefetch_job(action.job, hosts, action.warm)
         else:
             outcome = self._orders[type(action)](action.job, hosts)
         return outcome if outcome.ok else Outcome(ok=False, error=f"job {action.job}: {outcome.error}")
@@ -216,7 +216,7 @@ def _host(name: str, agent: Agent | None) -> Host:
     report = agent.report
     return Host(
         name, agent.alive, report.version, report.memory_mb, report.memory_free_mb, report.lacks,
-        tuple(JobKey(one.job, one.restart) for one in report.warmed),
+        tuple(JobKey(one.job, one.restart) for one in report.prefetched),
     )  # fmt: skip
 
 

@@ -17,6 +17,22 @@ Parts: TypeAlias = Mapping[str, LeaseReport]
 STATES: tuple[LeaseState, ...] = ("stopping", "held", "yielded", "waiting")
 """In this order one host's state stands for all: what is half given or half yielded still occupies GPUs."""
 
+OVER_HOSTS: Mapping[str, Callable[[Iterable[float]], float]] = {
+    "samples_s": sum,
+    "iteration_p99_s": max,
+    "data_wait": max,
+    "gpu_percent": fmean,
+    "gpu_memory_mb": sum,
+    "cpu_percent": sum,
+    "rss_mb": sum,
+    "read_mb_s": sum,
+    "memory_low_mb": max,
+    "memory_peak_mb": max,
+    "order_arrived_s": max,
+    "order_done_s": max,
+}
+"""One value of a job out of those of its hosts: sums, the worst of a rank's values, the mean use of GPUs."""
+
 
 def parts_by_job(agents: Mapping[str, Agent]) -> Mapping[JobKey, Parts]:
     """Return the reports of every host, silent ones too: their leases are on disk and still count."""
@@ -60,29 +76,16 @@ def merge(parts: Parts, agents: Mapping[str, Agent], now_s: float) -> Lease:
 
 
 def use(hosts: Sequence[JobTelemetry]) -> Use | None:
-    """Return what was measured of a job on its hosts: sums, but the worst of what is a rank's, and the mean use."""
+    """Return a job's measurements over its hosts, each combined as ``OVER_HOSTS`` says; None without any."""
     if not hosts:
         return None
-
-    def over(how: Callable[[Iterable[float]], float], field: str) -> float | None:
-        known = [value for one in hosts if (value := getattr(one, field)) is not None]
-        return round(how(known), 6) if known else None
-
-    on_gpu = all(one.memory_kind == "gpu" for one in hosts)
-    return Use(
-        samples_s=over(sum, "samples_s"),
-        iteration_p99_s=over(max, "iteration_p99_s"),
-        data_wait=over(max, "data_wait"),
-        gpu_percent=over(fmean, "gpu_percent"),
-        gpu_memory_mb=over(sum, "gpu_memory_mb"),
-        cpu_percent=over(sum, "cpu_percent"),
-        rss_mb=over(sum, "rss_mb"),
-        read_mb_s=over(sum, "read_mb_s"),
-        memory_low_mb=over(max, "memory_low_mb") if on_gpu else None,
-        memory_peak_mb=over(max, "memory_peak_mb") if on_gpu else None,
-        order_arrived_s=over(max, "order_arrived_s"),
-        order_done_s=over(max, "order_done_s"),
-    )
+    found: dict[str, float | None] = {}
+    for field, combine in OVER_HOSTS.items():
+        values = [value for host in hosts if (value := getattr(host, field)) is not None]
+        found[field] = round(combine(values), 6) if values else None
+    if any(host.memory_kind != "gpu" for host in hosts):
+        found |= {"memory_low_mb": None, "memory_peak_mb": None}
+    return Use(**found)
 
 
 def _pace(leases: Sequence[LeaseReport]) -> Pace | None:
@@ -97,7 +100,7 @@ def _pace(leases: Sequence[LeaseReport]) -> Pace | None:
         min(pace.window_s for pace in known),
         slowest.error,
         max(pace.data_wait for pace in known),
-        tuple(sorted({JobKey(*key) for pace in known for key in pace.beside})),
+        tuple(sorted({key for pace in known for key in pace.beside})),
     )
 
 
