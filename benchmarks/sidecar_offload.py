@@ -68,12 +68,12 @@ def trained(make: Callable[[Place], Job], place: Place, steps: int, stops: Seque
 
 def cycle(offload: Offload, plan: Survey) -> Moved:
     """Yield and resume; on the way make sure that nothing is left where it was."""
-    if plan.refused:
-        raise SystemExit(f"refused: {plan.refused}")
-    moved = offload.out(plan.segments)
+    if plan.refusal:
+        raise SystemExit(f"refused: {plan.refusal}")
+    moved = offload.offload(plan.segments)
     if any(segment.storage.nbytes() for segment in plan.segments):
         raise SystemExit("a storage still has memory after the yield")
-    offload.back()
+    offload.restore()
     return moved
 
 
@@ -194,7 +194,7 @@ def _round(offload: Offload, tensors: list[torch.Tensor], peer: Peer) -> Row:
     row: Row = {"survey_s": (monotonic_ns() - started) / 1e9, "left": 0}
     for name, out in (("yield", True), ("resume", False)):
         before = peer.rate(out=out)
-        moved = offload.out(plan.segments) if out else offload.back()
+        moved = offload.offload(plan.segments) if out else offload.restore()
         row |= {name: moved.nbytes / moved.seconds, f"{name}_peer": max(before, peer.rate(out=out))}
         row["left"] = max(row["left"], moved.left)
     return row
@@ -243,8 +243,8 @@ def _bar(name: str, sources: list[tuple[str, object]], limit: float) -> Row:
     """Take the slower of yield and resume, median of some, arena pinned beforehand."""
     offload, spent = Offload(), []
     for _ in range(ROUNDS + 1):
-        out = offload.out(survey(sources).segments)
-        spent.append(max(out.seconds, offload.back().seconds))
+        out = offload.offload(survey(sources).segments)
+        spent.append(max(out.seconds, offload.restore().seconds))
     median = statistics.median(spent[1:])
     return {"case": name, "seconds": median, "limit": limit, "passed": median <= limit}
 

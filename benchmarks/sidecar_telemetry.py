@@ -101,7 +101,7 @@ def new_session() -> Session:
     session = Session()
     descriptor = os.memfd_create("page")
     os.ftruncate(descriptor, wire.PAGE_BYTES)
-    session.move_to(map_page(descriptor))
+    session.switch_page(map_page(descriptor))
     return session
 
 
@@ -268,7 +268,7 @@ def step_figures(seconds: float, steps: int) -> list[Figure]:
                f"boundary {cold:.2f}, empty call {cold_empty:.2f} µs; {wide}"),
         whole("whole, wall time", [one.wall for one in extra], narrow, limited=on_gpu),
         whole("whole, CPU time", [one.cpu for one in extra], narrow, limited=not on_gpu),
-        Figure("look at the GPU's memory", hot_us(session.look_at_memory), "µs",
+        Figure("look at the GPU's memory", hot_us(session.sample_memory), "µs",
                note=f"once in {MEMORY_EVERY} steps{'' if torch.cuda.is_available() else '; no GPU here: not run'}"),
     ]  # fmt: skip
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 
 from cadenza.sidecar import wire
-from cadenza.sidecar.client.session.step_page import Meter, map_page
+from cadenza.sidecar.client.session.step_page import StepCounters, map_page
 
 
-class Rank(Meter):
-    def reached(self) -> None:
+class Rank(StepCounters):
+    def on_stop_step(self) -> None:
         """Take each order at once."""
         self.order_arrived()
         self.order_done()

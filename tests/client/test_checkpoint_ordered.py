@@ -96,7 +96,7 @@ def test_a_rank_without_a_keeper_says_that_it_cannot(job: Peer) -> None:
     session = client.attach()
     assert session.words[wire.PAGE_SAVES] == 0
     session.boundary()
-    assert finish()["refused"] == checkpoint_request.CANNOT
+    assert finish()["refused"] == checkpoint_request.NO_CHECKPOINT
 
 
 def test_a_keeper_is_told_of_in_the_page_and_a_closed_one_is_not(job: Peer, training: Training) -> None:
@@ -143,7 +143,7 @@ def test_after_its_checkpoint_a_rank_stands_until_it_is_sent_on(
 def test_a_framework_may_save_after_the_boundary(job: Peer) -> None:
     finish = ordered_by(job, 1, then=send_on)
     session = client.attach()
-    session.call(on_checkpoint=lambda: checkpoint_request.LATER)
+    session.call(on_checkpoint=lambda: checkpoint_request.DEFERRED)
     session.boundary()
     session.checkpointed("/shared/checkpoint-1", step=40)
     said = finish()

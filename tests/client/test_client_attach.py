@@ -16,7 +16,7 @@ from cadenza.sidecar import client, wire
 from cadenza.sidecar.client.clock import monotonic_ns
 from cadenza.sidecar.client.errors import UsageError
 from cadenza.sidecar.client.session import identity
-from cadenza.sidecar.client.session.step_page import Meter, private_page
+from cadenza.sidecar.client.session.step_page import StepCounters, private_page
 
 IMPORT = """
 import json, signal, sys, threading
@@ -99,7 +99,7 @@ def test_buckets_are_the_wires() -> None:
     times = [0, 1, 2, 3, 4, 7, 8, 1000, 10**6, 2**41 - 1, 2**41, 2**50]
     for spent in times:
         words = private_page()
-        meter = Meter(words)
+        meter = StepCounters(words)
         meter.last_ns = monotonic_ns() - spent
         meter.boundary(3)
         measured = words[wire.PAGE_SUM_NS]

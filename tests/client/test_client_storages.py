@@ -63,9 +63,9 @@ def test_unreleasable_storages_are_named(kind: str, tmp_path: Path) -> None:
     found = survey([("model", model)])
     assert [kept.name for kept in found.resident] == ["model.table"]
     assert [segment.name for segment in found.segments] == ["model.weight", "model.bias"]
-    assert found.refused == ""
+    assert found.refusal is None
     strict = survey([("model", model)], refuse_resident=True)
-    assert strict.refused.startswith("cannot release model.table (")
+    assert strict.refusal.startswith("cannot release model.table (")
 
 
 def test_one_memory_under_two_storages_stays() -> None:
@@ -109,8 +109,8 @@ def test_sparse_nested_lazy_clones_and_meta() -> None:
     names = {segment.name for segment in found.segments}
     assert {"tensors[coo].values", "tensors[csr].crow_indices", "tensors[nested]._values", "base"} <= names
     offload = Offload()
-    offload.out(found.segments)
-    offload.back()
+    offload.offload(found.segments)
+    offload.restore()
     assert torch.equal(things["csr"].to_dense(), wanted[0])
     assert torch.equal(nested.values(), wanted[1])
     assert torch.equal(base, wanted[2])
@@ -125,7 +125,7 @@ def test_a_release_that_fails_brings_back_the_others(tmp_path: Path) -> None:
     storages = [tensor.untyped_storage() for tensor in tensors]
     offload = Offload()
     with pytest.raises(MoveError, match="not resizable"):
-        offload.out([Segment(str(index), storage, storage.nbytes()) for index, storage in enumerate(storages)])
+        offload.offload([Segment(str(index), storage, storage.nbytes()) for index, storage in enumerate(storages)])
     assert not offload.away
     assert all(torch.equal(now, then) for now, then in zip(tensors, copies, strict=True))
 

@@ -71,10 +71,10 @@ def test_rules_of_ones_own(attached: tuple[Session, Rank]) -> None:
     loaders = [auto, own, fixed, here, given]
     assert [loader.num_workers for loader in loaders] == [3, 8, 2, 0, 3]
     tune(rank, 4.0)
-    resources.look()
+    resources.update_all()
     assert [loader.num_workers for loader in loaders] == [1, 4, 2, 0, 1]
     given.resize(5)
-    resources.look()
+    resources.update_all()
     assert given.num_workers == 5, "until the CPUs change again"
     for wrong in ({"workers": 2, "num_workers": 2}, {"workers": "many"}):
         with pytest.raises(DataUsageError):
@@ -93,10 +93,10 @@ def test_a_new_agent_begins_to_count_anew_and_is_followed(attached: tuple[Sessio
     again = script.finish()
     while session.words[wire.PAGE_MAGIC] and session.tuning() is not None:
         session.boundary()
-    resources.look()
+    resources.update_all()
     assert loader.num_workers == 3, "what it has stays until the new agent says something"
     tune(again, 4.0)
-    resources.look()
+    resources.update_all()
     assert loader.num_workers == 1
     back.die()
 
@@ -114,17 +114,17 @@ def test_caches_share_what_the_agent_gives_them(attached: tuple[Session, Rank], 
     assert (train.stats().budget, held_out.stats().budget) == (3 * MIB // 4, MIB // 4)
     held_out.close()
     tune(rank, 4.0, 4)
-    resources.look()
+    resources.update_all()
     assert train.stats().budget == 4 * MIB
     tune(rank, 2.0)
-    resources.look()
+    resources.update_all()
     assert train.stats().budget == 3 * MIB, "what it asked for, once nobody says any more"
     train.resize(2 * MIB)
     tune(rank, 3.0)
-    resources.look()
+    resources.update_all()
     assert train.stats().budget == 2 * MIB
     tune(rank, 2.0, 0)
-    resources.look()
+    resources.update_all()
     assert (train.stats().budget, train.stats().items) == (0, 0)
 
 

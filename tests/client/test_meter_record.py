@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.sidecar import wire
-from cadenza.sidecar.client.session import memory_use, step_page
-from cadenza.sidecar.client.session.step_page import MEMORY_EVERY, Meter, private_page
+from cadenza.sidecar.client.session import step_page
+from cadenza.sidecar.client.session.step_page import MEMORY_EVERY, StepCounters, private_page
 
 GIB = 1 << 30
 
@@ -43,7 +43,7 @@ def test_the_written_out_buckets_are_the_wires(times: list[int]) -> None:
         ticking = Ticking()
         patch.setattr(step_page, "monotonic_ns", ticking)
         words = private_page()
-        counted = Meter(words)
+        counted = StepCounters(words)
         for spent in times:
             ticking.now += spent
             counted.boundary()
@@ -71,7 +71,7 @@ def test_the_fine_histogram_fills_the_page_to_its_end() -> None:
 
 def test_samples_and_time_in_the_loader_are_told_at_the_next_boundary(clock: Ticking) -> None:
     words = private_page()
-    counted = Meter(words)
+    counted = StepCounters(words)
     counted.waited(0.25)
     assert words[wire.PAGE_WAITED_NS] == 0
     counted.boundary(32)
@@ -82,7 +82,7 @@ def test_samples_and_time_in_the_loader_are_told_at_the_next_boundary(clock: Tic
 
 def test_a_step_that_is_no_training_is_in_no_figure_of_training(clock: Ticking) -> None:
     words = private_page()
-    rank = Meter(words)
+    rank = StepCounters(words)
     for spent, training in ((500, True), (90_000, False), (70_000, False), (600, True)):
         clock.now += 1000 * spent
         rank.waited(spent / 2e6)
@@ -103,7 +103,7 @@ def test_any_loader_is_timed(clock: Ticking) -> None:
             yield batch
         clock.now += 100
 
-    counted = Meter(private_page())
+    counted = StepCounters(private_page())
     seen = []
     for batch in counted.timed(loader()):
         clock.now += 1000
@@ -114,12 +114,12 @@ def test_any_loader_is_timed(clock: Ticking) -> None:
 
 def test_another_page_goes_on_with_everything() -> None:
     old, new = private_page(), private_page()
-    counted = Meter(old)
+    counted = StepCounters(old)
     counted.waited(1)
     old[wire.PAGE_STOP] = 1
     counted.boundary(3)
     new[wire.PAGE_STOP], new[wire.PAGE_ORDER] = 5, 9
-    counted.move_to(new)
+    counted.switch_page(new)
     own = [index for index in range(wire.PAGE_BYTES // 8) if not wire.PAGE_STOP <= index < wire.PAGE_FINE]
     changed = [index for index in own if old[index] != new[index]]
     assert changed == [wire.PAGE_MAGIC, wire.PAGE_SEQUENCE]
@@ -130,8 +130,8 @@ def test_another_page_goes_on_with_everything() -> None:
 def test_the_last_orders_are_in_the_ring(clock: Ticking) -> None:
     words = private_page()
 
-    class Rank(Meter):
-        def reached(self) -> None:
+    class Rank(StepCounters):
+        def on_stop_step(self) -> None:
             clock.now += 20
             self.order_arrived()
             clock.now += 300
@@ -151,7 +151,7 @@ def test_the_last_orders_are_in_the_ring(clock: Ticking) -> None:
 
 def test_an_order_whose_stop_was_raised_keeps_its_first_boundary(clock: Ticking) -> None:
     words = private_page()
-    rank = Meter(words)
+    rank = StepCounters(words)
     words[wire.PAGE_ORDER] = 7
     for _ in range(2):
         clock.now += 1000
@@ -165,7 +165,7 @@ def test_an_order_whose_stop_was_raised_keeps_its_first_boundary(clock: Ticking)
 
 def test_without_an_order_there_is_no_time_to_tell() -> None:
     words = private_page()
-    rank = Meter(words)
+    rank = StepCounters(words)
     rank.order_arrived()
     rank.order_done()
     assert not any(words[wire.PAGE_ORDER_COUNT : wire.PAGE_HISTOGRAM])
@@ -173,7 +173,7 @@ def test_without_an_order_there_is_no_time_to_tell() -> None:
 
 def test_a_rank_without_a_gpu_tells_its_resident_set_when_it_stops() -> None:
     words = private_page()
-    rank = Meter(words)
+    rank = StepCounters(words)
     rank.boundary()
     assert words[wire.PAGE_MEMORY_KIND] == wire.MEMORY_UNKNOWN
     words[wire.PAGE_ORDER], words[wire.PAGE_STOP] = 4, 1
@@ -184,9 +184,9 @@ def test_a_rank_without_a_gpu_tells_its_resident_set_when_it_stops() -> None:
 
 def test_gpu_memory_is_looked_at_every_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter([(5 * GIB, 9 * GIB), (4 * GIB, 9 * GIB), (6 * GIB, 10 * GIB)])
-    monkeypatch.setattr(memory_use, "on_gpu", lambda: next(looks))
+    monkeypatch.setattr(step_page, "gpu_memory", lambda: next(looks))
     words = private_page()
-    rank = Meter(words)
+    rank = StepCounters(words)
     rank.boundary()
     assert words[wire.PAGE_MEMORY_KIND : wire.PAGE_MEMORY_PEAK + 1].tolist() == [wire.MEMORY_GPU, 5 * GIB, 9 * GIB]
     for _ in range(2 * MEMORY_EVERY):
@@ -199,8 +199,8 @@ def test_torchs_allocator_is_read_as_torch_tells_it(monkeypatch: pytest.MonkeyPa
     told = {"allocated_bytes": {"all": {"current": 3, "peak": 8, "allocated": 20, "freed": 17}}}
     cuda = SimpleNamespace(is_initialized=lambda: True, memory_stats_as_nested_dict=lambda: told)
     monkeypatch.setitem(sys.modules, "torch.cuda", cuda)
-    assert memory_use.on_gpu() == (3, 8)
+    assert step_page.gpu_memory() == (3, 8)
     told.clear()
-    assert memory_use.on_gpu() is None
+    assert step_page.gpu_memory() is None
     cuda.is_initialized = lambda: False
-    assert memory_use.on_gpu() is None
+    assert step_page.gpu_memory() is None

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.sidecar.client.offload import copy_plan, engine, host_memory
-from cadenza.sidecar.client.offload.copy_plan import ALIGNMENT, SMALL, STAGING
+from cadenza.sidecar.client.offload.copy_plan import ALIGNMENT, SMALL_BYTES, STAGING_BYTES
 from cadenza.sidecar.client.offload.engine import Transfer
 from cadenza.sidecar.client.offload.storages import Segment
 
-SIZES = st.one_of(st.integers(1, 4096), st.integers(1, 3 * SMALL), st.sampled_from([SMALL - 1, SMALL, SMALL + 1]))
+LIMITS = [SMALL_BYTES - 1, SMALL_BYTES, SMALL_BYTES + 1]
+SIZES = st.one_of(st.integers(1, 4096), st.integers(1, 3 * SMALL_BYTES), st.sampled_from(LIMITS))
 
 
 @given(st.lists(st.tuples(st.sampled_from(["cuda:0", "cuda:1", "cpu"]), SIZES), max_size=120))
@@ -28,14 +29,14 @@ def test_every_storage_has_one_place(sizes: list[tuple[str, int]]) -> None:
         assert batch.sizes == tuple(sizes[index][1] for index in batch.members)
         assert batch.nbytes == sum(map(copy_plan.aligned, batch.sizes))
         assert batch.offset % ALIGNMENT == 0
-        assert not batch.gathered or batch.nbytes <= STAGING
-        assert not batch.gathered or max(batch.sizes) < SMALL
+        assert not batch.gathered or batch.nbytes <= STAGING_BYTES
+        assert not batch.gathered or max(batch.sizes) < SMALL_BYTES
         assert len({sizes[index][0] for index in batch.members}) == 1
     assert copy_plan.total(plan) == sum(copy_plan.aligned(nbytes) for _, nbytes in sizes)
 
 
 def test_small_storages_take_few_copies() -> None:
-    plan = copy_plan.plan([("cuda:0", 32 * 1024)] * 2048 + [("cuda:0", 5 * SMALL)])
+    plan = copy_plan.plan([("cuda:0", 32 * 1024)] * 2048 + [("cuda:0", 5 * SMALL_BYTES)])
     assert [len(batch.members) for batch in plan] == [1024, 1024, 1]
     assert copy_plan.plan([]) == []
     assert copy_plan.total([]) == 0
@@ -51,20 +52,20 @@ def state(seed: int) -> tuple[list[torch.Tensor], list[Segment]]:
     return tensors, [Segment(str(index), storage, storage.nbytes()) for index, storage in enumerate(storages)]
 
 
-@pytest.mark.parametrize("staging", [0, 4096, STAGING])
+@pytest.mark.parametrize("staging", [0, 4096, STAGING_BYTES])
 def test_a_move_through_staging_is_the_same_move(staging: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path that small storages take on a GPU, with a staging buffer that happens to lie on the CPU."""
     tensors, segments = state(1)
     copies = [tensor.clone() for tensor in tensors]
     versions = [tensor._version for tensor in tensors]
-    plan = engine._plan(segments)
-    memory = host_memory.mapped(copy_plan.total(plan), huge=True)
-    original = engine.Lane.__init__
-    monkeypatch.setattr(engine.Lane, "__init__", lambda lane, device, _: original(lane, device, staging))
+    plan = engine.plan_of(segments)
+    memory = host_memory.map_memory(copy_plan.total(plan), huge=True)
+    original = engine.CopyStream.__init__
+    monkeypatch.setattr(engine.CopyStream, "__init__", lambda stream, device, _: original(stream, device, staging))
     transfer = Transfer(segments, plan, memory)
-    transfer.out()
+    transfer.offload()
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * len(tensors)
-    transfer.back()
+    transfer.restore()
     assert all(torch.equal(now, then) for now, then in zip(tensors, copies, strict=True))
     assert [tensor._version for tensor in tensors] == versions
 
@@ -73,20 +74,20 @@ def test_a_restore_that_fails_half_way_leaves_all_in_host_memory(monkeypatch: py
     tensors, segments = state(2)
     copies = [tensor.clone() for tensor in tensors]
     moved = engine.Offload()
-    moved.out(segments)
+    moved.offload(segments)
     monkeypatch.setattr(engine, "RESTORE_RETRIES", 0)
-    original = engine.Lane.copy
+    original = engine.CopyStream.copy
 
-    def full(self: engine.Lane, raws: list[torch.Tensor], batch: copy_plan.Batch, *rest: object, out: bool) -> None:
+    def full(self: engine.CopyStream, raws: object, batch: copy_plan.Batch, *rest: object, out: bool) -> None:
         if not batch.gathered:
             raise RuntimeError("out of memory")
         original(self, raws, batch, *rest, out=out)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.Lane, "copy", full)
+        patch.setattr(engine.CopyStream, "copy", full)
         with pytest.raises(engine.RestoreError, match="out of memory"):
-            moved.back()
+            moved.restore()
     assert moved.away
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * len(tensors)
-    moved.back()
+    moved.restore()
     assert all(torch.equal(now, then) for now, then in zip(tensors, copies, strict=True))

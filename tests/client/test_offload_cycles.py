@@ -78,13 +78,13 @@ def test_one_byte_that_comes_back_wrong_is_seen(jobs: Any) -> None:
     before = jobs.digest(job)
     for segment in survey(job.sources).segments:
         offload = Offload()
-        offload.out([segment])
+        offload.offload([segment])
         offload._move._memory[0] ^= 1
-        offload.back()
+        offload.restore()
         assert jobs.digest(job) != before, segment.name
-        offload.out([segment])
+        offload.offload([segment])
         offload._move._memory[0] ^= 1
-        offload.back()
+        offload.restore()
         assert jobs.digest(job) == before
 
 

@@ -30,7 +30,7 @@ def test_an_export_through_dlpack_is_found_while_and_after_it_is_used(watched: N
     assert [segment.name for segment in found.segments] == ["tensors[other]"]
     del array
     gc.collect()
-    assert survey([("tensors", [tensor])], refuse_resident=True).refused == (
+    assert survey([("tensors", [tensor])], refuse_resident=True).refusal == (
         "cannot release tensors[0] (exported through DLPack)"
     )
 
@@ -46,8 +46,8 @@ def test_exports_of_what_is_gone_are_forgotten(watched: None, monkeypatch: pytes
     monkeypatch.setattr(exports, "PRUNE_AT", 4)
     for _ in range(20):
         np.from_dlpack(torch.arange(3.0))
-    assert len(exports._watch.seen) <= 4
-    assert "exported through DLPack" not in exports.users().values()
+    assert len(exports._watch.exports) <= 4
+    assert "exported through DLPack" not in exports.reasons().values()
 
 
 def test_an_export_to_another_process_is_found() -> None:
@@ -56,7 +56,7 @@ def test_an_export_to_another_process_is_found() -> None:
     reductions.reduce_storage(tensor.untyped_storage())
     [kept] = survey([("tensors", [tensor])]).resident
     assert kept.reason == "in shared memory or mapped from a file"
-    assert tensor.untyped_storage()._cdata in exports.users()
+    assert tensor.untyped_storage()._cdata in exports.reasons()
 
 
 def test_a_job_that_exports_goes_on_with_its_export(job: Peer) -> None:

@@ -18,22 +18,23 @@ SNAPSHOT = [
 
 
 def test_addresses_in_private_pools_have_an_owner() -> None:
-    held = fixed_addresses.private(SNAPSHOT, [(4, 0)])
+    held = fixed_addresses.private_ranges(SNAPSHOT, [(4, 0)])
     assert [one.start for one in held] == [0x4000, 0x6000, 0x9000]
     for address in (0, 0x1000, 0x2FFF, 0x3FFF, 0x5000, 0x8FFF, 0xB000):
-        assert fixed_addresses.owner(held, address) == ""
-    assert fixed_addresses.owner(held, 0x4000) == fixed_addresses.owner(held, 0x4FFF) == "a CUDA graph's private pool"
-    assert fixed_addresses.owner(held, 0xAFFF) == "a torch.cuda.MemPool, as NCCL registers"
-    assert fixed_addresses.owner([], 0x4000) == ""
+        assert fixed_addresses.owner_of(held, address) is None
+    for address in (0x4000, 0x4FFF):
+        assert fixed_addresses.owner_of(held, address) == "a CUDA graph's private pool"
+    assert fixed_addresses.owner_of(held, 0xAFFF) == "a torch.cuda.MemPool, as NCCL registers"
+    assert fixed_addresses.owner_of([], 0x4000) is None
 
 
 def test_memory_in_use_there_refuses_and_an_empty_pool_does_not() -> None:
-    held = fixed_addresses.private(SNAPSHOT, [(4, 0)])
-    assert fixed_addresses.refusal(held) == (
+    held = fixed_addresses.private_ranges(SNAPSHOT, [(4, 0)])
+    assert fixed_addresses.pool_refusal(held) == (
         "memory at fixed device addresses: 1.0 MiB in a CUDA graph's private pool, "
         "3.0 MiB in a torch.cuda.MemPool, as NCCL registers"
     )
-    assert fixed_addresses.refusal([one for one in held if not one.used]) == ""
+    assert fixed_addresses.pool_refusal([one for one in held if not one.used]) is None
 
 
 def test_graphs_are_named_with_who_may_have_made_them() -> None:
@@ -43,12 +44,12 @@ def test_graphs_are_named_with_who_may_have_made_them() -> None:
     class Traced(Graph):
         pass
 
-    assert fixed_addresses.graphs([1, "two", Graph], Graph, compiled=True) == ""
-    plain = fixed_addresses.graphs([1, Traced()], Graph, compiled=False)
+    assert fixed_addresses.graph_refusal([1, "two", Graph], Graph, compiled=True) is None
+    plain = fixed_addresses.graph_refusal([1, Traced()], Graph, compiled=False)
     assert plain == "captured CUDA graphs replay fixed device addresses, which a move would change"
-    assert "torch.compile with mode reduce-overhead" in fixed_addresses.graphs([Graph()], Graph, compiled=True)
+    assert "torch.compile with mode reduce-overhead" in fixed_addresses.graph_refusal([Graph()], Graph, compiled=True)
 
 
 def test_a_process_that_has_used_no_gpu_is_not_searched() -> None:
-    assert fixed_addresses.here() == ([], "")
-    assert survey([("tensors", [torch.ones(1)])]).refused == ""
+    assert fixed_addresses.inspect_process() == ([], None)
+    assert survey([("tensors", [torch.ones(1)])]).refusal is None

@@ -33,18 +33,18 @@ def process(root: Path, text: str) -> None:
     (root / "proc/self/cgroup").write_text(text)
 
 
-def test_version_2_takes_the_tightest_of_all_parents(tmp_path: Path) -> None:
+def test_version_2_takes_the_least_headroom_of_all_parents(tmp_path: Path) -> None:
     process(tmp_path, "0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0\n")
     scope = tmp_path / "sys/fs/cgroup/system.slice/slurmstepd.scope"
     group(scope, memory_current=9000 * MIB, memory_max="max")
     group(scope / "job_7", memory_current=700 * MIB, memory_max=1000 * MIB, memory_high="max")
     group(scope / "job_7/step_0", memory_current=600 * MIB, memory_max=2000 * MIB, memory_high=1500 * MIB)
     group(scope / "job_7/step_0/user/task_0", memory_current=600 * MIB, memory_max="max", memory_high="max")
-    assert memory_limits.tightest(tmp_path) == (300 * MIB, scope / "job_7/memory.max")
+    assert memory_limits.headroom(tmp_path) == (300 * MIB, scope / "job_7/memory.max")
     group(scope / "job_7", memory_stat=f"anon 1\ninactive_file {50 * MIB}")
-    assert memory_limits.tightest(tmp_path) == (350 * MIB, scope / "job_7/memory.max")
+    assert memory_limits.headroom(tmp_path) == (350 * MIB, scope / "job_7/memory.max")
     group(scope / "job_7", memory_high=800 * MIB)
-    assert memory_limits.tightest(tmp_path) == (150 * MIB, scope / "job_7/memory.high")
+    assert memory_limits.headroom(tmp_path) == (150 * MIB, scope / "job_7/memory.high")
 
 
 def test_version_1(tmp_path: Path) -> None:
@@ -53,28 +53,28 @@ def test_version_1(tmp_path: Path) -> None:
     group(job, memory_limit_in_bytes=1000 * MIB, memory_usage_in_bytes=900 * MIB)
     group(job / "step_0", memory_limit_in_bytes=9223372036854771712, memory_usage_in_bytes=900 * MIB)
     group(job, memory_stat=f"inactive_file 7\ntotal_inactive_file {20 * MIB}")
-    assert memory_limits.tightest(tmp_path) == (120 * MIB, job / "memory.limit_in_bytes")
+    assert memory_limits.headroom(tmp_path) == (120 * MIB, job / "memory.limit_in_bytes")
 
 
 def test_a_path_of_another_namespace_leaves_the_mount_itself(tmp_path: Path) -> None:
     process(tmp_path, "0::/../../job_7\n")
     group(tmp_path / "sys/fs/cgroup", memory_current=10 * MIB, memory_max=30 * MIB)
-    assert memory_limits.tightest(tmp_path) == (20 * MIB, tmp_path / "sys/fs/cgroup/memory.max")
+    assert memory_limits.headroom(tmp_path) == (20 * MIB, tmp_path / "sys/fs/cgroup/memory.max")
 
 
 @pytest.mark.parametrize("text", ["", "nonsense\n", "0::/elsewhere\n", "3:cpu:/x\n"])
 def test_without_a_readable_limit_nothing_is_refused(tmp_path: Path, text: str) -> None:
     process(tmp_path, text)
-    assert memory_limits.tightest(tmp_path) is None
-    assert memory_limits.refusal(10**15, 1, tmp_path) == ""
-    assert memory_limits.tightest(tmp_path / "nowhere") is None
+    assert memory_limits.headroom(tmp_path) is None
+    assert memory_limits.refusal(10**15, 1, tmp_path) is None
+    assert memory_limits.headroom(tmp_path / "nowhere") is None
 
 
 def test_the_host_has_a_limit_too(tmp_path: Path) -> None:
     process(tmp_path, "0::/job_7\n")
     group(tmp_path / "sys/fs/cgroup/job_7", memory_current=100 * MIB, memory_max=1100 * MIB)
     (tmp_path / "proc/meminfo").write_text(f"MemTotal:  9 kB\nMemAvailable:   {200 << 10} kB\nSwapFree:  0 kB\n")
-    assert memory_limits.tightest(tmp_path) == (200 * MIB, tmp_path / "proc/meminfo")
+    assert memory_limits.headroom(tmp_path) == (200 * MIB, tmp_path / "proc/meminfo")
     assert memory_limits.refusal(300 * MIB, 1, tmp_path) == (
         "host memory: the state takes 300 MiB and the host leaves 200 MiB "
         f"(margin 1.1; {tmp_path}/proc/meminfo)"
@@ -86,11 +86,11 @@ import json, mmap, sys
 from pathlib import Path
 Path(sys.argv[1], "cgroup.procs").write_text("0")
 from cadenza.sidecar.client.offload import memory_limits
-before = memory_limits.tightest()
+before = memory_limits.headroom()
 taken = mmap.mmap(-1, 50 << 20, flags=mmap.MAP_PRIVATE)
 for place in range(0, len(taken), 4096):
     taken[place] = 1
-now = memory_limits.tightest().nbytes
+now = memory_limits.headroom().nbytes
 print(json.dumps([str(before.limit), before.nbytes, now, memory_limits.refusal(100 << 20, 1)]))
 """
 
@@ -131,13 +131,13 @@ def test_a_real_groups_limit_is_found_from_within(memory_group: Path) -> None:
 def test_the_ranks_of_a_node_share_the_limit(tmp_path: Path) -> None:
     process(tmp_path, "0::/job_7\n")
     group(tmp_path / "sys/fs/cgroup/job_7", memory_current=100 * MIB, memory_max=1100 * MIB)
-    assert memory_limits.refusal(400 * MIB, 2, tmp_path) == ""
+    assert memory_limits.refusal(400 * MIB, 2, tmp_path) is None
     assert memory_limits.refusal(500 * MIB, 2, tmp_path) == (
         "host memory: the state of 2 ranks takes 1000 MiB and the job's limit leaves 1000 MiB "
         f"(margin 1.1; {tmp_path}/sys/fs/cgroup/job_7/memory.max): ask for more with --mem"
     )
     group(tmp_path / "sys/fs/cgroup/job_7", memory_current=1200 * MIB)
-    assert memory_limits.refusal(0, 2, tmp_path) == memory_limits.refusal(-1, 2, tmp_path) == ""
+    assert memory_limits.refusal(0, 2, tmp_path) is memory_limits.refusal(-1, 2, tmp_path) is None
     assert "leaves 0 MiB" in memory_limits.refusal(1, 1, tmp_path)
 
 

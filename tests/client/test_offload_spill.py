@@ -15,7 +15,7 @@ from client_peer import Peer, Script, Turns
 from cadenza.sidecar import client
 from cadenza.sidecar.client.errors import MoveError, RestoreError
 from cadenza.sidecar.client.offload import memory_limits, spill
-from cadenza.sidecar.client.offload.spill import Spilled
+from cadenza.sidecar.client.offload.spill import SpillFile
 from cadenza.sidecar.client.offload.storages import Segment
 
 SIZES = [1, 4095, 4096, 70_001, 300_000]
@@ -56,17 +56,17 @@ def no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_round_trip_changes_no_bit_and_leaves_no_file(
     tensors: list[torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spill, "WINDOW", 4096)
-    monkeypatch.setattr(spill, "CACHED", 100_000)
+    monkeypatch.setattr(spill, "WINDOW_BYTES", 4096)
+    monkeypatch.setattr(spill, "SYNC_BYTES", 100_000)
     copies = [tensor.clone() for tensor in tensors]
     versions = [tensor._version for tensor in tensors]
     for _ in range(2):
-        spilled = Spilled(segments(tensors), str(tmp_path))
-        spilled.out()
+        spilled = SpillFile(segments(tensors), str(tmp_path))
+        spilled.offload()
         assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * len(tensors)
         assert os.fstat(spilled._file.fileno()).st_size == sum(SIZES)
         assert list(tmp_path.iterdir()) == []
-        spilled.back()
+        spilled.restore()
         assert all(torch.equal(now, then) for now, then in zip(tensors, copies, strict=True))
         assert spilled._file.closed
     assert [tensor._version for tensor in tensors] == versions
@@ -74,15 +74,15 @@ def test_a_round_trip_changes_no_bit_and_leaves_no_file(
 
 def test_a_full_disk_is_found_before_anything_moves(tensors: list[torch.Tensor], tmp_path: Path) -> None:
     with full_disk(100_000), pytest.raises(MoveError, match=r"no 0 MiB in .*: File too large"):
-        Spilled(segments(tensors), str(tmp_path))
+        SpillFile(segments(tensors), str(tmp_path))
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == SIZES
 
 
 def test_a_write_that_fails_leaves_all_where_it_was(tensors: list[torch.Tensor], tmp_path: Path) -> None:
     """A file system that gives away what it had promised."""
-    spilled = Spilled(segments(tensors), str(tmp_path))
+    spilled = SpillFile(segments(tensors), str(tmp_path))
     with full_disk(100_000), pytest.raises(MoveError, match="could not be written to disk: File too large"):
-        spilled.out()
+        spilled.offload()
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == SIZES
     assert spilled._file.closed
 
@@ -90,15 +90,15 @@ def test_a_write_that_fails_leaves_all_where_it_was(tensors: list[torch.Tensor],
 def test_a_file_that_cannot_be_read_is_an_error_and_not_wrong_state(
     tensors: list[torch.Tensor], tmp_path: Path
 ) -> None:
-    spilled = Spilled(segments(tensors), str(tmp_path))
-    spilled.out()
+    spilled = SpillFile(segments(tensors), str(tmp_path))
+    spilled.offload()
     os.ftruncate(spilled._file.fileno(), 5000)
     with pytest.raises(RestoreError, match="too short"):
-        spilled.back()
+        spilled.restore()
 
 
 def test_a_directory_that_cannot_take_it_is_named(tmp_path: Path) -> None:
-    assert spill.refusal(str(tmp_path), 1, 8) == ""
+    assert spill.refusal(str(tmp_path), 1, 8) is None
     assert spill.refusal(str(tmp_path / "none"), 1, 1).endswith("none: No such file or directory")
     assert f"{2**41 >> 20} MiB are needed" in spill.refusal(str(tmp_path), 2**40, 2)
 

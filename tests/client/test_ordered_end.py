@@ -16,7 +16,7 @@ STANDS = """
 import os, signal, sys, time
 from cadenza.sidecar.client.session import checkpoint_request
 signal.signal(signal.SIGTERM, lambda *_: None)
-with checkpoint_request.ends_at_once():
+with checkpoint_request.default_sigterm():
     print(os.getpid(), flush=True)
     time.sleep(60)
 """
@@ -53,7 +53,7 @@ def test_it_ends_with_the_batch_script() -> None:
 def test_the_handler_is_put_back(handler: signal.Handlers) -> None:
     before = signal.signal(signal.SIGTERM, handler)
     try:
-        with checkpoint_request.ends_at_once():
+        with checkpoint_request.default_sigterm():
             assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         assert signal.getsignal(signal.SIGTERM) == handler
     finally:

@@ -49,7 +49,7 @@ class Checkpoint:
         self._ordered: dict[Path, int] = {}
         """Checkpoints that Cadenza ordered of this process, with their steps as counted here."""
         self._session = process.prepare()
-        self._session.saves_with(self._save_on_order)
+        self._session.set_saver(self._save_on_order)
         self._anchor = (0, self._session.trained)
         """A step that the script named, and the training steps that the session had counted by then."""
         self._at: int | None = None
@@ -115,7 +115,7 @@ class Checkpoint:
     def at(self, step: int) -> None:
         """Say which step the state is of, for scripts that call ``boundary()`` more or less than once a step."""
         if self._at is None:
-            self._session.saves_with(self._save_on_order)
+            self._session.set_saver(self._save_on_order)
         self._at = step
 
     def wait(self) -> None:
@@ -129,7 +129,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Wait as ``wait`` does, and give back the host memory of background saves."""
-        self._session.saves_with(None)
+        self._session.set_saver(None)
         self.wait()
         self._staging = Staging(keep=self._background)
 
@@ -141,14 +141,14 @@ class Checkpoint:
                 "step %d after %d boundaries from step %d on: Cadenza cannot tell this job's steps and asks it for no "
                 "checkpoints; call keeper.at(step) in each step", step, self._session.trained, self._anchor[0],
             )  # fmt: skip
-            self._session.saves_with(None)
+            self._session.set_saver(None)
 
     def _save_on_order(self) -> Saved:
         """Save as Cadenza asks, with all ranks at one boundary: in the foreground, complete when this returns."""
         try:
             self._ranks.meet(MEET)
         except CheckpointError:
-            self._session.saves_with(None)  # who knows which collective that rank meets next
+            self._session.set_saver(None)  # who knows which collective that rank meets next
             raise
         self.wait()
         step = self.step

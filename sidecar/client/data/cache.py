@@ -66,7 +66,7 @@ class CachedDataset(Dataset[Any]):
         _caches.add(self)
         resources.register(self)
         for cache in list(_caches):
-            resources.bring(cache)  # the others' shares are smaller now
+            resources.update(cache)  # the others' shares are smaller now
 
     def _open(self, place: Place, budget: int) -> Store | None:
         """Come to use the shared files, made if this is the first process to; None when that is impossible."""

@@ -81,7 +81,7 @@ class ElasticDataLoader(DataLoader[T_co]):
     DataLoader itself refuses raises its ValueError.
     """
 
-    tells_waits = True
+    reports_waits = True
     """``Session.timed`` leaves this loader's waits to it."""
 
     def __init__(
@@ -243,7 +243,7 @@ class Epoch(Iterator[Any]):
 
     def __next__(self) -> Any:
         """Return the next batch; raise WorkerDiedError when a worker has ended, and the dataset's own errors."""
-        resources.look()
+        resources.update_all()
         asked = monotonic_ns()
         try:
             number, batch = self._take()

@@ -44,7 +44,7 @@ class Participation:
             self.joined = True  # before attach(), which moves the state when the job has no lease yet
             self._saves = saves and not requeue_owner
             if self._saves:
-                prepare().saves_with(self._promise)
+                prepare().set_saver(self._promise)
             self._session = client.attach(tensors=self._source)
 
     def boundary(self, samples: int = 0, passing: object = None, *, training: bool = True) -> None:
@@ -85,7 +85,7 @@ class Participation:
         session, self._session = self._session, None
         self.joined = self.owed = False
         if session is not None and self._saves:
-            session.saves_with(None)
+            session.set_saver(None)
         if session is not None and self._ours and session is current() and not _away(session):
             client.detach()
 
@@ -94,10 +94,10 @@ class Participation:
         if self._session is not None and _away(self._session):
             raise UsageError(f"{what} was called while this job's state is in host memory: wait for its lease first")
 
-    def _promise(self) -> checkpoint_request.Later:
+    def _promise(self) -> object:
         """Take Cadenza's order: the framework saves at the end of its next step."""
         self.owed = True
-        return checkpoint_request.LATER
+        return checkpoint_request.DEFERRED
 
     def _all(self) -> dict[str, object]:
         """Return the state of this run, and nothing once it has left."""

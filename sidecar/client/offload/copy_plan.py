@@ -1,4 +1,4 @@
-"""Plans a move: which storages go together in one copy, and where each lies in host memory; no torch, no state."""
+"""Plan of a move: the storages that share a copy, and their places in host memory; no torch, no state."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 ALIGNMENT = 512
 """Bytes to which each storage's place is aligned: the caching allocator's own rounding."""
-SMALL = 2**20
-"""Storages below this many bytes share a copy: a transfer of their own would cost more to start than to do."""
-STAGING = 32 * 2**20
-"""The most bytes of small storages in one copy, which is what gathering them takes on the device."""
+SMALL_BYTES = 2**20
+"""Storages below this size share a copy: starting a transfer of their own would cost more than the transfer."""
+STAGING_BYTES = 32 * 2**20
+"""Most bytes of small storages in one copy; gathering them takes as much memory on the device."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,16 @@ class Batch:
     sizes: tuple[int, ...]
     """The members' bytes, without the alignment."""
     spans: tuple[int, ...]
-    """The same with the alignment."""
+    """The members' bytes with the alignment."""
     device: Any
-    """Where the members are, as it was given."""
+    """The members' device, as it was given."""
     offset: int
     nbytes: int
     """The batch's place in host memory, alignment included."""
 
     @property
     def gathered(self) -> bool:
-        """Whether several storages share this copy."""
+        """True if several storages share this copy."""
         return len(self.members) > 1
 
 
@@ -42,10 +42,10 @@ def plan(sizes: Sequence[tuple[Hashable, int]]) -> list[Batch]:
     Small ones come first; within both kinds the order is kept, and no byte of host memory belongs to two.
     """
     batches: list[Batch] = []
-    for members in [*_packed(sizes), *([index] for index, (_, nbytes) in enumerate(sizes) if nbytes >= SMALL)]:
-        each = tuple([sizes[index][1] for index in members])
-        spans = tuple(map(aligned, each))
-        batches.append(Batch(tuple(members), each, spans, sizes[members[0]][0], total(batches), sum(spans)))
+    for members in [*_packed(sizes), *([index] for index, (_, nbytes) in enumerate(sizes) if nbytes >= SMALL_BYTES)]:
+        nbytes = tuple([sizes[index][1] for index in members])
+        spans = tuple(map(aligned, nbytes))
+        batches.append(Batch(tuple(members), nbytes, spans, sizes[members[0]][0], total(batches), sum(spans)))
     return batches
 
 
@@ -64,15 +64,15 @@ def aligned(nbytes: int) -> int:
 
 
 def _packed(sizes: Sequence[tuple[Hashable, int]]) -> list[list[int]]:
-    """Return the positions of small storages, in groups of one device and at most STAGING bytes."""
+    """Return the positions of small storages, in groups of one device and at most STAGING_BYTES."""
     groups: list[list[int]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}
     for index, (device, nbytes) in enumerate(sizes):
-        if nbytes >= SMALL:
+        if nbytes >= SMALL_BYTES:
             continue
-        group, used = filling.get(device, ([], STAGING))
+        group, used = filling.get(device, ([], STAGING_BYTES))
         used += aligned(nbytes)
-        if used > STAGING:
+        if used > STAGING_BYTES:
             group, used = [], aligned(nbytes)
             groups.append(group)
         group.append(index)

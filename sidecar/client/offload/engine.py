@@ -1,4 +1,4 @@
-"""Moves storages to host memory and back in place: all of them or none; tensors stay the same objects."""
+"""Move of storages to host memory and back in place: all of them or none; tensors stay the same objects."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from cadenza.sidecar.client.clock import monotonic_ns
 from cadenza.sidecar.client.errors import MoveError, RestoreError
 from cadenza.sidecar.client.offload import copy_plan, memory_limits, spill
 from cadenza.sidecar.client.offload.copy_plan import Batch
-from cadenza.sidecar.client.offload.host_memory import Arena, new
+from cadenza.sidecar.client.offload.host_memory import HostBuffer, allocate
 from cadenza.sidecar.client.offload.storages import Segment
 
 RESTORE_RETRIES = 120
 RESTORE_RETRY_S = 0.5
-"""How often, and how long apart, a restore is tried while the GPU has no room."""
+"""Number of retries of a restore while the GPU is too full, and the seconds between them."""
 
 _log = logging.getLogger("cadenza.client")
 
 
 @dataclass(frozen=True)
 class Moved:
-    """A finished move: bytes, seconds, and the device bytes that this process still keeps after it."""
+    """A finished move: bytes, seconds, and the device bytes that this process still holds after it."""
 
     nbytes: int
     seconds: float
@@ -35,12 +35,12 @@ class Moved:
 
 
 class Move(Protocol):
-    """Segments on their way to one place and back; either way all of them or none, and then what torch raised."""
+    """Segments on their way to one place and back: all of them, or none and torch's error is raised."""
 
-    def out(self) -> None:
+    def offload(self) -> None:
         """Copy all, then release."""
 
-    def back(self) -> None:
+    def restore(self) -> None:
         """Give the storages memory again and fill each."""
 
 
@@ -49,82 +49,82 @@ class Offload:
 
     def __init__(self) -> None:
         self.spill_to = ""
-        """The directory to a file in which the next move goes, because host memory was short when asked last."""
-        self._arena = Arena()
+        """Directory of a file for the next move, because host memory was short at the last check; "": none."""
+        self._buffer = HostBuffer()
         self._segments: tuple[Segment, ...] = ()
         self._devices: list[torch.device] = []
-        """The GPUs that the state is on, or was before it went away."""
+        """The GPUs that the state is on, or was on before the move."""
         self._move: Move | None = None
         self._pause = threading.Event()
 
     @property
     def away(self) -> bool:
-        """Whether there is state that is nowhere else."""
+        """True while this object holds the only copy of the state."""
         return bool(self._segments)
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether bringing the state back takes GPU memory."""
+        """True if bringing the state back takes GPU memory."""
         return bool(self._devices)
 
-    def short(self, segments: Sequence[Segment], ranks: int, spill_to: str = "") -> str:
-        """Return why ``ranks`` processes like this one cannot move out, or "".
+    def memory_refusal(self, segments: Sequence[Segment], ranks: int, spill_to: str = "") -> str | None:
+        """Return the reason why ``ranks`` processes like this one cannot move out, if they cannot.
 
-        That is host memory, and where ``spill_to`` names a directory, its disk too; the move goes where there is room.
+        The move goes to host memory or, if that is short, to a file in the directory ``spill_to``, if there is one.
         """
-        nbytes = copy_plan.total(_plan(segments))
-        short = memory_limits.refusal(nbytes - self._arena.nbytes, ranks)
-        self.spill_to = spill_to if short else ""
+        nbytes = copy_plan.total(plan_of(segments))
+        no_memory = memory_limits.refusal(nbytes - self._buffer.nbytes, ranks)
+        self.spill_to = spill_to if no_memory else ""
         if not self.spill_to:
-            return short
-        full = spill.refusal(self.spill_to, nbytes, ranks)
-        return f"{short}; {full}" if full else ""
+            return no_memory
+        no_disk = spill.refusal(self.spill_to, nbytes, ranks)
+        return f"{no_memory}; {no_disk}" if no_disk else None
 
-    def out(self, segments: Sequence[Segment]) -> Moved:
-        """Copy the segments away, then release theirs; raise MoveError with all where it was."""
+    def offload(self, segments: Sequence[Segment]) -> Moved:
+        """Copy the segments away, then release their memory; raise MoveError with all where it was."""
         started = monotonic_ns()
-        self._devices = _devices(segments)
-        move = self._planned(segments)
+        # 1. Take the memory, or the file, that the state goes to.
+        devices = (segment.storage.device for segment in segments)
+        self._devices = list(dict.fromkeys(device for device in devices if device.type == "cuda"))
+        move: Move
+        if self.spill_to:
+            self._buffer.free()
+            move = spill.SpillFile(segments, self.spill_to)
+        else:
+            plan = plan_of(segments)
+            move = Transfer(segments, plan, self._buffer.reserve(copy_plan.total(plan), pinned=self.needs_gpu))
+        # 2. Copy, and release each storage whose copy is complete.
         try:
-            move.out()
+            move.offload()
         except (RuntimeError, MemoryError) as error:
             raise MoveError(f"the state could not be copied to host memory: {error}") from None
         self._segments, self._move = tuple(segments), move
+        # 3. Give the allocator's cached memory back to the devices.
         left = _empty_caches(self._devices)
-        return Moved(_sum(segments), _since(started), left)
+        return Moved(_total(segments), (monotonic_ns() - started) / 1e9, left)
 
-    def _planned(self, segments: Sequence[Segment]) -> Move:
-        """Take the place to which the segments go; raise MoveError when there is none."""
-        if self.spill_to:
-            self._arena.free()
-            return spill.Spilled(segments, self.spill_to)
-        plan = _plan(segments)
-        return Transfer(segments, plan, self._arena.reserve(copy_plan.total(plan), pinned=self.needs_gpu))
+    def restore(self) -> Moved:
+        """Bring all back in place; raise RestoreError, with all still away, when the GPU stays too full.
 
-    def back(self) -> Moved:
-        """Bring all back in place; raise RestoreError, with all still away, when the GPU stays too full."""
+        The other job on the GPU may still be moving out, so a full device is tried again for a while.
+        """
         started = monotonic_ns()
-        segments, move = self._segments, self._move
-        if move is not None:
-            self._retry(move)
-        self._segments, self._move = (), None
-        if not self._devices:
-            self._arena.free()
-        return Moved(_sum(segments), _since(started))
-
-    def _retry(self, move: Move) -> None:
-        """Bring a move back, however often that takes within reason: the neighbour may be late."""
+        nbytes = _total(self._segments)
         for attempt in range(RESTORE_RETRIES + 1):
             try:
-                move.back()
+                if self._move is not None:
+                    self._move.restore()
+                break
             except (RuntimeError, MemoryError) as error:
                 _empty_caches(self._devices)
                 if attempt == RESTORE_RETRIES:
-                    raise RestoreError(f"no room for {_sum(self._segments) >> 20} MiB of state: {error}") from None
+                    raise RestoreError(f"no room for {nbytes >> 20} MiB of state: {error}") from None
                 _log.warning("no room for this job's state yet: %s", error)
                 self._pause.wait(RESTORE_RETRY_S)
-            else:
-                return
+        self._segments, self._move = (), None
+        if not self._devices:
+            self._buffer.free()
+        return Moved(nbytes, (monotonic_ns() - started) / 1e9)
 
 
 class Transfer:
@@ -133,28 +133,33 @@ class Transfer:
     def __init__(self, segments: Sequence[Segment], plan: Sequence[Batch], memory: torch.Tensor) -> None:
         self._segments, self._plan, self._memory = segments, plan, memory
         self._staging = max((batch.nbytes for batch in plan if batch.gathered), default=0)
-        self._lanes: dict[torch.device, Lane] = {}
+        self._streams: dict[torch.device, CopyStream] = {}
 
-    def out(self) -> None:
+    def offload(self) -> None:
         """Copy all to host memory, and release each storage when its copy is complete."""
         complete: list[Batch] = []
         try:
-            with self._open():
-                for batch, done in self._copies():
+            with self._open_streams():
+                # On a GPU all copies are started at once; on the CPU each starts when the one before was released.
+                copies: Iterable[tuple[Batch, torch.cuda.Event | None]]
+                copies = ((batch, self._copy(batch, out=True)) for batch in self._plan)
+                if any(batch.device.type != "cpu" for batch in self._plan):
+                    copies = list(copies)
+                for batch, done in copies:
                     if done is not None:
                         done.synchronize()
                     complete.append(batch)
                     for index in batch.members:
                         self._segments[index].storage.resize_(0)
         except (RuntimeError, MemoryError):
-            with self._open():
+            with self._open_streams():
                 self._refill(complete)
             raise
 
-    def back(self) -> None:
-        """Give the storages memory again and fill each; the next try does without staging."""
+    def restore(self) -> None:
+        """Give the storages memory again and fill each; after a failure the next attempt uses no staging."""
         try:
-            with self._open():
+            with self._open_streams():
                 self._refill(self._plan)
         except (RuntimeError, MemoryError):
             self._staging = 0
@@ -163,24 +168,19 @@ class Transfer:
             raise
 
     @contextlib.contextmanager
-    def _open(self) -> Iterator[None]:
-        """Have a lane to each device; on leaving, all copies that were started are complete."""
+    def _open_streams(self) -> Iterator[None]:
+        """Open a stream to each device; at the end, complete all copies that were started."""
         try:
             for device in dict.fromkeys(batch.device for batch in self._plan):
-                self._lanes[device] = Lane(device, self._staging if device.type == "cuda" else 0)
+                self._streams[device] = CopyStream(device, self._staging if device.type == "cuda" else 0)
             yield
         finally:
-            for lane in self._lanes.values():
-                lane.drain()
-            self._lanes = {}
-
-    def _copies(self) -> Iterable[tuple[Batch, torch.cuda.Event | None]]:
-        """Start the copies: all at once where they run by themselves, else each when the one before was released."""
-        copies = ((batch, self._copy(batch, out=True)) for batch in self._plan)
-        return copies if all(batch.device.type == "cpu" for batch in self._plan) else list(copies)
+            for stream in self._streams.values():
+                stream.drain()
+            self._streams = {}
 
     def _refill(self, plan: Sequence[Batch]) -> None:
-        """Give the storages of some batches their memory and content; those that have theirs keep it."""
+        """Give the storages of some batches memory and content; a storage that still has memory keeps it."""
         for batch in plan:
             for index in batch.members:
                 segment = self._segments[index]
@@ -189,25 +189,25 @@ class Transfer:
             self._copy(batch, out=False)
 
     def _copy(self, batch: Batch, *, out: bool) -> torch.cuda.Event | None:
-        """Copy a batch; return the event of its completion, or None when it is complete."""
+        """Copy a batch; return the event of its completion, None if it is complete already."""
         storages = [self._segments[index].storage for index in batch.members]
         place = self._memory[batch.offset : batch.offset + batch.nbytes]
-        nothing = new(0, batch.device)
-        raws = [nothing.new().set_(storage) for storage in storages]
-        return self._lanes[batch.device].copy(raws, batch, place, out=out)
+        empty = allocate(0, batch.device)
+        raws = [empty.new().set_(storage) for storage in storages]
+        return self._streams[batch.device].copy(raws, batch, place, out=out)
 
 
-class Lane:
-    """Copies of one device: in the order of one stream, small storages through a staging buffer if there is one."""
+class CopyStream:
+    """Copies of one device in one stream; small storages go through a staging buffer if there is memory for one."""
 
     def __init__(self, device: torch.device, staging: int) -> None:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._staging = new(0, device)
+        self._staging = allocate(0, device)
         with contextlib.suppress(RuntimeError):  # a full device: its small storages are copied one by one
-            self._staging = new(staging, device)
+            self._staging = allocate(staging, device)
 
     def copy(
         self, raws: list[torch.Tensor], batch: Batch, place: torch.Tensor, *, out: bool
@@ -233,7 +233,7 @@ class Lane:
 
 
 def _copy_each(pieces: list[torch.Tensor], raws: list[torch.Tensor], *, out: bool) -> None:
-    """Copy storages to their pieces, or back; within one device in one call, of which each costs a small copy."""
+    """Copy storages to their pieces, or back; within one device in a single call, because each call has a cost."""
     targets, sources = (pieces, raws) if out else (raws, pieces)
     if targets[0].device == sources[0].device:
         torch._foreach_copy_(targets, sources)
@@ -250,29 +250,19 @@ def _pieces(batch: Batch, place: torch.Tensor) -> list[torch.Tensor]:
     return [piece if piece.nbytes == size else piece[:size] for piece, size in zip(whole, batch.sizes, strict=True)]
 
 
-def _plan(segments: Sequence[Segment]) -> list[Batch]:
+def plan_of(segments: Sequence[Segment]) -> list[Batch]:
     """Return the batches of a move."""
     return copy_plan.plan([(segment.storage.device, segment.nbytes) for segment in segments])
 
 
-def _devices(segments: Sequence[Segment]) -> list[torch.device]:
-    """Return the CUDA devices that the segments lie on."""
-    return list(dict.fromkeys(s.storage.device for s in segments if s.storage.device.type == "cuda"))
-
-
 def _empty_caches(devices: Sequence[torch.device]) -> int:
-    """Hand the allocator's cached memory back to the devices; return the bytes that stay there."""
+    """Give the allocator's cached memory back to the devices; return the bytes that it still reserves."""
     if not devices:
         return 0
     torch.cuda.empty_cache()
     return sum(torch.cuda.memory_reserved(device) for device in devices)
 
 
-def _sum(segments: Sequence[Segment]) -> int:
+def _total(segments: Sequence[Segment]) -> int:
     """Return the segments' bytes."""
     return sum(segment.nbytes for segment in segments)
-
-
-def _since(started_ns: int) -> float:
-    """Return the seconds since a clock reading."""
-    return (monotonic_ns() - started_ns) / 1e9

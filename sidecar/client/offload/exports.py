@@ -1,4 +1,4 @@
-"""Remembers which storages were handed to other libraries or processes, whose pointers a release would break."""
+"""Storages that were exported to other libraries or processes, whose pointers a release would break."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 PRUNE_AT = 1024
-"""Remembered exports at which those whose storage is gone are dropped."""
+"""Number of remembered exports at which those whose storage is gone are dropped."""
 
 
 class _Watch:
-    """What was exported through DLPack since ``watch``, and how to end watching."""
+    """Storages exported through DLPack since ``watch``, and the function that ends watching."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, StorageWeakRef] = {}
+        self.exports: dict[int, StorageWeakRef] = {}
         self.end: Callable[[], None] | None = None
 
     def note(self, tensor: torch.Tensor) -> None:
         """Remember a tensor's storage, weakly."""
         storage = tensor.untyped_storage()
-        if len(self.seen) >= PRUNE_AT:
-            self.seen = {key: ref for key, ref in self.seen.items() if not ref.expired()}  # type: ignore[no-untyped-call]
-        self.seen[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # noqa: SLF001
+        if len(self.exports) >= PRUNE_AT:
+            self.exports = {key: ref for key, ref in self.exports.items() if not ref.expired()}  # type: ignore[no-untyped-call]
+        self.exports[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # noqa: SLF001
 
 
 _watch = _Watch()
 
 
 def watch() -> None:
-    """From now on note each tensor that another library asks for through ``__dlpack__``; once a process.
+    """Note each tensor that another library takes through ``__dlpack__``, from now on; once a process.
 
-    Torch keeps no trace of such an export, unlike one to NumPy, after which it refuses to resize the storage.
+    Torch keeps no trace of such an export. After an export to NumPy it refuses to resize the storage.
     """
     if _watch.end is not None:
         return
@@ -47,35 +47,25 @@ def watch() -> None:
         return original(self, *args, **options)
 
     def end() -> None:
-        if _method() is noting:
-            _replace(original)
+        if torch.Tensor.__dlpack__ is noting:
+            torch.Tensor.__dlpack__ = original  # type: ignore[method-assign]
 
-    _replace(noting)
+    torch.Tensor.__dlpack__ = noting  # type: ignore[method-assign]
     _watch.end = end
 
 
 def unwatch() -> None:
-    """Put torch's own method back, unless somebody has replaced it meanwhile."""
+    """Put torch's own method back, unless other code has replaced it since."""
     if _watch.end is not None:
         _watch.end()
         _watch.end = None
 
 
-def _method() -> Any:
-    """Return the method that exports a tensor."""
-    return torch.Tensor.__dlpack__
-
-
-def _replace(method: Any) -> None:
-    """Make a function the method that exports a tensor."""
-    torch.Tensor.__dlpack__ = method  # type: ignore[method-assign]
-
-
-def users() -> dict[int, str]:
-    """Return, by storage, who was given a pointer to it: live storages only."""
-    found = {key: "exported through DLPack" for key, ref in _watch.seen.items() if not ref.expired()}  # type: ignore[no-untyped-call]
+def reasons() -> dict[int, str]:
+    """Return the live storages to which others have a pointer, each with the kind of export."""
+    exported = {key: "exported through DLPack" for key, ref in _watch.exports.items() if not ref.expired()}  # type: ignore[no-untyped-call]
     reductions = sys.modules["torch.multiprocessing.reductions"]
     for ref in list(reductions.shared_cache.values()):
         if not ref.expired():
-            found[ref.cdata] = "shared with another process by torch.multiprocessing"
-    return found
+            exported[ref.cdata] = "shared with another process by torch.multiprocessing"
+    return exported

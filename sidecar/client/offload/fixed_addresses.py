@@ -1,4 +1,4 @@
-"""Finds device memory whose address somebody keeps: CUDA graphs, private pools, buffers registered with NCCL."""
+"""Device memory at addresses that must not change: CUDA graphs, private pools, buffers registered with NCCL."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ COMPILED = "torch._inductor.cudagraph_trees"
 
 
 @dataclass(frozen=True)
-class Held:
-    """One range of a device's memory that belongs to a private pool, and the bytes in use there."""
+class PrivateRange:
+    """A range of a device's memory that belongs to a private pool, and the bytes in use there."""
 
     start: int
     nbytes: int
@@ -26,57 +26,57 @@ class Held:
     owner: str
 
 
-def graphs(objects: Iterable[object], graph: type, *, compiled: bool) -> str:
-    """Return why this process's CUDA graphs forbid a move, or "" when it has none."""
+def graph_refusal(objects: Iterable[object], graph: type, *, compiled: bool) -> str | None:
+    """Return the reason why this process's CUDA graphs forbid a move; None when it has none."""
     if not any(issubclass(kind, graph) for kind in set(map(type, objects))):
-        return ""
-    whose = " (torch.compile with mode reduce-overhead or max-autotune makes some)" if compiled else ""
-    return f"captured CUDA graphs{whose} replay fixed device addresses, which a move would change"
+        return None
+    origin = " (torch.compile with mode reduce-overhead or max-autotune makes some)" if compiled else ""
+    return f"captured CUDA graphs{origin} replay fixed device addresses, which a move would change"
 
 
-def private(snapshot: Iterable[Mapping[str, Any]], pools: Iterable[tuple[int, int]]) -> list[Held]:
+def private_ranges(snapshot: Iterable[Mapping[str, Any]], pools: Iterable[tuple[int, int]]) -> list[PrivateRange]:
     """Return the ranges of an allocator's snapshot that lie in private pools, by address.
 
-    ``pools`` are the identities of the living ``torch.cuda.MemPool``; memory to be registered with NCCL is
-    allocated in one. Other private pools are CUDA graphs'.
+    ``pools`` are the ids of the living ``torch.cuda.MemPool``; memory to be registered with NCCL is allocated in
+    one. Other private pools belong to CUDA graphs.
     """
-    known = set(pools)
-    held = []
+    mem_pools = set(pools)
+    ranges = []
     for segment in snapshot:
         pool = tuple(segment.get("segment_pool_id", DEFAULT_POOL))
         if pool != DEFAULT_POOL:
-            owner = "a torch.cuda.MemPool, as NCCL registers" if pool in known else "a CUDA graph's private pool"
-            held.append(Held(segment["address"], segment["total_size"], segment["allocated_size"], owner))
-    return sorted(held, key=lambda one: one.start)
+            owner = "a torch.cuda.MemPool, as NCCL registers" if pool in mem_pools else "a CUDA graph's private pool"
+            ranges.append(PrivateRange(segment["address"], segment["total_size"], segment["allocated_size"], owner))
+    return sorted(ranges, key=lambda one: one.start)
 
 
-def owner(held: list[Held], address: int) -> str:
-    """Return in whose range an address lies, or "" when in none."""
-    index = bisect_right(held, address, key=lambda one: one.start) - 1
-    if index >= 0 and address < held[index].start + held[index].nbytes:
-        return held[index].owner
-    return ""
+def owner_of(ranges: list[PrivateRange], address: int) -> str | None:
+    """Return the owner of the range in which an address lies; None outside of all."""
+    index = bisect_right(ranges, address, key=lambda one: one.start) - 1
+    inside = index >= 0 and address < ranges[index].start + ranges[index].nbytes
+    return ranges[index].owner if inside else None
 
 
-def refusal(held: Iterable[Held]) -> str:
-    """Return why memory in use in private pools forbids a move, or ""."""
+def pool_refusal(ranges: Iterable[PrivateRange]) -> str | None:
+    """Return the reason why memory in use in private pools forbids a move, if it does."""
     used: dict[str, int] = {}
-    for one in held:
+    for one in ranges:
         if one.used:
             used[one.owner] = used.get(one.owner, 0) + one.used
-    parts = [f"{nbytes / 2**20:.1f} MiB in {whose}" for whose, nbytes in used.items()]
-    return f"memory at fixed device addresses: {', '.join(parts)}" if parts else ""
+    parts = [f"{nbytes / 2**20:.1f} MiB in {owner}" for owner, nbytes in used.items()]
+    return f"memory at fixed device addresses: {', '.join(parts)}" if parts else None
 
 
-def here() -> tuple[list[Held], str]:
-    """Return this process's private ranges, and why its graphs and pools forbid a move, or "".
+def inspect_process() -> tuple[list[PrivateRange], str | None]:
+    """Return this process's private ranges, and the reason why its graphs or pools forbid a move, if they do.
 
     Not run on a GPU yet. Costs nothing in a process that has not used one.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return [], ""
+        return [], None
     objects = gc.get_objects()
     mempool = getattr(torch.cuda, "MemPool", None)  # since torch 2.5
     pools = [thing.id for thing in objects if type(thing) is mempool]
-    held = private(torch.cuda.memory_snapshot(), pools)  # type: ignore[no-untyped-call]
-    return held, graphs(objects, torch.cuda.CUDAGraph, compiled=COMPILED in sys.modules) or refusal(held)
+    ranges = private_ranges(torch.cuda.memory_snapshot(), pools)  # type: ignore[no-untyped-call]
+    refusal = graph_refusal(objects, torch.cuda.CUDAGraph, compiled=COMPILED in sys.modules)
+    return ranges, refusal or pool_refusal(ranges)

@@ -1,4 +1,4 @@
-"""Keeps the pinning threads of torch's data loaders still while this process stands at a boundary."""
+"""Pause for the pinning threads of torch's data loaders while this process stops at a boundary."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 MODULE = "torch.utils.data._utils.pin_memory"
-"""Its ``pin_memory`` is what a loader's thread calls on each batch, by that name."""
+"""A loader's thread calls this module's ``pin_memory`` on each batch, by that name."""
 
 
 class _Gate:
-    """Held by the thread that pins a batch, or by the one that stands at a boundary."""
+    """Lock held by the thread that pins a batch, or by the one that stops at a boundary."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -24,7 +24,7 @@ class _Gate:
         self.fork_watched = False
 
     def renew(self) -> None:
-        """In a forked child: a thread that held the lock is not there any more."""
+        """Replace the lock in a forked child, where the thread that held it does not exist."""
         self.lock = threading.RLock()
 
 
@@ -32,7 +32,7 @@ _gate = _Gate()
 
 
 def watch() -> None:
-    """From now on let no loader pin a batch within ``quiet``; once a process."""
+    """Let no loader pin a batch within ``pinning_paused``, from now on; once a process."""
     module = sys.modules.get(MODULE)
     if module is None or _gate.gated is not None:
         return
@@ -50,7 +50,7 @@ def watch() -> None:
 
 
 def unwatch() -> None:
-    """Put torch's own function back, unless somebody has replaced it meanwhile."""
+    """Put torch's own function back, unless other code has replaced it since."""
     module = sys.modules.get(MODULE)
     if module is not None and _gate.gated is not None and module.pin_memory is _gate.gated:
         module.pin_memory = _gate.original  # type: ignore[attr-defined]
@@ -58,7 +58,7 @@ def unwatch() -> None:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Let the loaders' threads finish the batch at hand, and start no other before this ends."""
+def pinning_paused() -> Iterator[None]:
+    """Wait until the loaders' threads have pinned the batch at hand, and let them start no other within."""
     with _gate.lock:
         yield

@@ -1,4 +1,4 @@
-"""Moves storages to a file on a disk of the node when host memory is short: all are safe there before any goes."""
+"""Move of storages to a file on a disk of the node when host memory is short; all are on disk before any is freed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 import torch
 
 from cadenza.sidecar.client.errors import MoveError, RestoreError
-from cadenza.sidecar.client.offload.host_memory import Arena, whole
+from cadenza.sidecar.client.offload.host_memory import HostBuffer, as_bytes
 from cadenza.sidecar.client.offload.storages import Segment
 
-WINDOW = 16 * 2**20
-"""Host memory, in bytes, through which everything passes on its way."""
-CACHED = 256 * 2**20
-"""Bytes after which what was written is synced and leaves the page cache, which counts as the job's memory."""
+WINDOW_BYTES = 16 * 2**20
+"""Size of the host memory through which all bytes pass."""
+SYNC_BYTES = 256 * 2**20
+"""Bytes written between two syncs; a sync drops them from the page cache, which counts as the job's memory."""
 
 
-def refusal(directory: str, nbytes: int, ranks: int) -> str:
-    """Return why ``ranks`` processes cannot write ``nbytes`` each into a directory, or ""."""
+def refusal(directory: str, nbytes: int, ranks: int) -> str | None:
+    """Return the reason why ``ranks`` processes cannot write ``nbytes`` each into a directory, if they cannot."""
     try:
         disk = os.statvfs(directory)
     except OSError as error:
@@ -31,17 +31,17 @@ def refusal(directory: str, nbytes: int, ranks: int) -> str:
         return f"spill directory {directory} is not writable"
     free = disk.f_bavail * disk.f_frsize
     if nbytes * ranks <= free:
-        return ""
+        return None
     return f"spill directory {directory}: {nbytes * ranks >> 20} MiB are needed and {free >> 20} MiB are free"
 
 
-class Spilled:
-    """One move of segments to a file that has no name, so that it goes with the process whatever happens."""
+class SpillFile:
+    """One move of segments to a file without a name, so that it never outlives the process."""
 
     def __init__(self, segments: Sequence[Segment], directory: str) -> None:
-        """Take the file's whole size on the disk; raise MoveError when there is no room for it."""
+        """Allocate the whole file; raise MoveError when the disk is too full."""
         self._segments = segments
-        self._window = Arena()
+        self._window = HostBuffer()
         self._pinned = any(segment.storage.device.type == "cuda" for segment in segments)
         nbytes = sum(segment.nbytes for segment in segments)
         with contextlib.ExitStack() as undo:
@@ -52,14 +52,14 @@ class Spilled:
                 raise MoveError(f"no {nbytes >> 20} MiB in {Path(directory)}: {error.strerror}") from None
             undo.pop_all()
 
-    def out(self) -> None:
-        """Write all, sync, then release; on failure nothing moved. Raises MoveError, or what torch raises."""
+    def offload(self) -> None:
+        """Write all, sync, then release; on failure nothing moved. Raises MoveError, or torch's errors."""
         file, synced, end = self._file.fileno(), 0, 0
         try:
             for place, raw, window in self._pieces():
                 window.copy_(raw)
                 end = place + _write(file, window, place)
-                if end - synced >= CACHED:
+                if end - synced >= SYNC_BYTES:
                     synced = _settle(file, synced, end)
             _settle(file, synced, end)
         except OSError as error:
@@ -71,10 +71,10 @@ class Spilled:
         for segment in self._segments:
             segment.storage.resize_(0)
 
-    def back(self) -> None:
-        """Give the storages their memory and content again, and the disk its room; on failure none has any.
+    def restore(self) -> None:
+        """Give the storages their memory and content again and free the disk; on failure no storage has memory.
 
-        Raises RestoreError when the file cannot be read, and what torch raises when a device is too full.
+        Raises RestoreError when the file cannot be read, and torch's errors when a device is too full.
         """
         try:
             for segment in self._segments:
@@ -91,22 +91,22 @@ class Spilled:
         self.close()
 
     def close(self) -> None:
-        """Give the disk's room and the window back."""
+        """Free the disk and the window."""
         self._file.close()
         self._window.free()
 
     def _pieces(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Yield the pieces of all storages: place in the file, bytes, and as much of the window."""
-        window, place = self._window.reserve(WINDOW, pinned=self._pinned), 0
+        """Yield the pieces of all storages: offset in the file, bytes, and a window of that size."""
+        window, place = self._window.reserve(WINDOW_BYTES, pinned=self._pinned), 0
         with torch.no_grad():
             for segment in self._segments:
-                for piece in torch.split(whole(segment.storage), WINDOW):
+                for piece in torch.split(as_bytes(segment.storage), WINDOW_BYTES):
                     yield place, piece, window[: piece.nbytes]
                     place += piece.nbytes
 
 
 def _write(file: int, window: torch.Tensor, place: int) -> int:
-    """Write the window at a place; return its bytes."""
+    """Write the window at an offset; return its bytes."""
     left = _memory(window)
     while left:
         count = os.pwrite(file, left, place)
@@ -115,7 +115,7 @@ def _write(file: int, window: torch.Tensor, place: int) -> int:
 
 
 def _read(file: int, window: torch.Tensor, place: int) -> None:
-    """Fill the window from a place."""
+    """Fill the window from an offset."""
     left = _memory(window)
     while left:
         count = os.preadv(file, [left], place)
@@ -125,7 +125,7 @@ def _read(file: int, window: torch.Tensor, place: int) -> None:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """Return a host tensor's bytes for as long as it lives; torch itself shows them to NumPy only."""
+    """Return a host tensor's bytes, valid as long as it lives; torch itself shows them to NumPy only."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 

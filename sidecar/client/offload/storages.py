@@ -1,4 +1,4 @@
-"""Finds the storages behind models, optimizers and other state: each once, named, and checked."""
+"""Storages behind models, optimizers and other state: each once, named, and checked."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Named: TypeAlias = tuple[str, torch.Tensor]
 MOVED_DEVICES = frozenset({"cpu", "cuda"})
 NO_MEMORY = frozenset({"meta"})
 OPENED = (torch.optim.Optimizer, torch.amp.GradScaler)
-"""What is opened wherever it is found; other objects only when they were given as such."""
+"""Classes whose objects are searched wherever they occur; other objects only when they were given themselves."""
 REDUCER = "reducer"
 HARMLESS = frozenset({"cpu", REDUCER})
-"""Where storages may stay without refusing a stop: the host, and the buckets of a DDP reducer."""
+"""Places where a storage may stay without refusing a stop: the host, and the buckets of a DDP reducer."""
 SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -29,7 +29,7 @@ SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
 UNSEEN_LIMIT_BYTES = 256 * 2**20
-"""GPU memory that may be in use although no state is known, before a stop is refused for it."""
+"""GPU memory that may be in use without any known state; above it, a stop is refused."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """One storage that cannot be released, and why not."""
+class Resident:
+    """One storage that cannot be released, with the reason."""
 
     name: str
     reason: str
@@ -56,17 +56,17 @@ class Kept:
 
 @dataclass(frozen=True)
 class Survey:
-    """What would move and what would stay; ``refused`` is non-empty when nothing may move because of that."""
+    """Storages that would move and storages that would stay; ``refusal`` is set when nothing may move."""
 
     segments: tuple[Segment, ...]
-    resident: tuple[Kept, ...]
-    refused: str
+    resident: tuple[Resident, ...]
+    refusal: str | None
     spilled: bool = False
     """The move goes to a file, because host memory is short."""
 
     @property
     def host_bytes(self) -> int:
-        """The host memory that the move needs."""
+        """Host memory that the move needs."""
         return 0 if self.spilled else self.nbytes
 
     @property
@@ -78,35 +78,47 @@ class Survey:
 def survey(sources: Iterable[tuple[str, object]], *, refuse_resident: bool = False) -> Survey:
     """Find all storages of the sources and check each, moving nothing.
 
-    With a GPU in play only device storages count: host memory gains nothing from a move. Without one, host
-    storages are moved, which is the same path. A storage that cannot be released stays where it is; on a GPU,
-    or with ``refuse_resident``, that refuses the stop: the memory would not be free for the next job.
+    If any storage is on a GPU, only device storages count: host memory gains nothing from a move. Otherwise host
+    storages move, on the same path. A storage that cannot be released stays where it is; on a GPU, or with
+    ``refuse_resident``, it refuses the stop, because the memory would not be free for the next job.
     """
-    found: dict[int, tuple[Segment, str]] = {}
+    # 1. Find each storage once, under the name of the first tensor in it.
+    segments: dict[int, Segment] = {}
+    reasons: dict[int, str | None] = {}
     walk = Walk()
     for name, tensor in walk.tensors(sources):
-        _enter(found, name, tensor)
-    _mark_exports(found)
-    _mark_overlaps(found)
-    held, why = fixed_addresses.here()
-    _mark_held(found, held)
-    entries = list(found.values())
-    if any(_device(segment) == "cuda" for segment, _ in entries):
-        entries = [entry for entry in entries if _device(entry[0]) != "cpu"]
-    segments = tuple(segment for segment, reason in entries if not reason)
-    resident = tuple(
-        Kept(segment.name, reason, segment.nbytes, _device(segment)) for segment, reason in entries if reason
-    ) + tuple(walk.buckets)
-    return Survey(segments, resident, why or _refusal(segments, resident, refuse_resident=refuse_resident))
+        storage = _storage_of(tensor)
+        if storage is not None and storage._cdata not in segments:  # noqa: SLF001
+            segments[storage._cdata] = Segment(name, storage, storage.nbytes())  # noqa: SLF001
+            reasons[storage._cdata] = _reason_to_stay(storage, tensor)  # noqa: SLF001
+    # 2. Keep storages to which others have a pointer, and those that share memory or lie at fixed addresses.
+    exported = exports.reasons()
+    overlaps = _overlaps(segments)
+    private, refusal = fixed_addresses.inspect_process()
+    for key, segment in segments.items():
+        owner = None
+        if private and _device(segment) == "cuda":
+            owner = fixed_addresses.owner_of(private, segment.storage.data_ptr())
+        reasons[key] = reasons[key] or exported.get(key) or overlaps.get(key) or (f"in {owner}" if owner else None)
+    # 3. With a GPU in use, leave host storages out.
+    on_gpu = any(_device(segment) == "cuda" for segment in segments.values())
+    entries = [(one, reasons[key]) for key, one in segments.items() if not (on_gpu and _device(one) == "cpu")]
+    # 4. Divide them into those that move and those that stay, and decide whether the stop is refused.
+    moving = tuple(segment for segment, reason in entries if not reason)
+    resident = (
+        *(Resident(one.name, reason, one.nbytes, _device(one)) for one, reason in entries if reason),
+        *walk.buckets,
+    )
+    return Survey(moving, resident, refusal or _refusal(moving, resident, refuse_resident=refuse_resident))
 
 
 class Walk:
     """One pass over named things; then ``buckets`` lists the gradient buckets that no tensor leads to."""
 
     def __init__(self) -> None:
-        self.buckets: list[Kept] = []
+        self.buckets: list[Resident] = []
         self._names: dict[int, str] = {}
-        self._seen: set[int] = set()
+        self._visited: set[int] = set()
 
     def tensors(self, sources: Iterable[tuple[str, object]]) -> Iterator[Named]:
         """Yield every dense tensor of the sources, gradients included; one may come more than once."""
@@ -122,13 +134,13 @@ class Walk:
         """Yield the tensors in modules, optimizers and containers; other objects only at the top level."""
         if isinstance(thing, torch.Tensor):
             yield name, thing
-        elif id(thing) not in self._seen:
-            self._seen.add(id(thing))
+        elif id(thing) not in self._visited:
+            self._visited.add(id(thing))
             for path, child in self._children(name, thing, top=top):
                 yield from self._inside(path, child)
 
     def _children(self, name: str, thing: object, *, top: bool) -> Iterable[tuple[str, object]]:
-        """Return what a thing consists of, named; nothing for what is not opened."""
+        """Return the parts of a thing by name, none for a thing that is not searched."""
         if isinstance(thing, torch.nn.Module):
             return self._module(name, thing)
         if isinstance(thing, Mapping):
@@ -156,9 +168,9 @@ class Walk:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if module.gradient_as_bucket_view and any(parameter.grad is not None for parameter in parameters):
             return
-        reason = "the reducer's own; gradient_as_bucket_view=True makes it movable while gradients exist"
+        reason = "owned by the reducer; gradient_as_bucket_view=True makes it movable while gradients exist"
         nbytes = sum(parameter.nbytes for parameter in parameters)
-        self.buckets.append(Kept(f"{path}: gradient buckets", reason, nbytes, REDUCER))
+        self.buckets.append(Resident(f"{path}: gradient buckets", reason, nbytes, REDUCER))
 
     def _mapping(self, name: str, mapping: Mapping[Any, Any]) -> Iterator[tuple[str, object]]:
         """Yield a mapping's values, and keys that are tensors: optimizer state is named by its parameter."""
@@ -171,7 +183,7 @@ class Walk:
 
 
 def _plain(name: str, tensor: torch.Tensor) -> Iterator[Named]:
-    """Yield the dense tensors that a sparse or wrapping tensor (DTensor, nested) is made of."""
+    """Yield the dense tensors in a sparse or wrapping tensor (DTensor, nested), or the tensor itself."""
     parts: list[tuple[str, Any]] = []
     wrapped: Any = tensor
     if is_traceable_wrapper_subclass(wrapped):
@@ -186,25 +198,23 @@ def _plain(name: str, tensor: torch.Tensor) -> Iterator[Named]:
             yield from _plain(f"{name}.{key}", part)
 
 
-def _enter(found: dict[int, tuple[Segment, str]], name: str, tensor: torch.Tensor) -> None:
-    """Note a tensor's storage when it is seen first, with the reason why it cannot move, else ""."""
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return a tensor's storage, None if it has no memory."""
     if tensor.device.type in NO_MEMORY:
-        return
+        return None
     try:
         storage = tensor.untyped_storage()
-        nbytes = storage.nbytes()
+        return storage if storage.nbytes() else None
     except (RuntimeError, ValueError):  # lazy parameters and opaque layouts (mkldnn) have none to show
-        return
-    if nbytes and storage._cdata not in found:  # noqa: SLF001
-        found[storage._cdata] = Segment(name, storage, nbytes), _reason(storage, tensor)  # noqa: SLF001
+        return None
 
 
-def _reason(storage: torch.UntypedStorage, tensor: torch.Tensor) -> str:
-    """Return why a storage cannot be released, or "".
+def _reason_to_stay(storage: torch.UntypedStorage, tensor: torch.Tensor) -> str | None:
+    """Return the reason why a storage cannot be released, if there is one.
 
     Measured on torch 2.13: a storage in shared memory calls itself resizable, and growing it again after a
-    release crashes the process; those from NumPy, ``frombuffer``, files, ``torch.load`` and DLPack, and any
-    that was exported to NumPy once, are not resizable. A CUDA storage calls itself shared always.
+    release crashes the process. Storages from NumPy, ``frombuffer``, files, ``torch.load`` and DLPack, and any
+    that was exported to NumPy once, are not resizable. A CUDA storage always calls itself shared.
     """
     device = storage.device.type
     if device not in MOVED_DEVICES:
@@ -215,32 +225,19 @@ def _reason(storage: torch.UntypedStorage, tensor: torch.Tensor) -> str:
         tensor.data_ptr()  # asking for the address makes a lazy clone's memory its own
     if not storage.resizable():
         return "not resizable: NumPy, a buffer, a file, torch.load or another library owns the memory"
-    return ""
+    return None
 
 
-def _mark_exports(found: dict[int, tuple[Segment, str]]) -> None:
-    """Keep storages to which another library or process was given a pointer."""
-    for key, user in exports.users().items():
-        if key in found:
-            segment, reason = found[key]
-            found[key] = segment, reason or user
-
-
-def _mark_overlaps(found: dict[int, tuple[Segment, str]]) -> None:
-    """Keep storages that share memory with another one (DLPack), which a release would leave dangling."""
-    order = sorted((segment.storage.data_ptr(), key) for key, (segment, _) in found.items())
-    for (start, before), (next_start, after) in itertools.pairwise(order):
-        first, second = found[before], found[after]
-        if start + first[0].nbytes > next_start and first[0].storage.device == second[0].storage.device:
-            found[before] = first[0], first[1] or f"shares memory with {second[0].name}"
-            found[after] = second[0], second[1] or f"shares memory with {first[0].name}"
-
-
-def _mark_held(found: dict[int, tuple[Segment, str]], held: list[fixed_addresses.Held]) -> None:
-    """Keep storages whose device memory belongs to a private pool."""
-    for key, (segment, reason) in found.items() if held else ():
-        if _device(segment) == "cuda" and (owner := fixed_addresses.owner(held, segment.storage.data_ptr())):
-            found[key] = segment, reason or f"in {owner}"
+def _overlaps(segments: Mapping[int, Segment]) -> dict[int, str]:
+    """Return the storages that share memory with another one (DLPack), which a release would leave dangling."""
+    reasons: dict[int, str] = {}
+    order = sorted((segment.storage.data_ptr(), key) for key, segment in segments.items())
+    for (start, key), (next_start, next_key) in itertools.pairwise(order):
+        first, second = segments[key], segments[next_key]
+        if start + first.nbytes > next_start and first.storage.device == second.storage.device:
+            reasons.setdefault(key, f"shares memory with {second.name}")
+            reasons.setdefault(next_key, f"shares memory with {first.name}")
+    return reasons
 
 
 def _device(segment: Segment) -> str:
@@ -248,15 +245,15 @@ def _device(segment: Segment) -> str:
     return str(segment.storage.device.type)
 
 
-def _refusal(segments: tuple[Segment, ...], resident: tuple[Kept, ...], *, refuse_resident: bool) -> str:
-    """Return why nothing may move, or ""."""
-    stuck = [kept for kept in resident if refuse_resident or kept.device not in HARMLESS]
+def _refusal(segments: tuple[Segment, ...], resident: tuple[Resident, ...], *, refuse_resident: bool) -> str | None:
+    """Return the reason why nothing may move, if there is one."""
+    stuck = [one for one in resident if refuse_resident or one.device not in HARMLESS]
     if stuck:
         more = f" and {len(stuck) - 3} more" if stuck[3:] else ""
         return f"cannot release {', '.join(map(str, stuck[:3]))}{more}"
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return ""
+        return None
     used = torch.cuda.memory_allocated()
     if not segments and used > UNSEEN_LIMIT_BYTES:
         return f"{used >> 20} MiB of GPU memory belong to nothing that was given to attach(): pass the model"
-    return ""
+    return None

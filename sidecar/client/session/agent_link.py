@@ -1,4 +1,4 @@
-"""The socket to the node's agent: one daemon thread listens, and connects again after the agent was lost."""
+"""The socket to the node's agent: one daemon thread listens, and reconnects after the agent was lost."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from cadenza.sidecar.client.errors import AgentRefusedError, LinkLostError
 from cadenza.sidecar.client.session.step_page import STOP, map_page
 
 HANDSHAKE_S = 5.0
-"""How long a live agent may take to answer ``attach``."""
+"""Longest wait for a live agent's answer to ``attach``."""
 JOIN_S = 2.0
-"""How long leaving waits for the thread."""
+"""Longest wait for the thread when the link closes."""
 FIRST_DELAY_S = 0.05
 LAST_DELAY_S = 5.0
-"""Bounds of the delay between attempts to reach a lost agent; it doubles from one to the other."""
+"""Bounds of the delay between attempts to reach a lost agent; it doubles each time."""
 
 Message = dict[str, Any]
 
@@ -39,11 +39,11 @@ class Reply:
 
 
 class Link:
-    """One rank's connection. ``steady`` is held while the state moves: ``attach`` never tells half of it.
+    """One rank's connection. ``steady`` is held while the state moves, so that ``attach`` reports no half move.
 
     ``greeting`` returns the fields of an ``attach`` message; it is called with ``steady`` held. ``words`` is
-    the page that the meter counts in until an agent gives one. ``losses`` counts lost connections: what was
-    said before a loss is void after it.
+    the rank's page until an agent gives one. ``losses`` counts lost connections: messages from before a loss are
+    void after it.
     """
 
     def __init__(self, path: str, greeting: Callable[[], Message], words: memoryview) -> None:
@@ -51,7 +51,7 @@ class Link:
         self._greeting = greeting
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._socket: socket.socket | None = None
-        self._fresh: Reply | None = None
+        self._reply: Reply | None = None
         self._page = words
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="cadenza-link", daemon=True)
@@ -60,13 +60,13 @@ class Link:
 
     @property
     def alive(self) -> bool:
-        """Whether there is a connection now."""
+        """True while there is a connection."""
         return self._socket is not None
 
     def open(self) -> Reply | None:
-        """Connect and start listening; None when no agent answers yet, which the thread then waits for.
+        """Connect and start listening; return None when no agent answers yet: the thread then waits for one.
 
-        Raises AgentRefusedError when there is an agent and it does not take this process.
+        Raises AgentRefusedError when there is an agent and it does not accept this process.
         """
         reply: Reply | None = None
         with contextlib.suppress(LinkLostError):
@@ -77,13 +77,13 @@ class Link:
         self._thread.start()
         return reply
 
-    def take_fresh(self) -> Reply | None:
+    def take_reply(self) -> Reply | None:
         """Return the answer of an agent that was reached again, once."""
-        reply, self._fresh = self._fresh, None
+        reply, self._reply = self._reply, None
         return reply
 
     def send(self, kind: str, *, since: int | None = None, **fields: Any) -> bool:
-        """Send one message; False when the link is lost, or was lost after ``losses`` stood at ``since``."""
+        """Send one message; return False when the link is lost, or was lost after ``losses`` was ``since``."""
         connection = self._socket
         if connection is None or (since is not None and since != self.losses):
             return False
@@ -95,9 +95,9 @@ class Link:
         return True
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
-        """Wait for the next message; None after the time-out.
+        """Wait for the next message; return None after the time-out.
 
-        Besides the agent's there are two of the link's own: ``lost`` and, when it is back, ``attached``.
+        Two messages are the link's own: ``lost`` and, when the agent is back, ``attached``.
         """
         try:
             return self._inbox.get(timeout=timeout_s)
@@ -105,7 +105,7 @@ class Link:
             return None
 
     def forget(self) -> None:
-        """Drop what was received and not read: it belongs to an order, or to a connection, that is over."""
+        """Drop unread messages: they belong to an order, or to a connection, that is over."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._inbox.get_nowait()
@@ -113,8 +113,8 @@ class Link:
     def close(self) -> None:
         """End the connection and the thread.
 
-        It also runs at exit: a thread that outlives the interpreter may be collecting torch's garbage just then,
-        and that aborts the process.
+        It also runs at exit: a thread that outlives the interpreter may be collecting torch's garbage at that
+        moment, which aborts the process.
         """
         atexit.unregister(self.close)
         self._drop()
@@ -131,7 +131,7 @@ class Link:
             connection.close()
 
     def abandon(self) -> None:
-        """Let go of the descriptor without a word: for a forked child, whose parent owns the link."""
+        """Close the descriptor without a message: for a forked child, whose parent owns the link."""
         atexit.unregister(self.close)
         self._closed.set()
         connection, self._socket = self._socket, None
@@ -158,7 +158,7 @@ class Link:
         return reply
 
     def _answer(self, connection: socket.socket) -> Reply:
-        """Wait for the answer to ``attach``; what else the agent says before it is for the boundary."""
+        """Wait for the answer to ``attach``; messages before it are kept for the boundary."""
         while True:
             packet, descriptors, _, _ = socket.recv_fds(connection, wire.MAX_PACKET, 1)
             message = wire.decode(packet) if packet else {"type": "eof"}
@@ -187,32 +187,29 @@ class Link:
             connection.close()
             self.forget()
             self._inbox.put({"type": "lost"})
-            _log.info("lost the Cadenza agent; this job goes on and waits for it to come back")
+            _log.info("lost the Cadenza agent; this job continues and waits for it to come back")
 
     def _listen(self, connection: socket.socket) -> None:
-        """Pass on messages until the connection ends."""
+        """Put messages where the boundary finds them, until the connection ends."""
         while True:
             try:
                 packet = connection.recv(wire.MAX_PACKET)
                 if not packet:
                     return
-                self._pass_on(wire.decode(packet))
+                message = wire.decode(packet)
+                if message["type"] == "error":
+                    _log.warning("the Cadenza agent refused a message of this process: %s", message.get("error"))
+                else:
+                    self._inbox.put(message)
             except wire.WireError as error:
                 _log.warning("a message of the Cadenza agent was ignored: %s", error)
             except OSError:
                 return
 
-    def _pass_on(self, message: Message) -> None:
-        """Put a message where the boundary finds it."""
-        if message["type"] == "error":
-            _log.warning("the Cadenza agent refused a message of this process: %s", message.get("error"))
-        else:
-            self._inbox.put(message)
-
     def _reconnect(self) -> None:
-        """Try until the agent takes this rank again, or until closed."""
+        """Try until the agent accepts this rank again, or until closed."""
         delay_s = FIRST_DELAY_S
-        told = False
+        warned = False
         while not self._closed.wait(delay_s):
             delay_s = min(2 * delay_s, LAST_DELAY_S)
             try:
@@ -220,19 +217,16 @@ class Link:
             except LinkLostError:
                 continue
             except AgentRefusedError as error:
-                if not told:
-                    _log.warning("the Cadenza agent does not take this process, trying on: %s", error)
-                told = True
+                if not warned:
+                    _log.warning("the Cadenza agent does not accept this process, retrying: %s", error)
+                warned = True
                 continue
             if self._closed.is_set():
                 self._drop()
-            else:
-                self._hand_over(reply)
+                return
+            # Leave the new page for the boundary, and wake it through the page that it still reads.
+            self._reply = reply
+            self._inbox.put({"type": "attached"})
+            old, self._page = self._page, reply.words
+            old[STOP] = 1
             return
-
-    def _hand_over(self, reply: Reply) -> None:
-        """Leave a new page for the boundary, and wake it through the page that it still reads."""
-        self._fresh = reply
-        self._inbox.put({"type": "attached"})
-        old, self._page = self._page, reply.words
-        old[STOP] = 1

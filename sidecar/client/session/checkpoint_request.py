@@ -1,4 +1,4 @@
-"""A checkpoint on order: what a rank saves at the boundary where all ranks stand, and what it says of it."""
+"""A requested checkpoint: the save at the boundary where all ranks stand, and the report of it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,18 @@ from cadenza.sidecar.client.clock import monotonic_ns
 
 MAX_TEXT = 2000
 PR_SET_PDEATHSIG = 1
-CANNOT = "it has no checkpoint to save: see client.checkpoint() and Session.call(on_checkpoint=…)"
+NO_CHECKPOINT = "it has no checkpoint to save: see client.checkpoint() and Session.call(on_checkpoint=…)"
 
 _log = logging.getLogger("cadenza.client")
 
 
-class Later:
-    """The type of LATER."""
-
-
-LATER: Final = Later()
-"""What a saver returns whose framework saves after the boundary, and then calls ``Session.checkpointed``."""
+DEFERRED: Final = object()
+"""Result of a saver whose framework saves after the boundary, and then calls ``Session.checkpointed``."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint: the step that it is of, its bytes over all ranks (0: not known), and its path."""
+    """A complete checkpoint: its step, its bytes over all ranks (0: not known), and its path."""
 
     step: int
     nbytes: int = 0
@@ -43,16 +39,16 @@ class Saved:
 
 
 Saver: TypeAlias = Callable[[], object]
-"""Saves on every rank; returns a Saved, a path, None, or LATER, and raises when nothing complete was saved."""
+"""Saves on every rank; returns a Saved, a path, None, or DEFERRED, and raises when nothing complete was saved."""
 
 
 @contextlib.contextmanager
-def ends_at_once() -> Iterator[None]:
-    """Let a requeue end this process at once while it stands with its checkpoint on the disk.
+def default_sigterm() -> Iterator[None]:
+    """Let a requeue end this process at once while it waits with its checkpoint on the disk.
 
-    Slurm begins with a SIGTERM, and waits for KillWait if a handler only takes note of it. Where it tracks processes by
-    control groups the signal reaches the batch script alone; what is still there after it is killed, and Slurm looks
-    again a second later: so this process ends with its parent (prctl(2)). SIGTERM is left alone off the main thread,
+    Slurm begins with a SIGTERM, and waits for KillWait if a handler only records it. Where Slurm tracks processes by
+    control groups, the signal reaches the batch script alone; the processes that are left are killed, and Slurm looks
+    again a second later. So this process ends with its parent (prctl(2)). SIGTERM is left alone off the main thread,
     where Python cannot change it, and where its handler is not Python's.
     """
     before = signal.getsignal(signal.SIGTERM)
@@ -75,15 +71,15 @@ def _end_with_parent(number: int) -> None:
 
 
 def save(saver: Saver, step: int) -> dict[str, Any] | None:
-    """Call a saver; return the fields of the answer, or None when it will come later. Never raises an Exception."""
+    """Call a saver; return the fields of the answer, or None when it is deferred. Never raises an Exception."""
     began = monotonic_ns()
     try:
-        found = saver()
+        result = saver()
     except Exception as error:  # noqa: BLE001 - a framework's own code; the training goes on in any case
-        _log.warning("the checkpoint that Cadenza asked for failed, the job goes on: %s", error)
+        _log.warning("the checkpoint that Cadenza asked for failed, the job continues: %s", error)
         text = (str(error) or repr(error))[:MAX_TEXT]
         return {"step": step, "bytes": 0, "seconds": (monotonic_ns() - began) * 1e-9, "path": "", "error": text}
-    if isinstance(found, Later):
+    if result is DEFERRED:
         return None
-    saved = found if isinstance(found, Saved) else Saved(step, path=str(found or ""))
+    saved = result if isinstance(result, Saved) else Saved(step, path=str(result or ""))
     return saved.fields((monotonic_ns() - began) * 1e-9)

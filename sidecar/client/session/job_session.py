@@ -1,4 +1,4 @@
-"""One rank's side of the yield protocol: attach, stop at a boundary, sit out without the lease, go on."""
+"""One rank's side of the yield protocol: attach, stop at a boundary, wait for the lease, resume."""
 
 from __future__ import annotations
 
@@ -12,96 +12,96 @@ from typing import TYPE_CHECKING
 
 from cadenza.sidecar import wire
 from cadenza.sidecar.client.errors import ClientError, MoveError, UsageError
-from cadenza.sidecar.client.offload.pin_threads import quiet
+from cadenza.sidecar.client.offload.pin_threads import pinning_paused
 from cadenza.sidecar.client.session import checkpoint_request, identity, resources
 from cadenza.sidecar.client.session.agent_link import Link, Message, Reply
 from cadenza.sidecar.client.session.prefetch_hints import FileList
-from cadenza.sidecar.client.session.step_page import STOP, Meter, private_page
+from cadenza.sidecar.client.session.step_page import STOP, StepCounters, private_page
 
 if TYPE_CHECKING:
     from cadenza.sidecar.client.offload.engine import Moved, Offload
     from cadenza.sidecar.client.offload.storages import Survey
 
 VERDICT_S = 300.0
-"""How long a rank that stands at its boundary waits for the agent's word before it goes on."""
+"""Longest wait of a rank at its boundary for the agent's decision, in seconds; then it continues."""
 MAX_NAMES = 32
 MAX_NAME = 300
 MAX_TEXT = 2000
-"""Bounds of what one message says about storages that stay."""
+"""Bounds of a message's list of storages that stay, of one entry, and of an error text."""
 STATE_NAMES = {wire.STATE_RUNNING: "running", wire.STATE_ARRIVED: "running", wire.STATE_YIELDED: "yielded"}
-"""What a reconnecting rank says: one that had arrived, uncommitted, goes on and is running."""
+"""State sent by a reconnecting rank; one that had arrived, and was not committed, continues and is running."""
 
 _log = logging.getLogger("cadenza.client")
 
 
-class Session(Meter):
-    """One attached rank: ``step`` counts its boundaries, ``active`` says whether an agent may stop it."""
+class Session(StepCounters):
+    """One attached rank: ``step`` counts its boundaries, ``active`` is true while an agent may stop it."""
 
     def __init__(self) -> None:
         super().__init__(private_page())
         self.automatic = False
         """The optimizer hook attached it and calls its boundaries; an explicit attach() ends that."""
         self.explicit = False
-        """Somebody called attach(); a script that only keeps checkpoints has a session too."""
+        """The script called attach(); a script that only keeps checkpoints has a session too."""
         self.refuse_resident = False
         self.spill_to = ""
-        """A directory on a disk of this node for state that host memory cannot take; "": none."""
-        self._sources: list[tuple[str, object]] = []
-        self._letting_go: list[Callable[[], object]] = []
-        self._taking_again: list[Callable[[], object]] = []
+        """A directory on a disk of this node for state that does not fit into host memory; "": none."""
         self.files = FileList()
-        """What this process will read again when it starts on another host; see ``FileList.name``."""
+        """Files that this process will read again when it starts on another host; see ``FileList.name``."""
+        self._sources: list[tuple[str, object]] = []
+        self._before_offload: list[Callable[[], object]] = []
+        self._after_restore: list[Callable[[], object]] = []
         self._saver: checkpoint_request.Saver | None = None
-        self._owed: tuple[Link, int, int] | None = None
-        """A checkpoint that was ordered and that its framework saves after the boundary: link, order, losses."""
+        self._deferred_checkpoint: tuple[Link, int, int] | None = None
+        """A requested checkpoint that the framework saves after the boundary: link, order, losses."""
         self._link: Link | None = None
         self._offload: Offload | None = None
         self._state = wire.STATE_RUNNING
         self._who: identity.Identity | None = None
         self._cancelled = 0
-        self._unheld = False
+        self._without_lease = False
         self._requeue_owner = identity.requeue_owner(os.environ)
 
     @property
     def active(self) -> bool:
-        """Whether this process takes turns; False outside Slurm, without an agent and after detach()."""
+        """True while this process takes turns; False outside Slurm, without an agent and after detach()."""
         return self._link is not None
 
     @property
     def local_ranks(self) -> int:
-        """How many ranks of the job share this node's CPUs and caches."""
+        """Number of the job's ranks that share this node's CPUs and caches."""
         return (self._who.local_world_size if self._who else None) or resources.local_ranks()
 
     @property
     def gpus(self) -> int:
-        """How many GPUs the whole job has now, each of its nodes as many as this one; 0 outside a Slurm job."""
+        """Number of GPUs of the whole job, if each of its nodes has as many as this one; 0 outside a Slurm job."""
         who = self._who or identity.here()
         return len(who.gpus) * who.hosts if who else 0
 
     def tuning(self) -> resources.Tuning | None:
-        """Return the CPUs and the cache budget that the whole job has on this node now; None: nobody has said it."""
+        """Return the CPUs and the cache budget of the whole job on this node; None before the agent wrote them."""
         return resources.read(self.words)
 
     def requeued_by(self, owner: str) -> None:
-        """Tell the agent that somebody else requeues this job, such as ``lightning``, so that Cadenza does not."""
+        """Tell the agent that ``owner``, such as ``lightning``, requeues this job, so that Cadenza does not."""
         self._requeue_owner = owner
         if self._link:
             self._link.send("requeued_by", owner=owner)
 
-    def look_at_memory(self) -> None:
-        """Look at the GPU's memory, and at what the job has, for caches behind a loader that does not look."""
-        super().look_at_memory()
-        resources.look()
+    def sample_memory(self) -> None:
+        """Record GPU memory, and follow the job's resources for caches behind a loader that does not."""
+        super().sample_memory()
+        resources.update_all()
         if self._saver is not None:
-            self.files.tell()
+            self.files.publish()
 
     def register(self, name: str, thing: object) -> None:
         """Add state that moves when the job yields.
 
-        That is a tensor, module, optimizer, scaler, container of these, any object with them as attributes,
-        or a function that returns one of these whenever it is asked.
+        It is a tensor, module, optimizer, scaler, container of these, any object with them as attributes,
+        or a function that returns one of these whenever it is called.
         """
-        if not any(thing is known for _, known in self._sources):
+        if not any(thing is existing for _, existing in self._sources):
             self._sources.append((name, thing))
 
     def call(
@@ -111,50 +111,51 @@ class Session(Meter):
         on_resume: Callable[[], object] | None = None,
         on_checkpoint: checkpoint_request.Saver | None = None,
     ) -> None:
-        """Have functions called around each yield, for what else the process keeps on the GPU, and to save.
+        """Register functions to call around each yield, for other GPU memory of the process, and to save.
 
         ``on_yield`` runs before the state leaves; when it raises, the job does not yield. ``on_resume`` runs once
         the state is back. ``on_checkpoint`` runs on every rank at the same boundary when Cadenza wants to requeue
-        the job: it returns when a checkpoint is complete on the disk (its path, or ``ordered.Saved``), raises when
-        that cannot be, or returns ``ordered.LATER`` and has ``checkpointed()`` called. The last one given counts.
+        the job. It returns a path, or a ``checkpoint_request.Saved``, once a checkpoint is complete on the disk;
+        it raises when that is impossible; or it returns ``checkpoint_request.DEFERRED`` and ``checkpointed()`` is
+        called later. The last ``on_checkpoint`` given counts.
         """
-        self._letting_go += [on_yield] if on_yield else []
-        self._taking_again += [on_resume] if on_resume else []
+        self._before_offload += [on_yield] if on_yield else []
+        self._after_restore += [on_resume] if on_resume else []
         if on_checkpoint is not None:
-            self.saves_with(on_checkpoint)
+            self.set_saver(on_checkpoint)
 
-    def saves_with(self, saver: checkpoint_request.Saver | None) -> None:
-        """Say how this rank saves a checkpoint on order; None: it cannot, and is not asked to."""
+    def set_saver(self, saver: checkpoint_request.Saver | None) -> None:
+        """Set the function that saves a checkpoint on request; without one, the agent does not ask for any."""
         self._saver = saver
         self.words[wire.PAGE_SAVES] = int(saver is not None)
         if saver is not None and self.active:
-            self.files.tell()
+            self.files.publish()
 
     def checkpointed(self, path: str = "", step: int | None = None, error: str = "") -> None:
-        """Say that the checkpoint promised by ``ordered.LATER`` is complete, and wait to be requeued.
+        """Report that the checkpoint promised by ``checkpoint_request.DEFERRED`` is complete; wait for the requeue.
 
-        Returns, as if nothing had been, when the job is not requeued after all; at once when none was ordered, or
-        with the ``error`` for which it could not be saved.
+        Returns as if nothing had happened when the job is not requeued after all, and at once when no checkpoint
+        was requested or when ``error`` says why it could not be saved.
         """
-        owed, self._owed = self._owed, None
-        if owed is not None:
+        deferred, self._deferred_checkpoint = self._deferred_checkpoint, None
+        if deferred is not None:
             saved = checkpoint_request.Saved(self.step if step is None else step, path=path)
-            self._stand(*owed, {**saved.fields(0.0), "error": error[:MAX_TEXT]})
+            self._await_requeue(*deferred, {**saved.fields(0.0), "error": error[:MAX_TEXT]})
 
     def connect(self, path: str, who: identity.Identity) -> None:
         """Present this rank to the agent; without the lease, move the state out and wait here for it.
 
-        Raises AgentRefusedError when the agent does not take this process.
+        Raises AgentRefusedError when the agent does not accept this process.
         """
         self._who = who
-        resources.listen(self)
+        resources.set_source(self)
         link = Link(path, self._greeting, self.words)
         reply = link.open()
         self._link = link
         if reply:
             self._adopt(reply)
-            if self._unheld:
-                self._sit_out(order=0)
+            if self._without_lease:
+                self._wait_for_lease(link, order=0)
             self.restart_clock()
 
     def detach(self) -> None:
@@ -163,8 +164,8 @@ class Session(Meter):
             raise UsageError("detach() while this job's state is in host memory: wait for its lease first")
         link, self._link = self._link, None
         self._sources.clear()
-        self._letting_go.clear()
-        self._taking_again.clear()
+        self._before_offload.clear()
+        self._after_restore.clear()
         self._saver = None
         self.files.close()
         self.words = private_page()
@@ -179,21 +180,190 @@ class Session(Meter):
         if link:
             link.abandon()
 
-    def reached(self) -> None:
-        """Act on the page's stop step (the slow path of a boundary)."""
+    def on_stop_step(self) -> None:
+        """Act on the page's stop step (the slow path of a boundary): yield, save, or wait for the lease."""
         link = self._link
         if link is None:
             self.words[STOP] = 0
             return
         if not link.alive or self._state == wire.STATE_YIELDED:
             self.words[STOP] = 0
-        if reply := link.take_fresh():
+        if reply := link.take_reply():
             self._adopt(reply)
         order = self.words[wire.PAGE_ORDER]
-        if self._unheld or self._state == wire.STATE_YIELDED:
-            self._sit_out(order)
+        if self._without_lease or self._state == wire.STATE_YIELDED:
+            self._wait_for_lease(link, order)
         elif 0 < self.words[STOP] <= self.step and link.alive and order != self._cancelled:
-            self._arrive(link, order)
+            saves = self.words[wire.PAGE_PURPOSE] == wire.PURPOSE_CHECKPOINT
+            self._set_state(wire.STATE_ARRIVED)
+            try:
+                (self._save_checkpoint if saves else self._yield)(link, order)
+            finally:
+                if self._state == wire.STATE_ARRIVED:
+                    self._set_state(wire.STATE_RUNNING)
+
+    @pinning_paused()
+    def _yield(self, link: Link, order: int) -> None:
+        """Carry out an order to yield; return once the job has its lease back, or at once if it does not yield."""
+        since = link.losses
+        # 1. Survey the state that would move, and the host memory that it needs.
+        survey = self._survey()
+        self.order_arrived()
+        # 2. Report that this rank stands at its boundary; a refusal cancels the order for all ranks.
+        refused = (survey.refusal or "")[:MAX_TEXT] if survey else ""
+        nbytes = survey.host_bytes if survey else 0
+        link.send("arrived", since=since, order=order, step=self.step, bytes=nbytes, refused=refused)
+        # 3. Wait until the agent has heard of all ranks, and commits.
+        if not self._await_commit(link, order, since):
+            return
+        # 4. Move the state to host memory. An agent that comes back hears either "running" or "yielded".
+        with link.steady:
+            if link.losses != since:
+                return
+            try:
+                moved = self._offload_state(survey)
+            except ClientError as error:
+                _log.warning("this job could not yield and continues: %s", error)
+                self._cancelled = order
+                text = str(error)[:MAX_TEXT]
+                link.send("yielded", since=since, order=order, copy_s=0.0, bytes=0, error=text)
+                return
+            self._set_state(wire.STATE_YIELDED)
+        self.order_done()
+        # 5. Report the move; the agent can then give the GPUs to another job.
+        resident = map(str, survey.resident) if survey else ()
+        link.send("yielded", since=since, order=order, **_move_report(moved, resident))
+        # 6. Wait for the lease and bring the state back.
+        self._resume(link)
+
+    def _resume(self, link: Link) -> None:
+        """Wait for the lease, through any loss of the agent, and bring the state back.
+
+        An exception from a signal handler leaves this wait. State that came from host memory is put back
+        first; device state stays away, because another job may have the device, and the next boundary waits
+        again.
+        """
+        # 1. Wait for the lease.
+        try:
+            while (message := link.receive()) and message["type"] != "resume":
+                if message["type"] == "attached" and (reply := link.take_reply()):
+                    self._adopt(reply)
+        except BaseException:
+            self.words[STOP] = 1  # leads the next boundary here
+            if self._offload and not self._offload.needs_gpu:
+                self._offload.restore()
+            raise
+        # 2. Bring the state back.
+        with link.steady:
+            since = link.losses
+            moved = self._offload.restore() if self._offload and self._offload.away else None
+            self._set_state(wire.STATE_RUNNING)
+        # 3. Let the script rebuild what it released, and follow the CPUs and the cache budget of this turn.
+        _call_all(self._after_restore)
+        resources.update_all()
+        # 4. Report.
+        copy_s = moved.seconds if moved else 0.0
+        link.send("resumed", since=since, order=_order_of(message or {}), copy_s=copy_s)
+
+    @pinning_paused()
+    def _wait_for_lease(self, link: Link, order: int) -> None:
+        """Move out the state that can be moved, because the job has no lease, and wait for it in any case."""
+        self._without_lease = False
+        if self._state != wire.STATE_YIELDED:
+            with link.steady:
+                since = link.losses
+                moved: Moved | None = None
+                survey = self._survey()
+                refusal = survey.refusal if survey else None
+                try:
+                    moved = None if refusal else self._offload_state(survey)
+                except ClientError as error:
+                    refusal = str(error)
+                self._set_state(wire.STATE_YIELDED)
+            if refusal:
+                _log.warning("waiting for the lease with this job's state still in place: %s", refusal)
+            resident = [refusal] if refusal else map(str, survey.resident if survey else ())
+            link.send("yielded", since=since, order=order, **_move_report(moved, resident))
+        self._resume(link)
+
+    def _save_checkpoint(self, link: Link, order: int) -> None:
+        """Save a checkpoint once all ranks stand at this boundary, and wait to be requeued or sent on."""
+        since, saver = link.losses, self._saver
+        refused = "" if saver else checkpoint_request.NO_CHECKPOINT
+        self.order_arrived()
+        link.send("arrived", since=since, order=order, step=self.step, bytes=0, refused=refused)
+        if saver is None or not self._await_commit(link, order, since):
+            return
+        self._cancelled = order  # no boundary arrives for it again while the page still names it
+        answer = checkpoint_request.save(saver, self.step)
+        if answer is None:
+            self._deferred_checkpoint = (link, order, since)
+        else:
+            self._await_requeue(link, order, since, answer)
+
+    def _await_requeue(self, link: Link, order: int, since: int, answer: Message) -> None:
+        """Report a checkpoint; after a good one wait until ``cancel``, a loss of the agent or the time limit."""
+        self.order_done()
+        link.send("checkpointed", since=since, order=order, **answer)
+        if answer["error"]:
+            return
+        with checkpoint_request.default_sigterm():
+            while link.losses == since:
+                message = link.receive(VERDICT_S)
+                if message is None or self._ends_stop(message, order):
+                    return
+
+    def _await_commit(self, link: Link, order: int, since: int) -> bool:
+        """Wait for the agent's decision about an order; return True to carry it out, False to continue."""
+        while link.losses == since:
+            message = link.receive(VERDICT_S)
+            if message is None:
+                text = f"step {self.step}: no answer for {VERDICT_S:.0f} s, continuing"
+                link.send("arrived", since=since, order=order, step=self.step, bytes=0, refused=text)
+                self._cancelled = order
+                return False
+            if self._ends_stop(message, order):
+                return False
+            if _order_of(message) == order and message["type"] == "commit":
+                link.forget()
+                return True
+        return False
+
+    def _ends_stop(self, message: Message, order: int) -> bool:
+        """Return whether a message ends the stop at this boundary: a later order, ``cancel``, or a later step."""
+        if _order_of(message) != order:
+            return _order_of(message) > order
+        if message["type"] == "cancel":
+            self._cancelled = order
+            return True
+        return bool(message["type"] == "stop" and message.get("step", 0) > self.step)
+
+    def _survey(self) -> Survey | None:
+        """Check the storages of all registered state; return None when this process has no torch state at all."""
+        if not self._sources or "torch" not in sys.modules:
+            return None
+        from cadenza.sidecar.client.offload.engine import Offload  # noqa: PLC0415
+        from cadenza.sidecar.client.offload.storages import survey  # noqa: PLC0415
+
+        self._offload = self._offload or Offload()
+        result = survey(self._sources, refuse_resident=self.refuse_resident)
+        ranks = self._who.local_world_size if self._who else None
+        refusal = result.refusal or self._offload.memory_refusal(result.segments, ranks or 1, self.spill_to)
+        return replace(result, refusal=refusal, spilled=bool(self._offload.spill_to))
+
+    def _offload_state(self, survey: Survey | None) -> Moved | None:
+        """Call the script's functions and move out the surveyed state; raise MoveError with all where it was."""
+        try:
+            _call_all(self._before_offload)
+        except Exception as error:  # the user's own code may raise anything
+            raise MoveError(f"on_yield failed: {error}") from error
+        if survey is None or self._offload is None:
+            return None
+        try:
+            return self._offload.offload(survey.segments)
+        except MoveError:
+            _call_all(self._after_restore)
+            raise
 
     def _greeting(self) -> Message:
         """Return the fields of ``attach`` as things stand."""
@@ -203,205 +373,27 @@ class Session(Meter):
         return {**who, **owner, "state": STATE_NAMES[self._state], "step": self.step, "again": again}
 
     def _adopt(self, reply: Reply) -> None:
-        """Go on in the page of an agent that was reached, and remember whether the lease is ours."""
-        self.move_to(reply.words)
-        self._mark(self._state)
+        """Continue in the page of an agent that was reached, and remember whether the job has its lease."""
+        self.switch_page(reply.words)
+        self._set_state(self._state)
         self._cancelled = 0
-        self._unheld = not reply.held and self._state != wire.STATE_YIELDED
+        self._without_lease = not reply.held and self._state != wire.STATE_YIELDED
 
-    def _mark(self, state: int) -> None:
-        """Set this rank's state, for the agent too."""
+    def _set_state(self, state: int) -> None:
+        """Set this rank's state here and in the page, where the agent reads it."""
         self._state = state
         self.words[wire.PAGE_STATE] = state
 
-    def _arrive(self, link: Link, order: int) -> None:
-        """Stand at the boundary, tell the agent, and do what it says."""
-        saves = self.words[wire.PAGE_PURPOSE] == wire.PURPOSE_CHECKPOINT
-        self._mark(wire.STATE_ARRIVED)
-        try:
-            if saves:
-                self._arrive_to_save(link, order, link.losses)
-            else:
-                self._arrive_to_yield(link, order, link.losses)
-        finally:
-            if self._state == wire.STATE_ARRIVED:
-                self._mark(wire.STATE_RUNNING)
 
-    @quiet()
-    def _arrive_to_yield(self, link: Link, order: int, since: int) -> None:
-        """Check what would move, and move it when all are here."""
-        plan = self._survey()
-        refused = plan.refused[:MAX_TEXT] if plan else ""
-        nbytes = plan.host_bytes if plan else 0
-        self.order_arrived()
-        link.send("arrived", since=since, order=order, step=self.step, bytes=nbytes, refused=refused)
-        if self._committed(link, order, since) and self._move_out(link, order, plan, since):
-            self._await_lease(link)
-
-    def _arrive_to_save(self, link: Link, order: int, since: int) -> None:
-        """Save a checkpoint when all are here, and stand until the job is requeued or sent on."""
-        saver = self._saver
-        refused = "" if saver else checkpoint_request.CANNOT
-        self.order_arrived()
-        link.send("arrived", since=since, order=order, step=self.step, bytes=0, refused=refused)
-        if saver is None or not self._committed(link, order, since):
-            return
-        self._cancelled = order  # no boundary arrives for it again while the page still names it
-        answer = checkpoint_request.save(saver, self.step)
-        if answer is None:
-            self._owed = (link, order, since)
-        else:
-            self._stand(link, order, since, answer)
-
-    def _stand(self, link: Link, order: int, since: int, answer: Message) -> None:
-        """Tell how a checkpoint went; after a good one stand still until ``cancel``, a loss or the time is up."""
-        self.order_done()
-        link.send("checkpointed", since=since, order=order, **answer)
-        if answer["error"]:
-            return
-        with checkpoint_request.ends_at_once():
-            while link.losses == since:
-                message = link.receive(VERDICT_S)
-                if message is None or _order(message) > order:
-                    return
-                if _order(message) == order and self._goes_on(message):
-                    return
-
-    def _committed(self, link: Link, order: int, since: int) -> bool:
-        """Wait for the agent's word on an order; True for commit, False to go on."""
-        while link.losses == since:
-            message = link.receive(VERDICT_S)
-            if message is None:
-                text = f"step {self.step}: no word for {VERDICT_S:.0f} s, going on"
-                link.send("arrived", since=since, order=order, step=self.step, bytes=0, refused=text)
-                self._cancelled = order
-                return False
-            number, kind = _order(message), message["type"]
-            if number > order or (number == order and self._goes_on(message)):
-                return False
-            if number == order and kind == "commit":
-                link.forget()
-                return True
-        return False
-
-    def _goes_on(self, message: Message) -> bool:
-        """Whether a message about this order ends the stay at this boundary."""
-        if message["type"] == "cancel":
-            self._cancelled = _order(message)
-            return True
-        return bool(message["type"] == "stop" and message.get("step", 0) > self.step)
-
-    def _move_out(self, link: Link, order: int, plan: Survey | None, since: int) -> bool:
-        """Move the state to host memory and say so; False when that failed or the order is void by now."""
-        with link.steady:
-            if link.losses != since:
-                return False
-            try:
-                moved = self._out(plan)
-            except ClientError as error:
-                _log.warning("this job could not yield and goes on: %s", error)
-                self._cancelled = order
-                text = str(error)[:MAX_TEXT]
-                link.send("yielded", since=since, order=order, copy_s=0.0, bytes=0, error=text)
-                return False
-            self._mark(wire.STATE_YIELDED)
-        resident = plan.resident if plan else ()
-        self.order_done()
-        link.send("yielded", since=since, order=order, **_report(moved, map(str, resident)))
-        return True
-
-    @quiet()
-    def _sit_out(self, order: int) -> None:
-        """Be without the lease: move out what can be moved, and wait in any case."""
-        link = self._link
-        if link is None:
-            return
-        self._unheld = False
-        if self._state != wire.STATE_YIELDED:
-            with link.steady:
-                since = link.losses
-                moved, stays = self._out_if_possible()
-                self._mark(wire.STATE_YIELDED)
-            link.send("yielded", since=since, order=order, **_report(moved, stays))
-        self._await_lease(link)
-
-    def _out_if_possible(self) -> tuple[Moved | None, list[str]]:
-        """Move out what may move; return that and what stays, or why everything does."""
-        plan = self._survey()
-        why = plan.refused if plan else ""
-        if not why:
-            try:
-                return self._out(plan), [str(kept) for kept in plan.resident] if plan else []
-            except ClientError as error:
-                why = str(error)
-        _log.warning("waiting for the lease with this job's state still in place: %s", why)
-        return None, [why]
-
-    def _await_lease(self, link: Link) -> None:
-        """Wait until the agent says ``resume``, however often it is lost meanwhile, and move back.
-
-        An exception from a signal handler leaves this wait. State that came from host memory is put back
-        first; device state stays away, because the device may be another job's, and the next boundary waits
-        again.
-        """
-        try:
-            while (message := link.receive()) and message["type"] != "resume":
-                if message["type"] == "attached" and (reply := link.take_fresh()):
-                    self._adopt(reply)
-        except BaseException:
-            self.words[STOP] = 1  # leads the next boundary here
-            if self._offload and not self._offload.needs_gpu:
-                self._offload.back()
-            raise
-        self._move_back(link, _order(message or {}))
-
-    def _move_back(self, link: Link, order: int) -> None:
-        """Bring the state back under the lease, and say so."""
-        with link.steady:
-            since = link.losses
-            moved = self._offload.back() if self._offload and self._offload.away else None
-            self._mark(wire.STATE_RUNNING)
-        _call_all(self._taking_again)
-        resources.look()
-        link.send("resumed", since=since, order=order, copy_s=moved.seconds if moved else 0.0)
-
-    def _survey(self) -> Survey | None:
-        """Check the storages of all registered state; None when this process has no torch state at all."""
-        if not self._sources or "torch" not in sys.modules:
-            return None
-        from cadenza.sidecar.client.offload.engine import Offload  # noqa: PLC0415
-        from cadenza.sidecar.client.offload.storages import survey  # noqa: PLC0415
-
-        self._offload = self._offload or Offload()
-        plan = survey(self._sources, refuse_resident=self.refuse_resident)
-        ranks = self._who.local_world_size if self._who else None
-        refused = plan.refused or self._offload.short(plan.segments, ranks or 1, self.spill_to)
-        return replace(plan, refused=refused, spilled=bool(self._offload.spill_to))
-
-    def _out(self, plan: Survey | None) -> Moved | None:
-        """Let go of everything and move out what was surveyed; raise MoveError with all where it was."""
-        try:
-            _call_all(self._letting_go)
-        except Exception as error:  # the user's own code may raise anything
-            raise MoveError(f"on_yield failed: {error}") from error
-        if plan is None or self._offload is None:
-            return None
-        try:
-            return self._offload.out(plan.segments)
-        except MoveError:
-            _call_all(self._taking_again)
-            raise
-
-
-def _report(moved: Moved | None, resident: Iterable[str]) -> Message:
-    """Return what ``yielded`` says of a move and of what stays."""
-    stays = [text[:MAX_NAME] for text in itertools.islice(resident, MAX_NAMES)]
+def _move_report(moved: Moved | None, resident: Iterable[str]) -> Message:
+    """Return the fields of ``yielded`` about a move and the storages that stay."""
+    names = [text[:MAX_NAME] for text in itertools.islice(resident, MAX_NAMES)]
     if moved is None:
-        return {"copy_s": 0.0, "bytes": 0, "resident": stays}
-    return {"copy_s": moved.seconds, "bytes": moved.nbytes, "left": moved.left, "resident": stays}
+        return {"copy_s": 0.0, "bytes": 0, "resident": names}
+    return {"copy_s": moved.seconds, "bytes": moved.nbytes, "left": moved.left, "resident": names}
 
 
-def _order(message: Message) -> int:
+def _order_of(message: Message) -> int:
     """Return a message's order number; 0 for the link's own messages, which belong to none."""
     number = message.get("order", 0)
     return number if isinstance(number, int) else 0

@@ -1,6 +1,6 @@
-"""Says which files this process has imported or will read, so that a host to which its job moves can read them first.
+"""Files that this process has imported or will read, for the host to which its job moves to read in advance.
 
-They are the lines of a file in memory that the agent finds among those that the process has open (``wire.FILES_NAME``).
+They are the lines of a memfd that the agent finds among the process's open files (``wire.FILES_NAME``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cadenza.sidecar import wire
 
 
 class FileList:
-    """The list of one process; rewritten when it has imported more."""
+    """The list of one process; rewritten after further imports."""
 
     def __init__(self) -> None:
         self._modules = 0
@@ -25,22 +25,22 @@ class FileList:
         """Add files or directories that the process will read again when it starts anew."""
         self._named.update((os.path.abspath(path), None) for path in paths)  # noqa: PTH100 - links stay
         self._modules = 0
-        self.tell()
+        self.publish()
 
-    def tell(self) -> None:
-        """Bring the list up to date; nothing where the system has no memfd, or nothing was imported since."""
+    def publish(self) -> None:
+        """Bring the list up to date, if the system has memfds and modules were imported since the last time."""
         if len(sys.modules) == self._modules or not hasattr(os, "memfd_create"):
             return
         self._modules = len(sys.modules)
-        text = "".join(f"{path}\n" for path in (*imported(), *self._named))
         if self._descriptor is None:
             self._descriptor = os.memfd_create(wire.FILES_NAME)
+        text = "".join(f"{path}\n" for path in (*imported(), *self._named))
         data = text.encode("utf-8", errors="surrogateescape")
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, data, 0)
 
     def close(self) -> None:
-        """Take the list back."""
+        """Withdraw the list."""
         descriptor, self._descriptor, self._modules = self._descriptor, None, 0
         if descriptor is not None:
             os.close(descriptor)
@@ -49,8 +49,8 @@ class FileList:
 def imported() -> Iterator[str]:
     """Yield the file that each imported module was read from, the compiled one where there is one."""
     for module in list(sys.modules.values()):
-        facts: dict[str, Any] = getattr(module, "__dict__", {})
-        spec = facts.get("__spec__")
-        path = getattr(spec, "cached", None) or getattr(spec, "origin", None) or facts.get("__file__")
+        attributes: dict[str, Any] = getattr(module, "__dict__", {})
+        spec = attributes.get("__spec__")
+        path = getattr(spec, "cached", None) or getattr(spec, "origin", None) or attributes.get("__file__")
         if isinstance(path, str) and os.path.isabs(path):  # noqa: PTH117 - no object for each of thousands
             yield path

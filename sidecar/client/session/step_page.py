@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
+import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 from cadenza.sidecar import wire
 from cadenza.sidecar.client.clock import monotonic_ns
 from cadenza.sidecar.client.errors import LinkLostError
-from cadenza.sidecar.client.session import memory_use
 
 STEP = wire.PAGE_STEP
 LAST_NS = wire.PAGE_LAST_NS
@@ -23,22 +25,23 @@ STOP = wire.PAGE_STOP
 MIN_BITS = wire.FINE_BITS
 MAX_BITS = MIN_BITS + wire.FINE_BUCKETS // 8 - 1
 FIRST_OCTAVE = wire.PAGE_FINE - 8 * (MIN_BITS + 1)
-"""See :func:`cadenza.sidecar.wire.fine_bucket`; eight less, as a time's first four bits are from 8 to 15."""
+"""See :func:`cadenza.sidecar.wire.fine_bucket`; eight less, because a time's first four bits are from 8 to 15."""
 
 MEMORY_EVERY = 256
-"""Steps from one look at the GPU's memory to the next: it takes tens of microseconds."""
+"""Steps between two readings of the GPU's memory; one takes tens of microseconds."""
 NS_PER_S = 1_000_000_000
+STATM = Path("/proc/self/statm")
 
 T = TypeVar("T")
 
 
 def private_page() -> memoryview:
-    """Return a page that nobody else reads: the meter's when there is no agent."""
+    """Return a page that no other process reads, for a rank without an agent."""
     return memoryview(bytearray(wire.PAGE_BYTES)).cast("Q")
 
 
 def map_page(descriptor: int) -> memoryview:
-    """Map an agent's page and close the descriptor; raise LinkLostError when it is not of this version."""
+    """Map an agent's page and close the descriptor; raise LinkLostError when its version is another one."""
     try:
         if os.fstat(descriptor).st_size < wire.PAGE_BYTES:
             raise LinkLostError("the agent's page is too short")
@@ -50,8 +53,34 @@ def map_page(descriptor: int) -> memoryview:
     return words
 
 
-class Meter:
-    """Counts boundaries of one rank; ``words`` is its page, ``step`` the boundaries completed so far."""
+def gpu_memory() -> tuple[int, int] | None:
+    """Return the current device's allocated bytes, now and at the peak; None before the process uses a GPU.
+
+    The figures are those of torch's caching allocator (``allocated_bytes``), read under its lock and without a
+    system call or a wait for the device. Neither torch nor CUDA is loaded for it.
+    """
+    cuda = sys.modules.get("torch.cuda")
+    if cuda is None or not cuda.is_initialized():
+        return None
+    try:
+        allocated = cuda.memory_stats_as_nested_dict().get("allocated_bytes", {}).get("all")
+    except RuntimeError:  # the training step reports a device that has failed
+        return None
+    return (int(allocated["current"]), int(allocated["peak"])) if allocated else None
+
+
+def host_memory() -> tuple[int, int] | None:
+    """Return the resident set in bytes, now and at the peak (proc_pid_statm(5), getrusage(2)); some system calls."""
+    try:
+        pages = int(STATM.read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    now = pages * resource.getpagesize()
+    return now, max(now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+
+
+class StepCounters:
+    """Counters of one rank's boundaries; ``words`` is its page, ``step`` the boundaries completed so far."""
 
     def __init__(self, words: memoryview) -> None:
         self.words = words
@@ -62,22 +91,22 @@ class Meter:
         self.waited_ns = 0
         self.sequence = 0
         self.memory_step = 1
-        """The step at which memory is looked at next."""
+        """Step of the next reading of memory."""
         self.order = 0
         self.order_at = 0
-        """The last order that this rank came to, and the first word of its entry."""
+        """Last order that stopped this rank, and the first word of its entry in the page."""
         words[wire.PAGE_LAYOUT] = wire.LAYOUT
 
     def boundary(self, samples: int = 0, *, training: bool = True) -> None:
-        """Say that a training step has ended; ``samples`` is how many training samples it took.
+        """End a training step; ``samples`` is the number of training samples in it.
 
-        Returns at once, or, when the agent wants this job to stop here, after the job has its lease back: its
-        state was moved to host memory in between. Time spent that way is in no iteration time. With
-        ``training=False``, as after a batch of an evaluation, the job can stop here all the same, but nothing of
-        the time since the last boundary counts as training: no iteration, no samples, no waiting in the loader.
+        Returns at once or, when the agent wants this job to stop here, after the job has its lease back: its
+        state was in host memory in between. No iteration time includes that stay. With ``training=False``, as
+        after a batch of an evaluation, the job can stop here too, but the time since the last boundary does not
+        count as training: no iteration, no samples, no waiting in the loader.
         """
         if not training:
-            self._pass_by()
+            self._count_other_step()
             return
         words = self.words
         now = monotonic_ns()
@@ -86,7 +115,7 @@ class Meter:
         step = self.step = self.step + 1
         total = self.sum_ns = self.sum_ns + spent
         words[SEQUENCE] = sequence = self.sequence + 1
-        # wire.fine_bucket, written out: the call would make a step half as expensive again.
+        # wire.fine_bucket, written in place: a call would make the step path 50 % slower.
         bits = spent.bit_length()
         if MIN_BITS <= bits <= MAX_BITS:
             words[FIRST_OCTAVE + 8 * bits + (spent >> (bits - 4))] += 1
@@ -102,25 +131,25 @@ class Meter:
         words[SEQUENCE] = self.sequence = sequence + 1
         stop = words[STOP]
         if stop and step >= stop:
-            self.order_seen()
-            self.reached()
+            self._begin_order()
+            self.on_stop_step()
             self.last_ns = monotonic_ns()
         elif step >= self.memory_step:
-            self.look_at_memory()
+            self.sample_memory()
 
-    def _pass_by(self) -> None:
-        """End a step that is no training: it counts for where ranks stop together, and for nothing else."""
+    def _count_other_step(self) -> None:
+        """End a step without training: it counts for the stop step that ranks share, and for nothing else."""
         self.step += 1
         self.waited_ns = self.words[WAITED_NS]
         self.last_ns = monotonic_ns()
-        self._tell((STEP, self.step), (LAST_NS, self.last_ns))
+        self._write((STEP, self.step), (LAST_NS, self.last_ns))
         if 0 < self.words[STOP] <= self.step:
-            self.order_seen()
-            self.reached()
+            self._begin_order()
+            self.on_stop_step()
             self.last_ns = monotonic_ns()
 
-    def reached(self) -> None:
-        """Act on the page's stop step; a meter alone has nobody to obey."""
+    def on_stop_step(self) -> None:
+        """Handle the stop step. Without an agent there is none, so clear it."""
         self.words[STOP] = 0
 
     @property
@@ -129,87 +158,87 @@ class Meter:
         return sum(self.words[wire.PAGE_FINE : wire.PAGE_FINE + wire.FINE_BUCKETS])
 
     def restart_clock(self) -> None:
-        """Begin the iteration time anew: what was waited for so far is no training."""
+        """Start the iteration time again: the time since the last boundary was not spent on training."""
         self.last_ns = monotonic_ns()
 
-    def move_to(self, words: memoryview) -> None:
-        """Go on counting in another page, with all that was counted so far."""
+    def switch_page(self, words: memoryview) -> None:
+        """Continue in another page, with all counts so far."""
         old, self.words = self.words, words
         words[SEQUENCE] = self.sequence + 1
         words[wire.PAGE_STEP : SEQUENCE] = old[wire.PAGE_STEP : SEQUENCE]
         words[SEQUENCE + 1 : STOP] = old[SEQUENCE + 1 : STOP]
         words[wire.PAGE_FINE :] = old[wire.PAGE_FINE :]
-        self._tell((STEP, self.step), (wire.PAGE_MAGIC, wire.MAGIC))
+        self._write((STEP, self.step), (wire.PAGE_MAGIC, wire.MAGIC))
 
     # --- data loading --------------------------------------------------------------------------------------
 
     def waited(self, seconds: float) -> None:
-        """Add time in which the training loop was blocked in its loader; it is told at the next boundary.
+        """Add time in which the training loop was blocked in its loader; the next boundary writes it.
 
-        Any thread may call this; when two do at the same moment one of the times may be lost.
+        Any thread may call this; when two do at the same moment, one of the times may be lost.
         """
         self.waited_ns += int(seconds * NS_PER_S)
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield what a loader yields and count the time it takes to come; for loaders that do not say it."""
-        if getattr(batches, "tells_waits", False):
+        """Yield a loader's batches and count the waits for them; for loaders that do not report their waits."""
+        if getattr(batches, "reports_waits", False):
             yield from batches
             return
         source = iter(batches)
         while True:
-            asked = monotonic_ns()
+            began = monotonic_ns()
             try:
                 batch = next(source)
             except StopIteration:
                 return
-            self.waited_ns += monotonic_ns() - asked
+            self.waited_ns += monotonic_ns() - began
             yield batch
 
     # --- off the step path ---------------------------------------------------------------------------------
 
-    def look_at_memory(self) -> None:
-        """Tell how much GPU memory is in use at this boundary; without a GPU only stops look, at the host's."""
+    def sample_memory(self) -> None:
+        """Record GPU memory in use at this boundary; without a GPU, only stops record memory, the host's."""
         self.memory_step = self.step + MEMORY_EVERY
-        if (seen := memory_use.on_gpu()) is not None:
-            self._tell_memory(wire.MEMORY_GPU, *seen)
+        if (sample := gpu_memory()) is not None:
+            self._write_memory(wire.MEMORY_GPU, *sample)
 
-    def order_seen(self) -> None:
-        """Begin the entry of an order when this is the first boundary it stops; the meter itself calls this."""
+    def order_arrived(self) -> None:
+        """Record when the rank is ready to stop at this boundary: the state that would move is surveyed."""
+        self._write_order_time(2)
+
+    def order_done(self) -> None:
+        """Record when the rank's state is out."""
+        self._write_order_time(3)
+
+    def _begin_order(self) -> None:
+        """Begin the entry of an order when this is the first boundary it stops."""
         words = self.words
         order = words[wire.PAGE_ORDER]
         if order in (0, self.order):
             return
         count = words[wire.PAGE_ORDER_COUNT]
         self.order, self.order_at = order, wire.PAGE_ORDERS + count % wire.ORDERS_KEPT * wire.ORDER_WORDS
-        self._tell((wire.PAGE_ORDER_COUNT, count + 1), *enumerate((order, self.last_ns, 0, 0), self.order_at))
-        if (seen := memory_use.on_gpu()) is not None:
-            self._tell_memory(wire.MEMORY_GPU, *seen)
-        elif (seen := memory_use.on_host()) is not None:
-            self._tell_memory(wire.MEMORY_HOST, *seen)
+        self._write((wire.PAGE_ORDER_COUNT, count + 1), *enumerate((order, self.last_ns, 0, 0), self.order_at))
+        if (sample := gpu_memory()) is not None:
+            self._write_memory(wire.MEMORY_GPU, *sample)
+        elif (sample := host_memory()) is not None:
+            self._write_memory(wire.MEMORY_HOST, *sample)
 
-    def order_arrived(self) -> None:
-        """Say that the rank is ready to stop at this boundary: what would move is known."""
-        self._tell_order(2)
-
-    def order_done(self) -> None:
-        """Say that the rank's state is out."""
-        self._tell_order(3)
-
-    def _tell_order(self, offset: int) -> None:
-        """Write the time since the order's boundary into its entry; without an order there is nothing to tell."""
+    def _write_order_time(self, offset: int) -> None:
+        """Write the time since the order's boundary into its entry; without an order there is none to write."""
         if self.order_at:
             since = self.words[self.order_at + 1]
-            self._tell((self.order_at + offset, max(1, monotonic_ns() - since)))
+            self._write((self.order_at + offset, max(1, monotonic_ns() - since)))
 
-    def _tell_memory(self, kind: int, now: int, peak: int) -> None:
-        """Write what is in use at this boundary and was at most; both in bytes."""
+    def _write_memory(self, kind: int, now: int, peak: int) -> None:
+        """Write the lowest use at a boundary and the peak; both in bytes."""
         words = self.words
         if words[wire.PAGE_MEMORY_KIND] == kind:
             now = min(now, words[wire.PAGE_MEMORY_LOW])
             peak = max(peak, words[wire.PAGE_MEMORY_PEAK])
-        self._tell((wire.PAGE_MEMORY_KIND, kind), (wire.PAGE_MEMORY_LOW, now), (wire.PAGE_MEMORY_PEAK, peak))
+        self._write((wire.PAGE_MEMORY_KIND, kind), (wire.PAGE_MEMORY_LOW, now), (wire.PAGE_MEMORY_PEAK, peak))
 
-    def _tell(self, *pairs: tuple[int, int]) -> None:
+    def _write(self, *pairs: tuple[int, int]) -> None:
         """Write words of the record as one change of it."""
         words = self.words
         words[SEQUENCE] = self.sequence + 1
