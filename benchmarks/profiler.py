@@ -38,7 +38,7 @@ from cadenza.profiler.model.bisection import every, next_point
 from cadenza.profiler.model.memory import PARTS
 from cadenza.profiler.model.roofline import fit, predict, worst_error
 from cadenza.sidecar.clock import SystemClock
-from cadenza.slurm_plugin.cli.profile.command import end_on_sigterm
+from cadenza.slurm_plugin.cli.profile.measure import end_on_sigterm
 
 ERROR_LIMIT = 0.05
 TIME_LIMIT = 0.2

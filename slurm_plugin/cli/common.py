@@ -1,7 +1,9 @@
-"""What the commands have in common: their options, the settings and the store they name, and JSON."""
+"""Shared parts of the commands: options, JSON, the console, the store, and moments in time."""
 
 from __future__ import annotations
 
+import re
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,17 +26,19 @@ store_option = click.option(
 )
 
 
+PIPE_WIDTH = 180
+"""Columns of output that does not go to a terminal, wide enough that nothing is cut."""
+UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+TIME_AGO = re.compile(r"(\d+(?:\.\d+)?)([mhdw])")
+
+
 def emit(value: Any) -> None:
     """Print one value as one line of JSON."""
     click.echo(msgspec.json.encode(value).decode())
 
 
-PIPE_WIDTH = 180
-"""Columns where there is no terminal: lines may be long, and nothing should be cut."""
-
-
 def console() -> Console:
-    """Return a console on standard output; it has no colour where that is not a terminal."""
+    """Return a console on standard output; without color unless that is a terminal."""
     from rich.console import Console  # noqa: PLC0415 (slow, and not needed for JSON)
 
     plain = Console(highlight=False)
@@ -42,8 +46,30 @@ def console() -> Console:
 
 
 def open_store(store: Path | None, config: Path | None) -> StoreReader:
-    """Open the named store, else the configured one; raise StoreError or ConfigError."""
+    """Open the named store, by default the configured one; raise StoreError or ConfigError."""
     from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
     from cadenza.slurm_plugin.service.store.reader import StoreReader  # noqa: PLC0415
 
     return StoreReader(store or Path(load_settings(config).service.store))
+
+
+def moment(text: str, now_s: float, option: str) -> float:
+    """Return a time ago or a date in seconds since the epoch; raise click.BadParameter, exit code 2, for other text.
+
+    >>> moment("2h", 10000.0, "--since"), moment("1970-01-02T00:00+00:00", 0.0, "--until")
+    (2800.0, 86400.0)
+    """
+    ago = TIME_AGO.fullmatch(text)
+    if ago is not None:
+        return now_s - float(ago[1]) * UNITS_S[ago[2]]
+    try:
+        return datetime.fromisoformat(text).astimezone().timestamp()
+    except (ValueError, OverflowError):
+        raise click.BadParameter(
+            f"{text!r}: a time ago (30m, 12h, 7d, 2w) or a date (2026-11-15, 2026-11-15T08:00)", param_hint=option
+        ) from None
+
+
+def local(at_s: float) -> str:
+    """Return a moment as the local clock shows it, to the minute."""
+    return datetime.fromtimestamp(at_s, UTC).astimezone().strftime("%F %H:%M")

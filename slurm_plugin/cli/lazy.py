@@ -1,19 +1,23 @@
-"""A group of commands, each in a module of its own that is imported when it is called."""
+"""A group of commands that imports each one only when it is called."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
-from typing import ClassVar
+from pkgutil import resolve_name
+from typing import Any
 
 import click
 
 
 class LazyGroup(click.Group):
-    """A group whose help is printed without importing any of its commands."""
+    """A group that prints its help without importing any of its commands.
 
-    table: ClassVar[Mapping[str, tuple[str, str]]]
-    """Name: module beside this one, which has it as ``command``, and its line in the help."""
+    ``table``: for each name the place of its command, ``module:attribute`` in this package, and its line in the help.
+    """
+
+    def __init__(self, *words: Any, table: Mapping[str, tuple[str, str]], **options: Any) -> None:
+        super().__init__(*words, **options)
+        self.table = table
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of the table."""
@@ -21,12 +25,12 @@ class LazyGroup(click.Group):
         return list(self.table)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import and return a command; None when there is no such one."""
+        """Import and return a command, or None for an unknown name."""
         del ctx
         if cmd_name not in self.table:
             return None
-        found: click.Command = import_module(f"cadenza.slurm_plugin.cli.{self.table[cmd_name][0]}").command
-        return found
+        command: click.Command = resolve_name(f"{__package__}.{self.table[cmd_name][0]}")
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the help's list of commands from the table."""

@@ -1,7 +1,7 @@
-"""A sweep: configurations submitted as one multi-job, watched, stopped by a rule, the best favoured.
+"""A sweep: configurations submitted as one multi-job, stopped by a rule, the best preferred.
 
-Everything runs as the user, with the user's own Slurm commands (``slurm.py``, the only module that calls them). The
-state is in the sweep's directory, so a controller may be killed and another one goes on::
+It runs as the user, with the user's own Slurm commands; only ``slurm_commands`` calls them. The state is in the sweep's
+directory, so another controller can continue after the first one was killed::
 
     from cadenza.slurm_plugin.sweep import Plan, Sweep
 

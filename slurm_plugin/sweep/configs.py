@@ -19,13 +19,13 @@ from cadenza.slurm_plugin.sweep.errors import InputError
 from cadenza.slurm_plugin.sweep.study_plan import Plan, Stop
 
 Config: TypeAlias = dict[str, Any]
-"""Names to texts, numbers or truth values."""
+"""Names mapped to strings, numbers or booleans."""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-MOST = 10_000
+MAX_CONFIGS = 10_000
 
 
 class Study(Struct, frozen=True):
-    """An Optuna study that is asked for configurations and told how they did."""
+    """An Optuna study that suggests configurations and receives their results."""
 
     storage: str
     trials: int
@@ -33,7 +33,7 @@ class Study(Struct, frozen=True):
 
 
 class SweepFile(Struct, frozen=True, forbid_unknown_fields=True):
-    """``sweep.toml``: the plan's keys, and where the configurations come from."""
+    """``sweep.toml``: the plan's keys and the source of the configurations."""
 
     name: str | None = None
     goal: Goal = "max"
@@ -53,10 +53,10 @@ class SweepFile(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Request(Struct, frozen=True):
-    """What one file asks for: a plan with its configurations, or a study that makes them."""
+    """Contents of one file: a plan with its configurations, or with a study that suggests them."""
 
     plan: dict[str, Any]
-    """Keys of Plan, not checked yet: the command line has the last word."""
+    """Keys of Plan, checked only after the command line has overridden them."""
     configs: list[Config]
     study: Study | None = None
 
@@ -70,7 +70,7 @@ def read_request(path: Path) -> Request:
     plan = {key: getattr(file, key) for key in structs.asdict(Plan("x")) if key != "name"}
     sources = [key for key in ("configs", "grid", "study") if getattr(file, key) is not None]
     if len(sources) != 1:
-        raise InputError(f"{path}: one of configs, grid and study must say what is tried, not {len(sources)} of them")
+        raise InputError(f"{path}: one of configs, grid and study must be given, not {len(sources)} of them")
     return Request({**plan, "name": file.name or name}, _listed(path, file), _study(path, file))
 
 
@@ -94,21 +94,21 @@ def _study(path: Path, file: SweepFile) -> Study | None:
                 raise InputError(f"{where(path, (key,))}: {key} belongs to a study, and no study is named")
         return None
     if not file.trials or file.trials < 1:
-        raise InputError(f"{where(path, ('study',))}: study needs trials = N, how many configurations to ask for")
+        raise InputError(f"{where(path, ('study',))}: study needs trials = N, the number of configurations")
     if not file.space:
-        raise InputError(f"{where(path, ('study',))}: study needs a table [space] of names and what they range over")
+        raise InputError(f"{where(path, ('study',))}: study needs a table [space] of names and their ranges")
     for name, entry in file.space.items():
         _check_range(name, entry, where(path, ("space", name)))
     return Study(file.study, file.trials, file.space)
 
 
 def _check_range(name: str, entry: Any, at: str) -> None:
-    """Raise InputError for what is neither a list of choices nor a table with low and high."""
+    """Raise InputError unless the entry is a list of choices or a table with low and high."""
     _check_name(name, at)
     if isinstance(entry, list) and entry:
         return
     if not isinstance(entry, dict) or not {"low", "high"} <= entry.keys() <= {"low", "high", "log", "step"}:
-        raise InputError(f"{at}: {name}: wanted is a list of choices, or {{low = …, high = …, log = true, step = …}}")
+        raise InputError(f"{at}: {name}: wanted is a list of choices or {{low = …, high = …, log = true, step = …}}")
     numbers = [value for key, value in entry.items() if key != "log"]
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in numbers):
         raise InputError(f"{at}: {name}: low, high and step must be numbers")
@@ -117,7 +117,7 @@ def _check_range(name: str, entry: Any, at: str) -> None:
 
 
 def read_configs(path: Path) -> list[Config]:
-    """Return the configurations of a CSV file (names in its first line) or a file of JSON objects, one a line."""
+    """Return the configurations of a CSV file (names in the first line) or of a file with one JSON object per line."""
     try:
         text = decode(path.read_bytes(), str(path))
     except OSError as error:
@@ -153,30 +153,30 @@ def _json_lines(text: str, path: Path) -> Iterator[tuple[str, Config]]:
         yield f"{path}:{line}", value
 
 
-def _checked_all(found: Iterator[tuple[str, Config]]) -> list[Config]:
-    configs = [check_config(config, at) for at, config in found]
+def _checked_all(entries: Iterator[tuple[str, Config]]) -> list[Config]:
+    configs = [check_config(config, at) for at, config in entries]
     if not configs:
-        raise InputError("no configuration is there")
-    if len(configs) > MOST:
-        raise InputError(f"{len(configs)} configurations are more than {MOST}")
+        raise InputError("no configuration in the file")
+    if len(configs) > MAX_CONFIGS:
+        raise InputError(f"{len(configs)} configurations are more than {MAX_CONFIGS}")
     return configs
 
 
 def check_config(config: Mapping[str, Any], at: str) -> Config:
-    """Return a configuration whose names and values can be put into a command; raise InputError for another."""
+    """Return the configuration; raise InputError unless its names and values can stand in a command."""
     for name, value in config.items():
         _check_name(name, at)
         if not isinstance(value, str | int | float | bool):
-            raise InputError(f"{at}: {name}: wanted is a text, a number or a truth value, not {value!r}")
+            raise InputError(f"{at}: {name}: wanted is a text, a number or a boolean, not {value!r}")
     return dict(config)
 
 
 def _check_name(name: str, at: str) -> None:
     if not NAME.fullmatch(name):
-        raise InputError(f"{at}: {name!r} is no name: letters, digits, _ and -, beginning with a letter")
+        raise InputError(f"{at}: {name!r} is not a name: letters, digits, _ and -, beginning with a letter")
     if name in RESERVED:
-        raise InputError(f"{at}: {name!r} is given by the sweep itself")
+        raise InputError(f"{at}: {name!r} is set by the sweep itself")
 
 
 RESERVED: Sequence[str] = ("number", "sweep")
-"""Placeholders that the sweep fills in."""
+"""Placeholders that the sweep itself fills in."""

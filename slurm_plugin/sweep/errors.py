@@ -1,4 +1,4 @@
-"""The errors of sweeps; the class says who must act."""
+"""Errors of sweeps; the class names who must act."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ class SweepError(Exception):
 
 
 class InputError(SweepError):
-    """A file, a setting or an argument is not what it should be: the person who wrote it must act."""
+    """Wrong file, setting or argument: its author must act."""
 
 
 class SubmitError(SweepError):
-    """Slurm refused a submission: the user must look at its message."""
+    """Slurm refused a submission: the user must read its message."""
 
 
 class BusyError(SweepError):
-    """Another process controls the sweep: the user must end that one, or let it go on."""
+    """Another process controls the sweep: the user must end it or let it continue."""
 
 
 class SlurmUnavailable(SweepError):  # noqa: N818 (named for what is wrong, as elsewhere)
@@ -24,4 +24,4 @@ class SlurmUnavailable(SweepError):  # noqa: N818 (named for what is wrong, as e
 
 
 class EnvironmentLacks(SweepError):  # noqa: N818
-    """Something that the sweep needs is not installed; the message names it."""
+    """Missing package that the sweep needs; the message names it."""

@@ -1,4 +1,4 @@
-"""What a sweep has done so far: records appended to ``journal.jsonl``, and the trials that follow from them."""
+"""The journal of a sweep: records appended to ``journal.jsonl``, and the state that follows from them."""
 
 from __future__ import annotations
 
@@ -22,54 +22,54 @@ Record: TypeAlias = dict[str, Any]
 
 @dataclass
 class TrialState:
-    """One configuration: what it is, its job, what it reported, and how it ended."""
+    """One configuration with its job, its reported values and its end."""
 
     number: int
     config: Config
     key: int | None = None
-    """The caller's own number for it, such as that of an Optuna trial."""
+    """The caller's own number, such as that of an Optuna trial."""
     state: State = "new"
     job: int | None = None
     slurm: str = ""
-    """Slurm's word for the job's state, as it was last seen."""
-    why: str = ""
-    """Why it is to be stopped, or was; "" while nobody wants that."""
+    """Last state of the job in Slurm's words, or "cancelling"."""
+    stop_reason: str | None = None
+    """Reason of a requested stop, or of a failed submission."""
     points: dict[int, float] = field(default_factory=dict)
     behind: bool = False
-    """Whether others have its GPU before it."""
+    """True while better configurations have priority on its GPU."""
 
     @property
     def ended(self) -> bool:
-        """Whether its job is over, or never came to be."""
+        """Return True if its job is over or will never be submitted."""
         return self.state in ENDED
 
     @property
     def values(self) -> list[tuple[int, float]]:
-        """Return what it reported, (step, value), steps ascending."""
+        """Return the reported (step, value) pairs by ascending step."""
         return sorted(self.points.items())
 
     def best(self, goal: Goal) -> float | None:
-        """Return the best value that it reported; None before the first that is finite."""
+        """Return the best finite value reported so far, or None."""
         finite = [value for value in self.points.values() if isfinite(value)]
         return (max if goal == "max" else min)(finite, default=None)
 
     def curve(self) -> Trial:
-        """Return the trial as rules see it."""
-        return Trial(self.number, tuple(self.values), not self.ended and not self.why, self.config)
+        """Return the trial in the form that rules take."""
+        return Trial(self.number, tuple(self.values), not self.ended and not self.stop_reason, self.config)
 
 
 @dataclass
-class Book:
-    """All trials, by number, and what the sweep found."""
+class SweepState:
+    """All trials by number, and the target's first hit."""
 
     trials: dict[int, TrialState] = field(default_factory=dict)
     target: Record | None = None
-    """Who reached the target: trial, step, value, time_s."""
+    """First report that reached the target: trial, step, value, time_s."""
     closed: bool = False
-    """The user ended the sweep."""
+    """True once the user has stopped the sweep."""
 
     def apply(self, record: Record) -> None:
-        """Bring the book up to date with one record."""
+        """Update the state with one record."""
         kind = record["kind"]
         if kind == "asked":
             self.trials[record["trial"]] = TrialState(record["trial"], record["config"], record["key"])
@@ -78,16 +78,12 @@ class Book:
         elif kind == "closed":
             self.closed = True
         elif kind == "stop":
-            self.trials[record["trial"]].why = record["why"]
-        else:
-            _step(self.trials[record["trial"]], record)
-
-
-def _step(trial: TrialState, record: Record) -> None:
-    """Take one step of a job's life: ``new`` (again), ``submitting``, ``live``, or how it ended."""
-    trial.state = record["kind"]
-    trial.job = record.get("job", trial.job)
-    trial.why = record.get("why", trial.why)
+            self.trials[record["trial"]].stop_reason = record["reason"]
+        else:  # the job's next state: ``new`` (again), ``submitting``, ``live``, or its end
+            trial = self.trials[record["trial"]]
+            trial.state = kind
+            trial.job = record.get("job", trial.job)
+            trial.stop_reason = record.get("reason", trial.stop_reason)
 
 
 class Journal:
@@ -102,10 +98,10 @@ class Journal:
             os.close(self._file)
             raise BusyError(f"{directory}: another process controls this sweep") from None
         whole = self.path.read_bytes()
-        os.ftruncate(self._file, whole.rfind(b"\n") + 1)  # a record that a killed process did not finish
+        os.ftruncate(self._file, whole.rfind(b"\n") + 1)  # drop a record that a killed process did not finish
 
     def append(self, record: Record) -> None:
-        """Write one record as a whole, on the disk when this returns."""
+        """Append one record; it is on the disk when this returns."""
         os.write(self._file, json.dumps(record).encode() + b"\n")
         os.fsync(self._file)
 
@@ -115,46 +111,46 @@ class Journal:
 
 
 def write_journal(directory: Path, records: Iterable[Record]) -> None:
-    """Begin a journal; what a sweep that never came to be has left there goes."""
+    """Begin a journal, replacing one of a sweep that was never completed."""
     (directory / "journal.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-def read_book(directory: Path) -> Book:
-    """Return what the journal says; raise InputError when the directory has none, or a line that is not ours."""
+def read_state(directory: Path) -> SweepState:
+    """Return the state that the journal describes; raise InputError without a journal, or for a foreign line."""
     path = directory / "journal.jsonl"
-    book = Book()
+    state = SweepState()
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}): not the directory of a sweep?") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror}): is this the directory of a sweep?") from None
     for number, line in enumerate(lines, 1):
         try:
-            book.apply(json.loads(line))
+            state.apply(json.loads(line))
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path}:{number}: not a sweep's record: {error!r}") from None
-    return book
+    return state
 
 
 class Reports:
-    """What jobs append to their files, read on from where the last look ended."""
+    """Results that jobs append to their files; each read continues where the last one ended."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory / "reports"
-        self._read: dict[int, int] = {}
+        self._offsets: dict[int, int] = {}
 
     def path(self, number: int) -> Path:
-        """Return the file that one trial's job writes."""
+        """Return the file of one trial's job."""
         return self.directory / f"{number}.jsonl"
 
-    def look(self, trials: Iterable[TrialState]) -> list[tuple[TrialState, Record]]:
-        """Add what is new to the trials and return it; a line that is no report is passed over."""
-        found = [(trial, report) for trial in trials for report in self._new(trial.number)]
-        for trial, report in found:
+    def read(self, trials: Iterable[TrialState]) -> list[tuple[TrialState, Record]]:
+        """Add new reports to the trials and return them; other lines are skipped."""
+        reports = [(trial, report) for trial in trials for report in self._new(trial.number)]
+        for trial, report in reports:
             trial.points[report["step"]] = report["value"]
-        return found
+        return reports
 
     def _new(self, number: int) -> list[Record]:
-        begin = self._read.get(number, 0)
+        begin = self._offsets.get(number, 0)
         try:
             with self.path(number).open("rb") as file:
                 file.seek(begin)
@@ -162,12 +158,12 @@ class Reports:
         except OSError:
             return []
         end = new.rfind(b"\n") + 1
-        self._read[number] = begin + end
+        self._offsets[number] = begin + end
         return [report for line in new[:end].splitlines() if (report := _report(line)) is not None]
 
 
 def _report(line: bytes) -> Record | None:
-    """Return a line as a report; jobs write it, so it may be anything."""
+    """Return a line as a report, or None; jobs write these lines, so they may hold anything."""
     try:
         report = json.loads(line)
         return {"step": int(report["step"]), "value": float(report["value"]), "time_s": float(report["time_s"])}

@@ -1,4 +1,4 @@
-"""The words of one configuration's sbatch: placeholders filled in, or its values added as arguments."""
+"""Arguments of one configuration's sbatch: placeholders filled in, or the values appended."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cadenza.slurm_plugin.sweep.configs import RESERVED
 from cadenza.slurm_plugin.sweep.errors import InputError
 
 PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_][A-Za-z0-9_-]*)\}")
-"""``{name}``; the shell's ``${name}`` is left alone."""
+"""``{name}``, but not the shell's ``${name}``."""
 REFUSED = {
-    "--comment": "the sweep writes it; Cadenza's options go into --cadenza=…",
+    "--comment": "the sweep sets it; give Cadenza's options with --cadenza=…",
     "--job-name": "the sweep finds its jobs by it",
     "-J": "the sweep finds its jobs by it",
     "--array": "each configuration is a job of its own",
@@ -26,47 +26,47 @@ REFUSED = {
 
 
 def check_words(words: Sequence[str], names: Sequence[str]) -> None:
-    """Raise InputError for sbatch options that a sweep cannot have, and for placeholders of no configuration.
+    """Raise InputError for sbatch options that a sweep cannot take, and for placeholders without a value.
 
-    ``names`` are those of the configurations; none where these are not known yet.
+    ``names`` are those of the configurations, or empty while these are unknown.
     """
     if not words:
-        raise InputError("after -- the options and the script for sbatch are missing")
+        raise InputError("the options and the script for sbatch are missing after --")
     for word in words[: script_at(words)]:
         option = word.split("=", 1)[0]
         if option in REFUSED:
             raise InputError(f"sbatch option {option}: {REFUSED[option]}")
         if option == "--export" and not word.startswith("--export=ALL"):
-            raise InputError(f"{word}: the jobs need the sweep's variables: begin with --export=ALL")
+            raise InputError(f"{word}: the jobs need the sweep's variables, so it must begin with --export=ALL")
     if names:
         _check_placeholders(words, names)
 
 
 def _check_placeholders(words: Sequence[str], names: Sequence[str]) -> None:
-    known = [*names, *RESERVED]
+    allowed = [*names, *RESERVED]
     for word in words:
         for name in PLACEHOLDER.findall(word):
-            near = get_close_matches(name, known, n=1)
-            if name not in known and near:
+            near = get_close_matches(name, allowed, n=1)
+            if name not in allowed and near:
                 raise InputError(f"{{{name}}} in {word!r}: no configuration has it; did you mean {{{near[0]}}}?")
     if _wrapped(words) and not _filled(words, names):
         raise InputError("--wrap: name the configuration's values in it, such as {" + names[0] + "}")
 
 
-def fill(words: Sequence[str], config: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
-    """Return the words for one configuration; ``known`` are placeholders that it does not have itself.
+def fill(words: Sequence[str], config: Mapping[str, Any], reserved: Mapping[str, Any]) -> list[str]:
+    """Return the words for one configuration; ``reserved`` has the values that the sweep sets.
 
-    Where no word has a placeholder of the configuration, ``--name value`` is added for each of its values.
+    If no word has a placeholder of the configuration, ``--name value`` is appended for each of its values.
     """
-    values = {**config, **known}
-    filled = [PLACEHOLDER.sub(lambda found: _text(values.get(found[1], found[0])), word) for word in words]
+    values = {**config, **reserved}
+    filled = [PLACEHOLDER.sub(lambda match: _text(values.get(match[1], match[0])), word) for word in words]
     if _filled(words, list(config)):
         return filled
     return filled + [part for name, value in config.items() for part in (f"--{name}", _text(value))]
 
 
 def script_at(words: Sequence[str]) -> int:
-    """Return where the script's name is: the first word that is a file; all words are options where none is."""
+    """Return the position of the script, the first word that is a file; without one, the number of words."""
     return next((place for place, word in enumerate(words) if Path(word).is_file()), len(words))
 
 
@@ -79,7 +79,7 @@ def _filled(words: Sequence[str], names: Sequence[str]) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Return a value as a command has it.
+    """Return a value as a command takes it.
 
     >>> _text(True), _text(1e-05), _text("adam")
     ('true', '1e-05', 'adam')

@@ -1,4 +1,4 @@
-"""The user's own Slurm commands, as a sweep needs them; nothing else of the package starts a process."""
+"""The user's own Slurm commands; no other module of this package starts a process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 from cadenza.slurm_plugin.sweep.errors import SlurmUnavailable, SubmitError
 
-PATIENCE_S = 60.0
+COMMAND_TIMEOUT_S = 60.0
 KEY = "cadenza"
 BEHIND = "behind"
-"""A key of the comment beside ours: the sweep has lowered the job's priority by one."""
+"""Key of the comment that marks a job whose priority the sweep has lowered by one."""
 OVER = frozenset(
     {
         "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
@@ -26,7 +26,7 @@ OVER = frozenset(
 
 @dataclass(frozen=True)
 class Queued:
-    """One of the sweep's jobs as Slurm has it."""
+    """One of the sweep's jobs in Slurm's queue."""
 
     job: int
     name: str
@@ -35,7 +35,7 @@ class Queued:
 
 
 class Slurm:
-    """sbatch, squeue, sacct, scancel and scontrol of the user who calls this."""
+    """Run sbatch, squeue, sacct, scancel and scontrol as the calling user."""
 
     def submit(self, words: Sequence[str], name: str, comment: str, env: Mapping[str, str], folder: Path) -> int:
         """Submit from ``folder`` and return the job's id; raise SubmitError with sbatch's own message."""
@@ -52,7 +52,7 @@ class Slurm:
         raise SubmitError((done.stderr or done.stdout).strip() or f"sbatch ended with exit code {done.returncode}")
 
     def queue(self, prefix: str) -> list[Queued]:
-        """Return the user's jobs whose name begins with ``prefix``, those that ended a moment ago included."""
+        """Return the user's jobs whose name begins with ``prefix``, including recently ended ones."""
         done = _checked(["squeue", "--me", "--noheader", "--states=all", "--format=%i|%j|%T|%k"])
         rows = [line.split("|", 3) for line in done.splitlines() if line.count("|") >= 3]  # noqa: PLR2004
         return [
@@ -62,7 +62,7 @@ class Slurm:
         ]
 
     def final_states(self, jobs: Sequence[int]) -> dict[int, str]:
-        """Return the states that accounting has of jobs that the queue has forgotten; none without accounting."""
+        """Return accounting's states of jobs that have left the queue; empty without accounting."""
         if not jobs:
             return {}
         try:
@@ -73,30 +73,29 @@ class Slurm:
         return {int(row[0]): row[1].split(" ")[0] for row in rows if len(row) > 1 and row[0].isdigit()}
 
     def cancel(self, jobs: Iterable[int]) -> None:
-        """Cancel jobs; those that are over already are none of its business."""
+        """Cancel jobs; ended ones are ignored."""
         if names := sorted(map(str, jobs)):
             _checked(["scancel", "--quiet", *names])
 
     def set_comment(self, jobs: Iterable[int], comment: str) -> bool:
-        """Replace the comment of jobs; False when Slurm did not for one of them, as when it has just ended."""
+        """Replace the comment of jobs; return False if Slurm refused one of them, such as an ended one."""
         update = ["scontrol", "update", "JobId=" + ",".join(map(str, jobs)), f"Comment={comment}"]
         return _run(update).returncode == 0
 
 
 def comment_of(sweep: str, *, share: bool) -> str:
-    """Return the comment that a sweep's jobs are submitted with."""
-    wish = {KEY: {"v": 1, "share": True}} if share else {}
-    return json.dumps({"sweep": sweep, **wish}, separators=(",", ":"))
+    """Return the comment of a sweep's jobs at submission."""
+    options = {KEY: {"v": 1, "share": True}} if share else {}
+    return json.dumps({"sweep": sweep, **options}, separators=(",", ":"))
 
 
 def is_behind(comment: str) -> bool:
-    """Whether the job's priority was lowered."""
-    found = _object(comment)
-    return bool(found and found.get(BEHIND))
+    """Return True if the job's priority was lowered."""
+    return bool((_object(comment) or {}).get(BEHIND))
 
 
 def with_place(comment: str, *, behind: bool) -> str | None:
-    """Return the comment of a job that is to be behind or not; None: it need not, or cannot, be changed.
+    """Return the comment with the priority lowered or restored; None if it need not or cannot change.
 
     >>> with_place('{"cadenza":{"v":1,"share":true}}', behind=True)
     '{"cadenza":{"v":1,"share":true,"priority":-1},"behind":true}'
@@ -133,11 +132,11 @@ def _run(words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[st
             text=True,
             errors="replace",
             stdin=subprocess.DEVNULL,
-            timeout=PATIENCE_S,
+            timeout=COMMAND_TIMEOUT_S,
             check=False,
             **options,
         )
     except FileNotFoundError:
-        raise SlurmUnavailable(f"{words[0]} is not there: run this where jobs are submitted") from None
+        raise SlurmUnavailable(f"{words[0]} is missing: run this where jobs are submitted") from None
     except subprocess.TimeoutExpired:
-        raise SlurmUnavailable(f"{words[0]} has not answered for {PATIENCE_S:.0f} s") from None
+        raise SlurmUnavailable(f"{words[0]} has not answered for {COMMAND_TIMEOUT_S:.0f} s") from None

@@ -1,4 +1,4 @@
-"""An Optuna study as the source of a sweep's configurations: asked for each, told how it ended (ask-and-tell)."""
+"""An Optuna study as the source of a sweep's configurations, by its ask-and-tell interface."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ from cadenza.sidecar import clock
 from cadenza.slurm_plugin.sweep.configs import Config, Study
 from cadenza.slurm_plugin.sweep.controller import Sweep
 from cadenza.slurm_plugin.sweep.errors import EnvironmentLacks, InputError
+from cadenza.slurm_plugin.sweep.journal import TrialState
 
 if TYPE_CHECKING:
     import optuna
 
-    from cadenza.slurm_plugin.sweep.journal import TrialState
-
-AT_ONCE = 8
-"""A sampler learns from what has ended, so not all are asked for at once."""
+DEFAULT_OPEN_TRIALS = 8
+"""Open trials at a time; more would leave the sampler with too few results to learn from."""
 
 
-class Asked:
-    """A sweep whose configurations a study makes."""
+class StudySource:
+    """Feeds a sweep with a study's suggestions, and the study with the sweep's results."""
 
     def __init__(self, sweep: Sweep, study: Study) -> None:
-        self.sweep, self._wish = sweep, study
+        self.sweep, self._settings = sweep, study
         self._study = _open(study.storage, sweep)
         for trial in sweep.trials:
-            if trial.ended:  # its controller may have been killed before it told so
+            if trial.ended:  # an earlier controller may have been killed before it told the study
                 self._tell(trial)
 
     def ticks(self) -> Iterator[list[TrialState]]:
-        """Yield the trials that ended at each look, until all that the study was to make have."""
+        """Yield the trials that ended in each pass, until all trials of the study have ended."""
         while True:
             self._ask()
             ended = self.sweep.tick()
@@ -42,41 +41,41 @@ class Asked:
             clock.sleep(self.sweep.plan.poll_s)
 
     def _room(self) -> int:
-        """Return for how many more configurations the study is to be asked now."""
-        book = self.sweep.book
-        if book.target is not None or book.closed:
+        """Return the number of configurations to ask the study for now."""
+        state = self.sweep.state
+        if state.target is not None or state.closed:
             return 0
-        left = self._wish.trials - len(self.sweep.trials)
-        return max(0, min(left, (self.sweep.plan.at_once or AT_ONCE) - len(self.sweep.live)))
+        left = self._settings.trials - len(self.sweep.trials)
+        return max(0, min(left, (self.sweep.plan.at_once or DEFAULT_OPEN_TRIALS) - len(self.sweep.live)))
 
     def _ask(self) -> None:
         for _ in range(self._room()):
             trial = self._study.ask()
-            self.sweep.ask(_suggest(trial, self._wish.space), key=trial.number)
+            self.sweep.ask(_suggest(trial, self._settings.space), key=trial.number)
 
     def _tell(self, trial: TrialState) -> None:
-        """Tell how a configuration did: its best value, or what it reported until it was stopped."""
-        from optuna.trial import TrialState as Told  # noqa: PLC0415
+        """Tell the study a configuration's best value, or the values reported before its stop."""
+        from optuna.trial import TrialState as Outcome  # noqa: PLC0415
 
         values = trial.values
         if trial.key is None:
             return
         if trial.state == "stopped" and values:
             self._report(trial)
-            self._study.tell(trial.key, state=Told.PRUNED, skip_if_finished=True)
+            self._study.tell(trial.key, state=Outcome.PRUNED, skip_if_finished=True)
         elif trial.state == "done" and (best := trial.best(self.sweep.plan.goal)) is not None:
             self._study.tell(trial.key, best, skip_if_finished=True)
         else:
-            self._study.tell(trial.key, state=Told.FAIL, skip_if_finished=True)
+            self._study.tell(trial.key, state=Outcome.FAIL, skip_if_finished=True)
 
     def _report(self, trial: TrialState) -> None:
         import optuna  # noqa: PLC0415
 
-        found = next(t for t in self._study.get_trials(deepcopy=False) if t.number == trial.key)
-        if not found.state.is_finished():
-            known = optuna.trial.Trial(self._study, found._trial_id)  # noqa: SLF001 (the way to go on with one asked earlier)
+        frozen = next(t for t in self._study.get_trials(deepcopy=False) if t.number == trial.key)
+        if not frozen.state.is_finished():
+            open_trial = optuna.trial.Trial(self._study, frozen._trial_id)  # noqa: SLF001 (continues an earlier trial)
             for step, value in trial.values:
-                known.report(value, step)
+                open_trial.report(value, step)
 
 
 def _open(storage: str, sweep: Sweep) -> optuna.Study:
@@ -87,7 +86,7 @@ def _open(storage: str, sweep: Sweep) -> optuna.Study:
     direction = "maximize" if sweep.plan.goal == "max" else "minimize"
     try:
         return optuna.create_study(study_name=sweep.head.id, storage=storage, direction=direction, load_if_exists=True)
-    except Exception as error:  # SQLAlchemy's, for whatever is wrong with an address
+    except Exception as error:  # SQLAlchemy's, for any wrong address
         raise InputError(f"study = {storage!r}: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""What a sweep is to do: its goal, its rule and what it favours, as ``sweep.toml`` and the sweep's directory say it."""
+"""Settings of a sweep: its goal, its rule and the number of preferred configurations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, ValidationError, convert, to_builtins
 
 from cadenza.policies.sweep.asha import asha_rule
 from cadenza.policies.sweep.curve import curve_rule
@@ -19,46 +19,46 @@ RULES = ("none", "median", "asha", "curve")
 
 
 class Stop(Struct, frozen=True, forbid_unknown_fields=True):
-    """When configurations are stopped; steps are those of ``client.report``."""
+    """Settings of early stopping; steps are those of ``client.report``."""
 
     rule: str = "asha"
     """One of RULES, or ``module:function`` (see ``Plan.build``)."""
     first: Annotated[int, Meta(ge=1)] = 1
-    """Nobody is stopped before this step; asha's first rung."""
+    """First step at which a configuration may be stopped; asha's first rung."""
     least: Annotated[int, Meta(ge=2)] = 4
-    """With how many configurations one is compared at least; median and asha."""
+    """Least number of configurations to compare one with; median and asha."""
     reduction: Annotated[float, Meta(gt=1)] = 3.0
-    """Of each rung's configurations the best part 1/reduction goes on; asha."""
+    """The best 1/reduction of each rung's configurations continue; asha."""
     steps: Annotated[int, Meta(ge=1)] | None = None
-    """The last step of a whole run; curve needs it."""
+    """Last step of a full run; required by curve."""
 
 
 class Plan(Struct, frozen=True, forbid_unknown_fields=True):
-    """A sweep's settings; they do not change while it lives."""
+    """A sweep's settings, fixed for its lifetime."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,39}$")]
     goal: Goal = "max"
     target: float | None = None
-    """Once a value is as good, all others are stopped."""
+    """Value at which all other configurations are stopped."""
     finish: bool = True
-    """Whether the one that reached the target runs to its end."""
+    """Let the configuration that reached the target run to its end."""
     at_once: Annotated[int, Meta(ge=0)] = 0
-    """How many of its jobs Slurm has at a time; 0: all."""
+    """Jobs in Slurm at a time; 0: all."""
     top: Annotated[int, Meta(ge=0)] = 0
-    """How many of the best are favoured; 0: none."""
+    """Number of best configurations to prefer; 0: none."""
     share: bool = True
-    """Whether the jobs opt in to sharing GPUs."""
+    """Let the jobs share GPUs."""
     poll_s: Annotated[float, Meta(gt=0)] = 1.0
-    """How often results are read."""
+    """Seconds between reads of the results."""
     slurm_s: Annotated[float, Meta(gt=0)] = 10.0
-    """How often Slurm is asked which jobs have ended."""
+    """Seconds between reads of Slurm's queue."""
     stop: Stop = Stop()
 
     def build(self) -> Rule:
-        """Return the rule as a function of trials in which more is better; raise InputError when there is none.
+        """Return the rule as a function of trials in which more is better; raise InputError for an unknown rule.
 
-        ``module:function`` is called with the trials as reported and the goal, and returns the numbers to stop, or a
-        mapping from these to reasons.
+        A user's ``module:function`` takes the trials as reported and the goal, and returns the numbers to stop, or a
+        mapping of numbers to reasons.
         """
         stop = self.stop
         if stop.rule == "none":
@@ -68,23 +68,18 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         if stop.rule == "asha":
             return asha_rule(stop.first, stop.reduction, stop.least)
         if stop.rule == "curve":
-            return curve_rule(self._steps(), self._bar())
+            if stop.steps is None:
+                raise InputError("rule curve: [stop] steps is missing: the last step of a full run (--steps)")
+            sign = 1 if self.goal == "max" else -1
+            return curve_rule(stop.steps, None if self.target is None else sign * self.target)
         return self._callback()
 
     def better(self, value: float, other: float) -> bool:
-        """Whether a value is at least as good as another."""
+        """Return True if a value is at least as good as another."""
         return value >= other if self.goal == "max" else value <= other
 
-    def _steps(self) -> int:
-        if self.stop.steps is None:
-            raise InputError("rule curve: [stop] steps is missing: the last step of a whole run (--steps)")
-        return self.stop.steps
-
-    def _bar(self) -> float | None:
-        return self.target if self.target is None or self.goal == "max" else -self.target
-
     def _callback(self) -> Rule:
-        """Return the user's function as a rule; it gets values as they were reported."""
+        """Return the user's function as a rule; it receives values as reported."""
         name, goal = self.stop.rule, self.goal
         if ":" not in name:
             near = get_close_matches(name, RULES, n=1)
@@ -100,7 +95,7 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         def rule(trials: Sequence[Trial]) -> Mapping[int, str]:
             try:
                 return _reasons(function(_as_reported(trials, goal), goal), name)
-            except Exception as error:  # the user's own, whatever it is
+            except Exception as error:  # any error of the user's function
                 raise InputError(f"rule {name!r}: {type(error).__name__}: {error}") from error
 
         return rule
@@ -112,9 +107,20 @@ def _as_reported(trials: Sequence[Trial], goal: Goal) -> list[Trial]:
 
 
 def _reasons(answer: Any, name: str) -> Mapping[int, str]:
-    """Return the answer of the user's function as a rule's."""
+    """Return the answer of the user's function as a mapping of numbers to reasons."""
     if isinstance(answer, Mapping):
         return {int(number): str(reason) for number, reason in answer.items()}
     if isinstance(answer, Iterable):
         return dict.fromkeys((int(number) for number in answer), f"{name} says so")
-    raise TypeError(f"it returned {type(answer).__name__}; wanted are numbers, or numbers with reasons")
+    raise TypeError(f"it returned {type(answer).__name__}; wanted are numbers or a mapping of numbers to reasons")
+
+
+def plan_of(values: Mapping[str, Any], stop: Mapping[str, Any], source: str) -> Plan:
+    """Return the plan of these keys, with ``stop`` laid over its table [stop]; raise InputError with the key."""
+    plain = to_builtins(dict(values))
+    plain["stop"] = {**plain.get("stop", {}), **stop}
+    try:
+        return convert(plain, Plan)
+    except ValidationError as error:
+        problem, _, key = str(error).partition(" - at `$.")
+        raise InputError(f"{source}: {key.rstrip('`')}: {problem[:1].lower()}{problem[1:]}") from None

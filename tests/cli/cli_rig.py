@@ -1,4 +1,4 @@
-"""What the tests of the commands share: a store that real rounds filled, and Slurm's books in a file."""
+"""Shared parts of the commands' tests: a store filled by real rounds, and Slurm's side in a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOOKS = "CADENZA_CLI_TEST_BOOKS"
 
 
 class Books:
-    """A gateway over one snapshot in a file; actions are noted beside it."""
+    """A gateway over one snapshot in a file; its actions go to a log file next to it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,7 +40,7 @@ class Books:
 
 
 def connect() -> Books:
-    """What ``[service] gateway`` names in these tests."""
+    """Return the gateway that ``[service] gateway`` names in these tests."""
     return Books(Path(os.environ[BOOKS]))
 
 

@@ -54,7 +54,7 @@ def test_top_shows_who_holds_and_who_waits(sharing: Path) -> None:
     assert (view["yields"], view["yield_p50_s"]) == (1, 0.025)
 
 
-def test_top_on_screen_names_every_job_without_colour(sharing: Path) -> None:
+def test_top_on_screen_names_every_job_without_color(sharing: Path) -> None:
     done = run("top", "--once", "--config", str(sharing))
     assert done.exit_code == 0
     assert "\x1b" not in done.stdout
@@ -156,7 +156,7 @@ def test_releasing_everything_pauses_a_service_that_acts(sharing: Path, tmp_path
         assert done.exit_code == 0
         assert f"cadenzad is paused: {tmp_path}/STOP keeps it from acting" in done.stderr
         assert (tmp_path / "STOP").exists()
-        assert "is paused" not in run("release", "--all", "--config", str(sharing)).stderr, "somebody else's switch"
+        assert "is paused" not in run("release", "--all", "--config", str(sharing)).stderr, "the switch of another user"
         service.communicate()
 
 

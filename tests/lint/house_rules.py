@@ -54,12 +54,12 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield child.lineno, child.value.value
 
 
-def hidden_imports(tree: ast.AST) -> Iterator[int]:
-    """Yield the lines that import the project's own modules for type checkers only, which would hide a circle."""
+def hidden_imports(tree: ast.AST, within: str) -> Iterator[int]:
+    """Yield the lines that import modules of ``within`` for type checkers only, which would hide a circle."""
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             for child in ast.walk(node):
-                if isinstance(child, ast.ImportFrom) and (child.module or "").startswith("cadenza"):
+                if isinstance(child, ast.ImportFrom) and (child.module or "").startswith(within):
                     yield child.lineno
 
 
@@ -77,7 +77,10 @@ def english(file: Path) -> Iterator[str]:
         if token.type == tokenize.COMMENT:
             yield from (f"{here}:{token.start[0]}: {found[0]!r} in a comment" for found in WORDS.finditer(token.string))
     if "client" not in here.parts:  # the client's doors import torch late, which a type checker may see early
-        yield from (f"{here}:{line}: an import for type checkers only hides a circle" for line in hidden_imports(tree))
+        # Commands import the floors below late; since no floor below may import cli, these imports hide no circle.
+        within = "cadenza.slurm_plugin.cli" if "cli" in here.parts else "cadenza"
+        lines = hidden_imports(tree, within)
+        yield from (f"{here}:{line}: an import for type checkers only hides a circle" for line in lines)
 
 
 def spelling(paths: list[Path]) -> Iterator[str]:

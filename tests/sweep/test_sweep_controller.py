@@ -1,4 +1,4 @@
-"""A sweep from submission to its end, with Slurm's side in memory: killed, resumed, stopped, favoured."""
+"""A sweep from submission to its end, with Slurm's side in memory: killed, resumed, stopped, preferred."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sweep_rig import Books
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.sweep import Plan, Stop, Sweep
 from cadenza.slurm_plugin.sweep.errors import BusyError, InputError, SlurmUnavailable
-from cadenza.slurm_plugin.sweep.journal import read_book
+from cadenza.slurm_plugin.sweep.journal import read_state
 
 WORDS = ["--gres=gpu:1", "--wrap=train --lr {lr}"]
 CONFIGS = [{"lr": lr} for lr in (0.1, 0.2, 0.3, 0.4)]
@@ -51,7 +51,7 @@ def test_losers_are_stopped_once_all_have_given_feedback(tmp_path: Path) -> None
         assert books.cancelled == [100, 101]
         ended = sweep.tick()
         assert [(trial.number, trial.state) for trial in ended] == [(0, "stopped"), (1, "stopped")]
-        assert "best 1/2 of 4 at step 10" in ended[0].why
+        assert "best 1/2 of 4 at step 10" in ended[0].stop_reason
         books.end(102)
         books.end(103, "TIMEOUT")
         sweep.tick()
@@ -85,7 +85,7 @@ def test_the_target_stops_all_others(tmp_path: Path, finish: bool) -> None:
         for _ in range(2):
             sweep.tick()
         assert states(sweep) == ["stopped", "live" if finish else "stopped", "stopped", "stopped"]
-        assert sweep.book.target["trial"] == 1
+        assert sweep.state.target["trial"] == 1
 
 
 def test_a_killed_controller_loses_nothing(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_killed_controller_loses_nothing(tmp_path: Path) -> None:
         again.tick()
         assert len(books.submitted) == 4, "it is found again by its name, not submitted twice"
         assert books.cancelled == [100, 101], "what was reported meanwhile counts"
-    assert read_book(tmp_path / "s").trials[3].job == 103
+    assert read_state(tmp_path / "s").trials[3].job == 103
 
 
 def test_a_target_that_was_reached_while_nobody_looked_counts(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_target_that_was_reached_while_nobody_looked_counts(tmp_path: Path) ->
     with Sweep(tmp_path / "s", books) as again:
         for _ in range(2):
             again.tick()
-        assert again.book.target["trial"] == 2
+        assert again.state.target["trial"] == 2
         assert states(again) == ["stopped", "stopped", "done", "stopped"]
 
 
@@ -167,11 +167,11 @@ def test_slurm_may_be_away_but_not_from_the_start(tmp_path: Path) -> None:
             books.report(number, (10, 0.1 * number))
         books.away = True
         sweep.tick()
-        assert "does not answer" in sweep.trouble
+        assert "does not answer" in sweep.problem
         books.away = False
         sweep.tick()
         assert books.cancelled == [100, 101]
-        assert not sweep.trouble
+        assert not sweep.problem
 
 
 def test_a_refused_submission_fails_that_configuration_alone(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_refused_submission_fails_that_configuration_alone(tmp_path: Path) -> 
     with create(tmp_path, books) as sweep:
         sweep.tick()
         assert states(sweep) == ["live", "failed", "live", "live"]
-        assert "no such partition" in sweep.trials[1].why
+        assert "no such partition" in sweep.trials[1].stop_reason
 
 
 def test_garbage_in_a_report_is_passed_over(tmp_path: Path) -> None:

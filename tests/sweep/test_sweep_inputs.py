@@ -1,4 +1,4 @@
-"""What a sweep is given: files, plans, the words for sbatch; every error names where it is."""
+"""Input of a sweep: files, plans, the words for sbatch; every error names its place."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_lists_keep_their_order_and_their_values(tmp_path: Path) -> None:
     ("name", "text", "said"),
     [
         ("a.csv", "lr,width\n1,2\n3\n", "a.csv:3: has 1 cells"),
-        ("a.csv", "lr,2x\n1,2\n", "a.csv:2: '2x' is no name"),
-        ("a.csv", "number\n1\n", "a.csv:2: 'number' is given by the sweep itself"),
+        ("a.csv", "lr,2x\n1,2\n", "a.csv:2: '2x' is not a name"),
+        ("a.csv", "number\n1\n", "a.csv:2: 'number' is set by the sweep itself"),
         ("a.csv", "lr\n", "no configuration"),
         ("a.jsonl", '{"lr": 1}\n{"lr": }\n', "a.jsonl:2: not JSON"),
         ("a.jsonl", '{"lr": [1]}\n', "a.jsonl:1: lr: wanted is a text"),
@@ -125,4 +125,4 @@ def test_without_slurm_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "a.csv").write_text("lr\n1\n")
     done = run(str(tmp_path / "a.csv"), "--dir", str(tmp_path / "sweep"), "--", WRAP)
     assert done.exit_code == 3
-    assert "squeue is not there" in done.stderr
+    assert "squeue is missing" in done.stderr

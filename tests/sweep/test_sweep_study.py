@@ -9,7 +9,7 @@ from sweep_rig import Books
 
 from cadenza.slurm_plugin.sweep import Plan, Stop, Sweep
 from cadenza.slurm_plugin.sweep.configs import Study
-from cadenza.slurm_plugin.sweep.study import Asked
+from cadenza.slurm_plugin.sweep.study import StudySource
 
 optuna = pytest.importorskip("optuna")
 
@@ -26,13 +26,13 @@ def test_a_study_is_asked_and_told_and_a_second_controller_goes_on(tmp_path: Pat
     study = Study(storage, 5, SPACE)
     words = ["--wrap=train {lr} {layers} {opt}"]
     with Sweep.create(tmp_path / "s", PLAN, words, study=study, slurm=books) as sweep:
-        ticks = Asked(sweep, study).ticks()
+        ticks = StudySource(sweep, study).ticks()
         next(ticks)
         assert len(books.submitted) == 3
         books.report(0, (1, 0.5), (2, 0.25))
         books.end(100)
         books.report(1, (1, 0.75))
-        sweep._stop(sweep.book.trials[1], "loses")
+        sweep._stop(sweep.state.trials[1], "loses")
         for _ in range(3):
             next(ticks)
         assert told(storage, sweep)[0].value == 0.25
@@ -43,7 +43,7 @@ def test_a_study_is_asked_and_told_and_a_second_controller_goes_on(tmp_path: Pat
         books.report(job - 100, (1, 0.1))
         books.end(job, "FAILED" if job == 104 else "COMPLETED")
     with Sweep(tmp_path / "s", books) as again:
-        list(Asked(again, study).ticks())
+        list(StudySource(again, study).ticks())
         ends = [trial.state.name for trial in told(storage, again)]
         assert ends == ["COMPLETE", "PRUNED", "COMPLETE", "COMPLETE", "FAIL"]
         asked = {trial.number: trial.params for trial in told(storage, again)}

@@ -1,21 +1,18 @@
-"""How ``cadenza top`` looks: a map of GPUs and lanes, and a table of jobs."""
+"""The screen of ``cadenza top``: a map of GPUs and lanes, and a table of jobs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from cadenza.policies.core.text import gpu_names
-from cadenza.slurm_plugin.cli.jobs import effect_text
+from cadenza.slurm_plugin.cli.jobs.view import JobRow, TopView
+from cadenza.slurm_plugin.cli.jobs.why import effect_sentence
 from cadenza.slurm_plugin.report.units import about
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from cadenza.slurm_plugin.cli.jobs.view import JobRow, TopView
 
 MARKS = {
     "held": ("▶", "bold green"),
@@ -23,28 +20,28 @@ MARKS = {
     "yielded": ("‖", "cyan"),
     "waiting": ("…", "dim"),
 }
-STALE_ROUNDS_S = 60.0
+STALE_AFTER_S = 60.0
 COLUMNS: tuple[tuple[str, int, Literal["left", "right"]], ...] = (
     ("JOB", 4, "left"), ("USER", 5, "left"), ("NAME", 9, "left"), ("STATE", 8, "left"), ("STEP", 5, "right"),
     ("ITER", 6, "right"), ("SHARE", 5, "right"), ("GPUS", 12, "left"),
 )  # fmt: skip
-"""Name and least width of the columns that a narrow terminal must not lose."""
+"""Name, least width in characters and alignment of the columns that a narrow terminal keeps."""
 
 
 def screen(view: TopView) -> RenderableType:
-    """Return everything that ``top`` shows of one moment."""
+    """Return the whole screen for one moment."""
     if not view.round:
         return Text("no round on record yet: is cadenzad running?")
     return Group(headline(view), gpu_map(view), job_table(view.jobs), *effect_lines(view), legend())
 
 
 def headline(view: TopView) -> Text:
-    """Return the line on top: mode, age, agents and how fast jobs switch."""
+    """Return the first line: mode, age of the round, agents, and durations of yields."""
     alive = sum(agent.alive for agent in view.agents)
     line = Text("cadenza ", style="bold")
     line.append(f"{view.mode} ", style="bold green" if view.mode == "apply" else "bold yellow")
     line.append(f" round {view.round}, ")
-    line.append(f"{view.age_s:.0f} s ago", style="red" if view.age_s > STALE_ROUNDS_S else "")
+    line.append(f"{view.age_s:.0f} s ago", style="red" if view.age_s > STALE_AFTER_S else "")
     line.append(f"   agents {alive}/{len(view.agents)}", style="" if alive == len(view.agents) else "red")
     line.append(f"   {view.policy}   slice {view.slice_s:g} s   yields in the last minute {view.yields}")
     if view.yield_p50_s is not None and view.yield_p99_s is not None:
@@ -53,7 +50,7 @@ def headline(view: TopView) -> Text:
 
 
 def gpu_map(view: TopView) -> Table:
-    """Return one row a GPU: its holder, and the jobs that wait for it by lane."""
+    """Return one row per GPU: its holder, and the waiting jobs by lane."""
     jobs = {job.id: job for job in view.jobs}
     lanes = max((job.lane or 0 for job in view.jobs if job.lease), default=0) + 1
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -69,13 +66,13 @@ def gpu_map(view: TopView) -> Table:
 
 
 def marked(job: JobRow) -> Text:
-    """Return a job's number and name behind the mark of its lease."""
+    """Return the mark of a job's lease, its number and its name."""
     mark, style = MARKS.get(job.lease, (" ", "dim"))
     return Text(f"{mark} {job.id} {job.name} ", style=style)
 
 
 def job_table(jobs: Sequence[JobRow]) -> Table:
-    """Return one row a job."""
+    """Return one row per job."""
     table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
     for name, width, justify in COLUMNS:
         table.add_column(name, no_wrap=True, min_width=width, justify=justify)
@@ -105,11 +102,11 @@ def job_cells(job: JobRow) -> tuple[str | Text, ...]:
 
 
 def effect_lines(view: TopView) -> Iterator[Text]:
-    """Yield what the last decisions did, newest first."""
+    """Yield the effects of the last decisions, newest first."""
     for effect in view.effects:
         ago = about(max(view.at_s - effect.at_s, 0.0)) + " ago"
         style = {"kept": "green", "undone": "yellow"}.get(effect.verdict, "dim")
-        yield Text(f"{ago:>9} job {effect.key} {effect_text.sentence(effect)}", style=style, overflow="ellipsis",
+        yield Text(f"{ago:>9} job {effect.key} {effect_sentence(effect)}", style=style, overflow="ellipsis",
                    no_wrap=True)  # fmt: skip
 
 
@@ -119,7 +116,7 @@ def legend() -> Text:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a duration for people.
+    """Return a short duration as text.
 
     >>> milliseconds(0.0304), milliseconds(2.5)
     ('30 ms', '2.50 s')

@@ -1,4 +1,4 @@
-"""``cadenza top``: who holds which GPU, who waits, and why; live, once, or as lines of JSON."""
+"""``cadenza top``: the jobs that hold and await each GPU; live, once, or as lines of JSON."""
 
 from __future__ import annotations
 
@@ -7,47 +7,35 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cadenza.slurm_plugin.cli.common import (
-    config_option,
-    console,
-    emit,
-    json_option,
-    open_store,
-    store_option,
-)
+from cadenza.slurm_plugin.cli.common import config_option, console, emit, json_option, open_store, store_option
+from cadenza.slurm_plugin.cli.jobs.view import Recent, TopView, build
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from cadenza.slurm_plugin.cli.jobs.view import TopView
     from cadenza.slurm_plugin.service.store.reader import StoreReader
 
-RECENT_S = 60.0
-LOOK_BACK = 2000
-MEASURED = 8
+SWITCHES_SINCE_S = 60.0
+MAX_ACTIONS = 2000
+MAX_EFFECTS = 8
 
 
 @click.command("top")
-@click.option("--once", is_flag=True, help="Show one moment and end.")
-@click.option(
-    "--interval",
-    default=2.0,
-    show_default=True,
-    type=click.FloatRange(min=0.1),
-    help="Seconds between two looks.",
-)
+@click.option("--once", is_flag=True, help="Show one moment and exit.")
+@click.option("--interval", default=2.0, show_default=True, type=click.FloatRange(min=0.1),
+              help="Seconds between updates.")  # fmt: skip
 @json_option
 @store_option
 @config_option
 def command(*, once: bool, interval: float, as_json: bool, store: Path | None, config: Path | None) -> None:
-    """Show live who holds which GPU, who waits for it, and why.
+    """Show live which job holds which GPU, which jobs wait for it, and why.
 
-    It reads the service's store, so it works for everybody who may read that file. With --json and
-    without --once there is one line each interval.
+    It reads the service's store, so every user who may read that file can run it. With --json and without --once it
+    prints one line per interval.
     """
     with open_store(store, config) as reader:
-        views = iter((look(reader),)) if once else _looks(reader, interval)
+        views = iter((look(reader),)) if once else _views(reader, interval)
         if as_json:
             for view in views:
                 emit(view)
@@ -56,17 +44,16 @@ def command(*, once: bool, interval: float, as_json: bool, store: Path | None, c
 
 
 def look(reader: StoreReader) -> TopView:
-    """Return the present moment of a store."""
+    """Return the current view of a store."""
     from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415
-    from cadenza.slurm_plugin.cli.jobs.view import Recent, build  # noqa: PLC0415
 
     now_s = SystemClock().now()
-    switches = reader.switches(since_s=now_s - RECENT_S)
-    recent = Recent(reader.actions(limit=LOOK_BACK), switches, reader.effects(limit=MEASURED))
+    switches = reader.switches(since_s=now_s - SWITCHES_SINCE_S)
+    recent = Recent(reader.actions(limit=MAX_ACTIONS), switches, reader.effects(limit=MAX_EFFECTS))
     return build(reader.round(), recent, now_s)
 
 
-def _looks(reader: StoreReader, interval: float) -> Iterator[TopView]:
+def _views(reader: StoreReader, interval: float) -> Iterator[TopView]:
     never = threading.Event()
     while True:
         yield look(reader)

@@ -1,24 +1,20 @@
-"""What ``cadenza top`` shows, as plain data computed from the last recorded round (pure)."""
+"""Contents of ``cadenza top`` as plain data, computed from the last recorded round (pure)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Placement, Use
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, Lease, Placement, Use
 from cadenza.slurm_plugin.service.accounting.effects import Effect
 from cadenza.slurm_plugin.service.settings import Settings, from_record
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from cadenza.slurm_plugin.service.store.reader import ActionRow, Round, SwitchRow
+from cadenza.slurm_plugin.service.store.reader import ActionRow, Round, SwitchRow
 
 
 class Agent(msgspec.Struct, frozen=True):
-    """One host's agent; memory in MB."""
+    """Agent of one host; memory in MB."""
 
     host: str
     alive: bool
@@ -28,7 +24,7 @@ class Agent(msgspec.Struct, frozen=True):
 
 
 class JobRow(msgspec.Struct, frozen=True):
-    """One job; times in seconds. ``lease`` is "" while no agent knows the job."""
+    """One job; times in seconds. ``lease`` is "" until an agent knows the job."""
 
     id: int
     restart: int
@@ -48,20 +44,20 @@ class JobRow(msgspec.Struct, frozen=True):
     held_s: float
     vtime_s: float
     share: float | None
-    """Its part of the weighted GPU time of all jobs on its GPUs; None while it has none."""
+    """Fraction of the weighted GPU time of all jobs on its GPUs; None before the first."""
     last_action: str
     last_action_at_s: float | None
     reason: str
     use: Use | None = None
-    """What its hosts measured of it lately."""
+    """Recent measurements by its hosts."""
     requeue_owner: str = ""
-    """Who requeues it by itself, such as *lightning*."""
+    """Library that requeues the job by itself, such as *lightning*."""
     placement: Placement = ()
-    """What it has of each of its nodes: as it is tuned, else as Slurm's books say."""
+    """Resources on each of its nodes: as tuned, otherwise as Slurm allocated them."""
 
 
 class GpuRow(msgspec.Struct, frozen=True):
-    """One GPU: the job that holds it and those that wait for it, in order of their turn."""
+    """One GPU: its holder and the waiting jobs in the order of their turns."""
 
     host: str
     index: int
@@ -70,7 +66,7 @@ class GpuRow(msgspec.Struct, frozen=True):
 
 
 class TopView(msgspec.Struct, frozen=True):
-    """One moment of the cluster. ``round`` is 0 and everything else empty before the first round."""
+    """One moment of the cluster. Before the first round ``round`` is 0 and the rest is empty."""
 
     at_s: float
     age_s: float
@@ -83,15 +79,15 @@ class TopView(msgspec.Struct, frozen=True):
     gpus: tuple[GpuRow, ...] = ()
     jobs: tuple[JobRow, ...] = ()
     yields: int = 0
-    """Finished yields in the record's last minute."""
+    """Finished yields in the last minute on record."""
     yield_p50_s: float | None = None
     yield_p99_s: float | None = None
     effects: tuple[Effect, ...] = ()
-    """What the last decisions did to iteration times, newest first."""
+    """Effects of the last decisions on iteration times, newest first."""
 
 
 class Recent(NamedTuple):
-    """What the store has of late, newest first."""
+    """Recent rows of the store, newest first."""
 
     actions: Sequence[ActionRow] = ()
     switches: Sequence[SwitchRow] = ()
@@ -104,7 +100,7 @@ def build(last: Round | None, recent: Recent, now_s: float) -> TopView:
         return TopView(now_s, 0.0, 0, Settings().service.mode, Settings().sharing.slice_s)
     settings = from_record(last.settings) if last.settings else Settings()
     snapshot = last.snapshot
-    lasting = sorted(row.total_s for row in recent.switches if row.kind == "yield")
+    durations = sorted(row.total_s for row in recent.switches if row.kind == "yield")
     return TopView(
         last.at_s,
         max(0.0, now_s - last.at_s),
@@ -115,9 +111,9 @@ def build(last: Round | None, recent: Recent, now_s: float) -> TopView:
         _agents(snapshot),
         gpu_rows(snapshot),
         job_rows(last, recent.actions),
-        len(lasting),
-        _percentile(lasting, 0.5),
-        _percentile(lasting, 0.99),
+        len(durations),
+        _percentile(durations, 0.5),
+        _percentile(durations, 0.99),
         tuple(recent.effects),
     )
 
@@ -133,7 +129,7 @@ def gpu_rows(snapshot: ClusterSnapshot) -> tuple[GpuRow, ...]:
 
 
 def job_rows(last: Round, actions: Iterable[ActionRow]) -> tuple[JobRow, ...]:
-    """Return a row for each live job that is ours to show: running ones, and pending ones that opted in."""
+    """Return a row for each job with a lease and each live job with our options."""
     newest: dict[JobKey, ActionRow] = {}
     for row in actions:
         if row.job is not None:
@@ -149,14 +145,13 @@ def job_rows(last: Round, actions: Iterable[ActionRow]) -> tuple[JobRow, ...]:
 
 
 def _agents(snapshot: ClusterSnapshot) -> tuple[Agent, ...]:
-    """Return the agents that are alive and those that should be: a host without further lanes needs none."""
+    """Return the agents that are alive or required; a host without further lanes requires none."""
     lanes = {node.host for node in snapshot.nodes if node.lane}
     hosts = [host for host in snapshot.hosts if host.agent_alive or host.name in lanes]
-    return tuple(_agent(host) for host in sorted(hosts, key=lambda host: host.name))
-
-
-def _agent(host: Host) -> Agent:
-    return Agent(host.name, host.agent_alive, host.agent_version, host.memory_mb, host.memory_free_mb)
+    return tuple(
+        Agent(host.name, host.agent_alive, host.agent_version, host.memory_mb, host.memory_free_mb)
+        for host in sorted(hosts, key=lambda host: host.name)
+    )
 
 
 def _gpu_row(gpu: Gpu, jobs: Sequence[Job]) -> GpuRow:
@@ -170,14 +165,14 @@ def _vtime(lease: Lease | None) -> float:
 
 
 def _shares(jobs: Sequence[Job]) -> dict[JobKey, float]:
-    """Return each job's part of the virtual time of the jobs that it shares a GPU with, itself included."""
+    """Return each job's fraction of the virtual time of all jobs on its GPUs."""
     leases = {job.key: job.lease for job in jobs if job.lease}
-    found = {}
+    shares = {}
     for key, lease in leases.items():
         rivals = [other.vtime_s for other in leases.values() if set(other.gpus) & set(lease.gpus)]
         if sum(rivals) > 0:
-            found[key] = lease.vtime_s / sum(rivals)
-    return found
+            shares[key] = lease.vtime_s / sum(rivals)
+    return shares
 
 
 def _job_row(job: Job, lanes: Mapping[str, int], share: float | None, action: ActionRow | None, reason: str) -> JobRow:
@@ -202,5 +197,5 @@ def _action_text(action: ActionRow | None) -> str:
 
 
 def _percentile(ordered: Sequence[float], part: float) -> float | None:
-    """Return the nearest-rank percentile of sorted values; None of none."""
+    """Return the nearest-rank percentile of sorted values, or None without values."""
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else None

@@ -1,4 +1,4 @@
-"""``cadenza why JOBID``: what was decided about a job and why, and what its switches measured."""
+"""``cadenza why JOBID``: the decisions about a job, their reasons and their measured effects."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import click
 import msgspec
 
 from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, open_store, store_option
-from cadenza.slurm_plugin.cli.jobs import effect_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from cadenza.policies.core.model import Job, Lease
+    from cadenza.slurm_plugin.service.accounting.effects import Effect
     from cadenza.slurm_plugin.service.store.reader import ActionRow, EventRow, SwitchRow, Why
 
 OUTCOMES = {None: "", "verified": "", "gone": ", the job had ended", "failed": ", without effect so far"}
@@ -23,44 +23,41 @@ OUTCOMES = {None: "", "verified": "", "gone": ", the job had ended", "failed": "
 
 @click.command("why")
 @click.argument("job_id", metavar="JOBID", type=click.IntRange(min=1))
-@click.option("--last", default=20, show_default=True, type=click.IntRange(min=1), help="Rows of each kind.")
+@click.option("--last", default=20, show_default=True, type=click.IntRange(min=1), help="Rows per section.")
 @json_option
 @store_option
 @config_option
 def command(*, job_id: int, last: int, as_json: bool, store: Path | None, config: Path | None) -> None:
-    """Tell what was decided about a job and why, and what its yields and resumes measured.
+    """Explain the decisions about a job, and show what its yields and resumes took.
 
-    Actions that were not carried out are listed with the rule that kept them in; in observe-only mode that
-    is what would have been done.
+    Actions that the guard kept in are listed with its rule; in observe-only mode these are the actions that apply
+    mode would take.
     """
     with open_store(store, config) as reader:
-        found = reader.why(job_id, last)
-    if not found.known:
-        raise click.ClickException(f"job {job_id}: nothing on record; Cadenza never saw it, or has forgotten it")
+        record = reader.why(job_id, last)
+    if not record.known:
+        raise click.ClickException(f"job {job_id}: nothing on record; Cadenza never saw it or has deleted its record")
     if as_json:
-        emit({**msgspec.to_builtins(found), "summary": summary(found)})
+        emit({**msgspec.to_builtins(record), "summary": summary(record)})
     else:
-        click.echo("\n".join(lines(found)))
+        click.echo("\n".join(lines(record)))
 
 
-def summary(found: Why) -> str:
-    """Return the last reason, as one sentence.
-
-    A reason is kept after the job has ended; then it is said so.
-    """
-    now = found.reason or (found.actions[0].reason if found.actions else "nothing was decided about it")
-    return now if found.job else f"no longer in Slurm; last: {now}"
+def summary(record: Why) -> str:
+    """Return the last reason as one sentence; it stays on record after the job has ended."""
+    reason = record.reason or (record.actions[0].reason if record.actions else "no decision so far")
+    return reason if record.job else f"no longer in Slurm; last: {reason}"
 
 
-def lines(found: Why) -> Iterator[str]:
-    """Yield everything as text, newest first."""
-    yield f"job {found.id}: {summary(found)}"
-    if found.job:
-        yield from _state(found.job)
-    yield from _section("decisions", [_action(row) for row in found.actions])
-    yield from _section("measured", [f"{_time(row.at_s)} {effect_text.sentence(row)}" for row in found.effects])
-    yield from _section("yields and resumes", [_switch(row) for row in found.switches])
-    yield from _section("reported by its hosts", [_event(row) for row in found.events])
+def lines(record: Why) -> Iterator[str]:
+    """Yield the whole record as text, newest first."""
+    yield f"job {record.id}: {summary(record)}"
+    if record.job:
+        yield from _state(record.job)
+    yield from _section("decisions", [_action(row) for row in record.actions])
+    yield from _section("measured", [f"{_time(row.at_s)} {effect_sentence(row)}" for row in record.effects])
+    yield from _section("yields and resumes", [_switch(row) for row in record.switches])
+    yield from _section("reported by its hosts", [_event(row) for row in record.events])
 
 
 def _state(job: Job) -> Iterator[str]:
@@ -70,7 +67,7 @@ def _state(job: Job) -> Iterator[str]:
         yield f"  lease {job.lease.state}, {job.lease.vtime_s:.1f} s of virtual time, {job.lease.step} steps"
         yield from _measured(job.lease)
         if job.lease.requeue_owner:
-            yield f"  {job.lease.requeue_owner} requeues it by itself: we do not"
+            yield f"  {job.lease.requeue_owner} requeues it by itself, so Cadenza does not"
         if job.lease.why_not_ready:
             yield f"  cannot be asked to yield: {job.lease.why_not_ready}"
     elif job.unmanageable:
@@ -79,7 +76,7 @@ def _state(job: Job) -> Iterator[str]:
 
 
 def _resources(job: Job) -> Iterator[str]:
-    """Yield what it has of CPUs and memory, why, and how far it is."""
+    """Yield the job's CPUs and memory, their reason, and its progress."""
     if job.profile_note:
         yield f"  {job.profile_note}"
     for share in job.placement:
@@ -90,7 +87,7 @@ def _resources(job: Job) -> Iterator[str]:
 
 
 def _measured(lease: Lease) -> Iterator[str]:
-    """Yield what was measured lately, as far as it is known."""
+    """Yield the available recent measurements."""
     use = lease.use
     if use is None:
         return
@@ -101,8 +98,8 @@ def _measured(lease: Lease) -> Iterator[str]:
         (use.cpu_percent, "CPU {:.0f} %"), (use.rss_mb, "{:.0f} MB resident"),
         (use.memory_low_mb, "{:.0f} MB at boundaries"), (use.memory_peak_mb, "{:.0f} MB at most"),
     )  # fmt: skip
-    if known := [text.format(value) for value, text in figures if value is not None]:
-        yield f"  measured: {', '.join(known)}"
+    if texts := [text.format(value) for value, text in figures if value is not None]:
+        yield f"  measured: {', '.join(texts)}"
 
 
 def _section(title: str, rows: list[str]) -> Iterator[str]:
@@ -133,3 +130,31 @@ def _event(row: EventRow) -> str:
 
 def _time(at_s: float) -> str:
     return datetime.fromtimestamp(at_s, UTC).astimezone().strftime("%F %T")
+
+
+def effect_sentence(effect: Effect) -> str:
+    """Return the change, the measurement and the verdict of one decision."""
+    change = effect.now if effect.kind == "pack" else f"from {effect.was or 'its former share'} to {effect.now}"
+    parts = (_iteration_times(effect), _gain(effect), _verdict(effect))
+    return f"{effect.kind} {change}: {', '.join(filter(None, parts))}"
+
+
+def _iteration_times(effect: Effect) -> str:
+    """Return the iteration times before and after."""
+    before, after = (f"{value:.3g} s" if value is not None else "?" for value in (effect.before_s, effect.after_s))
+    return "" if effect.before_s is None and effect.after_s is None else f"{before} an iteration before, {after} after"
+
+
+def _gain(effect: Effect) -> str:
+    """Return the ratio of throughput after to before, as measured and as promised."""
+    promised = f"promised {effect.predicted:.2f}x" if effect.predicted is not None else ""
+    if effect.gain is None:
+        return promised
+    of = " of turns" if effect.kind == "pack" else ""
+    return f"{effect.gain:.2f}x{of}" + (f" ({promised})" if promised else "")
+
+
+def _verdict(effect: Effect) -> str:
+    """Return the verdict with its reason."""
+    verdict = effect.verdict or "being measured"
+    return f"{verdict}: {effect.detail}" if effect.detail else verdict

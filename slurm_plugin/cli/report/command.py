@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cadenza.slurm_plugin.cli.common import config_option, console, emit, json_option, open_store, store_option
+from cadenza.slurm_plugin.cli.common import config_option, console, emit, json_option, moment, open_store, store_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -88,7 +88,6 @@ def _sharing(since: str, *, output: Path | None, title: str | None, as_json: boo
 def _brought(since: str, *, until: str | None, user: str | None, store: Path | None, config: Path | None) -> Brought:
     from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415
     from cadenza.slurm_plugin.cli.report.sharing import gather  # noqa: PLC0415
-    from cadenza.slurm_plugin.cli.when import moment  # noqa: PLC0415
 
     now_s = SystemClock().now()
     since_s = moment(since, now_s, "--since")

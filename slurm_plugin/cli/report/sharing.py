@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table as RichTable
 
 from cadenza.policies.core.errors import InputError
-from cadenza.slurm_plugin.cli.jobs import effect_text
-from cadenza.slurm_plugin.cli.when import local
+from cadenza.slurm_plugin.cli.common import local
+from cadenza.slurm_plugin.cli.jobs.why import effect_sentence
 from cadenza.slurm_plugin.report.sheet import Card, Cell, Column, Sheet, Table
 from cadenza.slurm_plugin.report.units import number
 from cadenza.slurm_plugin.service.accounting.sharing_report import Brought, KindRow, Record, Row, Sums, brought
@@ -144,7 +144,7 @@ def _kind_row(row: KindRow) -> tuple[Cell, ...]:
 
 
 def _undone_row(one: Effect) -> tuple[Cell, ...]:
-    return Cell(local(one.at_s), one.at_s), Cell(str(one.key), one.job), Cell(one.user), Cell(effect_text.sentence(one))
+    return Cell(local(one.at_s), one.at_s), Cell(str(one.key), one.job), Cell(one.user), Cell(effect_sentence(one))
 
 
 def _count(value: int) -> Cell:

@@ -1,30 +1,27 @@
-"""The checks of ``cadenza doctor``: pure functions from facts to findings."""
+"""Checks of ``cadenza doctor``: functions from facts to findings (pure)."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
+from cadenza.policies.core.model import Node
+from cadenza.slurm_plugin.cli.site.facts import Facts
 from cadenza.slurm_plugin.service.agents.curve_keys import AGENT_FOLDER, SHARED_AGENT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from cadenza.policies.core.model import Node
-    from cadenza.slurm_plugin.cli.site.facts import Facts
 
 Level: TypeAlias = Literal["OK", "WARN", "FAIL"]
 
-STALE_ROUNDS = 4
-STALE_LEAST_S = 30.0
+STALE_AFTER_ROUNDS = 4
+MIN_STALE_AFTER_S = 30.0
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One result: what was looked at, what was seen, and what to do."""
+    """One result: the subject, the observation and the advice."""
 
     level: Level
     about: str
@@ -33,17 +30,17 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def examine(facts: Facts) -> tuple[Finding, ...]:
-    """Return every finding, in the order in which one would repair things."""
+    """Return all findings in the order of their repair."""
     return tuple(finding for check in CHECKS for finding in check(facts))
 
 
 def failed(findings: Sequence[Finding]) -> bool:
-    """Whether anything keeps Cadenza from working."""
+    """Return True if a finding keeps Cadenza from working."""
     return any(finding.level == "FAIL" for finding in findings)
 
 
 def configuration(facts: Facts) -> Iterator[Finding]:
-    """Check the settings file, and whether it manages anything."""
+    """Check the settings file and its managed partitions."""
     if problem := facts.problems.get("settings"):
         yield Finding("FAIL", "configuration", problem, "see `cadenza check-config`")
         return
@@ -54,10 +51,10 @@ def configuration(facts: Facts) -> Iterator[Finding]:
 
 
 def keys(facts: Facts) -> Iterator[Finding]:
-    """Check that the service's key files are there, and secret where they must be."""
+    """Check that the service's key files exist and that secret ones are private."""
     for key in facts.keys:
         if key.mode is None:
-            yield Finding("FAIL", "keys", f"{key.path} is missing or out of reach", "write it: cadenza keygen")
+            yield Finding("FAIL", "keys", f"{key.path} is missing or not accessible", "create it: cadenza keygen")
         elif key.secret and key.mode & 0o077:
             yield Finding("FAIL", "keys", f"{key.path} has mode {key.mode:o}", f"chmod 600 {key.path}")
         else:
@@ -65,7 +62,7 @@ def keys(facts: Facts) -> Iterator[Finding]:
 
 
 def versions(facts: Facts) -> Iterator[Finding]:
-    """Check that Slurm, pyslurm and the plugin belong to the same release."""
+    """Check that Slurm, pyslurm and the plugin have the same release."""
     if facts.slurm is None:
         yield Finding("FAIL", "Slurm", facts.problems.get("slurm", ""), "is slurmctld up? `scontrol ping`")
         return
@@ -74,28 +71,28 @@ def versions(facts: Facts) -> Iterator[Finding]:
     yield Finding("OK", "Slurm", text)
     yield _same("pyslurm", _release(facts.pyslurm or ""), slurm, facts, "build it for this Slurm")
     plugin = _same("plugin", facts.plugin, slurm, facts, "make -C slurm_plugin/spank install")
-    # Without it the flag is missing; jobs that opt in by their comment still work.
+    # Only a warning: without the plugin the flag is missing, but jobs can opt in by their comment.
     yield plugin if plugin.level == "OK" else msgspec.structs.replace(plugin, level="WARN")
 
 
 def _same(
-    part: str, found: tuple[int, ...] | None, slurm: tuple[int, ...] | None, facts: Facts, advice: str
+    part: str, release: tuple[int, ...] | None, slurm: tuple[int, ...] | None, facts: Facts, advice: str
 ) -> Finding:
-    if not found:
+    if not release:
         return Finding("FAIL", part, facts.problems.get(part, "not found"), f"{advice}; see docs/install.md")
-    name = ".".join(f"{number:02d}" for number in found)
-    if found != slurm:
-        return Finding("FAIL", part, f"for Slurm {name}, which is not the one that runs", advice)
+    name = ".".join(f"{number:02d}" for number in release)
+    if release != slurm:
+        return Finding("FAIL", part, f"for Slurm {name}, but another release is running", advice)
     return Finding("OK", part, f"for Slurm {name}")
 
 
 def _release(text: str) -> tuple[int, int] | None:
-    found = re.match(r"(\d+)\.(\d+)", text)
-    return (int(found[1]), int(found[2])) if found else None
+    match = re.match(r"(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def slurm_settings(facts: Facts) -> Iterator[Finding]:
-    """Check what slurm.conf must say, and what it had better say."""
+    """Check the required and the recommended settings of slurm.conf."""
     for level, key, good, seen, advice in RULES if facts.slurm is not None else ():
         value = (facts.slurm or {}).get(key, "")
         if re.search(good, value):
@@ -126,7 +123,7 @@ RULES: tuple[tuple[Level, str, str, str, str], ...] = (
     ),
     (
         "WARN", "SchedulerParameters", r"(batch_sched_delay|sched_interval)=[01]\b",
-        "a job that moves waits up to three seconds more to be started",
+        "a moving job starts up to three seconds later",
         "SchedulerParameters=batch_sched_delay=0",
     ),
     (
@@ -134,12 +131,12 @@ RULES: tuple[tuple[Level, str, str, str, str], ...] = (
         "a job resumed within 2 s of its suspend is stopped late",
         "PreemptParameters=suspend_grace_time=0",
     ),
-    ("WARN", "JobRequeue", r"^1$", "jobs cannot give their place back", "JobRequeue=1"),
+    ("WARN", "JobRequeue", r"^1$", "jobs cannot be requeued", "JobRequeue=1"),
 )  # fmt: skip
 
 
 def lanes(facts: Facts) -> Iterator[Finding]:
-    """Check that further lanes mirror lane 0, and that their hosts are in managed partitions only."""
+    """Check that further lanes match lane 0 and that their hosts are in managed partitions only."""
     if facts.cluster is None:
         yield Finding("FAIL", "cluster", facts.problems.get("cluster", "not read, see pyslurm"))
         return
@@ -180,64 +177,59 @@ def partitions(facts: Facts) -> Iterator[Finding]:
 
 
 def profiles(facts: Facts) -> Iterator[Finding]:
-    """Check the profiles of jobs, each of which may be used or says why not."""
+    """Check the profiles of jobs; each one that cannot be used has a reason."""
     for problem in facts.profile_problems:
-        yield Finding("WARN", "profiles", problem, "correct it or take it away; its jobs have their proportional share")
+        yield Finding("WARN", "profiles", problem, "correct or remove it; its jobs get their proportional share")
     if facts.profiles:
         yield Finding("OK", "profiles", f"{facts.profiles} in {facts.settings.profiles.directory}")
 
 
 def service(facts: Facts) -> Iterator[Finding]:
-    """Check that the service makes rounds."""
+    """Check that the service completes rounds."""
     if facts.recorded is None:
         problem = facts.problems.get("recorded", "no round is on record")
         yield Finding("FAIL", "service", problem, "start cadenzad on this machine")
         return
     age = facts.now_s - facts.recorded.time_s
-    late = age > max(STALE_ROUNDS * facts.settings.service.poll_s, STALE_LEAST_S)
+    late = age > max(STALE_AFTER_ROUNDS * facts.settings.service.poll_s, MIN_STALE_AFTER_S)
     text = f"last round {age:.0f} s ago"
     yield Finding("FAIL", "service", text, "is cadenzad up?") if late else Finding("OK", "service", text)
 
 
 def agents(facts: Facts) -> Iterator[Finding]:
-    """Check that every managed host has an agent, of this version, and memory for its lanes."""
+    """Check that every managed host has an agent of this version and enough memory for its lanes."""
     if facts.recorded is None:
         return
     managed = facts.settings.guard.partitions
     nodes = [node for node in facts.recorded.nodes if node.gpus and managed & set(node.partitions)]
-    booked = _memory_by_host(nodes)
-    found = {host.name: host for host in facts.recorded.hosts}
-    for name in sorted(booked):
-        host = found.get(name)
+    lane_memory: defaultdict[str, int] = defaultdict(int)
+    for node in nodes:
+        lane_memory[node.host] += node.memory_mb
+    hosts = {host.name: host for host in facts.recorded.hosts}
+    for name in sorted(lane_memory):
+        host = hosts.get(name)
         if host is None or not host.agent_alive:
-            yield Finding("FAIL", f"agent on {name}", "it does not report", _why_silent(name, facts))
+            yield Finding("FAIL", f"agent on {name}", "it does not report", _missing_agent_advice(name, facts))
             continue
         for lack in host.lacks:
             yield Finding("WARN", f"agent on {name}", lack, "see docs/sidecar.md and docs/tuning.md, or switch it off")
         if host.agent_version != facts.cadenza:
             text = f"version {host.agent_version}, the service's is {facts.cadenza}"
             yield Finding("WARN", f"agent on {name}", text, "install the same version")
-        elif 0 < host.memory_mb < booked[name]:
-            text = f"its lanes count {booked[name]} MB, the host has {host.memory_mb}"
+        elif 0 < host.memory_mb < lane_memory[name]:
+            text = f"its lanes count {lane_memory[name]} MB, the host has {host.memory_mb}"
             yield Finding("WARN", f"memory of {name}", text, "lower RealMemory of its lanes")
         else:
             yield Finding("OK", f"agent on {name}", f"version {host.agent_version}")
 
 
-def _why_silent(name: str, facts: Facts) -> str:
-    """Return what to do about a host whose agent does not report."""
-    known = [PurePath(key.path) for key in facts.keys if not key.secret]
-    if all(path.name != SHARED_AGENT and path.stem != name for path in known):
+def _missing_agent_advice(name: str, facts: Facts) -> str:
+    """Return the advice for a host whose agent does not report."""
+    agent_keys = [PurePath(key.path) for key in facts.keys if not key.secret]
+    if all(path.name != SHARED_AGENT and path.stem != name for path in agent_keys):
         return f"no key here is {name}'s: copy its agent.key to {AGENT_FOLDER}/{name}.key"
     keys = "its [agent] keys must have agent.key_secret and this service.key"
     return f"start cadenza-agent on {name}; its [agent] service must name this machine, and {keys}"
-
-
-def _memory_by_host(nodes: Sequence[Node]) -> Mapping[str, int]:
-    booked: defaultdict[str, int] = defaultdict(int)
-    for node in nodes:
-        booked[node.host] += node.memory_mb
-    return booked
 
 
 CHECKS = (configuration, keys, versions, slurm_settings, lanes, partitions, profiles, service, agents)

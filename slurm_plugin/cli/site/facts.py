@@ -1,15 +1,17 @@
-"""What ``cadenza doctor`` looks at, gathered on this machine; what is missing is a fact, not an error."""
+"""Facts for ``cadenza doctor``, gathered on this machine; a missing part is a fact, not an error."""
 
 from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 
+from cadenza.policies.core.model import ClusterSnapshot
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
 from cadenza.slurm_plugin.gateway.errors import GatewayError
@@ -21,18 +23,13 @@ from cadenza.slurm_plugin.service.profiles.library import Library, Shelf
 from cadenza.slurm_plugin.service.settings import Settings, load_settings
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cadenza.policies.core.model import ClusterSnapshot
-
 T = TypeVar("T")
 
 PLUGIN = "cadenza.so"
 
 
 class KeyFile(msgspec.Struct, frozen=True):
-    """One key file; ``mode`` is None when it is not there, or may not be looked at."""
+    """One key file; ``mode`` is None if the file is missing or not accessible."""
 
     path: str
     secret: bool
@@ -40,7 +37,7 @@ class KeyFile(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """Everything the checks may depend on; ``problems`` says why a part is None, by the part's name."""
+    """Input of all checks; ``problems`` has the error of each part that is None, by the part's name."""
 
     settings: Settings
     cadenza: str
@@ -49,24 +46,24 @@ class Facts(msgspec.Struct, frozen=True):
     slurm: dict[str, str] | None = None
     pyslurm: str | None = None
     cluster: ClusterSnapshot | None = None
-    """As Slurm itself answers now: without leases and agents."""
+    """Slurm's current answer, without leases and agents."""
     recorded: ClusterSnapshot | None = None
     """The service's last round."""
     plugin: tuple[int, int] | None = None
-    """The Slurm version that cadenza.so was built for."""
+    """Slurm version that cadenza.so was built for."""
     problems: dict[str, str] = {}
     profiles: int = 0
-    """How many profiles jobs may have."""
+    """Number of usable profiles."""
     profile_problems: tuple[str, ...] = ()
 
 
 def gather(config: Path | None) -> Facts:
-    """Look at everything once. A wrong configuration file counts as the defaults, and as a problem."""
+    """Read every part once; a wrong configuration file is a problem, and the defaults replace it."""
     problems: dict[str, str] = {}
 
-    def attempt(part: str, look: Callable[[], T]) -> T | None:
+    def attempt(part: str, read: Callable[[], T]) -> T | None:
         try:
-            return look()
+            return read()
         except (GatewayError, ServiceError, ConfigError, OSError, ValueError) as error:
             problems[part] = str(error)
             return None
@@ -115,7 +112,7 @@ def _mode(path: Path) -> int | None:
 def built_for(slurm: dict[str, str]) -> tuple[int, int]:
     """Return the Slurm version in the plugin's ``plugin_version``, which Slurm itself compares.
 
-    Raise OSError when the plugin is not in Slurm's plugin directory or cannot be read.
+    Raise OSError if the plugin is not in Slurm's plugin directory or cannot be read.
     """
     folders = [Path(name) for name in re.split(r"[:,]", slurm.get("PluginDir", "")) if name]
     path = next((folder / PLUGIN for folder in folders if (folder / PLUGIN).exists()), None)

@@ -1,26 +1,124 @@
-"""``cadenza sweep run|resume|status|best|stop``: many configurations as one multi-job."""
+"""``cadenza sweep``: search over configurations as one multi-job."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import click
 
-from cadenza.slurm_plugin.cli.lazy import LazyGroup
+from cadenza.slurm_plugin.cli.common import console, emit, json_option
 
-COMMANDS = {
-    "run": ("sweep.sweep_run", "Submit configurations, watch them, stop the losers."),
-    "resume": ("sweep.sweep_resume", "Go on with a sweep whose controller has ended."),
-    "status": ("sweep.sweep_status", "Show every configuration and what it reported."),
-    "best": ("sweep.sweep_best", "Print the best configuration so far."),
-    "stop": ("sweep.sweep_stop", "Cancel all jobs of a sweep."),
-}
+STOP_KEYS = ("rule", "first", "least", "reduction", "steps")
+"""Options that are keys of the table [stop]."""
+DIRECTORY = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 
 
-class SweepGroup(LazyGroup):
-    """The commands around sweeps."""
-
-    table = COMMANDS
-
-
-@click.group("sweep", cls=SweepGroup)
+@click.group("sweep")
 def command() -> None:
-    """Search over configurations: early feedback for all, losers stopped by a rule, the best favoured."""
+    """Search over configurations: early feedback from all, weak ones stopped by a rule, the best preferred."""
+
+
+@command.command("run")
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@click.argument("words", metavar="-- SBATCH-OPTION… SCRIPT [ARGUMENT…]", nargs=-1, type=click.UNPROCESSED)
+@click.option("--dir", "directory", type=click.Path(path_type=Path), help="The sweep's directory [sweeps/NAME].")
+@click.option("--name", help="Name of the sweep [the file's].")
+@click.option("--goal", type=click.Choice(["max", "min"]), help="Prefer large or small values [max].")
+@click.option("--target", type=float, help="Stop all others once a configuration reaches this value.")
+@click.option("--finish/--no-finish", default=None, help="Let the one that reached the target run to its end [finish].")
+@click.option("--rule", help="none, median, asha, curve or MODULE:FUNCTION [asha].")
+@click.option("--first", type=int, help="First step at which a configuration may be stopped; asha's first rung [1].")
+@click.option("--least", type=int, help="Least number of configurations to compare one with [4].")
+@click.option("--reduction", type=float, help="asha: the best 1/N of a rung continue [3].")
+@click.option("--steps", type=int, help="curve: the last step of a full run.")
+@click.option("--top", type=int, help="Number of best configurations to prefer; 0: none [0].")
+@click.option("--at-once", type=int, help="Jobs in Slurm at a time; 0: all [0].")
+@click.option("--share/--no-share", default=None, help="Let the jobs share GPUs [share].")
+@click.option("--poll-s", type=float, help="Seconds between reads of the results [1].")
+@click.option("--slurm-s", type=float, help="Seconds between reads of Slurm's queue [10].")
+@json_option
+def run(*, file: Path, words: tuple[str, ...], directory: Path | None, as_json: bool, **options: Any) -> None:
+    """Submit a job for each configuration of FILE, and stop the weak ones.
+
+    FILE is sweep.toml, a .csv with the names in its first line, or a .jsonl with one object per line. Each job is
+    `sbatch` with the words after --, in which {lr} becomes the value of lr; if no word has such a placeholder,
+    `--lr VALUE` is added for each value. The script reports results by cadenza.sidecar.client.report(value, step).
+    Ctrl-C ends this command and no job; `cadenza sweep resume` continues.
+    """
+    from cadenza.slurm_plugin.cli.sweep.display import control  # noqa: PLC0415 (slow, like all below)
+    from cadenza.slurm_plugin.sweep.configs import read_request  # noqa: PLC0415
+    from cadenza.slurm_plugin.sweep.controller import Sweep  # noqa: PLC0415
+    from cadenza.slurm_plugin.sweep.study_plan import plan_of  # noqa: PLC0415
+
+    request = read_request(file)
+    given = {key: value for key, value in options.items() if value is not None}
+    stop = {key: given.pop(key) for key in STOP_KEYS if key in given}
+    plan = plan_of({**request.plan, **given}, stop, str(file))
+    place = directory or Path("sweeps") / plan.name
+    with Sweep.create(place, plan, words, request.configs, study=request.study) as sweep:
+        control(sweep, as_json=as_json)
+
+
+@command.command("resume")
+@DIRECTORY
+@json_option
+def resume(*, directory: Path, as_json: bool) -> None:
+    """Continue a sweep whose controller has ended; its jobs kept running."""
+    from cadenza.slurm_plugin.cli.sweep.display import control  # noqa: PLC0415
+    from cadenza.slurm_plugin.sweep.controller import Sweep  # noqa: PLC0415
+
+    with Sweep(directory) as sweep:
+        control(sweep, as_json=as_json)
+
+
+@command.command("status")
+@DIRECTORY
+@json_option
+def status(*, directory: Path, as_json: bool) -> None:
+    """Show every configuration and its results, the best first.
+
+    Job states are the last ones that the sweep's controller read from Slurm.
+    """
+    from cadenza.slurm_plugin.cli.sweep.display import plain, summary, table  # noqa: PLC0415
+    from cadenza.slurm_plugin.sweep.controller import load  # noqa: PLC0415
+
+    head, state = load(directory)
+    if as_json:
+        emit({**summary(head, state), "trials": [plain(trial, head) for trial in state.trials.values()]})
+    else:
+        console().print(table(head, state, rows=len(state.trials)))
+
+
+@command.command("best")
+@DIRECTORY
+@json_option
+def best(*, directory: Path, as_json: bool) -> None:
+    """Print the best configuration so far; the exit code is 1 if no configuration has reported a value."""
+    from cadenza.slurm_plugin.cli.sweep.display import plain  # noqa: PLC0415
+    from cadenza.slurm_plugin.sweep.controller import best_of, load  # noqa: PLC0415
+
+    head, state = load(directory)
+    winner = best_of(state.trials.values(), head.plan)
+    if winner is None:
+        raise click.ClickException("no configuration has reported a value yet")
+    if as_json:
+        emit(plain(winner, head))
+    else:
+        values = " ".join(f"{name}={value}" for name, value in winner.config.items())
+        click.echo(f"configuration {winner.number} (job {winner.job}): {winner.best(head.plan.goal):g} with {values}")
+
+
+@command.command("stop")
+@DIRECTORY
+def stop(*, directory: Path) -> None:
+    """Cancel all jobs of a sweep and wait for their end.
+
+    End its controller first (Ctrl-C), because only one process at a time may control a sweep.
+    """
+    from cadenza.slurm_plugin.sweep.controller import Sweep  # noqa: PLC0415
+
+    with Sweep(directory) as sweep:
+        sweep.stop()
+        ended = sum(1 for _ in sweep.finished())
+        click.echo(f"{sweep.head.id}: {ended} jobs ended" if ended else f"{sweep.head.id}: no job was left")

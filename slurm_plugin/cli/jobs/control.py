@@ -1,0 +1,153 @@
+"""``cadenza move``, ``release`` and ``run``: commands that start or change a job."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from cadenza.slurm_plugin.cli.common import config_option, emit, json_option
+
+if TYPE_CHECKING:
+    from cadenza.policies.core.actions import Action, Outcome
+    from cadenza.slurm_plugin.service.settings import Settings
+
+MOVE_REASON = "requested by hand"
+RELEASE_REASON = "released by hand"
+
+
+# --- move ----------------------------------------------------------------------------------------------------
+
+
+@click.command("move")
+@click.argument("job_id", metavar="JOBID", type=click.IntRange(min=1))
+@click.option("--to", "nodes", required=True, metavar="NODE[,NODE…]", help="Slurm's names of the target nodes.")
+@click.option("--gpus", type=click.IntRange(min=1), help="Resize: GPUs over all nodes, within the job's min and max.")
+@json_option
+@config_option
+def move(*, job_id: int, nodes: str, gpus: int | None, as_json: bool, config: Path | None) -> None:
+    """Ask the service to move a running job to other nodes, or to resize it.
+
+    The job saves a checkpoint, is requeued and held, changed and released, and restores its state. The guard checks
+    this move like any other action; `cadenza why JOBID` shows its progress.
+    """
+    from cadenza.slurm_plugin.service.move_requests import wish, write  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.store.reader import StoreReader  # noqa: PLC0415
+
+    store = Path(load_settings(config).service.store)
+    with StoreReader(store) as reader:
+        last = reader.round()
+    if last is None:
+        raise click.ClickException("no round is on record yet: is cadenzad running?")
+    request = wish(last.snapshot, job_id, tuple(filter(None, nodes.split(","))), gpus, MOVE_REASON)
+    write(store, request)
+    if as_json:
+        emit(request)
+    else:
+        click.echo(f"job {request.job}: will move to {','.join(request.nodes)}; see `cadenza why {job_id}`")
+
+
+# --- release -------------------------------------------------------------------------------------------------
+
+
+@click.command("release")
+@click.argument("job_id", metavar="[JOBID]", type=click.IntRange(min=1), required=False)
+@click.option("--all", "everything", is_flag=True, help="Release all jobs and pause a service in apply mode.")
+@json_option
+@config_option
+def release(*, job_id: int | None, everything: bool, as_json: bool, config: Path | None) -> None:
+    """Undo Cadenza's holds and suspends in Slurm, bypassing the guard.
+
+    Holds and suspends by users or admins stay. It is safe to run this twice. With --all, a running service in apply
+    mode is paused first by its kill switch, because it would repeat these actions; the agents then also give back
+    the CPUs and memory that jobs were tuned to. Remove the kill switch to let the service continue. A single
+    released job may be suspended again at its next turn.
+    """
+    if everything == (job_id is not None):
+        raise click.UsageError("name one job or give --all")
+    from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
+
+    # 1. Stop the service from repeating what is about to be undone.
+    settings = load_settings(config)
+    switch = Path(settings.guard.kill_switch)
+    paused = everything and _pause(settings, switch)
+    # 2. Undo.
+    outcomes = _release(settings, job_id)
+    # 3. Report each action, and what a running service does from now on.
+    if as_json:
+        rows = [(type(action).__name__, *map(msgspec.to_builtins, (action, outcome))) for action, outcome in outcomes]
+        emit([{"action": name, **action, **outcome} for name, action, outcome in rows])
+    else:
+        for action, outcome in outcomes:
+            result = "done" if outcome.ok else f"failed: {outcome.error}"
+            click.echo(f"{type(action).__name__.lower()} job {_job_of(action)}: {result}")
+        if not outcomes:
+            click.echo("Cadenza holds and suspends no job")
+    if paused:
+        click.echo(
+            f"cadenzad is paused: {switch} keeps it from acting until you remove that file; at its next round, within "
+            f"{settings.service.poll_s:g} s, jobs give back the CPUs and memory that they were tuned to",
+            err=True,
+        )
+    elif settings.applies and not switch.exists():
+        click.echo(f"a running cadenzad continues to share GPUs; `touch {switch}` stops all its actions", err=True)
+    if not all(outcome.ok for _, outcome in outcomes):
+        raise SystemExit(1)
+
+
+def _pause(settings: Settings, switch: Path) -> bool:
+    """Set the kill switch if a running service would repeat the undone actions; return True if it did."""
+    from cadenza.slurm_plugin.service.failover.lock import StoreLock  # noqa: PLC0415
+
+    if not settings.applies or switch.exists() or StoreLock(Path(settings.service.store)).owner() is None:
+        return False
+    try:
+        switch.touch()
+    except OSError as error:
+        raise click.ClickException(f"{switch}: {error.strerror}; stop cadenzad first, it would undo this") from None
+    return True
+
+
+def _release(settings: Settings, job_id: int | None) -> list[tuple[Action, Outcome]]:
+    """Undo the holds and suspends of one job or of all jobs; only the last round's memory says which are ours."""
+    from cadenza.policies.core.decision import Memory  # noqa: PLC0415
+    from cadenza.slurm_plugin.gateway.slurm_gateway import open_gateway  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.failover.release_round import release_plan  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.store.reader import StoreReader  # noqa: PLC0415
+
+    gateway = open_gateway(settings.service.gateway)
+    try:
+        snapshot = gateway.read()
+        with StoreReader(Path(settings.service.store)) as reader:
+            last = reader.round()
+        plan = release_plan(snapshot, last.memory if last else Memory(), RELEASE_REASON)
+        chosen = [action for action in plan if job_id in (None, _job_of(action))]
+        if job_id is not None and not chosen:
+            raise click.ClickException(f"job {job_id}: Cadenza neither holds nor suspends it")
+        return [(action, gateway.apply(action)) for action in chosen]
+    finally:
+        gateway.close()
+
+
+def _job_of(action: Action) -> int | None:
+    key = getattr(action, "job", None)
+    return None if key is None else int(key.id)
+
+
+# --- run -----------------------------------------------------------------------------------------------------
+
+
+@click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("words", metavar="-- COMMAND…", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(*, words: tuple[str, ...]) -> None:
+    """Run a training script unchanged, able to share its GPU: `cadenza run -- python train.py`.
+
+    The exit code is the script's own.
+    """
+    from cadenza.sidecar.client.bootstrap.run_script import main  # noqa: PLC0415
+
+    sys.exit(main(list(words)))

@@ -1,0 +1,247 @@
+"""``cadenza profile run`` and ``pair``: measure one command, or two that share a GPU."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from cadenza.slurm_plugin.cli.common import console, emit, json_option
+
+if TYPE_CHECKING:
+    from cadenza.profiler.measure.finished_points import State
+    from cadenza.profiler.measure.offline_run import Offline
+    from cadenza.profiler.measure.point import Point
+    from cadenza.profiler.profile_builder import Finding
+
+
+def end_on_sigterm() -> None:
+    """End this process on SIGTERM by an exception, so that everything it has started ends too."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
+# --- run -----------------------------------------------------------------------------------------------------
+
+
+class RunOptions(NamedTuple):
+    """Options of ``profile run`` as given."""
+
+    words: tuple[str, ...]
+    cpus: str
+    memory: str | None
+    dataset: Path | None
+    samples: int | None
+    steps_per_epoch: int | None
+    storage_mb_s: float | None
+    model: str | None
+    task: str
+    node: str | None
+    gpus: int | None
+    gpu: str | None
+    restart: bool
+    within: float
+    point_s: float
+    turns: int
+    out: Path
+    png: Path | None
+    resume: bool
+    as_json: bool
+
+
+@click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("words", metavar="-- COMMAND…", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option("--cpus", default="auto", show_default=True, metavar="LIST", help="CPUs to measure, such as 1,2,4.")
+@click.option("--memory", metavar="LIST", help="Cache sizes in GB to measure too, to check the computed ones.")
+@click.option("--dataset", type=click.Path(path_type=Path, exists=True), help="Files that the job reads.")
+@click.option("--samples", type=click.IntRange(1), help="Samples in the dataset.")
+@click.option("--steps-per-epoch", type=click.IntRange(1), help="Steps that read the dataset once.")
+@click.option("--storage-mb-s", type=click.FloatRange(0, min_open=True), help="Its storage's MB/s (default: measured).")
+@click.option("--model", metavar="NAME", help="Name of the profile (default: the script's).")
+@click.option("--task", default="", metavar="CLASS", help="Class of the model: image, language, speech ….")
+@click.option("--node", metavar="G:C:GB", help="Server whose proportional share has speed 1 (default: this machine).")
+@click.option("--gpus", type=click.IntRange(1), help="GPUs of the job here (default: the number of its ranks).")
+@click.option("--gpu", metavar="TYPE", help="GPU type (default: the one that NVML reports).")
+@click.option("--restart", is_flag=True, help="Start the command again for each point instead of changing it in place.")
+@click.option("--within", default=2.0, show_default=True, help="Wanted accuracy: half the 95 % interval, in per cent.")
+@click.option("--point-s", default=60.0, show_default=True, help="Most seconds per point.")
+@click.option("--turns", default=1, show_default=True, type=click.IntRange(1), help="Visits to each point.")
+@click.option("-o", "--out", default="profile.json", show_default=True, type=click.Path(path_type=Path))
+@click.option("--png", type=click.Path(path_type=Path), help="Draw the sensitivity too, as a PNG file.")
+@click.option("--resume", is_flag=True, help="Keep the finished points of an interrupted profile.")
+@json_option
+def run(**words: Any) -> None:
+    """Measure a training command: `cadenza profile run -- python train.py`.
+
+    Cadenza starts the command, measures it and ends it, so let it train long enough. The finished points and the
+    command's output (.log) are kept next to the profile.
+    """
+    from cadenza.profiler.plot import require  # noqa: PLC0415 (slow, like all below)
+
+    options = RunOptions(**words)
+    if options.png is not None:
+        require()
+    end_on_sigterm()
+    session = _session(options)
+    try:
+        state = session.run()
+        finding = _conclude(options, session, state)
+    finally:
+        session.close()
+    _write(options, finding, state)
+    _print(options, finding, state)
+
+
+def _session(options: RunOptions) -> Offline:
+    """Return the measurement that the options ask for; raise InputError for a wrong option."""
+    from cadenza.profiler.measure.environment import parse_list, parse_node  # noqa: PLC0415
+    from cadenza.profiler.measure.offline_run import Offline, Request  # noqa: PLC0415
+    from cadenza.profiler.measure.point import Rule  # noqa: PLC0415
+    from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415
+
+    def report_point(point: Point) -> None:
+        click.echo(
+            f"{point.cpus:g} CPUs: {point.iteration_s * 1000:.1f} ms a step ±{point.half_s / point.iteration_s:.1%}"
+            f" ({point.steps} steps, {point.spent_s:.0f} s)",
+            err=True,
+        )
+
+    node = parse_node(options.node) if options.node else None
+    request = Request(
+        words=options.words[1:] if options.words[0] == "--" else options.words,
+        out=options.out,
+        cpus=() if options.cpus == "auto" else parse_list(options.cpus, "--cpus"),
+        share=node.cpus / node.gpus if node else None,
+        gpus=options.gpus,
+        restart=options.restart,
+        resume=options.resume,
+        cache_gb=parse_list(options.memory, "--memory") if options.memory else (),
+        turns=options.turns,
+        rule=Rule(within=options.within / 100, most_s=options.point_s),
+    )
+    return Offline(request, SystemClock(), report_point)
+
+
+def _conclude(options: RunOptions, session: Offline, state: State) -> Finding:
+    """Return the profile that follows from the measured points."""
+    from cadenza.profiler.measure.environment import data_of, model_of, parse_node, this_node  # noqa: PLC0415
+    from cadenza.profiler.measure.gpu_use import kind  # noqa: PLC0415
+    from cadenza.profiler.profile_builder import Subject, conclude  # noqa: PLC0415
+    from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415
+
+    node = parse_node(options.node) if options.node else this_node(session.gpus)
+    dataset = options.dataset
+    if options.storage_mb_s is not None:
+        state.bandwidth["storage_mb_s"] = options.storage_mb_s
+    data = data_of(state, dataset, options.samples, options.steps_per_epoch, SystemClock()) if dataset else None
+    gpu = kind() if options.gpu is None else options.gpu
+    subject = Subject(options.model or model_of(options.words), session.gpus, node, gpu, options.task, data)
+    return conclude(state, session.grid, subject)
+
+
+def _write(options: RunOptions, finding: Finding, state: State) -> None:
+    """Write the profile and, with --png, its drawing."""
+    from cadenza.policies.inputs.profiles import check, write_profiles  # noqa: PLC0415
+    from cadenza.profiler.measure.finished_points import write  # noqa: PLC0415
+    from cadenza.profiler.plot import png  # noqa: PLC0415
+
+    check(finding.profile, str(options.out))
+    points = ", ".join(f"{cpus:g}" for cpus in sorted(finding.times))
+    note = f"measured on {state.host} at {points} CPUs for each GPU; {finding.law_text}"
+    write(options.out, write_profiles({finding.profile.model: finding.profile}, note=note).encode())
+    if options.png is not None:
+        write(options.png, png(finding))
+
+
+def _print(options: RunOptions, finding: Finding, state: State) -> None:
+    """Print the table, the lines for the batch script and the gain, or all of it as JSON."""
+    from cadenza.profiler.profile_builder import sbatch, words  # noqa: PLC0415
+    from cadenza.slurm_plugin.cli.profile.show import finding_table, report  # noqa: PLC0415
+
+    if options.as_json:
+        emit(report(finding, state, str(options.out)))
+        return
+    out = console()
+    out.print(finding_table(finding, state))
+    out.print(finding.law_text)
+    for gb, seconds in state.memory.items():
+        computed = finding.cached_s(float(gb))
+        expected = f", computed {computed * 1000:.1f} ms ({computed / seconds - 1:+.1%})" if computed else ""
+        out.print(f"{gb} GB of cache: measured {seconds * 1000:.1f} ms a step{expected}")
+    for note in finding.notes:
+        out.print(f"note: {note}")
+    out.print("\n" + "\n".join(sbatch(finding)) + "\n", markup=False)
+    out.print(words(finding))
+    click.echo(f"written: {options.out}" + (f", {options.png}" if options.png else ""))
+
+
+# --- pair ----------------------------------------------------------------------------------------------------
+
+
+@click.command("pair")
+@click.argument("first")
+@click.argument("second")
+@click.option("--models", metavar="A,B", help="Names of the two (default: those of their scripts).")
+@click.option("--within", default=2.0, show_default=True, help="Wanted accuracy: half the 95 % interval, in per cent.")
+@click.option("--point-s", default=60.0, show_default=True, help="Most seconds per measurement; there are four.")
+@click.option("-o", "--out", default="pairs.csv", show_default=True, type=click.Path(path_type=Path))
+@json_option
+def pair(*, first: str, second: str, models: str | None, out: Path, as_json: bool, **limits: Any) -> None:
+    """Measure two commands on the same GPU and CPUs: each alone, then both together.
+
+    Quote each command as one word. The result is added to the file as a row, which replaces an older row of the same
+    two models; `cadenza simulate --interference` reads the file.
+    """
+    from cadenza.profiler.measure.finished_points import write  # noqa: PLC0415
+    from cadenza.profiler.measure.pairs import Side, measure  # noqa: PLC0415
+    from cadenza.profiler.measure.point import Rule  # noqa: PLC0415
+    from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415 (slow, like all below)
+
+    both = [tuple(shlex.split(text)) for text in (first, second)]
+    sides = [Side(name, words) for name, words in zip(_names(models, both), both, strict=True)]
+    rule = Rule(within=limits["within"] / 100, most_s=limits["point_s"])
+    rows = _other_rows(out, sides[0].model, sides[1].model)
+    end_on_sigterm()
+    result = measure(sides, out.with_suffix(".log"), SystemClock(), rule)
+    write(out, "\n".join([*rows, result.row(), ""]).encode())
+    if as_json:
+        emit({**result._asdict(), "speeds": result.speeds, "gain": result.gain, "written": str(out)})
+        return
+    for name, speed, alone, both_s in zip(result[:2], result.speeds, result.alone_s, result.together_s, strict=True):
+        times = f"{alone * 1000:.1f} ms a step alone, {both_s * 1000:.1f} ms together"
+        click.echo(f"{name}: {times} ({speed:.0%} of its speed)")
+    verdict = "packing pays" if result.gain > 1 else "taking turns is better"
+    click.echo(f"together {result.gain:.2f}x the throughput of taking turns: {verdict}\nwritten: {out}")
+
+
+def _names(models: str | None, both: list[tuple[str, ...]]) -> list[str]:
+    """Return the two models' names; raise InputError unless there are two commands and two names."""
+    from cadenza.policies.core.errors import InputError  # noqa: PLC0415
+    from cadenza.profiler.measure.environment import model_of  # noqa: PLC0415
+
+    if not all(both):
+        raise InputError("each of the two commands must have at least one word")
+    names = models.split(",") if models else [model_of(words) for words in both]
+    if len(names) != 2 or not all(names):  # noqa: PLR2004
+        raise InputError(f"--models {models!r}: must be two names with a comma between them")
+    return names
+
+
+def _other_rows(out: Path, first: str, second: str) -> list[str]:
+    """Return the file's lines without those of this pair; raise InputError, before anything runs, for another file."""
+    from cadenza.policies.core.errors import InputError  # noqa: PLC0415
+    from cadenza.policies.inputs.interference import read_interference  # noqa: PLC0415
+    from cadenza.profiler.measure.pairs import COLUMNS  # noqa: PLC0415
+
+    try:
+        text = out.read_text(encoding="utf-8") if out.exists() else COLUMNS
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{out}: cannot be read: {error}") from None
+    read_interference(text, str(out))
+    lines = text.splitlines()
+    if lines[0] != COLUMNS:
+        raise InputError(f"{out}: its first line must be {COLUMNS}, in this order, to add rows")
+    return [line for line in lines if line.split(",")[:2] not in ([first, second], [second, first])]

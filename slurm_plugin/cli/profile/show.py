@@ -1,0 +1,233 @@
+"""``cadenza profile show``, ``compare`` and ``validate``: profiles and measurements as tables and JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from cadenza.slurm_plugin.cli.common import console, emit, json_option
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from cadenza.policies.core.profile import Profile
+    from cadenza.profiler.measure.finished_points import State
+    from cadenza.profiler.profile_builder import Finding
+
+FILES = click.argument("files", metavar="FILE…", nargs=-1, required=True, type=click.Path(path_type=Path))
+
+
+def loaded(path: Path) -> dict[str, Profile]:
+    """Return the profiles of a file by model; raise InputError with file and key."""
+    from cadenza.policies.core.errors import InputError  # noqa: PLC0415
+    from cadenza.policies.inputs.csv_table import decode  # noqa: PLC0415
+    from cadenza.policies.inputs.profiles import read_profiles  # noqa: PLC0415
+
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    return read_profiles(decode(data, str(path)), str(path))
+
+
+# --- show --------------------------------------------------------------------------------------------------
+
+
+@click.command("show")
+@FILES
+@json_option
+def show(*, files: tuple[Path, ...], as_json: bool) -> None:
+    """Show profiles: throughput over CPUs and memory for each GPU, relative to the proportional share."""
+    profiles = [(path, profile) for path in files for profile in loaded(path).values()]
+    if as_json:
+        emit([{"file": str(path), **plain(profile)} for path, profile in profiles])
+        return
+    for _, profile in profiles:
+        console().print(table(profile))
+
+
+def plain(profile: Profile) -> dict[str, Any]:
+    """Return a profile's values for JSON."""
+    return {
+        "model": profile.model,
+        "gpu": profile.gpu,
+        "iteration_s": profile.iteration_s,
+        "reference": profile.reference._asdict(),
+        "best": profile.best._asdict(),
+        "best_speed": profile.best_speed,
+        "cpus_per_gpu": profile.cpus_per_gpu,
+        "memory_gb_per_gpu": profile.memory_gb_per_gpu,
+        "throughput": profile.throughput,
+        "gpu_memory_gb": {"peak": profile.gpu_memory_peak_gb, "low": profile.gpu_memory_low_gb},
+        "gpu_utilization": profile.gpu_utilization,
+    }
+
+
+def table(profile: Profile) -> Table:
+    """Return a profile's throughput, one row per number of CPUs."""
+    from rich.table import Table  # noqa: PLC0415
+
+    share = profile.reference
+    title = f"{profile.model}{f' on {profile.gpu}' if profile.gpu else ''}: {profile.iteration_s * 1000:.4g} ms a step"
+    caption = (
+        f"1 = {share.cpus / share.gpus:g} CPUs and {share.memory_gb / share.gpus:.4g} GB for each GPU; "
+        f"best {profile.best_speed:.2f}x with {profile.best.cpus:g} CPUs and {profile.best.memory_gb:.4g} GB"
+    )
+    result = Table(title=title, title_justify="left", box=None, header_style="bold", caption=caption)
+    result.caption_justify = "left"
+    result.add_column("CPUs", justify="right")
+    for memory in profile.memory_gb_per_gpu:
+        result.add_column(f"{memory:.4g} GB", justify="right")
+    for cpus, row in zip(profile.cpus_per_gpu, profile.throughput, strict=True):
+        result.add_row(f"{cpus:g}", *(f"{value:.2f}" for value in row))
+    return result
+
+
+def finding_table(finding: Finding, state: State) -> Table:
+    """Return measured times and the times of the fitted law, one row per number of CPUs."""
+    from rich.table import Table  # noqa: PLC0415
+
+    result = Table(title=finding.profile.model, title_justify="left", box=None, header_style="bold")
+    for name in ("CPUs/GPU", "ms a step", "±", "law ms", "speed", "CPU-ms", "waits"):
+        result.add_column(name, justify="right")
+    points = {point.cpus / finding.subject.gpus: point for point in state.measured()}
+    unit = finding.time_s(finding.subject.share)
+    for cpus in finding.profile.cpus_per_gpu:
+        seconds = finding.time_s(cpus)
+        point = points.get(cpus)
+        measured = ("predicted", "", "") if point is None else (
+            f"{point.half_s / point.iteration_s:.1%}", f"{point.cpu_s * 1000:.1f}", f"{point.waited:.0%}"
+        )  # fmt: skip
+        law = f"{finding.law.time_s(cpus) * 1000:.1f}"
+        result.add_row(f"{cpus:g}", f"{seconds * 1000:.1f}", measured[0], law, f"{unit / seconds:.2f}x", *measured[1:])
+    return result
+
+
+def report(finding: Finding, state: State, out: str) -> dict[str, Any]:
+    """Return a measurement for JSON."""
+    from cadenza.profiler.profile_builder import best_cpus, best_memory_gb, gain, sbatch, words  # noqa: PLC0415
+
+    return {
+        "written": out,
+        "profile": plain(finding.profile),
+        "law": {**finding.law._asdict(), "error": finding.error},
+        "points": state.measured(),
+        "spent_s": state.spent_s,
+        "launches": state.launches,
+        "cache_gb": {
+            gb: {"measured_s": seconds, "computed_s": finding.cached_s(float(gb))}
+            for gb, seconds in state.memory.items()
+        },
+        "best": {"cpus": best_cpus(finding), "memory_gb": best_memory_gb(finding), "gain": gain(finding)},
+        "sbatch": sbatch(finding),
+        "words": words(finding),
+        "notes": finding.notes,
+    }
+
+
+# --- compare -----------------------------------------------------------------------------------------------
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One model in one file; ``times``: seconds per step by CPUs per GPU, with the largest memory."""
+
+    model: str
+    file: str
+    gpu: str
+    iteration_s: float
+    best_cpus: float
+    best_memory_gb: float
+    best_speed: float
+    times: dict[str, float]
+    relative: float
+    """Steps per second at the best demand, relative to the model's first file."""
+
+
+@click.command("compare")
+@FILES
+@json_option
+def compare(*, files: tuple[Path, ...], as_json: bool) -> None:
+    """Compare profiles: each model's best speed in each file, and its ratio to the first file."""
+    comparison = rows([(str(path), profile) for path in files for profile in loaded(path).values()])
+    if as_json:
+        emit(comparison)
+        return
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("MODEL", "FILE", "GPU", "ms a step at the share", "best with", "then", "against the first"):
+        table.add_column(name)
+    for row in comparison:
+        demand = f"{row.best_cpus:g} CPUs, {row.best_memory_gb:.4g} GB"
+        cells = (f"{row.iteration_s * 1000:.4g}", demand, f"{row.best_speed:.2f}x", f"{row.relative:.2f}x")
+        table.add_row(row.model, row.file, row.gpu or "any", *cells)
+    console().print(table)
+
+
+def rows(profiles: list[tuple[str, Profile]]) -> list[Row]:
+    """Return a row for each model and file, models in the order of their first appearance."""
+    order = list(dict.fromkeys(profile.model for _, profile in profiles))
+    result = []
+    for model in order:
+        mine = [(file, profile) for file, profile in profiles if profile.model == model]
+        first = mine[0][1]
+        result += [_row(file, profile, first) for file, profile in mine]
+    return result
+
+
+def _row(file: str, profile: Profile, first: Profile) -> Row:
+    steps_s = profile.best_speed / profile.iteration_s
+    return Row(
+        model=profile.model,
+        file=file,
+        gpu=profile.gpu,
+        iteration_s=profile.iteration_s,
+        best_cpus=profile.best.cpus,
+        best_memory_gb=profile.best.memory_gb,
+        best_speed=profile.best_speed,
+        times={
+            f"{cpus:g}": profile.iteration_s / row[-1]
+            for cpus, row in zip(profile.cpus_per_gpu, profile.throughput, strict=True)
+        },
+        relative=steps_s / (first.best_speed / first.iteration_s),
+    )
+
+
+# --- validate ----------------------------------------------------------------------------------------------
+
+
+@click.command("validate")
+@FILES
+@click.option("--gpu", default="", metavar="TYPE", help="GPU type that the profiles must cover.")
+@json_option
+def validate(*, files: tuple[Path, ...], gpu: str, as_json: bool) -> None:
+    """Check profiles: schema, values, throughput that never falls with more resources, and the GPU type.
+
+    The exit code is 2 if a profile cannot be used; the error names the file and the key.
+    """
+    errors = {str(path): _error(path, gpu) for path in files}
+    if as_json:
+        emit([{"file": file, "valid": error is None, "error": error or ""} for file, error in errors.items()])
+    else:
+        for file, error in errors.items():
+            click.echo(f"cadenza: {error}" if error else f"{file}: good", err=bool(error))
+    if any(errors.values()):
+        raise click.exceptions.Exit(2)
+
+
+def _error(path: Path, gpu: str) -> str | None:
+    """Return the error of a file that cannot be used, or None."""
+    from cadenza.policies.core.errors import InputError  # noqa: PLC0415
+    from cadenza.profiler.validation import require_usable  # noqa: PLC0415
+
+    try:
+        for profile in loaded(path).values():
+            require_usable(profile, str(path), gpu)
+            for sibling in profile.siblings.values():
+                require_usable(sibling, str(path))
+    except InputError as error:
+        return str(error)
+    return None

@@ -1,0 +1,146 @@
+"""``cadenza check-config`` and ``cadenza show-config``: the configuration files, checked and explained key by key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+import click
+import msgspec
+
+from cadenza.sidecar.config import DEFAULT_PATH
+from cadenza.slurm_plugin.cli.common import config_option, emit, json_option
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cadenza.slurm_plugin.service.settings import Settings
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One setting; ``origin`` is a file or ``default``."""
+
+    section: str
+    key: str
+    value: Any
+    origin: str
+    meaning: str
+
+
+@click.command("check-config")
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@json_option
+def check(*, file: Path | None, as_json: bool) -> None:
+    """Check FILE (default: /etc/cadenza/cadenza.toml) and the files in its conf.d directory.
+
+    An error names the file and the key, and the exit code is 2. Advice does not change the exit code.
+    """
+    from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
+
+    settings = load_settings(file or DEFAULT_PATH)
+    found = [*advice(settings), *policy_advice(settings)]
+    if as_json:
+        emit({"file": str(file or DEFAULT_PATH), "ok": True, "advice": found})
+        return
+    click.echo(f"{file or DEFAULT_PATH}: OK, mode {settings.service.mode}")
+    for line in found:
+        click.echo(f"  note: {line}")
+
+
+def policy_advice(settings: Settings) -> Iterator[str]:
+    """Yield problems of the profiles, and policy settings without effect."""
+    from cadenza.slurm_plugin.service.live_policy import allocates, sizes_pending  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.profiles.library import Shelf  # noqa: PLC0415
+
+    table, folder = settings.policy, settings.profiles.directory
+    shelf = Shelf(Path(folder) if folder else None)
+    shelf.refresh()
+    yield from (f"profile not used: {problem}" for problem in shelf.library.problems)
+    usable = sum(entry.profile is not None for entry in shelf.library.entries)
+    if sizes_pending(settings) and not usable:
+        yield f"[policy] allocate = {table.allocate!r} and [profiles] directory {folder!r} holds no profile"
+    if usable and not allocates(settings):
+        yield '[policy] allocate = "none": profiles are shown and change nothing'
+    if table.order != "fifo" and settings.service.admission == "native":
+        yield f"[policy] order = {table.order!r} orders placement in held admission only: Slurm starts the jobs"
+    if settings.gandiva != type(settings.gandiva)() and table.share != "gandiva":
+        yield f"[gandiva] has no effect with [policy] share = {table.share!r}"
+
+
+def advice(settings: Settings) -> Iterator[str]:
+    """Yield settings that are valid and probably not intended."""
+    if not settings.guard.partitions:
+        yield "[guard] partitions is empty: no partition is managed, so the service does nothing"
+    if not settings.agent.service:
+        yield "[agent] service is empty: agents take turns locally and the service does not see them"
+    if settings.guard.min_run_s > settings.sharing.slice_s:
+        yield "[guard] min_run_s exceeds [sharing] slice_s: turns last min_run_s"
+    if settings.guard.cool_down_s > settings.sharing.slice_s:
+        yield "[guard] cool_down_s exceeds [sharing] slice_s: it delays yields"
+    if settings.service.poll_s > settings.sharing.slice_s:
+        yield "[service] poll_s exceeds [sharing] slice_s: turns last poll_s"
+    if settings.service.admission == "held" and not settings.applies:
+        yield '[service] admission = "held" has no effect while mode = "observe"'
+    if Path(settings.guard.kill_switch).exists():
+        yield f"the kill switch {settings.guard.kill_switch} exists: the service takes no action"
+
+
+@click.command("show-config")
+@json_option
+@config_option
+def show(*, as_json: bool, config: Path | None) -> None:
+    """Print every setting with its value, its meaning and the file it comes from.
+
+    The output is a valid configuration file.
+    """
+    settings = list(rows(config))
+    if as_json:
+        emit(settings)
+    else:
+        click.echo("\n".join(lines(settings)))
+
+
+def rows(config: Path | None) -> Iterator[Row]:
+    """Yield all settings in the order of their tables; raise ConfigError when a file is wrong."""
+    from cadenza.sidecar.config import read  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.settings import Settings, load_settings  # noqa: PLC0415
+
+    settings = load_settings(config)
+    path = config or DEFAULT_PATH
+    origin = read(path)[1] if path.exists() else {}
+    for section in msgspec.structs.fields(Settings):
+        table = getattr(settings, section.name)
+        meanings = _meanings(type(table))
+        for field in msgspec.structs.fields(table):
+            value = msgspec.to_builtins(getattr(table, field.name), order="deterministic")
+            source = origin.get((section.name, field.name))
+            yield Row(section.name, field.name, value, str(source or "default"), meanings.get(field.name, ""))
+
+
+def lines(settings: list[Row]) -> Iterator[str]:
+    """Yield the settings as TOML, each under a comment."""
+    section = ""
+    for row in settings:
+        if row.section != section:
+            section = row.section
+            yield f"\n[{section}]" if row is not settings[0] else f"[{section}]"
+        yield f"# {row.meaning} ({row.origin})"
+        yield f"{row.key} = {toml(row.value)}"
+
+
+def toml(value: object) -> str:
+    """Return a value as TOML; JSON's text is TOML's for strings, numbers, booleans and lists of them.
+
+    >>> toml(["a"]), toml(True), toml(2.0)
+    ('["a"]', 'true', '2.0')
+    """
+    return msgspec.json.encode(value).decode()
+
+
+def _meanings(table: type) -> dict[str, str]:
+    """Return the description of each field, from the metadata of its annotation."""
+    meanings = {}
+    for name, hint in get_type_hints(table, include_extras=True).items():
+        texts = [part.description for part in get_args(hint) if isinstance(part, msgspec.Meta)]
+        meanings[name] = next(filter(None, texts), "")
+    return meanings
