@@ -6,18 +6,23 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from cadenza.policies.allocation.problem import Allocate, Case, Costs, Plan, Server
-from cadenza.policies.core.actions import Action, Migrate, Place, Requeue, Tune
+from cadenza.policies.core.actions import Action, Migrate, Place, Requeue, Resize, Tune, Unpack, Unsuspend
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Placement
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Placement, Share
 from cadenza.policies.ordering.backlog import Backlog
 from cadenza.policies.ordering.ranking import Order, Queue, Ranking
 from cadenza.policies.ordering.sort_keys import arrival
 from cadenza.policies.ordering.starvation import starving_first
-from cadenza.policies.registry import allocation, entry, ordering
+from cadenza.policies.registry import KEEP_REQUESTS, allocation, entry, ordering
+from cadenza.policies.relocation.executor import moving
+from cadenza.policies.request_sizing import as_sized, requests
 from cadenza.policies.round import Decide
 from cadenza.policies.sharing import pipeline as gandiva
 from cadenza.policies.sharing.placement.host_division import caches_mb
-from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
+from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings, held_for_us
+from cadenza.policies.sharing.turns.lanes import lane_actions
+from cadenza.policies.sharing.turns.slurm_sync import decide as timeslice
+from cadenza.policies.sharing.turns.slurm_sync import release_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,19 @@ class PolicySettings:
     )
     """For the sharings other than ``none``; its partitions are ``partitions``."""
     gandiva: GandivaSettings = field(default_factory=GandivaSettings)
+    size_pending: bool = False
+    """True if pending jobs ask Slurm for the CPUs and memory that their profiles say they can use."""
+    phased_moves: bool = False
+    """True if a Migrate or Resize only begins a move: checkpoint, requeue, place, restore, over several rounds.
+
+    False where the gateway carries out a whole move as one action."""
+    prefetch: bool = False
+    """True if the hosts of a move read the job's files before the job stops; without effect unless phased_moves."""
+
+    @property
+    def steered(self) -> SharingSettings:
+        """Return the settings of sharing with the partitions and fair shares of all policies."""
+        return replace(self.sharing, partitions=self.partitions, shares=self.shares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +71,48 @@ class Policy:
 
 
 def build(order: str, allocate: str, share: str = "none", settings: PolicySettings | None = None) -> Policy:
-    """Return the policy of these names; raise InputError for an unknown one."""
+    """Return the policy of these names, the same for the service and the simulator.
+
+    Raise InputError for an unknown name.
+    """
     rules = settings if settings is not None else PolicySettings()
-    first, second = entry("ordering", order), entry("allocation", allocate)
+    ordering_entry, allocation_entry = entry("ordering", order), entry("allocation", allocate)
     entry("sharing", share)
-    if share != "none":
+    sharing, allocates = rules.steered, allocate != KEEP_REQUESTS
+    turns = "" if share == "none" or sharing.turns == "fair" else f", turns by {sharing.turns}"
+    name = f"{order}/{allocate}" + ("" if share == "none" else f"/{share}{turns}")
+    runnable: Callable[[ClusterSnapshot, Memory], tuple[JobKey, ...]] | None = None
+    decide: Decide
+    if share == "none" and sharing.places and allocates:
+        steady = ordering_entry.steady
+        exclusive = _Exclusive(
+            ordering(order), allocation(allocate), rules, profiled=allocation_entry.profiled, steady=steady
+        )
+        runnable = exclusive.runnable if steady and allocation_entry.steady else None
+        decide = _exclusive(exclusive.decide, sharing) if sharing.floor else exclusive.decide
+    elif share == "none":
+        decide = _unshared(order, allocate, rules)
+    elif (order, allocate, share) == ("fifo", KEEP_REQUESTS, "timeslice"):
+        decide = lambda snapshot, memory: timeslice(snapshot, memory, sharing)  # noqa: E731
+    else:
+        if not allocates:
+            rules = replace(
+                rules, gandiva=replace(rules.gandiva, relieve=False), sharing=replace(rules.sharing, floor=True)
+            )
         decide = _shared(ordering(order), allocation(allocate), rules, alone=share == "timeslice")
-        turns = "" if rules.sharing.turns == "fair" else f", turns by {rules.sharing.turns}"
-        return Policy(f"{order}/{allocate}/{share}{turns}", decide)
-    exclusive = _Exclusive(ordering(order), allocation(allocate), rules, profiled=second.profiled, steady=first.steady)
-    steady = first.steady and second.steady
-    return Policy(f"{order}/{allocate}", exclusive.decide, exclusive.runnable if steady else None)
+        decide = decide if allocates else _as_asked(decide)
+    if share != "gandiva":
+        decide = _parted(decide)
+    if rules.size_pending and allocation_entry.profiled:
+        decide, runnable = _sized(decide, sharing), None
+    if rules.phased_moves:
+        decide, runnable = moving(decide, warm=rules.prefetch), None
+    return Policy(name, decide, None if sharing.floor else runnable)
 
 
 def _shared(order: Order, allocate: Allocate, rules: PolicySettings, *, alone: bool) -> Decide:
     """Return Gandiva's decide; with ``alone`` time slices and placement only."""
-    sharing = replace(rules.sharing, partitions=rules.partitions, shares=rules.shares)
+    sharing = rules.steered
     functions = rules.gandiva
     if alone:
         off = dict.fromkeys(("pack", "migrate", "defrag", "elastic", "relieve"), False)
@@ -266,3 +310,135 @@ def _reasons(snapshot: ClusterSnapshot, case: Case, plan: Plan) -> Mapping[JobKe
     reasons.update(dict.fromkeys(plan.placements, RUNS))
     reasons.update(plan.reasons)
     return reasons
+
+
+# --- What surrounds a policy ---------------------------------------------------------------------------
+
+
+def _as_asked(decide: Decide) -> Decide:
+    """Return a policy that leaves jobs with the CPUs and memory that they asked for."""
+
+    def decided(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
+        found = decide(snapshot, memory)
+        kept = (action for action in found.actions if not isinstance(action, Tune))
+        return replace(found, actions=tuple(_plain(action, snapshot) for action in kept))
+
+    return decided
+
+
+def _plain(action: Action, snapshot: ClusterSnapshot) -> Action:
+    """Return an action that changes where a job runs, without a change of its CPUs and memory, or of each GPU's."""
+    if isinstance(action, Place):
+        return replace(action, shares=())
+    if isinstance(action, Migrate):
+        return replace(action, shares=tuple(share._replace(cpus=0, memory_mb=0) for share in action.shares))
+    job = snapshot.job(action.job) if isinstance(action, Resize) else None
+    if isinstance(action, Resize) and job is not None and job.gpus:
+        return replace(action, shares=tuple(_as_much(job, share) for share in action.shares))
+    return action
+
+
+def _as_much(job: Job, share: Share) -> Share:
+    """Return a share with as many CPUs and as much memory for each GPU as a job has now."""
+    cpus, memory_mb = job.cpus * share.gpus // job.gpus, job.memory_mb * share.gpus // job.gpus
+    return share._replace(cpus=max(cpus, 1), memory_mb=max(memory_mb, 1))
+
+
+def _sized(decide: Decide, rules: SharingSettings) -> Decide:
+    """Return a policy that has pending jobs ask for what their profiles say; those that it places get it there."""
+
+    def decided(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
+        sizes = requests(snapshot, memory, rules)
+        found = decide(as_sized(snapshot, sizes), memory)
+        placed = {action.job for action in found.actions if isinstance(action, Place)}
+        wanted = [size for key, size in sizes.items() if key not in placed]
+        reasons = {**found.reasons}
+        for size in wanted:
+            reasons[size.job] = "; ".join(filter(None, (reasons.get(size.job, ""), size.reason)))
+        return replace(found, actions=(*wanted, *found.actions), reasons=reasons)
+
+    return decided
+
+
+def _parted(decide: Decide) -> Decide:
+    """Return a policy that does not pack, with packs of an earlier setting ended."""
+
+    def decided(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
+        found = decide(snapshot, memory)
+        done = {action.job for action in found.actions if isinstance(action, Unpack)}
+        left = (key for pack in memory.sharing.packs for key in pack[:-1] if key not in done)
+        parted = tuple(Unpack(key, "runs in turns again: packing is off") for key in left)
+        return replace(found, actions=(*parted, *found.actions)) if parted else found
+
+    return decided
+
+
+# --- One job a GPU -------------------------------------------------------------------------------------
+
+
+def _unshared(order: str, allocate: str, rules: PolicySettings) -> Decide:
+    """Return a policy under which Slurm starts every job, and what runs is tuned, or moved where that is no help."""
+    closed = replace(rules.steered, enforce=False)
+    functions = replace(rules.gandiva, pack=False, migrate=False, defrag=False, elastic=False)
+    relief = replace(rules, gandiva=functions)
+    allocates = allocate != KEEP_REQUESTS
+    tune = _shared(ordering(order), allocation(allocate), relief, alone=False) if allocates else None
+
+    def decided(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
+        undone = release_plan(snapshot, memory, "sharing is off")
+        found = tune(snapshot, memory) if tune is not None else Decision((), memory)
+        changes = (action for action in found.actions if isinstance(action, Tune | Migrate))
+        return replace(found, actions=(*undone, *lane_actions(snapshot, memory, closed), *changes))
+
+    return decided
+
+
+def _exclusive(decide: Decide, rules: SharingSettings) -> Decide:
+    """Return a policy that places every job on lane 0, by order and allocation, and requeues those it preempts."""
+    closed = replace(rules, enforce=False)
+
+    def decided(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
+        found = decide(_steerable(snapshot, memory, rules), memory)
+        resumed = (a for a in release_plan(snapshot, memory, "sharing is off") if isinstance(a, Unsuspend))
+        actions = (_enough(action, snapshot) for action in found.actions if not _is_so(action, snapshot))
+        return replace(found, actions=(*resumed, *lane_actions(snapshot, memory, closed), *actions))
+
+    return decided
+
+
+def _steerable(snapshot: ClusterSnapshot, memory: Memory, rules: SharingSettings) -> ClusterSnapshot:
+    """Return the snapshot in which only jobs that we may start and requeue count as managed."""
+    first = {node.host: node.name for node in snapshot.nodes if node.lane == 0}
+    lanes = {node.name: first.get(node.host, node.name) for node in snapshot.nodes if node.lane}
+    jobs = (_steered(job, memory, lanes) if rules.manages(job) else job for job in snapshot.jobs)
+    return replace(snapshot, jobs=tuple(jobs))
+
+
+def _steered(job: Job, memory: Memory, lanes: Mapping[str, str]) -> Job:
+    if job.held and not held_for_us(job, memory):
+        return replace(job, unmanageable="its owner holds it")
+    if any(name in lanes for name in job.nodes):  # it goes on there until it ends, and its GPUs are those of lane 0
+        return replace(job, nodes=tuple(lanes.get(name, name) for name in job.nodes), unmanageable="on a further lane")
+    if job.nodes and not job.requeueable:
+        return replace(job, unmanageable="Slurm may not requeue it")
+    return job
+
+
+def _is_so(action: Action, snapshot: ClusterSnapshot) -> bool:
+    """Whether a job has been placed there already and Slurm only has to start it."""
+    job = snapshot.job(action.job) if isinstance(action, Place) else None
+    return job is not None and isinstance(action, Place) and not job.held and job.required_nodes == action.nodes
+
+
+def _enough(action: Action, snapshot: ClusterSnapshot) -> Action:
+    """Return a placement with no less memory than its job asked for, nor CPUs where nobody knows what they bring."""
+    job = snapshot.job(action.job) if isinstance(action, Place | Migrate) else None
+    if job is None or not isinstance(action, Place | Migrate) or not action.shares:
+        return action
+    parts = len(action.shares)
+    cpus = 0 if job.profile is not None else -(-job.cpus // parts)
+    shares: Placement = tuple(
+        share._replace(cpus=max(share.cpus, cpus), memory_mb=max(share.memory_mb, -(-job.memory_mb // parts)))
+        for share in action.shares
+    )
+    return replace(action, shares=shares)

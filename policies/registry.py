@@ -31,6 +31,8 @@ class Entry:
     """Allocations: whether jobs past the runnable ones may run on what is left."""
 
 
+KEEP_REQUESTS = "none"
+"""Allocation without a function of its own: it counts GPUs like ``proportional``, and every job keeps its request."""
 SYNERGY = "Synergy, OSDI'22"
 CODE = "Synergy's published simulator"
 
@@ -64,7 +66,14 @@ ENTRIES: tuple[Entry, ...] = (
         backfills=True,
     ),
     Entry("tetris-coded", "allocation", "least work first, then greedy", CODE, backfills=True),
-    Entry("cadenza", "allocation", "whole profile matrix, placement chosen for it, sticky (the default)", "Cadenza"),
+    Entry("cadenza", "allocation", "whole profile matrix, placement chosen for it, sticky", "Cadenza"),
+    Entry(
+        KEEP_REQUESTS,
+        "allocation",
+        "jobs keep the CPUs and memory that they asked for (the default)",
+        "Slurm",
+        profiled=False,
+    ),
     Entry("none", "sharing", "each GPU has one job until it ends or is preempted", "Slurm"),
     Entry("timeslice", "sharing", "jobs take turns on GPUs at mini-batch boundaries", "Gandiva, OSDI'18 §3"),
     Entry(
@@ -96,14 +105,18 @@ def ordering(name: str) -> Order:
 def allocation(name: str) -> Allocate:
     """Return an allocation's function; raise InputError for an unknown name."""
     entry("allocation", name)
-    return cast("Allocate", _function("allocation", name))
+    return cast("Allocate", _function("allocation", _implementation(name)))
 
 
 def warm(name: str) -> None:
     """Let an allocation compile what it will need, so that its first decision is not the one that waits for that."""
-    get_ready = getattr(_module("allocation", name), "warm", None)
+    get_ready = getattr(_module("allocation", _implementation(name)), "warm", None)
     if get_ready is not None:
         get_ready()
+
+
+def _implementation(allocation: str) -> str:
+    return "proportional" if allocation == KEEP_REQUESTS else allocation
 
 
 def _function(package: str, name: str) -> object:

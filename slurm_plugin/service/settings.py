@@ -247,13 +247,9 @@ def _check_policy(table: PolicyTable, file: Path) -> None:
     )
     for kind, key, name in kinds:
         try:
-            if (key, name) != ("allocate", NO_ALLOCATION):
-                entry(kind, name)
+            entry(kind, name)
         except InputError as error:
             raise ConfigError(f"{where(file, ('policy', key))}: policy.{key}: {error}") from None
-
-
-NO_ALLOCATION = "none"
 
 
 def guard_settings(settings: Settings) -> GuardSettings:
@@ -306,13 +302,16 @@ def policy_settings(settings: Settings) -> PolicySettings:
             migrate=functions.migrate,
             defrag=functions.defrag,
             elastic=functions.elastic,
-            relieve=functions.relieve and table.allocate != NO_ALLOCATION,
+            relieve=functions.relieve,
             idle_s=functions.idle_s,
             move_every_s=functions.move_every_s,
             moves_per_round=functions.moves_per_round,
             move_s=table.move_s,
             horizon_s=table.horizon_s,
         ),
+        size_pending=table.size_pending,
+        phased_moves=True,
+        prefetch=table.warm,
     )
 
 

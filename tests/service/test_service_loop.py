@@ -25,11 +25,12 @@ from service_rig import (
 from cadenza.policies.core.actions import Outcome, Release, Unsuspend
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, JobKey, Options
+from cadenza.policies.sharing.turns.slurm_sync import release_plan
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import CancelOrder, Facts, ResumeOrder, YieldOrder
 from cadenza.slurm_plugin.service.admission import Heartbeat
 from cadenza.slurm_plugin.service.agents.hub import Hub
-from cadenza.slurm_plugin.service.failover.release_round import adopted, release_all, release_plan, settled
+from cadenza.slurm_plugin.service.failover.release_round import adopted, release_all, settled
 from cadenza.slurm_plugin.service.loop import Loop, Parts
 from cadenza.slurm_plugin.service.schedule import early_s, pause_s
 from cadenza.slurm_plugin.service.settings import hub_settings, load_settings

@@ -15,11 +15,11 @@ from cadenza.policies.core.actions import Action, Outcome, Place, Release, Reque
 from cadenza.policies.core.decision import Move
 from cadenza.policies.core.model import Job, JobKey, Options, Share
 from cadenza.policies.sharing.state.settings import held_for_us
+from cadenza.policies.sharing.turns.slurm_sync import release_plan
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import CheckpointOrder, ResumeOrder
 from cadenza.slurm_plugin.service import move_requests as moves
 from cadenza.slurm_plugin.service.errors import RequestError
-from cadenza.slurm_plugin.service.failover.release_round import release_plan
 from cadenza.slurm_plugin.service.loop import Loop, Parts
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 

@@ -24,7 +24,7 @@ from cadenza.policies.simulator.simulation import simulate
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import ConfigError
 from cadenza.slurm_plugin.gateway.recorded import RecordedGateway
-from cadenza.slurm_plugin.service.live_policy import chosen, policy
+from cadenza.slurm_plugin.service.live_policy import policy
 from cadenza.slurm_plugin.service.observe.enrichment import EnrichedGateway, placement_of
 from cadenza.slurm_plugin.service.profiles.library import Shelf
 from cadenza.slurm_plugin.service.settings import (
@@ -288,7 +288,8 @@ def test_the_simulator_and_the_service_decide_the_same(tmp_path: Path, order: st
     names = f"[policy]\norder='{order}'\nallocate='{allocate}'\nshare='{share}'\n"
     text = f"[service]\nmode='apply'\nadmission='held'\n[sharing]\nshare_between_users=true\n{names}"
     settings = settings_of(tmp_path, text, PARTITION)
-    live = chosen(from_record(to_record(settings)))
+    at_once = {"size_pending": False, "phased_moves": False}
+    live = build(order, allocate, share, replace(policy_settings(from_record(to_record(settings))), **at_once)).decide  # type: ignore[arg-type]
     rounds = 0
 
     def check(snapshot: ClusterSnapshot, memory: Memory, decision: Decision) -> None:
@@ -303,7 +304,7 @@ def test_the_simulator_and_the_service_decide_the_same(tmp_path: Path, order: st
         for host in ("n1", "n2")
         for lane in range(lanes)
     )
-    named = build(order, allocate, share, policy_settings(settings))
+    named = build(order, allocate, share, replace(policy_settings(settings), **at_once))  # type: ignore[arg-type]
     setup = Setup(round_s=60.0, lanes=lanes, rounds_on_events=True, skip=False)
     result = simulate(_trace(Random(share)), nodes, _watched(named, check), setup)  # noqa: S311
     assert not result.unfinished

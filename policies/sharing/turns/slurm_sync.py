@@ -367,6 +367,20 @@ def _releases(view: View) -> list[Release]:
     ]
 
 
+def release_plan(snapshot: ClusterSnapshot, memory: Memory, reason: str) -> tuple[Action, ...]:
+    """Return what undoes our suspends and holds (pure); what others suspended or held stays as it is.
+
+    Suspends come first: their jobs have GPU state in host memory, held jobs have nothing yet.
+    """
+    jobs = sorted(snapshot.jobs, key=lambda job: job.key)
+    ours = [job for job in jobs if job.state == "SUSPENDED" and job.key in memory.suspended]
+    held = [job for job in jobs if held_for_us(job, memory)]
+    return (
+        *(Unsuspend(job.key, reason) for job in ours),
+        *(Release(job.key, reason) for job in held),
+    )
+
+
 # --- Reasons -------------------------------------------------------------------------------------------
 
 

@@ -11,23 +11,9 @@ from cadenza.policies.core.model import ClusterSnapshot, Job
 from cadenza.policies.guard import Guarded
 from cadenza.policies.ledger import remember
 from cadenza.policies.round import Clock, Gateway, RoundReport
-from cadenza.policies.sharing.state.settings import held_for_us
 from cadenza.policies.sharing.turns.lanes import drained_by_us
+from cadenza.policies.sharing.turns.slurm_sync import release_plan
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
-
-
-def release_plan(snapshot: ClusterSnapshot, memory: Memory, reason: str) -> tuple[Action, ...]:
-    """Return what undoes our suspends and holds (pure); what others suspended or held stays as it is.
-
-    Suspends come first: their jobs have GPU state in host memory, held jobs have nothing yet.
-    """
-    jobs = sorted(snapshot.jobs, key=lambda job: job.key)
-    ours = [job for job in jobs if job.state == "SUSPENDED" and job.key in memory.suspended]
-    held = [job for job in jobs if held_for_us(job, memory)]
-    return (
-        *(Unsuspend(job.key, reason) for job in ours),
-        *(Release(job.key, reason) for job in held),
-    )
 
 
 def adopted(snapshot: ClusterSnapshot) -> Memory:
