@@ -115,8 +115,8 @@ def _pause(settings: Settings, switch: Path) -> bool:
 def _release(settings: Settings, job_id: int | None) -> list[tuple[Action, Outcome]]:
     """Undo the holds and suspends of one job or of all jobs; only the last round's memory says which are ours."""
     from cadenza.policies.core.decision import Memory  # noqa: PLC0415
-    from cadenza.slurm_plugin.gateway.slurm_gateway import open_gateway  # noqa: PLC0415
     from cadenza.policies.sharing.turns.slurm_sync import release_plan  # noqa: PLC0415
+    from cadenza.slurm_plugin.gateway.slurm_gateway import open_gateway  # noqa: PLC0415
     from cadenza.slurm_plugin.service.store.reader import StoreReader  # noqa: PLC0415
 
     gateway = open_gateway(settings.service.gateway)
