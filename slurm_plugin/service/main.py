@@ -22,11 +22,10 @@ from cadenza.slurm_plugin.service.agents.hub import Hub
 from cadenza.slurm_plugin.service.errors import HubError, ServiceError, StoreError
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
 from cadenza.slurm_plugin.service.failover.watchdog import Watchdog
-from cadenza.slurm_plugin.service.log import set_up
 from cadenza.slurm_plugin.service.loop import Loop, Parts
 from cadenza.slurm_plugin.service.settings import Settings, hub_settings, load_settings
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
-from cadenza.slurm_plugin.service.systemd import notify
+from cadenza.slurm_plugin.service.systemd import notify, set_up_logging
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ TAKE_OVER_S = 10.0
 @click.version_option(version("cadenza"), prog_name="cadenzad")
 def main(*, config: Path | None, once: bool, seed: int | None, debug: bool) -> None:
     """The policy service: decides in rounds who uses which GPU, and tells Slurm and the agents."""  # noqa: D401
-    set_up(debug=debug)
+    set_up_logging(debug=debug)
     try:
         settings = load_settings(config)
         sys.exit(serve(settings, config, once=once, seed=seed))

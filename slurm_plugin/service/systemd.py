@@ -1,10 +1,34 @@
-"""What systemd and job_submit.lua hear from the service: one datagram, one small file."""
+"""Output of the daemons for systemd: log lines on standard error for journald, and notifications."""
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
-from pathlib import Path
+from collections.abc import Iterator
+
+from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Outcome
+from cadenza.policies.round import RoundReport
+
+
+def set_up_logging(*, debug: bool) -> None:
+    """Configure the root logger of a daemon; journald adds time and name itself."""
+    journal = "JOURNAL_STREAM" in os.environ
+    form = "%(levelname)s %(message)s" if journal else "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, format=form)
+
+
+def action_lines(report: RoundReport) -> Iterator[str]:
+    """Return one line for each action that left in a round."""
+    for action, outcome in report.outcomes:
+        yield action_line(action, outcome)
+
+
+def action_line(action: Action, outcome: Outcome) -> str:
+    """Return ``JOBID=… ACTION=… REASON=…`` (or ``NODE=…``), with the error of an action that failed."""
+    target = f"NODE={action.node}" if isinstance(action, DrainNode | OpenNode) else f"JOBID={action.job}"
+    failed = "" if outcome.ok else f" ERROR={outcome.error}"
+    return f"{target} ACTION={type(action).__name__} REASON={action.reason}{failed}"
 
 
 def notify(state: str, address: str | None = None) -> bool:
@@ -21,15 +45,3 @@ def notify(state: str, address: str | None = None) -> bool:
         except OSError:
             return False
     return True
-
-
-def write_admission(path: Path, word: str, now_s: float) -> None:
-    """Tell job_submit.lua whether to hold managed jobs: ``held EPOCH`` or ``native EPOCH``.
-
-    The rename keeps a reader from ever seeing half a line; ``OSError`` passes through.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".new")
-    draft.write_text(f"{word} {int(now_s)}\n", encoding="ascii")
-    draft.chmod(0o644)
-    draft.replace(path)

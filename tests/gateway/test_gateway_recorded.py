@@ -10,8 +10,7 @@ from gateway_rig import RECORDING, MakeGateway
 from cadenza.policies.core.actions import Suspend
 from cadenza.policies.core.model import JobKey
 from cadenza.slurm_plugin.gateway.errors import RecordingError
-from cadenza.slurm_plugin.gateway.recorded import RecordedGateway
-from cadenza.slurm_plugin.gateway.recorder import record
+from cadenza.slurm_plugin.gateway.recording import RecordedGateway, record
 
 
 def test_a_replay_goes_on_with_its_last_answer() -> None:

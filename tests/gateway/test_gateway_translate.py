@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Options
 from cadenza.slurm_plugin.gateway.comment import BadOptions, wish_of
-from cadenza.slurm_plugin.gateway.recorded import load
+from cadenza.slurm_plugin.gateway.recording import load
 from cadenza.slurm_plugin.gateway.translate import (
     gpu_count,
     gpu_type,

@@ -18,9 +18,26 @@ from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Outcome, 
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Options, Standing
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, LeaseReport, Report, ToAgent
+from cadenza.slurm_plugin.service.agents.agent_registry import Agent
+from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway
+from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory
 from cadenza.slurm_plugin.service.store.record_codec import decode_snapshot, encode_snapshot
 
 BOOKS = "CADENZA_TEST_BOOKS"
+
+
+class NoAgents:
+    """A hub to which no agent ever connected."""
+
+    def agents(self) -> dict[str, Agent]:
+        return {}
+
+
+def gateway_without_agents(slurm: object, profiles: Path | None) -> ClusterGateway:
+    """Return the service's gateway over Slurm alone and a directory of profiles."""
+    found = ClusterGateway(slurm, NoAgents(), SystemClock(), None)  # type: ignore[arg-type]
+    found.profiles = ProfileDirectory(profiles)
+    return found
 
 
 class SlurmDownError(Exception):

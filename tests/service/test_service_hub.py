@@ -23,7 +23,7 @@ from cadenza.sidecar.orders import (
     Switched,
     YieldOrder,
 )
-from cadenza.slurm_plugin.service.agents.agent_events import Event
+from cadenza.slurm_plugin.service.agents.agent_registry import Event
 from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub, HubSettings
 from cadenza.slurm_plugin.service.errors import HubError
 
@@ -99,7 +99,7 @@ def test_facts_are_repeated_while_they_are_good(hub: Hub, keys: Path) -> None:
         agent.report(lease(1), lease(2))
         eventually(lambda: "n1" in alive(hub))
         told_s = SystemClock().now()
-        hub.tell(FactSheet({"n1": facts, "n9": facts}, told_s, valid_s=3 * HEARTBEAT_S))
+        hub.send_facts(FactSheet({"n1": facts, "n9": facts}, told_s, valid_s=3 * HEARTBEAT_S))
         got = agent.receive(Facts)
         assert isinstance(got, Facts)
         assert [one.job for one in got.jobs] == [1, 2], "a job younger than the snapshot is not forgotten"

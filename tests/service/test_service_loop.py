@@ -28,7 +28,7 @@ from cadenza.policies.core.model import ClusterSnapshot, JobKey, Options
 from cadenza.policies.sharing.turns.slurm_sync import release_plan
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import CancelOrder, Facts, ResumeOrder, YieldOrder
-from cadenza.slurm_plugin.service.admission import Heartbeat
+from cadenza.slurm_plugin.service.admission import Heartbeat, write_admission
 from cadenza.slurm_plugin.service.agents.hub import Hub
 from cadenza.slurm_plugin.service.failover.release_round import adopted, release_all, settled
 from cadenza.slurm_plugin.service.loop import Loop, Parts
@@ -36,7 +36,7 @@ from cadenza.slurm_plugin.service.schedule import early_s, pause_s
 from cadenza.slurm_plugin.service.settings import hub_settings, load_settings
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
-from cadenza.slurm_plugin.service.systemd import notify, write_admission
+from cadenza.slurm_plugin.service.systemd import notify
 
 A, B = JobKey(1, 0), JobKey(2, 0)
 TWO = (job(1), job(2, "n1-l1"))
@@ -278,8 +278,8 @@ def test_pace() -> None:
     assert early_s(2.0, 0.01, 0) == 2.0
     assert early_s(2.0, 1.0, 0) == 20.0
     assert early_s(2.0, 0.0, 1) == float("inf")
-    assert early_s(2.0, 0.1, 0, moving=True) == 0.2
-    assert early_s(2.0, 0.1, 1, moving=True) == float("inf")
+    assert early_s(2.0, 0.1, 0, prompt=True) == 0.2
+    assert early_s(2.0, 0.1, 1, prompt=True) == float("inf")
 
 
 def test_admission_file(tmp_path: Path) -> None:

@@ -23,10 +23,11 @@ from cadenza.sidecar.orders import (
     Switched,
     YieldOrder,
 )
-from cadenza.slurm_plugin.service.agents.agent_registry import Agent, AgentBook
+from cadenza.slurm_plugin.service.agent_facts import facts_of, suspended_after
+from cadenza.slurm_plugin.service.agents.agent_registry import Agent, AgentRegistry
 from cadenza.slurm_plugin.service.agents.stop_barrier import Stops
-from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway, compose, facts_of, suspended_after
-from cadenza.slurm_plugin.service.observe.lease_merge import half_given, merge, parts_by_job
+from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway
+from cadenza.slurm_plugin.service.observe.lease_merge import half_given, merge, parts_by_job, with_leases
 from cadenza.slurm_plugin.service.settings import GuardTable, ServiceTable, Settings, load_settings
 
 A = JobKey(1, 0)
@@ -99,7 +100,7 @@ def test_unmanaged_is_exclusive() -> None:
 def test_compose_names_hosts_without_agents() -> None:
     snapshot = books(job(1), job(2, "n2"), nodes=(node("n1"), node("n2")))
     found = agents(n1=lease(1))
-    whole = compose(snapshot, found, parts_by_job(found))
+    whole = with_leases(snapshot, found, parts_by_job(found))
     assert [(host.name, host.agent_alive) for host in whole.hosts] == [("n1", True), ("n2", False)]
     assert [one.lease is not None for one in whole.jobs] == [True, False]
 
@@ -198,7 +199,7 @@ class Books:
 
 def test_actions_go_to_the_side_they_concern() -> None:
     link, slurm = Link(agents(n1=gang("held"), n2=gang("held"))), Books()
-    cluster = ClusterGateway(slurm, link, SystemClock())
+    cluster = ClusterGateway(slurm, link, SystemClock(), None)
     cluster.read()
     assert cluster.apply(Yield(A, "")).ok
     assert cluster.apply(Resume(A, "")).error == "job 1: n2: its agent is not connected"
@@ -211,7 +212,7 @@ def test_actions_go_to_the_side_they_concern() -> None:
 
 def test_a_job_that_got_its_gpus_since_is_not_suspended() -> None:
     link, slurm = Link(agents(n1=gang("yielded"), n2=gang("yielded"))), Books()
-    cluster = ClusterGateway(slurm, link, SystemClock())
+    cluster = ClusterGateway(slurm, link, SystemClock(), None)
     cluster.read()
     assert cluster.apply(Suspend(A, "")).ok
     link.found = agents(n1=gang("held"), n2=gang("held"))
@@ -224,7 +225,7 @@ def test_a_job_that_got_its_gpus_since_is_not_suspended() -> None:
 
 def test_half_given_gangs_are_completed() -> None:
     link = Link(agents(n1=gang("held"), n2=gang("yielded")))
-    cluster = ClusterGateway(Books(), link, SystemClock())
+    cluster = ClusterGateway(Books(), link, SystemClock(), None)
     cluster.read()
     cluster.complete_gangs()
     assert link.calls == [("resume", A, ("n2",))]
@@ -295,25 +296,25 @@ def test_a_stop_that_fails_on_one_host_is_given_up_on_all() -> None:
 
 
 def test_only_changes_are_events() -> None:
-    book = AgentBook(alive_s=6.0)
-    first = book.hear(report("n1", lease(1)), 100.0, 0.0)
+    registry = AgentRegistry(alive_s=6.0)
+    first = registry.update(report("n1", lease(1)), 100.0, 0.0)
     assert [event.kind for event in first] == ["agent-up", "registered"]
     counted = msgspec.structs.replace(lease(1), vtime_s=5.0, step=9)
-    assert book.hear(report("n1", counted), 102.0, 2.0) == ()
-    changed = book.hear(report("n1", lease(1, "yielded"), lease(2)), 104.0, 4.0)
+    assert registry.update(report("n1", counted), 102.0, 2.0) == ()
+    changed = registry.update(report("n1", lease(1, "yielded"), lease(2)), 104.0, 4.0)
     assert [event.kind for event in changed] == ["state", "registered"]
-    assert [event.kind for event in book.hear(report("n1", lease(2)), 105.0, 5.0)] == ["finished"]
-    assert book.silence(110.0, 10.0) == ()
-    assert [event.kind for event in book.silence(120.0, 12.0)] == ["agent-down"]
-    assert book.silence(121.0, 13.0) == ()
-    assert not book.agents(13.0)["n1"].alive
-    assert [event.kind for event in book.hear(report("n1", lease(2)), 122.0, 14.0)] == ["agent-up"]
+    assert [event.kind for event in registry.update(report("n1", lease(2)), 105.0, 5.0)] == ["finished"]
+    assert registry.newly_silent(110.0, 10.0) == ()
+    assert [event.kind for event in registry.newly_silent(120.0, 12.0)] == ["agent-down"]
+    assert registry.newly_silent(121.0, 13.0) == ()
+    assert not registry.agents(13.0)["n1"].alive
+    assert [event.kind for event in registry.update(report("n1", lease(2)), 122.0, 14.0)] == ["agent-up"]
 
 
-def test_newborn_jobs_are_added_to_older_facts() -> None:
-    book = AgentBook(alive_s=6.0)
-    book.hear(report("n1", lease(1)), 100.0, 0.0)
-    book.hear(report("n1", lease(1), lease(2)), 200.0, 100.0)
-    assert [fact.job for fact in book.newborn("n1", frozenset(), 202.0)] == [2]
-    assert book.newborn("n1", frozenset({(2, 0)}), 202.0) == ()
-    assert book.newborn("n9", frozenset(), 202.0) == ()
+def test_new_jobs_are_added_to_older_facts() -> None:
+    registry = AgentRegistry(alive_s=6.0)
+    registry.update(report("n1", lease(1)), 100.0, 0.0)
+    registry.update(report("n1", lease(1), lease(2)), 200.0, 100.0)
+    assert [fact.job for fact in registry.new_jobs("n1", frozenset(), 202.0)] == [2]
+    assert registry.new_jobs("n1", frozenset({(2, 0)}), 202.0) == ()
+    assert registry.new_jobs("n9", frozenset(), 202.0) == ()

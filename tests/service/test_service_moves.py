@@ -71,7 +71,7 @@ class Site:
     def __init__(self, folder: Path) -> None:
         self.rig = Rig(folder)
         self.slurm = self.rig.slurm = Slurm(self.rig.slurm.path)
-        self.rig.loop._cluster._slurm = self.slurm
+        self.rig.loop._gateway._slurm = self.slurm
         self.slurm.write(books(job(1, options=Options(min_gpus=1, max_gpus=4)), nodes=NODES))
         self.agent: Peer = self.rig.agent()
         self.says("held")

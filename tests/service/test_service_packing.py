@@ -13,12 +13,12 @@ from cadenza.policies.core.model import ClusterSnapshot, JobKey, Options, Pace
 from cadenza.policies.guard import guard
 from cadenza.policies.ledger import remember
 from cadenza.sidecar import orders
+from cadenza.slurm_plugin.service.agent_facts import facts_of
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent
 from cadenza.slurm_plugin.service.live_policy import policy
-from cadenza.slurm_plugin.service.observe.cluster_gateway import compose, facts_of
-from cadenza.slurm_plugin.service.observe.enrichment import enriched
-from cadenza.slurm_plugin.service.observe.lease_merge import parts_by_job
-from cadenza.slurm_plugin.service.profiles.library import Library, Shelf
+from cadenza.slurm_plugin.service.observe.enrichment import with_profiles, with_progress
+from cadenza.slurm_plugin.service.observe.lease_merge import parts_by_job, with_leases
+from cadenza.slurm_plugin.service.profiles.library import Library, ProfileDirectory
 from cadenza.slurm_plugin.service.settings import Settings, guard_settings, load_settings
 from cadenza.slurm_plugin.service.store import record_codec
 
@@ -41,7 +41,7 @@ def library(folder: Path, pairs: str = "") -> Library:
     write_profile(folder, "next.json", **NEXT)
     if pairs:
         (folder / "pairs.csv").write_text(pairs, encoding="utf-8")
-    shelf = Shelf(folder)
+    shelf = ProfileDirectory(folder)
     shelf.refresh()
     return shelf.library
 
@@ -56,8 +56,8 @@ def seen(found: Library, *leases: orders.LeaseReport, state: str = "RUNNING") ->
     first = job(1, gpus=4, options=Options(model="low"))
     jobs = (first, job(2, "n1-l1", gpus=4, state=state, options=Options(model="next")))
     agents = {"n1": Agent(report("n1", *leases), alive=True, silent_s=0.0)}
-    whole = compose(books(*jobs, nodes=(node("n1"), node("n1-l1", 1))), agents, parts_by_job(agents))
-    return enriched(whole, found, {}, {"": 16.0}, None)
+    whole = with_leases(books(*jobs, nodes=(node("n1"), node("n1-l1", 1))), agents, parts_by_job(agents))
+    return with_progress(with_profiles(whole, found, {}, {"": 16.0}), None)
 
 
 def alone() -> tuple[orders.LeaseReport, orders.LeaseReport]:
@@ -133,7 +133,7 @@ def test_the_pace_of_several_hosts_is_that_of_the_slowest() -> None:
         "n2": lease(1, "held", **gang, pace=pace(0.3, (3,), 15.0)),
     }
     agents = {name: Agent(report(name, one), alive=True, silent_s=0.0) for name, one in hosts.items()}
-    whole = compose(books(job(1, nodes=("n1", "n2"), num_nodes=2)), agents, parts_by_job(agents))
+    whole = with_leases(books(job(1, nodes=("n1", "n2"), num_nodes=2)), agents, parts_by_job(agents))
     merged = whole.jobs[0].lease
     assert merged is not None
     assert merged.pace == Pace(0.3, 50, 15.0, 0.001, 0.0, (JobKey(2, 0), JobKey(3, 0)))

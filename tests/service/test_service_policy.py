@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 from profile_files import HUNGRY, SATED, write_profile
-from service_rig import books, job, node
+from service_rig import books, gateway_without_agents, job, node
 
 from cadenza.policies.composition import Policy, build
 from cadenza.policies.core.actions import Action, DrainNode, Place, Release, Requeue, Resize, Size, Tune
@@ -23,10 +23,9 @@ from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import ConfigError
-from cadenza.slurm_plugin.gateway.recorded import RecordedGateway
+from cadenza.slurm_plugin.gateway.recording import RecordedGateway
 from cadenza.slurm_plugin.service.live_policy import policy
-from cadenza.slurm_plugin.service.observe.enrichment import EnrichedGateway, placement_of
-from cadenza.slurm_plugin.service.profiles.library import Shelf
+from cadenza.slurm_plugin.service.observe.enrichment import placement_of
 from cadenza.slurm_plugin.service.settings import (
     Settings,
     from_record,
@@ -89,7 +88,7 @@ def test_switches_reach_the_policy(tmp_path: Path) -> None:
 
 def recorded(folder: Path) -> ClusterSnapshot:
     """The first answer, with leases as agents would report them, and the jobs released that were submitted held."""
-    gateway = EnrichedGateway(RecordedGateway(RECORDING), dict, Shelf(folder), None)
+    gateway = gateway_without_agents(RecordedGateway(RECORDING), folder)
     snapshot = gateway.read()
     hosts = tuple(Host(name, agent_alive=True) for name in sorted({one.host for one in snapshot.nodes}))
     host = {one.name: one.host for one in snapshot.nodes}

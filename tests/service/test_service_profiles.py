@@ -10,14 +10,14 @@ from profile_files import HUNGRY, SATED, write_profile
 from service_rig import books, job, node
 
 from cadenza.policies.core.model import Job, Options
-from cadenza.slurm_plugin.service.observe.enrichment import enriched
-from cadenza.slurm_plugin.service.profiles.library import Found, Shelf, slurm_type
+from cadenza.slurm_plugin.service.observe.enrichment import with_profiles
+from cadenza.slurm_plugin.service.profiles.library import Found, ProfileDirectory, slurm_type
 
 A100 = frozenset({"a100"})
 
 
-def shelf(folder: Path) -> Shelf:
-    found = Shelf(folder)
+def shelf(folder: Path) -> ProfileDirectory:
+    found = ProfileDirectory(folder)
     found.refresh()
     return found
 
@@ -153,7 +153,7 @@ def test_jobs_of_one_model_share_their_profile(tmp_path: Path) -> None:
     wish = Options(model=HUNGRY["model"])
     nodes = (node("n1", gpu_type="a100"), node("n2", gpu_type="v100"))
     jobs = (job(1, options=wish), job(2, options=wish), job(3, "n2", options=wish), job(4, options=None))
-    seen = enriched(books(*jobs, nodes=nodes), shelf(tmp_path).library, {}, {"a100": 80.0, "": 16.0}, None)
+    seen = with_profiles(books(*jobs, nodes=nodes), shelf(tmp_path).library, {}, {"a100": 80.0, "": 16.0})
     first, second, third, other = seen.jobs
     assert first.profile is not None
     assert first.profile is second.profile

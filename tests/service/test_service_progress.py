@@ -11,7 +11,7 @@ from cadenza.policies.core.model import Gpu, Job, JobKey, Lease, Options, Progre
 from cadenza.policies.core.profile import Profile
 from cadenza.sidecar.orders import InForce
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent
-from cadenza.slurm_plugin.service.observe.enrichment import enriched, in_force, placement_of
+from cadenza.slurm_plugin.service.observe.enrichment import placement_of, tunes_in_force, with_profiles, with_progress
 from cadenza.slurm_plugin.service.observe.progress import progress
 from cadenza.slurm_plugin.service.profiles.library import Library
 
@@ -128,8 +128,8 @@ def test_a_tune_counts_as_long_as_agents_know_of_it() -> None:
 
 
     agents = {"n1": Agent(report("n1", lease(1, tuned=InForce(**means)), lease(2)), True, 0.0)}
-    assert in_force(ordered, agents) == {JobKey(1, 0): tune}
+    assert tunes_in_force(ordered, agents) == {JobKey(1, 0): tune}
     assert placement_of(job(1), NODES, tune) == tune
     assert placement_of(job(1, "n2"), NODES, tune) == (Share("n2", 1, 4, 1000),)
-    seen = enriched(books(job(1), job(2)), Library(), in_force(ordered, agents), {}, None)
+    seen = with_progress(with_profiles(books(job(1), job(2)), Library(), tunes_in_force(ordered, agents), {}), None)
     assert [one.placement[0].cpus for one in seen.jobs] == [9, 4]

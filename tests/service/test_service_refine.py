@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from profile_files import HUNGRY, write_profile
-from service_rig import books, job, lease, node
+from service_rig import books, gateway_without_agents, job, lease, node
 
 from cadenza.policies.core.actions import Action, Outcome, Tune
 from cadenza.policies.core.decision import Memory
@@ -24,10 +24,8 @@ from cadenza.sidecar import orders
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent
 from cadenza.slurm_plugin.service.live_policy import policy
-from cadenza.slurm_plugin.service.observe.enrichment import EnrichedGateway
 from cadenza.slurm_plugin.service.observe.lease_merge import merge
 from cadenza.slurm_plugin.service.profiles.beliefs import Record, corrected, decoded, encoded, law_of
-from cadenza.slurm_plugin.service.profiles.library import Shelf
 from cadenza.slurm_plugin.service.profiles.observations import SETTLE_S, Window, watch
 from cadenza.slurm_plugin.service.profiles.refiner import Refiner
 from cadenza.slurm_plugin.service.settings import GuardTable, PolicyTable, ServiceTable, Settings
@@ -78,7 +76,7 @@ class Run:
 
 
 class World:
-    """A gateway below the enriched one; ``step`` lets time pass."""
+    """Slurm and the agents in one; ``step`` lets time pass."""
 
     def __init__(self, *runs: Run) -> None:
         self.runs = list(runs)
@@ -104,7 +102,7 @@ class World:
 
 @dataclass
 class Service:
-    """The service's side: an enriched gateway over a world, and its store."""
+    """The service's side: its gateway over a world, and its store."""
 
     world: World
     folder: Path
@@ -112,13 +110,13 @@ class Service:
     rows: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.gateway = EnrichedGateway(self.world, dict, Shelf(self.profiles), None)
+        self.gateway = gateway_without_agents(self.world, self.profiles)
         self.gateway.refiner = Refiner(self.rows)
 
     def rounds(self, count: int) -> ClusterSnapshot:
         for _ in range(count):
             self.world.step()
-            found = self.gateway.read()
+            found = replace(self.gateway.read(), hosts=self.world.read().hosts)
         return found
 
 

@@ -29,7 +29,7 @@ from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, JobKey, Leas
 from cadenza.policies.guard import Guarded
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, LeaseLog, Switched
-from cadenza.slurm_plugin.service.agents.agent_events import Event
+from cadenza.slurm_plugin.service.agents.agent_registry import Event
 from cadenza.slurm_plugin.service.errors import AlreadyRunningError, StoreError
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
 from cadenza.slurm_plugin.service.live_policy import policy

@@ -9,8 +9,9 @@ from service_rig import books, job, lease, node, report
 from cadenza.policies.core.actions import Outcome, Tune
 from cadenza.policies.core.model import JobKey, Share
 from cadenza.sidecar.clock import SystemClock
+from cadenza.slurm_plugin.service.agent_facts import facts_of
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent
-from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway, facts_of
+from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway
 from cadenza.slurm_plugin.service.settings import Settings
 
 A = JobKey(1, 0)
@@ -42,7 +43,7 @@ class Books:
 
 def test_a_tune_goes_to_the_agents_of_its_nodes() -> None:
     link = Link()
-    cluster = ClusterGateway(Books(), link, SystemClock())  # type: ignore[arg-type]
+    cluster = ClusterGateway(Books(), link, SystemClock(), None)  # type: ignore[arg-type]
     cluster.read()
     one, two = Share("n1-l1", 1, 6, 1000), Share("n2-l1", 1, 4, 2000)
     assert cluster.apply(Tune(A, (one, two), "")).ok

@@ -50,10 +50,10 @@ def check(*, file: Path | None, as_json: bool) -> None:
 def policy_advice(settings: Settings) -> Iterator[str]:
     """Yield problems of the profiles, and policy settings without effect."""
     from cadenza.slurm_plugin.service.live_policy import allocates, sizes_pending  # noqa: PLC0415
-    from cadenza.slurm_plugin.service.profiles.library import Shelf  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory  # noqa: PLC0415
 
     table, folder = settings.policy, settings.profiles.directory
-    shelf = Shelf(Path(folder) if folder else None)
+    shelf = ProfileDirectory(Path(folder) if folder else None)
     shelf.refresh()
     yield from (f"profile not used: {problem}" for problem in shelf.library.problems)
     usable = sum(entry.profile is not None for entry in shelf.library.entries)

@@ -19,7 +19,7 @@ from cadenza.slurm_plugin.gateway.pyslurm_gateway import SlurmGateway
 from cadenza.slurm_plugin.gateway.slurm_config import slurm_config
 from cadenza.slurm_plugin.service.agents.curve_keys import AGENT_FOLDER, SHARED_AGENT
 from cadenza.slurm_plugin.service.errors import ServiceError
-from cadenza.slurm_plugin.service.profiles.library import Library, Shelf
+from cadenza.slurm_plugin.service.profiles.library import Library, ProfileDirectory
 from cadenza.slurm_plugin.service.settings import Settings, load_settings
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 
@@ -83,7 +83,7 @@ def gather(config: Path | None) -> Facts:
 
 
 def _library(settings: Settings) -> Library:
-    shelf = Shelf(Path(settings.profiles.directory) if settings.profiles.directory else None)
+    shelf = ProfileDirectory(Path(settings.profiles.directory) if settings.profiles.directory else None)
     shelf.refresh()
     return shelf.library
 

@@ -1,15 +1,30 @@
-"""What the agents last said: reports with their arrival, who is alive, and what changed since."""
+"""The agents' last reports with their arrival, the agents that are alive, and the changes since the report before."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cadenza.sidecar.orders import JobFacts, LeaseReport, Report
-from cadenza.slurm_plugin.service.agents.agent_events import Event, changes
+import msgspec
 
-NEWBORN_MARGIN_S = 5.0
+from cadenza.sidecar.orders import JobFacts, LeaseReport, Report
+
+NEW_JOB_MARGIN_S = 5.0
 """A job that registered this long before a snapshot may still be missing in it."""
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One change on a host. It starts a round early and goes on record.
+
+    ``kind`` is registered, finished, state, ready, saved, lost, note, prefetched, or agent-up and -down.
+    """
+
+    at_s: float
+    kind: str
+    host: str
+    job: int | None = None
+    restart: int | None = None
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +39,13 @@ class Agent:
 @dataclass
 class _Entry:
     report: Report
-    heard_s: float
+    arrived_s: float
     up: bool = True
     first_seen_s: dict[tuple[int, int], float] = field(default_factory=dict)
     """Epoch time at which each lease was first reported to this service."""
 
 
-class AgentBook:
+class AgentRegistry:
     """All agents' last reports. Not thread-safe: the hub's thread owns it and hands out copies."""
 
     def __init__(self, alive_s: float) -> None:
@@ -38,46 +53,76 @@ class AgentBook:
         self._alive_s = alive_s
         self._entries: dict[str, _Entry] = {}
 
-    def hear(self, report: Report, epoch_s: float, monotonic_s: float) -> tuple[Event, ...]:
-        """Take a report in and return what it changes."""
+    def update(self, report: Report, epoch_s: float, monotonic_s: float) -> tuple[Event, ...]:
+        """Take a report in and return its changes."""
         old = self._entries.get(report.host)
-        found = changes(old.report if old else None, report, epoch_s)
-        known = old.first_seen_s if old else {}
-        seen = {key: known.get(key, epoch_s) for key in ((one.job, one.restart) for one in report.leases)}
+        events = changes(old.report if old else None, report, epoch_s)
+        before = old.first_seen_s if old else {}
+        seen = {key: before.get(key, epoch_s) for key in ((one.job, one.restart) for one in report.leases)}
         self._entries[report.host] = _Entry(report, monotonic_s, first_seen_s=seen)
         if old is None or not old.up:
-            found = (Event(epoch_s, "agent-up", report.host, detail=report.version), *found)
-        return found
+            events = (Event(epoch_s, "agent-up", report.host, detail=report.version), *events)
+        return events
 
-    def silence(self, epoch_s: float, monotonic_s: float) -> tuple[Event, ...]:
+    def newly_silent(self, epoch_s: float, monotonic_s: float) -> tuple[Event, ...]:
         """Return an event for each agent that has fallen silent since the last call."""
-        fallen = []
+        events = []
         for host, entry in self._entries.items():
-            if entry.up and monotonic_s - entry.heard_s > self._alive_s:
+            if entry.up and monotonic_s - entry.arrived_s > self._alive_s:
                 entry.up = False
-                detail = f"silent for {monotonic_s - entry.heard_s:.0f} s"
-                fallen.append(Event(epoch_s, "agent-down", host, detail=detail))
-        return tuple(fallen)
+                detail = f"silent for {monotonic_s - entry.arrived_s:.0f} s"
+                events.append(Event(epoch_s, "agent-down", host, detail=detail))
+        return tuple(events)
 
     def agents(self, monotonic_s: float) -> Mapping[str, Agent]:
         """Return every agent that ever reported, by host."""
         return {
-            host: Agent(entry.report, monotonic_s - entry.heard_s <= self._alive_s, monotonic_s - entry.heard_s)
+            host: Agent(entry.report, monotonic_s - entry.arrived_s <= self._alive_s, monotonic_s - entry.arrived_s)
             for host, entry in self._entries.items()
         }
 
-    def newborn(self, host: str, known: frozenset[tuple[int, int]], snapshot_s: float) -> tuple[JobFacts, ...]:
-        """Return facts on jobs that a snapshot of ``snapshot_s`` could not know yet."""
+    def new_jobs(self, host: str, in_facts: frozenset[tuple[int, int]], snapshot_s: float) -> tuple[JobFacts, ...]:
+        """Return facts on a host's jobs that are too new for a snapshot of ``snapshot_s``."""
         entry = self._entries.get(host)
         if entry is None:
             return ()
         return tuple(
-            _facts(lease)
+            JobFacts(lease.job, lease.restart, lease.managed, 1.0, 0, "", lease.hosts)
             for lease in entry.report.leases
-            if (lease.job, lease.restart) not in known
-            and entry.first_seen_s[lease.job, lease.restart] > snapshot_s - NEWBORN_MARGIN_S
+            if (lease.job, lease.restart) not in in_facts
+            and entry.first_seen_s[lease.job, lease.restart] > snapshot_s - NEW_JOB_MARGIN_S
         )
 
 
-def _facts(lease: LeaseReport) -> JobFacts:
-    return JobFacts(lease.job, lease.restart, lease.managed, 1.0, 0, "", lease.hosts)
+def changes(before: Report | None, after: Report, at_s: float) -> tuple[Event, ...]:
+    """Return the differences between two reports of one host; counters and times alone are no event."""
+    host, events = after.host, []
+    old = {(lease.job, lease.restart): lease for lease in before.leases} if before else {}
+    new = {(lease.job, lease.restart): lease for lease in after.leases}
+    for key, lease in old.items():
+        if key not in new:
+            events.append(Event(at_s, "finished", host, *key, f"was {lease.state}"))
+    for key, lease in new.items():
+        events += _lease_changes(host, old.get(key), lease, at_s)
+    for one in after.prefetched:
+        if before is None or one not in before.prefetched:
+            read = f"{one.files} files, {one.bytes >> 20} MB in {one.seconds:.1f} s"
+            events.append(Event(at_s, "prefetched", host, one.job, one.restart, one.note or read))
+    return tuple(events)
+
+
+def _lease_changes(host: str, old: LeaseReport | None, new: LeaseReport, at_s: float) -> list[Event]:
+    if old is None:
+        return [Event(at_s, "registered", host, new.job, new.restart, new.state)]
+    found = []
+    if old.state != new.state:
+        found.append(("state", f"{old.state} -> {new.state}"))
+    if old.ready != new.ready:
+        found.append(("ready", new.why_not_ready))
+    if new.saved and not old.saved:
+        found.append(("saved", new.note))
+    if new.lost and not old.lost:
+        found.append(("lost", new.lost))
+    if new.note and old.note != new.note:
+        found.append(("note", new.note))
+    return [Event(at_s, kind, host, new.job, new.restart, detail) for kind, detail in found]

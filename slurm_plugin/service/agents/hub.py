@@ -41,8 +41,7 @@ from cadenza.sidecar.orders import (
     Tune,
     YieldOrder,
 )
-from cadenza.slurm_plugin.service.agents.agent_events import Event
-from cadenza.slurm_plugin.service.agents.agent_registry import Agent, AgentBook
+from cadenza.slurm_plugin.service.agents.agent_registry import Agent, AgentRegistry, Event
 from cadenza.slurm_plugin.service.agents.curve_keys import AgentKeys, service_pair
 from cadenza.slurm_plugin.service.agents.prefetch_orders import PrefetchOrders
 from cadenza.slurm_plugin.service.agents.stop_barrier import Orders, Stops
@@ -94,7 +93,7 @@ class Hub:
         """Where it really listens, once started (``tcp://*:0`` picks a port)."""
         self._clock = clock
         self._keys = AgentKeys(settings.keys)
-        self._book = AgentBook(settings.alive_s)
+        self._registry = AgentRegistry(settings.alive_s)
         self._stops = Stops()
         self._prefetches = PrefetchOrders()
         self._decoder = msgspec.json.Decoder(FromAgent)
@@ -141,7 +140,7 @@ class Hub:
 
     def agents(self) -> Mapping[str, Agent]:
         """Return every agent's last report, by host."""
-        return self._ask(lambda: self._book.agents(self._clock.monotonic()))
+        return self._ask(lambda: self._registry.agents(self._clock.monotonic()))
 
     def send(self, orders: Orders) -> Outcome:
         """Send each order to its host; the outcome names the hosts that are not connected."""
@@ -176,7 +175,7 @@ class Hub:
             for host, share in wanted.items()
         ])
 
-    def tell(self, sheet: FactSheet) -> None:
+    def send_facts(self, sheet: FactSheet) -> None:
         """Send new facts to all agents now, and repeat them each heartbeat as long as they are good."""
         self._ask(lambda: self._take_sheet(sheet))
 
@@ -279,17 +278,17 @@ class Hub:
 
     def _beat(self, now_s: float) -> None:
         self._next_beat_s = now_s + self.settings.heartbeat_s
-        for event in self._book.silence(self._clock.now(), now_s):
+        for event in self._registry.newly_silent(self._clock.now(), now_s):
             self._note(event)
         if now_s < self._sheet_until_s:
-            self._send_facts()
+            self._repeat_facts()
 
     def _take_sheet(self, sheet: FactSheet) -> None:
         self._sheet = sheet
         now_s = self._clock.monotonic()
         self._sheet_until_s = now_s + sheet.valid_s
         self._next_beat_s = now_s + self.settings.heartbeat_s
-        self._send_facts()
+        self._repeat_facts()
 
     def _mark(self, key: JobKey, *, suspended: bool) -> None:
         facts = dict(self._sheet.facts)
@@ -303,10 +302,10 @@ class Hub:
                 self._send(host, facts[host])
         self._sheet = replace(self._sheet, facts=facts)
 
-    def _send_facts(self) -> None:
+    def _repeat_facts(self) -> None:
         for host, facts in self._sheet.facts.items():
             known = frozenset((job.job, job.restart) for job in facts.jobs)
-            newborn = self._book.newborn(host, known, self._sheet.at_s)
+            newborn = self._registry.new_jobs(host, known, self._sheet.at_s)
             self._send(host, msgspec.structs.replace(facts, jobs=(*facts.jobs, *newborn)))
 
     # --- frames ---------------------------------------------------------------------------------------------
@@ -351,7 +350,7 @@ class Hub:
     def _hear(self, message: FromAgent) -> None:
         now_s = self._clock.monotonic()
         if isinstance(message, Report):
-            for event in self._book.hear(message, self._clock.now(), now_s):
+            for event in self._registry.update(message, self._clock.now(), now_s):
                 self._note(event)
         elif isinstance(message, Steps):
             self._send_all(self._stops.hear(message, now_s))

@@ -25,8 +25,8 @@ from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway, open_gateway
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
 from cadenza.slurm_plugin.service.failover.release_round import release_round
-from cadenza.slurm_plugin.service.log import action_lines, set_up
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
+from cadenza.slurm_plugin.service.systemd import action_lines, set_up_logging
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def _release(store: Path, slurm: SlurmGateway) -> RoundReport:
 @click.option("--grace", type=float, required=True)
 def main(*, store: Path, gateway: str, grace: float) -> None:
     """Wait for the end of cadenzad on standard input."""
-    set_up(debug=False)
+    set_up_logging(debug=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if parent_died(sys.stdin.fileno()):
         log.warning("cadenzad is gone without a goodbye; its jobs are released in %.0f s unless it returns", grace)

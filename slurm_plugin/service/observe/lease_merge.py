@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import TypeAlias
 
-from cadenza.policies.core.model import Gpu, JobKey, Lease, LeaseState, Pace, Use
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, JobKey, Lease, LeaseState, Pace, Use
 from cadenza.sidecar.orders import JobTelemetry, LeaseReport
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent
 
@@ -41,6 +42,33 @@ def parts_by_job(agents: Mapping[str, Agent]) -> Mapping[JobKey, Parts]:
         for lease in agent.report.leases:
             found[JobKey(lease.job, lease.restart)][host] = lease
     return found
+
+
+def with_leases(
+    snapshot: ClusterSnapshot, agents: Mapping[str, Agent], parts: Mapping[JobKey, Parts]
+) -> ClusterSnapshot:
+    """Return Slurm's snapshot with each job's lease and each host's agent."""
+    names = sorted({node.host for node in snapshot.nodes} | set(agents))
+    jobs = tuple(
+        replace(job, lease=merge(parts[job.key], agents, snapshot.time_s)) if job.key in parts else job
+        for job in snapshot.jobs
+    )
+    return replace(snapshot, jobs=jobs, hosts=tuple(_host(name, agents.get(name)) for name in names))
+
+
+def _host(name: str, agent: Agent | None) -> Host:
+    if agent is None:
+        return Host(name, agent_alive=False)
+    report = agent.report
+    return Host(
+        name,
+        agent.alive,
+        report.version,
+        report.memory_mb,
+        report.memory_free_mb,
+        report.lacks,
+        tuple(JobKey(one.job, one.restart) for one in report.prefetched),
+    )
 
 
 def merge(parts: Parts, agents: Mapping[str, Agent], now_s: float) -> Lease:

@@ -152,7 +152,7 @@ def _words(text: str) -> set[str]:
 # --- Reading -------------------------------------------------------------------------------------------
 
 
-class Shelf:
+class ProfileDirectory:
     """A directory of profiles, of which only the files that changed are read again."""
 
     def __init__(self, folder: Path | None) -> None:

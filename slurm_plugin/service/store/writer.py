@@ -16,7 +16,7 @@ from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.guard import Guarded
 from cadenza.policies.round import Clock
 from cadenza.sidecar.orders import LeaseLog, Switched
-from cadenza.slurm_plugin.service.agents.agent_events import Event
+from cadenza.slurm_plugin.service.agents.agent_registry import Event
 from cadenza.slurm_plugin.service.store import record_codec, schema
 from cadenza.slurm_plugin.service.store.job_accounting import Accounts
 from cadenza.slurm_plugin.service.store.verification import verdict

@@ -1,4 +1,4 @@
-"""Which jobs on their way are looked at between rounds, and when that starts the next one."""
+"""Jobs in transit are polled between rounds, and their next step in Slurm starts a round."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service_rig import FileSlurm, books, job
 
 from cadenza.policies.core.decision import Move
 from cadenza.policies.core.model import JobKey, Share
-from cadenza.slurm_plugin.service.transit import LOOK_FOR_S, awaited, changed, hurried
+from cadenza.slurm_plugin.service.schedule import MAX_TRANSIT_POLL_S, has_moved_on, jobs_in_transit, needs_prompt_round
 
 SHARES = (Share("n2", 1, 1, 1000),)
 PHASES = ("wanted", "warming", "ordered", "requeued", "placed", "leaving", "over")
@@ -22,9 +22,9 @@ def move(phase: str, number: int = 1) -> Move:
 
 def test_only_jobs_that_leave_their_nodes_are_looked_at_and_not_for_ever() -> None:
     moves = [move(phase, number) for number, phase in enumerate(PHASES)]
-    assert awaited(moves, 101.0) == {PHASES.index("requeued")}
-    assert awaited(moves, 100.0 + LOOK_FOR_S) == set()
-    assert [phase for phase in PHASES if hurried([move(phase)])] == ["warming", "ordered", "requeued"]
+    assert jobs_in_transit(moves, 101.0) == {PHASES.index("requeued")}
+    assert jobs_in_transit(moves, 100.0 + MAX_TRANSIT_POLL_S) == set()
+    assert [phase for phase in PHASES if needs_prompt_round([move(phase)])] == ["warming", "ordered", "requeued"]
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,11 @@ def test_only_jobs_that_leave_their_nodes_are_looked_at_and_not_for_ever() -> No
 def test_a_round_is_due_when_slurm_is_further(tmp_path: Path, changes: dict[str, object], expected: bool) -> None:
     slurm, seen = FileSlurm(tmp_path / "books.json"), books(job(1), job(2))
     slurm.write(replace(seen, jobs=(replace(seen.jobs[0], **changes), replace(seen.jobs[1], state="OTHER"))))  # type: ignore[arg-type]
-    assert changed(slurm, {1}, seen) is expected
+    assert has_moved_on(slurm, {1}, seen) is expected
 
 
 def test_a_slurm_that_does_not_answer_starts_no_round(tmp_path: Path) -> None:
     slurm = FileSlurm(tmp_path / "books.json")
     slurm.write(books(job(1)))
     slurm.down.touch()
-    assert not changed(slurm, {1}, books(job(1, state="OTHER")))
+    assert not has_moved_on(slurm, {1}, books(job(1, state="OTHER")))

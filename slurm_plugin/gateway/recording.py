@@ -1,10 +1,11 @@
-"""A gateway over captured answers: what the worker once read goes through the same translation again."""
+"""Recordings of the worker's answers: written from a live gateway, and replayed as a gateway."""
 
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from cadenza.policies.core.actions import Action, Outcome
 from cadenza.policies.core.model import ClusterSnapshot
@@ -12,6 +13,33 @@ from cadenza.slurm_plugin.gateway.errors import RecordingError
 from cadenza.slurm_plugin.gateway.translate import snapshot
 
 SCHEMA = "cadenza.recording/1"
+
+
+class RawReader(Protocol):
+    """A gateway that can be recorded: SlurmGateway, or a recording itself."""
+
+    def read_raw(self) -> dict[str, Any]:
+        """Return one answer of the worker."""
+        ...
+
+
+def record(path: Path, count: int, interval: float, gateway: RawReader) -> int:
+    """Append ``count`` answers, ``interval`` seconds apart, to ``path`` as JSON lines; return the number of bytes.
+
+    Each answer is on disk before the next wait, so that an interrupted recording is a short one. It holds
+    names of users and jobs, and comments: look at it before handing it on. Errors of the gateway and OSError
+    pass through.
+    """
+    written = 0
+    pause = threading.Event()
+    with path.open("a", encoding="utf-8") as file:
+        for number in range(count):
+            if number:
+                pause.wait(interval)
+            answer = json.dumps(gateway.read_raw(), separators=(",", ":"), sort_keys=True)
+            written += file.write(answer + "\n")
+            file.flush()
+    return written
 
 
 def load(path: Path) -> list[dict[str, Any]]:
@@ -60,6 +88,6 @@ class RecordedGateway:
         return snapshot(self.read_raw())
 
     def apply(self, action: Action) -> Outcome:
-        """Note the action and say that it worked."""
+        """Note the action and report success."""
         self.applied.append(action)
         return Outcome(ok=True)

@@ -1,0 +1,57 @@
+"""Facts for the agents: after each round every host hears of its jobs what taking turns without the service needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from cadenza.policies.core.actions import Suspend, Unsuspend
+from cadenza.policies.core.model import ClusterSnapshot, JobKey
+from cadenza.policies.round import RoundReport
+from cadenza.sidecar.orders import VERSION, Facts, JobFacts
+from cadenza.slurm_plugin.service.settings import Settings, guard_settings, sharing_settings
+
+
+def suspended_after(report: RoundReport) -> frozenset[JobKey]:
+    """Return the jobs that Slurm has suspended after a round's actions (pure)."""
+    suspended = {job.key for job in report.snapshot.jobs if job.state == "SUSPENDED"}
+    for action, outcome in report.outcomes:
+        if isinstance(action, Suspend) and outcome.ok:
+            suspended.add(action.job)
+        elif isinstance(action, Unsuspend) and outcome.ok:
+            suspended.discard(action.job)
+    return frozenset(suspended)
+
+
+def facts_of(
+    snapshot: ClusterSnapshot, settings: Settings, suspended: frozenset[JobKey], packs: Iterable[Sequence[JobKey]] = ()
+) -> Mapping[str, Facts]:
+    """Return each host's facts: the jobs that Slurm has there, and the rules of turns; ``packs``: packed jobs.
+
+    While the kill switch is set, agents observe only, and so give back the resources that jobs are tuned to.
+    """
+    rules = sharing_settings(settings)
+    pack_of = {key: min(group).id for group in packs for key in group}
+    host_of = {node.name: node.host for node in snapshot.nodes}
+    jobs_on: dict[str, list[JobFacts]] = {host.name: [] for host in snapshot.hosts}
+    for job in sorted(snapshot.jobs, key=lambda job: job.key):
+        hosts = {host_of.get(node, node) for node in job.nodes}
+        facts = JobFacts(
+            job=job.key.id,
+            restart=job.key.restart,
+            managed=rules.manages(job),
+            weight=job.lease.weight if job.lease else 1.0,
+            priority=rules.priority(job),
+            user=job.user,
+            hosts=len(hosts),
+            suspended=job.key in suspended,
+            cpus=-(-job.cpus // max(job.num_nodes, 1)),  # Slurm's allocation, whatever the job was tuned to
+            memory_mb=-(-job.memory_mb // max(job.num_nodes, 1)),
+            pack=pack_of.get(job.key, 0),
+        )
+        for host in hosts:
+            jobs_on.setdefault(host, []).append(facts)
+    enforce = settings.applies and not guard_settings(settings).killed
+    return {
+        host: Facts(VERSION, tuple(jobs), rules.slice_s, rules.share_between_users, enforce, rules.min_run_s)
+        for host, jobs in jobs_on.items()
+    }
