@@ -16,7 +16,7 @@ from cadenza.policies.guard import GuardSettings
 from cadenza.policies.round import run_round
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, Switched
-from cadenza.slurm_plugin.service.accounting.effects import UNMEASURED_S, Effect
+from cadenza.slurm_plugin.service.accounting.effects import MAX_UNMEASURED_S, Effect
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
@@ -110,7 +110,7 @@ def test_a_job_that_ends_or_stalls_leaves_the_verdict_open(rig: Rig) -> None:
     stalls, ended = sorted(rig.effects(), key=lambda one: -one.job)
     assert (ended.verdict, ended.detail) == ("unknown", "the job ended before it was measured")
     assert stalls.verdict == ""
-    rig.round(trains(3, 50.0, B, placement=EIGHT), wait_s=UNMEASURED_S + 1)
+    rig.round(trains(3, 50.0, B, placement=EIGHT), wait_s=MAX_UNMEASURED_S + 1)
     assert "too few iterations" in rig.effects(2)[0].detail
 
 
@@ -208,11 +208,11 @@ def test_the_store_adds_up_hours_and_keeps_them_when_the_rounds_are_gone(rig: Ri
 def test_a_round_that_cannot_be_written_is_not_counted(rig: Rig) -> None:
     rig.round(trains(1, 50.0))
     rig.round(trains(1, 60.0))
-    known = rig.store._accounts.known
+    known = rig.store._accounting.baseline
     rig.store._link.execute("CREATE TRIGGER full BEFORE INSERT ON hours BEGIN SELECT RAISE(ABORT, 'disk full'); END")
     with pytest.raises(Exception, match="disk full"):
         rig.round(trains(1, 70.0))
-    assert rig.store._accounts.known is known
+    assert rig.store._accounting.baseline is known
     rig.store._link.execute("DROP TRIGGER full")
     rig.round(trains(1, 80.0))
     with StoreReader(rig.path) as reader:

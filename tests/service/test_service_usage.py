@@ -11,9 +11,10 @@ from service_rig import job, node
 
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Options
-from cadenza.slurm_plugin.service.accounting.sharing_report import Record, brought
+from cadenza.slurm_plugin.service.accounting.sharing_report import Record, sharing_report
 from cadenza.slurm_plugin.service.accounting.usage import (
-    LONGEST_S,
+    MAX_GAP_S,
+    HourRow,
     Spent,
     by_hour,
     counts,
@@ -22,7 +23,6 @@ from cadenza.slurm_plugin.service.accounting.usage import (
     started,
     watched,
 )
-from cadenza.slurm_plugin.service.store.reader import HourRow
 
 LANES = (node("n1"), node("n1-l1", 1))
 HOSTS = (Host("n1", agent_alive=True),)
@@ -99,8 +99,8 @@ def test_a_suspend_that_is_not_ours_is_nobodys_turn() -> None:
 
 
 def test_a_gap_in_the_record_is_not_counted() -> None:
-    assert counts(at(100.0), at(100.0 + LONGEST_S))
-    assert not counts(at(100.0), at(101.0 + LONGEST_S))
+    assert counts(at(100.0), at(100.0 + MAX_GAP_S))
+    assert not counts(at(100.0), at(101.0 + MAX_GAP_S))
     assert not counts(at(100.0), at(100.0))
     assert not counts(None, at(100.0))
 
@@ -126,7 +126,7 @@ def jobs(draw: st.DrawFn, number: int) -> Job:
 CLUSTERS = st.tuples(*(st.none() | jobs(number) for number in range(1, 7)))
 
 
-@given(CLUSTERS, CLUSTERS, st.floats(0.1, LONGEST_S))
+@given(CLUSTERS, CLUSTERS, st.floats(0.1, MAX_GAP_S))
 def test_no_gpu_second_is_counted_twice_and_none_is_negative(before, after, span_s) -> None:
     last = at(100.0 + span_s, *filter(None, after))
     rows = spent(at(100.0, *filter(None, before)), last, Memory())
@@ -138,7 +138,7 @@ def test_no_gpu_second_is_counted_twice_and_none_is_negative(before, after, span
         assert row.further_gpu_s in (0.0, row.gpu_s)
 
 
-@given(st.floats(0, 1e9), st.floats(0.1, LONGEST_S))
+@given(st.floats(0, 1e9), st.floats(0.1, MAX_GAP_S))
 def test_hours_divide_a_stretch_of_time(from_s, span_s) -> None:
     parts = list(by_hour(from_s, from_s + span_s))
     assert sum(part for _, part in parts) == pytest.approx(1.0)
@@ -156,14 +156,14 @@ HOURS = st.lists(
 @given(HOURS)
 def test_users_add_up_to_jobs_and_the_total_to_users(rows) -> None:
     mine = [HourRow(**{**{n: getattr(r, n) for n in r.__struct_fields__}, "user": "ae"[r.job % 2]}) for r in rows]
-    found = brought(Record(0.0, 14400.0, {0: 3600.0}, mine, (), ()))
+    found = sharing_report(Record(0.0, 14400.0, {0: 3600.0}, mine, (), ()))
     for name in ("jobs", "gpu_s", "further_gpu_s", "queue_s", "turn_s", "saved_s", "yields"):
         by_user = {row.user: getattr(row.sums, name) for row in found.users}
         by_job = {user: sum(getattr(j.sums, name) for j in found.jobs if j.user == user) for user in by_user}
         assert by_user == pytest.approx(by_job)
         assert getattr(found.total, name) == pytest.approx(sum(by_user.values()))
     assert found.total.gpu_s + found.others.gpu_s == pytest.approx(sum(row.gpu_s for row in mine))
-    alone = [brought(Record(0.0, 14400.0, {}, mine, (), ()), user).total.gpu_s for user in "ae"]
+    alone = [sharing_report(Record(0.0, 14400.0, {}, mine, (), ()), user).total.gpu_s for user in "ae"]
     assert sum(alone) == pytest.approx(found.total.gpu_s)
 
 

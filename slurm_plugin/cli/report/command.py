@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from cadenza.slurm_plugin.report.page_model import Comparison, Loaded
-    from cadenza.slurm_plugin.service.accounting.sharing_report import Brought
+    from cadenza.slurm_plugin.service.accounting.sharing_report import SharingReport
 
 
 @click.command("report")
@@ -73,7 +73,7 @@ def _sharing(since: str, *, output: Path | None, title: str | None, as_json: boo
     from cadenza.slurm_plugin.report.sheet import render  # noqa: PLC0415
 
     user = words["user"]
-    found = _brought(since, **words)
+    found = _report(since, **words)
     content = sheet(found, title or "What sharing brought" + (f" to {user}" if user else ""))
     if output is not None:
         _write(output, render(content))
@@ -85,7 +85,9 @@ def _sharing(since: str, *, output: Path | None, title: str | None, as_json: boo
         click.echo(f"written: {output}")
 
 
-def _brought(since: str, *, until: str | None, user: str | None, store: Path | None, config: Path | None) -> Brought:
+def _report(
+    since: str, *, until: str | None, user: str | None, store: Path | None, config: Path | None
+) -> SharingReport:
     from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415
     from cadenza.slurm_plugin.cli.report.sharing import gather  # noqa: PLC0415
 

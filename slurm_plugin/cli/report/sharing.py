@@ -12,7 +12,14 @@ from cadenza.slurm_plugin.cli.common import local
 from cadenza.slurm_plugin.cli.jobs.why import effect_sentence
 from cadenza.slurm_plugin.report.sheet import Card, Cell, Column, Sheet, Table
 from cadenza.slurm_plugin.report.units import number
-from cadenza.slurm_plugin.service.accounting.sharing_report import Brought, KindRow, Record, Row, Sums, brought
+from cadenza.slurm_plugin.service.accounting.sharing_report import (
+    KindRow,
+    Record,
+    Row,
+    SharingReport,
+    Sums,
+    sharing_report,
+)
 from cadenza.slurm_plugin.service.accounting.usage import HOUR_S
 
 if TYPE_CHECKING:
@@ -40,7 +47,7 @@ NET = "Net: waiting saved less waiting for turns; below zero, sharing cost more 
 # --- From the store ------------------------------------------------------------------------------------------
 
 
-def gather(reader: StoreReader, since_s: float, until_s: float, user: str | None) -> Brought:
+def gather(reader: StoreReader, since_s: float, until_s: float, user: str | None) -> SharingReport:
     """Return what sharing brought in the whole hours between two moments, as far as they are on record.
 
     Raise InputError, exit code 2, when nothing is on record there, or nothing of the user.
@@ -58,7 +65,7 @@ def gather(reader: StoreReader, since_s: float, until_s: float, user: str | None
             f"--user {user}: no job of theirs from {local(from_s)} to {local(to_s)}; on record: {', '.join(users)}"
         )
     starts, effects = reader.starts(from_s, to_s), reader.effects(from_s, to_s)
-    return brought(Record(from_s, to_s, here, hours, starts, effects), user)
+    return sharing_report(Record(from_s, to_s, here, hours, starts, effects), user)
 
 
 def _span(watched: dict[int, float]) -> str:
@@ -70,7 +77,7 @@ def _span(watched: dict[int, float]) -> str:
 # --- For people ------------------------------------------------------------------------------------------------
 
 
-def summary(found: Brought) -> str:
+def summary(found: SharingReport) -> str:
     """Return what sharing brought, in plain sentences."""
     total = found.total
     part = f" ({total.further_gpu_s / total.gpu_s:.0%})" if total.gpu_s else ""
@@ -82,7 +89,7 @@ def summary(found: Brought) -> str:
     )
 
 
-def sheet(found: Brought, title: str) -> Sheet:
+def sheet(found: SharingReport, title: str) -> Sheet:
     """Return the page's content."""
     total = found.total
     watched = found.watched_s / max(found.until_s - found.since_s, 1.0)
@@ -98,7 +105,7 @@ def sheet(found: Brought, title: str) -> Sheet:
     return Sheet(title, facts, cards, tuple(_tables(found)), (HOURS, SAVED, NET))
 
 
-def _tables(found: Brought) -> Iterator[Table]:
+def _tables(found: SharingReport) -> Iterator[Table]:
     yield Table("users", "By user", (Column("User", text=True), *COLUMNS), tuple(_user_row(row) for row in found.users))
     kinds = tuple(_kind_row(row) for row in found.kinds if row.decided)
     yield Table("decisions", "Decisions, by what was measured", KIND_COLUMNS, kinds)

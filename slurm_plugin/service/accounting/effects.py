@@ -1,4 +1,4 @@
-"""What each tune, pack, migration and resize did to the iteration time of its job, measured before and after (pure)."""
+"""Effects of tunes, packs, migrations and resizes on the iteration time of jobs, measured before and after (pure)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from cadenza.policies.sharing.state.measurement import LEAST
 Kind: TypeAlias = Literal["tune", "pack", "migrate", "resize"]
 Verdict: TypeAlias = Literal["", "kept", "undone", "unknown"]
 
-FEW_STEPS, ENOUGH_STEPS = 30, 300
-"""A figure is of at least so many iterations, and gets better until it is of so many."""
-UNMEASURED_S = 3600.0
+MIN_STEPS, FULL_STEPS = 30, 300
+"""Least iterations of a measurement, and the number at which it is complete."""
+MAX_UNMEASURED_S = 3600.0
 REPLACED = "replaced before it was measured"
 
 
 class Effect(msgspec.Struct, frozen=True):
-    """One decision that was carried out, and what it did to one of its jobs; times in seconds.
+    """One decision that was carried out, and its effect on one of its jobs; times in seconds.
 
-    Iteration times are seconds with the GPUs for each iteration: waiting for turns is not in them. Those of a pack
-    are what the pack was judged by: alone, and beside the others.
+    Iteration times are seconds with the GPUs for each iteration, without the waiting for turns. For a pack they are
+    the times by which the pack was judged: alone, and with the co-runners.
     """
 
     decision: int
@@ -43,22 +43,22 @@ class Effect(msgspec.Struct, frozen=True):
     reason: str
     was: str
     now: str
-    """What it had before and was to have after; of a pack, the jobs that it runs with."""
+    """Resources before and after the decision; for a pack, the jobs that it runs with."""
     predicted: float | None = None
-    """Throughput after over before, as the profile promises it."""
+    """Throughput after over before by the profile."""
     before_s: float | None = None
     after_s: float | None = None
     gain: float | None = None
-    """Throughput after over before, as measured; of a pack, of all its jobs together, where turns are 1."""
+    """Measured throughput after over before; for a pack that of all its jobs together, where turns are 1."""
     verdict: Verdict = ""
     """"": being measured; *kept*: measured and in force; *unknown*: it ended before it was measured."""
     detail: str = ""
-    """Why it was undone, or could not be measured."""
+    """Reason for which it was undone, or could not be measured."""
     ended_s: float | None = None
-    """When it was undone, replaced, or its job ended; None: in force."""
+    """Time at which it was undone, replaced, or its job ended; None: in force."""
     mark_step: int | None = None
     mark_held_s: float = 0.0
-    """Where the measurement after it began."""
+    """Step and held time at which the measurement after it began."""
 
     @property
     def key(self) -> JobKey:
@@ -66,8 +66,8 @@ class Effect(msgspec.Struct, frozen=True):
         return JobKey(self.job, self.restart)
 
     @property
-    def enough(self) -> bool:
-        """Whether nothing more is to be measured; a pack is measured as long as it stands."""
+    def measured(self) -> bool:
+        """True if no more measurements are needed; a pack is measured as long as it stands."""
         if self.kind == "pack":
             return False
         return self.verdict not in ("", "kept") or (self.after_s is not None and self.mark_step is None)
@@ -84,21 +84,19 @@ class Marks(NamedTuple):
     young: tuple[int, float]
 
 
-def marks(known: Mapping[JobKey, Marks], snapshot: ClusterSnapshot, memory: Memory) -> dict[JobKey, Marks]:
-    """Return the marks of all jobs that train, moved on so that the older one is never far behind."""
+def marks(before: Mapping[JobKey, Marks], snapshot: ClusterSnapshot, memory: Memory) -> dict[JobKey, Marks]:
+    """Return the marks of all jobs that train, advanced so that the older one is never far behind."""
     packed = {key: group for group in memory.sharing.packs for key in group}
     found = {}
     for job in snapshot.jobs:
         if job.opted_in and job.lease is not None and job.lease.step:
-            setting, here = (job.placement, packed.get(job.key)), _mark(job)
-            found[job.key] = _moved(known.get(job.key), setting, here)
+            setting, here, mark = (job.placement, packed.get(job.key)), _mark(job), before.get(job.key)
+            if mark is None or mark.setting != setting or here[0] < mark.young[0]:
+                mark = Marks(setting, here, here)
+            elif here[0] - mark.young[0] >= FULL_STEPS:
+                mark = Marks(setting, mark.young, here)
+            found[job.key] = mark
     return found
-
-
-def _moved(marks: Marks | None, setting: object, here: tuple[int, float]) -> Marks:
-    if marks is None or marks.setting != setting or here[0] < marks.young[0]:
-        return Marks(setting, here, here)
-    return Marks(setting, marks.young, here) if here[0] - marks.young[0] >= ENOUGH_STEPS else marks
 
 
 def _mark(job: Job) -> tuple[int, float]:
@@ -107,10 +105,10 @@ def _mark(job: Job) -> tuple[int, float]:
 
 
 def _iteration_s(since: tuple[int, float], job: Job) -> float | None:
-    """Return the seconds with its GPUs that an iteration took since a mark; None while they are few."""
+    """Return the seconds with its GPUs for each iteration since a mark; None below ``MIN_STEPS`` iterations."""
     step, held_s = _mark(job)
     steps = step - since[0]
-    return (held_s - since[1]) / steps if steps >= FEW_STEPS and held_s > since[1] else None
+    return (held_s - since[1]) / steps if steps >= MIN_STEPS and held_s > since[1] else None
 
 
 def _before(job: Job, marks: Marks | None) -> float | None:
@@ -119,29 +117,29 @@ def _before(job: Job, marks: Marks | None) -> float | None:
 
 
 def _alone(job: Job, memory: Memory) -> float | None:
-    """Return what a pack is judged by: an iteration when the job last had its GPUs alone."""
+    """Return the iteration time by which a pack is judged: when the job last had its GPUs alone."""
     return next((row.iteration_s for row in memory.sharing.alone if row.job == job.key), None)
 
 
 def _together(effect: Effect, job: Job) -> float | None:
-    """Return an iteration of a packed job beside those that it was packed with, as its agents measured it."""
+    """Return a packed job's iteration time with its co-runners, as its agents measured it."""
     pace = job.lease.pace if job.lease is not None else None
     if pace is None or pace.iterations < LEAST or not pace.iteration_s:
         return None
-    return pace.iteration_s if effect.now == _company(pace.beside) else None
+    return pace.iteration_s if effect.now == _co_runners(pace.beside) else None
 
 
 # --- Decisions -------------------------------------------------------------------------------------------
 
 
 def begun(
-    actions: Iterable[tuple[int, Action]], snapshot: ClusterSnapshot, memory: Memory, known: Mapping[JobKey, Marks]
+    actions: Iterable[tuple[int, Action]], snapshot: ClusterSnapshot, memory: Memory, marks: Mapping[JobKey, Marks]
 ) -> tuple[Effect, ...]:
-    """Return what is to be measured of the actions that were carried out, with their rows in the store."""
+    """Return the effects to measure of the actions that were carried out, each with its row in the store."""
     found = []
     for row, action in actions:
         for job in _jobs(action, snapshot):
-            before_s = (_alone(job, memory) if isinstance(action, Pack) else None) or _before(job, known.get(job.key))
+            before_s = (_alone(job, memory) if isinstance(action, Pack) else None) or _before(job, marks.get(job.key))
             was, now = _change(action, job)
             if was != now:
                 found.append(
@@ -154,7 +152,7 @@ def begun(
 
 
 def _jobs(action: Action, snapshot: ClusterSnapshot) -> list[Job]:
-    """Return the jobs whose iteration time an action is to change."""
+    """Return the jobs whose iteration time an action changes."""
     if not isinstance(action, Tune | Pack | Migrate | Resize):
         return []
     keys = action.jobs if isinstance(action, Pack) else (action.job,)
@@ -165,17 +163,17 @@ KINDS: dict[type[Action], Kind] = {Tune: "tune", Pack: "pack", Migrate: "migrate
 
 
 def _change(action: Action, job: Job) -> tuple[str, str]:
-    """Return in words what a job has, and what an action gives it."""
+    """Return descriptions of a job's resources, and of those that an action gives it."""
     if isinstance(action, Tune):
         return _resources(job.placement), _resources(action.shares)
     if isinstance(action, Migrate | Resize):
         there = tuple((share.node, share.gpus) for share in action.shares)
         here = tuple((share.node, share.gpus) for share in job.placement)
         return _gpus(here or ((",".join(job.nodes), job.gpus),)), _gpus(there)
-    return "alone", _company(key for key in action.jobs if key != job.key) if isinstance(action, Pack) else ""
+    return "alone", _co_runners(key for key in action.jobs if key != job.key) if isinstance(action, Pack) else ""
 
 
-def _company(others: Iterable[JobKey]) -> str:
+def _co_runners(others: Iterable[JobKey]) -> str:
     return f"with {job_names(others)}"
 
 
@@ -188,7 +186,7 @@ def _gpus(shares: Iterable[tuple[str, int]]) -> str:
 
 
 def _predicted(action: Action, job: Job, snapshot: ClusterSnapshot) -> float | None:
-    """Return the throughput that a job's profile promises of a tune, over that of what it has."""
+    """Return a tune's throughput over the present one by the job's profile."""
     if not isinstance(action, Tune) or job.profile is None or not job.placement:
         return None
     types = {node.name: node.gpu_type for node in snapshot.nodes}
@@ -221,59 +219,58 @@ def overtaken(effects: Iterable[Effect], actions: Iterable[Action], snapshot: Cl
 
 
 def _followed(effect: Effect, action: Action, snapshot: ClusterSnapshot) -> Effect:
-    """Return an effect once another action of its kind follows: undone by it where that goes back to what was."""
+    """Return an effect after another action of its kind, which undoes it if it restores the state before."""
     key: JobKey | None = getattr(action, "job", None)
     job = snapshot.job(key) if key is not None else None
     back = effect.kind != "pack" and job is not None and _change(action, job)[1] == effect.was
     return _undone(effect, getattr(action, "reason", ""), snapshot) if back else _over(effect, snapshot, REPLACED)
 
 
-def _undone(effect: Effect, why: str, snapshot: ClusterSnapshot) -> Effect:
-    return replace(effect, verdict="undone", detail=why, ended_s=snapshot.time_s, mark_step=None)
+def _undone(effect: Effect, reason: str, snapshot: ClusterSnapshot) -> Effect:
+    return replace(effect, verdict="undone", detail=reason, ended_s=snapshot.time_s, mark_step=None)
 
 
-def _over(effect: Effect, snapshot: ClusterSnapshot, why: str) -> Effect:
-    """Return an effect that ended without having been undone."""
+def _over(effect: Effect, snapshot: ClusterSnapshot, reason: str) -> Effect:
+    """Return an effect that ended without being undone."""
     if effect.after_s is not None:
         return replace(effect, verdict="kept", ended_s=snapshot.time_s, mark_step=None)
-    return replace(effect, verdict="unknown", detail=why, ended_s=snapshot.time_s, mark_step=None)
+    return replace(effect, verdict="unknown", detail=reason, ended_s=snapshot.time_s, mark_step=None)
 
 
 def advance(effects: Iterable[Effect], snapshot: ClusterSnapshot, memory: Memory) -> tuple[Effect, ...]:
-    """Return the effects that a later round says more of: measured, ended, or never come about."""
+    """Return the effects that a later round changes: measured, ended, or never come about."""
     live = tuple(effects)
     newest = {job.key.id: job for job in sorted(snapshot.jobs, key=lambda job: job.key)}
-    seen = [_advanced(effect, newest.get(effect.job), snapshot, memory) for effect in live]
-    judged = [_judged(effect, seen) for effect in seen]
+    advanced = [_advanced(effect, newest.get(effect.job), snapshot, memory) for effect in live]
+    judged = [_judged(effect, advanced) for effect in advanced]
     return tuple(after for before, after in zip(live, judged, strict=True) if after != before)
 
 
 def _advanced(effect: Effect, job: Job | None, snapshot: ClusterSnapshot, memory: Memory) -> Effect:
     if job is None or job.state == "OTHER":
         return _over(effect, snapshot, "the job ended before it was measured")
-    why = _failed(effect, job, memory)
-    if why:
-        return _undone(effect, why, snapshot)
-    if _gone_by(effect, job, memory):
+    if reason := _failure_reason(effect, job, memory):
+        return _undone(effect, reason, snapshot)
+    if _is_over(effect, job, memory):
         return _over(effect, snapshot, "it ended before it was measured")
     found = _measured(effect, job)
-    if found.after_s is None and snapshot.time_s - effect.at_s > UNMEASURED_S and not found.verdict:
+    if found.after_s is None and snapshot.time_s - effect.at_s > MAX_UNMEASURED_S and not found.verdict:
         return replace(found, verdict="unknown", detail="too few iterations within an hour")
     return found
 
 
-def _failed(effect: Effect, job: Job, memory: Memory) -> str:
-    """Return why a move has not come about, once that is so."""
+def _failure_reason(effect: Effect, job: Job, memory: Memory) -> str | None:
+    """Return the reason for which a move has failed; None if it has not."""
     move = next((move for move in memory.moves if move.job == effect.key and move.phase == "over"), None)
     if effect.kind not in ("migrate", "resize") or move is None:
-        return ""
+        return None
     there = set(job.nodes) == set(move.nodes) and job.gpus == sum(share.gpus for share in move.shares)
     arrived = job.key.restart > effect.restart and (there or not job.nodes)
-    return "" if arrived else move.outcome
+    return None if arrived else move.outcome
 
 
-def _gone_by(effect: Effect, job: Job, memory: Memory) -> bool:
-    """Whether what a decision brought about is no longer so."""
+def _is_over(effect: Effect, job: Job, memory: Memory) -> bool:
+    """Return whether the state that a decision brought about has ended."""
     if effect.kind == "pack":
         return not any(effect.key in group for group in memory.sharing.packs)
     return effect.kind == "tune" and job.key != effect.key
@@ -281,7 +278,7 @@ def _gone_by(effect: Effect, job: Job, memory: Memory) -> bool:
 
 def _measured(effect: Effect, job: Job) -> Effect:
     moved = effect.kind in ("migrate", "resize")
-    if effect.enough or job.lease is None or not job.lease.step or moved == (job.key == effect.key):
+    if effect.measured or job.lease is None or not job.lease.step or moved == (job.key == effect.key):
         return effect
     step, held_s = _mark(job)
     if effect.kind == "pack":
@@ -290,11 +287,11 @@ def _measured(effect: Effect, job: Job) -> Effect:
         return replace(effect, mark_step=step, mark_held_s=held_s)
     after_s = _iteration_s((effect.mark_step, effect.mark_held_s), job)
     found = replace(effect, after_s=after_s or effect.after_s)
-    return replace(found, mark_step=None) if after_s and step - effect.mark_step >= ENOUGH_STEPS else found
+    return replace(found, mark_step=None) if after_s and step - effect.mark_step >= FULL_STEPS else found
 
 
 def _judged(effect: Effect, all_of_them: Sequence[Effect]) -> Effect:
-    """Return an effect with its gain and, once that is known, its verdict; a pack's needs all its jobs."""
+    """Return an effect with its gain and, once it is measured, its verdict; the gain of a pack needs all its jobs."""
     one_pack = effect.kind == "pack"
     parts = [one for one in all_of_them if one.decision == effect.decision] if one_pack else [effect]
     speeds = [one.before_s / one.after_s for one in parts if one.before_s and one.after_s]

@@ -1,4 +1,4 @@
-"""What jobs had and what they waited for between two rounds, and what lane 0 had for them (pure)."""
+"""GPU time and waiting time of jobs between two rounds, and the moment when lane 0 had room for them (pure)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from cadenza.policies.sharing.state.settings import held_for_us
 from cadenza.slurm_plugin.service.observe.progress import HOLDING
 
 HOUR_S = 3600.0
-LONGEST_S = 300.0
-"""Of a longer time between two rounds nobody knows what happened in it; it is not counted."""
+MAX_GAP_S = 300.0
+"""A longer time between two rounds is not counted, because its events are unknown."""
 NOT_WAITING = frozenset(
     {"Dependency", "DependencyNeverSatisfied", "BeginTime", "JobHeldUser", "JobHeldAdmin", "JobArrayTaskLimit"}
 )
-"""Slurm's reasons of pending jobs that would not start however many GPUs were free (squeue(1), JOB REASON CODES)."""
-THERE = ("RUNNING", "SUSPENDED")
-WHOLE_S = 1.0
+"""Slurm's reasons of pending jobs that would not start even on free GPUs (squeue(1), JOB REASON CODES)."""
+STARTED = ("RUNNING", "SUSPENDED")
+SLURM_TICK_S = 1.0
 """Slurm's times are whole seconds."""
 
 
 class Spent(NamedTuple):
-    """What one job had and waited for between two rounds, in seconds and GPU seconds.
+    """GPU time and waiting time of one job between two rounds, in seconds and GPU seconds.
 
-    A GPU that several jobs used at once counts in equal parts, so that the sum over jobs is never more than the GPUs
-    had to give.
+    A GPU that several jobs used at once counts in equal parts, so that the sum over jobs never exceeds the time of
+    the GPUs.
     """
 
     key: JobKey
@@ -43,8 +43,24 @@ class Spent(NamedTuple):
     """Started, and waiting for its turn on the GPUs."""
 
 
+class HourRow(msgspec.Struct, frozen=True):
+    """The sums of one job in one hour since the epoch, in seconds and GPU seconds; see ``Spent``."""
+
+    hour: int
+    job: int
+    restart: int
+    user: str
+    managed: bool
+    gpu_s: float
+    further_gpu_s: float
+    queue_s: float
+    turn_s: float
+    yields: int
+    """Finished yields, one for each of its hosts."""
+
+
 class Start(msgspec.Struct, frozen=True):
-    """A managed job that Slurm started on a further lane, and when lane 0 could have taken it; epoch seconds."""
+    """A managed job that Slurm started on a further lane, and the time at which lane 0 had room; epoch seconds."""
 
     job: int
     user: str
@@ -54,19 +70,19 @@ class Start(msgspec.Struct, frozen=True):
     gpus: int
     num_nodes: int
     free_s: float | None = None
-    """When lane 0 first had enough GPUs for it; None: not yet."""
+    """Time at which lane 0 first had enough GPUs for it; None: not yet."""
     delay_s: float = 0.0
-    """The longest that a job on lane 0 had waited for turns by then: so much sooner lane 0 might have been free."""
+    """Longest wait for turns of a job on lane 0 until then: without sharing lane 0 may have been free sooner by it."""
 
     def saved_s(self, since_s: float, until_s: float) -> float:
-        """Return the part of the waiting that it was spared which falls between two moments."""
+        """Return the waiting that the job saved between two moments."""
         end_s = (until_s if self.free_s is None else self.free_s) - self.delay_s
         return max(min(end_s, until_s) - max(self.at_s, since_s), 0.0)
 
 
 def counts(before: ClusterSnapshot | None, after: ClusterSnapshot) -> bool:
-    """Whether what happened between two rounds can be told."""
-    return before is not None and 0.0 < after.time_s - before.time_s <= LONGEST_S
+    """Return whether the time between two rounds is short enough to be counted."""
+    return before is not None and 0.0 < after.time_s - before.time_s <= MAX_GAP_S
 
 
 def by_hour(from_s: float, to_s: float) -> Iterator[tuple[int, float]]:
@@ -87,13 +103,12 @@ def by_hour(from_s: float, to_s: float) -> Iterator[tuple[int, float]]:
 
 
 def spent(before: ClusterSnapshot, after: ClusterSnapshot, memory: Memory) -> tuple[Spent, ...]:
-    """Return what the jobs of the second round have had since the first one; nothing of those that ended meanwhile.
+    """Return the spending since the first round of the jobs that are there in the second one.
 
-    ``memory``: what the first round remembers, which tells our holds and suspends from others'.
+    ``memory``: that of the first round, which tells our holds and suspends from others'.
     """
-    known = before.by_key
     stretch = (before.time_s, after.time_s)
-    found = {job.key: _times(job, known.get(job.key), stretch, memory) for job in after.jobs if job.gpus}
+    found = {job.key: _times(job, before.by_key.get(job.key), stretch, memory) for job in after.jobs if job.gpus}
     shares = _gpu_seconds([(after.by_key[key], row.held_s) for key, row in found.items()], stretch[1] - stretch[0])
     lanes = {node.name: node.lane for node in after.nodes}
     rows = []
@@ -105,7 +120,7 @@ def spent(before: ClusterSnapshot, after: ClusterSnapshot, memory: Memory) -> tu
 
 
 def on_further_lane(job: Job, lanes: Mapping[str, int]) -> bool:
-    """Whether any of a job's nodes is a further lane; ``lanes``: by node name."""
+    """Return whether any of a job's nodes is a further lane; ``lanes``: by node name."""
     return any(lanes.get(name, 0) for name in job.nodes)
 
 
@@ -120,7 +135,7 @@ def _times(job: Job, before: Job | None, stretch: tuple[float, float], memory: M
     if job.state == "PENDING":
         queue_s = now_s - max(since_s, job.submit_s) if _queues(job, memory) else 0.0
         return _Times(max(queue_s, 0.0))
-    if job.state not in THERE:
+    if job.state not in STARTED:
         return _Times()
     began_s = min(max(since_s, job.start_s or since_s), now_s)
     queued = before is None or (before.state == "PENDING" and _queues(before, memory))
@@ -132,28 +147,28 @@ def _times(job: Job, before: Job | None, stretch: tuple[float, float], memory: M
 
 
 def _queues(job: Job, memory: Memory) -> bool:
-    """Whether a pending job waits for GPUs, and not for its owner or another job."""
+    """Return whether a pending job waits for GPUs, and not for its owner or another job."""
     if job.held:
         return held_for_us(job, memory)
     return job.state_reason not in NOT_WAITING
 
 
-def _held(job: Job, before: Job | None, most_s: float) -> float:
-    """Return how much of the last ``most_s`` seconds a job could use its GPUs."""
+def _held(job: Job, before: Job | None, span_s: float) -> float:
+    """Return the part of the last ``span_s`` seconds in which a job could use its GPUs."""
     lease = job.lease
     if lease is None:
-        return most_s if job.state == "RUNNING" else 0.0
-    if lease.state in HOLDING and lease.held_s >= most_s:
-        return most_s
-    if lease.state not in HOLDING and lease.waited_s >= most_s:
+        return span_s if job.state == "RUNNING" else 0.0
+    if lease.state in HOLDING and lease.held_s >= span_s:
+        return span_s
+    if lease.state not in HOLDING and lease.waited_s >= span_s:
         return 0.0
     if before is not None and before.lease is not None:  # the virtual clock misses no turn between two rounds
-        return min(max((lease.vtime_s - before.lease.vtime_s) * lease.weight, 0.0), most_s)
-    return min(lease.held_s, most_s)
+        return min(max((lease.vtime_s - before.lease.vtime_s) * lease.weight, 0.0), span_s)
+    return min(lease.held_s, span_s)
 
 
 def _gpu_seconds(held: Sequence[tuple[Job, float]], span_s: float) -> dict[JobKey, float]:
-    """Return each job's GPU seconds, those of GPUs with several users at once divided among these."""
+    """Return each job's GPU seconds; jobs that use a GPU at once share its time equally."""
     users: defaultdict[Gpu, float] = defaultdict(float)
     for job, held_s in held:
         for gpu in job.lease.gpus if job.lease is not None else ():
@@ -172,7 +187,7 @@ def _gpu_seconds(held: Sequence[tuple[Job, float]], span_s: float) -> dict[JobKe
 def started(before: ClusterSnapshot, after: ClusterSnapshot) -> tuple[Start, ...]:
     """Return the managed jobs that Slurm has started on a further lane since the first round.
 
-    Only a job's first incarnation counts: what is requeued was started before.
+    Only a job's first incarnation counts, because a requeued job was started before.
     """
     lanes = {node.name: node.lane for node in after.nodes}
     return tuple(
@@ -184,32 +199,30 @@ def started(before: ClusterSnapshot, after: ClusterSnapshot) -> tuple[Start, ...
 
 def _just_started(job: Job, before: ClusterSnapshot) -> bool:
     old = before.job(job.key)
-    if not (job.opted_in and job.gpus and job.state in THERE) or job.key.restart or job.start_s is None:
+    if not (job.opted_in and job.gpus and job.state in STARTED) or job.key.restart or job.start_s is None:
         return False
-    return old.state == "PENDING" if old is not None else job.submit_s >= before.time_s - WHOLE_S
+    return old.state == "PENDING" if old is not None else job.submit_s >= before.time_s - SLURM_TICK_S
 
 
 def watched(
     starts: Iterable[Start], before: ClusterSnapshot, after: ClusterSnapshot, turns: Mapping[JobKey, float]
 ) -> tuple[Start, ...]:
-    """Return the open starts, those closed for which lane 0 has become free.
+    """Return the open starts, and those closed for which lane 0 has become free.
 
-    GPUs count as free for a job when Slurm's books say so, when a job that was submitted after it has got them, or
-    when it has them itself by now. The moment is that of the last round which did not see it, so that savings are
-    rather too small. ``turns``: how long live jobs have waited for turns so far, seconds.
+    GPUs count as free for a job when no job has them in Slurm's allocation, when a job that was submitted after it has
+    got them, or when the job has them itself by now. The time is that of the last round before, so that savings are
+    rather too small. ``turns``: waiting for turns of live jobs so far, seconds.
     """
-    lane0 = _Lane0(after, turns)
-    return tuple(_watched(start, before.time_s, lane0) for start in starts)
-
-
-def _watched(start: Start, seen_s: float, lane0: _Lane0) -> Start:
-    delay_s = max(start.delay_s, lane0.delay_s(start.partition))
-    free_s = max(start.at_s, seen_s) if lane0.has_room(start) else None
-    return msgspec.structs.replace(start, delay_s=delay_s, free_s=free_s)
+    lane0, rows = _Lane0(after, turns), []
+    for start in starts:
+        delay_s = max(start.delay_s, lane0.delays_s[start.partition])
+        free_s = max(start.at_s, before.time_s) if lane0.has_room(start) else None
+        rows.append(msgspec.structs.replace(start, delay_s=delay_s, free_s=free_s))
+    return tuple(rows)
 
 
 def given_up(starts: Iterable[Start], at_s: float) -> tuple[Start, ...]:
-    """Return open starts closed at the last moment that is on record."""
+    """Return open starts, closed at the last moment on record."""
     return tuple(msgspec.structs.replace(start, free_s=max(start.at_s, at_s)) for start in starts)
 
 
@@ -218,14 +231,14 @@ Mark: TypeAlias = tuple[float, int]
 
 
 class _Room(NamedTuple):
-    """What a node of lane 0 has for a job: what nobody uses, and what jobs that came later have got."""
+    """GPUs of a node of lane 0 for a job: those that are free, and those that jobs which came later have got."""
 
     free: int
     taken: tuple[tuple[Mark, int], ...]
     newest: Mark
 
     def for_job(self, mark: Mark) -> int:
-        """Return the GPUs; those that the job has there itself count."""
+        """Return their number, with those that the job has there itself."""
         return self.free + (sum(gpus for at, gpus in self.taken if at >= mark) if self.newest >= mark else 0)
 
 
@@ -235,26 +248,23 @@ class _Lane0:
     def __init__(self, snapshot: ClusterSnapshot, turns: Mapping[JobKey, float]) -> None:
         jobs: defaultdict[str, list[Job]] = defaultdict(list)
         for job in snapshot.jobs:
-            for name in job.nodes if job.state in THERE else ():
+            for name in job.nodes if job.state in STARTED else ():
                 jobs[name].append(job)
         nodes = [node for node in snapshot.nodes if node.lane == 0 and node.gpus and node.up and not node.drained]
         self._rooms: defaultdict[str, list[_Room]] = defaultdict(list)
-        self._delays: defaultdict[str, float] = defaultdict(float)
+        self.delays_s: defaultdict[str, float] = defaultdict(float)
+        """By partition, the longest wait for turns so far of a job on lane 0."""
         for node in nodes:
             room = _room(node, jobs[node.name])
             delay_s = max((turns.get(job.key, 0.0) for job in jobs[node.name]), default=0.0)
             for partition in node.partitions:
                 self._rooms[partition].append(room)
-                self._delays[partition] = max(self._delays[partition], delay_s)
+                self.delays_s[partition] = max(self.delays_s[partition], delay_s)
 
     def has_room(self, start: Start) -> bool:
-        """Whether as many nodes as the job has could give it its GPUs."""
+        """Return whether as many nodes as the job has could give it its GPUs."""
         each, mark = -(-start.gpus // start.num_nodes), (start.submit_s, start.job)
         return sum(room.for_job(mark) >= each for room in self._rooms[start.partition]) >= start.num_nodes
-
-    def delay_s(self, partition: str) -> float:
-        """Return the longest that a job which is there now has waited for turns."""
-        return self._delays[partition]
 
 
 def _room(node: Node, jobs: Sequence[Job]) -> _Room:

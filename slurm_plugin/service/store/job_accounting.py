@@ -1,4 +1,4 @@
-"""The store's part for reports: what jobs had and waited for, hour by hour, and what decisions did to them."""
+"""The store's part for reports: GPU time and waiting of jobs, hour by hour, and the effects of decisions."""
 
 from __future__ import annotations
 
@@ -18,60 +18,61 @@ from cadenza.slurm_plugin.service.accounting.usage import HOUR_S, Spent, Start
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What the next round is compared with."""
+class Baseline:
+    """The values with which the next round is compared."""
 
     snapshot: ClusterSnapshot | None = None
     starts: tuple[Start, ...] = ()
-    """Those for which lane 0 has not been free yet."""
+    """Starts for which lane 0 has not been free yet."""
     effects: tuple[Effect, ...] = ()
-    """Those in force."""
+    """Effects in force."""
     turns: Mapping[JobKey, float] = field(default_factory=dict)
-    """How long each live job has waited for turns so far, seconds."""
+    """Waiting for turns of each live job so far, seconds."""
     marks: Mapping[JobKey, Marks] = field(default_factory=dict)
 
 
-class Accounts:
+class JobAccounting:
     """Writes through the store's connection, in its transactions.
 
-    ``known`` is replaced by what a method returns only once its transaction is through.
+    The store replaces ``baseline`` by a method's result once the transaction has succeeded.
     """
 
     def __init__(self, link: sqlite3.Connection, last: ClusterSnapshot | None) -> None:
-        """``last``: what the last round on record saw."""
+        """``last``: the snapshot of the last round on record."""
         self._link = link
-        self.known = Known(last if last is not None and last.hosts else None, self._starts(), self._effects())
-        self.known = replace(self.known, turns=self._turns(last))
+        self.baseline = Baseline(last if last is not None and last.hosts else None, self._starts(), self._effects())
+        self.baseline = replace(self.baseline, turns=self._turns(last))
 
     # --- what the store calls ------------------------------------------------------------------------------
 
-    def observe(self, snapshot: ClusterSnapshot, memory: Memory) -> Known:
-        """Write down what has happened since the last round, and return what to know from now on.
+    def observe(self, snapshot: ClusterSnapshot, memory: Memory) -> Baseline:
+        """Write down the changes since the last round, and return the new baseline.
 
-        A snapshot that was read without the agents shows no leases and says nothing. ``memory``: of the round before,
-        in which what this one undoes still stands.
+        A snapshot that was read without the agents shows no leases and changes nothing. ``memory``: that of the round
+        before, which still has what this round undoes.
         """
-        known = self.known
+        base = self.baseline
         if not snapshot.hosts:
-            return known
-        turns, starts = known.turns, known.starts
-        if usage.counts(known.snapshot, snapshot) and known.snapshot is not None:
-            turns = self._spend(known.snapshot, snapshot, memory)
-            fresh = usage.started(known.snapshot, snapshot)
-            starts = self._watch((*starts, *fresh), snapshot, turns)
-        elif known.snapshot is not None and snapshot.time_s > known.snapshot.time_s:
-            self._write_starts(usage.given_up(starts, known.snapshot.time_s))
+            return base
+        turns, starts = base.turns, base.starts
+        if usage.counts(base.snapshot, snapshot) and base.snapshot is not None:
+            turns = self._spend(base.snapshot, snapshot, memory)
+            starts = self._watch((*starts, *usage.started(base.snapshot, snapshot)), snapshot, turns)
+        elif base.snapshot is not None and snapshot.time_s > base.snapshot.time_s:
+            self._write_starts(usage.given_up(starts, base.snapshot.time_s))
             starts = ()
-        marks = effects.marks(known.marks, snapshot, memory)
-        return Known(snapshot, starts, self._advance(snapshot, memory), turns, marks)
+        changed = effects.advance(base.effects, snapshot, memory)
+        self._write_effects(changed)
+        marks = effects.marks(base.marks, snapshot, memory)
+        return Baseline(snapshot, starts, _in_force((*base.effects, *changed)), turns, marks)
 
-    def applied(self, actions: Iterable[tuple[int, Action]], snapshot: ClusterSnapshot, memory: Memory) -> Known:
-        """Write down what the carried-out actions of a round, by their rows, begin and undo."""
+    def applied(self, actions: Iterable[tuple[int, Action]], snapshot: ClusterSnapshot, memory: Memory) -> Baseline:
+        """Write down the effects that a round's carried-out actions, by their rows, begin and end."""
         rows = tuple(actions)
-        ended = effects.overtaken(self.known.effects, (action for _, action in rows), snapshot)
-        fresh = effects.begun(rows, snapshot, memory, self.known.marks)
-        self._write_effects((*ended, *fresh))
-        return replace(self.known, effects=_still((*self.known.effects, *ended, *fresh)))
+        ended = effects.overtaken(self.baseline.effects, (action for _, action in rows), snapshot)
+        begun = effects.begun(rows, snapshot, memory, self.baseline.marks)
+        self._write_effects((*ended, *begun))
+        return replace(self.baseline, effects=_in_force((*self.baseline.effects, *ended, *begun)))
 
     def yielded(self, message: Switched) -> None:
         """Count a yield of a job on a host."""
@@ -92,22 +93,17 @@ class Accounts:
                 (hour, part * (after.time_s - before.time_s)),
             )
             self._link.executemany(ADD, [_hour_row(hour, part, row) for row in rows])
-        return {row.key: self.known.turns.get(row.key, 0.0) + row.turn_s for row in rows}
+        return {row.key: self.baseline.turns.get(row.key, 0.0) + row.turn_s for row in rows}
 
     def _watch(
         self, starts: tuple[Start, ...], snapshot: ClusterSnapshot, turns: Mapping[JobKey, float]
     ) -> tuple[Start, ...]:
-        if not starts or self.known.snapshot is None:
+        if not starts or self.baseline.snapshot is None:
             return starts
-        seen = usage.watched(starts, self.known.snapshot, snapshot, turns)
-        old = {start.job: start for start in self.known.starts}
-        self._write_starts(start for start in seen if old.get(start.job) != start)
-        return tuple(start for start in seen if start.free_s is None)
-
-    def _advance(self, snapshot: ClusterSnapshot, memory: Memory) -> tuple[Effect, ...]:
-        changed = effects.advance(self.known.effects, snapshot, memory)
-        self._write_effects(changed)
-        return _still((*self.known.effects, *changed))
+        watched = usage.watched(starts, self.baseline.snapshot, snapshot, turns)
+        old = {start.job: start for start in self.baseline.starts}
+        self._write_starts(start for start in watched if old.get(start.job) != start)
+        return tuple(start for start in watched if start.free_s is None)
 
     def _write_starts(self, starts: Iterable[Start]) -> None:
         self._link.executemany(
@@ -117,7 +113,7 @@ class Accounts:
 
     def _write_effects(self, found: Iterable[Effect]) -> None:
         for effect in found:
-            if effect.detail == effects.REPLACED:  # says nothing, and there may be one each turn
+            if effect.detail == effects.REPLACED:  # without information, and there may be one each turn
                 self._link.execute("DELETE FROM effects WHERE decision = ? AND job = ?", (effect.decision, effect.job))
             else:
                 self._link.execute(PUT, msgspec.structs.astuple(effect))
@@ -155,7 +151,7 @@ def _hour_row(hour: int, part: float, row: Spent) -> tuple[object, ...]:
     return (hour, *row.key, row.user, row.managed, *amounts)
 
 
-def _still(found: Iterable[Effect]) -> tuple[Effect, ...]:
-    """Return what is in force, the last word on each."""
-    last = {(effect.decision, effect.job): effect for effect in found}
+def _in_force(versions: Iterable[Effect]) -> tuple[Effect, ...]:
+    """Return the effects in force, the last version of each."""
+    last = {(effect.decision, effect.job): effect for effect in versions}
     return tuple(effect for effect in last.values() if effect.ended_s is None)

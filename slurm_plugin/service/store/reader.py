@@ -14,7 +14,7 @@ import msgspec
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job
 from cadenza.slurm_plugin.service.accounting.effects import Effect
-from cadenza.slurm_plugin.service.accounting.usage import HOUR_S, Start
+from cadenza.slurm_plugin.service.accounting.usage import HOUR_S, HourRow, Start
 from cadenza.slurm_plugin.service.errors import StoreError
 from cadenza.slurm_plugin.service.store import record_codec, schema
 
@@ -91,22 +91,6 @@ class EventRow(msgspec.Struct, frozen=True):
     job: int | None
     restart: int | None
     detail: str
-
-
-class HourRow(msgspec.Struct, frozen=True):
-    """What one job had and waited for in one hour since the epoch, in seconds and GPU seconds; see ``usage.Spent``."""
-
-    hour: int
-    job: int
-    restart: int
-    user: str
-    managed: bool
-    gpu_s: float
-    further_gpu_s: float
-    queue_s: float
-    turn_s: float
-    yields: int
-    """Finished yields, one for each of its hosts."""
 
 
 class Why(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from cadenza.policies.round import Clock
 from cadenza.sidecar.orders import LeaseLog, Switched
 from cadenza.slurm_plugin.service.agents.agent_registry import Event
 from cadenza.slurm_plugin.service.store import record_codec, schema
-from cadenza.slurm_plugin.service.store.job_accounting import Accounts
+from cadenza.slurm_plugin.service.store.job_accounting import JobAccounting
 from cadenza.slurm_plugin.service.store.verification import verdict
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class SqliteStore:
         self._memory = self._read_memory()
         self._last_blocked: frozenset[tuple[bytes, str]] = frozenset()
         last = self.last_snapshot()
-        self._accounts = Accounts(self._link, last)
+        self._accounting = JobAccounting(self._link, last)
         self._seen = last
 
     @property
@@ -76,8 +76,8 @@ class SqliteStore:
             number = self._insert_round(snapshot, decision, memory)
             self._insert_actions(number, snapshot.time_s, guarded)
             self._insert_reasons(number, snapshot.time_s, decision)
-            known = self._accounts.observe(snapshot, self._memory)
-        self._memory, self._seen, self._accounts.known = memory, snapshot, known
+            known = self._accounting.observe(snapshot, self._memory)
+        self._memory, self._seen, self._accounting.baseline = memory, snapshot, known
         return number
 
     def finish(self, number: int, outcomes: Sequence[tuple[Action, Outcome]], seconds: float) -> None:
@@ -88,11 +88,11 @@ class SqliteStore:
             results = [(outcome.ok, outcome.error, row) for row, (_, outcome) in zip(rows, outcomes, strict=True)]
             self._link.executemany("UPDATE actions SET ok = ?, error = ? WHERE id = ?", results)
             self._link.execute("UPDATE rounds SET seconds = ? WHERE number = ?", (seconds, number))
-            known = self._accounts.known
+            known = self._accounting.baseline
             done = [(row, action) for row, (action, outcome) in zip(rows, outcomes, strict=True) if outcome.ok]
             if self._seen is not None:
-                known = self._accounts.applied(done, self._seen, self._memory)
-        self._accounts.known = known
+                known = self._accounting.applied(done, self._seen, self._memory)
+        self._accounting.baseline = known
 
     # --- the rest of the record ----------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class SqliteStore:
         names, marks = ", ".join(row), ", ".join("?" * len(row))
         self._link.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", tuple(row.values()))  # noqa: S608
         if isinstance(message, Switched) and message.kind == "yield":
-            self._accounts.yielded(message)
+            self._accounting.yielded(message)
 
 
 def _subject(action: Action) -> tuple[str, int | None, int | None, str | None, str]:
