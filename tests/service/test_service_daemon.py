@@ -133,7 +133,7 @@ def test_kill_9_and_nobody_comes_back(site: Site) -> None:
     eventually(site.slurm.actions)
     assert site.slurm.actions() == ["Unsuspend 1"], "job 2 was suspended by somebody else"
     with StoreReader(site.store) as reader:
-        assert "killed" in reader.why(1).actions[0].reason
+        assert "killed" in reader.job_record(1).actions[0].reason
 
 
 def test_kill_9_and_a_new_service_takes_over(site: Site) -> None:

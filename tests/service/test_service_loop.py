@@ -119,7 +119,7 @@ def test_a_turn_from_yield_to_suspend_to_resume(rig: Rig) -> None:
     with rig.reader() as reader:
         verified = {(row.kind, row.job): row.verified for row in reader.actions()}
         assert verified["Yield", 1] == verified["Suspend", 1] == "verified"
-        assert "job 2" in reader.why(1).reason
+        assert "job 2" in reader.job_record(1).reason
 
 
 def _drain(agent: Peer) -> list[object]:
@@ -227,7 +227,7 @@ def test_an_orderly_end_lets_go(rig: Rig) -> None:
     assert rig.slurm.actions() == ["Unsuspend 1"], "job 2 and job 3 are somebody else's"
     assert rig.store.memory().suspended == frozenset()
     with rig.reader() as reader:
-        assert [row.kind for row in reader.why(1).actions] == ["Unsuspend"]
+        assert [row.kind for row in reader.job_record(1).actions] == ["Unsuspend"]
 
 
 # --- Pure parts ---

@@ -141,9 +141,9 @@ def test_a_job_goes_to_another_node_and_keeps_its_history(site: Site) -> None:
     assert site.round().phase == "over"
     assert "went to n2 in" in site.move.outcome
     with site.rig.reader() as reader:
-        kinds = [row.kind for row in reversed(reader.why(1).actions) if row.allowed]
+        kinds = [row.kind for row in reversed(reader.job_record(1).actions) if row.allowed]
         assert kinds == ["Migrate", "Requeue", "Place"]
-        assert "went to n2" in reader.why(1).reason
+        assert "went to n2" in reader.job_record(1).reason
 
 
 def test_a_service_killed_between_any_two_rounds_goes_on_where_it_was(site: Site) -> None:
@@ -297,7 +297,7 @@ def test_a_resize_is_placed_with_its_shares(site: Site) -> None:
     site.left()
     site.round()
     with site.rig.reader() as reader:
-        place = next(row for row in reader.why(1).actions if row.kind == "Place")
+        place = next(row for row in reader.job_record(1).actions if row.kind == "Place")
     assert place.reason.startswith("goes to n2 with 2 GPUs")
     assert site.slurm.resized == [Share("n2", 2, 8, 2000)]
 

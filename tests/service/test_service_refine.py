@@ -424,7 +424,7 @@ def test_a_round_decides_by_the_refined_profile_and_replays(tmp_path: Path, file
     store = SqliteStore(tmp_path / "cadenza.db", SystemClock())
     store.begin(later, decision, (), Memory())
     with StoreReader(store.path) as reader:
-        said = reader.why(1).job
+        said = reader.job_record(1).job
     assert said is not None
     assert "refined from" in said.profile_note
 

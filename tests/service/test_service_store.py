@@ -63,7 +63,7 @@ def test_round_survives_a_crash_before_its_actions(tmp_path: Path) -> None:
         assert last is not None
         assert last.seconds is None
         assert reader.actions()[0].ok is None
-        assert reader.why(1).reason == "waits"
+        assert reader.job_record(1).reason == "waits"
 
 
 def test_interrupted_release_is_forgotten(tmp_path: Path) -> None:
@@ -105,8 +105,8 @@ def test_agents_messages_are_on_record(tmp_path: Path) -> None:
         assert reader.leases()[0].gpus == (0, 3)
         assert reader.events(since_s=50.0)[0].detail == "held -> yielded"
         assert reader.events(since_s=51.0) == ()
-        assert reader.why(1).known
-        assert not reader.why(7).known
+        assert reader.job_record(1).exists
+        assert not reader.job_record(7).exists
 
 
 def test_old_rows_go_and_the_last_round_stays(tmp_path: Path) -> None:

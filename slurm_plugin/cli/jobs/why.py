@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from cadenza.policies.core.model import Job, Lease
     from cadenza.slurm_plugin.service.accounting.effects import Effect
-    from cadenza.slurm_plugin.service.store.reader import ActionRow, EventRow, SwitchRow, Why
+    from cadenza.slurm_plugin.service.store.reader import ActionRow, EventRow, JobRecord, SwitchRow
 
 OUTCOMES = {None: "", "verified": "", "gone": ", the job had ended", "failed": ", without effect so far"}
 
@@ -34,8 +34,8 @@ def command(*, job_id: int, last: int, as_json: bool, store: Path | None, config
     mode would take.
     """
     with open_store(store, config) as reader:
-        record = reader.why(job_id, last)
-    if not record.known:
+        record = reader.job_record(job_id, last)
+    if not record.exists:
         raise click.ClickException(f"job {job_id}: nothing on record; Cadenza never saw it or has deleted its record")
     if as_json:
         emit({**msgspec.to_builtins(record), "summary": summary(record)})
@@ -43,13 +43,13 @@ def command(*, job_id: int, last: int, as_json: bool, store: Path | None, config
         click.echo("\n".join(lines(record)))
 
 
-def summary(record: Why) -> str:
+def summary(record: JobRecord) -> str:
     """Return the last reason as one sentence; it stays on record after the job has ended."""
     reason = record.reason or (record.actions[0].reason if record.actions else "no decision so far")
     return reason if record.job else f"no longer in Slurm; last: {reason}"
 
 
-def lines(record: Why) -> Iterator[str]:
+def lines(record: JobRecord) -> Iterator[str]:
     """Yield the whole record as text, newest first."""
     yield f"job {record.id}: {summary(record)}"
     if record.job:

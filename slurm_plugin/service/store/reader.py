@@ -1,4 +1,4 @@
-"""The store's reader, for the commands: opens the file read-only beside a running service."""
+"""The store's reader, for the commands: opens the file read-only, also while the service writes."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class ActionRow(msgspec.Struct, frozen=True):
     reason: str
     allowed: bool
     rule: str
-    """The guard's word when it was not allowed."""
+    """The guard's reason for not allowing it."""
     ok: bool | None
     error: str
     verified: str | None
-    """verified, failed, gone, or None while that cannot be said."""
+    """verified, failed, gone, or None while no snapshot shows it."""
 
 
 class SwitchRow(msgspec.Struct, frozen=True):
@@ -93,8 +93,8 @@ class EventRow(msgspec.Struct, frozen=True):
     detail: str
 
 
-class Why(msgspec.Struct, frozen=True):
-    """All that the store knows of one job; ``job`` is its state in the last round, None when not there."""
+class JobRecord(msgspec.Struct, frozen=True):
+    """Everything on record about one job; ``job`` is its state in the last round, None if it was gone."""
 
     id: int
     reason: str
@@ -106,8 +106,8 @@ class Why(msgspec.Struct, frozen=True):
     effects: tuple[Effect, ...] = ()
 
     @property
-    def known(self) -> bool:
-        """Whether any round, action or report ever named the job."""
+    def exists(self) -> bool:
+        """True if any round, action or report ever named the job."""
         return bool(self.reason or self.job or self.actions or self.switches or self.events)
 
 
@@ -143,16 +143,16 @@ class StoreReader:
         )
         return _round(rows[0]) if rows else None
 
-    def why(self, job: int, limit: int = 20) -> Why:
-        """Return what is known of a job id, newest rows first, at most ``limit`` of each kind."""
+    def job_record(self, job: int, limit: int = 20) -> JobRecord:
+        """Return everything about a job id, newest rows first, at most ``limit`` of each kind."""
         reason = self._rows("SELECT reason, at_s FROM reasons WHERE job = ? ORDER BY at_s DESC LIMIT 1", (job,))
         last = self.round()
-        mine = [_alone(found) for found in (last.snapshot.jobs if last else ()) if found.key.id == job]
-        return Why(
+        mine = [_without_siblings(one) for one in (last.snapshot.jobs if last else ()) if one.key.id == job]
+        return JobRecord(
             job,
             reason[0]["reason"] if reason else "",
             reason[0]["at_s"] if reason else None,
-            max(mine, key=lambda found: found.key.restart, default=None),
+            max(mine, key=lambda one: one.key.restart, default=None),
             self.actions(job=job, limit=limit),
             self.switches(job=job, limit=limit),
             self.events(job=job, limit=limit),
@@ -175,12 +175,12 @@ class StoreReader:
         """Return the agents' changes, newest first."""
         return self._table("events", "at_s", EventRow, (since_s, job, limit))
 
-    # --- what reports are made of ---------------------------------------------------------------------------
+    # --- rows for reports ----------------------------------------------------------------------------------
 
     def effects(
         self, since_s: float = 0.0, until_s: float = float("inf"), job: int | None = None, limit: int = 1_000_000
     ) -> tuple[Effect, ...]:
-        """Return what decisions did to jobs, newest first."""
+        """Return the effects of decisions on jobs, newest first."""
         rows = self._rows(
             "SELECT * FROM effects WHERE at_s >= ? AND at_s < ? AND (? IS NULL OR job = ?)"
             " ORDER BY at_s DESC, decision DESC, job LIMIT ?",
@@ -189,7 +189,7 @@ class StoreReader:
         return tuple(_struct(row, Effect) for row in rows)
 
     def hours(self, since_s: float, until_s: float) -> tuple[HourRow, ...]:
-        """Return what jobs had and waited for in the hours that begin within a time."""
+        """Return GPU time and waiting of jobs in the hours that begin within a period."""
         rows = self._rows(
             "SELECT * FROM hours WHERE hour >= ? AND hour < ? ORDER BY job, restart, hour",
             (since_s / HOUR_S, until_s / HOUR_S),
@@ -197,18 +197,18 @@ class StoreReader:
         return tuple(_struct(row, HourRow) for row in rows)
 
     def starts(self, since_s: float, until_s: float) -> tuple[Start, ...]:
-        """Return the starts on further lanes by which jobs may have been spared waiting within a time."""
+        """Return the starts on further lanes that may have saved waiting within a period."""
         rows = self._rows(
             "SELECT * FROM starts WHERE at_s < ? AND (free_s IS NULL OR free_s >= ?) ORDER BY job", (until_s, since_s)
         )
         return tuple(_struct(row, Start) for row in rows)
 
     def last_round_s(self) -> float:
-        """Return when the last round on record was; 0 before the first."""
+        """Return the time of the last round on record; 0 before the first."""
         return float(self._rows("SELECT coalesce(max(at_s), 0) AS at_s FROM rounds", ())[0]["at_s"])
 
     def watched(self) -> dict[int, float]:
-        """Return how many seconds of each hour since the epoch are on record."""
+        """Return the seconds on record of each hour since the epoch."""
         return {row["hour"]: row["seconds"] for row in self._rows("SELECT * FROM watched ORDER BY hour", ())}
 
     # --- inside -----------------------------------------------------------------------------------------------
@@ -236,8 +236,8 @@ def _struct(row: sqlite3.Row, kind: type[R]) -> R:
     return msgspec.convert(fields, kind, strict=False)
 
 
-def _alone(job: Job) -> Job:
-    """Return a job whose profile does not lead to those of other GPU types, which refer to each other."""
+def _without_siblings(job: Job) -> Job:
+    """Return a job whose profile has no links to those of other GPU types, which refer to each other."""
     return job if job.profile is None else replace(job, profile=replace(job.profile, siblings={}))
 
 

@@ -1,4 +1,4 @@
-"""How snapshots, decisions and memories are written down: as JSON, equal values as equal bytes."""
+"""Snapshots, decisions and memories as JSON, equal values as equal bytes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ACTIONS: dict[str, type[Action]] = {
 
 
 class _MemoryRow(msgspec.Struct, frozen=True):
-    """A Memory whose mapping has JSON's shape: pairs instead of keys that are no strings."""
+    """A Memory in JSON's shape: pairs instead of mappings whose keys are no strings."""
 
     suspended: frozenset[JobKey]
     placed: frozenset[JobKey]
@@ -71,7 +71,7 @@ class _MemoryRow(msgspec.Struct, frozen=True):
 
 
 class _Profiled(msgspec.Struct, frozen=True, array_like=True):
-    """Which profile a job has: its place among ``jobs``, the family and the member."""
+    """A job's profile: the job's index among ``jobs``, the family and the member."""
 
     job: int
     family: int
@@ -79,7 +79,7 @@ class _Profiled(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _SnapshotRow(msgspec.Struct, frozen=True):
-    """A snapshot whose profiles, which jobs share and which refer to each other, are written once beside the jobs."""
+    """A snapshot that has each profile once, apart from the jobs: jobs share them, and they refer to each other."""
 
     time_s: float
     nodes: tuple[Node, ...]
@@ -147,12 +147,12 @@ def encode_snapshot(snapshot: ClusterSnapshot) -> bytes:
 
 
 def decode_snapshot(data: bytes) -> ClusterSnapshot:
-    """Return the snapshot of :func:`encode_snapshot`, equal to what was written."""
+    """Return the snapshot of :func:`encode_snapshot`, equal to the one that was encoded."""
     row = msgspec.json.decode(data, type=_SnapshotRow)
     families = [tuple(linked({member.gpu: member for member in family}).values()) for family in row.families]
     jobs = list(row.jobs)
-    for found in row.profiled:
-        jobs[found.job] = replace(jobs[found.job], profile=families[found.family][found.member])
+    for one in row.profiled:
+        jobs[one.job] = replace(jobs[one.job], profile=families[one.family][one.member])
     return ClusterSnapshot(row.time_s, row.nodes, tuple(jobs), row.hosts)
 
 
@@ -179,7 +179,7 @@ def decode_decision(data: bytes) -> Decision:
 
 
 def pack(data: bytes) -> bytes:
-    """Compress JSON for the store; snapshots of neighbouring rounds shrink about tenfold."""
+    """Compress JSON for the store; a snapshot shrinks about tenfold."""
     return zlib.compress(data, 6)
 
 

@@ -1,4 +1,4 @@
-"""The tables of the store, and how its file is opened, checked and, when it is corrupt, put aside."""
+"""The tables of the store; opening, checking and, if it is corrupt, putting aside its file."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ TIMED = {
     "events": "at_s",
     "learned": "at_s",
 }
-"""The column by which each table forgets."""
+"""The column with the age of each table's rows."""
 
 KEPT = {"watched": "hour < ? / 3600.0", "hours": "hour < ? / 3600.0", "starts": "at_s < ?", "effects": "at_s < ?"}
-"""The same of the tables for reports, which are kept longer."""
+"""The condition for deleting rows of the tables for reports, which are kept longer."""
 
 
 def open_writable(path: Path) -> sqlite3.Connection:
@@ -96,9 +96,9 @@ def open_writable(path: Path) -> sqlite3.Connection:
 
 
 def open_readonly(path: Path) -> sqlite3.Connection:
-    """Open the store for reading beside a running service; raise StoreError when that is impossible.
+    """Open the store for reading, also while the service writes; raise StoreError when that is impossible.
 
-    Without a write-ahead file nobody writes, and sqlite may then not create one in a directory that is
+    Without a write-ahead file there is no writer, and sqlite may not create such a file in a directory that is
     not ours: the file is opened as immutable.
     """
     if not path.exists():
@@ -113,7 +113,7 @@ def open_readonly(path: Path) -> sqlite3.Connection:
 
 
 def put_aside(path: Path, now_s: float) -> Path:
-    """Rename a corrupt store and its companions, so that nothing of it is lost; return the new name."""
+    """Rename a corrupt store and its companions, so that nothing is lost; return the new name."""
     aside = path.with_name(f"{path.name}.corrupt-{int(now_s)}")
     for suffix in ("", "-wal", "-shm"):
         source = path.with_name(path.name + suffix)

@@ -1,4 +1,4 @@
-"""Whether the effect of an action can be seen in a later snapshot (pure)."""
+"""Verification of an action by a later snapshot (pure)."""
 
 from __future__ import annotations
 
@@ -20,45 +20,42 @@ from cadenza.policies.core.actions import (
     Unsuspend,
     Yield,
 )
-from cadenza.policies.core.model import ClusterSnapshot, Job, Node
+from cadenza.policies.core.model import ClusterSnapshot, Job
 
 Verdict: TypeAlias = Literal["verified", "failed", "gone"]
 
 SLURM_GRACE_S = 2.0
-"""slurmctld answers a job update before every load shows it."""
+"""Time until Slurm's answers show a job update that slurmctld has accepted."""
 AGENT_GRACE_S = 120.0
-"""An order to a job waits for its step, its copy and, for a resume, for other jobs' GPUs."""
+"""Time for an order to a job: for its step, its copy and, if it resumes, for other jobs' GPUs."""
 
 
 def verdict(action: Action, snapshot: ClusterSnapshot, applied_s: float) -> Verdict | None:
-    """Say what the snapshot shows of an action applied at ``applied_s`` (epoch seconds).
+    """Return the verdict on an action applied at ``applied_s`` (epoch seconds).
 
-    *gone*: the job or node has left, so there is nothing to see. None: not visible, and still in time.
+    *gone*: the job or node has left. None: the effect is not visible yet, and may still come in time.
     """
     if isinstance(action, Yield | Resume | Migrate | Resize | Save) and not snapshot.hosts:
         return None  # read without the agents: it shows no leases
-    seen = _seen(action, snapshot)
-    if seen is None:
+    effect = _effect(action, snapshot)
+    if effect is None:
         return "gone"
-    if seen:
+    if effect:
         return "verified"
     grace = AGENT_GRACE_S if isinstance(action, Yield | Resume | Migrate | Resize | Save) else SLURM_GRACE_S
     return "failed" if snapshot.time_s - applied_s > grace else None
 
 
-def _seen(action: Action, snapshot: ClusterSnapshot) -> bool | None:
+def _effect(action: Action, snapshot: ClusterSnapshot) -> bool | None:
+    """Return whether a snapshot shows an action's effect; None if its job or node is gone."""
     if isinstance(action, DrainNode | OpenNode):
         node = next((node for node in snapshot.nodes if node.name == action.node), None)
-        return None if node is None else _node_shows(action, node)
+        return None if node is None else node.drained == isinstance(action, DrainNode)
     job = snapshot.job(action.job)
     if isinstance(action, Requeue) or (isinstance(action, Migrate | Resize | Save) and job is None):
         # The incarnation that we requeued must be over: its successor has another restart count.
         return job is None
     return None if job is None else _job_shows(action, job)
-
-
-def _node_shows(action: DrainNode | OpenNode, node: Node) -> bool:
-    return node.drained == isinstance(action, DrainNode)
 
 
 def _job_shows(action: Action, job: Job) -> bool:

@@ -1,4 +1,4 @@
-"""The store's writer: rounds written ahead of their actions, verifications, and what the agents report."""
+"""The store's writer: rounds written ahead of their actions, verifications, and the agents' reports."""
 
 from __future__ import annotations
 
@@ -35,19 +35,18 @@ class SqliteStore:
     def __init__(self, path: Path, clock: Clock) -> None:
         self.path = path
         self.put_aside: Path | None = None
-        """Where a corrupt predecessor was moved when this store was opened."""
+        """New path of a corrupt predecessor that was moved when this store was opened."""
         self._clock = clock
         self._link = self._open()
         self._settings = self._last_id("settings")
         self._memory = self._read_memory()
         self._last_blocked: frozenset[tuple[bytes, str]] = frozenset()
-        last = self.last_snapshot()
-        self._accounting = JobAccounting(self._link, last)
-        self._seen = last
+        self._snapshot = self.last_snapshot()
+        self._accounting = JobAccounting(self._link, self._snapshot)
 
     @property
     def fresh(self) -> bool:
-        """Whether no round is on record, so that the memory says nothing."""
+        """True if no round is on record, so that the memory is empty."""
         return self._last_id("rounds") is None
 
     def close(self) -> None:
@@ -61,12 +60,12 @@ class SqliteStore:
         return self._memory
 
     def last_snapshot(self) -> ClusterSnapshot | None:
-        """Return what the last recorded round saw; None in a fresh store."""
+        """Return the snapshot of the last recorded round; None in a fresh store."""
         row = self._link.execute("SELECT snapshot FROM rounds ORDER BY number DESC LIMIT 1").fetchone()
         return record_codec.decode_snapshot(record_codec.unpack(row[0])) if row else None
 
     def adopt(self, memory: Memory) -> None:
-        """Replace the memory before the next round, when recovery knows better than an empty store."""
+        """Replace the memory before the next round, as recovery does for an empty store."""
         self._memory = memory
 
     def begin(self, snapshot: ClusterSnapshot, decision: Decision, guarded: Sequence[Guarded], memory: Memory) -> int:
@@ -76,46 +75,46 @@ class SqliteStore:
             number = self._insert_round(snapshot, decision, memory)
             self._insert_actions(number, snapshot.time_s, guarded)
             self._insert_reasons(number, snapshot.time_s, decision)
-            known = self._accounting.observe(snapshot, self._memory)
-        self._memory, self._seen, self._accounting.baseline = memory, snapshot, known
+            baseline = self._accounting.observe(snapshot, self._memory)
+        self._memory, self._snapshot, self._accounting.baseline = memory, snapshot, baseline
         return number
 
     def finish(self, number: int, outcomes: Sequence[tuple[Action, Outcome]], seconds: float) -> None:
-        """Write down what became of a round's actions and how long the round took."""
+        """Write down the outcomes of a round's actions and its duration."""
         with self._transaction():
             query = "SELECT id FROM actions WHERE round = ? AND allowed = 1 ORDER BY id"
             rows = [row[0] for row in self._link.execute(query, (number,))]
             results = [(outcome.ok, outcome.error, row) for row, (_, outcome) in zip(rows, outcomes, strict=True)]
             self._link.executemany("UPDATE actions SET ok = ?, error = ? WHERE id = ?", results)
             self._link.execute("UPDATE rounds SET seconds = ? WHERE number = ?", (seconds, number))
-            known = self._accounting.baseline
+            baseline = self._accounting.baseline
             done = [(row, action) for row, (action, outcome) in zip(rows, outcomes, strict=True) if outcome.ok]
-            if self._seen is not None:
-                known = self._accounting.applied(done, self._seen, self._memory)
-        self._accounting.baseline = known
+            if self._snapshot is not None:
+                baseline = self._accounting.applied(done, self._snapshot, self._memory)
+        self._accounting.baseline = baseline
 
     # --- the rest of the record ----------------------------------------------------------------------
 
     def amend(self, number: int, memory: Memory) -> None:
-        """Replace what a recorded round remembers, once its outcomes are known."""
+        """Replace the memory of a recorded round, once its outcomes are known."""
         row = record_codec.pack(record_codec.encode_memory(memory))
         self._link.execute("UPDATE rounds SET memory = ? WHERE number = ?", (row, number))
         self._memory = memory
 
     def use_settings(self, text: str) -> None:
         """Remember the settings that the next rounds are decided with; a replay needs them."""
-        known = self._link.execute("SELECT text FROM settings WHERE id = ?", (self._settings,)).fetchone()
-        if known is None or known[0] != text:
+        last = self._link.execute("SELECT text FROM settings WHERE id = ?", (self._settings,)).fetchone()
+        if last is None or last[0] != text:
             self._settings = self._link.execute(
                 "INSERT INTO settings (at_s, text) VALUES (?, ?)", (self._clock.now(), text)
             ).lastrowid
 
     def learned(self) -> dict[str, str]:
-        """Return what running jobs have shown, as JSON by name (see ``learned.Record``)."""
+        """Return the beliefs learned from running jobs, as JSON by name (see ``beliefs.Record``)."""
         return dict(self._link.execute("SELECT name, record FROM learned ORDER BY name").fetchall())
 
     def learn(self, rows: Mapping[str, str]) -> None:
-        """Replace these records; those that nothing is added to for as long as rounds are kept go with them."""
+        """Replace these beliefs; one that does not change for as long as rounds are kept is deleted."""
         now_s = self._clock.now()
         with self._transaction():
             self._link.executemany(
@@ -124,26 +123,26 @@ class SqliteStore:
             )
 
     def record(self, messages: Iterable[Switched | LeaseLog | Event]) -> None:
-        """Write down what the agents reported."""
+        """Write down the agents' messages."""
         with self._transaction():
             for message in messages:
                 self._insert_message(message)
 
     def forget(self, before_s: float, kept_since_s: float | None = None) -> int:
-        """Delete everything older than ``before_s`` except the last round; return how many rows went.
+        """Delete everything older than ``before_s`` except the last round; return the number of rows deleted.
 
-        ``kept_since_s``: the same for what reports are made of, by default ``before_s``.
+        ``kept_since_s``: the same for the tables of reports, by default ``before_s``.
         """
-        gone = 0
+        deleted = 0
         kept_s = before_s if kept_since_s is None else kept_since_s
         with self._transaction():
             for table, condition in schema.KEPT.items():
-                gone += self._link.execute(f"DELETE FROM {table} WHERE {condition}", (kept_s,)).rowcount  # noqa: S608
+                deleted += self._link.execute(f"DELETE FROM {table} WHERE {condition}", (kept_s,)).rowcount  # noqa: S608
             for table, column in schema.TIMED.items():
                 keep = " AND number < (SELECT max(number) FROM rounds)" if table == "rounds" else ""
                 query = f"DELETE FROM {table} WHERE {column} < ?{keep}"  # noqa: S608 (names are ours)
-                gone += self._link.execute(query, (before_s,)).rowcount
-        return gone
+                deleted += self._link.execute(query, (before_s,)).rowcount
+        return deleted
 
     # --- inside ----------------------------------------------------------------------------------------
 
@@ -166,29 +165,29 @@ class SqliteStore:
         self._link.execute("COMMIT")
 
     def _last_id(self, table: str) -> int | None:
-        found = self._link.execute(f"SELECT max(rowid) FROM {table}").fetchone()[0]  # noqa: S608
-        return None if found is None else int(found)
+        last = self._link.execute(f"SELECT max(rowid) FROM {table}").fetchone()[0]  # noqa: S608
+        return None if last is None else int(last)
 
     def _read_memory(self) -> Memory:
         row = self._link.execute("SELECT memory FROM rounds ORDER BY number DESC LIMIT 1").fetchone()
         if row is None:
             return Memory()
-        # A release that was interrupted is done again: doing it twice harms nobody, never doing it would.
+        # A release that was interrupted is repeated: twice does no harm, never would.
         open_rows = self._link.execute(
             "SELECT job, restart FROM actions WHERE allowed = 1 AND ok IS NULL AND kind IN ('Place', 'Release')"
         )
-        unsure = {JobKey(*found) for found in open_rows.fetchall()}
+        unsure = {JobKey(*row) for row in open_rows.fetchall()}
         memory = record_codec.decode_memory(record_codec.unpack(row[0]))
         return replace(memory, placed=memory.placed - unsure)
 
     def _verify(self, snapshot: ClusterSnapshot) -> None:
         rows = self._link.execute("SELECT id, at_s, action FROM actions WHERE ok = 1 AND verified IS NULL")
         for identity, at_s, text in rows.fetchall():
-            word = verdict(record_codec.decode_action(text.encode()), snapshot, at_s)
-            if word is not None:
+            verified = verdict(record_codec.decode_action(text.encode()), snapshot, at_s)
+            if verified is not None:
                 self._link.execute(
                     "UPDATE actions SET verified = ?, verified_s = ? WHERE id = ?",
-                    (word, snapshot.time_s, identity),
+                    (verified, snapshot.time_s, identity),
                 )
 
     def _insert_round(self, snapshot: ClusterSnapshot, decision: Decision, memory: Memory) -> int:
@@ -205,7 +204,7 @@ class SqliteStore:
         return int(cursor.lastrowid or 0)
 
     def _insert_actions(self, number: int, at_s: float, guarded: Sequence[Guarded]) -> None:
-        # What observe-only blocks it blocks again each round: one row when it begins is enough.
+        # Observe-only blocks the same actions each round: one row for the first time is enough.
         encode = record_codec.encode_action
         blocked = frozenset((encode(item.action), item.reason) for item in guarded if not item.allowed)
         for item in guarded:
