@@ -285,6 +285,7 @@ def test_a_rank_that_refuses_is_left_to_the_driver(new_gpu: Callable[..., Gpu]) 
     gpu.until_state(rank, "checkpointed")
     rank.wait_for("cancelled")
     gpu.until_lease(1, "yielded")
+    gpu.until_lease(2, "held")
     gpu.agent.talk().send("end", job=2)
     gpu.until_state(rank, "running")
 

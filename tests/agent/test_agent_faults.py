@@ -22,8 +22,8 @@ import sys, threading
 from pathlib import Path
 import torch
 from cadenza.sidecar import client
-from cadenza.sidecar.client import offload
-copies, original = [], offload.Lane.copy
+from cadenza.sidecar.client.offload import engine
+copies, original = [], engine.Lane.copy
 
 def copy(lane, raws, batch, place, *, out):
     original(lane, raws, batch, place, out=out)
@@ -32,7 +32,7 @@ def copy(lane, raws, batch, place, *, out):
         Path(sys.argv[1]).touch()
         threading.Event().wait()
 
-offload.Lane.copy = copy
+engine.Lane.copy = copy
 session = client.attach(tensors=[torch.ones(1 << 20) for _ in range(3)])
 while True:
     threading.Event().wait(0.005)

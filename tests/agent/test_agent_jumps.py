@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 
 from cadenza.policies.core.model import JobKey
-from cadenza.sidecar.agent.jobs.clock_jumps import Jumps
 from cadenza.sidecar.agent.jobs.host_state import Host
 from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.telemetry.collector import Collector
@@ -38,14 +37,13 @@ class Jumping:
 def test_turns_are_charged_for_time_that_passed(set_by: float) -> None:
     clock = Jumping()
     host = Host(AgentSettings(), clock, "n1")
-    jumps = Jumps(host)
     first, second = (host.leases.register(Lease(job, 0, 1000, (0,), 0.0), clock.now()) for job in (1, 2))
-    jumps.tick()
+    host.follow_clock()
     host.leases.grant(first, clock.now())
     clock.after(7.0)
-    jumps.tick()
+    host.follow_clock()
     clock.after(3.0, set_by=set_by)
-    jumps.tick()
+    host.follow_clock()
     now = clock.now()
     assert (first.held_s(now), first.vtime(now), second.vtime(now)) == pytest.approx((10.0, 10.0, 0.0), abs=1e-3)
     assert now - second.since_s == pytest.approx(10.0, abs=1e-3)
@@ -58,11 +56,10 @@ def test_turns_are_charged_for_time_that_passed(set_by: float) -> None:
 def test_small_steps_move_nothing() -> None:
     clock = Jumping()
     host = Host(AgentSettings(), clock, "n1")
-    jumps = Jumps(host)
     lease = host.leases.register(Lease(1, 0, 1000, (0,), 0.0), clock.now())
     for _ in range(3):
         clock.after(1.0, set_by=0.01)
-        jumps.tick()
+        host.follow_clock()
     assert lease.since_s == 1_700_000_000.0
 
 

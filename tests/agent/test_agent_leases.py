@@ -14,8 +14,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.errors import LeaseConflictError, StateFileError
-from cadenza.sidecar.agent.leases.lease_file import LeaseFile, still_running
 from cadenza.sidecar.agent.leases.lease_table import Lease, LeaseTable, Process
+from cadenza.sidecar.agent.state_files import LeaseFile
 
 FACTS = orders.Facts(1, jobs=(), slice_s=9.0, share_between_users=True, enforce=True)
 
@@ -184,16 +184,16 @@ def test_the_file_keeps_everything(tmp_path: Path) -> None:
     one = lease(1, 0, 3)
     one.processes = (Process(12, 345, batch=True),)
     one.state = "yielded"
-    file.save((one,), FACTS)
-    saved = file.load()
+    file.write((one,), FACTS)
+    saved = file.read()
     assert saved.leases == (one,)
     assert saved.facts == FACTS
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["leases.json"]
 
 
 def test_after_a_reboot_no_lease_is_left_but_the_rules_are(tmp_path: Path) -> None:
-    LeaseFile(tmp_path, "yesterday").save((lease(1, 0),), FACTS)
-    saved = LeaseFile(tmp_path, "today").load()
+    LeaseFile(tmp_path, "yesterday").write((lease(1, 0),), FACTS)
+    saved = LeaseFile(tmp_path, "today").read()
     assert saved.leases == ()
     assert saved.facts == FACTS
 
@@ -202,17 +202,17 @@ def test_after_a_reboot_no_lease_is_left_but_the_rules_are(tmp_path: Path) -> No
 def test_a_spoilt_file_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "leases.json").write_bytes(content)
     with pytest.raises(StateFileError, match=r"leases\.json: .*move it away"):
-        LeaseFile(tmp_path, "b").load()
+        LeaseFile(tmp_path, "b").read()
 
 
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StateFileError, match="cannot be written"):
-        LeaseFile(tmp_path / "file", "b").save((), None)
+        LeaseFile(tmp_path / "file", "b").write((), None)
 
 
 def test_a_process_with_the_same_pid_and_another_start_is_another_one() -> None:
     one = lease(1, 0)
     one.processes = (Process(10, 100), Process(11, 100), Process(12, 100))
     starts = {10: 100, 11: 101}
-    assert still_running(one, starts.get) == (Process(10, 100),)
+    assert one.running_processes(starts.get) == (Process(10, 100),)

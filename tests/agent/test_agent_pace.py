@@ -33,11 +33,6 @@ class FakePage:
         return PageRecord(total, total, self.busy_s, 0, self.waited_s, 0, 0, 0, (), list(self.counts), fine=True)
 
 
-@dataclass
-class FakeRank:
-    page: FakePage = field(default_factory=FakePage)
-
-
 def test_the_mean_is_exact_and_its_error_follows_the_spread() -> None:
     page = FakePage()
     page.step(*[7.0] * 50)
@@ -51,47 +46,47 @@ def test_the_mean_is_exact_and_its_error_follows_the_spread() -> None:
 
 
 def test_a_pace_begins_with_the_company_and_without_the_iteration_under_way() -> None:
-    pacer, ranks = StepRateMeter(), {10: FakeRank()}
-    page = ranks[10].page
-    pacer.look(frozenset(), ranks, 0.0)
+    meter, pages = StepRateMeter(), {10: FakePage()}
+    page = pages[10]
+    meter.update(frozenset(), pages, 0.0)
     page.step(5.0)  # under way when it began
-    pacer.look(frozenset(), ranks, 1.0)
+    meter.update(frozenset(), pages, 1.0)
     page.step(*[0.1] * 20)
-    alone = pacer.measure(ranks, 3.0)
+    alone = meter.measure(pages, 3.0)
     assert (alone.iterations, alone.iteration_s, alone.window_s, alone.beside) == (20, pytest.approx(0.1), 3.0, ())
-    pacer.look(frozenset({OTHER}), ranks, 4.0)
-    assert pacer.measure(ranks, 4.0).iterations == 0
+    meter.update(frozenset({OTHER}), pages, 4.0)
+    assert meter.measure(pages, 4.0).iterations == 0
     page.step(0.15)
-    pacer.look(frozenset({OTHER}), ranks, 5.0)
+    meter.update(frozenset({OTHER}), pages, 5.0)
     page.step(*[0.2] * 10)
-    together = pacer.measure(ranks, 7.0)
+    together = meter.measure(pages, 7.0)
     assert (together.iterations, together.iteration_s) == (10, pytest.approx(0.2))
     assert (together.window_s, together.beside) == (3.0, ((2, 0),))
 
 
 def test_a_job_that_waits_keeps_the_pace_of_its_last_run() -> None:
-    pacer, ranks = StepRateMeter(), {10: FakeRank()}
-    page = ranks[10].page
-    assert pacer.measure(ranks, 0.0) is None
-    pacer.look(frozenset(), ranks, 0.0)
+    meter, pages = StepRateMeter(), {10: FakePage()}
+    page = pages[10]
+    assert meter.measure(pages, 0.0) is None
+    meter.update(frozenset(), pages, 0.0)
     page.step(0.1)
-    pacer.look(frozenset(), ranks, 1.0)
+    meter.update(frozenset(), pages, 1.0)
     page.step(*[0.1] * 4)
-    pacer.look(None, ranks, 2.0)
+    meter.update(None, pages, 2.0)
     page.step(*[9.0] * 4)
-    assert (pacer.measure(ranks, 50.0).iterations, pacer.measure(ranks, 50.0).window_s) == (4, 2.0)
-    pacer.look(frozenset(), ranks, 60.0)
-    assert pacer.measure(ranks, 61.0).iterations == 0
+    assert (meter.measure(pages, 50.0).iterations, meter.measure(pages, 50.0).window_s) == (4, 2.0)
+    meter.update(frozenset(), pages, 60.0)
+    assert meter.measure(pages, 61.0).iterations == 0
 
 
 def test_the_slowest_rank_sets_the_pace() -> None:
-    pacer, ranks = StepRateMeter(), {10: FakeRank(), 11: FakeRank()}
-    pacer.look(frozenset(), ranks, 0.0)
+    meter, pages = StepRateMeter(), {10: FakePage(), 11: FakePage()}
+    meter.update(frozenset(), pages, 0.0)
     for rank, time_s in ((10, 0.1), (11, 0.3)):
-        ranks[rank].page.step(time_s)
-    pacer.look(frozenset(), ranks, 1.0)
+        pages[rank].step(time_s)
+    meter.update(frozenset(), pages, 1.0)
     for rank, time_s in ((10, 0.1), (11, 0.3)):
-        ranks[rank].page.step(time_s, time_s)
-    assert pacer.measure(ranks, 2.0).iteration_s == pytest.approx(0.3)
-    del ranks[11]
-    assert pacer.measure(ranks, 3.0).iteration_s == pytest.approx(0.1)
+        pages[rank].step(time_s, time_s)
+    assert meter.measure(pages, 2.0).iteration_s == pytest.approx(0.3)
+    del pages[11]
+    assert meter.measure(pages, 3.0).iteration_s == pytest.approx(0.1)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cadenza.sidecar.agent.jobs.job_run import Stop
+from cadenza.sidecar.agent.jobs.stop_states import YieldStop
 from cadenza.sidecar.stop_step import GRACE_S, Cancel, Commit, Plan, Progress, Raise, Wait, plan_stop
 
 
@@ -151,7 +151,7 @@ def test_hosts_of_a_job_end_at_the_same_step(hosts: int, world: int, choices: li
     """The service plans with hosts as ranks, each agent with its own ranks, and messages are late."""
     ranks = [[Trainer(entered=8, step=7) for _ in range(world)] for _ in range(hosts)]
     everyone = [rank for host in ranks for rank in host]
-    stops = [Stop(1, "service", 0.0, 60.0, remote=True) for _ in range(hosts)]
+    stops = [YieldStop(1, "service", 0.0, 60.0, multi_node=True) for _ in range(hosts)]
     quiet = [0.0] * hosts
     reports = [Progress(7)] * hosts
     mail: list[tuple[int, int]] = []
@@ -165,16 +165,16 @@ def test_hosts_of_a_job_end_at_the_same_step(hosts: int, world: int, choices: li
             host = who - len(everyone)
             stop = stops[host]
             for step in [step for to, step in mail if to == host]:
-                stop.asked = max(stop.asked, step)
+                stop.service_step = max(stop.service_step, step)
                 tell(ranks[host], stop, step)
             mail = [letter for letter in mail if letter[0] != host]
             seen = tuple(rank.progress for rank in ranks[host])
-            quiet[host] = quiet[host] + GRACE_S / 8 if seen == stop.seen else 0.0
-            stop.seen = seen
+            quiet[host] = quiet[host] + GRACE_S / 8 if seen == stop.progress else 0.0
+            stop.progress = seen
             made = plan_stop(seen, stop=stop.step, waited_s=0.0, timeout_s=9.0, quiet_s=quiet[host])
-            if isinstance(made, Raise) and stop.asked:
+            if isinstance(made, Raise) and stop.service_step:
                 tell(ranks[host], stop, made.step)
-            step, arrived = stop.standing(made)
+            step, arrived = stop.host_progress(made)
             reports[host] = Progress(step, arrived=arrived)
         else:
             service_quiet = service_quiet + GRACE_S / 8 if tuple(reports) == service_seen else 0.0
@@ -190,7 +190,7 @@ def test_hosts_of_a_job_end_at_the_same_step(hosts: int, world: int, choices: li
     pytest.fail(f"no end: {ranks}, {stops}, {reports}, {service_stop}")
 
 
-def tell(ranks: list[Trainer], stop: Stop, step: int) -> None:
+def tell(ranks: list[Trainer], stop: YieldStop, step: int) -> None:
     """Give one host's ranks a stop step, as an agent does."""
     if step > stop.step:
         stop.step = step

@@ -144,7 +144,7 @@ class DriverController:
         for lease in self.host.leases:
             run, job = self.host.run(lease.key), self._jobs.get(lease.key)
             run.freezable = usable and lease.hosts == 1
-            run.driver = _standing(job)
+            run.driver = _work(job)
             run.lost = job.machine.reason if job is not None and job.machine.lost else ""
 
     @property
@@ -232,7 +232,7 @@ class DriverController:
         """Move a machine on, do what it says, and tell how it ended."""
         commands = job.machine.advance(event, self.host.clock.monotonic())
         self._note_targets(lease, job.machine)
-        self.host.run(lease.key).driver = _standing(job)
+        self.host.run(lease.key).driver = _work(job)
         for command in commands:
             if isinstance(command, events.Operate):
                 self._call(lease.key, job.machine.members[command.pid].target, command.operation)
@@ -278,7 +278,7 @@ class DriverController:
         log.info("driver path: %s JOBID=%s in %.3f s %s", outcome, lease.key, seconds, reason)
         if outcome == "running":
             del self._jobs[lease.key]
-            self.host.run(lease.key).driver = ""
+            self.host.run(lease.key).driver = None
         if outcome == "frozen":
             self.ends.frozen(lease, seconds, sum(one.nbytes for one in job.machine.members.values()), reason)
         elif outcome == "lost":
@@ -289,10 +289,10 @@ class DriverController:
             self.ends.thawed(lease, seconds)
 
 
-def _standing(job: _Freeze | None) -> str:
-    """Return what is being done with a job; empty when nothing is that keeps it from being asked to yield."""
+def _work(job: _Freeze | None) -> str | None:
+    """Return a description of the work on a job; None if nothing keeps it from being asked to yield."""
     if job is None or job.machine.outcome == "frozen":
-        return ""
+        return None
     if job.machine.lost:
         return f"lost in the driver path, requeue it (scontrol requeue): {job.machine.reason}"
     return f"in the driver's hands: {job.machine.stage}"

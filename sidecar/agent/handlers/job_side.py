@@ -1,4 +1,4 @@
-"""What the agent does with each message of the job side, and when a connection or a process ends."""
+"""Handler of messages from jobs and SPANK plugins, and of connections and processes that end."""
 
 from __future__ import annotations
 
@@ -28,27 +28,25 @@ from cadenza.sidecar.agent.ipc.transport import Session
 from cadenza.sidecar.agent.jobs import shm_cleanup
 from cadenza.sidecar.agent.jobs.host_state import Host
 from cadenza.sidecar.agent.jobs.job_run import JobRun, Rank, Waiter
-from cadenza.sidecar.agent.leases.lease_file import still_running
 from cadenza.sidecar.agent.leases.lease_table import Lease, Process
-from cadenza.sidecar.agent.turns import checkpoint_stop
 from cadenza.sidecar.agent.turns.arbiter import Arbiter
 from cadenza.sidecar.agent.turns.coordinator import StopCoordinator
 
 log = logging.getLogger(__name__)
 
-WAIT_WORD_S = 2.0
-"""How often a waiting SPANK plugin hears that it still waits."""
+WAIT_REPLY_S = 2.0
+"""Time between two replies to a waiting SPANK plugin."""
 EMPTY_MANAGED_S = 1.0
 EMPTY_S = 10.0
-"""How long a job without a batch script may have no process before it counts as gone: between two sruns a
-managed job can as well wait for its turn again, one that did not opt in should not have to."""
+"""Time without a process after which a job without a batch script counts as gone. Between two sruns a managed job can
+wait for its turn again; a job that did not opt in should not have to."""
 UNLISTED_S = 60.0
-"""How long a job that registered itself may be unknown to the service."""
+"""Time after which a job that registered itself, and that the service does not list, is forgotten."""
 
 
 @dataclass
 class JobHandler:
-    """The job side's half of the agent."""
+    """The jobs' half of the agent."""
 
     host: Host
     coordinator: StopCoordinator
@@ -59,29 +57,29 @@ class JobHandler:
     """Called with each pid whose end matters."""
 
     def handle(self, session: Session, packet: bytes) -> None:
-        """Act on one packet; whatever is wrong with it is answered by ``error`` and does no harm."""
+        """Act on one packet; a packet with any fault is answered by ``error`` and does no harm."""
         try:
-            self._dispatch(session, parse(wire.decode(packet)))
+            message = parse(wire.decode(packet))
+            match message:
+                case Start():
+                    self._start(session, message)
+                case End():
+                    self._end(session, message)
+                case Attach():
+                    self._attach(session, message)
+                case _:
+                    self._from_rank(session, message)
         except (wire.WireError, RefusedError) as error:
             peer = session.peer
             log.warning("refused pid=%d uid=%d JOBID=%s: %s", peer.pid, peer.uid, session.key, error)
             self.host.outbox.post(session, "error", error=str(error))
 
-    def _dispatch(self, session: Session, message: Message) -> None:
-        """Call the handler of a message's type."""
-        match message:
-            case Start():
-                self._start(session, message)
-            case End():
-                self._end(session, message)
-            case Attach():
-                self._attach(session, message)
-            case _:
-                self._from_rank(session, message)
-
     def _from_rank(self, session: Session, message: Message) -> None:
-        """Handle what only an attached rank may say."""
-        lease, rank = self._rank_of(session)
+        """Handle a message that only an attached rank may send."""
+        lease = self.host.leases.get(session.key) if session.key else None
+        rank = self.host.run(lease.key).ranks.get(session.peer.pid) if lease else None
+        if lease is None or rank is None or rank.session is not session:
+            raise RefusedError("this process has not attached, or its job has ended")
         match message:
             case Arrived():
                 self.coordinator.arrived(lease, rank, message)
@@ -90,7 +88,7 @@ class JobHandler:
             case Resumed():
                 self.coordinator.resumed(lease, rank, message)
             case Checkpointed():
-                checkpoint_stop.checkpointed(self.coordinator, lease, rank, message)
+                self.coordinator.checkpointed(lease, rank, message)
             case Detach():
                 self._detach(session, lease, rank, message)
             case RequeuedBy():
@@ -99,20 +97,18 @@ class JobHandler:
     # --- registration --------------------------------------------------------------------------------------
 
     def _start(self, session: Session, message: Start) -> None:
-        """Register a job and answer as soon as it holds its lease."""
+        """Register a job; the answer follows as soon as it holds its lease, in this pass if its GPUs are free."""
         self._require_privilege(session, "start")
         lease = self._registered(message)
         self._remember(lease, session.peer.pid, batch=message.batch)
         run = self.host.run(lease.key)
         run.empty_since = None
-        self.arbiter.settle()
         if lease.state == "held":
             self.host.outbox.post(session, "lease", state="granted")
             return
         now = self.host.clock.monotonic()
         session.key = lease.key
         run.waiters.append(Waiter(session, now + self.host.settings.lease_wait_s, now))
-        log.info("waits JOBID=%s for %s", lease.key, self.arbiter.why_waiting(lease))
 
     def _require_privilege(self, session: Session, what: str) -> None:
         """Raise NotAuthorizedError unless the peer may register jobs."""
@@ -120,7 +116,7 @@ class JobHandler:
             raise NotAuthorizedError(f"{what}: uid {session.peer.uid} may not, only root's plugin may")
 
     def _registered(self, message: Start) -> Lease:
-        """Return the job's lease, new or brought up to date; root's word replaces what a process said."""
+        """Return the job's lease, new or brought up to date; root's registration replaces a process's own."""
         lease = self.host.leases.get(JobKey(message.job, message.restart))
         if lease is not None and lease.uid != message.uid:
             log.warning("registered anew JOBID=%s uid=%d, was %d", lease.key, message.uid, lease.uid)
@@ -146,21 +142,20 @@ class JobHandler:
             if lease.job == message.job and message.restart in {None, lease.restart}:
                 lease.processes = ()  # the epilog runs when none is left (prolog_epilog.html)
                 self.drop(lease, "ended")
-        self.arbiter.settle()
 
     def _attach(self, session: Session, message: Attach) -> None:
-        """Take in one rank: who it is comes from the kernel, not from the message."""
+        """Take in one rank; its identity comes from the kernel, not from the message."""
         self._require_member(session, message.job)
         lease = self._claimed(session, message)
         run = self.host.run(lease.key)
         self._replace(run, session)
-        self.arbiter.settle()  # before the rank is there: nobody speaks to it before it has its answer
+        self.arbiter.settle()  # the answer says whether it has a lease; without the rank, no message goes before it
         page = Page()
         page.start_at(message.step)
         rank = run.ranks[session.peer.pid] = Rank(session, session.peer.pid, message, page)
         rank.requeue_owner = message.requeue_owner
         session.key = lease.key
-        run.detached, run.empty_since = "", None
+        run.detached, run.empty_since = None, None
         self._remember(lease, session.peer.pid)
         state = "held" if lease.occupying or message.in_step else "yielded"
         self.host.outbox.post(session, "attached", fds=(page.fd,), state=state, rank=message.rank)
@@ -175,7 +170,7 @@ class JobHandler:
             raise NotAuthorizedError(f"attach: pid {session.peer.pid} belongs to {named}, not to job {job}")
 
     def _claimed(self, session: Session, message: Attach) -> Lease:
-        """Return the lease of the job that a process says it belongs to, if that is its user's."""
+        """Return the lease of the job that a process names, if it is the same user's."""
         key = JobKey(message.job, message.restart)
         lease = self.host.leases.get(key)
         if lease is None:
@@ -198,29 +193,21 @@ class JobHandler:
                 self.host.outbox.post(old.session, "error", last=True, error="replaced by a later attach")
 
     def _remember(self, lease: Lease, pid: int, *, batch: bool = False) -> None:
-        """Write a process down with its job and watch for its end."""
+        """Record a process with its job and watch for its end."""
         ticks = start_ticks(pid)
         if ticks is None:
             return
         process = Process(pid, ticks, batch)
-        if all(known.pid != pid or known.start_ticks != ticks for known in lease.processes):
+        if all(one.pid != pid or one.start_ticks != ticks for one in lease.processes):
             lease.processes = (*lease.processes, process)
             self.host.leases.touch()
         self.watch(pid)
 
-    def _rank_of(self, session: Session) -> tuple[Lease, Rank]:
-        """Return the job and rank behind a session; raise RefusedError when it has not attached."""
-        lease = self.host.leases.get(session.key) if session.key else None
-        rank = self.host.run(lease.key).ranks.get(session.peer.pid) if lease else None
-        if lease is None or rank is None or rank.session is not session:
-            raise RefusedError("this process has not attached, or its job has ended")
-        return lease, rank
-
     def _detach(self, session: Session, lease: Lease, rank: Rank, message: Detach) -> None:
-        """Note that a rank will not stop any more; a stop that has not been committed is withdrawn."""
+        """Record that a rank will not stop any more; a stop that has not been committed is withdrawn."""
         run = self.host.run(lease.key)
         reason = f"rank {rank.hello.rank} has detached" + (f": {message.reason}" if message.reason else "")
-        self.coordinator.cancel(lease, "refused", reason)
+        self.coordinator.withdraw(lease, "refused", reason)
         self._forget_rank(lease, run, rank)
         run.detached = reason
         session.key = None
@@ -228,7 +215,7 @@ class JobHandler:
     # --- endings -------------------------------------------------------------------------------------------
 
     def lost(self, session: Session) -> None:
-        """Note that a connection ended; its process may still run."""
+        """Record that a connection ended; its process may still run."""
         run = self.host.jobs.get(session.key) if session.key else None
         if run is None:
             return
@@ -240,88 +227,83 @@ class JobHandler:
                 self.process_gone(rank.pid)
 
     def process_gone(self, pid: int) -> None:
-        """Note that a process ended: strike it off its job, and the job off the book if it was the last."""
+        """Remove a process that ended from its job, and the job from the leases if it was the last."""
         for lease in self.host.leases:
-            if any(process.pid == pid for process in lease.processes):
-                self._strike(lease, pid)
-        self.arbiter.settle()
-
-    def _strike(self, lease: Lease, pid: int) -> None:
-        """Remove one process from its job."""
-        run = self.host.run(lease.key)
-        run.batch_ended |= any(process.batch for process in lease.processes if process.pid == pid)
-        lease.processes = tuple(process for process in lease.processes if process.pid != pid)
-        self.host.leases.touch()
-        if rank := run.ranks.get(pid):
-            self._forget_rank(lease, run, rank)
-        if lease.processes:
-            return
-        run.empty_since = self.host.clock.monotonic()
-        if run.batch_ended:
-            self.drop(lease, "its batch script ended")
+            if not any(process.pid == pid for process in lease.processes):
+                continue
+            run = self.host.run(lease.key)
+            run.batch_ended |= any(process.batch for process in lease.processes if process.pid == pid)
+            lease.processes = tuple(process for process in lease.processes if process.pid != pid)
+            self.host.leases.touch()
+            if rank := run.ranks.get(pid):
+                self._forget_rank(lease, run, rank)
+            if not lease.processes:
+                run.empty_since = self.host.clock.monotonic()
+                if run.batch_ended:
+                    self.drop(lease, "its batch script ended")
 
     def _forget_rank(self, lease: Lease, run: JobRun, rank: Rank) -> None:
-        """Take a rank out of its job and out of whatever is under way."""
+        """Take a rank out of its job and out of a resume under way."""
         run.ranks.pop(rank.pid, None)
         rank.page.close()
-        self.coordinator.gone_from_resume(lease, rank.pid)
-        self.coordinator.settle(lease)
+        self.coordinator.left_resume(lease, rank.pid)
 
-    def drop(self, lease: Lease, why: str) -> None:
+    def drop(self, lease: Lease, reason: str) -> None:
         """Forget a job."""
         run = self.host.jobs.pop(lease.key, None)
         stretch = self.host.leases.drop(lease, self.host.clock.now())
         if stretch is not None:
-            self.host.ended_stretch(stretch)
+            self.host.report_stretch(stretch)
         for rank in run.ranks.values() if run else ():
             rank.page.close()
-            self.host.outbox.post(rank.session, "error", last=True, error=f"job {lease.key} has left: {why}")
+            self.host.outbox.post(rank.session, "error", last=True, error=f"job {lease.key} has left: {reason}")
         for waiter in run.waiters if run else ():
-            self.host.outbox.post(waiter.session, "lease", last=True, state="giveup", reason=why)
-        log.info("left JOBID=%s: %s", lease.key, why)
-        if not still_running(lease, start_ticks) and all(other.job != lease.job for other in self.host.leases):
+            self.host.outbox.post(waiter.session, "lease", last=True, state="giveup", reason=reason)
+        log.info("left JOBID=%s: %s", lease.key, reason)
+        others = any(other.job == lease.job for other in self.host.leases)
+        if not others and not lease.running_processes(start_ticks):
             shm_cleanup.remove_soon(lease.uid, lease.job)
 
     # --- timers --------------------------------------------------------------------------------------------
 
-    def tick(self) -> None:
-        """Say "wait" to those who wait, give up on those who waited too long, forget jobs that are gone."""
+    def drop_gone(self) -> None:
+        """Forget jobs that have left without a message."""
         now = self.host.clock.monotonic()
+        for lease in self.host.leases:
+            if reason := self._gone_reason(lease, self.host.run(lease.key), now):
+                self.drop(lease, reason)
+
+    def reply_to_waiters(self) -> None:
+        """Tell waiting plugins that they still wait, or that they have waited too long."""
+        now, limit = self.host.clock.monotonic(), self.host.settings.lease_wait_s
         for lease in self.host.leases:
             run = self.host.run(lease.key)
             for waiter in tuple(run.waiters):
-                self._word(lease, run, waiter, now)
-            if why := self._why_gone(lease, run, now):
-                self.drop(lease, why)
+                reason = self.arbiter.waiting_reason(lease)
+                if lease.state == "held":
+                    self.host.outbox.post(waiter.session, "lease", state="granted")
+                    run.waiters.remove(waiter)
+                elif now >= waiter.deadline:
+                    reason = f"no lease within {limit:g} s: {reason}"
+                    log.warning("gave up JOBID=%s: %s", lease.key, reason)
+                    self.host.outbox.post(waiter.session, "lease", state="giveup", reason=reason)
+                    run.waiters.remove(waiter)
+                elif now >= waiter.next_reply_at:
+                    self.host.outbox.post(waiter.session, "lease", state="wait", reason=reason)
+                    waiter.next_reply_at = now + WAIT_REPLY_S
 
-    def _word(self, lease: Lease, run: JobRun, waiter: Waiter, now: float) -> None:
-        """Tell one waiting plugin how things are."""
-        if lease.state == "held":
-            self.host.outbox.post(waiter.session, "lease", state="granted")
-            run.waiters.remove(waiter)
-        elif now >= waiter.deadline:
-            limit = self.host.settings.lease_wait_s
-            reason = f"no lease within {limit:g} s: {self.arbiter.why_waiting(lease)}"
-            log.warning("gave up JOBID=%s: %s", lease.key, reason)
-            self.host.outbox.post(waiter.session, "lease", state="giveup", reason=reason)
-            run.waiters.remove(waiter)
-        elif now >= waiter.next_word:
-            why = self.arbiter.why_waiting(lease)
-            self.host.outbox.post(waiter.session, "lease", state="wait", reason=why)
-            waiter.next_word = now + WAIT_WORD_S
-
-    def _why_gone(self, lease: Lease, run: JobRun, now: float) -> str:
-        """Return why a job counts as gone although nobody said so; empty while it does not."""
-        listed = any(fact.job == lease.job and fact.restart == lease.restart for fact in self.host.facts.jobs)
+    def _gone_reason(self, lease: Lease, run: JobRun, now: float) -> str | None:
+        """Return the reason why a job counts as gone without a message; None while it does not."""
+        listed = self.host.fact_of(lease) is not None
         age = self.host.clock.now() - lease.registered_s
         if age > UNLISTED_S and not lease.verified and not listed and not self.host.rotating():
             return "it registered itself and Slurm does not know it"
         if lease.processes:
             run.empty_since = None
-            return ""
+            return None
         if run.empty_since is None:
             run.empty_since = now
         if run.listed and not listed:
             return "Slurm does not list it any more and none of its processes lives"
         limit = EMPTY_MANAGED_S if lease.managed else EMPTY_S
-        return f"none of its processes has lived for {limit:g} s" if now - run.empty_since > limit else ""
+        return f"none of its processes has lived for {limit:g} s" if now - run.empty_since > limit else None

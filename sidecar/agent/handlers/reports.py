@@ -11,9 +11,8 @@ import msgspec
 from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.jobs.host_state import Host
-from cadenza.sidecar.agent.leases.lease_table import Lease
 
-SPACING_S = 0.05
+MIN_INTERVAL_S = 0.05
 
 Notable: TypeAlias = tuple[object, ...]
 
@@ -22,9 +21,9 @@ Notable: TypeAlias = tuple[object, ...]
 class Reporter:
     """Decides when a report is due.
 
-    ``memory`` returns total and free host memory in MB, ``telemetry`` the last sample of a job, ``tuned``
-    what was set on it in the place of Slurm's own limits, ``lacks`` what this host cannot do, ``prefetched`` what it
-    has read for jobs to come.
+    ``memory`` returns total and free host memory in MB, ``telemetry`` a job's last sample, ``tuned`` its limits in
+    force if they are not Slurm's own, ``lacks`` the settings that this host cannot follow, ``prefetched`` the results
+    of prefetches for jobs to come.
     """
 
     host: Host
@@ -38,9 +37,9 @@ class Reporter:
     _sent_at: float = float("-inf")
 
     def due(self) -> orders.Report | None:
-        """Return a report when something changed or the heartbeat is due, else None."""
+        """Return a report if something changed or the heartbeat is due, else None."""
         now = self.host.clock.monotonic()
-        if now - self._sent_at < SPACING_S:
+        if now - self._sent_at < MIN_INTERVAL_S:
             return None
         report = self._report()
         notable = _notable(report)
@@ -50,7 +49,7 @@ class Reporter:
         return report
 
     def _report(self) -> orders.Report:
-        """Return everything that the agent knows."""
+        """Return the state of this host and its jobs."""
         total, free = self.memory()
         return orders.Report(
             v=orders.VERSION,
@@ -59,15 +58,15 @@ class Reporter:
             memory_mb=total,
             memory_free_mb=free,
             rotating=self.host.rotating(),
-            leases=tuple(self._lease(lease) for lease in self.host.leases),
+            leases=tuple(
+                msgspec.structs.replace(
+                    self.host.lease_report(lease), telemetry=self.telemetry(lease.key), tuned=self.tuned(lease.key)
+                )
+                for lease in self.host.leases
+            ),
             lacks=self.lacks(),
             prefetched=self.prefetched(),
         )
-
-    def _lease(self, lease: Lease) -> orders.LeaseReport:
-        """Return what the service may know of one job, with what was measured of it."""
-        measured, tuned = self.telemetry(lease.key), self.tuned(lease.key)
-        return msgspec.structs.replace(self.host.lease_report(lease), telemetry=measured, tuned=tuned)
 
 
 def _notable(report: orders.Report) -> Notable:

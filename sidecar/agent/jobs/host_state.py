@@ -1,7 +1,8 @@
-"""The agent's whole state in one value: settings, lease book, jobs, and what waits to leave."""
+"""The agent's whole state in one value: settings, leases, jobs, and messages waiting to leave."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -13,8 +14,12 @@ from cadenza.sidecar.agent.leases.lease_table import Lease, LeaseTable, Stretch
 from cadenza.sidecar.agent_settings import AgentSettings
 from cadenza.sidecar.clock import Clock
 
+log = logging.getLogger(__name__)
+
 NO_FACTS = orders.Facts(orders.VERSION, jobs=(), slice_s=60.0, share_between_users=False, enforce=True)
-"""What holds before the service has ever spoken."""
+"""Facts that hold until the service has sent some."""
+CLOCK_JUMP_S = 0.5
+"""Smaller steps of the wall clock are ignored: jobs' virtual times differ by as much anyway."""
 
 
 @dataclass
@@ -34,29 +39,72 @@ class Host:
     heard_at: float | None = None
     """Monotonic time of the service's last message."""
     started_at: float = 0.0
+    _clock_offset_s: float | None = None
 
     def rotating(self) -> bool:
-        """Whether the service has been silent for so long that turns are taken here."""
+        """Return True if the service has been silent for so long that turns are taken here."""
         if not self.settings.service:
             return True
         last = self.started_at if self.heard_at is None else self.heard_at
         return self.clock.monotonic() - last > self.settings.service_timeout_s
 
+    @property
+    def stopping(self) -> bool:
+        """True while ranks of a job are being brought to one boundary."""
+        return any(run.stop is not None and not run.stop.committed for run in self.jobs.values())
+
     def next_order(self) -> int:
-        """Return a number that no order of this agent has had; a restarted agent does not repeat one."""
+        """Return a new number for an order; a restarted agent does not repeat one."""
         self.last_order = max(self.last_order + 1, int(self.clock.now() * 1000))
         return self.last_order
 
     def run(self, key: JobKey) -> JobRun:
-        """Return the run of a job in the book, new when there is none yet."""
+        """Return the run of a job that has a lease, new if there is none yet."""
         return self.jobs.setdefault(key, JobRun(key))
 
+    def fact_of(self, lease: Lease) -> orders.JobFacts | None:
+        """Return the service's last facts of a job, or None."""
+        return next((fact for fact in self.facts.jobs if (fact.job, fact.restart) == lease.key), None)
+
+    # --- in each pass of the event loop --------------------------------------------------------------------
+
+    def follow_clock(self) -> None:
+        """Shift the leases' times if the wall clock was set, or the host slept, since the last call.
+
+        All waiting is counted by CLOCK_MONOTONIC, which does not jump (clock_gettime(2)). Leases alone have wall times:
+        they are on disk, and the service compares them with its own.
+        """
+        offset_s = self.clock.now() - self.clock.monotonic()
+        before, self._clock_offset_s = self._clock_offset_s, offset_s
+        if before is None or abs(offset_s - before) < CLOCK_JUMP_S:
+            return
+        log.warning("the wall clock jumped by %.1f s; leases move along", offset_s - before)
+        self.leases.shift(offset_s - before)
+
+    def update_step_rates(self) -> None:
+        """Tell each job's meter its present co-runners: jobs with leases and state on the same GPUs."""
+        running = [
+            lease
+            for lease in self.leases
+            if lease.occupying
+            and (run := self.run(lease.key)).resume is None
+            and any(not rank.out for rank in run.ranks.values())
+        ]
+        now = self.clock.monotonic()
+        for lease in self.leases:
+            run, co_runners = self.run(lease.key), None
+            if lease in running:
+                co_runners = frozenset(other.key for other in running if other is not lease and other.overlaps(lease))
+            run.step_rate.update(co_runners, run.pages, now)
+
+    # --- messages for the service --------------------------------------------------------------------------
+
     def files(self, lease: Lease, paths: Iterable[str]) -> orders.Files:
-        """Return what other hosts are told of a job's files; names that no line can hold are left out."""
+        """Return the message that lists a job's files for other hosts; names that no line can hold are left out."""
         names = tuple(path for path in paths if path.isprintable())
         return orders.Files(orders.VERSION, self.name, lease.job, lease.restart, lease.uid, names)
 
-    def ended_stretch(self, stretch: Stretch) -> None:
+    def report_stretch(self, stretch: Stretch) -> None:
         """Tell the service of a stretch of holding GPUs."""
         self.upward.append(
             orders.LeaseLog(
@@ -70,12 +118,38 @@ class Host:
             )
         )
 
+    def report_switch(
+        self,
+        lease: Lease,
+        kind: str,
+        seconds: tuple[float, float, float] = (0.0, 0.0, 0.0),
+        size: int = 0,
+        note: str = "",
+    ) -> None:
+        """Tell the service how a switch went; ``seconds`` are those of boundary, copy and total."""
+        self.upward.append(
+            orders.Switched(
+                v=orders.VERSION,
+                host=self.name,
+                job=lease.job,
+                restart=lease.restart,
+                kind=kind,
+                at_s=self.clock.now(),
+                boundary_s=seconds[0],
+                copy_s=seconds[1],
+                total_s=seconds[2],
+                bytes=size,
+                iteration_p99_s=self.run(lease.key).telemetry.iteration_p99_s,
+                note=note,
+            )
+        )
+
     def lease_report(self, lease: Lease) -> orders.LeaseReport:
-        """Return what the service may know of one job."""
+        """Return the report of one job."""
         now = self.clock.now()
         run = self.run(lease.key)
-        why = run.why_not_ready(lease, self.clock.monotonic())
-        counters = run.telemetry()
+        reason = run.not_ready_reason(lease, self.clock.monotonic())
+        counters = run.telemetry
         return orders.LeaseReport(
             job=lease.job,
             restart=lease.restart,
@@ -87,19 +161,19 @@ class Host:
             vtime_s=lease.vtime(now),
             held_s=lease.held_s(now),
             since_s=lease.since_s,
-            ranks=len(run.connected()),
-            world_size=run.world_size(),
+            ranks=len(run.connected),
+            world_size=run.world_size,
             hosts=lease.hosts,
-            ready=not why,
-            why_not_ready=why,
+            ready=reason is None,
+            why_not_ready=reason or "",
             step=counters.step,
             iteration_s=counters.iteration_s,
             iteration_p99_s=counters.iteration_p99_s,
             note=run.note,
-            requeue_owner=run.requeue_owner(),
-            checkpoints=run.saves,
-            saved=run.saved,
+            requeue_owner=run.requeue_owner,
+            checkpoints=run.can_checkpoint,
+            saved=run.checkpointed,
             lost=run.lost,
-            pace=run.pacer.measure(run.ranks, self.clock.monotonic()),
+            pace=run.step_rate.measure(run.pages, self.clock.monotonic()),
             pack=lease.pack,
         )

@@ -1,22 +1,16 @@
-"""How fast each job runs in its present company: iteration times since who uses its GPUs with it last changed."""
+"""Iteration times of each job since its co-runners, the jobs on its GPUs at the same time, last changed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import sqrt
-from typing import TYPE_CHECKING
 
 from cadenza.policies.core.model import JobKey, Pace
-from cadenza.sidecar.agent.ipc.pages import PageRecord
+from cadenza.sidecar.agent.ipc.pages import Page, PageRecord
 
-if TYPE_CHECKING:
-    from cadenza.sidecar.agent.jobs.host_state import Host
-    from cadenza.sidecar.agent.jobs.job_run import Rank
-    from cadenza.sidecar.agent.leases.lease_table import Lease
-
-FRESH_S = 0.2
-"""A pace is worked out anew at most this often."""
+MIN_INTERVAL_S = 0.2
+"""Least time between two measurements of the same run."""
 NOTHING = Pace(0.0, 0, error=1.0)
 
 
@@ -24,62 +18,56 @@ NOTHING = Pace(0.0, 0, error=1.0)
 class StepRateMeter:
     """Follows one job; monotonic times in seconds."""
 
-    company: frozenset[JobKey] | None = None
-    """Who runs on its GPUs with it; None: it does not run itself."""
+    co_runners: frozenset[JobKey] | None = None
+    """Jobs that run on its GPUs at the same time; None while it does not run itself."""
     last: Pace | None = None
-    """As of the last look, or of the end of its last run."""
+    """Result of the last measurement, or of the end of its last run."""
     _since: float = 0.0
     _measured_at: float = float("-inf")
     _at_change: dict[int, int] = field(default_factory=dict)
-    """Iterations of each rank when the company changed, by pid: the one under way then belongs to neither."""
+    """Iterations of each rank when the co-runners changed, by pid: the iteration under way then counts for neither."""
     _marks: dict[int, PageRecord] = field(default_factory=dict)
-    """Each rank's record from which the pace counts."""
+    """Each rank's record from which its iterations are counted."""
 
-    def look(self, company: frozenset[JobKey] | None, ranks: Mapping[int, Rank], now: float) -> None:
-        """Take in who runs now, and begin anew when that changed."""
-        if company == self.company:
-            if company is not None and self._at_change:
-                self._mark(ranks)
+    def update(self, co_runners: frozenset[JobKey] | None, pages: Mapping[int, Page], now: float) -> None:
+        """Take in the present co-runners, and start a new measurement if they changed."""
+        if co_runners == self.co_runners:
+            for pid, iterations in list(self._at_change.items()) if co_runners is not None else ():
+                record = pages[pid].record() if pid in pages else None
+                if pid not in pages or (record is not None and record.iterations > iterations):
+                    del self._at_change[pid]
+                    if record is not None:
+                        self._marks[pid] = record
             return
-        self._measure(ranks, now)  # the last of the company that ends
-        self.company = company
-        if company is None:
-            return
-        self._since, self._marks = now, {}
-        self._at_change = {pid: record.iterations for pid, rank in ranks.items() if (record := rank.page.record())}
-        self.last = NOTHING._replace(beside=tuple(sorted(company)))
+        self._measure(pages, now)  # the end of the run with the former co-runners
+        self.co_runners = co_runners
+        if co_runners is not None:
+            self._since, self._marks = now, {}
+            self._at_change = {pid: record.iterations for pid, page in pages.items() if (record := page.record())}
+            self.last = NOTHING._replace(beside=tuple(sorted(co_runners)))
 
-    def measure(self, ranks: Mapping[int, Rank], now: float) -> Pace | None:
-        """Return the pace as of a moment ago; of a job that does not run, that of its last run."""
-        if now - self._measured_at >= FRESH_S:
-            self._measure(ranks, now)
+    def measure(self, pages: Mapping[int, Page], now: float) -> Pace | None:
+        """Return the present rate, at most MIN_INTERVAL_S old; for a job that does not run, that of its last run."""
+        if now - self._measured_at >= MIN_INTERVAL_S:
+            self._measure(pages, now)
         return self.last
 
-    def _measure(self, ranks: Mapping[int, Rank], now: float) -> None:
-        if self.company is None or self.last is None:
+    def _measure(self, pages: Mapping[int, Page], now: float) -> None:
+        """Measure the slowest rank."""
+        if self.co_runners is None or self.last is None:
             return
         self._measured_at = now
-        found = [
+        rates = [
             between(mark, record)
             for pid, mark in self._marks.items()
-            if pid in ranks and (record := ranks[pid].page.record()) is not None
+            if pid in pages and (record := pages[pid].record()) is not None
         ]
-        slowest = max(found, key=lambda one: one.iteration_s, default=NOTHING)
+        slowest = max(rates, key=lambda rate: rate.iteration_s, default=NOTHING)
         self.last = slowest._replace(beside=self.last.beside, window_s=round(max(0.0, now - self._since), 3))
-
-    def _mark(self, ranks: Mapping[int, Rank]) -> None:
-        """Begin to count with each rank that has ended the iteration under way at the change."""
-        for pid, iterations in list(self._at_change.items()):
-            rank = ranks.get(pid)
-            record = rank.page.record() if rank is not None else None
-            if rank is None or (record is not None and record.iterations > iterations):
-                del self._at_change[pid]
-                if record is not None:
-                    self._marks[pid] = record
 
 
 def between(mark: PageRecord, now: PageRecord) -> Pace:
-    """Return the pace of one rank from one record to a later one, without window and company (pure)."""
+    """Return the rate of one rank from one record to a later one, without window and co-runners (pure)."""
     count, busy_s = now.iterations - mark.iterations, now.busy_s - mark.busy_s
     if count <= 0 or busy_s <= 0:
         return NOTHING
@@ -96,21 +84,3 @@ def _spread(record: PageRecord) -> float:
     mean = sum(count * time for count, time in times) / total
     variance = sum(count * (time - mean) ** 2 for count, time in times) / max(total - 1, 1)
     return sqrt(variance) / mean
-
-
-def look(host: Host) -> None:
-    """Bring every job's pace up to date with who runs."""
-    running = [lease for lease in host.leases if _runs(host, lease)]
-    now = host.clock.monotonic()
-    for lease in host.leases:
-        run = host.run(lease.key)
-        company = None
-        if lease in running:
-            company = frozenset(other.key for other in running if other is not lease and other.overlaps(lease))
-        run.pacer.look(company, run.ranks, now)
-
-
-def _runs(host: Host, lease: Lease) -> bool:
-    """Whether a job computes on its GPUs: it has them, and its state is on them."""
-    run = host.run(lease.key)
-    return lease.occupying and run.resume is None and any(not rank.out for rank in run.ranks.values())

@@ -1,13 +1,13 @@
-"""The lease book: which job may use which GPUs of this host, as a state machine without I/O or clock.
+"""The leases of a host: a state machine without I/O or clock that decides which job may use which GPUs.
 
-States: *waiting* (registered, never ran) → *held* → *stopping* (asked to yield) → *yielded* → *held* …; a
-job leaves the book when it ends. A held or stopping lease occupies its GPUs; two such never meet on one, unless their
-jobs are packed. When a pack ends while several of it have their GPUs, these are *loose* until all but one yielded.
+A job leaves the table when it ends. A held or stopping lease occupies its GPUs. Two such leases never share a GPU
+unless their jobs are packed. When a pack ends while several of its jobs hold their GPUs, these jobs are *loose* until
+all but one have yielded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import combinations
 from typing import Literal, TypeAlias
 
@@ -18,6 +18,17 @@ from cadenza.sidecar.agent.errors import LeaseConflictError
 
 State: TypeAlias = Literal["waiting", "held", "stopping", "yielded"]
 OCCUPYING = frozenset({"held", "stopping"})
+TRANSITIONS: tuple[tuple[State, str, State], ...] = (
+    ("waiting", "grant", "held"),
+    ("yielded", "grant", "held"),
+    ("held", "stop", "stopping"),
+    ("stopping", "keep", "held"),
+    ("stopping", "release", "yielded"),
+    ("waiting", "set aside", "yielded"),
+    ("yielded", "set aside", "yielded"),
+)
+"""State, event, next state. A job is registered as *waiting*."""
+_NEXT: Mapping[tuple[State, str], State] = {(state, event): after for state, event, after in TRANSITIONS}
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -30,7 +41,7 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class GpuProcess(msgspec.Struct, frozen=True):
-    """A process that the driver stops: what it has of each GPU, as Slurm's index and bytes."""
+    """A process that the driver stops: its memory on each GPU, as Slurm's index and bytes."""
 
     pid: int
     start_ticks: int
@@ -53,25 +64,25 @@ class Lease(msgspec.Struct):
     managed: bool = True
     options: str = ""
     verified: bool = False
-    """Registered by root; else by its own first attach."""
+    """Registered by root; otherwise by its own first attach."""
     weight: float = 1.0
     priority: int = 0
     state: State = "waiting"
     vtime_s: float = 0.0
     """Held time over weight, without the stretch under way."""
     held_since_s: float = 0.0
-    """When the lease was last given; meaningful while it is held or stopping."""
+    """Time of the last grant; meaningful while the lease is held or stopping."""
     registered_s: float = 0.0
     processes: tuple[Process, ...] = ()
     cpus: float = 0.0
-    """What Slurm's books give it on this host, as its registration said; 0: it did not."""
+    """CPUs of Slurm's allocation on this host, from the registration; 0 if unknown."""
     memory_mb: int = 0
     frozen: tuple[GpuProcess, ...] = ()
-    """Processes that the driver path has in its hands: locked, checkpointed, or about to be."""
+    """Processes that the driver path works on: locked, checkpointed, or about to be."""
     pack: int = 0
-    """Jobs with the same number above 0 may have the same GPUs at once, by the service's word."""
+    """Jobs with the same number above 0 may have the same GPUs at once, by the service's order."""
     loose: bool = False
-    """Its pack is over, and another of it has the same GPUs still: all but one are to yield."""
+    """Its pack is over and another job of it still has the same GPUs: all but one must yield."""
 
     @property
     def key(self) -> JobKey:
@@ -80,11 +91,11 @@ class Lease(msgspec.Struct):
 
     @property
     def occupying(self) -> bool:
-        """Whether the GPUs are this job's now."""
+        """True while the GPUs are this job's."""
         return self.state in OCCUPYING
 
     def held_s(self, now: float) -> float:
-        """Return the length of the stretch under way; 0 when there is none."""
+        """Return the length of the stretch under way; 0 if there is none."""
         return max(0.0, now - self.held_since_s) if self.occupying else 0.0
 
     def vtime(self, now: float) -> float:
@@ -92,12 +103,16 @@ class Lease(msgspec.Struct):
         return self.vtime_s + self.held_s(now) / self.weight
 
     def overlaps(self, other: Lease) -> bool:
-        """Whether the two want a GPU in common."""
+        """Return True if the two want a GPU in common."""
         return not set(self.gpus).isdisjoint(other.gpus)
 
     def packed_with(self, other: Lease) -> bool:
-        """Whether the two may have the same GPUs at once; an unmanaged job never shares."""
+        """Return True if the two may have the same GPUs at once; an unmanaged job never shares."""
         return self.pack != 0 and self.pack == other.pack and self.managed and other.managed
+
+    def running_processes(self, start_ticks: Callable[[int], int | None]) -> tuple[Process, ...]:
+        """Return the recorded processes that are still the same ones."""
+        return tuple(process for process in self.processes if start_ticks(process.pid) == process.start_ticks)
 
 
 class Stretch(msgspec.Struct, frozen=True):
@@ -110,7 +125,7 @@ class Stretch(msgspec.Struct, frozen=True):
 
 
 class LeaseTable:
-    """All leases of a host; ``changed`` counts the changes, so that the owner knows when to write it down."""
+    """All leases of a host. ``changed`` counts the changes and tells the owner when to write the table to disk."""
 
     def __init__(self, leases: Iterable[Lease] = ()) -> None:
         self._leases = {lease.key: lease for lease in leases}
@@ -138,11 +153,11 @@ class LeaseTable:
         return lease
 
     def touch(self) -> None:
-        """Say that an lease's other fields changed and must be written down."""
+        """Record that other fields of a lease changed and must be written to disk."""
         self.changed += 1
 
     def shift(self, seconds: float) -> None:
-        """Move all times along with the wall clock, which was set by so much."""
+        """Shift all times after the wall clock was set by ``seconds``."""
         for lease in self:
             lease.since_s += seconds
             lease.held_since_s += seconds
@@ -155,9 +170,9 @@ class LeaseTable:
         return [other for other in others if not other.packed_with(lease)]
 
     def pack(self, packs: Mapping[JobKey, int]) -> None:
-        """Take over who may have the same GPUs at once; jobs that are not named are in no pack any more.
+        """Set the packs; jobs that are not named leave theirs.
 
-        Holders that shared GPUs and may not any more become loose.
+        Holders that shared GPUs and may no longer do so become loose.
         """
         sharing = self._sharing()
         for lease in self:
@@ -165,40 +180,41 @@ class LeaseTable:
         for one, other in sharing:
             if not one.packed_with(other):
                 one.loose = other.loose = True
-        self.touch()
-        self._tighten()
-        self._check()
+        self._changed()
 
     def grant(self, lease: Lease, now: float) -> None:
-        """Give a waiting or yielded job its lease; raise LeaseConflictError when a GPU is occupied."""
-        self._move(lease, ("waiting", "yielded"), "held", now)
+        """Give a waiting or yielded job its lease; raise LeaseConflictError if a GPU is occupied."""
+        self._require(lease, "grant")
+        if taken := self.blockers(lease):
+            holders = ", ".join(str(other.key) for other in taken)
+            raise LeaseConflictError(f"job {lease.key}: GPUs {lease.gpus} are still held by {holders}")
+        self._move(lease, "grant", now)
         lease.held_since_s = now
 
     def stop(self, lease: Lease, now: float) -> None:
-        """Note that a holder was asked to yield."""
-        self._move(lease, ("held",), "stopping", now)
+        """Record that a holder was asked to yield."""
+        self._move(lease, "stop", now)
 
     def keep(self, lease: Lease, now: float) -> None:
-        """Note that a stop was withdrawn; the stretch under way goes on."""
-        self._move(lease, ("stopping",), "held", now)
+        """Record that a stop was withdrawn; the stretch under way goes on."""
+        self._move(lease, "keep", now)
 
     def set_aside(self, lease: Lease, now: float) -> None:
-        """Note that a job which this book never saw running has moved its state out."""
-        self._move(lease, ("waiting", "yielded"), "yielded", now)
+        """Record that a job has moved its state out without ever holding a lease of this table."""
+        self._move(lease, "set aside", now)
 
     def release(self, lease: Lease, now: float) -> Stretch:
         """Take the lease of a job that has moved its state out, and return the stretch that ends."""
-        self._require(lease, ("stopping",), "yielded")
+        self._require(lease, "release")
         stretch = self._end(lease, now)
-        self._move(lease, ("stopping",), "yielded", now)
+        self._move(lease, "release", now)
         return stretch
 
     def drop(self, lease: Lease, now: float) -> Stretch | None:
         """Forget a job that has left the host; return the stretch that ends, if one does."""
         stretch = self._end(lease, now) if lease.occupying else None
         self._leases.pop(lease.key, None)
-        self.touch()
-        self._tighten()
+        self._changed()
         return stretch
 
     def _end(self, lease: Lease, now: float) -> Stretch:
@@ -206,21 +222,25 @@ class LeaseTable:
         lease.vtime_s = lease.vtime(now)
         return Stretch(lease.key, lease.gpus, lease.held_since_s, max(now, lease.held_since_s))
 
-    def _require(self, lease: Lease, before: tuple[State, ...], after: State) -> None:
-        """Raise LeaseConflictError unless the job is in one of these states."""
-        if lease.state not in before:
-            raise LeaseConflictError(f"job {lease.key}: {lease.state} cannot become {after}")
+    def _require(self, lease: Lease, event: str) -> State:
+        """Return the next state; raise LeaseConflictError if the table of transitions has none."""
+        after = _NEXT.get((lease.state, event))
+        if after is None:
+            raise LeaseConflictError(f"job {lease.key}: {event!r} does not follow {lease.state!r}")
+        return after
 
-    def _move(self, lease: Lease, before: tuple[State, ...], after: State, now: float) -> None:
-        """Change a state along an arrow, and make sure that no GPU has two leases then."""
-        self._require(lease, before, after)
-        if after == "held" and not lease.occupying and (taken := self.blockers(lease)):
-            holders = ", ".join(str(other.key) for other in taken)
-            raise LeaseConflictError(f"job {lease.key}: GPUs {lease.gpus} are still held by {holders}")
-        lease.state = after
+    def _move(self, lease: Lease, event: str, now: float) -> None:
+        """Change a state along a transition."""
+        lease.state = self._require(lease, event)
         lease.since_s = now
+        self._changed()
+
+    def _changed(self) -> None:
+        """End looseness where a job has its GPUs alone or with its pack, and check the invariant."""
         self.touch()
-        self._tighten()
+        apart = {one.key for pair in self._sharing() if not pair[0].packed_with(pair[1]) for one in pair}
+        for lease in self._leases.values():
+            lease.loose = lease.loose and lease.key in apart
         self._check()
 
     def _sharing(self) -> list[tuple[Lease, Lease]]:
@@ -228,14 +248,8 @@ class LeaseTable:
         occupying = [lease for lease in self._leases.values() if lease.occupying]
         return [(one, other) for one, other in combinations(occupying, 2) if one.overlaps(other)]
 
-    def _tighten(self) -> None:
-        """Note which jobs are loose no more: they have their GPUs alone, or with those that they are packed with."""
-        apart = {one.key for pair in self._sharing() if not pair[0].packed_with(pair[1]) for one in pair}
-        for lease in self._leases.values():
-            lease.loose = lease.loose and lease.key in apart
-
     def _check(self) -> None:
-        """Raise LeaseConflictError when two leases meet on a GPU: the one place that states the invariant."""
+        """Raise LeaseConflictError if two leases meet on a GPU: the one place that states the invariant."""
         for one, other in self._sharing():
             if not (one.packed_with(other) or (one.loose and other.loose)):
                 gpu = min(set(one.gpus) & set(other.gpus))

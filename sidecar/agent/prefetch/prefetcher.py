@@ -38,7 +38,7 @@ class Prefetcher:
     """The agent's part of warming; threads of its own do what takes time, the event loop takes the results."""
 
     host: Host
-    prefetched: dict[JobKey, orders.Prefetched] = field(default_factory=dict)
+    results: dict[JobKey, orders.Prefetched] = field(default_factory=dict)
     """What was read here for jobs that are to come."""
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(READERS, "cadenza-warming"))
     _done: queue.SimpleQueue[orders.Prefetched | orders.Files] = field(default_factory=queue.SimpleQueue)
@@ -71,10 +71,10 @@ class Prefetcher:
 
     def _note(self, done: orders.Prefetched) -> None:
         key = JobKey(done.job, done.restart)
-        self.prefetched.pop(key, None)
-        self.prefetched[key] = done
-        while len(self.prefetched) > KEPT:
-            del self.prefetched[next(iter(self.prefetched))]
+        self.results.pop(key, None)
+        self.results[key] = done
+        while len(self.results) > KEPT:
+            del self.results[next(iter(self.results))]
         log.info(
             "prefetched JOBID=%s files=%d bytes=%d s=%.2f %s", key, done.files, done.bytes, done.seconds, done.note
         )  # fmt: skip

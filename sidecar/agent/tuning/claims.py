@@ -10,10 +10,10 @@ from cadenza.policies.core.model import JobKey
 from cadenza.sidecar.agent.ipc.processes import job_of
 from cadenza.sidecar.agent.jobs.host_state import Host
 from cadenza.sidecar.agent.leases.lease_table import Lease
+from cadenza.sidecar.agent.state_files import Wish
 from cadenza.sidecar.agent.tuning import cgroup_paths
 from cadenza.sidecar.agent.tuning.limits import Limits
 from cadenza.sidecar.agent.tuning.planner import MILLI, Claim, Grant
-from cadenza.sidecar.agent.tuning.state_file import Wish
 from cadenza.sidecar.agent.tuning.topology import Topology
 from cadenza.sidecar.orders import JobFacts
 

@@ -13,12 +13,12 @@ from cadenza.sidecar.agent.errors import AgentError
 from cadenza.sidecar.agent.ipc.pages import Page
 from cadenza.sidecar.agent.jobs.host_state import Host
 from cadenza.sidecar.agent.leases.lease_table import Lease
+from cadenza.sidecar.agent.state_files import TunedJob, TuningFile, Wish
 from cadenza.sidecar.agent.tuning.cgroup_v1 import sweep
 from cadenza.sidecar.agent.tuning.claims import Part, Scale, claims, strangers
 from cadenza.sidecar.agent.tuning.detect import limits_of, writable_groups
 from cadenza.sidecar.agent.tuning.limits import Limits, TuningError
 from cadenza.sidecar.agent.tuning.planner import MILLI, Grant, plan
-from cadenza.sidecar.agent.tuning.state_file import Kept, TuningFile, Wish
 from cadenza.sidecar.agent.tuning.topology import Topology, listed
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Tuner:
 
     def recover(self) -> None:
         """Take over what an earlier agent had set on jobs that are still here; raise StateFileError."""
-        for kept in self.file.load():
+        for kept in self.file.read():
             key = JobKey(kept.job, kept.restart)
             lease = self.host.leases.get(key)
             self._saved[key] = kept.saved
@@ -279,9 +279,9 @@ class Tuner:
 
     def _save(self) -> None:
         """Bring the record up to date; raise StateFileError."""
-        self.file.save(
+        self.file.write(
             tuple(
-                Kept(key.id, key.restart, part.wish, self._saved.get(key, {}), part.ordered)
+                TunedJob(key.id, key.restart, part.wish, self._saved.get(key, {}), part.ordered)
                 for key, part in self._jobs.items()
             )
         )

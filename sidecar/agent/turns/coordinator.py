@@ -1,4 +1,4 @@
-"""Yield and resume of one job on this host: the protocol between the lease book and the job's ranks."""
+"""The stop coordinator: carries a job's turn from the order to stop to its next resume, on this host."""
 
 from __future__ import annotations
 
@@ -8,229 +8,309 @@ from dataclasses import dataclass
 
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.driver.process_control import DriverController
-from cadenza.sidecar.agent.ipc.messages import Arrived, Resumed, Yielded
+from cadenza.sidecar.agent.ipc.messages import Arrived, Checkpointed, Resumed, Yielded
 from cadenza.sidecar.agent.jobs.host_state import Host
-from cadenza.sidecar.agent.jobs.job_run import JobRun, Rank, Resume, Saving, Stop
+from cadenza.sidecar.agent.jobs.job_run import JobRun, Rank, Resume
+from cadenza.sidecar.agent.jobs.stop_states import CheckpointStop, Stop, UnleasedStop, YieldStop
 from cadenza.sidecar.agent.leases.lease_table import Lease
-from cadenza.sidecar.agent.turns import checkpoint_stop as saving
-from cadenza.sidecar.agent.turns import unleased_ranks
-from cadenza.sidecar.stop_step import Cancel, Commit, Plan, Raise, plan_stop
+from cadenza.sidecar.stop_step import Cancel, Commit, Plan, Raise
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 15.0
-"""How long a job whose stop failed is left alone."""
+"""Pause after a stop that failed, before the job is asked again."""
 STEPS_SPACING_S = 0.05
-"""Least time between two messages that only tell of a multi-node job's progress."""
-REMOTE_EXTRA_S = 5.0
-"""How much longer an agent waits for the service's word on a multi-node stop than the service's time-out."""
+"""Least time between two messages that only report a multi-node job's progress."""
 
 
 @dataclass
 class StopCoordinator:
-    """Carries out orders; every method runs in the event loop's thread and returns at once."""
+    """Carries out orders; every method runs in the event loop's thread and returns at once.
+
+    Messages only record facts. ``advance`` draws the conclusions, in each pass of the event loop.
+    """
 
     host: Host
     free_memory: Callable[[], int]
-    """Bytes of host memory that can be taken now."""
-    driver: DriverController | None = None
-    """Takes over where ranks cannot stop by themselves; see ``driver.endings`` for how it comes back."""
+    """Returns the bytes of host memory that can be taken now."""
+    driver: DriverController
+    """Takes over where ranks cannot stop by themselves; see *results of the driver path* below."""
 
-    # --- yield ---------------------------------------------------------------------------------------------
+    def __post_init__(self) -> None:
+        self.driver.ends = self
 
-    def stop(self, lease: Lease, origin: str, timeout_s: float, terms: Saving | None = None) -> str:
-        """Ask a holder to yield, or with ``terms`` to save a checkpoint; return why that cannot be, else nothing."""
-        run = self.host.run(lease.key)
+    def stop(
+        self, lease: Lease, origin: str, timeout_s: float, checkpoint: tuple[float, float] | None = None
+    ) -> str | None:
+        """Ask a holder to yield, or to save a checkpoint; return the reason if that is refused.
+
+        ``checkpoint`` has the longest times for saving, and for the requeue after it.
+        """
+        run, now = self.host.run(lease.key), self.host.clock.monotonic()
         if lease.state != "held":
             return f"its lease is {lease.state}"
         if run.resume is not None:
             return "it is still taking its state back"
-        if why := run.why_not_ready(lease, self.host.clock.monotonic()):
-            return why
-        if terms is not None and (missing := run.unattached(lease)):
-            return missing
-        if terms is not None and not run.saves:
+        if reason := run.not_ready_reason(lease, now) or (checkpoint and run.unattached_reason(lease)):
+            return reason
+        if checkpoint and not run.can_checkpoint:
             return "not all its ranks can save a checkpoint: see client.checkpoint()"
         self.host.leases.stop(lease, self.host.clock.now())
-        now, remote = self.host.clock.monotonic(), lease.hosts > 1
-        run.stop = Stop(self.host.next_order(), origin, now, timeout_s, remote=remote, seen_at=now, saving=terms)
-        log.info("stop JOBID=%s by=%s order=%d", lease.key, origin, run.stop.order)
-        if run.unattached(lease):
+        number, multi_node = self.host.next_order(), lease.hosts > 1
+        if checkpoint:
+            save_s, hold_s = checkpoint
+            run.stop = CheckpointStop(
+                number, origin, now, timeout_s, multi_node=multi_node, save_s=save_s, hold_s=hold_s
+            )
+        else:
+            run.stop = YieldStop(number, origin, now, timeout_s, multi_node=multi_node)
+        log.info("stop JOBID=%s by=%s order=%d", lease.key, origin, number)
+        if run.unattached_reason(lease):
             self._freeze(lease, run.stop)
-        else:
-            self.tick(lease)
-        return ""
+        return None
 
-    def _freeze(self, lease: Lease, stop: Stop) -> None:
-        """Hand a stop to the driver path."""
-        stop.committed, stop.boundary_s = True, self.host.clock.monotonic() - stop.began
-        if self.driver is not None:
-            self.driver.freeze(lease)
+    def advance(self, lease: Lease) -> None:
+        """Move a job's turn on, from the order to stop to the end of its lease; called in each pass of the event loop.
 
-    def tick(self, lease: Lease) -> None:
-        """Move a stop under way on, by what the ranks' pages and messages say."""
+        The next turn begins where the arbiter finds the GPUs free: see ``grant``, ``resume`` and ``resumed``.
+        """
         run = self.host.run(lease.key)
+        # 1. Ranks that run without a lease get a stop of their own.
+        if run.stop is None and run.runs_unleased(lease):
+            self._stop_unleased(lease, run)
         stop = run.stop
-        if stop is None:
-            unleased_ranks.gather(self, lease, run)
+        if stop is None or stop.state == "freezing":
             return
-        if stop.committed:
-            saving.tick(self, lease, stop)
-            return
-        now = self.host.clock.monotonic()
-        seen = tuple(rank.progress for rank in run.ranks.values())
-        if seen != stop.seen:
-            stop.seen, stop.seen_at = seen, now
-        plan = plan_stop(
-            seen,
-            stop=stop.step,
-            waited_s=now - stop.began,
-            timeout_s=stop.timeout_s + REMOTE_EXTRA_S * stop.remote,
-            quiet_s=now - stop.seen_at,
-        )
-        if stop.remote:
-            self._follow_remote(lease, stop, plan)
-        else:
-            self._follow(lease, stop, plan)
+        # 2. The ranks train on until all of them stand at one boundary.
+        if not stop.committed:
+            self._align(lease, run, stop)
+        # 3. Saving, or the requeue after it, may take too long; all processes may end.
+        elif expiry := stop.on_timeout(self.host.clock.monotonic()):
+            self._run_on(lease, run, *expiry)
+        elif not run.ranks and stop.state != "saved":
+            self._run_on(lease, run, "fail", f"all its processes ended while {stop.state}")
+        # 4. All have saved their part: the job stands still for its requeue.
+        elif isinstance(stop, CheckpointStop):
+            if stop.state == "saving" and run.ranks.keys() <= stop.saved_pids:
+                self._complete_checkpoint(lease, run, stop)
+        # 5. All have moved their state out: the lease ends, after the driver path took the rest where that is wanted.
+        elif all(rank.out for rank in run.ranks.values()):
+            if self.driver.wanted_always and run.may_freeze(lease):
+                self._freeze(lease, stop)
+            else:
+                self._release(lease, run, stop, "all offloaded")
 
-    def _follow(self, lease: Lease, stop: Stop, plan: Plan) -> None:
-        """Do what the plan for a job of this host alone says."""
-        run = self.host.run(lease.key)
-        if isinstance(plan, Raise):
-            self.stop_at(lease, plan.step)
-        elif isinstance(plan, Cancel) and plan.kind == "refused" and stop.saving is None and run.may_freeze(lease):
+    def _align(self, lease: Lease, run: JobRun, stop: Stop) -> None:
+        """Bring all ranks to one boundary, and commit the stop there."""
+        # 1. The ranks' progress decides on one stop step for all of them.
+        plan = stop.plan(tuple(rank.progress for rank in run.ranks.values()), self.host.clock.monotonic())
+        shortage = self._memory_shortage(run) if isinstance(plan, Commit) else None
+        if isinstance(plan, Raise) and (stop.service_step or not stop.multi_node):
+            self.raise_stop_step(lease, plan.step)
+        # 2. A job on several hosts is led by the service, which learns this host's progress and sends the commit.
+        if stop.multi_node and not (isinstance(plan, Cancel) and plan.kind == "timeout"):
+            self._report_steps(lease, stop, plan, shortage)
+        # 3. A job whose ranks refuse is handed to the driver path, if that may help; any other runs on.
+        elif isinstance(plan, Cancel) and plan.kind == "refused" and stop.driver_may_help and run.may_freeze(lease):
             log.info("left to the driver JOBID=%s: %s", lease.key, plan.reason)
             self._freeze(lease, stop)
         elif isinstance(plan, Cancel):
-            self.cancel(lease, plan.kind, plan.reason)
-        elif isinstance(plan, Commit) and (short := self._short_of_memory(run)):
-            self.cancel(lease, "refused", short)
+            self.withdraw(lease, plan.kind, plan.reason)
+        # 4. All have arrived: they move their state out or save it, if the host has memory for it.
+        elif shortage:
+            self.withdraw(lease, "refused", shortage)
         elif isinstance(plan, Commit):
-            self._commit(run, stop)
+            self.commit(lease)
 
-    def _follow_remote(self, lease: Lease, stop: Stop, plan: Plan) -> None:
-        """Multi-node: bring the ranks of this host together, and leave the rest to the service."""
-        if isinstance(plan, Cancel) and plan.kind == "timeout":
-            self.cancel(lease, plan.kind, plan.reason)
-            return
-        if isinstance(plan, Raise) and stop.asked:
-            self.stop_at(lease, plan.step)
-        refused = plan.reason if isinstance(plan, Cancel) else ""
-        if isinstance(plan, Commit):
-            refused = self._short_of_memory(self.host.run(lease.key))
-        self._tell_steps(lease, stop, stop.standing(plan), refused)
+    # --- steps of a stop -----------------------------------------------------------------------------------
 
-    def _tell_steps(self, lease: Lease, stop: Stop, standing: tuple[int, bool], refused: str) -> None:
-        """Tell the service how far this host is, when that changed; mere progress not too often."""
+    def _stop_unleased(self, lease: Lease, run: JobRun) -> None:
+        """Begin to stop ranks that run without a lease, once all of them are here; on several hosts nothing can."""
         now = self.host.clock.monotonic()
-        news = (*standing, refused)
-        if news == stop.told:
+        holders = ", ".join(str(other.key) for other in self.host.leases.blockers(lease))
+        loss = f"its lease was lost, and its GPUs went to {f'job {holders}' if holders else 'no other job yet'}"
+        apart = lease.hosts > 1 or any(rank.out for rank in run.ranks.values())
+        if apart or run.unattached_reason(lease) or run.not_ready_reason(lease, now):
+            run.note = run.note or f"{loss}; it trains on without until it gets them"
             return
-        if stop.told and news[1:] == stop.told[1:] and now - stop.told_at < STEPS_SPACING_S:
+        run.note = f"{loss}; all its ranks stop at one boundary"
+        log.warning("runs without a lease JOBID=%s: %s", lease.key, run.note)
+        run.stop = UnleasedStop(self.host.next_order(), "unleased", now, self.host.settings.yield_timeout_s)
+
+    def raise_stop_step(self, lease: Lease, step: int, *, by_service: bool = False) -> None:
+        """Tell all ranks to stop at a later boundary; a rank that stands at an earlier one goes on."""
+        run = self.host.run(lease.key)
+        stop = run.stop
+        if stop is None:
             return
-        stop.told, stop.told_at = news, now
+        if by_service:
+            stop.service_step = max(stop.service_step, step)
+        if not stop.committed and step > stop.step:
+            stop.move("raise stop step")
+            stop.step = step
+            for rank in run.ranks.values():
+                self._tell_stop_step(rank, stop)
+
+    def _tell_stop_step(self, rank: Rank, stop: Stop) -> None:
+        """Write the stop step to one rank's page and send it on its socket."""
+        if rank.arrived is not None and rank.arrived < stop.step:
+            rank.arrived = None
+        rank.page.order(stop.order, stop.step, stop.purpose)
+        self.host.outbox.post(rank.session, "stop", order=stop.order, step=stop.step)
+
+    def _report_steps(self, lease: Lease, stop: Stop, plan: Plan, shortage: str | None) -> None:
+        """Tell the service the progress of this host if it changed; mere steps at most 20 times a second."""
+        now = self.host.clock.monotonic()
+        highest, arrived = stop.host_progress(plan)
+        refused = shortage or (plan.reason if isinstance(plan, Cancel) else "")
+        news = (highest, arrived, refused)
+        if news == stop.sent or (stop.sent and news[1:] == stop.sent[1:] and now - stop.sent_at < STEPS_SPACING_S):
+            return
+        stop.sent, stop.sent_at = news, now
         self.host.upward.append(
             orders.Steps(
                 v=orders.VERSION,
                 host=self.host.name,
                 job=lease.job,
                 restart=lease.restart,
-                highest=standing[0],
-                arrived=standing[1],
+                highest=highest,
+                arrived=arrived,
                 refused=refused,
             )
         )
 
-    def asked(self, lease: Lease, step: int) -> None:
-        """Multi-node: the service names the stop step."""
-        run = self.host.run(lease.key)
-        if run.stop is not None:
-            run.stop.asked = max(run.stop.asked, step)
-            self.stop_at(lease, step)
-
-    def stop_at(self, lease: Lease, step: int) -> None:
-        """Tell all ranks the stop step; one that waits below it goes on."""
-        run = self.host.run(lease.key)
-        if run.stop is None or run.stop.committed or step <= run.stop.step:
-            return
-        run.stop.step = step
-        for rank in run.ranks.values():
-            self._tell_stop(rank, run.stop)
-
-    def _tell_stop(self, rank: Rank, stop: Stop) -> None:
-        """Write the stop to one rank's page and say it on its socket."""
-        if rank.arrived is not None and rank.arrived < stop.step:
-            rank.arrived = None
-        rank.page.order(stop.order, stop.step, stop.purpose)
-        self.host.outbox.post(rank.session, "stop", order=stop.order, step=stop.step)
-
-    def _short_of_memory(self, run: JobRun) -> str:
-        """Return why the host cannot take the state of a job that has arrived; empty when it can."""
+    def _memory_shortage(self, run: JobRun) -> str | None:
+        """Return the reason if the host cannot take the state of a job that has arrived."""
         needed = sum(rank.bytes for rank in run.ranks.values())
         stops = [other.stop for other in self.host.jobs.values() if other.stop is not None]
-        promised = sum(stop.bytes for stop in stops if stop.committed)
-        free = self.free_memory() - promised
+        free = self.free_memory() - sum(stop.bytes for stop in stops if stop.committed)
         if not needed or needed * self.host.settings.memory_margin <= free:
-            return ""
+            return None
         return (
             f"host memory: its state takes {needed >> 20} MB and {max(free, 0) >> 20} MB are free "
             f"(margin {self.host.settings.memory_margin:g})"
         )
 
     def commit(self, lease: Lease) -> None:
-        """Multi-node: the service says that all hosts have arrived."""
-        run = self.host.run(lease.key)
-        if run.stop is not None and not run.stop.committed:
-            self._commit(run, run.stop)
-
-    def _commit(self, run: JobRun, stop: Stop) -> None:
-        """Let all ranks move their state out; from here on there is no way back but a resume."""
-        stop.committed = True
-        stop.boundary_s = self.host.clock.monotonic() - stop.began
-        stop.bytes = sum(rank.bytes for rank in run.ranks.values())
-        for rank in run.ranks.values():
-            self.host.outbox.post(rank.session, "commit", order=stop.order)
-
-    def cancel(self, lease: Lease, kind: str, reason: str) -> None:
-        """Withdraw a stop; the job keeps its lease and is left alone for a while."""
+        """Let all ranks move their state out, or save it; from here on only a resume leads back."""
         run = self.host.run(lease.key)
         stop = run.stop
         if stop is None or stop.committed:
             return
-        self.end_stop(lease, run, kind, reason)
-        run.note = reason
-        run.retry_at = self.host.clock.monotonic() + RETRY_S
-        if lease.occupying:
-            self.host.leases.keep(lease, self.host.clock.now())
+        stop.on_all_arrived(self.host.clock.monotonic())
+        stop.bytes = sum(rank.bytes for rank in run.ranks.values())
+        for rank in run.ranks.values():
+            self.host.outbox.post(rank.session, "commit", order=stop.order)
+
+    def _freeze(self, lease: Lease, stop: Stop) -> None:
+        """Hand a stop to the driver path."""
+        if not stop.committed:
+            stop.boundary_s = self.host.clock.monotonic() - stop.began
+        stop.move("hand to driver")
+        self.driver.freeze(lease)
+
+    def _complete_checkpoint(self, lease: Lease, run: JobRun, stop: CheckpointStop) -> None:
+        """Report a checkpoint that every rank has saved; the ranks stand on."""
+        stop.move("all saved")
+        stop.saved_at = self.host.clock.monotonic()
+        self._report_stop(lease, stop, "checkpoint", run.note)
+        if run.followed and stop.path:
+            self.host.upward.append(self.host.files(lease, (stop.path,)))
+        log.info("checkpoint JOBID=%s save_s=%.3f bytes=%d", lease.key, stop.copy_s, stop.bytes)
+
+    # --- ends of a stop ------------------------------------------------------------------------------------
+
+    def withdraw(self, lease: Lease, kind: str, reason: str) -> None:
+        """End a stop before its commit; the job keeps its lease and is left alone for a while."""
+        run = self.host.run(lease.key)
+        stop = run.stop
+        if stop is None or stop.committed:
+            return
+        stop.move("withdraw")
+        self._send_on(run, stop, reason)
+        self._end_failed(lease, run, stop, kind, reason)
+        log.info("stop withdrawn JOBID=%s %s: %s", lease.key, kind, reason)
+
+    def _run_on(self, lease: Lease, run: JobRun, event: str, reason: str) -> None:
+        """End a stop that was committed: ranks that moved out come back, and the job keeps its lease."""
+        stop = run.stop
+        if stop is None:
+            return
+        stop.move(event)
+        if isinstance(stop, CheckpointStop):
+            self._send_on(run, stop, reason)
+        if event == "go on":  # its checkpoint was complete and is reported: nothing failed
+            run.stop, run.note = None, reason
+            stop.give_back(self.host.leases, lease, self.host.clock.now())
+            log.info("goes on JOBID=%s: %s", lease.key, reason)
+            return
+        for rank in run.ranks.values():
+            rank.page.order(0, 0)
+        self._end_failed(lease, run, stop, "refused", reason)
+
+    def go_on(self, lease: Lease, reason: str) -> None:
+        """Let a job that stands after its checkpoint train on; any other is not affected."""
+        run = self.host.run(lease.key)
+        if run.checkpointed:
+            self._run_on(lease, run, "go on", reason)
+
+    def _send_on(self, run: JobRun, stop: Stop, reason: str) -> None:
+        """Tell ranks at a boundary, or on their way to it, that this stop is over."""
         for rank in run.ranks.values():
             rank.arrived, rank.refused = None, ""
             rank.page.order(stop.order, 0)
             self.host.outbox.post(rank.session, "cancel", order=stop.order, reason=reason)
-        self.resume(lease, run)
-        log.info("stop withdrawn JOBID=%s %s: %s", lease.key, kind, reason)
+
+    def _end_failed(self, lease: Lease, run: JobRun, stop: Stop, kind: str, reason: str) -> None:
+        """Report a stop that failed, and let the job run."""
+        self._report_stop(lease, stop, kind, reason)
+        run.stop, run.note = None, reason
+        run.retry_at = self.host.clock.monotonic() + RETRY_S
+        stop.give_back(self.host.leases, lease, self.host.clock.now())
+        self.resume(lease)
+
+    def _release(self, lease: Lease, run: JobRun, stop: Stop, event: str) -> None:
+        """Take the lease of a job that uses its GPUs no more."""
+        stop.move(event)
+        run.stop = None
+        for rank in run.ranks.values():
+            rank.page.order(stop.order, 0)
+        self._report_stop(lease, stop, "yield", run.note)
+        stretch = stop.end(self.host.leases, lease, self.host.clock.now())
+        if stretch is not None:
+            self.host.report_stretch(stretch)
+        log.info(
+            "yielded JOBID=%s gpus=%s boundary_s=%.3f copy_s=%.3f",
+            lease.key, lease.gpus, stop.boundary_s, stop.copy_s,
+        )  # fmt: skip
+
+    def _report_stop(self, lease: Lease, stop: Stop, kind: str, note: str) -> None:
+        """Report the times of a stop so far."""
+        total = self.host.clock.monotonic() - stop.began
+        self.host.report_switch(lease, kind, (stop.boundary_s or total, stop.copy_s, total), stop.bytes, note)
+
+    # --- messages of the ranks -----------------------------------------------------------------------------
 
     def arrived(self, lease: Lease, rank: Rank, message: Arrived) -> None:
-        """Note that a rank stands at a boundary; one that comes too late is sent on."""
-        run = self.host.run(lease.key)
-        stop = run.stop
+        """Record that a rank stands at a boundary; a rank that comes too late is sent on."""
+        stop = self.host.run(lease.key).stop
         if stop is None or message.order != stop.order or stop.committed:
             log.debug("late arrival JOBID=%s rank=%d", lease.key, rank.hello.rank)
             self.host.outbox.post(rank.session, "cancel", order=message.order, reason="this stop is over")
             return
         rank.bytes, rank.refused = message.bytes, message.refused
         if message.step < stop.step:
-            self._tell_stop(rank, stop)
-            return
-        rank.arrived = message.step
-        self.tick(lease)
+            self._tell_stop_step(rank, stop)
+        else:
+            rank.arrived = message.step
 
     def yielded(self, lease: Lease, rank: Rank, message: Yielded) -> None:
-        """Note that a rank's GPU memory is free; the lease goes when all have said so."""
+        """Record that a rank's GPU memory is free, or that the move failed."""
         run = self.host.run(lease.key)
+        stop = run.stop
         rank.out, rank.arrived = not message.error, None
         if message.error:
             log.warning("yield failed JOBID=%s rank=%d: %s", lease.key, rank.hello.rank, message.error)
-        stop = run.stop
         if run.driver:
             return
         if stop is not None and stop.committed:
@@ -238,117 +318,47 @@ class StopCoordinator:
             if message.resident:
                 run.note = f"rank {rank.hello.rank} keeps on the GPU: {', '.join(message.resident)}"
             if message.error:
-                self.undo(lease, run, message.error)
-            else:
-                self.settle(lease)
+                self._run_on(lease, run, "fail", message.error)
         elif lease.state == "held":
-            self.resume(lease, run)
+            self.resume(lease)
+
+    def checkpointed(self, lease: Lease, rank: Rank, message: Checkpointed) -> None:
+        """Record that a rank has saved its part; if one could not, the stop is over and the job runs on."""
+        run = self.host.run(lease.key)
+        stop = run.stop
+        if not isinstance(stop, CheckpointStop) or message.order != stop.order or not stop.committed:
+            self.host.outbox.post(rank.session, "cancel", order=message.order, reason="this stop is over")
+            return
+        if message.error:
+            reason = f"rank {rank.hello.rank} could not save a checkpoint: {message.error}"
+            self._run_on(lease, run, "fail", reason)
+            return
+        stop.saved_pids.add(rank.pid)
+        stop.path = stop.path or message.path
+        stop.copy_s = max(stop.copy_s, message.seconds)
+        stop.bytes = max(stop.bytes, message.bytes)
+        run.note = f"checkpoint of step {message.step}" + (f": {message.path}" if message.path else "")
 
     def joined(self, lease: Lease, rank: Rank) -> None:
-        """Bring a rank that has just attached, perhaps not for the first time, to where its job is."""
+        """Bring a rank that has just attached, perhaps not for the first time, to the state of its job."""
         run = self.host.run(lease.key)
-        if not rank.hello.again:
-            self._begins(lease, run)
-        said_out = rank.hello.state == "yielded"
-        rank.out = said_out or not (lease.occupying or rank.hello.in_step)
+        if not rank.hello.again:  # a new client: forget the failures of the one before, and a stop by its steps
+            self.withdraw(lease, "refused", "its process attached anew")
+            run.retry_at = 0.0
+        reported_out = rank.hello.state == "yielded"
+        rank.out = reported_out or not (lease.occupying or rank.hello.in_step)
         if not rank.out:
-            self.gone_from_resume(lease, rank.pid)
+            self.left_resume(lease, rank.pid)
         stop = run.stop
         if run.driver:
             return
         if stop is None:
-            if lease.occupying:
-                self.resume(lease, run)
+            self.resume(lease)
         elif not stop.committed:
             if stop.step:
-                self._tell_stop(rank, stop)
-        elif said_out:
-            self.settle(lease)
-        else:
-            self.undo(lease, run, f"rank {rank.hello.rank} lost its connection and went on")
-
-    def _begins(self, lease: Lease, run: JobRun) -> None:
-        """Forget what the client before it could not do, and a stop at a step that only that one counted."""
-        self.cancel(lease, "refused", "its process attached anew")
-        run.retry_at = 0.0
-
-    def undo(self, lease: Lease, run: JobRun, reason: str) -> None:
-        """End a stop that failed half way: those who moved out come back, the job keeps its lease."""
-        saving.send_on(self, run, reason)
-        self.end_stop(lease, run, "refused", reason)
-        run.note = reason
-        run.retry_at = self.host.clock.monotonic() + RETRY_S
-        if lease.occupying:
-            self.host.leases.keep(lease, self.host.clock.now())
-        for rank in run.ranks.values():
-            rank.page.order(0, 0)
-        self.resume(lease, run)
-
-    def settle(self, lease: Lease) -> None:
-        """Take the lease when every rank that is left has moved its state out."""
-        run = self.host.run(lease.key)
-        stop = run.stop
-        if stop is None or not stop.committed or run.driver:
-            return
-        if stop.saving is not None:
-            saving.settle(self, lease, stop)
-            return
-        if not run.ranks:
-            self.undo(lease, run, "all its processes ended while it yielded")
-            return
-        if not all(rank.out for rank in run.ranks.values()):
-            return
-        if self.driver is not None and self.driver.wanted_always and run.may_freeze(lease):
-            self.driver.freeze(lease)
-        else:
-            self.release(lease, run, stop)
-
-    def release(self, lease: Lease, run: JobRun, stop: Stop) -> None:
-        """Take the lease of a job that uses its GPUs no more."""
-        for rank in run.ranks.values():
-            rank.page.order(stop.order, 0)
-        self.end_stop(lease, run, "yield", run.note)
-        if lease.occupying:
-            self.host.ended_stretch(self.host.leases.release(lease, self.host.clock.now()))
-        else:
-            self.host.leases.set_aside(lease, self.host.clock.now())
-        log.info(
-            "yielded JOBID=%s gpus=%s boundary_s=%.3f copy_s=%.3f",
-            lease.key, lease.gpus, stop.boundary_s, stop.copy_s,
-        )  # fmt: skip
-
-    def end_stop(self, lease: Lease, run: JobRun, kind: str, note: str) -> None:
-        """Report a stop that is over."""
-        stop, run.stop = run.stop, None
-        if stop is not None:
-            self.report_stop(lease, run, stop, kind, note)
-
-    def report_stop(self, lease: Lease, run: JobRun, stop: Stop, kind: str, note: str) -> None:
-        """Report how a stop went so far."""
-        now = self.host.clock.monotonic()
-        waited = stop.boundary_s if stop.committed else now - stop.began
-        self.switched(lease, run, kind, (waited, stop.copy_s, now - stop.began), stop.bytes, note)
-
-    def switched(
-        self, lease: Lease, run: JobRun, kind: str, seconds: tuple[float, float, float], size: int, note: str
-    ) -> None:
-        """Tell the service how long a switch took: boundary, copy, total."""
-        self.host.upward.append(
-            orders.Switched(
-                v=orders.VERSION,
-                host=self.host.name,
-                job=lease.job,
-                restart=lease.restart,
-                kind=kind,
-                at_s=self.host.clock.now(),
-                boundary_s=seconds[0],
-                copy_s=seconds[1],
-                total_s=seconds[2],
-                bytes=size,
-                iteration_p99_s=run.telemetry().iteration_p99_s,
-                note=note,
-            )
-        )
+                self._tell_stop_step(rank, stop)
+        elif not reported_out:
+            self._run_on(lease, run, "fail", f"rank {rank.hello.rank} lost its connection and went on")
 
     # --- resume --------------------------------------------------------------------------------------------
 
@@ -361,20 +371,21 @@ class StopCoordinator:
         for waiter in run.waiters:
             self.host.outbox.post(waiter.session, "lease", state="granted")
         run.waiters.clear()
-        self.resume(lease, run)
+        self.resume(lease)
 
-    def resume(self, lease: Lease, run: JobRun) -> None:
+    def resume(self, lease: Lease) -> None:
         """Tell all ranks of a holder that are out, and have not been told yet, to take their state back.
 
-        What the driver has of a job comes back first; it calls this again then.
+        Processes that the driver path has frozen come back first; ``thawed`` calls this again then.
         """
         if not lease.occupying:
             return
-        if lease.frozen and self.driver is not None:
+        if lease.frozen:
             self.driver.thaw(lease)
             return
-        told = run.resume.pending if run.resume else set()
-        out = {pid for pid, rank in run.ranks.items() if rank.out and rank.session is not None} - told
+        run = self.host.run(lease.key)
+        pending = run.resume.pending if run.resume else set()
+        out = {pid for pid, rank in run.ranks.items() if rank.out and rank.session is not None} - pending
         if not out:
             return
         number = self.host.next_order()
@@ -388,15 +399,15 @@ class StopCoordinator:
         log.info("resume JOBID=%s ranks=%d", lease.key, len(out))
 
     def resumed(self, lease: Lease, rank: Rank, message: Resumed) -> None:
-        """Note that a rank has its state back."""
+        """Record that a rank has its state back."""
         run = self.host.run(lease.key)
         rank.out = False
         if run.resume is not None:
             run.resume.copy_s = max(run.resume.copy_s, message.copy_s)
-            self.gone_from_resume(lease, rank.pid)
+            self.left_resume(lease, rank.pid)
 
-    def gone_from_resume(self, lease: Lease, pid: int) -> None:
-        """Strike a rank off the resume under way, and report the resume when it was the last."""
+    def left_resume(self, lease: Lease, pid: int) -> None:
+        """Take a rank out of the resume under way, and report the resume if it was the last."""
         run = self.host.run(lease.key)
         resume = run.resume
         if resume is None:
@@ -405,4 +416,57 @@ class StopCoordinator:
         if not resume.pending:
             run.resume = None
             total = self.host.clock.monotonic() - resume.began
-            self.switched(lease, run, "resume", (0.0, resume.copy_s, total), 0, "")
+            self.host.report_switch(lease, "resume", (0.0, resume.copy_s, total))
+
+    # --- results of the driver path ------------------------------------------------------------------------
+
+    def frozen(self, lease: Lease, seconds: float, nbytes: int, note: str) -> None:
+        """Take the lease of a job that the driver has checkpointed; ranks at a boundary go on when CUDA does."""
+        run = self.host.run(lease.key)
+        run.note = note or f"checkpointed by the driver: {nbytes >> 20} MB in {seconds:.1f} s"
+        if run.stop is None:  # it had its lease back, and the GPUs had no room
+            self.host.leases.stop(lease, self.host.clock.now())
+            run.stop = YieldStop(0, "driver", self.host.clock.monotonic(), 0.0, state="freezing")
+        run.stop.copy_s += seconds
+        self._send_on_unless_out(run, run.stop, run.note)
+        self._release(lease, run, run.stop, "all checkpointed by driver")
+
+    def not_frozen(self, lease: Lease, reason: str, retry_s: float) -> None:
+        """Let a job run on that the driver could not checkpoint, unless its ranks have moved out by themselves."""
+        run = self.host.run(lease.key)
+        stop = run.stop
+        if stop is None:
+            return
+        if run.ranks and all(rank.out for rank in run.ranks.values()):
+            run.note = f"its CUDA contexts stay on the GPU: {reason}"
+            self._release(lease, run, stop, "all offloaded")
+            return
+        self._send_on_unless_out(run, stop, reason)
+        self._run_on(lease, run, "fail", reason)
+        run.retry_at = self.host.clock.monotonic() + retry_s
+        log.info("stop withdrawn JOBID=%s driver: %s", lease.key, reason)
+
+    def thawed(self, lease: Lease, seconds: float) -> None:
+        """Go on with a job that the driver has restored."""
+        self.host.run(lease.key).note = ""
+        self.host.report_switch(lease, "resume", (0.0, seconds, seconds), note="restored by the driver")
+        self.resume(lease)
+
+    def lost(self, lease: Lease, reason: str) -> None:
+        """Report a job that cannot go on; it keeps its lease, because it may still use memory of the GPUs."""
+        run = self.host.run(lease.key)
+        stop, run.stop, run.note = run.stop, None, run.driver or ""
+        log.error("lost JOBID=%s: %s", lease.key, reason)
+        if stop is None:
+            self.host.report_switch(lease, "lost", note=reason)
+            return
+        stop.move("lose")
+        self._report_stop(lease, stop, "lost", reason)
+        stop.give_back(self.host.leases, lease, self.host.clock.now())
+
+    def _send_on_unless_out(self, run: JobRun, stop: Stop, reason: str) -> None:
+        """Tell the ranks that stand at a boundary for this stop that it is over."""
+        for rank in run.ranks.values():
+            if not rank.out:
+                rank.arrived, rank.refused = None, ""
+                self.host.outbox.post(rank.session, "cancel", order=stop.order, reason=reason)

@@ -1,0 +1,135 @@
+"""State that survives a crash of the agent: leases.json and tuning.json; readers see old content or new, never half."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+from cadenza.sidecar.agent.errors import StateFileError
+from cadenza.sidecar.agent.leases.lease_table import Lease
+from cadenza.sidecar.orders import Facts
+
+VERSION = 1
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """Content of every state file: the boot that its processes belong to."""
+
+    v: int
+    boot: str
+
+
+class SavedLeases(Saved, frozen=True):
+    """Content of leases.json: every lease that was granted, and the service's last facts."""
+
+    leases: tuple[Lease, ...] = ()
+    facts: Facts | None = None
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """The service's tuning order for one job; 0 leaves CPUs or memory as Slurm has set them."""
+
+    cpus: float
+    memory_mb: int
+    cache_mb: int | None = None
+
+
+class TunedJob(msgspec.Struct):
+    """One tuned job; ``saved`` holds the values that its limits go back to."""
+
+    job: int
+    restart: int
+    wish: Wish
+    saved: dict[str, str] = msgspec.field(default_factory=dict)
+    ordered: bool = True
+    """False: held to its own CPUs without an order, see ``Tuner``."""
+
+
+class SavedTuning(Saved, frozen=True):
+    """Content of tuning.json: the orders, and Slurm's own values before them."""
+
+    jobs: tuple[TunedJob, ...] = ()
+
+
+S = TypeVar("S", bound=Saved)
+
+
+class StateFile(Generic[S]):
+    """Reads and replaces one file whose content is the struct ``kind``."""
+
+    def __init__(self, path: Path, kind: type[S]) -> None:
+        self.path = path
+        self._kind = kind
+        self._written = b""
+
+    def load(self) -> S | None:
+        """Return the content, None without a file; raise StateFileError if it cannot be read."""
+        try:
+            content = msgspec.json.decode(self.path.read_bytes(), type=self._kind)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise StateFileError(f"{self.path}: cannot be read: {error}; move it away to start afresh") from None
+        if content.v != VERSION:
+            raise StateFileError(f"{self.path}: version {content.v}, not {VERSION}; move it away to start afresh")
+        return content
+
+    def save(self, content: S) -> None:
+        """Bring the file up to date on disk before returning; raise StateFileError if that is impossible."""
+        text = msgspec.json.encode(content)
+        if text == self._written:
+            return
+        temporary = self.path.with_suffix(".tmp")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self.path)
+            directory = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(directory)  # the rename itself
+            finally:
+                os.close(directory)
+        except OSError as error:
+            raise StateFileError(f"{self.path}: cannot be written: {error}") from None
+        self._written = text
+
+
+class LeaseFile(StateFile[SavedLeases]):
+    """leases.json, for one boot."""
+
+    def __init__(self, directory: Path, boot: str) -> None:
+        super().__init__(directory / "leases.json", SavedLeases)
+        self._boot = boot
+
+    def read(self) -> SavedLeases:
+        """Return the leases of this boot; after a reboot only the facts are left."""
+        saved = self.load() or SavedLeases(VERSION, self._boot)
+        return saved if saved.boot == self._boot else SavedLeases(VERSION, self._boot, (), saved.facts)
+
+    def write(self, leases: tuple[Lease, ...], facts: Facts | None) -> None:
+        """Write everything to disk."""
+        self.save(SavedLeases(VERSION, self._boot, leases, facts))
+
+
+class TuningFile(StateFile[SavedTuning]):
+    """tuning.json, for one boot; it is on disk before any limit changes."""
+
+    def __init__(self, directory: Path, boot: str) -> None:
+        super().__init__(directory / "tuning.json", SavedTuning)
+        self._boot = boot
+
+    def read(self) -> tuple[TunedJob, ...]:
+        """Return the tuned jobs of this boot."""
+        saved = self.load()
+        return saved.jobs if saved is not None and saved.boot == self._boot else ()
+
+    def write(self, jobs: tuple[TunedJob, ...]) -> None:
+        """Write everything to disk, if it changed."""
+        self.save(SavedTuning(VERSION, self._boot, jobs))
