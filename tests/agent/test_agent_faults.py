@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from cadenza.sidecar import client
 from cadenza.sidecar.client.offload import engine
-copies, original = [], engine.Lane.copy
+copies, original = [], engine.CopyStream.copy
 
 def copy(lane, raws, batch, place, *, out):
     original(lane, raws, batch, place, out=out)
@@ -32,7 +32,7 @@ def copy(lane, raws, batch, place, *, out):
         Path(sys.argv[1]).touch()
         threading.Event().wait()
 
-engine.Lane.copy = copy
+engine.CopyStream.copy = copy
 session = client.attach(tensors=[torch.ones(1 << 20) for _ in range(3)])
 while True:
     threading.Event().wait(0.005)
