@@ -1,1 +1,1 @@
-"""The HTML page of ``cadenza report``: saved simulation results in, one self-contained page out; no I/O, no clock."""
+"""The HTML page of ``cadenza report``, made from saved simulation results; no I/O, no clock."""

@@ -1,4 +1,4 @@
-"""The charts of a page, as data: distributions, the cluster over time, and completion time against load (pure)."""
+"""Charts of a page as data: distributions, the cluster over time, and completion time against load (pure)."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ from typing import NamedTuple
 from cadenza.policies.simulator.figures import quantile
 from cadenza.policies.simulator.load_sweep import highest_stable, load_rows
 from cadenza.policies.simulator.run_values import Sample
-from cadenza.slurm_plugin.report.chart import Axis, Chart, Line, log_bounds, upper
+from cadenza.slurm_plugin.report.chart_model import Axis, Chart, Line, log_bounds, upper
 from cadenza.slurm_plugin.report.page_model import Comparison, Result, Run
 from cadenza.slurm_plugin.report.stats import bins, distribution
 from cadenza.slurm_plugin.report.units import HOUR_S, NARROW, axis_unit, count, duration, times, unit_of
 
-LOG_FROM = 20.0
-"""Completion times are drawn on a logarithmic axis from this ratio of the greatest to the least."""
+MIN_LOG_RATIO = 20.0
+"""Ratio of largest to smallest completion time from which the axis is logarithmic."""
 
 TAIL = 0.005
-"""Share of the jobs on either side that the axis of speed-ups leaves out: a few would squeeze all others."""
+"""Fraction of the jobs at each end that the axis of speed-ups leaves out, because a few would squeeze all others."""
 
-FULL = 101.0
-"""End of an axis of per cent: a line at 100 % is to be seen whole."""
-LATE = 0.2
-"""An axis of time begins at 0 unless nothing happens for this share of it."""
+PERCENT_END = 101.0
+"""End of an axis of per cent; it leaves room for the width of a line at 100 %."""
+MAX_IDLE_START = 0.2
+"""Largest fraction of an axis of time that may be empty at its start."""
 
 
-def charts(comparison: Comparison, most: int) -> tuple[Chart, ...]:
-    """Return the charts for which there is something to show; lines have at most ``most`` points."""
-    found = (
-        _completion(comparison, most),
-        _speed_up(comparison, most),
+def charts(comparison: Comparison, limit: int) -> tuple[Chart, ...]:
+    """Return the charts that have data; lines have at most ``limit`` points."""
+    candidates = (
+        _completion(comparison, limit),
+        _speed_up(comparison, limit),
         _load(comparison),
-        *(_over_time(comparison, view, max(2, most // 2)) for view in _views(comparison)),
+        *(_over_time(comparison, view, max(2, limit // 2)) for view in _views(comparison)),
     )
-    return tuple(chart for chart in found if chart is not None)
+    return tuple(chart for chart in candidates if chart is not None)
 
 
 def _views(comparison: Comparison) -> Iterator[View]:
-    """Yield what to show over time; GPUs count as busy while they are held where no profile says more."""
+    """Yield the quantities to show over time; without profiles busy GPUs equal held GPUs and are left out."""
     runs = [run for result in comparison.results for run in result.runs]
-    told = any(sample.busy != sample.gpus_held for run in runs for sample in run.samples)
+    differs = any(sample.busy != sample.gpus_held for run in runs for sample in run.samples)
     for view in VIEWS:
-        if told or view.key != "busy":
+        if differs or view.key != "busy":
             yield view
 
 
-def _completion(comparison: Comparison, most: int) -> Chart | None:
-    lines = tuple(_completion_line(comparison, result, most) for result in comparison.results)
+def _completion(comparison: Comparison, limit: int) -> Chart | None:
+    lines = tuple(_completion_line(comparison, result, limit) for result in comparison.results)
     lines = tuple(line for line in lines if line.points)
     if not lines:
         return None
@@ -55,51 +55,51 @@ def _completion(comparison: Comparison, most: int) -> Chart | None:
         "jct",
         "Job completion time",
         "Share of the jobs that ended within a time after their submission. Further left is better.",
-        _told("the median completion time is", lines),
+        _medians("the median completion time is", lines),
         Axis("time from submission to end", "time", max(low, 0.5), high, "log", unit_of((high,))),
-        Axis("of the jobs", "part", 0.0, FULL),
+        Axis("of the jobs", "part", 0.0, PERCENT_END),
         lines,
     )
 
 
-def _completion_line(comparison: Comparison, result: Result, most: int) -> Line:
+def _completion_line(comparison: Comparison, result: Result, limit: int) -> Line:
     ordered = [job.jct_s for run in result.runs for job in run.jobs if job.jct_s]
-    points = distribution(ordered, sum(len(run.jobs) for run in result.runs), most)
+    points = distribution(ordered, sum(len(run.jobs) for run in result.runs), limit)
     median = comparison.mean("p50_jct_h", result)
     note = "" if median is None else f"median {duration(median * HOUR_S)}"
     return Line(result.index, result.label, points, note, step=True)
 
 
-def _speed_up(comparison: Comparison, most: int) -> Chart | None:
+def _speed_up(comparison: Comparison, limit: int) -> Chart | None:
     lines = []
     for result in comparison.results[1:]:
         ratios = comparison.speed_ups[result.label].ratios
         if ratios:
             note = f"median {times(quantile(ratios, 0.5))}"
-            lines.append(Line(result.index, result.label, distribution(ratios, len(ratios), most), note, step=True))
+            lines.append(Line(result.index, result.label, distribution(ratios, len(ratios), limit), note, step=True))
     if not lines:
         return None
-    shown = [1.0, *(quantile(found.ratios, part) for found in comparison.speed_ups.values() if found.ratios
+    shown = [1.0, *(quantile(item.ratios, part) for item in comparison.speed_ups.values() if item.ratios
                     for part in (TAIL, 1 - TAIL))]  # fmt: skip
     return Chart(
         "speedup",
         "Speed-up of each job",
         f"Completion time with “{comparison.baseline.label}” over that of the same job here: right of 1× it ends "  # noqa: RUF001
-        "sooner, left of it later. The axis leaves out the outermost 0.5 % on either side.",
-        _told("the median speed-up is", lines),
+        "sooner, left of it later. The axis leaves out 0.5 % of the jobs at each end.",
+        _medians("the median speed-up is", lines),
         Axis("speed-up, job by job", "ratio", *log_bounds(shown), "log"),
-        Axis("of the jobs", "part", 0.0, FULL),
+        Axis("of the jobs", "part", 0.0, PERCENT_END),
         tuple(lines),
         upright=1.0,
     )
 
 
-def _told(what: str, lines: Sequence[Line]) -> str:
-    return "; ".join(f"{line.label}: {what} {line.note.removeprefix('median ')}" for line in lines) + "."
+def _medians(name: str, lines: Sequence[Line]) -> str:
+    return "; ".join(f"{line.label}: {name} {line.note.removeprefix('median ')}" for line in lines) + "."
 
 
 class View(NamedTuple):
-    """One quantity over time; ``whole`` makes it a part of something."""
+    """One quantity over time; ``whole`` returns its maximum, for a quantity in per cent."""
 
     key: str
     metric: str
@@ -111,30 +111,30 @@ class View(NamedTuple):
 
 
 VIEWS = (
-    View("held", "gpu_utilization", "GPUs held", "GPUs that a job has, computing or not.", "of the GPUs",
+    View("held", "gpu_utilization", "GPUs held", "GPUs that jobs hold, computing or not.", "of the GPUs",
          lambda sample: sample.gpus_held, lambda run: run.gpus),
-    View("busy", "gpu_busy", "GPUs busy", "Held GPUs, each by how much of the time its jobs compute.", "of the GPUs",
-         lambda sample: sample.busy, lambda run: run.gpus),
-    View("cpus", "cpu_utilization", "CPUs allocated", "CPUs that are given to jobs.", "of the CPUs",
+    View("busy", "gpu_busy", "GPUs busy", "Held GPUs, weighted by the fraction of time that their jobs compute.",
+         "of the GPUs", lambda sample: sample.busy, lambda run: run.gpus),
+    View("cpus", "cpu_utilization", "CPUs allocated", "CPUs that jobs hold.", "of the CPUs",
          lambda sample: sample.cpus_used, lambda run: run.cpus),
-    View("queue", "", "Queue", "Jobs that were submitted, have not ended and have no GPUs.", "jobs waiting",
+    View("queue", "", "Queue", "Submitted jobs that have no GPUs and have not ended.", "jobs waiting",
          lambda sample: sample.waiting, None),
 )  # fmt: skip
 
 
-def _over_time(comparison: Comparison, view: View, most: int) -> Chart | None:
+def _over_time(comparison: Comparison, view: View, limit: int) -> Chart | None:
     begins = [run.samples[0].time_s for result in comparison.results for run in result.runs if run.samples]
     if not begins:
         return None
     end = max(run.end_s for result in comparison.results for run in result.runs)
-    begin = min(begins) if min(begins) > LATE * end else 0.0
-    edges = [begin + (end - begin) * at / most for at in range(most + 1)]
+    begin = min(begins) if min(begins) > MAX_IDLE_START * end else 0.0
+    edges = [begin + (end - begin) * at / limit for at in range(limit + 1)]
     lines = tuple(line for result in comparison.results if (line := _line(comparison, result, view, edges)).points)
     if not lines or end <= begin:
         return None
     highest = upper([y for line in lines for _, y in line.points] + [h for line in lines for *_, h in line.band])
     unit = axis_unit(end - edges[0])
-    y = Axis(view.label, "part", 0.0, FULL) if view.whole else Axis(view.label, "number", 0.0, highest)
+    y = Axis(view.label, "part", 0.0, PERCENT_END) if view.whole else Axis(view.label, "number", 0.0, highest)
     return Chart(
         view.key,
         view.title,
@@ -156,9 +156,9 @@ def _line(comparison: Comparison, result: Result, view: View, edges: Sequence[fl
     last = max((run.end_s for run in result.runs), default=0.0)
     points, band, half = [], [], (edges[1] - edges[0]) / 2
     for at, low in enumerate(edges[:-1]):
-        known = [row[at] for row in rows]
-        if known and low < last and any(value is not None for value in known):
-            values = [value or 0.0 for value in known]  # a run that has ended uses nothing
+        means = [row[at] for row in rows]
+        if means and low < last and any(value is not None for value in means):
+            values = [value or 0.0 for value in means]  # an ended run uses nothing
             points.append((low + half, sum(values) / len(values)))
             band.append((low + half, min(values), max(values)))
     note = _typical(comparison, result, view, points)
@@ -172,11 +172,11 @@ def _binned(run: Run, view: View, edges: Sequence[float]) -> list[float | None]:
 
 
 def _typical(comparison: Comparison, result: Result, view: View, points: Sequence[tuple[float, float]]) -> str:
-    """Return the figure of the comparison table that belongs to a line; of a queue, how long it got."""
+    """Return the comparison table's figure for a line; for the queue, its greatest length."""
     if not view.whole:
         return f"longest {count(round(max((y for _, y in points), default=0)))}"
-    found = comparison.mean(view.metric, result)
-    return "" if found is None else f"mean {100 * found:.0f}{NARROW}%"
+    mean = comparison.mean(view.metric, result)
+    return "" if mean is None else f"mean {100 * mean:.0f}{NARROW}%"
 
 
 def _load(comparison: Comparison) -> Chart | None:
@@ -189,7 +189,7 @@ def _load(comparison: Comparison) -> Chart | None:
     ys += [y for line in lines for _, y in line.points]
     margin = (max(xs) - min(xs)) * 0.04 or 1.0
     unit = unit_of(ys)
-    if max(ys) > LOG_FROM * max(min(ys), 1e-9):
+    if max(ys) > MIN_LOG_RATIO * max(min(ys), 1e-9):
         low, high = log_bounds([y for y in ys if y > 0])
         y = Axis("mean JCT", "time", low, high, "log", unit)
     else:
@@ -197,7 +197,7 @@ def _load(comparison: Comparison) -> Chart | None:
     return Chart(
         "load",
         "Completion time against load",
-        "Mean completion time at each rate of arrival; where a line turns up, the cluster no longer keeps up. "
+        "Mean completion time at each rate of arrival; a line that turns up shows a cluster that does not keep up. "
         f"Lower is better.{' The band is the 95 % interval.' if any(line.band for line in lines) else ''}",
         "; ".join(f"{line.label}: {line.note}" for line in lines) + ".",
         Axis("jobs submitted an hour", "number", min(xs) - margin, max(xs) + margin),
@@ -208,10 +208,10 @@ def _load(comparison: Comparison) -> Chart | None:
 
 def _load_line(result: Result) -> Line:
     rows = [row for row in load_rows(result.sweep) if row.mean_jct_h is not None]
-    found = [(row.load, (row.mean_jct_h or 0.0) * HOUR_S, (row.interval95 or 0.0) * HOUR_S) for row in rows]
-    band = tuple((load, max(0.0, mean - half), mean + half) for load, mean, half in found)
-    points = tuple((load, mean) for load, mean, _ in found)
-    most = highest_stable(load_rows(result.sweep))
-    note = "keeps up with none" if most is None else f"keeps up with {most:g} an hour"
+    means = [(row.load, (row.mean_jct_h or 0.0) * HOUR_S, (row.interval95 or 0.0) * HOUR_S) for row in rows]
+    band = tuple((load, max(0.0, mean - half), mean + half) for load, mean, half in means)
+    points = tuple((load, mean) for load, mean, _ in means)
+    highest = highest_stable(load_rows(result.sweep))
+    note = "keeps up with none" if highest is None else f"keeps up with {highest:g} an hour"
     several = any(row.interval95 is not None for row in rows)
     return Line(result.index, result.label, points, note, band if several else (), dots=True)

@@ -1,24 +1,63 @@
-"""Draws a chart with matplotlib, in placeholder colours that the page's style sheet later fills in."""
+"""Charts drawn by matplotlib as small inline SVG: accessible, in the colors and letters of the page."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cadenza.slurm_plugin.report.chart import Axis, Chart, Line, ticks
+from markupsafe import escape
+
+from cadenza.slurm_plugin.report.chart_model import Axis, Chart, Line, ticks
 from cadenza.slurm_plugin.report.errors import EnvironmentLacks
-from cadenza.slurm_plugin.report.theme import AXIS, GRID, INK, MUTED, look
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+# --- Colors and line styles ----------------------------------------------------------------------------------
+
+LIGHT = ("#59616e", "#1d3fc9", "#f03a00", "#068c57", "#de50a8", "#7b982d", "#0d86f0", "#6b1887")
+DARK = ("#a3adbb", "#7caeff", "#e0661a", "#1fe89c", "#c95cc0", "#f7c532", "#baf1d2", "#b657ff")
+"""Chosen so that any two differ for each of the three kinds of color blindness, and all from the background.
+
+The first one, a gray, belongs to the baseline. After the last the colors repeat with other dashes.
+"""
+DASHES: tuple[tuple[float, ...], ...] = (
+    (), (), (6.0, 1.6), (2.0, 1.4), (7.0, 1.6, 1.6, 1.6), (3.6, 1.6), (10.0, 2.0), (1.0, 1.2), (5.0, 1.5, 1.0, 1.5),
+)  # fmt: skip
+"""Lengths in points, on and off. There is one more than colors, so that pairs of color and dash repeat late."""
+INK, MUTED, GRID, AXIS = "#010203", "#010204", "#010205", "#010206"
+PAGE_COLORS = {
+    **{f"#0201{at:02x}": f"var(--c{at})" for at in range(len(LIGHT))},
+    INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", AXIS: "var(--axis)",
+}  # fmt: skip
+"""The page's color for each placeholder color that matplotlib draws with."""
+
+
+class Look(NamedTuple):
+    """Line style of a result; ``placeholder`` is its color while drawn, ``variable`` the one on the page."""
+
+    placeholder: str
+    variable: str
+    dashes: tuple[float, ...]
+    width: float
+
+
+def look(index: int) -> Look:
+    """Return the line style of the result at a position; 0 is the baseline."""
+    at = index % len(LIGHT) if index < len(LIGHT) else 1 + (index - 1) % (len(LIGHT) - 1)
+    return Look(f"#0201{at:02x}", f"c{at}", DASHES[index % len(DASHES)], 1.5 if index == 0 else 1.8)
+
+
+# --- matplotlib ----------------------------------------------------------------------------------------------
 
 POINTS_PER_INCH = 72.0
 
 
 class Size(NamedTuple):
-    """A drawing's measures in CSS pixels; ``ticks``: at most so many on the x axis."""
+    """Measures of a drawing in CSS pixels; ``ticks``: most ticks on the x axis, ``points``: most points of a line."""
 
     name: str
     width: float
@@ -33,9 +72,9 @@ class Size(NamedTuple):
 
 WIDE = Size("wide", 620.0, 306.0, 9, 300)
 NARROW = Size("narrow", 340.0, 256.0, 5, 140)
-"""A telephone's: the same letters, fewer ticks."""
+"""For telephones: letters of the same size, fewer ticks."""
 
-STYLE: Mapping[str, Any] = {
+STYLE = {
     "svg.fonttype": "none",
     "svg.image_inline": True,
     "font.family": ["DejaVu Sans"],
@@ -53,17 +92,17 @@ STYLE: Mapping[str, Any] = {
 
 @contextmanager
 def _style(salt: str) -> Iterator[None]:
-    """Use our style whatever the reader's own matplotlibrc says; ids in the drawing follow from ``salt``."""
+    """Use our style instead of the reader's matplotlibrc; ids in the drawing follow from ``salt``."""
     import matplotlib as mpl  # noqa: PLC0415 (optional, and slow to import)
 
     defaults: dict[Any, Any] = dict(mpl.rcParamsDefault)
     defaults = {key: value for key, value in defaults.items() if not key.startswith("backend")}
-    with mpl.rc_context(defaults | dict(STYLE) | {"svg.hashsalt": salt}):
+    with mpl.rc_context(defaults | STYLE | {"svg.hashsalt": salt}):
         yield
 
 
 def require() -> None:
-    """Raise EnvironmentLacks, naming the extra, when matplotlib is not installed."""
+    """Raise EnvironmentLacks, naming the extra, if matplotlib is not installed."""
     try:
         import matplotlib.figure  # noqa: F401, PLC0415
     except ImportError:
@@ -73,35 +112,28 @@ def require() -> None:
 
 
 def draw(chart: Chart, size: Size) -> str:
-    """Return a chart as matplotlib's SVG document."""
+    """Return a chart as an ``svg`` element for the page."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     out = io.StringIO()
+    width, height = size.width - size.left - size.right, size.height - size.top - size.bottom
+    box = (size.left / size.width, size.bottom / size.height, width / size.width, height / size.height)
     with _style(f"{chart.key}-{size.name}"):
         figure = Figure(figsize=(size.width / POINTS_PER_INCH, size.height / POINTS_PER_INCH), frameon=False)
         FigureCanvasSVG(figure)
-        axes = figure.add_axes(_box(size), frameon=False)
+        axes = figure.add_axes(box, frameon=False)
         _frame(axes, chart, size)
         for line in reversed(chart.lines):
             _line(axes, line)
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    return out.getvalue()
-
-
-def _box(size: Size) -> tuple[float, float, float, float]:
-    """Return the plot's rectangle in parts of the drawing."""
-    width = size.width - size.left - size.right
-    height = size.height - size.top - size.bottom
-    return (size.left / size.width, size.bottom / size.height, width / size.width, height / size.height)
+    return _inline(out.getvalue(), chart, size)
 
 
 def _frame(axes: Axes, chart: Chart, size: Size) -> None:
-    """Draw everything but the lines: scales, ticks, grid and what the axes show."""
-    axes.set_xscale(chart.x.scale)
-    axes.set_yscale(chart.y.scale)
-    axes.set_xlim(chart.x.low, chart.x.high)
-    axes.set_ylim(chart.y.low, chart.y.high)
+    """Draw scales, ticks, grid and the labels of the axes."""
+    axes.set(xscale=chart.x.scale, yscale=chart.y.scale)
+    axes.set(xlim=(chart.x.low, chart.x.high), ylim=(chart.y.low, chart.y.high))
     _ticks(axes, "x", chart.x, size.ticks)
     _ticks(axes, "y", chart.y, 5)
     axes.tick_params(length=0, labelcolor=MUTED, labelsize=11, pad=7)
@@ -115,20 +147,20 @@ def _frame(axes: Axes, chart: Chart, size: Size) -> None:
         axes.axvline(chart.upright, color=INK, linewidth=1.0, dashes=(2, 2), zorder=1.6)
 
 
-def _ticks(axes: Axes, which: str, axis: Axis, most: int) -> None:
+def _ticks(axes: Axes, which: str, axis: Axis, limit: int) -> None:
     from matplotlib.ticker import NullLocator  # noqa: PLC0415
 
-    found = ticks(axis, most)
+    positions, labels = zip(*ticks(axis, limit), strict=True)
     side = axes.xaxis if which == "x" else axes.yaxis
     side.set_minor_locator(NullLocator())
-    side.set_ticks([at for at, _ in found], [label for _, label in found])
+    side.set_ticks(positions, labels)
 
 
 def _line(axes: Axes, line: Line) -> None:
-    """Draw one result's line, on top of its band; its group in the drawing is named ``series-INDEX``."""
+    """Draw one result's line above its band; the groups in the drawing are ``series-INDEX`` and ``band-INDEX``."""
     style = look(line.index)
     dashes: dict[str, Any] = {"dashes": style.dashes} if style.dashes else {}
-    xs, ys = _columns(line.points)
+    xs, ys = zip(*line.points, strict=True)
     if line.band:
         around, lows, highs = zip(*line.band, strict=True)
         band = axes.fill_between(around, lows, highs, color=style.placeholder, alpha=0.16, linewidth=0)
@@ -140,5 +172,39 @@ def _line(axes: Axes, line: Line) -> None:
     drawn.set_gid(f"series-{line.index}")
 
 
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
+# --- From matplotlib's document to the page ------------------------------------------------------------------
+
+NOISE = re.compile(
+    r'.*<svg[^>]*>|<defs>\s*<style.*?</defs>|</svg>|<g id="[^"]*"/>| transform="rotate\(-0[^"]*"|font-[a-z]+: [^;]*; '
+    r"|(?<=>)\s+|\s+(?=<)",
+    re.DOTALL,
+)
+"""Parts that the page does without: the root, matplotlib's style sheet, empty groups, its fonts, and spaces."""
+COLOR = re.compile("|".join(PAGE_COLORS))
+COORDINATE = re.compile(r"-?\d+\.\d{3,}")
+GROUP = re.compile(r'<g id="(?:(series|band)-(\d+)|[^"]*)"')
+
+
+def _inline(document: str, chart: Chart, size: Size) -> str:
+    """Return matplotlib's document as a small ``svg`` element in the page's colors, with title and description."""
+    labels = {str(line.index): escape(line.label) for line in chart.lines}
+
+    def group(match: re.Match[str]) -> str:
+        """Mark the groups of lines; drop the ids of groups, because each drawing has the same ones."""
+        return f'<g class="{match[1]} n{match[2]}"><title>{labels[match[2]]}</title' if match[1] else "<g"
+
+    # 1. Drop what the page does without, round coordinates to a tenth of a pixel, and leave out implied letters.
+    content = NOISE.sub("", document)
+    content = COORDINATE.sub(lambda match: f"{float(match[0]):.1f}".replace("-0.0", "0").removesuffix(".0"), content)
+    content = content.replace(" \nL ", " ").replace(" \n", " ")
+    # 2. Use the page's colors, names and references.
+    content = COLOR.sub(lambda match: PAGE_COLORS[match[0]], content)
+    content = content.replace("xlink:href", "href").replace("; ", ";").replace(": ", ":")
+    content = GROUP.sub(group, content)
+    # 3. Describe it.
+    name = f"{chart.key}-{size.name}"
+    return (
+        f'<svg class="drawing {size.name}" viewBox="0 0 {size.width:g} {size.height:g}" role="img" '
+        f'aria-labelledby="{name}-title {name}-text"><title id="{name}-title">{escape(chart.title)}</title>'
+        f'<desc id="{name}-text">{escape(f"{chart.caption} {chart.text}")}</desc>{content}</svg>'
+    )

@@ -1,4 +1,4 @@
-"""What keeps a page from being drawn."""
+"""Errors of the report."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ class ReportError(Exception):
 
 
 class EnvironmentLacks(ReportError):  # noqa: N818 (named for what is wrong, as elsewhere)
-    """Something that the page needs is not installed; the message names it."""
+    """Missing package that the page needs; the message names it."""

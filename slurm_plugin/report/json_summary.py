@@ -13,7 +13,7 @@ SCHEMA = "cadenza.report/1"
 
 
 def plain(comparison: Comparison, page: str) -> dict[str, Any]:
-    """Return a comparison as JSON types: figures by the names and in the units of `cadenza simulate --json`."""
+    """Return a comparison as JSON types; names and units are those of `cadenza simulate --json`."""
     return {
         "schema": SCHEMA,
         "page": page,
@@ -39,7 +39,7 @@ def _file(file: Loaded) -> dict[str, Any]:
 
 
 def _figure(cell: Cell) -> dict[str, Any] | None:
-    """Return a mean over seeds, half its 95 % interval, and how it stands to the baseline's."""
+    """Return a mean over seeds, half its 95 % interval, and its comparison with the baseline."""
     if cell.estimate is None:
         return None
     mean, half, seeds = cell.estimate
@@ -47,7 +47,7 @@ def _figure(cell: Cell) -> dict[str, Any] | None:
 
 
 def _speed_up(result: Result, comparison: Comparison) -> dict[str, Any] | None:
-    """Return how the jobs one by one stand to the baseline's."""
+    """Return the speed-up of the jobs, each compared with itself in the baseline."""
     paired = comparison.speed_ups.get(result.label)
     if not paired or not paired.ratios:
         return None

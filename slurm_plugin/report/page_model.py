@@ -1,4 +1,4 @@
-"""What a page is made of: files as they were saved, grouped to results, and what was found by comparing them."""
+"""Contents of a page: saved files, grouped to results, and the comparison of these."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cadenza.policies.simulator.result_file import SweepPoint
 from cadenza.policies.simulator.run_values import JobResult, Sample
 
 Verdict: TypeAlias = Literal["better", "worse", "more", "less", "same", "unclear", ""]
-"""How a figure stands to the baseline's; "" where there is none to compare, "unclear" within the 95 % interval."""
+"""A figure compared with the baseline's; "" without a comparison, "unclear" within the 95 % interval."""
 
 
 @dataclass(frozen=True)
@@ -18,18 +18,18 @@ class Run:
     """One simulation with one seed."""
 
     source: str
-    """The file, as it was named."""
+    """Path of the file as given."""
     seed: int | None
     jobs: tuple[JobResult, ...]
-    """Those whose completion is counted: all, or the window's."""
+    """Jobs whose completion counts: all, or those of the window."""
     samples: tuple[Sample, ...]
     gpus: int
     cpus: int
     end_s: float
     summary: Mapping[str, float]
-    """Figures by the names and in the units of the file, without nesting; those that it lacks are not there."""
+    """Figures of the file by name, without nesting, in the units of the file."""
     classes: Mapping[str, str] = field(default_factory=dict)
-    """The class (image, language, …) of each model, where it is known."""
+    """Class (image, language, …) of each model with a known class."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Result:
-    """What the page compares: all files of one label."""
+    """One result of the comparison: all files with one label."""
 
     label: str
     files: tuple[Loaded, ...]
     runs: tuple[Run, ...]
     """In order of their seeds."""
     index: int
-    """Position on the page, which decides colour and line style; the baseline has 0."""
+    """Position on the page, which sets color and line style; 0 is the baseline."""
 
     @property
     def seeds(self) -> tuple[int | None, ...]:
@@ -66,7 +66,7 @@ class Result:
 
 
 class Estimate(NamedTuple):
-    """A mean over ``n`` seeds and half its 95 % interval, None of a single one."""
+    """Mean over ``n`` seeds and half its 95 % interval, None for one seed."""
 
     mean: float
     half: float | None
@@ -74,7 +74,7 @@ class Estimate(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """One figure of one result; ``estimate`` is None where there is none, ``ratio`` is to the baseline's mean."""
+    """One figure of one result; ``estimate`` is None without one, ``ratio`` is relative to the baseline's mean."""
 
     estimate: Estimate | None
     ratio: float | None = None
@@ -82,14 +82,14 @@ class Cell(NamedTuple):
 
 
 class PairedSpeedUp(NamedTuple):
-    """Baseline JCT over this result's, ascending, for jobs that ended in both; the number that was not paired."""
+    """Baseline JCT over this result's, ascending, for jobs that ended in both; ``unpaired`` counts the other jobs."""
 
     ratios: tuple[float, ...]
     unpaired: int
 
 
 class Slice(NamedTuple):
-    """The jobs of one kind: its name, each result's number of them, and each result's mean JCT in hours."""
+    """Jobs of one kind: its name, and their number and mean JCT in hours in each result."""
 
     name: str
     jobs: tuple[int, ...]
@@ -98,31 +98,31 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that a page shows, before it is drawn."""
+    """Contents of the page before it is drawn."""
 
     results: tuple[Result, ...]
     """The baseline first."""
     cells: Mapping[str, tuple[Cell, ...]]
-    """By metric key, in the results' order."""
+    """By metric key, in the order of the results."""
     speed_ups: Mapping[str, PairedSpeedUp]
-    """By label; not for the baseline."""
+    """By label, without the baseline."""
     by_gpus: tuple[Slice, ...]
     by_model: tuple[Slice, ...]
     by_class: tuple[Slice, ...]
     notes: tuple[str, ...]
-    """What the reader must know before believing a comparison."""
+    """Warnings about results that are not fully comparable."""
 
     @property
     def baseline(self) -> Result:
-        """Return the result to which all others are compared."""
+        """Return the result that all others are compared with."""
         return self.results[0]
 
     def figure(self, key: str, result: Result) -> Cell | None:
-        """Return one figure of one result, None where there is none."""
+        """Return one figure of one result, or None."""
         cells = self.cells.get(key)
         return cells[result.index] if cells and cells[result.index].estimate else None
 
     def mean(self, key: str, result: Result) -> float | None:
-        """Return one figure's mean over seeds in the unit of the file, None where there is none."""
-        found = self.figure(key, result)
-        return found.estimate.mean if found and found.estimate else None
+        """Return one figure's mean over seeds in the unit of the file, or None."""
+        cell = self.figure(key, result)
+        return cell.estimate.mean if cell and cell.estimate else None

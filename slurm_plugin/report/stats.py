@@ -1,4 +1,4 @@
-"""The statistics of a page: differences over seeds, thinned distributions and binned step functions (pure)."""
+"""Statistics of a page: differences over seeds, thinned distributions and binned step functions (pure)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def clear(ours: Sequence[float], theirs: Sequence[float], *, paired: bool) -> bool | None:
-    """Tell whether two means differ beyond their 95 % interval; None when there are too few seeds to tell.
+    """Return True if two means differ beyond their 95 % interval; None with too few seeds.
 
-    ``paired``: the values at one index belong to one seed, so that what seeds have in common cancels out.
+    ``paired``: the values at one index belong to one seed, so that the effect of the seed cancels out.
     """
     least = min(len(ours), len(theirs))
     if least < 2:  # noqa: PLR2004 (a spread needs two)
@@ -35,46 +35,41 @@ def clear(ours: Sequence[float], theirs: Sequence[float], *, paired: bool) -> bo
     return abs(fmean(ours) - fmean(theirs)) > student(least - 1) * error
 
 
-def distribution(values: Sequence[float], total: int, most: int) -> Points:
-    """Return the empirical distribution as (value, per cent of ``total``) with at most ``most`` points.
+def distribution(values: Sequence[float], total: int, limit: int) -> Points:
+    """Return the empirical distribution as at most ``limit`` points (value, per cent of ``total``).
 
-    First and last value are always there; values that are not (jobs that did not end) leave it below 100 %.
+    It includes the first and the last value. Missing values, of jobs that did not end, keep it below 100 %.
     """
-    ordered = sorted(values)
-    return tuple((ordered[at], 100.0 * (at + 1) / total) for at in _ranks(len(ordered), most))
-
-
-def _ranks(n: int, most: int) -> list[int]:
-    """Return at most ``most`` of the indices 0…n-1, evenly spread, both ends among them."""
-    if n <= most:
-        return list(range(n))
-    return sorted({round(step * (n - 1) / (most - 1)) for step in range(most)})
+    ordered, last = sorted(values), len(values) - 1
+    thinned = {round(step * last / (limit - 1)) for step in range(limit)}
+    ranks = range(len(values)) if len(values) <= limit else sorted(thinned)
+    return tuple((ordered[at], 100.0 * (at + 1) / total) for at in ranks)
 
 
 def bins(samples: Points, end: float, edges: Sequence[float]) -> list[float | None]:
     """Return the time-weighted mean of a step function in each interval between ``edges``.
 
-    ``samples`` are (from when, value) in order of time, the last one valid until ``end``; None where nothing is known.
+    ``samples`` are (start, value) in order of time, the last one valid until ``end``; an interval without data is None.
     """
     times = [time for time, _ in samples]
-    found: list[float | None] = []
+    means: list[float | None] = []
     at = 0
     for low, high in pairwise(edges):
         while at + 1 < len(times) and times[at + 1] <= low:
             at += 1
-        found.append(_mean_between(samples, at, (low, min(high, end)), end))
-    return found
+        means.append(_mean_between(samples, at, (low, min(high, end)), end))
+    return means
 
 
 def _mean_between(samples: Points, at: int, span: tuple[float, float], end: float) -> float | None:
-    """Return the mean over a span, of which sample ``at`` is the last one at or before the beginning."""
-    area = known = 0.0
+    """Return the mean over a span; sample ``at`` is the last one at or before its start."""
+    area = covered = 0.0
     low, high = span
     while at < len(samples) and samples[at][0] < high:
         until = samples[at + 1][0] if at + 1 < len(samples) else end
         width = min(until, high) - max(samples[at][0], low)
         if width > 0:
             area += width * samples[at][1]
-            known += width
+            covered += width
         at += 1
-    return area / known if known > 0 else None
+    return area / covered if covered > 0 else None

@@ -26,7 +26,7 @@ OPENINGS = frozenset({"What", "Who", "Whom", "Whose", "Which", "Whether", "How",
 WORDS = re.compile(r"\b(nobody|somebody|everybody|anybody|meanwhile|beside|whom)\b", re.IGNORECASE)
 BRITISH = re.compile(
     r"\b\w*(favour|colour|behaviour|neighbour|honour|utilis|normalis|initialis|serialis|optimis|minimis|maximis|parametris"
-    r"|discretis|organis|recognis|summaris|synchronis|prioritis|labell|modell|judgement|licence|grey\b|centre\b)\w*",
+    r"|discretis|organis|recognis|summaris|synchronis|prioritis|labell(?!edby)|modell|judgement|licence|grey\b|centre\b)\w*",
     re.IGNORECASE,
 )
 

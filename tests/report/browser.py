@@ -83,7 +83,7 @@ class Browser:
         return json.loads(line)
 
     def look_like(self, *, width, height=900, scheme="light", media="screen"):
-        """Set the window's size in CSS pixels, the colour scheme and the medium."""
+        """Set the window's size in CSS pixels, the color scheme and the medium."""
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.ask("Emulation.setEmulatedMedia", media=media, features=[feature])

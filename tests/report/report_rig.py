@@ -1,4 +1,4 @@
-"""What the tests of the page share: saved simulations of a first-come-first-served toy, through the real format."""
+"""Shared parts of the page's tests: saved simulations of a first-come-first-served toy, in the real format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cadenza.policies.simulator.figures import summarize
 from cadenza.policies.simulator.result_file import Saved, SweepPoint, encode, save_run
 from cadenza.policies.simulator.run_values import Counts, JobResult, Result, Sample
 from cadenza.slurm_plugin.report.compare import compare
-from cadenza.slurm_plugin.report.gather import load
+from cadenza.slurm_plugin.report.loader import load
 
 CLASSES = {"resnet50": "image", "shufflenet": "image", "gnmt": "language", "deepspeech": "speech"}
 GPUS, CPUS = 32, 96

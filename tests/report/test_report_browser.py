@@ -1,4 +1,4 @@
-"""The page in a real browser: everything shows, nothing overflows, nothing fails, in every width and colour scheme."""
+"""The page in a real browser: everything shows, nothing overflows, nothing fails, in every width and color scheme."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BOXES = """
 CONTRAST = """
 (() => {
   const part = value => { value /= 255; return value <= .04045 ? value / 12.92 : ((value + .055) / 1.055) ** 2.4; };
-  const light = colour => { const [r, g, b] = colour.match(/[\\d.]+/g).map(Number);
+  const light = color => { const [r, g, b] = color.match(/[\\d.]+/g).map(Number);
     return .2126 * part(r) + .7152 * part(g) + .0722 * part(b); };
   const ratio = (a, b) => { const [x, y] = [light(a), light(b)].sort((p, q) => q - p); return (x + .05) / (y + .05); };
   const ground = getComputedStyle(document.querySelector(".card")).backgroundColor;

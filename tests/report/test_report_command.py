@@ -19,8 +19,8 @@ from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.report.charts import charts
 from cadenza.slurm_plugin.report.compare import compare
 from cadenza.slurm_plugin.report.draw import NARROW, draw
-from cadenza.slurm_plugin.report.gather import load
 from cadenza.slurm_plugin.report.json_summary import plain
+from cadenza.slurm_plugin.report.loader import load
 
 SAVED = json.loads(encode(toy("a", seeds=(1, 2), jobs=12, loads=(2, 4))))
 
@@ -70,7 +70,7 @@ def test_json_has_the_figures_by_their_saved_names(files, tmp_path):
         (("runs", 0, "jobs", 3, "gpus"), "two", "runs[0].jobs[3].gpus"),
         (("runs", 0, "jobs", 3, "gpus"), 0, "runs[0].jobs[3].gpus: 0"),
         (("runs", 1, "jobs", 3, "finish_s"), -5, "runs[1].jobs[3].finish_s: -5"),
-        (("runs", 0, "jobs", 3, "id"), 1, "runs[0].jobs[3].id: 1 is there twice"),
+        (("runs", 0, "jobs", 3, "id"), 1, "runs[0].jobs[3].id: 1 appears twice"),
         (("runs", 0, "jobs", 0, "submit_s"), 1e300, "runs[0].jobs[0].submit_s"),
         (("runs", 0, "samples", 5), [0, 1, 1, 1, 1, 1], "runs[0].samples[5]: 0 s is before"),
         (("runs", 0, "samples", 5), [0, 1], "runs[0].samples[5]"),
@@ -87,7 +87,7 @@ def test_a_bad_file_is_named_with_its_key(tmp_path, path, value, told):
         at = at[step]
     at[path[-1]] = value
     if told == "runs[0]":
-        bad["sweep"], told = [], "runs: there is neither"
+        bad["sweep"], told = [], "runs: the file has neither"
     done = call(write(tmp_path, "bad.json", bad), "-o", tmp_path / "page.html")
     assert done.exit_code == 2
     assert f"bad.json: {told}" in done.output.replace("...", "[0]")

@@ -1,4 +1,4 @@
-"""What the page claims: baselines, verdicts, pairs, notes; and how numbers are written."""
+"""Claims of the page: baselines, verdicts, pairs, notes; and the format of numbers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from report_rig import comparison, loaded, toy
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.simulator.result_file import encode
-from cadenza.slurm_plugin.report.chart import Axis, ticks
-from cadenza.slurm_plugin.report.compare import cell, compare
-from cadenza.slurm_plugin.report.gather import load, window
+from cadenza.slurm_plugin.report.chart_model import Axis, ticks
+from cadenza.slurm_plugin.report.compare import compare, compare_cell
+from cadenza.slurm_plugin.report.loader import load, window
 from cadenza.slurm_plugin.report.sentences import summary
 from cadenza.slurm_plugin.report.stats import bins, clear, distribution
 from cadenza.slurm_plugin.report.units import HOURS, SECONDS, about, duration, number, percent, times
@@ -98,7 +98,7 @@ def test_a_window_counts_its_jobs_only():
     ],
 )
 def test_verdicts(mine, base, better, word):
-    assert cell(mine, base, better, paired=len(mine) == len(base)).verdict == word
+    assert compare_cell(mine, base, better, paired=len(mine) == len(base)).verdict == word
 
 
 def test_pairs_of_seeds_show_a_difference_that_hides_between_seeds():

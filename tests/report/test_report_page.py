@@ -159,14 +159,14 @@ def test_every_result_looks_the_same_in_every_chart():
     for index in (0, 1, 2):
         drawn = re.findall(rf'class="series n{index}">.*?</g>', page(), re.DOTALL)
         assert drawn
-        assert {colour for part in drawn for colour in re.findall(r"stroke:(var\(--c\d\))", part)} == {
+        assert {color for part in drawn for color in re.findall(r"stroke:(var\(--c\d\))", part)} == {
             f"var(--c{index})"
         }
 
 
 def test_commands_are_quoted_as_a_shell_takes_them():
     saved = toy("a", arguments=("--trace", "my jobs.csv", "--order", "srtf"), jobs=20)
-    assert "cadenza simulate --trace &#x27;my jobs.csv&#x27; --order srtf" in render(comparison(saved), "t")
+    assert "cadenza simulate --trace &#39;my jobs.csv&#39; --order srtf" in render(comparison(saved), "t")
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def _report(
 
 def _loaded(files: Sequence[Path]) -> Iterator[Loaded]:
     from cadenza.policies.core.errors import InputError  # noqa: PLC0415
-    from cadenza.slurm_plugin.report.gather import load  # noqa: PLC0415
+    from cadenza.slurm_plugin.report.loader import load  # noqa: PLC0415
 
     for file in files:
         try:

@@ -1,4 +1,4 @@
-"""Reads saved simulations and checks what their schema cannot: units that a page can draw (pure)."""
+"""Reads saved simulations and checks their values beyond the schema (pure)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from cadenza.policies.simulator.result_file import Saved, SavedRun, decode
 from cadenza.policies.simulator.run_values import JobResult
 from cadenza.slurm_plugin.report.page_model import Loaded, Run
 
-MOST = 1e12
-"""No time, count or figure is beyond this; sums of such numbers are still exact enough to draw."""
+MAX_VALUE = 1e12
+"""Largest time, count or figure; sums of such numbers are still exact enough to draw."""
 
 
 def load(data: bytes, source: str) -> Loaded:
-    """Return what one file of ``cadenza simulate --save`` holds.
+    """Return the contents of one file of ``cadenza simulate --save``.
 
-    Raises InputError, naming file and key, for one that was not written by it or holds what cannot be.
+    Raise InputError with file and key for another file, and for impossible values.
     """
     saved = decode(data, source)
-    for trouble in _troubles(saved):
-        raise InputError(f"{source}: {trouble}")
+    for problem in _problems(saved):
+        raise InputError(f"{source}: {problem}")
     runs = tuple(_run(saved, run, source) for run in saved.runs)
     return Loaded(source, saved.label, saved.arguments, runs, saved.sweep)
 
@@ -38,7 +38,7 @@ def _run(saved: Saved, run: SavedRun, source: str) -> Run:
 
 
 def window(arguments: Sequence[str]) -> tuple[int, int] | None:
-    """Return the positions, first to one before last, of the jobs that ``--window`` counts; None for all.
+    """Return the half-open range of job positions that ``--window`` counts, or None for all.
 
     >>> window(("--window", "4000:5000")), window(("--window=4:5",)), window(("--json",))
     ((4000, 5000), (4, 5), None)
@@ -50,7 +50,7 @@ def window(arguments: Sequence[str]) -> tuple[int, int] | None:
 
 
 def _figures(summary: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a summary; those of its one nested object as ``decision_p50_ms`` and so on."""
+    """Yield the numbers of a summary, those of its nested object as ``decision_p50_ms`` and so on."""
     for key, value in summary.items():
         if _is_number(value):
             yield key, float(value)
@@ -62,46 +62,46 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _troubles(saved: Saved) -> Iterator[str]:
-    """Yield what is wrong, as key and sentence."""
+def _problems(saved: Saved) -> Iterator[str]:
+    """Yield each problem as key and sentence."""
     if not saved.label.strip():
         yield "label: is empty"
     if not saved.runs and not saved.sweep:
-        yield "runs: there is neither a run nor a sweep"
+        yield "runs: the file has neither a run nor a sweep"
     for key, value in (("gpus", saved.gpus), ("cpus", saved.cpus)):
-        if not 1 <= value <= MOST:
+        if not 1 <= value <= MAX_VALUE:
             yield f"{key}: {value} is not a number of {key.upper()[:-1]}s"
     for at, run in enumerate(saved.runs):
-        yield from (f"runs[{at}].{trouble}" for trouble in _run_troubles(run))
+        yield from (f"runs[{at}].{problem}" for problem in _run_problems(run))
     for at, point in enumerate(saved.sweep):
         if not _sound(point.load) or not _sound(point.mean_jct_h or 0.0) or point.load == 0:
             yield f"sweep[{at}]: load and mean_jct_h must be positive numbers"
 
 
-def _run_troubles(run: SavedRun) -> Iterator[str]:
+def _run_problems(run: SavedRun) -> Iterator[str]:
     if not _sound(run.end_s):
         yield f"end_s: {run.end_s:g} is not a time"
     ids: set[int] = set()
     for at, job in enumerate(run.jobs):
         if job.id in ids:
-            yield f"jobs[{at}].id: {job.id} is there twice"
+            yield f"jobs[{at}].id: {job.id} appears twice"
         ids.add(job.id)
-        yield from (f"jobs[{at}].{trouble}" for trouble in _job_troubles(job))
-    yield from _sample_troubles(run)
+        yield from (f"jobs[{at}].{problem}" for problem in _job_problems(job))
+    yield from _sample_problems(run)
     for key, value in _figures_or_too_big(run.summary):
         yield f"summary.{key}: {value!r} is not a figure"
 
 
-def _job_troubles(job: JobResult) -> Iterator[str]:
+def _job_problems(job: JobResult) -> Iterator[str]:
     if not _sound(job.submit_s):
         yield f"submit_s: {job.submit_s:g} is not a time"
-    if not 1 <= job.gpus <= MOST:
+    if not 1 <= job.gpus <= MAX_VALUE:
         yield f"gpus: {job.gpus} is not a number of GPUs"
     if job.finish_s is not None and not (_sound(job.finish_s) and job.finish_s >= job.submit_s):
         yield f"finish_s: {job.finish_s:g} is not a time after submit_s"
 
 
-def _sample_troubles(run: SavedRun) -> Iterator[str]:
+def _sample_problems(run: SavedRun) -> Iterator[str]:
     before = 0.0
     for at, row in enumerate(run.samples):
         if not all(_sound(value) for value in msgspec.structs.astuple(row)):
@@ -121,4 +121,4 @@ def _figures_or_too_big(summary: Mapping[str, Any]) -> Iterator[tuple[str, objec
 
 
 def _sound(value: float) -> bool:
-    return math.isfinite(value) and 0 <= value <= MOST
+    return math.isfinite(value) and 0 <= value <= MAX_VALUE
