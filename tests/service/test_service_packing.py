@@ -41,9 +41,9 @@ def library(folder: Path, pairs: str = "") -> Library:
     write_profile(folder, "next.json", **NEXT)
     if pairs:
         (folder / "pairs.csv").write_text(pairs, encoding="utf-8")
-    shelf = ProfileDirectory(folder)
-    shelf.refresh()
-    return shelf.library
+    directory = ProfileDirectory(folder)
+    directory.refresh()
+    return directory.library
 
 
 def pace(iteration_s: float, beside: tuple[int, ...] = (), window_s: float = 30.0) -> Pace:

@@ -11,19 +11,19 @@ from service_rig import books, job, node
 
 from cadenza.policies.core.model import Job, Options
 from cadenza.slurm_plugin.service.observe.enrichment import with_profiles
-from cadenza.slurm_plugin.service.profiles.library import Found, ProfileDirectory, slurm_type
+from cadenza.slurm_plugin.service.profiles.library import ProfileChoice, ProfileDirectory, slurm_type
 
 A100 = frozenset({"a100"})
 
 
-def shelf(folder: Path) -> ProfileDirectory:
+def directory(folder: Path) -> ProfileDirectory:
     found = ProfileDirectory(folder)
     found.refresh()
     return found
 
 
-def of(folder: Path, one: Job, here: frozenset[str] = A100) -> Found:
-    return shelf(folder).library.of(one, here, here)
+def of(folder: Path, one: Job, here: frozenset[str] = A100) -> ProfileChoice:
+    return directory(folder).library.choose(one, here, here)
 
 
 # --- Whose ---------------------------------------------------------------------------------------------
@@ -60,17 +60,17 @@ def test_each_gpu_type_has_its_own_and_foreign_ones_are_not_used(tmp_path: Path)
     write_profile(tmp_path, "1.json", gpu="NVIDIA A100-SXM4-80GB", iteration_s=0.5)
     write_profile(tmp_path, "2.json", gpu="v100", iteration_s=1.0)
     one = job(1, options=Options(model="resnet"))
-    library = shelf(tmp_path).library
+    library = directory(tmp_path).library
     types = frozenset({"a100", "v100", "h100"})
-    on_a100, on_v100 = library.of(one, ["a100"], types).profile, library.of(one, ["v100"], types).profile
+    on_a100, on_v100 = library.choose(one, ["a100"], types).profile, library.choose(one, ["v100"], types).profile
     assert on_a100 is not None
     assert on_v100 is not None
     assert (on_a100.iteration_s, on_v100.iteration_s) == (0.5, 1.0)
     assert on_a100.on("v100") is on_v100
-    profile, note = library.of(one, ["h100"], types)
+    profile, note = library.choose(one, ["h100"], types)
     assert profile is None
     assert "is for NVIDIA A100-SXM4-80GB, v100, and its nodes have h100" in note
-    assert library.of(one, [""], frozenset({""})).profile is not None  # nodes that name no type
+    assert library.choose(one, [""], frozenset({""})).profile is not None  # nodes that name no type
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_file_that_is_no_json_counts_for_the_model_of_its_name(tmp_path: Path)
 def test_noise_is_no_dip_and_a_second_profile_of_a_model_is_refused(tmp_path: Path) -> None:
     write_profile(tmp_path, "a.json", throughput=[[0.25, 0.25], [0.5, 0.49], [1.0, 1.0], [0.98, 0.97]])
     write_profile(tmp_path, "b.json")
-    found = shelf(tmp_path)
+    found = directory(tmp_path)
     assert list(found.library.problems) == ["b.json: model 'resnet' is already in a.json"]
     assert "a.json" in of(tmp_path, job(1, options=Options(model="resnet"))).note
 
@@ -133,7 +133,7 @@ def test_noise_is_no_dip_and_a_second_profile_of_a_model_is_refused(tmp_path: Pa
 def test_only_what_changed_is_read_again(tmp_path: Path) -> None:
     path = write_profile(tmp_path)
     write_profile(tmp_path, "gnmt.json", SATED)
-    found = shelf(tmp_path)
+    found = directory(tmp_path)
     gnmt = next(entry.profile for entry in found.library.entries if entry.model == "gnmt")
     assert not found.refresh()
     write_profile(tmp_path, iteration_s=0.75)
@@ -153,7 +153,7 @@ def test_jobs_of_one_model_share_their_profile(tmp_path: Path) -> None:
     wish = Options(model=HUNGRY["model"])
     nodes = (node("n1", gpu_type="a100"), node("n2", gpu_type="v100"))
     jobs = (job(1, options=wish), job(2, options=wish), job(3, "n2", options=wish), job(4, options=None))
-    seen = with_profiles(books(*jobs, nodes=nodes), shelf(tmp_path).library, {}, {"a100": 80.0, "": 16.0})
+    seen = with_profiles(books(*jobs, nodes=nodes), directory(tmp_path).library, {}, {"a100": 80.0, "": 16.0})
     first, second, third, other = seen.jobs
     assert first.profile is not None
     assert first.profile is second.profile

@@ -1,4 +1,4 @@
-"""Profiles refined by running jobs: which windows count, what is learnt of them, and what comes of it in a round."""
+"""Profiles refined by running jobs: which windows count, what is learned of them, and what comes of it in a round."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def test_a_new_phase_is_the_jobs_own(tmp_path: Path, files: Path) -> None:
     assert one.profile is not two.profile
 
 
-def test_what_was_learnt_outlives_the_service(tmp_path: Path, files: Path) -> None:
+def test_what_was_learned_outlives_the_service(tmp_path: Path, files: Path) -> None:
     run = Run(1, TRUE, facts=NAMED)
     service = Service(World(run), tmp_path, files)
     found = service.rounds(120).jobs[0]
@@ -321,7 +321,7 @@ def test_a_new_file_counts_at_once(tmp_path: Path, files: Path) -> None:
     assert found.profile.iteration_s == pytest.approx(1.0, rel=0.1)
 
 
-def test_with_too_little_memory_nothing_is_learnt(tmp_path: Path, files: Path) -> None:
+def test_with_too_little_memory_nothing_is_learned(tmp_path: Path, files: Path) -> None:
     write_profile(files, throughput=[[0.1, 0.25], [0.2, 0.5], [0.3, 1.0], [0.4, 2.0]])
     run = Run(1, TRUE, facts={**NAMED, "memory_mb": 8 * 1024})
     assert "observations" not in Service(World(run), tmp_path, files).rounds(120).jobs[0].profile_note
@@ -361,7 +361,7 @@ def test_a_profile_arises_from_two_numbers_of_cpus(tmp_path: Path) -> None:
     found = service.rounds(60).jobs[0]
     profile = found.profile
     assert profile is not None
-    assert "profile learnt while it runs; refined from" in found.profile_note
+    assert "profile learned while it runs; refined from" in found.profile_note
     assert profile.iteration_s == pytest.approx(1.0, rel=0.05)
     assert profile.speed(4, 16) == pytest.approx(1.0)
     assert profile.speed(2, 16) == pytest.approx(0.5, rel=0.05)

@@ -53,10 +53,10 @@ def policy_advice(settings: Settings) -> Iterator[str]:
     from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory  # noqa: PLC0415
 
     table, folder = settings.policy, settings.profiles.directory
-    shelf = ProfileDirectory(Path(folder) if folder else None)
-    shelf.refresh()
-    yield from (f"profile not used: {problem}" for problem in shelf.library.problems)
-    usable = sum(entry.profile is not None for entry in shelf.library.entries)
+    directory = ProfileDirectory(Path(folder) if folder else None)
+    directory.refresh()
+    yield from (f"profile not used: {problem}" for problem in directory.library.problems)
+    usable = sum(entry.profile is not None for entry in directory.library.entries)
     if sizes_pending(settings) and not usable:
         yield f"[policy] allocate = {table.allocate!r} and [profiles] directory {folder!r} holds no profile"
     if usable and not allocates(settings):

@@ -83,9 +83,9 @@ def gather(config: Path | None) -> Facts:
 
 
 def _library(settings: Settings) -> Library:
-    shelf = ProfileDirectory(Path(settings.profiles.directory) if settings.profiles.directory else None)
-    shelf.refresh()
-    return shelf.library
+    directory = ProfileDirectory(Path(settings.profiles.directory) if settings.profiles.directory else None)
+    directory.refresh()
+    return directory.library
 
 
 def _recorded(settings: Settings) -> ClusterSnapshot | None:

@@ -48,11 +48,11 @@ def with_profiles(
             jobs.append(job)
             continue
         placed = replace(job, placement=placement_of(job, by_name, tunes.get(job.key, ())))
-        profile = library.of(job, _gpu_types_of(job, nodes), every_type)
+        choice = library.choose(job, _gpu_types_of(job, nodes), every_type)
         if refiner is not None:
             node = by_name.get(job.nodes[0]) if job.nodes else None
-            profile = refiner.found(placed, profile, node, file=profile.profile is None and library.has(job))
-        jobs.append(replace(placed, profile=profile.profile, profile_note=profile.note))
+            choice = refiner.refine(placed, choice, node, file=choice.profile is None and library.has(job))
+        jobs.append(replace(placed, profile=choice.profile, profile_note=choice.note))
     return replace(snapshot, nodes=nodes, jobs=tuple(jobs))
 
 

@@ -1,4 +1,4 @@
-"""The profiles of a directory, and which of them is a job's: by its ``model`` option, its command or its name."""
+"""The profiles of a directory, and the choice of a job's: by its ``model`` option, its command or its name."""
 
 from __future__ import annotations
 
@@ -18,95 +18,95 @@ from cadenza.policies.inputs.csv_table import quoted, suggest
 from cadenza.policies.inputs.interference import read_interference
 from cadenza.policies.inputs.profiles import read_profiles
 
-DIP = 0.05
-"""More CPUs or memory may seem to slow a job down by this part, as measurements do; beyond it the profile is wrong."""
+MAX_DIP = 0.05
+"""Largest loss of speed with more CPUs or memory that counts as noise; beyond it the profile is wrong."""
 
 PAIRS = "pairs.csv"
-"""Beside the profiles: which two models pay together, as `cadenza profile pair` writes it."""
+"""Pairs of models that pay together, as `cadenza profile pair` writes them."""
 Stamp = tuple[int, int, int]
 
 
-class Found(NamedTuple):
-    """A job's profile, or None, and a sentence on where it is from or why there is none."""
+class ProfileChoice(NamedTuple):
+    """A job's profile, or None, and a sentence on its source or on the reason for None."""
 
     profile: Profile | None
     note: str
 
 
 class Entry(NamedTuple):
-    """One model in one file; without ``profile`` it may not be used, and ``why`` says what is wrong with it."""
+    """One model in one file; without ``profile`` it may not be used because of ``problem``."""
 
     source: str
     model: str
     match: Match
     profile: Profile | None
-    why: str = ""
+    problem: str | None = None
 
 
 @dataclass(frozen=True)
 class Library:
-    """All that a directory holds, in the order of its files' names."""
+    """The content of a directory, in the order of its files' names."""
 
     entries: tuple[Entry, ...] = ()
     together: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Throughput of two models packed over that of turns, by the one and the other."""
-    wrong_pairs: str = ""
-    """What is wrong with the file of pairs, if anything."""
+    pairs_problem: str | None = None
+    """The error in the file of pairs, if there is one."""
     _families: dict[frozenset[str], Mapping[str, Mapping[str, Profile]]] = field(default_factory=dict, repr=False)
 
     @property
     def problems(self) -> Iterator[str]:
         """Return a sentence for each profile that may not be used."""
-        return filter(None, (*(entry.why for entry in self.entries), self.wrong_pairs))
+        return filter(None, (*(entry.problem for entry in self.entries), self.pairs_problem))
 
-    def of(self, job: Job, here: Collection[str], types: frozenset[str]) -> Found:
+    def choose(self, job: Job, here: Collection[str], types: frozenset[str]) -> ProfileChoice:
         """Return a job's profile.
 
-        ``here``: GPU types of the nodes that it has or may get; ``types``: all types of the cluster. Nodes that name
-        none take every profile. A profile for several types has the others as siblings.
+        ``here``: GPU types of the nodes that it has or may get; ``types``: all types of the cluster. Any profile fits
+        nodes that name no type. A profile for several types has the others as siblings.
         """
         if not self.entries:
-            return Found(None, "")
+            return ProfileChoice(None, "")
         chosen, how = self._entry(job)
         if chosen is None:
-            return Found(None, how)
+            return ProfileChoice(None, how)
         usable = [entry for entry in self.entries if entry.model == chosen.model and entry.profile is not None]
         if not usable:
-            return Found(None, f"has its proportional share, for its profile may not be used: {chosen.why}")
+            return ProfileChoice(None, f"has its proportional share, for its profile may not be used: {chosen.problem}")
         family = self._family(chosen.model, types)
         wanted = [name for name in sorted(here) if name in family] or [""] * ("" in family)
         if not wanted and not any(here):
             wanted = sorted(family)[:1]
         if wanted:
-            return Found(family[wanted[0]], f"profile {usable[0].model} ({usable[0].source}), {how}")
+            return ProfileChoice(family[wanted[0]], f"profile {usable[0].model} ({usable[0].source}), {how}")
         measured = ", ".join(sorted(entry.profile.gpu for entry in usable if entry.profile is not None))
-        return Found(
+        return ProfileChoice(
             None,
             f"has its proportional share: its profile {chosen.model} ({chosen.source}) is for {measured}, and its "
             f"nodes have {', '.join(sorted(here))}",
         )
 
     def has(self, job: Job) -> bool:
-        """Whether a file is for a job, even one that may not be used."""
+        """Return whether a file is for a job, even one that may not be used."""
         return self._entry(job)[0] is not None
 
     def _entry(self, job: Job) -> tuple[Entry | None, str]:
-        """Return the first entry that is for a job, and how that is known or why there is none."""
+        """Return the first entry for a job, with the way in which it matched or the reason for None."""
         model = job.options.model if job.options is not None else None
         if model is not None:
             named = next((entry for entry in self.entries if entry.model == model), None)
             if named is not None:
                 return named, "named by its model option"
-            known = {entry.model for entry in self.entries}
-            return None, f"has its proportional share: there is no profile of {quoted(model)}; {suggest(model, known)}"
+            models = {entry.model for entry in self.entries}
+            return None, f"has its proportional share: there is no profile of {quoted(model)}; {suggest(model, models)}"
         for entry in self.entries:
             if entry.match.command and _fits(entry.match, job):
                 return entry, f"matched by its command ({entry.match.command})"
         for entry in self.entries:
             if entry.match != UNMATCHED and not entry.match.command and _fits(entry.match, job):
                 return entry, f"matched by its name ({entry.match.name})"
-        called = next((entry for entry in self.entries if entry.model == job.name), None)
-        return called, "matched by its name" if called is not None else ""
+        namesake = next((entry for entry in self.entries if entry.model == job.name), None)
+        return namesake, "matched by its name" if namesake is not None else ""
 
     def _family(self, model: str, types: frozenset[str]) -> Mapping[str, Profile]:
         if types not in self._families:
@@ -127,14 +127,14 @@ def _families(
     found: dict[str, dict[str, Profile]] = {}
     for entry in entries:
         if entry.profile is not None:
-            beside = together.get(entry.model, {})
-            profile = replace(entry.profile, gpu=slurm_type(entry.profile.gpu, types), siblings={}, together=beside)
+            gpu, pairs = slurm_type(entry.profile.gpu, types), together.get(entry.model, {})
+            profile = replace(entry.profile, gpu=gpu, siblings={}, together=pairs)
             found.setdefault(entry.model, {}).setdefault(profile.gpu, profile)
     return {model: linked(family) for model, family in found.items()}
 
 
 def slurm_type(gpu: str, types: Iterable[str]) -> str:
-    """Return what Slurm calls a GPU that a profile names, perhaps as NVML does; its own name where no type fits.
+    """Return Slurm's type of a GPU that a profile names, perhaps as NVML does; its own name where no type fits.
 
     >>> slurm_type("NVIDIA A100-SXM4-80GB", ["a100", "v100"]), slurm_type("H100", ["a100"])
     ('a100', 'H100')
@@ -153,7 +153,7 @@ def _words(text: str) -> set[str]:
 
 
 class ProfileDirectory:
-    """A directory of profiles, of which only the files that changed are read again."""
+    """A directory of profiles; files are read again when they change."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -161,16 +161,16 @@ class ProfileDirectory:
         self.library = Library()
 
     def refresh(self) -> bool:
-        """Read what has changed since the last time; return whether anything has."""
+        """Read the files that have changed since the last call; return whether any has."""
         stamps = dict(self._stamps())
         if stamps == {path: stamp for path, (stamp, _) in self._files.items()}:
             return False
-        known = self._files
+        old = self._files
         self._files = {
-            path: known[path] if path in known and known[path][0] == stamp else (stamp, tuple(read(path)))
+            path: old[path] if path in old and old[path][0] == stamp else (stamp, tuple(read(path)))
             for path, stamp in sorted(stamps.items())
         }
-        entries = tuple(_once(entry for _, entries in self._files.values() for entry in entries))
+        entries = tuple(_without_duplicates(entry for _, entries in self._files.values() for entry in entries))
         self.library = Library(entries, *read_pairs([path for path in self._files if path.name == PAIRS]))
         return True
 
@@ -179,12 +179,12 @@ class ProfileDirectory:
             for path in (*self._folder.glob("*.json"), *self._folder.glob(PAIRS)) if self._folder is not None else ():
                 about = path.stat()
                 yield path, (about.st_mtime_ns, about.st_size, about.st_ino)
-        except OSError:  # it went away while being looked at: the next round sees what is left
+        except OSError:  # a file went away during the listing: the next round sees the others
             return
 
 
 def read(path: Path) -> Iterator[Entry]:
-    """Return a file's profiles; of a file that is wrong, the models that it would be for with the reason."""
+    """Yield a file's profiles; for a file with an error its models, each with the error."""
     source = path.name
     if source == PAIRS:
         return
@@ -196,17 +196,17 @@ def read(path: Path) -> Iterator[Entry]:
     try:
         profiles = read_profiles(text, source)
     except InputError as error:
-        for model, match in _named(text) or [(path.stem, UNMATCHED)]:
+        for model, match in _models_in(text) or [(path.stem, UNMATCHED)]:
             yield Entry(source, model, match, None, str(error))
         return
     for first in profiles.values():
         for profile in (first.siblings or {"": first}).values():
-            why = unfit(profile, source)
-            yield Entry(source, profile.model, profile.match, None if why else profile, why)
+            problem = misfit_reason(profile, source)
+            yield Entry(source, profile.model, profile.match, None if problem else profile, problem)
 
 
-def read_pairs(paths: Iterable[Path]) -> tuple[Mapping[str, Mapping[str, float]], str]:
-    """Return by model what pairs do together over turns, and what is wrong with the file, which is not used then."""
+def read_pairs(paths: Iterable[Path]) -> tuple[Mapping[str, Mapping[str, float]], str | None]:
+    """Return by model the throughput of pairs over turns, and the file's error, with which it is not used."""
     found: dict[str, dict[str, float]] = {}
     for path in paths:
         try:
@@ -217,39 +217,39 @@ def read_pairs(paths: Iterable[Path]) -> tuple[Mapping[str, Mapping[str, float]]
             return {}, f"{path.name}: cannot be read: {error}"
         for (model, other), speeds in rows.items():
             found.setdefault(model, {})[other] = sum(speeds)
-    return found, ""
+    return found, None
 
 
-def unfit(profile: Profile, source: str) -> str:
-    """Return why a profile that can be read should not be believed, else ""."""
+def misfit_reason(profile: Profile, source: str) -> str | None:
+    """Return the reason for which a readable profile is implausible; None if it is plausible."""
     grid = profile.cpus_per_gpu
     for row, (less, more) in enumerate(pairwise(profile.throughput)):
-        if any(b < a * (1 - DIP) for a, b in zip(less, more, strict=True)):
+        if any(b < a * (1 - MAX_DIP) for a, b in zip(less, more, strict=True)):
             return f"{source}: {profile.model} is slower with {grid[row + 1]:g} CPUs a GPU than with {grid[row]:g}"
     sizes = profile.memory_gb_per_gpu
     for values in profile.throughput:
         for column, (a, b) in enumerate(pairwise(values)):
-            if b < a * (1 - DIP):
+            if b < a * (1 - MAX_DIP):
                 return f"{source}: {profile.model} is slower with {sizes[column + 1]:g} GB a GPU than {sizes[column]:g}"
-    return ""
+    return None
 
 
-def _once(entries: Iterable[Entry]) -> Iterator[Entry]:
+def _without_duplicates(entries: Iterable[Entry]) -> Iterator[Entry]:
     """Yield the entries; a model that an earlier file has for the same GPU type is refused."""
-    seen: dict[tuple[str, str], str] = {}
+    sources: dict[tuple[str, str], str] = {}
     for entry in entries:
         kind = (entry.model, entry.profile.gpu) if entry.profile is not None else None
-        if kind is None or kind not in seen:
+        if kind is None or kind not in sources:
             yield entry
         else:
-            why = f"{entry.source}: model {quoted(entry.model)} is already in {seen[kind]}"
-            yield entry._replace(profile=None, why=why)
+            problem = f"{entry.source}: model {quoted(entry.model)} is already in {sources[kind]}"
+            yield entry._replace(profile=None, problem=problem)
         if kind is not None:
-            seen.setdefault(kind, entry.source)
+            sources.setdefault(kind, entry.source)
 
 
-def _named(text: str) -> Sequence[tuple[str, Match]]:
-    """Return the models and patterns of a file that is wrong, as far as they can be made out."""
+def _models_in(text: str) -> Sequence[tuple[str, Match]]:
+    """Return the models and patterns of a file with an error, as far as they can be read."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

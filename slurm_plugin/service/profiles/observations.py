@@ -1,8 +1,8 @@
-"""When a running job's iteration time says something of its CPUs: windows in which nothing else changed (pure).
+"""Observations of a running job's speed at its CPUs, each over a window in which nothing else changed (pure).
 
-A window is made of batches of iterations, each long enough for what loaders read ahead. It begins anew when the job's
-CPUs, memory or GPUs change, and rests while the job is away from its GPUs, stops for a checkpoint or shares them;
-iteration times leave out the time in between (see ``Pace``). What follows a start, a turn or a tune does not count.
+A window consists of batches of iterations, each long enough for the data that loaders read ahead. It begins anew when
+the job's CPUs, memory or GPUs change, and rests while the job is away from its GPUs, stops for a checkpoint or shares
+them; iteration times leave out the time in between (see ``Pace``). Time after a start, a turn or a tune is left out.
 """
 
 from __future__ import annotations
@@ -16,33 +16,32 @@ from cadenza.policies.core.model import Gpu, Job, JobKey, Pace
 from cadenza.policies.core.profile import MB_PER_GB
 
 SETTLE_S = 20.0
-"""After a change, until batches that were read ahead with other CPUs are used up."""
-BATCH_S = 3.0
+"""Time after a change until batches that were read ahead with other CPUs are used up."""
+MIN_BATCH_S = 3.0
 """Least time of a batch's iterations together."""
-BATCH = 8
-"""Least iterations of a batch."""
-AHEAD = 2
-"""Batches that a loader reads ahead for each worker, of which it may have one for each CPU."""
-FEWEST, MOST = 4, 12
-"""Batches of a window: it ends when their mean is known well enough, or with the most."""
-ENOUGH = 0.02
+MIN_BATCH_ITERATIONS = 8
+READ_AHEAD_BATCHES = 2
+"""Batches that a loader reads ahead for each worker; it may have one worker for each CPU."""
+MIN_BATCHES, MAX_BATCHES = 4, 12
+"""Batches of a window, which ends between them as soon as its mean is precise enough."""
+TARGET_ERROR = 0.02
 """Standard error of a window's mean, relative to it, at which the window ends."""
-OUTLIER = 1.5
-"""Batches that take so many times the median are left out: a checkpoint of the script's own, an evaluation."""
+OUTLIER_RATIO = 1.5
+"""Batches that take this many times the median are left out: checkpoints or evaluations of the script."""
 
 
 class Setting(NamedTuple):
-    """What must stay the same within a window."""
+    """The resources that must stay the same within a window."""
 
     job: JobKey
     gpus: tuple[Gpu, ...]
     cpus: float
-    """For each GPU, where it has fewest."""
+    """CPUs for each GPU, on the node with fewest."""
     memory_gb: float
-    """The same of memory."""
+    """Memory for each GPU, on the node with least."""
 
 
-class Sight(NamedTuple):
+class Observation(NamedTuple):
     """The mean iteration time of one window; ``error`` is its standard error, relative to it."""
 
     setting: Setting
@@ -56,20 +55,25 @@ class Batch(NamedTuple):
     iterations: int
     iteration_s: float
 
+    @property
+    def busy_s(self) -> float:
+        """Return the time of its iterations together."""
+        return self.iterations * self.iteration_s
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One job's window so far; ``since_s`` is when its setting began, seconds since the epoch."""
+    """One job's window so far; its setting began at ``since_s``, seconds since the epoch."""
 
     setting: Setting
     since_s: float
     mark: Pace | None = None
-    """The pace at which the batch under way began."""
+    """The pace at the start of the batch under way."""
     batches: tuple[Batch, ...] = ()
 
 
-def watch(window: Window | None, job: Job, now_s: float) -> tuple[Window | None, Sight | None]:
-    """Return a job's window as of now, and what it has shown when it is complete."""
+def watch(window: Window | None, job: Job, now_s: float) -> tuple[Window | None, Observation | None]:
+    """Return a job's window as of now, and its observation when the window is complete."""
     setting, pace = setting_of(job), _pace(job)
     if setting is None or pace is None:
         return replace(window, mark=None) if window is not None else None, None
@@ -81,15 +85,17 @@ def watch(window: Window | None, job: Job, now_s: float) -> tuple[Window | None,
     if mark is None or pace.window_s < mark.window_s or pace.iterations < mark.iterations:
         return replace(window, mark=pace), None
     batch = _between(mark, pace)
-    if batch.iterations < max(BATCH, AHEAD * ceil(setting.cpus * job.gpus)) or _busy_s(batch) < BATCH_S:
+    if batch.iterations < max(
+        MIN_BATCH_ITERATIONS, READ_AHEAD_BATCHES * ceil(setting.cpus * job.gpus)
+    ) or batch.busy_s < MIN_BATCH_S:
         return window, None
     window = replace(window, mark=pace, batches=(*window.batches, batch))
-    sight = _sight(window)
-    return (window, None) if sight is None else (replace(window, batches=()), sight)
+    observation = _observation(window)
+    return (window, None) if observation is None else (replace(window, batches=()), observation)
 
 
 def setting_of(job: Job) -> Setting | None:
-    """Return what a running job has for each GPU: as its agents have set it, else as it was placed."""
+    """Return a running job's resources for each GPU: as its agents have set them, else as it was placed."""
     lease, placement = job.lease, job.placement
     if lease is None or job.state != "RUNNING" or not placement or any(share.gpus < 1 for share in placement):
         return None
@@ -100,7 +106,7 @@ def setting_of(job: Job) -> Setting | None:
 
 
 def _pace(job: Job) -> Pace | None:
-    """Return the pace of a job that has its GPUs to itself, None for one that is away, stops or shares them."""
+    """Return the pace of a job that has its GPUs alone; None while it is away, stops or shares them."""
     lease = job.lease
     if lease is None or lease.state != "held" or lease.pace is None or lease.pace.beside:
         return None
@@ -113,18 +119,15 @@ def _between(mark: Pace, now: Pace) -> Batch:
     return Batch(count, spent_s / count) if count and spent_s > 0 else Batch(0, 0.0)
 
 
-def _busy_s(batch: Batch) -> float:
-    return batch.iterations * batch.iteration_s
-
-
-def _sight(window: Window) -> Sight | None:
-    """Return the window's mean when it is known well enough, or will not get better."""
+def _observation(window: Window) -> Observation | None:
+    """Return the window's mean once it is precise enough or has the most batches."""
     batches = window.batches
-    if len(batches) < FEWEST:
+    if len(batches) < MIN_BATCHES:
         return None
     middle = median(batch.iteration_s for batch in batches)
-    kept = [batch for batch in batches if batch.iteration_s <= OUTLIER * middle]
-    mean = sum(map(_busy_s, kept)) / sum(batch.iterations for batch in kept)
+    kept = [batch for batch in batches if batch.iteration_s <= OUTLIER_RATIO * middle]
+    mean = sum(batch.busy_s for batch in kept) / sum(batch.iterations for batch in kept)
     spread = stdev(batch.iteration_s for batch in kept) if len(kept) > 1 else mean
     error = spread / mean / sqrt(len(kept))
-    return Sight(window.setting, mean, error) if error <= ENOUGH or len(batches) >= MOST else None
+    precise = error <= TARGET_ERROR or len(batches) >= MAX_BATCHES
+    return Observation(window.setting, mean, error) if precise else None
