@@ -22,7 +22,7 @@ from cadenza.policies.inputs.published import gandiva_table1
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.ordering.ranking import Queue, Ranking
 from cadenza.policies.round import run_round
-from cadenza.policies.sharing.pipeline import decide
+from cadenza.policies.sharing.pipeline import Pipeline, stages_of
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 from cadenza.policies.simulator.job import PARTITION, Live
 from cadenza.policies.simulator.run_values import Setup
@@ -128,9 +128,8 @@ class Search:
         pairs = packing_pairs({"lenet": lenet_profile()}, gandiva_table1())
         setup = Setup(round_s=ROUND_S, lanes=LANES, interference=pairs)
         settings, functions = SHARING, GandivaSettings()
-        policy = Policy(
-            "search", lambda now, memory: decide(now, memory, settings, functions, self.order, proportional)
-        )
+        stages = stages_of("gandiva", settings, functions, allocates=True)
+        policy = Policy("search", Pipeline(stages, settings, functions, self.order, proportional).decide)
         world = drive(self.jobs, CLUSTER, policy, setup, self.look)
         return (self.found_s if self.found_s is not None else world.now_s) / 60
 

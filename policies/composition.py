@@ -6,22 +6,22 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from cadenza.policies.allocation.problem import Allocate, Case, Costs, Plan, Server
-from cadenza.policies.core.actions import Action, Migrate, Place, Requeue, Resize, Tune, Unpack, Unsuspend
+from cadenza.policies.core.actions import Action, Migrate, Place, Requeue, Tune, Unpack, Unsuspend
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Placement, Share
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Placement
 from cadenza.policies.ordering.backlog import Backlog
 from cadenza.policies.ordering.ranking import Order, Queue, Ranking
 from cadenza.policies.ordering.sort_keys import arrival
 from cadenza.policies.ordering.starvation import starving_first
-from cadenza.policies.registry import KEEP_REQUESTS, allocation, entry, ordering
-from cadenza.policies.relocation.executor import moving
+from cadenza.policies.registry import KEEP_REQUESTS, Entry, allocation, entry, ordering
+from cadenza.policies.relocation.executor import Relocation
 from cadenza.policies.request_sizing import as_sized, requests
 from cadenza.policies.round import Decide
-from cadenza.policies.sharing import pipeline as gandiva
+from cadenza.policies.sharing.pipeline import Pipeline, stages_of
 from cadenza.policies.sharing.placement.host_division import caches_mb
+from cadenza.policies.sharing.state.groups import standing
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings, held_for_us
 from cadenza.policies.sharing.turns.lanes import lane_actions
-from cadenza.policies.sharing.turns.slurm_sync import decide as timeslice
 from cadenza.policies.sharing.turns.slurm_sync import release_plan
 
 
@@ -81,68 +81,87 @@ def build(order: str, allocate: str, share: str = "none", settings: PolicySettin
     sharing, allocates = rules.steered, allocate != KEEP_REQUESTS
     turns = "" if share == "none" or sharing.turns == "fair" else f", turns by {sharing.turns}"
     name = f"{order}/{allocate}" + ("" if share == "none" else f"/{share}{turns}")
-    runnable: Callable[[ClusterSnapshot, Memory], tuple[JobKey, ...]] | None = None
-    decide: Decide
+    sizes = rules.size_pending and allocation_entry.profiled
     if share == "none" and sharing.places and allocates:
-        steady = ordering_entry.steady
-        exclusive = _Exclusive(
-            ordering(order), allocation(allocate), rules, profiled=allocation_entry.profiled, steady=steady
-        )
-        runnable = exclusive.runnable if steady and allocation_entry.steady else None
-        decide = _exclusive(exclusive.decide, sharing) if sharing.floor else exclusive.decide
-    elif share == "none":
-        decide = _unshared(order, allocate, rules)
-    elif (order, allocate, share) == ("fifo", KEEP_REQUESTS, "timeslice"):
-        decide = lambda snapshot, memory: timeslice(snapshot, memory, sharing)  # noqa: E731
-    else:
-        if not allocates:
-            rules = replace(
-                rules, gandiva=replace(rules.gandiva, relieve=False), sharing=replace(rules.sharing, floor=True)
-            )
-        decide = _shared(ordering(order), allocation(allocate), rules, alone=share == "timeslice")
-        decide = decide if allocates else _as_asked(decide)
-    if share != "gandiva":
-        decide = _parted(decide)
-    if rules.size_pending and allocation_entry.profiled:
-        decide, runnable = _sized(decide, sharing), None
-    if rules.phased_moves:
-        decide, runnable = moving(decide, warm=rules.prefetch), None
-    return Policy(name, decide, None if sharing.floor else runnable)
-
-
-def _shared(order: Order, allocate: Allocate, rules: PolicySettings, *, alone: bool) -> Decide:
-    """Return Gandiva's decide; with ``alone`` time slices and placement only."""
-    sharing = rules.steered
-    functions = rules.gandiva
-    if alone:
-        off = dict.fromkeys(("pack", "migrate", "defrag", "elastic", "relieve"), False)
-        functions = replace(functions, **off)
+        exclusive = _Exclusive(ordering(order), allocation(allocate), rules, allocation_entry, ordering_entry)
+        policy = _Composed(rules, exclusive.decide, sizes)
+        plain = not (sizes or rules.phased_moves or sharing.floor)
+        steady = plain and ordering_entry.steady and allocation_entry.steady
+        return Policy(name, policy.decide, exclusive.runnable if steady else None)
+    if not allocates:
+        sharing = replace(sharing, floor=True)  # jobs have all that they asked for
+    stages = stages_of(share, sharing, rules.gandiva, allocates=allocates)
+    pipeline = Pipeline(stages, sharing, rules.gandiva, ordering(order), allocation(allocate))
 
     def decide(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
-        used = _with_usage(memory, snapshot, rules.usage_half_life_s)
-        return gandiva.decide(snapshot, used, sharing, functions, order, allocate)
+        return pipeline.decide(snapshot, _with_usage(memory, snapshot, rules.usage_half_life_s))
 
-    return decide
+    return Policy(name, _Composed(rules, decide, sizes).decide)
+
+
+@dataclass(frozen=True, slots=True)
+class _Composed:
+    """A policy with what surrounds it: moves over several rounds, and the requests of pending jobs."""
+
+    settings: PolicySettings
+    policy: Decide
+    sizes: bool
+    """True if pending jobs ask for what their profiles say."""
+
+    def decide(self, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
+        """Return one round's decision."""
+        # 1. Moves take their next step; the policy sees which jobs are on their way.
+        relocation = Relocation.of(snapshot, memory) if self.settings.phased_moves else None
+        seen = relocation.snapshot if relocation is not None else snapshot
+        # 2. Pending jobs ask for what their profiles say, and the policy sees them as if they had.
+        sizes = requests(seen, memory, self.settings.steered) if self.sizes else {}
+        # 3. Order, allocation and sharing.
+        decision = self.policy(as_sized(seen, sizes), memory)
+        # 4. Jobs that are placed get what they need there; others ask for it.
+        if sizes:
+            placed = {action.job for action in decision.actions if isinstance(action, Place)}
+            asking = [size for key, size in sizes.items() if key not in placed]
+            said = {size.job: (decision.reasons.get(size.job, ""), size.reason) for size in asking}
+            reasons = {**decision.reasons, **{key: "; ".join(filter(None, texts)) for key, texts in said.items()}}
+            decision = replace(decision, actions=(*asking, *decision.actions), reasons=reasons)
+        # 5. Moves begin; while a job is on its way, nothing else is ordered of it.
+        return decision if relocation is None else relocation.join(decision, prefetch=self.settings.prefetch)
 
 
 class _Exclusive:
     """One job a GPU: the first jobs in order that fit run, with what the allocation gives them."""
 
     def __init__(
-        self, order: Order, allocate: Allocate, settings: PolicySettings, *, profiled: bool, steady: bool
+        self, order: Order, allocate: Allocate, settings: PolicySettings, allocation_entry: Entry, ordering_entry: Entry
     ) -> None:
         self.order = order
         self.allocate = allocate
         self.settings = settings
-        self.profiled = profiled
-        self.steady = steady
+        self.profiled = allocation_entry.profiled
+        self.steady = ordering_entry.steady
         self._ranked: tuple[ClusterSnapshot, Memory, _Ranked] | None = None
         self._backlog = Backlog(arrival, self._wanted)
         self._nodes: tuple[Node, ...] = ()
         self._servers: tuple[Server, ...] = ()
 
     def decide(self, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
-        """Return what to start, change and preempt, and a reason for each job."""
+        """Return the jobs to start, change and preempt, and a reason for each job."""
+        if not self.settings.sharing.floor:
+            return self._planned(snapshot, memory)
+        # 1. Only jobs that we may start and requeue count as managed.
+        rules = self.settings.steered
+        found = self._planned(_steerable(snapshot, memory, rules), memory)
+        # 2. What an earlier sharing has left behind ends.
+        groups = standing(memory.sharing.packs, snapshot.by_key)
+        ended = [Unpack(key, "runs alone again: sharing is off") for group in groups for key in group[:-1]]
+        resumed = (a for a in release_plan(snapshot, memory, "sharing is off") if isinstance(a, Unsuspend))
+        lanes = lane_actions(snapshot, memory, replace(rules, enforce=False))
+        # 3. A placement keeps what Slurm's allocation promised to its job.
+        actions = (_enough(action, snapshot) for action in found.actions if not _is_so(action, snapshot))
+        return replace(found, actions=(*ended, *resumed, *lanes, *actions))
+
+    def _planned(self, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
+        """Return the changes from what runs to what the order and the allocation want."""
         used = memory if self.steady else _with_usage(memory, snapshot, self.settings.usage_half_life_s)
         ranked = self._rank(snapshot, used)
         case = Case(
@@ -312,98 +331,7 @@ def _reasons(snapshot: ClusterSnapshot, case: Case, plan: Plan) -> Mapping[JobKe
     return reasons
 
 
-# --- What surrounds a policy ---------------------------------------------------------------------------
-
-
-def _as_asked(decide: Decide) -> Decide:
-    """Return a policy that leaves jobs with the CPUs and memory that they asked for."""
-
-    def decided(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
-        found = decide(snapshot, memory)
-        kept = (action for action in found.actions if not isinstance(action, Tune))
-        return replace(found, actions=tuple(_plain(action, snapshot) for action in kept))
-
-    return decided
-
-
-def _plain(action: Action, snapshot: ClusterSnapshot) -> Action:
-    """Return an action that changes where a job runs, without a change of its CPUs and memory, or of each GPU's."""
-    if isinstance(action, Place):
-        return replace(action, shares=())
-    if isinstance(action, Migrate):
-        return replace(action, shares=tuple(share._replace(cpus=0, memory_mb=0) for share in action.shares))
-    job = snapshot.job(action.job) if isinstance(action, Resize) else None
-    if isinstance(action, Resize) and job is not None and job.gpus:
-        return replace(action, shares=tuple(_as_much(job, share) for share in action.shares))
-    return action
-
-
-def _as_much(job: Job, share: Share) -> Share:
-    """Return a share with as many CPUs and as much memory for each GPU as a job has now."""
-    cpus, memory_mb = job.cpus * share.gpus // job.gpus, job.memory_mb * share.gpus // job.gpus
-    return share._replace(cpus=max(cpus, 1), memory_mb=max(memory_mb, 1))
-
-
-def _sized(decide: Decide, rules: SharingSettings) -> Decide:
-    """Return a policy that has pending jobs ask for what their profiles say; those that it places get it there."""
-
-    def decided(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
-        sizes = requests(snapshot, memory, rules)
-        found = decide(as_sized(snapshot, sizes), memory)
-        placed = {action.job for action in found.actions if isinstance(action, Place)}
-        wanted = [size for key, size in sizes.items() if key not in placed]
-        reasons = {**found.reasons}
-        for size in wanted:
-            reasons[size.job] = "; ".join(filter(None, (reasons.get(size.job, ""), size.reason)))
-        return replace(found, actions=(*wanted, *found.actions), reasons=reasons)
-
-    return decided
-
-
-def _parted(decide: Decide) -> Decide:
-    """Return a policy that does not pack, with packs of an earlier setting ended."""
-
-    def decided(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
-        found = decide(snapshot, memory)
-        done = {action.job for action in found.actions if isinstance(action, Unpack)}
-        left = (key for pack in memory.sharing.packs for key in pack[:-1] if key not in done)
-        parted = tuple(Unpack(key, "runs in turns again: packing is off") for key in left)
-        return replace(found, actions=(*parted, *found.actions)) if parted else found
-
-    return decided
-
-
-# --- One job a GPU -------------------------------------------------------------------------------------
-
-
-def _unshared(order: str, allocate: str, rules: PolicySettings) -> Decide:
-    """Return a policy under which Slurm starts every job, and what runs is tuned, or moved where that is no help."""
-    closed = replace(rules.steered, enforce=False)
-    functions = replace(rules.gandiva, pack=False, migrate=False, defrag=False, elastic=False)
-    relief = replace(rules, gandiva=functions)
-    allocates = allocate != KEEP_REQUESTS
-    tune = _shared(ordering(order), allocation(allocate), relief, alone=False) if allocates else None
-
-    def decided(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
-        undone = release_plan(snapshot, memory, "sharing is off")
-        found = tune(snapshot, memory) if tune is not None else Decision((), memory)
-        changes = (action for action in found.actions if isinstance(action, Tune | Migrate))
-        return replace(found, actions=(*undone, *lane_actions(snapshot, memory, closed), *changes))
-
-    return decided
-
-
-def _exclusive(decide: Decide, rules: SharingSettings) -> Decide:
-    """Return a policy that places every job on lane 0, by order and allocation, and requeues those it preempts."""
-    closed = replace(rules, enforce=False)
-
-    def decided(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
-        found = decide(_steerable(snapshot, memory, rules), memory)
-        resumed = (a for a in release_plan(snapshot, memory, "sharing is off") if isinstance(a, Unsuspend))
-        actions = (_enough(action, snapshot) for action in found.actions if not _is_so(action, snapshot))
-        return replace(found, actions=(*resumed, *lane_actions(snapshot, memory, closed), *actions))
-
-    return decided
+# --- Jobs that may not be steered, and promises to those that may ---------------------------------------
 
 
 def _steerable(snapshot: ClusterSnapshot, memory: Memory, rules: SharingSettings) -> ClusterSnapshot:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Place, Release, Size, Suspend, Yield
-from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.actions import (
+    Action,
+    DrainNode,
+    Migrate,
+    OpenNode,
+    Pack,
+    Place,
+    Release,
+    Resize,
+    Size,
+    Suspend,
+    Yield,
+)  # fmt: skip
+from cadenza.policies.core.decision import Memory, SharingMemory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
 from cadenza.policies.relocation.phases import acted as moves_after
-from cadenza.policies.sharing.packing.groups import remember_sharing
+from cadenza.policies.sharing.elastic.feedback import noted
+from cadenza.policies.sharing.state.groups import after
 
 
 def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapshot) -> Memory:
@@ -41,7 +54,7 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
         },
         drained=frozenset((drained | {action.node for action in acted if isinstance(action, DrainNode)}) - opened),
         moves=moves_after(memory.moves, acted, snapshot.time_s),
-        sharing=remember_sharing(memory.sharing, acted, snapshot),
+        sharing=_remember_sharing(memory.sharing, acted, snapshot),
         last_yield_s={key: at for key, at in (*memory.last_yield_s.items(), *yields.items()) if key in alive},
     )
 
@@ -55,3 +68,30 @@ def _still_ours(key: JobKey, job: Job) -> bool:
         return True
     later = job.key.id == key.id and job.key.restart - key.restart in (0, 1)
     return later and (job.state == "OTHER" or job.held)
+
+
+def _remember_sharing(memory: SharingMemory, actions: Sequence[Action], snapshot: ClusterSnapshot) -> SharingMemory:
+    """Return the memory with a round's packs and moves added and everything of jobs that are gone dropped."""
+    jobs = snapshot.by_key
+    moves = [a for a in actions if isinstance(a, Migrate | Resize) and a.job in jobs and jobs[a.job].lease is not None]
+    if memory == _NOTHING and not moves and not any(isinstance(action, Pack) for action in actions):
+        return memory
+    ids = {key.id for key in jobs}
+    moved = dict(memory.moved_s) | {action.job.id: snapshot.time_s for action in moves}
+    resized = [jobs[action.job] for action in moves if isinstance(action, Resize)]
+    gpus = {job.key.id: job.gpus for job in resized} | dict(memory.asked_gpus)
+    nodes = {job.key.id: job.num_nodes for job in resized if job.num_nodes > 1} | dict(memory.asked_nodes)
+    return replace(
+        memory,
+        packs=tuple(group for group in after(memory.packs, actions) if jobs.keys() >= set(group)),
+        lost=tuple(pair for pair in memory.lost if (pair.model and pair.other_model) or jobs.keys() >= set(pair[:2])),
+        alone=tuple(row for row in memory.alone if row.job in jobs),
+        loans=tuple(loan for loan in memory.loans if loan.job in jobs),
+        moved_s=tuple(sorted((number, at_s) for number, at_s in moved.items() if number in ids)),
+        growths=noted(memory.growths, actions, snapshot),
+        asked_gpus=tuple(sorted(row for row in gpus.items() if row[0] in ids)),
+        asked_nodes=tuple(sorted(row for row in nodes.items() if row[0] in ids)),
+    )
+
+
+_NOTHING = SharingMemory()

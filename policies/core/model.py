@@ -206,6 +206,15 @@ class Standing(NamedTuple):
     """Whether Slurm may start it now, if it is not held."""
 
 
+class Relocating(NamedTuple):
+    """A job on its way to other nodes or another size; only decisions see this, recorded snapshots do not."""
+
+    destination: Placement
+    """Empty: it makes way, and is left to the policy once it is requeued."""
+    arriving: bool = False
+    """True once it is placed there and only Slurm has to start it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One job as Slurm and the agents report it. Memory in MB, times in seconds since the epoch."""
@@ -253,6 +262,7 @@ class Job:
     placement: Placement = ()
     """What a running job has now; empty when the books show no more than ``nodes``."""
     progress: Progress | None = None
+    relocating: Relocating | None = None
 
     @property
     def opted_in(self) -> bool:

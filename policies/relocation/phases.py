@@ -60,6 +60,17 @@ class Step(NamedTuple):
     action: Action | None = None
     sentence: str = ""
 
+    def explain(self, reasons: dict[JobKey, str], before: Mapping[JobKey, str]) -> None:
+        """Set the sentence of the move's job; how a move ended is added to what holds now."""
+        move = self.move
+        if move is None:
+            return
+        if move.phase != "over":
+            reasons[move.successor if move.phase in ("placed", "leaving") else move.job] = self.sentence
+        else:
+            key = next((key for key in before if key.id == move.job.id), move.successor)
+            reasons[key] = "; ".join(filter(None, (reasons.get(key, ""), move.outcome)))
+
 
 Rule: TypeAlias = Callable[[Move, ClusterSnapshot, Memory], Step]
 

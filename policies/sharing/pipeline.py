@@ -1,286 +1,142 @@
-"""Gandiva in full (OSDI'18, §3, §4): slices, placement, packing, migration, defragmentation and grow-shrink.
+"""Stages of sharing (Gandiva, OSDI'18, §3, §4): a decision is a tuple of stages over one state.
 
-One round: packs are judged and made, turns are taken, grown jobs shrink for those that wait, held jobs are placed
-in the ordering's order, jobs move to where they are better off, and the holders of each host divide its CPUs and
-memory by the allocation.
+This file says what a round does, in which order. A part that is switched off is a stage that is not in the tuple.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from cadenza.policies.allocation.problem import Allocate
-from cadenza.policies.core.actions import Action, Migrate, Place, Resize, Suspend, Tune, Unpack, Yield
-from cadenza.policies.core.decision import Decision, Memory, SharingMemory
-from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, Progress
-from cadenza.policies.ordering.ranking import Order, Queue
-from cadenza.policies.relocation.phases import pinned_by_owner
-from cadenza.policies.sharing.elastic.cpu_loans import Judge, Lending
-from cadenza.policies.sharing.elastic.feedback import Growths
-from cadenza.policies.sharing.elastic.resize import grow, shrink, spare_since, undo_growth, why_its_size_stays
-from cadenza.policies.sharing.migration.bottleneck import relieve
-from cadenza.policies.sharing.migration.defragment import Rooms, empty_hosts
-from cadenza.policies.sharing.migration.rebalance import migrate
-from cadenza.policies.sharing.packing.groups import partners, standing, units
-from cadenza.policies.sharing.packing.pair_search import Packing, Terms, packing
-from cadenza.policies.sharing.placement.affinity import Placed, held_jobs, place_on
-from cadenza.policies.sharing.placement.host_division import Sharing, startable, tunes, with_shares
-from cadenza.policies.sharing.placement.reservations import book_starting, seated, startable_now
-from cadenza.policies.sharing.state.budget import Moves
-from cadenza.policies.sharing.state.host import HostBook, books
-from cadenza.policies.sharing.state.measurement import Rule
-from cadenza.policies.sharing.state.pending import book_moves, queued, under_way
+from cadenza.policies.allocation.proportional import proportional
+from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.model import ClusterSnapshot
+from cadenza.policies.ordering.fifo import fifo
+from cadenza.policies.ordering.ranking import Order
+from cadenza.policies.sharing.elastic.cpu_loans import review_cpu_loans
+from cadenza.policies.sharing.elastic.feedback import review_growth
+from cadenza.policies.sharing.elastic.resize import explain_sizes, grow, shrink_for_pending, undo_growth
+from cadenza.policies.sharing.migration.bottleneck import relieve_bottlenecks
+from cadenza.policies.sharing.migration.defragment import (
+    defragment_for_lanes,
+    defragment_for_queue,
+    empty_hosts,
+    open_defragmentation,
+)
+from cadenza.policies.sharing.migration.rebalance import even_out, rebalance
+from cadenza.policies.sharing.packing.pair_search import end_packs, pack_and_unpack
+from cadenza.policies.sharing.placement.affinity import list_pending, place_pending
+from cadenza.policies.sharing.placement.host_division import divide_hosts, keep_requests
+from cadenza.policies.sharing.placement.reservations import hold_until_startable, reserve_pending_moves
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
-from cadenza.policies.sharing.turns.lanes import lane_actions
-from cadenza.policies.sharing.turns.slurm_sync import View, turn_actions, view_reasons
+from cadenza.policies.sharing.state.sharing_state import SharingState
+from cadenza.policies.sharing.turns.lanes import close_lanes, drain_or_open_lanes
+from cadenza.policies.sharing.turns.slurm_sync import explain, release_all, sync_slurm, take_turns
+
+Stage: TypeAlias = Callable[[SharingState], None]
+
+GANDIVA: tuple[Stage, ...] = (
+    review_cpu_loans,  # 1. jobs that lend CPUs, compared with what they were promised
+    review_growth,  # 2. jobs that have grown, compared with their speed before
+    reserve_pending_moves,  # 3. jobs on their way keep their place
+    pack_and_unpack,  # 4. jobs that share GPUs at once
+    take_turns,  # 5. jobs that have GPUs once this round is done
+    list_pending,  # 6. jobs that wait for GPUs, in order
+    shrink_for_pending,  # 7. grown jobs give GPUs back
+    open_defragmentation,  # 8. placement may make room
+    place_pending,  # 9. hosts of held jobs
+    hold_until_startable,  # 10. placements that must wait for a move
+    defragment_for_queue,  # 11. room for jobs that Slurm cannot start
+    undo_growth,  # 12. growth that did not pay
+    rebalance,  # 13. jobs move to idle GPUs, together, and away from higher priorities
+    even_out,  # 14. hosts of one class get equally many jobs
+    defragment_for_lanes,  # 15. room for jobs without a lease
+    empty_hosts,  # 16. free hosts for large jobs
+    grow,  # 17. jobs take idle GPUs
+    relieve_bottlenecks,  # 18. jobs leave hosts that slow them
+    divide_hosts,  # 19. CPUs and memory of each host
+    explain_sizes,  # 20. reasons of sizes that stay
+    sync_slurm,  # 21. yields, resumes, and Slurm's allocation
+    drain_or_open_lanes,  # 22. further lanes
+    explain,  # 23. a sentence for every job
+)
+TIMESLICE: tuple[Stage, ...] = (
+    review_cpu_loans,  # 1. jobs that lend CPUs, compared with what they were promised
+    reserve_pending_moves,  # 2. jobs on their way keep their place
+    end_packs,  # 3. packs of an earlier setting
+    take_turns,  # 4. jobs that have GPUs once this round is done
+    list_pending,  # 5. jobs that wait for GPUs, in order
+    place_pending,  # 6. hosts of held jobs
+    hold_until_startable,  # 7. placements that must wait for a move
+    divide_hosts,  # 8. CPUs and memory of each host
+    sync_slurm,  # 9. yields, resumes, and Slurm's allocation
+    drain_or_open_lanes,  # 10. further lanes
+    explain,  # 11. a sentence for every job
+)
+UNSHARED: tuple[Stage, ...] = (
+    review_cpu_loans,  # 1. jobs that lend CPUs, compared with what they were promised
+    reserve_pending_moves,  # 2. jobs on their way keep their place
+    end_packs,  # 3. packs of an earlier setting
+    take_turns,  # 4. jobs that have GPUs; no order follows from it
+    list_pending,  # 5. jobs that wait for GPUs
+    relieve_bottlenecks,  # 6. jobs leave hosts that slow them
+    divide_hosts,  # 7. CPUs and memory of each host
+    explain,  # 8. a sentence for every job
+    release_all,  # 9. our suspends and holds are undone
+    close_lanes,  # 10. no further lane is open
+)
+"""Slurm starts every job on GPUs of its own; running jobs are tuned, and moved where that does not suffice."""
+STAGES = {"gandiva": GANDIVA, "timeslice": TIMESLICE, "none": UNSHARED}
 
 
-def decide(
-    snapshot: ClusterSnapshot,
-    memory: Memory,
-    settings: SharingSettings,
-    gandiva: GandivaSettings,
-    order: Order,
-    allocate: Allocate,
-) -> Decision:
-    """Return one round's actions, memory, and a reason for every job that opted in.
+def stages_of(
+    share: str, settings: SharingSettings, gandiva: GandivaSettings, *, allocates: bool
+) -> tuple[Stage, ...]:
+    """Return the stages of a sharing by name without the parts that are switched off.
 
-    ``order`` ranks held jobs of one priority for placement; ``allocate`` divides each host among those that hold
-    its GPUs. In observe-only the decision is what would be done, as with time slices alone.
+    ``allocates``: an allocation gives out CPUs and memory; otherwise jobs keep what they asked for.
     """
-    managed = _managed(snapshot, memory, settings)
-    lending, memory = _judged(managed, snapshot, memory, settings, gandiva)
-    hosts = books(snapshot, settings, units(standing(memory.sharing.packs, managed)))
-    moving = under_way(memory.moves)
-    book_moves(hosts, snapshot, moving)
-    book_starting(hosts, snapshot, memory, settings, moving)
-    packed = packing(managed, memory.sharing, _terms(snapshot, settings, gandiva, hosts))
-    ranks = _ranks(snapshot, memory, settings, order)
-    first = ranks if settings.turns == "order" else None
-    view = View.of(snapshot, memory, settings, partners(packed.packs), packed.leaving(managed), first)
-    waiting = [job for job in held_jobs(snapshot, memory, settings, ranks) if job.key.id not in moving]
-    queue = [*waiting, *(job for job in queued(snapshot, settings) if job.key.id not in moving)]
-    moves = _moves(snapshot, memory, settings, gandiva, (managed, hosts, view, packed))
-    moves.fixed |= {job.key for job in snapshot.jobs if job.key.id in moving}
-    shrink(moves, queue)
-    rooms = Rooms(moves, settled=all(move.phase == "placed" for move in moving.values()))
-    placed = place_on(hosts, waiting, settings, by_gpu=True, otherwise=rooms.make_for)
-    if moving or rooms.made:
-        placed = startable_now(placed, snapshot, settings)
-    rooms.make_for_queued(queue[len(waiting) :])
-    spare = _rearrange(moves, rooms, alone=not queue)
-    sharing = _Round(snapshot, managed, packed, view, moves, placed, lending)
-    if not queue and not moves.actions:
-        relieve(moves, sharing.division(ranks, allocate))
-    tuned, moved, starts = sharing.shares(ranks, allocate)
-    actions = (
-        *lane_actions(snapshot, memory, settings),
-        *packed.actions,
-        *(action for action in turn_actions(view) if not _outdated(action, moves)),
-        *moved,
-        *tuned,
-        *starts,
-    )
-    return Decision(actions, replace(memory, sharing=_learned(memory, packed, spare)), sharing.reasons())
-
-
-def _rearrange(moves: Moves, rooms: Rooms, *, alone: bool) -> tuple[tuple[str, float], ...]:
-    """Move who runs; return since when each host has had spare GPUs. ``alone``: nobody waits for any."""
-    undo_growth(moves)
-    migrate(moves)
-    rooms.make_for_lanes()
-    if alone:
-        empty_hosts(moves)
-    spare = spare_since(moves)
-    if alone:
-        grow(moves, spare)
-    return spare
-
-
-# --- What the functions see ----------------------------------------------------------------------------
-
-
-def _managed(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings) -> dict[JobKey, Job]:
-    """Return the jobs with a lease that are ours to move, pack and tune, in order of keys."""
-    found = {
-        job.key: job
-        for job in snapshot.jobs
-        if job.lease is not None
-        and (job.state == "RUNNING" or (job.state == "SUSPENDED" and job.key in memory.suspended))
-        and settings.manages(job)
-        and not job.lease.exclusive
-    }
-    return {key: found[key] for key in sorted(found)}
-
-
-def _terms(
-    snapshot: ClusterSnapshot, settings: SharingSettings, gandiva: GandivaSettings, hosts: Mapping[str, HostBook]
-) -> Terms:
-    sizes = {node.host: node.gpu_memory_gb for node in snapshot.nodes if node.gpu_memory_gb is not None}
-    overloaded = any(host.height > 1 or host.wanted > host.gpus for host in hosts.values())
-    return Terms(snapshot.time_s, settings, gandiva, hosts, sizes, overloaded=overloaded)
-
-
-def _ranks(
-    snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings, order: Order
-) -> dict[JobKey, int]:
-    """Return each managed job's place in the ordering; those without a record of progress have made none."""
-    jobs = tuple(
-        job if job.progress is not None else replace(job, progress=Progress(snapshot.time_s))
-        for job in sorted(snapshot.jobs, key=_key)
-        if job.state in ("PENDING", "RUNNING", "SUSPENDED") and settings.manages(job)
-    )
-    gpus: dict[str, int] = {}
-    for node in sorted(snapshot.nodes, key=lambda node: node.name):
-        if node.lane == 0 and node.up and not node.drained:
-            gpus[node.gpu_type] = gpus.get(node.gpu_type, 0) + node.gpus
-    ranking = order(Queue(snapshot.time_s, jobs, gpus, usage=memory.usage, shares=settings.shares))
-    return {job.key: rank for rank, job in enumerate(ranking.jobs)}
-
-
-def _key(job: Job) -> JobKey:
-    return job.key
-
-
-def _moves(
-    snapshot: ClusterSnapshot,
-    memory: Memory,
-    settings: SharingSettings,
-    gandiva: GandivaSettings,
-    so_far: tuple[Mapping[JobKey, Job], Mapping[str, HostBook], View, Packing],
-) -> Moves:
-    managed, hosts, view, packed = so_far
-    changed = {key for action in packed.actions for key in (getattr(action, "jobs", None) or (action.job,))}
-    return Moves(
-        snapshot.time_s,
-        hosts,
-        managed,
-        settings,
-        gandiva,
-        memory.sharing,
-        view.holders,
-        units(packed.packs),
-        fixed=changed | view.leaving | view.giving_back | _pinned(managed, memory),
-    )
-
-
-def _judged(
-    managed: Mapping[JobKey, Job],
-    snapshot: ClusterSnapshot,
-    memory: Memory,
-    settings: SharingSettings,
-    gandiva: GandivaSettings,
-) -> tuple[Lending, Memory]:
-    """Return how loans of CPUs and growth have fared, and the memory with it.
-
-    Without a floor jobs are promised their proportional shares only, so nobody lends.
-    """
-    rule = Rule.under(settings, gandiva)
-    lending = Lending()
-    if settings.floor and gandiva.introspective:
-        types = {node.name: node.gpu_type for node in snapshot.nodes}
-        lending = Judge(snapshot.time_s, rule.window_s, types).look(managed, memory.sharing.loans)
-    growths = Growths(memory.sharing.growths, rule, snapshot.time_s, gandiva.pack_again_s).judged(managed)
-    return lending, replace(memory, sharing=replace(memory.sharing, loans=lending.loans, growths=growths))
-
-
-def _pinned(managed: Mapping[JobKey, Job], memory: Memory) -> set[JobKey]:
-    """Return the jobs whose owners want them where they are."""
-    return {key for key, job in managed.items() if pinned_by_owner(job, memory)}
-
-
-# --- What comes of it ----------------------------------------------------------------------------------
-
-
-def _outdated(action: Action, moves: Moves) -> bool:
-    """Whether a turn's action is about a job that moves: it may get GPUs at once where it goes, or stops anyway."""
-    if isinstance(action, Yield):
-        return any(action.job == move.job for move in moves.actions if isinstance(move, Resize))
-    return isinstance(action, Suspend) and any(action.job == move.job for move in moves.actions)
-
-
-def _learned(memory: Memory, packed: Packing, spare: tuple[tuple[str, float], ...]) -> SharingMemory:
-    """Return what to remember; packs and moves are added once they have left."""
-    return replace(memory.sharing, packs=packed.before, lost=packed.lost, alone=packed.alone, spare_s=spare)
+    aware = gandiva.introspective
+    off: set[Stage] = set() if aware else {even_out}
+    if not (aware and allocates and settings.floor):
+        off.add(review_cpu_loans)
+    if not (aware and gandiva.elastic):
+        off |= {review_growth, shrink_for_pending, undo_growth, grow, explain_sizes}
+    if not (aware and gandiva.defrag):
+        off |= {open_defragmentation, defragment_for_queue, defragment_for_lanes, empty_hosts}
+    if not gandiva.migrate:
+        off |= {rebalance, even_out}
+    if not (aware and gandiva.relieve and allocates):
+        off.add(relieve_bottlenecks)
+    instead: dict[Stage, Stage] = {}
+    if not (aware and gandiva.pack):
+        instead[pack_and_unpack] = end_packs
+    if not allocates:
+        instead[divide_hosts] = keep_requests
+    return tuple(instead.get(stage, stage) for stage in STAGES[share] if stage not in off)
 
 
 @dataclass(frozen=True, slots=True)
-class _Round:
-    """A round whose turns, placements and moves are made."""
+class Pipeline:
+    """Stages with what they depend on besides the cluster and the memory."""
 
-    snapshot: ClusterSnapshot
-    managed: Mapping[JobKey, Job]
-    packed: Packing
-    view: View
-    moves: Moves
-    placed: Placed
-    lending: Lending
+    stages: tuple[Stage, ...]
+    settings: SharingSettings
+    gandiva: GandivaSettings = field(default_factory=GandivaSettings)
+    order: Order = fifo
+    """Ranks jobs for placement, and for turns where these follow the ordering."""
+    allocate: Allocate = proportional
+    """Divides each host among the jobs that hold its GPUs."""
 
-    def shares(
-        self, ranks: Mapping[JobKey, int], allocate: Allocate
-    ) -> tuple[tuple[Tune, ...], tuple[Migrate | Resize | Unpack, ...], tuple[Place, ...]]:
-        """Return the tunes of running jobs, and the moves and placements with their shares."""
-        division = self.division(ranks, allocate)
-        wanted = division.divide(self.moves.hosts)
-        moving = frozenset(action.job for action in self.moves.actions)
-        floor = self.moves.sharing.floor
-        staying = {key: placement for key, placement in wanted.items() if key not in moving}
-        moved = tuple(
-            replace(a, shares=startable(wanted[a.job], self.moves.hosts, a.job) if floor else wanted[a.job])
-            if a.job in wanted and not isinstance(a, Unpack)
-            else a
-            for a in self.moves.actions
-        )
-        starts = with_shares(self.placed.actions, wanted, division)
-        return tunes(self.managed, staying, self.lending.keeps), moved, starts
+    def decide(self, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
+        """Return one round's actions, memory, and a reason for every job that opted in.
 
-    def division(self, ranks: Mapping[JobKey, int], allocate: Allocate) -> Sharing:
-        """Return how the hosts are divided among those that have GPUs once the moves so far are done."""
-        starting = frozenset(action.job for action in self.placed.actions)
-        there = Counter(key for host in self.moves.hosts.values() for key in host.tenants)
-        return Sharing(
-            self.snapshot.time_s,
-            allocate,
-            {**self.managed, **{job.key: job for job in self.snapshot.jobs if job.key in starting}},
-            holders=self._holders(frozenset(action.job for action in self.moves.actions)),
-            units=units(self.packed.packs),
-            order=ranks,
-            settings=self.moves.sharing,
-            keeps=self.lending.keeps,
-            wide=frozenset(key for key, count in there.items() if count > 1),
-        )
-
-    def _holders(self, moving: frozenset[JobKey]) -> frozenset[JobKey]:
-        """Return who has GPUs once this round is done: by the turns, and who comes to GPUs that are free then.
-
-        Agents give those to the first who comes: jobs that are placed start before jobs that move.
+        In observe-only the decision is what would be done: the guard keeps it from leaving, except for what undoes our
+        own suspends, holds and open lanes.
         """
-        staying = self.view.holders - moving
-        given = {
-            Gpu(host.name, index)
-            for host in self.moves.hosts.values()
-            for key, tenant in host.tenants.items()
-            if key in staying
-            for index in tenant.gpus
-        }
-        found = set(staying)
-        coming = tuple(dict.fromkeys(action.job for action in (*self.placed.actions, *self.moves.actions)))
-        seats = seated(self.moves.hosts, coming)
-        for key in coming:
-            gpus = seats.get(key)
-            if gpus and gpus.isdisjoint(given):
-                found.add(key)
-                given |= gpus
-        return frozenset(found)
-
-    def reasons(self) -> dict[JobKey, str]:
-        """Return a sentence for every job that opted in; what is done to a job now says more than its turn."""
-        found = view_reasons(self.view, self.placed.reasons)
-        for key, job in self.managed.items():
-            more = (why_its_size_stays(self.moves, job), self.lending.keeps.get(key))
-            found[key] = "; ".join(filter(None, (found[key], *more)))
-        said = [*self.packed.reasons.items(), *((action.job, action.reason) for action in self.moves.actions)]
-        found.update((key, reason) for key, reason in said if key in found)
-        return found
+        state = SharingState.of(snapshot, memory, self.settings, self.gandiva, self.order, self.allocate)
+        for stage in self.stages:
+            stage(state)
+        return state.decision()

@@ -12,7 +12,8 @@ from cadenza.policies.core.model import Job, Options, Pace, Progress, Share
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.ledger import remember
 from cadenza.policies.ordering.fifo import fifo
-from cadenza.policies.sharing.pipeline import decide
+from cadenza.policies.relocation.executor import Relocation
+from cadenza.policies.sharing.pipeline import Pipeline, stages_of
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 
 SHARING = SharingSettings(
@@ -98,7 +99,10 @@ def world(*jobs: Job, hosts: tuple[str, ...] = ("a",), lanes: int = 2, **facts):
 
 
 def decided(snapshot, memory=None, gandiva=ALL, sharing=SHARING, order=fifo, allocate=proportional) -> Decision:
-    return decide(snapshot, memory or Memory(), sharing, gandiva, order, allocate)
+    stages = stages_of("gandiva", sharing, gandiva, allocates=True)
+    known = memory or Memory()
+    seen = Relocation.of(snapshot, known).snapshot if known.moves else snapshot
+    return Pipeline(stages, sharing, gandiva, order, allocate).decide(seen, known)
 
 
 def of(kind: type, decision: Decision) -> list:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Node, Options
+from cadenza.policies.relocation.executor import Relocation
 
 NOW = 10_000.0
 
@@ -48,3 +49,13 @@ def cluster(*jobs: Job, nodes: tuple[Node, ...] | None = None, dead: tuple[str, 
     lanes = nodes if nodes is not None else (node(), node(lane=1))
     names = sorted({lane.host for lane in lanes})
     return ClusterSnapshot(NOW, lanes, jobs, tuple(Host(name, agent_alive=name not in dead) for name in names))
+
+
+def moving(decide, *, prefetch: bool = False):
+    """A policy whose moves are carried out round by round."""
+
+    def decided(found: ClusterSnapshot, memory):
+        relocation = Relocation.of(found, memory)
+        return relocation.join(decide(relocation.snapshot, memory), prefetch=prefetch)
+
+    return decided

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from snapshots import NOW, cluster, job, key, lease, node
+from snapshots import NOW, cluster, job, key, lease, moving, node
 
 from cadenza.policies.core.actions import Migrate, Place, Release, Requeue, Save
 from cadenza.policies.core.decision import Decision, Memory, Move
 from cadenza.policies.core.model import Host, JobKey, Options, Share
-from cadenza.policies.relocation.executor import moving
 from cadenza.policies.relocation.phases import WARM_S, acted, advance
 
 KEEPS = lease("held", 0, checkpoints=True)
@@ -184,7 +183,7 @@ def warming_move(**facts):
 
 
 def test_another_host_reads_the_files_before_the_job_is_stopped():
-    wants = moving(lambda _, memory: Decision((Migrate(key(1), THERE, "r"),), memory), warm=True)
+    wants = moving(lambda _, memory: Decision((Migrate(key(1), THERE, "r"),), memory), prefetch=True)
     first, memory = round_of(wants, between_hosts(job(1, lease=KEEPS)), Memory())
     assert first.actions == (Migrate(key(1), THERE, "r", warm=("node2",)),)
     assert memory.moves[0].phase == "warming"
@@ -201,7 +200,7 @@ def test_another_host_reads_the_files_before_the_job_is_stopped():
     ids=["same host", "no agent there", "to no nodes"],
 )
 def test_where_nothing_can_be_read_the_checkpoint_is_ordered_at_once(shares, facts):
-    wants = moving(lambda _, memory: Decision((Migrate(key(1), shares, "r"),), memory), warm=True)
+    wants = moving(lambda _, memory: Decision((Migrate(key(1), shares, "r"),), memory), prefetch=True)
     decision, memory = round_of(wants, between_hosts(job(1, lease=KEEPS), **facts), Memory())
     assert decision.actions == (Migrate(key(1), shares, "r"),)
     assert memory.moves[0].phase == "ordered"

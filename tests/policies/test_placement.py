@@ -10,8 +10,10 @@ from snapshots import NOW, cluster, job, key, node
 
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import Options
-from cadenza.policies.sharing.placement.affinity import place
+from cadenza.policies.sharing.pipeline import Pipeline
+from cadenza.policies.sharing.placement.affinity import list_pending, place_pending
 from cadenza.policies.sharing.state.settings import SharingSettings
+from cadenza.policies.sharing.turns.slurm_sync import explain
 
 HELD = SharingSettings(enforce=True, admission="held", max_priority=10, partitions=frozenset({"gpu"}))
 
@@ -28,6 +30,12 @@ def running(number: int, gpus: int, *nodes: str, **facts):
 def lanes(name: str, *used: int, **facts):
     """A host whose lanes have this many GPUs in use."""
     return tuple(node(name, lane, gpus_used=count, **facts) for lane, count in enumerate(used))
+
+
+def place(snapshot, memory, rules):
+    """Decide with placement alone; Slurm's allocation is a floor, so jobs count with what they asked for."""
+    stages = (list_pending, place_pending, explain)
+    return Pipeline(stages, replace(rules, floor=True)).decide(snapshot, memory)
 
 
 def placed(*jobs, nodes, memory=None, rules=HELD, dead=()):

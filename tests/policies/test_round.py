@@ -27,8 +27,8 @@ from cadenza.policies.core.model import ClusterSnapshot, Options
 from cadenza.policies.guard import GuardSettings
 from cadenza.policies.ledger import remember
 from cadenza.policies.round import run_round
-from cadenza.policies.sharing.state.settings import SharingSettings
-from cadenza.policies.sharing.turns.slurm_sync import decide
+from cadenza.policies.sharing.pipeline import Pipeline, stages_of
+from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 
 
 @dataclass
@@ -121,7 +121,9 @@ PAIR = (
 
 
 def one_round(gateway, records, sharing=SHARING, limits=GUARD):
-    return run_round(gateway, Ticks(), records, lambda s, m: decide(s, m, sharing), limits)
+    stages = stages_of("timeslice", sharing, GandivaSettings(), allocates=False)
+    pipeline = Pipeline(stages, replace(sharing, floor=True))
+    return run_round(gateway, Ticks(), records, pipeline.decide, limits)
 
 
 def test_a_round_decides_guards_applies_and_records():

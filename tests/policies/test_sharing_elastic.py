@@ -12,7 +12,7 @@ from snapshots import NOW, job
 from cadenza.policies.core.actions import Place, Resize, Yield
 from cadenza.policies.core.decision import Memory, Move, SharingMemory
 from cadenza.policies.core.model import JobKey, Options, Share
-from cadenza.policies.sharing.state.budget import sizes
+from cadenza.policies.sharing.state.sharing_state import sizes
 
 ELASTIC = replace(NOTHING, elastic=True)
 GROWS = Options(min_gpus=1, max_gpus=4)

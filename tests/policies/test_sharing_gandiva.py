@@ -18,7 +18,7 @@ from cadenza.policies.inputs.costs import SimCosts
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.ordering.fifo import fifo
 from cadenza.policies.ordering.srtf import srtf
-from cadenza.policies.sharing.pipeline import decide
+from cadenza.policies.sharing.pipeline import Pipeline, stages_of
 from cadenza.policies.sharing.state.host import books
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 from cadenza.policies.simulator.job import PARTITION
@@ -86,13 +86,15 @@ class Watched:
         for host in books(snapshot, SHARING, {}).values():
             assert host.committed_mb <= host.memory_mb or len(host.tenants) == 1
             assert all(use.gpus <= host.gpus for use in host.use.values())
-        found = decide(snapshot, memory, SHARING, self.gandiva, self.order, proportional)
+        stages = stages_of("gandiva", SHARING, self.gandiva, allocates=True)
+        pipeline = Pipeline(stages, SHARING, self.gandiva, self.order, proportional)
+        found = pipeline.decide(snapshot, memory)
         if self.rng is not None:
             parts = {name: list(getattr(snapshot, name)) for name in ("jobs", "nodes", "hosts")}
             for part in parts.values():
                 self.rng.shuffle(part)
             other = replace(snapshot, **{name: tuple(part) for name, part in parts.items()})
-            assert decide(other, memory, SHARING, self.gandiva, self.order, proportional) == found
+            assert pipeline.decide(other, memory) == found
         assert found.reasons.keys() == {job.key for job in snapshot.jobs}
         self.actions += [type(action).__name__ for action in found.actions]
         return found

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gandiva_rig import NOTHING, SHARING, after, decided, host, key, of, on, profile, world
-from snapshots import NOW, cluster
+from snapshots import NOW, cluster, moving
 
 from cadenza.policies.core.actions import Migrate, Unpack
 from cadenza.policies.core.decision import Memory, SharingMemory
 from cadenza.policies.core.model import Options, Progress
-from cadenza.policies.relocation.executor import moving
 from cadenza.policies.sharing.state.settings import GandivaSettings
 
 MOVE = replace(NOTHING, migrate=True)

@@ -14,13 +14,19 @@ from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import JobKey, Options
 from cadenza.policies.guard import GuardSettings, guard
 from cadenza.policies.ledger import remember
-from cadenza.policies.sharing.state.settings import SharingSettings
-from cadenza.policies.sharing.turns.slurm_sync import decide
+from cadenza.policies.sharing.pipeline import Pipeline, stages_of
+from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 
 some = settings(max_examples=30, deadline=None)
 APPLY = SharingSettings(enforce=True, partitions=frozenset({"gpu"}), max_priority=10)
 HOLDER = job(1, lease=lease("held", 0, held_s=70.0, vtime_s=70.0))
 YIELDED = job(2, nodes=("node1-l1",), lease=lease("yielded", 0, vtime_s=10.0))
+
+
+def decide(snapshot, memory, settings):
+    """Decide as the service does by default: time slices, and every job keeps what it asked for."""
+    stages = stages_of("timeslice", settings, GandivaSettings(), allocates=False)
+    return Pipeline(stages, replace(settings, floor=True)).decide(snapshot, memory)
 
 
 def acts(snapshot, memory=None, settings=APPLY):

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from cadenza.policies.allocation.problem import share_speed
 from cadenza.policies.core.decision import Loan
 from cadenza.policies.core.model import Job, JobKey, Pace
-from cadenza.policies.sharing.state.measurement import LEAST
+from cadenza.policies.sharing.state.measurement import LEAST, Rule
+from cadenza.policies.sharing.state.sharing_state import SharingState
 
 LOSS = 0.03
 """A job that lends may be slower by this part: less is noise."""
@@ -21,6 +22,18 @@ KEEPS_S = 3600.0
 """A loan that was undone, or a measurement with the job's own CPUs, counts so long."""
 SETTLES = 0.25
 """Part of a window after a change that does not count: what loaders have read ahead."""
+
+
+def review_cpu_loans(state: SharingState) -> None:
+    """Compare jobs that lend CPUs with what they were promised.
+
+    Only where Slurm's allocation is a floor: otherwise jobs are promised their proportional shares, and none lends.
+    """
+    types = {node.name: node.gpu_type for node in state.snapshot.nodes}
+    window_s = Rule.under(state.settings, state.gandiva).window_s
+    lending = Judge(state.now_s, window_s, types).look(state.jobs, state.memory.sharing.loans)
+    state.keeps_cpus = lending.keeps
+    state.remember(loans=lending.loans)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,14 @@ from cadenza.policies.core.actions import Action, Resize
 from cadenza.policies.core.decision import Growth
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
 from cadenza.policies.sharing.state.measurement import Rule
+from cadenza.policies.sharing.state.sharing_state import SharingState
+
+
+def review_growth(state: SharingState) -> None:
+    """Compare jobs that have grown with their speed before."""
+    rule = Rule.under(state.settings, state.gandiva)
+    growths = Growths(state.memory.sharing.growths, rule, state.now_s, state.gandiva.pack_again_s)
+    state.remember(growths=growths.judged(state.jobs))
 
 
 def begun(actions: Sequence[Action], jobs: Mapping[JobKey, Job], now_s: float) -> Iterator[Growth]:

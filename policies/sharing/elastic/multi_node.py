@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from cadenza.policies.core.model import Job, Placement
-from cadenza.policies.sharing.state.budget import Moves, share_of
 from cadenza.policies.sharing.state.host import Ask, HostBook, Seat
+from cadenza.policies.sharing.state.sharing_state import SharingState, share_of
 
 
 class Span(NamedTuple):
@@ -30,48 +30,48 @@ class Span(NamedTuple):
         return len(self.hosts) - self.least
 
 
-def span(moves: Moves, job: Job) -> Span | None:
+def span(state: SharingState, job: Job) -> Span | None:
     """Return a job's hosts; None for a job of one host, and for one that has not the same on each."""
-    if moves.asked_nodes(job) < 2:  # noqa: PLR2004 - one host is
+    if state.asked_nodes(job) < 2:  # noqa: PLR2004 - one host is
         return None
-    hosts = tuple(moves.by_node[name] for name in job.nodes if name in moves.by_node)
+    hosts = tuple(state.by_node[name] for name in job.nodes if name in state.by_node)
     tenants = [host.tenants[job.key] for host in hosts if job.key in host.tenants]
-    asks, lanes = {tenant.ask for tenant in tenants}, {moves.lanes[tenant.lane] for tenant in tenants}
+    asks, lanes = {tenant.ask for tenant in tenants}, {state.lanes[tenant.lane] for tenant in tenants}
     if len(tenants) != len(job.nodes) or len(asks) != 1 or len(lanes) != 1:
         return None
-    (ask,), sizes = asks, moves.sizes(job)
+    (ask,), sizes = asks, state.sizes(job)
     return Span(job, ask, hosts, max(-(-sizes[0] // ask.gpus), 1), sizes[-1] // ask.gpus)
 
 
-def give_back(moves: Moves, found: Span, hosts: Collection[HostBook], why: str) -> None:
+def give_back(state: SharingState, found: Span, hosts: Collection[HostBook], why: str) -> None:
     """Continue a job without some of its hosts."""
     leaving = {host.name for host in hosts}
-    moves.respan(found.job, _shares(found, [host for host in found.hosts if host.name not in leaving]), why)
+    state.respan(found.job, _shares(found, [host for host in found.hosts if host.name not in leaving]), why)
     for host in hosts:
         host.leave(host.tenants[found.job.key])
 
 
-def grow_by_hosts(moves: Moves, found: Span, idle: Iterable[HostBook], most: int) -> None:
+def grow_by_hosts(state: SharingState, found: Span, idle: Iterable[HostBook], most: int) -> None:
     """Continue a job on more hosts, of those whose GPUs nobody has, on ``most`` in all."""
-    seats = [(host, seat) for host in idle if (seat := _seat(moves, found, host)) is not None]
+    seats = [(host, seat) for host in idle if (seat := _seat(state, found, host)) is not None]
     more = seats[: max(min(most, found.most) - len(found.hosts), 0)]
     if not more:
         return
     shares = (*_shares(found, found.hosts), *(share_of(seat.node.name, found.ask) for _, seat in more))
     names = ", ".join(host.name for host, _ in more)
-    moves.respan(
+    state.respan(
         found.job, tuple(sorted(shares)), f"grows to {len(shares)} hosts: the GPUs of {names} have been idle"
     )
     for host, seat in more:
         host.enter(found.job, found.ask, seat)
 
 
-def _seat(moves: Moves, found: Span, host: HostBook) -> Seat | None:
+def _seat(state: SharingState, found: Span, host: HostBook) -> Seat | None:
     """Return the GPUs that a job would have on one more host, in its lane and to itself."""
     first, key = found.hosts[0], found.job.key
-    if key in host.tenants or first.lanes[0].gpu_type != host.lanes[0].gpu_type or not moves.takes(host, found.ask):
+    if key in host.tenants or first.lanes[0].gpu_type != host.lanes[0].gpu_type or not state.takes(host, found.ask):
         return None
-    lane, known = moves.lanes[first.tenants[key].lane], all(tenant.gpus for tenant in host.tenants.values())
+    lane, known = state.lanes[first.tenants[key].lane], all(tenant.gpus for tenant in host.tenants.values())
     seats = (seat for seat in host.seats(found.ask) if known and seat.lane == lane and seat.crowd == 0)
     return next(seats, None)
 

@@ -16,9 +16,9 @@ from typing import TypeAlias
 from cadenza.policies.core.decision import Growth
 from cadenza.policies.core.model import Job, JobKey
 from cadenza.policies.sharing.elastic.multi_node import give_back, grow_by_hosts, span
-from cadenza.policies.sharing.state.budget import Moves
 from cadenza.policies.sharing.state.host import Ask, HostBook, Seat, Tenant
 from cadenza.policies.sharing.state.pending import lacks_lease, sized
+from cadenza.policies.sharing.state.sharing_state import SharingState
 
 Plan: TypeAlias = list[tuple[Tenant, int]]
 """Who shrinks on a host, and to how many GPUs there: none means that it leaves the host."""
@@ -28,84 +28,80 @@ UNDECIDED_S = 5.0
 # --- Shrink --------------------------------------------------------------------------------------------
 
 
-def shrink(moves: Moves, waiting: Sequence[Job]) -> None:
-    """Take GPUs from jobs that can do with fewer: for ``waiting``, in their order, then for those without a lease."""
-    if not (moves.gandiva.introspective and moves.gandiva.elastic) or not any(_shrinkable(moves)):
+def shrink_for_pending(state: SharingState) -> None:
+    """Take GPUs from jobs that can do with fewer: for the pending jobs, in order, then for those without a lease."""
+    if not any(state.sizes(job)[0] < job.gpus for job in state.jobs.values()):
         return
     promised: dict[str, int] = {}
-    for job in waiting:
-        _shrink_for(moves, job, promised)
-    for host in moves.hosts.values():
+    for job in (*state.pending, *state.queued):
+        _shrink_for(state, job, promised)
+    for host in state.hosts.values():
         for key in sorted(host.tenants):
             tenant = host.tenants.get(key)  # it may have left for one before it
-            if tenant is not None and _stands(moves, tenant):
-                _shrink_beside(moves, host, tenant)
+            if tenant is not None and _stands(state, tenant):
+                _shrink_beside(state, host, tenant)
 
 
-def _stands(moves: Moves, tenant: Tenant) -> bool:
+def _stands(state: SharingState, tenant: Tenant) -> bool:
     key = tenant.job.key
-    return key in moves.jobs and key not in moves.fixed and key not in moves.packed and lacks_lease(tenant)
+    return key in state.jobs and key not in state.fixed and key not in state.packed and lacks_lease(tenant)
 
 
-def _shrinkable(moves: Moves) -> Iterable[bool]:
-    return (moves.sizes(job)[0] < job.gpus for job in moves.jobs.values())
-
-
-def _shrink_for(moves: Moves, job: Job, promised: dict[str, int]) -> None:
+def _shrink_for(state: SharingState, job: Job, promised: dict[str, int]) -> None:
     """Make room for a job where that takes the fewest; nothing is done where it would not suffice."""
-    if any(job.key in host.tenants for host in moves.hosts.values()):
+    if any(job.key in host.tenants for host in state.hosts.values()):
         return  # it has been placed, and Slurm is to start it
-    if _undecided(moves, job):
+    if _undecided(state, job):
         return
-    ask = Ask.under(job, moves.sharing)
-    plans = [(host, _room(moves, host, ask, promised.get(host.name, 0))) for host in _open_to(moves, job)]
-    chosen = _chosen(moves, [(host, plan) for host, plan in plans if plan is not None], ask.nodes)
+    ask = Ask.under(job, state.settings)
+    plans = [(host, _room(state, host, ask, promised.get(host.name, 0))) for host in _open_to(state, job)]
+    chosen = _chosen(state, [(host, plan) for host, plan in plans if plan is not None], ask.nodes)
     leaving: dict[JobKey, list[HostBook]] = {}
     for host, plan in chosen:
         for tenant, size in plan:
             if size:
-                _resize(moves, host, tenant, size, f"gives GPUs of {host.name} back: job {job.key} needs them")
+                _resize(state, host, tenant, size, f"gives GPUs of {host.name} back: job {job.key} needs them")
             else:
                 leaving.setdefault(tenant.job.key, []).append(host)
         promised[host.name] = promised.get(host.name, 0) + ask.gpus
     for key, hosts in leaving.items():
-        _leave(moves, moves.jobs[key], hosts, f"job {job.key} needs them")
+        _leave(state, state.jobs[key], hosts, f"job {job.key} needs them")
 
 
-def _undecided(moves: Moves, job: Job) -> bool:
+def _undecided(state: SharingState, job: Job) -> bool:
     """Whether Slurm has not looked at a job yet, which it may start on a further lane: where, decides who shrinks."""
-    new = job.state_reason in ("", "None") and moves.now_s - job.submit_s < UNDECIDED_S
-    return new and moves.sharing.admission == "native"
+    new = job.state_reason in ("", "None") and state.now_s - job.submit_s < UNDECIDED_S
+    return new and state.settings.admission == "native"
 
 
-def _chosen(moves: Moves, plans: Iterable[tuple[HostBook, Plan]], count: int) -> list[tuple[HostBook, Plan]]:
+def _chosen(state: SharingState, plans: Iterable[tuple[HostBook, Plan]], count: int) -> list[tuple[HostBook, Plan]]:
     """Return so many hosts on which the fewest shrink, or none: nobody leaves more hosts than it can spare."""
     found: list[tuple[HostBook, Plan]] = []
     left: Counter[JobKey] = Counter()
     for host, plan in sorted(plans, key=lambda row: (len(row[1]), row[0].name)):
         leaving = [tenant.job for tenant, size in plan if not size]
-        if len(found) < count and all(left[job.key] < _spare(moves, job) for job in leaving):
+        if len(found) < count and all(left[job.key] < _spare(state, job) for job in leaving):
             found.append((host, plan))
             left.update(job.key for job in leaving)
     return found if len(found) == count else []
 
 
-def _open_to(moves: Moves, job: Job) -> list[HostBook]:
+def _open_to(state: SharingState, job: Job) -> list[HostBook]:
     """Return the hosts on which a job may start."""
     return [
         host
-        for host in moves.hosts.values()
+        for host in state.hosts.values()
         if host.usable
         and job.partition in host.lanes[0].partitions
         and (not job.required_nodes or any(node.name in job.required_nodes for node in host.lanes))
     ]
 
 
-def _room(moves: Moves, host: HostBook, ask: Ask, promised: int) -> Plan | None:
+def _room(state: SharingState, host: HostBook, ask: Ask, promised: int) -> Plan | None:
     """Return the fewest jobs to shrink on a host for a job to fit, the largest first; None when it cannot."""
     plan: Plan = []
     lacking = host.given + promised + ask.gpus - host.gpus
-    tenants = [(tenant, found) for tenant in host.tenants.values() if (found := _sizes_on(moves, tenant))]
+    tenants = [(tenant, found) for tenant in host.tenants.values() if (found := _sizes_on(state, tenant))]
     for tenant, found in sorted(tenants, key=lambda row: (-row[0].ask.gpus, row[0].job.key)):
         fitting = [size for size in found if size <= tenant.ask.gpus - lacking]
         size = fitting[-1] if fitting else found[0]
@@ -115,43 +111,43 @@ def _room(moves: Moves, host: HostBook, ask: Ask, promised: int) -> Plan | None:
     return plan if lacking <= 0 else None
 
 
-def _sizes_on(moves: Moves, tenant: Tenant) -> tuple[int, ...]:
+def _sizes_on(state: SharingState, tenant: Tenant) -> tuple[int, ...]:
     """Return with how many GPUs of a host a job can run: none, if it can spare the host; () if its size stays."""
-    found = moves.sizes(tenant.job)
+    found = state.sizes(tenant.job)
     if found[0] >= tenant.job.gpus:
         return ()
-    if _resizable(moves, tenant):
+    if _resizable(state, tenant):
         return found
-    return (0,) if _spare(moves, tenant.job) > 0 else ()
+    return (0,) if _spare(state, tenant.job) > 0 else ()
 
 
-def _spare(moves: Moves, job: Job) -> int:
+def _spare(state: SharingState, job: Job) -> int:
     """Return how many hosts a job can give back now."""
-    found = span(moves, job) if _stoppable(moves, job) else None
+    found = span(state, job) if _stoppable(state, job) else None
     return found.spare if found is not None else 0
 
 
-def _leave(moves: Moves, job: Job, hosts: Sequence[HostBook], why: str) -> None:
+def _leave(state: SharingState, job: Job, hosts: Sequence[HostBook], why: str) -> None:
     """Take hosts from a job that can spare them."""
-    found = span(moves, job)
+    found = span(state, job)
     if found is not None:
-        give_back(moves, found, hosts, f"gives GPUs of {', '.join(host.name for host in hosts)} back: {why}")
+        give_back(state, found, hosts, f"gives GPUs of {', '.join(host.name for host in hosts)} back: {why}")
 
 
-def _shrink_beside(moves: Moves, host: HostBook, waiting: Tenant) -> None:
+def _shrink_beside(state: SharingState, host: HostBook, waiting: Tenant) -> None:
     """Shrink all that have GPUs of a job without a lease to GPUs that nobody else has, if they all can.
 
     The job's own GPUs are settled, because Slurm chose them; so those of the others change, on any lane.
     """
     rivals = [t for t in host.tenants.values() if t.job.key != waiting.job.key and t.gpus & waiting.gpus]
-    if not rivals or not host.usable or not all(_sizes_on(moves, rival) for rival in rivals):
+    if not rivals or not host.usable or not all(_sizes_on(state, rival) for rival in rivals):
         return
-    narrow = [rival for rival in rivals if _resizable(moves, rival)]
+    narrow = [rival for rival in rivals if _resizable(state, rival)]
     for rival in rivals:
         host.leave(rival)
     seated: list[tuple[Tenant, Ask, Seat]] = []
     for rival in sorted(narrow, key=lambda rival: (-rival.ask.gpus, rival.job.key)):
-        found = _smaller(moves, host, rival)
+        found = _smaller(state, host, rival)
         if found is None:
             break
         seated.append((rival, *found))
@@ -163,14 +159,14 @@ def _shrink_beside(moves: Moves, host: HostBook, waiting: Tenant) -> None:
     if len(seated) == len(narrow):
         why = f"job {waiting.job.key} waits for them"
         for rival, ask, seat in seated:
-            moves.resize(rival.job, host, seat, ask, f"gives GPUs of {host.name} back: {why}")
+            state.resize(rival.job, host, seat, ask, f"gives GPUs of {host.name} back: {why}")
         for rival in [rival for rival in rivals if rival not in narrow]:
-            _leave(moves, rival.job, (host,), why)
+            _leave(state, rival.job, (host,), why)
 
 
-def _smaller(moves: Moves, host: HostBook, tenant: Tenant) -> tuple[Ask, Seat] | None:
+def _smaller(state: SharingState, host: HostBook, tenant: Tenant) -> tuple[Ask, Seat] | None:
     """Return the largest smaller size of a job for which a lane has GPUs that nobody else has."""
-    for size in reversed(moves.sizes(tenant.job)):
+    for size in reversed(state.sizes(tenant.job)):
         ask = sized(tenant.ask, size)
         seat = next((seat for seat in host.seats(ask) if seat.crowd == 0), None) if size < tenant.ask.gpus else None
         if seat is not None:
@@ -178,19 +174,19 @@ def _smaller(moves: Moves, host: HostBook, tenant: Tenant) -> tuple[Ask, Seat] |
     return None
 
 
-def _resizable(moves: Moves, tenant: Tenant) -> bool:
+def _resizable(state: SharingState, tenant: Tenant) -> bool:
     """Whether a job may be resized within its host, however lately it was: whoever grew gives back at once."""
     job = tenant.job
-    return len(job.nodes) == 1 and moves.asked_nodes(job) == 1 and _stoppable(moves, job)
+    return len(job.nodes) == 1 and state.asked_nodes(job) == 1 and _stoppable(state, job)
 
 
-def _stoppable(moves: Moves, job: Job) -> bool:
+def _stoppable(state: SharingState, job: Job) -> bool:
     """Whether a job is ours to stop, with a checkpoint, and to start again."""
     lease = job.lease
     return (
-        job.key in moves.jobs
-        and job.key not in moves.fixed
-        and job.key not in moves.packed
+        job.key in state.jobs
+        and job.key not in state.fixed
+        and job.key not in state.packed
         and job.requeueable
         and lease is not None
         and lease.checkpoints
@@ -199,13 +195,18 @@ def _stoppable(moves: Moves, job: Job) -> bool:
     )
 
 
-def why_its_size_stays(moves: Moves, job: Job) -> str:
+def explain_sizes(state: SharingState) -> None:
+    """Note why jobs that could run with other numbers of GPUs are not resized."""
+    state.size_reasons = {key: reason for key, job in state.jobs.items() if (reason := why_its_size_stays(state, job))}
+
+
+def why_its_size_stays(state: SharingState, job: Job) -> str:
     """Return why a job that could run with other numbers of GPUs is not resized, for its user; else ""."""
     lease = job.lease
-    if not (moves.gandiva.introspective and moves.gandiva.elastic) or lease is None or len(moves.sizes(job)) == 1:
+    if lease is None or len(state.sizes(job)) == 1:
         return ""
     checks = (
-        (len(job.nodes) > 1 and span(moves, job) is None, "its nodes do not all have the same"),
+        (len(job.nodes) > 1 and span(state, job) is None, "its nodes do not all have the same"),
         (not job.requeueable, "Slurm may not requeue it (no batch job, or --no-requeue)"),
         (bool(lease.requeue_owner), f"{lease.requeue_owner} requeues it"),
         (
@@ -220,68 +221,65 @@ def why_its_size_stays(moves: Moves, job: Job) -> str:
 # --- Grow ----------------------------------------------------------------------------------------------
 
 
-def spare_since(moves: Moves) -> tuple[tuple[str, float], ...]:
-    """Return since when each host has had idle GPUs, as of now."""
-    before = dict(moves.memory.spare_s)
-    return tuple((host.name, before.get(host.name, moves.now_s)) for host in moves.hosts.values() if host.idle())
-
-
-def grow(moves: Moves, spare: Iterable[tuple[str, float]]) -> None:
-    """Give jobs the GPUs of their host that have been idle long enough; for when no job waits in a queue."""
-    if not (moves.gandiva.introspective and moves.gandiva.elastic):
+def grow(state: SharingState) -> None:
+    """Give jobs the GPUs of their host that have been idle long enough, as long as no job waits in a queue."""
+    before = dict(state.memory.sharing.spare_s)
+    spare = tuple((host.name, before.get(host.name, state.now_s)) for host in state.hosts.values() if host.idle())
+    state.remember(spare_s=spare)
+    if state.pending or state.queued:
         return
-    if any(host.height > 1 or any(map(lacks_lease, host.tenants.values())) for host in moves.hosts.values()):
+    if any(host.height > 1 or any(map(lacks_lease, host.tenants.values())) for host in state.hosts.values()):
         return
-    idle = [moves.hosts[name] for name, since_s in spare if moves.now_s - since_s >= moves.gandiva.idle_s]
+    idle = [state.hosts[name] for name, since_s in spare if state.now_s - since_s >= state.gandiva.idle_s]
     for host in idle:
-        _grow_on(moves, host)
+        _grow_on(state, host)
     if idle:
-        _grow_over(moves, idle)
+        _grow_over(state, idle)
 
 
-def undo_growth(moves: Moves) -> None:
+def undo_growth(state: SharingState) -> None:
     """Give jobs that gained nothing by growing their former size back; what they gained is in the memory."""
-    vain = _grown_in_vain(moves)
-    if not (vain and moves.gandiva.introspective and moves.gandiva.elastic):
+    vain = _grown_in_vain(state)
+    if not vain:
         return
-    grown = [(host, t) for host in moves.hosts.values() for t in host.tenants.values() if t.job.key.id in vain]
+    grown = [(host, t) for host in state.hosts.values() for t in host.tenants.values() if t.job.key.id in vain]
     for host, tenant in grown:
         row = vain[tenant.job.key.id]
-        if tenant.ask.gpus > row.gpus and row.gpus in moves.sizes(tenant.job) and _resizable(moves, tenant):
-            _resize(moves, host, tenant, row.gpus, f"goes back to {row.gpus} GPUs: {row.vain}")
-    for job in [job for job in moves.jobs.values() if job.key.id in vain and _spare(moves, job)]:
-        row, found = vain[job.key.id], span(moves, job)
+        if tenant.ask.gpus > row.gpus and row.gpus in state.sizes(tenant.job) and _resizable(state, tenant):
+            _resize(state, host, tenant, row.gpus, f"goes back to {row.gpus} GPUs: {row.vain}")
+    for job in [job for job in state.jobs.values() if job.key.id in vain and _spare(state, job)]:
+        row, found = vain[job.key.id], span(state, job)
         hosts = found.hosts[row.gpus // found.ask.gpus :] if found is not None else ()
         if found is not None and hosts:
-            give_back(moves, found, hosts, f"goes back to {row.gpus} GPUs: {row.vain}")
+            give_back(state, found, hosts, f"goes back to {row.gpus} GPUs: {row.vain}")
 
 
-def _grown_in_vain(moves: Moves) -> dict[int, Growth]:
-    return {row.id: row for row in moves.memory.growths if row.vain}
+def _grown_in_vain(state: SharingState) -> dict[int, Growth]:
+    return {row.id: row for row in state.memory.sharing.growths if row.vain}
 
 
-def _grow_on(moves: Moves, host: HostBook) -> None:
-    vain = _grown_in_vain(moves)
-    tenants = [t for t in host.tenants.values() if _resizable(moves, t) and moves.may(t.job)]
+def _grow_on(state: SharingState, host: HostBook) -> None:
+    vain = _grown_in_vain(state)
+    tenants = [t for t in host.tenants.values() if _resizable(state, t) and state.may(t.job)]
     for tenant in sorted(tenants, key=lambda tenant: (-_rate(tenant.job), tenant.job.key)):
         spare = host.idle()
         most = tenant.ask.gpus + spare
         if tenant.job.key.id in vain:
             most = min(most, vain[tenant.job.key.id].gpus)
-        size = max((size for size in moves.sizes(tenant.job) if size <= most), default=tenant.ask.gpus)
+        size = max((size for size in state.sizes(tenant.job) if size <= most), default=tenant.ask.gpus)
         if size > tenant.ask.gpus:
-            _resize(moves, host, tenant, size, f"grows to {size} GPUs: those of {host.name} have been idle")
+            _resize(state, host, tenant, size, f"grows to {size} GPUs: those of {host.name} have been idle")
 
 
-def _grow_over(moves: Moves, idle: Sequence[HostBook]) -> None:
+def _grow_over(state: SharingState, idle: Sequence[HostBook]) -> None:
     """Give jobs of several hosts more of them, of those that have been idle long enough."""
-    vain = _grown_in_vain(moves)
-    able = [job for job in moves.jobs.values() if _stoppable(moves, job)]
+    vain = _grown_in_vain(state)
+    able = [job for job in state.jobs.values() if _stoppable(state, job)]
     for job in sorted(able, key=lambda job: (-_rate(job), job.key)):
-        found = span(moves, job) if moves.may(job) else None
+        found = span(state, job) if state.may(job) else None
         if found is not None:
             most = vain[job.key.id].gpus // found.ask.gpus if job.key.id in vain else found.most
-            grow_by_hosts(moves, found, idle, most)
+            grow_by_hosts(state, found, idle, most)
 
 
 def _rate(job: Job) -> float:
@@ -290,14 +288,14 @@ def _rate(job: Job) -> float:
     return 1.0 / seconds if seconds else 0.0
 
 
-def _resize(moves: Moves, host: HostBook, tenant: Tenant, size: int, why: str) -> None:
+def _resize(state: SharingState, host: HostBook, tenant: Tenant, size: int, why: str) -> None:
     """Resize a job within its host, if a lane has the GPUs; a job that grows gets none that somebody else has."""
     wanted, grows = sized(tenant.ask, size), size > tenant.ask.gpus
     host.leave(tenant)
     seats = host.seats(wanted) if not grows or _holds(host, wanted) else []
     host.stay(tenant)
     if seats and (seats[0].crowd == 0 or not grows):
-        moves.resize(tenant.job, host, seats[0], wanted, why)
+        state.resize(tenant.job, host, seats[0], wanted, why)
 
 
 def _holds(host: HostBook, ask: Ask) -> bool:

@@ -3,7 +3,7 @@
 Tunes give a job what its own host has (Synergy, OSDI'22, §4); what another host has reaches it only by a migration.
 Both hosts are divided as they are and as they would be. The job must be faster there, nobody may fall below what it
 is promised, and what all of them gain until the job ends, or within the horizon, must exceed the cost of the move by
-the margin of the other moves. Only jobs with a profile move, on their own type of GPU, to GPUs that nobody has or
+the margin of the other state. Only jobs with a profile move, on their own type of GPU, to GPUs that nobody has or
 waits for, on a host of their class or an empty one.
 """
 
@@ -17,9 +17,9 @@ from cadenza.policies.allocation.problem import Server, proportional_share, shar
 from cadenza.policies.core.model import JobKey, Placement, Share
 from cadenza.policies.core.profile import MB_PER_GB, NEARLY
 from cadenza.policies.sharing.migration.rebalance import PAYS_BACK
-from cadenza.policies.sharing.placement.host_division import Sharing
-from cadenza.policies.sharing.state.budget import Moves, crowd
+from cadenza.policies.sharing.placement.host_division import HostDivision
 from cadenza.policies.sharing.state.host import HostBook, Seat, Tenant
+from cadenza.policies.sharing.state.sharing_state import SharingState, crowd
 
 SLOWER = 0.05
 """A job that lacks less than this part of its best speed is not worth a look."""
@@ -40,29 +40,31 @@ class _Outlook:
         return sum(self.speeds.values())
 
 
-def relieve(moves: Moves, division: Sharing) -> None:
-    """Plan this round's reliefs; for rounds in which nothing else moves and nobody waits to be placed."""
-    wanted = moves.gandiva.introspective and moves.gandiva.relieve
-    if not wanted or not any(host.usable and host.idle() for host in moves.hosts.values()):
+def relieve_bottlenecks(state: SharingState) -> None:
+    """Move jobs that their host's CPUs or memory hold back, if nothing else moves and no job waits to be placed."""
+    if state.pending or state.queued or state.moves:
         return
+    if not any(host.usable and host.idle() for host in state.hosts.values()):
+        return
+    division = HostDivision.of(state)
     tries, changed = TRIES, set[str]()
-    for source, tenant in sorted(_held_back(moves), key=_need):
-        seats = [row for row in _seats(moves, source, tenant) if changed.isdisjoint((source.name, row[0].name))]
-        for target, seat in seats[: min(HOSTS, tries)] if moves.may(tenant.job) else ():
+    for source, tenant in sorted(_held_back(state), key=_need):
+        seats = [row for row in _seats(state, source, tenant) if changed.isdisjoint((source.name, row[0].name))]
+        for target, seat in seats[: min(HOSTS, tries)] if state.may(tenant.job) else ():
             tries -= 1
-            if _relieves(division, moves, (source, tenant), (target, seat)):
+            if _relieves(division, state, (source, tenant), (target, seat)):
                 why = f"moves from {tenant.lane} to {seat.node.name}, which has the CPUs or memory that it lacks"
-                moves.migrate(tenant.job, target, seat, tenant.ask, why)
+                state.migrate(tenant.job, target, seat, tenant.ask, why)
                 changed |= {source.name, target.name}  # what was promised on these holds for this round
                 break
 
 
-def _held_back(moves: Moves) -> Iterator[tuple[HostBook, Tenant]]:
+def _held_back(state: SharingState) -> Iterator[tuple[HostBook, Tenant]]:
     """Return the jobs that have their GPUs to themselves and are slower than they could be."""
-    for host in moves.hosts.values():
-        for tenant in moves.tenants(host):
+    for host in state.hosts.values():
+        for tenant in state.tenants(host):
             key = tenant.job.key
-            alone = key in moves.holders and key not in moves.packed and crowd(host, tenant) == 1
+            alone = key in state.holders and key not in state.packed and crowd(host, tenant) == 1
             if alone and _lacks(host, tenant) > SLOWER:
                 yield host, tenant
 
@@ -84,30 +86,30 @@ def _need(row: tuple[HostBook, Tenant]) -> tuple[float, JobKey]:
     return -_lacks(*row), row[1].job.key
 
 
-def _seats(moves: Moves, source: HostBook, tenant: Tenant) -> list[tuple[HostBook, Seat]]:
+def _seats(state: SharingState, source: HostBook, tenant: Tenant) -> list[tuple[HostBook, Seat]]:
     """Return free GPUs of the job's type on hosts of its class or empty ones, most CPUs for each GPU in use first."""
     found = [
         (-target.lanes[0].cpus / (target.given + tenant.ask.gpus), target.name, target, seat)
-        for target in moves.hosts.values()
+        for target in state.hosts.values()
         if target is not source
         and target.lanes[0].gpu_type == source.lanes[0].gpu_type
         and target.affinity in (0, tenant.ask.gpus)
-        and _stays(moves, source, -tenant.ask.gpus)
-        and _stays(moves, target, tenant.ask.gpus)
-        and (seat := moves.seat(target, tenant.ask)) is not None
+        and _stays(state, source, -tenant.ask.gpus)
+        and _stays(state, target, tenant.ask.gpus)
+        and (seat := state.seat(target, tenant.ask)) is not None
         and seat.crowd == 0
     ]
     return [(target, seat) for *_, target, seat in sorted(found, key=lambda row: row[:2])]
 
 
-def _stays(moves: Moves, host: HostBook, more: int) -> bool:
+def _stays(state: SharingState, host: HostBook, more: int) -> bool:
     """Whether defragmentation leaves a host as it is with so many more GPUs given out: else it undoes the relief."""
     given = host.given + more
-    return not (moves.gandiva.defrag and given and host.gpus - given >= moves.gandiva.free_share * host.gpus)
+    return not (state.gandiva.defrag and given and host.gpus - given >= state.gandiva.free_share * host.gpus)
 
 
 def _relieves(
-    division: Sharing, moves: Moves, source: tuple[HostBook, Tenant], target: tuple[HostBook, Seat]
+    division: HostDivision, state: SharingState, source: tuple[HostBook, Tenant], target: tuple[HostBook, Seat]
 ) -> bool:
     """Whether a move makes its job faster, nobody slower than promised, and gains more than it costs."""
     (home, tenant), (there, _) = source, target
@@ -119,16 +121,16 @@ def _relieves(
     kept = all(
         after.speeds.get(other, 0.0) >= min(speed, floors[other]) - NEARLY for other, speed in before.speeds.items()
     )
-    ahead_s = min(moves.left_s(tenant.job) / after.speeds[key], moves.gandiva.horizon_s)
-    cost = moves.gandiva.move_s * before.speeds[key]
+    ahead_s = min(state.left_s(tenant.job) / after.speeds[key], state.gandiva.horizon_s)
+    cost = state.gandiva.move_s * before.speeds[key]
     return kept and (after.total - before.total) * ahead_s > PAYS_BACK * cost
 
 
-def _as_it_is(division: Sharing, *hosts: HostBook) -> _Outlook:
+def _as_it_is(division: HostDivision, *hosts: HostBook) -> _Outlook:
     return _Outlook({key: speed for host in hosts for key, speed in _speeds(division, host).items()})
 
 
-def _as_moved(division: Sharing, source: tuple[HostBook, Tenant], target: tuple[HostBook, Seat]) -> _Outlook:
+def _as_moved(division: HostDivision, source: tuple[HostBook, Tenant], target: tuple[HostBook, Seat]) -> _Outlook:
     """Return the outlook with the job at its new place; the books are as before afterwards."""
     (home, tenant), (there, seat) = source, target
     home.leave(tenant)
@@ -140,7 +142,7 @@ def _as_moved(division: Sharing, source: tuple[HostBook, Tenant], target: tuple[
         home.stay(tenant)
 
 
-def _speeds(division: Sharing, host: HostBook) -> dict[JobKey, float]:
+def _speeds(division: HostDivision, host: HostBook) -> dict[JobKey, float]:
     """Return the predicted speed of each job that holds GPUs of a host alone of all hosts, once it is divided."""
     wanted = division.on(host)
     return {
@@ -156,7 +158,7 @@ def _share(wanted: Mapping[JobKey, Placement], tenant: Tenant) -> Share:
     return parts[0] if parts else Share(tenant.lane, tenant.ask.gpus, tenant.ask.cpus, tenant.ask.memory_mb)
 
 
-def _floors(division: Sharing, host: HostBook) -> dict[JobKey, float]:
+def _floors(division: HostDivision, host: HostBook) -> dict[JobKey, float]:
     """Return what each job of a host is promised: the speed with what it asked for, or of its proportional share."""
     node = host.lanes[0]
     server = Server(node.name, host.gpus, node.cpus, host.memory_mb, node.gpu_type)

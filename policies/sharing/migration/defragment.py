@@ -8,81 +8,74 @@ use has less than 3 of 4 of its GPUs free, or no job can go. Either way a job on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from math import inf
 
-from cadenza.policies.core.model import Job, JobKey
+from cadenza.policies.core.model import Job
 from cadenza.policies.sharing.migration.move_search import Mover, Plan, Wish, free_seat, room
-from cadenza.policies.sharing.state.budget import Moves, crowd
 from cadenza.policies.sharing.state.host import Ask, HostBook, Seat, Tenant
 from cadenza.policies.sharing.state.pending import lacks_lease
-
-SEARCHES = 8
-"""Waiting jobs that room is looked for in one round."""
+from cadenza.policies.sharing.state.sharing_state import SharingState, crowd
 
 
-@dataclass(slots=True)
-class Rooms:
-    """Where room is made in this round, and for whom."""
+def open_defragmentation(state: SharingState) -> None:
+    """Let the placement of pending jobs make room for those that no host can start."""
+    state.make_room = make_room
 
-    moves: Moves
-    settled: bool = True
-    """False while a move is under way whose job may still be in the books of the node that it leaves: no room then."""
-    made: dict[JobKey, str] = field(default_factory=dict)
-    """A sentence for each job that room is made for."""
-    _left: int = SEARCHES
 
-    @property
-    def on(self) -> bool:
-        """Whether room is made at all."""
-        functions = self.moves.gandiva
-        return functions.introspective and functions.defrag and self.settled and self.moves.left > 0 and self._left > 0
+def make_room(state: SharingState, job: Job) -> str:
+    """Make room for a job that cannot start, and return a sentence; "" where that is not possible."""
+    ask = Ask.under(job, state.settings)
+    if not _searches(state) or ask.nodes > 1 or not ask.gpus or state.home(job) is not None:
+        return ""
+    return _make(state, Wish(job, ask))
 
-    def make_for(self, job: Job) -> str:
-        """Make room for a job that nobody can start, and return a sentence; "" where that cannot be."""
-        ask = Ask.under(job, self.moves.sharing)
-        if not self.on or ask.nodes > 1 or not ask.gpus or self.moves.home(job) is not None:
-            return ""
-        return self._make(Wish(job, ask))
 
-    def make_for_queued(self, jobs: Iterable[Job]) -> None:
-        """Make room for jobs that Slurm would start if it had the resources; those with room already keep it."""
-        for job in jobs:
-            stuck = job.state_reason == "Resources" and self.moves.sharing.manages(job)
-            if stuck and self.on and not _served(self.moves, job):
-                self.make_for(job)
+def defragment_for_queue(state: SharingState) -> None:
+    """Make room for jobs that Slurm would start if it had the resources; those with room already keep it."""
+    for job in state.queued:
+        stuck = job.state_reason == "Resources" and state.settings.manages(job)
+        if stuck and _searches(state) and not _served(state, job):
+            make_room(state, job)
 
-    def make_for_lanes(self) -> None:
-        """Make room for jobs that stand without a lease where Slurm started them: others leave their GPUs."""
-        for host in self.moves.hosts.values() if self.on else ():
-            for key in sorted(host.tenants):
-                tenant = host.tenants.get(key)
-                if tenant is not None and self.on and _waits_for_lease(self.moves, host, tenant):
-                    self._make(Wish(tenant.job, tenant.ask, host))
 
-    def _make(self, wish: Wish) -> str:
-        self._left -= 1
-        plan = room(self.moves, wish, list(_movers(self.moves, wish)))
-        if plan is None:
-            return ""
-        self.made[wish.job.key] = _carry_out(self.moves, wish, plan)
-        return self.made[wish.job.key]
+def defragment_for_lanes(state: SharingState) -> None:
+    """Make room for jobs that stand without a lease where Slurm started them: others leave their GPUs."""
+    for host in state.hosts.values() if _searches(state) else ():
+        for key in sorted(host.tenants):
+            tenant = host.tenants.get(key)
+            if tenant is not None and _searches(state) and _waits_for_lease(state, host, tenant):
+                _make(state, Wish(tenant.job, tenant.ask, host))
+
+
+def _searches(state: SharingState) -> bool:
+    """Return True if room may be made: not while a job may still be counted on the node that it leaves."""
+    settled = all(move.arriving for move in state.relocating.values())
+    return settled and state.moves_left > 0 and state.room_searches_left > 0
+
+
+def _make(state: SharingState, wish: Wish) -> str:
+    state.room_searches_left -= 1
+    plan = room(state, wish, list(_movers(state, wish)))
+    if plan is None:
+        return ""
+    state.room_made[wish.job.key] = _carry_out(state, wish, plan)
+    return state.room_made[wish.job.key]
 
 
 # --- Room for those that wait --------------------------------------------------------------------------
 
 
-def _waits_for_lease(moves: Moves, host: HostBook, tenant: Tenant) -> bool:
+def _waits_for_lease(state: SharingState, host: HostBook, tenant: Tenant) -> bool:
     key = tenant.job.key
-    ours = key in moves.jobs and key not in moves.fixed and key not in moves.packed and len(tenant.job.nodes) == 1
-    return ours and lacks_lease(tenant) and key not in moves.holders and crowd(host, tenant) > 1
+    ours = key in state.jobs and key not in state.fixed and key not in state.packed and len(tenant.job.nodes) == 1
+    return ours and lacks_lease(tenant) and key not in state.holders and crowd(host, tenant) > 1
 
 
-def _served(moves: Moves, job: Job) -> bool:
+def _served(state: SharingState, job: Job) -> bool:
     """Whether a job has room already; it is kept for it then."""
-    ask = Ask.under(job, moves.sharing)
-    for host in moves.hosts.values():
+    ask = Ask.under(job, state.settings)
+    for host in state.hosts.values():
         seat = free_seat(host, job, ask) if host.usable else None
         if seat is not None:
             host.enter(job, ask, seat)
@@ -90,18 +83,18 @@ def _served(moves: Moves, job: Job) -> bool:
     return False
 
 
-def _movers(moves: Moves, wish: Wish) -> Iterator[Mover]:
+def _movers(state: SharingState, wish: Wish) -> Iterator[Mover]:
     """Return who may move for a job: those that lose next to nothing; out of turns with it, none of higher priority."""
-    most = moves.sharing.priority(wish.job) if wish.home is not None else inf
-    for host in moves.hosts.values():
-        for tenant in moves.tenants(host):
+    most = state.settings.priority(wish.job) if wish.home is not None else inf
+    for host in state.hosts.values():
+        for tenant in state.tenants(host):
             key = tenant.job.key
-            fits = key != wish.job.key and key not in moves.packed and _negligible(moves, tenant)
-            if fits and moves.sharing.priority(tenant.job) <= most:
+            fits = key != wish.job.key and key not in state.packed and _negligible(state, tenant)
+            if fits and state.settings.priority(tenant.job) <= most:
                 yield Mover(host, tenant)
 
 
-def _carry_out(moves: Moves, wish: Wish, plan: Plan) -> str:
+def _carry_out(state: SharingState, wish: Wish, plan: Plan) -> str:
     """Order the moves of a plan, and keep the GPUs for the waiting job."""
     for mover, _, _ in plan.steps:
         mover.home.leave(mover.tenant)
@@ -109,48 +102,48 @@ def _carry_out(moves: Moves, wish: Wish, plan: Plan) -> str:
         plan.host.enter(wish.job, wish.ask, plan.seat)
     for mover, target, seat in plan.steps:
         why = f"moves from {mover.tenant.lane} to {seat.node.name}, so that job {wish.job.key} gets GPUs of "
-        moves.migrate(mover.tenant.job, target, seat, mover.tenant.ask, f"{why}{plan.host.name}")
+        state.migrate(mover.tenant.job, target, seat, mover.tenant.ask, f"{why}{plan.host.name}")
     movers = ", ".join(str(mover.tenant.job.key) for mover, _, _ in plan.steps)
     return f"waits until room is made for it on {plan.host.name}: job {movers} moves to other hosts"
 
 
-def _negligible(moves: Moves, tenant: Tenant) -> bool:
-    return moves.gandiva.move_s <= moves.gandiva.loss * moves.left_s(tenant.job)
+def _negligible(state: SharingState, tenant: Tenant) -> bool:
+    return state.gandiva.move_s <= state.gandiva.loss * state.left_s(tenant.job)
 
 
 # --- Nobody waits ---------------------------------------------------------------------------------------
 
 
-def empty_hosts(moves: Moves) -> None:
-    """Empty the hosts with the most free GPUs; each move makes a fuller host fuller, so they end."""
-    if not (moves.gandiva.introspective and moves.gandiva.defrag):
+def empty_hosts(state: SharingState) -> None:
+    """Empty the hosts with the most free GPUs while no job is pending; each move makes a fuller host fuller."""
+    if state.pending or state.queued:
         return
-    for source in sorted(moves.hosts.values(), key=lambda host: (-_free(host), host.name)):
-        if source.sizes and _free(source) >= moves.gandiva.free_share * source.gpus:
-            _empty(moves, source)
+    for source in sorted(state.hosts.values(), key=lambda host: (-_free(host), host.name)):
+        if source.sizes and _free(source) >= state.gandiva.free_share * source.gpus:
+            _empty(state, source)
 
 
 def _free(host: HostBook) -> int:
     return host.gpus - host.given
 
 
-def _empty(moves: Moves, source: HostBook) -> None:
+def _empty(state: SharingState, source: HostBook) -> None:
     """Move what can go from a host."""
-    for tenant in list(moves.tenants(source)):
-        found = _fuller(moves, source, tenant) if _negligible(moves, tenant) else None
+    for tenant in list(state.tenants(source)):
+        found = _fuller(state, source, tenant) if _negligible(state, tenant) else None
         if found is not None:
             target, seat = found
             why = f"moves from {tenant.lane} to {seat.node.name}, so that {source.name} is free for larger jobs"
-            moves.migrate(tenant.job, target, seat, tenant.ask, why)
+            state.migrate(tenant.job, target, seat, tenant.ask, why)
 
 
-def _fuller(moves: Moves, source: HostBook, tenant: Tenant) -> tuple[HostBook, Seat] | None:
+def _fuller(state: SharingState, source: HostBook, tenant: Tenant) -> tuple[HostBook, Seat] | None:
     """Return idle GPUs on the host with the fewest free ones, hosts of the job's class first."""
     found = [
         ((host.affinity != tenant.ask.gpus, _free(host), host.name), host, seat)
-        for host in moves.hosts.values()
+        for host in state.hosts.values()
         if host.sizes and host is not source and tenant.ask.gpus <= _free(host) <= _free(source)
-        for seat in [moves.seat(host, tenant.ask)]
-        if seat is not None and seat.crowd == 0 and moves.suits(tenant.job, source, host)
+        for seat in [state.seat(host, tenant.ask)]
+        if seat is not None and seat.crowd == 0 and state.suits(tenant.job, source, host)
     ]
     return min(found, key=lambda row: row[0])[1:] if found else None

@@ -1,7 +1,7 @@
 """Room for a job that waits: the fewest migrations after which one host has all the GPUs that it needs.
 
 The search deepens: plans of one move, of two and so on, first those in which only jobs of the emptied host move, then
-those in which further jobs make way for them. So the first plan that is found is one with the fewest moves. All jobs of
+those in which further jobs make way for them. So the first plan that is found is one with the fewest state. All jobs of
 a plan leave before any of them arrives, as their requeues do. Each goes to GPUs that nobody has or waits for.
 
 The search ends on a count of evaluations, never on time. Beyond it, hosts are tried greedily: the largest jobs leave
@@ -15,8 +15,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from cadenza.policies.core.model import Job
-from cadenza.policies.sharing.state.budget import Moves
 from cadenza.policies.sharing.state.host import Ask, HostBook, Seat, Tenant
+from cadenza.policies.sharing.state.sharing_state import SharingState
 
 EVALUATIONS = 4000
 """Seats and packings that the exact search looks at for one job."""
@@ -64,14 +64,14 @@ class _Spent(Exception):  # noqa: N818 - it ends a search and is no error
     """The evaluations are used up."""
 
 
-def room(moves: Moves, wish: Wish, movers: Sequence[Mover], evaluations: int = EVALUATIONS) -> Plan | None:
+def room(state: SharingState, wish: Wish, movers: Sequence[Mover], evaluations: int = EVALUATIONS) -> Plan | None:
     """Return the plan with the fewest moves, at most as many as the round has left; None when there is none.
 
     ``movers``: whom it may move. The books are as before afterwards. A wish that needs no move has no plan.
     """
-    if sum(max(host.gpus - host.given, 0) for host in moves.hosts.values()) < wish.ask.gpus and wish.home is None:
+    if sum(max(host.gpus - host.given, 0) for host in state.hosts.values()) < wish.ask.gpus and wish.home is None:
         return None  # no move makes more GPUs free than there are
-    search = _Search(moves, wish, movers, evaluations)
+    search = _Search(state, wish, movers, evaluations)
     try:
         return search.plan()
     except _Spent:
@@ -82,8 +82,8 @@ def room(moves: Moves, wish: Wish, movers: Sequence[Mover], evaluations: int = E
 class _Search:
     """One search; between its methods the books are as the plan so far leaves them."""
 
-    def __init__(self, moves: Moves, wish: Wish, movers: Sequence[Mover], evaluations: int) -> None:
-        self.moves = moves
+    def __init__(self, state: SharingState, wish: Wish, movers: Sequence[Mover], evaluations: int) -> None:
+        self.state = state
         self.wish = wish
         self.movers = movers
         self.evaluations: int | None = evaluations
@@ -92,8 +92,8 @@ class _Search:
         self.targets = sorted(self._targets(), key=lambda row: (row[0], row[1].name))
 
     def plan(self) -> Plan | None:
-        """Return a plan with the fewest moves."""
-        for count in range(1, min(self.moves.left, len(self.movers)) + 1):
+        """Return a plan with the fewest state."""
+        for count in range(1, min(self.state.moves_left, len(self.movers)) + 1):
             for beside in range(count):
                 for least, host in self.targets:
                     found = self._at(host, count - beside, beside) if least <= count - beside else None
@@ -103,7 +103,7 @@ class _Search:
 
     def greedy(self) -> Plan | None:
         """Return a plan without looking back, for the hosts that need the fewest moves first."""
-        found = (self._at_once(host) for least, host in self.targets[:GREEDY] if least <= self.moves.left)
+        found = (self._at_once(host) for least, host in self.targets[:GREEDY] if least <= self.state.moves_left)
         return next((plan for plan in found if plan is not None), None)
 
     # --- Which host, and who leaves ---------------------------------------------------------------------
@@ -117,7 +117,7 @@ class _Search:
             if self.must and all(crowds[index] - gone[index] <= 1 for index in mine):
                 yield len(self.must), self.wish.home
             return
-        for host in self.moves.hosts.values():
+        for host in self.state.hosts.values():
             lacking = host.given + self.wish.ask.gpus - host.gpus
             sizes = sorted((mover.size for mover in self.movers if mover.home is host), reverse=True)
             least = next((n for n in range(len(sizes) + 1) if sum(sizes[:n]) >= lacking), None)
@@ -137,7 +137,7 @@ class _Search:
     def _at_once(self, host: HostBook) -> Plan | None:
         """Return a plan in which the largest jobs leave this host, until there is room."""
         here = sorted(self._here(host), key=_largest)
-        counts = range(len(here) if self.wish.home is not None else 1, min(len(here), self.moves.left) + 1)
+        counts = range(len(here) if self.wish.home is not None else 1, min(len(here), self.state.moves_left) + 1)
         enough = next((count for count in counts if self._has_room(host, here[:count])), None)
         return None if enough is None else self._without(here[:enough], host, lambda: iter([[]]), tries=1)
 
@@ -210,12 +210,12 @@ class _Search:
         self._spend()
         ask = mover.tenant.ask
         found = []
-        for host in self.moves.hosts.values():
+        for host in self.state.hosts.values():
             if host is mover.home or host.given + ask.gpus > host.gpus:
                 continue
             self._spend()
-            seat = self.moves.seat(host, ask)
-            if seat is not None and seat.crowd == 0 and self.moves.suits(mover.tenant.job, mover.home, host):
+            seat = self.state.seat(host, ask)
+            if seat is not None and seat.crowd == 0 and self.state.suits(mover.tenant.job, mover.home, host):
                 found.append(((host.affinity != ask.gpus, host.gpus - host.given, host.name), host, seat))
         return [(host, seat) for _, host, seat in sorted(found, key=lambda row: row[0])]
 

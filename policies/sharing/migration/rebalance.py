@@ -16,8 +16,8 @@ from dataclasses import replace
 from math import ceil
 
 from cadenza.policies.core.model import Job, JobKey
-from cadenza.policies.sharing.state.budget import Moves, crowd
 from cadenza.policies.sharing.state.host import Ask, HostBook, Seat, Tenant
+from cadenza.policies.sharing.state.sharing_state import SharingState, crowd
 
 LOCALITY_GAIN = 0.05
 """Part of its speed that a job of several hosts is thought to gain on one (5 to 47 % in Gandiva, §2.2)."""
@@ -25,43 +25,44 @@ PAYS_BACK = 2.0
 """A move that frees no idle GPU must gain this many times its cost, for the gain is a guess."""
 
 
-def migrate(moves: Moves) -> None:
-    """Plan this round's migrations."""
-    if not moves.gandiva.migrate:
-        return
-    _fill(moves)
-    _rejoin(moves)
-    _from_below_higher(moves)
-    if moves.gandiva.introspective:
-        _separate(moves)
-        _even_out(moves)
+def rebalance(state: SharingState) -> None:
+    """Move jobs to idle GPUs, onto one host, and away from jobs of higher priority."""
+    _fill(state)
+    _rejoin(state)
+    _from_below_higher(state)
+
+
+def even_out(state: SharingState) -> None:
+    """Move packed jobs to idle GPUs, and jobs from crowded hosts to others of their class."""
+    _separate(state)
+    _even_out(state)
 
 
 # --- Free GPUs -----------------------------------------------------------------------------------------
 
 
-def _fill(moves: Moves) -> None:
+def _fill(state: SharingState) -> None:
     """Move jobs that take turns to idle GPUs, those in the longest rounds first."""
-    if not _any_idle(moves):
+    if not _any_idle(state):
         return
-    movable = [(host, tenant) for host in moves.hosts.values() for tenant in _in_turns(moves, host)]
+    movable = [(host, tenant) for host in state.hosts.values() for tenant in _in_turns(state, host)]
     vain: set[object] = set()
     while movable:
-        movable.sort(key=lambda row: _need(moves, *row))
-        moved = next((row for row in movable if _alike(*row) not in vain and _fills(moves, *row, vain)), None)
+        movable.sort(key=lambda row: _need(state, *row))
+        moved = next((row for row in movable if _alike(*row) not in vain and _fills(state, *row, vain)), None)
         if moved is None:
             return
         movable.remove(moved)
 
 
-def _in_turns(moves: Moves, host: HostBook) -> Iterator[Tenant]:
+def _in_turns(state: SharingState, host: HostBook) -> Iterator[Tenant]:
     """Return the jobs of a host that may go out of their turns: who waits for its GPUs, else who has them."""
-    able = [tenant for tenant in moves.tenants(host) if tenant.job.key not in moves.packed]
-    waiting = [tenant for tenant in able if tenant.job.key not in moves.holders and not _held(tenant)]
+    able = [tenant for tenant in state.tenants(host) if tenant.job.key not in state.packed]
+    waiting = [tenant for tenant in able if tenant.job.key not in state.holders and not _held(tenant)]
     yield from waiting
     wanted = frozenset().union(*(tenant.gpus for tenant in waiting))
     for tenant in able:
-        stays = tenant.job.key in moves.holders and _held(tenant)
+        stays = tenant.job.key in state.holders and _held(tenant)
         if stays and wanted.isdisjoint(tenant.gpus) and crowd(host, tenant) > 1:
             yield tenant
 
@@ -70,25 +71,25 @@ def _held(tenant: Tenant) -> bool:
     return tenant.job.lease is not None and tenant.job.lease.state == "held"
 
 
-def _need(moves: Moves, host: HostBook, tenant: Tenant) -> tuple[int, int, float, JobKey]:
+def _need(state: SharingState, host: HostBook, tenant: Tenant) -> tuple[int, int, float, JobKey]:
     """Return the sort key of those in turns: the higher priority, then the longer rounds, then the longer wait."""
     lease = tenant.job.lease
     waited_s = lease.waited_s if lease is not None else 0.0
-    return -moves.sharing.priority(tenant.job), -crowd(host, tenant), -waited_s, tenant.job.key
+    return -state.settings.priority(tenant.job), -crowd(host, tenant), -waited_s, tenant.job.key
 
 
-def _fills(moves: Moves, host: HostBook, tenant: Tenant, vain: set[object]) -> bool:
+def _fills(state: SharingState, host: HostBook, tenant: Tenant, vain: set[object]) -> bool:
     """Move a waiting job to idle GPUs if that pays; what nobody can have is added to ``vain``."""
     met = crowd(host, tenant)
-    if not moves.left or moves.left_s(tenant.job) * (met - 1) <= moves.gandiva.move_s:
+    if not state.moves_left or state.left_s(tenant.job) * (met - 1) <= state.gandiva.move_s:
         return False
-    found = _idle_seat(moves, host, tenant.job, tenant.ask)
+    found = _idle_seat(state, host, tenant.job, tenant.ask)
     if found is None:
         vain.add(_alike(host, tenant))
         return False
     target, seat = found
     why = f"moves from {tenant.lane} to {seat.node.name}, whose GPUs are idle, out of turns with {met - 1} others"
-    moves.migrate(tenant.job, target, seat, tenant.ask, why)
+    state.migrate(tenant.job, target, seat, tenant.ask, why)
     return True
 
 
@@ -97,17 +98,17 @@ def _alike(host: HostBook, tenant: Tenant) -> object:
     return tenant.ask, host.lanes[0].gpu_type, id(tenant.job.profile)
 
 
-def _any_idle(moves: Moves) -> bool:
-    return any(host.usable and host.idle() for host in moves.hosts.values())
+def _any_idle(state: SharingState) -> bool:
+    return any(host.usable and host.idle() for host in state.hosts.values())
 
 
-def _idle_seat(moves: Moves, source: HostBook, job: Job, ask: Ask) -> tuple[HostBook, Seat] | None:
+def _idle_seat(state: SharingState, source: HostBook, job: Job, ask: Ask) -> tuple[HostBook, Seat] | None:
     """Return idle GPUs for a job, of its class, of none or of any class, on the least loaded host."""
     found = [
         ((_class(host, ask), host.load, host.name), host, seat)
-        for host in moves.hosts.values()
-        if host.idle() >= ask.gpus and (seat := moves.seat(host, ask)) is not None and seat.crowd == 0
-        if moves.suits(job, source, host)
+        for host in state.hosts.values()
+        if host.idle() >= ask.gpus and (seat := state.seat(host, ask)) is not None and seat.crowd == 0
+        if state.suits(job, source, host)
     ]
     return min(found, key=lambda row: row[0])[1:] if found else None
 
@@ -116,82 +117,82 @@ def _class(host: HostBook, ask: Ask) -> int:
     return (ask.gpus, 0).index(host.affinity) if host.affinity in (ask.gpus, 0) else 2
 
 
-def _separate(moves: Moves) -> None:
+def _separate(state: SharingState) -> None:
     """Move packed jobs to idle GPUs that nobody in turns wants."""
-    if not (moves.packed and _any_idle(moves)):
+    if not (state.packed and _any_idle(state)):
         return
-    for host in tuple(moves.hosts.values()):
-        for tenant in [tenant for tenant in moves.tenants(host) if tenant.job.key in moves.packed]:
-            mates = [key for key in host.tenants if moves.packed.get(key) == moves.packed[tenant.job.key]]
-            found = _idle_seat(moves, host, tenant.job, tenant.ask) if len(mates) > 1 else None
-            if found is not None and moves.left_s(tenant.job) > PAYS_BACK * moves.gandiva.move_s:
+    for host in tuple(state.hosts.values()):
+        for tenant in [tenant for tenant in state.tenants(host) if tenant.job.key in state.packed]:
+            mates = [key for key in host.tenants if state.packed.get(key) == state.packed[tenant.job.key]]
+            found = _idle_seat(state, host, tenant.job, tenant.ask) if len(mates) > 1 else None
+            if found is not None and state.left_s(tenant.job) > PAYS_BACK * state.gandiva.move_s:
                 target, seat = found
                 why = f"moves from {tenant.lane} to {seat.node.name}, whose GPUs are idle, instead of sharing its GPUs"
-                moves.migrate(tenant.job, target, seat, tenant.ask, why)
+                state.migrate(tenant.job, target, seat, tenant.ask, why)
 
 
-def _rejoin(moves: Moves) -> None:
+def _rejoin(state: SharingState) -> None:
     """Move a job of several hosts to one that can hold all of it on idle GPUs."""
-    for key in sorted(moves.jobs):
-        job = moves.jobs[key]
-        if len(job.nodes) < 2 or key in moves.packed or not moves.may(job):  # noqa: PLR2004 - one host is joined
+    for key in sorted(state.jobs):
+        job = state.jobs[key]
+        if len(job.nodes) < 2 or key in state.packed or not state.may(job):  # noqa: PLR2004 - one host is joined
             continue
-        ask = Ask.under(replace(job, num_nodes=1), moves.sharing)
-        source = moves.home(job)
-        found = _idle_seat(moves, source, job, ask) if source is not None else None
-        if found is not None and moves.left_s(job) * LOCALITY_GAIN > moves.gandiva.move_s:
+        ask = Ask.under(replace(job, num_nodes=1), state.settings)
+        source = state.home(job)
+        found = _idle_seat(state, source, job, ask) if source is not None else None
+        if found is not None and state.left_s(job) * LOCALITY_GAIN > state.gandiva.move_s:
             target, seat = found
             why = f"moves from {len(job.nodes)} hosts to {seat.node.name}, which has all its GPUs on one"
-            moves.migrate(job, target, seat, ask, why)
+            state.migrate(job, target, seat, ask, why)
 
 
 # --- Turns ---------------------------------------------------------------------------------------------
 
 
-def _from_below_higher(moves: Moves) -> None:
+def _from_below_higher(state: SharingState) -> None:
     """Move jobs that wait behind higher priorities, which never make way, to where there are none."""
-    priority = moves.sharing.priority
-    if len({priority(job) for job in moves.jobs.values()}) < 2:  # noqa: PLR2004 - one priority has no higher one
+    priority = state.settings.priority
+    if len({priority(job) for job in state.jobs.values()}) < 2:  # noqa: PLR2004 - one priority has no higher one
         return
-    for host in tuple(moves.hosts.values()):
-        for tenant in list(_in_turns(moves, host)):
-            if priority(tenant.job) >= _highest(moves, host, tenant.gpus):
+    for host in tuple(state.hosts.values()):
+        for tenant in list(_in_turns(state, host)):
+            if priority(tenant.job) >= _highest(state, host, tenant.gpus):
                 continue
-            found = _fair_seat(moves, host, tenant)
+            found = _fair_seat(state, host, tenant)
             if found is not None:
                 target, seat = found
                 why = f"moves from {tenant.lane} to {seat.node.name}: higher priorities keep its GPUs"
-                moves.migrate(tenant.job, target, seat, tenant.ask, why)
+                state.migrate(tenant.job, target, seat, tenant.ask, why)
 
 
-def _highest(moves: Moves, host: HostBook, gpus: Iterable[int]) -> float:
+def _highest(state: SharingState, host: HostBook, gpus: Iterable[int]) -> float:
     """Return the highest priority on some of a host's GPUs."""
     wanted = frozenset(gpus)
     there = (tenant.job for tenant in host.tenants.values() if tenant.gpus & wanted)
-    return max(map(moves.sharing.priority, there), default=float("-inf"))
+    return max(map(state.settings.priority, there), default=float("-inf"))
 
 
-def _fair_seat(moves: Moves, source: HostBook, tenant: Tenant) -> tuple[HostBook, Seat] | None:
+def _fair_seat(state: SharingState, source: HostBook, tenant: Tenant) -> tuple[HostBook, Seat] | None:
     """Return the least crowded seat of its class where a job meets no higher priority."""
-    mine = moves.sharing.priority(tenant.job)
+    mine = state.settings.priority(tenant.job)
     found = [
         ((seat.crowd, host.load, host.name), host, seat)
-        for host in moves.hosts.values()
+        for host in state.hosts.values()
         if host is not source and host.affinity in (0, tenant.ask.gpus)
-        for seat in [moves.seat(host, tenant.ask)]
-        if seat is not None and _highest(moves, host, seat.gpus) <= mine and moves.suits(tenant.job, source, host)
+        for seat in [state.seat(host, tenant.ask)]
+        if seat is not None and _highest(state, host, seat.gpus) <= mine and state.suits(tenant.job, source, host)
     ]
     return min(found, key=lambda row: row[0])[1:] if found else None
 
 
-def _even_out(moves: Moves) -> None:
+def _even_out(state: SharingState) -> None:
     """Move jobs that take turns on the highest hosts of a class to its lowest ones while the height falls."""
     classes: dict[int, list[HostBook]] = {}
-    for host in moves.hosts.values():
+    for host in state.hosts.values():
         if host.affinity:
             classes.setdefault(host.affinity, []).append(host)
     for size in sorted(classes):
-        while moves.left and _lower(moves, size, sorted(classes[size], key=_pressure)):
+        while state.moves_left and _lower(state, size, sorted(classes[size], key=_pressure)):
             pass
 
 
@@ -199,22 +200,22 @@ def _pressure(host: HostBook) -> tuple[float, str]:
     return host.pressure, host.name
 
 
-def _lower(moves: Moves, size: int, hosts: list[HostBook]) -> bool:
+def _lower(state: SharingState, size: int, hosts: list[HostBook]) -> bool:
     """Move one job from the highest to the lowest host of a class; False when that lowers nothing."""
     low, high = hosts[0], hosts[-1]
     if ceil(low.pressure + size / low.gpus) >= ceil(high.pressure):
         return False
-    movable = [tenant for tenant in _in_turns(moves, high) if tenant.ask.gpus == size]
+    movable = [tenant for tenant in _in_turns(state, high) if tenant.ask.gpus == size]
     for tenant in sorted(movable, key=lambda tenant: (-crowd(high, tenant), tenant.job.key)):
-        met, seat = crowd(high, tenant), moves.seat(low, tenant.ask)
-        good = seat is not None and moves.suits(tenant.job, high, low)
-        if seat is not None and good and seat.crowd + 1 < met and _pays(moves, tenant.job, met, seat.crowd + 1):
+        met, seat = crowd(high, tenant), state.seat(low, tenant.ask)
+        good = seat is not None and state.suits(tenant.job, high, low)
+        if seat is not None and good and seat.crowd + 1 < met and _pays(state, tenant.job, met, seat.crowd + 1):
             why = f"moves from {tenant.lane} to {seat.node.name}: turns of {seat.crowd + 1} instead of {met}"
-            moves.migrate(tenant.job, low, seat, tenant.ask, why)
+            state.migrate(tenant.job, low, seat, tenant.ask, why)
             return True
     return False
 
 
-def _pays(moves: Moves, job: Job, before: int, then: int) -> bool:
+def _pays(state: SharingState, job: Job, before: int, then: int) -> bool:
     """Whether shorter rounds save a job more time than the move costs."""
-    return moves.left_s(job) * (before - then) > PAYS_BACK * moves.gandiva.move_s * then
+    return state.left_s(job) * (before - then) > PAYS_BACK * state.gandiva.move_s * then

@@ -18,10 +18,11 @@ from cadenza.policies.core.decision import Alone, Lost, SharingMemory
 from cadenza.policies.core.model import Gpu, Job, JobKey, Lease
 from cadenza.policies.core.profile import least_cpus
 from cadenza.policies.core.text import gpu_names, job_names
-from cadenza.policies.sharing.packing.groups import Group, after, partners, standing
+from cadenza.policies.sharing.state.groups import Group, after, partners, standing, units
 from cadenza.policies.sharing.state.host import HostBook
 from cadenza.policies.sharing.state.measurement import Judged, Rule, alone, judged, packed_text
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
+from cadenza.policies.sharing.state.sharing_state import SharingState
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +60,37 @@ class Terms:
     """Whether jobs take turns anywhere (cluster height above 1)."""
 
     @property
-    def on(self) -> bool:
-        """Whether jobs may be packed at all."""
-        return self.gandiva.introspective and self.gandiva.pack
-
-    @property
     def rule(self) -> Rule:
         """Return when a measurement counts."""
         return Rule.under(self.sharing, self.gandiva)
+
+
+def pack_and_unpack(state: SharingState) -> None:
+    """Undo packs that do not pay, and pack jobs that probably do."""
+    sizes = {node.host: node.gpu_memory_gb for node in state.snapshot.nodes if node.gpu_memory_gb is not None}
+    overloaded = any(host.height > 1 or host.wanted > host.gpus for host in state.hosts.values())
+    terms = Terms(state.now_s, state.settings, state.gandiva, state.hosts, sizes, overloaded=overloaded)
+    _apply(state, packing(state.jobs, state.memory.sharing, terms))
+
+
+def end_packs(state: SharingState) -> None:
+    """Let jobs that an earlier setting packed take turns again."""
+    if state.groups:
+        ended = [(key, group) for group in state.groups for key in group[:-1]]
+        undone = tuple(
+            Unpack(key, f"runs in turns with {job_names(set(group) - {key})} again: packing is off")
+            for key, group in ended
+        )
+        memory = state.memory.sharing
+        reasons = {action.job: action.reason for action in undone}
+        _apply(state, Packing(undone, state.groups, (), memory.lost, memory.alone, reasons))
+
+
+def _apply(state: SharingState, packed: Packing) -> None:
+    state.pack_actions, state.groups, state.packed = packed.actions, packed.packs, units(packed.packs)
+    state.pack_reasons, state.stopping = packed.reasons, packed.leaving(state.jobs)
+    state.fixed |= {key for a in packed.actions for key in (a.jobs if isinstance(a, Pack) else (a.job,))}
+    state.remember(packs=packed.before, lost=packed.lost, alone=packed.alone)
 
 
 def packing(jobs: Mapping[JobKey, Job], memory: SharingMemory, terms: Terms) -> Packing:
@@ -77,7 +101,7 @@ def packing(jobs: Mapping[JobKey, Job], memory: SharingMemory, terms: Terms) -> 
     undone = tuple(_undone(found, terms))
     lost = _losers(jobs, memory, before, undone, terms)
     packs = after(before, undone)
-    joined = tuple(_joined(_Stage(jobs, packs, rows, lost, terms))) if terms.on and terms.overloaded else ()
+    joined = tuple(_joined(_Stage(jobs, packs, rows, lost, terms))) if terms.overloaded else ()
     packs = after(packs, joined)
     reasons = _reasons(found, packs, (*undone, *joined))
     return Packing((*undone, *joined), before, packs, lost, tuple(sorted(rows.values())), reasons)
@@ -108,9 +132,7 @@ def _reasons(
 def _undone(found: Mapping[Group, Judged], terms: Terms) -> Iterator[Unpack]:
     for pack, one in found.items():
         others = job_names(pack[1:])
-        if not terms.on:
-            yield Unpack(pack[0], f"runs in turns with {others} again: packing is off")
-        elif one.speed is not None and not terms.rule.paid(one.speed):
+        if one.speed is not None and not terms.rule.paid(one.speed):
             yield Unpack(pack[0], f"runs in turns with {others} again: {one.text}")
 
 
@@ -123,8 +145,6 @@ def _losers(
 ) -> tuple[Lost, ...]:
     """Return the pairs that are not to be tried, those that were just found included."""
     kept = [pair for pair in memory.lost if terms.time_s - pair.at_s < terms.gandiva.pack_again_s]
-    if not terms.on:
-        return tuple(kept)
     pairs = {_pair(action.job, other) for action in undone for other in partners(before)[action.job]}
     found = [Lost(a, b, terms.time_s, _model(jobs[a]), _model(jobs[b])) for a, b in pairs]
     return tuple(sorted(found + [pair for pair in kept if pair[:2] not in pairs]))
@@ -264,8 +284,8 @@ def _rank(unit: _Unit) -> tuple[float, JobKey]:
 
 def _joined(stage: _Stage) -> Iterator[Pack]:
     losing = stage.losing()
-    for units in stage.places():
-        yield from _joined_here(stage, units, losing)
+    for here in stage.places():
+        yield from _joined_here(stage, here, losing)
 
 
 def _joined_here(stage: _Stage, units: list[_Unit], losing: frozenset[tuple[str, str]]) -> Iterator[Pack]:

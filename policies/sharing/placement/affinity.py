@@ -19,83 +19,60 @@ managed, and of the same user unless users share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cadenza.policies.core.actions import Place
-from cadenza.policies.core.decision import Memory
-from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node
-from cadenza.policies.sharing.state.host import Ask, HostBook, books
+from cadenza.policies.core.model import Job, Node
+from cadenza.policies.sharing.state.host import Ask, HostBook
+from cadenza.policies.sharing.state.pending import queued
 from cadenza.policies.sharing.state.settings import SharingSettings, held_for_us
+from cadenza.policies.sharing.state.sharing_state import SharingState
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """The placements of one round, and a sentence for every held job that was considered."""
-
-    actions: tuple[Place, ...] = ()
-    reasons: dict[JobKey, str] = field(default_factory=dict)
-
-
-def place(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings) -> Placed:
-    """Return where the held jobs start, by priority, submission and key; each sees those before it placed.
-
-    Nothing is placed unless the service enforces held admission. ``Job.gpus``, ``cpus`` and ``memory_mb`` are
-    totals and are taken to be spread evenly over the job's nodes.
-    """
-    jobs = held_jobs(snapshot, memory, settings)
-    return place_on(books(snapshot, settings), jobs, settings) if jobs else Placed()
+def list_pending(state: SharingState) -> None:
+    """List the held jobs that the service places, by priority, rank and submission, and those in Slurm's queue."""
+    settings, last = state.settings, len(state.ranks)
+    held = [
+        job
+        for job in state.all_jobs
+        if settings.places and job.held and held_for_us(job, state.memory) and settings.manages(job)
+    ]
+    held.sort(key=lambda job: (-settings.priority(job), state.ranks.get(job.key, last), job.submit_s, job.key))
+    state.pending = [job for job in held if job.key.id not in state.relocating]
+    state.queued = [job for job in queued(state.snapshot, settings) if job.key.id not in state.relocating]
 
 
-def held_jobs(
-    snapshot: ClusterSnapshot,
-    memory: Memory,
-    settings: SharingSettings,
-    ranks: Mapping[JobKey, int] | None = None,
-) -> list[Job]:
-    """Return the jobs that are ours to place, by priority, rank (where an ordering gave one), submission and key."""
-    if not settings.places:
-        return []
-    jobs = [job for job in snapshot.jobs if job.held and held_for_us(job, memory) and settings.manages(job)]
-    known = ranks or {}
-    last = len(known)
-    return sorted(jobs, key=lambda job: (-settings.priority(job), known.get(job.key, last), job.submit_s, job.key))
+def place_pending(state: SharingState) -> None:
+    """Place the held jobs, in order; each sees those before it placed, and takes its share of the hosts.
 
-
-def place_on(
-    hosts: Mapping[str, HostBook],
-    jobs: Sequence[Job],
-    settings: SharingSettings,
-    *,
-    by_gpu: bool = False,
-    otherwise: Callable[[Job], str] | None = None,
-) -> Placed:
-    """Return where these jobs start, in this order, and note them in the books of ``hosts``.
-
-    With ``by_gpu`` a job goes to the lane of its host where it meets the fewest others on the GPUs that it will
-    get, and only to a host whose memory holds it beside the jobs of all lanes. ``otherwise`` is called for a job that
-    stays queued before any job after it: it may make room, and returns a sentence if it does.
+    A job goes to the lane of its host where it meets the fewest others on the GPUs that it will get, and only to a
+    host whose memory holds it with the jobs of all lanes. For a job that stays queued, room is made before any job
+    after it is placed. ``Job.gpus``, ``cpus`` and ``memory_mb`` are totals, spread evenly over the job's nodes.
     """
     actions: list[Place] = []
-    reasons: dict[JobKey, str] = {}
-    vain: dict[Ask, str] = {}
-    choose = _Choice(tuple(hosts.values()), settings, by_gpu)
-    for job in jobs:
-        ask = Ask.under(job, settings) if by_gpu else Ask.of(job)
-        if ask in vain:  # nothing has changed since the last one that asked for this
-            reasons[job.key] = vain[ask]
+    reasons = state.placement_reasons
+    unplaceable: dict[Ask, str] = {}
+    choose = _Choice(tuple(state.hosts.values()), state.settings)
+    for job in state.pending:
+        ask = Ask.under(job, state.settings)
+        if ask in unplaceable:  # nothing has changed since the last one that asked for this
+            reasons[job.key] = unplaceable[ask]
             continue
         nodes, reasons[job.key] = choose(ask, job)
         if not nodes:
-            made = otherwise(job) if otherwise is not None else ""
-            vain = {} if made else {**vain, ask: reasons[job.key]}
+            made = state.make_room(state, job) if state.make_room is not None else ""
+            unplaceable = {} if made else {**unplaceable, ask: reasons[job.key]}
             reasons[job.key] = made or reasons[job.key]
             continue
-        vain.clear()
+        unplaceable.clear()
         actions.append(Place(job.key, tuple(node.name for _, node in nodes), reasons[job.key]))
         for host, node in nodes:
-            choose.take(host, node, job, ask)
-    return Placed(tuple(actions), reasons)
+            seats = [seat for seat in host.seats(ask) if seat.node == node]
+            if seats:
+                host.enter(job, ask, seats[0])
+            else:
+                host.add(ask, node)
+    state.placements = tuple(actions)
 
 
 Chosen = list[tuple[HostBook, Node]]
@@ -108,7 +85,6 @@ class _Choice:
 
     hosts: tuple[HostBook, ...]
     settings: SharingSettings
-    by_gpu: bool
 
     def __call__(self, ask: Ask, job: Job) -> tuple[Chosen, str]:
         """Return the nodes for one job, none when it stays queued, and a sentence for its user."""
@@ -132,32 +108,20 @@ class _Choice:
             f"of the {ask.gpus}-GPU class have a further lane with room where it may share"
         )
 
-    def take(self, host: HostBook, node: Node, job: Job, ask: Ask) -> None:
-        """Note a placement in the host's books."""
-        seats = [seat for seat in host.seats(ask) if seat.node == node] if self.by_gpu else []
-        if seats:
-            host.enter(job, ask, seats[0])
-        else:
-            host.add(ask, node)
-
     def _has_free(self, host: HostBook, ask: Ask) -> bool:
         if host.given + ask.gpus > host.gpus or not host.usable:
             return False
-        lanes = host.lanes if self._any_lane(ask) else host.lanes[:1]
-        return (not self.by_gpu or host.remembers(ask)) and any(host.fits(node, ask) for node in lanes)
-
-    def _any_lane(self, ask: Ask) -> bool:
-        """Whether the lane matters to nobody: a job of several nodes has them all in one lane."""
-        return self.by_gpu and ask.nodes == 1
+        lanes = host.lanes if ask.nodes == 1 else host.lanes[:1]  # a job of several nodes has them all in one lane
+        return host.remembers(ask) and any(host.fits(node, ask) for node in lanes)
 
     def _lane(self, host: HostBook, ask: Ask) -> Node:
-        seats = host.seats(ask) if self._any_lane(ask) else []
+        seats = host.seats(ask) if ask.nodes == 1 else []
         return seats[0].node if seats else host.lanes[0]
 
     def _oversubscribe(self, ask: Ask) -> Chosen:
         """Return the least loaded hosts of the job's class in the first (or emptiest) lane that has room on enough."""
         willing = [host for host in self.hosts if host.affinity == ask.gpus and self._shares(host, ask)]
-        if self._any_lane(ask):
+        if ask.nodes == 1:
             return self._emptiest(ask, willing)
         for lane in sorted({node.lane for host in willing for node in host.lanes}):
             found = [
@@ -179,7 +143,7 @@ class _Choice:
 
     def _shares(self, host: HostBook, ask: Ask) -> bool:
         known = self.settings.share_between_users or host.users.keys() <= {ask.user}
-        return known and not host.strangers and (not self.by_gpu or host.remembers(ask))
+        return known and not host.strangers and host.remembers(ask)
 
 
 def _step(host: HostBook, ask: Ask) -> int:

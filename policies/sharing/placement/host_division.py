@@ -10,16 +10,19 @@ than it has there, nor so few CPUs that it were slower than with those; without 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cadenza.policies.allocation.problem import Allocate, Case, Server, proportional_share, share_speed
 from cadenza.policies.allocation.proportional import proportional
-from cadenza.policies.core.actions import Place, Tune
-from cadenza.policies.core.model import Job, JobKey, Placement, Share
+from cadenza.policies.core.actions import Migrate, Resize, Tune, Unpack
+from cadenza.policies.core.model import Gpu, Job, JobKey, Placement, Share
 from cadenza.policies.core.profile import NEARLY, least_cpus
+from cadenza.policies.sharing.placement.reservations import seated
 from cadenza.policies.sharing.state.host import Ask, HostBook, Tenant
 from cadenza.policies.sharing.state.settings import SharingSettings
+from cadenza.policies.sharing.state.sharing_state import SharingState
 
 HEADROOM = 1.25
 """Where Slurm's books are a floor, a job keeps so many times the CPUs that its profile needs: profiles are measured on
@@ -27,8 +30,49 @@ nodes that do little else, and beside busy neighbours (second threads, caches, c
 is not enough, the loan is undone by what is measured (see ``lending``)."""
 
 
+def divide_hosts(state: SharingState) -> None:
+    """Give each job its CPUs and memory: tunes of running jobs, and the shares of moves and placements."""
+    # 1. What every job should have where it is, or goes to.
+    division = HostDivision.of(state)
+    wanted = division.divide(state.hosts)
+    # 2. Running jobs that stay are tuned.
+    moving = frozenset(action.job for action in state.moves)
+    staying = {key: placement for key, placement in wanted.items() if key not in moving}
+    state.tunes = tunes(state.jobs, staying, state.keeps_cpus)
+    # 3. Moves and starts carry their shares.
+    floor = state.settings.floor
+    state.moves = [
+        replace(a, shares=startable(wanted[a.job], state.hosts, a.job) if floor else wanted[a.job])
+        if a.job in wanted and not isinstance(a, Unpack)
+        else a
+        for a in state.moves
+    ]
+    state.placements = tuple(
+        replace(a, shares=wanted.get(a.job) or _needed(division.jobs[a.job], a.nodes, state.settings))
+        for a in state.placements
+    )
+
+
+def keep_requests(state: SharingState) -> None:
+    """Leave all jobs with the CPUs and memory that they asked for, or as much for each GPU where their size changes."""
+    for number, action in enumerate(state.moves):
+        job = state.jobs[action.job]
+        if isinstance(action, Migrate):
+            kept = tuple(share._replace(cpus=0, memory_mb=0) for share in action.shares)
+            state.moves[number] = replace(action, shares=kept)
+        elif isinstance(action, Resize) and job.gpus:
+            scaled = tuple(
+                share._replace(
+                    cpus=max(job.cpus * share.gpus // job.gpus, 1),
+                    memory_mb=max(job.memory_mb * share.gpus // job.gpus, 1),
+                )
+                for share in action.shares
+            )
+            state.moves[number] = replace(action, shares=scaled)
+
+
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class HostDivision:
     """One round's division of the hosts."""
 
     now_s: float
@@ -46,6 +90,23 @@ class Sharing:
     """Why a job lends no CPUs, by job."""
     wide: frozenset[JobKey] = frozenset()
     """Who is on several hosts once this round is done."""
+
+    @classmethod
+    def of(cls, state: SharingState) -> HostDivision:
+        """Return how the hosts are divided among the jobs that have GPUs once the moves so far are done."""
+        starting = frozenset(action.job for action in state.placements)
+        parts = Counter(key for host in state.hosts.values() for key in host.tenants)
+        return cls(
+            state.now_s,
+            state.allocate,
+            {**state.jobs, **{job.key: job for job in state.snapshot.jobs if job.key in starting}},
+            holders=_holders(state),
+            units=state.packed,
+            order=state.ranks,
+            settings=state.settings,
+            keeps=state.keeps_cpus,
+            wide=frozenset(key for key, count in parts.items() if count > 1),
+        )
 
     def divide(self, hosts: Mapping[str, HostBook]) -> dict[JobKey, Placement]:
         """Return what every job should have that has its place on one host only."""
@@ -236,17 +297,28 @@ def _why(wanted: Share, had: Share) -> str:
     )
 
 
-def with_shares(
-    placed: Sequence[Place], wanted: Mapping[JobKey, Placement], division: Sharing
-) -> tuple[Place, ...]:
-    """Return the placements with shares: those of the allocation for who starts on free GPUs, else what it needs."""
-    return tuple(
-        replace(
-            action,
-            shares=wanted.get(action.job) or _needed(division.jobs[action.job], action.nodes, division.settings),
-        )
-        for action in placed
-    )
+def _holders(state: SharingState) -> frozenset[JobKey]:
+    """Return the jobs that have GPUs once this round is done: by the turns, and those that come to free GPUs.
+
+    Agents give those to the first who comes: jobs that are placed start before jobs that move.
+    """
+    staying = state.holders - {action.job for action in state.moves}
+    taken = {
+        Gpu(host.name, index)
+        for host in state.hosts.values()
+        for key, tenant in host.tenants.items()
+        if key in staying
+        for index in tenant.gpus
+    }
+    holders = set(staying)
+    coming = tuple(dict.fromkeys(action.job for action in (*state.placements, *state.moves)))
+    seats = seated(state.hosts, coming)
+    for key in coming:
+        gpus = seats.get(key)
+        if gpus and gpus.isdisjoint(taken):
+            holders.add(key)
+            taken |= gpus
+    return frozenset(holders)
 
 
 def startable(wanted: Placement, hosts: Mapping[str, HostBook], key: JobKey) -> Placement:

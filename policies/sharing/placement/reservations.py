@@ -3,53 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
 
-from cadenza.policies.core.actions import Place
-from cadenza.policies.core.decision import Memory
-from cadenza.policies.core.model import ClusterSnapshot, Gpu, JobKey
-from cadenza.policies.sharing.placement.affinity import Placed
-from cadenza.policies.sharing.state.host import Ask, HostBook, books
-from cadenza.policies.sharing.state.settings import SharingSettings
+from cadenza.policies.core.model import Gpu, Job, JobKey, Placement
+from cadenza.policies.sharing.state.host import Ask, HostBook, Tenant, books
+from cadenza.policies.sharing.state.pending import sized
+from cadenza.policies.sharing.state.sharing_state import SharingState
 
 
-def book_starting(
-    hosts: Mapping[str, HostBook],
-    snapshot: ClusterSnapshot,
-    memory: Memory,
-    settings: SharingSettings,
-    moving: Container[int],
-) -> None:
-    """Note the jobs that were placed and released, and that Slurm has not started yet, where they are to start."""
-    for job in sorted(snapshot.jobs, key=lambda job: job.key):
-        if job.state != "PENDING" or job.held or job.key not in memory.placed or job.key.id in moving:
-            continue
-        ask = Ask.under(job, settings)
-        for host in hosts.values():
-            seats = [seat for seat in host.seats(ask) if seat.node.name in job.required_nodes]
-            if seats:
-                host.enter(job, ask, seats[0])
+def reserve_pending_moves(state: SharingState) -> None:
+    """Count jobs that are on their way, or released and not started yet, where they go to and not where they are."""
+    for job in state.all_jobs:
+        move = state.relocating.get(job.key.id)
+        if move is not None and not (move.arriving and job.state != "PENDING"):
+            _reserve(state, job, move.destination)
+    for job in state.all_jobs:
+        starting = job.state == "PENDING" and not job.held and job.key in state.memory.placed
+        if starting and job.key.id not in state.relocating:
+            ask = Ask.under(job, state.settings)
+            for host in state.hosts.values():
+                seats = [seat for seat in host.seats(ask) if seat.node.name in job.required_nodes]
+                if seats:
+                    host.enter(job, ask, seats[0])
 
 
-def startable_now(placed: Placed, snapshot: ClusterSnapshot, settings: SharingSettings) -> Placed:
-    """Return the placements that Slurm can start now; who waits until others have left stays held.
+def _reserve(state: SharingState, job: Job, destination: Placement) -> None:
+    for host in state.hosts.values():
+        for tenant in [tenant for key, tenant in host.tenants.items() if key.id == job.key.id]:
+            host.leave(tenant)
+        for share in [share for share in destination if any(node.name == share.node for node in host.lanes)]:
+            ask = sized(Ask.of(job), share.gpus)._replace(cpus=share.cpus, memory_mb=share.memory_mb)
+            seat = next((seat for seat in host.seats(ask) if seat.node.name == share.node), None)
+            host.stay(Tenant(job, ask, share.node, seat.gpus if seat is not None else frozenset()))
 
-    The GPUs stay promised, for the next round looks ahead again. A job that were released before would be stuck on
+
+def hold_until_startable(state: SharingState) -> None:
+    """Keep those placements held that Slurm could not start now, because jobs have not left their GPUs yet.
+
+    The GPUs stay promised: the next round reserves them again. A job that were released before would be stuck on
     its node if a move failed.
     """
-    now, jobs = books(snapshot, settings), snapshot.by_key
-    actions: list[Place] = []
-    reasons = dict(placed.reasons)
-    for action in placed.actions:
-        ask = Ask.of(jobs[action.job])
+    if not (state.relocating or state.room_made):
+        return
+    now, kept = books(state.snapshot, state.settings), []
+    for action in state.placements:
+        ask = Ask.of(state.snapshot.by_key[action.job])
         nodes = [(host, node) for host in now.values() for node in host.lanes if node.name in action.nodes]
         if all(host.fits(node, ask) for host, node in nodes):
-            actions.append(action)
+            kept.append(action)
             for host, node in nodes:
                 host.add(ask, node)
         else:
-            reasons[action.job] = f"waits until jobs have left {', '.join(action.nodes)}: their GPUs are promised to it"
-    return replace(placed, actions=tuple(actions), reasons=reasons)
+            reason = f"waits until jobs have left {', '.join(action.nodes)}: their GPUs are promised to it"
+            state.placement_reasons[action.job] = reason
+    state.placements = tuple(kept)
 
 
 def seated(hosts: Mapping[str, HostBook], coming: Sequence[JobKey]) -> dict[JobKey, set[Gpu]]:

@@ -13,13 +13,10 @@ A job that is being moved does not wait: its new place is kept for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
-from cadenza.policies.core.decision import Move
-from cadenza.policies.core.model import ClusterSnapshot, Job, Share
-from cadenza.policies.sharing.state.host import Ask, HostBook, Tenant
+from cadenza.policies.core.model import ClusterSnapshot, Job
+from cadenza.policies.sharing.state.host import Ask, Tenant
 from cadenza.policies.sharing.state.settings import SharingSettings
-from cadenza.policies.sharing.turns.slurm_sync import WAITING_REASONS
+from cadenza.policies.sharing.state.sharing_state import WAITING_REASONS
 
 
 def queued(snapshot: ClusterSnapshot, settings: SharingSettings) -> list[Job]:
@@ -38,31 +35,6 @@ def lacks_lease(tenant: Tenant) -> bool:
     """Whether a job stands without a lease where Slurm started it."""
     lease = tenant.job.lease
     return lease is not None and lease.state in ("waiting", "yielded")
-
-
-def under_way(moves: Iterable[Move]) -> dict[int, Move]:
-    """Return the moves whose jobs have a place that they go to and are not there yet, by job."""
-    return {m.job.id: m for m in moves if m.shares and m.phase in ("warming", "ordered", "requeued", "placed")}
-
-
-def book_moves(hosts: Mapping[str, HostBook], snapshot: ClusterSnapshot, moving: Mapping[int, Move]) -> None:
-    """Note the jobs that are on their way where they go to, not where they are."""
-    for job in sorted(snapshot.jobs, key=lambda job: job.key):
-        move = moving.get(job.key.id)
-        if move is None or (move.phase == "placed" and job.state != "PENDING"):
-            continue
-        for host in hosts.values():
-            for tenant in [tenant for key, tenant in host.tenants.items() if key.id == job.key.id]:
-                host.leave(tenant)
-            for share in move.shares:
-                if any(node.name == share.node for node in host.lanes):
-                    _book(host, job, share)
-
-
-def _book(host: HostBook, job: Job, share: Share) -> None:
-    ask = sized(Ask.of(job), share.gpus)._replace(cpus=share.cpus, memory_mb=share.memory_mb)
-    seat = next((seat for seat in host.seats(ask) if seat.node.name == share.node), None)
-    host.stay(Tenant(job, ask, share.node, seat.gpus if seat is not None else frozenset()))
 
 
 def sized(ask: Ask, gpus: int) -> Ask:

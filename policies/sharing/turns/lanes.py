@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cadenza.policies.core.actions import DrainNode, OpenNode
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Node
 from cadenza.policies.sharing.state.settings import SharingSettings
+from cadenza.policies.sharing.state.sharing_state import SharingState
 
 OUR_DRAIN = "cadenza:"
 """Every drain of ours says so at the start of its reason; a drain without it is an admin's and stays."""
+
+
+def drain_or_open_lanes(state: SharingState) -> None:
+    """Close the further lanes of hosts where sharing is not safe, and open those that we closed."""
+    state.lane_actions = lane_actions(state.snapshot, state.memory, state.settings)
+
+
+def close_lanes(state: SharingState) -> None:
+    """Close every further lane, because no job may share a GPU."""
+    state.lane_actions = lane_actions(state.snapshot, state.memory, replace(state.settings, enforce=False))
 
 
 def lane_actions(

@@ -1,6 +1,6 @@
-"""Gandiva's reactive mode with time slices on a live cluster: turns, Slurm's books, lanes and placement.
+"""Turns on a live cluster and Slurm's allocation: yields, resumes, suspends, requeues and releases.
 
-Every round compares what the snapshot shows with who should hold GPUs and emits what is missing; it remembers
+Every round compares the snapshot with the jobs that should hold GPUs and emits what is missing; it remembers
 only what the snapshot cannot show (whose suspend, hold or drain it was), so a lost action is sent again.
 
 Before maintenance, that is once lane 0 of a host is drained, its further lanes are drained too, its jobs go
@@ -10,137 +10,101 @@ nothing but suspended jobs as drained, that is ready to be switched off.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from cadenza.policies.core.actions import Action, Release, Requeue, Resume, Suspend, Unsuspend, Yield
-from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.actions import Action, Release, Requeue, Resize, Resume, Suspend, Unsuspend, Yield
+from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease
 from cadenza.policies.core.text import job_names, jobs_called, why_lost
-from cadenza.policies.sharing.placement.affinity import place
+from cadenza.policies.sharing.state.groups import partners
 from cadenza.policies.sharing.state.settings import SharingSettings, held_for_us, left_alone
-from cadenza.policies.sharing.turns.fair_queue import Contender, Turn, groups, next_turn
-from cadenza.policies.sharing.turns.lanes import hosts_to_leave, lane_actions
+from cadenza.policies.sharing.state.sharing_state import WAITING_REASONS, SharingState
+from cadenza.policies.sharing.turns.fair_queue import Contender, groups, next_turn
+from cadenza.policies.sharing.turns.lanes import hosts_to_leave
 from cadenza.policies.sharing.turns.preferred import favoured
 
 MAX_NAMED = 6
 """How many jobs of a group a reason names."""
 AFTER_ALL = -(10**9)
 """Priority of a job on a further lane that came after an unmanaged job which still waits for GPUs."""
-WAITING_REASONS = frozenset({"", "None", "Resources", "Priority"})
-"""Slurm's reasons of a pending job that only lacks free resources."""
 
 
-def decide(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings) -> Decision:
-    """Return one round's actions and a reason for every job that opted in.
-
-    In observe-only (``enforce`` False) the decision is what would be done; the guard keeps it from leaving,
-    except for what undoes our own suspends, holds and open lanes.
-    """
-    view = View.of(snapshot, memory, settings)
-    placed = place(snapshot, memory, settings)
-    actions = (*lane_actions(snapshot, memory, settings), *turn_actions(view), *placed.actions)
-    return Decision(actions, memory, view_reasons(view, placed.reasons))
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """The snapshot as the rules below need it, with this round's turns."""
-
-    snapshot: ClusterSnapshot
-    memory: Memory
-    settings: SharingSettings
-    jobs: tuple[Job, ...]
-    """In order of keys."""
-    turns: tuple[Turn, ...]
-    reasons: dict[JobKey, str]
-    holders: frozenset[JobKey]
-    """Who should have GPUs once this round's turns are done."""
-    leaving: frozenset[JobKey]
-    """Jobs with a part on a host that is to be left."""
-    giving_back: frozenset[JobKey]
-
-    @classmethod
-    def of(
-        cls,
-        snapshot: ClusterSnapshot,
-        memory: Memory,
-        settings: SharingSettings,
-        partners: Mapping[JobKey, frozenset[JobKey]] | None = None,
-        stopping: frozenset[JobKey] = frozenset(),
-        ranks: Mapping[JobKey, int] | None = None,
-    ) -> View:
-        """Return the view.
-
-        ``partners``: whom a packed job runs with; ``stopping``: holders that other actions stop; ``ranks``: the jobs'
-        places in the ordering, where turns follow it.
-        """
-        jobs = tuple(sorted(snapshot.jobs, key=lambda job: job.key))
-        further = further_lanes(snapshot)
-        contenders = [
-            _contender(job, priority, memory, settings, (partners or {}).get(job.key, _NOBODY))
-            for job, priority in _by_priority(jobs, further, settings)
-            if _takes_part(job)
-        ]
-        contenders = [replace(c, state="stopping") if c.key in stopping else c for c in contenders]
-        first = favoured(contenders, ranks or {})
+def take_turns(state: SharingState) -> None:
+    """Decide which jobs have GPUs once this round is done, and which leave their hosts."""
+    snapshot, settings = state.snapshot, state.settings
+    # 1. The jobs that use GPUs or wait for them, packed ones with their partners.
+    jobs = state.all_jobs
+    co_runners = partners(state.groups)
+    contenders = [
+        _contender(job, priority, state.memory, settings, co_runners.get(job.key, frozenset()))
+        for job, priority in _by_priority(jobs, state.further, settings)
+        if job.lease is not None and (job.state in ("RUNNING", "SUSPENDED") or job.lease.state in ("held", "stopping"))
+    ]
+    contenders = [replace(c, state="stopping") if c.key in state.stopping else c for c in contenders]
+    # 2. Where turns follow the ordering, the first in it comes first on its GPUs.
+    if settings.turns == "order":
+        first = favoured(contenders, state.ranks)
         contenders = [replace(c, favoured=True) if c.key in first else c for c in contenders]
-        turns, reasons = _turns(contenders, settings)
-        drained, host = hosts_to_leave(snapshot), {node.name: node.host for node in snapshot.nodes}
-        return cls(
-            snapshot,
-            memory,
-            settings,
-            jobs,
-            turns,
-            reasons,
-            holders=frozenset().union(*(turn.holders for turn in turns)),
-            leaving=frozenset(j.key for j in jobs if any(host.get(name) in drained for name in j.nodes)),
-            giving_back=frozenset(j.key for j in jobs if _gives_back(j, snapshot, settings, further)),
+    # 3. One turn for each group of jobs that share GPUs.
+    resumable = {job.key for kind in ("RUNNING", "SUSPENDED") for job, _ in state.managed(kind)}
+    for group in groups(contenders):
+        turn = next_turn(
+            group,
+            slice_s=settings.slice_s,
+            share_between_users=settings.share_between_users,
+            min_run_s=settings.min_run_s,
         )
-
-    def managed(self, state: str) -> list[tuple[Job, Lease]]:
-        """Return the managed jobs in this Slurm state that an agent knows, in order of keys."""
-        return [
-            (job, job.lease)
-            for job in self.jobs
-            if job.state == state and job.lease is not None and self.settings.manages(job)
-        ]
-
-    @property
-    def further(self) -> frozenset[str]:
-        """Return the nodes that are further lanes."""
-        return further_lanes(self.snapshot)
-
-    def ours(self, job: Job) -> bool:
-        """Whether the job is suspended and we did that."""
-        return job.state == "SUSPENDED" and job.key in self.memory.suspended
-
-
-_NOBODY: frozenset[JobKey] = frozenset()
+        names = [str(member.key) for member in group]
+        for number, member in enumerate(group):
+            others = _others(names[:number] + names[number + 1 :])
+            state.turn_reasons[member.key] = turn.reasons[member.key] + others
+        state.holders |= turn.holders
+        state.yields += [Yield(key, turn.reasons[key]) for key in turn.yields]
+        # An unmanaged job gets its lease from the agent alone.
+        coming = [key for key in (*turn.resumes, *turn.upcoming) if key in resumable]
+        state.resumes += [Resume(key, turn.reasons[key]) for key in coming]
+    asked = {action.job for action in state.yields}
+    state.yields += [action for action in _halves(state) if action.job not in asked]
+    # 4. Jobs that leave their hosts stay where they are until they have left.
+    drained, host = hosts_to_leave(snapshot), {node.name: node.host for node in snapshot.nodes}
+    state.leaving = frozenset(j.key for j in jobs if any(host.get(name) in drained for name in j.nodes))
+    state.giving_back = {j.key: why for j in jobs if (why := _gives_back(j, snapshot, settings, state.further))}
+    state.fixed |= state.leaving | state.giving_back.keys()
 
 
-def turn_actions(view: View) -> tuple[Action, ...]:
-    """Return what the turns ask for, of agents and in Slurm's books, in the order in which it is to be done."""
-    return (
-        # Before the yields: a job that is still stopped when its GPUs are free loses them to whoever has just left.
-        *_unsuspends(view),
-        *_yields(view),
-        *_resumes(view),
-        *_suspends(view),
-        *_requeues(view),
-        *_releases(view),
+def sync_slurm(state: SharingState) -> None:
+    """Order what the turns need of agents and of Slurm, in the order in which it is to be done.
+
+    Unsuspends come before the yields: a job that is still stopped when its GPUs are free loses them to the job that
+    has just left. A job that moves gets no order that its move makes void: it may get GPUs at once where it goes, or
+    stops anyway.
+    """
+    moved = {action.job for action in state.moves}
+    resized = {action.job for action in state.moves if isinstance(action, Resize)}
+    state.slurm_actions = (
+        *_unsuspends(state),
+        *(action for action in state.yields if action.job not in resized),
+        *state.resumes,
+        *(action for action in _suspends(state) if action.job not in moved),
+        *_requeues(state),
+        *_releases(state),
     )
 
 
-def view_reasons(view: View, placed: Mapping[JobKey, str]) -> dict[JobKey, str]:
-    """Return a sentence for every job that opted in; ``placed`` has those of held jobs."""
-    return {job.key: _reason(job, view, placed) for job in view.jobs if job.options is not None}
+def release_all(state: SharingState) -> None:
+    """Undo our suspends and holds, because jobs do not share."""
+    state.slurm_actions = release_plan(state.snapshot, state.memory, "sharing is off")
 
 
-def further_lanes(snapshot: ClusterSnapshot) -> frozenset[str]:
-    """Return the names of the nodes that are further lanes of their host."""
-    return frozenset(node.name for node in snapshot.nodes if node.lane > 0)
+def explain(state: SharingState) -> None:
+    """Give every job that opted in a sentence; an action on a job says more than its turn."""
+    for job in state.snapshot.jobs:
+        if job.options is not None:
+            parts = (_reason(job, state), state.size_reasons.get(job.key), state.keeps_cpus.get(job.key))
+            state.reasons[job.key] = "; ".join(filter(None, parts))
+    for key, reason in (*state.pack_reasons.items(), *((action.job, action.reason) for action in state.moves)):
+        if key in state.reasons:
+            state.reasons[key] = reason
 
 
 # --- Turns ---------------------------------------------------------------------------------------------
@@ -175,27 +139,6 @@ def _queues_unmanaged(job: Job, settings: SharingSettings) -> bool:
     return waits and job.gpus > 0 and not settings.manages(job)
 
 
-def _takes_part(job: Job) -> bool:
-    lease = job.lease
-    return lease is not None and (job.state in ("RUNNING", "SUSPENDED") or lease.state in ("held", "stopping"))
-
-
-def _turns(contenders: list[Contender], settings: SharingSettings) -> tuple[tuple[Turn, ...], dict[JobKey, str]]:
-    turns, reasons = [], {}
-    for group in groups(contenders):
-        turn = next_turn(
-            group,
-            slice_s=settings.slice_s,
-            share_between_users=settings.share_between_users,
-            min_run_s=settings.min_run_s,
-        )
-        turns.append(turn)
-        names = [str(member.key) for member in group]
-        for number, member in enumerate(group):
-            reasons[member.key] = turn.reasons[member.key] + _others(names[:number] + names[number + 1 :])
-    return tuple(turns), reasons
-
-
 def _others(names: list[str]) -> str:
     if not names:
         return ""
@@ -226,19 +169,14 @@ def _contender(
     )
 
 
-def _yields(view: View) -> list[Yield]:
-    asked = [Yield(key, turn.reasons[key]) for turn in view.turns for key in turn.yields]
-    return asked + [extra for extra in _halves(view) if all(extra.job != action.job for action in asked)]
-
-
-def _halves(view: View) -> list[Yield]:
+def _halves(state: SharingState) -> list[Yield]:
     """Return the yields that a job lacks which has its GPUs on one host already and waits on another.
 
     It counts as a holder, so no turn is taken for it; but it cannot run, and meets a holder that can be stopped.
     """
-    held = [(job, lease) for job, lease in view.managed("RUNNING") if lease.state == "held"]
+    held = [(job, lease) for job, lease in state.managed("RUNNING") if lease.state == "held"]
     halves = [job for job, lease in held if not lease.ready and job.num_nodes > 1]
-    priority = view.settings.priority
+    priority = state.settings.priority
     blocking = {
         job.key: half.key
         for half in reversed(halves)
@@ -251,59 +189,55 @@ def _halves(view: View) -> list[Yield]:
     ]
 
 
-def _resumes(view: View) -> list[Resume]:
-    """Return what the agents should give next; an unmanaged job gets its lease from the agent alone."""
-    known = {job.key for state in ("RUNNING", "SUSPENDED") for job, _ in view.managed(state)}
-    return [
-        Resume(key, turn.reasons[key]) for turn in view.turns for key in (*turn.resumes, *turn.upcoming) if key in known
-    ]
-
-
 # --- Slurm's books -------------------------------------------------------------------------------------
 
 
-def _suspends(view: View) -> list[Suspend]:
-    if not view.settings.suspend:
+def _suspends(state: SharingState) -> list[Suspend]:
+    if not state.settings.suspend:
         return []
-    spared = view.holders | view.leaving | view.giving_back
+    spared = state.holders | state.leaving | state.giving_back.keys()
     return [
         Suspend(job.key, "its turn is over, so Slurm stops its time limit and frees its CPUs")
-        for job, lease in view.managed("RUNNING")
-        if job.key not in spared and (lease.state == "yielded" or _waits_long(job, lease, view))
+        for job, lease in state.managed("RUNNING")
+        if job.key not in spared and (lease.state == "yielded" or _waits_long(job, lease, state))
     ]
 
 
-def _waits_long(job: Job, lease: Lease, view: View) -> bool:
+def _waits_long(job: Job, lease: Lease, state: SharingState) -> bool:
     """Whether a job that never ran is past its launch, in which Slurm should not be asked to suspend it."""
-    started = job.start_s if job.start_s is not None else view.snapshot.time_s
-    return lease.state == "waiting" and view.snapshot.time_s - started > view.settings.min_run_s
+    started = job.start_s if job.start_s is not None else state.snapshot.time_s
+    return lease.state == "waiting" and state.snapshot.time_s - started > state.settings.min_run_s
 
 
-def _unsuspends(view: View) -> list[Unsuspend]:
-    found = ((job, _why_unsuspend(job, view)) for job in view.jobs if view.ours(job))
+def _unsuspends(state: SharingState) -> list[Unsuspend]:
+    found = ((job, _why_unsuspend(job, state)) for job in state.all_jobs if _suspended_by_us(job, state))
     return [Unsuspend(job.key, why) for job, why in found if why]
 
 
-def _why_unsuspend(job: Job, view: View) -> str:
-    if not view.settings.enforce or not view.settings.suspend:
+def _suspended_by_us(job: Job, state: SharingState) -> bool:
+    return job.state == "SUSPENDED" and job.key in state.memory.suspended
+
+
+def _why_unsuspend(job: Job, state: SharingState) -> str:
+    if not state.settings.enforce or not state.settings.suspend:
         return "jobs are not to be suspended any more"
-    if not view.settings.manages(job):
-        return left_alone(job, view.settings) or "left alone: the job does not opt in any more"
+    if not state.settings.manages(job):
+        return left_alone(job, state.settings) or "left alone: the job does not opt in any more"
     if job.lease is None:
         return "no agent knows the job any more, so nobody would give it a turn"
-    if job.lease.state in ("held", "stopping") or job.key in view.holders:
+    if job.lease.state in ("held", "stopping") or job.key in state.holders:
         return "its turn has come"
-    if job.key in view.leaving:
+    if job.key in state.leaving:
         return "its host is drained, which must not look finished while the job is there"
-    return "it gives its place back" if job.key in view.giving_back else ""
+    return "it gives its place back" if job.key in state.giving_back else ""
 
 
-def _requeues(view: View) -> list[Requeue]:
-    hold = view.settings.places
+def _requeues(state: SharingState) -> list[Requeue]:
+    hold = state.settings.places
     return [
-        Requeue(job.key, hold, _gives_back(job, view.snapshot, view.settings, view.further))
-        for job, _ in view.managed("RUNNING")
-        if job.key in view.giving_back
+        Requeue(job.key, hold, state.giving_back[job.key])
+        for job, _ in state.managed("RUNNING")
+        if job.key in state.giving_back
     ]
 
 
@@ -354,16 +288,16 @@ def _meet(job: Job, other: Job) -> bool:
     )
 
 
-def _releases(view: View) -> list[Release]:
+def _releases(state: SharingState) -> list[Release]:
     """Return the releases of jobs that were held for us and that we do not place."""
     return [
         Release(
             job.key,
-            left_alone(job, view.settings) or "held for Cadenza, which does not place jobs now",
+            left_alone(job, state.settings) or "held for Cadenza, which does not place jobs now",
             unpin=job.key.restart > 0,  # an earlier incarnation may carry the nodes that we chose for it
         )
-        for job in view.jobs
-        if held_for_us(job, view.memory) and not (view.settings.places and view.settings.manages(job))
+        for job in state.all_jobs
+        if held_for_us(job, state.memory) and not (state.settings.places and state.settings.manages(job))
     ]
 
 
@@ -384,19 +318,20 @@ def release_plan(snapshot: ClusterSnapshot, memory: Memory, reason: str) -> tupl
 # --- Reasons -------------------------------------------------------------------------------------------
 
 
-def _reason(job: Job, view: View, placed: Mapping[JobKey, str]) -> str:
-    alone = left_alone(job, view.settings)
+def _reason(job: Job, state: SharingState) -> str:
+    alone = left_alone(job, state.settings)
     if alone:
         return alone
-    if job.key in placed:
-        return placed[job.key]
+    if job.key in state.placement_reasons:
+        return state.placement_reasons[job.key]
     if job.state == "PENDING":
         return _why_pending(job)
-    if job.state == "SUSPENDED" and not view.ours(job):
+    if job.state == "SUSPENDED" and not _suspended_by_us(job, state):
         return "left alone: suspended by somebody else"
     if job.lease is None:
         return "no agent knows the job, so it runs as without Cadenza"
-    return view.reasons.get(job.key, "left alone: neither pending, running nor suspended") + _not_ready(job, job.lease)
+    turn = state.turn_reasons.get(job.key, "left alone: neither pending, running nor suspended")
+    return turn + _not_ready(job, job.lease)
 
 
 def _why_pending(job: Job) -> str:

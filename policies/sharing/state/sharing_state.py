@@ -1,0 +1,320 @@
+"""State of one round of sharing: stages read it, change it in order, and the decision is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from cadenza.policies.allocation.problem import Allocate
+from cadenza.policies.core.actions import (
+    Action,
+    DrainNode,
+    Migrate,
+    OpenNode,
+    Pack,
+    Place,
+    Resize,
+    Resume,
+    Tune,
+    Unpack,
+    Yield,
+)  # fmt: skip
+from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease, Placement, Progress, Relocating, Share
+from cadenza.policies.ordering.ranking import Order, Queue
+from cadenza.policies.relocation.phases import pinned_by_owner
+from cadenza.policies.sharing.state.groups import Group, standing, units
+from cadenza.policies.sharing.state.host import Ask, HostBook, Seat, Tenant, books
+from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
+
+WAITING_REASONS = frozenset({"", "None", "Resources", "Priority"})
+"""Slurm's reasons of a pending job that only lacks free resources."""
+
+MAX_ROOM_SEARCHES = 8
+"""Pending jobs that room is searched for in one round."""
+
+
+@dataclass(slots=True)
+class SharingState:
+    """One round so far. The hosts follow every placement and move that a stage plans; times in seconds."""
+
+    snapshot: ClusterSnapshot
+    memory: Memory
+    settings: SharingSettings
+    gandiva: GandivaSettings
+    order: Order
+    allocate: Allocate
+    all_jobs: tuple[Job, ...]
+    """All jobs of the snapshot, in order of keys."""
+    jobs: dict[JobKey, Job]
+    """Managed jobs with a lease that run or that we suspended, in order of keys."""
+    hosts: dict[str, HostBook]
+    groups: tuple[Group, ...]
+    """Packed jobs once this round's packs and unpacks are done."""
+    relocating: dict[int, Relocating]
+    """Destinations of the jobs that are on their way to other nodes, by the job's id."""
+    fixed: set[JobKey]
+    """Jobs that stay where they are this round."""
+    moves_left: int
+    """Number of migrations and resizes that this round may still begin."""
+
+    # Turns
+    yields: list[Yield] = field(default_factory=list)
+    resumes: list[Resume] = field(default_factory=list)
+    turn_reasons: dict[JobKey, str] = field(default_factory=dict)
+    holders: frozenset[JobKey] = frozenset()
+    """Jobs that have GPUs once this round's turns are done."""
+    leaving: frozenset[JobKey] = frozenset()
+    """Jobs with a part on a host that is about to be drained."""
+    giving_back: dict[JobKey, str] = field(default_factory=dict)
+    """Reason for the requeue of each job that cannot go on, or that gives its further lane back."""
+    stopping: frozenset[JobKey] = frozenset()
+    """Holders that an unpack of this round stops."""
+
+    # Queue
+    pending: list[Job] = field(default_factory=list)
+    """Held jobs that the service places, in order."""
+    queued: list[Job] = field(default_factory=list)
+    """Jobs in Slurm's queue that lack free resources only."""
+    make_room: Callable[[SharingState, Job], str] | None = None
+    """Defragmentation for a pending job: it returns a sentence if it made room, else ""."""
+    room_searches_left: int = MAX_ROOM_SEARCHES
+    room_made: dict[JobKey, str] = field(default_factory=dict)
+    """A sentence for each job that room is made for."""
+
+    # Actions, by stage
+    lane_actions: tuple[DrainNode | OpenNode, ...] = ()
+    pack_actions: tuple[Pack | Unpack, ...] = ()
+    slurm_actions: tuple[Action, ...] = ()
+    moves: list[Migrate | Resize | Unpack] = field(default_factory=list)
+    tunes: tuple[Tune, ...] = ()
+    placements: tuple[Place, ...] = ()
+
+    # Reasons
+    placement_reasons: dict[JobKey, str] = field(default_factory=dict)
+    pack_reasons: Mapping[JobKey, str] = field(default_factory=dict)
+    size_reasons: dict[JobKey, str] = field(default_factory=dict)
+    keeps_cpus: Mapping[JobKey, str] = field(default_factory=dict)
+    """Reason why a job lends no CPUs, by job."""
+    reasons: dict[JobKey, str] = field(default_factory=dict)
+
+    packed: dict[JobKey, JobKey] = field(default_factory=dict)
+    """For each packed job the least key of its group."""
+    by_node: dict[str, HostBook] = field(default_factory=dict)
+    lanes: dict[str, int] = field(default_factory=dict)
+    """Lane of each Slurm node."""
+    ranks: dict[JobKey, int] = field(default_factory=dict)
+    """Place of each managed job in the ordering, 0 first."""
+    _moved_s: dict[int, float] = field(default_factory=dict)
+    _asked: dict[int, int] = field(default_factory=dict)
+    _asked_nodes: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        snapshot: ClusterSnapshot,
+        memory: Memory,
+        settings: SharingSettings,
+        gandiva: GandivaSettings,
+        order: Order,
+        allocate: Allocate,
+    ) -> SharingState:
+        """Return the state at the beginning of a round."""
+        all_jobs = tuple(sorted(snapshot.jobs, key=lambda job: job.key))
+        jobs = {job.key: job for job in all_jobs if _steerable(job, memory, settings)}
+        going = [(job.key, job.relocating) for job in all_jobs if job.relocating and job.relocating.destination]
+        groups = standing(memory.sharing.packs, jobs)
+        hosts = books(snapshot, settings, units(groups))
+        pinned = {key for key, job in jobs.items() if pinned_by_owner(job, memory)}
+        state = cls(
+            snapshot,
+            memory,
+            settings,
+            gandiva,
+            order,
+            allocate,
+            all_jobs,
+            jobs,
+            hosts,
+            groups,
+            {key.id: place for key, place in going},
+            fixed=pinned | {key for key, _ in going},
+            moves_left=gandiva.moves_per_round,
+        )
+        state.packed = units(groups)
+        state.by_node = {node.name: host for host in hosts.values() for node in host.lanes}
+        state.lanes = {node.name: node.lane for host in hosts.values() for node in host.lanes}
+        state.ranks = _ranks(state)
+        state._moved_s = dict(memory.sharing.moved_s)
+        state._asked = dict(memory.sharing.asked_gpus)
+        state._asked_nodes = dict(memory.sharing.asked_nodes)
+        return state
+
+    def decision(self) -> Decision:
+        """Return the decision that the stages have made; actions come in the order in which they are to be done."""
+        actions = (
+            *self.lane_actions,
+            *self.pack_actions,
+            *self.slurm_actions,
+            *self.moves,
+            *self.tunes,
+            *self.placements,
+        )
+        return Decision(actions, self.memory, self.reasons)
+
+    @property
+    def now_s(self) -> float:
+        """Return the time of the snapshot, seconds since the epoch."""
+        return self.snapshot.time_s
+
+    def managed(self, state: str) -> list[tuple[Job, Lease]]:
+        """Return the managed jobs in this Slurm state that an agent knows, in order of keys."""
+        return [
+            (job, job.lease)
+            for job in self.all_jobs
+            if job.state == state and job.lease is not None and self.settings.manages(job)
+        ]
+
+    @property
+    def further(self) -> frozenset[str]:
+        """Return the nodes that are further lanes of their host."""
+        return frozenset(node.name for node in self.snapshot.nodes if node.lane > 0)
+
+    def remember(self, **changes: object) -> None:
+        """Change what sharing remembers; packs and moves are added by the ledger, once they have left."""
+        self.memory = replace(self.memory, sharing=replace(self.memory.sharing, **changes))  # type: ignore[arg-type]
+
+    def may(self, job: Job) -> bool:
+        """Whether a job may move now: one of ours that can save a checkpoint and has not moved lately."""
+        lease = job.lease
+        return (
+            self.moves_left > 0
+            and job.key not in self.fixed
+            and job.requeueable
+            and lease is not None
+            and lease.checkpoints
+            and lease.state != "stopping"
+            and (lease.ready or lease.state == "yielded")
+            and self.now_s - self._moved_s.get(job.key.id, float("-inf")) >= self.gandiva.move_every_s
+        )
+
+    def tenants(self, host: HostBook) -> Iterator[Tenant]:
+        """Return a host's tenants that may move, in order of keys; those of several hosts do not."""
+        for key in sorted(host.tenants):
+            tenant = host.tenants[key]
+            if key in self.jobs and len(tenant.job.nodes) == 1 and tenant.gpus and self.may(tenant.job):
+                yield tenant
+
+    def left_s(self, job: Job) -> float:
+        """Return the work that a job still has, as far as it is looked ahead."""
+        left = job.progress.remaining(self.now_s) if job.progress is not None else None
+        return self.gandiva.horizon_s if left is None else min(left, self.gandiva.horizon_s)
+
+    def sizes(self, job: Job) -> tuple[int, ...]:
+        """Return the numbers of GPUs that a job can run with, ascending."""
+        return sizes(job, self._asked.get(job.key.id, job.gpus))
+
+    def asked_nodes(self, job: Job) -> int:
+        """Return how many nodes a job had before it was ever resized."""
+        return self._asked_nodes.get(job.key.id, job.num_nodes)
+
+    def takes(self, host: HostBook, ask: Ask) -> bool:
+        """Whether a host may be shared with who is there, and its memory holds one more job."""
+        known = self.settings.share_between_users or host.users.keys() <= {ask.user}
+        return known and not host.strangers and host.usable and host.remembers(ask)
+
+    def seat(self, host: HostBook, ask: Ask) -> Seat | None:
+        """Return the best seat for a job that comes to a host where it may share, None when it has no room."""
+        seats = host.seats(ask) if self.takes(host, ask) else []
+        return seats[0] if seats else None
+
+    def suits(self, job: Job, source: HostBook, target: HostBook) -> bool:
+        """Whether a host's GPUs serve a job as well as those of the host that it leaves, as far as is known."""
+        if source.lanes[0].gpu_type == target.lanes[0].gpu_type:
+            return True
+        here_s, there_s = source.iteration_s(job), target.iteration_s(job)
+        return 0.0 < there_s < inf and there_s <= here_s * (1 + self.gandiva.loss)
+
+    def home(self, job: Job) -> HostBook | None:
+        """Return the host of a job of one host."""
+        return next((host for host in self.hosts.values() if job.key in host.tenants), None)
+
+    def migrate(self, job: Job, target: HostBook, seat: Seat, ask: Ask, why: str) -> None:
+        """Move a job to a seat, out of its pack if it is in one."""
+        if job.key in self.packed:
+            self.moves.append(Unpack(job.key, f"leaves for {seat.node.name}"))
+        self.moves.append(Migrate(job.key, shares(seat, ask), why))
+        self._settle(job, target, seat, ask)
+
+    def resize(self, job: Job, target: HostBook, seat: Seat, ask: Ask, why: str) -> None:
+        """Continue a job with another number of GPUs."""
+        self.moves.append(Resize(job.key, shares(seat, ask), why))
+        self._settle(job, target, seat, ask)
+
+    def respan(self, job: Job, placement: Placement, why: str) -> None:
+        """Continue a job on more or fewer hosts; the caller notes it in their books."""
+        self.moves.append(Resize(job.key, placement, why))
+        self._count(job)
+
+    def _settle(self, job: Job, target: HostBook, seat: Seat, ask: Ask) -> None:
+        for host in self.hosts.values():
+            if job.key in host.tenants:
+                host.leave(host.tenants[job.key])
+        target.enter(job, ask, seat)
+        self._count(job)
+
+    def _count(self, job: Job) -> None:
+        self.fixed.add(job.key)
+        self.moves_left -= 1
+
+
+def shares(seat: Seat, ask: Ask) -> Placement:
+    """Return what a job gets on a seat: what it asked for, until the host's CPUs are shared out anew."""
+    return (share_of(seat.node.name, ask),)
+
+
+def share_of(node: str, ask: Ask) -> Share:
+    """Return what a job asked for, of one node."""
+    return Share(node, ask.gpus, ask.cpus, ask.memory_mb)
+
+
+def crowd(host: HostBook, tenant: Tenant) -> int:
+    """Return how many take turns where a tenant has it worst."""
+    crowds = host.crowds()
+    return max((crowds[index] for index in tenant.gpus), default=1)
+
+
+def sizes(job: Job, asked: int) -> tuple[int, ...]:
+    """Return the numbers of GPUs that a job can run with, ascending: its limits and the powers of two between.
+
+    ``asked``: what it had before it was ever resized; without ``min_gpus`` it never has less.
+    """
+    options = job.options
+    if options is None or (options.min_gpus is None and options.max_gpus is None):
+        return (job.gpus,)
+    low, high = min(options.min_gpus or asked, job.gpus), max(options.max_gpus or asked, job.gpus)
+    powers = (1 << bit for bit in range(high.bit_length()))
+    return tuple(sorted({low, high, asked, job.gpus, *(size for size in powers if low < size < high)}))
+
+
+def _steerable(job: Job, memory: Memory, settings: SharingSettings) -> bool:
+    """Return True for a job with a lease that is ours to move, pack and tune."""
+    ours = job.state == "RUNNING" or (job.state == "SUSPENDED" and job.key in memory.suspended)
+    return job.lease is not None and ours and settings.manages(job) and not job.lease.exclusive
+
+
+def _ranks(state: SharingState) -> dict[JobKey, int]:
+    """Return each managed job's place in the ordering; those without a record of progress have made none."""
+    snapshot, settings = state.snapshot, state.settings
+    jobs = tuple(
+        job if job.progress is not None else replace(job, progress=Progress(snapshot.time_s))
+        for job in state.all_jobs
+        if job.state in ("PENDING", "RUNNING", "SUSPENDED") and settings.manages(job)
+    )
+    gpus: dict[str, int] = {}
+    for node in sorted(snapshot.nodes, key=lambda node: node.name):
+        if node.lane == 0 and node.up and not node.drained:
+            gpus[node.gpu_type] = gpus.get(node.gpu_type, 0) + node.gpus
+    ranking = state.order(Queue(snapshot.time_s, jobs, gpus, usage=state.memory.usage, shares=settings.shares))
+    return {job.key: rank for rank, job in enumerate(ranking.jobs)}
