@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 PROPERTIES ?= quick
 
-.PHONY: install demo test test-fast lint clean
+.PHONY: install demo test test-fast lint docs clean
 
 install: $(BIN)/.installed
 
@@ -30,6 +30,14 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy -p cadenza
 	$(BIN)/lint-imports --config setup.cfg
+
+# The site goes to build/site; a dead link or a page outside the navigation fails.
+docs: $(BIN)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(BIN)/.docs: $(BIN)/.installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
 
 clean:
 	container/down --all || true

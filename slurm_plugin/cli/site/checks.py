@@ -212,7 +212,8 @@ def agents(facts: Facts) -> Iterator[Finding]:
             yield Finding("FAIL", f"agent on {name}", "it does not report", _missing_agent_advice(name, facts))
             continue
         for lack in host.lacks:
-            yield Finding("WARN", f"agent on {name}", lack, "see docs/sidecar.md and docs/tuning.md, or switch it off")
+            advice = "see docs/users/unmodified.md and docs/tuning.md, or switch it off"
+            yield Finding("WARN", f"agent on {name}", lack, advice)
         if host.agent_version != facts.cadenza:
             text = f"version {host.agent_version}, the service's is {facts.cadenza}"
             yield Finding("WARN", f"agent on {name}", text, "install the same version")

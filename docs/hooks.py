@@ -1,0 +1,138 @@
+"""MkDocs hooks: pages generated from the code, diagrams drawn from its state tables, and a check of the built site."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from state_diagram import draw
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOT_PAGES = {"contributing.md": "CONTRIBUTING.md", "security.md": "SECURITY.md", "changelog.md": "CHANGELOG.md"}
+"""Pages of the site that are files of the repository's root."""
+LOADING = dict.fromkeys(("script", "img", "iframe", "source", "audio", "video"), "src") | {"link": "href"}
+"""HTML elements that load their attribute's address."""
+MOVES = (
+    ("wanted", "checkpoint ordered", "ordered"),
+    ("wanted", "new hosts read its files", "warming"),
+    ("wanted", "cannot be stopped in 10 min", "over"),
+    ("warming", "files read, or 20 s over", "ordered"),
+    ("warming", "lost its lease", "wanted"),
+    ("ordered", "all ranks have saved", "requeued"),
+    ("ordered", "failed, refused or too late", "over"),
+    ("requeued", "held in the queue", "placed"),
+    ("requeued", "changed by its owner", "leaving"),
+    ("requeued", "not requeued, or released by its owner", "over"),
+    ("placed", "cannot be placed or started", "leaving"),
+    ("placed", "runs, or held by its owner", "over"),
+    ("leaving", "released", "over"),
+)
+SETTINGS_HEAD = """\
+# Settings
+
+Every key of `/etc/cadenza/cadenza.toml` with its default. Files in `/etc/cadenza/conf.d/*.toml` are read after it, in
+order of their names. `cadenza show-config` prints the values in force and where each comes from; `cadenza check-config`
+checks the files. This page is generated from the definition of the settings."""
+COMMANDS_HEAD = """\
+# Commands
+
+This page is generated from the commands' own `--help`. Exit codes: 0 done, 1 failed, 2 usage or bad input, 3 the
+environment lacks something, which is named. The daemons are `cadenzad` (the policy service) and `cadenza-agent` (one on
+every GPU host); both take `--config FILE`.
+"""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages and diagrams."""
+    pages = {page: _root_page(name) for page, name in ROOT_PAGES.items()}
+    pages["reference/settings.md"] = settings_page()
+    pages["reference/commands.md"] = commands_page()
+    for uri, text in pages.items():
+        files.append(File.generated(config, uri, content=text))
+    for uri, drawing in diagrams().items():
+        files.append(File.generated(config, uri, content=drawing))
+    return files
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Fail if a page of the built site would load anything from another host."""
+    site = Path(config.site_dir)
+    findings = [f"{page.relative_to(site)}: {url}" for page in sorted(site.rglob("*.html")) for url in _loaded(page)]
+    for sheet in sorted(site.rglob("*.css")):
+        findings += [f"{sheet.name}: {url}" for url in re.findall(r"url\(['\"]?(https?:[^)'\"]+)", sheet.read_text())]
+    if findings:
+        raise PluginError("the site would load from another host:\n" + "\n".join(findings))
+
+
+def _loaded(page: Path) -> Iterator[str]:
+    """Yield the foreign addresses that a page loads."""
+    found: list[str] = []
+
+    class Reader(HTMLParser):
+        """Collects addresses of loading elements."""
+
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            """Note a foreign address."""
+            values = dict(attrs)
+            url = values.get(LOADING.get(tag, "")) or ""
+            if re.match(r"(https?:)?//", url) and values.get("rel") != "canonical":
+                found.append(url)
+
+    Reader().feed(page.read_text())
+    yield from found
+
+
+def _root_page(name: str) -> str:
+    """Return a file of the root as a page of the site; its links into docs/ become links between pages."""
+    text = re.sub(r"\]\(docs/", "](", (ROOT / name).read_text())
+    for page, file in ROOT_PAGES.items():
+        text = text.replace(f"]({file})", f"]({page})")
+    return text
+
+
+# --- Reference ---------------------------------------------------------------------------------------------------
+
+
+def settings_page() -> str:
+    """Return the reference of ``cadenza.toml``, one table a section."""
+    from cadenza.slurm_plugin.service.settings_reference import rows, toml_value  # noqa: PLC0415 (only at build time)
+
+    lines = [SETTINGS_HEAD]
+    section = ""
+    for row in rows():
+        if row.section != section:
+            section = row.section
+            lines += ["", f"## [{section}]", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        unit = f" ({row.unit})" if row.unit else ""
+        cells = (f"`{row.key}`", row.type, f"`{toml_value(row.default)}`", row.doc + unit)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def commands_page() -> str:
+    """Return the reference of all commands."""
+    from cadenza.slurm_plugin.cli.reference import markdown  # noqa: PLC0415 (only at build time)
+
+    return markdown().replace("# Commands\n", COMMANDS_HEAD, 1)
+
+
+def diagrams() -> dict[str, str]:
+    """Return the SVG drawings of the state machines' own tables, by address in the site."""
+    from cadenza.policies.relocation import phases  # noqa: PLC0415 (only at build time)
+    from cadenza.sidecar.agent.jobs import stop_states  # noqa: PLC0415
+    from cadenza.sidecar.agent.leases import lease_table  # noqa: PLC0415
+
+    return {
+        "images/lease-states.svg": draw(
+            lease_table.TRANSITIONS, "States of a lease", ("waiting", "held", "stopping", "yielded")
+        ),
+        "images/stop-states.svg": draw(
+            stop_states.TRANSITIONS, "States of a stop", ("running", "aligning", "saving", "saved", "offloading")
+        ),
+        "images/move-phases.svg": draw(getattr(phases, "TRANSITIONS", MOVES), "Phases of a move"),
+    }

@@ -1,0 +1,89 @@
+"""The pages name files, settings and commands that exist, and the snippet that replays a round works."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import click
+import pytest
+
+from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.model import ClusterSnapshot
+from cadenza.sidecar.clock import SystemClock
+from cadenza.slurm_plugin.cli.main import main
+from cadenza.slurm_plugin.service.live_policy import policy
+from cadenza.slurm_plugin.service.settings import Settings, to_record
+from cadenza.slurm_plugin.service.settings_reference import rows
+from cadenza.slurm_plugin.service.store.writer import SqliteStore
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(ROOT.glob("docs/**/*.md"))
+FOLDERS = "policies|profiler|sidecar|slurm_plugin|examples|benchmarks|container|tests|docs"
+PATH = re.compile(rf"(?<![\w/.\]-])((?:{FOLDERS})/[\w./*-]*\w(?:\.\w+)?/?)")
+SETTINGS = {(row.section, row.key) for row in rows()}
+SECTIONS = "|".join(sorted({section for section, _ in SETTINGS}))
+KEY = re.compile(rf"\[({SECTIONS})\]`?,? `?([a-z_]+)\b(?= =|`)|`({SECTIONS})\.((?!key)[a-z_]+)`")
+COMMAND = re.compile(r"(?:^|`|\$ |bin/)cadenza (?!apply )([a-z][a-z-]*)([^`\n]*)", re.MULTILINE)
+EXTENDING = "extending.md"
+
+
+def code_blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}.*?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def new_files(text: str) -> set[str]:
+    return set(re.findall(r'title="([^:"]+)"', text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_file_named_on_a_page_exists(page: Path):
+    text = page.read_text()
+    named = {found.rstrip("/") for found in PATH.findall(text)} - new_files(text)
+    assert [name for name in sorted(named) if not list(ROOT.glob(name))] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_setting_named_on_a_page_exists(page: Path):
+    text = page.read_text()
+    named = {(a or c, b or d) for a, b, c, d in KEY.findall(text)}
+    for block in code_blocks(text, "toml"):
+        tables = {name: value for name, value in tomllib.loads(block).items() if isinstance(value, dict)}
+        named |= {(section, key) for section, keys in tables.items() for key in keys if section in SECTIONS.split("|")}
+    assert sorted(named - SETTINGS) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_command_and_option_named_on_a_page_exists(page: Path):
+    for name, rest in COMMAND.findall(page.read_text()):
+        command = main.get_command(click.Context(main), name)
+        assert command is not None, f"cadenza {name}"
+        words = rest.partition(" -- ")[0].partition("#")[0].split()
+        while isinstance(command, click.Group) and words and "|" not in words[0]:
+            command = command.get_command(click.Context(command), words.pop(0))
+            assert command is not None, f"cadenza {name} {rest}"
+        if isinstance(command, click.Group):
+            continue
+        known = {option for item in command.params for option in (*item.opts, *item.secondary_opts)} | {"--help"}
+        unknown = set(re.findall(r"(?<![\w-])--[a-z-]+", " ".join(words))) - known
+        assert not unknown, f"cadenza {name}: {unknown}"
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_the_snippet_replays_a_round_in_a_debugger(tmp_path: Path, changed: bool):
+    settings, snapshot = Settings(), ClusterSnapshot(100.0, (), ())
+    store = SqliteStore(tmp_path / "cadenza.db", SystemClock())
+    store.use_settings(to_record(settings))
+    decision: Decision = policy(settings)(snapshot, Memory())
+    store.begin(snapshot, decision, (), Memory())
+    replay, change = code_blocks((ROOT / "docs/troubleshooting.md").read_text(), "python")
+    if changed:
+        replay = replay.replace("decide = policy(from_record(found.settings))", f"{change}decide = policy(settings)")
+    (tmp_path / "replay_round.py").write_text(replay)
+    command, typed = [sys.executable, "replay_round.py"], "next\np found.number\ncontinue\n"
+    result = subprocess.run(command, cwd=tmp_path, input=typed, capture_output=True, text=True, check=True)
+    assert "(Pdb) 1\n" in result.stdout
+    assert ("True" in result.stdout.splitlines()[-1]) or changed
