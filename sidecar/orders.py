@@ -37,18 +37,18 @@ class JobTelemetry(Use, frozen=True, omit_defaults=True, kw_only=True):
 
 
 class InForce(msgspec.Struct, frozen=True):
-    """What a tuned job has on one host now; CPUs as Slurm counts them."""
+    """Resources of a tuned job on one host; CPUs as Slurm counts them."""
 
     cpus: float
     memory_mb: int
-    """0 where only its CPUs are tuned."""
+    """0 if only its CPUs are tuned."""
     cache_mb: int | None
     cpu_list: str
     """CPUs of the machine, as in cpuset.cpus."""
     means: str
     """cgroup v2 | cgroup v1 | affinity"""
     note: str = ""
-    """Why it could not be set, if so."""
+    """Reason for which it could not be set; empty if it was."""
 
 
 class LeaseReport(msgspec.Struct, frozen=True):
@@ -69,7 +69,7 @@ class LeaseReport(msgspec.Struct, frozen=True):
     ranks: int
     """Ranks attached on this host."""
     world_size: int
-    """Ranks of the whole job as they say themselves; 0 before the first attach."""
+    """Ranks of the whole job by their own account; 0 before the first attach."""
     hosts: int
     """Hosts of the job's allocation."""
     ready: bool
@@ -80,24 +80,24 @@ class LeaseReport(msgspec.Struct, frozen=True):
     note: str = ""
     """Last refusal or time-out, for ``cadenza why``."""
     checkpoints: bool = False
-    """Every rank here can save a checkpoint on order."""
+    """True if every rank here can save a checkpoint on order."""
     lost: str = ""
-    """Why the job cannot go on here, if so: only a requeue helps (the driver path, see ``Switched``)."""
+    """Reason for which the job cannot go on here, so that only a requeue helps (the driver path, see ``Switched``)."""
     saved: bool = False
-    """The ranks here stand at a boundary with a complete checkpoint on the disk, for a requeue."""
+    """True if the ranks here wait at a boundary with a complete checkpoint on the disk, for a requeue."""
     telemetry: JobTelemetry | None = None
     tuned: InForce | None = None
-    """None: it has what Slurm gave it."""
+    """None: the job has the resources of its allocation."""
     requeue_owner: str = ""
-    """Who requeues the job by a signal handler of its own, such as *lightning*; we must not then."""
+    """Framework that requeues the job by its own signal handler, such as *lightning*; then the service must not."""
     pace: Pace | None = None
     """None: it has not run since it attached."""
     pack: int = 0
-    """See ``JobFacts``; what the agent goes by."""
+    """The pack that the agent acts on, see ``JobFacts``."""
 
 
 class Prefetched(msgspec.Struct, frozen=True):
-    """What a host has read for a job that will come; ``bytes`` may have been in memory before."""
+    """Files that a host has read for a job that will come; some of the ``bytes`` may have been in memory before."""
 
     job: int
     restart: int
@@ -105,11 +105,11 @@ class Prefetched(msgspec.Struct, frozen=True):
     bytes: int
     seconds: float
     note: str = ""
-    """Why nothing was read, if so."""
+    """Reason for which nothing was read; empty otherwise."""
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """Everything an agent knows."""
+    """The whole state of an agent."""
 
     v: int
     host: str
@@ -120,9 +120,9 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     """True while the agent takes turns by itself because the service is away."""
     leases: tuple[LeaseReport, ...]
     lacks: tuple[str, ...] = ()
-    """What the settings ask for and this host cannot do, with the reason; one sentence each."""
+    """Settings that this host cannot fulfill, each as a sentence with the reason."""
     prefetched: tuple[Prefetched, ...] = ()
-    """Of the last jobs that were to come here."""
+    """Results for the last jobs that were expected here."""
 
 
 class Switched(msgspec.Struct, frozen=True, tag=True):
@@ -136,18 +136,18 @@ class Switched(msgspec.Struct, frozen=True, tag=True):
     """yield | resume | checkpoint | refused | timeout | lost (by the driver path: only a requeue helps)"""
     at_s: float
     boundary_s: float
-    """Order to all local ranks at their boundary (yield); 0 for a resume."""
+    """Time from the order until all local ranks are at their boundary (yield); 0 for a resume."""
     copy_s: float
-    """Slowest rank's copy."""
+    """Copy time of the slowest rank."""
     total_s: float
-    """Order to done."""
+    """Time from the order to its end."""
     bytes: int
     iteration_p99_s: float | None = None
     note: str = ""
 
 
 class Steps(msgspec.Struct, frozen=True, tag=True):
-    """Progress of a multi-node job that was told to stop: the service computes one stop step for all."""
+    """Progress of a multi-node job towards a stop; the service computes one stop step for all hosts."""
 
     v: int
     host: str
@@ -155,15 +155,14 @@ class Steps(msgspec.Struct, frozen=True, tag=True):
     restart: int
     highest: int
     """Before a StopAt the furthest rank's step; then less than the stop step until all have arrived, unless a
-    rank here has slipped past it. With ``arrived`` and ``refused`` it makes the Progress that ``plan_stop``
-    wants of each host."""
+    rank here has slipped past it. ``plan_stop`` takes it, ``arrived`` and ``refused`` as each host's Progress."""
     arrived: bool
-    """All local ranks stand at a boundary, at the same step ``highest``."""
+    """True if all local ranks wait at a boundary, at the same step ``highest``."""
     refused: str = ""
 
 
 class LeaseLog(msgspec.Struct, frozen=True, tag=True):
-    """A stretch of time in which a job held its GPUs on a host, sent when it ends."""
+    """A period in which a job held its GPUs on a host, sent when it ends."""
 
     v: int
     host: str
@@ -175,9 +174,9 @@ class LeaseLog(msgspec.Struct, frozen=True, tag=True):
 
 
 class Files(msgspec.Struct, frozen=True, tag=True):
-    """Files that a job's processes on one host use, as the answer to FilesOrder, and then its new checkpoint.
+    """Files that a job's processes on one host use: the answer to FilesOrder, and later its new checkpoint.
 
-    A directory stands for all that is under it.
+    A directory stands for its whole content.
     """
 
     v: int
@@ -192,7 +191,7 @@ FromAgent: TypeAlias = Report | Switched | Steps | LeaseLog | Files
 
 
 class YieldOrder(msgspec.Struct, frozen=True, tag=True):
-    """Stop the job at a common boundary and move its state out."""
+    """Stop the job at a common boundary and offload its state."""
 
     v: int
     job: int
@@ -201,9 +200,9 @@ class YieldOrder(msgspec.Struct, frozen=True, tag=True):
 
 
 class CheckpointOrder(msgspec.Struct, frozen=True, tag=True):
-    """Stop the job at a common boundary, save a checkpoint there, and stand still for a requeue. Seconds.
+    """Stop the job at a common boundary, save a checkpoint there, and wait for a requeue. Times in seconds.
 
-    Followed by StopAt and CommitOrder for a multi-node job, as a YieldOrder is. A ResumeOrder, or ``hold_s``
+    For a multi-node job StopAt and CommitOrder follow, as after a YieldOrder. A ResumeOrder, or ``hold_s``
     without a requeue, lets the job go on.
     """
 
@@ -218,7 +217,7 @@ class CheckpointOrder(msgspec.Struct, frozen=True, tag=True):
 
 
 class FilesOrder(msgspec.Struct, frozen=True, tag=True):
-    """Say which files a job uses here (``Files``), now and when it has saved a checkpoint."""
+    """List the files that a job uses here (``Files``), now and when it has saved a checkpoint."""
 
     v: int
     job: int
@@ -236,7 +235,7 @@ class PrefetchOrder(msgspec.Struct, frozen=True, tag=True):
 
 
 class StopAt(msgspec.Struct, frozen=True, tag=True):
-    """Multi-node: the stop step that the service computed."""
+    """Set the stop step of a multi-node job."""
 
     v: int
     job: int
@@ -245,7 +244,7 @@ class StopAt(msgspec.Struct, frozen=True, tag=True):
 
 
 class CommitOrder(msgspec.Struct, frozen=True, tag=True):
-    """Multi-node: all ranks of all hosts stand at the same boundary."""
+    """Complete a stop: all ranks of all hosts of a multi-node job are at the same boundary."""
 
     v: int
     job: int
@@ -253,7 +252,7 @@ class CommitOrder(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelOrder(msgspec.Struct, frozen=True, tag=True):
-    """Withdraw a stop that is under way."""
+    """Cancel a stop that is under way."""
 
     v: int
     job: int
@@ -270,10 +269,10 @@ class ResumeOrder(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tune(msgspec.Struct, frozen=True, tag=True):
-    """Change what a running job has on this host, until the next such order or the job's end.
+    """Change a running job's resources on this host, until the next such order or the job's end.
 
-    More than its allocation comes only from what no other job needs, and goes back when one does. Less makes it a
-    donor: it loses what others are given of it, and nothing while nobody wants it. All zero undoes every change.
+    More than its allocation comes only from resources that no other job needs, and goes back when one does. With less
+    than its allocation the job lends: it loses only the part that other jobs are given. All zero undoes every change.
     """
 
     v: int
@@ -284,11 +283,11 @@ class Tune(msgspec.Struct, frozen=True, tag=True):
     memory_mb: int = 0
     """0 leaves it to Slurm."""
     cache_mb: int | None = None
-    """What the job's caches may take of its memory; None: no word."""
+    """The part of its memory that the job's caches may take; None: unchanged."""
 
 
 class JobFacts(msgspec.Struct, frozen=True):
-    """What the service knows of a job and the agent needs for taking turns by itself."""
+    """Facts on a job that the agent needs to take turns by itself."""
 
     job: int
     restart: int
@@ -298,29 +297,29 @@ class JobFacts(msgspec.Struct, frozen=True):
     user: str
     hosts: int
     suspended: bool = False
-    """Suspended in Slurm, by whomever: its processes are stopped and could not take their state back. The
-    service says so before it suspends; a ResumeOrder overrides it."""
+    """True if Slurm has suspended it, for any reason: its processes are stopped and could not restore their state. The
+    service sends this before it suspends; a ResumeOrder overrides it."""
     cpus: float = 0.0
-    """What Slurm's books give it on this host; 0: not known."""
+    """CPUs of its allocation on this host; 0: not known."""
     memory_mb: int = 0
-    """The same of memory."""
+    """Memory of its allocation on this host; 0: not known."""
     pack: int = 0
-    """Jobs with the same number above 0 may hold the same GPUs at once: the service has found that their memory fits
-    there. It holds until the next word, without the service too."""
+    """Jobs with the same number above 0 may hold the same GPUs at once, because their memory fits there. The pack
+    lasts until the next facts, without the service too."""
 
 
 class Facts(msgspec.Struct, frozen=True, tag=True):
-    """Heartbeat of the service: the live jobs on this host; others the agent may forget."""
+    """Heartbeat of the service: the live jobs on this host; the agent may forget others."""
 
     v: int
     jobs: tuple[JobFacts, ...]
     slice_s: float
     share_between_users: bool
     enforce: bool
-    """False in observe-only: the agent gives every lease at once and displaces nobody, except for a job that
-    did not opt in."""
+    """False in observe-only: the agent gives every lease at once and displaces a job only for one that did not
+    opt in."""
     min_run_s: float = 5.0
-    """Least time that a job keeps a lease it was given, except for a higher priority or an exclusive job."""
+    """Least time for which a job keeps a new lease, unless a higher priority or an exclusive job takes it."""
 
 
 ToAgent: TypeAlias = (

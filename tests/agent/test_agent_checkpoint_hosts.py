@@ -13,7 +13,7 @@ from test_agent_link import FROM_AGENT, Service, fact, service  # noqa: F401 (a 
 from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import orders
 from cadenza.sidecar.clock import SystemClock
-from cadenza.slurm_plugin.service.agents.stop_barrier import Orders, Stops
+from cadenza.slurm_plugin.service.agents.stop_barrier import Orders, StopBarrier
 
 HOSTS = ("n1", "n2")
 KEY = JobKey(1, 0)
@@ -23,7 +23,7 @@ class Pair:
     """Two agents under one service, which answers them as the real one does."""
 
     def __init__(self, service: Service, folder: Path) -> None:  # noqa: F811
-        self.service, self.stops, self.clock = service, Stops(), SystemClock()
+        self.service, self.stops, self.clock = service, StopBarrier(), SystemClock()
         self.reports: dict[str, orders.LeaseReport] = {}
         self.switched: dict[str, orders.Switched] = {}
         self.agents = [self._agent(host, folder) for host in HOSTS]
@@ -49,10 +49,10 @@ class Pair:
         if isinstance(told, orders.Report):
             self.reports.update((host, lease) for lease in told.leases)
         elif isinstance(told, orders.Steps):
-            self.send(self.stops.hear(told, self.clock.monotonic()))
+            self.send(self.stops.on_steps(told, self.clock.monotonic()))
         elif isinstance(told, orders.Switched):
             self.switched[host] = told
-            self.send(self.stops.settle(told))
+            self.send(self.stops.on_switched(told))
 
     def both(self, fits: Callable[[orders.LeaseReport], bool], what: str) -> None:
         def found() -> bool:

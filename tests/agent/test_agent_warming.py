@@ -88,12 +88,12 @@ def test_a_user_that_the_host_does_not_know_is_an_error() -> None:
 
 
 def test_lists_go_only_where_the_service_sent_the_job() -> None:
-    warmings = PrefetchOrders()
-    assert warmings.begin(A, ("n1", "n2"), ("n3",)) == [("n1", FilesOrder(VERSION, *A))]
+    prefetches = PrefetchOrders()
+    assert prefetches.begin(A, ("n1", "n2"), ("n3",)) == [("n1", FilesOrder(VERSION, *A))]
     files = Files(VERSION, "n1", *A, 7, ("/a",))
-    assert warmings.hear(files) == [("n3", PrefetchOrder(VERSION, *A, 7, ("/a",)))]
-    assert warmings.hear(Files(VERSION, "n9", *A, 0, ("/etc/shadow",))) == []
-    assert warmings.hear(Files(VERSION, "n1", 2, 0, 7, ("/a",))) == []
+    assert prefetches.on_files(files) == [("n3", PrefetchOrder(VERSION, *A, 7, ("/a",)))]
+    assert prefetches.on_files(Files(VERSION, "n9", *A, 0, ("/etc/shadow",))) == []
+    assert prefetches.on_files(Files(VERSION, "n1", 2, 0, 7, ("/a",))) == []
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from cadenza.sidecar.orders import (
 )
 from cadenza.slurm_plugin.service.agent_facts import facts_of, suspended_after
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent, AgentRegistry
-from cadenza.slurm_plugin.service.agents.stop_barrier import Stops
+from cadenza.slurm_plugin.service.agents.stop_barrier import StopBarrier
 from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway
 from cadenza.slurm_plugin.service.observe.lease_merge import half_given, merge, parts_by_job, with_leases
 from cadenza.slurm_plugin.service.settings import GuardTable, ServiceTable, Settings, load_settings
@@ -231,7 +231,7 @@ def test_half_given_gangs_are_completed() -> None:
     assert link.calls == [("resume", A, ("n2",))]
 
 
-# --- Stops of several hosts ---
+# --- StopBarrier of several hosts ---
 
 
 def steps(host: str, highest: int, *, arrived: bool = False, refused: str = "") -> Steps:
@@ -239,31 +239,31 @@ def steps(host: str, highest: int, *, arrived: bool = False, refused: str = "") 
 
 
 def test_one_stop_step_for_all_hosts() -> None:
-    stops = Stops()
+    stops = StopBarrier()
     assert stops.begin(A, ("n2", "n1"), 0.0, ORDER) == [
         ("n1", YieldOrder(VERSION, 1, 0, 10.0)),
         ("n2", YieldOrder(VERSION, 1, 0, 10.0)),
     ]
     assert stops.begin(A, ("n1", "n2"), 0.0, ORDER) == []
-    assert stops.hear(steps("n1", 5), 0.1) == []
-    assert stops.hear(steps("n2", 6), 0.1) == [(host, StopAt(VERSION, 1, 0, 7)) for host in ("n1", "n2")]
-    assert stops.hear(steps("n1", 7, arrived=True), 0.2) == []
-    commit = stops.hear(steps("n2", 7, arrived=True), 0.3)
+    assert stops.on_steps(steps("n1", 5), 0.1) == []
+    assert stops.on_steps(steps("n2", 6), 0.1) == [(host, StopAt(VERSION, 1, 0, 7)) for host in ("n1", "n2")]
+    assert stops.on_steps(steps("n1", 7, arrived=True), 0.2) == []
+    commit = stops.on_steps(steps("n2", 7, arrived=True), 0.3)
     assert commit == [(host, CommitOrder(VERSION, 1, 0)) for host in ("n1", "n2")]
     assert not stops.active
 
 
 def test_a_refusal_cancels_everywhere() -> None:
-    stops = Stops()
+    stops = StopBarrier()
     stops.begin(A, ("n1", "n2"), 0.0, ORDER)
-    orders = stops.hear(steps("n1", 5, refused="a shared storage"), 0.1)
+    orders = stops.on_steps(steps("n1", 5, refused="a shared storage"), 0.1)
     assert orders == [(host, CancelOrder(VERSION, 1, 0, "refused: a shared storage")) for host in ("n1", "n2")]
 
 
 def test_a_silent_host_cancels_in_time() -> None:
-    stops = Stops()
+    stops = StopBarrier()
     stops.begin(A, ("n1", "n2"), 0.0, ORDER)
-    stops.hear(steps("n1", 5), 0.1)
+    stops.on_steps(steps("n1", 5), 0.1)
     assert stops.tick(9.0) == []
     cancel = stops.tick(10.0)[0][1]
     assert isinstance(cancel, CancelOrder)
@@ -275,19 +275,19 @@ def switched(host: str, kind: str, note: str = "") -> Switched:
 
 
 def test_a_stop_begun_for_a_job_that_has_yielded_is_over() -> None:
-    stops = Stops()
+    stops = StopBarrier()
     stops.begin(A, ("n1", "n2"), 0.0, ORDER)
-    assert stops.settle(switched("n1", "resume")) == []
+    assert stops.on_switched(switched("n1", "resume")) == []
     assert stops.active
-    assert stops.settle(switched("n1", "yield")) == []
+    assert stops.on_switched(switched("n1", "yield")) == []
     assert not stops.active
     assert stops.begin(A, ("n1", "n2"), 0.1, ORDER) != []
 
 
 def test_a_stop_that_fails_on_one_host_is_given_up_on_all() -> None:
-    stops = Stops()
+    stops = StopBarrier()
     stops.begin(A, ("n1", "n2"), 0.0, ORDER)
-    orders = stops.settle(switched("n2", "timeout", "rank 1 is late"))
+    orders = stops.on_switched(switched("n2", "timeout", "rank 1 is late"))
     assert orders == [(host, CancelOrder(VERSION, 1, 0, "timeout on n2: rank 1 is late")) for host in ("n1", "n2")]
     assert not stops.active
 

@@ -1,4 +1,4 @@
-"""Which CURVE keys the service answers to: its own pair, and the public keys of its agents."""
+"""CURVE keys of the link: the service's own pair, and the public keys of its agents."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class AgentKeys:
         self._hosts = hosts
 
     def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002 (zmq.auth's)
-        """Whether this z85 public key may connect (zmq.auth asks)."""
-        known = key in self._hosts
-        if not known:
+        """Return whether this z85 public key may connect (zmq.auth calls this)."""
+        trusted = key in self._hosts
+        if not trusted:
             log.warning("an agent with an unknown key was refused; is its agent.key the service's?")
-        return known
+        return trusted
 
-    def may_speak_for(self, user_id: str, host: str) -> bool:
-        """Whether the key with this z85 text may send as ``host``."""
+    def may_send_as(self, user_id: str, host: str) -> bool:
+        """Return whether the key with this z85 text may send as ``host``."""
         bound = self._hosts.get(user_id.encode())
         return bound is not None and bound in ("", host)
 

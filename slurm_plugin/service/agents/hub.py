@@ -1,8 +1,8 @@
 """The agents' side of the service: a ZeroMQ ROUTER with CURVE keys in a thread of its own.
 
-The thread hears reports, sends orders, coordinates the stops of multi-node jobs, and repeats the facts that
-keep agents from taking turns by themselves, however long a round takes. It stops repeating them when rounds
-stop succeeding: then the agents had better rotate. Everything that it knows is handed out as copies.
+The thread receives reports, sends orders, coordinates the stops of multi-node jobs, and repeats the facts that
+keep agents from taking turns by themselves, however long a round takes. When rounds fail it stops, and after a
+time-out the agents take turns on their own. Callers get copies of its data.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from cadenza.sidecar.orders import (
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent, AgentRegistry, Event
 from cadenza.slurm_plugin.service.agents.curve_keys import AgentKeys, service_pair
 from cadenza.slurm_plugin.service.agents.prefetch_orders import PrefetchOrders
-from cadenza.slurm_plugin.service.agents.stop_barrier import Orders, Stops
+from cadenza.slurm_plugin.service.agents.stop_barrier import Orders, StopBarrier
 from cadenza.slurm_plugin.service.errors import HubError
 
 log = logging.getLogger(__name__)
@@ -54,16 +54,16 @@ T = TypeVar("T")
 MAX_FRAME = 16 * 2**20
 STOP_TICK_S = 0.02
 CALL_TIMEOUT_S = 5.0
-LOG_EVERY = 100
+LOG_PERIOD = 100
 SAVE_S = 900.0
-"""Longest time that a job may take to save a checkpoint that it was ordered to."""
-STAND_S = 60.0
-"""How long it stands after it to be requeued: a round or two, and the restart of a service that was killed."""
+"""Longest time for saving an ordered checkpoint."""
+HOLD_S = 60.0
+"""Time that a job waits after it to be requeued: a round or two, and the restart of a service that was killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubSettings:
-    """Where to listen and how to treat the agents; times in seconds."""
+    """Address, keys and patience of the link; times in seconds."""
 
     bind: str
     keys: Path
@@ -75,7 +75,7 @@ class HubSettings:
 
 @dataclass(frozen=True, slots=True)
 class FactSheet:
-    """What each host's agent is told: facts as of ``at_s`` (epoch), good for ``valid_s`` seconds."""
+    """The facts for each host's agent, as of ``at_s`` (epoch), good for ``valid_s`` seconds."""
 
     facts: Mapping[str, Facts]
     at_s: float
@@ -88,13 +88,13 @@ class Hub:
     def __init__(self, settings: HubSettings, clock: SystemClock) -> None:
         self.settings = settings
         self.refused: Counter[str] = Counter()
-        """Frames that were not acted upon, by cause."""
+        """Refused frames by cause."""
         self.address = ""
-        """Where it really listens, once started (``tcp://*:0`` picks a port)."""
+        """The address at which it listens once started (``tcp://*:0`` picks a port)."""
         self._clock = clock
         self._keys = AgentKeys(settings.keys)
         self._registry = AgentRegistry(settings.alive_s)
-        self._stops = Stops()
+        self._stops = StopBarrier()
         self._prefetches = PrefetchOrders()
         self._decoder = msgspec.json.Decoder(FromAgent)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -147,53 +147,60 @@ class Hub:
         return self._ask(lambda: self._send_all(orders))
 
     def yield_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
-        """Ask a job to stop and free its GPUs; on several hosts the thread finds the common stop step."""
-        order = YieldOrder(VERSION, *key, self.settings.yield_timeout_s)
-        if len(hosts) == 1:
-            return self.send([(hosts[0], order)])
-        return self._ask(lambda: self._send_all(self._stops.begin(key, hosts, self._clock.monotonic(), order)))
+        """Ask a job to stop and free its GPUs."""
+        return self._stop(key, hosts, YieldOrder(VERSION, *key, self.settings.yield_timeout_s))
 
     def checkpoint_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
-        """Ask a job to save a checkpoint at a common boundary and to stand there until it is requeued."""
-        order = CheckpointOrder(VERSION, *key, self.settings.yield_timeout_s, SAVE_S, STAND_S)
+        """Ask a job to save a checkpoint at a common boundary and to wait there until it is requeued."""
+        return self._stop(key, hosts, CheckpointOrder(VERSION, *key, self.settings.yield_timeout_s, SAVE_S, HOLD_S))
+
+    def _stop(self, key: JobKey, hosts: tuple[str, ...], order: YieldOrder | CheckpointOrder) -> Outcome:
+        """Send a stop order; for several hosts the thread then finds the common stop step."""
         if len(hosts) == 1:
             return self.send([(hosts[0], order)])
         return self._ask(lambda: self._send_all(self._stops.begin(key, hosts, self._clock.monotonic(), order)))
 
     def prefetch_job(self, key: JobKey, hosts: tuple[str, ...], there: tuple[str, ...]) -> Outcome:
-        """Have the hosts ``there`` read the files that a job uses where it runs; what they cannot is no failure."""
+        """Have the hosts ``there`` read the files that a job uses on its hosts; unreadable files are no failure."""
         return self._ask(lambda: self._send_all(self._prefetches.begin(key, hosts, there)))
 
     def resume_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
         """Prefer a job for the GPUs that it waits for, on each of its hosts."""
         return self.send([(host, ResumeOrder(VERSION, *key)) for host in hosts])
 
-    def tune_job(self, key: JobKey, wanted: Mapping[str, Share], caches_mb: Mapping[str, int | None]) -> Outcome:
-        """Change what a job has on each host that is named, and what its caches may take of it there."""
+    def tune_job(self, key: JobKey, shares: Mapping[str, Share], caches_mb: Mapping[str, int | None]) -> Outcome:
+        """Change a job's resources on each of these hosts, and the part of its memory that caches may take there."""
         return self.send([
             (host, Tune(VERSION, *key, share.cpus, share.memory_mb, caches_mb.get(host)))
-            for host, share in wanted.items()
+            for host, share in shares.items()
         ])
 
     def send_facts(self, sheet: FactSheet) -> None:
         """Send new facts to all agents now, and repeat them each heartbeat as long as they are good."""
-        self._ask(lambda: self._take_sheet(sheet))
+
+        def take() -> None:
+            now_s = self._clock.monotonic()
+            self._sheet, self._sheet_until_s = sheet, now_s + sheet.valid_s
+            self._next_beat_s = now_s + self.settings.heartbeat_s
+            self._repeat_facts()
+
+        self._ask(take)
 
     def mark_suspended(self, key: JobKey, *, suspended: bool) -> None:
-        """Correct the facts on one job now: an agent gives no lease to one that Slurm has suspended."""
+        """Correct the facts on one job now: an agent gives no lease to a job that Slurm has suspended."""
         self._ask(lambda: self._mark(key, suspended=suspended))
 
     def drain(self) -> list[Switched | LeaseLog | Event]:
-        """Return what came in since the last call and belongs on record."""
-        found = []
+        """Return the messages since the last call that belong on record."""
+        messages = []
         while True:
             try:
-                found.append(self._messages.get_nowait())
+                messages.append(self._messages.get_nowait())
             except Empty:
-                return found
+                return messages
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until something worth a round happens, at most ``timeout_s``; return whether it did."""
+        """Wait for news that is worth a round, at most ``timeout_s``; return whether there was any."""
         happened = self._woken.wait(timeout_s)
         self._woken.clear()
         return happened
@@ -222,7 +229,7 @@ class Hub:
         return link
 
     def _ask(self, question: Callable[[], T]) -> T:
-        """Have the thread answer; it owns the socket and the book."""
+        """Have the thread answer; it owns the socket and the registry."""
         if threading.current_thread() is self._thread:
             return question()
         answer: Future[T] = Future()
@@ -248,11 +255,13 @@ class Hub:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._doorbell, zmq.POLLIN)
         while self._running:
-            ready = dict(poller.poll(self._patience_ms()))
+            left_s = max(0.0, self._next_beat_s - self._clock.monotonic())
+            patience_s = min(left_s, STOP_TICK_S) if self._stops.active else left_s
+            ready = dict(poller.poll(int(1000 * patience_s) + 1))
             try:
                 self._turn(ready)
             except Exception:
-                # One bad moment must not end the link: agents would rotate for nothing.
+                # One error must not end the link: agents would take turns on their own without need.
                 self.refused["internal"] += 1
                 log.exception("agents' link: unexpected error, going on")
 
@@ -272,10 +281,6 @@ class Hub:
         if now_s >= self._next_beat_s:
             self._beat(now_s)
 
-    def _patience_ms(self) -> int:
-        left_s = max(0.0, self._next_beat_s - self._clock.monotonic())
-        return int(1000 * (min(left_s, STOP_TICK_S) if self._stops.active else left_s)) + 1
-
     def _beat(self, now_s: float) -> None:
         self._next_beat_s = now_s + self.settings.heartbeat_s
         for event in self._registry.newly_silent(self._clock.now(), now_s):
@@ -283,30 +288,23 @@ class Hub:
         if now_s < self._sheet_until_s:
             self._repeat_facts()
 
-    def _take_sheet(self, sheet: FactSheet) -> None:
-        self._sheet = sheet
-        now_s = self._clock.monotonic()
-        self._sheet_until_s = now_s + sheet.valid_s
-        self._next_beat_s = now_s + self.settings.heartbeat_s
-        self._repeat_facts()
-
     def _mark(self, key: JobKey, *, suspended: bool) -> None:
         facts = dict(self._sheet.facts)
-        for host, told in facts.items():
+        for host, sent in facts.items():
             jobs = tuple(
                 msgspec.structs.replace(job, suspended=suspended) if (job.job, job.restart) == key else job
-                for job in told.jobs
+                for job in sent.jobs
             )
-            if jobs != told.jobs:
-                facts[host] = msgspec.structs.replace(told, jobs=jobs)
+            if jobs != sent.jobs:
+                facts[host] = msgspec.structs.replace(sent, jobs=jobs)
                 self._send(host, facts[host])
         self._sheet = replace(self._sheet, facts=facts)
 
     def _repeat_facts(self) -> None:
         for host, facts in self._sheet.facts.items():
-            known = frozenset((job.job, job.restart) for job in facts.jobs)
-            newborn = self._registry.new_jobs(host, known, self._sheet.at_s)
-            self._send(host, msgspec.structs.replace(facts, jobs=(*facts.jobs, *newborn)))
+            keys = frozenset((job.job, job.restart) for job in facts.jobs)
+            new_jobs = self._registry.new_jobs(host, keys, self._sheet.at_s)
+            self._send(host, msgspec.structs.replace(facts, jobs=(*facts.jobs, *new_jobs)))
 
     # --- frames ---------------------------------------------------------------------------------------------
 
@@ -318,7 +316,7 @@ class Hub:
                 return
             message = self._check(frames)
             if message is not None:
-                self._hear(message)
+                self._take_in(message)
 
     def _check(self, frames: list[zmq.Frame]) -> FromAgent | None:
         identity = frames[0].bytes.decode(errors="replace")
@@ -332,10 +330,10 @@ class Hub:
             return None
         user = str(frames[1].get("User-Id"))
         if message.v != VERSION:
-            self._refuse("version", identity, f"version {message.v}, this side speaks {VERSION}")
+            self._refuse("version", identity, f"version {message.v}, this side has {VERSION}")
         elif message.host != identity:
-            self._refuse("identity", identity, f"speaks for host {message.host!r}")
-        elif not self._keys.may_speak_for(user, identity):
+            self._refuse("identity", identity, f"sent as host {message.host!r}")
+        elif not self._keys.may_send_as(user, identity):
             self._refuse("key", identity, "its key belongs to another host")
         else:
             return message
@@ -344,21 +342,21 @@ class Hub:
     def _refuse(self, cause: str, identity: str, detail: str) -> None:
         self.refused[cause] += 1
         count = self.refused[cause]
-        if count % LOG_EVERY == 1:
+        if count % LOG_PERIOD == 1:
             log.warning("agent HOST=%s: frame %d refused: %s", identity[:64], count, detail[:200])
 
-    def _hear(self, message: FromAgent) -> None:
+    def _take_in(self, message: FromAgent) -> None:
         now_s = self._clock.monotonic()
         if isinstance(message, Report):
             for event in self._registry.update(message, self._clock.now(), now_s):
                 self._note(event)
         elif isinstance(message, Steps):
-            self._send_all(self._stops.hear(message, now_s))
+            self._send_all(self._stops.on_steps(message, now_s))
         elif isinstance(message, Files):
-            self._send_all(self._prefetches.hear(message))
+            self._send_all(self._prefetches.on_files(message))
         else:
             if isinstance(message, Switched):
-                self._send_all(self._stops.settle(message))
+                self._send_all(self._stops.on_switched(message))
             self._note(message)
 
     def _note(self, message: Switched | LeaseLog | Event) -> None:
@@ -367,14 +365,15 @@ class Hub:
             self._woken.set()
 
     def _send_all(self, orders: Orders) -> Outcome:
-        failed = [f"{host}: {error}" for host, order in orders if (error := self._send(host, order))]
+        failed = [f"{host}: {error}" for host, order in orders if (error := self._send(host, order)) is not None]
         return Outcome(not failed, "; ".join(failed))
 
-    def _send(self, host: str, order: ToAgent) -> str:
+    def _send(self, host: str, order: ToAgent) -> str | None:
+        """Send one order; return the error if it cannot be sent."""
         try:
             self._socket.send_multipart([host.encode(), msgspec.json.encode(order)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 return "its agent is not connected; is cadenza-agent running there?"
             return f"{error.strerror}; its agent does not read"
-        return ""
+        return None

@@ -1,4 +1,4 @@
-"""Stops of multi-node jobs: one stop step for all hosts, found from what their agents report (no I/O)."""
+"""Stops of multi-node jobs: one stop step for all hosts, found from the reports of their agents (no I/O)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Stop:
     progress: dict[str, Progress] = field(default_factory=dict)
 
     def plan(self, now_s: float) -> Plan:
-        """Hosts play the ranks of ``plan_stop``; before all have spoken only a refusal or the time counts."""
+        """Plan with hosts in place of ranks; before all have reported only a refusal or the time-out counts."""
         waited_s, quiet_s = now_s - self.began_s, now_s - self.changed_s
         missing = [host for host in self.hosts if host not in self.progress]
         if not missing:
@@ -47,7 +47,7 @@ class _Stop:
         return Wait()
 
 
-class Stops:
+class StopBarrier:
     """All multi-node stops under way; times are monotonic seconds."""
 
     def __init__(self) -> None:
@@ -55,18 +55,18 @@ class Stops:
 
     @property
     def active(self) -> bool:
-        """Whether :meth:`tick` has anything to watch."""
+        """True if :meth:`tick` has a stop to watch."""
         return bool(self._stops)
 
     def begin(self, key: JobKey, hosts: Iterable[str], now_s: float, order: YieldOrder | CheckpointOrder) -> Orders:
-        """Start stopping a job by an order to all its hosts; nothing is sent when that is under way already."""
+        """Return the orders that start a stop on all hosts of a job; none while one is under way."""
         if key in self._stops:
             return []
         stop = self._stops[key] = _Stop(tuple(sorted(hosts)), now_s, order.timeout_s, now_s)
         return _all(stop.hosts, order)
 
-    def hear(self, steps: Steps, now_s: float) -> Orders:
-        """Take a host's progress in and return what follows from it."""
+    def on_steps(self, steps: Steps, now_s: float) -> Orders:
+        """Take in a host's progress and return the orders that follow from it."""
         key = JobKey(steps.job, steps.restart)
         stop = self._stops.get(key)
         if stop is None or steps.host not in stop.hosts:
@@ -77,11 +77,11 @@ class Stops:
             stop.changed_s = now_s
         return self._follow(key, stop, now_s)
 
-    def settle(self, done: Switched) -> Orders:
-        """Take in how the stop ended on one host: the stop is over, and given up where it failed.
+    def on_switched(self, done: Switched) -> Orders:
+        """Take in the end of a stop on one host, which ends it; return the orders that cancel it if it failed there.
 
-        A round that saw the reports of a moment ago may have begun a stop of a job that has yielded meanwhile;
-        without this it would stand in the way of the next one until its time is up.
+        A round may have begun a stop, by older reports, of a job that has yielded since. Without this method that stop
+        would block the next one until its time-out.
         """
         key = JobKey(done.job, done.restart)
         stop = self._stops.get(key)
@@ -93,7 +93,7 @@ class Stops:
         return _all(stop.hosts, CancelOrder(VERSION, *key, f"{done.kind} on {done.host}: {done.note}"))
 
     def tick(self, now_s: float) -> Orders:
-        """Return what follows from the passing of time."""
+        """Return the orders that follow from the passing of time."""
         return [order for key, stop in list(self._stops.items()) for order in self._follow(key, stop, now_s)]
 
     def _follow(self, key: JobKey, stop: _Stop, now_s: float) -> Orders:
