@@ -19,12 +19,11 @@ from statistics import fmean, stdev
 from typing import TypeAlias
 
 from cadenza.policies.composition import PolicySettings, build
-from cadenza.policies.inputs.cluster import read_cluster
+from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.costs import FREE_COSTS, SimCosts
 from cadenza.policies.inputs.model_mix import deal
 from cadenza.policies.inputs.published import default_costs, synergy_profiles
 from cadenza.policies.inputs.trace import TraceJob
-from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.load_sweep import Capacity, capacity
 from cadenza.policies.simulator.run_values import Result, Setup
 from cadenza.policies.simulator.simulation import simulate

@@ -30,13 +30,12 @@ from cadenza.policies.core.actions import Action, Pack, Unpack
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot
 from cadenza.policies.core.profile import Profile
-from cadenza.policies.inputs.cluster import read_cluster
+from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.interference import packing_pairs
 from cadenza.policies.inputs.published import gandiva_table1
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 from cadenza.policies.simulator.figures import mean_and_half, mean_over, summarize
-from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.run_values import Result, Setup
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.policies.simulator.workloads.catalogue import parse_workload

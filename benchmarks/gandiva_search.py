@@ -16,7 +16,7 @@ from random import Random
 
 from cadenza.policies.allocation.proportional import proportional
 from cadenza.policies.composition import Policy, PolicySettings, build
-from cadenza.policies.inputs.cluster import read_cluster
+from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.interference import packing_pairs
 from cadenza.policies.inputs.published import gandiva_table1
 from cadenza.policies.inputs.trace import TraceJob
@@ -24,10 +24,10 @@ from cadenza.policies.ordering.ranking import Queue, Ranking
 from cadenza.policies.round import run_round
 from cadenza.policies.sharing.pipeline import Pipeline, stages_of
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
-from cadenza.policies.simulator.job import PARTITION, Live
-from cadenza.policies.simulator.run_values import Setup
+from cadenza.policies.simulator.job import SimJob
+from cadenza.policies.simulator.run_values import GUARD, Setup
 from cadenza.policies.simulator.sim_gateway import RunStore, SimClock, SimGateway
-from cadenza.policies.simulator.simulation import GUARD, simulate
+from cadenza.policies.simulator.simulation import simulate
 from cadenza.policies.simulator.workloads.automl import (
     Curve,
     generate_curves,
@@ -154,22 +154,22 @@ class Search:
         self._put_off(world)
         return False
 
-    def _epochs(self, job: Live) -> int:
+    def _epochs(self, job: SimJob) -> int:
         return int(job.done_s / EPOCH_S + 1e-6)
 
-    def _reached(self, job: Live) -> bool:
+    def _reached(self, job: SimJob) -> bool:
         seen = self.curves[job.key.id].points[: self._epochs(job)]
         return bool(seen) and max(seen) >= TARGET
 
-    def _predict(self, job: Live) -> None:
+    def _predict(self, job: SimJob) -> None:
         epochs = self._epochs(job)
         if epochs >= FIRST and self.looked.get(job.key.id, (0, 0.0))[0] != epochs:
             self.looked[job.key.id] = epochs, predicted(self.curves[job.key.id].points[:epochs])
 
-    def _poor(self, job: Live) -> bool:
+    def _poor(self, job: SimJob) -> bool:
         return self.looked.get(job.key.id, (0, 1.0))[1] < POOR
 
-    def _favour(self, jobs: Sequence[Live]) -> None:
+    def _favour(self, jobs: Sequence[SimJob]) -> None:
         ranked = sorted((j for j in jobs if j.key.id in self.looked), key=lambda job: self._rank(job.key.id))
         top = {job.key for job in ranked[:TOP]}
         for job in jobs:

@@ -9,11 +9,10 @@ from replay_cluster import Size
 
 from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.core.profile import Demand, Profile
-from cadenza.policies.inputs.cluster import read_cluster
+from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.profiles import read_profiles, write_profiles
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.sharing.state.settings import SharingSettings
-from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.simulation import simulate
 

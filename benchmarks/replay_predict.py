@@ -29,10 +29,9 @@ from replay_figures import Costs
 from replay_week import MEMORY_GB
 
 from cadenza.policies.composition import Policy, build
-from cadenza.policies.inputs.cluster import read_cluster
+from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.costs import SimCosts
 from cadenza.policies.inputs.trace import TraceJob
-from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.slurm_plugin.service.settings import load_settings, policy_settings

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from datasets import needed
 
 from cadenza.policies.composition import PolicySettings, build
-from cadenza.policies.inputs.cluster import read_cluster
+from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.costs import FREE_COSTS
 from cadenza.policies.inputs.profiles import read_profiles
 from cadenza.policies.inputs.trace import read_trace
-from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.simulation import simulate
 

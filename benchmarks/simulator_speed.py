@@ -21,12 +21,11 @@ from random import Random
 from datasets import published
 
 from cadenza.policies.composition import PolicySettings, build
-from cadenza.policies.inputs.cluster import read_cluster
+from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.costs import FREE_COSTS
 from cadenza.policies.inputs.model_mix import deal
 from cadenza.policies.inputs.published import synergy_profiles
 from cadenza.policies.inputs.trace import TraceJob, read_trace
-from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.run_values import Result, Setup
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.policies.simulator.workloads.synergy import Synergy

@@ -1,4 +1,4 @@
-"""One submitted job of a simulation: how far it is, what it has, and how it looks in a snapshot."""
+"""A submitted job of a simulation: its progress, its resources, and its record in a snapshot."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from cadenza.policies.core.model import (
     Progress,
 )
 from cadenza.policies.core.profile import MB_PER_GB, Profile
+from cadenza.policies.inputs.cluster import PARTITION
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.run_values import JobResult
 
-PARTITION = "sim"
-HUNDRED = 100
-WHOLE = 1e-6
-"""Part of an iteration that is rounding."""
+FIRST_ITERATIONS = 100
+ROUNDING = 1e-6
+"""Part of an iteration that is rounding error."""
 
 
-class Live:
+class SimJob:
     """A job between its submission and its end. Times in seconds since the start of the simulation."""
 
     __slots__ = (
+        "allocated",
         "attained_on",
         "attained_s",
         "cost_until_s",
@@ -39,26 +40,34 @@ class Live:
         "gpu_type",
         "gpus",
         "gpus_held",
+        "held",
         "hundred_s",
         "hundred_work_s",
         "key",
         "lease",
         "memory_mb",
         "migrations",
+        "move_cost_s",
+        "moves",
         "num_nodes",
         "options",
         "packed",
         "placement",
         "profile",
+        "promised",
         "ran_s",
         "rate",
         "ready_s",
+        "required_nodes",
+        "restarts",
         "running",
+        "saved_s",
         "settled_s",
         "speed",
         "stale",
         "start_s",
         "state",
+        "state_reason",
         "trace",
         "truth",
         "tunes",
@@ -67,10 +76,12 @@ class Live:
         "yields",
     )
 
-    def __init__(self, trace: TraceJob, request: tuple[int, int, int], stale: list[Live]) -> None:
+    def __init__(
+        self, trace: TraceJob, request: tuple[int, int, int], stale: list[SimJob], *, held: bool = True
+    ) -> None:
         self.trace = trace
         self.stale = stale
-        """Jobs whose record of the last snapshot is not true any more."""
+        """Jobs whose record in the last snapshot is out of date."""
         self.key = JobKey(trace.id, 0)
         self.gpus = trace.gpus
         self.cpus, self.memory_mb, self.num_nodes = request
@@ -79,15 +90,24 @@ class Live:
             max_gpus=trace.max_gpus,
             model=trace.model or None,
             priority=trace.priority,
-            held=True,
+            held=held,
         )
         self.profile = trace.profile
         self.truth: Profile | None = trace.truth or trace.profile
         self.state: JobState = "PENDING"
+        self.state_reason = ""
+        self.held = held
+        """True while the job may not start: held at its submission (held admission), or requeued into a hold."""
+        self.required_nodes: tuple[str, ...] = ()
+        self.promised: Placement = ()
+        """Shares that it gets where a Place sends it; empty: an even spread of its request."""
+        self.allocated: Placement = ()
+        """What Slurm's books have allocated to it."""
         self.placement: Placement = ()
+        """What it has now: tuning changes that, and leaves Slurm's books alone where moves take several rounds."""
         self.done_s = self.attained_s = self.rate = self.settled_s = self.cost_until_s = self.waiting_cost_s = 0.0
         self.ready_s = 0.0
-        """When it is launched; that passes while others have its GPUs."""
+        """When it is launched; that time passes also while others have its GPUs."""
         self.speed = 1.0
         self.gpu_type = ""
         self.attained_on: dict[str, float] = {}
@@ -97,18 +117,24 @@ class Live:
         self.start_s: float | None = None
         self.finish_s = inf
         self.hundred_s: float | None = None
-        self.hundred_work_s = HUNDRED * trace.iteration_s
+        self.hundred_work_s = FIRST_ITERATIONS * trace.iteration_s
         self.version = 0
-        """Counts every change, so that an end foreseen before it is not taken for one now."""
-        self.lease: LeaseBook | None = None
+        """Counts the changes, so that an end that was foreseen before a change no longer counts."""
+        self.lease: SimLease | None = None
         self.gpus_held: tuple[Gpu, ...] = ()
         self.packed: set[JobKey] = set()
-        self.yields = self.migrations = self.tunes = 0
+        self.yields = self.migrations = self.tunes = self.restarts = 0
+        self.moves = False
+        """True from the order of a move until the job has started again."""
+        self.move_cost_s: float | None = None
+        """Seconds without progress that are left to pay at the next start, of a move or of a requeue after a save."""
+        self.saved_s = inf
+        """When the checkpoint that was ordered is complete."""
 
     # --- Progress ---------------------------------------------------------------------------------
 
     def settle(self, now_s: float) -> None:
-        """Book what was done since the last time."""
+        """Add the progress since the last time."""
         if self.running:
             self.attained_s += now_s - self.settled_s
             since_s = max(self.settled_s, self.cost_until_s)
@@ -123,7 +149,7 @@ class Live:
         self.done_s = done_s
 
     def launch(self, ready_s: float, cost_s: float) -> None:
-        """Begin anew at ``ready_s``, and start up with ``cost_s``; what the former processes had to pay is gone."""
+        """Begin anew at ``ready_s`` with a start-up of ``cost_s``; costs of the former processes are void."""
         self.ready_s, self.waiting_cost_s = ready_s, cost_s
 
     def run(self, now_s: float, speed: float, rate: float, cost_s: float) -> None:
@@ -146,7 +172,7 @@ class Live:
             self.gpu_type = gpu_type
 
     def pause(self, now_s: float) -> None:
-        """Make no more progress."""
+        """Stop making progress."""
         self.settle(now_s)
         self.running, self.rate = False, 0.0
         self.waiting_cost_s += max(self.cost_until_s - max(now_s, self.ready_s), 0.0)
@@ -166,7 +192,7 @@ class Live:
         begin_s = max(self.settled_s, self.cost_until_s)
         if round_s is None:
             return begin_s + max(left_s, 0.0) / self.rate
-        return begin_s + max(ceil(left_s / (self.rate * round_s) - WHOLE), 1) * round_s
+        return begin_s + max(ceil(left_s / (self.rate * round_s) - ROUNDING), 1) * round_s
 
     # --- The job as others see it -----------------------------------------------------------------
 
@@ -187,8 +213,10 @@ class Live:
             submit_s=trace.submit_s,
             name=trace.model,
             start_s=self.start_s if self.state != "PENDING" else None,
-            slurm_priority=0 if self.state == "PENDING" else 1,
+            slurm_priority=0 if self.state == "PENDING" and self.held else 1,
+            state_reason=self.state_reason,
             nodes=tuple(share.node for share in self.placement),
+            required_nodes=self.required_nodes,
             options=self.options,
             lease=self._lease(now_s),
             profile=self.profile,
@@ -212,38 +240,41 @@ class Live:
         )
 
     def _lease(self, now_s: float) -> Lease | None:
-        if self.lease is None:
+        lease = self.lease
+        if lease is None:
             return None
-        book = self.lease
-        held_s = now_s - book.since_s if book.state == "held" else 0.0
+        held_s = now_s - lease.since_s if lease.holds else 0.0
+        ran_s = max(now_s - max(self.settled_s, self.cost_until_s), 0.0)
         return Lease(
-            state=book.state,
+            state=lease.state,
             gpus=self.gpus_held,
-            vtime_s=book.vtime_s + held_s,
+            vtime_s=lease.vtime_s + held_s,
             held_s=held_s,
-            waited_s=0.0 if book.state == "held" else now_s - book.since_s,
+            waited_s=0.0 if lease.holds else now_s - lease.since_s,
             ready=now_s >= self.ready_s,
-            iteration_s=self.trace.iteration_s / self.rate if self.rate else book.iteration_s,
-            step=int(self._done_by(now_s) / self.trace.iteration_s + WHOLE),
+            iteration_s=self.trace.iteration_s / self.rate if self.rate else lease.iteration_s,
+            step=int((self.done_s + self.rate * ran_s) / self.trace.iteration_s + ROUNDING),
             checkpoints=True,
+            saved=lease.state == "stopping" and now_s >= self.saved_s,
             pace=self.pace(now_s),
         )
 
-    def _done_by(self, now_s: float) -> float:
-        """Return the work that is done by now, in seconds at the proportional share."""
-        ran_s = max(now_s - max(self.settled_s, self.cost_until_s), 0.0)
-        return self.done_s + self.rate * ran_s
-
     def pace(self, now_s: float) -> Pace | None:
-        """Return how fast the job is in its present company, or was in the last one; exact, so without an error."""
-        book = self.lease
-        if book is None or book.state != "held" or not self.rate:
-            return book.pace if book is not None else None
-        iteration_s, window_s = self.trace.iteration_s / self.rate, now_s - book.company_s
-        return Pace(iteration_s, int(window_s / iteration_s), window_s, beside=book.beside)
+        """Return the job's iteration time with its present co-runners, or the last ones; exact, so without error."""
+        lease = self.lease
+        if lease is None or lease.state != "held" or not self.rate:
+            return lease.pace if lease is not None else None
+        iteration_s, window_s = self.trace.iteration_s / self.rate, now_s - lease.co_runners_since_s
+        return Pace(iteration_s, int(window_s / iteration_s), window_s, beside=lease.co_runners)
+
+    @property
+    def gpu_utilization(self) -> float:
+        """Return the share of time in which the job computes on its GPUs; 1 if its model has not been measured."""
+        value = self.truth.gpu_utilization if self.truth is not None else None
+        return 1.0 if value is None else value
 
     def result(self, finish_s: float | None) -> JobResult:
-        """Return what became of the job."""
+        """Return the job's result."""
         trace = self.trace
         hundred = None if self.hundred_s is None else self.hundred_s - trace.submit_s
         return JobResult(
@@ -260,14 +291,14 @@ class Live:
             self.yields,
             self.migrations,
             self.tunes,
-            self.key.restart,
+            self.restarts,
         )
 
 
-class LeaseBook:
-    """A job's lease as its agents would keep it."""
+class SimLease:
+    """A job's lease as its agents keep it."""
 
-    __slots__ = ("beside", "company_s", "iteration_s", "pace", "since_s", "state", "vtime_s")
+    __slots__ = ("co_runners", "co_runners_since_s", "iteration_s", "pace", "since_s", "state", "vtime_s")
 
     def __init__(self, now_s: float, vtime_s: float) -> None:
         self.state: LeaseState = "waiting"
@@ -275,27 +306,31 @@ class LeaseBook:
         self.vtime_s = vtime_s
         self.iteration_s: float | None = None
         self.pace: Pace | None = None
-        """Of the last time that the job held its GPUs."""
-        self.beside: tuple[JobKey, ...] = ()
-        self.company_s = now_s
-        """Since when it has had its GPUs with ``beside``."""
+        """Iteration time when the job last held its GPUs."""
+        self.co_runners: tuple[JobKey, ...] = ()
+        self.co_runners_since_s = now_s
 
-    def meet(self, beside: tuple[JobKey, ...], now_s: float) -> None:
-        """Note with whom the job has its GPUs from now on."""
-        if beside != self.beside:
-            self.beside, self.company_s = beside, now_s
+    @property
+    def holds(self) -> bool:
+        """Return True while the job has its GPUs, also while it stops."""
+        return self.state in ("held", "stopping")
+
+    def remember_rate(self, job: SimJob, now_s: float) -> None:
+        """Keep a running job's iteration time for the time in which it does not run."""
+        self.iteration_s = job.trace.iteration_s / job.rate if job.rate else self.iteration_s
+        self.pace = job.pace(now_s)
 
 
 def whole_iterations(speed: float, iteration_s: float, round_s: float) -> float:
-    """Return the work a second when only whole iterations of a round count (Synergy's simulator)."""
-    return floor(round_s / (iteration_s / speed) + WHOLE) * iteration_s / round_s
+    """Return the work per second if only whole iterations of a round count (Synergy's simulator)."""
+    return floor(round_s / (iteration_s / speed) + ROUNDING) * iteration_s / round_s
 
 
 def best_or_one(profile: Profile | None, placement: Placement, gpus: int, proportional: tuple[float, float]) -> float:
-    """Return Synergy's simulator's speed: its best with the best-case demand, else 1.
+    """Return the speed of Synergy's simulator: the profile's best with the best-case demand, else 1.
 
     A demand clipped to the server counts linearly in CPUs between the proportional share and the best case.
-    ``proportional``: CPUs and MB a GPU.
+    ``proportional``: CPUs and MB for each GPU.
     """
     if profile is None:
         return 1.0
@@ -303,7 +338,7 @@ def best_or_one(profile: Profile | None, placement: Placement, gpus: int, propor
     cpus = sum(share.cpus for share in placement)
     memory_mb = sum(share.memory_mb for share in placement)
     fair = proportional[0] * gpus
-    if cpus + WHOLE >= best.cpus * gpus and memory_mb + 1 >= best.memory_gb * MB_PER_GB * gpus:
+    if cpus + ROUNDING >= best.cpus * gpus and memory_mb + 1 >= best.memory_gb * MB_PER_GB * gpus:
         return profile.best_speed
     if gpus == 1 or cpus <= fair:
         return 1.0

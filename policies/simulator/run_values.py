@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from cadenza.policies.core.model import JobKey
+from cadenza.policies.guard import GuardSettings
+from cadenza.policies.inputs.cluster import PARTITION
 from cadenza.policies.inputs.costs import SimCosts
 from cadenza.policies.inputs.failures import NodeFailure
+
+GUARD = GuardSettings(enforce=True, partitions=frozenset({PARTITION}), max_actions_per_round=10**9, min_run_s=0.0)
+"""No limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,13 @@ class Setup:
     """Work since the last checkpoint that a failure loses at most; 0: nothing is lost."""
     skip: bool = True
     """Leave out rounds that must decide what the last one did; the result is the same."""
+    admission: Literal["native", "held"] = "held"
+    """Whether Slurm starts the jobs by itself, or they are held until a policy places them."""
+    phased_moves: bool = False
+    """True if a move takes several rounds, as on a cluster: checkpoint, requeue, place, start. Then Slurm's books are
+    those of its allocations, and a job that is placed where something is still taken waits in Slurm's queue.
+    False: one action moves a job at once, and the books follow the policy."""
+    guard: GuardSettings = GUARD
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from math import inf
 
 from cadenza.policies.core.actions import (
     Action,
@@ -12,9 +13,12 @@ from cadenza.policies.core.actions import (
     Outcome,
     Pack,
     Place,
+    Release,
     Requeue,
     Resize,
     Resume,
+    Save,
+    Size,
     Suspend,
     Tune,
     Unpack,
@@ -22,9 +26,10 @@ from cadenza.policies.core.actions import (
     Yield,
 )
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import ClusterSnapshot, JobKey, Placement, Share
+from cadenza.policies.core.model import ClusterSnapshot, Placement
 from cadenza.policies.guard import Guarded
-from cadenza.policies.simulator.job import Live
+from cadenza.policies.simulator.job import SimJob
+from cadenza.policies.simulator.slurm_queue import even_share
 from cadenza.policies.simulator.world import World
 
 
@@ -58,34 +63,19 @@ class RunStore:
         return self.rounds
 
     def finish(self, number: int, outcomes: Sequence[tuple[Action, Outcome]], seconds: float) -> None:
-        """Nothing: the world itself shows what became of the actions."""
+        """Do nothing: the next snapshot shows the effect of the actions."""
         del number, outcomes, seconds
 
 
-OK = Outcome(ok=True)
-
-
 class SimGateway:
-    """Applies actions to the world, and counts them by kind."""
+    """Carries out actions in the world as agents and Slurm do on a cluster, and counts them by kind."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.counts: dict[type, int] = {}
         self._shown: ClusterSnapshot | None = None
-        self._coming: list[tuple[Live, Placement, float]] = []
-        """Who has left in this round for other GPUs, where to, and what that costs in seconds."""
-        self._do: dict[type, Callable[[Live, Action], None]] = {
-            Place: self._place,
-            Requeue: self._requeue,
-            Tune: self._tune,
-            Migrate: self._migrate,
-            Resize: self._resize,
-            Yield: self._yield,
-            Resume: self._resume,
-            Suspend: self._suspend,
-            Unsuspend: self._unsuspend,
-            Unpack: self._unpack,
-        }
+        self._coming: list[tuple[SimJob, Placement, float]] = []
+        """Jobs that left in this round for other GPUs, their new shares, and the cost of the move in seconds."""
 
     def read(self) -> ClusterSnapshot:
         """Return the world as it is now."""
@@ -96,101 +86,109 @@ class SimGateway:
     def apply(self, action: Action) -> Outcome:
         """Carry out one action at once."""
         self._shown = None
-        kind = type(action)
         if isinstance(action, DrainNode | OpenNode):
-            return OK
-        if isinstance(action, Pack):
-            missing = [key for key in action.jobs if key not in self.world.live]
-            if missing:
-                return _gone(missing[0])
-            if self.world.leases is not None:
-                self.world.leases.pack(action.jobs)
-        else:
-            job = self.world.live.get(action.job)
-            if job is None:
-                return _gone(action.job)
-            if kind in self._do:
-                self._do[kind](job, action)
-        self.counts[kind] = self.counts.get(kind, 0) + 1
-        return OK
+            self.world.drain(action.node, drained=isinstance(action, DrainNode), reason=action.reason)
+            return Outcome(ok=True)
+        for key in action.jobs if isinstance(action, Pack) else (action.job,):
+            if key not in self.world.live:
+                return Outcome(ok=False, error=f"job {key} is gone")
+        job = self.world.live[action.job]
+        if self._counts(action, job):
+            self.counts[type(action)] = self.counts.get(type(action), 0) + 1
+        self._carry_out(action, job)
+        return Outcome(ok=True)
 
     def end_round(self) -> None:
-        """Let the movers come to where they go, and check the books; raises SimulationError.
+        """Let the jobs that move come to their new GPUs, and check the books; raise SimulationError.
 
-        All have left by then, and who was placed has started, as with jobs that Slurm requeues.
+        All have left by then, and placed jobs have started, as with jobs that Slurm requeues.
         """
         for job, shares, cost_s in self._coming:
             if job.key in self.world.live:
                 job.launch(self.world.now_s + self.world.setup.costs.dispatch_s, cost_s)
                 self.world.move(job, shares)
         self._coming.clear()
+        self.world.start_queued()
         self._shown = None
         self.world.check()
 
-    def _place(self, job: Live, action: Action) -> None:
-        if isinstance(action, Place) and job.state == "PENDING":
-            self.world.start(job, action.shares or self._as_asked(job, action.nodes))
+    def _counts(self, action: Action, job: SimJob) -> bool:
+        """Return True unless an action is a mere step: a move's requeue, or the save before a plain requeue."""
+        if isinstance(action, Requeue):
+            return not job.moves
+        return not isinstance(action, Migrate) or bool(action.shares)
 
-    def _as_asked(self, job: Live, nodes: tuple[str, ...]) -> Placement:
-        """Return an even spread of what the job asked for."""
-        count = len(nodes)
-        parts = [(job.gpus * (i + 1) // count - job.gpus * i // count) for i in range(count)]
-        return tuple(
-            Share(node, gpus, job.cpus * gpus // job.gpus, job.memory_mb * gpus // job.gpus)
-            for node, gpus in sorted(zip(nodes, parts, strict=True))
-        )
+    def _carry_out(self, action: Action, job: SimJob) -> None:  # noqa: C901, PLR0912 (one case for each kind of action)
+        world, costs = self.world, self.world.setup.costs
+        leases, now_s = world.leases, world.now_s
+        match action:
+            case Place():
+                self._place(job, action)
+            case Release():
+                job.required_nodes = () if action.unpin else job.required_nodes
+                world.release(job)
+            case Size():
+                job.cpus, job.memory_mb = action.cpus, action.memory_mb
+                world.queue.changed = True
+                job.stale.append(job)
+            case Requeue():
+                world.requeue(job, hold=action.hold)
+            case Tune():
+                job.tunes += 1
+                job.waiting_cost_s += costs.tune_s
+                world.move(job, action.shares)
+            case Migrate() if action.shares or world.setup.phased_moves:
+                job.migrations += bool(action.shares)
+                self._move(job, action, costs.migrate_s if action.shares else costs.restart_s)
+            case Resize():
+                self._move(job, action, costs.resize_s)
+            case Save():
+                world.save(job)
+            case Suspend() | Unsuspend():
+                job.state = "SUSPENDED" if isinstance(action, Suspend) else "RUNNING"
+                job.stale.append(job)  # its record only: the end that is foreseen stays true
+            case Yield() if leases is not None:
+                world.follow(leases.take(job, now_s))
+            case Resume() if leases is not None and job.state == "RUNNING":
+                if job.lease is not None and job.lease.state == "stopping":  # its move is off
+                    job.moves, job.move_cost_s, job.saved_s = False, None, inf
+                world.follow(leases.give(job, now_s))
+            case Pack() if leases is not None:
+                leases.pack(action.jobs)
+            case Unpack() if leases is not None:
+                world.follow(leases.unpack(job, now_s))
 
-    def _requeue(self, job: Live, action: Action) -> None:
-        del action
-        self.world.requeue(job)
+    def _place(self, job: SimJob, action: Place) -> None:
+        """Start a pending job on some nodes; where moves take several rounds, as soon as Slurm has them free."""
+        if job.state != "PENDING":
+            return
+        if not self.world.setup.phased_moves:
+            even = sorted(action.nodes)
+            job.num_nodes = job.num_nodes if action.shares else len(even)
+            self.world.start(job, action.shares or tuple(even_share(job, at, node) for at, node in enumerate(even)))
+            return
+        job.required_nodes, job.promised = action.nodes, ()
+        if action.shares:
+            job.cpus = sum(share.cpus for share in action.shares)
+            job.memory_mb = sum(share.memory_mb for share in action.shares)
+            job.promised = action.shares
+        if action.resize:
+            job.gpus, job.num_nodes = sum(share.gpus for share in action.shares), len(action.shares)
+        self.world.release(job)
+        self.world.start_queued()
 
-    def _tune(self, job: Live, action: Action) -> None:
-        if isinstance(action, Tune):
-            job.tunes += 1
-            job.waiting_cost_s += self.world.setup.costs.tune_s
-            self.world.move(job, action.shares)
-
-    def _migrate(self, job: Live, action: Action) -> None:
-        if isinstance(action, Migrate):
-            job.migrations += 1
-            self._leave(job, action.shares, self.world.setup.costs.migrate_s)
-
-    def _resize(self, job: Live, action: Action) -> None:
-        if isinstance(action, Resize):  # Slurm's record of the job shows what it was changed to
+    def _move(self, job: SimJob, action: Migrate | Resize, cost_s: float) -> None:
+        """Begin a move with its checkpoint, or where moves take one action, carry all of it out."""
+        if self.world.setup.phased_moves:
+            job.moves, job.move_cost_s = bool(action.shares), cost_s
+            if action.warm:
+                self.world.prefetch(job, action.warm)
+            else:
+                self.world.save(job)
+            return
+        if isinstance(action, Resize):  # Slurm's record of the job shows its new size
             job.cpus = sum(share.cpus for share in action.shares)
             job.memory_mb = sum(share.memory_mb for share in action.shares)
             job.num_nodes = len(action.shares)
-            self._leave(job, action.shares, self.world.setup.costs.resize_s)
-
-    def _leave(self, job: Live, shares: Placement, cost_s: float) -> None:
         self.world.leave(job)
-        self._coming.append((job, shares, cost_s))
-
-    def _yield(self, job: Live, action: Action) -> None:
-        del action
-        if self.world.leases is not None:
-            self.world.leases.take(job)
-
-    def _resume(self, job: Live, action: Action) -> None:
-        del action
-        if self.world.leases is not None and job.state == "RUNNING":
-            self.world.leases.give(job)
-
-    def _suspend(self, job: Live, action: Action) -> None:
-        del action
-        job.state = "SUSPENDED"
-        job.stale.append(job)  # its books only: the end that is foreseen stays true
-
-    def _unsuspend(self, job: Live, action: Action) -> None:
-        del action
-        job.state = "RUNNING"
-        job.stale.append(job)  # its books only: the end that is foreseen stays true
-
-    def _unpack(self, job: Live, action: Action) -> None:
-        del action
-        if self.world.leases is not None:
-            self.world.leases.unpack(job)
-
-
-def _gone(key: JobKey) -> Outcome:
-    return Outcome(ok=False, error=f"job {key} is gone")
+        self._coming.append((job, action.shares, cost_s))

@@ -1,4 +1,4 @@
-"""Runs a policy over a workload: the round of the live service, on a simulated cluster and its clock."""
+"""Simulation of a policy over a workload: the round of the live service, on a simulated cluster and its clock."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from cadenza.policies.core.actions import Migrate, Pack, Requeue, Resize, Tune, 
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.gc_pause import uncollected
 from cadenza.policies.core.model import ClusterSnapshot, JobKey, Node
-from cadenza.policies.guard import GuardSettings
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.round import Decide, run_round
-from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.run_values import Counts, Result, Setup
 from cadenza.policies.simulator.sim_gateway import RunStore, SimClock, SimGateway
 from cadenza.policies.simulator.world import World
 
-GUARD = GuardSettings(enforce=True, partitions=frozenset({PARTITION}), max_actions_per_round=10**9, min_run_s=0.0)
+MAX_PROMPT_ROUNDS = 4
+"""Rounds in a row, without time between them, that jobs in transit may ask for."""
 
 
 def simulate(
@@ -30,11 +29,11 @@ def simulate(
     stopwatch: Callable[[], float] | None = None,
     progress: Callable[[float, int], None] | None = None,
 ) -> Result:
-    """Return what becomes of ``jobs`` on ``nodes`` under ``policy``.
+    """Return the result of running ``jobs`` on ``nodes`` under ``policy``.
 
     ``stopwatch`` returns wall seconds and times every decision; without it ``decision_s`` stays empty.
     ``progress`` is called after each round with the simulated time in seconds and the jobs that have ended.
-    Raises InputError for a job that can never run, SimulationError when the policy breaks the cluster's books.
+    Raise InputError for a job that can never run, and SimulationError when the policy breaks the cluster's books.
     """
     with uncollected():
         return _Run(jobs, nodes, policy, setup, stopwatch).run(progress)
@@ -71,13 +70,22 @@ class _Run:
             happened = self.world.advance(time_s)
             self.rounds += 1
             if self._must_decide(happened=happened):
-                run_round(self.gateway, self.clock, self.store, decide, GUARD)
-                self.gateway.end_round()
-                self.world.sample()
+                self._round(decide)
+                prompt_rounds = 0
+                while self.world.needs_prompt_round and prompt_rounds < MAX_PROMPT_ROUNDS:
+                    prompt_rounds += 1
+                    self.rounds += 1
+                    self._round(decide)
             if progress is not None:
                 progress(self.world.now_s, len(self.world.ended))
             time_s = self._next_round(time_s)
         return self._result(self.stopwatch() - started if self.stopwatch is not None else 0.0)
+
+    def _round(self, decide: Decide) -> None:
+        self.world.needs_prompt_round = False
+        run_round(self.gateway, self.clock, self.store, decide, self.setup.guard)
+        self.gateway.end_round()
+        self.world.sample()
 
     # --- When ---------------------------------------------------------------------------------------
 
@@ -92,12 +100,12 @@ class _Run:
         return time_s if self.setup.rounds_on_events else first + max(ceil((time_s - first) / every), 0) * every
 
     def _next_round(self, time_s: float) -> float:
-        """Return the next round's time; nothing can be decided while no job is there."""
+        """Return the next round's time; without a job there is nothing to decide."""
         event_s = self.world.next_event_s
         if not self.world.live:
             after = self._round_at(event_s)
         else:
-            after = time_s + self.setup.round_s
+            after = min(time_s + self.setup.round_s, self.world.next_save_s)  # a job stands still from there on
             if self.setup.rounds_on_events:
                 after = min(after, event_s)
         horizon = self.setup.horizon_s
@@ -107,7 +115,7 @@ class _Run:
         return after
 
     def _done(self) -> bool:
-        """Whether the setup's jobs of interest have ended, or all have."""
+        """Return True if the setup's jobs of interest have ended, or all have."""
         if self.world.over:
             return True
         if self._watched is None:
@@ -119,7 +127,7 @@ class _Run:
         return not self._watched
 
     def _must_decide(self, *, happened: bool) -> bool:
-        """Whether this round can differ from the last one.
+        """Return True if this round can differ from the last one.
 
         A steady policy's decision is a function of the ordered runnable jobs and the nodes; both only change
         with an event.

@@ -1,4 +1,4 @@
-"""The simulated cluster: its nodes, the jobs on them, and what happens between two rounds."""
+"""The simulated cluster: its nodes, the jobs on them, and the events between two rounds."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from cadenza.policies.core.errors import InputError, SimulationError
 from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node, Placement
 from cadenza.policies.core.profile import MB_PER_GB
 from cadenza.policies.inputs.trace import TraceJob
-from cadenza.policies.simulator.job import Live, best_or_one, whole_iterations
-from cadenza.policies.simulator.leases import Leases
+from cadenza.policies.simulator.job import SimJob, best_or_one, whole_iterations
+from cadenza.policies.simulator.leases import Changes, Leases
 from cadenza.policies.simulator.run_values import JobResult, Sample, Setup
+from cadenza.policies.simulator.slurm_queue import SlurmQueue
+
+SAVE_SHARE = 0.25
+"""Part of a move's measured cost that passes until its checkpoint is complete, where moves take several rounds.
+
+The rest is the start-up at the new place. An assumption: ``costs.toml`` has the whole only."""
 
 
 class World:
@@ -25,18 +31,29 @@ class World:
         self.now_s = 0.0
         self.nodes = {node.name: node for node in nodes}
         self.types = {node.name: node.gpu_type for node in nodes}
-        self.live: dict[JobKey, Live] = {}
+        self.live: dict[JobKey, SimJob] = {}
         self._records: dict[JobKey, Job] = {}
-        """The live jobs as the last snapshot showed them, but for those in ``_stale``."""
-        self._stale: list[Live] = []
+        """The live jobs as the last snapshot showed them, except those in ``_stale``."""
+        self._stale: list[SimJob] = []
         self._shown: ClusterSnapshot | None = None
-        """The last snapshot, while nothing has changed but the time."""
+        """The last snapshot, while nothing but the time has changed."""
         self.ended: list[JobResult] = []
         self.samples: list[Sample] = []
-        self.leases = Leases(self) if setup.lanes > 1 else None
+        phased = setup.phased_moves
+        self.leases: Leases | None = None
+        if setup.lanes > 1 or phased:
+            self.leases = Leases(self.nodes, setup.costs, setup.interference, check_cpus=not phased)
+        self._used = {node.name: [0, 0, 0] for node in nodes}
+        self.queue = SlurmQueue(nodes, self._used)
         self._arrivals = sorted(trace, key=lambda job: (job.submit_s, job.id))
         self._arrived = 0
         self._ends: list[tuple[float, int, int, JobKey]] = []
+        self._saves: list[float] = []
+        """When checkpoints of jobs that stand for them are complete."""
+        self.needs_prompt_round = False
+        """True if a job in transit waits for the next round."""
+        self._prefetched: dict[str, set[JobKey]] = {}
+        """Jobs on their way to a host that has read their files."""
         self._outages = sorted(
             [(f.start_s, 0, f.node) for f in setup.failures] + [(f.end_s, 1, f.node) for f in setup.failures]
         )
@@ -45,7 +62,7 @@ class World:
         self._fair = (first.cpus / first.gpus, first.memory_mb / first.gpus)
         self._widest = first.gpus
         self._check_fits(nodes)
-        self._used = {node.name: [0, 0, 0] for node in nodes}
+        self._cpus = sum(node.cpus for node in nodes if node.lane == 0)
         self._touched: set[str] = set()
         self._tuple: tuple[Node, ...] | None = None
         self._hosts = tuple(Host(name, agent_alive=True) for name in sorted({node.host for node in nodes}))
@@ -67,41 +84,52 @@ class World:
 
     @property
     def next_event_s(self) -> float:
-        """Return when the next job arrives or ends, or a node fails or comes back; infinite without any."""
+        """Return the time of the next arrival, end, save, failure or recovery; infinite without any."""
         self._drop_stale()
         arrival = self._arrivals[self._arrived].submit_s if self._arrived < len(self._arrivals) else inf
         end = self._ends[0][0] if self._ends else inf
         outage = self._outages[self._broken][0] if self._broken < len(self._outages) else inf
-        return min(arrival, end, outage)
+        return min(arrival, end, outage, self.next_save_s)
+
+    @property
+    def next_save_s(self) -> float:
+        """Return the time at which the next checkpoint is complete; infinite without any."""
+        return self._saves[0] if self._saves else inf
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to happen."""
+        """Return True if no job is left, neither here nor to come."""
         return not self.live and self._arrived == len(self._arrivals)
 
     def advance(self, time_s: float) -> bool:
-        """Move to ``time_s`` through all events until then; return whether there were any."""
+        """Move to ``time_s`` through all events until then; return True if there were any."""
         happened = False
         while (event_s := self.next_event_s) <= time_s:
             happened = True
             self.now_s = event_s
+            while self._saves and self._saves[0] <= event_s:
+                heappop(self._saves)
             self._end_jobs()
             self._fail_nodes()
             self._arrive()
+            self.start_queued()
             self.sample()
         self.now_s = time_s
         return happened
 
     def _arrive(self) -> None:
+        native = self.setup.admission == "native"
         while self._arrived < len(self._arrivals) and self._arrivals[self._arrived].submit_s <= self.now_s:
             trace = self._arrivals[self._arrived]
             self._arrived += 1
-            job = Live(trace, self._request(trace), self._stale)
+            job = SimJob(trace, self._request(trace), self._stale, held=not native)
             self.live[job.key] = job
             job.changed()
+            if native:
+                self.queue.add(job)
 
     def _request(self, trace: TraceJob) -> tuple[int, int, int]:
-        """Return a job's CPUs, MB and number of nodes as its user would ask: in proportion to its GPUs, unless told."""
+        """Return the CPUs, MB and nodes that a job's user asks for: in proportion to its GPUs unless the trace says."""
         cpus, memory_mb = self._fair
         if trace.memory_gb_per_gpu is not None:
             memory_mb = trace.memory_gb_per_gpu * MB_PER_GB
@@ -125,12 +153,15 @@ class World:
             self.ended.append(job.result(self.now_s))
             self._drop_stale()
 
-    def cancel(self, job: Live) -> None:
-        """Take a job away for good, as when its user cancels it; it has no result."""
+    def cancel(self, job: SimJob) -> None:
+        """Remove a job for good, as when its user cancels it; it has no result."""
         self.stop(job)
         self._forget(job)
 
-    def _forget(self, job: Live) -> None:
+    def _forget(self, job: SimJob) -> None:
+        self.queue.discard(job)
+        for keys in self._prefetched.values():
+            keys.discard(job.key)
         del self.live[job.key]
         self._records.pop(job.key, None)
         self._shown = None
@@ -141,16 +172,18 @@ class World:
             self._broken += 1
             host = self.nodes[name].host
             for node in [node for node in self.nodes.values() if node.host == host]:
-                self.nodes[node.name] = replace(node, up=bool(back))
-                self._tuple = self._shown = None
-                if not back:
-                    self._lose(node.name)
+                self._replace(replace(node, up=bool(back)))
+                if back:
+                    continue
+                every_s = self.setup.checkpoint_s
+                for job in [job for job in self.live.values() if any(s.node == node.name for s in job.placement)]:
+                    self.requeue(job, hold=self.setup.admission == "held")
+                    job.done_s -= job.done_s % every_s if every_s else 0.0
 
-    def _lose(self, node: str) -> None:
-        every_s = self.setup.checkpoint_s
-        for job in [job for job in self.live.values() if any(share.node == node for share in job.placement)]:
-            self.requeue(job)
-            job.done_s -= job.done_s % every_s if every_s else 0.0
+    def _replace(self, node: Node) -> None:
+        self.nodes[node.name] = node
+        self._tuple = self._shown = None
+        self.queue.changed = True
 
     # --- What a gateway shows -----------------------------------------------------------------------
 
@@ -160,76 +193,140 @@ class World:
             return self._shown.at(self.now_s)
         if self._tuple is None:
             self._tuple = tuple(self.nodes.values())
-        # What a lease shows changes with time.
+        # A lease's record changes with time.
         for job in dict.fromkeys(self._stale) if self.leases is None else self.live.values():
             if job.key in self.live:
                 self._records[job.key] = job.record(self.now_s)
         self._stale.clear()
-        nodes = self._tuple if self.leases is None else self.leases.nodes(self._tuple)
-        self._shown = ClusterSnapshot(self.now_s, nodes, tuple(self._records.values()), self._hosts)
+        nodes, hosts = self._tuple, self._hosts
+        if self.leases is not None:
+            nodes = tuple(self._with_books(node) for node in nodes)
+        if self._prefetched:
+            hosts = tuple(
+                replace(host, prefetched=tuple(sorted(self._prefetched.get(host.name, ())))) for host in hosts
+            )
+        self._shown = ClusterSnapshot(self.now_s, nodes, tuple(self._records.values()), hosts)
         return self._shown
+
+    def _with_books(self, node: Node) -> Node:
+        gpus, cpus, memory_mb = self._used[node.name]
+        return replace(node, gpus_used=gpus, cpus_used=cpus, memory_used_mb=memory_mb)
 
     # --- What a gateway does ------------------------------------------------------------------------
 
-    def start(self, job: Live, placement: Placement) -> None:
+    def start(self, job: SimJob, placement: Placement) -> None:
         """Start a pending job on these nodes."""
-        self._book(placement, 1)
-        job.state, job.placement = "RUNNING", placement
+        self.queue.discard(job)
+        self._book(job, placement)
+        job.state, job.placement, job.held, job.state_reason = "RUNNING", placement, False, ""
+        job.gpus, job.promised = sum(share.gpus for share in placement), ()
         job.changed()
         costs = self.setup.costs
         first_s = costs.start_s if job.trace.startup_s is None else job.trace.startup_s
-        job.launch(self.now_s + costs.dispatch_s, costs.restart_s if job.start_s is not None else first_s)
+        cost_s = first_s if job.start_s is None else costs.restart_s
+        job.launch(self.now_s + costs.dispatch_s, cost_s if job.move_cost_s is None else job.move_cost_s)
+        job.move_cost_s, job.moves = None, False
         if self.leases is None:
-            self.go(job)
+            self.run(job)
         else:
-            self.leases.enter(job)
+            self.follow(self.leases.enter(job, self.now_s))
 
-    def requeue(self, job: Live) -> None:
-        """Take a job off its nodes, back into the queue, held; it becomes another incarnation."""
+    def start_queued(self) -> None:
+        """Let Slurm start the jobs of its queue that fit now."""
+        if self.queue.changed:
+            for job, placement in self.queue.starts(self.nodes):
+                self.start(job, placement)
+
+    def release(self, job: SimJob) -> None:
+        """Let Slurm start a pending job, now or once what it asks for is free."""
+        job.held = False
+        self.queue.add(job)
+        job.stale.append(job)
+
+    def requeue(self, job: SimJob, *, hold: bool = True) -> None:
+        """Take a job off its nodes, back into the queue; it becomes another incarnation."""
+        saved = job.saved_s <= self.now_s
         self.stop(job)
         self._forget(job)
         job.key = JobKey(job.key.id, job.key.restart + 1)
-        job.state = "PENDING"
+        job.state, job.saved_s = "PENDING", inf
+        if not saved:
+            job.moves, job.move_cost_s = False, None
+        job.restarts += not job.moves
+        self.needs_prompt_round |= saved
         job.changed()
         self.live[job.key] = job
+        job.held = hold
+        if not hold:
+            self.queue.add(job)
 
-    def leave(self, job: Live) -> None:
+    def save(self, job: SimJob) -> None:
+        """Stop a job at a boundary for its checkpoint, which takes a part of the move's cost."""
+        if self.leases is None or job.lease is None or job.lease.state != "held":
+            return
+        cost_s = self.setup.costs.restart_s if job.move_cost_s is None else job.move_cost_s
+        save_s = SAVE_SHARE * cost_s
+        self.follow(self.leases.stop(job, self.now_s))
+        job.saved_s, job.move_cost_s = self.now_s + save_s, cost_s - save_s
+        heappush(self._saves, job.saved_s)
+
+    def prefetch(self, job: SimJob, hosts: Iterable[str]) -> None:
+        """Have hosts read the files of a job that comes to them; the simulator knows no time that this takes."""
+        for host in hosts:
+            self._prefetched.setdefault(host, set()).add(job.key)
+        self.needs_prompt_round = True
+
+    def drain(self, name: str, *, drained: bool, reason: str) -> None:
+        """Take a node out of service for new jobs, or put it back."""
+        node = self.nodes[name]
+        if node.drained != drained:
+            self._replace(replace(node, drained=drained, drain_reason=reason if drained else ""))
+
+    def leave(self, job: SimJob) -> None:
         """End a job's processes before a move; where jobs share, others can have its GPUs at once."""
         if self.leases is not None:
-            self.leases.vacate(job)
+            self.follow(self.leases.vacate(job, self.now_s))
             job.state = "RUNNING"  # a job that Slurm had suspended starts anew
         elif job.running:
             self._halt(job)
 
-    def move(self, job: Live, placement: Placement) -> None:
+    def move(self, job: SimJob, placement: Placement) -> None:
         """Give a job other shares."""
         if job.running and self.leases is None:
             self._halt(job)
         if self.leases is not None and not (job.gpus_held and _same_gpus(placement, job.placement)):
-            self.leases.relocate(job, placement)
+            self.follow(self.leases.relocate(job, placement, self.now_s))
         if job.running:
             self.cpus_used += sum(share.cpus for share in placement) - sum(share.cpus for share in job.placement)
-        self._book(job.placement, -1)
-        self._book(placement, 1)
+        if not self.setup.phased_moves:
+            self._book(job, placement)
         job.placement = placement
         job.gpus = sum(share.gpus for share in placement)
         job.changed()
         if self.leases is None:
-            self.go(job)
+            self.run(job)
         else:
-            self.leases.settle(job)
+            self.follow(self.leases.settle(job, self.now_s))
 
-    def stop(self, job: Live) -> None:
+    def stop(self, job: SimJob) -> None:
         """Take a job off its nodes."""
         if self.leases is not None:
-            self.leases.leave(job)
+            self.follow(self.leases.leave(job, self.now_s))
         if job.running:
             self._halt(job)
-        self._book(job.placement, -1)
+        self._book(job, ())
         job.placement = ()
 
-    def go(self, job: Live, factor: float = 1.0) -> None:
-        """Let a placed job make progress, its speed times ``factor``, after what it has to pay."""
+    def follow(self, changes: Changes) -> None:
+        """Stop and run jobs as their leases have changed."""
+        for job in changes.stops:
+            if job.running:
+                self._halt(job)
+        for job, factor in changes.runs:
+            self.run(job, factor)
+
+    def run(self, job: SimJob, factor: float = 1.0) -> None:
+        """Let a placed job make progress, its speed times ``factor``, after the costs that it has to pay."""
         setup = self.setup
         if setup.synergy:
             speed = best_or_one(job.truth, job.placement, job.gpus, self._fair)
@@ -245,31 +342,31 @@ class World:
         job.finish_s = job.ends(setup.round_s if setup.synergy else None)
         heappush(self._ends, (job.finish_s, job.key.id, job.version, job.key))
 
-    def halt(self, job: Live) -> None:
-        """Let a job keep its place and make no progress."""
-        self._halt(job)
-
-    def _halt(self, job: Live) -> None:
+    def _halt(self, job: SimJob) -> None:
         self._count(job, -1)
         job.pause(self.now_s)
 
-    # --- Books --------------------------------------------------------------------------------------
+    # --- Slurm's books and the figures -----------------------------------------------------------------
 
-    def _book(self, placement: Placement, sign: int) -> None:
-        for name, gpus, cpus, memory_mb in placement:
-            used = self._used[name]
-            used[0] += sign * gpus
-            used[1] += sign * cpus
-            used[2] += sign * memory_mb
-            self._touched.add(name)
+    def _book(self, job: SimJob, placement: Placement) -> None:
+        """Allocate other shares to a job in Slurm's books."""
+        for sign, shares in ((-1, job.allocated), (1, placement)):
+            for name, gpus, cpus, memory_mb in shares:
+                used = self._used[name]
+                used[0] += sign * gpus
+                used[1] += sign * cpus
+                used[2] += sign * memory_mb
+                self._touched.add(name)
+        if job.allocated:
+            self.queue.changed = True
+        job.allocated = placement
 
-    def _count(self, job: Live, sign: int) -> None:
+    def _count(self, job: SimJob, sign: int) -> None:
         self.running += sign
         self.cpus_used += sign * sum(share.cpus for share in job.placement)
         if self.leases is None:
             self.held += sign * job.gpus
-            utilization = job.truth.gpu_utilization if job.truth is not None else None
-            self.busy += sign * job.gpus * (1.0 if utilization is None else utilization)
+            self.busy += sign * job.gpus * job.gpu_utilization
 
     def check(self) -> None:
         """Raise SimulationError when a round left a node with more than it has."""
@@ -285,18 +382,13 @@ class World:
         if self.leases is not None:
             self.leases.check()
 
-    def used(self, name: str) -> tuple[int, int, int]:
-        """Return the GPUs, CPUs and MB in use on a node, by Slurm's books."""
-        gpus, cpus, memory_mb = self._used[name]
-        return gpus, cpus, memory_mb
-
     def sample(self) -> None:
-        """Write down the use of the cluster from now on."""
+        """Record the use of the cluster from now on."""
         if self.samples and self.samples[-1].time_s == self.now_s:
             self.samples.pop()
         held, busy = (self.held, self.busy) if self.leases is None else self.leases.use()
-        waiting = len(self.live) - self.running
-        self.samples.append(Sample(self.now_s, held, self.cpus_used, self.running, waiting, busy))
+        waiting, cpus = len(self.live) - self.running, min(self.cpus_used, self._cpus)
+        self.samples.append(Sample(self.now_s, held, cpus, self.running, waiting, busy))
 
     def results(self) -> tuple[JobResult, ...]:
         """Return every submitted job's result, the unfinished ones as of now."""

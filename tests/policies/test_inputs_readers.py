@@ -9,6 +9,7 @@ from published_data import published
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.cluster import PARTITION, read_cluster
+from cadenza.policies.inputs.cluster import PARTITION as SIMULATED
 from cadenza.policies.inputs.costs import SimCosts, read_costs
 from cadenza.policies.inputs.csv_table import decode
 from cadenza.policies.inputs.failures import NodeFailure, read_failures
@@ -22,7 +23,6 @@ from cadenza.policies.inputs.published import (
     text_of,
 )
 from cadenza.policies.inputs.trace import read_trace
-from cadenza.policies.simulator.job import PARTITION as SIMULATED
 from cadenza.policies.simulator.workloads.gandiva import table1_profiles
 
 PROFILES = synergy_profiles()

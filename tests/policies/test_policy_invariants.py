@@ -14,10 +14,10 @@ from cadenza.policies.composition import Policy, PolicySettings, build
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Node, Placement
 from cadenza.policies.core.profile import Profile
+from cadenza.policies.inputs.cluster import PARTITION
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.registry import ENTRIES, KEEP_REQUESTS
 from cadenza.policies.sharing.state.settings import Turns
-from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.slurm_plugin.service.store import record_codec

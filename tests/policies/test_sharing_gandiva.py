@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cadenza.policies.allocation.proportional import proportional
 from cadenza.policies.composition import Policy, PolicySettings, build
 from cadenza.policies.core.profile import Profile
-from cadenza.policies.inputs.cluster import read_cluster
+from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.costs import SimCosts
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.ordering.fifo import fifo
@@ -21,7 +21,6 @@ from cadenza.policies.ordering.srtf import srtf
 from cadenza.policies.sharing.pipeline import Pipeline, stages_of
 from cadenza.policies.sharing.state.host import books
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
-from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.simulation import simulate
 

@@ -15,11 +15,10 @@ from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.core.actions import Place, Resize
 from cadenza.policies.core.decision import Growth, Memory, SharingMemory
 from cadenza.policies.core.model import Job, JobKey, Options, Progress, Share
-from cadenza.policies.inputs.cluster import read_cluster
+from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.costs import SimCosts
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.sharing.state.settings import GandivaSettings
-from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.simulation import simulate
 

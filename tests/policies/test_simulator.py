@@ -13,12 +13,11 @@ from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.model import Node
 from cadenza.policies.core.profile import Profile
-from cadenza.policies.inputs.cluster import read_cluster
+from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.costs import SimCosts
 from cadenza.policies.inputs.failures import NodeFailure
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.sharing.state.settings import SharingSettings
-from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.run_values import Result, Setup
 from cadenza.policies.simulator.simulation import simulate
 

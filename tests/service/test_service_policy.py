@@ -16,9 +16,9 @@ from cadenza.policies.core.actions import Action, DrainNode, Place, Release, Req
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Node, Options, Placement, Share
 from cadenza.policies.guard import guard
+from cadenza.policies.inputs.cluster import PARTITION
 from cadenza.policies.inputs.profiles import read_profiles
 from cadenza.policies.inputs.trace import TraceJob
-from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.sidecar.clock import SystemClock
