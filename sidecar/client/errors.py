@@ -1,4 +1,4 @@
-"""Errors of the client; each subclass says who must act."""
+"""Errors of the client, of checkpoints and of data loading; each subclass tells who must act."""
 
 from __future__ import annotations
 
@@ -8,20 +8,56 @@ class ClientError(Exception):
 
 
 class UsageError(ClientError):
-    """attach() or ``cadenza run`` was called with something it cannot take; the caller must act."""
+    """attach() or ``cadenza run`` was called with a wrong argument; the caller must act."""
 
 
 class AgentRefusedError(ClientError):
-    """The agent does not take this process; its message says why, and who must act."""
+    """The agent does not accept this process; the message gives the reason, and who must act."""
 
 
 class LinkLostError(ClientError):
-    """The agent cannot be reached now; nobody must act, the client tries again by itself."""
+    """The agent cannot be reached now; no action is needed, because the client retries by itself."""
 
 
 class MoveError(ClientError):
-    """The state could not be moved out; it is where it was, and the job goes on."""
+    """The state could not be moved out; it is where it was, and the job continues."""
 
 
 class RestoreError(ClientError):
-    """The lease is there but the GPU has no room for the state; the admin must look at what occupies it."""
+    """The lease is there but the GPU is too full for the state; the admin must find the process that occupies it."""
+
+
+class CheckpointError(ClientError):
+    """Base of the errors of saving and restoring."""
+
+
+class SaveError(CheckpointError):
+    """A checkpoint could not be written; earlier ones are untouched. The message names the file and the cause."""
+
+
+class DamagedError(CheckpointError):
+    """There are checkpoints and none of them is intact; the message gives the damage of each."""
+
+
+class MismatchError(CheckpointError):
+    """The checkpoint is intact and does not fit the job's objects; nothing was changed. The message names the key."""
+
+
+class VersionError(CheckpointError):
+    """The checkpoint has a later version of this format: upgrade. It is never skipped silently."""
+
+
+class DataUsageError(UsageError, ValueError):
+    """The loader or the cache was given a wrong argument; the caller must act."""
+
+
+class WorkerDiedError(ClientError, RuntimeError):
+    """A loader's worker process ended while its batches were awaited; the message gives the cause and a remedy."""
+
+
+class CacheUnsafeError(ClientError):
+    """Another user could own or write the cache's directory; nothing in it is read."""
+
+
+class NotStorableError(ClientError):
+    """An item holds a type that the cache's format cannot store; it is served uncached."""

@@ -18,8 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from cadenza.sidecar.client.checkpoints import checkpoint
-from cadenza.sidecar.client.checkpoints.errors import CheckpointError
-from cadenza.sidecar.client.errors import UsageError
+from cadenza.sidecar.client.errors import CheckpointError, UsageError
 
 SAVED_AT, STEPS = 3, 6
 

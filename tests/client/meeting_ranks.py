@@ -23,11 +23,11 @@ def rank(number: int, folder: Path) -> None:
     """Meet the other rank; then rank 1 stays away until rank 0 has given up, and both meet in the training again."""
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=number, world_size=2)
     ranks, told = Ranks(), []
-    ranks.meet(LONG)
+    ranks.barrier(LONG)
     told.append("met")
     if number == 0:
         try:
-            ranks.meet(SHORT)
+            ranks.barrier(SHORT)
         except CheckpointError as error:
             told.append(str(error))
     distributed.barrier()

@@ -160,7 +160,7 @@ class Odd:
     [
         ({"a": [1, {2}]}, r"own\['odd'\].state.a\[1\] is a set, which cannot be restored without running code"),
         ({"a": np.zeros(2)}, r"own\['odd'\].state.a is a ndarray"),
-        ({"a": torch.eye(3).to_sparse()}, r"own\['odd'\].state.a is a tensor of a kind that is not saved"),
+        ({"a": torch.eye(3).to_sparse()}, r"own\['odd'\].state.a is a tensor of a kind that cannot be saved"),
         ({"a": lambda: 0}, r"own\['odd'\].state.a is a function"),
     ],
 )

@@ -124,7 +124,7 @@ def test_a_position_that_nobody_told_is_not_saved(tmp_path: Any) -> None:
 
 def test_another_dataset_is_refused(tmp_path: Any) -> None:
     checkpoint(tmp_path, sampler=ResumableSampler(8)).save(1)
-    with pytest.raises(MismatchError, match="sampler: the checkpoint is of 8 samples, this job has 9"):
+    with pytest.raises(MismatchError, match="sampler: the checkpoint has 8 samples, this job has 9"):
         checkpoint(tmp_path, sampler=ResumableSampler(9)).restore()
 
 

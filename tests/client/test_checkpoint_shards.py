@@ -60,5 +60,5 @@ def test_what_fails_on_one_rank_fails_on_both(jobs: Path) -> None:
     assert zero["messages"][0][1] == "rank 1: " + one["messages"][0][1]
     assert "rank 1 keeps state of other names or shapes" in zero["messages"][1][1]
     assert "own['average']: the checkpoint has shape [7, 4]" in zero["messages"][3][1]
-    assert "own['values'] is a sharded tensor inside of other values" in zero["messages"][2][1]
+    assert "own['values'] is a sharded tensor inside other values" in zero["messages"][2][1]
     assert not zero["left"]

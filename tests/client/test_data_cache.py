@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from torch.utils.data.distributed import DistributedSampler
 
 from cadenza.sidecar.client.data import CachedDataset, ElasticDataLoader, item_codec, remove, shm_dirs
-from cadenza.sidecar.client.data.errors import CacheUnsafeError, DataUsageError, NotStorableError
 from cadenza.sidecar.client.data.item_store import HEAD, HEADER_WORDS, WORD
+from cadenza.sidecar.client.errors import CacheUnsafeError, DataUsageError, NotStorableError
 
 FORK = multiprocessing.get_context("fork")
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, W
 
 from cadenza.sidecar import client
 from cadenza.sidecar.client.data import ElasticDataLoader
-from cadenza.sidecar.client.data.errors import DataUsageError, WorkerDiedError
+from cadenza.sidecar.client.errors import DataUsageError, WorkerDiedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -315,9 +315,9 @@ def test_workers_that_cannot_be_started_leave_the_old_ones_at_work(caplog: pytes
 
 
 def test_readers_go_to_spawned_workers_too() -> None:
-    from cadenza.sidecar.client.data.loader_worker import Reader, WorkerStart, as_it_is  # noqa: PLC0415
+    from cadenza.sidecar.client.data.loader_worker import Reader, WorkerStart, collated  # noqa: PLC0415
 
-    for thing in (Reader(Squares(), len, batched=True), WorkerStart(None), as_it_is):
+    for thing in (Reader(Squares(), len, batched=True), WorkerStart(None), collated):
         assert pickle.loads(pickle.dumps(thing))  # noqa: S301
 
 

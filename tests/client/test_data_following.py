@@ -13,7 +13,7 @@ from data_sets import Bulky, Squares, equal
 
 from cadenza.sidecar import client, wire
 from cadenza.sidecar.client.data import CachedDataset, ElasticDataLoader, workers_for
-from cadenza.sidecar.client.data.errors import DataUsageError
+from cadenza.sidecar.client.errors import DataUsageError
 from cadenza.sidecar.client.session import resources
 from cadenza.sidecar.client.session.job_session import Session
 from cadenza.sidecar.client.session.step_page import MEMORY_EVERY

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.sidecar.client.checkpoints.checkpoint import Checkpoint
-from cadenza.sidecar.client.checkpoints.errors import (
+from cadenza.sidecar.client.checkpoints.parts import own_parts, parts_of
+from cadenza.sidecar.client.checkpoints.resumable_sampler import ResumableSampler
+from cadenza.sidecar.client.errors import (
     CheckpointError,
     DamagedError,
     MismatchError,
     SaveError,
     VersionError,
 )
-from cadenza.sidecar.client.checkpoints.parts import own_parts, parts_of
-from cadenza.sidecar.client.checkpoints.resumable_sampler import ResumableSampler
 
 __all__ = [
     "Checkpoint",
@@ -42,15 +42,15 @@ def checkpoint(  # noqa: PLR0913 - one for each kind of thing that a job has
 ) -> Checkpoint:
     """Return the checkpoint of a job in a directory: ``restore()`` before training, ``save(step)`` between steps.
 
-    ``model``, ``optimizer``, ``scaler`` (a GradScaler) and ``scheduler`` are one object or a list. ``own`` is more
-    of the same kinds, by name in a mapping or in a list: modules such as an EMA copy, tensors, mutable mappings
-    of plain values, and anything with ``state_dict`` and ``load_state_dict``. ``sampler`` is a ResumableSampler, or
-    anything with these two methods whose state is plain JSON. Random number generators are always saved.
+    ``model``, ``optimizer``, ``scaler`` (a GradScaler) and ``scheduler`` are one object or a list. ``own`` is further
+    state, by name in a mapping or in a list: modules such as an EMA copy, tensors, mutable mappings of plain values,
+    and anything with ``state_dict`` and ``load_state_dict``. ``sampler`` is a ResumableSampler, or anything with
+    these two methods whose state is plain JSON. Random number generators are always saved.
 
-    All of it is the same on every rank (DDP) or made of DTensors (``fully_shard``), but for random numbers and
-    positions. With several ranks this and all methods are collective calls, made after init_process_group, and
-    the directory is one that all nodes see; one job uses it at a time. ``background`` writes while training goes
-    on, for one more copy of the state in host memory. Raises UsageError for an object without state.
+    The state is the same on every rank (DDP) or consists of DTensors (``fully_shard``), except for random numbers and
+    positions. With several ranks this and all methods are collective calls after init_process_group, and all nodes
+    see the directory; one job uses it at a time. ``background`` writes while training continues, and takes one more
+    copy of the state in host memory. Raises UsageError for an object without state.
     """
     given = {"model": model, "optimizer": optimizer, "scaler": scaler, "scheduler": scheduler}
     parts = {name: part for kind, things in given.items() for name, part in parts_of(kind, things).items()}

@@ -17,16 +17,15 @@ import torch
 from cadenza.sidecar.client.bootstrap import process
 from cadenza.sidecar.client.checkpoints import reading, rng_state, writing
 from cadenza.sidecar.client.checkpoints.collective import Ranks
-from cadenza.sidecar.client.checkpoints.errors import CheckpointError, MismatchError, SaveError
 from cadenza.sidecar.client.checkpoints.parts import Part
 from cadenza.sidecar.client.checkpoints.reading import Loaded, Skipped
 from cadenza.sidecar.client.checkpoints.resumable_sampler import ResumableSampler
 from cadenza.sidecar.client.checkpoints.staging import SHARDED, Staging
-from cadenza.sidecar.client.errors import UsageError
+from cadenza.sidecar.client.errors import CheckpointError, MismatchError, SaveError, UsageError
 from cadenza.sidecar.client.session.checkpoint_request import Saved
 
-MEET = timedelta(seconds=60)
-"""How long the ranks wait for each other when Cadenza orders a checkpoint; they stand at one boundary already."""
+BARRIER_TIMEOUT = timedelta(seconds=60)
+"""Longest wait of the ranks for each other when Cadenza requests a checkpoint; all are at one boundary already."""
 
 _log = logging.getLogger("cadenza.client")
 
@@ -45,14 +44,14 @@ class Checkpoint:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self.skipped: tuple[Skipped, ...] = ()
-        """The checkpoints that the last ``restore`` passed over, newest first, with the reasons."""
-        self._ordered: dict[Path, int] = {}
-        """Checkpoints that Cadenza ordered of this process, with their steps as counted here."""
+        """Checkpoints that the last ``restore`` skipped, newest first, with the reasons."""
+        self._requested: dict[Path, int] = {}
+        """Checkpoints that Cadenza requested from this process, with their steps as counted here."""
         self._session = process.prepare()
-        self._session.set_saver(self._save_on_order)
+        self._session.set_saver(self._save_on_request)
         self._anchor = (0, self._session.trained)
-        """A step that the script named, and the training steps that the session had counted by then."""
-        self._at: int | None = None
+        """A step that the script named, and the session's count of training steps at that time."""
+        self._named_step: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -60,7 +59,7 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; an error that is on its way already is not replaced by one of a save."""
+        """Close; an error of a save does not replace one that is being raised."""
         try:
             self.close()
         except CheckpointError:
@@ -71,7 +70,7 @@ class Checkpoint:
         """Save the state as that of a step: a number that grows from save to save.
 
         Returns when the checkpoint is complete on the disk; with ``background`` when the state is copied to host
-        memory, and the rest goes on in a thread. Call it between an optimizer step and the next batch. Raises
+        memory, and a thread does the rest. Call it between an optimizer step and the next batch. Raises
         SaveError when it could not be written (with ``background``, at the next ``save``, ``wait`` or ``close``),
         and UsageError for state that cannot be restored; the earlier checkpoints stay.
         """
@@ -81,42 +80,47 @@ class Checkpoint:
         if not self._background:
             self._write(step, captured)
             return
-        self._thread = threading.Thread(target=self._write_apart, args=(step, captured), name="cadenza-checkpoint")
+        task = (step, captured)
+        self._thread = threading.Thread(target=self._write_in_background, args=task, name="cadenza-checkpoint")
         self._thread.start()
 
     def restore(self) -> int | None:
         """Set everything to the newest intact checkpoint and return its step, or None when there is none.
 
         Parameters, buffers and optimizer groups stay the same objects. Damaged and unfinished checkpoints are
-        passed over, logged, and listed in ``skipped``. Raises MismatchError, with nothing changed, when a
-        name, shape or dtype differs, DamagedError when none is intact, VersionError for a later format.
+        skipped, logged, and listed in ``skipped``. Raises MismatchError, with nothing changed, when a name, shape or
+        dtype differs, DamagedError when none is intact, VersionError for a later format.
         """
+        # 1. Find the newest checkpoint that is intact on all ranks.
         self.wait()
         search = reading.newest(self._directory, self._ranks)
         self.skipped = tuple(search.skipped)
         loaded = search.loaded
         if loaded is None:
             return None
-        targets = self._ranks.together(lambda: self._check(loaded))
+        # 2. Check on all ranks that it fits this job; nothing is changed before.
+        targets = self._ranks.all_ranks(lambda: self._check(loaded))
+        # 3. Read sharded tensors in place.
         if targets:
             from cadenza.sidecar.client.checkpoints import sharded  # noqa: PLC0415 - a second of imports that few need
 
             sharded.load(loaded.place.path / writing.SHARDS, targets, self._ranks.group)
-        self._ranks.together(lambda: self._restore(loaded, targets))
+        # 4. Set the other state, random numbers last: the rest may draw some.
+        self._ranks.all_ranks(lambda: self._restore(loaded, targets))
         self._anchor = (loaded.place.step, self._session.trained)
         return loaded.place.step
 
     @property
     def step(self) -> int:
-        """The step that a checkpoint ordered now would be of: what ``at`` said, else counted by boundaries."""
+        """Step of a checkpoint requested now: the one given to ``at``, else counted by boundaries."""
         named, trained = self._anchor
-        return named + self._session.trained - trained if self._at is None else self._at
+        return named + self._session.trained - trained if self._named_step is None else self._named_step
 
     def at(self, step: int) -> None:
-        """Say which step the state is of, for scripts that call ``boundary()`` more or less than once a step."""
-        if self._at is None:
-            self._session.set_saver(self._save_on_order)
-        self._at = step
+        """Set the step of the present state, for scripts that call ``boundary()`` more or less than once a step."""
+        if self._named_step is None:
+            self._session.set_saver(self._save_on_request)
+        self._named_step = step
 
     def wait(self) -> None:
         """Wait for the save in the background; raise SaveError when it failed."""
@@ -128,45 +132,49 @@ class Checkpoint:
             raise failure
 
     def close(self) -> None:
-        """Wait as ``wait`` does, and give back the host memory of background saves."""
+        """Wait like ``wait``, and free the host memory of background saves."""
         self._session.set_saver(None)
         self.wait()
         self._staging = Staging(keep=self._background)
 
     def _compare(self, step: int) -> None:
-        """Compare the script's step with the count of boundaries; where they differ the count is worth nothing."""
+        """Compare the script's step with the count of boundaries; if they differ, request no checkpoints any more."""
         counted = self.step
-        if self._at is None and self._session.trained and step not in (counted, counted + 1):
+        if self._named_step is None and self._session.trained and step not in (counted, counted + 1):
             _log.warning(
-                "step %d after %d boundaries from step %d on: Cadenza cannot tell this job's steps and asks it for no "
+                "step %d after %d boundaries from step %d on: Cadenza cannot count this job's steps and requests no "
                 "checkpoints; call keeper.at(step) in each step", step, self._session.trained, self._anchor[0],
             )  # fmt: skip
             self._session.set_saver(None)
 
-    def _save_on_order(self) -> Saved:
-        """Save as Cadenza asks, with all ranks at one boundary: in the foreground, complete when this returns."""
+    def _save_on_request(self) -> Saved:
+        """Save for Cadenza, with all ranks at one boundary, in the foreground: it is complete when this returns."""
         try:
-            self._ranks.meet(MEET)
+            self._ranks.barrier(BARRIER_TIMEOUT)
         except CheckpointError:
-            self._session.set_saver(None)  # who knows which collective that rank meets next
+            self._session.set_saver(None)  # the missing rank may be in any other collective
             raise
         self.wait()
         step = self.step
         written = self._write(step, self._capture(step))
-        self._ordered[written.path] = step
+        self._requested[written.path] = step
         return Saved(step, written.nbytes, str(written.path))
 
     def _capture(self, step: int) -> writing.Captured:
-        """Copy the state; raise UsageError on every rank when it is none that can be saved."""
-        taken = self._ranks.together(lambda: self._take(step))
-        told = self._ranks.gather((_form(taken.shared), _position(self._sampler, taken.own)))
-        for rank, one in enumerate(told):
-            if one != told[0]:
-                what = "keeps state of other names or shapes" if one[0] != told[0][0] else "is at another sample"
-                raise UsageError(f"rank {rank} {what} than rank 0: the checkpoint would not fit together")
-        return taken
+        """Copy the state; raise UsageError on every rank if it cannot be saved or differs between ranks."""
+        captured = self._ranks.all_ranks(lambda: self._capture_own(step))
+        position = captured.own["sampler"] if isinstance(self._sampler, ResumableSampler) else None
+        # Replicated state has the same names, shapes and dtypes on every rank.
+        lines = "\n".join(_lines(captured.shared, ""))
+        descriptions = self._ranks.gather((zlib.crc32(lines.encode()), position))
+        for rank, one in enumerate(descriptions):
+            if one != descriptions[0]:
+                other_form = one[0] != descriptions[0][0]
+                difference = "keeps state of other names or shapes" if other_form else "is at another sample"
+                raise UsageError(f"rank {rank} {difference} than rank 0: the checkpoint would not fit together")
+        return captured
 
-    def _take(self, step: int) -> writing.Captured:
+    def _capture_own(self, step: int) -> writing.Captured:
         """Copy this rank's state to host memory."""
         if step < 0:
             raise UsageError(f"step {step} is negative")
@@ -178,18 +186,18 @@ class Checkpoint:
         return writing.Captured({"parts": shared}, own, self._staging.sharded)
 
     def _write(self, step: int, captured: writing.Captured) -> writing.Written:
-        """Write what was captured; an ordered checkpoint that was counted too far is not in the way."""
-        too_far = (path for path, counted in self._ordered.items() if counted > step)
+        """Write a captured state; a requested checkpoint whose step was counted too high does not prevent it."""
+        too_far = (path for path, counted in self._requested.items() if counted > step)
         rejected = frozenset((*(one.path for one in self.skipped), *too_far))
         return writing.write(self._directory, step, captured, self._ranks, rejected)
 
-    def _write_apart(self, step: int, captured: writing.Captured) -> None:
-        """In the thread: write, and keep the error for whoever calls next."""
+    def _write_in_background(self, step: int, captured: writing.Captured) -> None:
+        """Write in the thread, and keep an error for the next call."""
         try:
             self._write(step, captured)
         except CheckpointError as error:
             self._failure = error
-        except Exception as error:  # noqa: BLE001 - the training must hear of it
+        except Exception as error:  # noqa: BLE001 - the next call raises it
             self._failure = error if isinstance(error, UsageError) else SaveError(f"step {step} is not saved: {error}")
         if self._failure is not None:
             _log.error("%s", self._failure)
@@ -209,11 +217,11 @@ class Checkpoint:
         return targets
 
     def _check_sampler(self, loaded: Loaded) -> None:
-        """Check that the position has a meaning for this number of ranks."""
-        told = loaded.own["sampler"]
-        if self._sampler is None or (told is not None and isinstance(self._sampler, ResumableSampler)):
+        """Check that the position is valid for this number of ranks."""
+        state = loaded.own["sampler"]
+        if self._sampler is None or (state is not None and isinstance(self._sampler, ResumableSampler)):
             return
-        if told is None:
+        if state is None:
             raise MismatchError(f"sampler: {loaded.place.path} was saved without one")
         if loaded.world_size != self._ranks.size:
             raise MismatchError(
@@ -222,7 +230,7 @@ class Checkpoint:
             )
 
     def _restore(self, loaded: Loaded, read: Mapping[str, torch.Tensor]) -> None:
-        """Set everything, random numbers last: what comes before may draw some."""
+        """Set everything, random numbers last."""
         if self._sampler is not None:
             self._sampler.load_state_dict(loaded.own["sampler"])
         for name, part in self._parts.items():
@@ -231,12 +239,6 @@ class Checkpoint:
             rng_state.restore(loaded.own["rng"])
         else:
             rng_state.seed_new_rank(loaded.own["rng"], loaded.place.step, self._ranks.rank)
-
-
-def _form(shared: Mapping[str, Any]) -> int:
-    """Return a checksum of names, shapes and dtypes: replicated state has the same on every rank."""
-    lines = "\n".join(_lines(shared, ""))
-    return zlib.crc32(lines.encode())
 
 
 def _lines(value: Any, name: str) -> Iterable[str]:
@@ -250,13 +252,8 @@ def _lines(value: Any, name: str) -> Iterable[str]:
             yield from _lines(item, f"{name}/{key}")
 
 
-def _position(sampler: Any, own: Mapping[str, Any]) -> Any:
-    """Return what must be the same on all ranks."""
-    return own["sampler"] if isinstance(sampler, ResumableSampler) else None
-
-
 def _must_be_json(state: Any) -> None:
-    """Raise UsageError when a sampler's state is not made of plain values."""
+    """Raise UsageError when a sampler's state is not plain JSON."""
     try:
         same = json.loads(json.dumps(state)) == state
     except (TypeError, ValueError) as error:

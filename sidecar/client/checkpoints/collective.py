@@ -1,4 +1,4 @@
-"""All ranks of the job at one table: each phase of a save or restore succeeds on all of them or fails on all."""
+"""Collective work of the job's ranks: each phase of a save or restore succeeds on all of them or fails on all."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, TypeVar
 
 from torch import distributed
 
-from cadenza.sidecar.client.checkpoints.errors import CheckpointError
+from cadenza.sidecar.client.errors import CheckpointError
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(hours=6)
-"""How long a rank waits for one that still writes. One that died ends the wait at once: its connection closes."""
+TIMEOUT = timedelta(hours=6)
+"""Longest wait for a rank that still writes. A dead rank ends the wait at once, because its connection closes."""
 
 
 class Ranks:
-    """One rank and the others; without an initialised torch.distributed there are no others.
+    """The process's rank and the others; without an initialized torch.distributed there are no others.
 
-    Making it is a collective call: it makes a gloo group of its own, so that a save in a thread never meets
+    The constructor is a collective call. It makes a separate gloo group, so that a save in a thread never mixes with
     the collectives of the training.
     """
 
@@ -28,18 +28,18 @@ class Ranks:
         self.group: distributed.ProcessGroup | None = None
         if distributed.is_available() and distributed.is_initialized():
             self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
-            self.group = distributed.new_group(backend="gloo", timeout=PATIENCE)
+            self.group = distributed.new_group(backend="gloo", timeout=TIMEOUT)
 
-    def meet(self, patience: timedelta) -> None:
+    def barrier(self, timeout: timedelta) -> None:
         """Wait until all ranks have come here; CheckpointError names those that have not in time.
 
-        For calls that nobody but an agent's word makes collective: where one rank did not hear it, the others must
-        not wait in a collective while it waits for them in one of the training.
+        It is for calls that only the agent's message makes collective. If one rank did not receive the message, the
+        others must not wait in a collective while that rank waits for them in one of the training.
         """
         if self.group is None:
             return
         try:
-            distributed.monitored_barrier(self.group, timeout=patience, wait_all_ranks=True)
+            distributed.monitored_barrier(self.group, timeout=timeout, wait_all_ranks=True)
         except RuntimeError as error:
             raise CheckpointError(f"not all ranks came to save: {str(error).splitlines()[0]}") from error
 
@@ -47,17 +47,22 @@ class Ranks:
         """Return every rank's value, in order of ranks, on every rank."""
         if self.group is None:
             return [value]
-        told: list[Any] = [None] * self.size
-        distributed.all_gather_object(told, value, group=self.group)
-        return told
+        values: list[Any] = [None] * self.size
+        distributed.all_gather_object(values, value, group=self.group)
+        return values
 
-    def together(self, work: Callable[[], T]) -> T:
-        """Do something without collectives on every rank; return its value here.
+    def all_ranks(self, work: Callable[[], T]) -> T:
+        """Do work without collectives on every rank; return its value here.
 
-        When it fails anywhere it raises everywhere: the rank's own error where it failed, else a
+        A failure on any rank raises on every rank: the rank's own error where the work failed, elsewhere a
         CheckpointError that names the rank and the cause.
         """
-        value, failure = _attempt(work)
+        value: T | None = None
+        failure: Exception | None = None
+        try:
+            value = work()
+        except Exception as error:  # noqa: BLE001 - every error must reach the other ranks, which wait
+            failure = error
         failures = self.gather("" if failure is None else str(failure) or repr(failure))
         if failure is not None:
             raise failure
@@ -66,16 +71,8 @@ class Ranks:
                 raise CheckpointError(f"rank {rank}: {text}")
         return value  # type: ignore[return-value]
 
-    def first(self, work: Callable[[], T]) -> T:
-        """Do something on rank 0 only, and return its value on every rank; it fails as ``together`` does."""
-        value = self.together(lambda: work() if self.rank == 0 else None)
-        found: T = self.gather(value)[0]  # type: ignore[assignment]
-        return found
-
-
-def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return what the work returns, or the error that it raises."""
-    try:
-        return work(), None
-    except Exception as error:  # noqa: BLE001 - every error must reach the other ranks, which wait
-        return None, error
+    def rank_0(self, work: Callable[[], T]) -> T:
+        """Do work on rank 0 only, and return its value on every rank; it fails like ``all_ranks``."""
+        value = self.all_ranks(lambda: work() if self.rank == 0 else None)
+        result: T = self.gather(value)[0]  # type: ignore[assignment]
+        return result

@@ -2,7 +2,7 @@
 
 ``step-00000120/``      a checkpoint: its files, then ``complete.json``, the marker, without which it does not count
 ``step-00000120.2/``    a second one of the same step; the higher number is the newer
-``step-00000120.tmp/``  one that is being written, or was when its process was killed
+``step-00000120.tmp/``  one that is being written, or whose process was killed before it was complete
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from cadenza.sidecar.client.checkpoints.errors import VersionError
 from cadenza.sidecar.client.checkpoints.files import Entry, sync_directory, write_new
-from cadenza.sidecar.client.errors import UsageError
+from cadenza.sidecar.client.errors import UsageError, VersionError
 
 SCHEMA = "cadenza.checkpoint/1"
 MARKER = "complete.json"
@@ -45,7 +44,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Marker:
-    """What a complete checkpoint consists of; ``files`` are by path relative to its directory."""
+    """Contents of a complete checkpoint; ``files`` are by path relative to its directory."""
 
     step: int
     world_size: int
@@ -62,16 +61,17 @@ def places(directory: Path) -> list[Place]:
 def marker_of(path: Path) -> Marker:
     """Return a checkpoint's marker; raise UnusableError without a good one, VersionError for a later version."""
     try:
-        told = json.loads((path / MARKER).read_bytes())
+        marker = json.loads((path / MARKER).read_bytes())
     except FileNotFoundError:
         raise UnusableError(f"it has no {MARKER}: writing it was never finished") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UnusableError(f"{MARKER}: {error}") from None
-    if not isinstance(told, dict) or told.pop("crc32", None) != _sum(told):
+    if not isinstance(marker, dict) or marker.pop("crc32", None) != _checksum(marker):
         raise UnusableError(f"{MARKER} does not have the checksum that it names")
-    if told["schema"] != SCHEMA:
-        raise VersionError(f"{path}: is {told['schema']}, this version reads {SCHEMA}; upgrade cadenza to restore it")
-    return Marker(told["step"], told["world_size"], {name: _entry(name, file) for name, file in told["files"].items()})
+    if marker["schema"] != SCHEMA:
+        raise VersionError(f"{path}: is {marker['schema']}, this version reads {SCHEMA}; upgrade cadenza to restore it")
+    files = {name: _entry(name, file) for name, file in marker["files"].items()}
+    return Marker(marker["step"], marker["world_size"], files)
 
 
 def _entry(name: str, file: Any) -> Entry:
@@ -82,16 +82,16 @@ def _entry(name: str, file: Any) -> Entry:
     return Entry(int(file["bytes"]), int(file["crc32"]))
 
 
-def _sum(told: Mapping[str, Any]) -> int:
+def _checksum(fields: Mapping[str, Any]) -> int:
     """Return the checksum of a marker's other fields."""
-    return zlib.crc32(json.dumps(told, sort_keys=True, separators=(",", ":")).encode())
+    return zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
 
 def begin(directory: Path, step: int, rejected: Collection[Path]) -> Place:
-    """Return where this step's checkpoint will be; make its temporary directory, remove what kills left behind.
+    """Return the place of this step's checkpoint; make its temporary directory, and remove unfinished ones.
 
-    Raises UsageError when there is a complete checkpoint of a later step that was not ``rejected`` by a
-    restore: it would be pruned, or this one would never be the newest.
+    Raises UsageError when there is a complete checkpoint of a later step that a restore has not ``rejected``: it
+    would be pruned, or the new one would never be the newest.
     """
     directory.mkdir(parents=True, exist_ok=True)
     later = next((place for place in usable(directory, rejected) if place.step > step), None)
@@ -119,8 +119,8 @@ def complete(place: Place, world_size: int, files: Mapping[str, Entry]) -> None:
     temporary(place.path).rename(place.path)
     sync_directory(place.path.parent)
     listed = {name: {"bytes": entry.nbytes, "crc32": entry.crc32} for name, entry in sorted(files.items())}
-    told: dict[str, Any] = {"schema": SCHEMA, "step": place.step, "world_size": world_size, "files": listed}
-    text = json.dumps({**told, "crc32": _sum(told)}, indent=1).encode()
+    fields: dict[str, Any] = {"schema": SCHEMA, "step": place.step, "world_size": world_size, "files": listed}
+    text = json.dumps({**fields, "crc32": _checksum(fields)}, indent=1).encode()
     unnamed = place.path / (MARKER + TEMPORARY)
     write_new(unnamed, lambda sink: sink.write(text))
     unnamed.rename(place.path / MARKER)
@@ -128,7 +128,7 @@ def complete(place: Place, world_size: int, files: Mapping[str, Entry]) -> None:
 
 
 def usable(directory: Path, rejected: Collection[Path] = ()) -> Iterable[Place]:
-    """Yield the checkpoints with a good marker, newest first, less those that a restore rejected."""
+    """Yield the checkpoints with a good marker, newest first, without those that a restore rejected."""
     for place in places(directory):
         if place.path not in rejected:
             try:
@@ -139,7 +139,7 @@ def usable(directory: Path, rejected: Collection[Path] = ()) -> Iterable[Place]:
 
 
 def prune(directory: Path, rejected: Collection[Path]) -> None:
-    """Remove all checkpoints but the newest KEEP usable ones; what cannot be removed is logged, and stays."""
+    """Remove all checkpoints but the newest KEEP usable ones; log those that cannot be removed."""
     kept = {place.path for place in list(usable(directory, rejected))[:KEEP]}
     for place in places(directory):
         if place.path not in kept:
@@ -150,7 +150,7 @@ def prune(directory: Path, rejected: Collection[Path]) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint, its marker first: one that is half removed does not count as complete."""
+    """Remove a checkpoint, its marker first, so that a half removed one does not count as complete."""
     (path / MARKER).unlink(missing_ok=True)
     sync_directory(path)
     shutil.rmtree(path)

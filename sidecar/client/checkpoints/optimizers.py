@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from cadenza.sidecar.client.checkpoints.errors import MismatchError
 from cadenza.sidecar.client.checkpoints.staging import SHARDED, as_shards, is_sharded
+from cadenza.sidecar.client.errors import MismatchError
 
 
 class OptimizerPart:
@@ -21,7 +21,7 @@ class OptimizerPart:
         self._name, self._optimizer = name, optimizer
 
     def capture(self) -> dict[str, Any]:
-        """Return the state dict, with the class and the shapes of the parameters it is of."""
+        """Return the state dict, with the optimizer's class and the shapes of its parameters."""
         shapes = [[list(param.shape) for param in group["params"]] for group in self._optimizer.param_groups]
         return {"type": type(self._optimizer).__qualname__, "shapes": shapes, "state": self._optimizer.state_dict()}
 
@@ -41,22 +41,22 @@ class OptimizerPart:
                     raise MismatchError(f"{key}: the checkpoint has shape {shape}, this job {list(param.shape)}")
 
     def targets(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return new tensors, placed as their parameter is, for the state that was saved sharded."""
-        found = {}
+        """Return new tensors, placed like their parameters, for the state that was saved sharded."""
+        targets = {}
         for index, param in self._params(saved):
             for key, value in saved["state"]["state"].get(index, {}).items():
                 if isinstance(value, dict) and SHARDED in value:
                     name = f"{self._name}: state {key} of parameter {index}"
-                    found[value[SHARDED]] = _like(param, value, name)
-        return found
+                    targets[value[SHARDED]] = _like(param, value, name)
+        return targets
 
     def restore(self, saved: Mapping[str, Any], read: Mapping[str, torch.Tensor]) -> None:
-        """Load the state dict; then put back the objects that load_state_dict replaces."""
+        """Load the state dict; then put the objects back that load_state_dict replaces."""
         optimizer, groups, state = self._optimizer, self._optimizer.param_groups, self._optimizer.state
         wanted = {index: self._placed(index, saved, read, param) for index, param in self._params(saved)}
         state.clear()
-        told = {index: values for index, values in wanted.items() if values is not None}
-        optimizer.load_state_dict({"state": told, "param_groups": saved["state"]["param_groups"]})
+        saved_state = {index: values for index, values in wanted.items() if values is not None}
+        optimizer.load_state_dict({"state": saved_state, "param_groups": saved["state"]["param_groups"]})
         for index, param in self._params(saved):
             _keep_dtypes(optimizer.state.get(param), wanted[index])
         state.update(optimizer.state)
@@ -65,24 +65,24 @@ class OptimizerPart:
         optimizer.state, optimizer.param_groups = state, groups
 
     def _params(self, saved: Mapping[str, Any]) -> list[tuple[Any, torch.Tensor]]:
-        """Return the parameters with the indices under which their state was saved."""
+        """Return the parameters with the indices of their saved state."""
         pairs = zip(self._optimizer.param_groups, saved["state"]["param_groups"], strict=True)
         return [
             (index, param)
-            for group, told in pairs
-            for param, index in zip(group["params"], told["params"], strict=True)
+            for group, saved_group in pairs
+            for param, index in zip(group["params"], saved_group["params"], strict=True)
         ]
 
     def _placed(
         self, index: Any, saved: Mapping[str, Any], read: Mapping[str, torch.Tensor], param: torch.Tensor
     ) -> Any:
-        """Return a parameter's saved state with nothing of the checkpoint's file in it, or None if it has none."""
+        """Return a parameter's saved state without references to the checkpoint's file, None if it has none."""
         state, live = saved["state"]["state"].get(index), self._optimizer.state.get(param, {})
         return None if state is None else {key: _put(value, live.get(key), read, param) for key, value in state.items()}
 
 
 def _put(value: Any, live: Any, read: Mapping[str, torch.Tensor], param: torch.Tensor) -> Any:
-    """Return one value of the state: in the tensor that is there where that has its form, else a new one."""
+    """Return one value of the state, in the existing tensor if shape and dtype match, else in a new one."""
     if type(value) is torch.Tensor is type(live) and (value.shape, value.dtype) == (live.shape, live.dtype):
         with torch.no_grad():
             return live.copy_(value)
@@ -90,7 +90,7 @@ def _put(value: Any, live: Any, read: Mapping[str, torch.Tensor], param: torch.T
 
 
 def _placed(value: Any, read: Mapping[str, torch.Tensor], param: torch.Tensor) -> Any:
-    """Return one value of the state, on its parameter's device where it is as large as the parameter."""
+    """Return one value of the state, on its parameter's device if it has the parameter's shape."""
     if isinstance(value, dict) and SHARDED in value:
         return read[value[SHARDED]]
     if isinstance(value, torch.Tensor):
@@ -110,7 +110,7 @@ def _keep_dtypes(loaded: Any, wanted: Any) -> None:
 
 
 def _replace_items(old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Make one group equal to another, with its own tensors (captured graphs know them by address)."""
+    """Make one group equal to another but keep its tensors, whose addresses captured graphs contain."""
     for key, value in new.items():
         live = old.get(key)
         both = isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor)
@@ -122,8 +122,8 @@ def _replace_items(old: dict[str, Any], new: dict[str, Any]) -> None:
         del old[key]
 
 
-def _like(param: torch.Tensor, told: Mapping[str, Any], name: str) -> torch.Tensor:
-    """Return an empty tensor for a sharded one that has its parameter's shape; others have no placement here."""
-    if list(param.shape) != told["size"]:
-        raise MismatchError(f"{name}: is sharded with shape {told['size']}, its parameter has {list(param.shape)}")
-    return torch.empty_like(param, dtype=told["dtype"], requires_grad=False)
+def _like(param: torch.Tensor, saved: Mapping[str, Any], name: str) -> torch.Tensor:
+    """Return an empty tensor for a sharded one of its parameter's shape; other shapes have no placement here."""
+    if list(param.shape) != saved["size"]:
+        raise MismatchError(f"{name}: is sharded with shape {saved['size']}, its parameter has {list(param.shape)}")
+    return torch.empty_like(param, dtype=saved["dtype"], requires_grad=False)

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: models, optimizers, everything with a state_dict; captured, checked, restored."""
+"""Parts of a checkpoint: models, optimizers, everything with a state_dict; captured, checked, restored."""
 
 from __future__ import annotations
 
@@ -9,45 +9,44 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from cadenza.sidecar.client.checkpoints.errors import MismatchError
 from cadenza.sidecar.client.checkpoints.optimizers import OptimizerPart
 from cadenza.sidecar.client.checkpoints.staging import SHARDED, as_shards, is_sharded
-from cadenza.sidecar.client.errors import UsageError
+from cadenza.sidecar.client.errors import MismatchError, UsageError
 
 _WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 
 
 class Part(Protocol):
-    """One object of the job: ``check`` raises MismatchError, and after it ``restore`` changes the object in place."""
+    """One object of the job. ``check`` raises MismatchError; after it, ``restore`` changes the object in place."""
 
     def capture(self) -> dict[str, Any]:
-        """Return its state: tensors that are still the live ones, and plain values."""
+        """Return its state: the live tensors themselves, and plain values."""
 
     def targets(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return tensors to read sharded ones into, by the names under which they were saved."""
+        """Return tensors to read sharded ones into, by their saved names."""
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Raise MismatchError, naming the key, when what was saved does not fit."""
+        """Raise MismatchError, naming the key, when the saved state does not fit."""
 
     def restore(self, saved: Mapping[str, Any], read: Mapping[str, torch.Tensor]) -> None:
-        """Set the object to what was saved; ``read`` are the targets, filled."""
+        """Set the object to its saved state; ``read`` are the targets with their content."""
 
 
 class ModelPart:
-    """A module: parameters and buffers stay the same objects, each value is copied into its place."""
+    """A module: parameters and buffers stay the same objects; each value is copied into its tensor."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name, self._module = name, _unwrapped(name, module)
 
     def capture(self) -> dict[str, Any]:
-        """Return the module's state dict, with the versions that its modules give to their parts of it."""
+        """Return the module's state dict, with the versions of its modules' parts."""
         state = self._module.state_dict()
         return {"state": dict(state), "versions": dict(getattr(state, "_metadata", {}))}
 
     def targets(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the live tensors where sharded ones were saved."""
         live = self._module.state_dict()
-        return {value[SHARDED]: live[key] for key, value in saved["state"].items() if _stands(value)}
+        return {value[SHARDED]: live[key] for key, value in saved["state"].items() if _is_shard(value)}
 
     def check(self, saved: Mapping[str, Any]) -> None:
         """Compare names, shapes and dtypes."""
@@ -72,7 +71,7 @@ class StatefulPart:
         self._name, self._thing = name, thing
 
     def capture(self) -> dict[str, Any]:
-        """Return the thing's state, and what kind of thing it is."""
+        """Return the object's state and class name."""
         state = self._thing.state_dict()
         for key, value in _items(state):
             if not isinstance(value, torch.Tensor):
@@ -81,11 +80,11 @@ class StatefulPart:
 
     def targets(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the live tensors where sharded ones were saved."""
-        live = self._thing.state_dict() if _any_stands(saved["state"]) else {}
-        return {value[SHARDED]: live[key] for key, value in _items(saved["state"]) if _stands(value)}
+        live = self._thing.state_dict() if _has_shards(saved["state"]) else {}
+        return {value[SHARDED]: live[key] for key, value in _items(saved["state"]) if _is_shard(value)}
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Compare the kinds, and a scaler's being enabled."""
+        """Compare the class names, and whether a scaler is enabled."""
         here = type(self._thing).__qualname__
         if saved.get("type") != here:
             raise MismatchError(f"{self._name}: the checkpoint has a {saved.get('type')}, this job a {here}")
@@ -93,10 +92,10 @@ class StatefulPart:
             raise MismatchError(f"{self._name}: it is enabled in one of checkpoint and job, and not in the other")
 
     def restore(self, saved: Mapping[str, Any], read: Mapping[str, torch.Tensor]) -> None:
-        """Load the state; whatever it keeps is its own, and not a part of the file."""
+        """Load a copy of the state, so that the object keeps no part of the file."""
         state = saved["state"]
-        if _any_stands(state):
-            state = {key: read[value[SHARDED]] if _stands(value) else value for key, value in state.items()}
+        if _has_shards(state):
+            state = {key: read[value[SHARDED]] if _is_shard(value) else value for key, value in state.items()}
         self._thing.load_state_dict(_copied(state))
 
 
@@ -112,7 +111,7 @@ class TensorPart:
 
     def targets(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the tensor if it was saved as a sharded one."""
-        return {saved["state"][SHARDED]: self._tensor} if _stands(saved["state"]) else {}
+        return {saved["state"][SHARDED]: self._tensor} if _is_shard(saved["state"]) else {}
 
     def check(self, saved: Mapping[str, Any]) -> None:
         """Compare shape and dtype."""
@@ -151,7 +150,7 @@ class ValuesPart:
 
 
 def parts_of(kind: str, things: object) -> dict[str, Part]:
-    """Return parts by name: one thing's name is its kind, several have theirs, or their index, in brackets."""
+    """Return parts by name: the kind for one object, the kind and an index in brackets for several."""
     if things is None:
         return {}
     if isinstance(things, (list, tuple)):
@@ -160,14 +159,14 @@ def parts_of(kind: str, things: object) -> dict[str, Part]:
 
 
 def own_parts(things: object) -> dict[str, Part]:
-    """Return the parts of what the user registered: a mapping by name, a list, or one object."""
+    """Return the parts of the user's own objects: a mapping by name, a list, or one object."""
     if isinstance(things, Mapping):
         return {f"own[{name!r}]": part_of(f"own[{name!r}]", thing) for name, thing in things.items()}
     return parts_of("own", things)
 
 
 def part_of(name: str, thing: Any) -> Part:
-    """Return the part that an object makes; raise UsageError when it has no state that can be restored."""
+    """Return an object's part; raise UsageError when it has no state that can be restored."""
     kinds: Iterable[tuple[type, Callable[[str, Any], Part]]] = (
         (nn.Module, ModelPart),
         (torch.optim.Optimizer, OptimizerPart),
@@ -183,7 +182,7 @@ def part_of(name: str, thing: Any) -> Part:
 
 
 def _unwrapped(name: str, module: nn.Module) -> nn.Module:
-    """Return the module inside of DDP and torch.compile, so that the names are those of a plain one."""
+    """Return the module inside DDP and torch.compile, so that its names are those of a plain one."""
     if type(module).__name__ == "FullyShardedDataParallel":
         raise UsageError(f"{name}: FullyShardedDataParallel keeps flat shards; wrap the model with fully_shard()")
     inside = _WRAPPERS.get(type(module).__name__)
@@ -200,9 +199,9 @@ def _same_keys(name: str, saved: Mapping[str, Any], live: Mapping[str, Any]) -> 
 
 def _same_form(name: str, saved: Any, live: torch.Tensor) -> None:
     """Raise MismatchError unless a saved tensor has the shape and dtype of the live one."""
-    if not (_stands(saved) or isinstance(saved, torch.Tensor)):
+    if not (_is_shard(saved) or isinstance(saved, torch.Tensor)):
         raise MismatchError(f"{name}: the checkpoint has a {type(saved).__name__}, this job a tensor")
-    shape, dtype = (saved["size"], saved["dtype"]) if _stands(saved) else (list(saved.shape), saved.dtype)
+    shape, dtype = (saved["size"], saved["dtype"]) if _is_shard(saved) else (list(saved.shape), saved.dtype)
     if (shape, dtype) != (list(live.shape), live.dtype):
         raise MismatchError(
             f"{name}: the checkpoint has shape {shape} of {dtype}, this job {list(live.shape)} of {live.dtype}"
@@ -210,8 +209,8 @@ def _same_form(name: str, saved: Any, live: torch.Tensor) -> None:
 
 
 def _as_live(value: Any, live: Any, read: Mapping[str, torch.Tensor]) -> Any:
-    """Return a saved value in the form of the live one: sharded tensors as read, plain ones cut into shards."""
-    if _stands(value):
+    """Return a saved value in the live one's form: sharded tensors as read, plain ones cut into shards."""
+    if _is_shard(value):
         return read[value[SHARDED]]
     if not isinstance(live, torch.Tensor):
         return _copied(value)
@@ -221,7 +220,7 @@ def _as_live(value: Any, live: Any, read: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _copied(value: Any) -> Any:
-    """Return containers and tensors anew: the restored object must not hold the checkpoint's file."""
+    """Return a deep copy: the restored object must not hold the checkpoint's file."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):
@@ -232,24 +231,24 @@ def _copied(value: Any) -> Any:
 
 
 def _no_shards(name: str, value: object) -> None:
-    """Raise UsageError when there are sharded tensors where they could not be restored."""
+    """Raise UsageError for sharded tensors that could not be restored."""
     if is_sharded(value):
-        raise UsageError(f"{name} is a sharded tensor inside of other values; register it as a tensor of its own")
+        raise UsageError(f"{name} is a sharded tensor inside other values; register it as a tensor of its own")
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     for item in inside:
         _no_shards(name, item)
 
 
-def _stands(value: object) -> bool:
-    """Whether this stands for a sharded tensor."""
+def _is_shard(value: object) -> bool:
+    """Return whether a value stands for a sharded tensor."""
     return isinstance(value, dict) and SHARDED in value
 
 
 def _items(state: Any) -> Iterable[tuple[Any, Any]]:
-    """Return a state's items; a state that is no mapping has none."""
+    """Return a state's items, none if it is not a mapping."""
     return state.items() if isinstance(state, Mapping) else ()
 
 
-def _any_stands(state: Any) -> bool:
-    """Whether there is a sharded tensor directly in a state."""
-    return any(_stands(value) for _, value in _items(state))
+def _has_shards(state: Any) -> bool:
+    """Return whether a state directly contains a sharded tensor."""
+    return any(_is_shard(value) for _, value in _items(state))

@@ -1,4 +1,4 @@
-"""A sampler whose position can be saved: the same samples in the same order, whatever the number of ranks."""
+"""A sampler whose position can be saved: the same samples in the same order on any number of ranks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ import torch
 from torch import distributed
 from torch.utils.data import Sampler
 
-from cadenza.sidecar.client.checkpoints.errors import MismatchError
-from cadenza.sidecar.client.errors import UsageError
+from cadenza.sidecar.client.errors import MismatchError, UsageError
 
 T = TypeVar("T")
 
 
 class ResumableSampler(Sampler[int]):
-    """Indices of one epoch after the other, dealt to the ranks in turn, from a position that can be saved.
+    """Indices of successive epochs, distributed over the ranks, from a position that can be saved.
 
-    ``source`` is a dataset or its length (then ``shuffle`` says whether the order is drawn), or a sampler, whose
-    order is taken. The order is a function of seed and epoch alone. Sample p of an epoch goes to rank p modulo
-    the number of ranks, so that a step's global batch is the same set of samples on any number of ranks that
-    divides it. When the samples left do not divide by the ranks, the last ones are dropped with ``drop_last``,
-    else the epoch's first ones are repeated, as torch's DistributedSampler does.
+    ``source`` is a dataset or its length (``shuffle`` then makes the order random), or a sampler with an order of its
+    own. The order is a function of seed and epoch alone. Sample p of an epoch goes to rank p modulo the number of
+    ranks, so a step's global batch is the same set of samples on any number of ranks that divides it. When the
+    remaining samples cannot be divided by the ranks, the last ones are dropped with ``drop_last``; otherwise the
+    epoch's first ones are repeated, as in torch's DistributedSampler.
 
-    A loader reads ahead, so only the training can say what it has trained: iterate with :meth:`batches`, or
-    call :meth:`advance`. ``rank`` and ``world_size`` are those of torch.distributed unless given.
+    A loader reads ahead, so the training itself must count its samples: iterate with :meth:`batches`, or call
+    :meth:`advance`. Rank and world size are those of torch.distributed unless ``ranks`` gives them.
     """
 
     def __init__(
@@ -41,24 +40,24 @@ class ResumableSampler(Sampler[int]):
         self._source = source
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self.epoch = 0
-        """The epoch that the next sample is of; ``for epoch in range(sampler.epoch, EPOCHS)`` resumes."""
+        """Epoch of the next sample; ``for epoch in range(sampler.epoch, EPOCHS)`` resumes."""
         self.position = 0
-        """Samples of this epoch that have been trained, by all ranks together."""
+        """Number of this epoch's samples that all ranks together have trained."""
         self._ranks = ranks
         self._unaccounted = False
 
     @property
     def length(self) -> int:
-        """Return the samples of an epoch."""
+        """Number of samples in an epoch."""
         return self._source if isinstance(self._source, int) else len(self._source)
 
     def __len__(self) -> int:
-        """Return how many samples of this epoch are left for this rank."""
+        """Return the number of this epoch's samples that are left for this rank."""
         size, left = self._world()[1], self.length - self.position
         return left // size if self.drop_last else -(-left // size)
 
     def __iter__(self) -> Iterator[int]:
-        """Yield this rank's part of what is left of the epoch."""
+        """Yield this rank's part of the rest of the epoch."""
         rank, size = self._world()
         order, count, start = self._order(), len(self), self.position + rank
         mine = order[start::size][:count]
@@ -68,9 +67,9 @@ class ResumableSampler(Sampler[int]):
             yield int(order[(start + turn * size) % len(order)])
 
     def advance(self, samples: int) -> None:
-        """Say that this rank has trained this many samples more, and so have all others.
+        """Count further samples as trained by this rank, and as many by each other rank.
 
-        Behind the last sample of an epoch stands the first of the next.
+        The first sample of an epoch follows the last one of the epoch before.
         """
         size = self._world()[1]
         self._unaccounted = False
@@ -79,18 +78,18 @@ class ResumableSampler(Sampler[int]):
             self.epoch, self.position = self.epoch + 1, 0
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the loader's batches of what is left of this epoch, each counted as trained when it is handed out.
+        """Yield the loader's batches of the rest of this epoch; each counts as trained when it is handed out.
 
-        So save after the step of the batch at hand. Starting a DataLoader draws a number from torch's generator;
-        in the middle of an epoch, where the uninterrupted run would not draw one, that is undone. The loader must
-        have a ``batch_size``; with a batch sampler of another kind call ``advance`` instead.
+        So save after the step of the batch at hand. Starting a DataLoader draws a number from torch's generator. In
+        the middle of an epoch, where the uninterrupted run would not draw one, this is undone. The loader must have
+        a ``batch_size``; with another kind of batch sampler call ``advance`` instead.
         """
         size = getattr(loader, "batch_size", None)
         if not isinstance(size, int):
             raise UsageError("batches() needs a loader with a batch_size; else call advance(samples) after each step")
         drops = bool(getattr(loader, "drop_last", False))
         left = len(self)
-        if left < (size if drops else 1):  # with more ranks than before it may be that no batch is left
+        if left < (size if drops else 1):  # with more ranks than before, no batch may be left
             self.advance(left)
             return
         with torch.random.fork_rng([]) if self.position else contextlib.nullcontext():
@@ -107,22 +106,22 @@ class ResumableSampler(Sampler[int]):
             self.epoch, self.position = epoch, 0
 
     def state_dict(self) -> dict[str, int | bool]:
-        """Return seed, epoch and position; raise UsageError when nobody has said what was trained."""
+        """Return seed, epoch and position; raise UsageError when the training has not counted its samples."""
         if self._unaccounted:
-            raise UsageError("the sampler was read and nobody says what was trained: use batches() or advance()")
+            raise UsageError("the sampler was read but no sample counted as trained: use batches() or advance()")
         names = ("seed", "epoch", "position", "length", "shuffle")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; raise MismatchError when the dataset has another length."""
+        """Continue from a saved state; raise MismatchError when the dataset has another length."""
         if state["length"] != self.length:
-            raise MismatchError(f"sampler: the checkpoint is of {state['length']} samples, this job has {self.length}")
+            raise MismatchError(f"sampler: the checkpoint has {state['length']} samples, this job has {self.length}")
         for name in ("seed", "epoch", "position", "shuffle"):
             setattr(self, name, state[name])
         self._unaccounted = False
 
     def _world(self) -> tuple[int, int]:
-        """Return this rank and the number of ranks."""
+        """Return the rank of this process and the number of ranks."""
         if self._ranks is not None:
             return self._ranks
         if distributed.is_available() and distributed.is_initialized():

@@ -1,7 +1,7 @@
-"""Sharded tensors through torch.distributed.checkpoint, with an index in JSON where it would write a pickle.
+"""Sharded tensors through torch.distributed.checkpoint, with an index in JSON in place of a pickle.
 
 Its writer and reader (docs.pytorch.org/docs/stable/distributed.checkpoint.html) cut and join the shards for any
-number of ranks. Only DTensors go here; its own metadata file is a pickle, which runs code when it is read.
+number of ranks. Only DTensors go here. Its own metadata file is a pickle, which can run code when it is read.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
-from cadenza.sidecar.client.checkpoints.errors import CheckpointError, SaveError
 from cadenza.sidecar.client.checkpoints.files import write_new
+from cadenza.sidecar.client.errors import CheckpointError, SaveError
 
 INDEX = "index.json"
 SCHEMA = "cadenza.sharded/1"
 
 
 def save(folder: Path, tensors: Mapping[str, torch.Tensor], group: distributed.ProcessGroup | None) -> None:
-    """Write all ranks' shards to a folder that exists; a collective call of the group.
+    """Write all ranks' shards to an existing folder; a collective call of the group.
 
     Raises SaveError on every rank when one fails.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # what it warns of is about its own directory layout
+        with warnings.catch_warnings(action="ignore"):  # its warnings are about its own directory layout
             save_state_dict(dict(tensors), storage_writer=_Writer(folder), process_group=group)
     except CheckpointException as error:
         causes = [f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()]
@@ -53,61 +53,61 @@ def load(folder: Path, targets: dict[str, torch.Tensor], group: distributed.Proc
 
 
 def written_by(rank: int, folder: Path) -> list[Path]:
-    """Return the files of a folder that this rank wrote."""
+    """Return the files in a folder that a rank wrote."""
     return sorted([*folder.glob(f"__{rank}_*"), *(folder.glob(INDEX) if rank == 0 else ())])
 
 
 class _Writer(FileSystemWriter):
-    """The file writer, with another index."""
+    """The file writer, with our index."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, sync_files=True)
         self._folder = folder
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """Write the index; runs on the coordinator when all shards are on the disk."""
+        """Write the index, on the coordinator, when all shards are on the disk."""
         written = {result.index: result.storage_data for one in results for result in one}
         tensors = {
-            name: _described(name, told, written)
-            for name, told in metadata.state_dict_metadata.items()
-            if isinstance(told, TensorStorageMetadata)
+            name: _index_entry(name, tensor, written)
+            for name, tensor in metadata.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata)
         }
         text = json.dumps({"schema": SCHEMA, "tensors": tensors}).encode()
         write_new(self._folder / INDEX, lambda sink: sink.write(text))
 
 
 class _Reader(FileSystemReader):
-    """The file reader, with another index."""
+    """The file reader, with our index."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._folder = folder
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 - as overridden
-        """Return what the index says."""
-        told = json.loads((self._folder / INDEX).read_bytes())["tensors"]
-        where = {}
-        for name, tensor in told.items():
+        """Return the metadata of the index."""
+        index = json.loads((self._folder / INDEX).read_bytes())["tensors"]
+        places = {}
+        for name, tensor in index.items():
             for chunk in tensor["chunks"]:
                 place = _StorageInfo(Path(chunk["file"]).name, chunk["start"], chunk["length"])
-                where[MetadataIndex(name, chunk["offsets"])] = place
-        known: dict[str, Any] = {name: _metadata(tensor) for name, tensor in told.items()}
-        return Metadata(state_dict_metadata=known, storage_data=where)
+                places[MetadataIndex(name, chunk["offsets"])] = place
+        tensors: dict[str, Any] = {name: _metadata(tensor) for name, tensor in index.items()}
+        return Metadata(state_dict_metadata=tensors, storage_data=places)
 
 
-def _described(name: str, told: TensorStorageMetadata, written: Mapping[MetadataIndex, Any]) -> dict[str, Any]:
-    """Return one tensor's line of the index."""
+def _index_entry(name: str, tensor: TensorStorageMetadata, written: Mapping[MetadataIndex, Any]) -> dict[str, Any]:
+    """Return one tensor's entry of the index."""
     chunks = []
-    for chunk in told.chunks:
+    for chunk in tensor.chunks:
         place = written[MetadataIndex(name, chunk.offsets)]
-        form = {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
-        chunks.append({**form, "file": place.relative_path, "start": place.offset, "length": place.length})
-    dtype = str(told.properties.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "size": list(told.size), "chunks": chunks}
+        shape = {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes)}
+        chunks.append({**shape, "file": place.relative_path, "start": place.offset, "length": place.length})
+    dtype = str(tensor.properties.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "size": list(tensor.size), "chunks": chunks}
 
 
 def _metadata(tensor: Mapping[str, Any]) -> TensorStorageMetadata:
-    """Return what one line of the index says."""
+    """Return the metadata of one entry of the index."""
     dtype = getattr(torch, tensor["dtype"])
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{INDEX} names a dtype {tensor['dtype']!r}")

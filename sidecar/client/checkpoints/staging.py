@@ -1,4 +1,4 @@
-"""Takes state dicts apart: tensors to copies in host memory, the rest checked to be what a safe load can read."""
+"""Staging of state dicts: tensors are copied to host memory, other values are checked to be safe to load."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ import torch
 from cadenza.sidecar.client.errors import UsageError
 
 SHARDED = "cadenza.sharded"
-"""The key of a mapping that stands for a sharded tensor, which is saved elsewhere under the name it holds."""
+"""Key of a mapping that stands for a sharded tensor, which is saved elsewhere under the key's value."""
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 class Staging:
-    """Copies of tensors in host memory; with ``keep`` the live ones may change while these are written.
+    """Copies of tensors in host memory; with ``keep``, the live tensors may change while the copies are written.
 
-    With ``keep`` the memory is reused by the next save, and pinned for tensors on a GPU: it costs one copy of
-    the state. Without it, only tensors that are not in host memory, or are a part of a larger storage, are copied.
+    With ``keep`` the next save reuses the memory, which is pinned for tensors on a GPU: it costs one copy of the
+    state. Without it, only tensors that are not in host memory, or are parts of a larger storage, are copied.
     """
 
     def __init__(self, *, keep: bool) -> None:
         self._keep = keep
         self._copies: dict[str, torch.Tensor] = {}
-        self._seen: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._taken: dict[tuple[Any, ...], torch.Tensor] = {}
         self.sharded: dict[str, torch.Tensor] = {}
         """The DTensors of the last state taken, by name."""
 
     def begin(self) -> None:
-        """Forget which tensors were seen, to take another state."""
-        self._seen, self.sharded = {}, {}
+        """Forget the tensors of the last state, to take another one."""
+        self._taken, self.sharded = {}, {}
 
     def finish(self) -> None:
         """Wait until all copies are complete."""
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            for device in {key[0] for key in self._seen if key[0].type == "cuda"}:
+            for device in {key[0] for key in self._taken if key[0].type == "cuda"}:
                 torch.cuda.synchronize(device)
-        self._seen = {}
+        self._taken = {}
 
     def take(self, value: Any, name: str) -> Any:
-        """Return a value's copy; raise UsageError for what ``torch.load(weights_only=True)`` would refuse."""
+        """Return a value's copy; raise UsageError for a type that ``torch.load(weights_only=True)`` would refuse."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value.detach(), name)
         if type(value) in (dict, OrderedDict, Counter) or _is_default_dict(value):
@@ -53,20 +53,20 @@ class Staging:
         return _plain(value, name)
 
     def _tensor(self, tensor: torch.Tensor, name: str) -> Any:
-        """Return a tensor's copy, once for all that are the same memory; a sharded one goes apart."""
+        """Return a tensor's copy, one for all tensors with the same memory; a sharded one is saved separately."""
         if is_sharded(tensor):
             self.sharded[name] = self._sharded_copy(tensor)
             return {SHARDED: name, "dtype": tensor.dtype, "size": list(tensor.shape)}
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta:
             kind = type(tensor).__name__ if type(tensor) is not torch.Tensor else str(tensor.layout)
-            raise UsageError(f"{name} is a tensor of a kind that is not saved ({kind} on {tensor.device})")
+            raise UsageError(f"{name} is a tensor of a kind that cannot be saved ({kind} on {tensor.device})")
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if key not in self._seen or not tensor.numel():
-            self._seen[key] = self._copy(tensor, name)
-        return self._seen[key]
+        if key not in self._taken or not tensor.numel():
+            self._taken[key] = self._copy(tensor, name)
+        return self._taken[key]
 
     def _copy(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a copy in host memory, complete after ``finish``, or the tensor itself where that will do."""
+        """Return a copy in host memory, complete after ``finish``, or the tensor itself if it needs no copy."""
         if not self._keep:
             whole = tensor.untyped_storage().nbytes() == tensor.nbytes
             return tensor if tensor.device.type == "cpu" and whole else tensor.to("cpu", copy=True)
@@ -77,18 +77,18 @@ class Staging:
         return copy.copy_(tensor, non_blocking=True)
 
     def _sharded_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a DTensor whose local part does not change while it is written."""
+        """Return a DTensor whose local part does not change during the write."""
         return tensor if not self._keep else tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether this is a DTensor; without torch.distributed.tensor loaded there are none."""
+    """Return whether this is a DTensor; there are none before torch.distributed.tensor is loaded."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def as_shards(value: torch.Tensor, live: Any) -> torch.Tensor:
-    """Return a plain tensor, the same on every rank, cut as a DTensor is."""
+    """Return a plain tensor, the same on every rank, cut like a DTensor."""
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - loaded, as live is one
 
     mesh = live.device_mesh
@@ -96,12 +96,12 @@ def as_shards(value: torch.Tensor, live: Any) -> torch.Tensor:
 
 
 def _is_default_dict(value: object) -> bool:
-    """Whether this is a defaultdict, which optimizers hand out and which a dict restores as well."""
+    """Return whether this is a defaultdict, which optimizers return and a dict can replace."""
     return type(value).__name__ == "defaultdict" and isinstance(value, dict)
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Return a plain value, python's number for numpy's."""
+    """Return a plain value, with numpy's scalars as Python's."""
     if type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value)):
         return value
     numpy = sys.modules.get("numpy")

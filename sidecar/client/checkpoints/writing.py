@@ -1,4 +1,4 @@
-"""Writes one captured state as a complete checkpoint: all ranks' files, then one marker, or nothing."""
+"""Writing of a captured state as a complete checkpoint: all ranks' files, then one marker, or nothing."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 from cadenza.sidecar.client.checkpoints import directory as store
 from cadenza.sidecar.client.checkpoints import files
 from cadenza.sidecar.client.checkpoints.collective import Ranks
-from cadenza.sidecar.client.checkpoints.errors import SaveError
 from cadenza.sidecar.client.checkpoints.files import Entry
+from cadenza.sidecar.client.errors import SaveError
 
 SHARED = "shared.pt"
 SHARDS = "sharded"
@@ -26,7 +26,7 @@ _log = logging.getLogger("cadenza.client")
 
 @dataclass(frozen=True)
 class Captured:
-    """A state to write: ``shared`` is the same on all ranks, ``own`` is this rank's, ``sharded`` its shards."""
+    """A state to write: ``shared`` is the same on all ranks, ``own`` is this rank's, ``sharded`` has its shards."""
 
     shared: Mapping[str, Any]
     own: Mapping[str, Any]
@@ -35,7 +35,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class Written:
-    """A complete checkpoint: its directory, and the bytes of its files."""
+    """A complete checkpoint: its directory and size in bytes."""
 
     path: Path
     nbytes: int
@@ -48,33 +48,32 @@ def rank_file(rank: int) -> str:
 
 def write(directory: Path, step: int, captured: Captured, ranks: Ranks, rejected: Collection[Path]) -> Written:
     """Write a checkpoint and prune older ones; a collective call. Raises SaveError with the older ones untouched."""
-    place = ranks.first(lambda: store.begin(directory, step, rejected))
+    # 1. Make a temporary directory.
+    place = ranks.rank_0(lambda: store.begin(directory, step, rejected))
     folder = store.temporary(place.path)
     try:
-        ranks.together(lambda: _make_shards_folder(folder, captured) if ranks.rank == 0 else None)
-        entries = ranks.together(lambda: _write_own(folder, captured, ranks))
+        # 2. Write the shared file, each rank's own and the shards.
+        ranks.all_ranks(lambda: (folder / SHARDS).mkdir() if captured.sharded and ranks.rank == 0 else None)
+        entries = ranks.all_ranks(lambda: _write_own(folder, captured, ranks))
         if captured.sharded:
             entries.update(_write_shards(folder / SHARDS, captured, ranks))
+        # 3. Rename the directory and write its marker, which makes the checkpoint complete.
         listed = {name: entry for one in ranks.gather(entries) for name, entry in one.items()}
-        ranks.first(lambda: store.complete(place, ranks.size, listed))
+        ranks.rank_0(lambda: store.complete(place, ranks.size, listed))
     except Exception as error:
         if ranks.rank == 0:
             _undo(folder)
-        raise SaveError(f"step {step} is not saved, earlier ones are untouched: {_cause(error)}") from error
-    ranks.first(lambda: store.prune(directory, rejected))
+        cause = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        raise SaveError(f"step {step} is not saved, earlier ones are untouched: {cause or repr(error)}") from error
+    # 4. Remove checkpoints that are no longer needed.
+    ranks.rank_0(lambda: store.prune(directory, rejected))
     return Written(place.path, sum(entry.nbytes for entry in listed.values()))
-
-
-def _make_shards_folder(folder: Path, captured: Captured) -> None:
-    """Make the folder of the shards, if there are any."""
-    if captured.sharded:
-        (folder / SHARDS).mkdir()
 
 
 def _write_own(folder: Path, captured: Captured, ranks: Ranks) -> dict[str, Entry]:
     """Write this rank's file and, on rank 0, the shared one."""
     if not folder.is_dir():
-        raise SaveError(f"{folder}: is not seen by every rank; it must be on a file system that all nodes share")
+        raise SaveError(f"{folder}: is not visible on every rank; it must be on a file system that all nodes share")
     work: dict[str, Callable[[files.Sink], object]] = {}
     text = json.dumps({"schema": store.SCHEMA, **captured.own}).encode()
     work[rank_file(ranks.rank)] = lambda sink: sink.write(text)
@@ -85,7 +84,7 @@ def _write_own(folder: Path, captured: Captured, ranks: Ranks) -> dict[str, Entr
 
 
 def _write_shards(folder: Path, captured: Captured, ranks: Ranks) -> dict[str, Entry]:
-    """Write all ranks' shards; return what this rank's files are, as read back. A collective call."""
+    """Write all ranks' shards; return the entries of this rank's files, as read back. A collective call."""
     from cadenza.sidecar.client.checkpoints import sharded  # noqa: PLC0415 - a second of imports that few need
 
     with _no_inner_checksums():
@@ -95,12 +94,12 @@ def _write_shards(folder: Path, captured: Captured, ranks: Ranks) -> dict[str, E
         files.sync_directory(folder)
         return {f"{SHARDS}/{path.name}": files.entry_of(path) for path in sharded.written_by(ranks.rank, folder)}
 
-    return ranks.together(entries)
+    return ranks.all_ranks(entries)
 
 
 @contextlib.contextmanager
 def _no_inner_checksums() -> Iterator[None]:
-    """Leave out torch.save's checksum of each tensor: it is many times slower than ours, which covers the file."""
+    """Switch off torch.save's checksum of each tensor: it is many times slower than ours, which covers the file."""
     get = getattr(torch.serialization, "get_crc32_options", None)  # since torch 2.6
     if get is None:
         yield
@@ -114,16 +113,9 @@ def _no_inner_checksums() -> Iterator[None]:
 
 
 def _undo(folder: Path) -> None:
-    """Remove what was written, to give the space back; the next save tries again where that fails."""
+    """Remove an unfinished checkpoint to free its space; if that fails, the next save tries again."""
     try:
         if folder.is_dir():
             shutil.rmtree(folder)
     except OSError as error:
         _log.warning("an unfinished checkpoint could not be removed: %s", error)
-
-
-def _cause(error: Exception) -> str:
-    """Return an error's text, with its file."""
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return str(error) or repr(error)

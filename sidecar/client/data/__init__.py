@@ -1,8 +1,8 @@
-"""Data loading in a job: a DataLoader whose workers change in mid-epoch, and a cache that never evicts.
+"""Data loading in a job: a DataLoader whose number of workers changes in mid-epoch, and a cache that never evicts.
 
     from cadenza.sidecar.client.data import CachedDataset, ElasticDataLoader
 
-Importing this takes no torch yet; the names do when they are first asked for.
+Importing this package does not import torch; the names do on first use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name's module when it is asked for."""
+    """Import a public name's module on first use."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -16,14 +16,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from cadenza.sidecar.client.clock import monotonic_ns
 from cadenza.sidecar.client.data import seeds
-from cadenza.sidecar.client.data.errors import DataUsageError, WorkerDiedError
 from cadenza.sidecar.client.data.loader_worker import Reader, Task
-from cadenza.sidecar.client.data.worker_pool import Crew
+from cadenza.sidecar.client.data.worker_pool import WorkerPool
+from cadenza.sidecar.client.errors import DataUsageError, WorkerDiedError
 from cadenza.sidecar.client.session import resources
 
 STATE_VERSION = 1
 DYING_S = 0.2
-"""How long a worker whose connection is broken may take to be gone."""
+"""Longest time between the loss of a worker's connection and its end."""
 
 _log = logging.getLogger("cadenza.client")
 
@@ -33,8 +33,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass
-class Place:
-    """Where an epoch began and how far it is; ``position`` counts the batches handed out."""
+class EpochState:
+    """Start and progress of an epoch; ``position`` counts the batches handed out."""
 
     base: int | None
     round: int
@@ -45,16 +45,16 @@ class Place:
 
 
 @dataclass
-class Start:
-    """What the next epoch starts from; ``place`` when it was begun elsewhere and goes on here."""
+class NextEpoch:
+    """Seed of the next epoch; ``begun`` if it was begun elsewhere and continues here."""
 
     base: int | None = None
     round: int = 0
-    place: Place | None = None
+    begun: EpochState | None = None
 
 
 def workers_for(cpus: float) -> int:
-    """Return the workers for one rank's CPUs: one for each but one, which the training thread has; at least one.
+    """Return the workers for one rank's CPUs: all but one, which the training thread has; at least one.
 
     >>> [workers_for(cpus) for cpus in (0.5, 2, 3.9, 8)]
     [1, 1, 2, 7]
@@ -65,24 +65,24 @@ def workers_for(cpus: float) -> int:
 class ElasticDataLoader(DataLoader[T_co]):
     """A DataLoader for map-style datasets whose workers follow the job's CPUs; it takes the same arguments.
 
-    ``workers`` says how: "auto" has :func:`workers_for` of this rank's CPUs, a function of them says its own
-    number, and a number stays. Without it ``num_workers`` is what it begins with, and :func:`workers_for` what it
-    follows, unless that is 0: then the training process reads. The CPUs are those that the agent gives the job,
-    over its local ranks; before it has, or without one, "auto" and functions take those that the process may run
+    ``workers`` is the rule: "auto" means :func:`workers_for` of this rank's CPUs, a function of the CPUs returns
+    its own number, and a number stays. Without a rule the loader begins with ``num_workers`` and then follows
+    :func:`workers_for`, unless it begins with 0: then the training process reads. The CPUs are the agent's for the
+    job, divided by its local ranks. Without an agent, "auto" and functions take the CPUs that the process may run
     on (sched_getaffinity(2)) at the beginning of each epoch. ``resize()`` changes the workers by hand, until the
     job's CPUs change again.
 
     Order and content are DataLoader's with any number of workers. Random numbers drawn while a batch is read
-    follow from the loader's generator and the batch's number alone (:class:`.seeds.BatchKey`), so that they are
-    the same with any number of workers, also none, and through resizes. ``wait_s`` are the seconds that were
-    spent waiting for batches so far, and ``batches`` how many came; an attached session counts the waits too.
+    follow from the loader's generator and the batch's number alone (:class:`.seeds.BatchKey`), so they are the
+    same with any number of workers, with none, and through resizes. ``wait_s`` is the time spent waiting for
+    batches so far, in seconds, and ``batches`` their number; an attached session counts the waits too.
 
-    Raises DataUsageError for an IterableDataset, which has no order to keep, and for ``in_order=False``; what
-    DataLoader itself refuses raises its ValueError.
+    Raises DataUsageError for an IterableDataset, which has no order to keep, and for ``in_order=False``, and
+    DataLoader's own ValueError for arguments that it refuses.
     """
 
     reports_waits = True
-    """``Session.timed`` leaves this loader's waits to it."""
+    """The loader counts its waits itself, so ``Session.timed`` does not."""
 
     def __init__(
         self, dataset: Any, *args: Any, workers: int | Literal["auto"] | Rule | None = None, **options: Any
@@ -92,95 +92,84 @@ class ElasticDataLoader(DataLoader[T_co]):
         if not options.get("in_order", True):
             raise DataUsageError("ElasticDataLoader keeps the order of batches: leave in_order=False out")
         if workers is not None and "num_workers" in options:
-            raise DataUsageError("num_workers and workers say the same: give one of them")
-        self._rule, self._alone = _rule(workers)
-        self._cpus = resources.own_cpus() if self._alone else 0.0
+            raise DataUsageError("num_workers and workers mean the same: give one of them")
+        self._rule, self._without_agent = _rule(workers)
+        self._cpus = resources.own_cpus() if self._without_agent else 0.0
         if workers is not None:
             options["num_workers"] = self._rule(self._cpus) if self._rule else workers
         super().__init__(dataset, *args, **options)
         self.wait_s = 0.0
         self.batches = 0
-        self._next_start = Start()
-        self._place: Place | None = None
-        self._kept: Crew | None = None
+        self._next = NextEpoch()
+        self._epoch: EpochState | None = None
+        self._kept: WorkerPool | None = None
         if self._rule is not None and self.num_workers:
             resources.register(self)
 
     def tuned(self, tuning: resources.Tuning, ranks: int) -> None:
-        """Follow the CPUs that the whole job has on this node now, as this loader's rule says."""
+        """Follow the CPUs that the whole job has on this node, by this loader's rule."""
         if self._rule is not None:
             self.resize(self._rule(tuning.cpus / ranks))
 
     def resize(self, num_workers: int) -> None:
         """Read with another number of workers from the next batch on; any thread may call this.
 
-        The old workers finish what they have begun, the new ones go on behind it, and batches come in order.
-        When they cannot be started, the old ones stay and a warning says why.
+        The old workers finish the batches at hand, the new ones continue after them, and batches come in order.
+        When the new ones cannot be started, the old ones stay and a warning gives the reason.
         """
         if num_workers < 0 or int(num_workers) != num_workers:
             raise DataUsageError(f"num_workers must be a whole number from 0 on, not {num_workers!r}")
         self.num_workers = int(num_workers)
 
     def __iter__(self) -> Epoch:  # type: ignore[override]
-        """Return an iterator over one epoch, or over the rest of the one that load_state_dict() brought."""
-        if self._alone and self._rule is not None:
-            self._follow_affinity(self._rule)
-        start = self._next_start
-        place = start.place or self._begin(start)
-        self._next_start = Start()
-        with _at(place, self._generators()) if start.place else contextlib.nullcontext():
-            indices = iter(self._index_sampler)
-            base = self._base_seed(place.base)
-            tasks = _skip(_tasks(indices, base, place.round), place.position)
-        if self.persistent_workers:
-            self._next_start = Start(base, place.round + 1)
-        self._place = place
-        return Epoch(self, place, self._first_crew(tasks), tasks)
-
-    def _follow_affinity(self, rule: Rule) -> None:
-        """Follow the CPUs that this process may run on, when those have changed since an epoch began."""
-        cpus = resources.own_cpus()
-        if cpus != self._cpus:
+        """Return an iterator over one epoch, or over the rest of the one from load_state_dict()."""
+        # 1. Without an agent, follow the CPUs that this process may run on.
+        if self._without_agent and self._rule is not None and (cpus := resources.own_cpus()) != self._cpus:
             self._cpus = cpus
-            self.resize(rule(cpus))
-
-    def _begin(self, start: Start) -> Place:
-        """Note the state of all random numbers at the beginning of an epoch."""
-        generators = [generator.get_state() for generator in self._generators()]
-        return Place(start.base, start.round, generators, seeds.capture())
-
-    def _generators(self) -> list[torch.Generator]:
-        """Return the loader's generator and the samplers' own, each once."""
-        holders = (self, self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
-        found = [getattr(holder, "generator", None) for holder in holders]
-        return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
-
-    def _base_seed(self, known: int | None) -> int:
-        """Return the known base seed, else draw one, as DataLoader does and at the same moment."""
-        if known is not None:
-            return known
-        return int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
-
-    def _first_crew(self, tasks: Iterator[Task]) -> Crew:
-        """Return the workers that begin an epoch: those kept from the last one if they are as many."""
+            self.resize(self._rule(cpus))
+        # 2. Take the epoch's indices and seed, from the random state of its beginning.
+        coming = self._next
+        state = coming.begun or self._begin(coming)
+        self._next = NextEpoch()
+        with _at(state, self._generators()) if coming.begun else contextlib.nullcontext():
+            indices = iter(self._index_sampler)
+            base = state.base
+            if base is None:  # drawn as DataLoader draws it, at the same moment
+                base = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
+            tasks = _skip(_tasks(indices, base, state.round), state.position)
+        if self.persistent_workers:
+            self._next = NextEpoch(base, state.round + 1)
+        # 3. Begin with the workers kept from the last epoch if their number is right, else with new ones.
+        self._epoch = state
         kept, self._kept = self._kept, None
         if kept is not None and kept.size == self.num_workers:
             kept.restart(tasks)
             self._kept = kept
-            return kept
+            return Epoch(self, state, kept, tasks)
         if kept is not None:
             kept.close()
-        return self.crew(tasks)
+        return Epoch(self, state, self.start_workers(tasks), tasks)
 
-    def crew(self, tasks: Iterator[Task]) -> Crew:
-        """Start ``num_workers`` workers on a source; persistent ones are remembered for the next epoch."""
+    def _begin(self, coming: NextEpoch) -> EpochState:
+        """Return a new epoch with the state of all random numbers."""
+        generators = [generator.get_state() for generator in self._generators()]
+        return EpochState(coming.base, coming.round, generators, seeds.capture())
+
+    def _generators(self) -> list[torch.Generator]:
+        """Return the loader's generator and the samplers' own, each once."""
+        holders = (self, self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
+        generators = [getattr(holder, "generator", None) for holder in holders]
+        return list({id(one): one for one in generators if isinstance(one, torch.Generator)}.values())
+
+    def start_workers(self, tasks: Iterator[Task]) -> WorkerPool:
+        """Start ``num_workers`` workers on a source; persistent ones are kept for the next epoch."""
         reader = Reader(self.dataset, self.collate_fn, batched=self._auto_collation)
-        crew = Crew(self, reader, tasks)
-        self._kept = crew if self.persistent_workers and crew.size else None
-        return crew
+        pool = WorkerPool(self, reader, tasks)
+        self._kept = pool if self.persistent_workers and pool.size else None
+        return pool
 
     def waited(self, seconds: float) -> None:
-        """Count time that was spent waiting for a batch."""
+        """Count time spent waiting for a batch."""
         self.wait_s += seconds
         session = resources.source()
         if session is not None:
@@ -189,27 +178,27 @@ class ElasticDataLoader(DataLoader[T_co]):
     # --- position ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader is: numbers, tensors and lists, fit for a weights-only checkpoint.
+        """Return the loader's position: numbers, tensors and lists, fit for a weights-only checkpoint.
 
-        In mid-epoch that is behind the last batch handed out, whatever was read ahead.
+        In mid-epoch the position is behind the last batch handed out; batches read ahead do not count.
         """
-        begun = self._next_start.place or (self._place if self._place and not self._place.over else None)
-        place = begun or self._begin(self._next_start)
+        begun = self._next.begun or (self._epoch if self._epoch and not self._epoch.over else None)
+        state = begun or self._begin(self._next)
         return {
             "version": STATE_VERSION,
             "length": len(self),
-            "base": place.base,
-            "round": place.round,
-            "position": place.position,
-            "generators": place.generators,
-            "randoms": place.randoms if begun else {},
+            "base": state.base,
+            "round": state.round,
+            "position": state.position,
+            "generators": state.generators,
+            "randoms": state.randoms if begun else {},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next ``iter()`` go on where ``state_dict()`` was taken, without reading what came before.
+        """Make the next ``iter()`` continue at the position of ``state_dict()``, without reading earlier batches.
 
-        The sampler is asked for its indices again, from the same random state, which the global generators lend
-        it meanwhile. A sampler with a state of its own (``set_epoch``) must have it back before that. Raises
+        The sampler draws its indices again from the same random state, which the global generators have only for
+        that time. A sampler with a state of its own (``set_epoch``) must have it back before that. Raises
         DataUsageError for a state of another version or of a loader of another length.
         """
         if (version := state.get("version")) != STATE_VERSION:
@@ -219,23 +208,25 @@ class ElasticDataLoader(DataLoader[T_co]):
                 f"the state is of a loader with {state['length']} batches an epoch, this one has {len(self)}: use the"
                 " same dataset, batch size and number of ranks, or a sampler that keeps its position itself"
             )
-        self._place = None
+        self._epoch = None
         if state["randoms"]:
-            place = Place(state["base"], state["round"], state["generators"], state["randoms"], state["position"])
-            self._next_start = Start(place=place)
+            values = (state["base"], state["round"], state["generators"], state["randoms"], state["position"])
+            self._next = NextEpoch(begun=EpochState(*values))
         else:
-            self._next_start = Start(state["base"], state["round"])
+            self._next = NextEpoch(state["base"], state["round"])
             _set(self._generators(), state["generators"])
 
 
 class Epoch(Iterator[Any]):
-    """One pass over the dataset: the crew at hand, and before it those that still hand out what they have read."""
+    """One pass over the dataset: the present workers, and before them former ones that still hand out batches."""
 
-    def __init__(self, loader: ElasticDataLoader[Any], place: Place, crew: Crew, tasks: Iterator[Task]) -> None:
+    def __init__(
+        self, loader: ElasticDataLoader[Any], state: EpochState, pool: WorkerPool, tasks: Iterator[Task]
+    ) -> None:
         self._loader = loader
-        self._place = place
+        self._state = state
         self._tasks = tasks
-        self._crews = deque([crew])
+        self._pools = deque([pool])
         self._failed: WorkerDiedError | None = None
 
     def __len__(self) -> int:
@@ -244,68 +235,65 @@ class Epoch(Iterator[Any]):
     def __next__(self) -> Any:
         """Return the next batch; raise WorkerDiedError when a worker has ended, and the dataset's own errors."""
         resources.update_all()
-        asked = monotonic_ns()
+        began = monotonic_ns()
         try:
             number, batch = self._take()
         finally:
-            self._loader.waited((monotonic_ns() - asked) / 1e9)
-        self._place.position = number + 1
+            self._loader.waited((monotonic_ns() - began) / 1e9)
+        self._state.position = number + 1
         self._loader.batches += 1
         return batch
 
     def _take(self) -> tuple[int, Any]:
-        """Return the next batch with its number, of the oldest crew that has one."""
+        """Return the next batch with its number, from the oldest pool that has one."""
         if self._failed is not None:
             raise self._failed
-        if self._place.over:
+        if self._state.over:
             raise StopIteration
         self._follow()
         while True:
+            pool = self._pools[0]
             try:
-                return next(self._crews[0])
+                return next(pool)
             except StopIteration:
-                if len(self._crews) == 1:
-                    self._end()
+                if len(self._pools) == 1:  # the epoch is over; persistent workers wait for the next one
+                    self._state.over = True
+                    if not (self._loader.persistent_workers and pool.size):
+                        pool.close()
                     raise
-                self._crews.popleft().close()
+                self._pools.popleft().close()
             except Exception as error:  # the user's dataset may raise anything
                 self._check(error)
                 raise
 
     def _follow(self) -> None:
-        """Put another crew behind the last one when the loader's number of workers has changed."""
-        last, wanted = self._crews[-1], self._loader.num_workers
+        """Start another pool behind the last one when the loader's number of workers has changed."""
+        last, wanted = self._pools[-1], self._loader.num_workers
         if wanted == last.size:
             return
         try:
-            crew = self._loader.crew(self._tasks)
+            pool = self._loader.start_workers(self._tasks)
         except OSError as error:
             _log.warning("%d loader workers cannot be started, %d stay: %s", wanted, last.size, error)
             self._loader.num_workers = last.size
             return
         last.retire()
-        self._crews.append(crew)
-
-    def _end(self) -> None:
-        """End the epoch: persistent workers wait for the next one, others end too."""
-        self._place.over = True
-        if not (self._loader.persistent_workers and self._crews[0].size):
-            self._crews[0].close()
+        self._pools.append(pool)
 
     def _check(self, error: Exception) -> None:
-        """Say that a worker died, if that is behind an error; no other worker is left then."""
-        if self._crews[0].size:
+        """Raise WorkerDiedError if a worker's end is the cause of an error; no other worker is left then."""
+        if self._pools[0].size:
             # DataLoader's frame holds the error, which holds the frame: workers would live until that is collected.
             traceback.clear_frames(error.__traceback__)
         # A connection to a worker breaks a moment before its end can be seen.
         patience_s = DYING_S if isinstance(error, (OSError, EOFError)) else 0.0
-        dead = self._crews[0].dead(patience_s)
+        dead = self._pools[0].dead(patience_s)
         if not dead:
             return
-        for crew in self._crews:
-            crew.close()
+        for pool in self._pools:
+            pool.close()
         self._failed = WorkerDiedError(
-            f"loader worker {', '.join(dead)} ended before batch {self._place.position} was read. Killed by SIGKILL is"
+            f"loader worker {', '.join(dead)} ended before batch {self._state.position} was read. Killed by SIGKILL is"
             " mostly the job's memory limit: use fewer workers, a smaller prefetch_factor or more memory"
         )
         raise self._failed from error
@@ -318,17 +306,17 @@ def _tasks(indices: Iterator[Any], base: int, round_: int) -> Iterator[Task]:
 
 
 def _skip(tasks: Iterator[Task], count: int) -> Iterator[Task]:
-    """Drop the first tasks, and draw the next one now: samplers take their random numbers with their first index."""
+    """Drop the first tasks, and draw the next one now: a sampler draws its random numbers with its first index."""
     head = list(itertools.islice(tasks, count, count + 1))
     return itertools.chain(head, tasks)
 
 
 @contextlib.contextmanager
-def _at(place: Place, generators: list[torch.Generator]) -> Iterator[None]:
-    """Set the random numbers to where an epoch began; the global ones only for as long as this lasts."""
-    _set(generators, place.generators)
-    with seeds.borrowed():
-        seeds.install(place.randoms)
+def _at(state: EpochState, generators: list[torch.Generator]) -> Iterator[None]:
+    """Set the random numbers to the beginning of an epoch; the global ones only within this context."""
+    _set(generators, state.generators)
+    with seeds.generators_preserved():
+        seeds.install(state.randoms)
         yield
 
 
@@ -339,7 +327,7 @@ def _set(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
 
 
 def _rule(workers: int | Literal["auto"] | Rule | None) -> tuple[Rule | None, bool]:
-    """Return the rule that ``workers`` stands for, if any, and whether it also holds without an agent's word."""
+    """Return the rule that ``workers`` means, if any, and whether it also holds without an agent."""
     if callable(workers):
         return workers, True
     if workers == "auto":

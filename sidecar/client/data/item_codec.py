@@ -1,9 +1,9 @@
 """The cache's item format: a JSON outline and raw buffers; reading it runs no code of the writer.
 
 An item is a tree of None, bool, int, float, str, bytes, tuple, list, dict, dense CPU tensors, and numpy arrays and
-scalars of plain types. Parts are: the outline's length in 8 bytes, the outline, padding, then each buffer padded to
-ALIGNMENT. What comes back is equal in type and content; tensors and arrays are contiguous, writable, and own nothing
-in common with the cache.
+scalars of plain types. Its parts are the outline's length in 8 bytes, the outline, padding, and each buffer padded to
+ALIGNMENT. The decoded item is equal in type and content; tensors and arrays are contiguous, writable, and share no
+memory with the cache.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from cadenza.sidecar.client.data.errors import NotStorableError
 from cadenza.sidecar.client.data.item_store import HEAD, Buffer
 from cadenza.sidecar.client.data.seeds import np
+from cadenza.sidecar.client.errors import NotStorableError
 
 ALIGNMENT = 16
 SIZE = struct.Struct("=Q")
@@ -29,7 +29,7 @@ Read: TypeAlias = Callable[[list[Any], memoryview], Any]
 
 
 def encode(item: object) -> list[Buffer]:
-    """Return an item's parts; raise NotStorableError naming the type that the format does not know."""
+    """Return an item's parts; raise NotStorableError naming the type that cannot be stored."""
     buffers: list[Buffer] = []
     writer = _Writer(buffers)
     try:
@@ -41,7 +41,7 @@ def encode(item: object) -> list[Buffer]:
 
 
 def decode(payload: memoryview) -> Any:
-    """Return the item; its tensors and arrays are views of the payload, which must be the caller's alone."""
+    """Return the item; its tensors and arrays are views of the payload, which the caller must not share."""
     (length,) = SIZE.unpack_from(payload)
     start = SIZE.size + length
     outline = json.loads(bytes(payload[SIZE.size : start]))
@@ -50,7 +50,7 @@ def decode(payload: memoryview) -> Any:
 
 
 class _Writer:
-    """Builds the outline of one item; ``buffers`` takes what is stored raw."""
+    """Builds the outline of one item; ``buffers`` takes the raw data."""
 
     def __init__(self, buffers: list[Buffer]) -> None:
         self._buffers = buffers

@@ -1,10 +1,10 @@
-"""Items of a dataset in two shared files: an index, and the items one after the other; nothing is evicted.
+"""Items of a dataset in two shared files: an index, and the items in a row; nothing is evicted.
 
 ``items`` holds records of a head (magic, CRC-32 of the rest of the head and of the payload, item, payload's length)
-and the payload. Records are only ever added at the end, and the last ones go first when the budget is lowered, so
-that the file is as long as what it holds and its length is exact. ``index`` holds a header of 8-byte words and two
-words an item, offset plus one and length of its record, 0 while it has none. Writers hold the index's lock; readers
-do not, and take a record only if its head and checksum are right.
+and the payload. Records are only added at the end, and the last ones go first when the budget is lowered, so the
+file has no holes and its length is exact. ``index`` holds a header of 8-byte words and two words per item: offset
+plus one, and length, of its record; 0 while it has none. Writers hold the index's lock. Readers do not, and accept a
+record only if its head and checksum are right.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from cadenza.sidecar.client.data.errors import DataUsageError
 from cadenza.sidecar.client.data.shm_dirs import locked
+from cadenza.sidecar.client.errors import DataUsageError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -33,20 +33,20 @@ TAIL = struct.Struct("=QQ")
 LAYOUT = 1
 WORD = 8
 VERSION, LENGTH, KIND, BUDGET, USED, ITEMS, HITS, MISSES, UNFIT, FULL = range(10)
-"""Words of the index's header. KIND is a checksum of what the dataset is called; FULL is 1 after memory ran short."""
+"""Words of the index's header. KIND is a checksum of the dataset's class name; FULL is 1 after memory ran short."""
 STATS = (LENGTH, ITEMS, USED, BUDGET, HITS, MISSES, UNFIT, FULL)
 HEADER_WORDS = 32
 MAX_RECORD = 2**31 - 4096
-"""The most bytes that one call of Linux reads or writes, read(2); a larger item is not admitted."""
+"""Most bytes that one call of Linux reads or writes, read(2); a larger item is not admitted."""
 NO_ROOM = {errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What a cache holds and did, of all its processes together; sizes in bytes.
+    """Contents and hits of a cache, of all its processes together; sizes in bytes.
 
-    ``unfit`` counts reads of items that the format cannot hold, which are misses too; ``short`` says that memory ran
-    short and that nothing more is admitted until the budget changes.
+    ``unfit`` counts reads of items that the format cannot store, which are misses too; ``short`` is true after memory
+    ran short: nothing more is admitted until the budget changes.
     """
 
     length: int
@@ -60,21 +60,13 @@ class Stats:
 
     @property
     def hit_rate(self) -> float:
-        """Reads that were answered from the cache over all reads; 0 before the first."""
+        """Share of all reads answered from the cache; 0 before the first read."""
         return self.hits / max(1, self.hits + self.misses)
 
     def since(self, earlier: Stats) -> Stats:
-        """Return the same with the reads counted from an earlier look on: ``hit_rate`` is then of these alone."""
-        return Stats(
-            self.length,
-            self.items,
-            self.used,
-            self.budget,
-            self.hits - earlier.hits,
-            self.misses - earlier.misses,
-            self.unfit - earlier.unfit,
-            self.short,
-        )
+        """Return these statistics with only the reads after ``earlier``, so that ``hit_rate`` covers only them."""
+        hits, misses, unfit = self.hits - earlier.hits, self.misses - earlier.misses, self.unfit - earlier.unfit
+        return replace(self, hits=hits, misses=misses, unfit=unfit)
 
 
 def create(path: Path, length: int, kind: int, budget: int) -> None:
@@ -114,7 +106,7 @@ class Store:
         self._pid = os.getpid()
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for descriptor in (self._index, self._items):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -122,7 +114,7 @@ class Store:
         self._words = memoryview(b"")
 
     def check(self, length: int, kind: int, name: str) -> None:
-        """Raise DataUsageError unless the files are of this layout and of such a dataset."""
+        """Raise DataUsageError unless the files have this layout and cache this dataset."""
         self.open()
         words = self._words
         if [words[VERSION], words[LENGTH], words[KIND]] != [LAYOUT, length, kind]:
@@ -132,8 +124,8 @@ class Store:
             )
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[memoryview]:
-        """Hold the lock and have the words: of this process's threads, and then of all processes, one."""
+    def _exclusive(self) -> Iterator[memoryview]:
+        """Yield the words under the lock, which one thread of one process holds at a time."""
         self.open()
         with self._guard, locked(self._index):
             yield self._words
@@ -141,7 +133,7 @@ class Store:
     # --- reading -------------------------------------------------------------------------------------------
 
     def read(self, item: int) -> memoryview | None:
-        """Return an item's payload in memory of its own; None when it is not there, or not as it was written."""
+        """Return an item's payload in new memory; None when it is absent or damaged."""
         self.open()
         at = HEADER_WORDS + 2 * item
         start, length = self._words[at], self._words[at + 1]
@@ -161,18 +153,18 @@ class Store:
 
     @property
     def room(self) -> int:
-        """Bytes that may still be added: a look without the lock, to spare the work of offering in vain."""
+        """Bytes that may still be added; read without the lock, to avoid offers that will be refused."""
         self.open()
         words = self._words
         return 0 if words[FULL] else max(0, words[BUDGET] - words[USED] - HEAD.size)
 
     def offer(self, item: int, payload: Sequence[Buffer]) -> bool:
-        """Add an item if it is not there, fits into the budget, and memory allows it; whether it was added."""
+        """Add an item if it is new, fits into the budget and memory allows it; return whether it was added."""
         length = HEAD.size + sum(len(part) for part in payload)
         if length > min(self.room + HEAD.size, MAX_RECORD):
             return False
         record = _record(item, b"".join(payload))
-        with self._alone() as words:
+        with self._exclusive() as words:
             used, at = words[USED], HEADER_WORDS + 2 * item
             if words[at] or words[FULL] or used + length > words[BUDGET]:
                 return False
@@ -187,8 +179,8 @@ class Store:
         return True
 
     def _append(self, record: bytes, offset: int) -> bool:
-        """Write a record at the end; False, and the file as before, when memory is short."""
-        os.ftruncate(self._items, offset)  # what a writer killed before it counted has left
+        """Write a record at the end; return False, with the file unchanged, when memory is short."""
+        os.ftruncate(self._items, offset)  # left by a writer that was killed before it counted
         try:
             os.posix_fallocate(self._items, offset, len(record))  # all or nothing, before anything is written
             written = os.pwrite(self._items, record, offset)
@@ -200,8 +192,8 @@ class Store:
         return written == len(record)
 
     def resize(self, budget: int) -> None:
-        """Change the budget, for all processes; what was added last is dropped until the rest fits."""
-        with self._alone() as words:
+        """Change the budget, for all processes; the items added last are dropped until the rest fits."""
+        with self._exclusive() as words:
             words[BUDGET], words[FULL] = budget, 0
             if words[USED] <= budget:
                 return
@@ -217,23 +209,23 @@ class Store:
             words[USED], words[ITEMS] = end, kept
 
     def _drop(self, item: int, start: int) -> None:
-        """Forget an entry that leads to nothing good; its bytes stay counted until the budget is lowered."""
-        with self._alone() as words:
+        """Remove the entry of a damaged record; its bytes stay counted until the budget is lowered."""
+        with self._exclusive() as words:
             at = HEADER_WORDS + 2 * item
             if words[at] == start:
                 words[at] = 0
                 words[ITEMS] -= 1
 
     def count(self, hits: int, misses: int, unfit: int = 0) -> None:
-        """Add to what all processes have counted."""
-        with self._alone() as words:
+        """Add to the counts of all processes."""
+        with self._exclusive() as words:
             words[HITS] += hits
             words[MISSES] += misses
             words[UNFIT] += unfit
 
     def stats(self) -> Stats:
         """Return all counts, of one moment."""
-        with self._alone() as words:
+        with self._exclusive() as words:
             length, items, used, budget, hits, misses, unfit, full = (words[at] for at in STATS)
         return Stats(length, items, used, budget, hits, misses, unfit, bool(full))
 
@@ -245,7 +237,7 @@ def _record(item: int, payload: bytes) -> bytes:
 
 
 def _intact(record: bytearray, item: int) -> bool:
-    """Whether a record is this item's, whole and unchanged."""
+    """Return whether a record belongs to this item, whole and unchanged."""
     check: int
     magic, check, owner, length = HEAD.unpack_from(record)
     if (magic, owner, length) != (MAGIC, item, len(record) - HEAD.size):

@@ -1,4 +1,4 @@
-"""The worker's side of a loader: reads one batch, seeded by its number, whoever reads it."""
+"""The worker's side of a loader: reads one batch, seeded by its number in every process."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from typing import Any, TypeAlias
 
 from torch.utils.data import get_worker_info
 
-from cadenza.sidecar.client.data.seeds import BatchKey, borrowed
+from cadenza.sidecar.client.data.seeds import BatchKey, generators_preserved
 
 Task: TypeAlias = tuple[BatchKey, Any]
-"""A batch's key and what the sampler says is in it: a list of indices, or one index when batching is off."""
+"""A batch's key and the sampler's indices: a list, or one index when batching is off."""
 Numbered: TypeAlias = tuple[int, Any]
 """A batch's number in its epoch, and the batch."""
-
-
 STOPS = (signal.SIGINT, signal.SIGTERM)
-"""The signals that are meant for the training process."""
+"""Signals meant for the training process only."""
 
 
 class Reader:
-    """A dataset of whole batches, indexed by tasks: what the workers of torch's own DataLoader read."""
+    """A dataset of whole batches, indexed by tasks, for the workers of torch's own DataLoader."""
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool) -> None:
         self.dataset = dataset
@@ -30,11 +28,11 @@ class Reader:
         self._batched = batched
 
     def __getitem__(self, task: Task) -> Numbered:
-        """Return a task's batch. In the training process its random numbers are left as they were."""
+        """Return a task's batch. In the training process the random numbers are left unchanged."""
         key, indices = task
         if get_worker_info() is not None:
             return key.number, self._read(key, indices)
-        with borrowed():
+        with generators_preserved():
             return key.number, self._read(key, indices)
 
     def _read(self, key: BatchKey, indices: Any) -> Any:
@@ -42,22 +40,22 @@ class Reader:
         key.seed()
         if not self._batched:
             return self._collate(self.dataset[indices])
-        together = getattr(self.dataset, "__getitems__", None)
-        samples = together(indices) if together else [self.dataset[index] for index in indices]
+        read_together = getattr(self.dataset, "__getitems__", None)
+        samples = read_together(indices) if read_together else [self.dataset[index] for index in indices]
         return self._collate(samples)
 
 
 class WorkerStart:
-    """What each worker does first, before the user's own ``worker_init_fn``."""
+    """First action of each worker, before the user's own ``worker_init_fn``."""
 
     def __init__(self, then: Callable[[int], object] | None) -> None:
         self._then = then
 
     def __call__(self, worker: int) -> None:
-        """Ignore STOPS, which were held back until now, and show the user's dataset as torch does.
+        """Ignore STOPS, which were blocked until now, and show the user's dataset as torch does.
 
-        Slurm signals every process of a step: a worker that obeyed would end before the training process could
-        write its checkpoint. A handler, other than SIG_IGN, is not inherited by programs that the dataset runs.
+        Slurm signals every process of a step: a worker that ended by the signal would be missing before the training
+        process could write its checkpoint. Programs that the dataset runs do not inherit a handler, unlike SIG_IGN.
         """
         for number in STOPS:
             signal.signal(number, _ignore)
@@ -70,8 +68,8 @@ class WorkerStart:
 
 
 @contextlib.contextmanager
-def signals_held() -> Iterator[None]:
-    """Hold STOPS back from this thread and from the processes it starts, until each is ready to ignore them."""
+def signals_blocked() -> Iterator[None]:
+    """Block STOPS in this thread and in the processes that it starts, until each of them ignores them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         yield
@@ -80,9 +78,9 @@ def signals_held() -> Iterator[None]:
 
 
 def _ignore(number: int, frame: object) -> None:
-    """Do nothing about a signal."""
+    """Ignore a signal."""
 
 
-def as_it_is(batch: Any) -> Any:
+def collated(batch: Any) -> Any:
     """Return a batch unchanged: the reader has collated it."""
     return batch

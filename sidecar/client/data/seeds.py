@@ -1,4 +1,4 @@
-"""Random numbers of one batch: seeded by its number, and put back where the training process reads."""
+"""Random numbers of one batch, seeded by its number; the training process's own are preserved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ try:
 except ImportError:  # torch runs without it
     np = None
 
-__all__ = ["BatchKey", "borrowed", "capture", "install", "np"]
+__all__ = ["BatchKey", "capture", "generators_preserved", "install", "np"]
 
 SEED_BYTES = 8
 NUMPY_WORDS = 4
@@ -25,10 +25,10 @@ NUMPY_WORDS = 4
 
 @dataclass(frozen=True)
 class BatchKey:
-    """What a batch's random numbers follow from, and nothing else does: not the worker, not their number.
+    """Source of a batch's random numbers; the worker and the number of workers have no influence.
 
     ``base`` is the seed that DataLoader calls base_seed, drawn from the loader's generator (else from torch's
-    global one) as DataLoader draws it: once an epoch, or once altogether with persistent workers. ``round``
+    global one) as DataLoader draws it: once an epoch, or only once with persistent workers. ``round``
     counts the epochs since it was drawn, and ``number`` the batches of the epoch.
     """
 
@@ -40,7 +40,7 @@ class BatchKey:
         """Seed torch's CPU generator, ``random`` and numpy's global generator, if numpy is there.
 
         The seeds are the first 8 bytes of BLAKE2b over ``base:round:number`` for torch and ``random``, and the
-        next 16 as four words for numpy. Generators that a dataset holds itself are its own affair.
+        next 16 as four words for numpy. A dataset's own generators are not seeded.
         """
         text = f"{self.base}:{self.round}:{self.number}".encode()
         digest = blake2b(text, digest_size=SEED_BYTES + 4 * NUMPY_WORDS).digest()
@@ -78,24 +78,24 @@ def install(state: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def borrowed() -> Iterator[None]:
-    """Leave the global generators afterwards as they were before: for a batch read in the training process.
+def generators_preserved() -> Iterator[None]:
+    """Preserve the global generators while a batch is read in the training process.
 
-    numpy's is exchanged for another meanwhile, because copying its state takes a hundred times as long. It then
-    drops the second number of a pair that ``np.random.randn`` may have kept.
+    numpy's generator is replaced by another for that time, because copying its state takes a hundred times as long.
+    It drops the second number of a pair that ``np.random.randn`` may have kept.
     """
-    ours, theirs = torch.get_rng_state(), random.getstate()
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
     with _other_numpy():
         try:
             yield
         finally:
-            torch.set_rng_state(ours)
-            random.setstate(theirs)
+            torch.set_rng_state(torch_state)
+            random.setstate(python_state)
 
 
 @contextlib.contextmanager
 def _other_numpy() -> Iterator[None]:
-    """Put a generator of our own behind numpy's global functions."""
+    """Put another generator behind numpy's global functions."""
     if np is None:
         yield
         return
@@ -110,4 +110,4 @@ def _other_numpy() -> Iterator[None]:
 
 
 _spare: list[Any] = []
-"""The generator that numpy has while a batch is read in the training process, once one was."""
+"""Generator for numpy while a batch is read in the training process; made on first use."""

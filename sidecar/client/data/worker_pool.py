@@ -1,4 +1,4 @@
-"""One set of workers: torch's own DataLoader over whole batches, fed from a source that other sets share."""
+"""One pool of workers: torch's own DataLoader over whole batches, fed from a source that other pools share."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from cadenza.sidecar.client.data.loader_worker import Numbered, Reader, Task, WorkerStart, as_it_is, signals_held
+from cadenza.sidecar.client.data.loader_worker import Numbered, Reader, Task, WorkerStart, collated, signals_blocked
 
 PREFETCH = 2
-"""Batches read ahead by each worker where nobody says: DataLoader's own default."""
-
-
+"""Batches read ahead by each worker by default, as in DataLoader."""
 JOIN_S = 5.0
-"""The longest wait for a process whose end has begun."""
+"""Longest wait for a process whose end has begun."""
 
 
 class Settings(Protocol):
-    """What a crew takes from its loader; all of it is DataLoader's."""
+    """Values that a pool takes from its loader; all are DataLoader's."""
 
     num_workers: int
     prefetch_factor: int | None
@@ -39,7 +37,7 @@ class Settings(Protocol):
 
 
 class Feed:
-    """An iterator over a source that can be cut off, so that another crew goes on with the source."""
+    """An iterator over a source that can be cut off, so that another pool continues with the source."""
 
     def __init__(self, source: Iterator[Task]) -> None:
         self.source = source
@@ -54,11 +52,11 @@ class Feed:
         return next(self.source)
 
 
-class Crew:
-    """A number of workers, which read ahead as DataLoader's do; no workers means this process reads.
+class WorkerPool:
+    """A number of workers, which read ahead as DataLoader's do; without workers this process reads.
 
-    After ``retire()`` it hands out what it has read ahead and ends. Making one may raise OSError, and has then
-    taken nothing from the source.
+    After ``retire()`` it hands out the batches read ahead and ends. If making one raises OSError, nothing was taken
+    from the source.
     """
 
     def __init__(self, settings: Settings, reader: Reader, source: Iterator[Task]) -> None:
@@ -71,13 +69,13 @@ class Crew:
             reader,  # type: ignore[arg-type]
             batch_size=None,
             sampler=self._feed,
-            collate_fn=as_it_is,
+            collate_fn=collated,
             pin_memory=settings.pin_memory,
             pin_memory_device=settings.pin_memory_device,
             generator=generator,
             **(_with_workers(settings) if self.size else {}),
         )
-        with signals_held():
+        with signals_blocked():
             self._batches: Iterator[Numbered] | None = iter(self._loader)
         self._workers = _own_workers(self._batches)
         self._pids = tuple(worker.pid or 0 for worker in self._workers)
@@ -85,7 +83,11 @@ class Crew:
             # They ignore SIGTERM, and DataLoader's last resort for one that hangs must not be ignored.
             worker.terminate = worker.kill  # type: ignore[method-assign]
         if self._workers:
-            _close_at_exit(self)
+            # The interpreter's own end would wait for workers that ignore SIGTERM.
+            _open_pools.add(self)
+            if not _exits:
+                _exits.append(True)
+                atexit.register(_close_all)
 
     def __next__(self) -> Numbered:
         if self._batches is None:
@@ -98,7 +100,7 @@ class Crew:
             signal_handling._remove_worker_pids(id(self))  # type: ignore[attr-defined]  # noqa: SLF001
 
     def restart(self, source: Iterator[Task]) -> None:
-        """Begin an epoch with the same, persistent workers; what they still hold of the last one is dropped."""
+        """Begin an epoch with the same, persistent workers; batches left of the last epoch are dropped."""
         self._feed.source = source
         self._batches = iter(self._loader) if self._loader is not None else None
 
@@ -107,17 +109,17 @@ class Crew:
         self._feed.cut = True
 
     def dead(self, patience_s: float) -> list[str]:
-        """Describe the workers that have ended, waiting for one that may be about to; none should have."""
+        """Describe the workers that have ended; wait for one that may be about to end."""
         ending = wait([worker.sentinel for worker in self._workers], patience_s)
         for worker in self._workers:
             if worker.sentinel in ending:
-                worker.join(JOIN_S)  # its files are closed: its end is a matter of microseconds
+                worker.join(JOIN_S)  # its files are closed, so it ends within microseconds
         return [f"{worker.pid} ({_ending(worker.exitcode)})" for worker in self._workers if not worker.is_alive()]
 
     def close(self) -> None:
         """End the workers and wait for them, as DataLoader does; one that hangs for some seconds is killed."""
         batches, self._batches, self._loader = self._batches, None, None
-        # DataLoader calls this when its iterator is deleted, which an exception's traceback may hold up.
+        # DataLoader calls this when its iterator is deleted, which an exception's traceback may delay.
         shutdown = getattr(batches, "_shutdown_workers", None)
         if shutdown is not None and self._pid == os.getpid():
             shutdown()
@@ -129,7 +131,7 @@ class Crew:
 
 
 def _with_workers(settings: Settings) -> dict[str, Any]:
-    """Return the arguments that DataLoader takes only together with workers."""
+    """Return the arguments that DataLoader accepts only together with workers."""
     return {
         "num_workers": settings.num_workers,
         "prefetch_factor": settings.prefetch_factor or PREFETCH,
@@ -141,10 +143,10 @@ def _with_workers(settings: Settings) -> dict[str, Any]:
 
 
 def _own_workers(batches: Any) -> list[BaseProcess]:
-    """Return the workers of DataLoader's iterator, and take the care for their deaths over from it.
+    """Return the workers of DataLoader's iterator, and watch for their deaths in its place.
 
-    It would raise an error wherever the training process happens to be when a worker dies, also in the middle of
-    a step or of a move of its state: here that happens only while it waits for a batch.
+    The iterator would raise an error at any point of the training process when a worker dies, even in the middle of
+    a step or of a move of its state. Here the error comes only while the process waits for a batch.
     """
     if getattr(batches, "_worker_pids_set", False):
         signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]  # noqa: SLF001
@@ -159,20 +161,12 @@ def _ending(code: int | None) -> str:
     return f"killed by {signal.Signals(-code).name}"
 
 
-_open: weakref.WeakSet[Crew] = weakref.WeakSet()
+_open_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 _exits: list[bool] = []
 """Non-empty once the exit handler is registered."""
 
 
-def _close_at_exit(crew: Crew) -> None:
-    """Have a crew closed before the interpreter's own end, which would wait for workers that ignore SIGTERM."""
-    _open.add(crew)
-    if not _exits:
-        _exits.append(True)
-        atexit.register(_close_all)
-
-
 def _close_all() -> None:
-    """Close what is still open."""
-    for crew in list(_open):
-        crew.close()
+    """Close the pools that are still open."""
+    for pool in list(_open_pools):
+        pool.close()
