@@ -19,7 +19,7 @@ class AgentSettings(msgspec.Struct, frozen=True):
     service: Annotated[
         str,
         Meta(
-            description="Address of the policy service, such as tcp://ctl:6820; empty: none, take turns locally",
+            description="Address of the policy service, such as tcp://ctl:6820; empty: none, jobs take turns locally",
             pattern=r"^((tcp|ipc)://.+)?$",
         ),
     ] = ""
@@ -47,8 +47,8 @@ class AgentSettings(msgspec.Struct, frozen=True):
     driver_checkpoint: Annotated[
         Literal["off", "unattached", "always"],
         Meta(
-            description="Whom CUDA's process checkpoints stop: nobody, jobs whose ranks cannot stop by themselves, "
-            "or those and, after they moved their state, what all others still have on the GPU"
+            description="Jobs stopped by CUDA's process checkpoints: none, those whose ranks cannot stop themselves, "
+            "or all, for the CUDA contexts that stay on the GPU after ranks moved their state"
         ),
     ] = "off"
     telemetry_s: Annotated[float, Meta(description="Time between two samples of each job's use of the host", gt=0)] = (
@@ -56,10 +56,10 @@ class AgentSettings(msgspec.Struct, frozen=True):
     )
     records: Annotated[
         Literal["off", "request", "jsonl"],
-        Meta(description="Whose samples are kept: nobody's, those of jobs that set CADENZA_RECORDS, or every job's"),
+        Meta(description="Jobs whose samples are kept: none, those that set CADENZA_RECORDS, or all"),
     ] = "request"
     records_dir: Annotated[
-        str, Meta(description="Where jobs that set no CADENZA_RECORDS get theirs, in a directory by uid", min_length=1)
+        str, Meta(description="Directory of records for jobs that set no CADENZA_RECORDS, by uid", min_length=1)
     ] = "/var/lib/cadenza/records"
     records_mb: Annotated[
         int, Meta(description="Size of a job's record file at which it is rotated; one older file is kept", ge=1)
@@ -67,14 +67,14 @@ class AgentSettings(msgspec.Struct, frozen=True):
 
     prefetch_mb: Annotated[
         int,
-        Meta(description="Most that is read into memory for a job that will move here, MB; 0: nothing", ge=0),
+        Meta(description="Limit on data read ahead for a job that will move here, MB; 0: none", ge=0),
     ] = 8192
     tuning: Annotated[
         Literal["off", "affinity", "cgroups"],
-        Meta(description="How a running job's CPUs and memory may be changed; cgroups falls back to affinity"),
+        Meta(description="Means to change a running job's CPUs and memory; cgroups falls back to affinity"),
     ] = "cgroups"
     slurm_cpus: Annotated[
-        int, Meta(description="CPUs that Slurm counts on this host if not those it has; 0: the same", ge=0)
+        int, Meta(description="CPUs that Slurm counts on this host; 0: those of the machine", ge=0)
     ] = 0
 
     @property
@@ -90,7 +90,7 @@ class AgentFile(msgspec.Struct, frozen=True):
 
 
 def load_settings(path: Path | None) -> AgentSettings:
-    """Return the settings in ``path``; without one, in the default file, or the defaults when there is none.
+    """Return the settings in ``path``; without it those in the default file, or the defaults if that is missing.
 
     Raise ConfigError as :func:`cadenza.sidecar.config.load` does.
     """

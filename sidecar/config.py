@@ -38,7 +38,7 @@ def load(path: Path, kind: type[T], *, ignore: Iterable[str] = ()) -> T:
 
 
 def load_file(path: Path, kind: type[T]) -> T:
-    """Return one file as the struct ``kind``, whatever lies beside it; raise ConfigError as ``load`` does."""
+    """Return one file as the struct ``kind``, without its conf.d; raise ConfigError as ``load`` does."""
     values: dict[str, Any] = {}
     origin: dict[Key, Path] = {}
     _merge(values, _parse(path), origin, path, ())

@@ -1,9 +1,9 @@
-"""One stop step for all ranks of a job: what to do next, given how far each rank is.
+"""One stop step for all ranks of a job: the next action, given the progress of each rank.
 
-Ranks of synchronous data-parallel training are at most one boundary apart, and a rank that slipped past the
-stop step blocks in the next all-reduce until those that wait at the stop step go on. So the stop step is
-only ever raised, to a boundary that no rank has left, until all stand at the same one (Gandiva, OSDI'18:
-suspend-resume at a mini-batch boundary). The agent uses this for a host's ranks, the service for hosts.
+Ranks of synchronous data-parallel training are at most one boundary apart. A rank that slipped past the stop step
+blocks in the next all-reduce until the ranks that wait at the stop step go on. Therefore the stop step is only ever
+raised, to a boundary that no rank has left, until all stand at the same one (Gandiva, OSDI'18: suspend-resume at a
+mini-batch boundary). The agent uses this for the ranks of a host, the service for the hosts of a job.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 GRACE_S = 0.02
-"""How long a rank may stand at the stop step before it counts as having slipped past it."""
+"""Time that a rank may be at the stop step without arriving before it counts as having slipped past it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far one rank (or all ranks of one host) is: ``step`` boundaries completed."""
+    """Progress of one rank, or of all ranks of one host: ``step`` boundaries completed."""
 
     step: int
     arrived: bool = False
-    """It stands at boundary ``step`` and waits for the next word."""
+    """It stands at boundary ``step`` and waits for the next order."""
     arriving: bool = False
-    """It is known to be on its way from boundary ``step`` to having arrived there."""
+    """It has reached boundary ``step`` and is about to arrive there."""
     refused: str = ""
-    """What it cannot move; else empty."""
+    """Name of the state that it cannot move; otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing to do yet."""
+    """Do nothing yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Raise:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """All stand at boundary ``step``: let them move their state out."""
+    """Let all move their state out: they stand at boundary ``step``."""
 
     step: int
 
@@ -60,10 +60,10 @@ Plan: TypeAlias = Wait | Raise | Commit | Cancel
 
 
 def plan_stop(ranks: Sequence[Progress], *, stop: int, waited_s: float, timeout_s: float, quiet_s: float) -> Plan:
-    """Return the next move of a stop under way.
+    """Return the next action of a stop under way.
 
-    ``stop`` is the stop step told so far (0: none yet), ``waited_s`` the time since the order, ``quiet_s`` the
-    time since ``ranks`` last changed; all in seconds. An arrival below ``stop`` is over: that rank goes on.
+    ``stop`` is the present stop step (0: none yet), ``waited_s`` the time since the order, ``quiet_s`` the time since
+    ``ranks`` last changed; all in seconds. An arrival below ``stop`` is over: that rank goes on.
     """
     refused = next((rank.refused for rank in ranks if rank.refused), "")
     if refused:
@@ -82,7 +82,7 @@ def plan_stop(ranks: Sequence[Progress], *, stop: int, waited_s: float, timeout_
 
 
 def _raise(ranks: Sequence[Progress], here: Sequence[bool], stop: int, quiet_s: float) -> Plan:
-    """Raise the stop step when somebody stopped beyond it or slipped past it, else wait."""
+    """Raise the stop step if a rank stopped beyond it or slipped past it; otherwise wait."""
     reached = max((rank.step for rank, done in zip(ranks, here, strict=True) if done), default=stop)
     slipped = [
         rank.step + 1
@@ -94,10 +94,9 @@ def _raise(ranks: Sequence[Progress], here: Sequence[bool], stop: int, quiet_s: 
 
 
 def _late(ranks: Sequence[Progress], here: Sequence[bool], waited_s: float) -> str:
-    """Name who had not arrived when the time was up."""
+    """Name the ranks that had not arrived when the time was up."""
     if not ranks:
-        return f"nobody answered within {waited_s:.1f} s"
+        return f"no rank answered within {waited_s:.1f} s"
     late = [str(index) for index, done in enumerate(here) if not done]
     steps = f"steps {min(rank.step for rank in ranks)} to {max(rank.step for rank in ranks)}"
-    who = ", ".join(late[:8])
-    return f"{len(late)} of {len(ranks)} had not arrived after {waited_s:.1f} s ({steps}): {who}"
+    return f"{len(late)} of {len(ranks)} had not arrived after {waited_s:.1f} s ({steps}): {', '.join(late[:8])}"

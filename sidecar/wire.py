@@ -9,12 +9,12 @@ Messages, job side to agent
     ``start``     the SPANK plugin, as root, before a task is executed: registers the job, then waits
     ``end``       the SPANK plugin's epilog, as root: the job has left this node
     ``attach``    the client of one rank; answered by ``attached`` with the page's memfd as SCM_RIGHTS
-    ``arrived``   a rank stands at its stop boundary; ``refused`` names what cannot be moved, else ""
+    ``arrived``   a rank stands at its stop boundary; ``refused`` names state that cannot be moved
     ``yielded``   the rank's GPU state is in host memory and its GPU memory free
     ``resumed``   the rank has its state back and goes on
     ``checkpointed``  the rank stands at its stop boundary and its part of a complete checkpoint is on the disk
     ``detach``    the rank will not stop any more
-    ``requeued_by``  somebody else requeues this job by a signal handler, as the rank has found out since ``attach``
+    ``requeued_by``  other software requeues this job by a signal handler; the rank noticed it after ``attach``
 Messages, agent to job side
     ``lease``     to ``start``: ``state`` is ``granted``, ``wait`` (repeated every few seconds) or ``giveup``
     ``attached``  ``state`` is ``held`` (go on), or ``yielded`` (move your state out and wait for ``resume``)
@@ -22,7 +22,7 @@ Messages, agent to job side
     ``commit``    all ranks have arrived: move the state out
     ``cancel``    the stop is withdrawn, go on
     ``resume``    the lease is yours: move the state back
-    ``error``     the message was refused; ``error`` says why
+    ``error``     the message was refused; ``error`` gives the reason
 
 Fields (those in brackets may be missing; an unknown one is ignored)
     ``start``     job restart uid user node lane gpus hosts managed step [options cpus memory_mb]
@@ -34,30 +34,30 @@ Fields (those in brackets may be missing; an unknown one is ignored)
                   failed and was undone: the rank runs on)
     ``resumed``   copy_s [order]
     ``checkpointed``  order step bytes seconds [path] [error] (it failed: nothing is lost, the rank runs on)
-    ``requeued_by``  owner (``lightning``, ``submitit``; "" for nobody)
+    ``requeued_by``  owner (``lightning``, ``submitit``; "" takes it back)
     ``lease``     state [reason]
     ``attached``  state rank, and the page's descriptor
     ``stop``      order step;  ``commit`` and ``resume``: order;  ``cancel``: order reason;  ``error``: error
 
 Rules
-    Only ``resume`` moves state back: an ``attached`` with ``held`` to a rank that said ``yielded`` is followed by
-    one. A rank sets PAGE_STATE to STATE_ARRIVED before it looks at what it would move, and then sends
-    ``arrived``; a connection that ends before ``commit`` withdraws the stop. A second ``attach`` of a process
-    replaces its first. ``cancel`` and ``stop`` with another order than the one at hand are out of date.
-    PAGE_PURPOSE says what a stop is for. After ``commit`` of a checkpoint the ranks save together, say
-    ``checkpointed`` and stand until ``cancel`` sends them on, or until their job is requeued.
+    Only ``resume`` moves state back: it follows an ``attached`` with ``held`` to a rank that sent ``yielded``. A rank
+    sets PAGE_STATE to STATE_ARRIVED before it examines the state to move, and then sends ``arrived``. A connection
+    that ends before ``commit`` withdraws the stop. A second ``attach`` of a process replaces its first. ``cancel`` and
+    ``stop`` with another order than the current one are out of date. PAGE_PURPOSE is the purpose of a stop. After
+    ``commit`` of a checkpoint the ranks save together, send ``checkpointed`` and stand until ``cancel`` sends them on
+    or their job is requeued.
 
 Page
     One 4096-byte memfd for each rank. The client writes its words and the agent its own, each by one aligned
     8-byte store, so that a step costs no system call. The client's words are one record under a sequence lock:
-    PAGE_SEQUENCE is odd while it writes. A reader takes a copy when it found the same even number before and
-    after; it tries a few times and then does without. That needs stores to become visible in program order, as
-    on x86-64; elsewhere a record may mix two neighbouring steps, which counters that only grow survive.
-    PAGE_LAYOUT says what a client writes: 0 the words up to PAGE_SAMPLES and the coarse histogram, without a
-    sequence lock; 1 all but that histogram. Words are only ever added, so that an agent and a client of
-    different ages go together: what the other side does not write is 0.
-    The agent writes what a job has now before PAGE_TUNE_COUNT. A client that finds another count reads it; should
-    it read while the agent writes the next, the count changes behind it and it reads again.
+    PAGE_SEQUENCE is odd while it writes. A copy is valid if the reader found the same even number before and after;
+    it tries a few times and then does without. This needs stores to become visible in program order, as on x86-64;
+    elsewhere a record may mix two adjacent steps, which counters that only grow survive.
+    PAGE_LAYOUT is the set of words that a client writes: 0 the words up to PAGE_SAMPLES and the coarse histogram,
+    without a sequence lock; 1 all but that histogram. Words are only ever added, so that agents and clients of
+    different ages work together: a word that the other side does not write is 0.
+    The agent writes a job's present resources before PAGE_TUNE_COUNT. A client that finds another count reads them; if
+    the agent writes the next values at that time, the count changes again and the client reads again.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ VERSION = 1
 MAX_PACKET = 65536
 DEFAULT_SOCKET = "/run/cadenza/agent.sock"
 FILES_NAME = "cadenza-files"
-"""Name of a memfd that a client may keep open: the files that it has imported or will need, one path a line."""
+"""Name of a memfd that a client may keep open: files that it has imported or will need, one path a line."""
 SOCKET_ENV = "CADENZA_SOCKET"
 
 PAGE_BYTES = 4096
@@ -83,30 +83,30 @@ PAGE_SUM_NS = 3
 """Sum of iteration times; the time spent yielded is not in it."""
 PAGE_STATE = 4
 PAGE_SAMPLES = 5
-"""Training samples as told to ``boundary(samples)``; 0 when nobody says. The mean iteration time is PAGE_SUM_NS
-over the sum of the histogram."""
+"""Training samples passed to ``boundary(samples)``; 0 without any. The mean iteration time is PAGE_SUM_NS over the sum
+of the histogram."""
 PAGE_LAYOUT = 6
-"""The client's LAYOUT; 0 of clients that know none."""
+"""The client's LAYOUT; 0 for clients without one."""
 PAGE_SEQUENCE = 7
 PAGE_WAITED_NS = 8
-"""Time in which the training loop was blocked in its loader."""
+"""Time that the training loop was blocked in its loader."""
 PAGE_MEMORY_KIND = 9
-"""What the next two words count: one of ``MEMORY_…``."""
+"""Kind of memory in the next two words: one of ``MEMORY_…``."""
 PAGE_MEMORY_LOW = 10
-"""Least memory, in bytes, that was in use at a boundary looked at."""
+"""Least memory in use at a sampled boundary, in bytes."""
 PAGE_MEMORY_PEAK = 11
-"""Most memory, in bytes, that was in use at any time."""
+"""Most memory in use at any time, in bytes."""
 PAGE_SAVES = 12
-"""1 when this rank can save a checkpoint on order; only then is it asked to."""
+"""1 if this rank can save a checkpoint on order; only then it is asked to."""
 PAGE_ORDER_COUNT = 15
-"""Stops that this rank has come to; the last ORDERS_KEPT of them are in the ring."""
+"""Stops that this rank has reached; the last ORDERS_KEPT of them are in the ring."""
 PAGE_ORDERS = 16
 """First of ORDERS_KEPT entries of ORDER_WORDS words: the order's number, CLOCK_MONOTONIC at which its boundary
-was reached, and the ns from there until the rank was ready to stop and until its state was out (0: it was not)."""
+was reached, and the ns from there until the rank was ready to stop and until its state was out (0: never)."""
 ORDERS_KEPT = 8
 ORDER_WORDS = 4
 PAGE_HISTOGRAM = 64
-"""First of HISTOGRAM_BUCKETS counters of iteration times, see :func:`bucket`; of clients of layout 0."""
+"""First of HISTOGRAM_BUCKETS counters of iteration times, see :func:`bucket`; for clients of layout 0."""
 HISTOGRAM_BUCKETS = 160
 # Agent's half:
 PAGE_STOP = 256
@@ -114,13 +114,13 @@ PAGE_STOP = 256
 PAGE_ORDER = 257
 """Number of the order that PAGE_STOP belongs to."""
 PAGE_PURPOSE = 258
-"""What the order is for: one of ``PURPOSE_…``."""
+"""Purpose of the order: one of ``PURPOSE_…``."""
 PAGE_CPUS_CENTI = 259
-"""The CPUs that the whole job has on this node now, in hundredths."""
+"""Present CPUs of the whole job on this node, in hundredths."""
 PAGE_CACHE_MB = 260
 """Host memory, in MiB, for the caches of the job's loaders on this node, all its ranks together; or UNSAID."""
 PAGE_TUNE_COUNT = 261
-"""How often the two before it were written; 0: never, they say nothing."""
+"""Number of writes of the two words before it; 0: they are void."""
 
 # Client's again:
 PAGE_FINE = 264
@@ -135,10 +135,10 @@ MEMORY_UNKNOWN = 0
 MEMORY_HOST = 1
 """Resident set of the process."""
 MEMORY_GPU = 2
-"""What torch's allocator has given out on the rank's current device."""
+"""Memory given out by torch's allocator on the rank's current device."""
 
 QUARTERED_BITS = 3
-"""From this many bits on an octave has four buckets; below, each number is one."""
+"""From this many bits on an octave has four buckets; below, each number is a bucket."""
 
 MAGIC = 0x43414445_4E5A4131  # "CADENZA1"
 

@@ -14,14 +14,14 @@ from cadenza.sidecar.agent.driver.events import (
     Ended,
     Event,
     HelperLost,
-    LookAt,
+    Inspect,
+    Inspected,
     Operate,
     Restart,
-    Seen,
     Thaw,
     Tick,
 )
-from cadenza.sidecar.agent.driver.machine import GPU_MARGIN_BYTES, TRIES, Limits, Machine
+from cadenza.sidecar.agent.driver.machine import GPU_MARGIN_BYTES, MAX_TRIES, Limits, Machine
 from cadenza.sidecar.agent.leases.lease_table import GpuProcess
 
 GB = 1 << 30
@@ -41,7 +41,7 @@ class World:
     free: int = 80 * GB
     extra: list[int] = field(default_factory=list)
     strangers: bool = False
-    """The last look saw a process that the machine does not know."""
+    """The last inspection saw a process that the machine does not know."""
     under_way: list[Command] = field(default_factory=list)
     done: list[tuple[str, int]] = field(default_factory=list)
 
@@ -80,13 +80,13 @@ class World:
     def finish(self, number: int, how: str) -> None:
         """Let something that is under way come back; *error* leaves things as they were, *spoil* does not."""
         command = self.under_way.pop(number % len(self.under_way))
-        if isinstance(command, LookAt):
+        if isinstance(command, Inspect):
             found = tuple(process(pid) for pid, state in self.states.items() if state in {"running", "locked"})
             if how != "good":
-                self.tell(Seen(refused="NVML: unknown error"))
+                self.tell(Inspected(refused="NVML: unknown error"))
                 return
             self.strangers = bool(self.extra)
-            self.tell(Seen((*found, *map(process, self.extra)), {0: self.free}))
+            self.tell(Inspected((*found, *map(process, self.extra)), {0: self.free}))
         elif isinstance(command, Operate) and command.pid in self.states:
             self.tell(self.operate(command, how))
 
@@ -189,7 +189,7 @@ def test_any_sequence_of_failures_ends_well_or_is_reported(
         while one.under_way:
             one.finish(0, "good")
         tries = [member.tries for member in one.machine.members.values()]
-        assert "locked" not in one.states.values() or max(tries) >= TRIES, "what is locked is let go"
+        assert "locked" not in one.states.values() or max(tries) >= MAX_TRIES, "what is locked is let go"
 
 
 @given(
@@ -278,7 +278,7 @@ def test_a_process_that_came_meanwhile_keeps_the_lease() -> None:
     one.finish(0, "good")
     one.extra = [11]
     assert one.settle() == "running"
-    assert one.machine.reason == "pid 11 of the job came to its GPUs meanwhile"
+    assert one.machine.reason == "pid 11 of the job came to its GPUs later"
 
 
 def test_a_job_that_must_be_left_alone_is_not_touched() -> None:
@@ -336,6 +336,6 @@ def test_a_helper_that_cannot_be_had_ends_in_lost() -> None:
     one = world(10)
     one.settle()
     one.tell(Thaw())
-    for _ in range(TRIES + 1):
+    for _ in range(MAX_TRIES + 1):
         one.lose_helper()
     assert one.machine.outcome == "lost"

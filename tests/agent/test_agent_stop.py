@@ -45,7 +45,7 @@ def test_a_refusal_or_the_end_of_patience_cancels() -> None:
     assert plan(Progress(6, arrived=True, refused="shared"), at(6), stop=6) == Cancel("refused", "shared")
     late = plan(at(6), Progress(3), stop=6, waited=10.0)
     assert late == Cancel("timeout", "1 of 2 had not arrived after 10.0 s (steps 3 to 6): 1")
-    assert plan(waited=10.0) == Cancel("timeout", "nobody answered within 10.0 s")
+    assert plan(waited=10.0) == Cancel("timeout", "no rank answered within 10.0 s")
     assert plan() == Wait()
 
 

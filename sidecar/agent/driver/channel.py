@@ -1,4 +1,4 @@
-"""The agent's end of the helper: started when needed, started again when it died, never waited for."""
+"""The agent's end of the helper process: starts it when needed, restarts it after its death, never waits for it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pathlib import Path
 
 import msgspec
 
-from cadenza.sidecar.agent.driver.protocol import MAX_PACKET, Called, Hello, Looked, Reply, Request
+from cadenza.sidecar.agent.driver.protocol import MAX_PACKET, Called, Hello, Inspection, Reply, Request
 from cadenza.sidecar.clock import Clock
 
 log = logging.getLogger(__name__)
 
-START_S = 180.0
-"""How long a helper may take until its first word: it waits for the one before it, and for cuInit."""
-PAUSE_S = 300.0
-"""Longest pause before a helper that failed is started again."""
+START_TIMEOUT_S = 180.0
+"""Time allowed to a helper until its first message: it waits for the helper before it, and for cuInit."""
+MAX_RESTART_PAUSE_S = 300.0
+"""Longest pause before a failed helper is started again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Channel:
     watch: Callable[[int, bool], None]
     """Called with the descriptor of each new helper and True, and with False before it is closed."""
     ready: bool = False
-    """A helper has said that it can call the driver."""
+    """A helper has reported that it can call the driver."""
     problem: str = ""
-    """What the machine lacks, as the last helper said."""
+    """Lack of the machine, as the last helper reported it."""
     _sock: socket.socket | None = None
     _process: subprocess.Popen[bytes] | None = None
     _queue: list[Request] = field(default_factory=list)
@@ -55,21 +55,21 @@ class Channel:
     _decoder: msgspec.msgpack.Decoder[Reply] = field(default_factory=lambda: msgspec.msgpack.Decoder(Reply))
 
     def ask(self, request: Request) -> None:
-        """Send a request; it waits for a helper to be ready."""
+        """Queue a request until a helper is ready."""
         self._queue.append(request)
 
     def keep_up(self) -> Lost | None:
-        """Start a helper when there is none and it is time; end one that does not get ready."""
+        """Start a helper if there is none and its time has come; end one that does not get ready."""
         self._gone = [one for one in self._gone if one.poll() is None]
         now = self.clock.monotonic()
         if self._sock is None:
             return self._start(now) if now >= self._start_at else None
-        if not self.ready and now - self._started > START_S:
-            return self.end(f"it was not ready after {START_S:g} s")
+        if not self.ready and now - self._started > START_TIMEOUT_S:
+            return self.end(f"it was not ready after {START_TIMEOUT_S:g} s")
         return None
 
     def _start(self, now: float) -> Lost | None:
-        """Start a helper; a process of its own, so that a fault in the driver is not the agent's."""
+        """Start a helper, a process of its own, so that a fault in the driver does not hit the agent."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-I", "-m", "cadenza.sidecar.agent.driver.helper", str(self.lock)]
         env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
@@ -87,7 +87,7 @@ class Channel:
         return None
 
     def flush(self) -> Lost | None:
-        """Send what waits, if a helper is ready."""
+        """Send the queued requests, if a helper is ready."""
         if not self.ready or self._sock is None:
             return None
         queue, self._queue = self._queue, []
@@ -98,9 +98,9 @@ class Channel:
             return self.end(f"it takes no requests: {error}")
         return None
 
-    def receive(self) -> list[Looked | Called | Lost]:
-        """Return what the helper has said; Lost last when it has ended."""
-        found: list[Looked | Called | Lost] = []
+    def receive(self) -> list[Inspection | Called | Lost]:
+        """Return the helper's replies; Lost is the last if it has ended."""
+        replies: list[Inspection | Called | Lost] = []
         while self._sock is not None:
             try:
                 packet = self._sock.recv(MAX_PACKET)
@@ -109,17 +109,17 @@ class Channel:
             except OSError:
                 packet = b""
             if not packet:
-                found.append(self.end(self.problem or "it ended"))
+                replies.append(self.end(self.problem or "it ended"))
                 break
             reply = self._decoder.decode(packet)
             if isinstance(reply, Hello):
                 self._greeted(reply)
             else:
-                found.append(reply)
-        return found
+                replies.append(reply)
+        return replies
 
     def _greeted(self, hello: Hello) -> None:
-        """Take note of what the helper can do; a lack is said once."""
+        """Record the abilities of the helper; a lack is logged once."""
         if hello.problem and hello.problem != self.problem:
             log.warning("driver path: off: %s", hello.problem)
         self.problem, self.ready = hello.problem, not hello.problem
@@ -129,7 +129,7 @@ class Channel:
             log.info("driver path: ready, CUDA %s, helper pid=%d", version, self._process.pid if self._process else 0)
 
     def end(self, reason: str) -> Lost:
-        """End the helper at once and return what that means."""
+        """End the helper at once and return the loss."""
         self.close()
         if self._process is not None:
             with contextlib.suppress(OSError):
@@ -139,17 +139,17 @@ class Channel:
         return self._failed(reason)
 
     def _failed(self, reason: str) -> Lost:
-        """Note a failure; what was asked is void, and the next start is the later the more there were."""
+        """Record a failure; queued requests are void, and each failure delays the next start more."""
         if reason != self.problem:
             log.warning("driver path: the helper is lost: %s", reason)
         self.ready = False
         self._queue.clear()
-        self._start_at = self.clock.monotonic() + min(2.0**self._failures - 1, PAUSE_S)
+        self._start_at = self.clock.monotonic() + min(2.0**self._failures - 1, MAX_RESTART_PAUSE_S)
         self._failures += 1
         return Lost(f"the helper of the driver path is lost: {reason}")
 
     def close(self) -> None:
-        """Let the helper go: it unlocks what is locked, finishes what it does, and ends by itself."""
+        """Disconnect the helper: it unlocks locked processes, finishes its operations, and ends by itself."""
         if self._sock is not None:
             self.watch(self._sock.fileno(), False)  # noqa: FBT003
             self._sock.close()

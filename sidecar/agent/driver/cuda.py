@@ -8,20 +8,20 @@ from typing import Any
 
 from cadenza.sidecar.agent.errors import AgentError, EnvironmentLacksError
 
-NEEDED = 12080
+MIN_VERSION = 12080
 """cuDriverGetVersion of driver 570, the first with the API."""
-NEEDED_TO_REMAP = 13000
-"""Of driver 580, the first that restores onto other GPUs."""
+MIN_REMAP_VERSION = 13000
+"""cuDriverGetVersion of driver 580, the first that restores onto other GPUs."""
 STATES = {0: "running", 1: "locked", 2: "checkpointed", 3: "failed"}
-"""CUprocessState. What is beyond is of custom storage, which is not used here."""
+"""CUprocessState; higher values belong to custom storage, which is not used here."""
 
 
 class CudaError(AgentError):
-    """The driver refused a call; the message is its name for that."""
+    """The driver refused a call; the message is its name of the error."""
 
 
 class Cuda:
-    """The driver's API, initialised. Calls release the interpreter's lock and may take long, or never return."""
+    """The driver's API, initialized. Calls release the interpreter's lock and may take long, or never return."""
 
     def __init__(self) -> None:
         self._driver = _bindings()
@@ -30,7 +30,7 @@ class Cuda:
             (self.version,) = self._check(self._driver.cuDriverGetVersion())
         except (CudaError, RuntimeError) as error:
             raise EnvironmentLacksError(f"no CUDA driver to be used here: {error}") from None
-        if self.version < NEEDED:
+        if self.version < MIN_VERSION:
             raise EnvironmentLacksError(
                 f"the driver's CUDA is {_dotted(self.version)}; process checkpoints need 12.8 (driver 570 or later)"
             )
@@ -41,24 +41,24 @@ class Cuda:
         return STATES.get(int(state), "failed")
 
     def lock(self, pid: int, timeout_ms: int) -> None:
-        """Block a process's CUDA calls and wait for what it has submitted; after the time-out it runs on."""
+        """Block a process's CUDA calls and wait for its submitted work; after the time-out it runs on."""
         arguments = self._driver.CUcheckpointLockArgs()
         arguments.timeoutMs = timeout_ms
         self._check(self._driver.cuCheckpointProcessLock(pid, arguments))
 
     def checkpoint(self, pid: int) -> None:
-        """Copy a locked process's GPU memory into its own host memory and give up all it has of the GPUs."""
+        """Copy a locked process's GPU memory into its own host memory and free the GPUs."""
         self._check(self._driver.cuCheckpointProcessCheckpoint(pid, None))
 
     def restore(self, pid: int, pairs: Sequence[tuple[str, str]] = ()) -> None:
         """Bring a checkpointed process back, onto other GPUs of the same chip by ``pairs`` of UUIDs."""
-        if pairs and self.version < NEEDED_TO_REMAP:
+        if pairs and self.version < MIN_REMAP_VERSION:
             raise CudaError(f"restoring onto other GPUs needs driver 580, CUDA 13.0; this is {_dotted(self.version)}")
         uuids = [[ctypes.create_string_buffer(_uuid(text), 16) for text in pair] for pair in pairs]
         self._check(self._driver.cuCheckpointProcessRestore(pid, self._mapping(uuids) if uuids else None))
 
     def _mapping(self, uuids: Sequence[Sequence[Any]]) -> Any:
-        """Return the arguments of a restore; the caller keeps the buffers until it is done."""
+        """Return the arguments of a restore; the caller keeps the buffers until it has returned."""
         pairs = []
         for old, new in uuids:
             pair = self._driver.CUcheckpointGpuPair()
@@ -75,7 +75,7 @@ class Cuda:
         self._check(self._driver.cuCheckpointProcessUnlock(pid, None))
 
     def _check(self, answer: Sequence[Any]) -> Sequence[Any]:
-        """Return what a call returned beside its result; raise CudaError unless that is success."""
+        """Return a call's values after its result code; raise CudaError unless that is success."""
         if int(answer[0]):
             raise CudaError(getattr(answer[0], "name", str(answer[0])))
         return answer[1:]

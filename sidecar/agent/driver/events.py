@@ -1,4 +1,4 @@
-"""What a machine of the driver path takes in, and what it gives out."""
+"""Events and commands of the driver path's state machine."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A look came back: the job's processes on its GPUs, free bytes by GPU, and why they must be left alone."""
+class Inspected:
+    """An inspection came back: the job's processes on its GPUs, free bytes by GPU, and a reason to leave them alone."""
 
-    found: tuple[GpuProcess, ...] = ()
+    processes: tuple[GpuProcess, ...] = ()
     free: Mapping[int, int] = field(default_factory=dict)
     refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class HelperLost:
-    """The helper ended or was ended: what was under way may have happened or not."""
+    """The helper has ended; operations under way may have happened or not."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A process of the job is no more."""
+    """A process of the job has ended."""
 
     pid: int
 
@@ -55,7 +55,7 @@ class Tick:
     """Time has passed."""
 
 
-Event: TypeAlias = Answered | Seen | HelperLost | Ended | Thaw | Tick
+Event: TypeAlias = Answered | Inspected | HelperLost | Ended | Thaw | Tick
 
 # --- commands ----------------------------------------------------------------------------------------------
 
@@ -69,8 +69,8 @@ class Operate:
 
 
 @dataclass(frozen=True, slots=True)
-class LookAt:
-    """Look which of the job's processes are on its GPUs, and how much memory is free there."""
+class Inspect:
+    """Find the job's processes on its GPUs, and the free memory there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,4 +80,4 @@ class Restart:
     reason: str
 
 
-Command: TypeAlias = Operate | LookAt | Restart
+Command: TypeAlias = Operate | Inspect | Restart

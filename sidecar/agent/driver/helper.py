@@ -1,8 +1,8 @@
 """The helper process: carries out calls of CUDA's checkpoint API, each in a thread, until the agent is gone.
 
-It keeps CUDA initialised, which a restore needs (cuCheckpointProcessRestore) and which takes seconds. A call that
-hangs holds up no other. When the agent's end of the socket closes, whatever is locked and not checkpointed is
-unlocked; checkpointed processes are left to the next agent, whose helper waits for this one to end.
+It keeps CUDA initialized, which takes seconds and which a restore needs (cuCheckpointProcessRestore). A call that hangs
+delays no other. When the agent's end of the socket closes, processes that are locked and not checkpointed are unlocked;
+checkpointed processes are left to the next agent, whose helper waits for this one to end.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ import msgspec
 
 from cadenza.sidecar.agent.driver.cuda import Cuda, CudaError
 from cadenza.sidecar.agent.driver.inspection import Inspector
-from cadenza.sidecar.agent.driver.protocol import MAX_PACKET, Call, Called, Hello, Look, Reply, Request
+from cadenza.sidecar.agent.driver.protocol import MAX_PACKET, Call, Called, Hello, InspectCall, Reply, Request
 from cadenza.sidecar.agent.errors import EnvironmentLacksError
 from cadenza.sidecar.agent.ipc.processes import start_ticks
 from cadenza.sidecar.clock import Clock, SystemClock
 
-LEAVE_S = 120.0
-"""How long calls under way may take once the agent is gone: a copy that is cut off may spoil its process."""
-TRY_AGAIN_S = 0.2
+LEAVE_TIMEOUT_S = 120.0
+"""Time allowed to calls under way once the agent is gone: a copy that is cut off may spoil its process."""
+RETRY_INTERVAL_S = 0.2
 
 
 class Helper:
-    """Answers requests that come in on a socket."""
+    """Answers the requests on a socket."""
 
-    def __init__(self, sock: socket.socket, cuda: Cuda, looker: Inspector, clock: Clock) -> None:
-        self._sock, self._cuda, self._looker, self._clock = sock, cuda, looker, clock
+    def __init__(self, sock: socket.socket, cuda: Cuda, inspector: Inspector, clock: Clock) -> None:
+        self._sock, self._cuda, self._inspector, self._clock = sock, cuda, inspector, clock
         self._encode = msgspec.msgpack.Encoder().encode
         self._state = threading.Condition()
         self._locked: dict[int, int] = {}
-        """Start times by pid of the processes that are locked and not checkpointed, as far as is known."""
+        """Start times by pid of the processes known to be locked and not checkpointed."""
         self._busy: Counter[int] = Counter()
-        """Requests under way by pid; 0 stands for looks."""
+        """Requests under way by pid; 0 stands for inspections."""
 
     def serve(self) -> None:
         """Answer until the other end closes."""
@@ -58,22 +58,22 @@ class Helper:
             return b""
 
     def _answer(self, request: Request) -> None:
-        """Carry out one request and say how it went."""
-        reply: Reply = self._looker.look(request) if isinstance(request, Look) else self._call(request)
+        """Carry out one request and reply."""
+        reply: Reply = self._inspector.inspect(request) if isinstance(request, InspectCall) else self._call(request)
         with self._state:
             self._busy[_pid(request)] -= 1
             self._state.notify_all()
-        self.say(reply)
+        self.send(reply)
 
-    def say(self, reply: Reply) -> None:
-        """Send one packet; an agent that is gone needs none."""
+    def send(self, reply: Reply) -> None:
+        """Send one packet, unless the agent is gone."""
         try:
             self._sock.send(self._encode(reply))
         except OSError:
             return
 
     def _call(self, call: Call) -> Called:
-        """Make a call on a process, if it is still the one that is meant."""
+        """Make a call on a process, if pid and start time still match."""
         if start_ticks(call.pid) != call.start_ticks:
             return Called(call.id, error="it has ended", gone=True)
         try:
@@ -82,7 +82,7 @@ class Helper:
             return Called(call.id, error=str(error), gone=start_ticks(call.pid) != call.start_ticks)
 
     def _operate(self, call: Call) -> str:
-        """Call the driver and keep account of what is locked; return the state if that was asked for."""
+        """Call the driver and keep track of locked processes; return the state if that was requested."""
         state = ""
         if call.operation == "state":
             state = self._cuda.state(call.pid)
@@ -102,8 +102,8 @@ class Helper:
         return state
 
     def leave(self) -> None:
-        """Unlock what is locked, also what calls under way still lock, and wait for those, within limits."""
-        deadline = self._clock.monotonic() + LEAVE_S
+        """Unlock all locked processes, also those that calls under way still lock, and wait for these within limits."""
+        deadline = self._clock.monotonic() + LEAVE_TIMEOUT_S
         asked: set[int] = set()
         while (left := deadline - self._clock.monotonic()) > 0:
             with self._state:
@@ -115,13 +115,13 @@ class Helper:
                     asked.add(pid)
                     threading.Thread(target=self._release, args=(pid, ticks, asked), daemon=True).start()
             with self._state:
-                self._state.wait(min(left, TRY_AGAIN_S))
+                self._state.wait(min(left, RETRY_INTERVAL_S))
 
     def _release(self, pid: int, ticks: int, asked: set[int]) -> None:
         """Unlock one process."""
         answer = self._call(Call(0, "unlock", pid, ticks))
         if answer.error and not answer.gone:
-            self._call(Call(0, "state", pid, ticks))  # which strikes it off when it is not locked
+            self._call(Call(0, "state", pid, ticks))  # removes it from the record if it is not locked
         with self._state:
             if answer.gone:
                 self._locked.pop(pid, None)
@@ -133,7 +133,7 @@ def _pid(request: Request) -> int:
 
 
 def main(lock: str) -> None:
-    """Serve on standard input's socket; one helper of a host at a time."""
+    """Serve on standard input's socket; one helper a host at a time."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the end of the agent is the end of its socket
     sock = socket.socket(fileno=0)
@@ -145,10 +145,10 @@ def main(lock: str) -> None:
             sock.send(msgspec.msgpack.encode(Hello(problem=str(error))))
             return
         helper = Helper(sock, cuda, Inspector(), SystemClock())
-        helper.say(Hello(cuda.version))
+        helper.send(Hello(cuda.version))
         helper.serve()
         helper.leave()
-        os._exit(0)  # threads that hang in the driver do not matter any more
+        os._exit(0)  # threads may hang in the driver
 
 
 if __name__ == "__main__":

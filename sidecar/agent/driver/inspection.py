@@ -1,4 +1,4 @@
-"""Which processes of a job are on its GPUs, and what forbids to checkpoint them; only the helper asks this."""
+"""Processes of a job on its GPUs, and reasons against checkpointing them; only the helper uses this."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cadenza.sidecar.agent.driver.protocol import Look, Looked
+from cadenza.sidecar.agent.driver.protocol import InspectCall, Inspection
 from cadenza.sidecar.agent.ipc.processes import job_of, start_ticks
 from cadenza.sidecar.agent.leases.lease_table import GpuProcess
 
-UVM_BYTES = 32 << 20
-"""Mapping this much of /dev/nvidia-uvm is taken for managed memory; the driver's own pools are smaller."""
-NCCL_QUIET = (b"NCCL_P2P_DISABLE=1", b"NCCL_SHM_DISABLE=1", b"NCCL_NVLS_ENABLE=0")
-"""With these NCCL makes none of what a checkpoint cannot take: peer mappings, IPC, multicast objects."""
+MIN_UVM_BYTES = 32 << 20
+"""Mappings of /dev/nvidia-uvm above this size count as managed memory; the driver's own pools are smaller."""
+NCCL_WITHOUT_SHARING = (b"NCCL_P2P_DISABLE=1", b"NCCL_SHM_DISABLE=1", b"NCCL_NVLS_ENABLE=0")
+"""Settings with which NCCL creates no peer mappings, IPC or multicast objects, which checkpoints do not support."""
 
 
 class Inspector:
-    """Looks through nvidia-ml-py; ``proc`` and ``cgroup`` are where the kernel shows processes and limits."""
+    """Inspects through nvidia-ml-py; ``proc`` and ``cgroup`` are the kernel's file systems."""
 
     def __init__(self, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc, self._cgroup = proc, cgroup
         self._nvml: Any = None
 
-    def look(self, asked: Look) -> Looked:
-        """Return a job's processes and its GPUs' free memory, or why that is not to be had or not to be used."""
+    def inspect(self, asked: InspectCall) -> Inspection:
+        """Return a job's processes and its GPUs' free memory, with a reason to leave them alone if there is one."""
         try:
             devices = self._devices()
         except Exception as error:  # noqa: BLE001 - NVML's errors have no base before it is imported
-            return Looked(asked.id, refused=f"NVML: {error} (pip install 'cadenza[gpu]')")
+            return Inspection(asked.id, refused=f"NVML: {error} (pip install 'cadenza[gpu]')")
         try:
-            return self._looked(asked, {gpu: devices[gpu] for gpu in asked.gpus})
+            return self._inspected(asked, {gpu: devices[gpu] for gpu in asked.gpus})
         except KeyError as error:
-            return Looked(asked.id, refused=f"NVML does not know GPU {error}")
+            return Inspection(asked.id, refused=f"NVML does not know GPU {error}")
         except self._nvml.NVMLError as error:
-            return Looked(asked.id, refused=f"NVML: {error}")
+            return Inspection(asked.id, refused=f"NVML: {error}")
 
     def _devices(self) -> dict[int, Any]:
         """Return NVML's handles by the number of the device file, which is Slurm's index (gres.conf(5), File)."""
@@ -46,65 +46,65 @@ class Inspector:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
         return {int(pynvml.nvmlDeviceGetMinorNumber(handle)): handle for handle in handles}
 
-    def _looked(self, asked: Look, devices: dict[int, Any]) -> Looked:
-        """Put together what was asked for."""
+    def _inspected(self, asked: InspectCall, devices: dict[int, Any]) -> Inspection:
+        """Return the inspection of a job on these devices."""
         sizes: dict[int, dict[int, int | None]] = {}
         for gpu, handle in devices.items():
             for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle):
                 sizes.setdefault(process.pid, {})[gpu] = process.usedGpuMemory
         own = {pid: by_gpu for pid, by_gpu in sizes.items() if self._belongs(pid, asked)}
-        found = tuple(
+        processes = tuple(
             GpuProcess(pid, ticks, tuple((gpu, size or 0) for gpu, size in sorted(by_gpu.items())))
             for pid, by_gpu in sorted(own.items())
             if (ticks := start_ticks(pid)) is not None
         )
         unsized = [pid for pid, by_gpu in own.items() if None in by_gpu.values()]
         free = {gpu: int(self._nvml.nvmlDeviceGetMemoryInfo(handle).free) for gpu, handle in devices.items()}
-        rooms = [room for pid in own for room in self._rooms(pid)]
-        refused = self._shared(devices) or self._refused(own)
+        headroom = [left for pid in own for left in self._headroom(pid)]
+        refused = self._shared(devices) or self._refusal(own) or ""
         if not refused and unsized:
-            refused = f"NVML does not say how much GPU memory pid {unsized[0]} has"
-        return Looked(asked.id, found, tuple(free.items()), min(rooms, default=None), refused)
+            refused = f"NVML does not report the GPU memory of pid {unsized[0]}"
+        return Inspection(asked.id, processes, tuple(free.items()), min(headroom, default=None), refused)
 
-    def _belongs(self, pid: int, asked: Look) -> bool:
-        """Whether a process is of the job, and of the job's user: an environment alone could say anything."""
+    def _belongs(self, pid: int, asked: InspectCall) -> bool:
+        """Return True if a process belongs to the job and to its user: its environment alone proves nothing."""
         try:
             return (self._proc / str(pid)).stat().st_uid == asked.uid and job_of(pid) == asked.job
         except OSError:
             return False
 
-    def _shared(self, devices: dict[int, Any]) -> str:
-        """Name a GPU whose way of being shared the checkpoint API does not support."""
+    def _shared(self, devices: dict[int, Any]) -> str | None:
+        """Return a reason if a GPU is shared in a way that the checkpoint API does not support."""
         nvml = self._nvml
         for gpu, handle in devices.items():
-            if _told(nvml, nvml.nvmlDeviceGetMigMode, handle, (0, 0))[0]:
+            if _supported(nvml, nvml.nvmlDeviceGetMigMode, handle, (0, 0))[0]:
                 return f"GPU {gpu} is divided (MIG), which CUDA's checkpoints do not support"
-            if _told(nvml, nvml.nvmlDeviceGetMPSComputeRunningProcesses, handle, ()):
+            if _supported(nvml, nvml.nvmlDeviceGetMPSComputeRunningProcesses, handle, ()):
                 return f"GPU {gpu} is shared through MPS, which CUDA's checkpoints do not support"
-        return ""
+        return None
 
-    def _refused(self, pids: Iterable[int]) -> str:
-        """Name what a process has that a checkpoint would fail on, perhaps leaving it spoilt."""
-        known = list(pids)
-        for pid in known:
+    def _refusal(self, pids: Iterable[int]) -> str | None:
+        """Return a reason if a checkpoint of a process would fail, perhaps leaving it spoilt."""
+        own = list(pids)
+        for pid in own:
             if managed := self._managed(pid):
                 return f"pid {pid} maps {managed >> 20} MB of managed memory (UVM), which checkpoints do not support"
             if self._shares_memory(pid):
                 return f"pid {pid} shares GPU memory with other processes (CUDA IPC)"
-            if len(known) > 1 and (missing := self._not_quiet(pid)):
+            if len(own) > 1 and (missing := self._missing_nccl_setting(pid)):
                 return (
-                    f"{len(known)} processes use its GPUs, and pid {pid} was started without {missing}; "
+                    f"{len(own)} processes use its GPUs, and pid {pid} was started without {missing}; "
                     "set NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NVLS_ENABLE=0 in the batch script"
                 )
-        return ""
+        return None
 
     def _managed(self, pid: int) -> int:
-        """Return the bytes of /dev/nvidia-uvm that a process maps, when they are too many for the driver's own."""
+        """Return the bytes of /dev/nvidia-uvm that a process maps; 0 if they may be the driver's own."""
         size = sum(end - start for start, end, path in self._maps(pid) if path.startswith("/dev/nvidia-uvm"))
-        return size if size > UVM_BYTES else 0
+        return size if size > MIN_UVM_BYTES else 0
 
     def _shares_memory(self, pid: int) -> bool:
-        """Whether a process maps the files by which CUDA shares memory between processes."""
+        """Return True if a process maps the files by which CUDA shares memory between processes."""
         return any(path.startswith("/dev/shm/cuda.shm.") for _, _, path in self._maps(pid))  # noqa: S108
 
     def _maps(self, pid: int) -> Iterator[tuple[int, int, str]]:
@@ -115,13 +115,13 @@ class Inspector:
                 start, _, end = fields[0].partition("-")
                 yield int(start, 16), int(end, 16), fields[5]
 
-    def _not_quiet(self, pid: int) -> str:
-        """Return the first setting of NCCL_QUIET that a process was not started with."""
+    def _missing_nccl_setting(self, pid: int) -> str | None:
+        """Return the first setting of NCCL_WITHOUT_SHARING that a process was started without."""
         environment = _read(self._proc / str(pid) / "environ").split(b"\0")
-        return next((one.decode() for one in NCCL_QUIET if one not in environment), "")
+        return next((one.decode() for one in NCCL_WITHOUT_SHARING if one not in environment), None)
 
-    def _rooms(self, pid: int) -> Iterator[int]:
-        """Yield what each memory limit above a process still leaves (kernel documentation, cgroup v2)."""
+    def _headroom(self, pid: int) -> Iterator[int]:
+        """Yield the bytes left under each memory limit above a process (kernel documentation, cgroup v2)."""
         lines = _read(self._proc / str(pid) / "cgroup").decode(errors="replace").splitlines()
         path = next((line[3:] for line in lines if line.startswith("0::")), "/")
         group = self._cgroup / path.lstrip("/")
@@ -132,8 +132,8 @@ class Inspector:
             group = group.parent
 
 
-def _told(nvml: Any, ask: Any, handle: Any, otherwise: Any) -> Any:
-    """Return what NVML answers about a device, or ``otherwise`` when the device or the driver has no such thing."""
+def _supported(nvml: Any, ask: Any, handle: Any, otherwise: Any) -> Any:
+    """Return NVML's answer about a device, or ``otherwise`` if device or driver do not support the question."""
     try:
         return ask(handle)
     except nvml.NVMLError:
@@ -141,7 +141,7 @@ def _told(nvml: Any, ask: Any, handle: Any, otherwise: Any) -> Any:
 
 
 def _read(path: Path) -> bytes:
-    """Return a file's content; empty when it cannot be read."""
+    """Return a file's content; empty if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError:

@@ -1,9 +1,9 @@
 """Freezing and thawing one job through the driver, as a pure state machine: events in, commands out.
 
-All processes are locked before any is checkpointed, and all are restored before any is unlocked; otherwise ranks
-that communicate wait for each other inside the driver (NVIDIA/cuda-checkpoint, issue 30). A failed restore cannot
-be repeated (issue 44), so free memory is looked at first. Every way ends in one of three: all processes run,
-all are checkpointed, or the job is *lost*: it must be requeued.
+All processes are locked before any is checkpointed, and all are restored before any is unlocked; otherwise ranks that
+communicate wait for each other inside the driver (NVIDIA/cuda-checkpoint, issue 30). A failed restore cannot be
+repeated (issue 44), so free memory is checked first. There are three ends: all processes run, all are checkpointed, or
+the job is *lost* and must be requeued.
 """
 
 from __future__ import annotations
@@ -19,28 +19,36 @@ from cadenza.sidecar.agent.driver.events import (
     Ended,
     Event,
     HelperLost,
-    LookAt,
+    Inspect,
+    Inspected,
     Operate,
     Restart,
-    Seen,
     Thaw,
     Tick,
 )
 from cadenza.sidecar.agent.driver.protocol import Operation
 from cadenza.sidecar.agent.leases.lease_table import GpuProcess
 
-TRIES = 3
-"""How often an operation that may be repeated is tried, and how many helpers a job may use up."""
+MAX_TRIES = 3
+"""Attempts at an operation that may be repeated, and helpers that a job may use up."""
 GPU_MARGIN_BYTES = 256 << 20
-"""Free memory that a restore wants on each GPU beyond what the processes had there: contexts differ a little."""
-LOOK_EVERY_S = 2.0
-"""How often free GPU memory is looked at while a restore waits for it."""
-AFTER: Mapping[str, str] = {"lock": "locked", "checkpoint": "checkpointed", "restore": "locked", "unlock": "running"}
+"""Free memory that a restore needs on each GPU beyond the processes' former memory: contexts differ a little."""
+INSPECT_INTERVAL_S = 2.0
+"""Time between two inspections while a restore waits for GPU memory."""
+TRANSITIONS: tuple[tuple[str, Operation, str], ...] = (
+    ("running", "lock", "locked"),
+    ("locked", "checkpoint", "checkpointed"),
+    ("checkpointed", "restore", "locked"),
+    ("locked", "unlock", "running"),
+)
+"""State of a process, operation of the driver, next state. After a failed operation the state is *unknown*, after a
+failed restore *failed*; the operation *state* asks the driver."""
+_NEXT: Mapping[str, str] = {operation: after for _, operation, after in TRANSITIONS}
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Times in seconds; a copy may take ``answer_s`` and as long as ``copy_bytes_s`` makes it."""
+    """Times in seconds; a copy may take ``answer_s`` plus its size at ``copy_bytes_s``."""
 
     lock_s: float = 10.0
     answer_s: float = 60.0
@@ -50,67 +58,67 @@ class Limits:
 
 @dataclass
 class Member:
-    """One process as far as it is known; ``due`` is when the operation under way should be back."""
+    """One process; ``due`` is the time at which the operation under way should be back."""
 
     target: GpuProcess
     state: str = "running"
-    """running, locked, checkpointed, failed or unknown"""
+    """Running, locked, checkpointed, failed or unknown."""
     busy: Operation | None = None
     due: float = inf
     copied: bool = False
-    """A checkpoint of it was begun and not undone: when its state is unknown, it may be checkpointed."""
+    """A checkpoint of it was begun and not undone: if its state is unknown, it may be checkpointed."""
     tries: int = 0
 
     @property
     def away(self) -> bool:
-        """Whether its GPU state may be in host memory, so that nobody of the job may be unlocked."""
+        """True if its GPU state may be in host memory, so that no process of the job may be unlocked."""
         return self.state == "checkpointed" or self.copied
 
     @property
     def nbytes(self) -> int:
-        """What it has on all GPUs."""
+        """Its memory on all GPUs."""
         return sum(size for _, size in self.target.gpu_bytes)
 
 
 @dataclass
 class Machine:
-    """One job; ``advance`` takes an event and returns what to do. Times are monotonic seconds."""
+    """One job; ``advance`` takes an event and returns commands. Times are monotonic seconds."""
 
     limits: Limits = field(default_factory=Limits)
     goal: Literal["frozen", "running"] = "frozen"
     members: dict[int, Member] = field(default_factory=dict)
     reason: str = ""
-    """Why it does not freeze, or why it is lost."""
+    """Reason why it does not freeze, or why it is lost."""
     shortage: str = ""
-    """What a restore waits for."""
+    """Memory that a restore waits for."""
     undoing: bool = False
-    """It is to run again because it could not be frozen, not because it has its lease."""
+    """It must run again because it could not be frozen, not because it has its lease."""
     refused: bool = False
     """The reason will not go away soon."""
     lost: bool = False
     resting: bool = False
-    """All are checkpointed and nobody else of the job was on the GPUs: the lease may go."""
-    found: bool = False
-    """The first look has come back."""
-    look_due: float | None = None
-    """When the look under way should be back; None when there is none."""
-    next_look: float = -inf
+    """All are checkpointed and no other process of the job was on the GPUs: the lease may end."""
+    inspected: bool = False
+    """The first inspection has come back."""
+    inspection_due: float | None = None
+    """Time at which the inspection under way should be back; None if there is none."""
+    next_inspection: float = -inf
     wait_until: float | None = None
-    """When waiting for GPU memory ends; None before the first shortage."""
+    """End of the wait for GPU memory; None before the first shortage."""
     enough: bool = False
-    """The last look saw enough free memory, and nothing has happened since."""
+    """The last inspection found enough free memory, and nothing has happened since."""
     losses: int = 0
 
     @classmethod
     def recovered(cls, targets: Iterable[GpuProcess], *, resting: bool, limits: Limits) -> Machine:
-        """Return the machine of a job that an earlier agent had in hand; the driver will say how far."""
+        """Return the machine of a job that an earlier agent worked on; the driver will report the states."""
         members = {one.pid: Member(one, "unknown", copied=True) for one in targets}
         goal: Literal["frozen", "running"] = "frozen" if resting else "running"
-        return cls(limits, goal, members, resting=resting, found=True)
+        return cls(limits, goal, members, resting=resting, inspected=True)
 
     @property
     def outcome(self) -> Literal["", "frozen", "running", "lost"]:
-        """How it ended; empty while something is under way."""
+        """The end that it came to; empty while work is under way."""
         if self.lost:
             return "lost"
         idle = all(one.busy is None for one in self.members.values())
@@ -120,14 +128,14 @@ class Machine:
 
     @property
     def stage(self) -> str:
-        """What is being done, for people."""
+        """Description of the work under way."""
         number = f"{len(self.members)} process{'es' if len(self.members) != 1 else ''}"
         if self.goal == "running" or self.lost:
-            what = "restoring" if any(one.away for one in self.members.values()) else "unlocking"
-            return f"{what} {number}" + (f": {why}" if (why := self.shortage or self.reason) else "")
-        if not self.found:
+            work = "restoring" if self._any_away() else "unlocking"
+            return f"{work} {number}" + (f": {reason}" if (reason := self.shortage or self.reason) else "")
+        if not self.inspected:
             return "looking for its processes"
-        return f"{'checkpointing' if any(one.away for one in self.members.values()) else 'locking'} {number}"
+        return f"{'checkpointing' if self._any_away() else 'locking'} {number}"
 
     def advance(self, event: Event, now: float) -> list[Command]:
         """Take in an event and return the commands that follow from it."""
@@ -135,8 +143,8 @@ class Machine:
         match event:
             case Answered():
                 self._answered(event)
-            case Seen():
-                self._seen(event, now)
+            case Inspected():
+                self._use(event, now)
             case HelperLost():
                 self._helper_lost(event)
             case Ended():
@@ -150,7 +158,7 @@ class Machine:
     # --- events --------------------------------------------------------------------------------------------
 
     def _answered(self, event: Answered) -> None:
-        """Note how an operation went; one that nobody waits for any more is ignored."""
+        """Record the result of an operation; a late one is ignored."""
         member = self.members.get(event.pid)
         if member is None or member.busy != event.operation:
             return
@@ -158,7 +166,7 @@ class Machine:
         if event.error:
             self._failed(member, event)
             return
-        member.state = AFTER.get(event.operation, event.state)
+        member.state = _NEXT.get(event.operation, event.state)
         member.copied = member.state == "checkpointed"
         if event.operation != "state":
             member.tries = 0
@@ -167,69 +175,63 @@ class Machine:
 
     def _failed(self, member: Member, event: Answered) -> None:
         """Deal with an operation that failed."""
-        why = f"{event.operation} of pid {event.pid}: {event.error}"
+        reason = f"{event.operation} of pid {event.pid}: {event.error}"
         member.state = "unknown"
         if event.operation == "restore":
             member.state = "failed"
-            self._lose(why)
+            self._lose(reason)
         elif event.operation in {"lock", "checkpoint"}:
-            self._back(why)
+            self._back(reason)
         else:
             member.tries += 1
-            if member.tries >= TRIES:
-                self._lose(why)
+            if member.tries >= MAX_TRIES:
+                self._lose(reason)
 
-    def _seen(self, event: Seen, now: float) -> None:
-        """Use a look for what it was asked for: the first, the last before the lease goes, or for a restore."""
-        if self.look_due is None:
+    def _use(self, event: Inspected, now: float) -> None:
+        """Use an inspection for its purpose: the first one, the last before the lease ends, or one for a restore."""
+        if self.inspection_due is None:
             return
-        self.look_due = None
+        self.inspection_due = None
         if self.goal == "running":
-            self._measured(event, now)
-        elif not self.found:
-            self._begin(event)
-        elif event.refused:
-            self._back(event.refused)
-        elif stranger := self._stranger(event):
-            self._back(stranger)
+            self._compare_memory(event, now)
+        elif not self.inspected:
+            self.inspected = True
+            if event.refused or not event.processes:
+                self.refused = bool(event.refused)
+                self._back(event.refused or "no process of the job is on its GPUs")
+            else:
+                self.members = {one.pid: Member(one) for one in event.processes}
+        elif reason := event.refused or self._newcomer(event):
+            self._back(reason)
         else:
             self.resting = True
 
-    def _begin(self, event: Seen) -> None:
-        """Take the processes that were found, or leave the job alone."""
-        self.found = True
-        if event.refused or not event.found:
-            self.refused = bool(event.refused)
-            self._back(event.refused or "no process of the job is on its GPUs")
-        else:
-            self.members = {one.pid: Member(one) for one in event.found}
+    def _compare_memory(self, event: Inspected, now: float) -> None:
+        """Compare free GPU memory with the needs of a restore; after too long a wait give up.
 
-    def _measured(self, event: Seen, now: float) -> None:
-        """Compare free GPU memory with what is to come back."""
-        short = event.refused or self._short(event.free)
-        self.enough, self.shortage = not short, short
+        If no process of the job is on the GPUs then, the lease ends and the job waits for its next turn.
+        """
+        shortage = event.refused or self._shortage(event.free) or ""
+        self.enough, self.shortage = not shortage, shortage
         if self.enough:
             return
-        self.next_look = now + LOOK_EVERY_S
+        self.next_inspection = now + INSPECT_INTERVAL_S
         if self.wait_until is None:
             self.wait_until = now + self.limits.memory_wait_s
-        elif now >= self.wait_until:
-            self._give_up(self._stranger(event), short)
-
-    def _give_up(self, stranger: str, short: str) -> None:
-        """Let the lease go if nobody of the job is on the GPUs; the job waits for its next turn then."""
-        if stranger or not self._all("checkpointed"):
-            self._lose(f"{short}; {stranger}" if stranger else short)
+        elif now < self.wait_until:
+            return
+        elif (newcomer := self._newcomer(event)) or not self._all("checkpointed"):
+            self._lose(f"{shortage}; {newcomer}" if newcomer else shortage)
         else:
-            self.goal, self.resting, self.reason, self.shortage = "frozen", True, short, ""
+            self.goal, self.resting, self.reason, self.shortage = "frozen", True, shortage, ""
 
-    def _stranger(self, event: Seen) -> str:
-        """Name a process of the job that is on its GPUs and was not there when it was first looked."""
-        pid = next((one.pid for one in event.found if one.pid not in self.members), None)
-        return "" if pid is None else f"pid {pid} of the job came to its GPUs meanwhile"
+    def _newcomer(self, event: Inspected) -> str | None:
+        """Name a process of the job that is on its GPUs and was not there at the first inspection."""
+        pid = next((one.pid for one in event.processes if one.pid not in self.members), None)
+        return None if pid is None else f"pid {pid} of the job came to its GPUs later"
 
-    def _short(self, free: Mapping[int, int]) -> str:
-        """Say which GPU has not enough free memory for the processes that are to come back to it."""
+    def _shortage(self, free: Mapping[int, int]) -> str | None:
+        """Name a GPU without enough free memory for the processes that must come back to it."""
         needed: dict[int, int] = {}
         for one in self.members.values():
             for gpu, size in one.target.gpu_bytes if one.away else ():
@@ -240,12 +242,12 @@ class Machine:
             if free[gpu] < size + GPU_MARGIN_BYTES:
                 wanted = (size + GPU_MARGIN_BYTES) >> 20
                 return f"GPU {gpu} has {free[gpu] >> 20} MB free and a restore wants {wanted} MB"
-        return ""
+        return None
 
     def _helper_lost(self, event: HelperLost) -> None:
-        """Forget what was asked; the next helper says where the processes stand."""
-        disturbed = self.look_due is not None
-        self.look_due, self.enough = None, False
+        """Forget the requests under way; the next helper reports the states."""
+        disturbed = self.inspection_due is not None
+        self.inspection_due, self.enough = None, False
         for one in self.members.values():
             if one.busy is not None or one.state == "locked":  # a helper that leaves unlocks
                 one.state, one.busy, one.due = "unknown", None, inf
@@ -255,70 +257,70 @@ class Machine:
         self.losses += 1
         if not self.resting:
             self._back(event.reason)
-        if self.losses >= TRIES and self.members:
+        if self.losses >= MAX_TRIES and self.members:
             self._lose(event.reason)
 
     def _ended(self, event: Ended) -> None:
         """Go on without a process that ended; a job that loses one is not worth freezing."""
         if self.members.pop(event.pid, None) is not None and not self.resting:
-            self._back(f"pid {event.pid} ended meanwhile")
+            self._back(f"pid {event.pid} ended before the job was frozen")
 
     def _thaw(self) -> None:
-        """Turn round."""
+        """Turn around."""
         self.goal, self.resting, self.undoing, self.enough = "running", False, False, False
         self.reason = self.shortage = ""
-        self.wait_until, self.look_due, self.next_look = None, None, -inf
+        self.wait_until, self.inspection_due, self.next_inspection = None, None, -inf
 
     def _late(self, now: float) -> list[Command]:
-        """Deal with what should be back by now."""
+        """Deal with requests that should be back by now."""
         if self.lost:
             return []
-        if self.look_due is not None and now >= self.look_due:
-            self.look_due = inf
-            return [Restart("a look at the GPUs did not come back")]
+        if self.inspection_due is not None and now >= self.inspection_due:
+            self.inspection_due = inf
+            return [Restart("an inspection of the GPUs did not come back")]
         late = next((one for one in self.members.values() if now >= one.due), None)
         if late is None:
             return []
-        why = f"{late.busy} of pid {late.target.pid} did not come back"
+        reason = f"{late.busy} of pid {late.target.pid} did not come back"
         if late.busy == "lock" and self.goal == "frozen":
-            late.due = now + self.limits.answer_s  # it does when the others are unlocked
-            self._back(why)
+            late.due = now + self.limits.answer_s  # it comes back when the others are unlocked
+            self._back(reason)
             return []
         for one in self.members.values():
             one.due = inf
-        return [Restart(why)]
+        return [Restart(reason)]
 
     def _back(self, reason: str) -> None:
-        """Give up freezing: all are to run again."""
+        """Give up freezing: all must run again."""
         if self.goal == "frozen":
             self.goal, self.reason, self.undoing, self.enough = "running", reason, True, False
-            self.look_due = None
+            self.inspection_due = None
 
     def _lose(self, reason: str) -> None:
-        """Give the job up; what is locked is let go, so that it can end."""
+        """Give up the job; locked processes are unlocked, so that they can end."""
         if not self.lost:
             self.lost, self.reason = True, reason
 
     # --- commands ------------------------------------------------------------------------------------------
 
     def _plan(self, now: float) -> list[Command]:
-        """Return what can be done now."""
+        """Return the commands that can be carried out now."""
         if self.lost:
             return self._let_go(now)
         return self._ask(now) or (self._freezing(now) if self.goal == "frozen" else self._thawing(now))
 
     def _ask(self, now: float) -> list[Command]:
-        """Ask for every state that is unknown; what is locked and harmless is let go beside it."""
+        """Ask for every unknown state; locked processes that are safe to unlock are unlocked at the same time."""
         unknown = [one for one in self.members.values() if one.state == "unknown" and one.busy is None]
-        commands = [self._operate(one, "state", now) for one in unknown if one.tries < TRIES]
+        commands = [self._operate(one, "state", now) for one in unknown if one.tries < MAX_TRIES]
         if commands and self.goal == "running" and not self._any_away():
             commands += self._unlocks(now)
         return commands
 
     def _freezing(self, now: float) -> list[Command]:
-        """Lock all, then checkpoint all, then make sure that those were all."""
-        if not self.found:
-            return self._look(now)
+        """Lock all, then checkpoint all, then make sure that no other process came."""
+        if not self.inspected:
+            return self._inspect(now)
         members = list(self.members.values())
         if self.resting:
             return self._resting(now)
@@ -328,40 +330,40 @@ class Machine:
             return [self._operate(one, "lock", now) for one in running]
         if locked := [one for one in members if one.state == "locked"]:
             return [self._operate(one, "checkpoint", now) for one in locked]
-        return self._look(now)
+        return self._inspect(now)
 
     def _resting(self, now: float) -> list[Command]:
-        """Do nothing; a process that is found to run has the GPU without a lease, and is not ours to stop again."""
+        """Do nothing; a process that runs again has the GPU without a lease, and is not ours to stop."""
         if all(one.state in {"checkpointed", "unknown"} for one in self.members.values()):
             return []
-        self._lose("it was brought back without its lease, by somebody else")
+        self._lose("other software brought it back without its lease")
         return self._let_go(now)
 
     def _thawing(self, now: float) -> list[Command]:
-        """Restore all, when there is room for all, then unlock all."""
+        """Restore all once there is memory for all, then unlock all."""
         if not self._any_away():
             return self._unlocks(now)
         members = self.members.values()
         if any(one.busy is not None or one.state == "unknown" for one in members):
             return []
         if not self.enough:
-            return self._look(now) if now >= self.next_look else []
+            return self._inspect(now) if now >= self.next_inspection else []
         self.enough = False
         return [self._operate(one, "restore", now) for one in members if one.state == "checkpointed"]
 
     def _let_go(self, now: float) -> list[Command]:
-        """Unlock what is locked of a lost job; nothing of it is waited for."""
+        """Unlock the locked processes of a lost job without waiting for any."""
         unknown = [one for one in self.members.values() if one.state == "unknown" and one.busy is None]
-        asked: list[Command] = [self._operate(one, "state", now) for one in unknown if one.tries < TRIES]
+        asked: list[Command] = [self._operate(one, "state", now) for one in unknown if one.tries < MAX_TRIES]
         return asked + self._unlocks(now)
 
     def _unlocks(self, now: float) -> list[Command]:
-        """Unlock whoever is locked."""
+        """Unlock all locked processes."""
         locked = [one for one in self.members.values() if one.state == "locked" and one.busy is None]
-        return [self._operate(one, "unlock", now) for one in locked if one.tries < TRIES]
+        return [self._operate(one, "unlock", now) for one in locked if one.tries < MAX_TRIES]
 
     def _operate(self, member: Member, operation: Operation, now: float) -> Command:
-        """Return a command for a process, and note that it is under way."""
+        """Return a command for a process, and record that it is under way."""
         allowed = self.limits.answer_s
         if operation == "lock":
             allowed = 2 * self.limits.lock_s
@@ -371,12 +373,12 @@ class Machine:
         member.busy, member.due = operation, now + allowed
         return Operate(member.target.pid, operation)
 
-    def _look(self, now: float) -> list[Command]:
-        """Return the command for a look, unless one is under way."""
-        if self.look_due is not None:
+    def _inspect(self, now: float) -> list[Command]:
+        """Return the command for an inspection, unless one is under way."""
+        if self.inspection_due is not None:
             return []
-        self.look_due = now + self.limits.answer_s
-        return [LookAt()]
+        self.inspection_due = now + self.limits.answer_s
+        return [Inspect()]
 
     def _all(self, state: str) -> bool:
         return all(one.state == state for one in self.members.values())

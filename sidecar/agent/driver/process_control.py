@@ -1,4 +1,4 @@
-"""The driver path of the agent: one machine a job, between the lease book, the coordinator and the helper."""
+"""The driver path of the agent: one machine a job, between the leases, the stop coordinator and the helper."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cadenza.policies.core.model import JobKey
 from cadenza.sidecar.agent.driver import events
 from cadenza.sidecar.agent.driver.channel import Channel, Lost
 from cadenza.sidecar.agent.driver.machine import Limits, Machine
-from cadenza.sidecar.agent.driver.protocol import Call, Called, Look, Looked, Operation
+from cadenza.sidecar.agent.driver.protocol import Call, Called, InspectCall, Inspection, Operation
 from cadenza.sidecar.agent.ipc.processes import start_ticks
 from cadenza.sidecar.agent.jobs.host_state import Host
 from cadenza.sidecar.agent.leases.lease_table import GpuProcess, Lease
@@ -22,18 +22,18 @@ log = logging.getLogger(__name__)
 RETRY_S = 15.0
 RETRY_REFUSED_S = 300.0
 RETRY_ABSENT_S = 2.0
-"""How long a job that could not be frozen is left alone: at first, when it must be left alone, and when nothing of it
-is on its GPUs yet."""
+"""Pause after a job could not be frozen: in general, if it must be left alone, and if no process of it is on its GPUs
+yet."""
 SWEEP_S = 1.0
-"""How often processes that ended are looked for."""
+"""Time between two searches for ended processes."""
 NOT_RUN = "this path has not been run on a GPU yet"
 
 
-class Ends(Protocol):
-    """Who is told how it ended; the lease is theirs."""
+class Outcomes(Protocol):
+    """Receives the outcomes; the lease is its own."""
 
     def frozen(self, lease: Lease, seconds: float, nbytes: int, note: str) -> None:
-        """Take the lease: all is in host memory. ``note`` says why, if the job had it back in vain."""
+        """Take the lease: all is in host memory. ``note`` is the reason if the job had the lease in vain."""
         ...
 
     def not_frozen(self, lease: Lease, reason: str, retry_s: float) -> None:
@@ -41,56 +41,56 @@ class Ends(Protocol):
         ...
 
     def thawed(self, lease: Lease, seconds: float) -> None:
-        """Note that the job runs again, with its lease."""
+        """Record that the job runs again, with its lease."""
         ...
 
     def lost(self, lease: Lease, reason: str) -> None:
-        """Note that the job cannot go on; it keeps its lease until it ends or is requeued."""
+        """Record that the job cannot go on; it keeps its lease until it ends or is requeued."""
         ...
 
 
 @dataclass
 class _Freeze:
-    """One job in the driver's hands; monotonic time in seconds."""
+    """One job that the driver path works on; monotonic time in seconds."""
 
     machine: Machine
     began: float
-    look: int = 0
-    """Number of the last look that was asked for."""
-    told: str = ""
-    """The outcome that the coordinator knows."""
+    inspection: int = 0
+    """Number of the last inspection that was requested."""
+    reported: str = ""
+    """Outcome that the coordinator knows."""
 
 
 @dataclass
 class DriverController:
-    """Carries out what the machines say; lives in the event loop's thread and never waits.
+    """Carries out the machines' commands; lives in the event loop's thread and never waits.
 
-    ``free_memory`` returns the bytes of host memory that can be taken now.
+    ``free_memory`` returns the free bytes of host memory.
     """
 
     host: Host
     free_memory: Callable[[], int]
     channel: Channel
     limits: Limits = field(default_factory=Limits)
-    ends: Ends | None = None
+    ends: Outcomes | None = None
     _jobs: dict[JobKey, _Freeze] = field(default_factory=dict)
     _asked: dict[int, tuple[JobKey, GpuProcess | None, Operation]] = field(default_factory=dict)
-    """Job, process and operation by number of the request; a look has no process."""
+    """Job, process and operation by number of the request; an inspection has no process."""
     _numbers: count[int] = field(default_factory=lambda: count(1))
     _next_sweep: float = 0.0
 
     @property
     def wanted(self) -> bool:
-        """Whether there is anything for a helper to do, now or perhaps soon."""
+        """True if a helper has work, now or perhaps soon."""
         return self.host.settings.driver_checkpoint != "off" or bool(self._jobs)
 
     @property
     def wanted_always(self) -> bool:
-        """Whether jobs that moved their state out by themselves are checkpointed as well."""
+        """True if jobs that moved their state out by themselves are checkpointed as well."""
         return self.host.settings.driver_checkpoint == "always"
 
     def recover(self) -> None:
-        """Take over what an earlier agent had in hand; the driver says where each process stands."""
+        """Take over the jobs that an earlier agent worked on; the driver reports the state of each process."""
         if self.host.settings.driver_checkpoint != "off":
             log.warning("driver_checkpoint = %s: %s", self.host.settings.driver_checkpoint, NOT_RUN)
         for lease in self.host.leases:
@@ -101,19 +101,19 @@ class DriverController:
                 log.info("driver path: recovered JOBID=%s processes=%d", lease.key, len(lease.frozen))
 
     def freeze(self, lease: Lease) -> None:
-        """Stop a job that is *stopping* in the book."""
+        """Stop a job whose lease is *stopping*."""
         self._begin(lease, Machine(self.limits))
 
     def thaw(self, lease: Lease) -> None:
-        """Bring a job back that has its lease; one that is already on its way stays on it."""
+        """Bring back a job that has its lease, unless it is already on its way."""
         job = self._jobs.get(lease.key)
-        if job is not None and job.told == "frozen":
-            job.told, job.began = "", self.host.clock.monotonic()
+        if job is not None and job.reported == "frozen":
+            job.reported, job.began = "", self.host.clock.monotonic()
             self._advance(lease, job, events.Thaw())
 
     def _begin(self, lease: Lease, machine: Machine) -> None:
         job = self._jobs[lease.key] = _Freeze(machine, self.host.clock.monotonic())
-        job.told = "frozen" if machine.resting else ""
+        job.reported = "frozen" if machine.resting else ""
         self._advance(lease, job, events.Tick())
 
     # --- the loop ------------------------------------------------------------------------------------------
@@ -136,34 +136,31 @@ class DriverController:
                 for pid in _ended(job.machine) if sweeping else ():
                     self._advance(lease, job, events.Ended(pid))
                 self._advance(lease, job, events.Tick())
-        self._mark()
-
-    def _mark(self) -> None:
-        """Tell each job's run whether this path may stop it, and what it is doing with it."""
+        # Each job's run shows its readiness for this path, and the work on it.
         usable = self.host.settings.driver_checkpoint != "off" and self.channel.ready
         for lease in self.host.leases:
-            run, job = self.host.run(lease.key), self._jobs.get(lease.key)
+            run, own = self.host.run(lease.key), self._jobs.get(lease.key)
             run.freezable = usable and lease.hosts == 1
-            run.driver = _work(job)
-            run.lost = job.machine.reason if job is not None and job.machine.lost else ""
+            run.driver = _work(own)
+            run.lost = own.machine.reason if own is not None and own.machine.lost else ""
 
     @property
     def lack(self) -> str:
-        """Return why this path is on and cannot be used; empty when neither is so."""
-        mode, why = self.host.settings.driver_checkpoint, self.channel.problem
-        return f"driver_checkpoint = {mode}: {why}" if mode != "off" and why and not self.channel.ready else ""
+        """The reason why this path is on and cannot be used; otherwise empty."""
+        mode, problem = self.host.settings.driver_checkpoint, self.channel.problem
+        return f"driver_checkpoint = {mode}: {problem}" if mode != "off" and problem and not self.channel.ready else ""
 
     def flush(self) -> None:
-        """Send the helper what was decided, now that the book is on disk."""
+        """Send the helper its requests, now that the leases are on disk."""
         if lost := self.channel.flush():
             self._take(lost)
 
     def close(self) -> None:
-        """Leave; the helper lets go what is locked."""
+        """Leave; the helper unlocks locked processes."""
         self.channel.close()
 
     def _left(self, key: JobKey, job: _Freeze) -> None:
-        """Forget a job that is off the book; if one of its processes lives and is locked, it may end by itself."""
+        """Forget a job that has left; a process of it that is locked is unlocked, so that it can end."""
         del self._jobs[key]
         for member in job.machine.members.values():
             if member.state == "locked" and member.busy is None:
@@ -171,7 +168,7 @@ class DriverController:
 
     # --- between machine and helper ------------------------------------------------------------------------
 
-    def _take(self, answer: Looked | Called | Lost) -> None:
+    def _take(self, answer: Inspection | Called | Lost) -> None:
         """Give an answer to the machine that asked; the loss of the helper concerns all."""
         if isinstance(answer, Lost):
             self._asked.clear()
@@ -186,17 +183,17 @@ class DriverController:
         if asker is None:
             self._too_late(key, target, operation, answer)
             return
-        if isinstance(answer, Looked):
-            if answer.id == asker.look:
-                self._to(key, asker, self._seen(asker, answer))
+        if isinstance(answer, Inspection):
+            if answer.id == asker.inspection:
+                self._to(key, asker, self._inspected(asker, answer))
         elif target is not None:
             answered = events.Answered(target.pid, operation, answer.state, answer.error)
             self._to(key, asker, events.Ended(target.pid) if answer.gone else answered)
 
     def _too_late(
-        self, key: JobKey, target: GpuProcess | None, operation: Operation, answer: Looked | Called
+        self, key: JobKey, target: GpuProcess | None, operation: Operation, answer: Inspection | Called
     ) -> None:
-        """Undo a lock that came about after its job had left the book: its process may still have to end."""
+        """Undo a lock that succeeded after its job had left: its process may still have to end."""
         if target is not None and operation in {"lock", "restore"} and isinstance(answer, Called) and not answer.error:
             self._call(key, target, "unlock")
 
@@ -205,47 +202,47 @@ class DriverController:
         if lease is not None:
             self._advance(lease, job, event)
 
-    def _seen(self, job: _Freeze, looked: Looked) -> events.Seen:
-        """Return what was seen; the first time with whether the host can take it."""
-        refused = looked.refused
-        if not refused and not job.machine.found:
-            refused = self._short_of_memory(looked)
-        return events.Seen(looked.found, dict(looked.free), refused)
+    def _inspected(self, job: _Freeze, inspection: Inspection) -> events.Inspected:
+        """Return the event of an inspection; the first one is refused if the host cannot take the GPUs' memory."""
+        refused = inspection.refused
+        if not refused and not job.machine.inspected:
+            refused = self._memory_shortage(inspection) or ""
+        return events.Inspected(inspection.processes, dict(inspection.free), refused)
 
-    def _short_of_memory(self, looked: Looked) -> str:
-        """Return why the host, or the job's limit, cannot take the GPUs' memory; empty when they can.
+    def _memory_shortage(self, inspection: Inspection) -> str | None:
+        """Return the reason if the host, or the job's limit, cannot take the GPUs' memory.
 
         The driver copies into the process itself, so the copy counts against the job's limit.
         """
-        needed = sum(size for one in looked.found for _, size in one.gpu_bytes)
+        needed = sum(size for one in inspection.processes for _, size in one.gpu_bytes)
         stops = [run.stop for run in self.host.jobs.values() if run.stop is not None and run.stop.committed]
         free = self.free_memory() - sum(stop.bytes for stop in stops)
         margin = self.host.settings.memory_margin
         takes = f"its GPU memory takes {needed >> 20} MB (margin {margin:g})"
         if needed * margin > free:
             return f"host memory: {takes} and {max(free, 0) >> 20} MB are free"
-        if looked.room is not None and needed * margin > looked.room:
-            return f"host memory: {takes} and the job's limit leaves {max(looked.room, 0) >> 20} MB"
-        return ""
+        if inspection.headroom is not None and needed * margin > inspection.headroom:
+            return f"host memory: {takes} and the job's limit leaves {max(inspection.headroom, 0) >> 20} MB"
+        return None
 
     def _advance(self, lease: Lease, job: _Freeze, event: events.Event) -> None:
-        """Move a machine on, do what it says, and tell how it ended."""
+        """Move a machine on, carry out its commands, and report its outcome."""
         commands = job.machine.advance(event, self.host.clock.monotonic())
-        self._note_targets(lease, job.machine)
+        self._record_targets(lease, job.machine)
         self.host.run(lease.key).driver = _work(job)
         for command in commands:
             if isinstance(command, events.Operate):
                 self._call(lease.key, job.machine.members[command.pid].target, command.operation)
-            elif isinstance(command, events.LookAt):
-                job.look = self._number(lease.key, None, "state")
-                self.channel.ask(Look(job.look, lease.job, lease.uid, lease.gpus))
+            elif isinstance(command, events.Inspect):
+                job.inspection = self._number(lease.key, None, "state")
+                self.channel.ask(InspectCall(job.inspection, lease.job, lease.uid, lease.gpus))
             else:
                 self._take(self.channel.end(command.reason))
                 return
-        self._tell(lease, job)
+        self._report(lease, job)
 
-    def _note_targets(self, lease: Lease, machine: Machine) -> None:
-        """Have the processes written down before anything is done to them."""
+    def _record_targets(self, lease: Lease, machine: Machine) -> None:
+        """Record the processes, so that they are on disk before any operation on them."""
         targets = tuple(one.target for one in machine.members.values())
         if machine.outcome == "running":
             targets = ()
@@ -267,12 +264,12 @@ class DriverController:
         self._asked[number] = (key, target, operation)
         return number
 
-    def _tell(self, lease: Lease, job: _Freeze) -> None:
-        """Tell the coordinator of an outcome, once."""
+    def _report(self, lease: Lease, job: _Freeze) -> None:
+        """Report an outcome to the coordinator, once."""
         outcome = job.machine.outcome
-        if outcome in {"", job.told} or self.ends is None:
+        if outcome in {"", job.reported} or self.ends is None:
             return
-        job.told = outcome
+        job.reported = outcome
         seconds = self.host.clock.monotonic() - job.began
         reason = job.machine.reason
         log.info("driver path: %s JOBID=%s in %.3f s %s", outcome, lease.key, seconds, reason)
@@ -295,17 +292,17 @@ def _work(job: _Freeze | None) -> str | None:
         return None
     if job.machine.lost:
         return f"lost in the driver path, requeue it (scontrol requeue): {job.machine.reason}"
-    return f"in the driver's hands: {job.machine.stage}"
+    return f"the driver path works on it: {job.machine.stage}"
 
 
 def _pause_s(machine: Machine) -> float:
-    """Return how long to leave a job alone."""
+    """Return the pause before a job is frozen again, in seconds."""
     if machine.refused:
         return RETRY_REFUSED_S
     return RETRY_S if machine.members else RETRY_ABSENT_S
 
 
 def _ended(machine: Machine) -> list[int]:
-    """Return the pids of processes that are no more."""
+    """Return the pids of processes that have ended."""
     targets = [one.target for one in machine.members.values()]
     return [one.pid for one in targets if start_ticks(one.pid) != one.start_ticks]

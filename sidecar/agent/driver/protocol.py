@@ -1,4 +1,4 @@
-"""What the agent and its helper process say to each other: one msgspec struct a packet, over a socket pair."""
+"""Messages between the agent and its helper process: one msgspec struct a packet, over a socket pair."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MAX_PACKET = 1 << 17
 Operation: TypeAlias = Literal["state", "lock", "checkpoint", "restore", "unlock"]
 
 
-class Look(msgspec.Struct, frozen=True, tag=True):
-    """Ask which processes of a job are on its GPUs, and whether they may be stopped."""
+class InspectCall(msgspec.Struct, frozen=True, tag=True):
+    """Find the processes of a job on its GPUs, and any reason that they must not be stopped."""
 
     id: int
     job: int
@@ -23,34 +23,34 @@ class Look(msgspec.Struct, frozen=True, tag=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """One call of the checkpoint API on one process, if it is still the one that is meant."""
+    """One call of the checkpoint API on one process, if pid and start time still match."""
 
     id: int
     operation: Operation
     pid: int
     start_ticks: int
     timeout_ms: int = 0
-    """Of a lock: the driver gives up after this, and the process runs on."""
+    """Time-out of a lock: the driver gives up after it, and the process runs on."""
     pairs: tuple[tuple[str, str], ...] = ()
-    """Of a restore: UUIDs of each GPU that the kernel driver shows, and of the one to restore it onto."""
+    """GPUs of a restore: UUIDs of each GPU that the kernel driver shows, and of the one to restore it onto."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The helper's first word; ``problem`` says what the machine lacks, and the helper ends then."""
+    """The helper's first message; with a ``problem`` of the machine the helper ends."""
 
     cuda: int = 0
-    """As cuDriverGetVersion has it: 12080 is the API of driver 570."""
+    """Result of cuDriverGetVersion: 12080 is the API of driver 570."""
     problem: str = ""
 
 
-class Looked(msgspec.Struct, frozen=True, tag=True):
-    """The answer to Look; with ``refused`` nothing may be done to these processes."""
+class Inspection(msgspec.Struct, frozen=True, tag=True):
+    """The answer to InspectCall; with ``refused`` these processes must be left alone."""
 
     id: int
-    found: tuple[GpuProcess, ...] = ()
+    processes: tuple[GpuProcess, ...] = ()
     free: tuple[tuple[int, int], ...] = ()
     """Free bytes of each GPU, by Slurm's index."""
-    room: int | None = None
+    headroom: int | None = None
     """Bytes that the job's memory limits still leave; None without a limit."""
     refused: str = ""
 
@@ -63,8 +63,8 @@ class Called(msgspec.Struct, frozen=True, tag=True):
     """Answer of the operation *state*: running, locked, checkpointed or failed."""
     error: str = ""
     gone: bool = False
-    """There is no such process any more."""
+    """The process has ended."""
 
 
-Request: TypeAlias = Look | Call
-Reply: TypeAlias = Hello | Looked | Called
+Request: TypeAlias = InspectCall | Call
+Reply: TypeAlias = Hello | Inspection | Called

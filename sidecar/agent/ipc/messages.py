@@ -1,4 +1,4 @@
-"""The job side's messages as typed structs: what a peer sends is checked here before anything acts on it."""
+"""The jobs' messages as typed structs; every field of a peer is checked here before the agent acts on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1023)]
 Gpus: TypeAlias = Annotated[tuple[Index, ...], msgspec.Meta(max_length=64)]
 
 BATCH_STEPS = frozenset({"batch", "4294967291", "-5"})
-"""How Slurm writes the batch step: its name, and SLURM_BATCH_SCRIPT as an unsigned or signed number."""
+"""Slurm's spellings of the batch step: its name, and SLURM_BATCH_SCRIPT as an unsigned or signed number."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -34,17 +34,17 @@ class Start(msgspec.Struct, frozen=True):
     step: int | Text = ""
     options: Text = ""
     cpus: Seconds = 0.0
-    """What Slurm gives the job on this host; 0: not told."""
+    """CPUs of Slurm's allocation on this host; 0: unknown."""
     memory_mb: Count = 0
 
     @property
     def batch(self) -> bool:
-        """Whether this is the batch script: the job has left this node when it ends."""
+        """True for the batch script: the job has left this node when it ends."""
         return str(self.step) in BATCH_STEPS
 
 
 class End(msgspec.Struct, frozen=True):
-    """The epilog: the job has left this node (root). Without ``restart`` every incarnation has."""
+    """The epilog: the job has left this node (root). Without ``restart`` every incarnation is meant."""
 
     job: JobId
     restart: Count | None = None
@@ -64,18 +64,18 @@ class Attach(msgspec.Struct, frozen=True):
     node: Text = ""
     hosts: Count = 1
     requeue_owner: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """Who requeues this job by a signal handler of its own, such as *lightning*."""
+    """Other software that requeues this job by a signal handler, such as *lightning*."""
     again: bool = False
     """The rank has been training before: it does not stand still for this answer, as it does at its start."""
 
     @property
     def in_step(self) -> bool:
-        """Whether other ranks may already be in a collective with it: alone it must not sit out."""
+        """True if other ranks may already be in a collective with it, so that it must not stop alone."""
         return self.again and self.state != "yielded" and self.world_size > 1
 
 
 class RequeuedBy(msgspec.Struct, frozen=True):
-    """The rank has found out, after it attached, that somebody else requeues its job; "" takes that back."""
+    """Other software requeues the job, as the rank noticed after it attached; "" takes that back."""
 
     owner: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
@@ -107,7 +107,7 @@ class Resumed(msgspec.Struct, frozen=True):
 
 
 class Checkpointed(msgspec.Struct, frozen=True):
-    """The rank's part of a complete checkpoint is on the disk; with ``error`` there is none and the rank runs on."""
+    """The rank's part of a complete checkpoint is on disk; with ``error`` there is none and the rank runs on."""
 
     order: Count
     step: Count
@@ -139,7 +139,7 @@ KINDS: dict[str, type[Message]] = {
 
 
 def parse(packet: dict[str, Any]) -> Message:
-    """Return the typed message of a decoded packet; raise RefusedError naming the field that is wrong."""
+    """Return the typed message of a decoded packet; raise RefusedError naming the wrong field."""
     kind = packet["type"]
     if kind not in KINDS:
         raise RefusedError(f"unknown message type {kind!r}; this agent knows {', '.join(KINDS)}")

@@ -14,15 +14,15 @@ from cadenza.sidecar import wire
 
 NS = 1e-9
 MAX_STEP = 2**62
-"""A job can write anything into its half: steps beyond this are taken as this."""
-READ_TRIES = 16
-"""How often a record is copied that changed meanwhile. A write takes a microsecond, unless its process is stopped
-in the middle of it; then waiting would not help."""
+"""Limit on steps, because a job can write anything into its half."""
+MAX_READS = 16
+"""Attempts to copy a record that changes during the copy. A write takes a microsecond, unless its process is stopped in
+the middle of it; then waiting would not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """What a rank's counters say; times in seconds, None before the first sample."""
+    """A rank's counters in short; times in seconds, None before the first sample."""
 
     step: int
     iteration_s: float | None
@@ -31,10 +31,10 @@ class Telemetry:
 
 @dataclass(frozen=True, slots=True)
 class OrderTimes:
-    """One stop as the rank saw it: CLOCK_MONOTONIC of its boundary, and seconds from there (0: never)."""
+    """One stop on the rank's side: CLOCK_MONOTONIC of its boundary, and seconds from there (0: never)."""
 
     order: int
-    seen_s: float
+    boundary_at_s: float
     arrived_s: float
     done_s: float
 
@@ -59,17 +59,17 @@ class PageRecord:
     fine: bool
 
     def quantile_s(self, share: float) -> float | None:
-        """Return the iteration time that ``share`` of all iterations do not exceed; None before the first.
+        """Return the quantile ``share`` of the iteration times; None before the first iteration.
 
-        From a client of layout 1 it is within 6 % of the exact one (for times from 1 µs to 36 min), from an older
-        one it is the upper end of a bucket that is up to 25 % wide.
+        From a client of layout 1 it is within 6 % of the exact value (for times from 1 µs to 36 min), from an older one
+        it is the upper end of a bucket that is up to 25 % wide.
         """
         if not self.iterations:
             return None
         return self.middle_s(_percentile(self.counts, share * self.iterations))
 
     def middle_s(self, index: int) -> float:
-        """Return the iteration time that stands for all of a bucket."""
+        """Return the iteration time that represents a bucket."""
         if not self.fine:
             return wire.bucket_upper_ns(index) * NS
         low, high = wire.fine_bounds_ns(index)
@@ -112,7 +112,7 @@ class Page:
 
     @property
     def saves(self) -> bool:
-        """Whether the rank can save a checkpoint on order."""
+        """True if the rank can save a checkpoint on order."""
         return bool(self._words[wire.PAGE_SAVES])
 
     def order(self, number: int, stop: int, purpose: int = wire.PURPOSE_YIELD) -> None:
@@ -122,21 +122,21 @@ class Page:
         self._words[wire.PAGE_STOP] = stop
 
     def tune(self, cpus: float, cache_mb: int | None) -> None:
-        """Tell the rank what its whole job has on this node now: CPUs, and MiB for loaders' caches (None: no word)."""
+        """Tell the rank its whole job's present CPUs on this node, and MiB for loaders' caches (None: unsaid)."""
         self._words[wire.PAGE_CPUS_CENTI] = max(1, round(100 * cpus))
         self._words[wire.PAGE_CACHE_MB] = wire.UNSAID if cache_mb is None else cache_mb
         self._words[wire.PAGE_TUNE_COUNT] += 1
 
     def telemetry(self) -> Telemetry:
-        """Return the step and the iteration times, those of the last consistent record at worst."""
+        """Return the step and the iteration times, at worst from the last consistent record."""
         record = self.record() or self._last
         if record is None or not record.iterations:
             return Telemetry(self.step, None, None)
         return Telemetry(self.step, record.busy_s / record.iterations, record.quantile_s(0.99))
 
     def record(self) -> PageRecord | None:
-        """Return a consistent copy of the rank's record; None when it was being written at each try."""
-        for _ in range(READ_TRIES):
+        """Return a consistent copy of the rank's record; None if it was being written at each attempt."""
+        for _ in range(MAX_READS):
             before = self._words[wire.PAGE_SEQUENCE]
             copy = self._map[:]
             if before % 2 == 0 and self._words[wire.PAGE_SEQUENCE] == before:
@@ -146,7 +146,7 @@ class Page:
 
 
 def read_record(words: Sequence[int]) -> PageRecord:
-    """Return what the words of a page say."""
+    """Return the record in the words of a page."""
     fine = words[wire.PAGE_LAYOUT] >= wire.LAYOUT
     first, buckets = (
         (wire.PAGE_FINE, wire.FINE_BUCKETS) if fine else (wire.PAGE_HISTOGRAM, wire.HISTOGRAM_BUCKETS)
@@ -168,17 +168,17 @@ def read_record(words: Sequence[int]) -> PageRecord:
 
 
 def _orders(words: Sequence[int]) -> tuple[OrderTimes, ...]:
-    """Return the entries of the ring that were written, oldest first."""
+    """Return the written entries of the ring, oldest first."""
     count = words[wire.PAGE_ORDER_COUNT]
-    found = []
+    orders = []
     for number in range(max(0, count - wire.ORDERS_KEPT), count):
         at = wire.PAGE_ORDERS + number % wire.ORDERS_KEPT * wire.ORDER_WORDS
-        order, seen, arrived, done = words[at : at + wire.ORDER_WORDS]
-        found.append(OrderTimes(order, seen * NS, arrived * NS, done * NS))
-    return tuple(found)
+        order, boundary, arrived, done = words[at : at + wire.ORDER_WORDS]
+        orders.append(OrderTimes(order, boundary * NS, arrived * NS, done * NS))
+    return tuple(orders)
 
 
 def _percentile(counts: Sequence[int], wanted: float) -> int:
     """Return the bucket in which the count reaches ``wanted``."""
     reached = accumulate(counts)
-    return next((index for index, seen in enumerate(reached) if seen >= wanted), len(counts) - 1)
+    return next((index for index, total in enumerate(reached) if total >= wanted), len(counts) - 1)

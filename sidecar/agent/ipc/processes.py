@@ -1,4 +1,4 @@
-"""Who a peer is and whether its process still lives: credentials, /proc, pidfds."""
+"""Identity and life of processes: peers' credentials, /proc, pidfds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _JOB_IN_CGROUP = re.compile(r"/job_(\d+)(?:/|$)", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What the kernel says of the other end of a Unix socket."""
+    """Identity of the other end of a Unix socket, from the kernel."""
 
     pid: int
     uid: int
@@ -29,21 +29,21 @@ def peer_of(connection: socket.socket) -> Peer:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return the process's start time in clock ticks since boot, or None when it is gone or a zombie.
+    """Return the process's start time in clock ticks since boot, or None if it is gone or a zombie.
 
-    With the pid it names a process for good: pids come again, start times do not (proc_pid_stat(5)).
+    Pid and start time together identify a process for good: pids are reused, start times are not (proc_pid_stat(5)).
     """
     fields = _stat(pid)
     return None if not fields or fields[0] in {"Z", "X"} else int(fields[19])
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped the process, as Slurm's suspend does (proctrack/linuxproc and others)."""
+    """Return True if a signal has stopped the process, as Slurm's suspend does (proctrack/linuxproc and others)."""
     return _stat(pid)[:1] == ["T"]
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; empty when the process is gone."""
+    """Return the fields of /proc/PID/stat from the state on; empty if the process is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -52,7 +52,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def boot_id() -> str:
-    """Return the kernel's name of this boot: start times of another one mean nothing."""
+    """Return the kernel's name of this boot; start times of another boot mean nothing."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -60,10 +60,10 @@ def boot_id() -> str:
 
 
 def job_of(pid: int) -> int | None:
-    """Return the Slurm job that a process belongs to, or None when nothing says so.
+    """Return the Slurm job of a process, or None if it is unknown.
 
-    The cgroup decides when it names a job (``…/job_<id>/…``, which the job cannot change); otherwise, as
-    with Slurm 26.05's cgroups named by SLUID or without any, the process's initial ``SLURM_JOB_ID`` does.
+    The cgroup decides if it names a job (``…/job_<id>/…``, which the job cannot change). Otherwise, as with Slurm
+    26.05's cgroups named by SLUID or without any, the process's initial ``SLURM_JOB_ID`` does.
     """
     try:
         cgroup = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8", errors="replace")
@@ -78,7 +78,7 @@ def job_of(pid: int) -> int | None:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when the process ends, or None when that is not to be had."""
+    """Return a descriptor that becomes readable when the process ends, or None if the kernel gives none."""
     try:
         return os.pidfd_open(pid)
     except OSError:

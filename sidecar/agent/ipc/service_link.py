@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 
 SERVICE_KEY = "service.key"
 AGENT_KEY = "agent.key_secret"
-QUEUE = 10_000
-"""Messages kept while the service is away; beyond it the newest are dropped (telemetry may lose data)."""
+MAX_QUEUED = 10_000
+"""Messages kept while the service is away; newer ones are dropped (telemetry may lose data)."""
 
 
 def read_keys(directory: Path) -> tuple[bytes, bytes, bytes] | None:
-    """Return the agent's public and secret key and the service's public key, or None when one is missing.
+    """Return the agent's public and secret key and the service's public key, or None if one is missing.
 
-    Raise ConfigError for a file that is there and is no key (:func:`zmq.auth.create_certificates` writes them).
+    Raise ConfigError for a file that exists and is no key (:func:`zmq.auth.create_certificates` writes them).
     """
     ours, theirs = directory / AGENT_KEY, directory / SERVICE_KEY
     missing = [str(path) for path in (ours, theirs) if not path.exists()]
@@ -52,7 +52,7 @@ def _certificate(path: Path) -> tuple[bytes, bytes | None]:
 
 
 class Link:
-    """One DEALER; sending never waits, receiving returns what is there."""
+    """One DEALER; neither sending nor receiving waits."""
 
     def __init__(self, address: str, host: str, keys: tuple[bytes, bytes, bytes]) -> None:
         self._encoder = msgspec.json.Encoder()
@@ -70,13 +70,13 @@ class Link:
             raise ConfigError(f"agent.service = {address!r}: {error}") from None
 
     def _connect(self, address: str, host: str, keys: tuple[bytes, bytes, bytes]) -> None:
-        """Set the socket up; the connection itself comes and goes in the background."""
+        """Set up the socket; the connection itself comes and goes in the background."""
         if not zmq.has("curve"):
             raise EnvironmentLacksError("this libzmq has no CURVE; install one built with libsodium")
         options: dict[int, int | bytes] = {
             zmq.IDENTITY: host.encode(),
             zmq.LINGER: 0,
-            zmq.SNDHWM: QUEUE,
+            zmq.SNDHWM: MAX_QUEUED,
             zmq.RECONNECT_IVL: 100,
             zmq.RECONNECT_IVL_MAX: 2000,
             zmq.HEARTBEAT_IVL: 5000,
@@ -90,7 +90,7 @@ class Link:
         self.socket.connect(address)
 
     def send(self, messages: Iterable[orders.FromAgent]) -> None:
-        """Queue messages for the service; what does not fit is dropped and counted."""
+        """Queue messages for the service; those that do not fit are dropped and counted."""
         for message in messages:
             try:
                 self.socket.send(self._encoder.encode(message), zmq.NOBLOCK)
@@ -109,7 +109,7 @@ class Link:
                 yield order
 
     def _decode(self, frame: bytes) -> orders.ToAgent | None:
-        """Return an order, or None for a frame that is none."""
+        """Return an order, or None for a frame that holds none."""
         try:
             order: orders.ToAgent = self._decoder.decode(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""The Unix socket: one session a connection, and an outbox emptied only after the leases are on disk."""
+"""The Unix socket: a session for each connection, and an outbox that is sent only after the leases are on disk."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ BACKLOG = 512
 
 @dataclass(eq=False)
 class Session:
-    """One connected peer and what it turned out to be."""
+    """One connected peer, and its job once known."""
 
     sock: socket.socket
     peer: Peer
     key: JobKey | None = None
-    """The job that it attached to or waits for."""
+    """Job that it attached to or waits for."""
 
     def receive(self) -> bytes | None:
-        """Return the next packet, b"" at the end, None when there is nothing to read."""
+        """Return the next packet, b"" at the end, None if there is nothing to read."""
         try:
             return self.sock.recv(wire.MAX_PACKET + 1)
         except BlockingIOError:
             return None
-        except ConnectionResetError:  # told once, to a peer's end that left something unread: its last words follow
+        except ConnectionResetError:  # raised once if the peer left packets unread; its own last packets follow
             return self.receive()
         except OSError:
             return b""
@@ -44,7 +44,7 @@ class Session:
 
 @dataclass
 class Outbox:
-    """Packets that wait for the end of the turn; nobody hears of a lease before it is written down."""
+    """Packets that wait for the end of the pass: no peer hears of a lease before it is on disk."""
 
     _queue: list[tuple[Session, bytes, tuple[int, ...], bool]] = field(default_factory=list)
 
@@ -59,11 +59,11 @@ class Outbox:
     ) -> None:
         """Queue one packet; ``last`` closes the connection behind it. Without a session nothing happens."""
         if session is not None:
-            copies = tuple(os.dup(fd) for fd in fds)  # the number may stand for another file by then
+            copies = tuple(os.dup(fd) for fd in fds)  # the number may belong to another file by then
             self._queue.append((session, wire.encode(kind, **fields), copies, last))
 
     def flush(self) -> list[Session]:
-        """Send everything and return the sessions that are lost, or done with, for the caller to close."""
+        """Send everything, and return the sessions that are lost or done for the caller to close."""
         queue, self._queue = self._queue, []
         gone: dict[int, Session] = {}
         for session, packet, fds, last in queue:
@@ -75,9 +75,9 @@ class Outbox:
 
 
 def _send(session: Session, packet: bytes, fds: tuple[int, ...]) -> bool:
-    """Send one packet without waiting; False when the peer has stopped reading.
+    """Send one packet without waiting; return False if the peer has stopped reading.
 
-    One that has gone may have said why: what it said is read first, and its end behind it.
+    A peer that has gone may have sent last packets: they are read first, and the end of the connection after them.
     """
     try:
         if fds:
@@ -111,7 +111,7 @@ class Listener:
             raise EnvironmentLacksError(f"socket {path}: {error.strerror or error}") from None
 
     def accept(self) -> Session | None:
-        """Return a new session, or None when there is none or too many are open."""
+        """Return a new session, or None if there is none or too many are open."""
         try:
             connection, _ = self.socket.accept()
         except OSError:
@@ -135,7 +135,7 @@ class Listener:
 
 
 def _session_limit() -> int:
-    """Raise the limit of open files to what is allowed and return how many peers fit (four files each)."""
+    """Raise the limit of open files as far as allowed, and return the number of peers that fit (four files each)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536
     with contextlib.suppress(OSError, ValueError):
@@ -144,7 +144,7 @@ def _session_limit() -> int:
 
 
 def notify_ready(state: str = "READY=1") -> None:
-    """Tell systemd, when it asked to be told (sd_notify(3))."""
+    """Notify systemd if it wants to be notified (sd_notify(3))."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return

@@ -1,4 +1,4 @@
-"""What the driver path's helper sees of a job's processes, and what the bindings refuse before the driver is asked."""
+"""Inspection of a job's processes on its GPUs: what is found, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from cadenza.sidecar.agent.driver.cuda import Cuda, CudaError
 from cadenza.sidecar.agent.driver.inspection import Inspector
-from cadenza.sidecar.agent.driver.protocol import Look
+from cadenza.sidecar.agent.driver.protocol import InspectCall
 from cadenza.sidecar.agent.errors import EnvironmentLacksError
 
 MAPS = "7f00-7f10 r--p 0 00:00 1 /usr/lib/x.so\n200000000-{end:x} rw-s 0 00:06 7 /dev/nvidia-uvm\n"
@@ -38,23 +38,23 @@ class Tree:
         self.write("cgroup", "0::/job_7/step_0\n")
         self.group = root / "cgroup" / "job_7"
         (self.group / "step_0").mkdir(parents=True)
-        self.looker = Inspector(root / "proc", root / "cgroup")
+        self.inspector = Inspector(root / "proc", root / "cgroup")
         self.size: int | None = 1000
         self.pid = pid
-        self.looker._nvml = SimpleNamespace(
+        self.inspector._nvml = SimpleNamespace(
             NVMLError=RuntimeError,
             nvmlDeviceGetComputeRunningProcesses=lambda handle: [SimpleNamespace(pid=pid, usedGpuMemory=self.size)],
             nvmlDeviceGetMPSComputeRunningProcesses=lambda handle: [],
             nvmlDeviceGetMigMode=lambda handle: [0, 0],
             nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(free=5),
         )
-        self.looker._devices = lambda: {0: "handle"}
+        self.inspector._devices = lambda: {0: "handle"}
 
     def write(self, name: str, text: str) -> None:
         (self.process / name).write_text(text)
 
-    def look(self, **fields: object):
-        return self.looker.look(Look(**{"id": 1, "job": 7, "uid": os.getuid(), "gpus": (0,), **fields}))
+    def inspect(self, **fields: object):
+        return self.inspector.inspect(InspectCall(**{"id": 1, "job": 7, "uid": os.getuid(), "gpus": (0,), **fields}))
 
 
 @pytest.fixture
@@ -66,33 +66,33 @@ def test_a_process_is_told_with_its_memory_and_its_jobs_room(tree: Tree) -> None
     (tree.group / "memory.max").write_text("900\n")
     (tree.group / "memory.current").write_text("300\n")
     (tree.group / "step_0" / "memory.max").write_text("max\n")
-    seen = tree.look()
-    assert [(one.pid, one.gpu_bytes) for one in seen.found] == [(tree.pid, ((0, 1000),))]
-    assert (seen.free, seen.room, seen.refused) == (((0, 5),), 600, "")
+    inspection = tree.inspect()
+    assert [(one.pid, one.gpu_bytes) for one in inspection.processes] == [(tree.pid, ((0, 1000),))]
+    assert (inspection.free, inspection.headroom, inspection.refused) == (((0, 5),), 600, "")
 
 
 @pytest.mark.parametrize("other", [{"job": 8}, {"uid": 4242}])
 def test_processes_of_others_are_not_the_jobs(tree: Tree, other: dict[str, int]) -> None:
-    assert tree.look(**other).found == ()
+    assert tree.inspect(**other).processes == ()
 
 
 def test_managed_memory_is_refused(tree: Tree) -> None:
     tree.write("maps", MAPS.format(end=0x200000000 + (1 << 30)))
-    assert "maps 1024 MB of managed memory (UVM)" in tree.look().refused
+    assert "maps 1024 MB of managed memory (UVM)" in tree.inspect().refused
 
 
 def test_shared_gpu_memory_is_refused(tree: Tree) -> None:
     tree.write("maps", "7f00-7f10 rw-s 0 00:01 9 /dev/shm/cuda.shm.0.1.1\n")
-    assert "CUDA IPC" in tree.look().refused
+    assert "CUDA IPC" in tree.inspect().refused
 
 
 def test_memory_of_unknown_size_is_refused(tree: Tree) -> None:
     tree.size = None
-    assert "NVML does not say how much" in tree.look().refused
+    assert "NVML does not report the GPU memory" in tree.inspect().refused
 
 
 def test_a_gpu_that_nvml_does_not_know_is_refused(tree: Tree) -> None:
-    assert tree.look(gpus=(3,)).refused == "NVML does not know GPU 3"
+    assert tree.inspect(gpus=(3,)).refused == "NVML does not know GPU 3"
 
 
 def test_bindings_that_are_not_there_or_too_old_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
