@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
@@ -32,6 +34,19 @@ MOVES = (
     ("placed", "runs, or held by its owner", "over"),
     ("leaving", "released", "over"),
 )
+SESSION = (
+    "boundary", "active", "trained", "gpus", "tuning", "register", "call", "checkpointed", "requeued_by", "waited",
+    "timed", "detach",
+)  # fmt: skip
+KEEPER = ("restore", "save", "at", "step", "wait", "close")
+"""Members that training scripts use."""
+CLIENT_HEAD = """\
+# Client API
+
+`from cadenza.sidecar import client`. This page is generated from the docstrings. [Turns](../users/turns.md) and
+[checkpoints](../users/checkpoints.md) explain the use; [data loading](../users/data.md) has `ElasticDataLoader` and
+`CachedDataset`, [frameworks](../users/frameworks.md) the callbacks."""
+MAX_SIGNATURE = 100
 SETTINGS_HEAD = """\
 # Settings
 
@@ -52,6 +67,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {page: _root_page(name) for page, name in ROOT_PAGES.items()}
     pages["reference/settings.md"] = settings_page()
     pages["reference/commands.md"] = commands_page()
+    pages["reference/client.md"] = client_page()
     for uri, text in pages.items():
         files.append(File.generated(config, uri, content=text))
     for uri, drawing in diagrams().items():
@@ -119,6 +135,41 @@ def commands_page() -> str:
     from cadenza.slurm_plugin.cli.reference import markdown  # noqa: PLC0415 (only at build time)
 
     return markdown().replace("# Commands\n", COMMANDS_HEAD, 1)
+
+
+def client_page() -> str:
+    """Return the reference of the functions and classes that training scripts use, from their docstrings."""
+    from cadenza.sidecar import client  # noqa: PLC0415 (only at build time)
+    from cadenza.sidecar.client.checkpoints.checkpoint import Checkpoint  # noqa: PLC0415
+    from cadenza.sidecar.client.session.job_session import Session  # noqa: PLC0415
+
+    lines = [CLIENT_HEAD, "## Functions"]
+    lines += [_described(getattr(client, name), f"client.{name}") for name in client.__all__]
+    for kind, name, members in ((Session, "session", SESSION), (Checkpoint, "keeper", KEEPER)):
+        lines += [f"## {kind.__name__}", _markdown(inspect.getdoc(kind) or "")]
+        lines += [_described(inspect.getattr_static(kind, member), f"{name}.{member}") for member in members]
+    return "\n\n".join(lines) + "\n"
+
+
+def _described(thing: Any, name: str) -> str:
+    """Return the section of one function, method or property."""
+    text = name
+    if isinstance(thing, property):
+        thing = thing.fget
+    else:
+        signature = inspect.signature(thing)
+        text += str(signature).replace("(self, ", "(").replace("(self)", "()")
+        if len(text) > MAX_SIGNATURE:
+            lines = "".join(f"    {item},\n" for item in signature.parameters.values() if item.name != "self")
+            text = f"{name}(\n{lines}) -> {signature.return_annotation}"
+    text = text.replace("'", "")
+    return f"### {name}\n\n```text\n{text}\n```\n\n{_markdown(inspect.getdoc(thing) or '')}"
+
+
+def _markdown(text: str) -> str:
+    """Return a docstring as Markdown."""
+    text = re.sub(r":(?:func|meth|class|data):`~?([\w.]+)`", r"`\1`", text)
+    return re.sub(r"::$", ":", text.replace("``", "`"), flags=re.MULTILINE)
 
 
 def diagrams() -> dict[str, str]:

@@ -1,0 +1,35 @@
+"""The state diagrams of the site show every state and event of the machines' own tables."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from cadenza.sidecar.agent.jobs import stop_states
+from cadenza.sidecar.agent.leases import lease_table
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "docs"))
+from state_diagram import draw
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize("table", [lease_table.TRANSITIONS, stop_states.TRANSITIONS], ids=["lease", "stop"])
+def test_each_state_and_event_is_drawn_within_the_frame(table):
+    drawing = ET.fromstring(draw(table, "a <title>"))  # noqa: S314 (our own text)
+    texts = [element.text for element in drawing.iter(f"{SVG}text")]
+    changes = [row for row in table if row[0] != row[2]]
+    states = {state for row in changes for state in (row[0], row[2])}
+    assert sorted(texts) == sorted([*states, *(event for _, event, _ in changes), "a <title>"])
+    width, height = float(drawing.get("width")), float(drawing.get("height"))
+    assert all(0 <= float(element.get("x")) <= width for element in drawing.iter(f"{SVG}text"))
+    assert all(0 <= float(element.get("y")) <= height for element in drawing.iter(f"{SVG}text"))
+
+
+def test_the_order_of_states_can_be_given():
+    drawing = ET.fromstring(draw([("a", "x", "b"), ("a", "y", "c")], "t", ("a", "c", "gone")))  # noqa: S314 (our own text)
+    boxes = [element.text for element in drawing.iter(f"{SVG}text") if element.get("font-size") == "14"]
+    assert boxes == ["a", "c", "b"]
