@@ -145,12 +145,21 @@ class Sweep:
         If Slurm does not answer, ``problem`` has its error and a later call catches up. Raise SlurmUnavailable if it
         has never answered this process.
         """
+        # 1. New reports.
         before = {trial.number for trial in self.live}
         self._read_reports(self.live)
         self.problem = None
         try:
-            self._read_queue()
-            self._judge()
+            # 2. Slurm's queue, when its next read is due.
+            if self._queue_read_at is None or clock.monotonic() - self._queue_read_at >= self.plan.slurm_s:
+                self._follow(self._slurm.queue(self._name("")))
+                self._queue_read_at = clock.monotonic()
+            # 3. Stop the trials that the rule or a reached target makes pointless.
+            for number, reason in ({} if self._judged else self._losers()).items():
+                self._stop(self.state.trials[number], reason)
+            self._judged = True
+            self._cancel([trial for trial in self.live if trial.stop_reason and trial.slurm != "cancelling"])
+            # 4. The best first, and new jobs as the plan allows.
             self._set_priorities()
             self._submit_waiting()
         except SlurmUnavailable as error:
@@ -169,7 +178,7 @@ class Sweep:
     def stop(self, reason: str = "the sweep was stopped") -> None:
         """Cancel every job of the sweep; raise SlurmUnavailable when Slurm does not answer."""
         self._record({"kind": "closed"})
-        self._adopt(self._slurm.queue(self._name("")))
+        self._follow(self._slurm.queue(self._name("")))
         for trial in self.live:
             self._stop(trial, reason)
         self._cancel(self.live)
@@ -197,14 +206,8 @@ class Sweep:
             if self.state.target is None and target is not None and self.plan.better(report["value"], target):
                 self._record({"kind": "target", "trial": trial.number, **report})
 
-    def _judge(self) -> None:
-        """Stop the trials that the rule or a reached target makes pointless."""
-        for number, reason in ({} if self._judged else self._losers()).items():
-            self._stop(self.state.trials[number], reason)
-        self._judged = True
-        self._cancel([trial for trial in self.live if trial.stop_reason and trial.slurm != "cancelling"])
-
     def _losers(self) -> Mapping[int, str]:
+        """Return the trials to stop with the reasons."""
         if self.state.target is not None:
             winner = self.state.target["trial"]
             spared = winner if self.plan.finish else None
@@ -218,39 +221,23 @@ class Sweep:
 
     # --- Slurm --------------------------------------------------------------------------------------
 
-    def _read_queue(self) -> None:
-        """Read Slurm's queue when that is due."""
-        due = self._queue_read_at is None or clock.monotonic() - self._queue_read_at >= self.plan.slurm_s
-        if due:
-            self._adopt(self._slurm.queue(self._name("")))
-            self._queue_read_at = clock.monotonic()
-
-    def _adopt(self, queue: Sequence[Queued]) -> None:
+    def _follow(self, queue: Sequence[Queued]) -> None:
         """Update the trials from Slurm's queue."""
         by_name = {queued.name: queued for queued in queue}
         for trial in self.live:
             queued = by_name.get(self._name(trial.number))
-            if trial.state == "submitting":
-                self._find_again(trial, queued)
+            if trial.state == "submitting":  # an earlier controller was killed during the submission
+                kind = {"kind": "new"} if queued is None else {"kind": "live", "job": queued.job}
+                self._record({**kind, "trial": trial.number})
             if trial.state == "live" and queued is not None:
-                self._update(trial, queued)
+                trial.slurm, trial.behind = queued.state, is_behind(queued.comment)
+                self._comments[trial.number] = queued.comment
+                if queued.state in OVER:
+                    self._end(trial, queued.state)
         lost = {t.job: t for t in self.live if t.state == "live" and t.job and self._name(t.number) not in by_name}
         states = self._slurm.final_states(list(lost))
         for job, trial in lost.items():
             self._end(trial, states.get(job, ""))
-
-    def _find_again(self, trial: TrialState, queued: Queued | None) -> None:
-        """Resolve a submission during which an earlier controller was killed."""
-        if queued is None:
-            self._record({"kind": "new", "trial": trial.number})
-        else:
-            self._record({"kind": "live", "trial": trial.number, "job": queued.job})
-
-    def _update(self, trial: TrialState, queued: Queued) -> None:
-        trial.slurm, trial.behind = queued.state, is_behind(queued.comment)
-        self._comments[trial.number] = queued.comment
-        if queued.state in OVER:
-            self._end(trial, queued.state)
 
     def _end(self, trial: TrialState, slurm: str) -> None:
         """Record the end of a job, including its last reports."""
@@ -282,16 +269,12 @@ class Sweep:
             if changed is not None:
                 wanted[changed].append(trial)
         for comment, trials in wanted.items():
-            self._set_comment(trials, comment)
-
-    def _set_comment(self, trials: Sequence[TrialState], comment: str) -> None:
-        """Change the comment of jobs; after a refusal the next read of the queue has the valid one."""
-        accepted = self._slurm.set_comment([trial.job for trial in trials if trial.job is not None], comment)
-        for trial in trials:
-            if accepted:
-                self._comments[trial.number], trial.behind = comment, is_behind(comment)
-            else:
-                self._comments.pop(trial.number, None)
+            accepted = self._slurm.set_comment([trial.job for trial in trials if trial.job is not None], comment)
+            for trial in trials:
+                if accepted:
+                    self._comments[trial.number], trial.behind = comment, is_behind(comment)
+                else:  # the next read of the queue has the valid comment
+                    self._comments.pop(trial.number, None)
 
     # --- Submission ---------------------------------------------------------------------------------
 

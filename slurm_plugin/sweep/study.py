@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from cadenza.sidecar import clock
-from cadenza.slurm_plugin.sweep.configs import Config, Study
+from cadenza.slurm_plugin.sweep.configs import Study
 from cadenza.slurm_plugin.sweep.controller import Sweep
 from cadenza.slurm_plugin.sweep.errors import EnvironmentLacks, InputError
 from cadenza.slurm_plugin.sweep.journal import TrialState
@@ -51,7 +51,9 @@ class StudySource:
     def _ask(self) -> None:
         for _ in range(self._room()):
             trial = self._study.ask()
-            self.sweep.ask(_suggest(trial, self._settings.space), key=trial.number)
+            self.sweep.ask(
+                {name: _value(trial, name, entry) for name, entry in self._settings.space.items()}, key=trial.number
+            )
 
     def _tell(self, trial: TrialState) -> None:
         """Tell the study a configuration's best value, or the values reported before its stop."""
@@ -88,10 +90,6 @@ def _open(storage: str, sweep: Sweep) -> optuna.Study:
         return optuna.create_study(study_name=sweep.head.id, storage=storage, direction=direction, load_if_exists=True)
     except Exception as error:  # SQLAlchemy's, for any wrong address
         raise InputError(f"study = {storage!r}: {error}") from error
-
-
-def _suggest(trial: optuna.Trial, space: dict[str, Any]) -> Config:
-    return {name: _value(trial, name, entry) for name, entry in space.items()}
 
 
 def _value(trial: optuna.Trial, name: str, entry: Any) -> Any:

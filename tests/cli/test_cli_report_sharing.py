@@ -95,13 +95,13 @@ def test_one_user_on_screen_and_as_a_page(config: Path, tmp_path: Path) -> None:
     page = tmp_path / "week.html"
     done = run("report", "--since", "1d", "--user", "eve", "--config", config, "-o", page)
     assert done.exit_code == 0, done.output
-    assert "What sharing brought to eve" in done.stdout
+    assert "Effect of sharing for eve" in done.stdout
     assert "By user" in done.stdout
     assert "ada" not in done.stdout
     assert f"written: {page}" in done.stdout
     assert "1 job of 1 user had 0.083 GPU hours" in page.read_text()
-    everybody = run("report", "--since", "1d", "--config", config)
-    assert "undone: it brought nothing" in " ".join(everybody.stdout.split())
+    all_users = run("report", "--since", "1d", "--config", config)
+    assert "undone: it brought nothing" in " ".join(all_users.stdout.split())
 
 
 def test_why_and_top_show_what_was_measured(config: Path) -> None:
@@ -121,7 +121,7 @@ def test_why_and_top_show_what_was_measured(config: Path) -> None:
         (("--since", "soon"), "'soon': a time ago"),
         (("--since", "1d", "--until", "yesterday"), "'yesterday'"),
         (("--since", "1h", "--until", "2h"), "--until is not after --since"),
-        (("--since", "1d", "--user", "nobody"), "--user nobody: no job of theirs"),
+        (("--since", "1d", "--user", "nobody"), "--user nobody: no job of this user"),
         (("--since", "30d", "--until", "20d"), "nothing on record"),
         (("--since", "1d", "results.json"), "either RESULT.json files or --since"),
         (("--since", "1d", "--baseline", "x"), "--baseline goes with RESULT.json files only"),

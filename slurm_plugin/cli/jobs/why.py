@@ -16,9 +16,18 @@ if TYPE_CHECKING:
 
     from cadenza.policies.core.model import Job, Lease
     from cadenza.slurm_plugin.service.accounting.effects import Effect
-    from cadenza.slurm_plugin.service.store.reader import ActionRow, EventRow, JobRecord, SwitchRow
+    from cadenza.slurm_plugin.service.store.reader import ActionRow, JobRecord, SwitchRow
 
 OUTCOMES = {None: "", "verified": "", "gone": ", the job had ended", "failed": ", without effect so far"}
+MESSAGES = {
+    "no decision": "no decision so far",
+    "ended": "no longer in Slurm; last: {}",
+    "requeue owner": "{} requeues it by itself, so Cadenza does not",
+    "not ready": "cannot be asked to yield: {}",
+    "unmanageable": "left alone: {}",
+    "kept in": "would {}: {} [kept in: {}]",
+}
+"""Sentences of ``cadenza why`` about a job or an action, with a place for each variable part."""
 
 
 @click.command("why")
@@ -45,45 +54,41 @@ def command(*, job_id: int, last: int, as_json: bool, store: Path | None, config
 
 def summary(record: JobRecord) -> str:
     """Return the last reason as one sentence; it stays on record after the job has ended."""
-    reason = record.reason or (record.actions[0].reason if record.actions else "no decision so far")
-    return reason if record.job else f"no longer in Slurm; last: {reason}"
+    reason = record.reason or (record.actions[0].reason if record.actions else MESSAGES["no decision"])
+    return reason if record.job else MESSAGES["ended"].format(reason)
 
 
 def lines(record: JobRecord) -> Iterator[str]:
     """Yield the whole record as text, newest first."""
     yield f"job {record.id}: {summary(record)}"
-    if record.job:
-        yield from _state(record.job)
+    yield from (f"  {line}" for line in (_state(record.job) if record.job else ()))
     yield from _section("decisions", [_action(row) for row in record.actions])
     yield from _section("measured", [f"{_time(row.at_s)} {effect_sentence(row)}" for row in record.effects])
     yield from _section("yields and resumes", [_switch(row) for row in record.switches])
-    yield from _section("reported by its hosts", [_event(row) for row in record.events])
+    events = [f"{_time(row.at_s)} {row.host} {row.kind} {row.detail}".rstrip() for row in record.events]
+    yield from _section("reported by its hosts", events)
 
 
 def _state(job: Job) -> Iterator[str]:
+    """Yield the job's present state: place, lease, measurements, resources and progress."""
     where = ",".join(job.nodes) or "no node"
-    yield f"  {job.state} on {where}, {job.gpus} GPUs, user {job.user}, partition {job.partition}"
+    yield f"{job.state} on {where}, {job.gpus} GPUs, user {job.user}, partition {job.partition}"
     if job.lease:
-        yield f"  lease {job.lease.state}, {job.lease.vtime_s:.1f} s of virtual time, {job.lease.step} steps"
+        yield f"lease {job.lease.state}, {job.lease.vtime_s:.1f} s of virtual time, {job.lease.step} steps"
         yield from _measured(job.lease)
         if job.lease.requeue_owner:
-            yield f"  {job.lease.requeue_owner} requeues it by itself, so Cadenza does not"
+            yield MESSAGES["requeue owner"].format(job.lease.requeue_owner)
         if job.lease.why_not_ready:
-            yield f"  cannot be asked to yield: {job.lease.why_not_ready}"
+            yield MESSAGES["not ready"].format(job.lease.why_not_ready)
     elif job.unmanageable:
-        yield f"  left alone: {job.unmanageable}"
-    yield from _resources(job)
-
-
-def _resources(job: Job) -> Iterator[str]:
-    """Yield the job's CPUs and memory, their reason, and its progress."""
+        yield MESSAGES["unmanageable"].format(job.unmanageable)
     if job.profile_note:
-        yield f"  {job.profile_note}"
+        yield job.profile_note
     for share in job.placement:
-        yield f"  has {share.cpus} CPUs and {share.memory_mb} MB on {share.node}"
+        yield f"has {share.cpus} CPUs and {share.memory_mb} MB on {share.node}"
     if job.progress is not None and job.progress.total_s:
         done = min(job.progress.done_s / job.progress.total_s, 1.0)
-        yield f"  {done:.0%} done, {job.progress.attained_s:.0f} s with its GPUs"
+        yield f"{done:.0%} done, {job.progress.attained_s:.0f} s with its GPUs"
 
 
 def _measured(lease: Lease) -> Iterator[str]:
@@ -99,7 +104,7 @@ def _measured(lease: Lease) -> Iterator[str]:
         (use.memory_low_mb, "{:.0f} MB at boundaries"), (use.memory_peak_mb, "{:.0f} MB at most"),
     )  # fmt: skip
     if texts := [text.format(value) for value, text in figures if value is not None]:
-        yield f"  measured: {', '.join(texts)}"
+        yield f"measured: {', '.join(texts)}"
 
 
 def _section(title: str, rows: list[str]) -> Iterator[str]:
@@ -110,7 +115,7 @@ def _section(title: str, rows: list[str]) -> Iterator[str]:
 
 def _action(row: ActionRow) -> str:
     if not row.allowed:
-        return f"{_time(row.at_s)} would {row.kind.lower()}: {row.reason} [kept in: {row.rule}]"
+        return f"{_time(row.at_s)} {MESSAGES['kept in'].format(row.kind.lower(), row.reason, row.rule)}"
     failed = f", failed: {row.error}" if row.ok is False else OUTCOMES.get(row.verified, "")
     return f"{_time(row.at_s)} {row.kind.lower()}: {row.reason}{failed}"
 
@@ -124,37 +129,23 @@ def _switch(row: SwitchRow) -> str:
     return text + (f" ({row.note})" if row.note else "")
 
 
-def _event(row: EventRow) -> str:
-    return f"{_time(row.at_s)} {row.host} {row.kind} {row.detail}".rstrip()
-
-
 def _time(at_s: float) -> str:
     return datetime.fromtimestamp(at_s, UTC).astimezone().strftime("%F %T")
 
 
 def effect_sentence(effect: Effect) -> str:
     """Return the change, the measurement and the verdict of one decision."""
+    # 1. The change, and the iteration times before and after it.
     change = effect.now if effect.kind == "pack" else f"from {effect.was or 'its former share'} to {effect.now}"
-    parts = (_iteration_times(effect), _gain(effect), _verdict(effect))
-    return f"{effect.kind} {change}: {', '.join(filter(None, parts))}"
-
-
-def _iteration_times(effect: Effect) -> str:
-    """Return the iteration times before and after."""
-    before, after = (f"{value:.3g} s" if value is not None else "?" for value in (effect.before_s, effect.after_s))
-    return "" if effect.before_s is None and effect.after_s is None else f"{before} an iteration before, {after} after"
-
-
-def _gain(effect: Effect) -> str:
-    """Return the ratio of throughput after to before, as measured and as promised."""
-    promised = f"promised {effect.predicted:.2f}x" if effect.predicted is not None else ""
-    if effect.gain is None:
-        return promised
-    of = " of turns" if effect.kind == "pack" else ""
-    return f"{effect.gain:.2f}x{of}" + (f" ({promised})" if promised else "")
-
-
-def _verdict(effect: Effect) -> str:
-    """Return the verdict with its reason."""
-    verdict = effect.verdict or "being measured"
-    return f"{verdict}: {effect.detail}" if effect.detail else verdict
+    times = ""
+    if effect.before_s is not None or effect.after_s is not None:
+        before, after = (f"{value:.3g} s" if value is not None else "?" for value in (effect.before_s, effect.after_s))
+        times = f"{before} an iteration before, {after} after"
+    # 2. The ratio of throughput after to before, as measured and as promised.
+    gain = promised = f"promised {effect.predicted:.2f}x" if effect.predicted is not None else ""
+    if effect.gain is not None:
+        of = " of turns" if effect.kind == "pack" else ""
+        gain = f"{effect.gain:.2f}x{of}" + (f" ({promised})" if promised else "")
+    # 3. The verdict with its reason.
+    verdict = (effect.verdict or "being measured") + (f": {effect.detail}" if effect.detail else "")
+    return f"{effect.kind} {change}: {', '.join(filter(None, (times, gain, verdict)))}"

@@ -19,13 +19,15 @@ from cadenza.slurm_plugin.gateway.pyslurm_gateway import SlurmGateway
 from cadenza.slurm_plugin.gateway.slurm_config import slurm_config
 from cadenza.slurm_plugin.service.agents.curve_keys import AGENT_FOLDER, SHARED_AGENT
 from cadenza.slurm_plugin.service.errors import ServiceError
-from cadenza.slurm_plugin.service.profiles.library import Library, ProfileDirectory
+from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory
 from cadenza.slurm_plugin.service.settings import Settings, load_settings
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 
 T = TypeVar("T")
 
 PLUGIN = "cadenza.so"
+RTLD_LAZY = 1
+"""Mode of dlopen that leaves the plugin's calls into Slurm unresolved."""
 
 
 class KeyFile(msgspec.Struct, frozen=True):
@@ -69,7 +71,8 @@ def gather(config: Path | None) -> Facts:
             return None
 
     settings = attempt("settings", lambda: load_settings(config or DEFAULT_PATH)) or Settings()
-    library = _library(settings)
+    profiles = ProfileDirectory(Path(settings.profiles.directory) if settings.profiles.directory else None)
+    profiles.refresh()
     slurm = attempt("slurm", slurm_config)
     with SlurmGateway() as gateway:
         greeting = attempt("pyslurm", gateway.greeting) or {}
@@ -78,14 +81,8 @@ def gather(config: Path | None) -> Facts:
         settings, version("cadenza"), SystemClock().now(), _keys(settings), slurm, greeting.get("pyslurm"),
         cluster, attempt("recorded", lambda: _recorded(settings)),
         attempt("plugin", lambda: built_for(slurm or {})), problems,
-        sum(entry.profile is not None for entry in library.entries), tuple(library.problems),
+        sum(entry.profile is not None for entry in profiles.library.entries), tuple(profiles.library.problems),
     )  # fmt: skip
-
-
-def _library(settings: Settings) -> Library:
-    directory = ProfileDirectory(Path(settings.profiles.directory) if settings.profiles.directory else None)
-    directory.refresh()
-    return directory.library
 
 
 def _recorded(settings: Settings) -> ClusterSnapshot | None:
@@ -119,9 +116,5 @@ def built_for(slurm: dict[str, str]) -> tuple[int, int]:
     if path is None:
         where = ", ".join(map(str, folders)) or "an unknown plugin directory"
         raise OSError(f"{PLUGIN} is not in {where}")
-    number = ctypes.c_uint.in_dll(ctypes.CDLL(str(path), mode=LAZY), "plugin_version").value
+    number = ctypes.c_uint.in_dll(ctypes.CDLL(str(path), mode=RTLD_LAZY), "plugin_version").value
     return number >> 16 & 0xFF, number >> 8 & 0xFF
-
-
-LAZY = 1
-"""RTLD_LAZY: the plugin's calls into Slurm stay unresolved."""
