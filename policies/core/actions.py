@@ -104,23 +104,23 @@ class Tune:
 class Migrate:
     """Continue a job on other nodes with the same number of GPUs: checkpoint, requeue, place, restore.
 
-    The action itself orders the checkpoint; or, where ``warm`` names hosts, that they read the job's files first.
+    The action itself orders the checkpoint; or, where ``prefetch`` names hosts, that they read the job's files first.
     """
 
     job: JobKey
     shares: Placement
     reason: str
-    warm: tuple[str, ...] = ()
+    prefetch: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """Continue a job that allows it with another number of GPUs (grow-shrink); ``warm`` as of Migrate."""
+    """Continue a job that allows it with another number of GPUs (grow-shrink); ``prefetch`` as of Migrate."""
 
     job: JobKey
     shares: Placement
     reason: str
-    warm: tuple[str, ...] = ()
+    prefetch: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,50 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 from cadenza.policies.core.actions import Action
-from cadenza.policies.core.model import JobKey, Placement
-
-MovePhase: TypeAlias = Literal["wanted", "warming", "ordered", "requeued", "placed", "leaving", "over"]
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A job on its way to other nodes or another size, by checkpoint and requeue; see ``policies.moves``."""
-
-    job: JobKey
-    """The incarnation that is to be checkpointed and requeued; the one that is placed has the next restart count."""
-    shares: Placement
-    reason: str
-    since_s: float
-    """When the phase began, seconds since the epoch."""
-    phase: MovePhase = "wanted"
-    resize: bool = False
-    former_gpus: int = 0
-    """GPUs that a job had which is to be resized: what it goes back to when others have taken what it was to get."""
-    by_hand: bool = False
-    """An admin asked for it: it waits until the job can be stopped."""
-    began_s: float = 0.0
-    """When the checkpoint was ordered, seconds since the epoch."""
-    pinned: tuple[str, ...] = ()
-    """Nodes that the job required before."""
-    former: tuple[str, ...] = ()
-    """Nodes that it ran on, once it is requeued."""
-    tries: int = 0
-    """How often it was placed."""
-    outcome: str = ""
-    """One sentence on how it ended, once it is over."""
-
-    @property
-    def successor(self) -> JobKey:
-        """Return the incarnation that the requeue makes."""
-        return JobKey(self.job.id, self.job.restart + 1)
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """Return the nodes that the job goes to."""
-        return tuple(share.node for share in self.shares)
+from cadenza.policies.core.model import JobKey
+from cadenza.policies.core.move import Move
 
 
 class Alone(NamedTuple):

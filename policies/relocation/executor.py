@@ -10,9 +10,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from cadenza.policies.core.actions import Action, Migrate, Pack, Requeue, Resize
-from cadenza.policies.core.decision import Decision, Memory, Move
+from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Relocating
-from cadenza.policies.relocation.phases import Step, advance, cold, why_not
+from cadenza.policies.core.move import Move, Ordered, Placed, Prefetching, Requeued, Wanted
+from cadenza.policies.relocation.phases import Step, advance, hosts_to_prefetch, refusal_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Relocation:
         if not self.steps and not any(isinstance(action, Migrate | Resize) for action in wanted):
             return decision
         # 2. Jobs on their way are left to their moves.
-        busy = {number for number, move in moves.items() if move.phase != "over"}
+        busy = {number for number, move in moves.items() if not move.over}
         free = [action for action in wanted if busy.isdisjoint(_job_ids(action))]
         # 3. Moves begin, or are refused with a reason.
         actions: list[Action] = []
@@ -57,8 +58,8 @@ class Relocation:
                     refused[job.key] = f"cannot be moved: {reason}"
                     continue
                 moves[job.key.id] = _begun(action, job, self.observed.time_s)
-                warm = cold(job.key, action.shares, self.observed) if prefetch else ()
-                actions.append(replace(action, warm=warm))
+                hosts = hosts_to_prefetch(job.key, action.shares, self.observed) if prefetch else ()
+                actions.append(replace(action, prefetch=hosts))
             else:
                 actions.append(action)
         # 4. Every job has its sentence: a move that is over is told of after what holds now.
@@ -79,15 +80,15 @@ class Relocation:
         if job is None or job.lease is None or job.state != "RUNNING" or not isinstance(action, Requeue):
             return action
         saves = job.lease.checkpoints and job.lease.ready and job.lease.state == "held"
-        if not saves or why_not(job, moves.get(job.key.id), placed=job.key in placed):
+        if not saves or refusal_reason(job, moves.get(job.key.id), placed=job.key in placed):
             return action
         return Migrate(action.job, (), action.reason)
 
 
 def _relocating(move: Move) -> Relocating | None:
     """Return where a move's job goes, None if it has no place that is kept for it."""
-    if move.phase in ("warming", "ordered", "requeued", "placed"):
-        return Relocating(move.shares, arriving=move.phase == "placed")
+    if isinstance(move.phase, Prefetching | Ordered | Requeued | Placed):
+        return Relocating(move.shares, arriving=isinstance(move.phase, Placed))
     return None
 
 
@@ -116,7 +117,7 @@ def _refusal_reason(action: Migrate | Resize, job: Job, before: Move | None, pla
     """Return why a job cannot go where a policy wants it, None if it can."""
     if _other_nodes(action, job) and not _follows(job):
         return f"its {job.num_nodes} nodes would become {len(action.shares)}, and it names no min_gpus or max_gpus"
-    return why_not(job, before, placed=job.key in placed) or None
+    return refusal_reason(job, before, placed=job.key in placed)
 
 
 def _follows(job: Job) -> bool:
@@ -131,6 +132,5 @@ def _other_nodes(action: Migrate | Resize, job: Job) -> bool:
 
 def _begun(action: Migrate | Resize, job: Job, now_s: float) -> Move:
     resize = isinstance(action, Resize) or _other_nodes(action, job)
-    return Move(
-        job.key, action.shares, action.reason, now_s, resize=resize, former_gpus=job.gpus, pinned=job.required_nodes
-    )
+    phase, pinned = Wanted(now_s), job.required_nodes
+    return Move(job.key, action.shares, action.reason, phase, resize=resize, former_gpus=job.gpus, pinned=pinned)

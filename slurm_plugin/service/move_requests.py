@@ -13,9 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from cadenza.policies.core.decision import Memory, Move
+from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, Share
-from cadenza.policies.relocation.phases import why_not
+from cadenza.policies.core.move import Move, Wanted
+from cadenza.policies.relocation.phases import refusal_reason
 from cadenza.slurm_plugin.service.errors import RequestError
 
 log = logging.getLogger(__name__)
@@ -33,12 +34,12 @@ def wish(snapshot: ClusterSnapshot, job_id: int, nodes: tuple[str, ...], gpus: i
         raise RequestError(f"job {job_id}: the last round did not see it")
     if job.state not in ("RUNNING", "SUSPENDED"):
         raise RequestError(f"job {job_id} is {job.state}: only a job that runs is moved")
-    if why := why_not(job, by_hand=True):
-        raise RequestError(f"job {job_id} cannot be moved: {why}")
+    if reason_against := refusal_reason(job, by_hand=True):
+        raise RequestError(f"job {job_id} cannot be moved: {reason_against}")
     known = {node.name for node in snapshot.nodes if job.partition in node.partitions}
     if strange := sorted(set(nodes) - known):
         raise RequestError(f"{', '.join(strange)}: no node of partition {job.partition}, in which job {job_id} is")
-    return Move(job.key, _shares(job, nodes, gpus), reason, 0.0, resize=gpus is not None, by_hand=True)
+    return Move(job.key, _shares(job, nodes, gpus), reason, Wanted(0.0), resize=gpus is not None, by_hand=True)
 
 
 def _shares(job: Job, nodes: tuple[str, ...], gpus: int | None) -> tuple[Share, ...]:
@@ -92,10 +93,10 @@ def with_wishes(memory: Memory, wishes: Iterable[Move], now_s: float) -> Memory:
     """Return the memory with these moves wanted; one of a job that is on its way already is dropped."""
     moves = {move.job.id: move for move in memory.moves}
     for move in wishes:
-        if move.job.id in moves and moves[move.job.id].phase != "over":
+        if move.job.id in moves and not moves[move.job.id].over:
             log.warning("JOBID=%s is being moved already: a further wish is dropped", move.job)
         else:
-            moves[move.job.id] = replace(move, since_s=now_s, phase="wanted", by_hand=True)
+            moves[move.job.id] = replace(move, phase=Wanted(now_s), by_hand=True)
     found = tuple(sorted(moves.values(), key=lambda move: move.job))
     return memory if found == memory.moves else replace(memory, moves=found)
 

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Collection, Iterable
 from random import Random
 
-from cadenza.policies.core.decision import Move
 from cadenza.policies.core.model import ClusterSnapshot
+from cadenza.policies.core.move import Move, Ordered, Prefetching, Requeued
 from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway
 
 log = logging.getLogger(__name__)
@@ -48,13 +48,15 @@ def early_s(spacing_s: float, load_s: float, failures: int, *, prompt: bool = Fa
 
 def needs_prompt_round(moves: Iterable[Move]) -> bool:
     """Return whether a job stands still, or soon will, until the next round (pure)."""
-    return any(move.phase in ("warming", "ordered", "requeued") for move in moves)
+    return any(isinstance(move.phase, Prefetching | Ordered | Requeued) for move in moves)
 
 
 def jobs_in_transit(moves: Iterable[Move], now_s: float) -> frozenset[int]:
     """Return the jobs that are leaving their nodes, whose next step only Slurm can tell (pure)."""
     return frozenset(
-        move.job.id for move in moves if move.phase == "requeued" and now_s - move.since_s < MAX_TRANSIT_POLL_S
+        move.job.id
+        for move in moves
+        if isinstance(move.phase, Requeued) and now_s - move.phase.since_s < MAX_TRANSIT_POLL_S
     )
 
 

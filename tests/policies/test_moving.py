@@ -8,9 +8,10 @@ import pytest
 from snapshots import NOW, cluster, job, key, lease, moving, node
 
 from cadenza.policies.core.actions import Migrate, Place, Release, Requeue, Save
-from cadenza.policies.core.decision import Decision, Memory, Move
+from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import Host, JobKey, Options, Share
-from cadenza.policies.relocation.phases import WARM_S, acted, advance
+from cadenza.policies.core.move import Move, Ordered, Over, Placed, Prefetching, Requeued, Wanted
+from cadenza.policies.relocation.phases import MAX_PREFETCH_S, acted, advance
 
 KEEPS = lease("held", 0, checkpoints=True)
 THERE = (Share("node2", 1, 6, 9000),)
@@ -72,7 +73,7 @@ def test_a_checkpoint_that_fails_does_not_keep_a_job_from_being_preempted():
     _, memory = round_of(deciding(requeue), cluster(job(1, lease=KEEPS)), Memory())
     later = replace(cluster(job(1, lease=KEEPS)), time_s=NOW + 30)
     failed, memory = round_of(deciding(requeue), later, memory)
-    assert memory.moves[0].phase == "over"
+    assert isinstance(memory.moves[0].phase, Over)
     assert requeue in (*failed.actions, *deciding(requeue)(later, memory).actions)
 
 
@@ -87,7 +88,7 @@ def test_a_checkpoint_that_fails_does_not_keep_a_job_from_being_preempted():
     ids=["policy", "by hand", "by hand with a size", "as asked"],
 )
 def test_a_migrated_job_gets_the_cpus_and_memory_of_its_new_place(facts, shares):
-    move = Move(key(1), **{"shares": THERE, "reason": "r", "since_s": NOW, "phase": "requeued", **facts})
+    move = Move(key(1), **{"shares": THERE, "reason": "r", "phase": Requeued(NOW, NOW), **facts})
     place = advance(move, cluster(held()), Memory()).action
     assert isinstance(place, Place)
     assert (place.nodes, place.shares, place.resize) == (("node2",), shares, move.resize)
@@ -115,18 +116,18 @@ def test_a_job_goes_to_another_number_of_nodes_only_if_it_said_that_its_size_may
     ids=["not said", "past", "now", "this second", "at most", "left to Slurm"],
 )
 def test_a_requeued_job_is_released_when_slurm_may_start_it(wait_s, placed):
-    move = Move(key(1), THERE, "r", NOW, phase="requeued")
+    move = Move(key(1), THERE, "r", Requeued(NOW, 0.0))
     eligible_s = None if wait_s is None else NOW + wait_s
-    step = advance(replace(move, former=("node2",)), cluster(held(eligible_s=eligible_s)), Memory())
+    step = advance(replace(move, phase=Requeued(NOW, NOW, ("node2",))), cluster(held(eligible_s=eligible_s)), Memory())
     assert isinstance(step.action, Place) is placed
     assert not placed or not step.action.elsewhere
     assert step.move is not None
-    assert step.move.phase == "requeued"
+    assert isinstance(step.move.phase, Requeued)
 
 
 def test_a_job_that_goes_to_another_slurmd_need_not_wait_for_the_next_second():
     runs = job(1, lease=replace(KEEPS, saved=True))
-    ordered = Move(key(1), THERE, "r", NOW, phase="ordered")
+    ordered = Move(key(1), THERE, "r", Ordered(NOW))
     left = advance(ordered, cluster(runs), Memory())
     assert isinstance(left.action, Requeue)
     (requeued,) = acted([left.move], [left.action], NOW)
@@ -150,13 +151,13 @@ def test_a_policy_sees_that_a_job_cannot_save_without_its_gpus_or_if_its_nodes_a
 
 
 def test_a_requeued_job_that_its_owner_changed_is_let_go():
-    move = Move(key(1), (), "makes room", NOW, phase="requeued")
+    move = Move(key(1), (), "makes room", Requeued(NOW, 0.0))
     step = advance(move, cluster(held(required_nodes=("node3",))), Memory())
     assert isinstance(step.action, Release)
 
 
 def test_a_resized_job_whose_place_others_took_gets_its_former_size_and_then_goes_anywhere():
-    grows = Move(key(1), (Share("node1", 4, 24, 36000),), "grows", NOW, "placed", resize=True, former_gpus=1)
+    grows = Move(key(1), (Share("node1", 4, 24, 36000),), "grows", Placed(NOW, NOW), resize=True, former_gpus=1)
     waits = replace(held(state_reason="Resources"), slurm_priority=1)
     early, late = (replace(cluster(waits), time_s=NOW + seconds) for seconds in (5, 11))
     assert advance(grows, early, Memory()).action is None
@@ -179,19 +180,19 @@ def between_hosts(*jobs, prefetched=(), alive=True):
 
 
 def warming_move(**facts):
-    return Move(key(1), THERE, "r", NOW, phase="warming", **facts)
+    return Move(key(1), THERE, "r", Prefetching(NOW), **facts)
 
 
 def test_another_host_reads_the_files_before_the_job_is_stopped():
     wants = moving(lambda _, memory: Decision((Migrate(key(1), THERE, "r"),), memory), prefetch=True)
     first, memory = round_of(wants, between_hosts(job(1, lease=KEEPS)), Memory())
-    assert first.actions == (Migrate(key(1), THERE, "r", warm=("node2",)),)
-    assert memory.moves[0].phase == "warming"
+    assert first.actions == (Migrate(key(1), THERE, "r", prefetch=("node2",)),)
+    assert isinstance(memory.moves[0].phase, Prefetching)
     waits, memory = round_of(wants, between_hosts(job(1, lease=KEEPS)), memory)
     assert waits.actions == ()
     then, memory = round_of(wants, between_hosts(job(1, lease=KEEPS), prefetched=(key(1),)), memory)
     assert then.actions == (Save(key(1), "goes to node2: r"),)
-    assert memory.moves[0].phase == "ordered"
+    assert isinstance(memory.moves[0].phase, Ordered)
 
 
 @pytest.mark.parametrize(
@@ -203,11 +204,11 @@ def test_where_nothing_can_be_read_the_checkpoint_is_ordered_at_once(shares, fac
     wants = moving(lambda _, memory: Decision((Migrate(key(1), shares, "r"),), memory), prefetch=True)
     decision, memory = round_of(wants, between_hosts(job(1, lease=KEEPS), **facts), Memory())
     assert decision.actions == (Migrate(key(1), shares, "r"),)
-    assert memory.moves[0].phase == "ordered"
+    assert isinstance(memory.moves[0].phase, Ordered)
 
 
 def test_files_that_are_not_read_in_time_do_not_keep_a_job():
-    late = replace(between_hosts(job(1, lease=KEEPS)), time_s=NOW + WARM_S + 1)
+    late = replace(between_hosts(job(1, lease=KEEPS)), time_s=NOW + MAX_PREFETCH_S + 1)
     assert isinstance(advance(warming_move(), late, Memory()).action, Save)
 
 
@@ -216,4 +217,4 @@ def test_a_job_that_loses_its_gpus_meanwhile_is_not_stopped(by_hand):
     found = between_hosts(job(1, lease=replace(KEEPS, state="yielded")), prefetched=(key(1),))
     step = advance(warming_move(by_hand=by_hand), found, Memory())
     assert step.action is None
-    assert (step.move.phase if step.move else None) == ("wanted" if by_hand else None)
+    assert (type(step.move.phase) if step.move else None) == (Wanted if by_hand else None)

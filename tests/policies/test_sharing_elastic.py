@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from snapshots import NOW, job
 
 from cadenza.policies.core.actions import Place, Resize, Yield
-from cadenza.policies.core.decision import Memory, Move, SharingMemory
+from cadenza.policies.core.decision import Memory, SharingMemory
 from cadenza.policies.core.model import JobKey, Options, Share
+from cadenza.policies.core.move import Move, Ordered, Phase, Requeued
 from cadenza.policies.sharing.state.sharing_state import sizes
 
 ELASTIC = replace(NOTHING, elastic=True)
@@ -212,28 +213,29 @@ def test_a_job_that_wants_one_node_is_served_there_or_not_at_all():
 # --- On the way -----------------------------------------------------------------------------------------
 
 
-def on_its_way(number: int, phase: str, *shares: Share) -> Memory:
-    return replace(idle(), moves=(Move(key(number), shares, "resized", NOW, phase=phase, resize=True, former_gpus=4),))
+def on_its_way(number: int, phase: Phase, *shares: Share) -> Memory:
+    return replace(idle(), moves=(Move(key(number), shares, "resized", phase, resize=True, former_gpus=4),))
 
 
 def test_one_job_that_shrinks_for_a_waiting_one_is_enough():
     other = on(2, "b", 0, 1, 2, 3, options=GROWS)
     snapshot = world(GROWN, other, in_queue(9), hosts=("a", "b"))
-    memory = on_its_way(1, "ordered", Share("a", 1, 6, 8000))
+    memory = on_its_way(1, Ordered(NOW), Share("a", 1, 6, 8000))
     assert resized(decided(snapshot, memory, ELASTIC, NATIVE)) == {}
     assert resized(decided(snapshot, idle(), ELASTIC, NATIVE)) == {1: [1]}
     left = in_queue(1, 4, "", slurm_priority=0, options=GROWS)
     gone = world(left, other, in_queue(9), hosts=("a", "b"))
-    assert resized(decided(gone, on_its_way(1, "requeued", Share("a", 1, 6, 8000)), ELASTIC, NATIVE)) == {}
-    assert resized(decided(gone, on_its_way(1, "requeued", Share("a", 2, 12, 8000)), ELASTIC, NATIVE)) == {2: [1]}
+    assert resized(decided(gone, on_its_way(1, Requeued(NOW, NOW), Share("a", 1, 6, 8000)), ELASTIC, NATIVE)) == {}
+    wider = on_its_way(1, Requeued(NOW, NOW), Share("a", 2, 12, 8000))
+    assert resized(decided(gone, wider, ELASTIC, NATIVE)) == {2: [1]}
 
 
 def test_nobody_grows_into_gpus_that_are_kept_for_a_job_on_its_way():
     small = on(2, "a", 3, lane=1, options=GROWS)
     moving = in_queue(1, 2, "", slurm_priority=0, options=GROWS)
-    memory = on_its_way(1, "requeued", Share("a", 2, 12, 16000))
+    memory = on_its_way(1, Requeued(NOW, NOW), Share("a", 2, 12, 16000))
     assert resized(decided(world(small, moving), memory, ELASTIC, NATIVE)) == {2: [2]}
-    wider = on_its_way(1, "requeued", Share("a", 3, 18, 24000))
+    wider = on_its_way(1, Requeued(NOW, NOW), Share("a", 3, 18, 24000))
     assert resized(decided(world(small, moving), wider, ELASTIC, NATIVE)) == {}
 
 

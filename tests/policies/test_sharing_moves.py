@@ -10,6 +10,7 @@ from snapshots import NOW, cluster, moving
 from cadenza.policies.core.actions import Migrate, Unpack
 from cadenza.policies.core.decision import Memory, SharingMemory
 from cadenza.policies.core.model import Options, Progress
+from cadenza.policies.core.move import Wanted
 from cadenza.policies.sharing.state.settings import GandivaSettings
 
 MOVE = replace(NOTHING, migrate=True)
@@ -92,7 +93,7 @@ def test_on_a_real_cluster_the_holder_goes_and_the_next_one_gets_its_gpus():
     snapshot = world(*full("a"), waits(5, "a", 0), *full("b", 11)[:3], hosts=("a", "b"))
     decision = moving(lambda seen, memory: decided(seen, memory, REACTIVE))(snapshot, Memory())
     assert moves(decision) == {1: [("b", 1)]}
-    assert [(move.job, move.phase, move.nodes) for move in decision.memory.moves] == [(key(1), "wanted", ("b",))]
+    assert [(move.job, move.phase, move.nodes) for move in decision.memory.moves] == [(key(1), Wanted(NOW), ("b",))]
 
 
 def test_hosts_of_a_class_are_evened_out_in_introspective_mode():

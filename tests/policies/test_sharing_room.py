@@ -12,8 +12,9 @@ from gandiva_rig import NOTHING, SHARING, after, decided, held, key, of, on, pro
 from snapshots import NOW, cluster, node
 
 from cadenza.policies.core.actions import Migrate, Place
-from cadenza.policies.core.decision import Memory, Move
+from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import JobKey, Options, Progress, Share
+from cadenza.policies.core.move import Move, Ordered, Placed, Requeued
 from cadenza.policies.core.profile import linked
 from cadenza.policies.sharing.migration import defragment as defrag
 from cadenza.policies.sharing.migration import move_search
@@ -191,7 +192,7 @@ def fragmented(*more, **facts):
 
 
 def going_from(job, shares):
-    return Memory(moves=(Move(job, shares, "why", NOW, phase="ordered"),))
+    return Memory(moves=(Move(job, shares, "why", Ordered(NOW)),))
 
 
 def moves_of(snapshot, memory=None):
@@ -235,15 +236,15 @@ def test_nobody_takes_what_is_being_made_free():
     assert [(a.job.id, a.nodes) for a in of(Place, first)] == [(WAITS + 2, ("b",))]
     share, left = of(Migrate, first)[0].shares, replace(held(1), key=JobKey(1, 1))
     for phase, mover in (
-        ("ordered", on(1, "a", 0, state="stopping")),
-        ("requeued", left),
-        ("placed", replace(left, slurm_priority=5, required_nodes=("b",))),
+        (Ordered(NOW), on(1, "a", 0, state="stopping")),
+        (Requeued(NOW, NOW), left),
+        (Placed(NOW, NOW), replace(left, slurm_priority=5, required_nodes=("b",))),
     ):
-        going = replace(after(snapshot, first), moves=(Move(key(1), share, "why", NOW, phase=phase),))
+        going = replace(after(snapshot, first), moves=(Move(key(1), share, "why", phase),))
         rest = (on(2, "b", 0), on(3, "b", 1), held(WAITS, 4), held(WAITS + 3, 1))
         decision = decided(world(mover, *rest, hosts=("a", "b"), lanes=1), going, DEFRAG)
         assert of(Migrate, decision) == []
-        goes = {WAITS + 3: ("b",)} if phase == "ordered" else {WAITS: ("a",), WAITS + 3: ("b",)}
+        goes = {WAITS + 3: ("b",)} if isinstance(phase, Ordered) else {WAITS: ("a",), WAITS + 3: ("b",)}
         assert {a.job.id: a.nodes for a in of(Place, decision)} == goes, phase
     assert "promised" in decided(fragmented(held(WAITS, 4)), going_from(key(1), share), DEFRAG).reasons[key(WAITS)]
     gone = world(*(on(n, "b", n - 1) for n in (1, 2, 3)), held(WAITS, 4), held(WAITS + 2, 1), hosts=("a", "b"), lanes=1)

@@ -9,8 +9,9 @@ import pytest
 from service_rig import job, node
 
 from cadenza.policies.core.actions import Action, Migrate, Outcome, Pack, Resize, Tune, Unpack
-from cadenza.policies.core.decision import Alone, Decision, Memory, Move, SharingMemory
+from cadenza.policies.core.decision import Alone, Decision, Memory, SharingMemory
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Pace, Share
+from cadenza.policies.core.move import Move, Over
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.guard import GuardSettings
 from cadenza.policies.round import run_round
@@ -151,11 +152,9 @@ def test_a_pack_whose_partner_ended_was_kept(rig: Rig) -> None:
     assert {(one.verdict, one.ended_s is None) for one in rig.effects()} == {("kept", False)}
 
 
-def move(**changes: object) -> Memory:
-    base = Move(
-        A, (Share("n2", 2, 0, 0),), "two GPUs are idle", 1000.0, phase="over", resize=True, outcome="went to n2"
-    )
-    return Memory(moves=(replace(base, **changes),))
+def move(outcome: str = "went to n2", *, resize: bool = True) -> Memory:
+    ended = Over(1000.0, outcome)
+    return Memory(moves=(Move(A, (Share("n2", 2, 0, 0),), "two GPUs are idle", ended, resize=resize),))
 
 
 def test_a_resize_is_measured_in_the_next_incarnation(rig: Rig) -> None:

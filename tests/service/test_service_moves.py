@@ -8,12 +8,13 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from msgspec import structs
 from service_rig import FileSlurm, Peer, books, job, lease, node
 from test_service_loop import Rig, heard
 
 from cadenza.policies.core.actions import Action, Outcome, Place, Release, Requeue
-from cadenza.policies.core.decision import Move
 from cadenza.policies.core.model import Job, JobKey, Options, Share
+from cadenza.policies.core.move import Leaving, Move, Ordered, Over, Placed, Requeued, Wanted
 from cadenza.policies.sharing.state.settings import held_for_us
 from cadenza.policies.sharing.turns.slurm_sync import release_plan
 from cadenza.sidecar.clock import SystemClock
@@ -99,14 +100,15 @@ class Site:
     def saved(self) -> None:
         """Order the checkpoint and have it saved."""
         self.wish("n2")
-        assert self.round().phase == "ordered"
+        assert isinstance(self.round().phase, Ordered)
         self.agent.receive(CheckpointOrder)
         self.says("stopping", saved=True)
 
     def aged(self, seconds: float) -> None:
         """Let a phase have begun so long ago."""
         memory = self.rig.store.memory()
-        moved = replace(memory.moves[0], since_s=memory.moves[0].since_s - seconds)
+        phase = memory.moves[0].phase
+        moved = replace(memory.moves[0], phase=structs.replace(phase, since_s=phase.since_s - seconds))
         self.rig.store.adopt(replace(memory, moves=(moved,)))
 
     def restart(self) -> None:
@@ -129,16 +131,16 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 def test_a_job_goes_to_another_node_and_keeps_its_history(site: Site) -> None:
     site.saved()
-    assert site.round().phase == "requeued"
+    assert isinstance(site.round().phase, Requeued)
     assert site.slurm.actions() == ["Requeue 1"]
     site.left()
-    assert site.round().phase == "placed"
+    assert isinstance(site.round().phase, Placed)
     assert site.slurm.actions()[1:] == ["Place 1.1"]
     found = site.slurm.read().job(NEXT)
     assert found is not None
     assert (found.required_nodes, found.held) == (("n2",), False)
     site.slurm.start()
-    assert site.round().phase == "over"
+    assert isinstance(site.round().phase, Over)
     assert "went to n2 in" in site.move.outcome
     with site.rig.reader() as reader:
         kinds = [row.kind for row in reversed(reader.job_record(1).actions) if row.allowed]
@@ -148,9 +150,9 @@ def test_a_job_goes_to_another_node_and_keeps_its_history(site: Site) -> None:
 
 def test_a_service_killed_between_any_two_rounds_goes_on_where_it_was(site: Site) -> None:
     site.saved()
-    for phase in ("requeued", "placed"):
+    for phase in (Requeued, Placed):
         site.restart()
-        assert site.round().phase == phase
+        assert isinstance(site.round().phase, phase)
         site.left()
     site.slurm.start()
     site.restart()
@@ -176,7 +178,7 @@ def test_a_job_whose_checkpoint_fails_stays_and_nothing_is_requeued(site: Site) 
     site.round()
     site.aged(30)
     site.says("held", note="rank 0 could not save a checkpoint: No space left on device")
-    assert site.round().phase == "over"
+    assert isinstance(site.round().phase, Over)
     assert "its checkpoint failed" in site.move.outcome
     assert site.slurm.actions() == []
 
@@ -184,9 +186,9 @@ def test_a_job_whose_checkpoint_fails_stays_and_nothing_is_requeued(site: Site) 
 def test_a_requeue_that_slurm_refuses_lets_the_job_go_on(site: Site) -> None:
     site.saved()
     site.slurm.refuse = {Requeue}
-    assert site.round().phase == "requeued"
+    assert isinstance(site.round().phase, Requeued)
     site.aged(30)
-    assert site.round().phase == "over"
+    assert isinstance(site.round().phase, Over)
     assert site.agent.receive(ResumeOrder).job == 1  # type: ignore[union-attr]
 
 
@@ -195,9 +197,11 @@ def test_a_placement_that_fails_is_tried_again_and_then_the_job_is_released_as_i
     site.round()
     site.left()
     site.slurm.refuse = {Place}
-    assert (site.round().phase, site.move.tries) == ("placed", 1)
-    assert (site.round().phase, site.move.tries) == ("placed", 2)
-    assert site.round().phase == "leaving"
+    assert isinstance(placed := site.round().phase, Placed)
+    assert placed.attempts == 1
+    assert isinstance(placed := site.round().phase, Placed)
+    assert placed.attempts == 2
+    assert isinstance(site.round().phase, Leaving)
     found = site.slurm.read().job(NEXT)
     assert found is not None
     assert (found.held, found.required_nodes) == (False, ())
@@ -210,7 +214,7 @@ def test_a_job_that_does_not_start_there_may_start_anywhere(site: Site) -> None:
         site.round()
         site.left()
     site.aged(1000)
-    assert site.round().phase == "leaving"
+    assert isinstance(site.round().phase, Leaving)
     found = site.slurm.read().job(NEXT)
     assert found is not None
     assert found.required_nodes == ()
@@ -231,7 +235,7 @@ def test_the_owner_wins_while_the_job_is_held(site: Site, change: Callable[[Job]
     site.slurm.change(NEXT, change)
     site.aged(10)
     site.round()
-    if site.move.phase != "over":
+    if not site.move.over:
         site.round()
     assert outcome in site.move.outcome
     assert "Place 1.1" not in site.slurm.actions()
@@ -244,9 +248,9 @@ def test_a_job_that_is_still_leaving_its_nodes_is_waited_for(site: Site) -> None
     held = site.slurm.read().job(NEXT)
     assert held is not None
     site.slurm.change(NEXT, lambda found: replace(found, state="OTHER", slurm_priority=5))
-    assert site.round().phase == "requeued"
+    assert isinstance(site.round().phase, Requeued)
     site.slurm.change(NEXT, lambda _: held)
-    assert site.round().phase == "placed"
+    assert isinstance(site.round().phase, Placed)
 
 
 def test_a_job_cancelled_while_it_moves_is_forgotten(site: Site) -> None:
@@ -275,7 +279,7 @@ def test_a_hold_of_the_owner_after_our_release_stays(site: Site) -> None:
 def test_a_move_waits_for_a_job_that_cannot_be_stopped_yet_and_gives_up_in_the_end(site: Site) -> None:
     site.says("yielded")
     site.wish("n2")
-    assert site.round().phase == "wanted"
+    assert isinstance(site.round().phase, Wanted)
     site.says("held")
     site.aged(10000)
     assert "could not be stopped" in site.round().outcome

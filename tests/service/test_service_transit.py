@@ -8,23 +8,26 @@ from pathlib import Path
 import pytest
 from service_rig import FileSlurm, books, job
 
-from cadenza.policies.core.decision import Move
 from cadenza.policies.core.model import JobKey, Share
+from cadenza.policies.core.move import Leaving, Move, Ordered, Over, Phase, Placed, Prefetching, Requeued, Wanted
 from cadenza.slurm_plugin.service.schedule import MAX_TRANSIT_POLL_S, has_moved_on, jobs_in_transit, needs_prompt_round
 
 SHARES = (Share("n2", 1, 1, 1000),)
-PHASES = ("wanted", "warming", "ordered", "requeued", "placed", "leaving", "over")
+PHASES: tuple[Phase, ...] = (
+    Wanted(100.0), Prefetching(100.0), Ordered(100.0), Requeued(100.0, 90.0), Placed(100.0, 90.0), Leaving(100.0),
+    Over(100.0, "went to n2"),
+)  # fmt: skip
 
 
-def move(phase: str, number: int = 1) -> Move:
-    return Move(JobKey(number, 0), SHARES, "r", 100.0, phase=phase)  # type: ignore[arg-type]
+def move(phase: Phase, number: int = 1) -> Move:
+    return Move(JobKey(number, 0), SHARES, "r", phase)
 
 
 def test_only_jobs_that_leave_their_nodes_are_looked_at_and_not_for_ever() -> None:
     moves = [move(phase, number) for number, phase in enumerate(PHASES)]
-    assert jobs_in_transit(moves, 101.0) == {PHASES.index("requeued")}
+    assert jobs_in_transit(moves, 101.0) == {3}
     assert jobs_in_transit(moves, 100.0 + MAX_TRANSIT_POLL_S) == set()
-    assert [phase for phase in PHASES if needs_prompt_round([move(phase)])] == ["warming", "ordered", "requeued"]
+    assert [type(phase) for phase in PHASES if needs_prompt_round([move(phase)])] == [Prefetching, Ordered, Requeued]
 
 
 @pytest.mark.parametrize(

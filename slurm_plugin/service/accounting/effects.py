@@ -261,7 +261,7 @@ def _advanced(effect: Effect, job: Job | None, snapshot: ClusterSnapshot, memory
 
 def _failure_reason(effect: Effect, job: Job, memory: Memory) -> str | None:
     """Return the reason for which a move has failed; None if it has not."""
-    move = next((move for move in memory.moves if move.job == effect.key and move.phase == "over"), None)
+    move = next((move for move in memory.moves if move.job == effect.key and move.over), None)
     if effect.kind not in ("migrate", "resize") or move is None:
         return None
     there = set(job.nodes) == set(move.nodes) and job.gpus == sum(share.gpus for share in move.shares)

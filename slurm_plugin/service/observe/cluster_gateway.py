@@ -103,8 +103,8 @@ class ClusterGateway:
                 outcome = self._hub.yield_job(action.job, hosts)
             case Resume():
                 outcome = self._hub.resume_job(action.job, hosts)
-            case Migrate(warm=(_, *_)) | Resize(warm=(_, *_)):
-                outcome = self._hub.prefetch_job(action.job, hosts, action.warm)
+            case Migrate(prefetch=(_, *_)) | Resize(prefetch=(_, *_)):
+                outcome = self._hub.prefetch_job(action.job, hosts, action.prefetch)
             case _:
                 outcome = self._hub.checkpoint_job(action.job, hosts)
         return outcome if outcome.ok else Outcome(ok=False, error=f"job {action.job}: {outcome.error}")

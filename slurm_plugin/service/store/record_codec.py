@@ -27,8 +27,9 @@ from cadenza.policies.core.actions import (
     Unsuspend,
     Yield,
 )
-from cadenza.policies.core.decision import Decision, Memory, Move, SharingMemory
+from cadenza.policies.core.decision import Decision, Memory, SharingMemory
 from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node
+from cadenza.policies.core.move import Move
 from cadenza.policies.core.profile import Profile, linked
 
 T = TypeVar("T")
