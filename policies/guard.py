@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta
 
 from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Pack, Release, Unsuspend, Yield
 from cadenza.policies.core.decision import Memory
@@ -11,23 +14,30 @@ from cadenza.policies.core.model import ClusterSnapshot, Job, Node
 from cadenza.policies.sharing.state.settings import held_for_us
 from cadenza.policies.sharing.turns.lanes import drained_by_us
 
+Names: TypeAlias = frozenset[Annotated[str, Meta(min_length=1)]]
+
 
 @dataclass(frozen=True, slots=True)
-class GuardSettings:
-    """The admin's limits. Without partitions nothing is managed; the other empty lists mean everybody."""
+class GuardOptions:
+    """The admin's limits. Without partitions nothing is managed; the other empty lists mean all. Times in seconds."""
+
+    partitions: Annotated[Names, Meta(description="Managed partitions; nothing is ever done outside them")] = (
+        frozenset()
+    )
+    accounts: Annotated[Names, Meta(description="Only jobs of these accounts; empty: all")] = frozenset()
+    qos: Annotated[Names, Meta(description="Only jobs of these QOS; empty: all")] = frozenset()
+    users: Annotated[Names, Meta(description="Only jobs of these users; empty: all")] = frozenset()
+    max_actions_per_round: Annotated[int, Meta(description="Most actions in one round", ge=0)] = 200
+    min_run_s: Annotated[float, Meta(description="A job that got its GPUs keeps them at least this long", ge=0)] = 5.0
+    cool_down_s: Annotated[float, Meta(description="Least time between two yields of one job", ge=0)] = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GuardSettings(GuardOptions):
+    """The admin's limits, and the state of the service in which actions may leave."""
 
     enforce: bool = False
     killed: bool = False
-    partitions: frozenset[str] = frozenset()
-    """Managed partitions; nothing happens outside them."""
-    accounts: frozenset[str] = frozenset()
-    qos: frozenset[str] = frozenset()
-    users: frozenset[str] = frozenset()
-    max_actions_per_round: int = 200
-    min_run_s: float = 5.0
-    """A job that got its lease keeps it this long, except for a higher priority or an exclusive job."""
-    cool_down_s: float = 0.0
-    """Least time between two yields of one job."""
 
 
 @dataclass(frozen=True, slots=True)

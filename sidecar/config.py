@@ -6,8 +6,9 @@ import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, get_args
+from typing import Any, TypeAlias, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -106,7 +107,7 @@ def _check_keys(
     extra: tuple[str, ...] = (),
 ) -> None:
     """Raise ConfigError for the first key that the struct does not have, with the nearest one it has."""
-    fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    fields = get_type_hints(kind, include_extras=True)
     for key, value in values.items():
         if key not in fields:
             raise ConfigError(_unknown(origin[(*above, key)], (*above, key), value, (*fields, *extra)))
@@ -116,8 +117,8 @@ def _check_keys(
 
 
 def _struct_in(kind: Any) -> type | None:
-    """Return the struct that a field's type is or wraps (Annotated, Optional), else None."""
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+    """Return the struct or dataclass that a field's type is or wraps (Annotated, Optional), else None."""
+    if isinstance(kind, type) and (issubclass(kind, msgspec.Struct) or is_dataclass(kind)):
         return kind
     return next((found for part in get_args(kind) if (found := _struct_in(part)) is not None), None)
 

@@ -1,9 +1,13 @@
-"""The settings table of the service: every key of cadenza.toml with its type, default, range and meaning."""
+"""The settings of the service: every key of cadenza.toml with its type, default, range and meaning.
+
+The tables of sharing, gandiva and guard are the options of the policies, which define them once.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -11,21 +15,25 @@ from msgspec import Meta
 from cadenza.policies.allocation.problem import Costs
 from cadenza.policies.composition import PolicySettings
 from cadenza.policies.core.errors import InputError
-from cadenza.policies.guard import GuardSettings
+from cadenza.policies.guard import GuardOptions, GuardSettings
 from cadenza.policies.registry import Kind, entry
-from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings, Turns
+from cadenza.policies.sharing.state.settings import (
+    GandivaOptions,
+    GandivaSettings,
+    SharingOptions,
+    SharingSettings,
+)
 from cadenza.sidecar.agent_settings import AgentSettings
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError, load, where
 from cadenza.slurm_plugin.service.agents.hub import HubSettings
 
 Text: TypeAlias = Annotated[str, Meta(min_length=1)]
-Names: TypeAlias = frozenset[Text]
 
 MISSED_ROUNDS = 4
-LEAST_TRUST_S = 10.0
+MIN_TRUST_S = 10.0
 ALIVE_HEARTBEATS = 3
-LEAST_ALIVE_S = 5.0
-"""However short the heartbeat, a busy host may stay silent this long before its lanes are drained."""
+MIN_ALIVE_S = 5.0
+"""A busy host may stay silent this long before its lanes are drained, even with a short heartbeat."""
 SPANK_WAIT_S = 30.0
 """Default ``wait=`` of the SPANK plugin: after this time a job that did not opt in starts without a lease. The managed
 job in its way must be gone before."""
@@ -52,64 +60,42 @@ class ServiceTable(msgspec.Struct, frozen=True):
     store: Annotated[Text, Meta(description="The record of rounds, actions and switches (sqlite)")] = (
         "/var/lib/cadenza/cadenza.db"
     )
-    retention_days: Annotated[float, Meta(description="How long the record is kept", gt=0)] = 14.0
+    retention_days: Annotated[float, Meta(description="Time for which the record is kept", gt=0)] = 14.0
     report_days: Annotated[
-        float, Meta(description="How long the sums for cadenza report --since are kept, at least retention_days", gt=0)
+        float, Meta(description="Time for which cadenza report --since keeps its sums, at least retention_days", gt=0)
     ] = 90.0
     keys: Annotated[
         Text, Meta(description="Directory of service.key_secret and agent.key (made by cadenza keygen)")
     ] = "/etc/cadenza/keys"
-    heartbeat: Annotated[Text, Meta(description="File that tells job_submit.lua whether to hold managed jobs")] = (
+    heartbeat: Annotated[Text, Meta(description="File by which job_submit.lua holds managed jobs, or does not")] = (
         "/run/cadenza/admission"
     )
     watchdog_grace_s: Annotated[
         float,
-        Meta(description="How long a killed service may take to come back before its jobs are released", ge=0),
+        Meta(description="Time for a killed service to come back before its jobs are released", ge=0),
     ] = 20.0
     gateway: Annotated[
         str,
         Meta(
-            description="What talks to Slurm: module:callable, called without arguments",
+            description="Gateway to Slurm: module:callable, called without arguments",
             pattern=r"^[\w.]+:[\w.]+$",
         ),
     ] = "cadenza.slurm_plugin.gateway.pyslurm_gateway:SlurmGateway"
 
 
-class GuardTable(msgspec.Struct, frozen=True):
-    """``[guard]``: what may be acted upon, and how fast."""
+@dataclass(frozen=True, slots=True)
+class GuardTable(GuardOptions):
+    """``[guard]``: limits on actions."""
 
-    partitions: Annotated[Names, Meta(description="Managed partitions; nothing is ever done outside them")] = (
-        frozenset()
-    )
-    accounts: Annotated[Names, Meta(description="Only jobs of these accounts; empty: all")] = frozenset()
-    qos: Annotated[Names, Meta(description="Only jobs of these QOS; empty: all")] = frozenset()
-    users: Annotated[Names, Meta(description="Only jobs of these users; empty: all")] = frozenset()
-    max_actions_per_round: Annotated[int, Meta(description="Most actions in one round", ge=0)] = 200
-    min_run_s: Annotated[float, Meta(description="A job that got its GPUs keeps them at least this long", ge=0)] = 5.0
-    cool_down_s: Annotated[float, Meta(description="Least time between two yields of one job", ge=0)] = 0.0
     kill_switch: Annotated[
         Text, Meta(description="While this file exists no action leaves; read before each round")
     ] = "/etc/cadenza/STOP"
 
 
-class SharingTable(msgspec.Struct, frozen=True):
-    """``[sharing]``: how jobs take turns."""
+@dataclass(frozen=True, slots=True)
+class SharingTable(SharingOptions):
+    """``[sharing]``: turns on shared GPUs."""
 
-    slice_s: Annotated[float, Meta(description="One turn of a job with weight 1", gt=0)] = 60.0
-    turns: Annotated[
-        Turns,
-        Meta(
-            description="fair: jobs that share GPUs have equal parts of them; order: after its first turn a job waits "
-            "for those that [policy] order puts before it, and has a turn now and then"
-        ),
-    ] = "fair"
-    share_between_users: Annotated[bool, Meta(description="Whether jobs of different users may share a GPU")] = False
-    suspend: Annotated[
-        bool, Meta(description="Suspend jobs in Slurm while they wait for their turn: their time limit stops")
-    ] = True
-    max_priority: Annotated[
-        int, Meta(description="Highest priority that a user's own options may ask for; more counts as this")
-    ] = 0
     yield_timeout_s: Annotated[
         float,
         Meta(description="Longest wait for a job to reach its boundary before the order is withdrawn", gt=0),
@@ -117,7 +103,7 @@ class SharingTable(msgspec.Struct, frozen=True):
 
 
 class PolicyTable(msgspec.Struct, frozen=True):
-    """``[policy]``: who goes first, who gets what, and how jobs share; ``cadenza policies`` lists the names."""
+    """``[policy]``: ordering, allocation and sharing; ``cadenza policies`` lists the names."""
 
     order: Annotated[Text, Meta(description="Who goes first: fifo, srtf, las, ftf, tiresias, gavel, fairshare …")] = (
         "fifo"
@@ -138,18 +124,18 @@ class PolicyTable(msgspec.Struct, frozen=True):
     ] = "timeslice"
     size_pending: Annotated[
         bool,
-        Meta(description="Whether pending jobs with a profile ask for the CPUs and memory that it says they can use"),
+        Meta(description="Let pending jobs with a profile ask for the CPUs and memory that it says they can use"),
     ] = True
     usage_half_life_s: Annotated[
         float, Meta(description="In this time past usage counts half (fairshare)", gt=0)
     ] = 7 * 86400.0
     move_s: Annotated[
-        float, Meta(description="What moving a job to other nodes is thought to cost it, without progress", ge=0)
+        float, Meta(description="Assumed cost of moving a job to other nodes, as time without progress", ge=0)
     ] = 30.0
     horizon_s: Annotated[float, Meta(description="A move must gain more than it costs within this time", gt=0)] = 3600.0
     warm: Annotated[
         bool,
-        Meta(description="Whether a host that a job moves to reads the job's files before the job stops"),
+        Meta(description="Let a host that a job moves to read the job's files before the job stops"),
     ] = True
     gpu_memory_gb: Annotated[
         frozenset[Annotated[str, Meta(pattern=r"^[\w.-]*=\d+(\.\d+)?$")]],
@@ -157,34 +143,8 @@ class PolicyTable(msgspec.Struct, frozen=True):
     ] = frozenset()
 
 
-class GandivaTable(msgspec.Struct, frozen=True):
-    """``[gandiva]``: the parts of ``share = "gandiva"``, each of which can be left out."""
-
-    pack: Annotated[bool, Meta(description="Run two jobs on the same GPUs at once, as long as that pays")] = True
-    pack_margin: Annotated[
-        float, Meta(description="Packed jobs stay together when they do this much more than in turns, as a part", ge=0)
-    ] = 0.05
-    measure_s: Annotated[
-        float,
-        Meta(description="A measuring window: a pack that does not pay is undone within three of them", gt=0),
-    ] = 20.0
-    migrate: Annotated[bool, Meta(description="Move jobs to idle GPUs and away from crowded ones")] = True
-    defrag: Annotated[bool, Meta(description="Move jobs together so that hosts become free for large ones")] = True
-    elastic: Annotated[bool, Meta(description="Grow and shrink jobs that set min_gpus or max_gpus")] = True
-    relieve: Annotated[
-        bool,
-        Meta(
-            description="With an allocation: move jobs that their host's CPUs or memory hold back to a host where "
-            "they are faster; also with share = none in native admission"
-        ),
-    ] = True
-    idle_s: Annotated[float, Meta(description="GPUs must be idle this long before a job grows", ge=0)] = 60.0
-    move_every_s: Annotated[float, Meta(description="Least time between two moves or resizes of a job", ge=0)] = 600.0
-    moves_per_round: Annotated[int, Meta(description="Most moves and resizes in one round", ge=0)] = 8
-
-
 class ProfilesTable(msgspec.Struct, frozen=True):
-    """``[profiles]``: what is known of the jobs' speed by CPUs and memory."""
+    """``[profiles]``: the jobs' speed by CPUs and memory."""
 
     directory: Annotated[
         str, Meta(description="Profiles (*.json, cadenza.profile/1), read again when they change; empty: none")
@@ -192,8 +152,7 @@ class ProfilesTable(msgspec.Struct, frozen=True):
     refine: Annotated[
         bool,
         Meta(
-            description="Correct profiles by what running jobs show at the CPUs that they get, and learn those of jobs "
-            "that have none"
+            description="Correct profiles by the speed of running jobs at their CPUs, and learn missing ones"
         ),
     ] = True
 
@@ -205,24 +164,24 @@ class Settings(msgspec.Struct, frozen=True):
     guard: GuardTable = GuardTable()
     sharing: SharingTable = SharingTable()
     policy: PolicyTable = PolicyTable()
-    gandiva: GandivaTable = GandivaTable()
+    gandiva: GandivaOptions = GandivaOptions()
     profiles: ProfilesTable = ProfilesTable()
     agent: AgentSettings = AgentSettings()
 
     @property
     def applies(self) -> bool:
-        """Whether actions may leave at all."""
+        """True if actions may leave at all."""
         return self.service.mode == "apply"
 
     @property
     def held_admission(self) -> bool:
-        """Whether job_submit.lua may hold managed jobs for us: only while we also act."""
+        """True if job_submit.lua may hold managed jobs for the service, which it may only while the service acts."""
         return self.applies and self.service.admission == "held"
 
     @property
     def trust_s(self) -> float:
-        """How long after a good round the agents and job_submit.lua still hear from the service, seconds."""
-        return max(MISSED_ROUNDS * self.service.poll_s, LEAST_TRUST_S)
+        """Time after a good round for which the agents and job_submit.lua may rely on the service, seconds."""
+        return max(MISSED_ROUNDS * self.service.poll_s, MIN_TRUST_S)
 
 
 def load_settings(path: Path | None) -> Settings:
@@ -239,7 +198,7 @@ def load_settings(path: Path | None) -> Settings:
 
 
 def _check_policy(table: PolicyTable, file: Path) -> None:
-    """Raise ConfigError for a name that no policy has."""
+    """Raise ConfigError for an unknown policy name."""
     kinds: tuple[tuple[Kind, str, str], ...] = (
         ("ordering", "order", table.order),
         ("allocation", "allocate", table.allocate),
@@ -254,33 +213,18 @@ def _check_policy(table: PolicyTable, file: Path) -> None:
 
 def guard_settings(settings: Settings) -> GuardSettings:
     """Return the guard's settings; the kill switch is looked up now, so call it before each round."""
-    table = settings.guard
-    return GuardSettings(
-        enforce=settings.applies,
-        killed=Path(table.kill_switch).exists(),
-        partitions=table.partitions,
-        accounts=table.accounts,
-        qos=table.qos,
-        users=table.users,
-        max_actions_per_round=table.max_actions_per_round,
-        min_run_s=table.min_run_s,
-        cool_down_s=table.cool_down_s,
-    )
+    killed = Path(settings.guard.kill_switch).exists()
+    return GuardSettings(**_values(GuardOptions, settings.guard), enforce=settings.applies, killed=killed)
 
 
 def sharing_settings(settings: Settings) -> SharingSettings:
-    """Return what the sharing policy takes."""
-    table = settings.sharing
+    """Return the settings of the sharing policies."""
     return SharingSettings(
+        **_values(SharingOptions, settings.sharing),
         enforce=settings.applies,
-        slice_s=table.slice_s,
         min_run_s=settings.guard.min_run_s,
-        turns=table.turns,
-        share_between_users=table.share_between_users,
-        suspend=table.suspend,
         lease_wait_s=settings.agent.lease_wait_s,
         unmanaged_wait_s=SPANK_WAIT_S / 3,
-        max_priority=table.max_priority,
         admission=settings.service.admission,
         partitions=settings.guard.partitions,
         floor=True,
@@ -288,31 +232,25 @@ def sharing_settings(settings: Settings) -> SharingSettings:
 
 
 def policy_settings(settings: Settings) -> PolicySettings:
-    """Return what the policies of ``[policy]`` take."""
-    table, functions = settings.policy, settings.gandiva
+    """Return the settings of the policies that ``[policy]`` names."""
+    table = settings.policy
     return PolicySettings(
         partitions=settings.guard.partitions,
         costs=Costs(move_s=table.move_s, horizon_s=table.horizon_s, round_s=settings.service.poll_s),
         usage_half_life_s=table.usage_half_life_s,
         sharing=sharing_settings(settings),
         gandiva=GandivaSettings(
-            pack=functions.pack,
-            pack_margin=functions.pack_margin,
-            measure_s=functions.measure_s,
-            migrate=functions.migrate,
-            defrag=functions.defrag,
-            elastic=functions.elastic,
-            relieve=functions.relieve,
-            idle_s=functions.idle_s,
-            move_every_s=functions.move_every_s,
-            moves_per_round=functions.moves_per_round,
-            move_s=table.move_s,
-            horizon_s=table.horizon_s,
+            **_values(GandivaOptions, settings.gandiva), move_s=table.move_s, horizon_s=table.horizon_s
         ),
         size_pending=table.size_pending,
         phased_moves=True,
         prefetch=table.warm,
     )
+
+
+def _values(options: type, table: object) -> dict[str, Any]:
+    """Return a table's values of the fields that the policies' options have."""
+    return {field.name: getattr(table, field.name) for field in fields(options)}
 
 
 def gpu_memory(settings: Settings) -> dict[str, float]:
@@ -322,18 +260,18 @@ def gpu_memory(settings: Settings) -> dict[str, float]:
 
 
 def hub_settings(settings: Settings) -> HubSettings:
-    """Return what the agents' link needs."""
+    """Return the settings of the agents' link."""
     return HubSettings(
         settings.service.bind,
         Path(settings.service.keys),
         settings.agent.heartbeat_s,
-        max(ALIVE_HEARTBEATS * settings.agent.heartbeat_s, LEAST_ALIVE_S),
+        max(ALIVE_HEARTBEATS * settings.agent.heartbeat_s, MIN_ALIVE_S),
         settings.sharing.yield_timeout_s,
     )
 
 
 def to_record(settings: Settings) -> str:
-    """Return the settings as the store keeps them, beside the rounds that they decided."""
+    """Return the settings as the store keeps them with the rounds that they decided."""
     return msgspec.json.encode(settings, order="deterministic").decode()
 
 

@@ -28,16 +28,12 @@ def rows() -> Iterator[Row]:
     """Return every key, in the order of the file."""
     for section in msgspec.structs.fields(Settings):
         hints = get_type_hints(section.type, include_extras=True)
-        for field in msgspec.structs.fields(section.type):
-            unit = next((unit for end, unit in UNITS.items() if field.name.endswith(end)), "")
-            yield Row(
-                section.name,
-                field.name,
-                _type(hints[field.name]),
-                msgspec.to_builtins(field.default),
-                unit,
-                _doc(hints[field.name]),
-            )
+        for name, hint in hints.items():
+            unit = next((unit for end, unit in UNITS.items() if name.endswith(end)), "")
+            notes = (note for note in getattr(hint, "__metadata__", ()) if isinstance(note, msgspec.Meta))
+            doc = next((note.description for note in notes if note.description), "")
+            default = msgspec.to_builtins(getattr(section.default, name))
+            yield Row(section.name, name, _type(hint), default, unit, doc)
 
 
 def example_toml() -> str:
@@ -56,11 +52,6 @@ def example_toml() -> str:
 def toml_value(value: Any) -> str:
     """Return a string, number, boolean or list as TOML, which for these is JSON."""
     return json.dumps(sorted(value) if isinstance(value, list) else value)
-
-
-def _doc(hint: Any) -> str:
-    notes = [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, msgspec.Meta)]
-    return next((note.description for note in notes if note.description), "")
 
 
 def _type(hint: Any) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta
 
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import Job, JobKey
@@ -15,23 +17,37 @@ Turns: TypeAlias = Literal["fair", "order"]
 
 
 @dataclass(frozen=True, slots=True)
-class SharingSettings:
+class SharingOptions:
+    """The admin's options for turns. Times in seconds."""
+
+    slice_s: Annotated[float, Meta(description="One turn of a job with weight 1", gt=0)] = 60.0
+    turns: Annotated[
+        Turns,
+        Meta(
+            description="fair: jobs that share GPUs have equal parts of them; order: after its first turn a job waits "
+            "for those that [policy] order puts before it, and has a turn now and then"
+        ),
+    ] = "fair"
+    share_between_users: Annotated[bool, Meta(description="Let jobs of different users share a GPU")] = False
+    suspend: Annotated[
+        bool, Meta(description="Suspend jobs in Slurm while they wait for their turn: their time limit stops")
+    ] = True
+    max_priority: Annotated[
+        int, Meta(description="Highest priority that a user's own options may ask for; more counts as this")
+    ] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SharingSettings(SharingOptions):
     """Times in seconds. Without managed partitions nothing is managed."""
 
     enforce: bool = False
     """False in observe-only: what would be done is still decided, and the further lanes are kept drained."""
-    slice_s: float = 60.0
     min_run_s: float = 5.0
-    turns: Turns = "fair"
-    share_between_users: bool = False
-    suspend: bool = True
-    """Suspend yielded jobs in Slurm, so that their time limit stops and their CPUs are free in the books."""
     lease_wait_s: float = 600.0
     """A job on a further lane gives its place back when it waited this long behind one that cannot stop."""
     unmanaged_wait_s: float = 10.0
     """A managed job on a further lane that cannot be stopped is requeued when an unmanaged job waited this long."""
-    max_priority: int = 0
-    """The comment is the user's own: a priority above this counts as this."""
     admission: Literal["native", "held"] = "native"
     partitions: frozenset[str] = frozenset()
     shares: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -82,36 +98,49 @@ def requeued_into_hold(job: Job, memory: Memory) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class GandivaSettings:
-    """Which of Gandiva's functions are on, and their limits. Times in seconds.
+class GandivaOptions:
+    """The admin's switches and limits for Gandiva's functions. Times in seconds."""
+
+    pack: Annotated[bool, Meta(description="Run two jobs on the same GPUs at once, as long as that pays")] = True
+    pack_margin: Annotated[
+        float, Meta(description="Packed jobs stay together when they do this much more than in turns, as a part", ge=0)
+    ] = 0.05
+    measure_s: Annotated[
+        float,
+        Meta(description="A measuring window: a pack that does not pay is undone within three of them", gt=0),
+    ] = 20.0
+    migrate: Annotated[bool, Meta(description="Move jobs to idle GPUs and away from crowded ones")] = True
+    defrag: Annotated[bool, Meta(description="Move jobs together so that hosts become free for large ones")] = True
+    elastic: Annotated[bool, Meta(description="Grow and shrink jobs that set min_gpus or max_gpus")] = True
+    relieve: Annotated[
+        bool,
+        Meta(
+            description="With an allocation: move jobs that their host's CPUs or memory hold back to a host where "
+            "they are faster; also with share = none in native admission"
+        ),
+    ] = True
+    idle_s: Annotated[float, Meta(description="GPUs must be idle this long before a job grows", ge=0)] = 60.0
+    move_every_s: Annotated[float, Meta(description="Least time between two moves or resizes of a job", ge=0)] = 600.0
+    moves_per_round: Annotated[int, Meta(description="Most moves and resizes in one round", ge=0)] = 8
+
+
+@dataclass(frozen=True, slots=True)
+class GandivaSettings(GandivaOptions):
+    """Gandiva's functions that are on, and their limits. Times in seconds.
 
     Reactive mode is placement, slices and migration on departures; introspective mode adds the others, and
     migration that evens out hosts without a departure.
     """
 
     introspective: bool = True
-    pack: bool = True
-    migrate: bool = True
-    defrag: bool = True
-    elastic: bool = True
-    relieve: bool = True
     max_packed: int = 2
     """Most jobs that are packed on one set of GPUs."""
-    pack_margin: float = 0.05
-    """A pack stays when it has more than the throughput of turns by this part."""
-    measure_s: float = 20.0
-    """One measuring window: jobs run this long, if their slices allow it, before their iteration times count."""
     gpu_memory_margin: float = 0.05
     """Part of a GPU's memory that packed jobs leave free."""
     pack_again_s: float = 86400.0
     """Time after which a pair that did not pay may be tried again."""
-    idle_s: float = 60.0
-    """A job grows when GPUs of its host have been idle this long."""
     move_s: float = 30.0
     """Time without progress that a migration or resize costs a job."""
-    move_every_s: float = 600.0
-    """Least time between two migrations or resizes of one job."""
-    moves_per_round: int = 8
     horizon_s: float = 3600.0
     """How long a job is thought to go on at most, as far as a move has to pay back."""
     loss: float = 0.02

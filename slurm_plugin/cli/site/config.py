@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -103,18 +103,16 @@ def show(*, as_json: bool, config: Path | None) -> None:
 def rows(config: Path | None) -> Iterator[Row]:
     """Yield all settings in the order of their tables; raise ConfigError when a file is wrong."""
     from cadenza.sidecar.config import read  # noqa: PLC0415
-    from cadenza.slurm_plugin.service.settings import Settings, load_settings  # noqa: PLC0415
+    from cadenza.slurm_plugin.service import settings_reference  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
 
     settings = load_settings(config)
     path = config or DEFAULT_PATH
     origin = read(path)[1] if path.exists() else {}
-    for section in msgspec.structs.fields(Settings):
-        table = getattr(settings, section.name)
-        meanings = _meanings(type(table))
-        for field in msgspec.structs.fields(table):
-            value = msgspec.to_builtins(getattr(table, field.name), order="deterministic")
-            source = origin.get((section.name, field.name))
-            yield Row(section.name, field.name, value, str(source or "default"), meanings.get(field.name, ""))
+    for row in settings_reference.rows():
+        value = msgspec.to_builtins(getattr(getattr(settings, row.section), row.key), order="deterministic")
+        source = origin.get((row.section, row.key))
+        yield Row(row.section, row.key, value, str(source or "default"), row.doc)
 
 
 def lines(settings: list[Row]) -> Iterator[str]:
@@ -135,12 +133,3 @@ def toml(value: object) -> str:
     ('["a"]', 'true', '2.0')
     """
     return msgspec.json.encode(value).decode()
-
-
-def _meanings(table: type) -> dict[str, str]:
-    """Return the description of each field, from the metadata of its annotation."""
-    meanings = {}
-    for name, hint in get_type_hints(table, include_extras=True).items():
-        texts = [part.description for part in get_args(hint) if isinstance(part, msgspec.Meta)]
-        meanings[name] = next(filter(None, texts), "")
-    return meanings
