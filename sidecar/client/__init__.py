@@ -9,8 +9,8 @@ Three lines let a training script take turns on its GPU::
         ...  # forward, backward, optimizer.step(), optimizer.zero_grad()
         session.boundary(len(batch))
 
-Importing this takes neither torch nor a socket and changes no signal handler. Nothing ever changes one, but for SIGTERM
-while a rank stands with its ordered checkpoint on the disk: it ends at once then, and the handler is put back if not.
+Importing this loads neither torch nor sockets and changes no signal handler. The client changes only one handler, and
+only for a while: a rank that waits with its requested checkpoint on the disk ends at once by SIGTERM.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["attach", "batch", "boundary", "checkpoint", "detach", "report"]
 
 _ticks: list[Callable[..., None]] = []
-"""The boundary of the session that attach() made; empty before, and after detach()."""
+"""Boundary of the session that attach() made; empty before it and after detach()."""
 
 
 def attach(
@@ -43,18 +43,18 @@ def attach(
 ) -> Session:
     """Let this process take turns on its GPU; return its session, whose ``boundary()`` ends each step.
 
-    Everything given moves to host memory while another job has the GPU: parameters, gradients, buffers
-    and optimizer state; ``others`` may be further models, optimizers, a GradScaler, containers of these,
-    or any object with tensors as attributes; ``tensors`` are tensors, by name if a mapping, or a function
-    that returns them when asked. Tensors stay the same objects; ``data_ptr()`` does not stay the same, so
-    captured CUDA graphs refuse the move. What else the process keeps on the GPU is let go of by functions given
-    to ``Session.call``. No other thread may touch these tensors during ``boundary()``.
+    All state given here moves to host memory while another job has the GPU: parameters, gradients, buffers
+    and optimizer state. ``others`` may be further models, optimizers, a GradScaler, containers of these, or any
+    object with tensors as attributes; ``tensors`` are tensors, a mapping of names to tensors, or a function that
+    returns them. Tensors stay the same objects, but their ``data_ptr()`` changes, so captured CUDA graphs refuse
+    the move. Functions given to ``Session.call`` release other GPU memory of the process. No other thread may touch
+    these tensors during ``boundary()``.
 
-    Outside Slurm, or without an agent (``socket``, else ``$CADENZA_SOCKET``, else its usual place), this
-    does nothing and says so once. When the job has no lease yet, the call returns once it has. A second
-    call adds to the same session. ``refuse_resident`` refuses to yield when any storage cannot be released;
-    otherwise host storages that cannot stay where they are, and only those on a GPU refuse it. ``spill`` (else
-    ``$CADENZA_SPILL_DIR``) is a directory on a disk of the node to which state goes when host memory is short.
+    Outside Slurm, or without an agent (``socket``, else ``$CADENZA_SOCKET``, else the default path), this does
+    nothing and logs it once. When the job has no lease yet, the call returns once it has one. A second call adds to
+    the same session. With ``refuse_resident`` any storage that cannot be released refuses the yield; otherwise only
+    such a storage on a GPU does, and one in host memory stays. ``spill`` (else ``$CADENZA_SPILL_DIR``) is a
+    directory on a disk of the node to which state goes when host memory is short.
     """
     from cadenza.sidecar.client.bootstrap import process  # noqa: PLC0415
 
@@ -90,24 +90,25 @@ def checkpoint(directory: str | os.PathLike[str], **things: Any) -> Checkpoint:
 
 
 def batch(size: int, gpus: int = 1) -> int:
-    """Return the samples that this rank trains a step, for a job that may run with other numbers of GPUs.
+    """Return this rank's samples per step, for a job that may run with other numbers of GPUs.
 
-    ``size`` is the batch of the whole job with ``gpus`` GPUs. It stays the whole job's (``--cadenza=batch=global``, the
-    default), or each GPU keeps its part of it (``batch=per-gpu``). Call it after ``init_process_group`` or under
-    torchrun or srun, which say how many ranks there are. The learning rate is the script's own matter. Raises
-    UsageError when the samples cannot be divided evenly.
+    ``size`` is the batch of the whole job with ``gpus`` GPUs. It stays the batch of the whole job
+    (``--cadenza=batch=global``, the default), or each GPU keeps its part of it (``batch=per-gpu``). Call it after
+    ``init_process_group``, or under torchrun or srun, which set the number of ranks. The learning rate is left to the
+    script. Raises UsageError when the samples cannot be divided evenly.
     """
-    from cadenza.sidecar.client import batch_size  # noqa: PLC0415
+    from cadenza.sidecar.client import script_helpers  # noqa: PLC0415
 
-    return batch_size.batch(size, gpus)
+    return script_helpers.batch(size, gpus)
 
 
 def report(value: float, step: int | None = None) -> None:
-    """Tell the job's sweep (`cadenza sweep`) a result, such as the validation loss; elsewhere nothing happens.
+    """Report a result, such as the validation loss, to the job's sweep (`cadenza sweep`); do nothing elsewhere.
 
-    ``step`` is how far the training is, in any unit that all configurations of the sweep share; without it, the number
-    of boundaries so far. Rank 0's word counts. It appends a line to a file: call it once an evaluation, not a step.
+    ``step`` is the progress of the training, in any unit that all configurations of the sweep share; by default it is
+    the number of boundaries. Only rank 0 reports. It appends a line to a file: call it once per evaluation, not per
+    step.
     """
-    from cadenza.sidecar.client import sweep_report  # noqa: PLC0415
+    from cadenza.sidecar.client import script_helpers  # noqa: PLC0415
 
-    sweep_report.report(value, step)
+    script_helpers.report(value, step)

@@ -1,4 +1,4 @@
-"""The client's only reader of time: a boundary reads it once, without a system call."""
+"""The client's only reader of time; a boundary reads it once, without a system call."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
 --[[
-job_submit.lua: what a user asked of Cadenza, merged as JSON into the job's comment.
+job_submit.lua: merges a user's Cadenza options as JSON into the job's comment.
 
 A job opts in by `--cadenza[=key=value,...]`, by CADENZA in its environment, or by a comment that is a JSON object with
-a "cadenza" key. The comment then holds {"cadenza":{"v":1,"share":true,...}}; other keys keep every byte they had, and
-a plain text moves to {"comment":"the text","cadenza":{...}}. Comments of all other jobs are not touched.
+a "cadenza" key. The comment then holds {"cadenza":{"v":1,"share":true,...}}; other keys stay unchanged byte by byte,
+and a plain text moves to {"comment":"the text","cadenza":{...}}. Comments of all other jobs are not changed.
 
 /etc/cadenza/lua.conf names the partitions that Cadenza manages ("partitions=gpu,long") and the number of lanes of
-their hosts ("lanes=2"). There, a managed job that may get several nodes is pinned to one lane, in held admission
-(/run/cadenza/admission says "held EPOCH") it is held, and every other job is pinned to lane 0, which is the cluster
-as it was without Cadenza. Without that file no constraint is ever touched and no job held.
+their hosts ("lanes=2"). There, a managed job that may get several nodes is pinned to one lane, and in held admission
+(/run/cadenza/admission contains "held EPOCH") it is held. Every other job is pinned to lane 0, which is the cluster
+as it is without Cadenza. Without lua.conf no constraint is changed and no job is held.
 
-Nothing in here fails a submission but options that are wrong. Slurm is built with any Lua from 5.1 to 5.4 (Debian
-with 5.1), so nothing newer than 5.1 is used. See https://slurm.schedmd.com/job_submit_plugins.html.
+Only wrong options make a submission fail. Slurm is built with any Lua from 5.1 to 5.4 (Debian with 5.1), so only
+features of 5.1 are used. See https://slurm.schedmd.com/job_submit_plugins.html.
 --]]
 
 cadenza = {
@@ -21,7 +21,7 @@ cadenza = {
 }
 
 local COMMENT_BYTES = 1024 -- Slurm's own limit
-local FRESH_S = 60
+local HEARTBEAT_MAX_AGE_S = 60
 local NO_VALUE = 4294967294 -- slurm.NO_VAL, also when slurmctld's table lacks it
 local SPANK_OPTION = "_SLURM_SPANK_OPTION_cadenza_cadenza="
 local WHOLE_NODES = { [0] = true, [2] = true, [3] = true, [4] = true } -- JOB_SHARED_NONE, _USER, _MCS, _TOPO
@@ -75,7 +75,7 @@ local function utf8_char(code)
   return string.char(0xF0 + math.floor(code / 0x40000), tail(0x1000), tail(0x40), tail(1))
 end
 
--- Returns the character of the escape at the backslash and where the text goes on; halves of a pair are joined.
+-- Returns the character of the escape at the backslash, and the position after it; surrogate pairs are joined.
 local function parse_escape(text, at)
   local letter = text:sub(at + 1, at + 1)
   if ESCAPES[letter] then
@@ -114,7 +114,7 @@ local function parse_number(text, at)
   return digits:find("^-?%d+$") and tonumber(digits) or FRACTION, stop
 end
 
--- Calls `item` at the start of each element, which returns where the element ends.
+-- Calls `item` at the start of each element; it returns the position after the element.
 local function parse_list(text, at, close, item)
   at = skip(text, at + 1)
   if text:sub(at, at) == close then
@@ -171,9 +171,9 @@ function parse_value(text, at, depth)
   return parse_number(text, at)
 end
 
--- The members of a text that is one JSON object; nil and the reason when it is anything else.
+-- Returns the members of a text that is one JSON object, else nil and the reason.
 local function read_object(text)
-  local fine, value = pcall(function()
+  local ok, value = pcall(function()
     local start = skip(text, 1)
     expect(text, start, "{")
     local object, stop = parse_object(text, start, 1)
@@ -182,13 +182,13 @@ local function read_object(text)
     end
     return object.members
   end)
-  if fine then
+  if ok then
     return value
   end
   return nil, value
 end
 
--- Bytes that are no UTF-8 are taken for Latin-1, so that what is written is JSON.
+-- Bytes that are not UTF-8 are read as Latin-1, so that the result is JSON.
 local function quote(text)
   local unsafe = is_utf8(text) and '[\1-\31"\\]' or '[\1-\31"\\\128-\255]'
   return '"' .. text:gsub(unsafe, function(character)
@@ -216,7 +216,7 @@ local function is_boolean(value)
   return type(value) == "boolean"
 end
 
--- In the order in which they are written; `held` and `why` are ours and never taken from a user.
+-- In the order of writing; `held` and `why` are set here and never taken from a user.
 local KEYS = {
   "v", "share", "min_gpus", "max_gpus", "batch", "model", "priority", "iterations", "duration_s", "held", "why",
 }
@@ -232,8 +232,8 @@ local RULES = {
   duration_s = { is_integer(1, 2000000000), "must be a number from 1 to 2000000000" },
 }
 local function unknown(key)
-  local known = "share, min_gpus, max_gpus, batch, model, priority, iterations, duration_s"
-  return string.format("unknown key '%s' (known: %s)", key, known)
+  local keys = "share, min_gpus, max_gpus, batch, model, priority, iterations, duration_s"
+  return string.format("unknown key '%s' (known: %s)", key, keys)
 end
 
 local function check(options)
@@ -251,7 +251,7 @@ end
 
 local YES_NO = { yes = true, no = false }
 
--- The key and the value of "key=value"; a text that is no value of its key is left for `check` to refuse.
+-- Returns the key and the value of "key=value"; `check` refuses a text that is not a value of its key.
 local function read_item(item)
   local key, text = item:match("^([^=]*)=(.*)$")
   if not key then
@@ -264,7 +264,7 @@ local function read_item(item)
   return key, text
 end
 
--- The text of the flag or of CADENZA; nil and the reason when it is wrong. Slurm writes a bare flag as "(null)".
+-- Returns the options in a flag or in CADENZA, or nil and the reason. Slurm passes a bare flag as "(null)".
 local function from_text(text)
   local options = { share = true }
   if text == "off" then
@@ -274,7 +274,7 @@ local function from_text(text)
   end
   for item in (text .. ","):gmatch("([^,]*),") do
     local key, value = read_item(item)
-    local wrong = key == "v" and unknown(key) or check({ [key] = value }) -- the comment's alone has a version
+    local wrong = key == "v" and unknown(key) or check({ [key] = value }) -- only the comment has a version
     if wrong then
       return nil, wrong
     end
@@ -284,24 +284,24 @@ local function from_text(text)
   return not wrong and options or nil, wrong
 end
 
--- The options of a comment that has a cadenza key; nil when it has none, false and the reason when they are wrong.
+-- Returns the options of a comment's cadenza key, nil without such a key, false and the reason for wrong options.
 local function from_members(members)
-  local found
+  local own
   for _, member in ipairs(members) do
     if member.key == "cadenza" then
-      if found then
+      if own then
         return false, "there are two cadenza keys"
       end
-      found = member
+      own = member
     end
   end
-  if not found then
+  if not own then
     return nil
-  elseif type(found.value) ~= "table" or not found.value.members then
+  elseif type(own.value) ~= "table" or not own.value.members then
     return false, "cadenza must be an object such as {\"share\":true}"
   end
   local options = { share = true }
-  for _, member in ipairs(found.value.members) do
+  for _, member in ipairs(own.value.members) do
     options[member.key] = member.value
   end
   options.held, options.why = nil, nil
@@ -309,7 +309,7 @@ local function from_members(members)
   if wrong then
     return false, wrong
   end
-  return options, found
+  return options, own
 end
 
 local function write_options(options)
@@ -323,7 +323,7 @@ local function write_options(options)
   return "{" .. table.concat(parts, ",") .. "}"
 end
 
--- A comment: {text=, members= (nil for plain text), options=, place=}; nil and the reason when it is to be refused.
+-- Returns a comment as {text=, members= (nil for plain text), options=, place=}, or nil and the reason to refuse it.
 local function read_comment(text)
   local members, syntax = read_object(text)
   if not members then
@@ -363,7 +363,7 @@ local function read_file(path)
   return text or ""
 end
 
--- {partitions={NAME=true}, lanes=N}; read for every submission, for lua has no means to see whether it changed.
+-- Returns {partitions={NAME=true}, lanes=N}; read at each submission, because Lua cannot detect a change of the file.
 local function read_settings()
   local settings = { partitions = {}, lanes = 2 }
   for line in read_file(cadenza.settings_file):gmatch("[^\n]+") do
@@ -383,12 +383,12 @@ end
 
 local function admission_is_held()
   local epoch = tonumber(read_file(cadenza.admission_file):match("^held%s+(%d+)"))
-  return epoch ~= nil and math.abs(cadenza.now() - epoch) <= FRESH_S
+  return epoch ~= nil and math.abs(cadenza.now() - epoch) <= HEARTBEAT_MAX_AGE_S
 end
 
 -- The job ------------------------------------------------------------------------------------------------------
 
-local function given(number)
+local function is_set(number)
   return number ~= nil and number < NO_VALUE
 end
 
@@ -400,7 +400,7 @@ local function flag_of(job)
       return entry:sub(#SPANK_OPTION + 1), "--cadenza"
     end
   end
-  -- Slurm has the environment of batch jobs only, and says so in its log when it is asked for another's.
+  -- Slurm has the environment of batch jobs only, and logs an error when another job's is read.
   local twin = job.script and job.environment and job.environment["CADENZA"]
   if twin and twin ~= "" then
     return twin, "CADENZA"
@@ -440,18 +440,18 @@ local function asks_for_gpus(job)
   return false
 end
 
--- Only a job that Slurm cannot spread over several nodes stays free to run in any lane.
+-- Only a job that Slurm cannot spread over several nodes may run in any lane.
 local function may_get_several_nodes(job)
-  if given(job.max_nodes) and job.max_nodes > 0 then
+  if is_set(job.max_nodes) and job.max_nodes > 0 then
     return job.max_nodes > 1
-  elseif given(job.min_nodes) and job.min_nodes > 1 then
+  elseif is_set(job.min_nodes) and job.min_nodes > 1 then
     return true
   end
-  return (given(job.num_tasks) and job.num_tasks > 1) or job.tres_per_job ~= nil or job.tres_per_task ~= nil
+  return (is_set(job.num_tasks) and job.num_tasks > 1) or job.tres_per_job ~= nil or job.tres_per_task ~= nil
 end
 
-local function unmanageable(job, names, managed)
-  if given(job.het_job_offset) then
+local function refusal_reason(job, names, managed)
+  if is_set(job.het_job_offset) then
     return "heterogeneous jobs are not shared"
   elseif job.cron_job then
     return "cron jobs are not shared"
@@ -464,7 +464,7 @@ local function unmanageable(job, names, managed)
   end
 end
 
--- Slurm's own syntax has no way to add a term to counts or brackets: nil then.
+-- Returns nil for counts and brackets, to which Slurm's syntax cannot add a term.
 local function with_feature(features, wanted)
   if not features or features == "" then
     return wanted
@@ -486,7 +486,7 @@ local function one_lane(lanes)
   return #names > 1 and "[" .. table.concat(names, "|") .. "]" or names[1]
 end
 
--- Jobs that do not share see lane 0 only.
+-- Jobs that do not share run in lane 0 only.
 local function keep_to_lane_0(job)
   local features = with_feature(job.features, "lane0")
   if not features then
@@ -504,7 +504,7 @@ local function hold(job, options)
   end
 end
 
--- Pins and holds a job that shares; returns why it cannot, if so.
+-- Pins and holds a job that shares; returns the reason if it cannot be pinned.
 local function admit(job, options, settings)
   if may_get_several_nodes(job) then
     local features = with_feature(job.features, one_lane(settings.lanes))
@@ -517,14 +517,14 @@ local function admit(job, options, settings)
   hold(job, options)
 end
 
-local function refuse(job, what)
-  slurm.user_msg("cadenza: " .. what)
-  slurm.log_info("cadenza: submission of uid %s refused: %s", tostring(job.user_id), what)
+local function refuse(job, reason)
+  slurm.user_msg("cadenza: " .. reason)
+  slurm.log_info("cadenza: submission of uid %s refused: %s", tostring(job.user_id), reason)
   return slurm.ERROR
 end
 
--- What the comment says, overridden by the flag or the environment; nil when nobody asked; false and why if wrong.
-local function wish(job, comment)
+-- Returns the comment's options, overridden by the flag or the environment; nil without any; false and the reason.
+local function requested_options(job, comment)
   local text, source = flag_of(job)
   if not text then
     return comment.options
@@ -545,10 +545,10 @@ local function wish(job, comment)
   return not wrong and options, wrong
 end
 
-local function leave_alone(job, options, why)
-  options.share, options.why = false, why
-  slurm.log_info("cadenza: job '%s' of uid %s is not shared: %s", tostring(job.name), tostring(job.user_id), why)
-  slurm.user_msg("cadenza: this job is left alone: " .. why)
+local function leave_alone(job, options, reason)
+  options.share, options.why = false, reason
+  slurm.log_info("cadenza: job '%s' of uid %s is not shared: %s", tostring(job.name), tostring(job.user_id), reason)
+  slurm.user_msg("cadenza: this job is left alone: " .. reason)
 end
 
 local function submit(job, partitions)
@@ -556,7 +556,7 @@ local function submit(job, partitions)
   if not comment then
     return refuse(job, "comment: " .. bad)
   end
-  local options, wrong = wish(job, comment)
+  local options, wrong = requested_options(job, comment)
   if options == false then
     return refuse(job, wrong)
   end
@@ -564,9 +564,9 @@ local function submit(job, partitions)
   local managed = count_managed(names, settings)
   if options and options.share then
     options.v = 1
-    local why = unmanageable(job, names, managed) or (managed > 0 and admit(job, options, settings))
-    if why then
-      leave_alone(job, options, why)
+    local reason = refusal_reason(job, names, managed) or (managed > 0 and admit(job, options, settings))
+    if reason then
+      leave_alone(job, options, reason)
     end
   end
   if options then
@@ -583,17 +583,17 @@ local function submit(job, partitions)
   return slurm.SUCCESS
 end
 
--- An error in here is ours, and no reason to keep anybody from submitting.
+-- An error of this script must not keep users from submitting.
 function slurm_job_submit(job, partitions, uid)
-  local fine, result = pcall(submit, job, partitions)
-  if fine then
+  local ok, result = pcall(submit, job, partitions)
+  if ok then
     return result
   end
-  slurm.log_error("cadenza: a job of uid %s is left as it is: %s", tostring(uid), tostring(result))
+  slurm.log_error("cadenza: a job of uid %s is not changed: %s", tostring(uid), tostring(result))
   return slurm.SUCCESS
 end
 
--- Updates are their owner's, or the service's own.
+-- Updates by owners and by the service are not changed.
 function slurm_job_modify()
   return slurm.SUCCESS
 end

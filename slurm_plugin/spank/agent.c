@@ -1,22 +1,31 @@
-/* The talk with the node's agent: register a job, wait for its lease within a bound, say when it has left. */
+/*
+ * The node's agent: register a job, wait for its lease within a time limit, report its end.
+ *
+ * And the job's handover file, jobs/NODE.JOBID next to the agent's socket, written by root and for root. It has the
+ * values that only Slurm's prolog knows and a task needs: restart count, this host's GPUs of the whole job, and the
+ * comment's sharing and batch rule.
+ */
 #include "cadenza.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #define TICK_MS 250
-/* A socket that nobody listens on was left by an agent that is being restarted: that takes less than this. */
+/* Longest restart of an agent. During it the socket exists and refuses connections. */
 #define RESTART_MS 5000
 
 enum answer { GRANTED, WAIT, GIVEUP, REFUSED, SILENCE, LOST };
 
-/* Never blocks: a full backlog counts as not reached. Returns the socket, or -1 and errno. */
-static int reach(const char *path, const char *packet, size_t length)
+/* Sends one packet without blocking; a full backlog counts as a failure. Returns the socket, or -1 and errno. */
+static int send_packet(const char *path, const char *packet, size_t length)
 {
 	struct sockaddr_un address = {.sun_family = AF_UNIX};
 	int saved, fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
@@ -64,46 +73,43 @@ static enum answer next_answer(int fd)
 	return read_state(packet);
 }
 
-static bool host_without_agent(const struct job *job, bool met)
+/* Longest silence of the agent. An unmanaged job counts its whole wait, because it takes no turns. */
+static int limit_ms(const struct job *job, const struct config *config, bool reached)
 {
-	return errno == ENOENT && job->lane == 0 && !met;
-}
+	int limit = config->wait_s * 1000;
 
-/* How long the agent may say nothing. An unmanaged job counts its whole wait, for it owes nobody a turn. */
-static int bound_ms(const struct job *job, const struct config *config, bool met)
-{
-	int bound = config->wait_s * 1000;
-
-	return job->lane == 0 && !met && bound > RESTART_MS ? RESTART_MS : bound;
+	return job->lane == 0 && !reached && limit > RESTART_MS ? RESTART_MS : limit;
 }
 
 /*
- * Time is counted in ticks of silence and not read from a clock: a job that is stopped while it waits (a suspend)
- * finds its lease in the socket when it is continued, and its bound where it was.
+ * Time is counted in ticks of silence and not read from a clock, so that a suspend does not use up the time limit: when
+ * the job continues, its lease is in the socket.
  */
 enum verdict agent_wait(const struct job *job, const struct config *config)
 {
 	char packet[MAX_PACKET];
 	size_t length = start_message(job, packet, sizeof(packet));
-	bool met = false;
+	bool reached = false;
 	int fd = -1;
 	enum verdict verdict = AGENT_SILENT;
 
-	for (int quiet_ms = 0; quiet_ms < bound_ms(job, config, met);) {
+	for (int silent_ms = 0; silent_ms < limit_ms(job, config, reached);) {
 		enum answer answer;
 
-		if (fd < 0 && (fd = reach(config->socket, packet, length)) < 0 && host_without_agent(job, met))
+		if (fd < 0)
+			fd = send_packet(config->socket, packet, length);
+		if (fd < 0 && errno == ENOENT && job->lane == 0 && !reached)
 			return AGENT_ABSENT;
-		met = met || fd >= 0;
+		reached = reached || fd >= 0;
 		answer = next_answer(fd);
 		if (answer == GRANTED || answer == GIVEUP) {
 			verdict = answer == GRANTED ? LEASE_GRANTED : AGENT_GIVES_UP;
 			break;
 		}
 		if (answer == WAIT && job->managed)
-			quiet_ms = 0;
+			silent_ms = 0;
 		else
-			quiet_ms += TICK_MS;
+			silent_ms += TICK_MS;
 		if (answer == LOST || answer == REFUSED) {
 			close(fd);
 			fd = -1;
@@ -115,11 +121,121 @@ enum verdict agent_wait(const struct job *job, const struct config *config)
 	return verdict;
 }
 
-void agent_tell_end(uint32_t id, const struct config *config)
+void agent_report_end(uint32_t id, const struct config *config)
 {
 	char packet[MAX_PACKET];
-	int fd = reach(config->socket, packet, end_message(id, packet, sizeof(packet)));
+	int fd = send_packet(config->socket, packet, end_message(id, packet, sizeof(packet)));
 
 	if (fd >= 0)
 		close(fd);
+}
+
+/* --- handover from the prolog to the tasks --- */
+
+static void path_of(const struct config *config, const char *node, uint32_t id, char *path, size_t size)
+{
+	int directory = (int)(strrchr(config->socket, '/') - config->socket);
+
+	snprintf(path, size, "%.*s/jobs/%s.%u", directory, config->socket, node, id);
+}
+
+static uint32_t environment_number(const char *name)
+{
+	const char *text = getenv(name);
+
+	return text ? (uint32_t)strtoul(text, NULL, 10) : 0;
+}
+
+/* Returns the value of the comment's cadenza key if it is an object, else NULL. */
+static const char *cadenza_object(const char *comment)
+{
+	while (comment && (comment = strstr(comment, "\"cadenza\""))) {
+		comment += strlen("\"cadenza\"");
+		comment += strspn(comment, " :\t\r\n");
+		if (*comment == '{')
+			break;
+	}
+	return comment;
+}
+
+/* Returns the start of a key's value, or NULL. The key is given in its quotes; the object must contain no objects. */
+static const char *member(const char *object, const char *key)
+{
+	const char *value = object ? strstr(object, key) : NULL;
+
+	if (!value || value > object + strcspn(object, "}"))
+		return NULL;
+	value += strlen(key);
+	return value + strspn(value, " :\t\r\n");
+}
+
+/* {"cadenza":{...,"share":false}} means no, any other cadenza object yes. */
+enum sharing comment_sharing(const char *comment)
+{
+	const char *object = cadenza_object(comment), *share = member(object, "\"share\"");
+
+	if (!object)
+		return SHARING_UNSET;
+	return share && !strncmp(share, "false", 5) ? SHARING_NO : SHARING_YES;
+}
+
+bool comment_batch_per_gpu(const char *comment)
+{
+	const char *batch = member(cadenza_object(comment), "\"batch\"");
+
+	return batch && !strncmp(batch, "\"per-gpu\"", 9);
+}
+
+/* Does not make the socket's directory: a host without it has no agent. */
+void handover_write(const struct config *config)
+{
+	const char *node = getenv("SLURMD_NODENAME"), *gpus = getenv("SLURM_JOB_GPUS");
+	char path[512];
+	int fd;
+
+	if (!node || !gpus || !*gpus)
+		return;
+	path_of(config, node, environment_number("SLURM_JOB_ID"), path, sizeof(path));
+	*strrchr(path, '/') = '\0';
+	mkdir(path, 0700);
+	path_of(config, node, environment_number("SLURM_JOB_ID"), path, sizeof(path));
+	fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0600);
+	if (fd < 0)
+		return;
+	dprintf(fd, "%u %u %d %s %d\n", environment_number("SLURM_JOB_RESTART_COUNT"),
+		environment_number("SLURM_JOB_NUM_NODES"), (int)comment_sharing(getenv("SLURM_JOB_COMMENT")), gpus,
+		comment_batch_per_gpu(getenv("SLURM_JOB_COMMENT")));
+	close(fd);
+}
+
+bool handover_read(const struct config *config, struct job *job, enum sharing *sharing)
+{
+	char path[512], gpus[512];
+	uint32_t hosts;
+	int code, batch_per_gpu = 0;
+	FILE *file;
+	bool read;
+
+	path_of(config, job->node, job->id, path, sizeof(path));
+	file = fopen(path, "re");
+	if (!file)
+		return false;
+	read = fscanf(file, "%u %u %d %511s %d", &job->restart, &hosts, &code, gpus, &batch_per_gpu) >= 4;
+	fclose(file);
+	if (!read)
+		return false;
+	job->hosts = hosts ? hosts : job->hosts;
+	job->gpu_count = parse_gpus(gpus, job->gpus, MAX_GPUS);
+	job->batch_per_gpu = batch_per_gpu;
+	*sharing = (enum sharing)code;
+	return true;
+}
+
+void handover_remove(const struct config *config)
+{
+	const char *node = getenv("SLURMD_NODENAME");
+	char path[512];
+
+	path_of(config, node ? node : "", environment_number("SLURM_JOB_ID"), path, sizeof(path));
+	unlink(path);
 }

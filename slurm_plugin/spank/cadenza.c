@@ -15,13 +15,13 @@
 SPANK_PLUGIN(cadenza, 1)
 
 #define TWIN "CADENZA"
-/* What salloc and sbatch export of a given option, and what Slurm takes for the option itself. */
-#define SLURMS_TWIN "SLURM_SPANK__SLURM_SPANK_OPTION_cadenza_cadenza"
+/* Variable in which salloc and sbatch export the option, and which Slurm reads as the option. */
+#define SLURM_TWIN "SLURM_SPANK__SLURM_SPANK_OPTION_cadenza_cadenza"
 #define GATE_TICK_US 20000
-#define REQUEUE_TAKES_S 120
-#define PATIENT_S 86400
+#define REQUEUE_LIMIT_S 120
+#define LONG_WAIT_S 86400
 
-/* Shared by the tasks of a step on this host: the first asks for all. */
+/* Shared by the tasks of a step on this host: the first task asks for the lease of all. */
 struct gate {
 	atomic_int first_pid;
 	atomic_int open;
@@ -38,12 +38,12 @@ static int option_given(int value, const char *text, int remote)
 {
 	const char *twin = getenv(TWIN);
 	struct options options;
-	char why[MAX_WHY];
+	char reason[MAX_REASON];
 
 	(void)value;
-	if (remote || !options_parse(text, &options, why, sizeof(why)))
+	if (remote || !options_parse(text, &options, reason, sizeof(reason)))
 		return ESPANK_SUCCESS;
-	slurm_error("cadenza: %s%s: %s", twin && text && !strcmp(twin, text) ? TWIN "=" : "--cadenza=", text, why);
+	slurm_error("cadenza: %s%s: %s", twin && text && !strcmp(twin, text) ? TWIN "=" : "--cadenza=", text, reason);
 	return ESPANK_ERROR;
 }
 
@@ -57,8 +57,8 @@ struct spank_option cadenza_option = {
 };
 
 /*
- * A submission from within a job is a job of its own: what the outer one asked for is not inherited. A step is not,
- * so it keeps the job's and has no twin. Slurm reads the twin itself, before the command line, which thus wins.
+ * A job submitted from within a job does not inherit the outer job's option. A step keeps its job's option and has no
+ * twin. Slurm itself reads the twin before the command line, so the command line takes precedence.
  */
 static void read_environment(spank_context_t context)
 {
@@ -66,18 +66,18 @@ static void read_environment(spank_context_t context)
 
 	if (context == S_CTX_LOCAL && getenv("SLURM_JOB_ID"))
 		return;
-	unsetenv(SLURMS_TWIN);
+	unsetenv(SLURM_TWIN);
 	if (twin && *twin)
-		setenv(SLURMS_TWIN, twin, 1);
+		setenv(SLURM_TWIN, twin, 1);
 }
 
 static void read_arguments(int count, char **arguments)
 {
-	char why[MAX_WHY];
+	char reason[MAX_REASON];
 
 	for (int i = 0; i < count; i++)
-		if (config_argument(&plugin.config, arguments[i], why, sizeof(why)))
-			slurm_error("cadenza: %s", why);
+		if (config_argument(&plugin.config, arguments[i], reason, sizeof(reason)))
+			slurm_error("cadenza: %s", reason);
 }
 
 int slurm_spank_init(spank_t spank, int count, char **arguments)
@@ -96,7 +96,7 @@ int slurm_spank_init(spank_t spank, int count, char **arguments)
 	return ESPANK_SUCCESS;
 }
 
-/* Before the tasks are forked: what they share, and what is not safe to look up in a forked child. */
+/* Before the tasks are forked: make their shared page, and look up the user, which is not safe in a forked child. */
 int slurm_spank_init_post_opt(spank_t spank, int count, char **arguments)
 {
 	const struct passwd *entry;
@@ -116,22 +116,22 @@ int slurm_spank_init_post_opt(spank_t spank, int count, char **arguments)
 	return ESPANK_SUCCESS;
 }
 
-/* A requeue ends this task by a signal; only a job that Slurm does not requeue comes back here. */
-static void give_place_back(const struct job *job, const char *why)
+/* A requeue ends this task by a signal; this returns only if Slurm does not requeue the job. */
+static void requeue(const struct job *job, const char *reason)
 {
-	slurm_error("cadenza: job %u: %s: its place on %s is given back by requeue", job->id, why, job->node);
+	slurm_error("cadenza: job %u: %s: its GPUs on %s are given back by a requeue", job->id, reason, job->node);
 	if (!job_requeue(job->id))
-		sleep(REQUEUE_TAKES_S);
-	slurm_error("cadenza: job %u: not requeued: it waits on for its lease", job->id);
+		sleep(REQUEUE_LIMIT_S);
+	slurm_error("cadenza: job %u: not requeued: it keeps waiting for its lease", job->id);
 }
 
-/* Lane 0 is the host as it was without us, so a job there starts in the end; on a further lane none starts alone. */
-static bool starts_without(const struct job *job, enum verdict verdict)
+/* Lane 0 is the host as it is without Cadenza, so a job there always starts; on further lanes none starts unleased. */
+static bool starts_unleased(const struct job *job, enum verdict verdict)
 {
 	if (verdict == AGENT_ABSENT)
 		slurm_info("cadenza: job %u: no agent on %s: it starts without a lease", job->id, job->node);
 	else if (job->lane == 0 && (verdict == AGENT_SILENT || !job->managed))
-		slurm_error("cadenza: job %u: no lease from the agent on %s in time: it starts all the same", job->id,
+		slurm_error("cadenza: job %u: no lease from the agent on %s in time: it starts without", job->id,
 			    job->node);
 	else
 		return false;
@@ -143,9 +143,9 @@ static void wait_for_lease(const struct job *job)
 	struct config config = plugin.config;
 	enum verdict verdict;
 
-	while ((verdict = agent_wait(job, &config)) != LEASE_GRANTED && !starts_without(job, verdict)) {
-		give_place_back(job, verdict == AGENT_SILENT ? "no word from the agent" : "the agent gives up");
-		config.wait_s = PATIENT_S;
+	while ((verdict = agent_wait(job, &config)) != LEASE_GRANTED && !starts_unleased(job, verdict)) {
+		requeue(job, verdict == AGENT_SILENT ? "no answer from the agent" : "the agent gives up");
+		config.wait_s = LONG_WAIT_S;
 	}
 }
 
@@ -171,14 +171,7 @@ static void enter(spank_t spank, const struct job *job)
 		plugin.gate->open = 1;
 }
 
-/* What the user chose for the batch, for jobs that may be resized; client.batch() reads it. */
-static void tell_batch(spank_t spank, const struct job *job)
-{
-	if (job->managed)
-		spank_setenv(spank, "CADENZA_BATCH", job->batch_per_gpu ? "per-gpu" : "global", 1);
-}
-
-/* While it waits the task can be cancelled: slurmstepd's tasks block SIGTERM until they are executed. */
+/* Unblocks SIGTERM, which slurmstepd's tasks block until they are executed, so that a waiting task can be canceled. */
 int slurm_spank_task_init_privileged(spank_t spank, int count, char **arguments)
 {
 	struct sigaction standard = {.sa_handler = SIG_DFL}, action;
@@ -195,7 +188,8 @@ int slurm_spank_task_init_privileged(spank_t spank, int count, char **arguments)
 	sigprocmask(SIG_UNBLOCK, &terminate, &mask);
 	if (plugin.gate)
 		plugin.gate->managed = job.managed;
-	tell_batch(spank, &job);
+	if (job.managed) /* the user's rule for the batch of a job that may be resized; client.batch() reads it */
+		spank_setenv(spank, "CADENZA_BATCH", job.batch_per_gpu ? "per-gpu" : "global", 1);
 	enter(spank, &job);
 	sigprocmask(SIG_SETMASK, &mask, NULL);
 	sigaction(SIGTERM, &action, NULL);
@@ -213,12 +207,12 @@ int slurm_spank_task_exit(spank_t spank, int count, char **arguments)
 	return ESPANK_SUCCESS;
 }
 
-/* slurm_spank_init is not called for these two. They return success whatever happens: all else drains the node. */
+/* slurm_spank_init is not called for these two. They always return success, because any error drains the node. */
 int slurm_spank_job_prolog(spank_t spank, int count, char **arguments)
 {
 	(void)spank;
 	read_arguments(count, arguments);
-	handover_keep(&plugin.config);
+	handover_write(&plugin.config);
 	return ESPANK_SUCCESS;
 }
 
@@ -228,8 +222,8 @@ int slurm_spank_job_epilog(spank_t spank, int count, char **arguments)
 
 	(void)spank;
 	read_arguments(count, arguments);
-	handover_drop(&plugin.config);
+	handover_remove(&plugin.config);
 	if (id && gpus && *gpus)
-		agent_tell_end((uint32_t)strtoul(id, NULL, 10), &plugin.config);
+		agent_report_end((uint32_t)strtoul(id, NULL, 10), &plugin.config);
 	return ESPANK_SUCCESS;
 }

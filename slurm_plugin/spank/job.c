@@ -1,4 +1,4 @@
-/* What Slurm tells about the job of a task, and how its place is given back. */
+/* Slurm's data about a task's job, and its requeue. */
 #include "cadenza.h"
 
 #include <slurm/slurm.h>
@@ -17,7 +17,7 @@ static bool task_variable(spank_t spank, const char *name, char *out, int size)
 	return spank_getenv(spank, name, out, size) == ESPANK_SUCCESS;
 }
 
-/* A step without GPUs (--gres=none) asks for no lease even when its job has some. */
+/* A step without GPUs (--gres=none) needs no lease even when its job has GPUs. */
 static bool step_has_gpus(spank_t spank, const struct job *job, char *list, int size)
 {
 	bool script = job->step == SLURM_BATCH_SCRIPT || job->step == SLURM_INTERACTIVE_STEP;
@@ -25,8 +25,8 @@ static bool step_has_gpus(spank_t spank, const struct job *job, char *list, int 
 	return task_variable(spank, script ? "SLURM_JOB_GPUS" : "SLURM_STEP_GPUS", list, size) && *list;
 }
 
-/* What the books give the job here. Only the script has all of its CPUs: another step may have been given a part. */
-static void find_size(spank_t spank, struct job *job)
+/* CPUs and memory of the job here. Only the script has all CPUs of the job; another step may have a part. */
+static void read_size(spank_t spank, struct job *job)
 {
 	uint16_t cpus = 0;
 
@@ -35,20 +35,20 @@ static void find_size(spank_t spank, struct job *job)
 	spank_get_item(spank, S_JOB_ALLOC_MEM, &job->memory_mb);
 }
 
-/* The comment is where everything that was asked for has been merged; without its word the flag counts. */
-static void find_options(spank_t spank, struct job *job, enum word word)
+/* The comment holds the merged options; the flag counts only if the comment does not decide. */
+static void read_options(spank_t spank, struct job *job, enum sharing sharing)
 {
-	char why[MAX_WHY], *flag = NULL;
+	char reason[MAX_REASON], *flag = NULL;
 	struct options options;
 
-	job->managed = word == WORD_YES;
+	job->managed = sharing == SHARING_YES;
 	if (spank_option_getopt(spank, &cadenza_option, &flag) != ESPANK_SUCCESS)
 		return;
-	if (options_parse(flag, &options, why, sizeof(why))) {
-		slurm_error("cadenza: job %u: its options '%s' are ignored: %s", job->id, flag, why);
+	if (options_parse(flag, &options, reason, sizeof(reason))) {
+		slurm_error("cadenza: job %u: its options '%s' are ignored: %s", job->id, flag, reason);
 		return;
 	}
-	if (word == WORD_NONE) {
+	if (sharing == SHARING_UNSET) {
 		job->managed = options.share;
 		job->batch_per_gpu = options.batch_per_gpu;
 	}
@@ -58,7 +58,7 @@ static void find_options(spank_t spank, struct job *job, enum word word)
 bool job_of_task(spank_t spank, const struct config *config, struct job *job)
 {
 	const char *node = getenv("SLURMD_NODENAME");
-	enum word word = WORD_NONE;
+	enum sharing sharing = SHARING_UNSET;
 	char gpus[512];
 
 	memset(job, 0, sizeof(*job));
@@ -69,16 +69,16 @@ bool job_of_task(spank_t spank, const struct config *config, struct job *job)
 	spank_get_item(spank, S_SLURM_RESTART_COUNT, &job->restart);
 	snprintf(job->node, sizeof(job->node), "%s", node ? node : "");
 	job->lane = lane_of(job->node);
-	find_size(spank, job);
+	read_size(spank, job);
 	if (!step_has_gpus(spank, job, gpus, sizeof(gpus)))
 		return false;
-	if (!handover_read(config, job, &word))
+	if (!handover_read(config, job, &sharing))
 		job->gpu_count = parse_gpus(gpus, job->gpus, MAX_GPUS);
-	find_options(spank, job, word);
+	read_options(spank, job, sharing);
 	return job->gpu_count > 0;
 }
 
-/* By scontrol, for Slurm's RPCs are not meant for the child of a threaded slurmstepd. Returns 0 when it went well. */
+/* Uses scontrol, because the child of a threaded slurmstepd must not call Slurm's RPCs. Returns 0 on success. */
 int job_requeue(uint32_t id)
 {
 	char text[16];

@@ -1,7 +1,7 @@
 /*
- * What a batch script leaves running when it ends is ended before slurmstepd looks for it. That does the same, but
- * sleeps a second when a process has not died within microseconds, and slurmd's own looks get rarer meanwhile: a
- * requeue took 2.8 s instead of 0.1. The groups' own lists are read, for a process that is ending shows no group.
+ * Kills the processes that a batch script leaves behind, before slurmstepd looks for them. slurmstepd does the same,
+ * but sleeps 1 s when a process has not died within microseconds, and slurmd polls less and less often: a requeue took
+ * 2.8 s in place of 0.1 s. It reads the control groups' process lists, because an ending process shows no group.
  */
 #include "cadenza.h"
 
@@ -19,7 +19,7 @@
 #define MAX_LINE 4096
 #define MAX_PATH (sizeof(MOUNT) + MAX_LINE + sizeof(STEP) + MAX_NAME)
 
-/* Where a line of /proc/self/cgroup says that this step is; slurmstepd is in the job's group of the freezer itself. */
+/* Writes this step's folder from a line of /proc/self/cgroup. In the freezer, slurmstepd is in the job's group. */
 static bool step_of_line(char *line, char *folder, size_t size)
 {
 	char *name = strchr(line, ':'), *path = name ? strchr(name + 1, ':') : NULL, *step;
@@ -42,16 +42,16 @@ static bool find_step(char *folder, size_t size)
 {
 	FILE *file = fopen("/proc/self/cgroup", "re");
 	char line[MAX_LINE];
-	bool found = false;
+	bool done = false;
 
-	while (file && !found && fgets(line, sizeof(line), file))
-		found = step_of_line(line, folder, size);
+	while (file && !done && fgets(line, sizeof(line), file))
+		done = step_of_line(line, folder, size);
 	if (file)
 		fclose(file);
-	return found;
+	return done;
 }
 
-static bool is_slurms(pid_t pid)
+static bool is_slurmstepd(pid_t pid)
 {
 	char path[64], name[32] = "";
 	FILE *file;
@@ -65,8 +65,8 @@ static bool is_slurms(pid_t pid)
 	return !strncmp(name, "slurmstepd", 10);
 }
 
-/* Returns how many were there. */
-static int end_listed(const char *folder)
+/* Returns the number of processes found. */
+static int kill_listed(const char *folder)
 {
 	char path[MAX_PATH + 16];
 	int pid, count = 0;
@@ -75,7 +75,7 @@ static int end_listed(const char *folder)
 	snprintf(path, sizeof(path), "%s/cgroup.procs", folder);
 	file = fopen(path, "re");
 	while (file && fscanf(file, "%d", &pid) == 1) {
-		if (pid <= 1 || is_slurms(pid))
+		if (pid <= 1 || is_slurmstepd(pid))
 			continue;
 		kill(pid, SIGKILL);
 		count++;
@@ -85,18 +85,18 @@ static int end_listed(const char *folder)
 	return count;
 }
 
-static int end_below(const char *folder)
+static int kill_below(const char *folder)
 {
 	DIR *children = opendir(folder);
 	const struct dirent *entry;
 	char path[MAX_PATH];
-	int count = end_listed(folder);
+	int count = kill_listed(folder);
 
 	while (children && (entry = readdir(children))) {
 		if (entry->d_type != DT_DIR || *entry->d_name == '.')
 			continue;
 		if ((size_t)snprintf(path, sizeof(path), "%s/%s", folder, entry->d_name) < sizeof(path))
-			count += end_below(path);
+			count += kill_below(path);
 	}
 	if (children)
 		closedir(children);
@@ -109,6 +109,6 @@ void leftover_end(void)
 
 	if (!find_step(folder, sizeof(folder)))
 		return;
-	for (int tick = 0; tick < TICKS && end_below(folder) > 0; tick++)
+	for (int tick = 0; tick < TICKS && kill_below(folder) > 0; tick++)
 		usleep(TICK_US);
 }

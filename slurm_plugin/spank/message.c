@@ -1,4 +1,4 @@
-/* The packets that the plugin sends (JSON, sidecar/wire.py describes them), and what names and lists tell. */
+/* The packets that the plugin sends (JSON, described in sidecar/wire.py), and the parsing of names and lists. */
 #include "cadenza.h"
 
 #include <ctype.h>
@@ -19,8 +19,8 @@ int lane_of(const char *node)
 	return *end || lane > 1000 ? 0 : (int)lane;
 }
 
-/* "0,2-3" gives 0 2 3; what does not read like a list ends it. */
-size_t parse_gpus(const char *list, int *gpus, size_t room)
+/* "0,2-3" gives 0 2 3; parsing ends at the first character that does not belong to a list. */
+size_t parse_gpus(const char *list, int *gpus, size_t capacity)
 {
 	size_t count = 0;
 	char *end;
@@ -30,14 +30,14 @@ size_t parse_gpus(const char *list, int *gpus, size_t room)
 
 		if (*end == '-')
 			last = strtol(end + 1, &end, 10);
-		for (; first <= last && first < 1024 && count < room; first++)
+		for (; first <= last && first < 1024 && count < capacity; first++)
 			gpus[count++] = (int)first;
 		list = *end == ',' ? end + 1 : end;
 	}
 	return count;
 }
 
-/* Names of users and nodes; what JSON would have to escape is no part of one and is left out. */
+/* Names of users and nodes without the characters that JSON would have to escape. */
 static const char *plain(const char *name, char *out)
 {
 	size_t length = 0;
@@ -72,7 +72,7 @@ size_t start_message(const struct job *job, char *packet, size_t size)
 				job->step, job->options, job->cpus, (unsigned long long)job->memory_mb);
 }
 
-/* Every incarnation of the job has left this host: after a requeue Slurm tells the epilog the next restart count. */
+/* Ends all incarnations of the job on this host: after a requeue, the epilog has the next restart count already. */
 size_t end_message(uint32_t id, char *packet, size_t size)
 {
 	return (size_t)snprintf(packet, size, "{\"v\":1,\"type\":\"end\",\"job\":%u}", id);

@@ -9,9 +9,9 @@
 
 #define KEYS "share, min_gpus, max_gpus, batch, model, priority, iterations, duration_s, or off alone"
 
-static int refuse(char *why, size_t size, const char *key, const char *rule, const char *value)
+static int refuse(char *reason, size_t size, const char *key, const char *rule, const char *value)
 {
-	snprintf(why, size, "%s %s, not '%.80s'", key, rule, value);
+	snprintf(reason, size, "%s %s, not '%.80s'", key, rule, value);
 	return -1;
 }
 
@@ -32,60 +32,60 @@ static bool model_name(const char *value)
 	return length >= 1 && length <= 64 && !value[length];
 }
 
-static int set_share(struct options *options, const char *value, char *why, size_t size)
+static int set_share(struct options *options, const char *value, char *reason, size_t size)
 {
 	options->share = !strcmp(value, "yes");
 	if (options->share || !strcmp(value, "no"))
 		return 0;
-	return refuse(why, size, "share", "is yes or no", value);
+	return refuse(reason, size, "share", "is yes or no", value);
 }
 
-static int set_batch(struct options *options, const char *value, char *why, size_t size)
+static int set_batch(struct options *options, const char *value, char *reason, size_t size)
 {
 	options->batch_per_gpu = !strcmp(value, "per-gpu");
 	if (options->batch_per_gpu || !strcmp(value, "global"))
 		return 0;
-	return refuse(why, size, "batch", "is global or per-gpu", value);
+	return refuse(reason, size, "batch", "is global or per-gpu", value);
 }
 
-static int set_model(struct options *options, const char *value, char *why, size_t size)
+static int set_model(struct options *options, const char *value, char *reason, size_t size)
 {
 	if (!model_name(value))
-		return refuse(why, size, "model", "is 1 to 64 of the characters A-Z a-z 0-9 . _ -", value);
+		return refuse(reason, size, "model", "is 1 to 64 of the characters A-Z a-z 0-9 . _ -", value);
 	strcpy(options->model, value);
 	return 0;
 }
 
-static int set_option(struct options *options, const char *key, const char *value, char *why, size_t size)
+static int set_option(struct options *options, const char *key, const char *value, char *reason, size_t size)
 {
 	if (!strcmp(key, "share"))
-		return set_share(options, value ? value : "yes", why, size);
+		return set_share(options, value ? value : "yes", reason, size);
 	if (!value)
 		value = "";
 	if (!strcmp(key, "model"))
-		return set_model(options, value, why, size);
+		return set_model(options, value, reason, size);
 	if (!strcmp(key, "batch"))
-		return set_batch(options, value, why, size);
+		return set_batch(options, value, reason, size);
 	if (!strcmp(key, "min_gpus"))
 		return number(value, 1, 65535, &options->min_gpus)
-			       ? refuse(why, size, key, "is a number from 1 to 65535", value) : 0;
+			       ? refuse(reason, size, key, "is a number from 1 to 65535", value) : 0;
 	if (!strcmp(key, "max_gpus"))
 		return number(value, 1, 65535, &options->max_gpus)
-			       ? refuse(why, size, key, "is a number from 1 to 65535", value) : 0;
+			       ? refuse(reason, size, key, "is a number from 1 to 65535", value) : 0;
 	if (!strcmp(key, "priority"))
 		return number(value, -1000000, 1000000, &options->priority)
-			       ? refuse(why, size, key, "is a number from -1000000 to 1000000", value) : 0;
+			       ? refuse(reason, size, key, "is a number from -1000000 to 1000000", value) : 0;
 	if (!strcmp(key, "iterations"))
 		return number(value, 1, 2000000000, &options->iterations)
-			       ? refuse(why, size, key, "is a number from 1 to 2000000000", value) : 0;
+			       ? refuse(reason, size, key, "is a number from 1 to 2000000000", value) : 0;
 	if (!strcmp(key, "duration_s"))
 		return number(value, 1, 2000000000, &options->duration_s)
-			       ? refuse(why, size, key, "is a number from 1 to 2000000000", value) : 0;
-	snprintf(why, size, "unknown key '%.80s' (known: " KEYS ")", key);
+			       ? refuse(reason, size, key, "is a number from 1 to 2000000000", value) : 0;
+	snprintf(reason, size, "unknown key '%.80s' (known: " KEYS ")", key);
 	return -1;
 }
 
-static int set_items(struct options *options, char *text, char *why, size_t size)
+static int set_items(struct options *options, char *text, char *reason, size_t size)
 {
 	char *item;
 
@@ -94,14 +94,14 @@ static int set_items(struct options *options, char *text, char *why, size_t size
 
 		if (value)
 			*value++ = '\0';
-		if (set_option(options, item, value, why, size))
+		if (set_option(options, item, value, reason, size))
 			return -1;
 	}
 	return 0;
 }
 
-/* Slurm hands an option without its argument on as "" or as "(null)". */
-int options_parse(const char *text, struct options *options, char *why, size_t size)
+/* Slurm passes an option without argument as "" or as "(null)". */
+int options_parse(const char *text, struct options *options, char *reason, size_t size)
 {
 	char copy[MAX_OPTIONS];
 
@@ -110,16 +110,16 @@ int options_parse(const char *text, struct options *options, char *why, size_t s
 	if (!text || !*text || !strcmp(text, "(null)"))
 		return 0;
 	if (strlen(text) >= sizeof(copy))
-		return refuse(why, size, "the value", "has at most 255 characters", text);
+		return refuse(reason, size, "the value", "has at most 255 characters", text);
 	if (!strcmp(text, "off")) {
 		options->share = false;
 		return 0;
 	}
 	strcpy(copy, text);
-	if (set_items(options, copy, why, size))
+	if (set_items(options, copy, reason, size))
 		return -1;
 	if (options->min_gpus && options->max_gpus && options->min_gpus > options->max_gpus) {
-		snprintf(why, size, "min_gpus=%ld is more than max_gpus=%ld", options->min_gpus, options->max_gpus);
+		snprintf(reason, size, "min_gpus=%ld is more than max_gpus=%ld", options->min_gpus, options->max_gpus);
 		return -1;
 	}
 	return 0;

@@ -21,7 +21,7 @@ from cadenza.sidecar.client.bootstrap.process import current
 @pytest.fixture
 def follower(monkeypatch: pytest.MonkeyPatch) -> Iterator[auto.Follower]:
     """Follows all optimizers of this process, as under ``cadenza run``."""
-    monkeypatch.setenv(auto.MARK, "")
+    monkeypatch.setenv(auto.ATTACHED_ENV, "")
     one = auto.Follower()
     handle = register_optimizer_step_post_hook(one.stepped)
     yield one
@@ -47,7 +47,7 @@ def test_the_first_optimizer_alive_makes_the_steps(job: Peer, follower: auto.Fol
         first.step()
         second.step()
     assert script.finish().step == steps() == 3
-    assert os.environ[auto.MARK] == str(os.getpid())
+    assert os.environ[auto.ATTACHED_ENV] == str(os.getpid())
     del first
     gc.collect()
     second.step()  # a later stage of the script goes on with another optimizer
@@ -92,7 +92,7 @@ def test_an_explicit_attach_ends_it(job: Peer, follower: auto.Follower) -> None:
 def test_a_process_started_by_the_rank_is_none(
     job: Peer, follower: auto.Follower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(auto.MARK, "1")
+    monkeypatch.setenv(auto.ATTACHED_ENV, "1")
     optimizer().step()
     assert steps() == -1
 

@@ -238,4 +238,4 @@ def test_a_refused_process_runs_as_without_an_agent(peer: Peer, start: Callable[
     pause.wait(0.1)
     out, err = job.finish()
     assert int(out) > 3
-    assert err.count("does not take this process, which runs as without it: job 4711 belongs to uid 0") == 1
+    assert err.count("does not accept this process, which runs as without it: job 4711 belongs to uid 0") == 1

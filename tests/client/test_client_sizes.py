@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cadenza.sidecar import client
-from cadenza.sidecar.client.batch_size import BATCH_ENV, batch
 from cadenza.sidecar.client.errors import UsageError
+from cadenza.sidecar.client.script_helpers import BATCH_ENV, batch
 from cadenza.sidecar.client.session.job_session import Session
 
 

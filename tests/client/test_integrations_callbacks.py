@@ -23,10 +23,16 @@ from cadenza.sidecar.client.bootstrap.process import current
 from cadenza.sidecar.client.errors import ClientError, UsageError
 from cadenza.sidecar.client.integrations import MissingFrameworkError
 from cadenza.sidecar.client.integrations import pytorch_lightning as other_package
-from cadenza.sidecar.client.integrations.contents import containers, samples_in, wrapper
 from cadenza.sidecar.client.integrations.lightning import CadenzaCallback
-from cadenza.sidecar.client.integrations.participation import Participation
-from cadenza.sidecar.client.integrations.requeue import LIGHTNING, SUBMITIT, other_owner
+from cadenza.sidecar.client.integrations.participation import (
+    LIGHTNING,
+    SUBMITIT,
+    Participation,
+    containers,
+    other_owner,
+    samples_in,
+    wrapper,
+)
 from cadenza.sidecar.client.integrations.transformers import CadenzaTrainerCallback
 
 pytestmark = pytest.mark.slow
@@ -64,8 +70,8 @@ def test_without_its_framework_a_callback_names_the_extra(
 def test_one_owner_of_requeue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SUBMITIT_EXECUTOR", raising=False)
     assert other_owner(SLURMEnvironment(auto_requeue=True)) == LIGHTNING
-    assert other_owner(SLURMEnvironment(auto_requeue=False)) == ""
-    assert other_owner(LightningEnvironment()) == ""
+    assert other_owner(SLURMEnvironment(auto_requeue=False)) is None
+    assert other_owner(LightningEnvironment()) is None
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
     assert other_owner() == SUBMITIT
 

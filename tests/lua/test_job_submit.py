@@ -290,7 +290,7 @@ def test_the_owners_own_hold_stays_the_owners(slurm: Slurm) -> None:
 def test_an_error_in_here_fails_no_submission(slurm: Slurm) -> None:
     slurm.lua.globals().cadenza.settings_file = slurm.lua.table()
     assert slurm.submit("", comment="kept").comment == "kept"
-    assert "is left as it is" in slurm.log[0]
+    assert "is not changed" in slurm.log[0]
 
 
 def test_updates_pass(slurm: Slurm) -> None:

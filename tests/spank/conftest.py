@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SOURCES = Path(__file__).parents[2] / "slurm_plugin" / "spank"
-FILES = ("options.c", "config.c", "message.c", "handover.c", "agent.c", "leftover.c")
+FILES = ("options.c", "config.c", "message.c", "agent.c", "leftover.c")
 
 
 @pytest.fixture(scope="session")

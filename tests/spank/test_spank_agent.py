@@ -213,9 +213,9 @@ def test_time_spent_stopped_is_no_silence(library_path: Path, path: Path) -> Non
 
 def test_the_end_is_told_once_and_never_waited_for(library: ctypes.CDLL, path: Path) -> None:
     config = ctypes.byref(Config(str(path).encode(), 1))
-    library.agent_tell_end(7, config)
+    library.agent_report_end(7, config)
     with peer(path, []) as agent:
-        library.agent_tell_end(7, config)
+        library.agent_report_end(7, config)
         while not agent.received:
             agent.closing.wait(0.01)
         assert parse(wire.decode(agent.received[0])) == End(job=7)
@@ -238,7 +238,7 @@ def test_the_end_is_told_once_and_never_waited_for(library: ctypes.CDLL, path: P
     ],
 )
 def test_the_comments_word(library: ctypes.CDLL, comment: str | None, word: int) -> None:
-    assert library.comment_word(None if comment is None else comment.encode()) == word
+    assert library.comment_sharing(None if comment is None else comment.encode()) == word
 
 
 @pytest.mark.parametrize(
@@ -265,12 +265,12 @@ def test_prolog_hands_over_to_the_task(library: ctypes.CDLL, path: Path, monkeyp
     config, word = ctypes.byref(Config(str(path).encode(), 1)), ctypes.c_int()
     task = Job(id=7, node=b"node1-l1", hosts=1)
     assert not library.handover_read(config, ctypes.byref(task), ctypes.byref(word))
-    library.handover_keep(config)
+    library.handover_write(config)
     assert (path.parent / "jobs").stat().st_mode & 0o777 == 0o700
     assert library.handover_read(config, ctypes.byref(task), ctypes.byref(word))
     assert (task.restart, task.hosts, list(task.gpus[: task.gpu_count]), word.value) == (4, 2, [1, 3], 2)
     assert task.batch_per_gpu
-    library.handover_drop(config)
+    library.handover_remove(config)
     assert not list((path.parent / "jobs").iterdir())
 
 
@@ -280,5 +280,5 @@ def test_a_host_without_agent_gets_no_files(
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_GPUS", "0")
-    library.handover_keep(ctypes.byref(Config(str(tmp_path / "none" / "agent.sock").encode(), 1)))
+    library.handover_write(ctypes.byref(Config(str(tmp_path / "none" / "agent.sock").encode(), 1)))
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Runs in every Python under ``cadenza run``: prepares its attach, then runs the sitecustomize it hides."""
+"""Runs in every Python process under ``cadenza run``: prepares attach, then runs the hidden sitecustomize."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def _next_sitecustomize() -> None:
-    """Run the sitecustomize that this one hides, as if this one were not there."""
+    """Run the sitecustomize that this one hides, as Python would without this one."""
     here = Path(__file__).resolve().parent
     sys.path[:] = [entry for entry in sys.path if not entry or Path(entry).resolve() != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize")

@@ -1,1 +1,1 @@
-"""How a process joins: attach, `cadenza run`, automatic attach."""
+"""Start of a process's session: attach, `cadenza run`, automatic attach."""

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from cadenza.sidecar.client.session.job_session import Session
 
 OPTIMIZER_MODULE = "torch.optim.optimizer"
-MARK = "CADENZA_ATTACHED_PID"
-"""Set in the environment of a process that attached by itself: what it starts is no rank of the job."""
+ATTACHED_ENV = "CADENZA_ATTACHED_PID"
+"""Set by a process that attached automatically, because its child processes are not ranks of the job."""
 
 _log = logging.getLogger("cadenza.client")
 
 
 def install() -> None:
-    """Follow the optimizers of this process as soon as torch's are imported; costs nothing before."""
+    """Follow the optimizers of this process once torch's module is imported; this costs nothing before."""
     module = sys.modules.get(OPTIMIZER_MODULE)
     if module is None:
         sys.meta_path.insert(0, _Importer())
@@ -34,7 +34,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Follow no optimizer any more."""
+    """Stop following optimizers."""
     while _hooks:
         _hooks.pop().remove()
 
@@ -49,7 +49,7 @@ _hooks: list[Any] = []
 
 
 class _Importer:
-    """Finds torch's optimizer module once, as the other finders do, and hooks it when it has run."""
+    """Import hook that finds torch's optimizer module once, through the other finders, and follows it."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -61,26 +61,22 @@ class _Importer:
         for finder in sys.meta_path:
             spec = finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                _hook_loader(spec.loader)
+                loader: Any = spec.loader
+                execute = loader.exec_module
+
+                def exec_module(module: ModuleType, execute: Any = execute) -> None:
+                    execute(module)
+                    _follow(module)
+
+                loader.exec_module = exec_module
                 return spec
         return None
 
 
-def _hook_loader(loader: Any) -> None:
-    """Make a loader's next execution of a module end with the hook."""
-    execute = loader.exec_module
-
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        _follow(module)
-
-    loader.exec_module = exec_module
-
-
 class Follower:
-    """Follows a process's optimizers; a step of the first one alive is a boundary, so GANs count once.
+    """Follower of a process's optimizers; a step of the first live one is a boundary, so GANs count once.
 
-    Everything is held weakly, so that a model lives no longer than without this.
+    All references are weak, so that no model lives longer because of it.
     """
 
     def __init__(self) -> None:
@@ -91,13 +87,13 @@ class Follower:
         self._off = False
 
     def stepped(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
-        """Count a step (torch's hook); the parameters are updated and gradients still there."""
+        """Count a step (torch's hook); the parameters are updated and the gradients still exist."""
         if not self._off and optimizer not in self._optimizers:
-            self._meet(optimizer)
+            self._add(optimizer)
         session = self._session
         if self._off or session is None:
             return
-        if not session.automatic:  # the script attached by itself meanwhile and calls its own boundaries
+        if not session.automatic:  # the script has attached by itself and calls its own boundaries
             self._off = True
             return
         primary = self._primary() if self._primary else None
@@ -106,44 +102,41 @@ class Follower:
         if primary is None or primary is optimizer:
             session.boundary()
 
-    def _meet(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take in an optimizer seen for the first time, and whatever lives beside it by now."""
+    def _add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add a new optimizer, and the modules and scalers that live by now; attach with the first one."""
         from cadenza.sidecar.client.bootstrap import process  # noqa: PLC0415
 
-        known = process.current()
-        if why := self._why_not(known is not None and not known.automatic):
-            _log.info("no-code attach stands down: %s", why)
+        existing = process.current()
+        refusal = _refusal_reason(attached=existing is not None and not existing.automatic)
+        if refusal:
+            _log.info("automatic attach is off: %s", refusal)
             self._off = True
             return
         self._optimizers.add(optimizer)
         self._others = [(name, weakref.ref(thing)) for name, thing in _live_state()]
         if self._session is None:
-            self._session = known or process.prepare()
+            self._session = existing or process.prepare()
             self._session.automatic = True
-            os.environ[MARK] = str(os.getpid())
-            process.attach([("modules", self._alive_others), ("optimizers", self._alive_optimizers)])
+            os.environ[ATTACHED_ENV] = str(os.getpid())
+            process.attach([("modules", self._live_others), ("optimizers", lambda: list(self._optimizers))])
 
-    @staticmethod
-    def _why_not(attached: bool) -> str:  # noqa: FBT001
-        """Return why this process is not followed, or ""."""
-        import torch  # noqa: PLC0415
-
-        if attached:
-            return "the script calls attach() itself"
-        parent = os.environ.get(MARK, "")
-        if parent not in {"", str(os.getpid())}:
-            return f"process {parent}, which started this one, is the job's rank"
-        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001
-            return "the optimizer steps inside the backward pass, where a job cannot stop"
-        return ""
-
-    def _alive_optimizers(self) -> list[object]:
-        """Return the optimizers that still live."""
-        return list(self._optimizers)
-
-    def _alive_others(self) -> dict[str, object]:
+    def _live_others(self) -> dict[str, object]:
         """Return the modules and scalers that still live, by name."""
         return {name: thing for name, ref in self._others if (thing := ref()) is not None}
+
+
+def _refusal_reason(*, attached: bool) -> str | None:
+    """Return the reason why this process is not followed, if there is one."""
+    import torch  # noqa: PLC0415
+
+    if attached:
+        return "the script calls attach() itself"
+    parent = os.environ.get(ATTACHED_ENV, "")
+    if parent not in {"", str(os.getpid())}:
+        return f"process {parent}, which started this one, is the job's rank"
+    if torch._C._current_graph_task_id() != -1:  # noqa: SLF001
+        return "the optimizer steps inside the backward pass, where a job cannot stop"
+    return None
 
 
 def _live_state() -> list[tuple[str, object]]:
@@ -151,11 +144,11 @@ def _live_state() -> list[tuple[str, object]]:
     import torch  # noqa: PLC0415
 
     kinds = (torch.nn.Module, torch.amp.GradScaler)
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
-    inner = {id(child) for thing in found for child in (vars(thing).get("_modules") or {}).values()}
+    things = [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
+    inner = {id(child) for thing in things for child in (vars(thing).get("_modules") or {}).values()}
     roots = [
         thing
-        for thing in found
+        for thing in things
         if id(thing) not in inner and (not isinstance(thing, torch.nn.Module) or "_modules" in vars(thing))
     ]
     return [(f"{type(thing).__name__}#{number}", thing) for number, thing in enumerate(roots)]

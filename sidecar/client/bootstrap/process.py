@@ -1,4 +1,4 @@
-"""What this process has of Cadenza: one session, made by attach(), which a forked child has no part in."""
+"""The one session of this process, made by attach(); a forked child does not share it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from cadenza.sidecar.client.session import identity
 from cadenza.sidecar.client.session.job_session import Session
 
 SPILL_ENV = "CADENZA_SPILL_DIR"
-"""A directory on a disk of the node, for state that host memory cannot take; set by the admin or the user."""
+"""Directory on a disk of the node, for state that does not fit into host memory; set by the admin or the user."""
 
 _log = logging.getLogger("cadenza.client")
 
 
 class _Process:
-    """What this process has of Cadenza: one session, and what was said once."""
+    """State of this process: its session, and whether it has warned and watches forks."""
 
     def __init__(self) -> None:
         self.session: Session | None = None
-        self.told = False
+        self.warned = False
         self.fork_watched = False
 
 
@@ -38,7 +38,7 @@ def current() -> Session | None:
 
 
 def prepare() -> Session:
-    """Return this process's session, made if there is none, and not connected by this."""
+    """Return this process's session; make one, not connected, if there is none."""
     _process.session = _process.session or Session()
     return _process.session
 
@@ -50,9 +50,9 @@ def attach(
     refuse_resident: bool = False,
     spill: str | None = None,
 ) -> Session:
-    """Return this process's session with the sources registered, connected when there is an agent.
+    """Register the sources in this process's session, connect it if there is an agent, and return it.
 
-    Raises nothing when there is none, or when it does not take this process: the job then runs as without it.
+    Without an agent, or when it does not accept this process, nothing is raised: the job runs as without Cadenza.
     """
     session = prepare()
     session.refuse_resident |= refuse_resident
@@ -83,35 +83,30 @@ def detach() -> None:
 
 
 def _connect(session: Session, path: str) -> None:
-    """Connect a session, or say once why this process is left alone."""
+    """Connect a session, or warn once with the reason why this process runs without Cadenza."""
     who = identity.here()
     if who is None:
-        _say_once("not in a Slurm job: attach() does nothing")
+        _warn_once("not in a Slurm job: attach() does nothing")
     elif not os.access(Path(path).parent, os.X_OK):
-        _say_once(f"no Cadenza agent on this host ({path}): attach() does nothing")
+        _warn_once(f"no Cadenza agent on this host ({path}): attach() does nothing")
     else:
-        _watch_forks()
+        if not _process.fork_watched:
+            _process.fork_watched = True
+            os.register_at_fork(after_in_child=_abandon_in_child)
         try:
             session.connect(path, who)
         except AgentRefusedError as error:
-            _say_once(f"the Cadenza agent does not take this process, which runs as without it: {error}")
+            _warn_once(f"the Cadenza agent does not accept this process, which runs as without it: {error}")
 
 
-def _say_once(text: str) -> None:
-    """Log one line a process."""
-    if not _process.told:
-        _process.told = True
+def _warn_once(text: str) -> None:
+    """Log one warning per process."""
+    if not _process.warned:
+        _process.warned = True
         _log.warning(text)
 
 
-def _watch_forks() -> None:
-    """Make sure that a forked child, such as a loader's worker, has no part in its parent's session."""
-    if not _process.fork_watched:
-        _process.fork_watched = True
-        os.register_at_fork(after_in_child=_forget_parent)
-
-
-def _forget_parent() -> None:
-    """In a forked child: leave the parent's session alone. Its inherited copy stays, inert."""
+def _abandon_in_child() -> None:
+    """Abandon the parent's session in a forked child, such as a loader's worker; its copy stays, inert."""
     if _process.session is not None:
         _process.session.abandon()

@@ -13,7 +13,7 @@ BAD_INPUT = 2
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the command's environment: ours, with the autostart directory first in PYTHONPATH."""
+    """Return the command's environment: this process's, with the autostart directory first in PYTHONPATH."""
     others = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry != str(AUTOSTART)]
     path = os.pathsep.join([str(AUTOSTART), *filter(None, others)])
     return {**environ, "PYTHONPATH": path}
@@ -22,7 +22,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 def main(argv: Sequence[str]) -> int:
     """Replace this process by the command; return 2 when there is none or it cannot be executed.
 
-    Python's own flags -I, -E and -S switch this off for the Python that gets them.
+    Python's own flags -I, -E and -S switch this off for the Python process that gets them.
     """
     command = list(argv[1:] if argv[:1] == ["--"] else argv)
     if not command or command[0] in {"-h", "--help"}:

@@ -1,7 +1,7 @@
 """Callbacks for training frameworks; each module needs its framework, the client itself needs none.
 
 ``integrations.lightning`` and ``integrations.pytorch_lightning`` have a ``CadenzaCallback``,
-``integrations.transformers`` a ``CadenzaTrainerCallback``. Accelerate needs none: its loops are the script's own.
+``integrations.transformers`` a ``CadenzaTrainerCallback``. Accelerate needs none: its loops are part of the script.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["MissingFrameworkError"]
 
 
 class MissingFrameworkError(ClientError, ImportError):
-    """A callback was imported where its framework is not installed; the user must install that."""
+    """A callback was imported without its framework; the user must install the framework."""
 
     def __init__(self, framework: str, cause: ImportError) -> None:
         super().__init__(

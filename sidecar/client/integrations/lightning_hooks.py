@@ -8,23 +8,26 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from cadenza.sidecar.client.integrations.contents import containers, samples_in
-from cadenza.sidecar.client.integrations.participation import Participation
-from cadenza.sidecar.client.integrations.requeue import warn_of_other_owner
+from cadenza.sidecar.client.integrations.participation import (
+    Participation,
+    containers,
+    samples_in,
+    warn_of_other_owner,
+)
 
-KEPT = 2
-"""How many of the checkpoints that Cadenza asked for are kept."""
+CHECKPOINTS_KEPT = 2
+"""Number of checkpoints kept of those that Cadenza requested."""
 
 
 class LightningHooks:
-    """Takes part in turns while a Trainer fits, validates, tests or predicts.
+    """Hooks that take part in turns while a Trainer fits, validates, tests or predicts.
 
-    A boundary follows each optimizer step, that is each accumulated batch; ``every_batch`` adds one after each
-    batch in between, where stopping is safe too, but gradients move as well. ``evaluation`` makes each batch of
-    validation, test and prediction one, so that the job can stop there; with several ranks it needs the same
-    number of batches on each of them, so prediction, whose sampler does not pad, is left out then.
-    ``checkpoints`` is a directory that all nodes see: the Trainer saves there when Cadenza wants to move or resize
-    the job, and the script goes on from it by ``trainer.fit(..., ckpt_path=callback.newest())``.
+    A boundary follows each optimizer step, that is, each accumulated batch. ``every_batch`` adds one after each
+    batch in between, where stopping is safe too but gradients move as well. ``evaluation`` makes each batch of
+    validation, test and prediction a boundary. With several ranks this needs the same number of batches on each rank,
+    so prediction, whose sampler does not pad, is then left out. ``checkpoints`` is a directory that all nodes see: the
+    Trainer saves there when Cadenza wants to move or resize the job, and the script continues from it by
+    ``trainer.fit(..., ckpt_path=callback.newest())``.
     """
 
     def __init__(
@@ -40,9 +43,9 @@ class LightningHooks:
         self._samples = 0
 
     def newest(self) -> str | None:
-        """Return the newest checkpoint that Cadenza asked for, or None: what ``trainer.fit(ckpt_path=…)`` takes."""
-        found = self._saved()
-        return str(found[-1]) if found else None
+        """Return the newest checkpoint that Cadenza requested, or None, for ``trainer.fit(ckpt_path=…)``."""
+        checkpoints = self._saved()
+        return str(checkpoints[-1]) if checkpoints else None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002 (Lightning's signature)
         """Attach before the model is moved to the device, so that a job without the lease does not touch it."""
@@ -62,7 +65,7 @@ class LightningHooks:
         self.teardown(trainer, pl_module, type(exception).__name__)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
-        """Refuse a checkpoint from a signal handler while the state is away, which would hold no content."""
+        """Refuse a checkpoint from a signal handler while the state is away: it would have no content."""
         self._part.refuse_while_away("save_checkpoint()")
 
     def on_train_batch_end(
@@ -76,7 +79,7 @@ class LightningHooks:
             self._optimizer_steps = steps
             samples, self._samples = self._samples, 0
             self._part.boundary(samples, passing=[outputs, batch])
-            if stepped and self._part.owed:  # within an accumulation the gradients would be missing
+            if stepped and self._part.checkpoint_due:  # within an accumulation the gradients would be missing
                 self._save(trainer)
 
     def on_validation_batch_end(self, *hook: Any, **named: Any) -> None:
@@ -84,7 +87,7 @@ class LightningHooks:
         self._evaluated(*hook, **named)
 
     def on_validation_end(self, *_: Any) -> None:
-        """Leave a validation's time out of the next step's."""
+        """Exclude a validation from the next step's time."""
         self._part.restart_clock()
 
     def on_test_batch_end(self, *hook: Any, **named: Any) -> None:
@@ -103,17 +106,21 @@ class LightningHooks:
             self._part.boundary(passing=[outputs, batch], training=False)
 
     def _save(self, trainer: Any) -> None:
-        """Save a checkpoint as Lightning does, on all ranks; one that fails is not seen by a restore.
+        """Save a checkpoint by Lightning, on all ranks; a restore does not see one that fails.
 
-        With several ranks an error ends the run, as Lightning's own saves do: the other ranks wait in its barrier.
+        With several ranks an error ends the run, as in Lightning's own saves: the other ranks wait in its barrier.
         """
-        path = self._path(trainer.global_step)
+        path = (self._directory or Path()) / f"step-{trainer.global_step:08d}.ckpt"
         part = path.with_suffix(".part")
         try:
             trainer.save_checkpoint(part)
             if trainer.is_global_zero:
                 part.rename(path)
-                self._prune()
+                for old in self._saved()[:-CHECKPOINTS_KEPT]:
+                    if old.is_dir():  # some strategies make a directory of a checkpoint
+                        shutil.rmtree(old)
+                    else:
+                        old.unlink()
         except Exception as error:
             if trainer.world_size > 1:
                 raise
@@ -124,24 +131,12 @@ class LightningHooks:
         trainer.strategy.barrier("cadenza")
         self._part.saved(path, trainer.global_step)
 
-    def _path(self, step: int) -> Path:
-        """Return where the checkpoint of a step is."""
-        return (self._directory or Path()) / f"step-{step:08d}.ckpt"
-
     def _saved(self) -> list[Path]:
-        """Return the checkpoints that Cadenza asked for, oldest first."""
+        """Return the checkpoints that Cadenza requested, oldest first."""
         return sorted(self._directory.glob("step-*.ckpt")) if self._directory is not None else []
 
-    def _prune(self) -> None:
-        """Remove all but the newest; a strategy may make a directory of a checkpoint."""
-        for old in self._saved()[:-KEPT]:
-            if old.is_dir():
-                shutil.rmtree(old)
-            else:
-                old.unlink()
-
     def _state(self) -> dict[str, object]:
-        """Return all that this run has on its device now."""
+        """Return all state of this run that may be on its device."""
         trainer = self._trainer
         module = trainer.lightning_module
         others = {f"{index}:{type(one).__name__}": vars(one) for index, one in enumerate(trainer.callbacks)}
