@@ -15,9 +15,9 @@ def reference(command: click.Command, ctx: click.Context, level: int = 2) -> Ite
     yield f"{'#' * level} `{ctx.command_path}`"
     yield f"```\n{command.get_usage(ctx).removeprefix('Usage: ')}\n```"
     yield from _paragraphs(command.help or "")
-    items = (item for item in command.get_params(ctx) if item.name != "help" and isinstance(item, click.Option))
+    items = (item for item in command.get_params(ctx) if isinstance(item, click.Option) and "--help" not in item.opts)
     if records := [record for item in items if (record := item.get_help_record(ctx))]:
-        rows = (f"| `{name}` | {_cell(text)} |" for name, text in records)
+        rows = (f"| `{_cell(name)}` | {_cell(text)} |" for name, text in records)
         yield "\n".join(("| option | meaning |", "|---|---|", *rows))
     if isinstance(command, click.Group):
         for name in command.list_commands(ctx):

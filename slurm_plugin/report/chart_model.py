@@ -38,7 +38,7 @@ HEADROOM = 1.06
 class Axis(NamedTuple):
     """One axis: values from ``low`` to ``high`` in the unit of the points.
 
-    ``kind``: "part" is per cent from 0 to 100, "time" seconds, "ratio" a factor, "number" anything else.
+    ``kind``: "part" is percent from 0 to 100, "time" seconds, "ratio" a factor, "number" anything else.
     """
 
     label: str

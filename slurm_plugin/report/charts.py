@@ -20,7 +20,7 @@ TAIL = 0.005
 """Fraction of the jobs at each end that the axis of speed-ups leaves out, because a few would squeeze all others."""
 
 PERCENT_END = 101.0
-"""End of an axis of per cent; it leaves room for the width of a line at 100 %."""
+"""End of an axis of percent; it leaves room for the width of a line at 100 %."""
 MAX_IDLE_START = 0.2
 """Largest fraction of an axis of time that may be empty at its start."""
 
@@ -99,7 +99,7 @@ def _medians(name: str, lines: Sequence[Line]) -> str:
 
 
 class View(NamedTuple):
-    """One quantity over time; ``whole`` returns its maximum, for a quantity in per cent."""
+    """One quantity over time; ``whole`` returns its maximum, for a quantity in percent."""
 
     key: str
     metric: str

@@ -36,7 +36,7 @@ def clear(ours: Sequence[float], theirs: Sequence[float], *, paired: bool) -> bo
 
 
 def distribution(values: Sequence[float], total: int, limit: int) -> Points:
-    """Return the empirical distribution as at most ``limit`` points (value, per cent of ``total``).
+    """Return the empirical distribution as at most ``limit`` points (value, percent of ``total``).
 
     It includes the first and the last value. Missing values, of jobs that did not end, keep it below 100 %.
     """

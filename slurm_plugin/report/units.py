@@ -82,7 +82,7 @@ def about(value_s: float) -> str:
 
 
 def percent(change: float) -> str:
-    """Return a relative change in per cent, always signed."""
+    """Return a relative change in percent, always signed."""
     value = 100.0 * change
     decimals = 0 if abs(value) >= 100 else 1  # noqa: PLR2004 (three digits)
     return f"{value:+,.{decimals}f}{NARROW}%".replace("-", MINUS)

@@ -66,10 +66,11 @@ class RunOptions(NamedTuple):
 @click.option("--gpus", type=click.IntRange(1), help="GPUs of the job here (default: the number of its ranks).")
 @click.option("--gpu", metavar="TYPE", help="GPU type (default: the one that NVML reports).")
 @click.option("--restart", is_flag=True, help="Start the command again for each point instead of changing it in place.")
-@click.option("--within", default=2.0, show_default=True, help="Wanted accuracy: half the 95 % interval, in per cent.")
+@click.option("--within", default=2.0, show_default=True, help="Wanted accuracy: half the 95 % interval, in percent.")
 @click.option("--point-s", default=60.0, show_default=True, help="Most seconds per point.")
 @click.option("--turns", default=1, show_default=True, type=click.IntRange(1), help="Visits to each point.")
-@click.option("-o", "--out", default="profile.json", show_default=True, type=click.Path(path_type=Path))
+@click.option("-o", "--out", default="profile.json", show_default=True, type=click.Path(path_type=Path),
+              help="Profile to write.")  # fmt: skip
 @click.option("--png", type=click.Path(path_type=Path), help="Draw the sensitivity too, as a PNG file.")
 @click.option("--resume", is_flag=True, help="Keep the finished points of an interrupted profile.")
 @json_option
@@ -185,9 +186,10 @@ def _print(options: RunOptions, finding: Finding, state: State) -> None:
 @click.argument("first")
 @click.argument("second")
 @click.option("--models", metavar="A,B", help="Names of the two (default: those of their scripts).")
-@click.option("--within", default=2.0, show_default=True, help="Wanted accuracy: half the 95 % interval, in per cent.")
+@click.option("--within", default=2.0, show_default=True, help="Wanted accuracy: half the 95 % interval, in percent.")
 @click.option("--point-s", default=60.0, show_default=True, help="Most seconds per measurement; there are four.")
-@click.option("-o", "--out", default="pairs.csv", show_default=True, type=click.Path(path_type=Path))
+@click.option("-o", "--out", default="pairs.csv", show_default=True, type=click.Path(path_type=Path),
+              help="File to add the row to.")  # fmt: skip
 @json_option
 def pair(*, first: str, second: str, models: str | None, out: Path, as_json: bool, **limits: Any) -> None:
     """Measure two commands on the same GPU and CPUs: each alone, then both together.
