@@ -12,6 +12,8 @@ from cadenza.slurm_plugin.service.accounting.effects import Effect
 from cadenza.slurm_plugin.service.settings import Settings, from_record
 from cadenza.slurm_plugin.service.store.reader import ActionRow, Round, SwitchRow
 
+NO_LEASE = Lease("waiting", ())
+
 
 class Agent(msgspec.Struct, frozen=True):
     """Agent of one host; memory in MB."""
@@ -125,7 +127,14 @@ def gpu_rows(snapshot: ClusterSnapshot) -> tuple[GpuRow, ...]:
     for job in snapshot.jobs:
         for gpu in job.lease.gpus if job.lease else ():
             here.setdefault(gpu, []).append(job)
-    return tuple(_gpu_row(gpu, jobs) for gpu, jobs in sorted(here.items()))
+    rows = []
+    for gpu, jobs in sorted(here.items()):
+        holders = [job for job in jobs if job.lease and job.lease.state in ("held", "stopping")]
+        others = [job for job in jobs if job not in holders]
+        waiting = sorted(others, key=lambda job: ((job.lease or NO_LEASE).vtime_s, job.key))
+        holder = holders[0].key.id if holders else None
+        rows.append(GpuRow(gpu.host, gpu.index, holder, tuple(job.key.id for job in waiting)))
+    return tuple(rows)
 
 
 def job_rows(last: Round, actions: Iterable[ActionRow]) -> tuple[JobRow, ...]:
@@ -154,16 +163,6 @@ def _agents(snapshot: ClusterSnapshot) -> tuple[Agent, ...]:
     )
 
 
-def _gpu_row(gpu: Gpu, jobs: Sequence[Job]) -> GpuRow:
-    holders = [job for job in jobs if job.lease and job.lease.state in ("held", "stopping")]
-    others = sorted((job for job in jobs if job not in holders), key=lambda job: (_vtime(job.lease), job.key))
-    return GpuRow(gpu.host, gpu.index, holders[0].key.id if holders else None, tuple(j.key.id for j in others))
-
-
-def _vtime(lease: Lease | None) -> float:
-    return lease.vtime_s if lease else 0.0
-
-
 def _shares(jobs: Sequence[Job]) -> dict[JobKey, float]:
     """Return each job's fraction of the virtual time of all jobs on its GPUs."""
     leases = {job.key: job.lease for job in jobs if job.lease}
@@ -176,24 +175,20 @@ def _shares(jobs: Sequence[Job]) -> dict[JobKey, float]:
 
 
 def _job_row(job: Job, lanes: Mapping[str, int], share: float | None, action: ActionRow | None, reason: str) -> JobRow:
-    lease = job.lease
-    return JobRow(
-        *job.key, job.name, job.user, job.state, lease.state if lease else "", job.opted_in, job.nodes,
-        lease.gpus if lease else (), job.gpus,
-        next((lanes[name] for name in job.nodes if name in lanes), None),
-        lease.ready if lease else False, lease.why_not_ready if lease else "", lease.step if lease else 0,
-        lease.iteration_s if lease else None, lease.held_s if lease else 0.0, _vtime(lease), share,
-        _action_text(action), action.at_s if action else None, reason or (action.reason if action else ""),
-        lease.use if lease else None, lease.requeue_owner if lease else "", job.placement,
-    )  # fmt: skip
-
-
-def _action_text(action: ActionRow | None) -> str:
+    lease = job.lease or NO_LEASE
+    lane = next((lanes[name] for name in job.nodes if name in lanes), None)
     if action is None:
-        return ""
-    if not action.allowed:
-        return f"would {action.kind.lower()}: {action.rule}"
-    return action.kind.lower() + (" (failed)" if action.ok is False else "")
+        last = ""
+    elif action.allowed:
+        last = action.kind.lower() + (" (failed)" if action.ok is False else "")
+    else:
+        last = f"would {action.kind.lower()}: {action.rule}"
+    return JobRow(
+        *job.key, job.name, job.user, job.state, lease.state if job.lease else "", job.opted_in, job.nodes,
+        lease.gpus, job.gpus, lane, lease.ready, lease.why_not_ready, lease.step, lease.iteration_s, lease.held_s,
+        lease.vtime_s, share, last, action.at_s if action else None, reason or (action.reason if action else ""),
+        lease.use, lease.requeue_owner, job.placement,
+    )  # fmt: skip
 
 
 def _percentile(ordered: Sequence[float], part: float) -> float | None:

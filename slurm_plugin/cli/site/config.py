@@ -101,7 +101,7 @@ def show(*, as_json: bool, config: Path | None) -> None:
 
 
 def rows(config: Path | None) -> Iterator[Row]:
-    """Yield all settings in the order of their tables; raise ConfigError when a file is wrong."""
+    """Yield all settings in the order of their tables; raise ConfigError for a wrong file."""
     from cadenza.sidecar.config import read  # noqa: PLC0415
     from cadenza.slurm_plugin.service import settings_reference  # noqa: PLC0415
     from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
@@ -109,27 +109,18 @@ def rows(config: Path | None) -> Iterator[Row]:
     settings = load_settings(config)
     path = config or DEFAULT_PATH
     origin = read(path)[1] if path.exists() else {}
-    for row in settings_reference.rows():
-        value = msgspec.to_builtins(getattr(getattr(settings, row.section), row.key), order="deterministic")
-        source = origin.get((row.section, row.key))
-        yield Row(row.section, row.key, value, str(source or "default"), row.doc)
+    for entry in settings_reference.rows():
+        value = getattr(getattr(settings, entry.section), entry.key)
+        source = str(origin.get((entry.section, entry.key)) or "default")
+        yield Row(entry.section, entry.key, msgspec.to_builtins(value, order="deterministic"), source, entry.doc)
 
 
 def lines(settings: list[Row]) -> Iterator[str]:
-    """Yield the settings as TOML, each under a comment."""
+    """Yield the settings as TOML, each under a comment; the JSON of their values is TOML, too."""
     section = ""
     for row in settings:
         if row.section != section:
+            yield f"\n[{row.section}]" if section else f"[{row.section}]"
             section = row.section
-            yield f"\n[{section}]" if row is not settings[0] else f"[{section}]"
         yield f"# {row.meaning} ({row.origin})"
-        yield f"{row.key} = {toml(row.value)}"
-
-
-def toml(value: object) -> str:
-    """Return a value as TOML; JSON's text is TOML's for strings, numbers, booleans and lists of them.
-
-    >>> toml(["a"]), toml(True), toml(2.0)
-    ('["a"]', 'true', '2.0')
-    """
-    return msgspec.json.encode(value).decode()
+        yield f"{row.key} = {msgspec.json.encode(row.value).decode()}"
