@@ -100,21 +100,21 @@ def with_place(comment: str, *, behind: bool) -> str | None:
     >>> with_place('{"cadenza":{"v":1,"share":true}}', behind=True)
     '{"cadenza":{"v":1,"share":true,"priority":-1},"behind":true}'
     """
-    found = _object(comment)
-    if found is None or not isinstance(found.get(KEY), dict) or bool(found.get(BEHIND)) == behind:
+    values = _object(comment)
+    if values is None or not isinstance(values.get(KEY), dict) or bool(values.get(BEHIND)) == behind:
         return None
-    options = dict(found[KEY])
+    options = dict(values[KEY])
     options["priority"] = int(options.get("priority", 0)) + (-1 if behind else 1)
-    rest = {key: value for key, value in found.items() if key != BEHIND}
+    rest = {key: value for key, value in values.items() if key != BEHIND}
     return json.dumps({**rest, KEY: options, **({BEHIND: True} if behind else {})}, separators=(",", ":"))
 
 
 def _object(comment: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(comment)
+        value = json.loads(comment)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _checked(words: Sequence[str]) -> str:

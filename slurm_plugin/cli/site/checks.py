@@ -93,12 +93,12 @@ def _release(text: str) -> tuple[int, int] | None:
 
 def slurm_settings(facts: Facts) -> Iterator[Finding]:
     """Check the required and the recommended settings of slurm.conf."""
-    for level, key, good, seen, advice in RULES if facts.slurm is not None else ():
+    for level, key, good, effect, advice in RULES if facts.slurm is not None else ():
         value = (facts.slurm or {}).get(key, "")
         if re.search(good, value):
             yield Finding("OK", key, value)
         else:
-            yield Finding(level, key, f"{value or 'unset'}: {seen}", advice)
+            yield Finding(level, key, f"{value or 'unset'}: {effect}", advice)
 
 
 RULES: tuple[tuple[Level, str, str, str, str], ...] = (
@@ -171,8 +171,8 @@ def _lanes_of(host: str, nodes: Sequence[Node], facts: Facts) -> Iterator[Findin
 
 def partitions(facts: Facts) -> Iterator[Finding]:
     """Check that every managed partition exists."""
-    known = {name for node in facts.cluster.nodes for name in node.partitions} if facts.cluster else set()
-    for name in sorted(facts.settings.guard.partitions - known) if known else ():
+    existing = {name for node in facts.cluster.nodes for name in node.partitions} if facts.cluster else set()
+    for name in sorted(facts.settings.guard.partitions - existing) if existing else ():
         yield Finding("WARN", "partitions", f"{name} is managed and has no nodes", "check [guard] partitions")
 
 

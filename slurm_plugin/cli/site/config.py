@@ -38,12 +38,12 @@ def check(*, file: Path | None, as_json: bool) -> None:
     from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
 
     settings = load_settings(file or DEFAULT_PATH)
-    found = [*advice(settings), *policy_advice(settings)]
+    notes = [*advice(settings), *policy_advice(settings)]
     if as_json:
-        emit({"file": str(file or DEFAULT_PATH), "ok": True, "advice": found})
+        emit({"file": str(file or DEFAULT_PATH), "ok": True, "advice": notes})
         return
     click.echo(f"{file or DEFAULT_PATH}: OK, mode {settings.service.mode}")
-    for line in found:
+    for line in notes:
         click.echo(f"  note: {line}")
 
 
