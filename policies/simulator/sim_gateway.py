@@ -181,8 +181,8 @@ class SimGateway:
         """Begin a move with its checkpoint, or where moves take one action, carry all of it out."""
         if self.world.setup.phased_moves:
             job.moves, job.move_cost_s = bool(action.shares), cost_s
-            if action.warm:
-                self.world.prefetch(job, action.warm)
+            if action.prefetch:
+                self.world.prefetch(job, action.prefetch)
             else:
                 self.world.save(job)
             return

@@ -16,7 +16,7 @@ class AlreadyRunningError(ServiceError):
 
 
 class RequestError(ServiceError):
-    """What an admin asked for by hand cannot be: the message says why."""
+    """An admin's request cannot be fulfilled: the message gives the reason."""
 
 
 class HubError(ServiceError):

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 FAILED, USAGE, LACKING = 1, 2, 3
 TAKE_OVER_S = 10.0
-"""How long a new service waits for its predecessor's watchdog to finish an attempt."""
+"""Longest wait of a new service for its predecessor's watchdog to finish an attempt."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -41,7 +41,7 @@ TAKE_OVER_S = 10.0
 @click.option("--debug", is_flag=True, help="Log more, with tracebacks.")
 @click.version_option(version("cadenza"), prog_name="cadenzad")
 def main(*, config: Path | None, once: bool, seed: int | None, debug: bool) -> None:
-    """The policy service: decides in rounds who uses which GPU, and tells Slurm and the agents."""  # noqa: D401
+    """The policy service: decides in rounds which job uses which GPU, and sends the actions to Slurm and the agents."""  # noqa: D401
     set_up_logging(debug=debug)
     try:
         settings = load_settings(config)
@@ -62,41 +62,38 @@ def exit_code(error: Exception) -> int:
 
 def serve(settings: Settings, config: Path | None, *, once: bool, seed: int | None) -> int:
     """Run the service until SIGTERM, or one round; return the exit code."""
-    table = settings.service
+    table, clock = settings.service, SystemClock()
     log.info("cadenzad %s MODE=%s ADMISSION=%s", version("cadenza"), table.mode, table.admission)
     with ExitStack() as stack:
+        # 1. The lock: one service for each store.
         lock = StoreLock(Path(table.store))
         lock.take(TAKE_OVER_S)
         stack.callback(lock.release)
-        loop = _build(settings, Random(seed), stack)  # noqa: S311 (jitter, not secrets)
+        # 2. The store, Slurm, the agents, and the loop over them.
+        store = SqliteStore(Path(table.store), clock)
+        stack.callback(store.close)
+        slurm = open_gateway(table.gateway)
+        stack.callback(slurm.close)
+        hub = Hub(hub_settings(settings), clock)
+        hub.start()
+        stack.callback(hub.close)
+        log.info("listening for agents on %s", hub.address)
+        loop = Loop(settings, Parts(slurm, hub, store), clock, Random(seed))  # noqa: S311 (jitter, not secrets)
         if once:
             loop.settle()
             return 0 if loop.round() else FAILED
-        _run(loop, config, stack)
+        # 3. The watchdog, which releases our jobs if this process is killed, and the admission file.
+        watchdog = Watchdog(Path(table.store), table.gateway, table.watchdog_grace_s)
+        heartbeat = Heartbeat(Path(table.heartbeat), lambda: loop.may_hold, clock)
+        watchdog.start()
+        heartbeat.start()
+        stack.callback(heartbeat.close)
+        # 4. Rounds until a signal, then an orderly end.
+        _run(loop, config, watchdog)
     return 0
 
 
-def _build(settings: Settings, rng: Random, stack: ExitStack) -> Loop:
-    clock = SystemClock()
-    store = SqliteStore(Path(settings.service.store), clock)
-    stack.callback(store.close)
-    slurm = open_gateway(settings.service.gateway)
-    stack.callback(slurm.close)
-    hub = Hub(hub_settings(settings), clock)
-    hub.start()
-    stack.callback(hub.close)
-    log.info("listening for agents on %s", hub.address)
-    return Loop(settings, Parts(slurm, hub, store), clock, rng)
-
-
-def _run(loop: Loop, config: Path | None, stack: ExitStack) -> None:
-    table = loop.settings.service
-    watchdog = Watchdog(Path(table.store), table.gateway, table.watchdog_grace_s)
-    heartbeat = Heartbeat(Path(table.heartbeat), lambda: loop.may_hold, SystemClock())
-    watchdog.start()
-    heartbeat.start()
-    stack.callback(heartbeat.close)
-
+def _run(loop: Loop, config: Path | None, watchdog: Watchdog) -> None:
     def nap() -> None:
         watchdog.start()
         notify("WATCHDOG=1")
@@ -106,16 +103,12 @@ def _run(loop: Loop, config: Path | None, stack: ExitStack) -> None:
         notify("READY=1")
         loop.run(lambda: load_settings(config), nap)
         notify("STOPPING=1")
-        _end(loop, watchdog)
-
-
-def _end(loop: Loop, watchdog: Watchdog) -> None:
-    try:
-        loop.let_go()
-    except Exception as error:  # noqa: BLE001 (Slurm may be away: then this is the watchdog's work)
-        log.warning("could not release our jobs (%s); the watchdog goes on trying", error)
-        return
-    watchdog.goodbye()
+        try:
+            loop.let_go()
+        except Exception as error:  # noqa: BLE001 (Slurm may be away: then this is the watchdog's work)
+            log.warning("could not release our jobs (%s); the watchdog goes on trying", error)
+        else:
+            watchdog.goodbye()
 
 
 @contextmanager

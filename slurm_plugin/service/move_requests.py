@@ -1,7 +1,7 @@
-"""Moves that an admin asks for by hand: files beside the store, which the service takes up before a round.
+"""Moves that an admin requests by hand: files next to the store, which the service takes up before a round.
 
-Root and the service's own user may ask: ``cadenza move`` checks a wish against the last round and writes it, and
-the guard judges it like any other action.
+Root and the service's own user may request them: ``cadenza move`` checks a request against the last round and writes
+it, and the guard judges the move like any other action.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ log = logging.getLogger(__name__)
 
 
 def folder(store: Path) -> Path:
-    """Return where the wishes for a store's service lie."""
+    """Return the folder of requests to a store's service."""
     return store.with_name(store.name + ".moves")
 
 
-def wish(snapshot: ClusterSnapshot, job_id: int, nodes: tuple[str, ...], gpus: int | None, reason: str) -> Move:
-    """Return a move as ``cadenza move`` wants it; raise RequestError naming what is wrong with it."""
+def requested_move(
+    snapshot: ClusterSnapshot, job_id: int, nodes: tuple[str, ...], gpus: int | None, reason: str
+) -> Move:
+    """Return the move of ``cadenza move``; raise RequestError naming the reason for which it is impossible."""
     job = next((job for job in snapshot.jobs if job.key.id == job_id), None)
     if job is None:
         raise RequestError(f"job {job_id}: the last round did not see it")
@@ -36,14 +38,14 @@ def wish(snapshot: ClusterSnapshot, job_id: int, nodes: tuple[str, ...], gpus: i
         raise RequestError(f"job {job_id} is {job.state}: only a job that runs is moved")
     if reason_against := refusal_reason(job, by_hand=True):
         raise RequestError(f"job {job_id} cannot be moved: {reason_against}")
-    known = {node.name for node in snapshot.nodes if job.partition in node.partitions}
-    if strange := sorted(set(nodes) - known):
-        raise RequestError(f"{', '.join(strange)}: no node of partition {job.partition}, in which job {job_id} is")
+    partition = {node.name for node in snapshot.nodes if job.partition in node.partitions}
+    if foreign := sorted(set(nodes) - partition):
+        raise RequestError(f"{', '.join(foreign)}: no node of partition {job.partition}, in which job {job_id} is")
     return Move(job.key, _shares(job, nodes, gpus), reason, Wanted(0.0), resize=gpus is not None, by_hand=True)
 
 
 def _shares(job: Job, nodes: tuple[str, ...], gpus: int | None) -> tuple[Share, ...]:
-    """Return what each node is to give: what the job has, or as much more as it gets GPUs."""
+    """Return each node's share: the job's resources, scaled by its number of GPUs."""
     total = job.gpus if gpus is None else gpus
     if gpus is None and len(nodes) != len(job.nodes):
         raise RequestError(f"job {job.key.id} is on {len(job.nodes)} nodes: name as many, or --gpus too")
@@ -66,12 +68,12 @@ def _check_size(job: Job, gpus: int) -> None:
 
 
 def open_folder(store: Path) -> None:
-    """Make the folder of wishes, the service's own: besides it only root may write there."""
+    """Make the folder of requests, in which only the service and root may write."""
     folder(store).mkdir(mode=0o700, exist_ok=True)
 
 
 def write(store: Path, move: Move) -> Path:
-    """Leave a wish for the service; raise RequestError when this user may not, or no service ever made the folder."""
+    """Write a request to the service; raise RequestError when this user may not, or no service has made the folder."""
     place = folder(store) / f"{move.job.id}.json"
     draft = place.with_suffix(".new")
     try:
@@ -83,29 +85,25 @@ def write(store: Path, move: Move) -> Path:
 
 
 def take(store: Path, memory: Memory, now_s: float) -> Memory:
-    """Return the memory with all wishes that lie there, which are removed; a bad one is logged and removed too."""
-    place = folder(store)
-    found = [_read(path) for path in sorted(place.glob("*.json"))] if place.is_dir() else []
-    return with_wishes(memory, [move for move in found if move is not None], now_s)
+    """Return the memory with all requests in the folder, which are removed; an unreadable one is only logged."""
+    requests = []
+    for path in sorted(folder(store).glob("*.json")):
+        try:
+            data = path.read_bytes()
+            path.unlink()
+            requests.append(msgspec.json.decode(data, type=Move))
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning("%s: no move that can be taken up: %s", path, error)
+    return with_requests(memory, requests, now_s)
 
 
-def with_wishes(memory: Memory, wishes: Iterable[Move], now_s: float) -> Memory:
-    """Return the memory with these moves wanted; one of a job that is on its way already is dropped."""
+def with_requests(memory: Memory, requests: Iterable[Move], now_s: float) -> Memory:
+    """Return the memory with these moves wanted; one of a job that is being moved already is dropped."""
     moves = {move.job.id: move for move in memory.moves}
-    for move in wishes:
+    for move in requests:
         if move.job.id in moves and not moves[move.job.id].over:
-            log.warning("JOBID=%s is being moved already: a further wish is dropped", move.job)
+            log.warning("JOBID=%s is being moved already: a further request is dropped", move.job)
         else:
             moves[move.job.id] = replace(move, phase=Wanted(now_s), by_hand=True)
-    found = tuple(sorted(moves.values(), key=lambda move: move.job))
-    return memory if found == memory.moves else replace(memory, moves=found)
-
-
-def _read(path: Path) -> Move | None:
-    try:
-        data = path.read_bytes()
-        path.unlink()
-        return msgspec.json.decode(data, type=Move)
-    except (OSError, msgspec.MsgspecError) as error:
-        log.warning("%s: no move that can be taken up: %s", path, error)
-        return None
+    ordered = tuple(sorted(moves.values(), key=lambda move: move.job))
+    return memory if ordered == memory.moves else replace(memory, moves=ordered)

@@ -94,12 +94,12 @@ class Site:
         (found,) = self.rig.store.memory().moves
         return found
 
-    def wish(self, *nodes: str, gpus: int | None = None) -> None:
-        moves.write(self.rig.store.path, moves.wish(self.slurm.read(), 1, nodes, gpus, "by hand"))
+    def request(self, *nodes: str, gpus: int | None = None) -> None:
+        moves.write(self.rig.store.path, moves.requested_move(self.slurm.read(), 1, nodes, gpus, "by hand"))
 
     def saved(self) -> None:
         """Order the checkpoint and have it saved."""
-        self.wish("n2")
+        self.request("n2")
         assert isinstance(self.round().phase, Ordered)
         self.agent.receive(CheckpointOrder)
         self.says("stopping", saved=True)
@@ -174,7 +174,7 @@ def test_what_a_killed_service_left_held_is_released_by_the_watchdog(site: Site)
 
 
 def test_a_job_whose_checkpoint_fails_stays_and_nothing_is_requeued(site: Site) -> None:
-    site.wish("n2")
+    site.request("n2")
     site.round()
     site.aged(30)
     site.says("held", note="rank 0 could not save a checkpoint: No space left on device")
@@ -278,7 +278,7 @@ def test_a_hold_of_the_owner_after_our_release_stays(site: Site) -> None:
 
 def test_a_move_waits_for_a_job_that_cannot_be_stopped_yet_and_gives_up_in_the_end(site: Site) -> None:
     site.says("yielded")
-    site.wish("n2")
+    site.request("n2")
     assert isinstance(site.round().phase, Wanted)
     site.says("held")
     site.aged(10000)
@@ -286,14 +286,14 @@ def test_a_move_waits_for_a_job_that_cannot_be_stopped_yet_and_gives_up_in_the_e
 
 
 def test_jobs_that_save_no_checkpoints_or_belong_to_another_owner_of_requeue_are_never_moved(site: Site) -> None:
-    site.wish("n2")
+    site.request("n2")
     site.says("held", requeue_owner="submitit")
     assert "saves no checkpoints" in site.round().outcome
     assert site.slurm.actions() == []
 
 
 def test_a_resize_is_placed_with_its_shares(site: Site) -> None:
-    site.wish("n2", gpus=2)
+    site.request("n2", gpus=2)
     assert site.round().resize
     site.agent.receive(CheckpointOrder)
     site.says("stopping", saved=True)
@@ -306,7 +306,7 @@ def test_a_resize_is_placed_with_its_shares(site: Site) -> None:
     assert site.slurm.resized == [Share("n2", 2, 8, 2000)]
 
 
-def test_wishes_that_cannot_be_are_refused_at_once(site: Site) -> None:
+def test_impossible_requests_are_refused_at_once(site: Site) -> None:
     snapshot = site.slurm.read()
     for nodes, gpus, why in (
         (("n9",), None, "n9: no node of partition gpu"),
@@ -315,5 +315,5 @@ def test_wishes_that_cannot_be_are_refused_at_once(site: Site) -> None:
         (("n1", "n2"), 3, "cannot be split evenly"),
     ):
         with pytest.raises(RequestError, match=why):
-            moves.wish(snapshot, 1, nodes, gpus, "r")
-    assert Share("n2", 1, 4, 1000) in moves.wish(snapshot, 1, ("n2",), None, "r").shares
+            moves.requested_move(snapshot, 1, nodes, gpus, "r")
+    assert Share("n2", 1, 4, 1000) in moves.requested_move(snapshot, 1, ("n2",), None, "r").shares

@@ -34,7 +34,7 @@ def move(*, job_id: int, nodes: str, gpus: int | None, as_json: bool, config: Pa
     The job saves a checkpoint, is requeued and held, changed and released, and restores its state. The guard checks
     this move like any other action; `cadenza why JOBID` shows its progress.
     """
-    from cadenza.slurm_plugin.service.move_requests import wish, write  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.move_requests import requested_move, write  # noqa: PLC0415
     from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
     from cadenza.slurm_plugin.service.store.reader import StoreReader  # noqa: PLC0415
 
@@ -43,7 +43,7 @@ def move(*, job_id: int, nodes: str, gpus: int | None, as_json: bool, config: Pa
         last = reader.round()
     if last is None:
         raise click.ClickException("no round is on record yet: is cadenzad running?")
-    request = wish(last.snapshot, job_id, tuple(filter(None, nodes.split(","))), gpus, MOVE_REASON)
+    request = requested_move(last.snapshot, job_id, tuple(filter(None, nodes.split(","))), gpus, MOVE_REASON)
     write(store, request)
     if as_json:
         emit(request)
