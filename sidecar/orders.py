@@ -12,13 +12,13 @@ from typing import TypeAlias
 
 import msgspec
 
-from cadenza.policies.core.model import Pace, Use
+from cadenza.policies.core.model import JobUsage, StepRate
 
 VERSION = 1
 DEFAULT_PORT = 6820
 
 
-class JobTelemetry(Use, frozen=True, omit_defaults=True, kw_only=True):
+class JobTelemetry(JobUsage, frozen=True, omit_defaults=True, kw_only=True):
     """Measurements of one job on one host; None or 0 for an unknown value.
 
     Rates and shares cover the last ``window_s`` seconds. Iteration times cover the run since the job attached, for its
@@ -90,7 +90,7 @@ class LeaseReport(msgspec.Struct, frozen=True):
     """None: the job has the resources of its allocation."""
     requeue_owner: str = ""
     """Framework that requeues the job by its own signal handler, such as *lightning*; then the service must not."""
-    pace: Pace | None = None
+    pace: StepRate | None = None
     """None: it has not run since it attached."""
     pack: int = 0
     """The pack that the agent acts on, see ``JobFacts``."""

@@ -65,7 +65,7 @@ class Options:
     """Set by job_submit.lua when it held the job for us (held admission)."""
 
 
-class Use(msgspec.Struct, frozen=True):
+class JobUsage(msgspec.Struct, frozen=True):
     """Recent measurements of a job, over all its hosts; None for an unknown value. Memory in MB."""
 
     samples_s: float | None = None
@@ -90,7 +90,7 @@ class Use(msgspec.Struct, frozen=True):
     """Last stop: seconds from the boundary until the slowest rank was ready, and until it had offloaded its state."""
 
 
-class Pace(NamedTuple):
+class StepRate(NamedTuple):
     """How fast a job runs in its present company: since who uses its GPUs with it last changed. Times in seconds.
 
     A job that does not run has the pace of the last time.
@@ -104,7 +104,7 @@ class Pace(NamedTuple):
     """Standard error of the mean, relative to it."""
     data_wait: float = 0.0
     """Share of the iteration time that it was blocked in its loader, 0 to 1."""
-    beside: tuple[JobKey, ...] = ()
+    co_runners: tuple[JobKey, ...] = ()
     """Who ran on its GPUs meanwhile, in order; empty: it had them alone."""
 
 
@@ -134,7 +134,7 @@ class Lease:
     """Share of the turns relative to the other jobs of its group."""
     step: int = 0
     """Boundaries that the slowest rank has completed."""
-    use: Use | None = None
+    use: JobUsage | None = None
     """None: nothing was measured yet."""
     requeue_owner: str = ""
     """Who requeues the job by a signal handler of its own, such as *lightning*: it is not ours to requeue."""
@@ -144,7 +144,7 @@ class Lease:
     """Why the job cannot go on with what it has, if so: only a requeue helps."""
     saved: bool = False
     """Every rank stands at the same boundary with a complete checkpoint, ready to be requeued."""
-    pace: Pace | None = None
+    pace: StepRate | None = None
     """None: it has not run yet, or nobody measured it."""
     cpus_per_gpu: float | None = None
     """What the agents have tuned it to, on the host where that is least; 0 where they could not. None: not tuned."""
@@ -197,7 +197,7 @@ class Progress:
         return None if self.total_s is None else max(self.total_s - self.done(now_s), 0.0)
 
 
-class Standing(NamedTuple):
+class SlurmState(NamedTuple):
     """What may change with Slurm alone while a job is on its way: one short look shows it."""
 
     state: JobState
@@ -274,9 +274,9 @@ class Job:
         """Whether the job is pending because somebody holds it."""
         return self.state == "PENDING" and self.slurm_priority == 0
 
-    def standing(self, now_s: float) -> Standing:
+    def slurm_state(self, now_s: float) -> SlurmState:
         """Return how the job stands with Slurm."""
-        return Standing(self.state, self.held, (self.eligible_s or 0.0) <= now_s)
+        return SlurmState(self.state, self.held, (self.eligible_s or 0.0) <= now_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ def _acted(move: Move, action: Action | None, placing: Action | None, now_s: flo
             phase = Placed(now_s, began_s, former)
         case Placed(began_s=began_s, former=former, attempts=attempts), _, Place():
             phase = Placed(now_s, began_s, former, attempts + 1)
-        case (Requeued() | Placed()), _, Release():
+        case ((Requeued() | Placed()), _, Release()):
             phase = Leaving(now_s)
     return move if phase is move.phase else replace(move, phase=phase)
 

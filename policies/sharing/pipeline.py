@@ -91,9 +91,7 @@ UNSHARED: tuple[Stage, ...] = (
 STAGES = {"gandiva": GANDIVA, "timeslice": TIMESLICE, "none": UNSHARED}
 
 
-def stages_of(
-    share: str, settings: SharingSettings, gandiva: GandivaSettings, *, allocates: bool
-) -> tuple[Stage, ...]:
+def stages_of(share: str, settings: SharingSettings, gandiva: GandivaSettings, *, allocates: bool) -> tuple[Stage, ...]:
     """Return the stages of a sharing by name without the parts that are switched off.
 
     ``allocates``: an allocation gives out CPUs and memory; otherwise jobs keep what they asked for.

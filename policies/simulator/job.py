@@ -12,9 +12,9 @@ from cadenza.policies.core.model import (
     Lease,
     LeaseState,
     Options,
-    Pace,
     Placement,
     Progress,
+    StepRate,
 )
 from cadenza.policies.core.profile import MB_PER_GB, Profile
 from cadenza.policies.inputs.cluster import PARTITION
@@ -259,13 +259,13 @@ class SimJob:
             pace=self.pace(now_s),
         )
 
-    def pace(self, now_s: float) -> Pace | None:
+    def pace(self, now_s: float) -> StepRate | None:
         """Return the job's iteration time with its present co-runners, or the last ones; exact, so without error."""
         lease = self.lease
         if lease is None or lease.state != "held" or not self.rate:
             return lease.pace if lease is not None else None
         iteration_s, window_s = self.trace.iteration_s / self.rate, now_s - lease.co_runners_since_s
-        return Pace(iteration_s, int(window_s / iteration_s), window_s, beside=lease.co_runners)
+        return StepRate(iteration_s, int(window_s / iteration_s), window_s, co_runners=lease.co_runners)
 
     @property
     def gpu_utilization(self) -> float:
@@ -305,7 +305,7 @@ class SimLease:
         self.since_s = now_s
         self.vtime_s = vtime_s
         self.iteration_s: float | None = None
-        self.pace: Pace | None = None
+        self.pace: StepRate | None = None
         """Iteration time when the job last held its GPUs."""
         self.co_runners: tuple[JobKey, ...] = ()
         self.co_runners_since_s = now_s

@@ -18,7 +18,7 @@ from cadenza.policies.core.actions import (
     Suspend,
     Unsuspend,
 )
-from cadenza.policies.core.model import ClusterSnapshot, JobKey, Standing
+from cadenza.policies.core.model import ClusterSnapshot, JobKey, SlurmState
 from cadenza.slurm_plugin.gateway.errors import GatewayError, NotForSlurm
 from cadenza.slurm_plugin.gateway.supervisor import Supervisor, WorkerSettings
 from cadenza.slurm_plugin.gateway.translate import snapshot, stand
@@ -37,7 +37,7 @@ class SlurmGateway:
         """
         return snapshot(self.read_raw())
 
-    def look(self, jobs: Collection[int]) -> Mapping[JobKey, Standing]:
+    def look(self, jobs: Collection[int]) -> Mapping[JobKey, SlurmState]:
         """Return how a few jobs stand, which costs slurmctld one small RPC each."""
         seen = self._worker.ask("looking at jobs", "look", jobs=sorted(jobs))
         return dict(found for one in seen if (found := stand(one)) is not None)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Protocol, cast
 
 from cadenza.policies.core.actions import Action, Outcome
-from cadenza.policies.core.model import ClusterSnapshot, JobKey, Standing
+from cadenza.policies.core.model import ClusterSnapshot, JobKey, SlurmState
 from cadenza.sidecar.config import ConfigError
 
 
@@ -18,7 +18,7 @@ class SlurmGateway(Protocol):
         """Return what Slurm's books say; raise an error of the gateway's package when it does not answer."""
         ...
 
-    def look(self, jobs: Collection[int]) -> Mapping[JobKey, Standing]:
+    def look(self, jobs: Collection[int]) -> Mapping[JobKey, SlurmState]:
         """Return how the jobs with these ids stand now; cheap for Slurm."""
         ...
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, JobState, Node, Options, Standing
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, JobState, Node, Options, SlurmState
 from cadenza.slurm_plugin.gateway.comment import BadOptions, wish_of
 
 Raw: TypeAlias = Mapping[str, Any]
@@ -78,14 +78,14 @@ def job(raw: Raw, now_s: float) -> Job | None:
     )
 
 
-def stand(raw: Raw) -> tuple[JobKey, Standing] | None:
+def stand(raw: Raw) -> tuple[JobKey, SlurmState] | None:
     """Return a job's incarnation and how it stands, of one short look; None when it is finished."""
     state = job_state(raw["state"])
     if state is None:
         return None
     pending = state == "PENDING"
     eligible = not pending or (raw["eligible_time"] or 0) <= raw["time_s"]
-    return JobKey(raw["id"], raw["restart"] or 0), Standing(state, pending and not raw["priority"], eligible)
+    return JobKey(raw["id"], raw["restart"] or 0), SlurmState(state, pending and not raw["priority"], eligible)
 
 
 def run_s(raw: Raw, now_s: float) -> float | None:

@@ -67,4 +67,4 @@ def has_moved_on(slurm: SlurmGateway, jobs: Collection[int], snapshot: ClusterSn
     except Exception as error:  # noqa: BLE001 - as in a round: the next one will report the same error
         log.debug("jobs in transit could not be polled: %s", error)
         return False
-    return now != {job.key: job.standing(snapshot.time_s) for job in snapshot.jobs if job.key.id in jobs}
+    return now != {job.key: job.slurm_state(snapshot.time_s) for job in snapshot.jobs if job.key.id in jobs}

@@ -12,7 +12,7 @@ import pytest
 from cli_rig import BOOKS, cluster, fill, job, write_config
 from click.testing import CliRunner, Result
 
-from cadenza.policies.core.model import Progress, Share, Use
+from cadenza.policies.core.model import JobUsage, Progress, Share
 from cadenza.policies.core.profile import Profile, linked
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.service.settings import load_settings
@@ -81,7 +81,7 @@ def test_why_tells_the_decision_and_the_measured_yield(sharing: Path) -> None:
 
 
 def test_what_was_measured_is_told(config: Path) -> None:
-    use = Use(samples_s=2099.2, data_wait=0.031, gpu_percent=93.0, memory_low_mb=4100.0)
+    use = JobUsage(samples_s=2099.2, data_wait=0.031, gpu_percent=93.0, memory_low_mb=4100.0)
     first = job(1, "first", "held")
     assert first.lease is not None
     lease = replace(first.lease, use=use, requeue_owner="lightning")

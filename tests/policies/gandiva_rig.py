@@ -8,7 +8,7 @@ from snapshots import NOW, cluster, job, key, lease, node
 
 from cadenza.policies.allocation.proportional import proportional
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import Job, Options, Pace, Progress, Share
+from cadenza.policies.core.model import Job, Options, Progress, Share, StepRate
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.ledger import remember
 from cadenza.policies.ordering.fifo import fifo
@@ -54,18 +54,18 @@ def host(name: str = "a", lanes: int = 2, jobs: tuple[Job, ...] = (), **facts):
     return tuple(found)
 
 
-def pace(iteration_s: float, window_s: float = 100.0, error: float = 0.0, beside: tuple[int, ...] = ()) -> Pace:
+def pace(iteration_s: float, window_s: float = 100.0, error: float = 0.0, co_runners: tuple[int, ...] = ()) -> StepRate:
     """What was measured in one company, whose other jobs have these numbers."""
-    others = tuple(key(number) for number in beside)
-    return Pace(iteration_s, int(window_s / iteration_s), window_s, error, 0.0, others)
+    others = tuple(key(number) for number in co_runners)
+    return StepRate(iteration_s, int(window_s / iteration_s), window_s, error, 0.0, others)
 
 
 def on(number: int, where: str, *gpus: int, state: str = "held", lane: int = 0, **facts) -> Job:
     """A job on some GPUs of a host, with its proportional share; ``lease`` facts are held_s, vtime_s and so on."""
     known = ("held_s", "vtime_s", "waited_s", "iteration_s", "ready", "checkpoints", "step", "use", "pace")
     told = {name: facts.pop(name) for name in known if name in facts}
-    beside = facts.pop("beside", ())
-    told.setdefault("pace", pace(told.get("iteration_s", 0.1), told.get("held_s", 100.0), beside=beside))
+    co_runners = facts.pop("co_runners", ())
+    told.setdefault("pace", pace(told.get("iteration_s", 0.1), told.get("held_s", 100.0), co_runners=co_runners))
     told = {"held_s": 10.0 if state == "held" else 0.0, "iteration_s": 0.1, "checkpoints": True, "step": 100, **told}
     name = where if lane == 0 else f"{where}-l{lane}"
     memory_mb = 8000 * len(gpus)

@@ -189,8 +189,8 @@ def test_turns_go_on_where_shrinking_would_not_end_them():
         on(1, "a", 0, 1, 2, 3, options=GROWS, ready=False),
     ):
         assert resized(decided(world(rival, guest), gandiva=ELASTIC, sharing=NATIVE)) == {}
-    beside = on(2, "a", 0, lane=1, options=Options())
-    three_lanes = world(GROWN, beside, on(9, "a", 0, 1, 2, lane=2, state="waiting"), lanes=3)
+    co_runners = on(2, "a", 0, lane=1, options=Options())
+    three_lanes = world(GROWN, co_runners, on(9, "a", 0, 1, 2, lane=2, state="waiting"), lanes=3)
     assert resized(decided(three_lanes, gandiva=ELASTIC, sharing=NATIVE)) == {}
 
 

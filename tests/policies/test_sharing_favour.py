@@ -15,7 +15,7 @@ from cadenza.policies.inputs.costs import SimCosts
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.sharing.state.settings import Turns
 from cadenza.policies.sharing.turns.contender import Contender
-from cadenza.policies.sharing.turns.preferred import favoured
+from cadenza.policies.sharing.turns.preferred import preferred
 from cadenza.policies.simulator.run_values import Result, Setup
 from cadenza.policies.simulator.simulation import simulate
 
@@ -29,7 +29,7 @@ def job(number: int, *indices: int, state: str = "yielded", **facts) -> Contende
 def first(*contenders: Contender, ranks: dict[int, int] | None = None) -> set[int]:
     """Numbers of the favoured jobs; where nothing else is said, numbers are ranks."""
     places = {c.key.id: c.key.id for c in contenders} if ranks is None else ranks
-    return {found.id for found in favoured(contenders, {key(n): rank for n, rank in places.items()})}
+    return {found.id for found in preferred(contenders, {key(n): rank for n, rank in places.items()})}
 
 
 def test_the_first_on_all_its_gpus_is_favoured():

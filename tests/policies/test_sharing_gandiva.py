@@ -19,7 +19,7 @@ from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.ordering.fifo import fifo
 from cadenza.policies.ordering.srtf import srtf
 from cadenza.policies.sharing.pipeline import Pipeline, stages_of
-from cadenza.policies.sharing.state.host import books
+from cadenza.policies.sharing.state.host import observe_hosts
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.simulation import simulate
@@ -82,8 +82,8 @@ class Watched:
         self.actions: list[str] = []
 
     def __call__(self, snapshot, memory):
-        for host in books(snapshot, SHARING, {}).values():
-            assert host.committed_mb <= host.memory_mb or len(host.tenants) == 1
+        for host in observe_hosts(snapshot, SHARING, {}).values():
+            assert host.committed_mb <= host.memory_mb or len(host.residents) == 1
             assert all(use.gpus <= host.gpus for use in host.use.values())
         stages = stages_of("gandiva", SHARING, self.gandiva, allocates=True)
         pipeline = Pipeline(stages, SHARING, self.gandiva, self.order, proportional)

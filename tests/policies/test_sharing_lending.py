@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from cadenza.policies.allocation.cadenza.allocate import cadenza
 from cadenza.policies.core.actions import Tune
 from cadenza.policies.core.decision import Memory
-from cadenza.policies.core.model import Pace, Share
+from cadenza.policies.core.model import Share, StepRate
 from cadenza.policies.core.profile import Profile
-from cadenza.policies.sharing.elastic.cpu_loans import KEEPS_S, LOSS
+from cadenza.policies.sharing.elastic.cpu_loans import KEEPS_S, MAX_LOSS
 from cadenza.policies.sharing.state.settings import GandivaSettings
 
 LENDER, BORROWER = 1, 2
@@ -38,7 +38,7 @@ class Host:
         self.now = 0.0
         self.memory = Memory()
         self.cpus = {LENDER: 6, BORROWER: 6}
-        self.pace = Pace(own_s, 10, 10 * own_s)
+        self.pace = StepRate(own_s, 10, 10 * own_s)
         self.reasons = {}
         self.why = []
 
@@ -69,7 +69,7 @@ class Host:
         more, before = int(seconds / each), self.pace
         spent = before.iterations * before.iteration_s + more * each
         count = before.iterations + more
-        self.pace = Pace(spent / count, count, before.window_s + seconds)
+        self.pace = StepRate(spent / count, count, before.window_s + seconds)
 
     def _job(self, number: int, its):
         share = Share("a", 1, self.cpus[number], 8000)
@@ -121,7 +121,7 @@ def test_without_a_profile_any_more_nothing_was_promised():
 @given(lent=st.floats(0.05, 0.5), own=st.floats(0.05, 0.5))
 def test_who_ends_up_lending_is_who_loses_no_more_than_noise_by_it(lent: float, own: float):
     host = Host(lent_s=lent, own_s=own).rounds(150)
-    slow = lent > own * (1 + LOSS) * 1.001 and lent > 0.1 * (1 + LOSS) * 1.001
-    fine = lent < own * (1 + LOSS) / 1.001 or lent < 0.1 * (1 + LOSS) / 1.001
+    slow = lent > own * (1 + MAX_LOSS) * 1.001 and lent > 0.1 * (1 + MAX_LOSS) * 1.001
+    fine = lent < own * (1 + MAX_LOSS) / 1.001 or lent < 0.1 * (1 + MAX_LOSS) / 1.001
     assert host.lends or not fine
     assert not (host.lends and slow)

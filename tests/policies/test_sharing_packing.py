@@ -9,7 +9,7 @@ from gandiva_rig import ALL, NOTHING, NOW, SHARING, after, decided, key, of, on,
 
 from cadenza.policies.core.actions import Pack, Resume, Unpack, Yield
 from cadenza.policies.core.decision import Alone, Lost, Memory, SharingMemory
-from cadenza.policies.core.model import Job, Options, Use
+from cadenza.policies.core.model import Job, JobUsage, Options
 from cadenza.policies.sharing.state.settings import GandivaSettings
 
 PACK = replace(NOTHING, pack=True)
@@ -95,8 +95,8 @@ def together(speed: float, jobs=(LOW, BUSY), held_s: float = 100.0):
     first, second = jobs
     slow = {"iteration_s": 0.1 / speed, "held_s": held_s}
     return [
-        on(1, "a", 0, profile=first, beside=(2,), **slow),
-        on(2, "a", 0, lane=1, profile=second, beside=(1,), **slow),
+        on(1, "a", 0, profile=first, co_runners=(2,), **slow),
+        on(2, "a", 0, lane=1, profile=second, co_runners=(1,), **slow),
     ] + [
         on(number, "a", number - 9, profile=BUSY) for number in (10, 11, 12)
     ]
@@ -158,7 +158,7 @@ def test_a_noisy_measurement_counts_after_three_windows():
     memory = measured(1, 2, packs=((key(1), key(2)),))
     for window_s, undone in ((30.0, 0), (59.0, 0), (60.0, 1)):
         jobs = together(0.4)
-        noisy = pace(0.25, window_s, error=0.2, beside=(2,))
+        noisy = pace(0.25, window_s, error=0.2, co_runners=(2,))
         jobs[0] = replace(jobs[0], lease=replace(jobs[0].lease, pace=noisy))
         assert len(of(Unpack, decided(world(*jobs), memory, PACK))) == undone
 
@@ -166,7 +166,7 @@ def test_a_noisy_measurement_counts_after_three_windows():
 def test_a_partner_that_hardly_gets_on_loses():
     memory = measured(1, 2, packs=((key(1), key(2)),))
     jobs = together(0.9)
-    starved = pace(0.1, 61.0, beside=(1,))._replace(iterations=0, iteration_s=0.0)
+    starved = pace(0.1, 61.0, co_runners=(1,))._replace(iterations=0, iteration_s=0.0)
     jobs[1] = replace(jobs[1], lease=replace(jobs[1].lease, pace=starved))
     (undone,) = of(Unpack, decided(world(*jobs), memory, PACK))
     assert "job 2 6.1e+04 ms an iteration" in undone.reason
@@ -175,7 +175,7 @@ def test_a_partner_that_hardly_gets_on_loses():
 def test_times_beside_others_say_nothing_of_the_pack():
     memory = measured(1, 2, packs=((key(1), key(2)),))
     jobs = together(0.4)
-    jobs[0] = replace(jobs[0], lease=replace(jobs[0].lease, pace=pace(0.25, beside=(3,))))
+    jobs[0] = replace(jobs[0], lease=replace(jobs[0].lease, pace=pace(0.25, co_runners=(3,))))
     assert of(Unpack, decided(world(*jobs), memory, PACK)) == []
 
 
@@ -186,7 +186,7 @@ def test_a_pair_that_profiles_say_loses_is_not_tried():
 
 def test_the_gpu_drivers_word_comes_before_the_profile_and_the_loader_says_the_rest():
     jobs = three(BUSY, NEXT, LOW)
-    jobs[0] = replace(jobs[0], lease=replace(jobs[0].lease, use=Use(gpu_percent=5.0)))
+    jobs[0] = replace(jobs[0], lease=replace(jobs[0].lease, use=JobUsage(gpu_percent=5.0)))
     assert packs(jobs, measured(1, 2, 3)) == [(key(1), key(3))]
     plain = replace(LOW, gpu_utilization=None)
     jobs = three(BUSY, plain, plain)
@@ -196,7 +196,7 @@ def test_the_gpu_drivers_word_comes_before_the_profile_and_the_loader_says_the_r
 
 def test_what_a_job_has_on_the_gpu_counts_when_it_is_more_than_its_profile_says():
     jobs = three(LOW, NEXT, BUSY)
-    jobs[0] = replace(jobs[0], lease=replace(jobs[0].lease, use=Use(gpu_memory_mb=12 * 1024.0)))
+    jobs[0] = replace(jobs[0], lease=replace(jobs[0].lease, use=JobUsage(gpu_memory_mb=12 * 1024.0)))
     found = packs(jobs, measured(1, 2, 3))
     assert found == [(key(2), key(3))]
     assert packs(three(profile(0.1, 11.3), NEXT, BUSY), measured(1, 2, 3)) == [(key(2), key(3))], "no margin is left"
@@ -217,7 +217,7 @@ def test_hosts_have_the_cpus_and_the_memory():
 def test_nothing_is_judged_before_both_have_run_together_long_enough():
     memory = measured(1, 2, packs=((key(1), key(2)),))
     young = together(0.4)
-    young[1] = replace(young[1], lease=replace(young[1].lease, pace=pace(0.25, 2.0, beside=(1,))))
+    young[1] = replace(young[1], lease=replace(young[1].lease, pace=pace(0.25, 2.0, co_runners=(1,))))
     assert of(Unpack, decided(world(*young), memory, PACK)) == []
 
 

@@ -16,7 +16,7 @@ from cadenza.policies.core.model import Share
 from cadenza.policies.core.profile import least_cpus
 from cadenza.policies.ledger import remember
 from cadenza.policies.request_sizing import as_sized, requests
-from cadenza.policies.sharing.placement.host_division import HEADROOM
+from cadenza.policies.sharing.placement.host_division import CPU_HEADROOM
 
 CPUS = {"cpus_per_gpu": (1.0, 2.0, 4.0, 8.0), "memory_gb_per_gpu": (4.0,)}
 HUNGRY = profile(**CPUS, throughput=((0.25,), (0.5,), (1.0,), (2.0,)))
@@ -163,8 +163,8 @@ def test_who_lends_keeps_more_than_its_profile_needs_beside_nobody():
     jobs = [on(1, "a", 0, profile=HUNGRY), *(on(n, "a", n - 1, profile=SATED) for n in (2, 3, 4))]
     needed = least_cpus(SATED, 1, 6, 8000)
     found = tuned(*jobs)
-    assert {found[n].cpus for n in (2, 3, 4)} == {ceil(needed * HEADROOM)}
-    assert needed < ceil(needed * HEADROOM) < 6
+    assert {found[n].cpus for n in (2, 3, 4)} == {ceil(needed * CPU_HEADROOM)}
+    assert needed < ceil(needed * CPU_HEADROOM) < 6
 
 
 def test_what_the_books_give_to_jobs_that_are_not_ours_is_theirs():

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from turns_world import gpus, key
 
-from cadenza.policies.sharing.turns.fair_queue import BEHIND, LATE, Contender, Turn, arrival_vtime, groups, next_turn
+from cadenza.policies.sharing.turns.fair_queue import (
+    MAX_FAIR_WAITS,
+    MAX_FAIR_WAITS_BEHIND,
+    Contender,
+    Turn,
+    arrival_vtime,
+    groups,
+    next_turn,
+)
 
 some = settings(max_examples=30, deadline=None)
 
@@ -45,8 +53,8 @@ def contenders(draw: st.DrawFn):
                 waited_s=0.0 if holding else draw(st.floats(0, 900)),
                 ready=draw(st.booleans()),
                 exclusive=draw(st.integers(0, 5)) == 0,
+                resume_ordered=draw(st.booleans()),
                 preferred=draw(st.booleans()),
-                favoured=draw(st.booleans()),
                 eligible=draw(st.booleans()),
                 iteration_s=draw(st.sampled_from((None, 1.0, 30.0))),
             )
@@ -223,8 +231,8 @@ def test_free_gpus_wait_for_a_gang_whose_blockers_are_stopping():
 
 
 def test_what_the_service_prefers_goes_first_among_equals():
-    assert turn(job(1, 0), job(2, 0, preferred=True), displace=False).resumes == (key(2),)
-    assert turn(job(1, 0, priority=1), job(2, 0, preferred=True), displace=False).resumes == (key(1),)
+    assert turn(job(1, 0), job(2, 0, resume_ordered=True), displace=False).resumes == (key(2),)
+    assert turn(job(1, 0, priority=1), job(2, 0, resume_ordered=True), displace=False).resumes == (key(1),)
 
 
 def test_an_overdue_job_goes_first_and_starts_level_with_the_others():
@@ -238,36 +246,36 @@ def test_an_overdue_job_goes_first_and_starts_level_with_the_others():
 
 def test_whom_the_ordering_favours_displaces_the_others_when_their_slice_is_over():
     fresh = job(1, 0, state="held", held_s=59.0, vtime_s=59.0)
-    first = job(2, 0, state="yielded", favoured=True, vtime_s=500.0)
+    first = job(2, 0, state="yielded", preferred=True, vtime_s=500.0)
     assert turn(fresh, first).yields == ()
     assert turn(job(1, 0, state="held", held_s=60.0, vtime_s=60.0), first).yields == (key(1),)
     assert turn(first, job(3, 0, state="yielded")).resumes == (key(2),)
 
 
 def test_whom_the_ordering_favours_keeps_its_gpus_until_another_is_overdue():
-    first = job(1, 0, state="held", favoured=True, held_s=300.0, vtime_s=900.0)
+    first = job(1, 0, state="held", preferred=True, held_s=300.0, vtime_s=900.0)
     fair_s = 2 * 60.0
-    behind = job(2, 0, state="yielded", waited_s=BEHIND * fair_s)
+    behind = job(2, 0, state="yielded", waited_s=MAX_FAIR_WAITS_BEHIND * fair_s)
     result = turn(first, behind)
     assert result.yields == ()
     assert result.reasons == {
         key(1): "holds node1:gpu0 for 300 s and comes first in the order; next: job 2",
         key(2): "waits for node1:gpu0: job 1 comes first in the order",
     }
-    assert turn(first, job(2, 0, state="yielded", waited_s=BEHIND * fair_s + 1)).yields == (key(1),)
+    assert turn(first, job(2, 0, state="yielded", waited_s=MAX_FAIR_WAITS_BEHIND * fair_s + 1)).yields == (key(1),)
     assert turn(first, job(2, 0, state="yielded", priority=1)).yields == (key(1),)
     assert turn(first, job(2, 0, exclusive=True)).yields == (key(1),)
 
 
 def test_favoured_jobs_take_turns_as_all_do_among_themselves():
-    holder = job(1, 0, state="held", favoured=True, held_s=60.0, vtime_s=60.0)
-    assert turn(holder, job(2, 0, favoured=True, vtime_s=0.0)).yields == (key(1),)
-    assert turn(holder, job(2, 0, favoured=True, vtime_s=200.0)).yields == ()
+    holder = job(1, 0, state="held", preferred=True, held_s=60.0, vtime_s=60.0)
+    assert turn(holder, job(2, 0, preferred=True, vtime_s=0.0)).yields == (key(1),)
+    assert turn(holder, job(2, 0, preferred=True, vtime_s=200.0)).yields == ()
 
 
 def test_where_nobody_is_favoured_a_job_is_overdue_as_ever():
     holder = job(1, 0, state="held", held_s=60.0, vtime_s=60.0)
-    late = job(2, 0, state="yielded", vtime_s=9000.0, waited_s=LATE * 2 * 60.0 + 1)
+    late = job(2, 0, state="yielded", vtime_s=9000.0, waited_s=MAX_FAIR_WAITS * 2 * 60.0 + 1)
     assert turn(holder, late).yields == (key(1),)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from turns_world import COPY_S, MIN_RUN_S, SLICE_S, TICK_S, World, gpus, key
 
-from cadenza.policies.sharing.turns.fair_queue import BEHIND, Contender
+from cadenza.policies.sharing.turns.fair_queue import MAX_FAIR_WAITS_BEHIND, Contender
 
 ITERATIONS = (None, 0.5, 1.0, 3.0)
 TURN_S = SLICE_S + MIN_RUN_S + 3.0 + COPY_S + 2 * TICK_S
@@ -18,7 +18,7 @@ gangs = st.sets(st.integers(0, 3), min_size=1).map(lambda indices: gpus(*indices
 
 
 @st.composite
-def arrivals(draw: st.DrawFn, *, weights: tuple[float, ...] = (1.0,), drift: float = 0.0, favoured: bool = False):
+def arrivals(draw: st.DrawFn, *, weights: tuple[float, ...] = (1.0,), drift: float = 0.0, preferred: bool = False):
     rows = draw(
         st.lists(
             st.tuples(
@@ -28,7 +28,7 @@ def arrivals(draw: st.DrawFn, *, weights: tuple[float, ...] = (1.0,), drift: flo
                 st.sampled_from(ITERATIONS),
                 st.floats(1, 120),
                 st.floats(0, drift),
-                st.booleans() if favoured else st.just(value=False),
+                st.booleans() if preferred else st.just(value=False),
             ),
             min_size=2,
             max_size=7,
@@ -44,7 +44,7 @@ def arrivals(draw: st.DrawFn, *, weights: tuple[float, ...] = (1.0,), drift: flo
                 iteration_s=iteration,
                 ready=True,
                 vtime_s=vtime,
-                favoured=first,
+                preferred=first,
             ),
             work,
         )
@@ -62,21 +62,21 @@ def test_no_job_waits_past_the_stated_bound(rows):
 
 
 @settings(max_examples=20, deadline=None)
-@given(arrivals(drift=500.0, favoured=True), st.booleans())
+@given(arrivals(drift=500.0, preferred=True), st.booleans())
 def test_behind_favoured_jobs_nobody_waits_past_the_stated_bound(rows, successors):
     world = World([(at, job, 1 + work % 25) for at, job, work in rows], successors=successors).run(600)
     for job, wait in world.all_waits():
-        assert wait.seconds <= 2 * BEHIND * wait.met * TURN_S, f"job {job.key} waited {wait.seconds} s"
+        assert wait.seconds <= 2 * MAX_FAIR_WAITS_BEHIND * wait.met * TURN_S, f"job {job.key} waited {wait.seconds} s"
 
 
 def test_of_two_jobs_the_one_behind_has_a_ninth():
-    rows = [(0.0, Contender(key=key(n), gpus=gpus(0), ready=True, favoured=n == 0), 1e9) for n in range(2)]
+    rows = [(0.0, Contender(key=key(n), gpus=gpus(0), ready=True, preferred=n == 0), 1e9) for n in range(2)]
     world = World(rows).run(2000)
     assert 1 / 12 < world.held[key(1)] / world.held[key(0)] < 1 / 7
 
 
 @settings(max_examples=25, deadline=None)
-@given(arrivals(weights=(1.0, 2.0, 4.0), favoured=True))
+@given(arrivals(weights=(1.0, 2.0, 4.0), preferred=True))
 def test_no_free_gpu_idles_past_the_stated_bound(rows):
     world = World(rows).run(200)
     assert all(wait.free_s <= TURN_S for _, wait in world.all_waits())

@@ -15,7 +15,7 @@ import zmq
 import zmq.auth
 
 from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Outcome, Release, Suspend, Unsuspend
-from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Options, Standing
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Options, SlurmState
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, LeaseReport, Report, ToAgent
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent
@@ -57,9 +57,9 @@ class FileSlurm:
             raise SlurmDownError("slurmctld does not answer")
         return replace(decode_snapshot(self.path.read_bytes()), time_s=SystemClock().now())
 
-    def look(self, jobs: Collection[int]) -> dict[JobKey, Standing]:
+    def look(self, jobs: Collection[int]) -> dict[JobKey, SlurmState]:
         books = self.read()
-        return {job.key: job.standing(books.time_s) for job in books.jobs if job.key.id in jobs}
+        return {job.key: job.slurm_state(books.time_s) for job in books.jobs if job.key.id in jobs}
 
     def write(self, snapshot: ClusterSnapshot) -> None:
         draft = self.path.with_suffix(".new")

@@ -10,7 +10,7 @@ from service_rig import job, node
 
 from cadenza.policies.core.actions import Action, Migrate, Outcome, Pack, Resize, Tune, Unpack
 from cadenza.policies.core.decision import Alone, Decision, Memory, SharingMemory
-from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Pace, Share
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Share, StepRate
 from cadenza.policies.core.move import Move, Over
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.guard import GuardSettings
@@ -119,7 +119,7 @@ def packed(*paces: tuple[float, int]) -> tuple[Job, ...]:
     found = []
     for (iteration_s, iterations), key, other in zip(paces, (A, B), (B, A), strict=True):
         one = trains(iterations, 50.0, key)
-        pace = Pace(iteration_s, iterations, 20.0, beside=(other,))
+        pace = StepRate(iteration_s, iterations, 20.0, co_runners=(other,))
         found.append(replace(one, lease=replace(one.lease, pace=pace)))
     return tuple(found)
 

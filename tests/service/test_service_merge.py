@@ -9,7 +9,7 @@ import msgspec
 from service_rig import books, job, lease, node, report, write_config
 
 from cadenza.policies.core.actions import Outcome, Resume, Suspend, Unsuspend, Yield
-from cadenza.policies.core.model import Gpu, Host, JobKey, Use
+from cadenza.policies.core.model import Gpu, Host, JobKey, JobUsage
 from cadenza.policies.round import RoundReport
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import (
@@ -65,7 +65,7 @@ def test_what_the_hosts_measured_is_put_together() -> None:
         n2=gang("held", telemetry=JobTelemetry(window_s=5.0, samples_s=20.0, data_wait=0.3, gpu_percent=70.0,
                                                memory_kind="gpu"), requeue_owner="lightning"),
     )  # fmt: skip
-    assert one.use == Use(samples_s=30.0, data_wait=0.3, gpu_percent=60.0, rss_mb=100.0, memory_low_mb=7.0)
+    assert one.use == JobUsage(samples_s=30.0, data_wait=0.3, gpu_percent=60.0, rss_mb=100.0, memory_low_mb=7.0)
     assert one.requeue_owner == "lightning"
     assert merged(n1=gang("held"), n2=gang("held")).use is None
 

@@ -9,7 +9,7 @@ from service_rig import books, job, lease, node, report, write_config
 
 from cadenza.policies.core.actions import Pack, Resume, Unpack, Unsuspend
 from cadenza.policies.core.decision import Memory
-from cadenza.policies.core.model import ClusterSnapshot, JobKey, Options, Pace
+from cadenza.policies.core.model import ClusterSnapshot, JobKey, Options, StepRate
 from cadenza.policies.guard import guard
 from cadenza.policies.ledger import remember
 from cadenza.sidecar import orders
@@ -46,9 +46,9 @@ def library(folder: Path, pairs: str = "") -> Library:
     return directory.library
 
 
-def pace(iteration_s: float, beside: tuple[int, ...] = (), window_s: float = 30.0) -> Pace:
-    others = tuple((number, 0) for number in beside)
-    return Pace(iteration_s, int(window_s / iteration_s), window_s, 0.001, 0.0, others)
+def pace(iteration_s: float, co_runners: tuple[int, ...] = (), window_s: float = 30.0) -> StepRate:
+    others = tuple((number, 0) for number in co_runners)
+    return StepRate(iteration_s, int(window_s / iteration_s), window_s, 0.001, 0.0, others)
 
 
 def seen(found: Library, *leases: orders.LeaseReport, state: str = "RUNNING") -> ClusterSnapshot:
@@ -136,4 +136,4 @@ def test_the_pace_of_several_hosts_is_that_of_the_slowest() -> None:
     whole = with_leases(books(job(1, nodes=("n1", "n2"), num_nodes=2)), agents, parts_by_job(agents))
     merged = whole.jobs[0].lease
     assert merged is not None
-    assert merged.pace == Pace(0.3, 50, 15.0, 0.001, 0.0, (JobKey(2, 0), JobKey(3, 0)))
+    assert merged.pace == StepRate(0.3, 50, 15.0, 0.001, 0.0, (JobKey(2, 0), JobKey(3, 0)))

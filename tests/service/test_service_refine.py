@@ -16,7 +16,7 @@ from service_rig import books, gateway_without_agents, job, lease, node
 
 from cadenza.policies.core.actions import Action, Outcome, Tune
 from cadenza.policies.core.decision import Memory
-from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, Lease, Options, Pace, Share
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, Lease, Options, Share, StepRate
 from cadenza.policies.core.profile import Profile
 from cadenza.profiler.model.belief import begin, observe
 from cadenza.profiler.model.roofline import Law, fit
@@ -50,7 +50,7 @@ class Run:
     noise: float = 0.01
     facts: dict[str, object] = field(default_factory=dict)
     state: str = "held"
-    beside: tuple = ()
+    co_runners: tuple = ()
     told: float | None = None
     """What its agents say of its CPUs, if that is something else."""
     iterations: int = 0
@@ -67,7 +67,7 @@ class Run:
 
     def job(self, now_s: float) -> Job:
         mean = self.busy_s / self.iterations if self.iterations else 0.0
-        pace = Pace(mean, self.iterations, now_s - self.since_s, beside=self.beside)
+        pace = StepRate(mean, self.iterations, now_s - self.since_s, co_runners=self.co_runners)
         held = Lease(self.state, (Gpu("n1", self.gpu),), ready=True, step=self.iterations, pace=pace)
         told = self.cpus if self.told is None else self.told
         shown = replace(held, cpus_per_gpu=told, checkpoints=True, iteration_s=mean or None)
@@ -164,7 +164,7 @@ def test_a_change_of_cpus_begins_a_window_anew() -> None:
 @pytest.mark.parametrize(
     "facts",
     [
-        {"beside": (job(2).key,)},
+        {"co_runners": (job(2).key,)},
         {"state": "stopping"},
         {"state": "yielded"},
         {"told": 0.0},
@@ -208,7 +208,7 @@ def test_slow_iterations_take_longer_windows_and_one_pause_does_not_count() -> N
 def test_a_restarted_agent_or_another_incarnation_begins_anew() -> None:
     window = Window(("x",), 0.0)  # type: ignore[arg-type]
     one = replace(World(Run(1, TRUE)).read().jobs[0], placement=(Share("n1", 1, 4, 16384),))
-    again, sight = watch(window, replace(one, lease=replace(one.lease, pace=Pace(1.0, 5, 100.0))), 50.0)
+    again, sight = watch(window, replace(one, lease=replace(one.lease, pace=StepRate(1.0, 5, 100.0))), 50.0)
     assert sight is None
     assert again is not None
     assert (again.since_s, again.batches) == (50.0, ())

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 
 from cadenza.policies.allocation.problem import share_speed
 from cadenza.policies.core.decision import Loan
-from cadenza.policies.core.model import Job, JobKey, Pace
-from cadenza.policies.sharing.state.measurement import LEAST, Rule
+from cadenza.policies.core.model import Job, JobKey, StepRate
+from cadenza.policies.sharing.state.measurement import MIN_ITERATIONS, Rule
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
-LOSS = 0.03
+MAX_LOSS = 0.03
 """A job that lends may be slower by this part: less is noise."""
 KEEPS_S = 3600.0
 """A loan that was undone, or a measurement with the job's own CPUs, counts so long."""
-SETTLES = 0.25
+SETTLING_SHARE = 0.25
 """Part of a window after a change that does not count: what loaders have read ahead."""
 
 
@@ -31,13 +31,13 @@ def review_cpu_loans(state: SharingState) -> None:
     """
     types = {node.name: node.gpu_type for node in state.snapshot.nodes}
     window_s = Rule.under(state.settings, state.gandiva).window_s
-    lending = Judge(state.now_s, window_s, types).look(state.jobs, state.memory.sharing.loans)
+    lending = LoanReview(state.now_s, window_s, types).look(state.jobs, state.memory.sharing.loans)
     state.keeps_cpus = lending.keeps
     state.remember(loans=lending.loans)
 
 
 @dataclass(frozen=True, slots=True)
-class Lending:
+class LoanFindings:
     """What is known of all loans after this round's look."""
 
     loans: tuple[Loan, ...] = ()
@@ -47,7 +47,7 @@ class Lending:
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class LoanReview:
     """How loans are judged at a time; seconds."""
 
     now_s: float
@@ -55,11 +55,11 @@ class Judge:
     types: Mapping[str, str]
     """GPU type of each node, by name."""
 
-    def look(self, jobs: Mapping[JobKey, Job], loans: tuple[Loan, ...]) -> Lending:
+    def look(self, jobs: Mapping[JobKey, Job], loans: tuple[Loan, ...]) -> LoanFindings:
         """Return the loans of these jobs as of now."""
         known = {loan.job: loan for loan in loans}
         found = tuple(sorted(self._followed(jobs, known)))
-        return Lending(found, {loan.job: _why(loan, jobs[loan.job]) for loan in found if loan.phase != "lends"})
+        return LoanFindings(found, {loan.job: _why(loan, jobs[loan.job]) for loan in found if loan.phase != "lends"})
 
     def _followed(self, jobs: Mapping[JobKey, Job], known: Mapping[JobKey, Loan]) -> Iterator[Loan]:
         for key, job in jobs.items():
@@ -71,15 +71,15 @@ class Judge:
                 continue
             yield self._next(self._marked(loan or Loan(key), job, pace), job, pace)
 
-    def _marked(self, loan: Loan, job: Job, pace: Pace) -> Loan:
+    def _marked(self, loan: Loan, job: Job, pace: StepRate) -> Loan:
         """Return a loan whose stretch is of the CPUs that the job has now, begun anew where that has to be."""
         cpus = job.placement[0].cpus
         if loan.cpus != cpus:
             return _from(loan._replace(cpus=cpus, since_s=self.now_s), pace)
         again = pace.iterations < loan.iterations or pace.window_s < loan.window_s
-        return _from(loan, pace) if again or self.now_s - loan.since_s < SETTLES * self.window_s else loan
+        return _from(loan, pace) if again or self.now_s - loan.since_s < SETTLING_SHARE * self.window_s else loan
 
-    def _next(self, loan: Loan, job: Job, pace: Pace) -> Loan:
+    def _next(self, loan: Loan, job: Job, pace: StepRate) -> Loan:
         """Return a loan after what its stretch has shown."""
         if loan.judged_s and self.now_s - loan.judged_s > KEEPS_S:
             return _from(loan._replace(phase="lends", own_s=0.0, judged_s=0.0), pace)
@@ -90,10 +90,10 @@ class Judge:
             return _from(self._lent(loan, job, iteration_s), pace) if _lends(job) else loan
         return self._compared(loan, iteration_s) if loan.phase == "checks" and not _lends(job) else loan
 
-    def _measured(self, loan: Loan, pace: Pace) -> float | None:
+    def _measured(self, loan: Loan, pace: StepRate) -> float | None:
         """Return the mean iteration time of the stretch, None while it is too short."""
         iterations, window_s = pace.iterations - loan.iterations, pace.window_s - loan.window_s
-        if iterations < LEAST or window_s < self.window_s:
+        if iterations < MIN_ITERATIONS or window_s < self.window_s:
             return None
         return (pace.iterations * pace.iteration_s - loan.spent_s) / iterations
 
@@ -101,11 +101,11 @@ class Judge:
         promised_s = loan.own_s or self._promised_s(job)
         if not promised_s:
             return loan
-        slow = iteration_s > promised_s * (1 + LOSS)
+        slow = iteration_s > promised_s * (1 + MAX_LOSS)
         return loan._replace(lent_s=iteration_s, own_s=promised_s, phase="checks" if slow else "lends")
 
     def _compared(self, loan: Loan, iteration_s: float) -> Loan:
-        costs = loan.lent_s > iteration_s * (1 + LOSS)
+        costs = loan.lent_s > iteration_s * (1 + MAX_LOSS)
         return loan._replace(own_s=iteration_s, judged_s=self.now_s, phase="keeps" if costs else "lends")
 
     def _promised_s(self, job: Job) -> float:
@@ -119,10 +119,10 @@ class Judge:
         return job.profile.on(gpu).iteration_s / speed if speed > 0 else 0.0
 
 
-def _pace(job: Job) -> Pace | None:
+def _pace(job: Job) -> StepRate | None:
     """Return the pace of a job that has GPUs of one node to itself, None for any other."""
     lease = job.lease
-    if lease is None or lease.state != "held" or lease.pace is None or lease.pace.beside or len(job.placement) != 1:
+    if lease is None or lease.state != "held" or lease.pace is None or lease.pace.co_runners or len(job.placement) != 1:
         return None
     return lease.pace if lease.pace.iterations else None
 
@@ -131,11 +131,9 @@ def _lends(job: Job) -> bool:
     return len(job.placement) == 1 and job.placement[0].cpus < job.cpus
 
 
-def _from(loan: Loan, pace: Pace) -> Loan:
+def _from(loan: Loan, pace: StepRate) -> Loan:
     """Return a loan whose stretch begins at this pace."""
-    return loan._replace(
-        iterations=pace.iterations, spent_s=pace.iterations * pace.iteration_s, window_s=pace.window_s
-    )
+    return loan._replace(iterations=pace.iterations, spent_s=pace.iterations * pace.iteration_s, window_s=pace.window_s)
 
 
 def _why(loan: Loan, job: Job) -> str:

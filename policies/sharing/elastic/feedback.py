@@ -21,7 +21,7 @@ def review_growth(state: SharingState) -> None:
     """Compare jobs that have grown with their speed before."""
     rule = Rule.under(state.settings, state.gandiva)
     growths = Growths(state.memory.sharing.growths, rule, state.now_s, state.gandiva.pack_again_s)
-    state.remember(growths=growths.judged(state.jobs))
+    state.remember(growths=growths.evaluate(state.jobs))
 
 
 def begun(actions: Sequence[Action], jobs: Mapping[JobKey, Job], now_s: float) -> Iterator[Growth]:
@@ -31,7 +31,7 @@ def begun(actions: Sequence[Action], jobs: Mapping[JobKey, Job], now_s: float) -
         if job is None or sum(share.gpus for share in action.shares) <= job.gpus:
             continue
         pace = job.lease.pace if job.lease is not None else None
-        if pace is not None and pace.iterations and not pace.beside:
+        if pace is not None and pace.iterations and not pace.co_runners:
             yield Growth(job.key.id, job.gpus, pace.iteration_s, now_s)
 
 
@@ -53,7 +53,7 @@ class Growths:
     again_s: float
     """Time after which a job may grow again."""
 
-    def judged(self, jobs: Mapping[JobKey, Job]) -> tuple[Growth, ...]:
+    def evaluate(self, jobs: Mapping[JobKey, Job]) -> tuple[Growth, ...]:
         """Return the rows as of now: those that paid, or have had their time, are dropped."""
         by_id = {key.id: job for key, job in jobs.items()}
         found = (self._judged(row, by_id.get(row.id)) for row in self.rows)
@@ -63,9 +63,16 @@ class Growths:
         if self.now_s - row.at_s > self.again_s:
             return None
         pace = job.lease.pace if job is not None and job.lease is not None else None
-        if row.vain or job is None or pace is None or job.gpus <= row.gpus or pace.beside or not self.rule.counts(pace):
+        if (
+            row.vain
+            or job is None
+            or pace is None
+            or job.gpus <= row.gpus
+            or pace.co_runners
+            or not self.rule.counts(pace)
+        ):
             return row
         per_gpu = job.options is not None and job.options.batch == "per-gpu"
         gain = row.iteration_s / pace.iteration_s * (job.gpus / row.gpus if per_gpu else 1.0)
         said = f"with {job.gpus} GPUs it did {gain:.0%} of the work that it did with {row.gpus}"
-        return None if self.rule.paid(gain) else row._replace(vain=said, at_s=self.now_s)
+        return None if self.rule.pays_off(gain) else row._replace(vain=said, at_s=self.now_s)

@@ -10,17 +10,17 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from cadenza.policies.core.model import Job, Placement
-from cadenza.policies.sharing.state.host import Ask, HostBook, Seat
+from cadenza.policies.sharing.state.host import HostState, ResourceRequest, Seat
 from cadenza.policies.sharing.state.sharing_state import SharingState, share_of
 
 
-class Span(NamedTuple):
+class MultiNodeJob(NamedTuple):
     """A job of several hosts, and on how many it can run."""
 
     job: Job
-    ask: Ask
+    request: ResourceRequest
     """What it has on each of them."""
-    hosts: tuple[HostBook, ...]
+    hosts: tuple[HostState, ...]
     least: int
     most: int
 
@@ -30,51 +30,58 @@ class Span(NamedTuple):
         return len(self.hosts) - self.least
 
 
-def span(state: SharingState, job: Job) -> Span | None:
+def multi_node_job(state: SharingState, job: Job) -> MultiNodeJob | None:
     """Return a job's hosts; None for a job of one host, and for one that has not the same on each."""
     if state.asked_nodes(job) < 2:  # noqa: PLR2004 - one host is
         return None
     hosts = tuple(state.by_node[name] for name in job.nodes if name in state.by_node)
-    tenants = [host.tenants[job.key] for host in hosts if job.key in host.tenants]
-    asks, lanes = {tenant.ask for tenant in tenants}, {state.lanes[tenant.lane] for tenant in tenants}
-    if len(tenants) != len(job.nodes) or len(asks) != 1 or len(lanes) != 1:
+    residents = [host.residents[job.key] for host in hosts if job.key in host.residents]
+    requests, lanes = (
+        {resident.request for resident in residents},
+        {state.lanes[resident.lane] for resident in residents},
+    )
+    if len(residents) != len(job.nodes) or len(requests) != 1 or len(lanes) != 1:
         return None
-    (ask,), sizes = asks, state.sizes(job)
-    return Span(job, ask, hosts, max(-(-sizes[0] // ask.gpus), 1), sizes[-1] // ask.gpus)
+    (request,), sizes = requests, state.sizes(job)
+    return MultiNodeJob(job, request, hosts, max(-(-sizes[0] // request.gpus), 1), sizes[-1] // request.gpus)
 
 
-def give_back(state: SharingState, found: Span, hosts: Collection[HostBook], why: str) -> None:
+def give_back(state: SharingState, found: MultiNodeJob, hosts: Collection[HostState], why: str) -> None:
     """Continue a job without some of its hosts."""
     leaving = {host.name for host in hosts}
-    state.respan(found.job, _shares(found, [host for host in found.hosts if host.name not in leaving]), why)
+    state.resize_nodes(found.job, _shares(found, [host for host in found.hosts if host.name not in leaving]), why)
     for host in hosts:
-        host.leave(host.tenants[found.job.key])
+        host.leave(host.residents[found.job.key])
 
 
-def grow_by_hosts(state: SharingState, found: Span, idle: Iterable[HostBook], most: int) -> None:
+def grow_by_hosts(state: SharingState, found: MultiNodeJob, idle: Iterable[HostState], most: int) -> None:
     """Continue a job on more hosts, of those whose GPUs nobody has, on ``most`` in all."""
     seats = [(host, seat) for host in idle if (seat := _seat(state, found, host)) is not None]
     more = seats[: max(min(most, found.most) - len(found.hosts), 0)]
     if not more:
         return
-    shares = (*_shares(found, found.hosts), *(share_of(seat.node.name, found.ask) for _, seat in more))
+    shares = (*_shares(found, found.hosts), *(share_of(seat.node.name, found.request) for _, seat in more))
     names = ", ".join(host.name for host, _ in more)
-    state.respan(
+    state.resize_nodes(
         found.job, tuple(sorted(shares)), f"grows to {len(shares)} hosts: the GPUs of {names} have been idle"
     )
     for host, seat in more:
-        host.enter(found.job, found.ask, seat)
+        host.enter(found.job, found.request, seat)
 
 
-def _seat(state: SharingState, found: Span, host: HostBook) -> Seat | None:
+def _seat(state: SharingState, found: MultiNodeJob, host: HostState) -> Seat | None:
     """Return the GPUs that a job would have on one more host, in its lane and to itself."""
     first, key = found.hosts[0], found.job.key
-    if key in host.tenants or first.lanes[0].gpu_type != host.lanes[0].gpu_type or not state.takes(host, found.ask):
+    if (
+        key in host.residents
+        or first.lanes[0].gpu_type != host.lanes[0].gpu_type
+        or not state.admits(host, found.request)
+    ):
         return None
-    lane, known = state.lanes[first.tenants[key].lane], all(tenant.gpus for tenant in host.tenants.values())
-    seats = (seat for seat in host.seats(found.ask) if known and seat.lane == lane and seat.crowd == 0)
+    lane, known = state.lanes[first.residents[key].lane], all(resident.gpus for resident in host.residents.values())
+    seats = (seat for seat in host.seats(found.request) if known and seat.lane == lane and seat.sharers == 0)
     return next(seats, None)
 
 
-def _shares(found: Span, hosts: Iterable[HostBook]) -> Placement:
-    return tuple(sorted(share_of(host.tenants[found.job.key].lane, found.ask) for host in hosts))
+def _shares(found: MultiNodeJob, hosts: Iterable[HostState]) -> Placement:
+    return tuple(sorted(share_of(host.residents[found.job.key].lane, found.request) for host in hosts))

@@ -15,12 +15,12 @@ from typing import TypeAlias
 
 from cadenza.policies.core.decision import Growth
 from cadenza.policies.core.model import Job, JobKey
-from cadenza.policies.sharing.elastic.multi_node import give_back, grow_by_hosts, span
-from cadenza.policies.sharing.state.host import Ask, HostBook, Seat, Tenant
+from cadenza.policies.sharing.elastic.multi_node import give_back, grow_by_hosts, multi_node_job
+from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest, Seat
 from cadenza.policies.sharing.state.pending import lacks_lease, sized
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
-Plan: TypeAlias = list[tuple[Tenant, int]]
+Plan: TypeAlias = list[tuple[Resident, int]]
 """Who shrinks on a host, and to how many GPUs there: none means that it leaves the host."""
 UNDECIDED_S = 5.0
 """Slurm looks at a new job within 3 s (``batch_sched_delay``), and gives a reason if it does not start it."""
@@ -36,34 +36,34 @@ def shrink_for_pending(state: SharingState) -> None:
     for job in (*state.pending, *state.queued):
         _shrink_for(state, job, promised)
     for host in state.hosts.values():
-        for key in sorted(host.tenants):
-            tenant = host.tenants.get(key)  # it may have left for one before it
-            if tenant is not None and _stands(state, tenant):
-                _shrink_beside(state, host, tenant)
+        for key in sorted(host.residents):
+            resident = host.residents.get(key)  # it may have left for one before it
+            if resident is not None and _stands(state, resident):
+                _shrink_beside(state, host, resident)
 
 
-def _stands(state: SharingState, tenant: Tenant) -> bool:
-    key = tenant.job.key
-    return key in state.jobs and key not in state.fixed and key not in state.packed and lacks_lease(tenant)
+def _stands(state: SharingState, resident: Resident) -> bool:
+    key = resident.job.key
+    return key in state.jobs and key not in state.fixed and key not in state.packed and lacks_lease(resident)
 
 
 def _shrink_for(state: SharingState, job: Job, promised: dict[str, int]) -> None:
     """Make room for a job where that takes the fewest; nothing is done where it would not suffice."""
-    if any(job.key in host.tenants for host in state.hosts.values()):
+    if any(job.key in host.residents for host in state.hosts.values()):
         return  # it has been placed, and Slurm is to start it
     if _undecided(state, job):
         return
-    ask = Ask.under(job, state.settings)
-    plans = [(host, _room(state, host, ask, promised.get(host.name, 0))) for host in _open_to(state, job)]
-    chosen = _chosen(state, [(host, plan) for host, plan in plans if plan is not None], ask.nodes)
-    leaving: dict[JobKey, list[HostBook]] = {}
+    request = ResourceRequest.under(job, state.settings)
+    plans = [(host, _room(state, host, request, promised.get(host.name, 0))) for host in _open_to(state, job)]
+    chosen = _chosen(state, [(host, plan) for host, plan in plans if plan is not None], request.nodes)
+    leaving: dict[JobKey, list[HostState]] = {}
     for host, plan in chosen:
-        for tenant, size in plan:
+        for resident, size in plan:
             if size:
-                _resize(state, host, tenant, size, f"gives GPUs of {host.name} back: job {job.key} needs them")
+                _resize(state, host, resident, size, f"gives GPUs of {host.name} back: job {job.key} needs them")
             else:
-                leaving.setdefault(tenant.job.key, []).append(host)
-        promised[host.name] = promised.get(host.name, 0) + ask.gpus
+                leaving.setdefault(resident.job.key, []).append(host)
+        promised[host.name] = promised.get(host.name, 0) + request.gpus
     for key, hosts in leaving.items():
         _leave(state, state.jobs[key], hosts, f"job {job.key} needs them")
 
@@ -74,19 +74,19 @@ def _undecided(state: SharingState, job: Job) -> bool:
     return new and state.settings.admission == "native"
 
 
-def _chosen(state: SharingState, plans: Iterable[tuple[HostBook, Plan]], count: int) -> list[tuple[HostBook, Plan]]:
+def _chosen(state: SharingState, plans: Iterable[tuple[HostState, Plan]], count: int) -> list[tuple[HostState, Plan]]:
     """Return so many hosts on which the fewest shrink, or none: nobody leaves more hosts than it can spare."""
-    found: list[tuple[HostBook, Plan]] = []
+    found: list[tuple[HostState, Plan]] = []
     left: Counter[JobKey] = Counter()
     for host, plan in sorted(plans, key=lambda row: (len(row[1]), row[0].name)):
-        leaving = [tenant.job for tenant, size in plan if not size]
+        leaving = [resident.job for resident, size in plan if not size]
         if len(found) < count and all(left[job.key] < _spare(state, job) for job in leaving):
             found.append((host, plan))
             left.update(job.key for job in leaving)
     return found if len(found) == count else []
 
 
-def _open_to(state: SharingState, job: Job) -> list[HostBook]:
+def _open_to(state: SharingState, job: Job) -> list[HostState]:
     """Return the hosts on which a job may start."""
     return [
         host
@@ -97,86 +97,90 @@ def _open_to(state: SharingState, job: Job) -> list[HostBook]:
     ]
 
 
-def _room(state: SharingState, host: HostBook, ask: Ask, promised: int) -> Plan | None:
+def _room(state: SharingState, host: HostState, request: ResourceRequest, promised: int) -> Plan | None:
     """Return the fewest jobs to shrink on a host for a job to fit, the largest first; None when it cannot."""
     plan: Plan = []
-    lacking = host.given + promised + ask.gpus - host.gpus
-    tenants = [(tenant, found) for tenant in host.tenants.values() if (found := _sizes_on(state, tenant))]
-    for tenant, found in sorted(tenants, key=lambda row: (-row[0].ask.gpus, row[0].job.key)):
-        fitting = [size for size in found if size <= tenant.ask.gpus - lacking]
+    lacking = host.gpus_allocated + promised + request.gpus - host.gpus
+    residents = [(resident, found) for resident in host.residents.values() if (found := _sizes_on(state, resident))]
+    for resident, found in sorted(residents, key=lambda row: (-row[0].request.gpus, row[0].job.key)):
+        fitting = [size for size in found if size <= resident.request.gpus - lacking]
         size = fitting[-1] if fitting else found[0]
-        if lacking > 0 and size < tenant.ask.gpus:
-            plan.append((tenant, size))
-            lacking -= tenant.ask.gpus - size
+        if lacking > 0 and size < resident.request.gpus:
+            plan.append((resident, size))
+            lacking -= resident.request.gpus - size
     return plan if lacking <= 0 else None
 
 
-def _sizes_on(state: SharingState, tenant: Tenant) -> tuple[int, ...]:
+def _sizes_on(state: SharingState, resident: Resident) -> tuple[int, ...]:
     """Return with how many GPUs of a host a job can run: none, if it can spare the host; () if its size stays."""
-    found = state.sizes(tenant.job)
-    if found[0] >= tenant.job.gpus:
+    found = state.sizes(resident.job)
+    if found[0] >= resident.job.gpus:
         return ()
-    if _resizable(state, tenant):
+    if _resizable(state, resident):
         return found
-    return (0,) if _spare(state, tenant.job) > 0 else ()
+    return (0,) if _spare(state, resident.job) > 0 else ()
 
 
 def _spare(state: SharingState, job: Job) -> int:
     """Return how many hosts a job can give back now."""
-    found = span(state, job) if _stoppable(state, job) else None
+    found = multi_node_job(state, job) if _stoppable(state, job) else None
     return found.spare if found is not None else 0
 
 
-def _leave(state: SharingState, job: Job, hosts: Sequence[HostBook], why: str) -> None:
+def _leave(state: SharingState, job: Job, hosts: Sequence[HostState], why: str) -> None:
     """Take hosts from a job that can spare them."""
-    found = span(state, job)
+    found = multi_node_job(state, job)
     if found is not None:
         give_back(state, found, hosts, f"gives GPUs of {', '.join(host.name for host in hosts)} back: {why}")
 
 
-def _shrink_beside(state: SharingState, host: HostBook, waiting: Tenant) -> None:
+def _shrink_beside(state: SharingState, host: HostState, waiting: Resident) -> None:
     """Shrink all that have GPUs of a job without a lease to GPUs that nobody else has, if they all can.
 
     The job's own GPUs are settled, because Slurm chose them; so those of the others change, on any lane.
     """
-    rivals = [t for t in host.tenants.values() if t.job.key != waiting.job.key and t.gpus & waiting.gpus]
+    rivals = [t for t in host.residents.values() if t.job.key != waiting.job.key and t.gpus & waiting.gpus]
     if not rivals or not host.usable or not all(_sizes_on(state, rival) for rival in rivals):
         return
     narrow = [rival for rival in rivals if _resizable(state, rival)]
     for rival in rivals:
         host.leave(rival)
-    seated: list[tuple[Tenant, Ask, Seat]] = []
-    for rival in sorted(narrow, key=lambda rival: (-rival.ask.gpus, rival.job.key)):
+    seated: list[tuple[Resident, ResourceRequest, Seat]] = []
+    for rival in sorted(narrow, key=lambda rival: (-rival.request.gpus, rival.job.key)):
         found = _smaller(state, host, rival)
         if found is None:
             break
         seated.append((rival, *found))
         host.enter(rival.job, *found)
     for rival, _, _ in seated:
-        host.leave(host.tenants[rival.job.key])
+        host.leave(host.residents[rival.job.key])
     for rival in rivals:
         host.stay(rival)
     if len(seated) == len(narrow):
         why = f"job {waiting.job.key} waits for them"
-        for rival, ask, seat in seated:
-            state.resize(rival.job, host, seat, ask, f"gives GPUs of {host.name} back: {why}")
+        for rival, request, seat in seated:
+            state.resize(rival.job, host, seat, request, f"gives GPUs of {host.name} back: {why}")
         for rival in [rival for rival in rivals if rival not in narrow]:
             _leave(state, rival.job, (host,), why)
 
 
-def _smaller(state: SharingState, host: HostBook, tenant: Tenant) -> tuple[Ask, Seat] | None:
+def _smaller(state: SharingState, host: HostState, resident: Resident) -> tuple[ResourceRequest, Seat] | None:
     """Return the largest smaller size of a job for which a lane has GPUs that nobody else has."""
-    for size in reversed(state.sizes(tenant.job)):
-        ask = sized(tenant.ask, size)
-        seat = next((seat for seat in host.seats(ask) if seat.crowd == 0), None) if size < tenant.ask.gpus else None
+    for size in reversed(state.sizes(resident.job)):
+        request = sized(resident.request, size)
+        seat = (
+            next((seat for seat in host.seats(request) if seat.sharers == 0), None)
+            if size < resident.request.gpus
+            else None
+        )
         if seat is not None:
-            return ask, seat
+            return request, seat
     return None
 
 
-def _resizable(state: SharingState, tenant: Tenant) -> bool:
+def _resizable(state: SharingState, resident: Resident) -> bool:
     """Whether a job may be resized within its host, however lately it was: whoever grew gives back at once."""
-    job = tenant.job
+    job = resident.job
     return len(job.nodes) == 1 and state.asked_nodes(job) == 1 and _stoppable(state, job)
 
 
@@ -206,7 +210,7 @@ def why_its_size_stays(state: SharingState, job: Job) -> str:
     if lease is None or len(state.sizes(job)) == 1:
         return ""
     checks = (
-        (len(job.nodes) > 1 and span(state, job) is None, "its nodes do not all have the same"),
+        (len(job.nodes) > 1 and multi_node_job(state, job) is None, "its nodes do not all have the same"),
         (not job.requeueable, "Slurm may not requeue it (no batch job, or --no-requeue)"),
         (bool(lease.requeue_owner), f"{lease.requeue_owner} requeues it"),
         (
@@ -228,7 +232,7 @@ def grow(state: SharingState) -> None:
     state.remember(spare_s=spare)
     if state.pending or state.queued:
         return
-    if any(host.height > 1 or any(map(lacks_lease, host.tenants.values())) for host in state.hosts.values()):
+    if any(host.overcommit > 1 or any(map(lacks_lease, host.residents.values())) for host in state.hosts.values()):
         return
     idle = [state.hosts[name] for name, since_s in spare if state.now_s - since_s >= state.gandiva.idle_s]
     for host in idle:
@@ -242,14 +246,14 @@ def undo_growth(state: SharingState) -> None:
     vain = _grown_in_vain(state)
     if not vain:
         return
-    grown = [(host, t) for host in state.hosts.values() for t in host.tenants.values() if t.job.key.id in vain]
-    for host, tenant in grown:
-        row = vain[tenant.job.key.id]
-        if tenant.ask.gpus > row.gpus and row.gpus in state.sizes(tenant.job) and _resizable(state, tenant):
-            _resize(state, host, tenant, row.gpus, f"goes back to {row.gpus} GPUs: {row.vain}")
+    grown = [(host, t) for host in state.hosts.values() for t in host.residents.values() if t.job.key.id in vain]
+    for host, resident in grown:
+        row = vain[resident.job.key.id]
+        if resident.request.gpus > row.gpus and row.gpus in state.sizes(resident.job) and _resizable(state, resident):
+            _resize(state, host, resident, row.gpus, f"goes back to {row.gpus} GPUs: {row.vain}")
     for job in [job for job in state.jobs.values() if job.key.id in vain and _spare(state, job)]:
-        row, found = vain[job.key.id], span(state, job)
-        hosts = found.hosts[row.gpus // found.ask.gpus :] if found is not None else ()
+        row, found = vain[job.key.id], multi_node_job(state, job)
+        hosts = found.hosts[row.gpus // found.request.gpus :] if found is not None else ()
         if found is not None and hosts:
             give_back(state, found, hosts, f"goes back to {row.gpus} GPUs: {row.vain}")
 
@@ -258,27 +262,27 @@ def _grown_in_vain(state: SharingState) -> dict[int, Growth]:
     return {row.id: row for row in state.memory.sharing.growths if row.vain}
 
 
-def _grow_on(state: SharingState, host: HostBook) -> None:
+def _grow_on(state: SharingState, host: HostState) -> None:
     vain = _grown_in_vain(state)
-    tenants = [t for t in host.tenants.values() if _resizable(state, t) and state.may(t.job)]
-    for tenant in sorted(tenants, key=lambda tenant: (-_rate(tenant.job), tenant.job.key)):
+    residents = [t for t in host.residents.values() if _resizable(state, t) and state.may(t.job)]
+    for resident in sorted(residents, key=lambda resident: (-_rate(resident.job), resident.job.key)):
         spare = host.idle()
-        most = tenant.ask.gpus + spare
-        if tenant.job.key.id in vain:
-            most = min(most, vain[tenant.job.key.id].gpus)
-        size = max((size for size in state.sizes(tenant.job) if size <= most), default=tenant.ask.gpus)
-        if size > tenant.ask.gpus:
-            _resize(state, host, tenant, size, f"grows to {size} GPUs: those of {host.name} have been idle")
+        most = resident.request.gpus + spare
+        if resident.job.key.id in vain:
+            most = min(most, vain[resident.job.key.id].gpus)
+        size = max((size for size in state.sizes(resident.job) if size <= most), default=resident.request.gpus)
+        if size > resident.request.gpus:
+            _resize(state, host, resident, size, f"grows to {size} GPUs: those of {host.name} have been idle")
 
 
-def _grow_over(state: SharingState, idle: Sequence[HostBook]) -> None:
+def _grow_over(state: SharingState, idle: Sequence[HostState]) -> None:
     """Give jobs of several hosts more of them, of those that have been idle long enough."""
     vain = _grown_in_vain(state)
     able = [job for job in state.jobs.values() if _stoppable(state, job)]
     for job in sorted(able, key=lambda job: (-_rate(job), job.key)):
-        found = span(state, job) if state.may(job) else None
+        found = multi_node_job(state, job) if state.may(job) else None
         if found is not None:
-            most = vain[job.key.id].gpus // found.ask.gpus if job.key.id in vain else found.most
+            most = vain[job.key.id].gpus // found.request.gpus if job.key.id in vain else found.most
             grow_by_hosts(state, found, idle, most)
 
 
@@ -288,16 +292,18 @@ def _rate(job: Job) -> float:
     return 1.0 / seconds if seconds else 0.0
 
 
-def _resize(state: SharingState, host: HostBook, tenant: Tenant, size: int, why: str) -> None:
+def _resize(state: SharingState, host: HostState, resident: Resident, size: int, why: str) -> None:
     """Resize a job within its host, if a lane has the GPUs; a job that grows gets none that somebody else has."""
-    wanted, grows = sized(tenant.ask, size), size > tenant.ask.gpus
-    host.leave(tenant)
+    wanted, grows = sized(resident.request, size), size > resident.request.gpus
+    host.leave(resident)
     seats = host.seats(wanted) if not grows or _holds(host, wanted) else []
-    host.stay(tenant)
-    if seats and (seats[0].crowd == 0 or not grows):
-        state.resize(tenant.job, host, seats[0], wanted, why)
+    host.stay(resident)
+    if seats and (seats[0].sharers == 0 or not grows):
+        state.resize(resident.job, host, seats[0], wanted, why)
 
 
-def _holds(host: HostBook, ask: Ask) -> bool:
+def _holds(host: HostState, request: ResourceRequest) -> bool:
     """Whether a host has the memory for a job, and it is known which GPUs all others there have."""
-    return host.usable and host.remembers(ask) and all(tenant.gpus for tenant in host.tenants.values())
+    return (
+        host.usable and host.has_host_memory_for(request) and all(resident.gpus for resident in host.residents.values())
+    )

@@ -18,14 +18,14 @@ from cadenza.policies.core.model import JobKey, Placement, Share
 from cadenza.policies.core.profile import MB_PER_GB, NEARLY
 from cadenza.policies.sharing.migration.rebalance import PAYS_BACK
 from cadenza.policies.sharing.placement.host_division import HostDivision
-from cadenza.policies.sharing.state.host import HostBook, Seat, Tenant
-from cadenza.policies.sharing.state.sharing_state import SharingState, crowd
+from cadenza.policies.sharing.state.host import HostState, Resident, Seat
+from cadenza.policies.sharing.state.sharing_state import SharingState, sharers
 
-SLOWER = 0.05
+MIN_SPEED_LACKING = 0.05
 """A job that lacks less than this part of its best speed is not worth a look."""
-TRIES = 32
+MAX_MOVES_TRIED = 32
 """Most moves that a round looks at: a count and never a time, so that a replay finds the same."""
-HOSTS = 3
+MAX_HOSTS_TRIED = 3
 """Hosts that are tried for one job, those with the most CPUs left for it first."""
 
 
@@ -47,31 +47,31 @@ def relieve_bottlenecks(state: SharingState) -> None:
     if not any(host.usable and host.idle() for host in state.hosts.values()):
         return
     division = HostDivision.of(state)
-    tries, changed = TRIES, set[str]()
-    for source, tenant in sorted(_held_back(state), key=_need):
-        seats = [row for row in _seats(state, source, tenant) if changed.isdisjoint((source.name, row[0].name))]
-        for target, seat in seats[: min(HOSTS, tries)] if state.may(tenant.job) else ():
+    tries, changed = MAX_MOVES_TRIED, set[str]()
+    for source, resident in sorted(_held_back(state), key=_need):
+        seats = [row for row in _seats(state, source, resident) if changed.isdisjoint((source.name, row[0].name))]
+        for target, seat in seats[: min(MAX_HOSTS_TRIED, tries)] if state.may(resident.job) else ():
             tries -= 1
-            if _relieves(division, state, (source, tenant), (target, seat)):
-                why = f"moves from {tenant.lane} to {seat.node.name}, which has the CPUs or memory that it lacks"
-                state.migrate(tenant.job, target, seat, tenant.ask, why)
+            if _relieves(division, state, (source, resident), (target, seat)):
+                why = f"moves from {resident.lane} to {seat.node.name}, which has the CPUs or memory that it lacks"
+                state.migrate(resident.job, target, seat, resident.request, why)
                 changed |= {source.name, target.name}  # what was promised on these holds for this round
                 break
 
 
-def _held_back(state: SharingState) -> Iterator[tuple[HostBook, Tenant]]:
+def _held_back(state: SharingState) -> Iterator[tuple[HostState, Resident]]:
     """Return the jobs that have their GPUs to themselves and are slower than they could be."""
     for host in state.hosts.values():
-        for tenant in state.tenants(host):
-            key = tenant.job.key
-            alone = key in state.holders and key not in state.packed and crowd(host, tenant) == 1
-            if alone and _lacks(host, tenant) > SLOWER:
-                yield host, tenant
+        for resident in state.residents(host):
+            key = resident.job.key
+            alone = key in state.holders and key not in state.packed and sharers(host, resident) == 1
+            if alone and _lacks(host, resident) > MIN_SPEED_LACKING:
+                yield host, resident
 
 
-def _lacks(host: HostBook, tenant: Tenant) -> float:
+def _lacks(host: HostState, resident: Resident) -> float:
     """Return the part of its best speed that a job does not have now; 0 where that is not known."""
-    profile, had = tenant.job.profile, tenant.job.placement
+    profile, had = resident.job.profile, resident.job.placement
     if profile is None or len(had) != 1:
         return 0.0
     there = profile.on(host.lanes[0].gpu_type)
@@ -82,38 +82,40 @@ def _memory_gb(share: Share) -> float:
     return share.memory_mb / share.gpus / MB_PER_GB
 
 
-def _need(row: tuple[HostBook, Tenant]) -> tuple[float, JobKey]:
+def _need(row: tuple[HostState, Resident]) -> tuple[float, JobKey]:
     return -_lacks(*row), row[1].job.key
 
 
-def _seats(state: SharingState, source: HostBook, tenant: Tenant) -> list[tuple[HostBook, Seat]]:
+def _seats(state: SharingState, source: HostState, resident: Resident) -> list[tuple[HostState, Seat]]:
     """Return free GPUs of the job's type on hosts of its class or empty ones, most CPUs for each GPU in use first."""
     found = [
-        (-target.lanes[0].cpus / (target.given + tenant.ask.gpus), target.name, target, seat)
+        (-target.lanes[0].cpus / (target.gpus_allocated + resident.request.gpus), target.name, target, seat)
         for target in state.hosts.values()
         if target is not source
         and target.lanes[0].gpu_type == source.lanes[0].gpu_type
-        and target.affinity in (0, tenant.ask.gpus)
-        and _stays(state, source, -tenant.ask.gpus)
-        and _stays(state, target, tenant.ask.gpus)
-        and (seat := state.seat(target, tenant.ask)) is not None
-        and seat.crowd == 0
+        and target.affinity in (0, resident.request.gpus)
+        and _stays(state, source, -resident.request.gpus)
+        and _stays(state, target, resident.request.gpus)
+        and (seat := state.seat(target, resident.request)) is not None
+        and seat.sharers == 0
     ]
     return [(target, seat) for *_, target, seat in sorted(found, key=lambda row: row[:2])]
 
 
-def _stays(state: SharingState, host: HostBook, more: int) -> bool:
+def _stays(state: SharingState, host: HostState, more: int) -> bool:
     """Whether defragmentation leaves a host as it is with so many more GPUs given out: else it undoes the relief."""
-    given = host.given + more
-    return not (state.gandiva.defrag and given and host.gpus - given >= state.gandiva.free_share * host.gpus)
+    gpus_allocated = host.gpus_allocated + more
+    return not (
+        state.gandiva.defrag and gpus_allocated and host.gpus - gpus_allocated >= state.gandiva.free_share * host.gpus
+    )
 
 
 def _relieves(
-    division: HostDivision, state: SharingState, source: tuple[HostBook, Tenant], target: tuple[HostBook, Seat]
+    division: HostDivision, state: SharingState, source: tuple[HostState, Resident], target: tuple[HostState, Seat]
 ) -> bool:
     """Whether a move makes its job faster, nobody slower than promised, and gains more than it costs."""
-    (home, tenant), (there, _) = source, target
-    key = tenant.job.key
+    (home, resident), (there, _) = source, target
+    key = resident.job.key
     floors = _floors(division, home) | _floors(division, there)
     before, after = _as_it_is(division, home, there), _as_moved(division, source, target)
     if after.speeds.get(key, 0.0) <= before.speeds.get(key, inf):
@@ -121,50 +123,54 @@ def _relieves(
     kept = all(
         after.speeds.get(other, 0.0) >= min(speed, floors[other]) - NEARLY for other, speed in before.speeds.items()
     )
-    ahead_s = min(state.left_s(tenant.job) / after.speeds[key], state.gandiva.horizon_s)
+    ahead_s = min(state.left_s(resident.job) / after.speeds[key], state.gandiva.horizon_s)
     cost = state.gandiva.move_s * before.speeds[key]
     return kept and (after.total - before.total) * ahead_s > PAYS_BACK * cost
 
 
-def _as_it_is(division: HostDivision, *hosts: HostBook) -> _Outlook:
+def _as_it_is(division: HostDivision, *hosts: HostState) -> _Outlook:
     return _Outlook({key: speed for host in hosts for key, speed in _speeds(division, host).items()})
 
 
-def _as_moved(division: HostDivision, source: tuple[HostBook, Tenant], target: tuple[HostBook, Seat]) -> _Outlook:
+def _as_moved(division: HostDivision, source: tuple[HostState, Resident], target: tuple[HostState, Seat]) -> _Outlook:
     """Return the outlook with the job at its new place; the books are as before afterwards."""
-    (home, tenant), (there, seat) = source, target
-    home.leave(tenant)
-    there.enter(tenant.job, tenant.ask, seat)
+    (home, resident), (there, seat) = source, target
+    home.leave(resident)
+    there.enter(resident.job, resident.request, seat)
     try:
         return _as_it_is(division, home, there)
     finally:
-        there.leave(there.tenants[tenant.job.key])
-        home.stay(tenant)
+        there.leave(there.residents[resident.job.key])
+        home.stay(resident)
 
 
-def _speeds(division: HostDivision, host: HostBook) -> dict[JobKey, float]:
+def _speeds(division: HostDivision, host: HostState) -> dict[JobKey, float]:
     """Return the predicted speed of each job that holds GPUs of a host alone of all hosts, once it is divided."""
     wanted = division.on(host)
     return {
-        key: share_speed(tenant.job.profile, _share(wanted, tenant), host.lanes[0].gpu_type)
-        for key, tenant in host.tenants.items()
-        if key in division.holders and key in division.jobs and len(tenant.job.nodes) == 1
+        key: share_speed(resident.job.profile, _share(wanted, resident), host.lanes[0].gpu_type)
+        for key, resident in host.residents.items()
+        if key in division.holders and key in division.jobs and len(resident.job.nodes) == 1
     }
 
 
-def _share(wanted: Mapping[JobKey, Placement], tenant: Tenant) -> Share:
+def _share(wanted: Mapping[JobKey, Placement], resident: Resident) -> Share:
     """Return what a job is to have: its part of the division, else what it needs, as on a host that is too full."""
-    parts = wanted.get(tenant.job.key)
-    return parts[0] if parts else Share(tenant.lane, tenant.ask.gpus, tenant.ask.cpus, tenant.ask.memory_mb)
+    parts = wanted.get(resident.job.key)
+    return (
+        parts[0]
+        if parts
+        else Share(resident.lane, resident.request.gpus, resident.request.cpus, resident.request.memory_mb)
+    )
 
 
-def _floors(division: HostDivision, host: HostBook) -> dict[JobKey, float]:
+def _floors(division: HostDivision, host: HostState) -> dict[JobKey, float]:
     """Return what each job of a host is promised: the speed with what it asked for, or of its proportional share."""
     node = host.lanes[0]
     server = Server(node.name, host.gpus, node.cpus, host.memory_mb, node.gpu_type)
     found = {}
-    for key, tenant in host.tenants.items():
-        asked = Share(node.name, tenant.ask.gpus, tenant.ask.cpus, tenant.ask.memory_mb)
-        promised = asked if division.settings.floor else proportional_share(server, tenant.ask.gpus)
-        found[key] = share_speed(tenant.job.profile, promised, node.gpu_type)
+    for key, resident in host.residents.items():
+        asked = Share(node.name, resident.request.gpus, resident.request.cpus, resident.request.memory_mb)
+        promised = asked if division.settings.floor else proportional_share(server, resident.request.gpus)
+        found[key] = share_speed(resident.job.profile, promised, node.gpu_type)
     return found

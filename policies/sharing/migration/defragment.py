@@ -13,9 +13,9 @@ from math import inf
 
 from cadenza.policies.core.model import Job
 from cadenza.policies.sharing.migration.move_search import Mover, Plan, Wish, free_seat, room
-from cadenza.policies.sharing.state.host import Ask, HostBook, Seat, Tenant
+from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest, Seat
 from cadenza.policies.sharing.state.pending import lacks_lease
-from cadenza.policies.sharing.state.sharing_state import SharingState, crowd
+from cadenza.policies.sharing.state.sharing_state import SharingState, sharers
 
 
 def open_defragmentation(state: SharingState) -> None:
@@ -25,10 +25,10 @@ def open_defragmentation(state: SharingState) -> None:
 
 def make_room(state: SharingState, job: Job) -> str:
     """Make room for a job that cannot start, and return a sentence; "" where that is not possible."""
-    ask = Ask.under(job, state.settings)
-    if not _searches(state) or ask.nodes > 1 or not ask.gpus or state.home(job) is not None:
+    request = ResourceRequest.under(job, state.settings)
+    if not _searches(state) or request.nodes > 1 or not request.gpus or state.home(job) is not None:
         return ""
-    return _make(state, Wish(job, ask))
+    return _make(state, Wish(job, request))
 
 
 def defragment_for_queue(state: SharingState) -> None:
@@ -42,10 +42,10 @@ def defragment_for_queue(state: SharingState) -> None:
 def defragment_for_lanes(state: SharingState) -> None:
     """Make room for jobs that stand without a lease where Slurm started them: others leave their GPUs."""
     for host in state.hosts.values() if _searches(state) else ():
-        for key in sorted(host.tenants):
-            tenant = host.tenants.get(key)
-            if tenant is not None and _searches(state) and _waits_for_lease(state, host, tenant):
-                _make(state, Wish(tenant.job, tenant.ask, host))
+        for key in sorted(host.residents):
+            resident = host.residents.get(key)
+            if resident is not None and _searches(state) and _waits_for_lease(state, host, resident):
+                _make(state, Wish(resident.job, resident.request, host))
 
 
 def _searches(state: SharingState) -> bool:
@@ -66,19 +66,19 @@ def _make(state: SharingState, wish: Wish) -> str:
 # --- Room for those that wait --------------------------------------------------------------------------
 
 
-def _waits_for_lease(state: SharingState, host: HostBook, tenant: Tenant) -> bool:
-    key = tenant.job.key
-    ours = key in state.jobs and key not in state.fixed and key not in state.packed and len(tenant.job.nodes) == 1
-    return ours and lacks_lease(tenant) and key not in state.holders and crowd(host, tenant) > 1
+def _waits_for_lease(state: SharingState, host: HostState, resident: Resident) -> bool:
+    key = resident.job.key
+    ours = key in state.jobs and key not in state.fixed and key not in state.packed and len(resident.job.nodes) == 1
+    return ours and lacks_lease(resident) and key not in state.holders and sharers(host, resident) > 1
 
 
 def _served(state: SharingState, job: Job) -> bool:
     """Whether a job has room already; it is kept for it then."""
-    ask = Ask.under(job, state.settings)
+    request = ResourceRequest.under(job, state.settings)
     for host in state.hosts.values():
-        seat = free_seat(host, job, ask) if host.usable else None
+        seat = free_seat(host, job, request) if host.usable else None
         if seat is not None:
-            host.enter(job, ask, seat)
+            host.enter(job, request, seat)
             return True
     return False
 
@@ -87,28 +87,28 @@ def _movers(state: SharingState, wish: Wish) -> Iterator[Mover]:
     """Return who may move for a job: those that lose next to nothing; out of turns with it, none of higher priority."""
     most = state.settings.priority(wish.job) if wish.home is not None else inf
     for host in state.hosts.values():
-        for tenant in state.tenants(host):
-            key = tenant.job.key
-            fits = key != wish.job.key and key not in state.packed and _negligible(state, tenant)
-            if fits and state.settings.priority(tenant.job) <= most:
-                yield Mover(host, tenant)
+        for resident in state.residents(host):
+            key = resident.job.key
+            fits = key != wish.job.key and key not in state.packed and _negligible(state, resident)
+            if fits and state.settings.priority(resident.job) <= most:
+                yield Mover(host, resident)
 
 
 def _carry_out(state: SharingState, wish: Wish, plan: Plan) -> str:
     """Order the moves of a plan, and keep the GPUs for the waiting job."""
     for mover, _, _ in plan.steps:
-        mover.home.leave(mover.tenant)
+        mover.home.leave(mover.resident)
     if plan.seat is not None:
-        plan.host.enter(wish.job, wish.ask, plan.seat)
+        plan.host.enter(wish.job, wish.request, plan.seat)
     for mover, target, seat in plan.steps:
-        why = f"moves from {mover.tenant.lane} to {seat.node.name}, so that job {wish.job.key} gets GPUs of "
-        state.migrate(mover.tenant.job, target, seat, mover.tenant.ask, f"{why}{plan.host.name}")
-    movers = ", ".join(str(mover.tenant.job.key) for mover, _, _ in plan.steps)
+        why = f"moves from {mover.resident.lane} to {seat.node.name}, so that job {wish.job.key} gets GPUs of "
+        state.migrate(mover.resident.job, target, seat, mover.resident.request, f"{why}{plan.host.name}")
+    movers = ", ".join(str(mover.resident.job.key) for mover, _, _ in plan.steps)
     return f"waits until room is made for it on {plan.host.name}: job {movers} moves to other hosts"
 
 
-def _negligible(state: SharingState, tenant: Tenant) -> bool:
-    return state.gandiva.move_s <= state.gandiva.loss * state.left_s(tenant.job)
+def _negligible(state: SharingState, resident: Resident) -> bool:
+    return state.gandiva.move_s <= state.gandiva.loss * state.left_s(resident.job)
 
 
 # --- Nobody waits ---------------------------------------------------------------------------------------
@@ -123,27 +123,27 @@ def empty_hosts(state: SharingState) -> None:
             _empty(state, source)
 
 
-def _free(host: HostBook) -> int:
-    return host.gpus - host.given
+def _free(host: HostState) -> int:
+    return host.gpus - host.gpus_allocated
 
 
-def _empty(state: SharingState, source: HostBook) -> None:
+def _empty(state: SharingState, source: HostState) -> None:
     """Move what can go from a host."""
-    for tenant in list(state.tenants(source)):
-        found = _fuller(state, source, tenant) if _negligible(state, tenant) else None
+    for resident in list(state.residents(source)):
+        found = _fuller(state, source, resident) if _negligible(state, resident) else None
         if found is not None:
             target, seat = found
-            why = f"moves from {tenant.lane} to {seat.node.name}, so that {source.name} is free for larger jobs"
-            state.migrate(tenant.job, target, seat, tenant.ask, why)
+            why = f"moves from {resident.lane} to {seat.node.name}, so that {source.name} is free for larger jobs"
+            state.migrate(resident.job, target, seat, resident.request, why)
 
 
-def _fuller(state: SharingState, source: HostBook, tenant: Tenant) -> tuple[HostBook, Seat] | None:
+def _fuller(state: SharingState, source: HostState, resident: Resident) -> tuple[HostState, Seat] | None:
     """Return idle GPUs on the host with the fewest free ones, hosts of the job's class first."""
     found = [
-        ((host.affinity != tenant.ask.gpus, _free(host), host.name), host, seat)
+        ((host.affinity != resident.request.gpus, _free(host), host.name), host, seat)
         for host in state.hosts.values()
-        if host.sizes and host is not source and tenant.ask.gpus <= _free(host) <= _free(source)
-        for seat in [state.seat(host, tenant.ask)]
-        if seat is not None and seat.crowd == 0 and state.suits(tenant.job, source, host)
+        if host.sizes and host is not source and resident.request.gpus <= _free(host) <= _free(source)
+        for seat in [state.seat(host, resident.request)]
+        if seat is not None and seat.sharers == 0 and state.suits(resident.job, source, host)
     ]
     return min(found, key=lambda row: row[0])[1:] if found else None

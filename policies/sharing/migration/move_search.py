@@ -15,12 +15,12 @@ from itertools import islice
 from typing import NamedTuple
 
 from cadenza.policies.core.model import Job
-from cadenza.policies.sharing.state.host import Ask, HostBook, Seat, Tenant
+from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest, Seat
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
-EVALUATIONS = 4000
+MAX_EVALUATIONS = 4000
 """Seats and packings that the exact search looks at for one job."""
-GREEDY = 8
+MAX_GREEDY_HOSTS = 8
 """Hosts that are tried beyond it."""
 
 
@@ -28,34 +28,34 @@ class Wish(NamedTuple):
     """A job and what it needs on one host; ``home``: it is there already and waits for the GPUs that it has there."""
 
     job: Job
-    ask: Ask
-    home: HostBook | None = None
+    request: ResourceRequest
+    home: HostState | None = None
 
 
 class Mover(NamedTuple):
     """A job that may leave its host."""
 
-    home: HostBook
-    tenant: Tenant
+    home: HostState
+    resident: Resident
 
     @property
     def size(self) -> int:
         """Return its GPUs."""
-        return self.tenant.ask.gpus
+        return self.resident.request.gpus
 
 
 class Step(NamedTuple):
     """A job and where it goes."""
 
     mover: Mover
-    target: HostBook
+    target: HostState
     seat: Seat
 
 
 class Plan(NamedTuple):
     """The host that gets room, the waiting job's GPUs there (None: those that it has), and who leaves for where."""
 
-    host: HostBook
+    host: HostState
     seat: Seat | None
     steps: tuple[Step, ...]
 
@@ -64,12 +64,15 @@ class _Spent(Exception):  # noqa: N818 - it ends a search and is no error
     """The evaluations are used up."""
 
 
-def room(state: SharingState, wish: Wish, movers: Sequence[Mover], evaluations: int = EVALUATIONS) -> Plan | None:
+def room(state: SharingState, wish: Wish, movers: Sequence[Mover], evaluations: int = MAX_EVALUATIONS) -> Plan | None:
     """Return the plan with the fewest moves, at most as many as the round has left; None when there is none.
 
     ``movers``: whom it may move. The books are as before afterwards. A wish that needs no move has no plan.
     """
-    if sum(max(host.gpus - host.given, 0) for host in state.hosts.values()) < wish.ask.gpus and wish.home is None:
+    if (
+        sum(max(host.gpus - host.gpus_allocated, 0) for host in state.hosts.values()) < wish.request.gpus
+        and wish.home is None
+    ):
         return None  # no move makes more GPUs free than there are
     search = _Search(state, wish, movers, evaluations)
     try:
@@ -88,7 +91,7 @@ class _Search:
         self.movers = movers
         self.evaluations: int | None = evaluations
         """How many are left; None: as many as it takes."""
-        self.must = [mover for mover in movers if mover.home is wish.home and _overlap(mover.tenant, wish)]
+        self.must = [mover for mover in movers if mover.home is wish.home and _overlap(mover.resident, wish)]
         self.targets = sorted(self._targets(), key=lambda row: (row[0], row[1].name))
 
     def plan(self) -> Plan | None:
@@ -103,56 +106,60 @@ class _Search:
 
     def greedy(self) -> Plan | None:
         """Return a plan without looking back, for the hosts that need the fewest moves first."""
-        found = (self._at_once(host) for least, host in self.targets[:GREEDY] if least <= self.state.moves_left)
+        found = (
+            self._at_once(host) for least, host in self.targets[:MAX_GREEDY_HOSTS] if least <= self.state.moves_left
+        )
         return next((plan for plan in found if plan is not None), None)
 
     # --- Which host, and who leaves ---------------------------------------------------------------------
 
-    def _targets(self) -> Iterator[tuple[int, HostBook]]:
+    def _targets(self) -> Iterator[tuple[int, HostState]]:
         """Return the hosts that may get room, and how many jobs must leave each at least."""
         if self.wish.home is not None:
-            crowds = self.wish.home.crowds()
-            mine = self.wish.home.tenants[self.wish.job.key].gpus
-            gone = [sum(index in mover.tenant.gpus for mover in self.must) for index in range(len(crowds))]
-            if self.must and all(crowds[index] - gone[index] <= 1 for index in mine):
+            sharers_by_gpu = self.wish.home.sharers_by_gpu()
+            mine = self.wish.home.residents[self.wish.job.key].gpus
+            gone = [sum(index in mover.resident.gpus for mover in self.must) for index in range(len(sharers_by_gpu))]
+            if self.must and all(sharers_by_gpu[index] - gone[index] <= 1 for index in mine):
                 yield len(self.must), self.wish.home
             return
         for host in self.state.hosts.values():
-            lacking = host.given + self.wish.ask.gpus - host.gpus
+            lacking = host.gpus_allocated + self.wish.request.gpus - host.gpus
             sizes = sorted((mover.size for mover in self.movers if mover.home is host), reverse=True)
             least = next((n for n in range(len(sizes) + 1) if sum(sizes[:n]) >= lacking), None)
-            if least is not None and sizes and host.usable and self.wish.ask.gpus <= host.gpus:
+            if least is not None and sizes and host.usable and self.wish.request.gpus <= host.gpus:
                 yield max(least, 1), host
 
-    def _at(self, host: HostBook, out: int, beside: int) -> Plan | None:
+    def _at(self, host: HostState, out: int, beside: int) -> Plan | None:
         """Return a plan in which ``out`` jobs leave this host and ``beside`` jobs others."""
         here = self._here(host)
-        others = [mover for mover in self.movers if mover.tenant.job.key not in {one.tenant.job.key for one in here}]
+        others = [
+            mover for mover in self.movers if mover.resident.job.key not in {one.resident.job.key for one in here}
+        ]
         for leaving in _choices(here, out):
             found = self._without(leaving, host, lambda: _choices(others, beside))
             if found is not None:
                 return found
         return None
 
-    def _at_once(self, host: HostBook) -> Plan | None:
+    def _at_once(self, host: HostState) -> Plan | None:
         """Return a plan in which the largest jobs leave this host, until there is room."""
         here = sorted(self._here(host), key=_largest)
         counts = range(len(here) if self.wish.home is not None else 1, min(len(here), self.state.moves_left) + 1)
         enough = next((count for count in counts if self._has_room(host, here[:count])), None)
         return None if enough is None else self._without(here[:enough], host, lambda: iter([[]]), tries=1)
 
-    def _here(self, host: HostBook) -> list[Mover]:
+    def _here(self, host: HostState) -> list[Mover]:
         """Return who may leave a host for the waiting job; where its GPUs are given, those who have them."""
         return self.must if self.wish.home is not None else [mover for mover in self.movers if mover.home is host]
 
-    def _has_room(self, host: HostBook, leaving: Sequence[Mover]) -> bool:
+    def _has_room(self, host: HostState, leaving: Sequence[Mover]) -> bool:
         _leave(leaving)
         found = self.wish.home is not None or self._welcome(host) is not None
         _return(leaving)
         return found
 
     def _without(
-        self, leaving: Sequence[Mover], host: HostBook, groups: Callable[[], Iterable[list[Mover]]], tries: int = 0
+        self, leaving: Sequence[Mover], host: HostState, groups: Callable[[], Iterable[list[Mover]]], tries: int = 0
     ) -> Plan | None:
         """Return a plan in which these leave, and one of the groups as well."""
         _leave(leaving)
@@ -160,17 +167,17 @@ class _Search:
             seat = None if self.wish.home is not None else self._welcome(host)
             if seat is None:
                 return self._beside(leaving, host, groups, tries) if self.wish.home is not None else None
-            host.enter(self.wish.job, self.wish.ask, seat)
+            host.enter(self.wish.job, self.wish.request, seat)
             try:
                 found = self._beside(leaving, host, groups, tries)
             finally:
-                host.leave(host.tenants[self.wish.job.key])
+                host.leave(host.residents[self.wish.job.key])
             return None if found is None else found._replace(seat=seat)
         finally:
             _return(leaving)
 
     def _beside(
-        self, leaving: Sequence[Mover], host: HostBook, groups: Callable[[], Iterable[list[Mover]]], tries: int
+        self, leaving: Sequence[Mover], host: HostState, groups: Callable[[], Iterable[list[Mover]]], tries: int
     ) -> Plan | None:
         """Return a plan now that there is room: a place for each that left, with one of the groups on its way too."""
         for further in groups():
@@ -183,10 +190,10 @@ class _Search:
                 return Plan(host, None, steps)
         return None
 
-    def _welcome(self, host: HostBook) -> Seat | None:
+    def _welcome(self, host: HostState) -> Seat | None:
         """Return GPUs that nobody has or waits for, for the waiting job."""
         self._spend()
-        return free_seat(host, self.wish.job, self.wish.ask)
+        return free_seat(host, self.wish.job, self.wish.request)
 
     # --- Where they go ----------------------------------------------------------------------------------
 
@@ -196,27 +203,27 @@ class _Search:
             return steps
         mover = movers[len(steps)]
         for target, seat in islice(self._places(mover), tries or None):
-            target.enter(mover.tenant.job, mover.tenant.ask, seat)
+            target.enter(mover.resident.job, mover.resident.request, seat)
             try:
                 found = self._seated(movers, (*steps, Step(mover, target, seat)), tries)
             finally:
-                target.leave(target.tenants[mover.tenant.job.key])
+                target.leave(target.residents[mover.resident.job.key])
             if found is not None:
                 return found
         return None
 
-    def _places(self, mover: Mover) -> list[tuple[HostBook, Seat]]:
+    def _places(self, mover: Mover) -> list[tuple[HostState, Seat]]:
         """Return idle GPUs on other hosts, hosts of the job's class first, then the fullest."""
         self._spend()
-        ask = mover.tenant.ask
+        request = mover.resident.request
         found = []
         for host in self.state.hosts.values():
-            if host is mover.home or host.given + ask.gpus > host.gpus:
+            if host is mover.home or host.gpus_allocated + request.gpus > host.gpus:
                 continue
             self._spend()
-            seat = self.state.seat(host, ask)
-            if seat is not None and seat.crowd == 0 and self.state.suits(mover.tenant.job, mover.home, host):
-                found.append(((host.affinity != ask.gpus, host.gpus - host.given, host.name), host, seat))
+            seat = self.state.seat(host, request)
+            if seat is not None and seat.sharers == 0 and self.state.suits(mover.resident.job, mover.home, host):
+                found.append(((host.affinity != request.gpus, host.gpus - host.gpus_allocated, host.name), host, seat))
         return [(host, seat) for _, host, seat in sorted(found, key=lambda row: row[0])]
 
     def _spend(self) -> None:
@@ -226,32 +233,36 @@ class _Search:
                 raise _Spent
 
 
-def free_seat(host: HostBook, job: Job, ask: Ask) -> Seat | None:
+def free_seat(host: HostState, job: Job, request: ResourceRequest) -> Seat | None:
     """Return GPUs of a host that nobody has or waits for, on a lane where a job may start."""
-    if host.given + ask.gpus > host.gpus or not host.remembers(ask):
+    if host.gpus_allocated + request.gpus > host.gpus or not host.has_host_memory_for(request):
         return None
     named = job.required_nodes
-    seats = (seat for seat in host.seats(ask) if seat.crowd == 0 and (not named or seat.node.name in named))
+    seats = (seat for seat in host.seats(request) if seat.sharers == 0 and (not named or seat.node.name in named))
     return next(seats, None)
 
 
-def _overlap(tenant: Tenant, wish: Wish) -> bool:
+def _overlap(resident: Resident, wish: Wish) -> bool:
     home = wish.home
-    return home is not None and tenant.job.key != wish.job.key and bool(tenant.gpus & home.tenants[wish.job.key].gpus)
+    return (
+        home is not None
+        and resident.job.key != wish.job.key
+        and bool(resident.gpus & home.residents[wish.job.key].gpus)
+    )
 
 
 def _largest(mover: Mover) -> tuple[object, ...]:
-    return -mover.size, -mover.tenant.ask.memory_mb, mover.tenant.job.key
+    return -mover.size, -mover.resident.request.memory_mb, mover.resident.job.key
 
 
 def _leave(movers: Sequence[Mover]) -> None:
     for mover in movers:
-        mover.home.leave(mover.tenant)
+        mover.home.leave(mover.resident)
 
 
 def _return(movers: Sequence[Mover]) -> None:
     for mover in movers:
-        mover.home.stay(mover.tenant)
+        mover.home.stay(mover.resident)
 
 
 def _choices(movers: Sequence[Mover], count: int) -> Iterator[list[Mover]]:
@@ -273,6 +284,6 @@ def _of_kinds(kinds: Sequence[list[Mover]], count: int) -> Iterator[list[Mover]]
 
 def _kind(mover: Mover) -> tuple[object, ...]:
     """Return what tells jobs apart; where several lanes are in use, it matters which GPUs one has."""
-    home, tenant = mover
-    apart = tenant.job.key if len({other.lane for other in home.tenants.values()}) > 1 else None
-    return home.name, tenant.lane, tenant.ask, id(tenant.job.profile), tenant.job.required_nodes, apart
+    home, resident = mover
+    apart = resident.job.key if len({other.lane for other in home.residents.values()}) > 1 else None
+    return home.name, resident.lane, resident.request, id(resident.job.profile), resident.job.required_nodes, apart

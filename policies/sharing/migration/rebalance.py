@@ -16,8 +16,8 @@ from dataclasses import replace
 from math import ceil
 
 from cadenza.policies.core.model import Job, JobKey
-from cadenza.policies.sharing.state.host import Ask, HostBook, Seat, Tenant
-from cadenza.policies.sharing.state.sharing_state import SharingState, crowd
+from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest, Seat
+from cadenza.policies.sharing.state.sharing_state import SharingState, sharers
 
 LOCALITY_GAIN = 0.05
 """Part of its speed that a job of several hosts is thought to gain on one (5 to 47 % in Gandiva, §2.2)."""
@@ -45,7 +45,7 @@ def _fill(state: SharingState) -> None:
     """Move jobs that take turns to idle GPUs, those in the longest rounds first."""
     if not _any_idle(state):
         return
-    movable = [(host, tenant) for host in state.hosts.values() for tenant in _in_turns(state, host)]
+    movable = [(host, resident) for host in state.hosts.values() for resident in _in_turns(state, host)]
     vain: set[object] = set()
     while movable:
         movable.sort(key=lambda row: _need(state, *row))
@@ -55,66 +55,68 @@ def _fill(state: SharingState) -> None:
         movable.remove(moved)
 
 
-def _in_turns(state: SharingState, host: HostBook) -> Iterator[Tenant]:
+def _in_turns(state: SharingState, host: HostState) -> Iterator[Resident]:
     """Return the jobs of a host that may go out of their turns: who waits for its GPUs, else who has them."""
-    able = [tenant for tenant in state.tenants(host) if tenant.job.key not in state.packed]
-    waiting = [tenant for tenant in able if tenant.job.key not in state.holders and not _held(tenant)]
+    able = [resident for resident in state.residents(host) if resident.job.key not in state.packed]
+    waiting = [resident for resident in able if resident.job.key not in state.holders and not _held(resident)]
     yield from waiting
-    wanted = frozenset().union(*(tenant.gpus for tenant in waiting))
-    for tenant in able:
-        stays = tenant.job.key in state.holders and _held(tenant)
-        if stays and wanted.isdisjoint(tenant.gpus) and crowd(host, tenant) > 1:
-            yield tenant
+    wanted = frozenset().union(*(resident.gpus for resident in waiting))
+    for resident in able:
+        stays = resident.job.key in state.holders and _held(resident)
+        if stays and wanted.isdisjoint(resident.gpus) and sharers(host, resident) > 1:
+            yield resident
 
 
-def _held(tenant: Tenant) -> bool:
-    return tenant.job.lease is not None and tenant.job.lease.state == "held"
+def _held(resident: Resident) -> bool:
+    return resident.job.lease is not None and resident.job.lease.state == "held"
 
 
-def _need(state: SharingState, host: HostBook, tenant: Tenant) -> tuple[int, int, float, JobKey]:
+def _need(state: SharingState, host: HostState, resident: Resident) -> tuple[int, int, float, JobKey]:
     """Return the sort key of those in turns: the higher priority, then the longer rounds, then the longer wait."""
-    lease = tenant.job.lease
+    lease = resident.job.lease
     waited_s = lease.waited_s if lease is not None else 0.0
-    return -state.settings.priority(tenant.job), -crowd(host, tenant), -waited_s, tenant.job.key
+    return -state.settings.priority(resident.job), -sharers(host, resident), -waited_s, resident.job.key
 
 
-def _fills(state: SharingState, host: HostBook, tenant: Tenant, vain: set[object]) -> bool:
+def _fills(state: SharingState, host: HostState, resident: Resident, vain: set[object]) -> bool:
     """Move a waiting job to idle GPUs if that pays; what nobody can have is added to ``vain``."""
-    met = crowd(host, tenant)
-    if not state.moves_left or state.left_s(tenant.job) * (met - 1) <= state.gandiva.move_s:
+    met = sharers(host, resident)
+    if not state.moves_left or state.left_s(resident.job) * (met - 1) <= state.gandiva.move_s:
         return False
-    found = _idle_seat(state, host, tenant.job, tenant.ask)
+    found = _idle_seat(state, host, resident.job, resident.request)
     if found is None:
-        vain.add(_alike(host, tenant))
+        vain.add(_alike(host, resident))
         return False
     target, seat = found
-    why = f"moves from {tenant.lane} to {seat.node.name}, whose GPUs are idle, out of turns with {met - 1} others"
-    state.migrate(tenant.job, target, seat, tenant.ask, why)
+    why = f"moves from {resident.lane} to {seat.node.name}, whose GPUs are idle, out of turns with {met - 1} others"
+    state.migrate(resident.job, target, seat, resident.request, why)
     return True
 
 
-def _alike(host: HostBook, tenant: Tenant) -> object:
+def _alike(host: HostState, resident: Resident) -> object:
     """Return what jobs have in common that find idle GPUs on the same hosts."""
-    return tenant.ask, host.lanes[0].gpu_type, id(tenant.job.profile)
+    return resident.request, host.lanes[0].gpu_type, id(resident.job.profile)
 
 
 def _any_idle(state: SharingState) -> bool:
     return any(host.usable and host.idle() for host in state.hosts.values())
 
 
-def _idle_seat(state: SharingState, source: HostBook, job: Job, ask: Ask) -> tuple[HostBook, Seat] | None:
+def _idle_seat(
+    state: SharingState, source: HostState, job: Job, request: ResourceRequest
+) -> tuple[HostState, Seat] | None:
     """Return idle GPUs for a job, of its class, of none or of any class, on the least loaded host."""
     found = [
-        ((_class(host, ask), host.load, host.name), host, seat)
+        ((_class(host, request), host.load, host.name), host, seat)
         for host in state.hosts.values()
-        if host.idle() >= ask.gpus and (seat := state.seat(host, ask)) is not None and seat.crowd == 0
+        if host.idle() >= request.gpus and (seat := state.seat(host, request)) is not None and seat.sharers == 0
         if state.suits(job, source, host)
     ]
     return min(found, key=lambda row: row[0])[1:] if found else None
 
 
-def _class(host: HostBook, ask: Ask) -> int:
-    return (ask.gpus, 0).index(host.affinity) if host.affinity in (ask.gpus, 0) else 2
+def _class(host: HostState, request: ResourceRequest) -> int:
+    return (request.gpus, 0).index(host.affinity) if host.affinity in (request.gpus, 0) else 2
 
 
 def _separate(state: SharingState) -> None:
@@ -122,13 +124,15 @@ def _separate(state: SharingState) -> None:
     if not (state.packed and _any_idle(state)):
         return
     for host in tuple(state.hosts.values()):
-        for tenant in [tenant for tenant in state.tenants(host) if tenant.job.key in state.packed]:
-            mates = [key for key in host.tenants if state.packed.get(key) == state.packed[tenant.job.key]]
-            found = _idle_seat(state, host, tenant.job, tenant.ask) if len(mates) > 1 else None
-            if found is not None and state.left_s(tenant.job) > PAYS_BACK * state.gandiva.move_s:
+        for resident in [resident for resident in state.residents(host) if resident.job.key in state.packed]:
+            mates = [key for key in host.residents if state.packed.get(key) == state.packed[resident.job.key]]
+            found = _idle_seat(state, host, resident.job, resident.request) if len(mates) > 1 else None
+            if found is not None and state.left_s(resident.job) > PAYS_BACK * state.gandiva.move_s:
                 target, seat = found
-                why = f"moves from {tenant.lane} to {seat.node.name}, whose GPUs are idle, instead of sharing its GPUs"
-                state.migrate(tenant.job, target, seat, tenant.ask, why)
+                why = (
+                    f"moves from {resident.lane} to {seat.node.name}, whose GPUs are idle, instead of sharing its GPUs"
+                )
+                state.migrate(resident.job, target, seat, resident.request, why)
 
 
 def _rejoin(state: SharingState) -> None:
@@ -137,13 +141,13 @@ def _rejoin(state: SharingState) -> None:
         job = state.jobs[key]
         if len(job.nodes) < 2 or key in state.packed or not state.may(job):  # noqa: PLR2004 - one host is joined
             continue
-        ask = Ask.under(replace(job, num_nodes=1), state.settings)
+        request = ResourceRequest.under(replace(job, num_nodes=1), state.settings)
         source = state.home(job)
-        found = _idle_seat(state, source, job, ask) if source is not None else None
+        found = _idle_seat(state, source, job, request) if source is not None else None
         if found is not None and state.left_s(job) * LOCALITY_GAIN > state.gandiva.move_s:
             target, seat = found
             why = f"moves from {len(job.nodes)} hosts to {seat.node.name}, which has all its GPUs on one"
-            state.migrate(job, target, seat, ask, why)
+            state.migrate(job, target, seat, request, why)
 
 
 # --- Turns ---------------------------------------------------------------------------------------------
@@ -155,39 +159,39 @@ def _from_below_higher(state: SharingState) -> None:
     if len({priority(job) for job in state.jobs.values()}) < 2:  # noqa: PLR2004 - one priority has no higher one
         return
     for host in tuple(state.hosts.values()):
-        for tenant in list(_in_turns(state, host)):
-            if priority(tenant.job) >= _highest(state, host, tenant.gpus):
+        for resident in list(_in_turns(state, host)):
+            if priority(resident.job) >= _highest(state, host, resident.gpus):
                 continue
-            found = _fair_seat(state, host, tenant)
+            found = _fair_seat(state, host, resident)
             if found is not None:
                 target, seat = found
-                why = f"moves from {tenant.lane} to {seat.node.name}: higher priorities keep its GPUs"
-                state.migrate(tenant.job, target, seat, tenant.ask, why)
+                why = f"moves from {resident.lane} to {seat.node.name}: higher priorities keep its GPUs"
+                state.migrate(resident.job, target, seat, resident.request, why)
 
 
-def _highest(state: SharingState, host: HostBook, gpus: Iterable[int]) -> float:
+def _highest(state: SharingState, host: HostState, gpus: Iterable[int]) -> float:
     """Return the highest priority on some of a host's GPUs."""
     wanted = frozenset(gpus)
-    there = (tenant.job for tenant in host.tenants.values() if tenant.gpus & wanted)
+    there = (resident.job for resident in host.residents.values() if resident.gpus & wanted)
     return max(map(state.settings.priority, there), default=float("-inf"))
 
 
-def _fair_seat(state: SharingState, source: HostBook, tenant: Tenant) -> tuple[HostBook, Seat] | None:
+def _fair_seat(state: SharingState, source: HostState, resident: Resident) -> tuple[HostState, Seat] | None:
     """Return the least crowded seat of its class where a job meets no higher priority."""
-    mine = state.settings.priority(tenant.job)
+    mine = state.settings.priority(resident.job)
     found = [
-        ((seat.crowd, host.load, host.name), host, seat)
+        ((seat.sharers, host.load, host.name), host, seat)
         for host in state.hosts.values()
-        if host is not source and host.affinity in (0, tenant.ask.gpus)
-        for seat in [state.seat(host, tenant.ask)]
-        if seat is not None and _highest(state, host, seat.gpus) <= mine and state.suits(tenant.job, source, host)
+        if host is not source and host.affinity in (0, resident.request.gpus)
+        for seat in [state.seat(host, resident.request)]
+        if seat is not None and _highest(state, host, seat.gpus) <= mine and state.suits(resident.job, source, host)
     ]
     return min(found, key=lambda row: row[0])[1:] if found else None
 
 
 def _even_out(state: SharingState) -> None:
     """Move jobs that take turns on the highest hosts of a class to its lowest ones while the height falls."""
-    classes: dict[int, list[HostBook]] = {}
+    classes: dict[int, list[HostState]] = {}
     for host in state.hosts.values():
         if host.affinity:
             classes.setdefault(host.affinity, []).append(host)
@@ -196,22 +200,22 @@ def _even_out(state: SharingState) -> None:
             pass
 
 
-def _pressure(host: HostBook) -> tuple[float, str]:
+def _pressure(host: HostState) -> tuple[float, str]:
     return host.pressure, host.name
 
 
-def _lower(state: SharingState, size: int, hosts: list[HostBook]) -> bool:
+def _lower(state: SharingState, size: int, hosts: list[HostState]) -> bool:
     """Move one job from the highest to the lowest host of a class; False when that lowers nothing."""
     low, high = hosts[0], hosts[-1]
     if ceil(low.pressure + size / low.gpus) >= ceil(high.pressure):
         return False
-    movable = [tenant for tenant in _in_turns(state, high) if tenant.ask.gpus == size]
-    for tenant in sorted(movable, key=lambda tenant: (-crowd(high, tenant), tenant.job.key)):
-        met, seat = crowd(high, tenant), state.seat(low, tenant.ask)
-        good = seat is not None and state.suits(tenant.job, high, low)
-        if seat is not None and good and seat.crowd + 1 < met and _pays(state, tenant.job, met, seat.crowd + 1):
-            why = f"moves from {tenant.lane} to {seat.node.name}: turns of {seat.crowd + 1} instead of {met}"
-            state.migrate(tenant.job, low, seat, tenant.ask, why)
+    movable = [resident for resident in _in_turns(state, high) if resident.request.gpus == size]
+    for resident in sorted(movable, key=lambda resident: (-sharers(high, resident), resident.job.key)):
+        met, seat = sharers(high, resident), state.seat(low, resident.request)
+        good = seat is not None and state.suits(resident.job, high, low)
+        if seat is not None and good and seat.sharers + 1 < met and _pays(state, resident.job, met, seat.sharers + 1):
+            why = f"moves from {resident.lane} to {seat.node.name}: turns of {seat.sharers + 1} instead of {met}"
+            state.migrate(resident.job, low, seat, resident.request, why)
             return True
     return False
 

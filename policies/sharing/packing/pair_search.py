@@ -19,8 +19,8 @@ from cadenza.policies.core.model import Gpu, Job, JobKey, Lease
 from cadenza.policies.core.profile import least_cpus
 from cadenza.policies.core.text import gpu_names, job_names
 from cadenza.policies.sharing.state.groups import Group, after, partners, standing, units
-from cadenza.policies.sharing.state.host import HostBook
-from cadenza.policies.sharing.state.measurement import Judged, Rule, alone, judged, packed_text
+from cadenza.policies.sharing.state.host import HostState
+from cadenza.policies.sharing.state.measurement import PackMeasurement, Rule, alone, evaluate, packed_text
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
@@ -53,7 +53,7 @@ class Terms:
     time_s: float
     sharing: SharingSettings
     gandiva: GandivaSettings
-    hosts: Mapping[str, HostBook]
+    hosts: Mapping[str, HostState]
     gpu_memory_gb: Mapping[str, float]
     """By host; a host without an entry has GPUs of unknown memory."""
     overloaded: bool
@@ -68,7 +68,7 @@ class Terms:
 def pack_and_unpack(state: SharingState) -> None:
     """Undo packs that do not pay, and pack jobs that probably do."""
     sizes = {node.host: node.gpu_memory_gb for node in state.snapshot.nodes if node.gpu_memory_gb is not None}
-    overloaded = any(host.height > 1 or host.wanted > host.gpus for host in state.hosts.values())
+    overloaded = any(host.overcommit > 1 or host.gpus_wanted > host.gpus for host in state.hosts.values())
     terms = Terms(state.now_s, state.settings, state.gandiva, state.hosts, sizes, overloaded=overloaded)
     _apply(state, packing(state.jobs, state.memory.sharing, terms))
 
@@ -97,7 +97,7 @@ def packing(jobs: Mapping[JobKey, Job], memory: SharingMemory, terms: Terms) -> 
     """Return this round's packs and unpacks. ``jobs``: those that sharing manages and that agents know."""
     before = standing(memory.packs, jobs)
     rows = alone(jobs, memory, terms.rule)
-    found = {pack: judged([jobs[key] for key in pack], rows, terms.rule) for pack in before}
+    found = {pack: evaluate([jobs[key] for key in pack], rows, terms.rule) for pack in before}
     undone = tuple(_undone(found, terms))
     lost = _losers(jobs, memory, before, undone, terms)
     packs = after(before, undone)
@@ -116,7 +116,7 @@ def _holds(job: Job) -> bool:
 
 
 def _reasons(
-    found: Mapping[Group, Judged], packs: Iterable[Group], actions: Iterable[Pack | Unpack]
+    found: Mapping[Group, PackMeasurement], packs: Iterable[Group], actions: Iterable[Pack | Unpack]
 ) -> dict[JobKey, str]:
     """Return a sentence for each job of a pack: what was done to it, else what was measured of it."""
     stay = set(packs)
@@ -129,10 +129,10 @@ def _reasons(
 # --- Undo ----------------------------------------------------------------------------------------------
 
 
-def _undone(found: Mapping[Group, Judged], terms: Terms) -> Iterator[Unpack]:
+def _undone(found: Mapping[Group, PackMeasurement], terms: Terms) -> Iterator[Unpack]:
     for pack, one in found.items():
         others = job_names(pack[1:])
-        if one.speed is not None and not terms.rule.paid(one.speed):
+        if one.speed is not None and not terms.rule.pays_off(one.speed):
             yield Unpack(pack[0], f"runs in turns with {others} again: {one.text}")
 
 
@@ -205,7 +205,7 @@ class _Stage:
         if len(other.jobs) >= self.terms.gandiva.max_packed or any((model, name) in losing for name in other.models):
             return False
         rule, known = self.terms.rule, mine.profile.together if mine.profile is not None else {}
-        if any(name in known and not rule.paid(known[name]) for name in other.models):
+        if any(name in known and not rule.pays_off(known[name]) for name in other.models):
             return False
         return self._fits(job, other) and all(self._together(mine, theirs) for theirs in other.jobs)
 
@@ -215,13 +215,13 @@ class _Stage:
         size_gb = min((self.terms.gpu_memory_gb.get(gpu.host, 0.0) for gpu in gpus), default=0.0)
         if job.peak_gb + other.peak_gb > size_gb * (1 - self.terms.gandiva.gpu_memory_margin):
             return False
-        books = [self.terms.hosts[name] for name in sorted({gpu.host for gpu in gpus}) if name in self.terms.hosts]
-        return all(self._has_room(book, (*job.jobs, *other.jobs)) for book in books)
+        hosts = [self.terms.hosts[name] for name in sorted({gpu.host for gpu in gpus}) if name in self.terms.hosts]
+        return all(self._has_room(host, (*job.jobs, *other.jobs)) for host in hosts)
 
-    def _has_room(self, host: HostBook, unit: tuple[Job, ...]) -> bool:
+    def _has_room(self, host: HostState, unit: tuple[Job, ...]) -> bool:
         """Whether a host has the memory that its jobs were promised, and the CPUs that all need who run then."""
         keys, gpus = {job.key for job in unit}, _gpus(unit[0])
-        others = (t.job for key, t in host.tenants.items() if key not in keys and _holds(t.job))
+        others = (t.job for key, t in host.residents.items() if key not in keys and _holds(t.job))
         running = (*unit, *(job for job in others if gpus.isdisjoint(_gpus(job))))
         needed = sum(_cpus(job, self.alone.get(job.key), host.lanes[0].gpu_type) for job in running)
         return host.committed_mb <= host.memory_mb and needed <= host.lanes[0].cpus

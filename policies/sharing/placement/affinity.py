@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from cadenza.policies.core.actions import Place
 from cadenza.policies.core.model import Job, Node
-from cadenza.policies.sharing.state.host import Ask, HostBook
+from cadenza.policies.sharing.state.host import HostState, ResourceRequest
 from cadenza.policies.sharing.state.pending import queued
 from cadenza.policies.sharing.state.settings import SharingSettings, held_for_us
 from cadenza.policies.sharing.state.sharing_state import SharingState
@@ -51,31 +51,31 @@ def place_pending(state: SharingState) -> None:
     """
     actions: list[Place] = []
     reasons = state.placement_reasons
-    unplaceable: dict[Ask, str] = {}
+    unplaceable: dict[ResourceRequest, str] = {}
     choose = _Choice(tuple(state.hosts.values()), state.settings)
     for job in state.pending:
-        ask = Ask.under(job, state.settings)
-        if ask in unplaceable:  # nothing has changed since the last one that asked for this
-            reasons[job.key] = unplaceable[ask]
+        request = ResourceRequest.under(job, state.settings)
+        if request in unplaceable:  # nothing has changed since the last one that asked for this
+            reasons[job.key] = unplaceable[request]
             continue
-        nodes, reasons[job.key] = choose(ask, job)
+        nodes, reasons[job.key] = choose(request, job)
         if not nodes:
             made = state.make_room(state, job) if state.make_room is not None else ""
-            unplaceable = {} if made else {**unplaceable, ask: reasons[job.key]}
+            unplaceable = {} if made else {**unplaceable, request: reasons[job.key]}
             reasons[job.key] = made or reasons[job.key]
             continue
         unplaceable.clear()
         actions.append(Place(job.key, tuple(node.name for _, node in nodes), reasons[job.key]))
         for host, node in nodes:
-            seats = [seat for seat in host.seats(ask) if seat.node == node]
+            seats = [seat for seat in host.seats(request) if seat.node == node]
             if seats:
-                host.enter(job, ask, seats[0])
+                host.enter(job, request, seats[0])
             else:
-                host.add(ask, node)
+                host.add(request, node)
     state.placements = tuple(actions)
 
 
-Chosen = list[tuple[HostBook, Node]]
+Chosen = list[tuple[HostState, Node]]
 _STEPS = {1: "hosts of its class", 2: "a host without a class", 3: "affinity relaxed"}
 
 
@@ -83,72 +83,72 @@ _STEPS = {1: "hosts of its class", 2: "a host without a class", 3: "affinity rel
 class _Choice:
     """Algorithm 1 over the hosts' books."""
 
-    hosts: tuple[HostBook, ...]
+    hosts: tuple[HostState, ...]
     settings: SharingSettings
 
-    def __call__(self, ask: Ask, job: Job) -> tuple[Chosen, str]:
+    def __call__(self, request: ResourceRequest, job: Job) -> tuple[Chosen, str]:
         """Return the nodes for one job, none when it stays queued, and a sentence for its user."""
         found = [
-            ((host.iteration_s(job), _step(host, ask), host.load, host.name), host)
+            ((host.iteration_s(job), _step(host, request), host.load, host.name), host)
             for host in self.hosts
-            if self._has_free(host, ask)
+            if self._has_free(host, request)
         ]
-        free = sorted(found, key=lambda row: row[0])[: ask.nodes]
-        if len(free) == ask.nodes:
-            chosen = [(host, self._lane(host, ask)) for _, host in free]
+        free = sorted(found, key=lambda row: row[0])[: request.nodes]
+        if len(free) == request.nodes:
+            chosen = [(host, self._lane(host, request)) for _, host in free]
             steps = max(step for (_, step, *_), _ in free)
-            return chosen, f"placed on {_names(chosen)}: {ask.gpus} free GPUs each, {_STEPS[steps]}"
-        shared = self._oversubscribe(ask)
+            return chosen, f"placed on {_names(chosen)}: {request.gpus} free GPUs each, {_STEPS[steps]}"
+        shared = self._oversubscribe(request)
         if shared:
             return shared, (
-                f"placed on {_names(shared)}: no {ask.gpus} free GPUs, the least loaded of its class, takes turns"
+                f"placed on {_names(shared)}: no {request.gpus} free GPUs, the least loaded of its class, takes turns"
             )
         return [], (
-            f"stays queued: {len(found)} of {ask.nodes} hosts have {ask.gpus} free GPUs, and too few hosts "
-            f"of the {ask.gpus}-GPU class have a further lane with room where it may share"
+            f"stays queued: {len(found)} of {request.nodes} hosts have {request.gpus} free GPUs, and too few hosts "
+            f"of the {request.gpus}-GPU class have a further lane with room where it may share"
         )
 
-    def _has_free(self, host: HostBook, ask: Ask) -> bool:
-        if host.given + ask.gpus > host.gpus or not host.usable:
+    def _has_free(self, host: HostState, request: ResourceRequest) -> bool:
+        if host.gpus_allocated + request.gpus > host.gpus or not host.usable:
             return False
-        lanes = host.lanes if ask.nodes == 1 else host.lanes[:1]  # a job of several nodes has them all in one lane
-        return host.remembers(ask) and any(host.fits(node, ask) for node in lanes)
+        lanes = host.lanes if request.nodes == 1 else host.lanes[:1]  # a job of several nodes has them all in one lane
+        return host.has_host_memory_for(request) and any(host.fits(node, request) for node in lanes)
 
-    def _lane(self, host: HostBook, ask: Ask) -> Node:
-        seats = host.seats(ask) if ask.nodes == 1 else []
+    def _lane(self, host: HostState, request: ResourceRequest) -> Node:
+        seats = host.seats(request) if request.nodes == 1 else []
         return seats[0].node if seats else host.lanes[0]
 
-    def _oversubscribe(self, ask: Ask) -> Chosen:
+    def _oversubscribe(self, request: ResourceRequest) -> Chosen:
         """Return the least loaded hosts of the job's class in the first (or emptiest) lane that has room on enough."""
-        willing = [host for host in self.hosts if host.affinity == ask.gpus and self._shares(host, ask)]
-        if ask.nodes == 1:
-            return self._emptiest(ask, willing)
+        willing = [host for host in self.hosts if host.affinity == request.gpus and self._shares(host, request)]
+        if request.nodes == 1:
+            return self._emptiest(request, willing)
         for lane in sorted({node.lane for host in willing for node in host.lanes}):
             found = [
                 (host.load, host.name, host, node)
                 for host in willing
                 for node in host.lanes
-                if node.lane == lane and host.fits(node, ask)
+                if node.lane == lane and host.fits(node, request)
             ]
-            if len(found) >= ask.nodes:
-                return [(host, node) for _, _, host, node in sorted(found, key=lambda row: row[:2])[: ask.nodes]]
+            if len(found) >= request.nodes:
+                return [(host, node) for _, _, host, node in sorted(found, key=lambda row: row[:2])[: request.nodes]]
         return []
 
-    def _emptiest(self, ask: Ask, willing: list[HostBook]) -> Chosen:
+    def _emptiest(self, request: ResourceRequest, willing: list[HostState]) -> Chosen:
         for host in sorted(willing, key=lambda host: (host.pressure, host.load, host.name)):
-            seats = host.seats(ask)
+            seats = host.seats(request)
             if seats:
                 return [(host, seats[0].node)]
         return []
 
-    def _shares(self, host: HostBook, ask: Ask) -> bool:
-        known = self.settings.share_between_users or host.users.keys() <= {ask.user}
-        return known and not host.strangers and host.remembers(ask)
+    def _shares(self, host: HostState, request: ResourceRequest) -> bool:
+        known = self.settings.share_between_users or host.users.keys() <= {request.user}
+        return known and not host.unmanaged and host.has_host_memory_for(request)
 
 
-def _step(host: HostBook, ask: Ask) -> int:
+def _step(host: HostState, request: ResourceRequest) -> int:
     affinity = host.affinity
-    return 1 if affinity == ask.gpus else 2 if affinity == 0 else 3
+    return 1 if affinity == request.gpus else 2 if affinity == 0 else 3
 
 
 def _names(chosen: Chosen) -> str:

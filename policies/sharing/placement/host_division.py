@@ -20,11 +20,11 @@ from cadenza.policies.core.actions import Migrate, Resize, Tune, Unpack
 from cadenza.policies.core.model import Gpu, Job, JobKey, Placement, Share
 from cadenza.policies.core.profile import NEARLY, least_cpus
 from cadenza.policies.sharing.placement.reservations import seated
-from cadenza.policies.sharing.state.host import Ask, HostBook, Tenant
+from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest
 from cadenza.policies.sharing.state.settings import SharingSettings
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
-HEADROOM = 1.25
+CPU_HEADROOM = 1.25
 """Where Slurm's books are a floor, a job keeps so many times the CPUs that its profile needs: profiles are measured on
 nodes that do little else, and beside busy neighbours (second threads, caches, clock rates) a CPU does less. Where that
 is not enough, the loan is undone by what is measured (see ``lending``)."""
@@ -95,7 +95,7 @@ class HostDivision:
     def of(cls, state: SharingState) -> HostDivision:
         """Return how the hosts are divided among the jobs that have GPUs once the moves so far are done."""
         starting = frozenset(action.job for action in state.placements)
-        parts = Counter(key for host in state.hosts.values() for key in host.tenants)
+        parts = Counter(key for host in state.hosts.values() for key in host.residents)
         return cls(
             state.now_s,
             state.allocate,
@@ -108,50 +108,54 @@ class HostDivision:
             wide=frozenset(key for key, count in parts.items() if count > 1),
         )
 
-    def divide(self, hosts: Mapping[str, HostBook]) -> dict[JobKey, Placement]:
+    def divide(self, hosts: Mapping[str, HostState]) -> dict[JobKey, Placement]:
         """Return what every job should have that has its place on one host only."""
         found: dict[JobKey, Placement] = {}
         for host in hosts.values():
             found |= self.on(host)
         return found
 
-    def on(self, host: HostBook) -> dict[JobKey, Placement]:
+    def on(self, host: HostState) -> dict[JobKey, Placement]:
         """Return the same for the jobs of one host; those whose share does not change may be left out."""
-        there = [host.tenants[key] for key in sorted(host.tenants)]
+        there = [host.residents[key] for key in sorted(host.residents)]
         holding = [t for t in there if t.job.key in self.holders]
         wide = [t for t in holding if t.job.key in self.wide]
-        found: dict[JobKey, Placement] = {t.job.key: (lean,) for t in there if (lean := self._too_much(t)) is not None}
+        found: dict[JobKey, Placement] = {
+            t.job.key: (trimmed,) for t in there if (trimmed := self._too_much(t)) is not None
+        }
         units = self._by_unit([t for t in holding if t not in wide and t.job.key in self.jobs])
-        gpus = sum(unit[0].ask.gpus for unit in units)
+        gpus = sum(unit[0].request.gpus for unit in units)
         server = self._rest(host, [*wide, *(t for t in holding if t.job.key not in self.jobs and t not in wide)], gpus)
         if not units or gpus > server.gpus:
             return found
         parts = self._floored(units, server) if self.settings.floor else self._parts(units, server)
         shared = len(holding) < len(there)
         own = {
-            tenant.job.key: (self._own(tenant, part, shared=shared),)
+            resident.job.key: (self._own(resident, part, shared=shared),)
             for unit in units
-            for tenant, part in zip(unit, _split(parts[unit[0].job.key], len(unit)), strict=True)
+            for resident, part in zip(unit, _split(parts[unit[0].job.key], len(unit)), strict=True)
         }
         if self.settings.floor and sum(share.memory_mb for (share,) in own.values()) > server.memory_mb:
-            own = {key: (share._replace(memory_mb=host.tenants[key].ask.memory_mb),) for key, (share,) in own.items()}
+            own = {
+                key: (share._replace(memory_mb=host.residents[key].request.memory_mb),) for key, (share,) in own.items()
+            }
         return found | own
 
-    def _rest(self, host: HostBook, apart: Sequence[Tenant], gpus: int) -> Server:
+    def _rest(self, host: HostState, apart: Sequence[Resident], gpus: int) -> Server:
         """Return a host without what some jobs have: by the books where these are a floor, else their shares.
 
         ``gpus``: of the jobs that divide the rest; where the books leave little, only these count.
         """
         node = host.lanes[0]
         server = Server(node.name, node.gpus, node.cpus, host.memory_mb, node.gpu_type)
-        shares = [proportional_share(server, tenant.ask.gpus) for tenant in apart]
-        booked = [Share(server.name, t.ask.gpus, t.ask.cpus, t.ask.memory_mb) for t in apart]
+        shares = [proportional_share(server, resident.request.gpus) for resident in apart]
+        booked = [Share(server.name, t.request.gpus, t.request.cpus, t.request.memory_mb) for t in apart]
         rest = _less(server, booked if self.settings.floor else shares)
         if min(rest.cpus, rest.memory_mb) >= rest.gpus:
             return rest
         return rest._replace(gpus=gpus) if min(rest.cpus, rest.memory_mb) >= gpus else _less(server, shares)
 
-    def _parts(self, units: Sequence[Sequence[Tenant]], server: Server) -> dict[JobKey, Share]:
+    def _parts(self, units: Sequence[Sequence[Resident]], server: Server) -> dict[JobKey, Share]:
         """Return what the allocation gives to each unit, by its first job."""
         cases = tuple(_as_one(unit, server) for unit in units)
         case = Case(self.now_s, (server,), cases, len(cases))
@@ -160,7 +164,7 @@ class HostDivision:
             plan = proportional(case)
         return {job.key: plan.placements[job.key][0] for job in cases}
 
-    def _floored(self, units: Sequence[Sequence[Tenant]], server: Server) -> dict[JobKey, Share]:
+    def _floored(self, units: Sequence[Sequence[Resident]], server: Server) -> dict[JobKey, Share]:
         """Return the same with nobody slower than with what it asked for, as far as the server has that.
 
         Those that would be get what they need for it, and the others divide the rest. Lanes together may have
@@ -176,19 +180,21 @@ class HostDivision:
             kept |= floors
             left = [unit for unit in left if unit[0].job.key not in floors]
             rest = _less(rest, floors.values())
-            if min(rest.cpus, rest.memory_mb) < sum(unit[0].ask.gpus for unit in left):
+            if min(rest.cpus, rest.memory_mb) < sum(unit[0].request.gpus for unit in left):
                 return self._parts(units, server)
         return kept
 
-    def _floor(self, unit: Sequence[Tenant], parts: Mapping[JobKey, Share], server: Server) -> Share | None:
+    def _floor(self, unit: Sequence[Resident], parts: Mapping[JobKey, Share], server: Server) -> Share | None:
         """Return what a unit needs to be no slower than with what it asked for, or None when its part does."""
         first = unit[0]
         part, profile = parts[first.job.key], first.job.profile
-        asked = Share(server.name, first.ask.gpus, sum(t.ask.cpus for t in unit), sum(t.ask.memory_mb for t in unit))
-        if profile is None or any(self._keeps(tenant.job) for tenant in unit):
+        asked = Share(
+            server.name, first.request.gpus, sum(t.request.cpus for t in unit), sum(t.request.memory_mb for t in unit)
+        )
+        if profile is None or any(self._keeps(resident.job) for resident in unit):
             return asked if part.cpus < asked.cpus else None
         wanted = share_speed(profile, asked, server.gpu_type)
-        asked = asked._replace(cpus=least_cpus(profile.on(server.gpu_type), *asked[1:], headroom=HEADROOM))
+        asked = asked._replace(cpus=least_cpus(profile.on(server.gpu_type), *asked[1:], headroom=CPU_HEADROOM))
         part = part._replace(memory_mb=max(part.memory_mb, asked.memory_mb))
         slower = part.cpus < asked.cpus or share_speed(profile, part, server.gpu_type) < wanted - NEARLY
         return asked if slower else None
@@ -197,32 +203,32 @@ class HostDivision:
         """Whether a job is to have the CPUs that it asked for, whatever its profile says."""
         return _starts(job) or job.key in self.keeps
 
-    def _own(self, tenant: Tenant, share: Share, *, shared: bool) -> Share:
+    def _own(self, resident: Resident, share: Share, *, shared: bool) -> Share:
         """Return a job's share on its own lane; ``shared``: others on the host wait."""
-        asked_mb = tenant.ask.memory_mb
+        asked_mb = resident.request.memory_mb
         memory_mb = min(share.memory_mb, asked_mb) if shared else share.memory_mb
         if self.settings.floor:
             memory_mb = max(memory_mb, asked_mb)
-        return Share(tenant.lane, tenant.ask.gpus, share.cpus, memory_mb)
+        return Share(resident.lane, resident.request.gpus, share.cpus, memory_mb)
 
-    def _too_much(self, tenant: Tenant) -> Share | None:
+    def _too_much(self, resident: Resident) -> Share | None:
         """Return what a job that waits is left with when it has more memory than it needs, else None."""
-        key, had = tenant.job.key, tenant.job.placement
+        key, had = resident.job.key, resident.job.placement
         if key in self.holders or key not in self.jobs:
             return None
-        if len(had) != 1 or had[0][:2] != (tenant.lane, tenant.ask.gpus):  # of several hosts, or it moves
+        if len(had) != 1 or had[0][:2] != (resident.lane, resident.request.gpus):  # of several hosts, or it moves
             return None
-        if had[0].memory_mb <= tenant.ask.memory_mb:
+        if had[0].memory_mb <= resident.request.memory_mb:
             return None
-        return had[0]._replace(memory_mb=tenant.ask.memory_mb)
+        return had[0]._replace(memory_mb=resident.request.memory_mb)
 
-    def _by_unit(self, tenants: Sequence[Tenant]) -> list[list[Tenant]]:
+    def _by_unit(self, residents: Sequence[Resident]) -> list[list[Resident]]:
         """Return packed jobs together, in the order of the round."""
         last = len(self.order)
-        found: dict[JobKey, list[Tenant]] = {}
-        for tenant in sorted(tenants, key=lambda t: (self.order.get(t.job.key, last), t.job.submit_s, t.job.key)):
-            key = tenant.job.key
-            found.setdefault(self.units.get(key, key), []).append(tenant)
+        found: dict[JobKey, list[Resident]] = {}
+        for resident in sorted(residents, key=lambda t: (self.order.get(t.job.key, last), t.job.submit_s, t.job.key)):
+            key = resident.job.key
+            found.setdefault(self.units.get(key, key), []).append(resident)
         return list(found.values())
 
 
@@ -239,12 +245,12 @@ def _starts(job: Job) -> bool:
     return job.lease is None or not job.lease.step
 
 
-def _as_one(unit: Sequence[Tenant], server: Server) -> Job:
+def _as_one(unit: Sequence[Resident], server: Server) -> Job:
     """Return a unit as a job of the server, with what all its members have."""
-    had = [share for tenant in unit for share in tenant.job.placement]
+    had = [share for resident in unit for share in resident.job.placement]
     first = unit[0]
-    whole = Share(server.name, first.ask.gpus, sum(s.cpus for s in had), sum(s.memory_mb for s in had))
-    return replace(first.job, gpus=first.ask.gpus, num_nodes=1, placement=(whole,) if had else ())
+    whole = Share(server.name, first.request.gpus, sum(s.cpus for s in had), sum(s.memory_mb for s in had))
+    return replace(first.job, gpus=first.request.gpus, num_nodes=1, placement=(whole,) if had else ())
 
 
 def _split(share: Share, parts: int) -> list[Share]:
@@ -306,9 +312,9 @@ def _holders(state: SharingState) -> frozenset[JobKey]:
     taken = {
         Gpu(host.name, index)
         for host in state.hosts.values()
-        for key, tenant in host.tenants.items()
+        for key, resident in host.residents.items()
         if key in staying
-        for index in tenant.gpus
+        for index in resident.gpus
     }
     holders = set(staying)
     coming = tuple(dict.fromkeys(action.job for action in (*state.placements, *state.moves)))
@@ -321,21 +327,24 @@ def _holders(state: SharingState) -> frozenset[JobKey]:
     return frozenset(holders)
 
 
-def startable(wanted: Placement, hosts: Mapping[str, HostBook], key: JobKey) -> Placement:
+def startable(wanted: Placement, hosts: Mapping[str, HostState], key: JobKey) -> Placement:
     """Return what Slurm can start a job with where its books are a floor: no more than its lane has free there.
 
     What others lend of theirs comes in place once it runs.
     """
-    host = next((host for host in hosts.values() if key in host.tenants), None)
+    host = next((host for host in hosts.values() if key in host.residents), None)
     if host is None or len(wanted) != 1:
         return wanted
-    lane, ask = host.tenants[key].lane, host.tenants[key].ask
+    lane, request = host.residents[key].lane, host.residents[key].request
     node, use = next(node for node in host.lanes if node.name == lane), host.use[lane]
-    cpus, memory_mb = max(node.cpus - use.cpus, 0) + ask.cpus, max(node.memory_mb - use.memory_mb, 0) + ask.memory_mb
+    cpus, memory_mb = (
+        max(node.cpus - use.cpus, 0) + request.cpus,
+        max(node.memory_mb - use.memory_mb, 0) + request.memory_mb,
+    )
     share = wanted[0]
     return (share._replace(cpus=min(share.cpus, cpus), memory_mb=min(share.memory_mb, memory_mb)),)
 
 
 def _needed(job: Job, nodes: Sequence[str], settings: SharingSettings) -> Placement:
-    ask = Ask.under(job, settings)
-    return tuple(Share(node, ask.gpus, ask.cpus, ask.memory_mb) for node in sorted(nodes))
+    request = ResourceRequest.under(job, settings)
+    return tuple(Share(node, request.gpus, request.cpus, request.memory_mb) for node in sorted(nodes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 
 from cadenza.policies.core.model import Gpu, Job, JobKey, Placement
-from cadenza.policies.sharing.state.host import Ask, HostBook, Tenant, books
+from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest, observe_hosts
 from cadenza.policies.sharing.state.pending import sized
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
@@ -19,21 +19,21 @@ def reserve_pending_moves(state: SharingState) -> None:
     for job in state.all_jobs:
         starting = job.state == "PENDING" and not job.held and job.key in state.memory.placed
         if starting and job.key.id not in state.relocating:
-            ask = Ask.under(job, state.settings)
+            request = ResourceRequest.under(job, state.settings)
             for host in state.hosts.values():
-                seats = [seat for seat in host.seats(ask) if seat.node.name in job.required_nodes]
+                seats = [seat for seat in host.seats(request) if seat.node.name in job.required_nodes]
                 if seats:
-                    host.enter(job, ask, seats[0])
+                    host.enter(job, request, seats[0])
 
 
 def _reserve(state: SharingState, job: Job, destination: Placement) -> None:
     for host in state.hosts.values():
-        for tenant in [tenant for key, tenant in host.tenants.items() if key.id == job.key.id]:
-            host.leave(tenant)
+        for resident in [resident for key, resident in host.residents.items() if key.id == job.key.id]:
+            host.leave(resident)
         for share in [share for share in destination if any(node.name == share.node for node in host.lanes)]:
-            ask = sized(Ask.of(job), share.gpus)._replace(cpus=share.cpus, memory_mb=share.memory_mb)
-            seat = next((seat for seat in host.seats(ask) if seat.node.name == share.node), None)
-            host.stay(Tenant(job, ask, share.node, seat.gpus if seat is not None else frozenset()))
+            request = sized(ResourceRequest.of(job), share.gpus)._replace(cpus=share.cpus, memory_mb=share.memory_mb)
+            seat = next((seat for seat in host.seats(request) if seat.node.name == share.node), None)
+            host.stay(Resident(job, request, share.node, seat.gpus if seat is not None else frozenset()))
 
 
 def hold_until_startable(state: SharingState) -> None:
@@ -44,21 +44,21 @@ def hold_until_startable(state: SharingState) -> None:
     """
     if not (state.relocating or state.room_made):
         return
-    now, kept = books(state.snapshot, state.settings), []
+    now, kept = observe_hosts(state.snapshot, state.settings), []
     for action in state.placements:
-        ask = Ask.of(state.snapshot.by_key[action.job])
+        request = ResourceRequest.of(state.snapshot.by_key[action.job])
         nodes = [(host, node) for host in now.values() for node in host.lanes if node.name in action.nodes]
-        if all(host.fits(node, ask) for host, node in nodes):
+        if all(host.fits(node, request) for host, node in nodes):
             kept.append(action)
             for host, node in nodes:
-                host.add(ask, node)
+                host.add(request, node)
         else:
             reason = f"waits until jobs have left {', '.join(action.nodes)}: their GPUs are promised to it"
             state.placement_reasons[action.job] = reason
     state.placements = tuple(kept)
 
 
-def seated(hosts: Mapping[str, HostBook], coming: Sequence[JobKey]) -> dict[JobKey, set[Gpu]]:
+def seated(hosts: Mapping[str, HostState], coming: Sequence[JobKey]) -> dict[JobKey, set[Gpu]]:
     """Return the GPUs that jobs get when they come in this order to where the books have them.
 
     Slurm gives the lowest free ones of a lane. The books may have planned the jobs in another order, and have seats
@@ -67,18 +67,18 @@ def seated(hosts: Mapping[str, HostBook], coming: Sequence[JobKey]) -> dict[JobK
     found: dict[JobKey, set[Gpu]] = {}
     for host in hosts.values():
         taken = _taken(host, frozenset(coming))
-        for tenant in [host.tenants[key] for key in coming if key in host.tenants]:
-            there = taken.setdefault(tenant.lane, set())
-            free = [index for index in range(host.gpus) if index not in there][: tenant.ask.gpus]
+        for resident in [host.residents[key] for key in coming if key in host.residents]:
+            there = taken.setdefault(resident.lane, set())
+            free = [index for index in range(host.gpus) if index not in there][: resident.request.gpus]
             there.update(free)
-            found.setdefault(tenant.job.key, set()).update(Gpu(host.name, index) for index in free)
+            found.setdefault(resident.job.key, set()).update(Gpu(host.name, index) for index in free)
     return found
 
 
-def _taken(host: HostBook, coming: Container[JobKey]) -> dict[str, set[int]]:
+def _taken(host: HostState, coming: Container[JobKey]) -> dict[str, set[int]]:
     """Return the GPUs that are given out on each lane to jobs that are there and stay."""
     taken: dict[str, set[int]] = {}
-    for key, tenant in host.tenants.items():
-        if key not in coming and tenant.lane in tenant.job.nodes:
-            taken.setdefault(tenant.lane, set()).update(tenant.gpus)
+    for key, resident in host.residents.items():
+        if key not in coming and resident.lane in resident.job.nodes:
+            taken.setdefault(resident.lane, set()).update(resident.gpus)
     return taken

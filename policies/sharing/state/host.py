@@ -13,7 +13,7 @@ from cadenza.policies.core.profile import MB_PER_GB, Profile
 from cadenza.policies.sharing.state.settings import SharingSettings
 
 
-class Ask(NamedTuple):
+class ResourceRequest(NamedTuple):
     """What a job needs on each of its nodes; memory in MB."""
 
     user: str
@@ -28,7 +28,7 @@ class Ask(NamedTuple):
     """Type of GPU that it asked for; empty: any."""
 
     @classmethod
-    def of(cls, job: Job) -> Ask:
+    def of(cls, job: Job) -> ResourceRequest:
         """Return a job's needs; its totals are taken to be spread evenly over its nodes."""
         nodes = max(job.num_nodes, 1)
         gpus, cpus, memory_mb = (-(-total // nodes) for total in (job.gpus, job.cpus, job.memory_mb))
@@ -36,41 +36,45 @@ class Ask(NamedTuple):
         return cls(job.user, job.partition, nodes, gpus, cpus, memory_mb, state_mb, job.gpu_type)
 
     @classmethod
-    def lean(cls, job: Job) -> Ask:
+    def trimmed(cls, job: Job) -> ResourceRequest:
         """Return a job's needs with no more memory than its profile can use: that stays taken while it waits."""
-        ask = cls.of(job)
-        return ask._replace(memory_mb=min(ask.memory_mb, _useful_mb(job.profile, ask))) if job.profile else ask
+        request = cls.of(job)
+        return (
+            request._replace(memory_mb=min(request.memory_mb, _useful_mb(job.profile, request)))
+            if job.profile
+            else request
+        )
 
     @classmethod
-    def under(cls, job: Job, settings: SharingSettings) -> Ask:
+    def under(cls, job: Job, settings: SharingSettings) -> ResourceRequest:
         """Return a job's lean needs, or all that it asked for where Slurm's books are a floor."""
-        return cls.of(job) if settings.floor else cls.lean(job)
+        return cls.of(job) if settings.floor else cls.trimmed(job)
 
 
 class Asks:
     """Lean needs of jobs that ask alike are found once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], Ask] = {}
+        self._known: dict[tuple[object, ...], ResourceRequest] = {}
 
-    def lean(self, job: Job) -> Ask:
+    def trimmed(self, job: Job) -> ResourceRequest:
         """Return ``Ask.lean``."""
         asked = (job.gpus, job.cpus, job.memory_mb, job.num_nodes, job.user, job.partition, job.gpu_type)
         kind = (id(job.profile), *asked)
-        ask = self._known.get(kind)
-        if ask is None:
-            ask = self._known[kind] = Ask.lean(job)
-        return ask
+        request = self._known.get(kind)
+        if request is None:
+            request = self._known[kind] = ResourceRequest.trimmed(job)
+        return request
 
 
-def _useful_mb(profile: Profile, ask: Ask) -> int:
+def _useful_mb(profile: Profile, request: ResourceRequest) -> int:
     """Return the least memory of the profile's grid that is as good as what the job asked for, MB."""
-    cpus, asked_gb = ask.cpus / max(ask.gpus, 1), ask.memory_mb / max(ask.gpus, 1) / MB_PER_GB
+    cpus, asked_gb = request.cpus / max(request.gpus, 1), request.memory_mb / max(request.gpus, 1) / MB_PER_GB
     speed = profile.speed(cpus, asked_gb)
     for memory_gb in profile.memory_gb_per_gpu:
         if profile.speed(cpus, memory_gb) >= speed:
-            return ceil(memory_gb * MB_PER_GB * ask.gpus)
-    return ask.memory_mb
+            return ceil(memory_gb * MB_PER_GB * request.gpus)
+    return request.memory_mb
 
 
 def _state_mb(job: Job) -> float:
@@ -80,7 +84,7 @@ def _state_mb(job: Job) -> float:
 
 
 @dataclass(slots=True)
-class Use:
+class LaneUse:
     """What is taken on one lane, planned placements included."""
 
     gpus: int
@@ -88,11 +92,11 @@ class Use:
     memory_mb: int
 
 
-class Tenant(NamedTuple):
+class Resident(NamedTuple):
     """A job on one of its hosts."""
 
     job: Job
-    ask: Ask
+    request: ResourceRequest
     lane: str
     gpus: frozenset[int]
     """Indices of its GPUs here, as its lease says; empty when no agent said so."""
@@ -101,30 +105,30 @@ class Tenant(NamedTuple):
 class Seat(NamedTuple):
     """Where a job could go on a host, the best first: how many take turns there already, then the lane."""
 
-    crowd: int
+    sharers: int
     lane: int
     node: Node
     gpus: frozenset[int]
 
 
 @dataclass(slots=True)
-class HostBook:
+class HostState:
     """A host with its lanes, who is there, and what this round has planned on it."""
 
     name: str
     lanes: tuple[Node, ...]
-    use: dict[str, Use]
+    use: dict[str, LaneUse]
     sizes: Counter[int] = field(default_factory=Counter)
     """Jobs by their number of GPUs here."""
     users: Counter[str] = field(default_factory=Counter)
-    strangers: int = 0
+    unmanaged: int = 0
     """Jobs here that cannot take turns."""
-    tenants: dict[JobKey, Tenant] = field(default_factory=dict)
+    residents: dict[JobKey, Resident] = field(default_factory=dict)
     committed_mb: int = 0
     """Memory of all jobs of all lanes, the GPU state that they may have to keep there included."""
     units: Mapping[JobKey, JobKey] = field(default_factory=dict)
     """For a packed job the least key of those it is packed with: they are one as far as turns go."""
-    _crowds: list[int] | None = None
+    _sharers_by_gpu: list[int] | None = None
 
     @property
     def gpus(self) -> int:
@@ -142,22 +146,22 @@ class HostBook:
         return self.lanes[0].lane == 0 and self.lanes[0].up and not self.lanes[0].drained
 
     @property
-    def given(self) -> int:
+    def gpus_allocated(self) -> int:
         """Return the GPUs given out over all lanes."""
         return sum(use.gpus for use in self.use.values())
 
     @property
-    def wanted(self) -> int:
+    def gpus_wanted(self) -> int:
         """Return the GPUs of all jobs here; Slurm's books may leave out those of jobs that it has suspended."""
-        return sum(len(tenant.gpus) for tenant in self.tenants.values())
+        return sum(len(resident.gpus) for resident in self.residents.values())
 
     @property
     def load(self) -> float:
         """Return GPUs given out for each real one."""
-        return self.given / max(self.gpus, 1)
+        return self.gpus_allocated / max(self.gpus, 1)
 
     @property
-    def height(self) -> int:
+    def overcommit(self) -> int:
         """Return the load rounded up: above 1 jobs take turns (Gandiva, OSDI'18, page 600)."""
         return ceil(self.load)
 
@@ -176,105 +180,105 @@ class HostBook:
             return 0.0
         return profile.on(here).iteration_s if here in profile.siblings else inf
 
-    def fits(self, node: Node, ask: Ask) -> bool:
+    def fits(self, node: Node, request: ResourceRequest) -> bool:
         """Whether one lane has room for the job's share."""
         use = self.use[node.name]
         return (
             node.up
             and not node.drained
-            and ask.partition in node.partitions
-            and ask.gpu_type in ("", node.gpu_type)
-            and use.gpus + ask.gpus <= node.gpus
-            and use.cpus + ask.cpus <= node.cpus
-            and use.memory_mb + ask.memory_mb <= node.memory_mb
+            and request.partition in node.partitions
+            and request.gpu_type in ("", node.gpu_type)
+            and use.gpus + request.gpus <= node.gpus
+            and use.cpus + request.cpus <= node.cpus
+            and use.memory_mb + request.memory_mb <= node.memory_mb
         )
 
-    def remembers(self, ask: Ask) -> bool:
+    def has_host_memory_for(self, request: ResourceRequest) -> bool:
         """Whether the host's memory holds the job beside all jobs of all lanes, their GPU state included.
 
         An empty host takes what fits in its lane: a job that is alone never yields.
         """
-        return not self.sizes or self.committed_mb + ask.memory_mb + ask.state_mb <= self.memory_mb
+        return not self.sizes or self.committed_mb + request.memory_mb + request.state_mb <= self.memory_mb
 
-    def add(self, ask: Ask, node: Node) -> None:
+    def add(self, request: ResourceRequest, node: Node) -> None:
         """Take a job's share of one lane."""
-        self._book(node.name, ask, 1)
+        self._book(node.name, request, 1)
 
-    def settle(self, tenant: Tenant, *, stranger: bool) -> None:
+    def add_resident(self, resident: Resident, *, unmanaged: bool) -> None:
         """Note a job that is here already: the lane's books have its share."""
-        self._count(tenant.ask, 1)
-        self.strangers += stranger
-        self.tenants[tenant.job.key] = tenant
+        self._count(resident.request, 1)
+        self.unmanaged += unmanaged
+        self.residents[resident.job.key] = resident
 
-    def leave(self, tenant: Tenant) -> None:
+    def leave(self, resident: Resident) -> None:
         """Give back what a tenant has."""
-        self._book(tenant.lane, tenant.ask, -1)
-        del self.tenants[tenant.job.key]
+        self._book(resident.lane, resident.request, -1)
+        del self.residents[resident.job.key]
 
-    def enter(self, job: Job, ask: Ask, seat: Seat) -> None:
+    def enter(self, job: Job, request: ResourceRequest, seat: Seat) -> None:
         """Take a seat for a job that comes from elsewhere."""
-        self.stay(Tenant(job, ask, seat.node.name, seat.gpus))
+        self.stay(Resident(job, request, seat.node.name, seat.gpus))
 
-    def stay(self, tenant: Tenant) -> None:
+    def stay(self, resident: Resident) -> None:
         """Take what a tenant has, as before it left."""
-        self._book(tenant.lane, tenant.ask, 1)
-        self.tenants[tenant.job.key] = tenant
+        self._book(resident.lane, resident.request, 1)
+        self.residents[resident.job.key] = resident
 
-    def _book(self, lane: str, ask: Ask, sign: int) -> None:
+    def _book(self, lane: str, request: ResourceRequest, sign: int) -> None:
         use = self.use[lane]
-        use.gpus, use.cpus = use.gpus + sign * ask.gpus, use.cpus + sign * ask.cpus
-        use.memory_mb += sign * ask.memory_mb
-        self._count(ask, sign)
+        use.gpus, use.cpus = use.gpus + sign * request.gpus, use.cpus + sign * request.cpus
+        use.memory_mb += sign * request.memory_mb
+        self._count(request, sign)
 
-    def _count(self, ask: Ask, sign: int) -> None:
-        self.sizes[ask.gpus] += sign
-        self.users[ask.user] += sign
-        self.committed_mb += sign * (ask.memory_mb + ask.state_mb)
-        self._crowds = None
+    def _count(self, request: ResourceRequest, sign: int) -> None:
+        self.sizes[request.gpus] += sign
+        self.users[request.user] += sign
+        self.committed_mb += sign * (request.memory_mb + request.state_mb)
+        self._sharers_by_gpu = None
         if sign < 0:
             self.sizes, self.users = +self.sizes, +self.users
 
     # --- GPUs ---------------------------------------------------------------------------------------
 
-    def crowds(self) -> list[int]:
+    def sharers_by_gpu(self) -> list[int]:
         """Return for each GPU how many take turns on it; packed jobs count once."""
-        if self._crowds is None:
+        if self._sharers_by_gpu is None:
             there: list[set[JobKey]] = [set() for _ in range(self.gpus)]
-            for key, tenant in self.tenants.items():
-                for index in tenant.gpus:
+            for key, resident in self.residents.items():
+                for index in resident.gpus:
                     there[index].add(self.units.get(key, key))
-            self._crowds = [len(units) for units in there]
-        return self._crowds
+            self._sharers_by_gpu = [len(units) for units in there]
+        return self._sharers_by_gpu
 
     @property
     def pressure(self) -> float:
         """Return the mean number of jobs that take turns on a GPU, packed ones as one."""
-        return sum(self.crowds()) / max(self.gpus, 1)
+        return sum(self.sharers_by_gpu()) / max(self.gpus, 1)
 
     def idle(self) -> int:
         """Return the number of GPUs that no job has or waits for."""
-        return self.crowds().count(0)
+        return self.sharers_by_gpu().count(0)
 
-    def seats(self, ask: Ask) -> list[Seat]:
+    def seats(self, request: ResourceRequest) -> list[Seat]:
         """Return the lanes with room for a job, the best first, with the GPUs that it would get there.
 
         Slurm gives the lowest free GPUs of a lane; where it does otherwise, the next round sees that.
         """
-        crowds = self.crowds()
+        sharers_by_gpu = self.sharers_by_gpu()
         taken: dict[str, set[int]] = {node.name: set() for node in self.lanes}
-        for tenant in self.tenants.values():
-            taken[tenant.lane] |= tenant.gpus
+        for resident in self.residents.values():
+            taken[resident.lane] |= resident.gpus
         found = []
         for node in self.lanes:
-            free = [index for index in range(node.gpus) if index not in taken[node.name]][: ask.gpus]
-            if len(free) == ask.gpus and self.fits(node, ask):
-                found.append(Seat(max((crowds[i] for i in free), default=0), node.lane, node, frozenset(free)))
+            free = [index for index in range(node.gpus) if index not in taken[node.name]][: request.gpus]
+            if len(free) == request.gpus and self.fits(node, request):
+                found.append(Seat(max((sharers_by_gpu[i] for i in free), default=0), node.lane, node, frozenset(free)))
         return sorted(found, key=lambda seat: seat[:2])
 
 
-def books(
+def observe_hosts(
     snapshot: ClusterSnapshot, settings: SharingSettings, units: Mapping[JobKey, JobKey] | None = None
-) -> dict[str, HostBook]:
+) -> dict[str, HostState]:
     """Return the hosts whose agent is alive, in order of names, with the jobs that are there.
 
     With ``units`` (for packed jobs the least key of the pack) a managed job counts in its lane's books with what
@@ -286,16 +290,18 @@ def books(
         lanes.setdefault(node.host, []).append(node)
     hosts = {name: _book(name, nodes, units or {}) for name, nodes in lanes.items() if name in alive}
     by_node = {node.name: hosts[node.host] for node in snapshot.nodes if node.host in hosts}
-    asks = Asks()
+    requests = Asks()
     for job in sorted(snapshot.jobs, key=_key):
         for name in job.nodes if job.gpus else ():
             if name in by_node:
                 managed = settings.manages(job)
-                ask = Ask.of(job) if units is None or not managed or settings.floor else asks.lean(job)
-                tenant = _tenant(job, ask, name, by_node[name].name)
-                by_node[name].settle(tenant, stranger=not managed)
+                request = (
+                    ResourceRequest.of(job) if units is None or not managed or settings.floor else requests.trimmed(job)
+                )
+                resident = _resident(job, request, name, by_node[name].name)
+                by_node[name].add_resident(resident, unmanaged=not managed)
                 if units is not None and managed and not settings.floor:  # Slurm's books are what was asked for
-                    _count_as_asked(by_node[name].use[name], tenant)
+                    _count_as_asked(by_node[name].use[name], resident)
     return hosts
 
 
@@ -303,23 +309,23 @@ def _key(job: Job) -> JobKey:
     return job.key
 
 
-def _book(name: str, nodes: Iterable[Node], units: Mapping[JobKey, JobKey]) -> HostBook:
+def _book(name: str, nodes: Iterable[Node], units: Mapping[JobKey, JobKey]) -> HostState:
     lanes = tuple(nodes)
-    use = {node.name: Use(node.gpus_used, node.cpus_used, node.memory_used_mb) for node in lanes}
-    return HostBook(name, lanes, use, units=units)
+    use = {node.name: LaneUse(node.gpus_used, node.cpus_used, node.memory_used_mb) for node in lanes}
+    return HostState(name, lanes, use, units=units)
 
 
-def _tenant(job: Job, ask: Ask, lane: str, host: str) -> Tenant:
+def _resident(job: Job, request: ResourceRequest, lane: str, host: str) -> Resident:
     """Return a job as a tenant; where its lease shows another number of GPUs than an even spread, that counts."""
     gpus = frozenset([gpu.index for gpu in job.lease.gpus if gpu.host == host]) if job.lease is not None else _NONE
-    return Tenant(job, ask if len(gpus) in (0, ask.gpus) else ask._replace(gpus=len(gpus)), lane, gpus)
+    return Resident(job, request if len(gpus) in (0, request.gpus) else request._replace(gpus=len(gpus)), lane, gpus)
 
 
 _NONE: frozenset[int] = frozenset()
 
 
-def _count_as_asked(use: Use, tenant: Tenant) -> None:
-    for share in tenant.job.placement:
-        if share.node == tenant.lane:
-            use.cpus += tenant.ask.cpus - share.cpus
-            use.memory_mb += tenant.ask.memory_mb - share.memory_mb
+def _count_as_asked(use: LaneUse, resident: Resident) -> None:
+    for share in resident.job.placement:
+        if share.node == resident.lane:
+            use.cpus += resident.request.cpus - share.cpus
+            use.memory_mb += resident.request.memory_mb - share.memory_mb

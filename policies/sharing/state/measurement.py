@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cadenza.policies.core.decision import Alone, SharingMemory
-from cadenza.policies.core.model import Job, JobKey, Lease, Pace
+from cadenza.policies.core.model import Job, JobKey, Lease, StepRate
 from cadenza.policies.core.profile import MB_PER_GB
 from cadenza.policies.core.text import job_names
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 
-TURNS = 1.0
+TURNS_THROUGHPUT = 1.0
 """Throughput of jobs that take turns, each relative to its own alone."""
-WINDOWS = 3
+MAX_WINDOWS = 3
 """After so many windows a measurement counts however noisy it is."""
-LEAST = 10
+MIN_ITERATIONS = 10
 """Fewest iterations of a mean."""
 
 
@@ -34,19 +34,19 @@ class Rule:
     @classmethod
     def under(cls, sharing: SharingSettings, gandiva: GandivaSettings) -> Rule:
         """Return the rule of these settings: three windows have room in a slice."""
-        return cls(max(min(gandiva.measure_s, sharing.slice_s / WINDOWS), sharing.min_run_s), gandiva.pack_margin)
+        return cls(max(min(gandiva.measure_s, sharing.slice_s / MAX_WINDOWS), sharing.min_run_s), gandiva.pack_margin)
 
-    def counts(self, pace: Pace) -> bool:
+    def counts(self, pace: StepRate) -> bool:
         """Whether a mean is to be believed: within half the margin, or as good as it will get."""
-        if pace.iterations < LEAST or pace.window_s < self.window_s:
+        if pace.iterations < MIN_ITERATIONS or pace.window_s < self.window_s:
             return False
         return pace.error <= self.margin / 2 or self.waited(pace)
 
-    def waited(self, pace: Pace) -> bool:
+    def waited(self, pace: StepRate) -> bool:
         """Whether there was time enough."""
-        return pace.window_s >= WINDOWS * self.window_s
+        return pace.window_s >= MAX_WINDOWS * self.window_s
 
-    def together_s(self, pace: Pace) -> float | None:
+    def together_s(self, pace: StepRate) -> float | None:
         """Return a packed job's iteration time, or None as long as it may not be judged.
 
         One that has come to next to no iteration in all that time is slow: it counts as if one ended now.
@@ -55,9 +55,9 @@ class Rule:
             return pace.iteration_s
         return max(pace.iteration_s, pace.window_s / (pace.iterations + 1)) if self.waited(pace) else None
 
-    def paid(self, speed: float) -> bool:
+    def pays_off(self, speed: float) -> bool:
         """Whether a pack of this throughput is better than turns."""
-        return speed > TURNS + self.margin
+        return speed > TURNS_THROUGHPUT + self.margin
 
 
 # --- Alone ---------------------------------------------------------------------------------------------
@@ -68,12 +68,12 @@ def alone(jobs: Mapping[JobKey, Job], memory: SharingMemory, rule: Rule) -> dict
     found = {row.job: row for row in memory.alone if row.job in jobs}
     for key, job in jobs.items():
         lease = job.lease
-        if lease is not None and lease.pace is not None and not lease.pace.beside and rule.counts(lease.pace):
+        if lease is not None and lease.pace is not None and not lease.pace.co_runners and rule.counts(lease.pace):
             found[key] = _seen(key, lease, lease.pace, found.get(key))
     return found
 
 
-def _seen(key: JobKey, lease: Lease, pace: Pace, before: Alone | None) -> Alone:
+def _seen(key: JobKey, lease: Lease, pace: StepRate, before: Alone | None) -> Alone:
     """Return a new row; what is measured of a running job only is kept while it does not run."""
     old = before or Alone(key, pace.iteration_s)
     use = lease.use if lease.state == "held" else None
@@ -107,7 +107,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class PackMeasurement:
     """What was measured of one pack."""
 
     members: tuple[Member, ...]
@@ -135,10 +135,10 @@ def _ms(seconds: float | None) -> str:
     return "?" if seconds is None else f"{seconds * 1000:.3g} ms"
 
 
-def judged(pack: Sequence[Job], before: Mapping[JobKey, Alone], rule: Rule) -> Judged:
+def evaluate(pack: Sequence[Job], before: Mapping[JobKey, Alone], rule: Rule) -> PackMeasurement:
     """Return what is known of a pack."""
     keys = {job.key for job in pack}
-    return Judged(
+    return PackMeasurement(
         tuple(
             Member(job.key, row.iteration_s if (row := before.get(job.key)) else None, _beside(job, keys, rule))
             for job in sorted(pack, key=lambda job: job.key)
@@ -149,10 +149,10 @@ def judged(pack: Sequence[Job], before: Mapping[JobKey, Alone], rule: Rule) -> J
 def _beside(job: Job, pack: set[JobKey], rule: Rule) -> float | None:
     """Return a job's iteration time beside all others of its pack."""
     pace = job.lease.pace if job.lease is not None else None
-    return rule.together_s(pace) if pace is not None and {job.key, *pace.beside} == pack else None
+    return rule.together_s(pace) if pace is not None and {job.key, *pace.co_runners} == pack else None
 
 
-def packed_text(key: JobKey, found: Judged) -> str:
+def packed_text(key: JobKey, found: PackMeasurement) -> str:
     """Return a reason for a packed job."""
     others = job_names(member.job for member in found.members if member.job != key)
     return f"runs with {others}: {found.text}"

@@ -14,7 +14,7 @@ A job that is being moved does not wait: its new place is kept for it.
 from __future__ import annotations
 
 from cadenza.policies.core.model import ClusterSnapshot, Job
-from cadenza.policies.sharing.state.host import Ask, Tenant
+from cadenza.policies.sharing.state.host import Resident, ResourceRequest
 from cadenza.policies.sharing.state.settings import SharingSettings
 from cadenza.policies.sharing.state.sharing_state import WAITING_REASONS
 
@@ -31,18 +31,18 @@ def _lacks_room(job: Job) -> bool:
     return job.state == "PENDING" and not job.held and job.state_reason in WAITING_REASONS
 
 
-def lacks_lease(tenant: Tenant) -> bool:
+def lacks_lease(resident: Resident) -> bool:
     """Whether a job stands without a lease where Slurm started it."""
-    lease = tenant.job.lease
+    lease = resident.job.lease
     return lease is not None and lease.state in ("waiting", "yielded")
 
 
-def sized(ask: Ask, gpus: int) -> Ask:
+def sized(request: ResourceRequest, gpus: int) -> ResourceRequest:
     """Return a job's needs on one node with another number of GPUs there: as much more as it has more of those."""
-    had = max(ask.gpus, 1)
-    return ask._replace(
+    had = max(request.gpus, 1)
+    return request._replace(
         gpus=gpus,
-        cpus=max(ask.cpus * gpus // had, 1),
-        memory_mb=ask.memory_mb * gpus // had,
-        state_mb=ask.state_mb * gpus // had,
+        cpus=max(request.cpus * gpus // had, 1),
+        memory_mb=request.memory_mb * gpus // had,
+        state_mb=request.state_mb * gpus // had,
     )

@@ -25,7 +25,7 @@ from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease, Pla
 from cadenza.policies.ordering.ranking import Order, Queue
 from cadenza.policies.relocation.phases import pinned_by_owner
 from cadenza.policies.sharing.state.groups import Group, standing, units
-from cadenza.policies.sharing.state.host import Ask, HostBook, Seat, Tenant, books
+from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest, Seat, observe_hosts
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 
 WAITING_REASONS = frozenset({"", "None", "Resources", "Priority"})
@@ -49,7 +49,7 @@ class SharingState:
     """All jobs of the snapshot, in order of keys."""
     jobs: dict[JobKey, Job]
     """Managed jobs with a lease that run or that we suspended, in order of keys."""
-    hosts: dict[str, HostBook]
+    hosts: dict[str, HostState]
     groups: tuple[Group, ...]
     """Packed jobs once this round's packs and unpacks are done."""
     relocating: dict[int, Relocating]
@@ -101,7 +101,7 @@ class SharingState:
 
     packed: dict[JobKey, JobKey] = field(default_factory=dict)
     """For each packed job the least key of its group."""
-    by_node: dict[str, HostBook] = field(default_factory=dict)
+    by_node: dict[str, HostState] = field(default_factory=dict)
     lanes: dict[str, int] = field(default_factory=dict)
     """Lane of each Slurm node."""
     ranks: dict[JobKey, int] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class SharingState:
         jobs = {job.key: job for job in all_jobs if _steerable(job, memory, settings)}
         going = [(job.key, job.relocating) for job in all_jobs if job.relocating and job.relocating.destination]
         groups = standing(memory.sharing.packs, jobs)
-        hosts = books(snapshot, settings, units(groups))
+        hosts = observe_hosts(snapshot, settings, units(groups))
         pinned = {key for key, job in jobs.items() if pinned_by_owner(job, memory)}
         state = cls(
             snapshot,
@@ -199,12 +199,12 @@ class SharingState:
             and self.now_s - self._moved_s.get(job.key.id, float("-inf")) >= self.gandiva.move_every_s
         )
 
-    def tenants(self, host: HostBook) -> Iterator[Tenant]:
+    def residents(self, host: HostState) -> Iterator[Resident]:
         """Return a host's tenants that may move, in order of keys; those of several hosts do not."""
-        for key in sorted(host.tenants):
-            tenant = host.tenants[key]
-            if key in self.jobs and len(tenant.job.nodes) == 1 and tenant.gpus and self.may(tenant.job):
-                yield tenant
+        for key in sorted(host.residents):
+            resident = host.residents[key]
+            if key in self.jobs and len(resident.job.nodes) == 1 and resident.gpus and self.may(resident.job):
+                yield resident
 
     def left_s(self, job: Job) -> float:
         """Return the work that a job still has, as far as it is looked ahead."""
@@ -219,49 +219,49 @@ class SharingState:
         """Return how many nodes a job had before it was ever resized."""
         return self._asked_nodes.get(job.key.id, job.num_nodes)
 
-    def takes(self, host: HostBook, ask: Ask) -> bool:
+    def admits(self, host: HostState, request: ResourceRequest) -> bool:
         """Whether a host may be shared with who is there, and its memory holds one more job."""
-        known = self.settings.share_between_users or host.users.keys() <= {ask.user}
-        return known and not host.strangers and host.usable and host.remembers(ask)
+        known = self.settings.share_between_users or host.users.keys() <= {request.user}
+        return known and not host.unmanaged and host.usable and host.has_host_memory_for(request)
 
-    def seat(self, host: HostBook, ask: Ask) -> Seat | None:
+    def seat(self, host: HostState, request: ResourceRequest) -> Seat | None:
         """Return the best seat for a job that comes to a host where it may share, None when it has no room."""
-        seats = host.seats(ask) if self.takes(host, ask) else []
+        seats = host.seats(request) if self.admits(host, request) else []
         return seats[0] if seats else None
 
-    def suits(self, job: Job, source: HostBook, target: HostBook) -> bool:
+    def suits(self, job: Job, source: HostState, target: HostState) -> bool:
         """Whether a host's GPUs serve a job as well as those of the host that it leaves, as far as is known."""
         if source.lanes[0].gpu_type == target.lanes[0].gpu_type:
             return True
         here_s, there_s = source.iteration_s(job), target.iteration_s(job)
         return 0.0 < there_s < inf and there_s <= here_s * (1 + self.gandiva.loss)
 
-    def home(self, job: Job) -> HostBook | None:
+    def home(self, job: Job) -> HostState | None:
         """Return the host of a job of one host."""
-        return next((host for host in self.hosts.values() if job.key in host.tenants), None)
+        return next((host for host in self.hosts.values() if job.key in host.residents), None)
 
-    def migrate(self, job: Job, target: HostBook, seat: Seat, ask: Ask, why: str) -> None:
+    def migrate(self, job: Job, target: HostState, seat: Seat, request: ResourceRequest, why: str) -> None:
         """Move a job to a seat, out of its pack if it is in one."""
         if job.key in self.packed:
             self.moves.append(Unpack(job.key, f"leaves for {seat.node.name}"))
-        self.moves.append(Migrate(job.key, shares(seat, ask), why))
-        self._settle(job, target, seat, ask)
+        self.moves.append(Migrate(job.key, shares(seat, request), why))
+        self._settle(job, target, seat, request)
 
-    def resize(self, job: Job, target: HostBook, seat: Seat, ask: Ask, why: str) -> None:
+    def resize(self, job: Job, target: HostState, seat: Seat, request: ResourceRequest, why: str) -> None:
         """Continue a job with another number of GPUs."""
-        self.moves.append(Resize(job.key, shares(seat, ask), why))
-        self._settle(job, target, seat, ask)
+        self.moves.append(Resize(job.key, shares(seat, request), why))
+        self._settle(job, target, seat, request)
 
-    def respan(self, job: Job, placement: Placement, why: str) -> None:
+    def resize_nodes(self, job: Job, placement: Placement, why: str) -> None:
         """Continue a job on more or fewer hosts; the caller notes it in their books."""
         self.moves.append(Resize(job.key, placement, why))
         self._count(job)
 
-    def _settle(self, job: Job, target: HostBook, seat: Seat, ask: Ask) -> None:
+    def _settle(self, job: Job, target: HostState, seat: Seat, request: ResourceRequest) -> None:
         for host in self.hosts.values():
-            if job.key in host.tenants:
-                host.leave(host.tenants[job.key])
-        target.enter(job, ask, seat)
+            if job.key in host.residents:
+                host.leave(host.residents[job.key])
+        target.enter(job, request, seat)
         self._count(job)
 
     def _count(self, job: Job) -> None:
@@ -269,20 +269,20 @@ class SharingState:
         self.moves_left -= 1
 
 
-def shares(seat: Seat, ask: Ask) -> Placement:
+def shares(seat: Seat, request: ResourceRequest) -> Placement:
     """Return what a job gets on a seat: what it asked for, until the host's CPUs are shared out anew."""
-    return (share_of(seat.node.name, ask),)
+    return (share_of(seat.node.name, request),)
 
 
-def share_of(node: str, ask: Ask) -> Share:
+def share_of(node: str, request: ResourceRequest) -> Share:
     """Return what a job asked for, of one node."""
-    return Share(node, ask.gpus, ask.cpus, ask.memory_mb)
+    return Share(node, request.gpus, request.cpus, request.memory_mb)
 
 
-def crowd(host: HostBook, tenant: Tenant) -> int:
+def sharers(host: HostState, resident: Resident) -> int:
     """Return how many take turns where a tenant has it worst."""
-    crowds = host.crowds()
-    return max((crowds[index] for index in tenant.gpus), default=1)
+    sharers_by_gpu = host.sharers_by_gpu()
+    return max((sharers_by_gpu[index] for index in resident.gpus), default=1)
 
 
 def sizes(job: Job, asked: int) -> tuple[int, ...]:

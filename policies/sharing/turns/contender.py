@@ -31,9 +31,9 @@ class Contender:
     exclusive: bool = False
     """Unmanaged: never displaced, and displaces every managed holder at once."""
     iteration_s: float | None = None
-    preferred: bool = False
+    resume_ordered: bool = False
     """The service ordered its resume."""
-    favoured: bool = False
+    preferred: bool = False
     """The ordering puts it before those that it meets, or it is to have its first turn; see ``sharing.favour``."""
     eligible: bool = True
     """False: it may not get the GPUs now (suspended by its owner, a part of a job on other hosts …)."""
@@ -93,8 +93,8 @@ def _with_partners(contender: Contender, by_key: dict[JobKey, Contender]) -> Con
         ready=contender.ready,
         exclusive=contender.exclusive,
         iteration_s=contender.iteration_s,
-        preferred=contender.preferred,
-        favoured=any(o.favoured for o in unit),
+        resume_ordered=contender.resume_ordered,
+        preferred=any(o.preferred for o in unit),
         eligible=contender.eligible,
         packed_with=frozenset([o.key for o in partners]),
         together_s=max([o.held_s for o in partners if o.holding], default=0.0) if contender.holding else 0.0,

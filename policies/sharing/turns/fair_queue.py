@@ -51,11 +51,11 @@ from cadenza.policies.core.model import Gpu, JobKey
 from cadenza.policies.core.text import gpu_names, job_names
 from cadenza.policies.sharing.turns.contender import Contender, together
 
-__all__ = ["BEHIND", "LATE", "Contender", "Turn", "arrival_vtime", "groups", "next_turn"]
+__all__ = ["MAX_FAIR_WAITS", "MAX_FAIR_WAITS_BEHIND", "Contender", "Turn", "arrival_vtime", "groups", "next_turn"]
 
-LATE = 1.5
+MAX_FAIR_WAITS = 1.5
 """How many times its fair wait a job has waited when it is overdue; switches must fit into the half."""
-BEHIND = 4.0
+MAX_FAIR_WAITS_BEHIND = 4.0
 """The same of a job behind one that the ordering favours: of two that share GPUs it has a ninth of them meanwhile."""
 
 
@@ -148,8 +148,8 @@ class _Standing:
     def rank(self) -> tuple[bool, int, bool, float, bool, float, JobKey]:
         """Return the sort key."""
         job = self.job
-        by_turns = -self.overdue_s, not job.favoured, job.vtime_s, job.key
-        return (not job.exclusive, -job.priority, not job.preferred, *by_turns)
+        by_turns = -self.overdue_s, not job.preferred, job.vtime_s, job.key
+        return (not job.exclusive, -job.priority, not job.resume_ordered, *by_turns)
 
     @property
     def start_vtime_s(self) -> float:
@@ -171,12 +171,16 @@ class _Rules:
 
     def standing(self, waiting: Contender, met: Callable[[Contender], list[Contender]]) -> _Standing:
         """Return where a job stands among all those it meets, itself among them."""
-        if waiting.waited_s <= LATE * self.slice_s:  # not even among itself alone
+        if waiting.waited_s <= MAX_FAIR_WAITS * self.slice_s:  # not even among itself alone
             return _Standing(waiting, 0.0, waiting.vtime_s)
         peers = [o for o in met(waiting) if o.priority == waiting.priority and not o.exclusive]
         fair_s = self.slice_s * sum(max(1.0, o.weight / waiting.weight) for o in peers)
         least_s = min((o.vtime_s for o in peers), default=waiting.vtime_s)
-        late = BEHIND if not waiting.favoured and any(o.favoured for o in peers) else LATE
+        late = (
+            MAX_FAIR_WAITS_BEHIND
+            if not waiting.preferred and any(o.preferred for o in peers)
+            else MAX_FAIR_WAITS
+        )
         return _Standing(waiting, max(0.0, waiting.waited_s - late * fair_s), least_s)
 
     def claims(self, standing: _Standing, left_s: float) -> bool:
@@ -192,23 +196,23 @@ class _Rules:
             return inf
         if waiting.exclusive or waiting.priority > holder.priority:
             return 0.0
-        if waiting.priority < holder.priority or self.favours(holder, standing):
+        if waiting.priority < holder.priority or self.keeps_by_order(holder, standing):
             return inf
         return max(0.0, self._slice_left_s(holder, standing))
 
     @staticmethod
-    def favours(holder: Contender, standing: _Standing) -> bool:
+    def keeps_by_order(holder: Contender, standing: _Standing) -> bool:
         """Whether a holder keeps its GPUs by the ordering, until the waiting job is overdue."""
         waiting = standing.job
         equal = holder.priority == waiting.priority and not waiting.exclusive
-        return equal and holder.favoured and not waiting.favoured and not standing.overdue_s
+        return equal and holder.preferred and not waiting.preferred and not standing.overdue_s
 
     def _slice_left_s(self, holder: Contender, standing: _Standing) -> float:
         least = self.min_run_s - holder.held_s
         if self._fills_in(holder, standing.job):
             return least
         over = self.slice_s - (holder.iteration_s or 0.0) / 2 - holder.stretch_s
-        first = standing.overdue_s or (standing.job.favoured and not holder.favoured)
+        first = standing.overdue_s or (standing.job.preferred and not holder.preferred)
         ahead = 0.0 if first else (standing.job.vtime_s - holder.vtime_s) * holder.weight
         return max(least, over, ahead)
 
@@ -244,11 +248,11 @@ class _Pass:
     def consider(self, waiting: Contender) -> None:
         """Decide on one waiting job, after all that come before it."""
         mask = self._mask[waiting.key]
-        stranger = self._other_user(waiting, mask)
+        other_user = self._other_user(waiting, mask)
         if not waiting.eligible:
             self._wait(waiting, "it may not run now")
-        elif stranger is not None:
-            self._wait(waiting, f"job {stranger.key} of another user is there, sharing between users is off")
+        elif other_user is not None:
+            self._wait(waiting, f"job {other_user.key} of another user is there, sharing between users is off")
         elif first := self._promised_to(waiting, mask):
             self._wait(waiting, f"{job_names(first)} {'comes' if len(first) == 1 else 'come'} first")
         else:
@@ -332,13 +336,13 @@ class _Pass:
         for holder in self._holders:
             self._reasons[holder.key] = self._yields.get(holder.key) or self._holds(holder)
         gone = {h.key for h in self._holders if h.state == "stopping"} | self._yields.keys()
-        given = (*self._resumes, *self._upcoming)
+        gpus_allocated = (*self._resumes, *self._upcoming)
         return Turn(
-            holders=frozenset({h.key for h in self._holders} - gone | set(given)),
+            holders=frozenset({h.key for h in self._holders} - gone | set(gpus_allocated)),
             yields=tuple(self._yields),
             resumes=tuple(self._resumes),
             upcoming=tuple(self._upcoming),
-            vtimes={key: self._standing[key].start_vtime_s for key in given},
+            vtimes={key: self._standing[key].start_vtime_s for key in gpus_allocated},
             reasons=self._reasons,
         )
 
@@ -352,7 +356,7 @@ class _Pass:
         if holder.exclusive or not holder.ready:
             kind = "is not managed" if holder.exclusive else "cannot be stopped"
             return f"{text} and {kind}; next: job {after.job.key}"
-        if self.rules.favours(holder, after):
+        if self.rules.keeps_by_order(holder, after):
             return f"{text} and comes first in the order; next: job {after.job.key}"
         return f"{text} of its {self.rules.slice_s:.0f} s slice; next: job {after.job.key}"
 

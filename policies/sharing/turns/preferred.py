@@ -13,7 +13,7 @@ from cadenza.policies.core.model import Gpu, JobKey
 from cadenza.policies.sharing.turns.contender import Contender
 
 
-def favoured(contenders: Iterable[Contender], ranks: Mapping[JobKey, int]) -> frozenset[JobKey]:
+def preferred(contenders: Iterable[Contender], ranks: Mapping[JobKey, int]) -> frozenset[JobKey]:
     """Return who comes first in the ordering on each of its GPUs, and who has not had its first turn yet.
 
     ``ranks``: places in the ordering, 0 first. Jobs that are not in it, and such as may not run now, are in nobody's

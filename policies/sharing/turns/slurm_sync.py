@@ -21,11 +21,11 @@ from cadenza.policies.sharing.state.settings import SharingSettings, held_for_us
 from cadenza.policies.sharing.state.sharing_state import WAITING_REASONS, SharingState
 from cadenza.policies.sharing.turns.fair_queue import Contender, groups, next_turn
 from cadenza.policies.sharing.turns.lanes import hosts_to_leave
-from cadenza.policies.sharing.turns.preferred import favoured
+from cadenza.policies.sharing.turns.preferred import preferred
 
 MAX_NAMED = 6
 """How many jobs of a group a reason names."""
-AFTER_ALL = -(10**9)
+LAST_PRIORITY = -(10**9)
 """Priority of a job on a further lane that came after an unmanaged job which still waits for GPUs."""
 
 
@@ -43,8 +43,8 @@ def take_turns(state: SharingState) -> None:
     contenders = [replace(c, state="stopping") if c.key in state.stopping else c for c in contenders]
     # 2. Where turns follow the ordering, the first in it comes first on its GPUs.
     if settings.turns == "order":
-        first = favoured(contenders, state.ranks)
-        contenders = [replace(c, favoured=True) if c.key in first else c for c in contenders]
+        first = preferred(contenders, state.ranks)
+        contenders = [replace(c, preferred=True) if c.key in first else c for c in contenders]
     # 3. One turn for each group of jobs that share GPUs.
     resumable = {job.key for kind in ("RUNNING", "SUSPENDED") for job, _ in state.managed(kind)}
     for group in groups(contenders):
@@ -121,7 +121,7 @@ def _by_priority(jobs: tuple[Job, ...], further: frozenset[str], settings: Shari
     return [
         (
             job,
-            AFTER_ALL
+            LAST_PRIORITY
             if first and _age(job) > first.get(job.partition, _age(job)) and not further.isdisjoint(job.nodes)
             else settings.priority(job),
         )
@@ -337,7 +337,7 @@ def _reason(job: Job, state: SharingState) -> str:
 def _why_pending(job: Job) -> str:
     if job.held:
         return "left alone: held by its owner or an admin"
-    return f"pending in Slurm ({job.state_reason or 'no reason given'}), which starts it on a free lane"
+    return f"pending in Slurm ({job.state_reason or 'no reason gpus_allocated'}), which starts it on a free lane"
 
 
 def _not_ready(job: Job, lease: Lease) -> str:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import sqrt
 
-from cadenza.policies.core.model import JobKey, Pace
+from cadenza.policies.core.model import JobKey, StepRate
 from cadenza.sidecar.agent.ipc.pages import Page, PageRecord
 
 MIN_INTERVAL_S = 0.2
 """Least time between two measurements of the same run."""
-NOTHING = Pace(0.0, 0, error=1.0)
+NOTHING = StepRate(0.0, 0, error=1.0)
 
 
 @dataclass
@@ -20,7 +20,7 @@ class StepRateMeter:
 
     co_runners: frozenset[JobKey] | None = None
     """Jobs that run on its GPUs at the same time; None while it does not run itself."""
-    last: Pace | None = None
+    last: StepRate | None = None
     """Result of the last measurement, or of the end of its last run."""
     _since: float = 0.0
     _measured_at: float = float("-inf")
@@ -44,9 +44,9 @@ class StepRateMeter:
         if co_runners is not None:
             self._since, self._marks = now, {}
             self._at_change = {pid: record.iterations for pid, page in pages.items() if (record := page.record())}
-            self.last = NOTHING._replace(beside=tuple(sorted(co_runners)))
+            self.last = NOTHING._replace(co_runners=tuple(sorted(co_runners)))
 
-    def measure(self, pages: Mapping[int, Page], now: float) -> Pace | None:
+    def measure(self, pages: Mapping[int, Page], now: float) -> StepRate | None:
         """Return the present rate, at most MIN_INTERVAL_S old; for a job that does not run, that of its last run."""
         if now - self._measured_at >= MIN_INTERVAL_S:
             self._measure(pages, now)
@@ -63,10 +63,10 @@ class StepRateMeter:
             if pid in pages and (record := pages[pid].record()) is not None
         ]
         slowest = max(rates, key=lambda rate: rate.iteration_s, default=NOTHING)
-        self.last = slowest._replace(beside=self.last.beside, window_s=round(max(0.0, now - self._since), 3))
+        self.last = slowest._replace(co_runners=self.last.co_runners, window_s=round(max(0.0, now - self._since), 3))
 
 
-def between(mark: PageRecord, now: PageRecord) -> Pace:
+def between(mark: PageRecord, now: PageRecord) -> StepRate:
     """Return the rate of one rank from one record to a later one, without window and co-runners (pure)."""
     count, busy_s = now.iterations - mark.iterations, now.busy_s - mark.busy_s
     if count <= 0 or busy_s <= 0:
@@ -74,7 +74,7 @@ def between(mark: PageRecord, now: PageRecord) -> Pace:
     counts = [after - before for before, after in zip(mark.counts, now.counts, strict=False)]
     error = 1.0 if count == 1 else min(_spread(replace(now, counts=counts)) / sqrt(count), 1.0)
     waited = min(max(now.waited_s - mark.waited_s, 0.0) / busy_s, 1.0)
-    return Pace(busy_s / count, count, 0.0, round(error, 4), round(waited, 4))
+    return StepRate(busy_s / count, count, 0.0, round(error, 4), round(waited, 4))
 
 
 def _spread(record: PageRecord) -> float:

@@ -83,7 +83,7 @@ class Arbiter:
             ready=alone and run.resume is None and run.not_ready_reason(lease, now) is None,
             exclusive=not lease.managed,
             iteration_s=run.telemetry.iteration_s,
-            preferred=now < run.preferred_until,
+            resume_ordered=now < run.preferred_until,
             eligible=self._eligible(lease, run),
             packed_with=frozenset(other.key for other in partners if set(other.gpus) == set(lease.gpus)),
         )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, Lease, Placement, Use
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, JobUsage, Lease, Placement
 from cadenza.slurm_plugin.service.accounting.effects import Effect
 from cadenza.slurm_plugin.service.settings import Settings, from_record
 from cadenza.slurm_plugin.service.store.reader import ActionRow, Round, SwitchRow
@@ -50,7 +50,7 @@ class JobRow(msgspec.Struct, frozen=True):
     last_action: str
     last_action_at_s: float | None
     reason: str
-    use: Use | None = None
+    use: JobUsage | None = None
     """Recent measurements by its hosts."""
     requeue_owner: str = ""
     """Library that requeues the job by itself, such as *lightning*."""

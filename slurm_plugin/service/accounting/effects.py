@@ -14,7 +14,7 @@ from cadenza.policies.core.actions import Action, Migrate, Pack, Resize, Tune, U
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Placement
 from cadenza.policies.core.text import job_names
-from cadenza.policies.sharing.state.measurement import LEAST
+from cadenza.policies.sharing.state.measurement import MIN_ITERATIONS
 
 Kind: TypeAlias = Literal["tune", "pack", "migrate", "resize"]
 Verdict: TypeAlias = Literal["", "kept", "undone", "unknown"]
@@ -124,9 +124,9 @@ def _alone(job: Job, memory: Memory) -> float | None:
 def _together(effect: Effect, job: Job) -> float | None:
     """Return a packed job's iteration time with its co-runners, as its agents measured it."""
     pace = job.lease.pace if job.lease is not None else None
-    if pace is None or pace.iterations < LEAST or not pace.iteration_s:
+    if pace is None or pace.iterations < MIN_ITERATIONS or not pace.iteration_s:
         return None
-    return pace.iteration_s if effect.now == _co_runners(pace.beside) else None
+    return pace.iteration_s if effect.now == _co_runners(pace.co_runners) else None
 
 
 # --- Decisions -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import TypeAlias
 
-from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, JobKey, Lease, LeaseState, Pace, Use
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, JobKey, JobUsage, Lease, LeaseState, StepRate
 from cadenza.sidecar.orders import JobTelemetry, LeaseReport
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent
 
@@ -103,7 +103,7 @@ def merge(parts: Parts, agents: Mapping[str, Agent], now_s: float) -> Lease:
     )
 
 
-def use(hosts: Sequence[JobTelemetry]) -> Use | None:
+def use(hosts: Sequence[JobTelemetry]) -> JobUsage | None:
     """Return a job's measurements over its hosts, each combined as ``OVER_HOSTS`` says; None without any."""
     if not hosts:
         return None
@@ -113,22 +113,22 @@ def use(hosts: Sequence[JobTelemetry]) -> Use | None:
         found[field] = round(combine(values), 6) if values else None
     if any(host.memory_kind != "gpu" for host in hosts):
         found |= {"memory_low_mb": None, "memory_peak_mb": None}
-    return Use(**found)
+    return JobUsage(**found)
 
 
-def _pace(leases: Sequence[LeaseReport]) -> Pace | None:
+def _pace(leases: Sequence[LeaseReport]) -> StepRate | None:
     """Return the pace of the slowest host; the time that all of them were measured, and everybody who ran there."""
     known = [lease.pace for lease in leases if lease.pace is not None]
     if not known or len(known) < len(leases):
         return None
     slowest = max(known, key=lambda pace: (pace.iteration_s, -pace.iterations))
-    return Pace(
+    return StepRate(
         slowest.iteration_s,
         min(pace.iterations for pace in known),
         min(pace.window_s for pace in known),
         slowest.error,
         max(pace.data_wait for pace in known),
-        tuple(sorted({key for pace in known for key in pace.beside})),
+        tuple(sorted({key for pace in known for key in pace.co_runners})),
     )
 
 

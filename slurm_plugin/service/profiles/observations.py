@@ -12,7 +12,7 @@ from math import ceil, sqrt
 from statistics import median, stdev
 from typing import NamedTuple
 
-from cadenza.policies.core.model import Gpu, Job, JobKey, Pace
+from cadenza.policies.core.model import Gpu, Job, JobKey, StepRate
 from cadenza.policies.core.profile import MB_PER_GB
 
 SETTLE_S = 20.0
@@ -67,7 +67,7 @@ class Window:
 
     setting: Setting
     since_s: float
-    mark: Pace | None = None
+    mark: StepRate | None = None
     """The pace at the start of the batch under way."""
     batches: tuple[Batch, ...] = ()
 
@@ -105,15 +105,15 @@ def setting_of(job: Job) -> Setting | None:
     return Setting(job.key, lease.gpus, cpus, memory_gb) if cpus > 0 else None
 
 
-def _pace(job: Job) -> Pace | None:
+def _pace(job: Job) -> StepRate | None:
     """Return the pace of a job that has its GPUs alone; None while it is away, stops or shares them."""
     lease = job.lease
-    if lease is None or lease.state != "held" or lease.pace is None or lease.pace.beside:
+    if lease is None or lease.state != "held" or lease.pace is None or lease.pace.co_runners:
         return None
     return lease.pace if lease.pace.iterations else None
 
 
-def _between(mark: Pace, now: Pace) -> Batch:
+def _between(mark: StepRate, now: StepRate) -> Batch:
     count = now.iterations - mark.iterations
     spent_s = now.iterations * now.iteration_s - mark.iterations * mark.iteration_s
     return Batch(count, spent_s / count) if count and spent_s > 0 else Batch(0, 0.0)
