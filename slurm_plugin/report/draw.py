@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from markupsafe import escape
@@ -90,17 +88,6 @@ STYLE = {
 }
 
 
-@contextmanager
-def _style(salt: str) -> Iterator[None]:
-    """Use our style instead of the reader's matplotlibrc; ids in the drawing follow from ``salt``."""
-    import matplotlib as mpl  # noqa: PLC0415 (optional, and slow to import)
-
-    defaults: dict[Any, Any] = dict(mpl.rcParamsDefault)
-    defaults = {key: value for key, value in defaults.items() if not key.startswith("backend")}
-    with mpl.rc_context(defaults | STYLE | {"svg.hashsalt": salt}):
-        yield
-
-
 def require() -> None:
     """Raise EnvironmentLacks, naming the extra, if matplotlib is not installed."""
     try:
@@ -113,13 +100,16 @@ def require() -> None:
 
 def draw(chart: Chart, size: Size) -> str:
     """Return a chart as an ``svg`` element for the page."""
+    import matplotlib as mpl  # noqa: PLC0415 (optional, and slow to import)
+    from matplotlib import style  # noqa: PLC0415
     from matplotlib.backends.backend_svg import FigureCanvasSVG  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     out = io.StringIO()
     width, height = size.width - size.left - size.right, size.height - size.top - size.bottom
     box = (size.left / size.width, size.bottom / size.height, width / size.width, height / size.height)
-    with _style(f"{chart.key}-{size.name}"):
+    # Our style instead of the reader's matplotlibrc; the ids in the drawing follow from the salt.
+    with style.context(["default", STYLE]), mpl.rc_context({"svg.hashsalt": f"{chart.key}-{size.name}"}):
         figure = Figure(figsize=(size.width / POINTS_PER_INCH, size.height / POINTS_PER_INCH), frameon=False)
         FigureCanvasSVG(figure)
         axes = figure.add_axes(box, frameon=False)

@@ -187,7 +187,7 @@ def test_doctor_passes_on_what_agents_lack_and_warns_of_hosts_without_a_key(tmp_
     assert seen is not None
     lacks = replace(seen.hosts[0], lacks=("driver_checkpoint = always: cuda-bindings is missing",))
     found = examine(changed(facts, recorded=replace(seen, hosts=(lacks,))))
-    assert [one.seen for one in found if one.level == "WARN"] == list(lacks.lacks)
+    assert [one.observation for one in found if one.level == "WARN"] == list(lacks.lacks)
     own = (KeyFile("/keys/agents/n2.key", False, 0o644),)
     found = examine(changed(facts, keys=own, recorded=replace(seen, hosts=())))
     assert [one.advice for one in found if one.about == "agent on n1"] == [

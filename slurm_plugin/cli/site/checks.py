@@ -25,7 +25,7 @@ class Finding(msgspec.Struct, frozen=True):
 
     level: Level
     about: str
-    seen: str
+    observation: str
     advice: str = ""
 
 

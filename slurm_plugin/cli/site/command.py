@@ -28,7 +28,8 @@ def doctor(*, as_json: bool, config: Path | None) -> None:
         emit(findings)
     else:
         for finding in findings:
-            click.echo(f"{click.style(f'{finding.level:4}', COLORS[finding.level])} {finding.about}: {finding.seen}")
+            level = click.style(f"{finding.level:4}", COLORS[finding.level])
+            click.echo(f"{level} {finding.about}: {finding.observation}")
             if finding.advice:
                 click.echo(f"       -> {finding.advice}")
     if failed(findings):
