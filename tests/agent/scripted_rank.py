@@ -123,7 +123,7 @@ class Rank:
         self.set_running(running=False)
 
     def lost(self) -> bool:
-        """Whether the agent is gone."""
+        """Return True if the agent is gone."""
         assert self.sock is not None
         try:
             gone = not self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)

@@ -1,4 +1,4 @@
-"""What killed jobs leave in shared memory is removed when they have left, and nothing else is."""
+"""Shared memory left by killed jobs is removed once they have left, and nothing else is."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from agent_rig import Agent, Child, until
 from test_agent_link import Service, service  # noqa: F401 (a fixture)
-from test_agent_switching import facts, never_together
+from test_agent_turns import facts, never_together
 
 from cadenza.sidecar import orders
 
@@ -37,7 +37,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Gpu:
-    """The stub's GPU 0, the processes on it, and an agent beside it."""
+    """The stub's GPU 0, the processes on it, and their agent."""
 
     def __init__(self, root: Path, agent: Agent) -> None:
         self.root, self.agent = root, agent

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from agent_rig import Agent, until
-from test_agent_switching import facts
+from test_agent_turns import facts
 from test_agent_with_client import JOB, boundaries, waits
 
 pytestmark = pytest.mark.slow
@@ -126,7 +126,7 @@ def settable(folder: Path) -> str:
 
 
 def together(stretches: Sequence[tuple[float, float]]) -> bool:
-    """Whether two jobs trained at once."""
+    """Return True if two jobs trained at once."""
     return any(start < end - 1e-3 for (_, end), (start, _) in itertools.pairwise(sorted(stretches)))
 
 

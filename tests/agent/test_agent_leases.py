@@ -36,7 +36,7 @@ class Histories(RuleBasedStateMachine):
         self.serial = 0
         self.held: dict[JobKey, float] = {}
         self.shared: set[JobKey] = set()
-        """Who has got a GPU together with somebody else, which takes a pack."""
+        """Jobs that shared a GPU, which takes a pack."""
 
     @rule(target=jobs, gpus=st.sets(st.integers(0, 3), max_size=4), weight=st.sampled_from([0.5, 1.0, 4.0]))
     def register(self, gpus: set[int], weight: float) -> Lease:
@@ -65,10 +65,10 @@ class Histories(RuleBasedStateMachine):
         }[move]
         if legal:
             getattr(self.table, move)(one, self.now)
-            beside = [other for other in self.table if other is not one and other.occupying and other.overlaps(one)]
-            if move == "grant" and beside:
-                assert all(one.packed_with(other) for other in beside)
-                self.shared |= {one.key, *(other.key for other in beside)}
+            sharers = [other for other in self.table if other is not one and other.occupying and other.overlaps(one)]
+            if move == "grant" and sharers:
+                assert all(one.packed_with(other) for other in sharers)
+                self.shared |= {one.key, *(other.key for other in sharers)}
         else:
             with pytest.raises(LeaseConflictError):
                 getattr(self.table, move)(one, self.now)

@@ -40,7 +40,7 @@ def written() -> Iterator[tuple[Page, subprocess.Popen[bytes]]]:
 
 
 def consistent(record: PageRecord) -> bool:
-    """Whether all counters of page_writer are of the same step."""
+    """Return True if all counters of page_writer are of the same step."""
     waited = round(record.waited_s / NS)
     return (record.iterations, 3 * record.step, 5 * record.step) == (record.step, record.samples, waited)
 

@@ -24,7 +24,7 @@ from cadenza.sidecar.agent_settings import AgentSettings
 from cadenza.sidecar.orders import JobTelemetry
 
 USER = 4242 if os.geteuid() == 0 else os.geteuid()
-"""Whose job is recorded: another user's where that can be had."""
+"""User of the recorded job: another one than the agent's if the tests run as root."""
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
@@ -76,7 +76,7 @@ def owner_gid() -> int:
 
 
 class Job:
-    """A user's process, as the agent's book has it."""
+    """A user's process, as the agent's lease has it."""
 
     def __init__(self, **environment: str) -> None:
         rights = {"user": USER, "group": USER, "extra_groups": []} if os.geteuid() == 0 else {}
@@ -224,7 +224,7 @@ def test_a_link_in_the_directorys_place_is_refused(tmp_path: Path, directory: in
 def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(mode)
-    with pytest.raises(RecordRefusedError, match="writable for nobody else"):
+    with pytest.raises(RecordRefusedError, match="writable for it alone"):
         open_directory(str(tmp_path / "open"))
 
 
@@ -232,7 +232,7 @@ def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path, mode: i
 def test_a_base_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base").chmod(mode)
-    with pytest.raises(PermissionError, match="writable for nobody else"):
+    with pytest.raises(PermissionError, match="writable for it alone"):
         user_directory(tmp_path / "base", Owner(os.getuid(), os.getgid(), (), ""))
 
 

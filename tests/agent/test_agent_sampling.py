@@ -1,4 +1,4 @@
-"""What jobs use, measured of real processes; a fake stands only where a GPU would be."""
+"""Jobs' use of the host, measured on real processes; only the GPUs are fakes."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class TestWithoutNvml:
 
         monkeypatch.setattr(pynvml, "nvmlInit", no_driver)
         assert nvml_devices() == ()
-        assert "NVML says" in caplog.text
+        assert "NVML:" in caplog.text
 
 
 # --- in the background -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a peer said before it went is heard, whatever was on its way to it."""
+"""The last packets of a peer that went are read, even if packets to it were under way."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cadenza.policies.core.model import JobKey
 from cadenza.sidecar.agent.tuning import topology
-from cadenza.sidecar.agent.tuning.planner import LEAST_MILLI, MILLI, Ask, Claim, Grant, divide, plan
+from cadenza.sidecar.agent.tuning.planner import MILLI, MIN_MILLI, Claim, Grant, Request, divide, plan
 from cadenza.sidecar.agent.tuning.topology import Cpu, Topology
 
 
@@ -42,7 +42,7 @@ def cpus_of(plans: Mapping[JobKey, Grant], number: int) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("capacity", "asks", "given_"),
+    ("capacity", "requests", "given_"),
     [
         (8, [(2, 4), (2, None)], [4, 2]),  # out of what no job holds
         (4, [(2, 3), (2, 1)], [3, 1]),  # a donor gives
@@ -53,22 +53,23 @@ def cpus_of(plans: Mapping[JobKey, Grant], number: int) -> set[int]:
         (4, [(4, 6), (4, None)], [4, 4]),  # lanes: the books overlap
     ],
 )
-def test_division(capacity: int, asks: list[tuple[int | None, int | None]], given_: list[int]) -> None:
-    assert divide(capacity, [Ask(*ask) for ask in asks]) == given_
+def test_division(capacity: int, requests: list[tuple[int | None, int | None]], given_: list[int]) -> None:
+    assert divide(capacity, [Request(*request) for request in requests]) == given_
 
 
-ASKS = st.lists(st.builds(Ask, st.one_of(st.none(), st.integers(1, 40)), st.one_of(st.none(), st.integers(1, 90))))
+REQUEST = st.builds(Request, st.one_of(st.none(), st.integers(1, 40)), st.one_of(st.none(), st.integers(1, 90)))
+REQUESTS = st.lists(REQUEST)
 
 
-@given(st.integers(1, 100), ASKS)
-def test_division_keeps_floors_and_the_sum(capacity: int, asks: list[Ask]) -> None:
-    given_ = divide(capacity, asks)
-    floors = [ask.floor or 0 for ask in asks]
+@given(st.integers(1, 100), REQUESTS)
+def test_division_keeps_floors_and_the_sum(capacity: int, requests: list[Request]) -> None:
+    given_ = divide(capacity, requests)
+    floors = [request.floor or 0 for request in requests]
     assert sum(given_) <= max(capacity, sum(floors))
-    for ask, floor, got in zip(asks, floors, given_, strict=True):
-        wish = floor if ask.wish is None else ask.wish
+    for request, floor, got in zip(requests, floors, given_, strict=True):
+        wish = floor if request.wish is None else request.wish
         assert min(floor, wish) <= got <= max(floor, wish)
-    if any(ask.floor is None for ask in asks):
+    if any(request.floor is None for request in requests):
         assert given_ == floors
 
 
@@ -109,12 +110,12 @@ def test_plans_are_sound(case: tuple[Topology, list[Claim]]) -> None:
     plans = plan(where, found)
     assert set(plans) == {claim.key for claim in found if claim.tuned and claim.running}
     capacity = len(where.cpus) * MILLI
-    floors = sum(claim.floor or LEAST_MILLI for claim in found if claim.running)
+    floors = sum(claim.floor or MIN_MILLI for claim in found if claim.running)
     for claim in found:
         if claim.key not in plans:
             continue
         grant = plans[claim.key]
-        floor = claim.floor or LEAST_MILLI
+        floor = claim.floor or MIN_MILLI
         assert grant.milli >= min(floor, claim.wish_milli or floor)
         assert grant.cpus
         assert grant.cpus <= {cpu.id for cpu in where.cpus}

@@ -141,7 +141,7 @@ def test_groups_that_a_dead_agent_left_are_removed(tree: SlurmTree) -> None:
 def test_other_jobs_of_slurm_are_seen(tree: SlurmTree) -> None:
     job = tree.run(17, 0)
     tree.run(18, 0)
-    assert {folder.name for folder in cgroup_paths.of(job.pid).neighbours()} == {"job_17", "job_18"}
+    assert {folder.name for folder in cgroup_paths.of(job.pid).all_jobs()} == {"job_17", "job_18"}
 
 
 def test_affinity_where_groups_are_not_to_be_had() -> None:

@@ -58,7 +58,7 @@ def test_the_jobs_group_is_found_by_either_name(tmp_path: Path, name: str) -> No
     found = cgroup_paths.of(PID, tmp_path)
     assert found.job("") == job
     assert found.members() == {PID}
-    assert list(found.neighbours()) == [job]
+    assert list(found.all_jobs()) == [job]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from agent_rig import Agent, until
-from test_agent_switching import facts
+from test_agent_turns import facts
 
 pytestmark = pytest.mark.slow
 

@@ -1,7 +1,7 @@
-"""What a job's data caches leave in shared memory when its processes were killed, and its removal (``CachedDataset``).
+"""Removal of the data caches that killed processes leave in shared memory (``CachedDataset``).
 
-The names are anybody's to make, and the agent is root: only a directory of the job's own user is touched, and no
-symbolic link is followed.
+Any user can create these names and the agent runs as root, so it removes only directories that belong to the job's user
+and follows no symbolic link.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - what is in it is checked before it is touched
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - its content is checked before removal
 
 
 def name_of(uid: int, job: int) -> str:
-    """Return what the client calls the directory of a job's caches."""
+    """Return the client's name for the directory of a job's caches."""
     return f"cadenza-{uid}-job{job}"
 
 
 def remove(uid: int, job: int, folder: Path = SHARED_MEMORY) -> bool:
-    """Remove the caches of a job that has left; False when it has none, or when the directory is not its user's.
+    """Remove the caches of a job that has left; return False if it has none, or if another user owns the directory.
 
     A process that still uses them keeps their memory until it ends.
     """
@@ -39,20 +39,20 @@ def remove(uid: int, job: int, folder: Path = SHARED_MEMORY) -> bool:
 
 
 def remove_soon(uid: int, job: int) -> None:
-    """Remove them in a thread of its own: to free many GB takes seconds."""
+    """Remove them in a thread: freeing many GB takes seconds."""
     if (SHARED_MEMORY / name_of(uid, job)).exists():
         threading.Thread(target=remove, args=(uid, job), name="cadenza-caches", daemon=True).start()
 
 
 def _remove(parent: int, name: str, uid: int) -> bool:
     try:
-        found = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        status = os.stat(name, dir_fd=parent, follow_symlinks=False)
     except OSError:
         return False
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != uid:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != uid:
         log.warning("left alone: %s is not a directory of uid %d", name, uid)
         return False
-    # In a sticky directory nobody but this user can put another thing in its place, and rmtree compares what it opens.
+    # In a sticky directory only this user can replace it, and rmtree compares the directory that it opens.
     shutil.rmtree(name, ignore_errors=True, dir_fd=parent)
     log.info("removed the caches that a job left: %s", name)
     return True

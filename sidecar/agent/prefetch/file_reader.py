@@ -1,8 +1,8 @@
-"""Reads files into the page cache, as the user it was started as: a program of its own, stdlib only.
+"""Program that reads files into the page cache, as the user that it was started as (stdlib only).
 
-``python readfiles.py BYTES`` takes paths on its input, one a line, and says on its output what it has read. A directory
-stands for all files under it. What the user may not read, what is no regular file, and what is beyond the bytes is left
-out. Directories of the files are listed too: an interpreter that looks for modules does that first.
+``python file_reader.py BYTES`` takes paths on its input, one a line, and writes counts to its output. A directory
+stands for all files under it. Files that the user may not read, files beyond the limit of bytes, and all that are not
+regular are left out. The files' directories are listed too, as an interpreter does when it searches for modules.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from collections.abc import Iterator
 PIECE = 1 << 20
 
 
-def read_all(paths: list[bytes], most: int) -> dict[str, int]:
-    """Read files until ``most`` bytes are through; return how many files, bytes, and how many were left out."""
-    told = {"files": 0, "bytes": 0, "left_out": 0}
+def read_all(paths: list[bytes], max_bytes: int) -> dict[str, int]:
+    """Read files up to ``max_bytes``; return counts of files, bytes, and files left out."""
+    counts = {"files": 0, "bytes": 0, "left_out": 0}
     buffer = bytearray(PIECE)
     listed: set[bytes] = set()
     for path in _files(paths):
         _list_around(path, listed)
-        size = _read(path, most - told["bytes"], buffer)
-        told["files" if size is not None else "left_out"] += 1
-        told["bytes"] += size or 0
-    return told
+        size = _read(path, max_bytes - counts["bytes"], buffer)
+        counts["files" if size is not None else "left_out"] += 1
+        counts["bytes"] += size or 0
+    return counts
 
 
 def _files(paths: list[bytes]) -> Iterator[bytes]:
@@ -52,18 +52,18 @@ def _list_around(path: bytes, listed: set[bytes]) -> None:
 
 
 def _read(path: bytes, left: int, buffer: bytearray) -> int | None:
-    """Read one file whole; return its bytes, or None when it may not or need not be read."""
+    """Read a whole file; return its bytes, or None if it may not or need not be read."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > left:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > left:
             return None
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
         done = 0
-        while done < found.st_size and (count := os.readv(file, [buffer])):
+        while done < status.st_size and (count := os.readv(file, [buffer])):
             done += count
     except OSError:
         return None

@@ -1,4 +1,4 @@
-"""Which files the processes of a job use: what they have mapped, opened and imported (proc_pid_maps(5))."""
+"""Files used by the processes of a job: mapped, open and imported ones (proc_pid_maps(5))."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import psutil  # type: ignore[import-untyped]
 
 from cadenza.sidecar import wire
 
-MOST_FILES = 20_000
-MOST_BYTES = 4 << 20
-"""Bounds of what a job may say of itself."""
-ELSEWHERE = ("/dev/", "/proc/", "/sys/", "/memfd:", "/SYSV", "/run/")
+MAX_FILES = 20_000
+MAX_LIST_BYTES = 4 << 20
+"""Limits on a job's own list of files."""
+PSEUDO_FILES = ("/dev/", "/proc/", "/sys/", "/memfd:", "/SYSV", "/run/")
 
 
 def files_of(pids: Iterable[int]) -> tuple[str, ...]:
     """Return the files of these processes and all that descend from them, each once, in the order of first use."""
-    found: dict[str, None] = {}
+    files: dict[str, None] = {}
     for pid in _family(pids):
         for path in (*_mapped(pid), *_open(pid)):
-            if path.startswith("/") and not path.startswith(ELSEWHERE) and not path.endswith(" (deleted)"):
-                found.setdefault(path)
-                if len(found) >= MOST_FILES:
-                    return tuple(found)
-    return tuple(found)
+            if path.startswith("/") and not path.startswith(PSEUDO_FILES) and not path.endswith(" (deleted)"):
+                files.setdefault(path)
+                if len(files) >= MAX_FILES:
+                    return tuple(files)
+    return tuple(files)
 
 
 def _family(pids: Iterable[int]) -> list[int]:
-    found: dict[int, None] = {}
+    family: dict[int, None] = {}
     for pid in pids:
-        found.setdefault(pid)
+        family.setdefault(pid)
         try:
-            found.update((child.pid, None) for child in psutil.Process(pid).children(recursive=True))
+            family.update((child.pid, None) for child in psutil.Process(pid).children(recursive=True))
         except psutil.Error:
             continue
-    return list(found)
+    return list(family)
 
 
 def _mapped(pid: int) -> Iterator[str]:
@@ -52,7 +52,7 @@ def _mapped(pid: int) -> Iterator[str]:
 
 
 def _open(pid: int) -> Iterator[str]:
-    """Yield the files that a process has open, and what it says itself of those it has read."""
+    """Yield the files that a process has open, and those on its own list."""
     try:
         descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
     except OSError:
@@ -61,15 +61,15 @@ def _open(pid: int) -> Iterator[str]:
         try:
             target = str(descriptor.readlink())
             if target.startswith(f"/memfd:{wire.FILES_NAME} "):
-                yield from _said(descriptor)
+                yield from _listed(descriptor)
             elif os.path.isfile(target):  # noqa: PTH113 - one call instead of an object for each
                 yield target
         except OSError:
             continue
 
 
-def _said(descriptor: Path) -> Iterator[str]:
-    """Yield the lines of a list that the process keeps for us; it may hold anything."""
+def _listed(descriptor: Path) -> Iterator[str]:
+    """Yield the lines of the list that the process keeps for the agent; it may hold anything."""
     with descriptor.open("rb") as file:
-        text = file.read(MOST_BYTES).decode("utf-8", errors="surrogateescape")
+        text = file.read(MAX_LIST_BYTES).decode("utf-8", errors="surrogateescape")
     yield from (line for line in text.split("\n") if line)

@@ -1,7 +1,7 @@
-"""Makes a host warm for a job that will come: its files are read into the page cache while it still runs elsewhere.
+"""Reads the files of a job that will come into the page cache, while the job still runs on another host.
 
-The agent where the job runs says which files it uses. That where it goes reads them in a process of the job's own user,
-so that nobody's files are read for somebody else; it is bounded in bytes and time, and what fails is only said.
+The agent where the job runs lists the files in use. The agent of its next host reads them in a process of the job's own
+user, so that no file is read for another user. Reading is limited in bytes and time, and a failure is only reported.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from cadenza.sidecar.agent.prefetch import file_reader, open_files
 
 log = logging.getLogger(__name__)
 
-READ_S = 120.0
+READ_TIMEOUT_S = 120.0
 """Longest time that reading for one job may take."""
-KEPT = 64
-"""How many results are kept for the reports, the newest."""
+MAX_RESULTS = 64
+"""Number of results that are kept for the reports, the newest."""
 READERS = 2
 
 
 @dataclass
 class Prefetcher:
-    """The agent's part of warming; threads of its own do what takes time, the event loop takes the results."""
+    """The agent's part of prefetching: its threads do the work, and the event loop takes the results."""
 
     host: Host
     results: dict[JobKey, orders.Prefetched] = field(default_factory=dict)
-    """What was read here for jobs that are to come."""
-    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(READERS, "cadenza-warming"))
+    """Results of the prefetches for jobs that will come."""
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(READERS, "cadenza-prefetch"))
     _done: queue.SimpleQueue[orders.Prefetched | orders.Files] = field(default_factory=queue.SimpleQueue)
 
     def list_files(self, lease: Lease) -> None:
-        """Find the files of a job that runs here, for those who will read them."""
+        """Find the files of a job that runs here, for its next host."""
         self.host.run(lease.key).followed = True
         pids = {process.pid for process in lease.processes} | set(self.host.run(lease.key).ranks)
         self._pool.submit(self._list, lease, tuple(sorted(pids)))
@@ -54,26 +54,27 @@ class Prefetcher:
         self._pool.submit(self._read, order)
 
     def tick(self) -> None:
-        """Take in what the threads have done."""
+        """Take in the results of the threads."""
         while True:
             try:
-                done = self._done.get_nowait()
+                result = self._done.get_nowait()
             except queue.Empty:
                 return
-            if isinstance(done, orders.Files):
-                self.host.upward.append(done)
+            if isinstance(result, orders.Files):
+                self.host.upward.append(result)
             else:
-                self._note(done)
+                self._record(result)
 
     def close(self) -> None:
-        """Wait for nobody; a reader that is left ends by its own limits."""
+        """Cancel the work without waiting; a reader that still runs ends by its own limits."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _note(self, done: orders.Prefetched) -> None:
+    def _record(self, done: orders.Prefetched) -> None:
+        """Keep a result for the reports."""
         key = JobKey(done.job, done.restart)
         self.results.pop(key, None)
         self.results[key] = done
-        while len(self.results) > KEPT:
+        while len(self.results) > MAX_RESULTS:
             del self.results[next(iter(self.results))]
         log.info(
             "prefetched JOBID=%s files=%d bytes=%d s=%.2f %s", key, done.files, done.bytes, done.seconds, done.note
@@ -87,40 +88,41 @@ class Prefetcher:
 
     def _read(self, order: orders.PrefetchOrder) -> None:
         began = self.host.clock.monotonic()
-        told: dict[str, int] = {}
+        counts: dict[str, int] = {}
         try:
-            told, note = read_as(order.uid, order.paths, self.host.settings.prefetch_mb << 20), ""
+            counts, note = read_as(order.uid, order.paths, self.host.settings.prefetch_mb << 20), ""
         except (OSError, ValueError, KeyError, subprocess.SubprocessError) as error:
             note = f"its files were not read: {error}"
         self._done.put(
             orders.Prefetched(
                 job=order.job,
                 restart=order.restart,
-                files=told.get("files", 0),
-                bytes=told.get("bytes", 0),
+                files=counts.get("files", 0),
+                bytes=counts.get("bytes", 0),
                 seconds=self.host.clock.monotonic() - began,
                 note=note,
             )
         )
 
 
-def read_as(uid: int, paths: tuple[str, ...], most_bytes: int) -> dict[str, int]:
+def read_as(uid: int, paths: tuple[str, ...], max_bytes: int) -> dict[str, int]:
     """Read files as a user; return counts of files, bytes and those left out.
 
     Raise KeyError for a user that this host does not know, OSError or SubprocessError when that process fails.
     """
-    if not most_bytes:
+    if not max_bytes:
         return {}
     done = subprocess.run(
-        [sys.executable, "-I", str(Path(file_reader.__file__)), str(most_bytes)],
+        [sys.executable, "-I", str(Path(file_reader.__file__)), str(max_bytes)],
         input="\n".join(paths).encode("utf-8", errors="surrogateescape"),
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=READ_S, check=True, cwd="/", env={}, **_user(uid),
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=READ_TIMEOUT_S, check=True, cwd="/", env={},
+        **_user(uid),
     )  # fmt: skip
     return dict(json.loads(done.stdout))
 
 
 def _user(uid: int) -> dict[str, Any]:
-    """Return what makes a process that user's; an agent that is not root can only be itself."""
+    """Return the options that give a process to that user; without root only the agent's own is possible."""
     if uid == os.geteuid() != 0:
         return {}
     user = pwd.getpwuid(uid)

@@ -1,4 +1,4 @@
-"""Joins, for each job, the pages of its ranks with what its processes use, every ``telemetry_s`` seconds."""
+"""Joins each job's rank pages with the use of its processes, every ``telemetry_s`` seconds."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 
 KINDS = {wire.MEMORY_HOST: "host", wire.MEMORY_GPU: "gpu"}
 MB = 1 << 20
-MOST = 2**53
-"""A job can write anything into its pages: what is more than this is told as this."""
+MAX_FIGURE = 2**53
+"""Limit on reported figures, because a job can write anything into its pages."""
 
 
 class Stretch(NamedTuple):
-    """One rank's record at the sample before and now."""
+    """One rank's records at the last sample and now."""
 
     before: PageRecord | None
     now: PageRecord
@@ -33,7 +33,7 @@ class Stretch(NamedTuple):
 
 @dataclass
 class Collector:
-    """Asks for samples when they are due and keeps the last of each job; lives in the event loop's thread."""
+    """Requests samples when they are due and keeps the last of each job; lives in the event loop's thread."""
 
     host: Host
     background: Background
@@ -43,14 +43,14 @@ class Collector:
     _latest: dict[JobKey, JobTelemetry] = field(default_factory=dict)
     _pages: dict[tuple[JobKey, int], PageRecord] = field(default_factory=dict)
     """The last record of each rank, by pid."""
-    _told: bool = False
+    _warned: bool = False
 
     def latest(self, key: JobKey) -> JobTelemetry | None:
         """Return the last sample of a job; None before there is one."""
         return self._latest.get(key)
 
     def tick(self) -> None:
-        """Take in what was sampled, and ask for the next sample when it is time."""
+        """Take in a finished sample, and request the next one when it is due."""
         answer = self.background.answer()
         if answer is not None:
             self._join(answer)
@@ -60,8 +60,8 @@ class Collector:
         self._due = now + self.host.settings.telemetry_s
         if self.background.busy:
             self._without_answer()
-        elif targets := [_target(lease) for lease in self.host.leases]:
-            self.background.ask(targets)
+        elif len(self.host.leases):
+            self.background.ask([_target(lease) for lease in self.host.leases])
         elif self._latest:
             self._join({})
 
@@ -72,13 +72,13 @@ class Collector:
 
     def _without_answer(self) -> None:
         """Go on with the pages alone while psutil or the GPU driver hangs."""
-        if not self._told:
+        if not self._warned:
             log.warning("the last sample of the jobs' processes and GPUs has not come back; going on without")
-        self._told = True
+        self._warned = True
         self._join({})
 
     def _join(self, usage: dict[JobKey, Usage]) -> None:
-        """Make each job's telemetry out of its use and its ranks' pages."""
+        """Make each job's telemetry from its use and its ranks' pages."""
         now = self.host.clock.monotonic()
         window = 0.0 if self._joined_at is None else now - self._joined_at
         self._joined_at = now
@@ -92,19 +92,19 @@ class Collector:
         self.records.keep_only(set(self._latest))
 
     def _stretches(self, key: JobKey, pages: dict[tuple[JobKey, int], PageRecord]) -> list[Stretch]:
-        """Read a job's pages; one that is torn again and again is as it was at the sample before."""
-        found = []
+        """Read a job's pages; for a page that cannot be read consistently the last record counts."""
+        stretches = []
         for pid, rank in self.host.run(key).ranks.items():
             before = pages.get((key, pid))
             record = rank.page.record() or before
             if record is not None:
                 self._pages[key, pid] = record
-                found.append(Stretch(before, record))
-        return found
+                stretches.append(Stretch(before, record))
+        return stretches
 
 
 def _target(lease: Lease) -> Target:
-    """Return what to sample of a job."""
+    """Return the processes and GPUs to sample for a job."""
     return Target(lease.key, tuple(process.pid for process in lease.processes), lease.gpus)
 
 
@@ -137,20 +137,20 @@ def joined(window_s: float, usage: Usage | None, stretches: Sequence[Stretch]) -
 
 
 def _grown(stretch: Stretch, counter: Callable[[PageRecord], float]) -> float:
-    """Return by how much a counter grew; 0 for a rank that was not there before, whatever it brought along."""
+    """Return the growth of a counter; 0 for a rank without a former record."""
     grown = counter(stretch.now) - counter(stretch.before) if stretch.before else 0.0
-    return max(0.0, min(grown, MOST))
+    return max(0.0, min(grown, MAX_FIGURE))
 
 
 def _samples_s(window_s: float, stretches: Sequence[Stretch]) -> float | None:
-    """Return the ranks' training samples a second; None when no rank has ever said one."""
+    """Return the ranks' training samples a second; None if no rank has ever reported any."""
     if window_s <= 0 or not any(one.before and one.now.samples for one in stretches):
         return None
     return _rounded(sum(_grown(one, lambda record: record.samples) for one in stretches) / window_s)
 
 
 def _data_wait(stretches: Sequence[Stretch]) -> float | None:
-    """Return the share of the iteration time that was spent in the loader; None without an iteration."""
+    """Return the share of the iteration time spent in the loader; None without an iteration."""
     busy = sum(_grown(one, lambda record: record.busy_s) for one in stretches)
     waited = sum(_grown(one, lambda record: record.waited_s) for one in stretches)
     return round(min(waited / busy, 1.0), 4) if busy > 0 else None
@@ -158,27 +158,26 @@ def _data_wait(stretches: Sequence[Stretch]) -> float | None:
 
 def _memory(records: Sequence[PageRecord]) -> tuple[str, float | None, float | None]:
     """Return kind, low and peak in MB of the rank that has used most."""
-    known = [record for record in records if record.memory_kind in KINDS]
-    if not known:
+    counted = [record for record in records if record.memory_kind in KINDS]
+    if not counted:
         return "", None, None
-    most = max(known, key=lambda record: (record.memory_kind, record.memory_peak))
+    most = max(counted, key=lambda record: (record.memory_kind, record.memory_peak))
     return KINDS[most.memory_kind], _rounded(most.memory_low / MB), _rounded(most.memory_peak / MB)
 
 
 def _order(records: Sequence[PageRecord]) -> tuple[float | None, float | None]:
-    """Return the slowest rank's times of the last order that any of them came to."""
+    """Return the slowest rank's times of the last order that any rank reached."""
     orders: list[OrderTimes] = [record.orders[-1] for record in records if record.orders]
     newest = max((one.order for one in orders), default=None)
-    mine = [one for one in orders if one.order == newest]
-    arrived = _largest(one.arrived_s or None for one in mine)
-    return arrived, _largest(one.done_s or None for one in mine)
+    last = [one for one in orders if one.order == newest]
+    return _largest(one.arrived_s or None for one in last), _largest(one.done_s or None for one in last)
 
 
 def _largest(values: Iterable[float | None]) -> float | None:
-    """Return the largest of those that are known."""
-    return max((min(value, MOST) for value in values if value is not None), default=None)
+    """Return the largest value that is not None."""
+    return max((min(value, MAX_FIGURE) for value in values if value is not None), default=None)
 
 
 def _rounded(value: float | None) -> float | None:
     """Return a figure for a report, three digits after the point."""
-    return None if value is None else round(min(value, MOST), 3)
+    return None if value is None else round(min(value, MAX_FIGURE), 3)

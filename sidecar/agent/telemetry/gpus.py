@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
-    """What one process has of one GPU; None where the driver does not say."""
+    """Use of one GPU by one process; None where the driver does not report it."""
 
     percent: float | None = None
     memory_bytes: int | None = None
@@ -22,12 +22,12 @@ class ProcessUse:
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """One look at one GPU; ``percent`` is the share of time in which a kernel ran, None where it is not told."""
+    """Use of one GPU; ``percent`` is the share of time in which a kernel ran, None if not reported."""
 
     percent: float | None = None
     memory_bytes: int | None = None
     processes: Mapping[int, ProcessUse] = field(default_factory=dict)
-    """By pid, every process that has a context."""
+    """Every process with a context, by pid."""
 
 
 class GpuDevice(Protocol):
@@ -39,59 +39,56 @@ class GpuDevice(Protocol):
         ...
 
     def look(self) -> GpuUse:
-        """Return its use since the last look, or lately; raise nothing."""
+        """Return its use since the last call, or lately; raise nothing."""
         ...
 
 
 class NvmlDevice:
-    """A GPU through nvidia-ml-py; whatever a GPU does not support is None (MIG instances tell little)."""
+    """A GPU through nvidia-ml-py; figures that a GPU does not support are None (MIG instances report little)."""
 
     def __init__(self, nvml: Any, position: int) -> None:
         self._nvml = nvml
         self._handle = nvml.nvmlDeviceGetHandleByIndex(position)
-        self.index = int(self._told(nvml.nvmlDeviceGetMinorNumber, position))
-        self._seen_us = 0
+        self.index = int(self._ask(nvml.nvmlDeviceGetMinorNumber, position))
+        self._last_us = 0
 
     def look(self) -> GpuUse:
-        """Return utilisation, memory and processes as NVML has them now."""
+        """Return NVML's present utilization, memory and processes."""
         nvml = self._nvml
-        utilisation = self._told(nvml.nvmlDeviceGetUtilizationRates, None)
-        memory = self._told(nvml.nvmlDeviceGetMemoryInfo, None)
+        utilization = self._ask(nvml.nvmlDeviceGetUtilizationRates, None)
+        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, None)
         return GpuUse(
-            percent=None if utilisation is None else float(utilisation.gpu),
+            percent=None if utilization is None else float(utilization.gpu),
             memory_bytes=None if memory is None else int(memory.used),
             processes=self._processes(),
         )
 
     def _processes(self) -> dict[int, ProcessUse]:
-        """Return memory and utilisation of each compute process."""
-        running: list[Any] = self._told(self._nvml.nvmlDeviceGetComputeRunningProcesses, [])
+        """Return memory and utilization of each compute process."""
+        running: list[Any] = self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, [])
         percents = self._percents()
         return {one.pid: ProcessUse(percents.get(one.pid), one.usedGpuMemory) for one in running}
 
     def _percents(self) -> dict[int, float]:
-        """Return each process's mean share of the SMs since the last look; NVML keeps about a minute of samples."""
-        samples: list[Any] = self._told(self._since_last, [])
+        """Return each process's mean share of the SMs since the last call; NVML keeps about a minute of samples."""
+        question = self._nvml.nvmlDeviceGetProcessUtilization
+        samples: list[Any] = self._ask(lambda handle: question(handle, self._last_us), [])
         by_pid: dict[int, list[float]] = {}
         for sample in samples:
-            self._seen_us = max(self._seen_us, int(sample.timeStamp))
+            self._last_us = max(self._last_us, int(sample.timeStamp))
             by_pid.setdefault(int(sample.pid), []).append(float(sample.smUtil))
         return {pid: sum(values) / len(values) for pid, values in by_pid.items()}
 
-    def _since_last(self, handle: Any) -> Any:
-        """Return the driver's samples that are newer than those seen; NVML has an error for "none"."""
-        return self._nvml.nvmlDeviceGetProcessUtilization(handle, self._seen_us)
-
-    def _told(self, ask: Callable[[Any], T], otherwise: T) -> T:
-        """Return what NVML answers about this device, or ``otherwise`` when it does not."""
+    def _ask(self, question: Callable[[Any], T], otherwise: T) -> T:
+        """Return NVML's answer about this device, or ``otherwise`` if it has none (or an error that means none)."""
         try:
-            return ask(self._handle)
+            return question(self._handle)
         except self._nvml.NVMLError:
             return otherwise
 
 
 def nvml_devices() -> tuple[GpuDevice, ...]:
-    """Return the host's GPUs; without nvidia-ml-py or a driver none, and one line in the log says so."""
+    """Return the host's GPUs; without nvidia-ml-py or a driver none, and one line in the log tells it."""
     try:
         import pynvml  # noqa: PLC0415 - the module of nvidia-ml-py, which hosts without GPUs need not have
     except ImportError:
@@ -101,5 +98,5 @@ def nvml_devices() -> tuple[GpuDevice, ...]:
         pynvml.nvmlInit()
         return tuple(NvmlDevice(pynvml, position) for position in range(pynvml.nvmlDeviceGetCount()))
     except pynvml.NVMLError as error:
-        log.info("GPUs are not sampled: NVML says %s", error)
+        log.info("GPUs are not sampled: NVML: %s", error)
         return ()

@@ -1,9 +1,9 @@
-"""Appends lines from its standard input to a job's record file, as the job's user: started by the agent for each.
+"""Program that appends lines from its standard input to a job's record file, as the job's user.
 
-It takes exactly the job's rights before it looks at any path, so it can do nothing that the job could not. What it
-guards against is others: the directory must be the user's own and writable for nobody else, links are not followed,
-and a file is either made anew or a plain one of the user's with a single name. A file system that hangs holds up this
-process alone.
+It takes exactly the job's rights before it opens any path, so it can do nothing that the job could not. It guards
+against other users: the directory must be the user's own and writable for the user alone, links are not followed, and a
+file is either new or a plain one of the user's with a single name. A file system that hangs delays this process
+alone.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ FILE_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NON
 
 
 class RecordRefusedError(Exception):
-    """The directory or file is not one to write to; the job's owner must name another."""
+    """The directory or file is unsafe to write to; the job's owner must name another."""
 
 
 def become(uid: int, gid: int, groups: list[int]) -> None:
-    """Give up root for a user's rights, for good; raise OSError when that fails. Nothing to do without root."""
+    """Give up root for a user's rights, for good; raise OSError if that fails. Without root, do nothing."""
     if os.geteuid() == 0:
         os.setgroups(groups)
         os.setresgid(gid, gid, gid)
@@ -34,7 +34,7 @@ def become(uid: int, gid: int, groups: list[int]) -> None:
 
 
 def open_directory(path: str) -> int:
-    """Return a descriptor of the directory, made when only its last part is missing.
+    """Return a descriptor of the directory, made if only its last part is missing.
 
     Raises RecordRefusedError for a link, another user's directory or one that others may write to; OSError else.
     """
@@ -50,11 +50,11 @@ def open_directory(path: str) -> int:
     if status.st_uid == os.geteuid() and not status.st_mode & OTHERS_WRITE:
         return directory
     os.close(directory)
-    raise RecordRefusedError(f"{path}: must belong to uid {os.geteuid()} and be writable for nobody else")
+    raise RecordRefusedError(f"{path}: must belong to uid {os.geteuid()} and be writable for it alone")
 
 
 def open_file(directory: int, name: str) -> int:
-    """Return a descriptor that appends to the file; raise RecordRefusedError when it is not the user's plain file."""
+    """Return a descriptor that appends to the file; raise RecordRefusedError if it is not the user's plain file."""
     try:
         return os.open(name, FILE_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=directory)
     except FileExistsError:
@@ -62,7 +62,7 @@ def open_file(directory: int, name: str) -> int:
     try:
         file = os.open(name, FILE_FLAGS, dir_fd=directory)
     except OSError as error:
-        raise RecordRefusedError(f"{name}: there and not to be appended to ({error.strerror}): remove it") from None
+        raise RecordRefusedError(f"{name}: exists and cannot be appended to ({error.strerror}): remove it") from None
     status = os.fstat(file)
     if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1:
         return file
@@ -71,7 +71,7 @@ def open_file(directory: int, name: str) -> int:
 
 
 def append(lines: BinaryIO, directory: int, name: str, limit: int) -> None:
-    """Copy lines until there are no more; at ``limit`` bytes the file becomes ``NAME.1`` and a new one begins."""
+    """Copy all lines; at ``limit`` bytes the file becomes ``NAME.1`` and a new one begins."""
     file = open_file(directory, name)
     size = os.fstat(file).st_size
     for line in lines:
@@ -85,7 +85,7 @@ def append(lines: BinaryIO, directory: int, name: str, limit: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run as ``recorder UID GID GROUP,… DIRECTORY NAME LIMIT``; return 1 and say why when that cannot be written."""
+    """Run as ``recorder UID GID GROUP,… DIRECTORY NAME LIMIT``; return 1 if that file cannot be written."""
     if len(arguments) != ARGUMENTS:
         print("usage: recorder UID GID GROUP,... DIRECTORY NAME LIMIT_BYTES", file=sys.stderr)  # noqa: T201
         return 2

@@ -1,4 +1,4 @@
-"""Each job's samples as lines of JSON in a file of its user's, on request; the agent itself opens no user's path."""
+"""Each job's samples as lines of JSON in a file of its user, on request; the agent itself opens no user's path."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WRITER = "cadenza.sidecar.agent.telemetry.record_writer"
 MAX_LINE = select.PIPE_BUF
 """A line of at most this much goes into a pipe whole or not at all (pipe(7))."""
 CLOSE_S = 1.0
-"""How long the last lines may take when the agent ends."""
+"""Time allowed to the last lines when the agent ends."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class Row(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process's user, groups, and the directory that it wants its records in ("": it says nothing)."""
+    """A process's user, groups, and the directory that it wants its records in ("": none)."""
 
     uid: int
     gid: int
@@ -57,15 +57,15 @@ class Owner:
 class _Job:
     """One job's recorder, once there is one."""
 
-    looked_at: set[int] = field(default_factory=set)
+    read_pids: set[int] = field(default_factory=set)
     """Pids whose environment was read."""
     recorder: subprocess.Popen[bytes] | None = None
     ended: bool = False
-    """Nothing more is written: refused, or the recorder has gone."""
+    """No more lines are written: refused, or the recorder has ended."""
 
 
 class Records:
-    """The recorders of all jobs that want one. A recorder that is slow loses lines, and holds nobody up."""
+    """The recorders of all jobs that want one. A slow recorder loses lines and delays no job."""
 
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
@@ -98,14 +98,14 @@ class Records:
                 recorder.wait(CLOSE_S)
 
     def _leave(self, job: _Job) -> None:
-        """End a recorder's input; it ends by itself then."""
+        """End a recorder's input; it then ends by itself."""
         recorder, job.recorder, job.ended = job.recorder, None, True
         if recorder is not None and recorder.stdin is not None:
             recorder.stdin.close()
             self._leaving.append(recorder)
 
     def _pass(self, key: JobKey, job: _Job, recorder: subprocess.Popen[bytes], line: bytes) -> None:
-        """Give a line to a recorder; when its pipe is full the line is lost."""
+        """Give a line to a recorder; if its pipe is full the line is lost."""
         if recorder.stdin is None or len(line) > MAX_LINE:
             return
         try:
@@ -117,18 +117,18 @@ class Records:
             self._leave(job)
 
     def _begin(self, lease: Lease, job: _Job) -> None:
-        """Start the job's recorder when one of its processes, or the settings, want one."""
+        """Start the job's recorder if one of its processes, or the settings, want one."""
         for process in lease.processes:
-            owner = None if process.pid in job.looked_at else owner_of(process.pid)
+            owner = None if process.pid in job.read_pids else owner_of(process.pid)
             if owner is None or owner.uid != lease.uid:
-                continue  # not yet the user's: the plugin's process becomes it
-            job.looked_at.add(process.pid)
+                continue  # not yet the user's process: the plugin's becomes it
+            job.read_pids.add(process.pid)
             if directory := owner.directory or self._default(owner):
                 self._start(lease, job, owner, directory)
                 return
 
     def _default(self, owner: Owner) -> str:
-        """Return the user's directory under ``records_dir``; "" when not every job is recorded."""
+        """Return the user's directory under ``records_dir``; "" unless every job is recorded."""
         if self._settings.records != "jsonl":
             return ""
         try:
@@ -138,9 +138,9 @@ class Records:
             return ""
 
     def _start(self, lease: Lease, job: _Job, owner: Owner, directory: str) -> None:
-        """Start the process that writes; it takes the rights of the job's by itself.
+        """Start the process that writes; it takes the rights of the job's user by itself.
 
-        It begins with the agent's own: users need not be able to run the agent's interpreter.
+        It begins with the agent's own rights: users need not be able to run the agent's interpreter.
         """
         name = f"{lease.key}.{self._host}.jsonl"
         rights = [str(owner.uid), str(owner.gid), ",".join(map(str, owner.groups))]
@@ -160,7 +160,7 @@ class Records:
 
 
 def owner_of(pid: int) -> Owner | None:
-    """Return whose a process is and where it wants its records; None when it is gone or changing users.
+    """Return a process's owner and its directory for records; None if it is gone or changing users.
 
     The environment is the one that the process began with (proc_pid_environ(5)).
     """
@@ -183,16 +183,16 @@ def owner_of(pid: int) -> Owner | None:
 
 
 def user_directory(base: Path, owner: Owner) -> Path:
-    """Return the user's own directory in ``base``, made and handed over when it is missing.
+    """Return the user's own directory in ``base``, made and handed over if it is missing.
 
-    Raises OSError when that fails, or when others than the agent could put something in its way.
+    Raises OSError when that fails, or if others than the agent could replace it.
     """
     base.mkdir(mode=0o755, parents=True, exist_ok=True)
     directory = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(directory)
         if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PermissionError(f"it must belong to uid {os.geteuid()} and be writable for nobody else")
+            raise PermissionError(f"it must belong to uid {os.geteuid()} and be writable for it alone")
         name = str(owner.uid)
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=directory)

@@ -1,4 +1,4 @@
-"""What each job's processes use of the host, sampled in a thread of its own so that nobody waits for it."""
+"""Use of the host by each job's processes, sampled in a thread of its own so that no job waits for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A job to sample: the processes that the agent knows of, and its GPUs by Slurm's index."""
+    """A job to sample: the processes known to the agent, and its GPUs by Slurm's index."""
 
     key: JobKey
     pids: tuple[int, ...]
@@ -29,7 +29,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a job used; rates are of the time since the sample before, and None in the first one."""
+    """Use by one job; rates are over the time since the last sample, and None in the first one."""
 
     processes: int = 0
     rss_bytes: int = 0
@@ -52,11 +52,11 @@ class Counters:
 
 
 Processes: TypeAlias = Mapping[psutil.Process, Counters]
-"""psutil's processes are equal when pid and start time are: a pid that comes again is another one."""
+"""By psutil's processes, which are equal if pid and start time are: a reused pid is another process."""
 
 
 class Sampler:
-    """Keeps the last counters to make rates of them. ``find_devices`` is called once, at the first sample."""
+    """Keeps the last counters to compute rates. ``find_devices`` is called once, at the first sample."""
 
     def __init__(self, clock: Clock, find_devices: Callable[[], Sequence[GpuDevice]]) -> None:
         self._clock = clock
@@ -71,52 +71,52 @@ class Sampler:
         children = _children()
         looks = {device.index: device.look() for device in self._devices}
         before, self._before = self._before, {}
-        found = {}
+        usage = {}
         for target in targets:
             processes = _counted(_tree(target.pids, children))
             now = self._clock.monotonic()
             self._before[target.key] = (now, processes)
-            found[target.key] = _usage(now, processes, before.get(target.key), _gpu_use(target, processes, looks))
-        return found
+            usage[target.key] = _usage(now, processes, before.get(target.key), _gpu_use(target, processes, looks))
+        return usage
 
 
 def _children() -> dict[int, list[psutil.Process]]:
     """Return every process of the host by its parent's pid."""
-    found: dict[int, list[psutil.Process]] = {}
+    children: dict[int, list[psutil.Process]] = {}
     for process in psutil.process_iter():
         try:
-            found.setdefault(process.ppid(), []).append(process)
+            children.setdefault(process.ppid(), []).append(process)
         except psutil.Error:
             continue
-    return found
+    return children
 
 
 def _tree(pids: Iterable[int], children: Mapping[int, Sequence[psutil.Process]]) -> set[psutil.Process]:
     """Return the processes and all their descendants, such as loader workers; each once."""
-    known = set(pids)
-    waiting = [process for family in children.values() for process in family if process.pid in known]
-    found: set[psutil.Process] = set()
+    roots = set(pids)
+    waiting = [process for family in children.values() for process in family if process.pid in roots]
+    tree: set[psutil.Process] = set()
     while waiting:
         process = waiting.pop()
-        if process not in found:
-            found.add(process)
+        if process not in tree:
+            tree.add(process)
             waiting += children.get(process.pid, ())
-    return found
+    return tree
 
 
 def _counted(processes: Iterable[psutil.Process]) -> dict[psutil.Process, Counters]:
-    """Return the counters of those that still live."""
-    found = {}
+    """Return the counters of the processes that still live."""
+    counters = {}
     for process in processes:
         try:
-            found[process] = _counters(process)
+            counters[process] = _counters(process)
         except psutil.Error:
             continue
-    return found
+    return counters
 
 
 def _counters(process: psutil.Process) -> Counters:
-    """Read one process; raise psutil.Error when it is gone. Its I/O is only told to root and its owner."""
+    """Read one process; raise psutil.Error if it is gone. Only root and its owner can read its I/O."""
     with process.oneshot():
         cpu, memory = process.cpu_times(), process.memory_info()
     try:
@@ -130,7 +130,7 @@ def _counters(process: psutil.Process) -> Counters:
 def _usage(
     now: float, processes: Processes, before: tuple[float, Processes] | None, gpu: tuple[float | None, int | None]
 ) -> Usage:
-    """Return a job's use out of two readings of its processes; one that is new began within the time between."""
+    """Return a job's use from two readings of its processes; a new process began between them."""
     rss = sum(one.rss - one.shared for one in processes.values())
     rss += max((one.shared for one in processes.values()), default=0)
     if before is None or now <= before[0]:
@@ -152,7 +152,7 @@ def _usage(
 def _gpu_use(
     target: Target, processes: Processes, looks: Mapping[int, GpuUse]
 ) -> tuple[float | None, int | None]:
-    """Return the mean use and the memory of the job's GPUs by its own processes; None where nothing is told."""
+    """Return the mean use and the memory of the job's GPUs by its own processes; None where not reported."""
     pids = {process.pid for process in processes}
     each = [_own(looks[index], pids) for index in target.gpus if index in looks]
     percents = [percent for percent, _ in each if percent is not None]
@@ -161,9 +161,9 @@ def _gpu_use(
 
 
 def _own(look: GpuUse, pids: set[int]) -> tuple[float | None, int | None]:
-    """Return what ``pids`` have of one GPU.
+    """Return the use of one GPU by ``pids``.
 
-    Where the driver does not tell processes apart, all of it is theirs if no other process is on the GPU.
+    If the driver does not tell processes apart, all of it is theirs as long as no other process is on the GPU.
     """
     own = [use for pid, use in look.processes.items() if pid in pids]
     if not own:
@@ -185,10 +185,10 @@ class Background:
         self._answers: queue.SimpleQueue[dict[JobKey, Usage]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.busy = False
-        """Whether an answer is still to come."""
+        """True while an answer is still to come."""
 
     def ask(self, targets: Sequence[Target]) -> None:
-        """Have the jobs sampled, unless the last sample is still being taken; the first call starts the thread."""
+        """Request a sample of the jobs, unless one is still being taken; the first call starts the thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="cadenza-sampling", daemon=True)
             self._thread.start()
@@ -197,7 +197,7 @@ class Background:
             self._asked.put(targets)
 
     def answer(self) -> dict[JobKey, Usage] | None:
-        """Return the sample that was asked for, once; None while there is none."""
+        """Return the requested sample, once; None while there is none."""
         try:
             answer = self._answers.get_nowait()
         except queue.Empty:
@@ -206,18 +206,18 @@ class Background:
         return answer
 
     def close(self) -> None:
-        """Let the thread end after what it does."""
+        """Let the thread end after its present sample."""
         self._asked.put(None)
 
     def _serve(self) -> None:
-        """Answer until told to end; a sample that fails is an empty one."""
-        told = False
+        """Answer until the end; a sample that fails is empty."""
+        logged = False
         while (targets := self._asked.get()) is not None:
-            found: dict[JobKey, Usage] = {}
+            usage: dict[JobKey, Usage] = {}
             try:
-                found = self._sampler.sample(targets)
+                usage = self._sampler.sample(targets)
             except Exception:
-                if not told:
-                    log.exception("jobs could not be sampled; this is said once")
-                told = True
-            self._answers.put(found)
+                if not logged:
+                    log.exception("jobs could not be sampled; this is logged once")
+                logged = True
+            self._answers.put(usage)

@@ -1,7 +1,7 @@
-"""Where a job's control groups are: found in /proc/PID/cgroup of its processes, never made up.
+"""Paths of a job's control groups, read from /proc/PID/cgroup of its processes.
 
 Slurm's groups of a job (cgroup_v2.html, cgroups.html): with version 2 ``[NODE_]slurmstepd.scope/job_ID/step_N/…``,
-where Slurm 26.05 has a SLUID in the place of ``job_ID``; with version 1 ``slurm[_NODE]/uid_U/job_ID/step_N/…``
+where Slurm 26.05 has a SLUID instead of ``job_ID``; with version 1 ``slurm[_NODE]/uid_U/job_ID/step_N/…``
 below each controller. In each the job's group is the parent of the first ``step_…``.
 """
 
@@ -16,7 +16,7 @@ MOUNT = Path("sys/fs/cgroup")
 STEP = "step_"
 STEPD = "slurmstepd"
 ANCHORS = ("", "freezer", "memory", "devices", "cpuset", "cpu")
-"""Controllers whose job group says which processes are the job's, the surest first ("" is version 2)."""
+"""Controllers whose group of a job lists its processes, the most reliable first ("" is version 2)."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class Groups:
     paths: dict[str, Path] = field(default_factory=dict)
 
     def mount(self, controller: str) -> Path:
-        """Return where a controller's tree is mounted."""
+        """Return the mount point of a controller's tree."""
         if controller:
             return self.root / MOUNT / controller
         hybrid = self.root / MOUNT / "unified"
         return hybrid if hybrid.is_dir() else self.root / MOUNT
 
     def job(self, controller: str) -> Path | None:
-        """Return the job's group as a directory; None when Slurm has none there."""
+        """Return the job's group as a directory; None if Slurm has none there."""
         inside = _job_of(self.paths.get(controller))
         folder = self.mount(controller) / inside if inside is not None else None
         return folder if folder is not None and folder.is_dir() else None
 
     def outside(self, controller: str) -> Path | None:
-        """Return the directory in which Slurm's own tree lies, or where the process is outside of any."""
+        """Return the directory of Slurm's own tree, or that of the process if it is outside of it."""
         inside = self.paths.get(controller)
         if inside is None:
             return None
@@ -51,7 +51,7 @@ class Groups:
         return folder if folder.is_dir() else None
 
     def home(self, controller: str) -> Path | None:
-        """Return where Slurm would have the process in a controller: as it is in the surest of the others."""
+        """Return the process's proper group in a controller: its path in the most reliable of the others."""
         for anchor in ANCHORS:
             inside = self.paths.get(anchor)
             if anchor not in {"", controller} and inside is not None and _job_of(inside) is not None:
@@ -60,15 +60,15 @@ class Groups:
         return self.outside(controller)
 
     def members(self) -> frozenset[int]:
-        """Return the job's processes by the surest of its groups, without slurmstepd; empty without a group."""
-        folder = next((found for anchor in ANCHORS if (found := self.job(anchor)) is not None), None)
+        """Return the processes in the most reliable of the job's groups, without slurmstepd; empty without a group."""
+        folder = next((group for anchor in ANCHORS if (group := self.job(anchor)) is not None), None)
         if folder is None:
             return frozenset()
         return frozenset(pid for pid in processes(folder) if _name(self.root, pid) != STEPD)
 
 
-    def neighbours(self) -> Iterator[Path]:
-        """Yield the groups of all jobs that Slurm has on this host, in the surest of the trees."""
+    def all_jobs(self) -> Iterator[Path]:
+        """Yield the groups of all of Slurm's jobs on this host, in the most reliable tree."""
         for anchor in ANCHORS:
             job = self.job(anchor)
             if job is not None:
@@ -87,7 +87,7 @@ def processes(folder: Path) -> Iterator[int]:
 
 
 def of(pid: int, root: Path = Path("/")) -> Groups:
-    """Return the control groups of a process; none when it is gone."""
+    """Return the control groups of a process; none if it is gone."""
     paths = {}
     for line in _lines(root / f"proc/{pid}/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -97,15 +97,15 @@ def of(pid: int, root: Path = Path("/")) -> Groups:
 
 
 def _job_of(inside: Path | None) -> Path | None:
-    """Return the job's part of a path; None when it names no step of Slurm's."""
+    """Return the job's part of a path; None if it names no step of Slurm's."""
     names = inside.parts if inside is not None else ()
     step = next((i for i, name in enumerate(names) if name.startswith(STEP)), 0)
-    slurms = any(name.startswith("slurm") or name.endswith("slurmstepd.scope") for name in names[: max(step - 1, 0)])
-    return Path(*names[:step]) if step and slurms else None
+    in_slurm = any(name.startswith("slurm") or name.endswith("slurmstepd.scope") for name in names[: max(step - 1, 0)])
+    return Path(*names[:step]) if step and in_slurm else None
 
 
 def below(folder: Path) -> Iterator[Path]:
-    """Yield a group and all groups below it, parents first; what vanishes meanwhile is left out."""
+    """Yield a group and all groups below it, parents first; groups that vanish are left out."""
     yield folder
     with contextlib.suppress(OSError):
         for child in sorted(folder.iterdir()):
@@ -114,12 +114,12 @@ def below(folder: Path) -> Iterator[Path]:
 
 
 def _name(root: Path, pid: int) -> str:
-    """Return a process's command name; slurmstepd's children have its name until they are executed."""
+    """Return a process's command name; children of slurmstepd have its name until they call exec."""
     return next(iter(_lines(root / f"proc/{pid}/comm")), "")
 
 
 def _lines(path: Path) -> list[str]:
-    """Return a file's lines; none when it cannot be read."""
+    """Return a file's lines; none if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

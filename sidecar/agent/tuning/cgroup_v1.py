@@ -1,9 +1,9 @@
 """Limits by control groups of version 1 (kernel documentation, admin-guide/cgroup-v1).
 
-*cpuset*: the job's processes move to a group of ours beside Slurm's tree. Slurm's own groups stay as they are: the
-kernel refuses to make a group smaller than one below it, so a step of a job whose groups had been widened could
-not start. *cpu*: ``cpu.cfs_quota_us`` and ``cpu.shares``, which Slurm never writes, in the job's group where Slurm
-has one (it counts CPU time there), else in a group of ours. *memory*: ``memory.soft_limit_in_bytes``; there is no
+*cpuset*: the job's processes move to a group of the agent's next to Slurm's tree. Slurm's own groups stay as they are:
+the kernel refuses to make a group smaller than one below it, so a step of a job whose groups had been widened could not
+start. *cpu*: ``cpu.cfs_quota_us`` and ``cpu.shares``, which Slurm never writes, in the job's group if Slurm has one (it
+counts CPU time there), otherwise in a group of the agent's. *memory*: ``memory.soft_limit_in_bytes``; there is no
 throttle like version 2's ``memory.high``, and a lower ``memory.limit_in_bytes`` would kill instead of slow down.
 """
 
@@ -34,12 +34,12 @@ SHARES = 1024
 UNLIMITED = -1
 """The quota of a group that has none."""
 SOFT = "memory.soft_limit_in_bytes"
-PASSES = 4
-"""How often processes are moved before those that fork meanwhile are left to the next time."""
+MAX_PASSES = 4
+"""Attempts to move all processes; those forked after the last one are moved at the next check."""
 
 
 class CgroupV1:
-    """The groups of one job, of which ``name`` are ours; ``saved`` as in :class:`.version2.CgroupV2`."""
+    """The groups of one job; the agent's are called ``name``; ``saved`` as in :class:`.cgroup_v2.CgroupV2`."""
 
     means = "cgroup v1"
 
@@ -52,17 +52,17 @@ class CgroupV1:
         self._cpu_of_slurm = where.job("cpu")
         self._cpu = self._cpu_of_slurm or _ours(where, "cpu", name)
         self._cpuset = _ours(where, "cpuset", name)
-        slurms = where.job("cpuset")
+        slurm_cpuset = where.job("cpuset")
         if not saved:
             saved["shares"] = text_of(self._cpu_of_slurm / "cpu.shares") if self._cpu_of_slurm else ""
             saved[SOFT] = text_of(self._memory / SOFT) if self._memory else ""
-            saved["cpus"] = text_of(slurms / "cpuset.cpus") if slurms else ""
+            saved["cpus"] = text_of(slurm_cpuset / "cpuset.cpus") if slurm_cpuset else ""
         self.own = parse(saved["cpus"])
         self.ceiling_mb = megabytes(text_of(self._memory / "memory.limit_in_bytes")) if self._memory else None
         self._given = parse(text_of(self._cpuset / "cpuset.cpus")) if self._cpuset else frozenset()
 
     def apply(self, grant: Grant, floor_milli: int) -> None:
-        """Set the limits, and move the job's processes to the groups that are ours."""
+        """Set the limits, and move the job's processes to the agent's groups."""
         pids = self._pids() if grant.milli else frozenset()
         if self._cpuset is not None and grant.milli:
             self._bind(self._cpuset, grant.cpus, pids)
@@ -73,7 +73,7 @@ class CgroupV1:
             put(self._memory / SOFT, str(grant.memory_mb * MB))
 
     def restore(self) -> None:
-        """Move the processes back to where Slurm has them and remove the groups that are ours."""
+        """Move the processes back to Slurm's groups and remove the agent's."""
         if self._memory is not None:
             put(self._memory / SOFT, self._saved[SOFT] or "-1")
         if self._cpu_of_slurm is not None:
@@ -82,19 +82,19 @@ class CgroupV1:
         elif self._cpu is not None:
             self._leave(self._cpu, "cpu")
         if self._cpuset is not None:
-            known = {self._given or self._all}
+            masks = {self._given or self._all}
             self._leave(self._cpuset, "cpuset")
-            rebind(self._pids(), self.own or self._all, known)
+            rebind(self._pids(), self.own or self._all, masks)
 
     def _bind(self, folder: Path, cpus: frozenset[int], pids: frozenset[int]) -> None:
-        """Bring the job's processes into a cpuset of ours."""
-        known = {self.own or self._all, self._given or self._all}
+        """Bring the job's processes into the agent's cpuset."""
+        masks = {self.own or self._all, self._given or self._all}
         _make(folder)
         if not text_of(folder / "cpuset.mems"):
             put(folder / "cpuset.mems", text_of(folder.parent / "cpuset.mems"))
         put(folder / "cpuset.cpus", listed(cpus))
         _move(folder, pids, self._pids)
-        rebind(pids, cpus, known)
+        rebind(pids, cpus, masks)
         self._given = cpus
 
     def _weigh(self, folder: Path, floor_milli: int, quota_us: int, pids: frozenset[int]) -> None:
@@ -113,7 +113,7 @@ class CgroupV1:
 
     def _leave(self, folder: Path, controller: str) -> None:
         """Empty a group of ours and remove it."""
-        for _ in range(PASSES):
+        for _ in range(MAX_PASSES):
             left = [int(line) for line in text_of(folder / "cgroup.procs").split()]
             for pid in left:
                 home = cgroup_paths.of(pid, self._root).home(controller) or folder.parent
@@ -125,7 +125,7 @@ class CgroupV1:
 
 
 def sweep(root: Path, prefix: str, keep: frozenset[str]) -> None:
-    """Remove groups of ours that no process is in and whose job is not here any more."""
+    """Remove the agent's empty groups whose job is no longer here."""
     for controller in ("cpu", "cpuset"):
         for folder in (root / cgroup_paths.MOUNT / controller).rglob(f"{prefix}*"):
             if folder.name not in keep:
@@ -134,13 +134,13 @@ def sweep(root: Path, prefix: str, keep: frozenset[str]) -> None:
 
 
 def _ours(where: Groups, controller: str, name: str) -> Path | None:
-    """Return where our group of a job is or would be; None when the controller cannot be used."""
+    """Return the path of the agent's group for a job; None if the controller cannot be used."""
     parent = where.outside(controller)
     return parent / name if parent is not None and (parent / "cgroup.procs").exists() else None
 
 
 def _make(folder: Path) -> None:
-    """Make a group; raise TuningError when it is not allowed."""
+    """Make a group; raise TuningError if it is not allowed."""
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
@@ -150,7 +150,7 @@ def _make(folder: Path) -> None:
 def _move(folder: Path, pids: frozenset[int], again: Pids) -> None:
     """Move processes into a group until none is left outside."""
     inside = frozenset(int(line) for line in text_of(folder / "cgroup.procs").split())
-    for _ in range(PASSES):
+    for _ in range(MAX_PASSES):
         missing = pids - inside
         if not missing:
             return

@@ -1,8 +1,8 @@
 """Limits by control groups of version 2 (kernel documentation, admin-guide/cgroup-v2), in the job's own group.
 
-Slurm never writes ``cpu.max`` and ``cpu.weight``. It does write ``cpuset.cpus`` and, with ConstrainRAMSpace,
-``memory.high`` and ``memory.max`` again whenever a step starts, so these are looked at again and again. That is
-also why ``memory.max`` is left alone: a job grown beyond Slurm's limit would be killed by its next step's start.
+Slurm never writes ``cpu.max`` and ``cpu.weight``. Whenever a step starts, it writes ``cpuset.cpus`` again and, with
+ConstrainRAMSpace, ``memory.high`` and ``memory.max``, so the agent checks these regularly. For the same reason it
+leaves ``memory.max`` alone: a job grown beyond Slurm's limit would be killed when its next step starts.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ BURST = "cpu.max.burst"
 FILES = ("cpuset.cpus", "cpu.max", BURST, "cpu.weight", "memory.high", "memory.max")
 UNLIMITED = f"max {PERIOD_US}"
 WEIGHT = 100
-"""The kernel's default, which all jobs have that are not tuned."""
+"""The kernel's default, which all untuned jobs have."""
 
 
 class CgroupV2:
-    """The group of one job. ``saved`` is what an earlier agent found there, or empty, and is filled then."""
+    """The group of one job. ``saved`` holds the values before an earlier agent's first change, or is filled."""
 
     means = "cgroup v2"
 
@@ -48,7 +48,7 @@ class CgroupV2:
         self._given = parse(text_of(job / "cpuset.cpus"))
 
     def apply(self, grant: Grant, floor_milli: int) -> None:
-        """Set weight, quota, memory.high, and the cpusets of the job and of those steps that have all of it."""
+        """Set weight, quota, memory.high, and the cpusets of the job and of steps that have all of it."""
         if grant.memory_mb:
             put(self._job / "memory.high", str(grant.memory_mb * MB))
         if grant.milli:
@@ -58,7 +58,7 @@ class CgroupV2:
             self._bind(grant.cpus)
 
     def restore(self) -> None:
-        """Write back what was there; the kernel's defaults where Slurm had set nothing."""
+        """Write back the former values; the kernel's defaults where Slurm had set none."""
         put(self._job / "cpu.weight", self._saved.get("cpu.weight") or str(WEIGHT))
         burst = int(self._saved.get(BURST) or 0)
         put_bandwidth(self._job / "cpu.max", self._job / BURST, self._saved.get("cpu.max") or UNLIMITED, burst)
@@ -70,13 +70,13 @@ class CgroupV2:
         put_bandwidth(self._job / "cpu.max", self._job / BURST, limit, quota_us or 0)
 
     def _bind(self, cpus: frozenset[int]) -> None:
-        """Give CPUs to the job's group, to those below that had all of the job's, and to their threads."""
+        """Give CPUs to the job's group, to groups below it that had all of its CPUs, and to their threads."""
         earlier = {self.own, self._given}
         for folder in below(self._job):
             path = folder / "cpuset.cpus"
             has = parse(text_of(path))
             if has != cpus and (folder == self._job or (has and has in earlier)):
                 put(path, listed(cpus))
-        known = {self.own or self._all, self._given or self._all}
+        masks = {self.own or self._all, self._given or self._all}
         self._given = cpus
-        rebind(self._pids(), cpus or self._all, known)
+        rebind(self._pids(), cpus or self._all, masks)

@@ -1,4 +1,4 @@
-"""Who claims what of the host: the lease book, the service's facts and Slurm's groups put together."""
+"""Claims of all jobs on the host's CPUs and memory, from the leases, the service's facts and Slurm's groups."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from cadenza.sidecar.orders import JobFacts
 
 @dataclass
 class Part:
-    """What is known of one tuned job, or of one that is held to its own while others are tuned."""
+    """One tuned job, or one that is held to its own CPUs while others are tuned."""
 
     wish: Wish
     limits: Limits | None
     grant: Grant | None = None
     ordered: bool = True
-    """False: nobody ordered anything for it."""
+    """False: held to its own CPUs without an order."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Slurm's CPUs in this host's: config_overrides may have it count others than there are."""
+    """Conversion of Slurm's CPUs to the host's: with config_overrides Slurm may count others than exist."""
 
     topology: Topology
     slurm_cpus: int
 
     @property
     def factor(self) -> float:
-        """Return how much of a real CPU one of Slurm's is."""
+        """Real CPUs for each of Slurm's."""
         return len(self.topology.cpus) / self.slurm_cpus if self.slurm_cpus else 1.0
 
     def milli(self, cpus: float) -> int | None:
-        """Return Slurm's CPUs in 1/1000 of real ones; None for 0, which means that it is not known."""
+        """Return Slurm's CPUs in 1/1000 of real ones; None for 0, which means unknown."""
         return max(1, round(cpus * MILLI * self.factor)) if cpus > 0 else None
 
     def cpus(self, milli: int) -> float:
@@ -50,10 +50,10 @@ class Scale:
         return round(milli / MILLI / self.factor, 3)
 
 
-def claims(host: Host, scale: Scale, parts: Mapping[JobKey, Part], strangers: frozenset[int]) -> Iterator[Claim]:
-    """Yield one claim for each job on the host: registered ones, those that the service names, and ``strangers``.
+def claims(host: Host, scale: Scale, parts: Mapping[JobKey, Part], unregistered: frozenset[int]) -> Iterator[Claim]:
+    """Yield one claim for each job on the host: registered ones, those that the service names, and ``unregistered``.
 
-    Strangers are jobs of which only the groups are known: they may need anything.
+    Of unregistered jobs only the groups are known: they may need any amount.
     """
     facts = {JobKey(fact.job, fact.restart): fact for fact in host.facts.jobs}
     for lease in host.leases:
@@ -62,13 +62,13 @@ def claims(host: Host, scale: Scale, parts: Mapping[JobKey, Part], strangers: fr
         if host.leases.get(key) is None:
             running = not fact.suspended
             yield Claim(key, scale.milli(fact.cpus), fact.memory_mb or None, running=running)
-    known = {key.id for key in facts} | {lease.job for lease in host.leases}
-    for job in strangers - known:
+    listed = {key.id for key in facts} | {lease.job for lease in host.leases}
+    for job in unregistered - listed:
         yield Claim(JobKey(job, 0), None, None)
 
 
 def _claim(lease: Lease, fact: JobFacts | None, scale: Scale, part: Part | None) -> Claim:
-    """Return the claim of a job in the book. What Slurm says now counts before what it said at the start."""
+    """Return the claim of a job with a lease; Slurm's present values go before those of its registration."""
     limits = part.limits if part else None
     wish = part.wish if part else None
     return Claim(
@@ -85,13 +85,13 @@ def _claim(lease: Lease, fact: JobFacts | None, scale: Scale, part: Part | None)
     )
 
 
-def strangers(host: Host, which_job: Callable[[int], int | None] = job_of) -> frozenset[int]:
-    """Return the jobs that Slurm has on this host by its control groups, as seen from any registered process."""
+def unregistered_jobs(host: Host, which_job: Callable[[int], int | None] = job_of) -> frozenset[int]:
+    """Return all of Slurm's jobs on this host by their control groups, found from any registered process."""
     pid = next((process.pid for lease in host.leases for process in lease.processes), None)
     if pid is None:
         return frozenset()
-    found = (_number(folder.name) or _first(folder, which_job) for folder in cgroup_paths.of(pid).neighbours())
-    return frozenset(job for job in found if job is not None)
+    jobs = (_number(folder.name) or _first(folder, which_job) for folder in cgroup_paths.of(pid).all_jobs())
+    return frozenset(job for job in jobs if job is not None)
 
 
 def _number(name: str) -> int | None:
@@ -101,5 +101,5 @@ def _number(name: str) -> int | None:
 
 
 def _first(folder: Path, which_job: Callable[[int], int | None]) -> int | None:
-    """Return the job that the processes of a group say they belong to."""
+    """Return the job of the first process in a group that names one."""
     return next((job for pid in cgroup_paths.processes(folder) if (job := which_job(pid)) is not None), None)

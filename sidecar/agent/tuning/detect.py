@@ -1,4 +1,4 @@
-"""Which limits a job can have on this host: by its control groups where they can be written, else by affinity."""
+"""Choice of a job's limits on this host: its control groups if they can be written, otherwise CPU affinity."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import psutil  # type: ignore[import-untyped]
 from cadenza.sidecar.agent.tuning import cgroup_paths
 from cadenza.sidecar.agent.tuning.cgroup_v1 import CgroupV1
 from cadenza.sidecar.agent.tuning.cgroup_v2 import CgroupV2
-from cadenza.sidecar.agent.tuning.cpu_affinity import Affinity
-from cadenza.sidecar.agent.tuning.limits import Limits, Pids, Saved
+from cadenza.sidecar.agent.tuning.limits import Affinity, Limits, Pids, Saved
 
 PROBES = ("cpu.max", "cpuset.cpus", "cgroup.procs")
 
@@ -26,10 +25,10 @@ def limits_of(
     cgroups: bool = True,
     root: Path = Path("/"),
 ) -> Limits | None:
-    """Return the means by which a job's limits are set; None while none of its processes lives.
+    """Return the limits of a job; None while none of its processes lives.
 
-    ``pids`` returns the processes that the agent knows now, ``name`` is for groups of ours. A limit that is chosen
-    once is kept: ``saved`` says by which means an earlier agent did it.
+    ``pids`` returns the processes known to the agent, ``name`` is for the agent's groups. The means are chosen once:
+    ``saved`` has those of an earlier agent.
     """
     alive = next((pid for pid in pids() if (root / f"proc/{pid}").exists()), None)
     if alive is None:
@@ -48,13 +47,13 @@ def limits_of(
 
 
 def writable_groups(root: Path = Path("/")) -> bool:
-    """Whether control groups of either version can be written on this host at all."""
+    """Return True if control groups of either version can be written on this host at all."""
     mount = root / cgroup_paths.MOUNT
     return any(_writable(mount / name / PROBES[2]) for name in ("", "unified", "cpuset", "cpu"))
 
 
 def _means(where: cgroup_paths.Groups, *, cgroups: bool) -> str:
-    """Return the surest means that works here."""
+    """Return the most reliable means that works here."""
     job = where.job("")
     if cgroups and job is not None and any(_writable(job / probe) for probe in PROBES[:2]):
         return CgroupV2.means
@@ -66,12 +65,12 @@ def _means(where: cgroup_paths.Groups, *, cgroups: bool) -> str:
 
 
 def _writable(path: Path) -> bool:
-    """Whether a control file is there and can be written; root is refused by a read-only mount."""
+    """Return True if a control file exists and can be written; a read-only mount refuses even root."""
     return path.exists() and os.access(path, os.W_OK)
 
 
 def _affinity(pid: int, everywhere: frozenset[int]) -> frozenset[int]:
-    """Return where a process may run."""
+    """Return the CPUs that a process may run on."""
     try:
         return frozenset(os.sched_getaffinity(pid))
     except OSError:
@@ -79,25 +78,25 @@ def _affinity(pid: int, everywhere: frozenset[int]) -> frozenset[int]:
 
 
 def _members(pids: Callable[[], Iterable[int]], root: Path) -> Pids:
-    """Return the function that finds a job's processes: by its groups, else the known ones and their descendants."""
+    """Return a function that finds a job's processes: by its groups, or the known ones and their descendants."""
 
     def members() -> frozenset[int]:
-        known = tuple(pids())
-        for pid in known:
-            if found := cgroup_paths.of(pid, root).members():
-                return found
-        return _descendants(known)
+        roots = tuple(pids())
+        for pid in roots:
+            if group := cgroup_paths.of(pid, root).members():
+                return group
+        return _descendants(roots)
 
     return members
 
 
 def _descendants(pids: Iterable[int]) -> frozenset[int]:
-    """Return processes and all that descend from them."""
-    found = set()
+    """Return processes and all their descendants."""
+    family: set[int] = set()
     for pid in pids:
         try:
             process = psutil.Process(pid)
-            found |= {pid, *(child.pid for child in process.children(recursive=True))}
+            family |= {pid, *(child.pid for child in process.children(recursive=True))}
         except psutil.Error:
             continue
-    return frozenset(found)
+    return frozenset(family)

@@ -1,4 +1,4 @@
-"""How a grant is put into force on one job: the protocol, and what its implementations have in common."""
+"""Enforcement of a grant on one job: the protocol, its common parts, and enforcement by CPU affinity alone."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Protocol, TypeAlias
 
 from cadenza.sidecar.agent.errors import AgentError
 from cadenza.sidecar.agent.tuning.planner import Grant
+from cadenza.sidecar.agent.tuning.topology import listed, parse
 
 PERIOD_US = 100_000
 MB = 1 << 20
 UNLIMITED = 1 << 60
-"""More than this is no limit: version 1 has the largest page-aligned number in its place."""
+"""Larger values mean no limit: version 1 shows the largest page-aligned number then."""
 
 GONE = frozenset({errno.ENOENT, errno.ENODEV})
 
 Pids: TypeAlias = Callable[[], frozenset[int]]
 Saved: TypeAlias = dict[str, str]
-"""What Slurm had set, by file, as it was before the first change: what ``restore`` goes back to."""
+"""Slurm's values by file, from before the first change, which ``restore`` writes back."""
 
 
 class TuningError(AgentError):
@@ -32,23 +33,23 @@ class Limits(Protocol):
     """One job's limits on this host."""
 
     means: str
-    """What enforces them, for the report."""
+    """Means of enforcement, for the report."""
     own: frozenset[int]
     """CPUs that Slurm bound the job to; empty: any."""
     ceiling_mb: int | None
     """Slurm's hard limit of memory; None: none."""
 
     def apply(self, grant: Grant, floor_milli: int) -> None:
-        """Make it so, also for processes and steps that have come since; raise TuningError."""
+        """Enforce a grant, also on processes and steps that have come since; raise TuningError."""
         ...
 
     def restore(self) -> None:
-        """Go back to what Slurm had set; what is gone by now needs nothing. Raises TuningError."""
+        """Restore Slurm's values wherever their files still exist; raise TuningError."""
         ...
 
 
 def put(path: Path, text: str) -> None:
-    """Write a control file unless it says so already; raise TuningError naming it."""
+    """Write a control file unless it has that text already; raise TuningError naming it."""
     try:
         if path.read_text(encoding="ascii").strip() != text:
             path.write_text(text + "\n", encoding="ascii")
@@ -59,9 +60,9 @@ def put(path: Path, text: str) -> None:
 
 
 def put_bandwidth(quota: Path, burst: Path, limit: str, most_us: int) -> None:
-    """Write a CPU bandwidth, of which as much as one period's may be saved for a later one (kernel 5.14 and later).
+    """Write a CPU bandwidth; up to one period of it may be saved for a later one (kernel 5.14 and later).
 
-    A training step needs its CPUs in bursts: with a quota of what it uses on average it would be throttled in each.
+    A training step needs its CPUs in bursts: with a quota of its average use it would be throttled in each burst.
     """
     if text_of(quota) != limit:
         put(burst, "0")  # the kernel takes no quota below the burst that is set
@@ -70,7 +71,7 @@ def put_bandwidth(quota: Path, burst: Path, limit: str, most_us: int) -> None:
 
 
 def text_of(path: Path) -> str:
-    """Return a control file's text; "" when it cannot be read."""
+    """Return a control file's text; "" if it cannot be read."""
     try:
         return path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
@@ -78,13 +79,13 @@ def text_of(path: Path) -> str:
 
 
 def megabytes(text: str) -> int | None:
-    """Return a limit in bytes as MB; None when there is none."""
+    """Return a limit in bytes as MB; None if there is none."""
     return int(text) // MB if text.isdigit() and int(text) < UNLIMITED else None
 
 
-def rebind(pids: Iterable[int], cpus: frozenset[int], known: Iterable[frozenset[int]]) -> None:
-    """Move threads to CPUs whose affinity is one of those that Slurm or we gave; others chose theirs themselves."""
-    masks = frozenset(known)
+def rebind(pids: Iterable[int], cpus: frozenset[int], earlier: Iterable[frozenset[int]]) -> None:
+    """Move threads to CPUs if their affinity is one that Slurm or the agent gave; other threads chose their own."""
+    masks = frozenset(earlier)
     for thread in _threads(pids):
         with contextlib.suppress(OSError):  # it has ended, or its group leaves it none of these
             mask = frozenset(os.sched_getaffinity(thread))
@@ -97,3 +98,36 @@ def _threads(pids: Iterable[int]) -> Iterable[int]:
     for pid in pids:
         with contextlib.suppress(OSError):
             yield from (int(task.name) for task in Path(f"/proc/{pid}/task").iterdir())
+
+
+class Affinity:
+    """Whole CPUs without quota or memory limits, where control groups cannot be written.
+
+    It calls sched_setaffinity(2) on every thread of a job that has not chosen its CPUs itself. ``before`` is the
+    affinity of the job's first process, ``everywhere`` all CPUs of the host.
+    """
+
+    means = "affinity"
+    ceiling_mb: int | None = None
+
+    def __init__(self, pids: Pids, saved: Saved, before: frozenset[int], everywhere: frozenset[int]) -> None:
+        self._pids = pids
+        self._first = parse(saved.setdefault("affinity", listed(before)))
+        self.own = frozenset() if self._first == everywhere else self._first
+        self._given = parse(saved.get("given", "")) or self._first
+        self._saved = saved
+
+    def apply(self, grant: Grant, floor_milli: int) -> None:
+        """Bind the job's threads; new processes of a job inherit it, new steps are bound at the next check."""
+        del floor_milli
+        if grant.milli:
+            self._bind(grant.cpus)
+
+    def restore(self) -> None:
+        """Bind the threads as they were."""
+        self._bind(self._first)
+
+    def _bind(self, cpus: frozenset[int]) -> None:
+        rebind(self._pids(), cpus, {self._first, self._given})
+        self._given = cpus
+        self._saved["given"] = listed(cpus)

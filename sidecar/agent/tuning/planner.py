@@ -1,8 +1,8 @@
-"""What each job on a host gets: floors first, then wishes out of what nobody needs (pure).
+"""Division of a host's CPUs and memory among its jobs: floors first, then wishes out of the surplus (pure).
 
-Amounts of CPU are integers of 1/1000 CPU (``milli``), memory is in MB. A job's *floor* is what Slurm's books
-guarantee it, its *wish* what the service ordered for it. A wish above the floor is served out of what no job
-holds and of what donors, whose wish is below their floor, do not need. Without takers a donor keeps its floor.
+Amounts of CPU are integers of 1/1000 CPU (``milli``), memory is in MB. A job's *floor* is Slurm's allocation, its
+*wish* the service's order. A wish above the floor is served from free capacity, and from lenders, whose wish is below
+their floor. Without a borrower a lender keeps its floor.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from cadenza.policies.core.model import JobKey
 from cadenza.sidecar.agent.tuning.topology import Cpu, Topology
 
 MILLI = 1000
-LEAST_MILLI = 10
+MIN_MILLI = 10
 """The kernel takes no quota below 1 ms in 100 ms."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One job. None where nothing is known (a floor) or nothing was ordered (a wish)."""
+    """One job; a floor is None if unknown, a wish is None without an order."""
 
     key: JobKey
     floor_milli: int | None
@@ -33,27 +33,27 @@ class Claim:
     own: frozenset[int] = frozenset()
     """CPUs that Slurm bound the job to; empty: it may run anywhere."""
     has: frozenset[int] = frozenset()
-    """CPUs that an earlier plan gave it."""
+    """CPUs from an earlier plan."""
     near: frozenset[int] = frozenset()
     """NUMA nodes of its GPUs."""
     running: bool = True
-    """Whether it may compute now; one that waits for its lease needs memory, but no CPU."""
+    """True if it may compute now; a job that waits for its lease needs memory, but no CPU."""
 
     @property
     def floor(self) -> int | None:
-        """Return the floor in milli; CPUs that Slurm bound the job to are part of it."""
+        """The floor in milli; CPUs that Slurm bound the job to are part of it."""
         return max(self.floor_milli or 0, len(self.own) * MILLI) or None
 
     @property
     def tuned(self) -> bool:
-        """Whether this job's CPUs are ours to choose."""
+        """True if the agent chooses this job's CPUs."""
         return self.wish_milli is not None
 
 
 class Grant(NamedTuple):
-    """What one job has; 0 and no CPUs are Slurm's to say.
+    """Resources of one job; 0 and no CPUs leave the choice to Slurm.
 
-    ``quota``: the CPUs do not limit it to ``milli``, so a quota must.
+    ``quota``: the CPUs alone do not limit it to ``milli``, so a quota must.
     """
 
     milli: int
@@ -62,7 +62,7 @@ class Grant(NamedTuple):
     quota: bool
 
 
-class Ask(NamedTuple):
+class Request(NamedTuple):
     """One job's part in a division of one resource."""
 
     floor: int | None
@@ -70,64 +70,64 @@ class Ask(NamedTuple):
 
 
 def plan(topology: Topology, claims: Iterable[Claim]) -> Mapping[JobKey, Grant]:
-    """Return what each running, tuned job is to have; the same claims give the same plan in any order.
+    """Return the grants of all running, tuned jobs; the same claims give the same plan in any order.
 
-    While a running job's floor is not known, no job gets more than its own: the extra may be that job's.
+    While a running job's floor is unknown, no job gets more than its own: the extra may belong to that job.
     """
     ordered = sorted(claims, key=lambda claim: claim.key)
     running = [claim for claim in ordered if claim.running]
     milli = _milli(topology, running)
     memory = dict(zip((claim.key for claim in ordered), divide(topology.memory_mb, map(_memory, ordered)), strict=True))
-    seats = _Seating(topology, running, milli).seats()
-    found = {}
+    cpus = _CpuAssignment(topology, running, milli).assign()
+    grants = {}
     for claim in running:
         memory_mb = memory[claim.key] if claim.wish_mb is not None else 0
         if claim.tuned:
-            found[claim.key] = Grant(milli[claim.key], memory_mb, *seats[claim.key])
+            grants[claim.key] = Grant(milli[claim.key], memory_mb, *cpus[claim.key])
         elif memory_mb:
-            found[claim.key] = Grant(0, memory_mb, frozenset(), quota=False)
-    return found
+            grants[claim.key] = Grant(0, memory_mb, frozenset(), quota=False)
+    return grants
 
 
 def _milli(topology: Topology, running: Sequence[Claim]) -> dict[JobKey, int]:
-    """Return each running job's amount of CPU; in whole CPUs when all that is asked for is whole."""
-    asks = [Ask(claim.floor, claim.wish_milli) for claim in running]
-    whole = all(value % MILLI == 0 for ask in asks for value in ask if value is not None)
+    """Return each running job's amount of CPU; in whole CPUs if all requests are whole."""
+    requests = [Request(claim.floor, claim.wish_milli) for claim in running]
+    whole = all(value % MILLI == 0 for request in requests for value in request if value is not None)
     unit = MILLI if whole else 1
-    amounts = divide(len(topology.cpus) * MILLI, asks, unit)
-    return {claim.key: max(amount, LEAST_MILLI) for claim, amount in zip(running, amounts, strict=True)}
+    amounts = divide(len(topology.cpus) * MILLI, requests, unit)
+    return {claim.key: max(amount, MIN_MILLI) for claim, amount in zip(running, amounts, strict=True)}
 
 
-def _memory(claim: Claim) -> Ask:
+def _memory(claim: Claim) -> Request:
     """Return a job's part in the division of memory."""
     if claim.wish_mb is None or claim.ceiling_mb is None:
-        return Ask(claim.floor_mb, claim.wish_mb)
-    return Ask(claim.floor_mb, min(claim.wish_mb, max(claim.ceiling_mb, claim.floor_mb or 0)))
+        return Request(claim.floor_mb, claim.wish_mb)
+    return Request(claim.floor_mb, min(claim.wish_mb, max(claim.ceiling_mb, claim.floor_mb or 0)))
 
 
-def divide(capacity: int, asks: Iterable[Ask], unit: int = 1) -> list[int]:
-    """Return what each gets: its floor, and beyond it what is free, then what donors can spare, in proportion.
+def divide(capacity: int, requests: Iterable[Request], unit: int = 1) -> list[int]:
+    """Return each amount: the floor, then a proportional part of free capacity, then of the lenders' surplus.
 
-    Nobody who did not ask for less gets less than its floor. The sum does not exceed the capacity unless the
-    floors do by themselves, as with lanes whose books overlap; then it does not exceed the floors.
+    A job that did not wish for less never gets less than its floor. The sum does not exceed the capacity unless the
+    floors do so, as with lanes whose allocations overlap; then it does not exceed the floors.
     """
-    parts = list(asks)
-    floors = [ask.floor or 0 for ask in parts]
-    extra = [max((ask.wish or 0) - floor, 0) for ask, floor in zip(parts, floors, strict=True)]
-    gifts = [
-        max(floor - ask.wish, 0) if ask.wish is not None else 0 for ask, floor in zip(parts, floors, strict=True)
+    parts = list(requests)
+    floors = [request.floor or 0 for request in parts]
+    extra = [max((part.wish or 0) - floor, 0) for part, floor in zip(parts, floors, strict=True)]
+    loans = [
+        max(floor - part.wish, 0) if part.wish is not None else 0 for part, floor in zip(parts, floors, strict=True)
     ]
     free = capacity - sum(floors)
-    known = all(ask.floor is not None for ask in parts)
-    given = min(sum(extra), max(free + sum(gifts), 0)) // unit * unit if known else 0
+    known = all(request.floor is not None for request in parts)
+    given = min(sum(extra), max(free + sum(loans), 0)) // unit * unit if known else 0
     lent = max(given - max(free, 0), 0)
-    lent = -(-lent // unit) * unit  # donors lend whole units
-    plus, minus = spread(given, extra, unit), spread(min(lent, sum(gifts)), gifts, unit)
+    lent = -(-lent // unit) * unit  # lenders lend whole units
+    plus, minus = spread(given, extra, unit), spread(min(lent, sum(loans)), loans, unit)
     return [floor + up - down for floor, up, down in zip(floors, plus, minus, strict=True)]
 
 
 def spread(total: int, weights: Sequence[int], unit: int = 1) -> list[int]:
-    """Return ``total`` in proportion to the weights, none above its weight, in units; the first ones get the rest."""
+    """Return ``total`` in proportion to the weights, none above its weight, in units; the first get the rest."""
     everything = sum(weights)
     if total >= everything:
         return list(weights)
@@ -139,8 +139,8 @@ def spread(total: int, weights: Sequence[int], unit: int = 1) -> list[int]:
     return parts
 
 
-class _Seating:
-    """Which CPUs each job runs on: whole ones for itself, fractions on CPUs that are shared by quota."""
+class _CpuAssignment:
+    """Assigns CPUs to jobs: whole CPUs to one job alone, fractions on CPUs that are shared by quota."""
 
     def __init__(self, topology: Topology, running: Sequence[Claim], milli: Mapping[JobKey, int]) -> None:
         self.cpus = {cpu.id: cpu for cpu in topology.cpus}
@@ -148,13 +148,13 @@ class _Seating:
         self.milli = milli
         self.taken: dict[JobKey, set[int]] = {claim.key: set() for claim in running}
         self.holder: dict[int, JobKey] = {}
-        """Who has a CPU for itself."""
+        """The job that has a CPU for itself."""
         self.threads: dict[int, list[int]] = {}
         """Hardware threads by core."""
         for cpu in topology.cpus:
             self.threads.setdefault(cpu.core, []).append(cpu.id)
 
-    def seats(self) -> Mapping[JobKey, tuple[frozenset[int], bool]]:
+    def assign(self) -> Mapping[JobKey, tuple[frozenset[int], bool]]:
         """Return each job's CPUs and whether it needs a quota on them."""
         if sum(self.milli.values()) > len(self.cpus) * MILLI:
             return dict.fromkeys(self.taken, (frozenset(self.cpus), True))
@@ -164,17 +164,17 @@ class _Seating:
         tuned = [claim for claim in self.running if claim.tuned]
         for keep in ("own", "has"):
             for claim in tuned:
-                self._take(claim, getattr(claim, keep), self._lacks(claim))
+                self._take(claim, getattr(claim, keep), self._missing(claim))
         for claim in (*tuned, *(claim for claim in self.running if not claim.tuned and not claim.own)):
-            self._take(claim, frozenset(self.cpus), self._lacks(claim))
+            self._take(claim, frozenset(self.cpus), self._missing(claim))
         return self._with_pool()
 
-    def _lacks(self, claim: Claim) -> int:
-        """Return how many whole CPUs a job still has to get."""
+    def _missing(self, claim: Claim) -> int:
+        """Return the number of whole CPUs that a job still needs."""
         return self.milli[claim.key] // MILLI - len(self.taken[claim.key])
 
     def _take(self, claim: Claim, among: frozenset[int], count: int) -> None:
-        """Give a job the best free CPUs among some, one after the other, since each changes what is best."""
+        """Give a job the best free CPUs among some, one by one, because each changes the order of the rest."""
         for _ in range(count):
             free = [cpu for cpu in among if cpu in self.cpus and cpu not in self.holder]
             if not free:
@@ -184,14 +184,14 @@ class _Seating:
             self.holder[best] = claim.key
 
     def _order(self, claim: Claim, cpu: Cpu) -> tuple[bool, bool, bool, int]:
-        """Return the order of choice: the job's NUMA nodes, cores without other jobs, cores it is not on yet."""
+        """Return the order of choice: the job's NUMA nodes, cores without other jobs, cores that it is not on yet."""
         mine = self.taken[claim.key]
         nodes = {self.cpus[one].node for one in (mine or claim.own) if one in self.cpus} or claim.near or {cpu.node}
         on_core = {self.holder[one] for one in self.threads[cpu.core] if one in self.holder}
         return cpu.node not in nodes, bool(on_core - {claim.key}), claim.key in on_core, cpu.id
 
     def _with_pool(self) -> Mapping[JobKey, tuple[frozenset[int], bool]]:
-        """Add the shared CPUs for those whose amount is not whole: as many as the fractions come to."""
+        """Add shared CPUs, as many as all fractions together, to the jobs whose amount is not whole."""
         lacking = {claim.key: self.milli[claim.key] - len(self.taken[claim.key]) * MILLI for claim in self.running}
         sharing = {key: lack for key, lack in lacking.items() if lack > 0}
         size = -(-sum(sharing.values()) // MILLI)
@@ -205,7 +205,7 @@ class _Seating:
         }
 
     def _nearest(self, claim: Claim, count: int, but: set[int]) -> set[int]:
-        """Return free CPUs that suit one of the jobs that share: those it has, then the best."""
+        """Return free CPUs for one of the jobs that share: its earlier ones first, then the best."""
         free = [cpu for cpu in self.cpus if cpu not in self.holder and cpu not in but]
         free.sort(key=lambda cpu: (cpu not in claim.has, self._order(claim, self.cpus[cpu])))
         return set(free[:count])

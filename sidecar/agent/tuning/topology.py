@@ -23,14 +23,14 @@ class Cpu(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """What there is to divide. Memory in MB; ``gpu_nodes`` gives each GPU's NUMA node by Slurm's index."""
+    """CPUs and memory (MB) of the host; ``gpu_nodes`` has each GPU's NUMA node by Slurm's index."""
 
     cpus: tuple[Cpu, ...]
     memory_mb: int
     gpu_nodes: Mapping[int, int] = field(default_factory=dict)
 
     def nodes_of(self, gpus: Iterable[int]) -> frozenset[int]:
-        """Return the NUMA nodes of some GPUs, as far as they are known."""
+        """Return the known NUMA nodes of some GPUs."""
         return frozenset(self.gpu_nodes[gpu] for gpu in gpus if gpu in self.gpu_nodes)
 
 
@@ -56,7 +56,7 @@ def _core(root: Path, cpu: int) -> int:
 
 
 def _memory_mb(root: Path) -> int:
-    """Return MemTotal of /proc/meminfo in MB; 0 when it is not told."""
+    """Return MemTotal of /proc/meminfo in MB; 0 if it is missing."""
     for line in _text(root / "proc/meminfo").splitlines():
         if line.startswith("MemTotal:"):
             return int(line.split()[1]) >> 10
@@ -69,7 +69,7 @@ def _gpu_nodes(root: Path) -> Iterable[tuple[int, int]]:
         lines = _text(folder / "information").splitlines()
         minor = next((line.split(":")[1] for line in lines if line.startswith("Device Minor")), "")
         node = _text(root / PCI / folder.name / "numa_node")
-        if minor.strip().isdigit() and node.isdigit():  # -1: the firmware does not say
+        if minor.strip().isdigit() and node.isdigit():  # -1: unknown to the firmware
             yield int(minor), int(node)
 
 
@@ -79,11 +79,11 @@ def parse(text: str) -> frozenset[int]:
     >>> sorted(parse("0-2,8"))
     [0, 1, 2, 8]
     """
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+        numbers.update(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)
 
 
 def listed(cpus: Iterable[int]) -> str:
@@ -102,7 +102,7 @@ def listed(cpus: Iterable[int]) -> str:
 
 
 def _text(path: Path) -> str:
-    """Return a file's text without the newline; "" when it cannot be read."""
+    """Return a file's text without the newline; "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

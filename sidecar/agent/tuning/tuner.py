@@ -15,7 +15,7 @@ from cadenza.sidecar.agent.jobs.host_state import Host
 from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.state_files import TunedJob, TuningFile, Wish
 from cadenza.sidecar.agent.tuning.cgroup_v1 import sweep
-from cadenza.sidecar.agent.tuning.claims import Part, Scale, claims, strangers
+from cadenza.sidecar.agent.tuning.claims import Part, Scale, claims, unregistered_jobs
 from cadenza.sidecar.agent.tuning.detect import limits_of, writable_groups
 from cadenza.sidecar.agent.tuning.limits import Limits, TuningError
 from cadenza.sidecar.agent.tuning.planner import MILLI, Grant, plan
@@ -24,16 +24,16 @@ from cadenza.sidecar.agent.tuning.topology import Topology, listed
 log = logging.getLogger(__name__)
 
 NO_GROUPS = "tuning = cgroups: no control group can be written here, so CPUs go by affinity and memory not at all"
-LOOK_S = 0.5
-"""How often new steps and processes of tuned jobs, and jobs that did not register, are looked for."""
+CHECK_INTERVAL_S = 0.5
+"""Time between two searches for new steps and processes of tuned jobs, and for jobs that did not register."""
 
 
 @dataclass
 class Tuner:
     """Every method runs in the event loop's thread. ``topology`` is read once: hot-plugged CPUs need a restart.
 
-    While a job is tuned, the other managed ones of the host are held to their own CPUs where Slurm does not bind them:
-    what one lends would be theirs otherwise.
+    While a job is tuned, the other managed jobs of the host are held to their own CPUs if Slurm does not bind them.
+    Otherwise they would use the CPUs that one of them lends.
     """
 
     host: Host
@@ -43,40 +43,41 @@ class Tuner:
     _jobs: dict[JobKey, Part] = field(default_factory=dict)
     _saved: dict[JobKey, dict[str, str]] = field(default_factory=dict)
     _notes: dict[JobKey, str] = field(default_factory=dict)
-    _told: dict[int, tuple[Page, float, int | None]] = field(default_factory=dict)
-    """What each rank, by pid, was told last, and in which page."""
-    _seen: tuple[object, ...] = ()
-    _strangers: frozenset[int] = frozenset()
+    _sent: dict[int, tuple[Page, float, int | None]] = field(default_factory=dict)
+    """Last values sent to each rank, by pid, with its page."""
+    _last_state: tuple[object, ...] = ()
+    _unregistered: frozenset[int] = frozenset()
     _orders: int = 0
-    _next_look: float = 0.0
+    _next_check: float = 0.0
 
     def __post_init__(self) -> None:
         self._scale = Scale(self.topology, self.host.settings.slurm_cpus)
         self._everywhere = frozenset(cpu.id for cpu in self.topology.cpus)
         cgroups = self.host.settings.tuning == "cgroups"
         self.lack = NO_GROUPS if cgroups and not writable_groups(self.root) else ""
-        """Why this host cannot do what the settings say; else empty."""
+        """Reason why this host cannot follow the settings; otherwise empty."""
 
     # --- orders --------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Take over what an earlier agent had set on jobs that are still here; raise StateFileError."""
-        for kept in self.file.read():
-            key = JobKey(kept.job, kept.restart)
+        """Take over the limits that an earlier agent had set on jobs that are still here; raise StateFileError."""
+        for job in self.file.read():
+            key = JobKey(job.job, job.restart)
             lease = self.host.leases.get(key)
-            self._saved[key] = kept.saved
+            self._saved[key] = job.saved
             if lease is not None:
-                self._jobs[key] = Part(kept.wish, self._limits(lease), ordered=kept.ordered)
+                self._jobs[key] = Part(job.wish, self._limits(lease), ordered=job.ordered)
         sweep(self.root, self._prefix, frozenset(map(self._name, self._jobs)))
 
     def order(self, lease: Lease, order: orders.Tune) -> None:
-        """Take the service's wish for a job; one without CPUs and memory gives back what it had."""
+        """Take the service's wish for a job; a wish without CPUs and memory ends its tuning."""
         if not (order.cpus > 0 or order.memory_mb > 0):
             self._withdraw(lease.key, "the service took it back")
             return
-        why = "tuning is off in the agent's settings" if self.host.settings.tuning == "off" else ""
-        if why or not lease.managed:
-            log.info("not tuned JOBID=%s: %s", lease.key, why or "it did not opt in")
+        off = self.host.settings.tuning == "off"
+        if off or not lease.managed:
+            reason = "tuning is off in the agent's settings" if off else "it did not opt in"
+            log.info("not tuned JOBID=%s: %s", lease.key, reason)
             return
         wish = Wish(max(order.cpus, 0.0), max(order.memory_mb, 0), order.cache_mb)
         part = self._jobs.setdefault(lease.key, Part(wish, None))
@@ -86,7 +87,7 @@ class Tuner:
         self._orders += 1
 
     def in_force(self, key: JobKey) -> orders.InForce | None:
-        """Return what a tuned job has now; None for others, and before it is in force."""
+        """Return the limits in force on a tuned job; None for others."""
         part = self._jobs.get(key)
         if part is None or not part.ordered or part.grant is None or part.limits is None:
             return None
@@ -102,19 +103,19 @@ class Tuner:
     # --- the loop ------------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Divide anew when a job has come, gone, started or stopped, and look after what is in force.
+        """Divide anew if a job has come, gone, started or stopped, and enforce the limits on new processes.
 
-        This runs before the agent answers anybody: a job that has just registered finds its CPUs free.
+        This runs before the agent answers any peer: a job that has just registered finds its CPUs free.
         """
         now = self.host.clock.monotonic()
-        looking = bool(self._jobs) and now >= self._next_look
-        if looking:
-            self._next_look = now + LOOK_S
-            self._strangers = strangers(self.host)
-        seen = (self.host.leases.changed, id(self.host.facts), self._orders, self._strangers)
-        if not looking and seen == self._seen:
+        checking = bool(self._jobs) and now >= self._next_check
+        if checking:
+            self._next_check = now + CHECK_INTERVAL_S
+            self._unregistered = unregistered_jobs(self.host)
+        state = (self.host.leases.changed, id(self.host.facts), self._orders, self._unregistered)
+        if not checking and state == self._last_state:
             return
-        self._seen = seen
+        self._last_state = state
         self._forget_ended()
         try:
             self._divide()
@@ -122,10 +123,10 @@ class Tuner:
             log.error("tuning is held back: %s", error)  # noqa: TRY400 - the message says it all
 
     def _divide(self) -> None:
-        """Work out who gets what, and put it into force: first what is taken away, then what is given."""
-        if why := self._why_none():
+        """Plan all grants, and enforce them: first those that shrink, then those that grow."""
+        if reason := self._off_reason():
             for key in tuple(self._jobs):
-                self._withdraw(key, why)
+                self._withdraw(key, reason)
         for key, part in self._jobs.items():
             lease = self.host.leases.get(key)
             if part.limits is None and lease is not None:
@@ -134,13 +135,14 @@ class Tuner:
         self._save()
         if not self._jobs:
             return
-        wanted = plan(self.topology, claims(self.host, self._scale, self._jobs, self._strangers))
-        for key in sorted(wanted, key=lambda key: (self._growth(key, wanted[key]), key)):
+        wanted = plan(self.topology, claims(self.host, self._scale, self._jobs, self._unregistered))
+        had = {key: len(part.grant.cpus) if part.grant else 0 for key, part in self._jobs.items()}
+        for key in sorted(wanted, key=lambda key: (len(wanted[key].cpus) - had[key], key)):
             self._apply(key, self._jobs[key], wanted[key])
         self._save()
 
     def _hold_others(self) -> None:
-        """Hold the managed jobs of which nothing was ordered to their own CPUs, as long as others are tuned."""
+        """Hold managed jobs without an order to their own CPUs, as long as others are tuned."""
         tuned = any(part.ordered for part in self._jobs.values())
         for lease in self.host.leases:
             part = self._jobs.get(lease.key)
@@ -154,25 +156,20 @@ class Tuner:
                 self._drop(lease.key)
 
     def _held(self, lease: Lease, part: Part | None) -> Part | None:
-        """Return what holds a job to its own; None where Slurm binds it, or its own is not known."""
+        """Return the limits that hold a job to its own CPUs; None if Slurm binds it, or if its CPUs are unknown."""
         limits, floor = part.limits if part is not None else self._limits(lease), self._floor(lease.key)
         if limits is None or limits.own or not floor:
             return None
         return Part(Wish(floor, 0), limits, part.grant if part is not None else None, ordered=False)
 
-    def _why_none(self) -> str:
-        """Return why no job is to be tuned any more; a service that was killed, or told to let go, cannot say so."""
+    def _off_reason(self) -> str | None:
+        """Return the reason to end all tuning; a service that was killed, or released its jobs, cannot order it."""
         if not self.host.facts.enforce:
             return "the service only observes"
-        return "the service is silent" if self.host.settings.service and self.host.rotating() else ""
-
-    def _growth(self, key: JobKey, grant: Grant) -> int:
-        """Return how many CPUs more than now a job is to have."""
-        had = self._jobs[key].grant
-        return len(grant.cpus) - len(had.cpus if had else ())
+        return "the service is silent" if self.host.settings.service and self.host.rotating() else None
 
     def _apply(self, key: JobKey, part: Part, grant: Grant) -> None:
-        """Put one grant into force, and tell the job's ranks."""
+        """Enforce one grant, and tell the job's ranks."""
         if part.limits is None:
             return
         if grant != part.grant:
@@ -191,51 +188,51 @@ class Tuner:
         self._tell(key, (grant.milli or floor) / MILLI, _cache(part.wish, grant))
 
     def _tell(self, key: JobKey, cpus: float, cache_mb: int | None) -> None:
-        """Tell a job's ranks what it has, once each."""
+        """Tell each of a job's ranks its resources, once."""
         run = self.host.jobs.get(key)
         for pid, rank in run.ranks.items() if run else ():
-            news = (rank.page, cpus, cache_mb)
-            if self._told.get(pid) != news:
-                self._told[pid] = news
+            values = (rank.page, cpus, cache_mb)
+            if self._sent.get(pid) != values:
+                self._sent[pid] = values
                 rank.page.tune(cpus, cache_mb)
 
     def _floor(self, key: JobKey) -> float:
-        """Return what Slurm's books say of a job's CPUs; 0 when nothing is known."""
-        fact = next((one for one in self.host.facts.jobs if (one.job, one.restart) == key), None)
+        """Return the CPUs of a job's allocation in Slurm; 0 if unknown."""
         lease = self.host.leases.get(key)
+        fact = self.host.fact_of(lease) if lease else None
         return (fact.cpus if fact else 0.0) or (lease.cpus if lease else 0.0)
 
-    def _failed(self, key: JobKey, why: str) -> None:
-        """Say once why a job's limits could not be set."""
-        if self._notes.get(key) != why:
-            log.warning("not tuned JOBID=%s: %s", key, why)
-        self._notes[key] = why
+    def _failed(self, key: JobKey, reason: str) -> None:
+        """Log once the reason why a job's limits could not be set."""
+        if self._notes.get(key) != reason:
+            log.warning("not tuned JOBID=%s: %s", key, reason)
+        self._notes[key] = reason
 
     # --- ends ----------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Give back everything because the agent ends: while it is away, nobody would return what a job lends.
+        """Restore Slurm's values because the agent ends: while it is away, no lent CPUs could be returned.
 
-        What was ordered stays on record, and the next agent puts it into force again.
+        Orders stay on record, and the next agent enforces them again.
         """
         for key in tuple(self._jobs):
             self._give_back(key)
 
-    def _withdraw(self, key: JobKey, why: str) -> None:
+    def _withdraw(self, key: JobKey, reason: str) -> None:
         """End the tuning of one job."""
         if key in self._jobs:
-            log.info("tuning ends JOBID=%s: %s", key, why)
+            log.info("tuning ends JOBID=%s: %s", key, reason)
             self._give_back(key)
             self._drop(key)
 
     def _forget_ended(self) -> None:
-        """Forget jobs that have left the host, and remove what groups of ours they leave behind."""
+        """Forget jobs that have left the host, and remove the agent's groups of them."""
         for key in [key for key in {*self._jobs, *self._saved} if self.host.leases.get(key) is None]:
             if key in self._jobs:
                 self._give_back(key)
             self._drop(key)
         pids = {pid for run in self.host.jobs.values() for pid in run.ranks}
-        self._told = {pid: told for pid, told in self._told.items() if pid in pids}
+        self._sent = {pid: sent for pid, sent in self._sent.items() if pid in pids}
 
     def _give_back(self, key: JobKey) -> None:
         """Restore Slurm's values for one job."""
@@ -259,11 +256,11 @@ class Tuner:
 
     @property
     def _prefix(self) -> str:
-        """Return how the names of this agent's groups begin: agents of several hosts may share a kernel."""
+        """Prefix of this agent's groups: agents of several hosts may share a kernel."""
         return f"cadenza_{self.host.name}_"
 
     def _name(self, key: JobKey) -> str:
-        """Return the name of groups of ours for a job."""
+        """Return the name of the agent's groups for a job."""
         return f"{self._prefix}{key}"
 
     def _limits(self, lease: Lease) -> Limits | None:
@@ -288,12 +285,12 @@ class Tuner:
 
 
 def _pids(lease: Lease) -> Callable[[], tuple[int, ...]]:
-    """Return a function that names the processes that the agent knows of a job."""
+    """Return a function that lists the known processes of a job."""
     return lambda: tuple(process.pid for process in lease.processes)
 
 
 def _cache(wish: Wish, grant: Grant) -> int | None:
-    """Return what a job's caches may take: what was ordered, less what is missing of its memory."""
+    """Return the memory for a job's caches: the ordered amount, less the missing part of its memory."""
     if wish.cache_mb is None:
         return None
     return max(0, wish.cache_mb - max(0, wish.memory_mb - grant.memory_mb))

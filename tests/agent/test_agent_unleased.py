@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from agent_rig import Agent, Child, until
-from test_agent_switching import facts
+from test_agent_turns import facts
 
 pytestmark = pytest.mark.slow
 
