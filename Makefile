@@ -2,9 +2,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
-PROPERTIES ?= quick
 
-.PHONY: install demo test test-fast lint docs clean
+.PHONY: install demo test test-fast measure lint docs clean
 
 install: $(BIN)/.installed
 
@@ -15,16 +14,17 @@ $(BIN)/.installed: setup.cfg constraints.txt container/ensure-python
 demo: install
 	$(BIN)/python examples/demo/demo.py
 
-test: PROPERTIES = thorough
-test: test-fast
-	container/ensure-docker
-	container/ensure-browser
-	$(BIN)/python -m pytest tests -m "cluster or browser or slow"
+# Every ring of tests, with the time of each at the end; the image of the cluster is built while the first ones run.
+test: install
+	$(BIN)/python tests/rings.py all
 
-# Importing the frameworks takes longer than many a test, and all of theirs are slow.
 test-fast: install
-	$(BIN)/python -m pytest tests -m "not cluster and not browser and not slow" -n auto --dist worksteal \
-		--ignore-glob="*/test_integrations_*.py" --hypothesis-profile=$(PROPERTIES)
+	$(BIN)/python tests/rings.py fast
+
+# Figures that depend on the machine; minutes each.
+measure: install
+	$(BIN)/python tests/rings.py measure
+	$(BIN)/python benchmarks/turns.py
 
 lint: install
 	$(BIN)/ruff check .

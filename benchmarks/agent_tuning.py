@@ -31,10 +31,10 @@ from cadenza.slurm_plugin.service.agents.hub import Hub, HubSettings
 
 LIMIT_S = 5.0
 WAY = 0.75
-"""How much of the way to the new speed counts as having followed."""
+"""Part of the way to the new speed that counts as having followed."""
 SMOOTH = 5
 FIELDS = 4
-"""Of a line that the job writes: step, its end, loss, workers."""
+"""Number of words in a line that the job writes: step, its end, loss, workers."""
 JOB = 17
 HOST = "bench"
 SCRIPT = Path(__file__).parents[1] / "tests/agent/tuned_job.py"

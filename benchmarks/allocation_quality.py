@@ -67,7 +67,7 @@ class Setting:
 
     @property
     def mixed(self) -> bool:
-        """Whether jobs have different numbers of GPUs."""
+        """Return whether jobs have different numbers of GPUs."""
         return len(SIZES[self.sizes]) > 1
 
     def __str__(self) -> str:

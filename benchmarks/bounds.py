@@ -30,7 +30,7 @@ GAP = 1e-5
 """Stop when the bound is this close to the master's value, relatively."""
 MOST_ROUNDS = 200
 PENALTY = 1e3
-"""What the master pays for a job that no column has, more than any job earns."""
+"""Price of a job without a column in the master; more than any job earns."""
 
 
 class Kind(NamedTuple):
@@ -39,7 +39,7 @@ class Kind(NamedTuple):
     gpus: int
     choices: tuple[Choice, ...]
     value: float
-    """What a part counts at speed 1. A job runs at its slowest node; the mean of its parts is never below that."""
+    """Value of a part at speed 1. A job runs at its slowest node; the mean of its parts is never below that."""
 
 
 class Piece(NamedTuple):
@@ -132,7 +132,7 @@ class Pricing:
         self.lookup = {size: self._lookup(size) for size in self.sizes}
 
     def _lookup(self, size: int) -> Any:
-        """Return, for each piece of a size and each (CPUs, memory), the padded index of what is left beside it."""
+        """Return, for each piece of a size and each (CPUs, memory), the padded index of the remainder."""
         some = [self.pieces[at] for at in self.of_size[size]]
         cpus = np.arange(self.cpus + 1)[np.newaxis, :, np.newaxis] + self.cpus
         memory = np.arange(UNITS + 1)[np.newaxis, np.newaxis, :] + UNITS

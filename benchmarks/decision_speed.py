@@ -5,7 +5,7 @@ The policy is fifo with our allocation; "allocation" is that part alone. 512 GPU
 scratch with profiles never seen before, and 200 steady rounds, in each of which 5 % of the jobs have ended and as many
 are new. 10,000 nodes with 60,000 jobs from scratch, and smaller clusters for the growth: the exponent e of
 time ~ nodes^e, by least squares. Each profile is one of Synergy's published models with 3 % noise on every point.
-CPU time on one core (wall time beside it; they differ where the machine is busy); from scratch the median of
+CPU time on one core (wall time as well; they differ where the machine is busy); from scratch the median of
 ``--repeat``. The exit code is 1 when a limit is missed.
 """
 
@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 
 
 class Timed(NamedTuple):
-    """What one decision gave and took."""
+    """Result and duration of one decision."""
 
     placements: Mapping[JobKey, Placement]
     cpu_ms: float

@@ -21,7 +21,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from replay_cluster import PYTHON, ROOT, USER, Cluster, ReplayError, Size, prepare
+from replay_cluster import USER, Cluster, Size
+
+from cluster import PYTHON, ROOT, ClusterError, prepare
 
 SETTINGS = Path(__file__).with_name("defragmentation.toml")
 JOB = Path(__file__).with_name("defragmentation_job.py")
@@ -51,7 +53,7 @@ def fewest(state: State, wanted: int = WANTED, most: int = ROUND) -> int | None:
 
 
 def _makes_room(state: State, chosen: set[tuple[int, int]], wanted: int) -> bool:
-    """Whether a node can have the free GPUs, with a place on another node for each chosen job."""
+    """Return whether a node can have the free GPUs, with a place on another node for each chosen job."""
     free = [
         SIZE.gpus - sum(size for index, size in enumerate(sizes) if (node, index) not in chosen)
         for node, sizes in enumerate(state)
@@ -96,7 +98,7 @@ def _parts(rng: Random, gpus: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one state."""
+    """Outcome of one state."""
 
     state: State
     fewest: int
@@ -106,7 +108,7 @@ class Outcome:
 
     @property
     def kept(self) -> bool:
-        """Whether it took as few migrations as possible, and nothing else was requeued."""
+        """Return whether it took as few migrations as possible, and nothing else was requeued."""
         return self.migrations == self.requeues == self.fewest
 
 
@@ -130,7 +132,7 @@ def play(cluster: Cluster, state: State) -> Outcome:
 
 
 def fill(cluster: Cluster, node: str, sizes: Sequence[int]) -> list[int]:
-    """Start jobs on one node and return their ids: no other node takes jobs meanwhile, so that none is pinned."""
+    """Start jobs on one node and return their ids: no other node takes jobs until then, so that none is pinned."""
     if not sizes:
         return []
     others = ",".join(name for name in NODES if name != node)
@@ -176,7 +178,7 @@ print(json.dumps([usable, [j.key.id for j in jobs if j.lease and j.lease.checkpo
 
 
 def movable(cluster: Cluster, jobs: Sequence[int]) -> bool:
-    """Whether the service saw, in its last round, that all of them can be moved and all nodes take jobs."""
+    """Return whether the service saw, in its last round, that all of them can be moved and all nodes take jobs."""
     usable, found = json.loads(cluster.run("ctl", PYTHON, "-c", LOOK))
     return bool(usable) and set(jobs) <= set(found)
 
@@ -199,16 +201,16 @@ def ordered(cluster: Cluster, jobs: Sequence[int], waiting: int) -> int:
 
 def switch(cluster: Cluster, *, on: bool) -> None:
     """Switch defragmentation on or off."""
-    cluster.put("conf.d/zz-defrag.toml", f"[gandiva]\ndefrag = {str(on).lower()}\n")
+    cluster.put("/etc/cadenza/conf.d/zz-defrag.toml", f"[gandiva]\ndefrag = {str(on).lower()}\n")
     cluster.run("ctl", "supervisorctl", "signal", "HUP", "cadenzad")
 
 
 def until(what: str, probe: Callable[[], bool]) -> None:
-    """Wait for something; raise ReplayError when it does not come."""
+    """Wait for something; raise ClusterError when it does not come."""
     end = time.monotonic() + PATIENCE_S
     while not probe():
         if time.monotonic() > end:
-            raise ReplayError(f"not within {PATIENCE_S:.0f} s: {what}")
+            raise ClusterError(f"not within {PATIENCE_S:.0f} s: {what}")
         time.sleep(POLL_S)
 
 
@@ -255,13 +257,13 @@ def main() -> int:
     cluster, outcomes, began = Cluster(options.name, SIZE, 1, SETTINGS), [], time.monotonic()
     try:
         prepare()
-        cluster.up({})
+        cluster.start({})
         set_up(cluster)
         print("     GPUs of each node's jobs         fewest   moved  requeues   wait s")
         for number, state in zip(range(1, options.states + 1), states(options.seed), strict=False):
             outcomes.append(play(cluster, state))
             print(row(number, outcomes[-1]), flush=True)
-    except ReplayError as error:
+    except ClusterError as error:
         print(f"defragmentation: {error}", file=sys.stderr)
         return 1
     finally:

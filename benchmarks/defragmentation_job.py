@@ -26,7 +26,7 @@ class Loop:
         return str(self.file)
 
     def run(self) -> None:
-        """Train until somebody ends the job."""
+        """Train until the job is canceled."""
         client.attach().call(on_checkpoint=self.save)
         while True:
             time.sleep(ITERATION_S)

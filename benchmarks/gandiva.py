@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Print Gandiva's experiments (OSDI'18) on the simulator, each figure beside its limit and the paper's.
+"""Print Gandiva's experiments (OSDI'18) on the simulator, each figure with its limit and the paper's.
 
-* Cluster (p. 606): 180 GPUs, 1,000 jobs in two hours; time to 100 mini-batches and utilisation over the first 120
+* Cluster (p. 606): 180 GPUs, 1,000 jobs in two hours; time to 100 mini-batches and utilization over the first 120
   minutes, against the same code without oversubscription on the same jobs. The paper leaves much of the mix open, so
-  its figures stand beside and are not matched; the workload's module states the assumptions. All jobs count; a job
-  without 100 mini-batches at the horizon counts with its wait until then, which favours the baseline.
+  its figures are printed and not matched; the workload's module states the assumptions. All jobs count; a job
+  without 100 mini-batches at the horizon counts with its wait until then, which favors the baseline.
 * Six jobs on four GPUs (Figure 9): loss of all mini-batches together.
 * Search (Table 3): time until one of 374 configurations reaches its target.
 * Packing undone: models that lose together, given profiles of models that win.
@@ -65,7 +65,7 @@ class Figure:
 
     @property
     def met(self) -> bool:
-        """Whether the figure keeps its limit."""
+        """Return whether the figure keeps its limit."""
         return self.limit is None or (self.value >= self.limit if self.at_least else self.value <= self.limit)
 
     def line(self) -> str:
@@ -157,7 +157,7 @@ def cluster(seeds: Sequence[int], speeds: Sequence[float]) -> Iterator[Figure]:
         yield spread(
             f"{name} mean time to 100 mini-batches, part less", mean_lower, None, "0.77: 498 of 2,203 s", means
         )
-        yield spread(f"{name} utilisation in 120 min, times", gains, limits[1], "1.25: 62.8 of 50.1 %", use)
+        yield spread(f"{name} utilization in 120 min, times", gains, limits[1], "1.25: 62.8 of 50.1 %", use)
         yield Figure(f"{name} packs, less those undone", mean(p.packs for p in pairs), paper="about 340 made")
         yield Figure(f"{name} migrations", mean(p.migrations for p in pairs))
         cut = f"{mean(p.censored[0] for p in pairs):.0f} in the baseline"

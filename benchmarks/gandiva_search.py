@@ -4,7 +4,7 @@
 gives each configuration a GPU until its last epoch. With sharing the search looks at every curve once an epoch: after
 ``FIRST`` epochs (about the paper's 1,000 mini-batches) it fits the curve's law, stops configurations predicted below
 30 %, lets the best ``TOP`` keep their GPUs (a higher priority, the paper's top-M), and puts off the others while
-there are some that nobody has looked at; those come back by their prediction.
+others have not been looked at; those come back by their prediction.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Search:
         return (self.found_s if self.found_s is not None else world.now_s) / 60
 
     def order(self, queue: Queue) -> Ranking:
-        """Rank configurations that nobody has looked at first, then by prediction."""
+        """Rank configurations without a look first, then by prediction."""
         return Ranking(tuple(sorted(queue.jobs, key=lambda job: self._rank(job.key.id))))
 
     def _rank(self, place: int) -> tuple[bool, float, int]:
@@ -142,7 +142,7 @@ class Search:
         return (False, 0.0, place) if seen is None else (True, -seen[1], place)
 
     def look(self, world: World) -> bool:
-        """Predict, stop, favour and put off; True when a configuration has reached the target."""
+        """Predict, stop, prefer and put off; True when a configuration has reached the target."""
         for job in list(world.live.values()):
             if self._reached(job):
                 self.found_s = world.now_s
@@ -150,7 +150,7 @@ class Search:
             self._predict(job)
         for job in [job for job in world.live.values() if self._poor(job)]:
             world.cancel(job)
-        self._favour(list(world.live.values()))
+        self._prefer(list(world.live.values()))
         self._put_off(world)
         return False
 
@@ -169,7 +169,7 @@ class Search:
     def _poor(self, job: SimJob) -> bool:
         return self.looked.get(job.key.id, (0, 1.0))[1] < POOR
 
-    def _favour(self, jobs: Sequence[SimJob]) -> None:
+    def _prefer(self, jobs: Sequence[SimJob]) -> None:
         ranked = sorted((j for j in jobs if j.key.id in self.looked), key=lambda job: self._rank(job.key.id))
         top = {job.key for job in ranked[:TOP]}
         for job in jobs:

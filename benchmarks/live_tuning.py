@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Four real training jobs on one node: the CPUs that their profiles say they can use, beside proportional shares.
+"""Four real training jobs on one node: the CPUs that their profiles say they can use, against proportional shares.
 
 In a container cluster of one node with four GPUs, two jobs of examples/profile/images.py (bound by CPU preprocessing)
 and two of text.py (not) run at once, first with `allocate = "proportional"`, then with the configuration to compare.
@@ -21,7 +21,9 @@ from statistics import fmean
 from typing import Any
 
 from live_tuning_predict import SHARES, Kind, kinds, predicted
-from replay_cluster import PYTHON, ROOT, USER, Cluster, ReplayError, Size, prepare
+from replay_cluster import USER, Cluster, Size
+
+from cluster import PYTHON, ROOT, ClusterError, prepare
 
 SETTINGS = Path(__file__).with_name("live_tuning.toml")
 SCRIPTS = "/opt/cadenza/examples/profile"
@@ -32,7 +34,7 @@ CORES = 2
 POINTS = "0.125,0.25,0.375,0.5,0.75,1,1.25,1.5"
 """CPUs of the machine with which the profiles are measured."""
 TEXT_MS = 200
-"""What a step of text.py takes on the GPU that is not there: that of a language model, of which little is the CPU's."""
+"""Milliseconds of a step of text.py on the absent GPU, as of a language model, little of which is the CPU's."""
 SHORT = 10
 """The run that measures start-up times has so many times fewer iterations."""
 BETTER, SLOWEST, OFF = 1.3, 0.97, 0.10
@@ -53,7 +55,7 @@ class Run:
 
 
 def measure(cluster: Cluster, model: str, point_s: float) -> str:
-    """Return one workload's profile, measured on the idle node; what it prints goes to a log beside it."""
+    """Return one workload's profile, measured on the idle node; what it prints goes to a log in the same folder."""
     out = f"{PLACE}/{model}.json"
     words = ["cadenza", "profile", "run", "--cpus", POINTS, "--node", f"{SIZE.gpus}:{CORES}:64", "--gpus", "1"]
     words += ["--model", model, "--point-s", str(point_s), "-o", out, "--", *command(model)]
@@ -82,25 +84,25 @@ def submit(cluster: Cluster, name: str, iterations: int) -> float:
 
 
 def play(cluster: Cluster, allocate: str, iterations: Mapping[str, int]) -> Run:
-    """Run the four jobs at once under one allocation; raise ReplayError when one does not end."""
-    cluster.put("conf.d/zz-allocate.toml", f'[policy]\nallocate = "{allocate}"\n')
+    """Run the four jobs at once under one allocation; raise ClusterError when one does not end."""
+    cluster.put("/etc/cadenza/conf.d/zz-allocate.toml", f'[policy]\nallocate = "{allocate}"\n')
     cluster.run("ctl", "supervisorctl", "signal", "HUP", "cadenzad")
     cluster.run("ctl", "sh", "-c", f"rm -f {PLACE}/*.end")
     began = {name: submit(cluster, name, iterations[model]) for name, model in JOBS.items()}
     until = time.monotonic() + PATIENCE_S
     while cluster.run("ctl", "squeue", "-h").strip():
         if time.monotonic() > until:
-            raise ReplayError(f"{allocate}: jobs are left after {PATIENCE_S:.0f} s")
+            raise ClusterError(f"{allocate}: jobs are left after {PATIENCE_S:.0f} s")
         time.sleep(POLL_S)
     return Run({name: ended(cluster, name) - at for name, at in began.items()})
 
 
 def ended(cluster: Cluster, name: str) -> float:
-    """Return when a job ended; raise ReplayError, with its output, when it did not end well."""
+    """Return when a job ended; raise ClusterError, with its output, when it did not end well."""
     text = cluster.run("ctl", "cat", f"{PLACE}/{name}.end", check=False)
     if not text:
         log = cluster.run("ctl", "tail", "-n", "20", f"{PLACE}/{name}.log", check=False)
-        raise ReplayError(f"{name} did not end well; its output ends with\n{log}")
+        raise ClusterError(f"{name} did not end well; its output ends with\n{log}")
     return float(text)
 
 
@@ -182,7 +184,7 @@ def compare(cluster: Cluster, options: argparse.Namespace) -> Found:
     """Profile, calibrate, run both allocations, and predict them."""
     texts = [measure(cluster, model, options.point_s) for model in dict.fromkeys(JOBS.values())]
     by_model, library = kinds(texts, SIZE.cpus / CORES)
-    cluster.put("profiles/live_tuning.json", library)
+    cluster.put("/etc/cadenza/profiles/live_tuning.json", library)
     iterations = {model: max(SHORT, round(options.work_s / kind.best_s)) for model, kind in by_model.items()}
     short = {model: count // SHORT for model, count in iterations.items()}
     startup_s = start_up(play(cluster, SHARES, short), short, by_model)
@@ -210,9 +212,9 @@ def main() -> int:
     cluster = Cluster(options.name, SIZE, 1, SETTINGS)
     try:
         prepare()
-        cluster.up({})
+        cluster.start({})
         found = compare(cluster, options)
-    except ReplayError as error:
+    except ClusterError as error:
         print(f"live_tuning: {error}", file=sys.stderr)
         return 1
     finally:

@@ -15,9 +15,9 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-BLUE, GREY, INK = "#2a6fbb", "#8a8f98", "#22262b"
+BLUE, GRAY, INK = "#2a6fbb", "#8a8f98", "#22262b"
 WIDTH = 0.36
-"""Of a bar; two stand side by side."""
+"""Width of a bar; two stand side by side."""
 
 
 def with_mean(jct_s: dict[str, float]) -> dict[str, float]:
@@ -30,7 +30,7 @@ def draw(found: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(7.2, 3.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for side, (allocate, color) in enumerate(zip(found["measured_s"], (GREY, BLUE), strict=True)):
+    for side, (allocate, color) in enumerate(zip(found["measured_s"], (GRAY, BLUE), strict=True)):
         measured = with_mean(found["measured_s"][allocate])
         predicted = with_mean(found["predicted_s"][allocate])
         places = [index + (side - 0.5) * WIDTH for index in range(len(measured))]

@@ -1,4 +1,4 @@
-"""What the simulator says of the four jobs of live_tuning.py, from their measured profiles: pure."""
+"""The simulator's prediction for the four jobs of live_tuning.py, from their measured profiles: pure."""
 
 from __future__ import annotations
 

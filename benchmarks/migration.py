@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""How long a moved job stands still, beyond the start-up of its own process; on a real Slurm in containers.
+"""Pause of a moved job beyond the start-up of its own process; on a real Slurm in containers.
 
 A one-GPU job goes to another host and back, and from lane 1 of a host to lane 0, by ``cadenza move``. Of each move this
 prints the pause (from the boundary at which the job stopped until its successor has restored), the start-up of the
 process itself within it (from its exec, imports and restore included), the excess, and who spent that: the service,
 Slurm leaving the old nodes, and Slurm starting it again until the process exists. The losses must be those of a run
-that nobody interrupts, bit for bit.
+without interruption, bit for bit.
 
-The start-up alone is measured beside it, on a host where the process's files were dropped from the page cache
+The start-up alone is measured as well, on a host where the process's files were dropped from the page cache
 (posix_fadvise DONTNEED), where they were dropped and then read by the agent's reader, and where they were just used.
 The containers of this cluster share one kernel and one image, so that a job's files are always warm where it goes while
 it runs: the effect of warming can only be shown like this, and the pauses printed are those of warm files.
@@ -25,9 +25,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "container"))
 
-from harness import PYTHON, RESULTS, TRAIN, Cluster, down, up, wait_for
+from cluster import PYTHON, RESULTS, ROOT, TRAIN, Cluster, prepare, wait_for
 
 KEPT = "/home/shared/migration"
 READER = "cadenza.sidecar.agent.prefetch.file_reader"
@@ -45,7 +45,7 @@ for line in sys.stdin.buffer.read().split(b"\\n"):
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(file)
 """
-SETTINGS = Path(__file__).resolve().parents[1] / "tests" / "cluster" / "fast.toml"
+SETTINGS = ROOT / "tests" / "cluster" / "fast.toml"
 HOSTS, LANES = 2, 2
 TARGET_S = 2.0
 
@@ -53,13 +53,14 @@ TARGET_S = 2.0
 def main() -> int:
     """Measure, print, and return 1 when a loss differs."""
     options = arguments()
-    name = options.cluster or f"migration{os.getpid()}"
+    cluster = Cluster(options.cluster or f"migration{os.getpid()}")
     try:
-        cluster = Cluster(name) if options.cluster else start(name)
+        if not options.cluster:
+            start(cluster)
         found = measure(cluster, options.rounds)
     finally:
         if not options.cluster:
-            down(name)
+            cluster.down()
     report(found)
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
@@ -75,12 +76,12 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def start(name: str) -> Cluster:
+def start(cluster: Cluster) -> None:
     """Start a cluster, and wait until the further lanes are open."""
-    cluster = up(name, "--nodes", str(HOSTS), "--gpus-per-node", "4", "--lanes", str(LANES), "--config", str(SETTINGS))
+    prepare()
+    cluster.up("--nodes", HOSTS, "--gpus-per-node", 4, "--lanes", LANES, "--config", SETTINGS)
     lanes = ("sinfo", "-h", "-N", "-p", "shared", "-o", "%N %T")
     wait_for("open lanes", lambda: cluster.ctl(*lanes).count(" idle\n") == HOSTS * LANES, 90)
-    return cluster
 
 
 def measure(cluster: Cluster, rounds: int) -> dict[str, Any]:
@@ -116,9 +117,7 @@ class Moved:
         wait_for("a job that can be moved", self._ready, 120)
 
     def _ready(self) -> bool:
-        done = self.cluster.cadenza("why", str(self.job), "--json", check=False)
-        found = (json.loads(done.stdout).get("job") or {}) if done.returncode == 0 else {}
-        return bool((found.get("lease") or {}).get("checkpoints"))
+        return bool(self.cluster.lease(self.job).get("checkpoints"))
 
     def files(self) -> str:
         """Return the files that its processes use, one a line, as the agent lists them."""
@@ -192,7 +191,7 @@ def start_up(cluster: Cluster, state: str) -> float:
 
 
 def alone(cluster: Cluster) -> str:
-    """Return the digest of the losses of a run that nobody interrupts."""
+    """Return the digest of the losses of a run without interruption."""
     command = f"{TRAIN} --model transformer --iterations {Moved.ITERATIONS} --no-attach --out {RESULTS}/alone.json"
     cluster.exec("node1", PYTHON, *command.split(), user="alice")
     return str(cluster.result("alone")["losses_sha256"])
@@ -214,7 +213,7 @@ def report(found: dict[str, Any]) -> None:
     print("start-up alone: " + ", ".join(f"{state} {seconds:.2f} s" for state, seconds in starts.items()))
     ratio = starts["cold"] / starts["warmed"]
     print(f"warming makes a cold start-up {ratio:.2f} times as fast ({found['files']} files)")
-    print(f"losses bit-identical to a run that nobody interrupted: {found['losses_equal']}")
+    print(f"losses bit-identical to a run without interruption: {found['losses_equal']}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a job runs, and how large it is: ``scale`` multiplies its widths."""
+    """Device and size of a job: ``scale`` multiplies its widths."""
 
     device: torch.device
     scale: float

@@ -13,7 +13,7 @@ what the profiler's search makes of these times: it sees those of the points for
 error     its prediction, at each point that it did not ask for, against what was measured there
 time      of the profile, the start included, against that of the full grid: every number of CPUs with each of eleven
           cache sizes, which the profile computes. Measured is the grid's row with all memory; the other ten rows are
-          not run, but counted as taking as long as that one. The share of the one measured row stands beside it,
+          not run, but counted as taking as long as that one. The share of the one measured row is printed as well,
           without a limit.
 drift     the slowest and the fastest visit of each point against its mean, the largest of all points: what measuring
           one point after the other would have seen
@@ -73,7 +73,7 @@ def asked(grid: tuple[float, ...], times: dict[float, float]) -> dict[float, flo
 
 
 def job(name: str, words: tuple[str, ...], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return a profile's predictions beside what was measured."""
+    """Return a profile's predictions and measurements."""
     load = os.getloadavg()[0]
     print(name, file=sys.stderr)
     grid = tuple(STEP * at for at in range(round(LEAST / STEP), round(len(os.sched_getaffinity(0)) / STEP) + 1))

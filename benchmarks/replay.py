@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Replay a week of submissions on a real Slurm: plain backfill beside Cadenza, the same jobs on as many GPUs.
+"""Replay a week of submissions on a real Slurm: plain backfill against Cadenza, the same jobs on as many GPUs.
 
 Two fresh clusters in containers, one after the other or, with --together, at once: slurmctld, slurmdbd and 16 nodes of
 8 (fake) GPUs, once with one lane and without Cadenza, once with two lanes and Cadenza under replay_cadenza.toml. The
@@ -19,14 +19,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets import needed
-from replay_cluster import ROOT, Cluster, Plan, ReplayError, Size, commands, prepare
+from published_data import needed
+from replay_cluster import Cluster, Plan, Size, commands
 from replay_figures import Costs, Figures, Load, Rpcs, costs, figures, loads, read_sdiag
 from replay_week import Sample, Scale, cpu_profiles, read_rows, sample
 
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.profiles import write_profiles
 from cadenza.policies.inputs.published import synergy_profiles
+
+from cluster import ROOT, ClusterError, prepare
 
 TRACE = "philly-2017-09-10.csv"
 SETTINGS = Path(__file__).with_name("replay_cadenza.toml")
@@ -36,7 +38,7 @@ SIDES = ("plain", "cadenza")
 
 @dataclass(frozen=True)
 class Side:
-    """What one side's run gave."""
+    """Results of one side's run."""
 
     up_s: float
     figures: Figures
@@ -84,7 +86,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 def play(cluster: Cluster, taken: Sample, plan: Plan, profiles: str, minutes: float) -> Side:
     """Run one side on a fresh cluster and remove it."""
     try:
-        up_s = cluster.up({"profiles/replay.json": profiles} if cluster.settings else {})
+        up_s = cluster.start({"profiles/replay.json": profiles} if cluster.settings else {})
         cluster.hand_over(plan, profiles)
         cluster.run("ctl", "sdiag", "--reset")
         before, started = cluster.look(), time.monotonic()
@@ -216,7 +218,7 @@ def main() -> int:
     except ValueError as error:
         print(f"replay: {error}", file=sys.stderr)
         return 2
-    except ReplayError as error:
+    except ClusterError as error:
         print(f"replay: {error}", file=sys.stderr)
         return 1
     if sides is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,16 +15,17 @@ from typing import Any
 from replay_figures import SACCT, Decided, Record, read_sacct
 from replay_week import MEMORY_GB
 
-ROOT = Path(__file__).resolve().parents[1]
-CONTAINER = ROOT / "container"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "container"))
+
+import cluster as driver
+from cluster import CONTAINER, PYTHON, ClusterError
+
 HERE = Path(__file__).resolve().parent
 PLACE = "/home/shared/replay"
 SCRIPTS = ("replay_job.py", "replay_submit.py", "replay_probe.py")
-PYTHON = "/opt/cadenza/bin/python"
 USER = "alice"
 BOOKS_S = 60.0
-"""How long slurmdbd may take to hear of the last jobs."""
-LACKING = 3
+"""Longest time until slurmdbd has the last jobs."""
 DECIDED = """
 import json, sqlite3
 
@@ -38,13 +38,9 @@ print(json.dumps(store.execute(f"select job, at_s, from_s from ({placed}) join (
 Plan = Sequence[Mapping[str, Any]]
 
 
-class ReplayError(Exception):
-    """The cluster did not do what the replay needs; the message says what it printed."""
-
-
 @dataclass(frozen=True)
 class Size:
-    """What the nodes claim to have, on both sides the same in all."""
+    """Hardware that each node claims to have; the sum is the same on both sides."""
 
     nodes: int
     gpus: int
@@ -61,46 +57,27 @@ class Size:
         return [word for name, value in pairs for word in (name, str(value))]
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """One cluster of ``container/up``: plain Slurm, or with lanes and Cadenza under ``settings``."""
+@dataclass
+class Cluster(driver.Cluster):
+    """A cluster of plain Slurm, or with lanes and Cadenza under ``settings``."""
 
-    name: str
     size: Size
     lanes: int = 1
     settings: Path | None = None
 
-    def up(self, extra: Mapping[str, str]) -> float:
+    def start(self, extra: Mapping[str, str]) -> float:
         """Start it afresh, with extra files in /etc/cadenza; return the seconds that it took."""
-        self.down()
         began = time.monotonic()
-        side = ["--lanes", str(self.lanes), *(["--config", str(self.settings)] if self.settings else ["--no-cadenza"])]
-        _script("up", "--name", self.name, *self.size.words, *side)
+        side = ["--config", self.settings] if self.settings else ["--no-cadenza"]
+        self.up(*self.size.words, "--lanes", self.lanes, *side)
         for name, text in extra.items():
-            self.put(name, text)
+            self.put(f"/etc/cadenza/{name}", text)
         return time.monotonic() - began
-
-    def put(self, name: str, text: str) -> None:
-        """Write a file below /etc/cadenza."""
-        script = 'mkdir -p "$(dirname "$2")" && printf %s "$1" > "$2"'
-        self.run("ctl", "sh", "-c", script, "sh", text, f"/etc/cadenza/{name}")
-
-    def down(self) -> None:
-        """Remove it, if it is there."""
-        _script("down", "--name", self.name)
-
-    def run(self, container: str, *command: str, user: str = "root", check: bool = True) -> str:
-        """Run a command in a container and return its output; raise ReplayError when it fails."""
-        words = [str(CONTAINER / "exec"), "--name", self.name, "--user", user, container, *command]
-        done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-        if done.returncode and check:
-            raise ReplayError(f"{container}: {' '.join(command)}: exit {done.returncode}\n{done.stdout}{done.stderr}")
-        return done.stdout
 
     @property
     def place(self) -> Path:
-        """Where this machine sees the replay's files."""
-        return Path(os.environ.get("CADENZA_STATE", ROOT / ".cluster")) / self.name / "home" / "replay"
+        """Path of the replay's files on this machine."""
+        return self.home / "replay"
 
     def hand_over(self, plan: Plan, profiles: str) -> None:
         """Put the scripts, the plan and the profiles where the containers find them."""
@@ -115,14 +92,14 @@ class Cluster:
     def replay(self, patience_s: float) -> float:
         """Submit everything and wait for the queue to be empty; return the seconds since the epoch of the beginning.
 
-        Raise ReplayError when jobs are left after ``patience_s``.
+        Raise ClusterError when jobs are left after ``patience_s``.
         """
         words = [str(CONTAINER / "exec"), "--name", self.name, "--user", USER, "ctl"]
         words += ["python3", f"{PLACE}/replay_submit.py", "--patience-s", str(patience_s)]
         done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False)
         if done.returncode:
             left = self.run("ctl", "squeue", "-o", "%i %j %T %N %r", check=False)
-            raise ReplayError(f"jobs were left after {patience_s:.0f} s\n{left}")
+            raise ClusterError(f"jobs were left after {patience_s:.0f} s\n{left}")
         return float((self.place / "began").read_text())
 
     def accounts(self) -> dict[str, Record]:
@@ -175,17 +152,3 @@ def _sbatch(job: Any, size: Size, iteration_s: float, *, managed: bool) -> list[
         "--nodes=1", "--ntasks=1", f"--cpus-per-task={size.cpus * job.gpus // size.gpus}", f"--gres=gpu:{job.gpus}",
         f"--mem={MEMORY_GB * job.gpus}G", f"--time={job.limit_min}", "--open-mode=append", *opted, f"--wrap={start}",
     ]  # fmt: skip
-
-
-def prepare() -> None:
-    """Install the container engine and build the image; both do nothing when there is nothing to do."""
-    _script("ensure-docker")
-    _script("build")
-
-
-def _script(name: str, *arguments: str) -> None:
-    done = subprocess.run([CONTAINER / name, *arguments], stdout=subprocess.DEVNULL, check=False)
-    if done.returncode == LACKING:
-        raise SystemExit(LACKING)
-    if done.returncode:
-        raise ReplayError(f"container/{name} ended with exit code {done.returncode}")

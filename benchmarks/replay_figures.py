@@ -1,4 +1,4 @@
-"""What a replay's records say: completion times, GPUs held, RPCs, load. Pure: texts in, figures out."""
+"""Figures of a replay's records: completion times, GPUs held, RPCs, load. Pure: texts in, figures out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Record:
 
     @property
     def completed(self) -> bool:
-        """Whether it ended well."""
+        """Return whether it ended well."""
         return self.state == "COMPLETED" and self.end_s is not None
 
 
@@ -148,7 +148,7 @@ def figures(
 
 @dataclass(frozen=True)
 class Decided:
-    """What the service noted of a job, seconds since the epoch."""
+    """Times of a job in the service's store, seconds since the epoch."""
 
     placed_s: float
     leased_s: float
@@ -157,7 +157,7 @@ class Decided:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the jobs had to wait for besides GPUs, seconds, one number each time."""
+    """Waits of the jobs for other things than GPUs, seconds, one number each time."""
 
     dispatches_s: tuple[float, ...]
     """From the decision to place a job until Slurm started it; of whole seconds."""
@@ -192,7 +192,7 @@ def _ended(events: Sequence[Mapping[str, Any]]) -> bool:
 
 @dataclass(frozen=True)
 class Rpcs:
-    """What sdiag counted: RPCs by type, and microseconds that slurmctld spent on each."""
+    """Counts of sdiag: RPCs by type, and microseconds that slurmctld spent on each."""
 
     count: Mapping[str, int]
     spent_us: Mapping[str, int]
@@ -227,7 +227,7 @@ def read_sdiag(text: str) -> Rpcs:
 
 @dataclass(frozen=True)
 class Load:
-    """What the daemons of one name used on all containers together."""
+    """Use of the daemons of one name on all containers together."""
 
     processes: int
     cpus: float

@@ -42,7 +42,7 @@ class Speed:
 
 
 class Holding:
-    """Which GPUs this job uses at this moment, for the record and for the jobs that are packed with it."""
+    """The GPUs that this job uses at this moment, for the record and for the jobs that are packed with it."""
 
     def __init__(self, name: str) -> None:
         text = os.environ.get("SLURM_JOB_GPUS", "")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the simulator says of a replay under Cadenza: its mean completion time, with costs measured on another replay.
+"""The simulator's prediction of a replay's mean completion time under Cadenza, with costs measured on another replay.
 
 The jobs are drawn again as the replay's command says, and the policy is built from its settings. What a launch, a
 start-up and a move cost is what the jobs of the other replay (another seed) noted. One simulation says little: a second

@@ -62,7 +62,7 @@ def tell(began: float, submitted: int, jobs: int) -> int | None:
 
 
 def main() -> int:
-    """Replay ``plan.json`` beside this file."""
+    """Replay ``plan.json`` of this folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--patience-s", type=float, required=True, help="longest time that everything may take")
     options = parser.parse_args()

@@ -15,7 +15,7 @@ from cadenza.policies.inputs.model_mix import deal, read_split
 HOUR_S = 3600.0
 WEEK_S = 168 * HOUR_S
 MEMORY_GB = 1
-"""What each job asks for, for each GPU."""
+"""Memory that each job requests for each GPU."""
 SLACK_MIN = 5
 """Added to twice the job's work as its time limit: users ask for too much, and backfill lives on what they ask for."""
 
@@ -31,7 +31,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Scale:
-    """What the week is made to fit: ``minutes`` of submissions that offer ``load`` times ``nodes`` x ``node_gpus``."""
+    """Target of the scaled week: ``minutes`` of submissions that offer ``load`` times ``nodes`` x ``node_gpus``."""
 
     nodes: int = 16
     node_gpus: int = 8
@@ -72,7 +72,7 @@ class Sample:
     """So many times faster than in the trace do jobs arrive."""
     trace_median_s: float
     made_s: float
-    """What a job of the trace's median becomes."""
+    """Scaled values of the trace's median job."""
     exponent: float
     median_s: float
     longest_s: float

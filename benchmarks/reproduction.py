@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print Synergy's published runs beside ours: its two deployment traces, through the shared round.
+"""Print Synergy's published runs and ours: its two deployment traces, through the shared round.
 
 The reference values were measured with the published simulator, code unchanged. With ``--preset synergy``'s
 conventions every figure must agree within 2 %.
@@ -12,7 +12,7 @@ import json
 import sys
 from dataclasses import dataclass
 
-from datasets import needed
+from published_data import needed
 
 from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.inputs.cluster import PARTITION, read_cluster
@@ -35,7 +35,7 @@ REFERENCE: dict[tuple[str, str], dict[str, tuple[float, float, float]]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One run's figures in hours beside the published ones."""
+    """One run's figures in hours and the published ones."""
 
     trace: str
     order: str

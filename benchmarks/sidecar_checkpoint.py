@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print how fast checkpoints are saved and restored, beside torch.save, torch.load and a raw write of as many bytes.
+"""Print how fast checkpoints are saved and restored, against torch.save, torch.load and a raw write of as many bytes.
 
 All in one run, on one file system (``--directory``), in turns; medians over ``--repeat`` rounds. The peers are made
 as durable as ours: a new file, fsync, and the one before the last goes. ``torch.load`` is followed by

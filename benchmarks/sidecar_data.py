@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure ElasticDataLoader beside torch's DataLoader, a resize in mid-epoch, and the cache beside its dataset.
+"""Measure ElasticDataLoader against torch's DataLoader, a resize in mid-epoch, and the cache against its dataset.
 
 The exit code is 1 unless every ratio keeps its limit.
 
@@ -28,12 +28,12 @@ from cadenza.sidecar.client.clock import monotonic_ns
 from cadenza.sidecar.client.data import CachedDataset, ElasticDataLoader
 
 LIMIT = 0.97
-"""Least throughput beside DataLoader's, for items that must be read; ready ones show the price of a batch alone."""
+"""Least part of DataLoader's throughput for items that must be read; ready ones show the price of a batch alone."""
 BATCH = 32
 READY = "ready items"
 SHAPE = (3, 96, 96)
 STEP_S = 0.02
-"""What the training takes for a batch where pauses are measured."""
+"""Seconds of training for a batch where pauses are measured."""
 
 
 class Ready(Dataset[torch.Tensor]):
@@ -51,7 +51,7 @@ class Ready(Dataset[torch.Tensor]):
 
 
 class Stored(Dataset[torch.Tensor]):
-    """Items in compressed files, unpacked and normalised when they are read."""
+    """Items in compressed files, unpacked and normalized when they are read."""
 
     def __init__(self, folder: Path, length: int) -> None:
         self.folder, self.length = folder, length
@@ -113,10 +113,10 @@ def waits_ms(batches: Iterator[Any], loader: ElasticDataLoader[Any], plan: dict[
 
 
 def resizing(dataset: Dataset[Any], rounds: int) -> dict[str, float]:
-    """Return the pause at a resize 1 → 4 → 2: what the waits are longer than without one, at worst.
+    """Return the pause at a resize 1 → 4 → 2: by how much the longest wait exceeds one without a resize.
 
     A resize may make two waits longer: where the new workers start, and where the last of the old ones end.
-    Beside it: how long a new DataLoader of as many workers takes to its first batch.
+    Also: the time that a new DataLoader of as many workers takes to its first batch.
     """
     plan = {12: 4, 30: 2}
     pauses: list[float] = []

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure the driver path: lock, checkpoint, restore, unlock of a process with 1, 10 and 40 GB, content compared.
 
-Each row stands beside one large pinned copy that the same process made before. Needs a GPU, driver 570 or later, the
+Each row is compared with one large pinned copy that the same process made before. Needs a GPU, driver 570 or later, the
 extra `driver` and the rights to checkpoint another process (root); otherwise it says "not run" and why.
 Exit status 1 when content differs or a process keeps GPU memory while it is checkpointed.
 """
@@ -58,7 +58,7 @@ def free_bytes() -> int:
 
 
 def measured(cuda: Cuda, size: int, unused: int) -> Row:
-    """Return one row: seconds of each operation and the speed beside that of one pinned copy."""
+    """Return one row: seconds of each operation and the speed against that of one pinned copy."""
     command = [sys.executable, "-c", HOLDER, str(size)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         try:

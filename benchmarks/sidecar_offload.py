@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prove the offload: bit-identical training over many yields, and its speed beside one plain copy of the same run.
+"""Prove the offload: bit-identical training over many yields, and its speed against one plain copy of the same run.
 
 On a GPU the copy is one large pinned one and the limit 90 % of its bandwidth; without one it is a copy into freshly
 allocated host memory and the limit 80 %, which says nothing about a GPU. Exit status 1 when a limit that was run is
@@ -39,7 +39,7 @@ ROUNDS = 7
 LIMITS = {"cuda": 0.9, "cpu": 0.8}
 SIZES_MIB = {"cuda": [1 << 10, 10 << 10, 40 << 10], "cpu": [64, 1 << 10, 10 << 10]}
 PEER_MIB = {"cuda": 4096, "cpu": 1024}
-"""The most bytes of the plain copy: bandwidth does not grow beyond, and the largest state must fit beside it."""
+"""The most bytes of the plain copy: bandwidth does not grow beyond, and the largest state must fit as well."""
 CLASSIFIER_S, LARGE_S = 0.1, 1.0
 """Gandiva's bars for suspend or resume (OSDI 2018, section 4.1): image classifiers, and large models."""
 LARGE = 4 << 30
@@ -175,7 +175,7 @@ class Peer:
 def timed(tensors: list[torch.Tensor], peer: Peer) -> Row:
     """Yield and resume in turns with the plain copy, which is taken before and after each move.
 
-    The best of each is compared: neighbours on the machine only ever add time, and the copy has twice the chances.
+    The best of each is compared: neighbors on the machine only ever add time, and the copy has twice the chances.
     """
     offload = Offload()
     plan = survey([("tensors", tensors)])

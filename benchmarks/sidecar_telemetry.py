@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Print what telemetry costs a training step, each figure beside its limit; exit code 1 unless all are kept.
+"""Print what telemetry costs a training step, each figure with its limit; exit code 1 unless all are kept.
 
 hot       boundaries in a loop, caches warm
-in situ   one boundary after a real training step, caches cold, beside an empty call at the same place
+in situ   one boundary after a real training step, caches cold, against an empty call at the same place
 whole     stretches of training with and without a boundary, in turns; the extra time with its 95 % interval, whose
           upper end is held against the limit
 import    ``import cadenza.sidecar.client`` in a fresh interpreter: time, torch, sockets' module, signal handlers
@@ -10,7 +10,7 @@ import    ``import cadenza.sidecar.client`` in a fresh interpreter: time, torch,
 The page is a memfd like the agent's, and the loader's waiting time is told at each step. With a GPU the steps run
 there, end with a wait for it, and ``whole`` is held to the limit in wall time. Without one they run on one core, and
 ``whole`` is held to it in CPU time: a boundary waits for nothing, so that this is what it would add to the wall time
-of a core of its own, and other processes' turns on this machine's cores are not in it. Wall time stands beside it.
+of a core of its own, and other processes' turns on this machine's cores are not in it. Wall time is printed as well.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Figure:
     limit: float | None = None
     note: str = ""
     interval: tuple[float, float] | None = None
-    """Where the value is with 95 %; then all of that has to be within the limit."""
+    """95 % interval of the value; then all of it has to be within the limit."""
 
     @property
     def verdict(self) -> str:
@@ -188,7 +188,7 @@ def stretch_ns(training: Training, session: Session | None) -> Spent:
 
 
 def pair(training: Training, session: Session, draw: random.Random) -> Spent:
-    """Return the extra time of one of two neighbouring stretches, as shares; which goes first is drawn."""
+    """Return the extra time of one of two neighboring stretches, as shares; which goes first is drawn."""
     order = [None, session]
     draw.shuffle(order)
     spent = {one is session: stretch_ns(training, one) for one in order}
@@ -274,7 +274,7 @@ def step_figures(seconds: float, steps: int) -> list[Figure]:
 
 
 def agent_figure() -> Figure:
-    """Measure one sample of the agent's, which runs beside the jobs."""
+    """Measure one sample of the agent's, which runs along with the jobs."""
     sampler = Sampler(SystemClock(), tuple)
     target = Target(JobKey(1, 0), (os.getpid(),))
     spent = []

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Three training jobs that take turns on one GPU, beside the same jobs one after the other; at most 1 % may be lost.
+"""Three training jobs that take turns on one GPU, against the same jobs one after the other; at most 1 % may be lost.
 
 A real agent rotates the lease by itself, in slices of 60 s (Gandiva, OSDI'18, §4.1, loses less than 2 % that way).
 First and last each job trains alone, without an agent. A job's iterations in turns are worth as many seconds as they
@@ -58,7 +58,7 @@ class Job:
         return int(self._count[0])
 
     def warm(self) -> bool:
-        """Whether the first iterations are over."""
+        """Return whether the first iterations are over."""
         return self.done >= WARM
 
     def stop(self) -> None:
@@ -126,7 +126,7 @@ def agent(folder: Path) -> Iterator[Path]:
 
 
 def answers(place: Path) -> bool:
-    """Whether somebody listens there."""
+    """Return whether a process listens there."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         return probe.connect_ex(str(place)) == 0
 
@@ -190,7 +190,7 @@ def main() -> int:
 
 def report(before: Sequence[float], turns: Sequence[float], after: Sequence[float]) -> int:
     """Print what was measured; return the exit status."""
-    import torch  # noqa: PLC0415 - late, so that its start-up is not beside a measurement
+    import torch  # noqa: PLC0415 - late, so that its start-up does not overlap a measurement
 
     cuda = torch.cuda.is_available()
     rates = [fmean(pair) for pair in zip(before, after, strict=True)]

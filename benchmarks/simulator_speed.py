@@ -3,7 +3,7 @@
 
 Two runs: Synergy's setting (16x8:24:500, 8 jobs/h, FIFO with tune-coded, until jobs 4000-4999 have ended), and two
 months of the Philly trace on 512 GPUs, its rows dealt to models 20/70/10 in order of submission. CPU seconds, the
-median of ``--repeat`` runs, beside the limit. The published simulator needs about 65 s for the first on a similar core.
+median of ``--repeat`` runs, and the limit. The published simulator needs about 65 s for the first on a similar core.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from datasets import published
+from published_data import published
 
 from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.inputs.cluster import PARTITION, read_cluster

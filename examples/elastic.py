@@ -35,7 +35,7 @@ from cadenza.sidecar.client.checkpoints import ResumableSampler
 
 @dataclass
 class Log:
-    """What a checkpoint keeps beside the training: the loss of each step, and with how many ranks it went on when."""
+    """Part of a checkpoint besides the training: the loss of each step, and the number of ranks after each start."""
 
     losses: list[float] = field(default_factory=list)
     sizes: list[tuple[int, int]] = field(default_factory=list)

@@ -67,7 +67,7 @@ def mlp() -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    """Two convolutions with batch normalisation, so that there are buffers besides the parameters."""
+    """Two convolutions with batch normalization, so that there are buffers besides the parameters."""
     return nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(256, CLASSES),
@@ -109,7 +109,7 @@ def batch_of(data: Batch, step: int, rank: int, ranks: int) -> Batch:
 
 @dataclass
 class Log:
-    """What happened, in seconds since the epoch; the losses as exact hexadecimal numbers."""
+    """Times in seconds since the epoch; the losses as exact hexadecimal numbers."""
 
     times: dict[str, float] = field(default_factory=dict)
     losses: list[str] = field(default_factory=list)

@@ -1,36 +1,84 @@
-"""Two hypothesis profiles, and the figures that tests print.
+"""Two hypothesis profiles, the figures that tests print, and the time of each test.
 
-``thorough`` is that of ``make test``, ``quick`` is for tests that name no number of examples. How long an example takes
-says more about the machine than about us, so neither has a deadline.
+``thorough`` is the profile of ``make test``, ``quick`` that of ``make test-fast``, where tests that name a number of
+random cases draw a quarter of them. The duration of a case depends on the machine, so neither has a deadline.
 """
 
+import json
+import os
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("quick", patient, max_examples=20)
-settings.register_profile("thorough", patient, max_examples=100)
+QUICK = 10
+settings.register_profile("quick", patient, max_examples=QUICK)
+settings.register_profile("thorough", patient, max_examples=50)
 settings.load_profile("quick")
 
 MEASURED = "measured"
+NUMBER = "_hypothesis_internal_use_settings"
+"""The attribute in which hypothesis keeps the settings of a test; it has no public way to change them."""
+COMPUTING = "computing"
+GROUPS = {
+    "test_packing": COMPUTING,
+    "test_tuning": COMPUTING,
+    "test_turns": COMPUTING,
+    "test_moves": "moves",
+    "test_integrations_callbacks": "frameworks",
+    "test_integrations_jobs": "frameworks",
+    "test_integrations_ordered": "frameworks",
+}
+"""Files whose tests one process takes, one after the other: their jobs compute at full speed while the other cluster's
+jobs mostly wait; they share a run; or they import the frameworks, which takes longer than many a test."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Draw fewer cases than a test names under the quick profile."""
+    if settings.get_current_profile_name() != "quick":
+        return
+    for test in {id(test): test for item in items if hasattr(test := getattr(item, "obj", None), NUMBER)}.values():
+        named = getattr(test, NUMBER)
+        if named.max_examples > QUICK:
+            setattr(test, NUMBER, settings(named, max_examples=max(QUICK, named.max_examples // 4)))
+
+
+class GroupScheduling(LoadScopeScheduling):
+    """Deals groups of files, the largest first, and then single tests (the marks of pytest-xdist need pytest < 9.2)."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return GROUPS.get(Path(nodeid.partition("::")[0]).stem, nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
+    """Deal tests by GROUPS for ``--dist loadscope``."""
+    return GroupScheduling(config, log) if config.getoption("dist") == "loadscope" else None
 
 
 @pytest.fixture
 def measured(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
-    """Take what a test has measured; it is printed at the end, whichever process the test ran in."""
+    """Print a figure at the end, whichever process the test ran in."""
     return lambda text: record_property(MEASURED, text)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the figures, and write the times to the file that tests/rings.py asks for."""
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
-    found = [
+    figures = [
         (report.nodeid, text) for report in reports if report.when == "call"
         for name, text in report.user_properties if name == MEASURED
     ]  # fmt: skip
-    if found:
+    if figures:
         terminalreporter.section(MEASURED)
-    for test, text in found:
+    for test, text in figures:
         terminalreporter.write_line(f"{test}\n  {text}")
+    if path := os.environ.get("CADENZA_TEST_TIMES"):
+        times: Counter[str] = Counter()
+        for report in terminalreporter.getreports("") + reports:
+            times[report.nodeid.partition("@")[0]] += report.duration
+        Path(path).write_text(json.dumps(times.most_common()))

@@ -3,8 +3,8 @@
 
 Two nodes of four GPUs each, in containers on this machine. The processors play the GPUs: steps are paced
 to the duration that the list states, so that a few cores can stand in for eight GPUs. Everything else is
-real: Slurm, its daemons and its accounting, PyTorch, and every part of Cadenza. Exit code 1 when a promise
-is not kept.
+real: Slurm, its daemons and its accounting, PyTorch, and every part of Cadenza. While the image builds, the simulator
+predicts the figures; the tables at the end compare. Exit code 1 when a promise is not kept.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import argparse
 import json
 import os
 import sys
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,17 +22,23 @@ from typing import TYPE_CHECKING, Any
 import clock
 import metrics
 import timeline
-from cluster import ROOT, Cluster, ClusterError, allocations, prepare, result_of
-from screen import LiveView, console, figures_table, verdicts
+from demo_cluster import DemoCluster, allocations, result_of
+from predict import predict
+from screen import LiveView, console, figures_table, large_errors, predictions_table, verdicts
 from workload import Job, WorkloadError, read_jobs
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from cluster import ROOT, ClusterError, prepare
 
-    from cluster import Queued
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from demo_cluster import Queued
 
 HERE = Path(__file__).resolve().parent
+SETTINGS = HERE / "demo.toml"
+FILES = {"favorable": "jobs.csv", "unfavorable": "unfavorable.csv"}
 GPUS = 8
+PLAIN, CADENZA = "plain Slurm", "Cadenza"
 POLL_S = 1.0
 SETTLE_S = 30.0
 REST_S = 3.0
@@ -62,9 +70,10 @@ class Progress:
         return f"{len(self.ids)} of {len(self.jobs)} jobs submitted, {len(self.reports)} finished"
 
 
-def play(cluster: Cluster, jobs: Sequence[Job], title: str) -> metrics.Run:
-    """Submit a list at its times, wait for its end, and return what was recorded."""
-    with LiveView(cluster, title) as view:
+def play(cluster: DemoCluster, jobs: Sequence[Job], name: str, *, shown: bool = True) -> metrics.Run:
+    """Submit a list at its times, wait for its end, and return the records."""
+    title = f"{CADENZA if cluster.shared else PLAIN}, {name} list"
+    with LiveView(cluster, title, shown=shown) as view:
         settle(view)
         progress = Progress(jobs, clock.now(), {}, {}, {}, {})
         while len(progress.reports) < len(jobs):
@@ -83,7 +92,7 @@ def settle(view: LiveView) -> None:
     clock.sleep(REST_S)
 
 
-def submit_due(cluster: Cluster, progress: Progress) -> None:
+def submit_due(cluster: DemoCluster, progress: Progress) -> None:
     """Submit every job whose time has come."""
     for job in progress.jobs:
         now = clock.now()
@@ -93,7 +102,7 @@ def submit_due(cluster: Cluster, progress: Progress) -> None:
             progress.seen_s[job.job] = clock.now()
 
 
-def collect(cluster: Cluster, progress: Progress, queue: tuple[Queued, ...] | None) -> None:
+def collect(cluster: DemoCluster, progress: Progress, queue: tuple[Queued, ...] | None) -> None:
     """Take in the reports of ended jobs; raise ClusterError when one left none, or all take too long."""
     queued = {row.id for row in queue or ()}
     for job in progress.jobs:
@@ -106,12 +115,12 @@ def collect(cluster: Cluster, progress: Progress, queue: tuple[Queued, ...] | No
             progress.seen_s[job.job] = clock.now()
         elif clock.now() - progress.seen_s[job.job] > GONE_S:
             number = progress.ids[job.job]
-            raise ClusterError(f"job {number} ({job.job}) ended without a result:\n{cluster.log(job)}")
+            raise ClusterError(f"job {number} ({job.job}) ended without a result:\n{cluster.end_of_log(job)}")
     if clock.now() - progress.begin_s > PATIENCE_S:
         raise ClusterError(f"after {PATIENCE_S:g} s: {progress.text}")
 
 
-def record(cluster: Cluster, progress: Progress, title: str) -> metrics.Run:
+def record(cluster: DemoCluster, progress: Progress, title: str) -> metrics.Run:
     """Return the finished list with the stretches and switches of its jobs."""
     results = tuple(result_of(job, progress.reports[job.job], progress.submitted[job.job]) for job in progress.jobs)
     if not cluster.shared:
@@ -121,32 +130,47 @@ def record(cluster: Cluster, progress: Progress, title: str) -> metrics.Run:
     return metrics.Run(title, GPUS, results, *cluster.recorded(names))
 
 
-def side(
-    cluster: Cluster, lanes: int, settings: Path | None, lists: dict[str, Sequence[Job]]
-) -> dict[str, metrics.Run]:
-    """Start one cluster, play every list on it, and remove it."""
-    kind = "Cadenza" if cluster.shared else "plain Slurm"
-    cluster.up(lanes, settings)
-    try:
-        return {name: play(cluster, jobs, f"{kind}, {name} list") for name, jobs in lists.items()}
-    finally:
-        cluster.down()
+def play_all(options: argparse.Namespace, lists: Mapping[str, Sequence[Job]]) -> dict[str, tuple[metrics.Run, ...]]:
+    """Start both clusters, play every list on both, and return the runs on plain Slurm and under Cadenza."""
+    plain, shared = DemoCluster(f"{options.name}-plain", shared=False), DemoCluster(options.name, shared=True)
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            starts = pool.submit(plain.start, 1, None), pool.submit(shared.start, options.lanes, SETTINGS)
+            for start in starts:
+                start.result()
+            runs: dict[str, tuple[metrics.Run, ...]] = {}
+            for name, jobs in lists.items():
+                if name == "favorable":
+                    runs[name] = play(plain, jobs, name), play(shared, jobs, name)
+                else:  # light enough for both at once
+                    other = pool.submit(play, plain, jobs, name, shown=False)
+                    under_cadenza = play(shared, jobs, name)
+                    runs[name] = other.result(), under_cadenza
+            return runs
+        finally:
+            plain.down()
+            shared.down()
 
 
-def compare(name: str, plain: metrics.Run, shared: metrics.Run, out: Path) -> list[metrics.Check]:
+def compare(
+    name: str, runs: tuple[metrics.Run, ...], predicted: Mapping[str, Mapping[str, float]], out: Path
+) -> list[metrics.Check]:
     """Print one list's table, write its plot and its numbers, and return its promises."""
+    plain, shared = runs
     before, after = metrics.figures(plain), metrics.figures(shared)
-    console.print(figures_table(f"{name} list, {before.jobs} jobs", before, after))
-    timeline.plot((plain, shared), out / f"{name}.png")
-    text = json.dumps({"plain": metrics.as_json(plain), "cadenza": metrics.as_json(shared)}, indent=1)
-    (out / f"{name}.json").write_text(text + "\n")
+    sides = {PLAIN: before, CADENZA: after}
+    console.print(figures_table(f"{name} list, {before.jobs} jobs", sides, predicted))
+    console.print("\n".join(large_errors(sides, predicted)), style="bold red")
+    timeline.plot(runs, out / f"{name}.png")
+    numbers = {"plain": metrics.as_json(plain), "cadenza": metrics.as_json(shared), "predicted": predicted}
+    (out / f"{name}.json").write_text(json.dumps(numbers, indent=1) + "\n")
     console.print(f"time line: {out / f'{name}.png'}   numbers: {out / f'{name}.json'}\n")
-    check = metrics.check_unfavourable if name == "unfavourable" else metrics.check_favourable
+    check = metrics.check_unfavorable if name == "unfavorable" else metrics.check_favorable
     return [*check(before, after), *metrics.check_runs(plain, shared)]
 
 
 def introduce(lists: dict[str, Sequence[Job]], cores: int) -> None:
-    """Say what is real and what is not."""
+    """Print which parts are real."""
     jobs = [job for each in lists.values() for job in each]
     paces = "-".join(f"{pace * 1e3:.0f}" for pace in sorted({job.iteration_s for job in jobs}))
     ddp = sum(job.ranks > 1 for job in jobs)
@@ -156,7 +180,7 @@ def introduce(lists: dict[str, Sequence[Job]], cores: int) -> None:
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["favourable", "unfavourable"], help="run one of the lists")
+    parser.add_argument("--only", choices=list(FILES), help="run one of the lists")
     parser.add_argument("--lanes", type=int, default=4, help="lanes of each node under Cadenza (default: 4)")
     parser.add_argument("--name", default="demo", help="the cluster's name (default: demo)")
     parser.add_argument(
@@ -166,17 +190,23 @@ def arguments() -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> list[metrics.Check]:
-    """Play all lists on both clusters and return every promise."""
-    files = {"favourable": HERE / "jobs.csv", "unfavourable": HERE / "unfavourable.csv"}
-    lists: dict[str, Sequence[Job]] = {
-        name: read_jobs(path) for name, path in files.items() if options.only in (None, name)
-    }
+    """Predict, play all lists on both clusters, compare, and return every promise."""
+    files = {name: HERE / file for name, file in FILES.items() if options.only in (None, name)}
+    lists: dict[str, Sequence[Job]] = {name: read_jobs(path) for name, path in files.items()}
     introduce(lists, len(os.sched_getaffinity(0)))
-    prepare()
-    plain = side(Cluster(options.name, shared=False), 1, None, lists)
-    shared = side(Cluster(options.name, shared=True), options.lanes, HERE / "demo.toml", lists)
+    with ThreadPoolExecutor(1) as pool:
+        prepared = pool.submit(prepare)
+        slice_s = tomllib.loads(SETTINGS.read_text())["sharing"]["slice_s"]
+        predicted = {
+            name: {PLAIN: predict(jobs), CADENZA: predict(jobs, lanes=options.lanes, slice_s=slice_s)}
+            for name, jobs in lists.items()
+        }
+        for name, sides in predicted.items():
+            console.print(predictions_table(f"{name} list, PREDICTED by the simulator", sides))
+        prepared.result()
+    runs = play_all(options, lists)
     options.out.mkdir(parents=True, exist_ok=True)
-    return [check for name in lists for check in compare(name, plain[name], shared[name], options.out)]
+    return [check for name in lists for check in compare(name, runs[name], predicted[name], options.out)]
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""What a run of the demo amounts to, and whether it keeps its promises (pure)."""
+"""Figures of a run of the demo, and the promises that it must keep (pure)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 MILESTONE_GAIN = 3.0
 P95_LIMIT = 1.1
 RATE_LIMIT = 0.97
-UNFAVOURABLE_LIMIT = 0.97
+UNFAVORABLE_LIMIT = 0.97
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Figures:
     jct_mean_s: float
     jct_p95_s: float
     iterations_per_s: float
-    """Of all jobs together, from the first submission to the last end."""
+    """Sum over all jobs, from the first submission to the last end."""
     makespan_s: float
     gpu_holding: float
     """Part of the GPU time of the run in which some job held the GPU."""
@@ -92,7 +92,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Check:
-    """One promise: whether it was kept, and the numbers."""
+    """One promise, kept or not, and the numbers."""
 
     ok: bool
     text: str
@@ -161,7 +161,7 @@ def different_losses(plain: Run, shared: Run) -> list[str]:
     return sorted(result.job for result in shared.results if before.get(result.job) != result.losses)
 
 
-def check_favourable(plain: Figures, shared: Figures) -> list[Check]:
+def check_favorable(plain: Figures, shared: Figures) -> list[Check]:
     """Return the promises for a list with a queue."""
     gain = plain.time_to_100_s / shared.time_to_100_s
     tail = shared.jct_p95_s / plain.jct_p95_s
@@ -173,12 +173,12 @@ def check_favourable(plain: Figures, shared: Figures) -> list[Check]:
     ]
 
 
-def check_unfavourable(plain: Figures, shared: Figures) -> list[Check]:
+def check_unfavorable(plain: Figures, shared: Figures) -> list[Check]:
     """Return the promise for a list without a queue."""
     rate = shared.iterations_per_s / plain.iterations_per_s
-    bound = f"of plain Slurm's (at least {UNFAVOURABLE_LIMIT:g})"
+    bound = f"of plain Slurm's (at least {UNFAVORABLE_LIMIT:g})"
     text = f"without a queue, iterations per second {rate:.3f} {bound}"
-    return [Check(rate >= UNFAVOURABLE_LIMIT, text)]
+    return [Check(rate >= UNFAVORABLE_LIMIT, text)]
 
 
 def check_runs(plain: Run, shared: Run) -> list[Check]:

@@ -1,4 +1,4 @@
-"""What the demo shows: a live view while a list runs, the table of figures, and the verdicts."""
+"""The demo's screen: a live view while a list runs, the tables of figures, and the verdicts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 from typing import IO, TYPE_CHECKING, Self
 
 import msgspec
-from cluster import Queued
+from demo_cluster import Queued
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -16,29 +16,32 @@ from cadenza.slurm_plugin.cli.jobs.render import screen as top_screen
 from cadenza.slurm_plugin.cli.jobs.view import TopView
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
-    from cluster import Cluster
+    from demo_cluster import DemoCluster
     from metrics import Check, Figures
 
 console = Console(highlight=False)
 if not console.is_terminal:
     console = Console(highlight=False, width=160)
 LINE_EVERY_S = 15.0
-"""Where there is no terminal, a line of progress this often, and the whole view now and then."""
+"""Without a terminal, a line of progress is printed this often, and the whole view now and then."""
 VIEWS_EVERY = 3
 LOOK_EVERY_S = 2.0
+MAX_ERROR = 0.25
+"""A prediction that is further off is said to be wrong."""
 
 
 class LiveView:
     """The running cluster on screen: plain Slurm's queue, or ``cadenza top`` as it runs on the controller."""
 
-    def __init__(self, cluster: Cluster, title: str) -> None:
+    def __init__(self, cluster: DemoCluster, title: str, *, shown: bool = True) -> None:
         self.queue: tuple[Queued, ...] | None = None
         """Slurm's queue a moment ago; None before the first look."""
         self._cluster = cluster
         self._title = title
+        self._shown = shown
         self._top: TopView | None = None
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._sources = {self._read_queue: cluster.watch_queue(LOOK_EVERY_S)}
@@ -50,7 +53,7 @@ class LiveView:
     def __enter__(self) -> Self:
         for read, source in self._sources.items():
             threading.Thread(target=read, args=(source.stdout,), daemon=True).start()
-        if console.is_terminal:
+        if console.is_terminal and self._shown:
             self._live.start()
         return self
 
@@ -65,11 +68,13 @@ class LiveView:
 
     @property
     def ready(self) -> bool:
-        """Whether everything has been seen once: starting to watch should cost the run nothing."""
+        """True once the queue and the decisions were read: starting to watch should cost the run nothing."""
         return self.queue is not None and (self._top is not None or not self._cluster.shared)
 
     def show(self, at_s: float, progress: str) -> None:
         """Bring the screen up to date; ``at_s`` are seconds since the list began."""
+        if not self._shown:
+            return
         head = Text.assemble((self._title, "bold"), f"   {at_s:4.0f} s   {progress}")
         body = top_screen(self._top) if self._top else queue_table(self.queue or ())
         if console.is_terminal:
@@ -103,15 +108,54 @@ def queue_table(queue: Sequence[Queued]) -> Table:
     return table
 
 
-def figures_table(title: str, plain: Figures, shared: Figures) -> Table:
-    """Return the comparison."""
+def figures_table(title: str, sides: Mapping[str, Figures], predicted: Mapping[str, Mapping[str, float]]) -> Table:
+    """Return the figures of each side with their predictions, with the errors of these."""
     table = Table(title=title, title_justify="left")
     table.add_column("")
-    table.add_column("plain Slurm", justify="right")
-    table.add_column("Cadenza", justify="right")
-    for label, name, scale, unit in ROWS:
-        table.add_row(label, *(number(getattr(side, name), scale, unit) for side in (plain, shared)))
+    for name in sides:
+        table.add_column(name, justify="right")
+        table.add_column("predicted", justify="right", style="dim")
+        table.add_column("error", justify="right")
+    for label, field, scale, unit in ROWS:
+        cells = []
+        for name, side in sides.items():
+            guess = predicted[name].get(field)
+            off = error(guess, getattr(side, field))
+            color = "bold red" if off is not None and abs(off) > MAX_ERROR else ""
+            text = Text("" if off is None else f"{off:+.0%}", color)
+            cells += [number(getattr(side, field), scale, unit), number(guess, scale, unit) if guess else "", text]
+        table.add_row(label, *cells)
     return table
+
+
+def predictions_table(title: str, predicted: Mapping[str, Mapping[str, float]]) -> Table:
+    """Return the predictions alone, before anything has run."""
+    table = Table(title=title, title_justify="left")
+    for name in ("", *predicted):
+        table.add_column(name, justify="right" if name else "left")
+    for label, field, scale, unit in ROWS:
+        if all(field in side for side in predicted.values()):
+            table.add_row(label, *(number(side[field], scale, unit) for side in predicted.values()))
+    return table
+
+
+def error(predicted: float | None, measured: float | None) -> float | None:
+    """Return the relative error of a prediction; None without one.
+
+    >>> error(12, 10), error(None, 10)
+    (0.2, None)
+    """
+    return predicted / measured - 1 if predicted and measured else None
+
+
+def large_errors(sides: Mapping[str, Figures], predicted: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return a sentence for each prediction that is far off."""
+    return [
+        f"the simulator is {off:+.0%} off for {label} on {name}: beyond {MAX_ERROR:.0%}, so do not trust it here"
+        for name, side in sides.items()
+        for label, field, _, _ in ROWS
+        if (off := error(predicted[name].get(field), getattr(side, field))) is not None and abs(off) > MAX_ERROR
+    ]
 
 
 ROWS = (

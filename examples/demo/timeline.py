@@ -1,4 +1,4 @@
-"""The plot of who ran on which GPU: plain Slurm above, Cadenza below, on one time axis."""
+"""The plot of the jobs on each GPU: plain Slurm above, Cadenza below, on one time axis."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from metrics import Run
 
-COLOURS = "tab20"
+COLORS = "tab20"
 BAR = 0.86
 """Height of a bar in rows."""
 LABEL_S = 14.0
@@ -39,18 +39,18 @@ def draw(axes: Axes, run: Run) -> None:
     """Draw one run: a row for each GPU, a bar for each stretch in which a job held it."""
     from matplotlib import colormaps  # noqa: PLC0415
 
-    palette = colormaps[COLOURS]
+    palette = colormaps[COLORS]
     names = sorted({result.job for result in run.results})
     rows = gpu_rows(run)
     begin = run.span[0]
-    labelled: set[tuple[str, str, int]] = set()
+    labeled: set[tuple[str, str, int]] = set()
     for stretch in sorted(run.stretches, key=lambda stretch: stretch.from_s):
-        colour = palette(names.index(stretch.job) % palette.N)
+        color = palette(names.index(stretch.job) % palette.N)
         for index in stretch.gpus:
             row, length = rows.index((stretch.host, index)), stretch.to_s - stretch.from_s
-            axes.barh(row, length, left=stretch.from_s - begin, height=BAR, color=colour, linewidth=0)
-            if length >= LABEL_S and (stretch.job, stretch.host, index) not in labelled:
-                labelled.add((stretch.job, stretch.host, index))
+            axes.barh(row, length, left=stretch.from_s - begin, height=BAR, color=color, linewidth=0)
+            if length >= LABEL_S and (stretch.job, stretch.host, index) not in labeled:
+                labeled.add((stretch.job, stretch.host, index))
                 axes.text(stretch.from_s - begin + 0.5, row, stretch.job, va="center", fontsize=6, clip_on=True)
     axes.set_yticks(range(len(rows)), [f"{host}:{index}" for host, index in rows], fontsize=7)
     axes.invert_yaxis()

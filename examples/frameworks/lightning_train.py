@@ -26,7 +26,7 @@ EPOCHS = 2
 
 
 class Net(LightningModule):
-    """A classifier with dropout and batch normalisation that remembers its losses, bit for bit."""
+    """A classifier with dropout and batch normalization that remembers its losses, bit for bit."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,7 +4,7 @@
     cadenza profile run -- python images.py --data DIR
 
 Loader workers follow the job's CPUs and the cache its memory, in place. Without a GPU a step takes at least
-``--device-ms``, as if one computed meanwhile; ``--storage-mb-s`` stands for storage that is slower than this machine's.
+``--device-ms``, as if one computed then; ``--storage-mb-s`` stands for storage that is slower than this machine's.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def one_each(cpus: float) -> int:
 
 
 def augmented(item: tuple[bytes, int]) -> tuple[Tensor, int]:
-    """Return an image: decoded, cropped, flipped, scaled and normalised."""
+    """Return an image: decoded, cropped, flipped, scaled and normalized."""
     pixels = np.frombuffer(zlib.decompress(item[0]), dtype=np.uint8)
     image = torch.from_numpy(pixels.copy()).view(SIDE, SIDE, 3).permute(2, 0, 1).float()
     top, left = torch.randint(SIDE - CROP, (2,)).tolist()

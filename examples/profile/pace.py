@@ -1,4 +1,4 @@
-"""What both workloads share: a training step on a GPU, or on a stand-in for one where there is none."""
+"""Shared by both workloads: a training step on a GPU, or on a stand-in for one where there is none."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 
     cadenza profile run -- python text.py
 
-Without a GPU a step takes at least ``--device-ms``, as if one computed meanwhile.
+Without a GPU a step takes at least ``--device-ms``, as if one computed during that time.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def in_order(configs: Sequence[Mapping[str, float]], target: float, step_s: floa
 def in_turns(
     configs: Sequence[Mapping[str, float]], target: float, step_s: float, rule: Mapping[str, Any], top: int
 ) -> float:
-    """Return the seconds to the target when all take turns, ``rule`` (asha's) stops losers and ``top`` are favoured."""
+    """Return the seconds to the target if all take turns, ``rule`` (asha's) stops losers and ``top`` are preferred."""
     stop = asha_rule(rule["first"], rule["reduction"], rule["least"])
     turn = round(TURN_S / step_s)
     done = [0] * len(configs)

@@ -4,7 +4,7 @@
 The scenario is that of Gandiva's Table 3 (OSDI'18, p. 606), smaller. ``train.py`` trains each configuration for real;
 one of the 40 reaches the target, early in its run. *In order* is plain Slurm on the same machine:
 each job has its GPU to its end, eight at once, in the order of the list. *Sweep* is `cadenza sweep` with five lanes, so
-that all 40 have turns from the start: asha stops losers, the best are favoured. Both have the same random order, and
+that all 40 have turns from the start: asha stops losers, the best are preferred. Both have the same random order, and
 both times are from the first submission to the report that reaches the target.
 
 Two processor cores play the GPUs: a step takes ``--step-s`` and computes for a part of a millisecond, so a run to its
@@ -17,8 +17,6 @@ import argparse
 import csv
 import itertools
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from random import Random
@@ -29,17 +27,18 @@ from train import STEPS
 
 from cadenza.policies.simulator.figures import mean_and_half
 
-ROOT = Path(__file__).resolve().parents[2]
-CONTAINER = ROOT / "container"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "container"))
+
+from cluster import CADENZA, EXAMPLES, PYTHON, SHARED, Cluster, prepare
+
 HERE = Path(__file__).resolve().parent
-BIN = "/opt/cadenza/bin"
 LANES = 5
 RATES = (1e-6, 3e-5, 1e-3, 3e-2, 1.0)
 DECAYS = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 TARGET = 0.8
 RULE = {"first": 20, "reduction": 4.0, "least": 8, "top": 4}
 GOAL = 5.0
-"""What the mean ratio must reach at least (Gandiva: 5.5 to 7)."""
+"""Least mean ratio (Gandiva: 5.5 to 7)."""
 
 
 def order(seed: int) -> list[dict[str, float]]:
@@ -49,35 +48,13 @@ def order(seed: int) -> list[dict[str, float]]:
     return configs
 
 
-class Cluster:
+class SearchCluster(Cluster):
     """Two hosts of four GPUs in containers."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def up(self) -> None:
+    def start(self) -> None:
         """Start it; an earlier one of this name goes."""
-        self.down()
-        subprocess.run([CONTAINER / "build"], check=True, stdout=subprocess.DEVNULL)
-        options = ["--nodes", "2", "--gpus-per-node", "4", "--lanes", str(LANES), "--config", str(HERE / "search.toml")]
-        subprocess.run([CONTAINER / "up", "--name", self.name, *options], check=True, stdout=subprocess.DEVNULL)
-
-    def down(self) -> None:
-        """Remove it."""
-        subprocess.run([CONTAINER / "down", "--name", self.name], check=False, stdout=subprocess.DEVNULL)
-
-    def run(self, *words: str, check: bool = True) -> str:
-        """Run a command on the controller as a user, and return its output."""
-        command = [str(CONTAINER / "exec"), "--name", self.name, "--user", "alice", "ctl", *words]
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-        if check and done.returncode:
-            sys.exit(f"{' '.join(words)}: exit {done.returncode}\n{done.stdout}{done.stderr}")
-        return done.stdout
-
-    @property
-    def home(self) -> Path:
-        """Where this machine sees the cluster's /home/shared."""
-        return Path(os.environ.get("CADENZA_STATE", ROOT / ".cluster")) / self.name / "home"
+        prepare()
+        self.up("--nodes", 2, "--gpus-per-node", 4, "--lanes", LANES, "--config", HERE / "search.toml")
 
     def search(self, seed: int, step_s: float, *, shared: bool) -> float:
         """Return the seconds from the first submission of one search to the result that reaches the target."""
@@ -85,10 +62,11 @@ class Cluster:
         self.write(f"{name}.csv", order(seed))
         rule = [part for key, value in RULE.items() for part in (f"--{key}", str(value))] if shared else ["--rule=none"]
         self.run(
-            f"{BIN}/cadenza", "sweep", "run", f"/home/shared/{name}.csv", f"--dir=/home/shared/sweeps/{name}", "--json",
+            "ctl", CADENZA, "sweep", "run", f"{SHARED}/{name}.csv", f"--dir={SHARED}/sweeps/{name}", "--json",
             f"--target={TARGET}", "--no-finish", "--poll-s=0.2", "--slurm-s=2", *rule,
             *([] if shared else ["--no-share"]), "--", "--gres=gpu:1", "--mem=300", "--cpus-per-task=1",
-            "--chdir=/home/shared", "--output=/dev/null", f"--wrap={train(step_s)}",
+            f"--chdir={SHARED}", "--output=/dev/null", f"--wrap={train(step_s)}",
+            user="alice",
         )  # fmt: skip
         return found_after(self.home / "sweeps" / name / "journal.jsonl")
 
@@ -102,8 +80,8 @@ class Cluster:
 
 def train(step_s: float) -> str:
     """Return the batch script's command."""
-    script = "/opt/cadenza/examples/sweep/train.py"
-    return f"export OMP_NUM_THREADS=1; exec {BIN}/python {script} --lr {{lr}} --decay {{decay}} --step-s {step_s}"
+    script = f"{EXAMPLES}/sweep/train.py"
+    return f"export OMP_NUM_THREADS=1; exec {PYTHON} {script} --lr {{lr}} --decay {{decay}} --step-s {step_s}"
 
 
 def found_after(journal: Path) -> float:
@@ -113,7 +91,7 @@ def found_after(journal: Path) -> float:
     return float(next(record["time_s"] for record in records if record["kind"] == "target") - begun)
 
 
-def measure(cluster: Cluster, seeds: range, step_s: float) -> list[tuple[float, float]]:
+def measure(cluster: SearchCluster, seeds: range, step_s: float) -> list[tuple[float, float]]:
     """Run every order both ways; return and print the times."""
     times = []
     for seed in seeds:
@@ -154,9 +132,9 @@ def main() -> int:
             "PREDICTED, not run",
         )
     else:
-        cluster, word = Cluster(options.name), "measured"
+        cluster, word = SearchCluster(options.name), "measured"
         try:
-            cluster.up()
+            cluster.start()
             times = measure(cluster, range(options.first, options.first + options.orders), options.step_s)
         finally:
             cluster.down()

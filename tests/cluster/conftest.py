@@ -1,4 +1,4 @@
-"""One two-host cluster for all ring-3 tests; each test starts from an empty queue and the shared settings."""
+"""A two-host cluster for each process of pytest; each test starts from an empty queue and the shared settings."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from harness import KEPT, Cluster, down, up, wait_for
+from cluster import script, wait_for
+from harness import KEPT, PACED_JOB, SOURCE, Cluster
 
 HERE = Path(__file__).parent
 DAEMONS = (("ctl", "cadenzad"), ("node1", "cadenza-agent"), ("node2", "cadenza-agent"))
-SETTINGS = (HERE / "fast.toml").read_text()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add to a failed test what Slurm says of the jobs and what the daemons logged: the cluster is gone afterwards."""
+    """Add Slurm's view of the jobs and the daemons' logs to a failed test: the cluster is gone afterwards."""
     report = yield
     cluster = getattr(item, "funcargs", {}).get("cluster")
     if report.failed and report.when == "call" and isinstance(cluster, Cluster):
@@ -36,17 +36,19 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def running_cluster() -> Iterator[Cluster]:
     """Two hosts of four GPUs in two lanes, and one unmanaged host; CADENZA_TEST_CLUSTER reuses a running one."""
     reuse = os.environ.get("CADENZA_TEST_CLUSTER")
-    if reuse:
-        yield Cluster(reuse)
-        return
-    name = f"cadenzatest{os.getpid()}"
+    cluster = Cluster(reuse or f"cadenzatest{os.getpid()}")
     try:
-        yield up(
-            name, "--nodes", "2", "--gpus-per-node", "4", "--lanes", "2", "--unmanaged-nodes", "1",
-            "--config", str(HERE / "fast.toml"),
-        )  # fmt: skip
+        if not reuse:
+            if "PYTEST_XDIST_WORKER" not in os.environ:  # `make test` has built it before the workers start
+                script("build")
+            cluster.up(
+                "--nodes", 2, "--gpus-per-node", 4, "--lanes", 2, "--unmanaged-nodes", 1, "--config", HERE / "fast.toml"
+            )  # fmt: skip
+        cluster.put(PACED_JOB, SOURCE.read_text())
+        yield cluster
     finally:
-        down(name)
+        if not reuse:
+            cluster.down()
 
 
 @pytest.fixture
@@ -56,25 +58,16 @@ def cluster(running_cluster: Cluster) -> Cluster:
     for container, program in DAEMONS:
         if not running_cluster.running(container, program):
             running_cluster.service(container, "start", program)
-    running_cluster.configure(SETTINGS)
-    wait_ready(running_cluster)
+    if running_cluster.settings != "":
+        running_cluster.configure("")
+    wait_for("four idle lane nodes", running_cluster.ready, 60)
     return running_cluster
 
 
 @pytest.fixture
 def kept(cluster: Cluster) -> Iterator[str]:
-    """An empty directory for what alice's jobs keep: checkpoints, lists of samples."""
+    """An empty directory for the files of alice's jobs: checkpoints, lists of samples."""
     cluster.exec("ctl", "rm", "-rf", KEPT)
     cluster.exec("ctl", "mkdir", "-m", "777", KEPT)
     yield KEPT
     cluster.exec("ctl", "rm", "-rf", KEPT)
-
-
-def wait_ready(cluster: Cluster) -> None:
-    """Wait until the service has opened every further lane, which needs both agents alive."""
-
-    def open_lanes() -> bool:
-        nodes = cluster.ctl("sinfo", "-h", "-N", "-p", "shared", "-o", "%N %T").split("\n")
-        return sum(line.endswith(" idle") for line in nodes) == 4
-
-    wait_for("four idle lane nodes", open_lanes, 60)

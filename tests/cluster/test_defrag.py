@@ -6,17 +6,16 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from test_held import HELD, NATIVE
-from test_moves import lease
 
-from harness import KEPT, PYTHON, ROOT, Cluster, wait_for
+from cluster import PYTHON, ROOT, wait_for
+from harness import HELD, KEPT, Cluster
 
 JOB = ROOT / "benchmarks" / "defragmentation_job.py"
 LANES = {"node1": "node1,node1-l1", "node2": "node2,node2-l1"}
 
 
 def settings(admission: str, *, defrag: bool) -> str:
-    """Return the settings; nothing but defragmentation, and GPUs that nobody has, may move a job."""
+    """Return the settings: only defragmentation, and idle GPUs, may move a job."""
     return admission + f'[policy]\nshare = "gandiva"\n[gandiva]\npack = false\ndefrag = {json.dumps(defrag)}\n'
 
 
@@ -54,11 +53,11 @@ def fill(cluster: Cluster, node: str, *sizes: int) -> list[int]:
 
 def fragmented(cluster: Cluster, admission: str, first: tuple[int, ...], second: tuple[int, ...]) -> list[int]:
     """Start jobs on both nodes, without defragmentation, and wait until all can be moved."""
-    cluster.restart(settings(admission, defrag=False))
+    cluster.configure(settings(admission, defrag=False))
     jobs = [*fill(cluster, "node1", *first), *fill(cluster, "node2", *second)]
     open_all(cluster)
     for job in jobs:
-        wait_for(f"job {job} keeps checkpoints", lambda job=job: lease(cluster, job).get("checkpoints"), 60)
+        wait_for(f"job {job} keeps checkpoints", lambda job=job: cluster.lease(job).get("checkpoints"), 60)
     return jobs
 
 
@@ -82,26 +81,26 @@ def test_the_fewest_jobs_move_for_one_that_waits(nodes: Cluster) -> None:
     )
 
 
-def test_in_native_admission_nobody_is_left_waiting_where_slurm_chose_the_gpus(nodes: Cluster) -> None:
-    """Slurm starts the job at once on a further lane, on GPUs that others have; all fit once somebody has moved."""
-    jobs = fragmented(nodes, NATIVE, (1, 1), (2,))
-    nodes.configure(settings(NATIVE, defrag=True))
+def test_in_native_admission_no_job_is_left_waiting_where_slurm_chose_the_gpus(nodes: Cluster) -> None:
+    """Slurm starts the job at once on a further lane, on GPUs that others have; all fit once one of them has moved."""
+    jobs = fragmented(nodes, "", (1, 1), (2,))
+    nodes.configure(settings("", defrag=True))
     jobs.append(submit(nodes, 4))
     nodes.wait_state(jobs[-1], "RUNNING", "SUSPENDED", timeout=60)
-    wait_for("all have GPUs", lambda: all(lease(nodes, job).get("state") == "held" for job in jobs), 90)
+    wait_for("all have GPUs", lambda: all(nodes.lease(job).get("state") == "held" for job in jobs), 90)
     assert moved(nodes, jobs)
 
 
 def test_one_of_two_jobs_in_turns_goes_to_gpus_that_become_free(nodes: Cluster) -> None:
-    nodes.restart(settings(NATIVE, defrag=False))
+    nodes.configure(settings("", defrag=False))
     jobs = [*fill(nodes, "node1", 4), submit(nodes, 4)]
     nodes.wait_state(jobs[1], "RUNNING", "SUSPENDED")
     assert nodes.job(jobs[1])["NodeList"] == "node1-l1"
     for job in jobs:
-        wait_for(f"job {job} keeps checkpoints", lambda job=job: lease(nodes, job).get("checkpoints"), 60)
+        wait_for(f"job {job} keeps checkpoints", lambda job=job: nodes.lease(job).get("checkpoints"), 60)
     open_all(nodes)
     wait_for("a move", lambda: moved(nodes, jobs), 60)
-    wait_for("both have GPUs", lambda: all(lease(nodes, job).get("state") == "held" for job in jobs), 60)
+    wait_for("both have GPUs", lambda: all(nodes.lease(job).get("state") == "held" for job in jobs), 60)
     ((mover, where),) = moved(nodes, jobs).items()
     assert where == "node2"
     left = "node1" if mover == jobs[0] else "node1-l1"

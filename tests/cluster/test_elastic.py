@@ -9,18 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from test_held import NATIVE
-from test_moves import lease
 
-from harness import PYTHON, RESULTS, TORCHRUN, Cluster, wait_for
+from cluster import EXAMPLES, PYTHON, RESULTS, TORCHRUN, ClusterError, wait_for
+from harness import Cluster
 
-ELASTIC = "/opt/cadenza/examples/elastic.py"
+ELASTIC = f"{EXAMPLES}/elastic.py"
 SAMPLES = 512
-EPOCHS = 40
+EPOCHS = 14
 ITERATION_S = 0.4
-"""With one rank; the fewer samples of each of several take as much less."""
+"""Duration with one rank; with several, each rank has fewer samples and takes that much less."""
 WIDE_ITERATION_S = 0.16
-"""Of a job of several hosts, with one rank."""
+"""Duration for the job of several hosts, with one rank."""
 GANDIVA = """
 [policy]
 share = "gandiva"
@@ -43,7 +42,7 @@ def sleeper(cluster: Cluster, name: str, gpus: int, *options: str) -> int:
 
 
 def elastic(cluster: Cluster, name: str, kept: str, *options: str) -> int:
-    """Start the training that this is all about, with one GPU."""
+    """Start the elastic training, with one GPU."""
     ranks = "--nproc-per-node=$SLURM_GPUS_ON_NODE"
     job: int = cluster.sbatch(
         f"--job-name={name}", "--gpus=1", "--mem=1500", "--cpus-per-task=1", *options,
@@ -60,21 +59,18 @@ def script(name: str, kept: str) -> str:
 
 
 def arrival(cluster: Cluster, name: str, gpus: int, *options: str) -> tuple[int, float]:
-    """Submit a job that needs most of a host; return it and the seconds until its first command.
-
-    SPANK lets that go with its lease.
-    """
+    """Submit a job that needs most of a host; return it and the seconds until its first command."""
     cluster.exec("ctl", "rm", "-f", f"{RESULTS}/{name}.began")
     submitted = time.time()
     job = cluster.sbatch(
         f"--job-name={name}", f"--gres=gpu:{gpus}", "--mem=1500", "--cadenza", *options,
-        command=f"date +%s.%N > {RESULTS}/{name}.began; sleep 15",
+        command=f"date +%s.%N > {RESULTS}/{name}.began; sleep 6",
     )  # fmt: skip
 
-    def said() -> str:
+    def began() -> str:
         return cluster.exec("ctl", "cat", f"{RESULTS}/{name}.began", check=False).stdout.strip()
 
-    return job, float(wait_for(f"{name} to begin", said, 120)) - submitted
+    return job, float(wait_for(f"{name} to begin", began, 120)) - submitted
 
 
 def wait_size(cluster: Cluster, job: int, gpus: int, timeout: float = 200) -> None:
@@ -83,16 +79,16 @@ def wait_size(cluster: Cluster, job: int, gpus: int, timeout: float = 200) -> No
     def runs() -> bool:
         found = cluster.job(job)
         assert found.get("JobState") in {"RUNNING", "PENDING", "COMPLETING"}, f"{found}\n{cluster.log(job)[:2000]}"
-        return f"gres/gpu={gpus}," in found.get("AllocTRES", "") + "," and bool(lease(cluster, job).get("checkpoints"))
+        return f"gres/gpu={gpus}," in found.get("AllocTRES", "") + "," and bool(cluster.lease(job).get("checkpoints"))
 
     try:
         wait_for(f"job {job} with {gpus} GPUs", runs, timeout)
-    except AssertionError as error:
-        raise AssertionError(f"{error}; {cluster.why(job)['summary']}\n{cluster.log(job)[:2000]}") from None
+    except ClusterError as error:
+        raise ClusterError(f"{error}; {cluster.why(job)['summary']}\n{cluster.log(job)[:2000]}") from None
 
 
 def configured(cluster: Cluster, *names: str) -> str:
-    """Return settings of Slurm's that a requeue takes its time by."""
+    """Return settings of Slurm that a requeue depends on."""
     text = cluster.ctl("scontrol", "show", "config")
     found = {name: re.search(rf"{name}\s*=\s*([^,\s]+)", text) for name in names}
     return ", ".join(f"{name}={match[1] if match else 'default'}" for name, match in found.items())
@@ -106,7 +102,7 @@ def trained(cluster: Cluster, name: str, kept: str) -> Counter[tuple[int, int]]:
 
 
 def check_training(cluster: Cluster, name: str, kept: str) -> dict[str, Any]:
-    """Check that a job trained each sample of each epoch once, and as well as a run that nobody resized."""
+    """Check that a job trained each sample of each epoch once, and as well as a run that was not resized."""
     found = cluster.result(name)
     counts = trained(cluster, name, kept)
     assert set(counts) == {(epoch, sample) for epoch in range(EPOCHS) for sample in range(SAMPLES)}, "samples lost"
@@ -123,7 +119,7 @@ def check_training(cluster: Cluster, name: str, kept: str) -> dict[str, Any]:
 def test_a_job_grows_when_gpus_are_idle_and_shrinks_when_a_job_arrives(
     cluster: Cluster, kept: str, measured: Callable[[str], None]
 ) -> None:
-    cluster.restart(NATIVE + GANDIVA)
+    cluster.configure(GANDIVA)
     name = "elastic"
     full = cluster.job(sleeper(cluster, "elastic-full", 4))["NodeList"]
     # The service knows that this host is full; Slurm would start the guest on its further lane all the same.
@@ -150,7 +146,7 @@ def test_a_job_grows_when_gpus_are_idle_and_shrinks_when_a_job_arrives(
 def test_a_job_of_two_hosts_gives_one_back_and_gets_it_again(
     cluster: Cluster, kept: str, measured: Callable[[str], None]
 ) -> None:
-    cluster.restart(NATIVE + GANDIVA)
+    cluster.configure(GANDIVA)
     name = "elastic-wide"
     nodes = "$SLURM_JOB_NUM_NODES"
     job = cluster.sbatch(
@@ -177,13 +173,13 @@ def test_a_job_of_two_hosts_gives_one_back_and_gets_it_again(
     assert waited < 60
 
 
-def test_the_script_learns_what_was_chosen_for_the_batch(cluster: Cluster) -> None:
-    def told(*options: str) -> str:
+def test_the_script_learns_the_choice_for_the_batch(cluster: Cluster) -> None:
+    def log(*options: str) -> str:
         job = cluster.sbatch("--gres=gpu:1", "--mem=500", *options, command="echo batch=$CADENZA_BATCH.")
         cluster.wait_done(job)
         return cluster.log(job)
 
-    assert "batch=global." in told("--cadenza")
-    assert "batch=per-gpu." in told("--cadenza=max_gpus=2,batch=per-gpu")
-    assert "batch=per-gpu." in told('--comment={"cadenza":{"batch":"per-gpu"}}')
-    assert "batch=." in told()
+    assert "batch=global." in log("--cadenza")
+    assert "batch=per-gpu." in log("--cadenza=max_gpus=2,batch=per-gpu")
+    assert "batch=per-gpu." in log('--comment={"cadenza":{"batch":"per-gpu"}}')
+    assert "batch=." in log()

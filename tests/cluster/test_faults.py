@@ -1,23 +1,19 @@
-"""What dies, and what happens: nothing is lost and no GPU has two users, whoever is killed."""
+"""Deaths of daemons and hosts: no work is lost and no GPU has two users, whatever is killed."""
 
 from __future__ import annotations
 
 import pytest
 
-from harness import Cluster, wait_for
+from cluster import wait_for
+from harness import FOUR_GPUS, Cluster
 
-FOUR = ("--gres=gpu:4", "--cadenza")
 
-
-def pair(cluster: Cluster, iterations: int = 700) -> tuple[int, int]:
+def pair(cluster: Cluster, iterations: int = 250) -> tuple[int, int]:
     """Start two jobs on the same four GPUs of one host, and wait until both have yielded once."""
     ids = tuple(
-        cluster.train(
-            f"fault-{lane}", f"--iterations {iterations} --iteration-s 0.02 --seed {lane}",
-            options=(*FOUR, f"--nodelist=node1{'' if lane == 0 else '-l1'}"),
-        )
-        for lane in (0, 1)
-    )  # fmt: skip
+        cluster.paced(f"fault-{lane}", iterations=iterations, options=(*FOUR_GPUS, f"--nodelist={lane}"))
+        for lane in ("node1", "node1-l1")
+    )
     wait_for("turns between the two", lambda: all(yields(cluster, job) >= 1 for job in ids), 90)
     return ids[0], ids[1]
 
@@ -68,14 +64,14 @@ def test_jobs_outlive_a_killed_daemon(cluster: Cluster, victims: list[tuple[str,
     jobs = pair(cluster)
     for container, program in victims:
         kill(cluster, container, program)
-    cluster.wait_done(*jobs, timeout=150)
+    cluster.wait_done(*jobs, timeout=120)
     assert overlaps(cluster, jobs[0]) == []
 
 
 def test_the_agents_take_turns_while_the_service_is_away(cluster: Cluster) -> None:
-    jobs = pair(cluster)
+    jobs = pair(cluster, 400)  # the agents wait for some seconds before they go on alone
     cluster.service("ctl", "stop", "cadenzad")
-    cluster.wait_done(*jobs, timeout=150)
+    cluster.wait_done(*jobs, timeout=120)
     cluster.service("ctl", "start", "cadenzad")
     wait_for("the agents' notes of that time", lambda: all(leases(cluster, job) >= 2 for job in jobs), 60)
     assert overlaps(cluster, jobs[0]) == []
@@ -89,7 +85,7 @@ def test_a_service_killed_between_yield_and_suspend_leaves_no_job_stopped(cluste
     )  # fmt: skip
     pid = cluster.exec("ctl", "supervisorctl", "pid", "cadenzad").stdout.strip()
     cluster.service("ctl", "stop", "cadenzad") if pid == "0" else kill(cluster, "ctl", "cadenzad")
-    cluster.wait_done(*jobs, timeout=150)
+    cluster.wait_done(*jobs, timeout=120)
     assert overlaps(cluster, jobs[0]) == []
 
 
@@ -97,16 +93,14 @@ def test_jobs_outlive_a_restart_of_slurmctld(cluster: Cluster) -> None:
     jobs = pair(cluster)
     cluster.service("ctl", "restart", "slurmctld")
     wait_for("slurmctld", lambda: "UP" in cluster.exec("ctl", "scontrol", "ping", check=False).stdout, 60)
-    cluster.wait_done(*jobs, timeout=150)
+    cluster.wait_done(*jobs, timeout=120)
     assert overlaps(cluster, jobs[0]) == []
 
 
-def test_a_lost_host_costs_its_jobs_a_restart_as_without_us_and_nobody_else(cluster: Cluster) -> None:
+def test_a_lost_host_costs_its_jobs_a_restart_as_without_us_and_no_others(cluster: Cluster) -> None:
     """Slurm requeues what ran there, the yielded job too, and they finish on the other host."""
-    lost = pair(cluster)
-    other = cluster.train(
-        "fault-elsewhere", "--iterations 300 --iteration-s 0.02", options=(*FOUR, "--nodelist=node2"), user="bob"
-    )
+    lost = pair(cluster, 500)
+    other = cluster.paced("fault-elsewhere", iterations=300, options=(*FOUR_GPUS, "--nodelist=node2"), user="bob")
     cluster.wait_state(other, "RUNNING")
     cluster.power("node1", "kill")
     try:
@@ -130,7 +124,7 @@ def test_the_kill_switch_stops_everything_and_release_undoes_it(cluster: Cluster
         cluster.cadenza("release", "--all")
         wait_for("no job suspended", lambda: not any(cluster.state(job) == "SUSPENDED" for job in jobs), 20)
         before = cluster.sql("select count(*) from actions where allowed = 1 and ok is not null")
-        cluster.wait_done(*jobs, timeout=150)
+        cluster.wait_done(*jobs, timeout=120)
         assert cluster.sql("select count(*) from actions where allowed = 1 and ok is not null") == before
     finally:
         cluster.exec("ctl", "rm", "-f", "/etc/cadenza/STOP")

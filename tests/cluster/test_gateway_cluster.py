@@ -12,9 +12,9 @@ from cadenza.policies.core.actions import DrainNode, OpenNode, Place, Release, R
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node
 from cadenza.slurm_plugin.gateway.translate import snapshot
 
-from harness import Cluster, wait_for
+from cluster import PYTHON, wait_for
+from harness import Cluster
 
-PYTHON = "/opt/cadenza/bin/python"
 USER = "cadenza"
 DRIVE = """
 import json, sys, time
@@ -150,7 +150,7 @@ def test_lanes_are_drained_and_opened(alone: Cluster) -> None:
     assert not node(alone, "node2-l1").drained
 
 
-def test_somebody_elses_drain_stays(alone: Cluster) -> None:
+def test_the_drain_of_an_admin_stays(alone: Cluster) -> None:
     alone.ctl("scontrol", "update", "NodeName=node2-l1", "State=DRAIN", "Reason=bad fan")
     try:
         ok, error = apply(alone, OpenNode("node2-l1", "t"))[0]
@@ -161,7 +161,7 @@ def test_somebody_elses_drain_stays(alone: Cluster) -> None:
         alone.ctl("scontrol", "update", "NodeName=node2-l1", "State=UNDRAIN")
 
 
-def test_a_user_without_rights_is_told_what_to_grant(alone: Cluster, submit: Callable[..., int]) -> None:
+def test_a_user_without_rights_gets_the_right_to_grant_in_the_error(alone: Cluster, submit: Callable[..., int]) -> None:
     number = submit("--hold", "--gpus=1")
     denied = apply(alone, Place(JobKey(number, 0), ("node1",), "t"), DrainNode("node1-l1", "t"), user="bob")
     assert [ok for ok, _ in denied] == [False, False]

@@ -1,34 +1,20 @@
-"""Held admission: the service chooses the node; when it dies nobody stays held."""
+"""Held admission: the service chooses the node; when it dies no job stays held."""
 
 from __future__ import annotations
 
-from harness import Cluster, wait_for
+from cluster import wait_for
+from harness import FOUR_GPUS, HELD, Cluster
 
-HELD = """
-[service]
-mode = "apply"
-admission = "held"
-poll_s = 1.0
-min_round_spacing_s = 0.2
-watchdog_grace_s = 2.0
-[guard]
-partitions = ["shared"]
-min_run_s = 0.5
-[sharing]
-slice_s = 2.0
-share_between_users = true
-"""
-NATIVE = HELD.replace('"held"', '"native"')
+ONE_GPU = ("--gres=gpu:1", "--cadenza")
 
 
 def test_jobs_are_placed_by_affinity(cluster: Cluster) -> None:
-    cluster.restart(HELD)
-    options = ("--gres=gpu:{}", "--cadenza")
-    small = cluster.train("held-small", "--iterations 600 --iteration-s 0.02", options=("--gres=gpu:1", options[1]))
+    cluster.configure(HELD)
+    small = cluster.paced("held-small", iterations=400, options=ONE_GPU)
     cluster.wait_state(small, "RUNNING")
-    large = cluster.train("held-large", "--iterations 300 --iteration-s 0.02", options=("--gres=gpu:4", options[1]))
+    large = cluster.paced("held-large", iterations=200)
     cluster.wait_state(large, "RUNNING")
-    second = cluster.train("held-second", "--iterations 300 --iteration-s 0.02", options=("--gres=gpu:1", options[1]))
+    second = cluster.paced("held-second", iterations=100, options=ONE_GPU)
     cluster.wait_state(second, "RUNNING")
     where = {job: cluster.job(job)["NodeList"] for job in (small, large, second)}
     assert where[large] != where[small], "a four-GPU job goes to a host of its own"
@@ -36,15 +22,12 @@ def test_jobs_are_placed_by_affinity(cluster: Cluster) -> None:
     cluster.wait_done(small, large, second)
 
 
-def test_nobody_stays_held_when_the_service_dies(cluster: Cluster) -> None:
-    cluster.restart(HELD)
-    filler = [
-        cluster.train(f"held-filler-{n}", "--iterations 400 --iteration-s 0.02", options=("--gres=gpu:4", "--cadenza"))
-        for n in range(4)
-    ]
+def test_no_job_stays_held_when_the_service_dies(cluster: Cluster) -> None:
+    cluster.configure(HELD)
+    filler = [cluster.paced(f"held-filler-{n}", iterations=400, options=FOUR_GPUS) for n in range(4)]
     for job in filler:
         cluster.wait_state(job, "RUNNING", "SUSPENDED")
-    waiting = cluster.train("held-waiting", "--iterations 50", options=("--gres=gpu:4", "--cadenza"))
+    waiting = cluster.paced("held-waiting", iterations=50)
     assert cluster.job(waiting)["Priority"] == "0"
     cluster.exec("ctl", "supervisorctl", "signal", "KILL", "cadenzad")
     cluster.service("ctl", "stop", "cadenzad")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from harness import RESULTS, TORCHRUN, TRAIN, Cluster
+from collections.abc import Callable
+
+from cluster import RESULTS, TORCHRUN, TRAIN
+from harness import Cluster
+
+ITERATIONS = 300
 
 
 def two_hosts(cluster: Cluster, name: str, port: int, *options: str) -> int:
     """Submit a data-parallel job with one rank on each of two hosts."""
     launch = (
         f"srun {TORCHRUN} --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-id={name} "
-        f"--rdzv-endpoint=$(hostname):{port} {TRAIN} --model cnn --iterations 900 --iteration-s 0.02 "
+        f"--rdzv-endpoint=$(hostname):{port} {TRAIN} --model cnn --iterations {ITERATIONS} --iteration-s 0.02 "
         f"--seed 5 --out {RESULTS}/{name}.json"
     )
     return cluster.sbatch(
@@ -18,7 +23,7 @@ def two_hosts(cluster: Cluster, name: str, port: int, *options: str) -> int:
     )  # fmt: skip
 
 
-def test_two_jobs_over_both_hosts_take_turns_in_step(cluster: Cluster) -> None:
+def test_two_jobs_over_both_hosts_take_turns_in_step(cluster: Cluster, measured: Callable[[str], None]) -> None:
     jobs = [two_hosts(cluster, f"wide-{n}", 29500 + n, "--cadenza") for n in range(2)]
     cluster.wait_state(jobs[0], "RUNNING", "SUSPENDED")
     cluster.wait_state(jobs[1], "RUNNING", "SUSPENDED")
@@ -31,5 +36,11 @@ def test_two_jobs_over_both_hosts_take_turns_in_step(cluster: Cluster) -> None:
         )
         assert [host for host, _ in yields] == ["node1", "node2"], cluster.why(job)
         assert yields[0][1] == yields[1][1]
-    digests = {cluster.result(f"wide-{n}")["losses_sha256"] for n in range(2)}
-    assert len(digests) == 1, "the same job twice"
+    alone = cluster.train(
+        "wide-alone", f"--model cnn --iterations {ITERATIONS} --seed 5", options=("--partition=plain", "--gres=gpu:2"),
+        ranks=2,
+    )  # fmt: skip
+    cluster.wait_done(alone)
+    digests = {name: cluster.result(name)["losses_sha256"] for name in ("wide-0", "wide-1", "wide-alone")}
+    measured(f"losses of two ranks on two hosts with turns, twice, and of two ranks alone: {digests}")
+    assert len(set(digests.values())) == 1

@@ -1,4 +1,4 @@
-"""The flag, the comment and what is refused at submission."""
+"""The flag, the comment and refusals at submission."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ def test_bad_values_are_refused_at_submission(cluster: Cluster, flag: str, word:
     assert "cadenza" in done.stderr
 
 
-def test_the_help_says_whose_flag_it_is(cluster: Cluster) -> None:
+def test_the_help_names_the_owner_of_the_flag(cluster: Cluster) -> None:
     for command in ("sbatch", "srun", "salloc"):
         assert "[cadenza]" in cluster.ctl(command, "--help")

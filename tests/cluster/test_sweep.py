@@ -1,4 +1,4 @@
-"""A sweep on the real Slurm: turns for all, losers cancelled, the best favoured, a killed controller replaced."""
+"""A sweep on the real Slurm: turns for all, losers canceled, the best preferred, a killed controller replaced."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from harness import CADENZA, PYTHON, Cluster, wait_for
+from cluster import CADENZA, PYTHON, wait_for
+from harness import Cluster
 
 SCRIPT = "/opt/cadenza/examples/sweep/train.py"
 LIST = "lr,decay\n" + "".join(f"{lr},{decay}\n" for lr in ("1.0", "0.001") for decay in ("0", "0.05", "0.1"))
-"""Six for one GPU of each host in two lanes; the first learns best by far."""
+"""Six configurations for one GPU of each host in two lanes; the first learns best by far."""
 GOOD = {"lr": "1.0", "decay": "0"}
 
 
@@ -54,7 +55,7 @@ def test_six_configurations_are_searched_across_a_killed_controller(
     }, "no configuration was submitted twice"
     assert after["reached"]["trial"] == 0
     assert after["best"]["config"] == GOOD
-    assert after["trials"][0]["state"] == "done", "who reached the target runs to its end"
+    assert after["trials"][0]["state"] == "done", "the trial that reached the target runs to its end"
     assert {trial["state"] for trial in after["trials"][1:]} == {"stopped"}
     assert all(trial["why"] for trial in after["trials"][1:])
     assert {cluster.state(trial["job"]) for trial in after["trials"][1:] if trial["job"]} <= {"CANCELLED", "GONE"}

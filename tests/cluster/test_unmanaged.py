@@ -1,22 +1,22 @@
-"""Jobs that did not opt in are never touched, and never share a GPU with anybody, whoever comes first."""
+"""Jobs that did not opt in are never touched and never share a GPU, in whatever order they come."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime
 
-from harness import PYTHON, Cluster, wait_for
+import pytest
+
+from cluster import wait_for
+from harness import Cluster
 
 CLAIM = "--claim-dir /tmp/fake-gpu"
-"""Each training process locks a file for each of its GPUs while it uses them; a second user makes it fail."""
+"""Each job locks a file for each of its GPUs while it uses them; a second user makes it fail."""
 
 
-def train(cluster: Cluster, name: str, gpus: int, iterations: int, *, managed: bool, lane: str = "") -> int:
+def start(cluster: Cluster, name: str, gpus: int, iterations: int, *, managed: bool, lane: str = "") -> int:
     options = (f"--gres=gpu:{gpus}", *(("--cadenza",) if managed else ()), *((f"--nodelist={lane}",) if lane else ()))
-    return cluster.train(
-        name, f"{CLAIM} --iterations {iterations} --iteration-s 0.02", options=options,
-        user="bob" if managed else "alice",
-    )  # fmt: skip
+    return cluster.paced(name, CLAIM, iterations=iterations, options=options, user="bob" if managed else "alice")
 
 
 def touched(cluster: Cluster, job_id: int) -> list[list[object]]:
@@ -59,14 +59,14 @@ def holding(cluster: Cluster) -> dict[str, set[str]]:
 
 def test_a_mixed_run_leaves_the_others_alone(cluster: Cluster) -> None:
     """Unmanaged jobs before, between and after managed ones, on the same hosts and on a host of their own."""
-    unmanaged = [train(cluster, "mix-first", 2, 500, managed=False)]
-    managed = [train(cluster, f"mix-managed-{n}", gpus, 500, managed=True) for n, gpus in enumerate((4, 2, 4, 2, 4))]
-    unmanaged += [train(cluster, f"mix-later-{n}", 2, 300, managed=False) for n in range(2)]
-    unmanaged.append(cluster.train("mix-plain", "--iterations 100", options=("--partition=plain", "--gres=gpu:1")))
+    unmanaged = [start(cluster, "mix-first", 2, 300, managed=False)]
+    managed = [start(cluster, f"mix-managed-{n}", gpus, 250, managed=True) for n, gpus in enumerate((4, 2, 4, 2, 4))]
+    unmanaged += [start(cluster, f"mix-later-{n}", 2, 150, managed=False) for n in range(2)]
+    unmanaged.append(cluster.paced("mix-plain", iterations=100, options=("--partition=plain", "--gres=gpu:1")))
 
     def sampled() -> bool:
         shared = {gpu: jobs for gpu, jobs in holding(cluster).items() if len(jobs) > 1}
-        if shared:  # one look takes a while, and GPUs change hands meanwhile: only what a second look shows counts
+        if shared:  # a look takes a while, and GPUs change hands during it: a second look must confirm it
             again = holding(cluster)
             for gpu, jobs in shared.items():
                 assert len(jobs & again.get(gpu, set())) <= 1, f"{gpu} is used by jobs {sorted(jobs)}"
@@ -79,12 +79,12 @@ def test_a_mixed_run_leaves_the_others_alone(cluster: Cluster) -> None:
 
 
 def test_an_unmanaged_job_gets_its_gpus_at_once_from_one_on_a_further_lane(cluster: Cluster) -> None:
-    blocker = train(cluster, "way-blocker", 4, 150, managed=True, lane="node1")
-    sharer = train(cluster, "way-sharer", 4, 1200, managed=True, lane="node1-l1")
+    blocker = start(cluster, "way-blocker", 4, 150, managed=True, lane="node1")
+    sharer = start(cluster, "way-sharer", 4, 600, managed=True, lane="node1-l1")
     cluster.wait_state(sharer, "RUNNING", "SUSPENDED")
     cluster.wait_done(blocker)
     wait_for("the sharer under way", lambda: holds(cluster, sharer), 60)
-    plain = train(cluster, "way-plain", 4, 200, managed=False, lane="node1")
+    plain = start(cluster, "way-plain", 4, 200, managed=False, lane="node1")
     cluster.wait_done(plain, sharer)
     assert_untouched(cluster, plain)
     waited = cluster.sql(
@@ -101,34 +101,32 @@ def holds(cluster: Cluster, job_id: int) -> bool:
 moment = datetime.fromisoformat
 
 
-def loop(cluster: Cluster, iterations: int, *, managed: bool) -> int:
-    """Submit a job that attaches and only sleeps: what it takes is the same however busy the machine is."""
-    script = (
-        "import time; from cadenza.sidecar import client; client.attach(); "
-        f"[(time.sleep(0.02), client.boundary()) for _ in range({iterations})]"
-    )
-    return int(
-        cluster.sbatch(
-            "--mem=1500", "--gres=gpu:4", *(("--cadenza",) if managed else ()),
-            command=f"{PYTHON} -c '{script}'", user="bob" if managed else "alice",
-        )
-    )  # fmt: skip
-
-
 def waits(cluster: Cluster, managed: bool) -> list[float]:
     """Run one mix and return how long each unmanaged job waited for Slurm to start it, in seconds."""
     unmanaged, others = [], []
     for _ in range(3):
-        others += [loop(cluster, 600, managed=managed) for _ in range(2)]
-        unmanaged.append(loop(cluster, 400, managed=False))
+        others += [start(cluster, "waits-other", 4, 600, managed=managed) for _ in range(2)]
+        unmanaged.append(start(cluster, "waits", 4, 400, managed=False))
     cluster.wait_done(*others, *unmanaged, timeout=300)
     rows = [cluster.job(job) for job in unmanaged]
     return [(moment(row["StartTime"]) - moment(row["SubmitTime"])).total_seconds() for row in rows]
 
 
+def test_no_later_managed_job_takes_the_gpus_that_an_unmanaged_one_waits_for(cluster: Cluster) -> None:
+    jobs = [start(cluster, f"order-{n}", 4, 150 if n % 3 else 100, managed=n % 3 != 0) for n in range(1, 7)]
+    cluster.wait_done(*jobs)
+    rows = [cluster.job(job) for job in jobs]
+    for place, row in enumerate(rows):
+        if place in {2, 5}:
+            later = [other["StartTime"] for other in rows[place + 1 :] if other["NodeList"] in {"node1", "node2"}]
+            assert all(moment(row["StartTime"]) <= moment(began) for began in later)
+    assert_untouched(cluster, jobs[2], jobs[5])
+
+
+@pytest.mark.measurement
 def test_unmanaged_jobs_wait_no_longer_than_without_us(cluster: Cluster, measured: Callable[[str], None]) -> None:
     with_us = waits(cluster, managed=True)
     cluster.reset()
     without = waits(cluster, managed=False)
-    measured(f"unmanaged jobs waited {with_us} s beside managed jobs, {without} s among their own kind")
+    measured(f"unmanaged jobs waited {with_us} s among managed jobs, {without} s among their own kind")
     assert sum(with_us) <= 1.05 * sum(without) + 2.0  # Slurm's times are whole seconds

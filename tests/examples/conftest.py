@@ -1,4 +1,4 @@
-"""The demo's modules are scripts beside each other: make them importable."""
+"""The demo's modules are scripts in one folder: make them importable."""
 
 from __future__ import annotations
 

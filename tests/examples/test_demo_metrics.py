@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import metrics
 import pytest
 import timeline
 from metrics import Result, Run, Stretch, Switch
+from predict import predict
+from screen import large_errors
 from workload import WorkloadError, read_jobs
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
@@ -58,8 +60,8 @@ def test_a_gpu_held_twice_is_found() -> None:
 def test_each_promise_fails_by_itself(field: str, value: float, failing: int) -> None:
     plain = metrics.Figures(16, 100, 80, 100, 100, 90, 0.9, 0, None, None, None, None, None, None)
     kept = replace(plain, time_to_100_s=33, jct_p95_s=110, iterations_per_s=97)
-    assert all(check.ok for check in metrics.check_favourable(plain, kept))
-    broken = metrics.check_favourable(plain, replace(kept, **{field: value}))
+    assert all(check.ok for check in metrics.check_favorable(plain, kept))
+    broken = metrics.check_favorable(plain, replace(kept, **{field: value}))
     assert [check.ok for check in broken] == [number != failing for number in range(3)]
 
 
@@ -78,10 +80,24 @@ def test_the_plot_is_a_png(tmp_path: Path) -> None:
     assert (tmp_path / "plots" / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_prediction_has_turns_and_names_what_is_measured() -> None:
+    jobs = read_jobs(DEMO / "jobs.csv")
+    plain, shared = predict(jobs), predict(jobs, lanes=4, slice_s=10.0)
+    assert plain["time_to_100_s"] > metrics.MILESTONE_GAIN * shared["time_to_100_s"]
+    assert set(plain) == set(shared) <= {field.name for field in fields(metrics.Figures)}
+
+
+def test_a_prediction_beyond_a_quarter_is_called_wrong() -> None:
+    figures = metrics.Figures(16, 100, 80, 100, 100, 90, 0.9, 0, None, None, None, None, None, None)
+    assert large_errors({"plain": figures}, {"plain": {"jct_mean_s": 100.0, "jct_p95_s": 124.0}}) == []
+    (sentence,) = large_errors({"plain": figures}, {"plain": {"jct_mean_s": 101.0}})
+    assert sentence.startswith("the simulator is +26% off for job completion time, mean on plain")
+
+
 # --- the lists -------------------------------------------------------------------------------------------
 
 
-def test_the_favourable_list_is_what_the_demo_says() -> None:
+def test_the_favorable_list_is_what_the_demo_says() -> None:
     jobs = read_jobs(DEMO / "jobs.csv")
     assert len(jobs) >= 12
     assert {job.gpus for job in jobs} == {1, 2, 4}
@@ -91,24 +107,24 @@ def test_the_favourable_list_is_what_the_demo_says() -> None:
     assert sum(job.gpus for job in jobs) > 3 * 8, "plain Slurm must have a queue"
 
 
-def test_the_unfavourable_list_has_no_queue_and_equal_jobs() -> None:
-    jobs = read_jobs(DEMO / "unfavourable.csv")
+def test_the_unfavorable_list_has_no_queue_and_equal_jobs() -> None:
+    jobs = read_jobs(DEMO / "unfavorable.csv")
     assert sum(job.gpus for job in jobs) == 8
     assert len({(job.iterations, job.iteration_s) for job in jobs}) == 1
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ("a,alice,0,1,1,mlp,ten,0.03,1", "ten"),
         ("a,alice,0,1,2,mlp,10,0.03,1", "a GPU for each rank"),
         ("a,alice,0,1", "2"),
     ],
 )
-def test_bad_rows_name_file_and_line(tmp_path: Path, row: str, said: str) -> None:
+def test_bad_rows_name_file_and_line(tmp_path: Path, row: str, message: str) -> None:
     path = tmp_path / "list.csv"
     path.write_text(f"job,user,submit_s,gpus,ranks,model,iterations,iteration_s,seed\n{row}\n")
-    with pytest.raises(WorkloadError, match=said) as caught:
+    with pytest.raises(WorkloadError, match=message) as caught:
         read_jobs(path)
     assert f"{path}:2" in str(caught.value)
 

@@ -1,28 +1,27 @@
-"""A container cluster as the demo uses it: start, submit as a user, watch, collect what was recorded."""
+"""The demo's cluster: start it, submit as a user, watch, collect its records."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metrics import Result, Stretch, Switch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "container"))
+
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 
+from cluster import CADENZA, PYTHON, RESULTS, TORCHRUN, TRAIN, Cluster
+
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Sequence
 
     from workload import Job
 
-ROOT = Path(__file__).resolve().parents[2]
-CONTAINER = ROOT / "container"
-BIN = "/opt/cadenza/bin"
-TRAIN = "/opt/cadenza/examples/train.py"
-RESULTS = "/home/shared/results"
 MEMORY_MB = 1500
 TIME_LIMIT_MIN = 5
 """Without a limit Slurm's backfill lets small jobs pass large ones for ever."""
@@ -31,10 +30,6 @@ COPY_STORE = (
     "import sqlite3; source = sqlite3.connect('/var/lib/cadenza/cadenza.db'); "
     "source.backup(sqlite3.connect('/home/shared/store.db'))"
 )
-
-
-class ClusterError(Exception):
-    """The cluster did not do what the demo needs; the message says what it printed."""
 
 
 @dataclass(frozen=True)
@@ -56,32 +51,18 @@ class Queued:
 
 
 @dataclass
-class Cluster:
-    """One cluster started by ``container/up``; with ``shared`` set its jobs are submitted with --cadenza."""
+class DemoCluster(Cluster):
+    """A cluster of the demo; with ``shared`` set its jobs are submitted with --cadenza."""
 
-    name: str
     shared: bool
 
-    def up(self, lanes: int, settings: Path | None) -> None:
-        """Remove an earlier cluster of this name and start a fresh one; progress goes to standard error."""
-        self.down()
+    def start(self, lanes: int, settings: Path | None) -> None:
+        """Start it afresh: two nodes of four GPUs."""
         extra = ["--config", settings] if settings else ["--no-cadenza"]
-        _script("up", "--name", self.name, "--nodes", 2, "--gpus-per-node", 4, "--lanes", lanes, *extra)
+        self.up("--nodes", 2, "--gpus-per-node", 4, "--lanes", lanes, *extra)
         for node in ("node1", "node2"):
             # Read PyTorch once, so that no run pays for a cold disk.
-            self.run(node, f"{BIN}/python", "-c", "import torch, torch._dynamo")
-
-    def down(self) -> None:
-        """Remove the cluster, if there is one."""
-        _script("down", "--name", self.name)
-
-    def run(self, container: str, *command: str, user: str = "root") -> str:
-        """Run a command in a container and return its output; raise ClusterError when it fails."""
-        words = [str(CONTAINER / "exec"), "--name", self.name, "--user", user, container, *command]
-        done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-        if done.returncode:
-            raise ClusterError(f"{container}: {' '.join(command)}: exit {done.returncode}\n{done.stdout}{done.stderr}")
-        return done.stdout
+            self.run(node, PYTHON, "-c", "import torch, torch._dynamo")
 
     def submit(self, job: Job) -> int:
         """Submit a job as its user and return its id."""
@@ -91,39 +72,28 @@ class Cluster:
         options += ["--cadenza"] if self.shared else []
         return int(self.run("ctl", "sbatch", *options, f"--wrap={command_of(job)}", user=job.user).split(";")[0])
 
-    @property
-    def home(self) -> Path:
-        """Where this machine sees the cluster's /home/shared."""
-        return Path(os.environ.get("CADENZA_STATE", ROOT / ".cluster")) / self.name / "home"
-
     def report(self, job: Job) -> dict[str, Any] | None:
-        """Return what a job wrote at its end; None before that."""
+        """Return a job's report; None before its end."""
         path = self.home / "results" / f"{job.job}.json"
         return dict(json.loads(path.read_text())) if path.exists() else None
 
-    def log(self, job: Job) -> str:
+    def end_of_log(self, job: Job) -> str:
         """Return the end of a job's output."""
         path = self.home / "results" / f"{job.job}.log"
         return path.read_text(errors="replace")[-3000:] if path.exists() else "(no output)"
 
     def watch(self, interval_s: float) -> subprocess.Popen[str]:
         """Start ``cadenza top --json`` on the controller: a line of its output every interval."""
-        return self._stream([f"{BIN}/cadenza", "top", "--json", "--interval", str(interval_s)])
+        return self.stream("ctl", CADENZA, "top", "--json", "--interval", str(interval_s))
 
     def watch_queue(self, interval_s: float) -> subprocess.Popen[str]:
         """Start squeue on the controller every interval: a line a job, and an empty one after the last."""
         script = f"while squeue --noheader --format='{QUEUE_FORMAT}'; do echo; sleep {interval_s}; done"
-        return self._stream(["sh", "-c", script])
+        return self.stream("ctl", "sh", "-c", script)
 
     def stop_watching(self) -> None:
-        """End what was started above: it outlives the process here that reads it."""
+        """End the watchers: they outlive the processes here that read them."""
         self.run("ctl", "sh", "-c", "pkill -f '[c]adenza top|[s]queue' || true")
-
-    def _stream(self, command: list[str]) -> subprocess.Popen[str]:
-        words = [str(CONTAINER / "exec"), "--name", self.name, "ctl", *command]
-        return subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
 
     def recorded(self, names: dict[int, str]) -> tuple[tuple[Stretch, ...], tuple[Switch, ...]]:
         """Return the stretches and switches of these jobs (name by id) from the service's store."""
@@ -140,9 +110,9 @@ class Cluster:
 
 def command_of(job: Job) -> str:
     """Return the job's batch script: one process, or a rank for each of ``ranks`` under torchrun."""
-    start = f"{BIN}/python"
+    start = PYTHON
     if job.ranks > 1:
-        start = f"{BIN}/torchrun --standalone --nproc-per-node={job.ranks}"
+        start = f"{TORCHRUN} --standalone --nproc-per-node={job.ranks}"
     arguments = f"--model {job.model} --iterations {job.iterations} --iteration-s {job.iteration_s} --seed {job.seed}"
     return f"export OMP_NUM_THREADS=1; exec {start} {TRAIN} {arguments} --out {RESULTS}/{job.job}.json"
 
@@ -162,21 +132,3 @@ def allocations(jobs: Sequence[Job], reports: dict[str, dict[str, Any]]) -> tupl
         Stretch(name, report["host"], tuple(report["gpus"]), report["allocated_s"], report["ended_s"])
         for name, report in found
     )
-
-
-def prepare() -> None:
-    """Install the container engine and build the image; both do nothing when there is nothing to do."""
-    _script("ensure-docker")
-    _script("build")
-
-
-def _script(name: str, *arguments: object) -> None:
-    done = subprocess.run([CONTAINER / name, *map(str, arguments)], stdout=subprocess.DEVNULL, check=False)
-    if done.returncode == LACKING:
-        raise SystemExit(LACKING)
-    if done.returncode:
-        raise ClusterError(f"container/{name} ended with exit code {done.returncode}")
-
-
-LACKING = 3
-"""Exit code of the container scripts when the machine lacks something; they have named it."""

@@ -1,4 +1,4 @@
-"""Where the published workloads are: the folder that CADENZA_DATA names, else ``shared/data`` beside the project."""
+"""Published workloads: in the folder that CADENZA_DATA names, else in ``shared/data`` next to the project."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import sys
 from pathlib import Path
 
-BESIDE = Path(__file__).resolve().parents[2] / "shared" / "data"
+DEFAULT = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 def published(name: str) -> Path | None:
     """Return a published file's path, or None where it is not."""
-    path = Path(os.environ.get("CADENZA_DATA", BESIDE)) / name
+    path = Path(os.environ.get("CADENZA_DATA", DEFAULT)) / name
     return path if path.is_file() else None
 
 

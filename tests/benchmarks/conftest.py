@@ -1,8 +1,0 @@
-"""The benchmarks are scripts beside each other: make their pure modules importable."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
