@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from cadenza.sidecar.client.checkpoints import MismatchError, checkpoint, files, rng_state
+from cadenza.sidecar.client import rng_state
+from cadenza.sidecar.client.checkpoints import MismatchError, checkpoint, files
 from cadenza.sidecar.client.errors import UsageError
 
 

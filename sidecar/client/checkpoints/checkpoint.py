@@ -14,8 +14,9 @@ from typing import Any, Self
 
 import torch
 
+from cadenza.sidecar.client import rng_state
 from cadenza.sidecar.client.bootstrap import process
-from cadenza.sidecar.client.checkpoints import reading, rng_state, writing
+from cadenza.sidecar.client.checkpoints import reading, writing
 from cadenza.sidecar.client.checkpoints.collective import Ranks
 from cadenza.sidecar.client.checkpoints.parts import Part
 from cadenza.sidecar.client.checkpoints.reading import Loaded, Skipped
@@ -181,8 +182,14 @@ class Checkpoint:
         self._staging.begin()
         shared = {name: self._staging.take(part.capture(), name) for name, part in self._parts.items()}
         self._staging.finish()
-        own = {"rng": rng_state.capture(), "sampler": None if self._sampler is None else self._sampler.state_dict()}
-        _must_be_json(own["sampler"])
+        state = None if self._sampler is None else self._sampler.state_dict()
+        try:
+            unchanged = json.loads(json.dumps(state)) == state
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"sampler: its state_dict() is not plain JSON: {error}") from None
+        if not unchanged:
+            raise UsageError("sampler: its state_dict() changes when written as JSON (keys must be text, no tuples)")
+        own = {"rng": rng_state.capture(), "sampler": state}
         return writing.Captured({"parts": shared}, own, self._staging.sharded)
 
     def _write(self, step: int, captured: writing.Captured) -> writing.Written:
@@ -250,13 +257,3 @@ def _lines(value: Any, name: str) -> Iterable[str]:
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _lines(item, f"{name}/{key}")
-
-
-def _must_be_json(state: Any) -> None:
-    """Raise UsageError when a sampler's state is not plain JSON."""
-    try:
-        same = json.loads(json.dumps(state)) == state
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"sampler: its state_dict() is not plain JSON: {error}") from None
-    if not same:
-        raise UsageError("sampler: its state_dict() changes when it is written as JSON (keys must be text, no tuples)")

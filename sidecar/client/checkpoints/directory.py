@@ -70,16 +70,11 @@ def marker_of(path: Path) -> Marker:
         raise UnusableError(f"{MARKER} does not have the checksum that it names")
     if marker["schema"] != SCHEMA:
         raise VersionError(f"{path}: is {marker['schema']}, this version reads {SCHEMA}; upgrade cadenza to restore it")
-    files = {name: _entry(name, file) for name, file in marker["files"].items()}
+    for pure in map(PurePosixPath, marker["files"]):
+        if pure.is_absolute() or ".." in pure.parts:  # damage, or malice
+            raise UnusableError(f"{MARKER} names {str(pure)!r}, outside of the checkpoint")
+    files = {name: Entry(int(file["bytes"]), int(file["crc32"])) for name, file in marker["files"].items()}
     return Marker(marker["step"], marker["world_size"], files)
-
-
-def _entry(name: str, file: Any) -> Entry:
-    """Return one file's line of a marker; a name that leaves the checkpoint is damage, or malice."""
-    pure = PurePosixPath(name)
-    if pure.is_absolute() or ".." in pure.parts:
-        raise UnusableError(f"{MARKER} names {name!r}, outside of the checkpoint")
-    return Entry(int(file["bytes"]), int(file["crc32"]))
 
 
 def _checksum(fields: Mapping[str, Any]) -> int:
@@ -140,9 +135,9 @@ def usable(directory: Path, rejected: Collection[Path] = ()) -> Iterable[Place]:
 
 def prune(directory: Path, rejected: Collection[Path]) -> None:
     """Remove all checkpoints but the newest KEEP usable ones; log those that cannot be removed."""
-    kept = {place.path for place in list(usable(directory, rejected))[:KEEP]}
+    newest = {place.path for place in list(usable(directory, rejected))[:KEEP]}
     for place in places(directory):
-        if place.path not in kept:
+        if place.path not in newest:
             try:
                 discard(place.path)
             except OSError as error:

@@ -46,8 +46,13 @@ class OptimizerPart:
         for index, param in self._params(saved):
             for key, value in saved["state"]["state"].get(index, {}).items():
                 if isinstance(value, dict) and SHARDED in value:
-                    name = f"{self._name}: state {key} of parameter {index}"
-                    targets[value[SHARDED]] = _like(param, value, name)
+                    if list(param.shape) != value["size"]:  # other shapes have no placement here
+                        raise MismatchError(
+                            f"{self._name}: state {key} of parameter {index}: is sharded with shape {value['size']}, "
+                            f"its parameter has {list(param.shape)}"
+                        )
+                    empty = torch.empty_like(param, dtype=value["dtype"], requires_grad=False)
+                    targets[value[SHARDED]] = empty
         return targets
 
     def restore(self, saved: Mapping[str, Any], read: Mapping[str, torch.Tensor]) -> None:
@@ -57,8 +62,12 @@ class OptimizerPart:
         state.clear()
         saved_state = {index: values for index, values in wanted.items() if values is not None}
         optimizer.load_state_dict({"state": saved_state, "param_groups": saved["state"]["param_groups"]})
+        # Undo its cast of state to the parameter's dtype: float32 moments of bfloat16 stay exact.
         for index, param in self._params(saved):
-            _keep_dtypes(optimizer.state.get(param), wanted[index])
+            for key, value in (wanted[index] or {}).items():
+                loaded = optimizer.state[param]
+                if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
+                    loaded[key] = value.to(loaded[key].device)
         state.update(optimizer.state)
         for old, new in zip(groups, optimizer.param_groups, strict=True):
             _replace_items(old, new)
@@ -102,13 +111,6 @@ def _placed(value: Any, read: Mapping[str, torch.Tensor], param: torch.Tensor) -
     return type(value)(_placed(item, read, param) for item in value) if type(value) in (list, tuple) else value
 
 
-def _keep_dtypes(loaded: Any, wanted: Any) -> None:
-    """Undo load_state_dict's cast of state to the parameter's dtype: float32 moments of bfloat16 stay exact."""
-    for key, value in (wanted or {}).items():
-        if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
-            loaded[key] = value.to(loaded[key].device)
-
-
 def _replace_items(old: dict[str, Any], new: dict[str, Any]) -> None:
     """Make one group equal to another but keep its tensors, whose addresses captured graphs contain."""
     for key, value in new.items():
@@ -120,10 +122,3 @@ def _replace_items(old: dict[str, Any], new: dict[str, Any]) -> None:
             old[key] = value
     for key in old.keys() - new.keys():
         del old[key]
-
-
-def _like(param: torch.Tensor, saved: Mapping[str, Any], name: str) -> torch.Tensor:
-    """Return an empty tensor for a sharded one of its parameter's shape; other shapes have no placement here."""
-    if list(param.shape) != saved["size"]:
-        raise MismatchError(f"{name}: is sharded with shape {saved['size']}, its parameter has {list(param.shape)}")
-    return torch.empty_like(param, dtype=saved["dtype"], requires_grad=False)

@@ -91,7 +91,14 @@ class _Reader(FileSystemReader):
             for chunk in tensor["chunks"]:
                 place = _StorageInfo(Path(chunk["file"]).name, chunk["start"], chunk["length"])
                 places[MetadataIndex(name, chunk["offsets"])] = place
-        tensors: dict[str, Any] = {name: _metadata(tensor) for name, tensor in index.items()}
+        tensors: dict[str, Any] = {}
+        for name, tensor in index.items():
+            dtype = getattr(torch, tensor["dtype"])
+            if not isinstance(dtype, torch.dtype):
+                raise CheckpointError(f"{INDEX} names a dtype {tensor['dtype']!r}")
+            chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in tensor["chunks"]]
+            properties = TensorProperties(dtype=dtype)
+            tensors[name] = TensorStorageMetadata(properties, torch.Size(tensor["size"]), chunks)
         return Metadata(state_dict_metadata=tensors, storage_data=places)
 
 
@@ -104,12 +111,3 @@ def _index_entry(name: str, tensor: TensorStorageMetadata, written: Mapping[Meta
         chunks.append({**shape, "file": place.relative_path, "start": place.offset, "length": place.length})
     dtype = str(tensor.properties.dtype).removeprefix("torch.")
     return {"dtype": dtype, "size": list(tensor.size), "chunks": chunks}
-
-
-def _metadata(tensor: Mapping[str, Any]) -> TensorStorageMetadata:
-    """Return the metadata of one entry of the index."""
-    dtype = getattr(torch, tensor["dtype"])
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"{INDEX} names a dtype {tensor['dtype']!r}")
-    chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in tensor["chunks"]]
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(tensor["size"]), chunks)

@@ -55,7 +55,9 @@ class Staging:
     def _tensor(self, tensor: torch.Tensor, name: str) -> Any:
         """Return a tensor's copy, one for all tensors with the same memory; a sharded one is saved separately."""
         if is_sharded(tensor):
-            self.sharded[name] = self._sharded_copy(tensor)
+            # With ``keep`` its local part must not change during the write.
+            copy = tensor if not self._keep else tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
+            self.sharded[name] = copy
             return {SHARDED: name, "dtype": tensor.dtype, "size": list(tensor.shape)}
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta:
             kind = type(tensor).__name__ if type(tensor) is not torch.Tensor else str(tensor.layout)
@@ -75,10 +77,6 @@ class Staging:
             pinned = tensor.device.type == "cuda"
             copy = self._copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
         return copy.copy_(tensor, non_blocking=True)
-
-    def _sharded_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a DTensor whose local part does not change during the write."""
-        return tensor if not self._keep else tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
 
 
 def is_sharded(tensor: object) -> bool:

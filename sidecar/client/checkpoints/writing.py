@@ -62,7 +62,12 @@ def write(directory: Path, step: int, captured: Captured, ranks: Ranks, rejected
         ranks.rank_0(lambda: store.complete(place, ranks.size, listed))
     except Exception as error:
         if ranks.rank == 0:
-            _undo(folder)
+            try:
+                shutil.rmtree(folder)  # frees its space; if this fails, the next save tries again
+            except FileNotFoundError:
+                pass
+            except OSError as failure:
+                _log.warning("an unfinished checkpoint could not be removed: %s", failure)
         cause = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
         raise SaveError(f"step {step} is not saved, earlier ones are untouched: {cause or repr(error)}") from error
     # 4. Remove checkpoints that are no longer needed.
@@ -110,12 +115,3 @@ def _no_inner_checksums() -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
-
-
-def _undo(folder: Path) -> None:
-    """Remove an unfinished checkpoint to free its space; if that fails, the next save tries again."""
-    try:
-        if folder.is_dir():
-            shutil.rmtree(folder)
-    except OSError as error:
-        _log.warning("an unfinished checkpoint could not be removed: %s", error)

@@ -106,7 +106,8 @@ class CachedDataset(Dataset[Any]):
                 self._store = None
         # 2. Take the cached items.
         numbers = [self._number(index) for index in indices]
-        items = [self._cached(number) for number in numbers]
+        payloads = [self._store.read(number) if self._store is not None and number >= 0 else None for number in numbers]
+        items = [_ABSENT if payload is None else item_codec.decode(payload) for payload in payloads]
         missing = [at for at, item in enumerate(items) if item is _ABSENT]
         # 3. Read the others from the dataset, together if it can do that, and offer them to the cache.
         read_together = getattr(self.dataset, "__getitems__", None)
@@ -128,11 +129,6 @@ class CachedDataset(Dataset[Any]):
         except TypeError:
             return -1
         return number if 0 <= number < self._length else -1
-
-    def _cached(self, number: int) -> Any:
-        """Return an item from the cache, or _ABSENT."""
-        payload = self._store.read(number) if self._store is not None and number >= 0 else None
-        return _ABSENT if payload is None else item_codec.decode(payload)
 
     def _keep(self, number: int, item: object) -> bool:
         """Offer an item to the cache; return False when its format cannot store it."""

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from cadenza.sidecar.client import rng_state
 from cadenza.sidecar.client.clock import monotonic_ns
 from cadenza.sidecar.client.data import seeds
 from cadenza.sidecar.client.data.loader_worker import Reader, Task
@@ -136,24 +137,26 @@ class ElasticDataLoader(DataLoader[T_co]):
             base = state.base
             if base is None:  # drawn as DataLoader draws it, at the same moment
                 base = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator).item())
-            tasks = _skip(_tasks(indices, base, state.round), state.position)
+            tasks = _tasks(indices, base, state.round)
+            # Skip earlier batches, and draw the next one now: a sampler draws random numbers with its first index.
+            tasks = itertools.chain(list(itertools.islice(tasks, state.position, state.position + 1)), tasks)
         if self.persistent_workers:
             self._next = NextEpoch(base, state.round + 1)
         # 3. Begin with the workers kept from the last epoch if their number is right, else with new ones.
         self._epoch = state
-        kept, self._kept = self._kept, None
-        if kept is not None and kept.size == self.num_workers:
-            kept.restart(tasks)
-            self._kept = kept
-            return Epoch(self, state, kept, tasks)
-        if kept is not None:
-            kept.close()
+        former, self._kept = self._kept, None
+        if former is not None and former.size == self.num_workers:
+            former.restart(tasks)
+            self._kept = former
+            return Epoch(self, state, former, tasks)
+        if former is not None:
+            former.close()
         return Epoch(self, state, self.start_workers(tasks), tasks)
 
     def _begin(self, coming: NextEpoch) -> EpochState:
         """Return a new epoch with the state of all random numbers."""
         generators = [generator.get_state() for generator in self._generators()]
-        return EpochState(coming.base, coming.round, generators, seeds.capture())
+        return EpochState(coming.base, coming.round, generators, rng_state.capture(cuda=False))
 
     def _generators(self) -> list[torch.Generator]:
         """Return the loader's generator and the samplers' own, each once."""
@@ -305,18 +308,12 @@ def _tasks(indices: Iterator[Any], base: int, round_: int) -> Iterator[Task]:
         yield seeds.BatchKey(base, round_, number), batch
 
 
-def _skip(tasks: Iterator[Task], count: int) -> Iterator[Task]:
-    """Drop the first tasks, and draw the next one now: a sampler draws its random numbers with its first index."""
-    head = list(itertools.islice(tasks, count, count + 1))
-    return itertools.chain(head, tasks)
-
-
 @contextlib.contextmanager
 def _at(state: EpochState, generators: list[torch.Generator]) -> Iterator[None]:
     """Set the random numbers to the beginning of an epoch; the global ones only within this context."""
     _set(generators, state.generators)
     with seeds.generators_preserved():
-        seeds.install(state.randoms)
+        rng_state.restore(state.randoms)
         yield
 
 

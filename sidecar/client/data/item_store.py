@@ -146,7 +146,11 @@ class Store:
             filled = -1
         if filled == length and _intact(record, item):
             return memoryview(record)[HEAD.size :]
-        self._drop(item, start)
+        # Remove the entry of a damaged record; its bytes stay counted until the budget is lowered.
+        with self._exclusive() as words:
+            if words[at] == start:
+                words[at] = 0
+                words[ITEMS] -= 1
         return None
 
     # --- writing -------------------------------------------------------------------------------------------
@@ -163,7 +167,9 @@ class Store:
         length = HEAD.size + sum(len(part) for part in payload)
         if length > min(self.room + HEAD.size, MAX_RECORD):
             return False
-        record = _record(item, b"".join(payload))
+        body = b"".join(payload)
+        check = zlib.crc32(body, zlib.crc32(TAIL.pack(item, len(body))))
+        record = HEAD.pack(MAGIC, check, item, len(body)) + body
         with self._exclusive() as words:
             used, at = words[USED], HEADER_WORDS + 2 * item
             if words[at] or words[FULL] or used + length > words[BUDGET]:
@@ -198,23 +204,15 @@ class Store:
             if words[USED] <= budget:
                 return
             entries = words[HEADER_WORDS:]
-            end = kept = 0
+            end = count = 0
             for at in range(0, len(entries), 2):
                 stop = entries[at] - 1 + entries[at + 1] if entries[at] else 0
                 if stop > budget:
                     entries[at] = 0
                 elif stop:
-                    end, kept = max(end, stop), kept + 1
+                    end, count = max(end, stop), count + 1
             os.ftruncate(self._items, end)
-            words[USED], words[ITEMS] = end, kept
-
-    def _drop(self, item: int, start: int) -> None:
-        """Remove the entry of a damaged record; its bytes stay counted until the budget is lowered."""
-        with self._exclusive() as words:
-            at = HEADER_WORDS + 2 * item
-            if words[at] == start:
-                words[at] = 0
-                words[ITEMS] -= 1
+            words[USED], words[ITEMS] = end, count
 
     def count(self, hits: int, misses: int, unfit: int = 0) -> None:
         """Add to the counts of all processes."""
@@ -228,12 +226,6 @@ class Store:
         with self._exclusive() as words:
             length, items, used, budget, hits, misses, unfit, full = (words[at] for at in STATS)
         return Stats(length, items, used, budget, hits, misses, unfit, bool(full))
-
-
-def _record(item: int, payload: bytes) -> bytes:
-    """Return a record: the head and the payload."""
-    check = zlib.crc32(payload, zlib.crc32(TAIL.pack(item, len(payload))))
-    return HEAD.pack(MAGIC, check, item, len(payload)) + payload
 
 
 def _intact(record: bytearray, item: int) -> bool:

@@ -17,7 +17,7 @@ try:
 except ImportError:  # torch runs without it
     np = None
 
-__all__ = ["BatchKey", "capture", "generators_preserved", "install", "np"]
+__all__ = ["BatchKey", "generators_preserved", "np"]
 
 SEED_BYTES = 8
 NUMPY_WORDS = 4
@@ -50,31 +50,6 @@ class BatchKey:
         if np is not None:
             words = digest[SEED_BYTES:]
             np.random.seed([int.from_bytes(words[at : at + 4], "little") for at in range(0, len(words), 4)])
-
-
-def capture() -> dict[str, Any]:
-    """Return the state of the three global generators as tensors and lists, fit for a weights-only checkpoint."""
-    version, words, gauss = random.getstate()
-    numbers: list[Any] = []
-    if np is not None:
-        state: Any = np.random.get_state()
-        name, keys, at, has_gauss, cached = state
-        numbers = [str(name), torch.tensor(keys.tolist(), dtype=torch.int64), int(at), int(has_gauss), float(cached)]
-    return {
-        "torch": torch.get_rng_state(),
-        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
-        "numpy": numbers,
-    }
-
-
-def install(state: dict[str, Any]) -> None:
-    """Set the three global generators to a captured state."""
-    torch.set_rng_state(state["torch"].cpu())
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
-    if np is not None and state["numpy"]:
-        name, keys, at, has_gauss, cached = state["numpy"]
-        np.random.set_state((name, np.array(keys.tolist(), dtype=np.uint32), at, has_gauss, cached))
 
 
 @contextlib.contextmanager

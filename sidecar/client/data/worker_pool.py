@@ -114,7 +114,11 @@ class WorkerPool:
         for worker in self._workers:
             if worker.sentinel in ending:
                 worker.join(JOIN_S)  # its files are closed, so it ends within microseconds
-        return [f"{worker.pid} ({_ending(worker.exitcode)})" for worker in self._workers if not worker.is_alive()]
+        ends = [(worker.pid, worker.exitcode or 0) for worker in self._workers if not worker.is_alive()]
+        return [
+            f"{pid} (exit code {code})" if code >= 0 else f"{pid} (killed by {signal.Signals(-code).name})"
+            for pid, code in ends
+        ]
 
     def close(self) -> None:
         """End the workers and wait for them, as DataLoader does; one that hangs for some seconds is killed."""
@@ -152,13 +156,6 @@ def _own_workers(batches: Any) -> list[BaseProcess]:
         signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]  # noqa: SLF001
         batches._worker_pids_set = False  # noqa: SLF001
     return list(getattr(batches, "_workers", ()))
-
-
-def _ending(code: int | None) -> str:
-    """Return how a process ended, in words."""
-    if code is None or code >= 0:
-        return f"exit code {code}"
-    return f"killed by {signal.Signals(-code).name}"
 
 
 _open_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()

@@ -146,5 +146,5 @@ class LightningHooks:
             "optimizers": list(trainer.optimizers),
             "scaler": getattr(trainer.precision_plugin, "scaler", None),
             "gathered": containers(module),
-            "callbacks": {name: kept for name, kept in others.items() if kept is not vars(self)},
+            "callbacks": {name: state for name, state in others.items() if state is not vars(self)},
         }

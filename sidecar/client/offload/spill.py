@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -58,7 +58,8 @@ class SpillFile:
         try:
             for place, raw, window in self._pieces():
                 window.copy_(raw)
-                end = place + _write(file, window, place)
+                _transfer(lambda data, at: os.pwrite(file, data, at), window, place)
+                end = place + window.nbytes
                 if end - synced >= SYNC_BYTES:
                     synced = _settle(file, synced, end)
             _settle(file, synced, end)
@@ -76,11 +77,12 @@ class SpillFile:
 
         Raises RestoreError when the file cannot be read, and torch's errors when a device is too full.
         """
+        file = self._file.fileno()
         try:
             for segment in self._segments:
                 segment.storage.resize_(segment.nbytes)
             for place, raw, window in self._pieces():
-                _read(self._file.fileno(), window, place)
+                _transfer(lambda data, at: os.preadv(file, [data], at), window, place)
                 raw.copy_(window)
         except OSError as error:
             raise RestoreError(f"the state cannot be read back from disk: {error.strerror}") from None
@@ -105,28 +107,15 @@ class SpillFile:
                     place += piece.nbytes
 
 
-def _write(file: int, window: torch.Tensor, place: int) -> int:
-    """Write the window at an offset; return its bytes."""
-    left = _memory(window)
+def _transfer(call: Callable[[memoryview, int], int], window: torch.Tensor, offset: int) -> None:
+    """Write or read the whole window at an offset of the file, in as many calls as it takes."""
+    # Torch itself shows a tensor's bytes to NumPy only.
+    left = memoryview((ctypes.c_char * window.nbytes).from_address(window.data_ptr())).cast("B")
     while left:
-        count = os.pwrite(file, left, place)
-        left, place = left[count:], place + count
-    return window.nbytes
-
-
-def _read(file: int, window: torch.Tensor, place: int) -> None:
-    """Fill the window from an offset."""
-    left = _memory(window)
-    while left:
-        count = os.preadv(file, [left], place)
+        count = call(left, offset)
         if not count:
             raise OSError(0, "the file is too short")
-        left, place = left[count:], place + count
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    """Return a host tensor's bytes, valid as long as it lives; torch itself shows them to NumPy only."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+        left, offset = left[count:], offset + count
 
 
 def _settle(file: int, start: int, end: int) -> int:
