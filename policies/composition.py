@@ -27,7 +27,7 @@ from cadenza.policies.sharing.turns.slurm_sync import release_plan
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
-    """What an admin sets for the policies of this package. Times in seconds."""
+    """Settings of a policy: everything that changes a decision besides the names. Times in seconds."""
 
     partitions: frozenset[str] = frozenset()
     starvation_s: float = 1000 * 3600.0
@@ -36,7 +36,7 @@ class PolicySettings:
     margin: float = 0.0
     evaluations: int = 200
     backfill: bool = True
-    """Whether an allocation that can may run jobs past the runnable ones on what is left."""
+    """True if an allocation may run jobs past the runnable ones on free resources."""
     usage_half_life_s: float = 7 * 86400.0
     """Slurm's default PriorityDecayHalfLife."""
     shares: Mapping[str, float] = field(default_factory=dict)
@@ -265,7 +265,7 @@ def _taken(jobs: tuple[Job, ...]) -> dict[str, tuple[int, int, int]]:
 
 
 def _wants(job: Job) -> bool:
-    """Whether a managed job wants GPUs and is not held by its owner."""
+    """Return True if a managed job wants GPUs and is not held by its owner."""
     state = job.state
     if state == "PENDING":
         return job.gpus > 0 and (job.slurm_priority != 0 or (job.options is not None and job.options.held))
@@ -313,7 +313,7 @@ def _concerned(case: Case, placements: Mapping[JobKey, Placement], running: Iter
 def _change(job: Job, wanted: Placement) -> Action:
     key, has = job.key, job.placement
     if len(has) == len(wanted) and all(a.node == b.node and a.gpus == b.gpus for a, b in zip(has, wanted, strict=True)):
-        why = "its CPUs and memory follow its profile and its neighbours"
+        why = "its CPUs and memory follow its profile and its neighbors"
         return Tune(key, wanted, why, caches_mb(job, wanted))
     return Migrate(key, wanted, "other nodes give more throughput in all")
 
@@ -353,13 +353,13 @@ def _steered(job: Job, memory: Memory, lanes: Mapping[str, str]) -> Job:
 
 
 def _is_so(action: Action, snapshot: ClusterSnapshot) -> bool:
-    """Whether a job has been placed there already and Slurm only has to start it."""
+    """Return True if a job has been placed there already and Slurm only has to start it."""
     job = snapshot.job(action.job) if isinstance(action, Place) else None
     return job is not None and isinstance(action, Place) and not job.held and job.required_nodes == action.nodes
 
 
 def _enough(action: Action, snapshot: ClusterSnapshot) -> Action:
-    """Return a placement with no less memory than its job asked for, nor CPUs where nobody knows what they bring."""
+    """Return a placement with at least the memory that its job asked for, and the CPUs if its profile is unknown."""
     job = snapshot.job(action.job) if isinstance(action, Place | Migrate) else None
     if job is None or not isinstance(action, Place | Migrate) or not action.shares:
         return action

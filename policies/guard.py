@@ -1,4 +1,4 @@
-"""Which actions may leave: kill switch, scope, opt-in, rate, run time, observe-only, in this order."""
+"""Rules for actions to leave: kill switch, scope, opt-in, rate, run time, observe-only, in this order."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ OBSERVE = 'observe-only: nothing is done until the mode is "apply"'
 
 
 class _Case:
-    """What the rules look up; every rule returns the sentence that blocks, or ""."""
+    """Facts that the rules look up; every rule returns the sentence that blocks, or ""."""
 
     def __init__(self, snapshot: ClusterSnapshot, memory: Memory, settings: GuardSettings) -> None:
         self.jobs = snapshot.by_key
@@ -90,7 +90,7 @@ class _Case:
         return ""
 
     def undoes(self, action: Action) -> bool:
-        """Whether the action only takes back what Cadenza did, or keeps a lane shut."""
+        """Return True if the action only undoes an action of Cadenza, or keeps a lane shut."""
         if isinstance(action, DrainNode):
             node = self.nodes.get(action.node)
             return node is not None and node.lane > 0
@@ -160,7 +160,7 @@ class _Case:
         return ""
 
     def _makes_way(self, job: Job) -> bool:
-        """Whether an exclusive job or one of higher priority wants the job's GPUs."""
+        """Return True if an exclusive job or one of higher priority wants the job's GPUs."""
         gpus = set(job.lease.gpus) if job.lease is not None else set()
         return any(
             other.lease is not None

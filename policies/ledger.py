@@ -1,4 +1,4 @@
-"""What to remember of the actions that really left: the policy's memory, kept true to the snapshot."""
+"""Ledger of the actions that left: the policy's memory, kept true to the snapshot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from cadenza.policies.sharing.state.groups import after
 def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapshot) -> Memory:
     """Return ``memory`` with this round's allowed actions added and everything that is over dropped.
 
-    A suspend that never took effect, or that somebody undid, is forgotten at the next round because the
+    A suspend that never took effect, or that an admin undid, is forgotten at the next round because the
     snapshot does not show it; so no action needs to be undone here when it fails.
     """
     acted = tuple(actions)
@@ -60,7 +60,7 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
 
 
 def _still_ours(key: JobKey, job: Job) -> bool:
-    """Whether a suspend of ours still matters to a job.
+    """Return True if a suspend of ours still matters to a job.
 
     Slurm requeues a suspended job into a hold, so it matters until that incarnation has been released as well.
     """

@@ -42,7 +42,7 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("las", "ordering", "least attained GPU service first", SYNERGY + " §5; Tiresias, NSDI'19 §3"),
     Entry("ftf", "ordering", "worst finish-time fairness first", "Themis, NSDI'20 §3"),
     Entry("ftf-coded", "ordering", "finish-time fairness ascending, the least behind first", CODE),
-    Entry("tiresias", "ordering", "two-dimensional LAS in discretised queues", "Tiresias, NSDI'19 §3"),
+    Entry("tiresias", "ordering", "two-dimensional LAS in discretized queues", "Tiresias, NSDI'19 §3"),
     Entry("gavel", "ordering", "max-min throughput over GPU types, by time received", "Gavel, OSDI'20 §4"),
     Entry("fairshare", "ordering", "users and accounts by usage over shares", "Slurm, classic fair share"),
     Entry(
@@ -54,7 +54,7 @@ ENTRIES: tuple[Entry, ...] = (
         steady=True,
     ),
     Entry("greedy", "allocation", "first fit of best-case demand, else skipped", SYNERGY, backfills=True),
-    Entry("tune", "allocation", "best fit of best-case demand, neighbours give back", SYNERGY, steady=True),
+    Entry("tune", "allocation", "best fit of best-case demand, neighbors give back", SYNERGY, steady=True),
     Entry("tune-coded", "allocation", "TUNE as the published simulator does it", CODE, steady=True),
     Entry("opt", "allocation", "ILP over the profile matrix, then placement with few split jobs", SYNERGY, steady=True),
     Entry("drf", "allocation", "least dominant share first, then greedy", "DRF, NSDI'11; " + SYNERGY, backfills=True),

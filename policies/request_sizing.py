@@ -1,9 +1,9 @@
-"""What a pending job should ask of Slurm, by its profile: enough to be fast wherever it starts, and no more.
+"""Requests of pending jobs by their profiles: enough to be fast wherever they start, and no more.
 
 Slurm starts a job where its whole request is free, so asking for the best case of a profile would let GPUs idle for
 want of CPUs (Synergy, OSDI'22, §3, on GREEDY). A job therefore asks for the fewest CPUs with which it is as fast as
-with its proportional share, or as with what its user asked for where that is faster; what is free beside it comes by
-tuning once it runs. Memory is only raised: a process that needs more than its job's limit is killed.
+with its proportional share, or as with its user's request if that is faster; free CPUs come by tuning once it runs.
+Memory is only raised: a process that needs more than its job's limit is killed.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Clock(Protocol):
 
 
 class Store(Protocol):
-    """What outlives a round."""
+    """Record that outlives a round."""
 
     def memory(self) -> Memory:
         """Return the memory of the last recorded decision."""
@@ -53,7 +53,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """What one round did."""
+    """Report of one round."""
 
     number: int
     snapshot: ClusterSnapshot

@@ -1,1 +1,1 @@
-"""What a policy sees and says: snapshot, actions, decision, profile."""
+"""Values that a policy sees and returns: snapshot, actions, decision, profile."""

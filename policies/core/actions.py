@@ -1,4 +1,4 @@
-"""What a decision may order: one value for each kind of action, with its reason, and what became of it."""
+"""Actions of a decision, one value for each kind, with its reason; and the outcome of an action."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Place:
     cpus_per_task: int | None = None
     memory_per_node_mb: int | None = None
     shares: Placement = ()
-    """What each node gives, where an allocation says so; empty: what the job asked for."""
+    """Share of each node, where an allocation says so; empty: the job's own request."""
     resize: bool = False
     """Also change the job's numbers of GPUs and nodes, and its CPUs and memory with them, to ``shares``."""
     elsewhere: bool = False
@@ -97,7 +97,7 @@ class Tune:
     shares: Placement
     reason: str
     caches_mb: tuple[int | None, ...] = ()
-    """What the job's caches may take of each share's memory; None, or empty: what they asked for."""
+    """Memory of each share that the job's caches may take, MB; None, or empty: as much as they asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ Action: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one applied action; ``error`` says what and who must act when it failed."""
+    """Outcome of one applied action; ``error`` names the failure and who must act."""
 
     ok: bool
     error: str = ""

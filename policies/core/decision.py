@@ -1,4 +1,4 @@
-"""What a policy returns: the actions, a reason for each job, and what to remember until the next round."""
+"""Result of a policy: the actions, a reason for each job, and the memory for the next round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cadenza.policies.core.move import Move
 
 
 class Alone(NamedTuple):
-    """How a job ran when it last had its GPUs alone; None where nobody says."""
+    """Measurements of a job when it last had its GPUs alone; None where they are unknown."""
 
     job: JobKey
     iteration_s: float
@@ -38,13 +38,13 @@ class Lost(NamedTuple):
 
 
 class Loan(NamedTuple):
-    """How a job runs that lends CPUs of its own, or did; iteration times in seconds, 0: not known."""
+    """Measurements of a job that lends CPUs of its own, or did; iteration times in seconds, 0: not known."""
 
     job: JobKey
     phase: Literal["lends", "checks", "keeps"] = "lends"
     """*checks*: it has its own back to be compared with; *keeps*: lending slowed it."""
     cpus: int = 0
-    """What it has in the stretch that is being measured."""
+    """CPUs that it has in the stretch that is being measured."""
     since_s: float = 0.0
     """When that stretch began, seconds since the epoch."""
     iterations: int = 0
@@ -53,7 +53,7 @@ class Loan(NamedTuple):
     """The job's pace at the mark from which it is measured: iterations, the time in them, and that of the window."""
     lent_s: float = 0.0
     own_s: float = 0.0
-    """What it is held to: as its profile promises, then as measured with its own CPUs."""
+    """Its reference: the promise of its profile, then the measurement with its own CPUs."""
     judged_s: float = 0.0
     """When it was measured with its own CPUs, seconds since the epoch; 0: never."""
 
@@ -69,19 +69,19 @@ class Growth(NamedTuple):
     at_s: float
     """When it grew, or was found not to have gained by it, seconds since the epoch."""
     vain: str = ""
-    """What was measured of a growth that did not pay; empty before that."""
+    """Measurement of a growth that did not pay; empty before that."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharingMemory:
-    """What Gandiva's introspective functions remember: pairs instead of mappings, so that any store can keep it."""
+    """Memory of Gandiva's introspective functions: pairs instead of mappings, so that any store can keep it."""
 
     packs: tuple[tuple[JobKey, ...], ...] = ()
     """Jobs that we packed; who joined last comes first."""
     lost: tuple[Lost, ...] = ()
     """Pairs that did not pay lately, in order of keys; those of two models outlive their jobs."""
     alone: tuple[Alone, ...] = ()
-    """How live jobs ran alone, in order of keys."""
+    """Measurements of live jobs alone, in order of keys."""
     moved_s: tuple[tuple[int, float], ...] = ()
     """When the job with this id was last migrated or resized."""
     spare_s: tuple[tuple[str, float], ...] = ()
@@ -98,10 +98,10 @@ class SharingMemory:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a decision may remember of earlier ones; kept by the store, never by a policy."""
+    """Facts that a decision may remember of earlier ones; kept by the store, never by a policy."""
 
     suspended: frozenset[JobKey] = frozenset()
-    """Jobs that we suspended in Slurm: somebody else's suspend is not ours to undo."""
+    """Jobs that we suspended in Slurm: the suspend of an admin or owner is not ours to undo."""
     placed: frozenset[JobKey] = frozenset()
     """Held jobs that we have released: a later hold is the owner's and stays."""
     drained: frozenset[str] = frozenset()
@@ -121,7 +121,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do now, what to remember, and one readable sentence for each managed job."""
+    """Actions of a round, the memory after it, and one readable sentence for each managed job."""
 
     actions: tuple[Action, ...]
     memory: Memory

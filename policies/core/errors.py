@@ -1,4 +1,4 @@
-"""What can be wrong with what policies are given; the message names file, line or key."""
+"""Errors in the input of policies; the message names file, line or key."""
 
 
 class PolicyError(Exception):
@@ -10,7 +10,7 @@ class InputError(PolicyError):
 
 
 class SolverError(PolicyError):
-    """An optimiser found no solution where one must exist: a bug, to be reported with its input."""
+    """An optimizer found no solution where one must exist: a bug, to be reported with its input."""
 
 
 class SimulationError(PolicyError):

@@ -26,11 +26,11 @@ class Gpu(NamedTuple):
     """One physical GPU: lanes of a host share these, so a lane never appears in it."""
 
     host: str
-    index: int  # type: ignore[assignment] # hides tuple.index, which nobody calls on a GPU
+    index: int  # type: ignore[assignment] # hides tuple.index, which is never called on a GPU
 
 
 class Share(NamedTuple):
-    """What one node gives to a job. Memory in MB."""
+    """Resources that one node gives to a job. Memory in MB."""
 
     node: str
     gpus: int
@@ -48,13 +48,13 @@ LeaseState: TypeAlias = Literal["waiting", "held", "stopping", "yielded"]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user asked for, from the job comment's ``cadenza`` key."""
+    """Options that the user set, from the job comment's ``cadenza`` key."""
 
     share: bool = True
     min_gpus: int | None = None
     max_gpus: int | None = None
     batch: Literal["global", "per-gpu"] = "global"
-    """What stays the same on another number of GPUs, the whole batch or each GPU's part; the script's to heed."""
+    """Batch size that stays the same on another number of GPUs: the whole one, or each GPU's. The script follows it."""
     model: str | None = None
     priority: int = 0
     iterations: int | None = None
@@ -91,7 +91,7 @@ class JobUsage(msgspec.Struct, frozen=True):
 
 
 class StepRate(NamedTuple):
-    """How fast a job runs in its present company: since who uses its GPUs with it last changed. Times in seconds.
+    """Speed of a job since the set of jobs on its GPUs last changed. Times in seconds.
 
     A job that does not run has the pace of the last time.
     """
@@ -105,12 +105,12 @@ class StepRate(NamedTuple):
     data_wait: float = 0.0
     """Share of the iteration time that it was blocked in its loader, 0 to 1."""
     co_runners: tuple[JobKey, ...] = ()
-    """Who ran on its GPUs meanwhile, in order; empty: it had them alone."""
+    """Other jobs that ran on its GPUs in this time, in order; empty: it had them alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What the agents say of one job's right to its GPUs; times in seconds.
+    """A job's right to its GPUs, as the agents report it; times in seconds.
 
     ``state``: *waiting* never ran, *held* may use the GPUs, *stopping* is asked to yield and has not yet,
     *yielded* has moved its state to host memory. ``vtime_s`` is held time over weight, the current
@@ -137,22 +137,22 @@ class Lease:
     use: JobUsage | None = None
     """None: nothing was measured yet."""
     requeue_owner: str = ""
-    """Who requeues the job by a signal handler of its own, such as *lightning*: it is not ours to requeue."""
+    """Framework that requeues the job by a signal handler, such as *lightning*: it is not ours to requeue."""
     checkpoints: bool = False
-    """Every rank can save a checkpoint on order, and nobody else requeues the job."""
+    """True if every rank can save a checkpoint on order, and no framework requeues the job."""
     lost: str = ""
     """Why the job cannot go on with what it has, if so: only a requeue helps."""
     saved: bool = False
     """Every rank stands at the same boundary with a complete checkpoint, ready to be requeued."""
     pace: StepRate | None = None
-    """None: it has not run yet, or nobody measured it."""
+    """None: it has not run yet, or was not measured."""
     cpus_per_gpu: float | None = None
-    """What the agents have tuned it to, on the host where that is least; 0 where they could not. None: not tuned."""
+    """CPUs for each GPU that the agents have set, on the host with the fewest; 0: they could not. None: not tuned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a job is, as of ``at_s``; what changes evenly is given as a rate, so that a record stays true for long.
+    """Progress of a job at ``at_s``; even changes are rates, so that a record stays true for long.
 
     *Work* is counted in seconds at the proportional share of the job's profile.
     """
@@ -160,7 +160,7 @@ class Progress:
     at_s: float
     """Seconds since the epoch."""
     total_s: float | None = None
-    """The job's whole work; None when nobody knows."""
+    """The job's whole work; None when it is unknown."""
     done_s: float = 0.0
     attained_s: float = 0.0
     """Time that it has had its GPUs; times its GPUs this is the attained service of LAS."""
@@ -198,12 +198,12 @@ class Progress:
 
 
 class SlurmState(NamedTuple):
-    """What may change with Slurm alone while a job is on its way: one short look shows it."""
+    """Facts that only Slurm changes while a job is on its way: one short query returns them."""
 
     state: JobState
     held: bool
     eligible: bool
-    """Whether Slurm may start it now, if it is not held."""
+    """True if Slurm may start it now, unless it is held."""
 
 
 class Relocating(NamedTuple):
@@ -238,11 +238,11 @@ class Job:
     time_limit_s: float | None = None
     """None: no limit, or the partition's."""
     command: str = ""
-    """What a batch job runs: the path of its script and the script's arguments."""
+    """Command of a batch job: the path of its script and the script's arguments."""
     tasks: int = 1
     slurm_priority: int = 0
     eligible_s: float | None = None
-    """Of a pending job: when Slurm may start it at the earliest, as after a requeue; None: at once, or not known."""
+    """Earliest start of a pending job, as after a requeue; None: at once, or not known."""
     nodes: tuple[str, ...] = ()
     """Slurm node names (lanes) of a running or suspended job."""
     required_nodes: tuple[str, ...] = ()
@@ -256,22 +256,22 @@ class Job:
     lease: Lease | None = None
     """None: no agent knows the job."""
     profile: Profile | None = None
-    """None: nobody measured its model, so it gets its proportional share."""
+    """None: its model was not measured, so it gets its proportional share."""
     profile_note: str = ""
-    """Where the profile is from, or why the job has none."""
+    """Source of the profile, or the reason why the job has none."""
     placement: Placement = ()
-    """What a running job has now; empty when the books show no more than ``nodes``."""
+    """Shares of a running job; empty when Slurm shows no more than ``nodes``."""
     progress: Progress | None = None
     relocating: Relocating | None = None
 
     @property
     def opted_in(self) -> bool:
-        """Whether the user asked for sharing and the job can be managed."""
+        """Return True if the user asked for sharing and the job can be managed."""
         return self.options is not None and self.options.share and not self.unmanageable
 
     @property
     def held(self) -> bool:
-        """Whether the job is pending because somebody holds it."""
+        """Return True if the job is pending because its owner, an admin or Cadenza holds it."""
         return self.state == "PENDING" and self.slurm_priority == 0
 
     def slurm_state(self, now_s: float) -> SlurmState:
@@ -311,7 +311,7 @@ class Host:
     memory_mb: int = 0
     memory_free_mb: int = 0
     lacks: tuple[str, ...] = ()
-    """What its agent's settings ask for and the machine cannot do."""
+    """Functions that its agent's settings ask for and the machine lacks."""
     prefetched: tuple[JobKey, ...] = ()
     """Jobs on their way to it whose files it has read, as far as it could."""
 

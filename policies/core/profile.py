@@ -27,19 +27,19 @@ REFERENCE = Reference()
 
 
 class Match(NamedTuple):
-    """Which jobs a profile is for besides those that name its model: shell patterns, all that are there must fit."""
+    """Jobs that a profile is for besides those that name its model: shell patterns, all of which must fit."""
 
     name: str = ""
-    """Of the job's name in Slurm."""
+    """Pattern of the job's name in Slurm."""
     command: str = ""
-    """Of what it runs: the path of its batch script and the script's arguments."""
+    """Pattern of its command: the path of its batch script and the script's arguments."""
 
 
 UNMATCHED = Match()
 
 
 class Demand(NamedTuple):
-    """What a job takes for each of its GPUs."""
+    """Memory that a job takes for each of its GPUs."""
 
     cpus: float
     memory_gb: float
@@ -77,7 +77,7 @@ class Profile:
     """Best-case demand as its publisher states it; None: the least grid point of full speed."""
     match: Match = UNMATCHED
     together: Mapping[str, float] = field(default_factory=dict, repr=False)
-    """Throughput beside another model on the same GPUs, over that of turns, as measured by `cadenza profile pair`; by
+    """Throughput with another model on the same GPUs, over that of turns, as measured by `cadenza profile pair`; by
     the other's name."""
     siblings: Mapping[str, Profile] = field(default_factory=dict, repr=False)
     """The same model on other GPU types, by type; these have no siblings of their own, so that records end."""

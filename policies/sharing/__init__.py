@@ -1,1 +1,1 @@
-"""How jobs share GPUs over time (Gandiva, OSDI'18)."""
+"""Sharing of GPUs over time (Gandiva, OSDI'18)."""

@@ -1,8 +1,8 @@
-"""Whether lending costs a job speed: its iterations with fewer CPUs against those with its own (Gandiva, OSDI'18, §4).
+"""Loans of CPUs: a lender's iterations with fewer CPUs against those with its own (Gandiva, OSDI'18, §4).
 
 A profile says which CPUs a job does not need, and others have them. A job that is slower then than its profile promises
-gets its own back for one measuring window. If it is faster with them, the loan is undone for a while; if not, something
-else slows it, such as busy neighbours: what was measured is what it is held to, and it lends again.
+gets its own back for one measuring window. If it is faster with them, the loan is undone for a while. If not, something
+else slows it, such as busy neighbors: it lends again, and the new measurement becomes the reference.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def review_cpu_loans(state: SharingState) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoanFindings:
-    """What is known of all loans after this round's look."""
+    """All loans after this round's review."""
 
     loans: tuple[Loan, ...] = ()
     """In order of keys."""
@@ -48,7 +48,7 @@ class LoanFindings:
 
 @dataclass(frozen=True, slots=True)
 class LoanReview:
-    """How loans are judged at a time; seconds."""
+    """Review of loans at one time; seconds."""
 
     now_s: float
     window_s: float

@@ -1,4 +1,4 @@
-"""Whether growing pays: a job's throughput with more GPUs against that with fewer before (Gandiva, OSDI'18, §3.4).
+"""Feedback on growth: a job's throughput with more GPUs against that with fewer before (Gandiva, OSDI'18, §3.4).
 
 A job that is not faster by the margin of packing goes back to its former size, and does not grow beyond it for as long
 as a pair of jobs that lost is not packed again. Where each GPU keeps its part of the batch, an iteration with twice the
@@ -45,7 +45,7 @@ def noted(known: Sequence[Growth], actions: Sequence[Action], snapshot: ClusterS
 
 @dataclass(frozen=True, slots=True)
 class Growths:
-    """What is known of the growth of all jobs."""
+    """Growth of all jobs so far."""
 
     rows: tuple[Growth, ...]
     rule: Rule

@@ -19,7 +19,7 @@ class MultiNodeJob(NamedTuple):
 
     job: Job
     request: ResourceRequest
-    """What it has on each of them."""
+    """Resources that it has on each of them."""
     hosts: tuple[HostState, ...]
     least: int
     most: int
@@ -55,7 +55,7 @@ def give_back(state: SharingState, found: MultiNodeJob, hosts: Collection[HostSt
 
 
 def grow_by_hosts(state: SharingState, found: MultiNodeJob, idle: Iterable[HostState], most: int) -> None:
-    """Continue a job on more hosts, of those whose GPUs nobody has, on ``most`` in all."""
+    """Continue a job on more hosts, of those whose GPUs are free, on ``most`` in all."""
     seats = [(host, seat) for host in idle if (seat := _seat(state, found, host)) is not None]
     more = seats[: max(min(most, found.most) - len(found.hosts), 0)]
     if not more:

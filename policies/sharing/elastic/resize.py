@@ -1,10 +1,10 @@
-"""Grow and shrink (Gandiva, OSDI'18, §3.4): jobs that say they can use idle GPUs of their host, and give them back.
+"""Grow and shrink (Gandiva, OSDI'18, §3.4): jobs that can use idle GPUs of their host take them, and give them back.
 
-Only jobs with ``min_gpus`` or ``max_gpus``: those of one host within it, in steps of powers of two, those that asked
-for several nodes by whole hosts (``spans``). They grow when nobody waits (``sharing.waiting`` says who does) and GPUs
-have been idle for ``idle_s``, the one with the higher progress rate first; they shrink at once when a job has come that
-finds no free GPUs, in Slurm's queue or, where Slurm has started it on a further lane, behind the lease of a job that
-could do with fewer. A job that growing has not made faster goes back to its former size (see ``growth``).
+Only jobs with ``min_gpus`` or ``max_gpus`` change: those of one host within it, in steps of powers of two; those that
+asked for several nodes by whole hosts (``multi_node``). They grow when no job waits (see ``state.pending``) and GPUs
+have been idle for ``idle_s``, the one with the higher progress rate first. They shrink at once when a job has come that
+finds no free GPUs: in Slurm's queue or, where Slurm has started it on a further lane, behind the lease of a job that
+could do with fewer. A job that growing has not made faster goes back to its former size (see ``feedback``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cadenza.policies.sharing.state.pending import lacks_lease, sized
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
 Plan: TypeAlias = list[tuple[Resident, int]]
-"""Who shrinks on a host, and to how many GPUs there: none means that it leaves the host."""
+"""Jobs that shrink on a host, with their new number of GPUs there; 0: the job leaves the host."""
 UNDECIDED_S = 5.0
 """Slurm looks at a new job within 3 s (``batch_sched_delay``), and gives a reason if it does not start it."""
 
@@ -69,13 +69,13 @@ def _shrink_for(state: SharingState, job: Job, promised: dict[str, int]) -> None
 
 
 def _undecided(state: SharingState, job: Job) -> bool:
-    """Whether Slurm has not looked at a job yet, which it may start on a further lane: where, decides who shrinks."""
+    """Return True if Slurm has not looked at a job yet: it may start it on a lane, and the lane decides who shrinks."""
     new = job.state_reason in ("", "None") and state.now_s - job.submit_s < UNDECIDED_S
     return new and state.settings.admission == "native"
 
 
 def _chosen(state: SharingState, plans: Iterable[tuple[HostState, Plan]], count: int) -> list[tuple[HostState, Plan]]:
-    """Return so many hosts on which the fewest shrink, or none: nobody leaves more hosts than it can spare."""
+    """Return ``count`` hosts on which the fewest jobs shrink, or none; no job leaves more hosts than it can spare."""
     found: list[tuple[HostState, Plan]] = []
     left: Counter[JobKey] = Counter()
     for host, plan in sorted(plans, key=lambda row: (len(row[1]), row[0].name)):
@@ -135,7 +135,7 @@ def _leave(state: SharingState, job: Job, hosts: Sequence[HostState], why: str) 
 
 
 def _shrink_beside(state: SharingState, host: HostState, waiting: Resident) -> None:
-    """Shrink all that have GPUs of a job without a lease to GPUs that nobody else has, if they all can.
+    """Shrink all jobs that have GPUs of a job without a lease to GPUs of their own, if they all can.
 
     The job's own GPUs are settled, because Slurm chose them; so those of the others change, on any lane.
     """
@@ -165,7 +165,7 @@ def _shrink_beside(state: SharingState, host: HostState, waiting: Resident) -> N
 
 
 def _smaller(state: SharingState, host: HostState, resident: Resident) -> tuple[ResourceRequest, Seat] | None:
-    """Return the largest smaller size of a job for which a lane has GPUs that nobody else has."""
+    """Return the largest smaller size of a job for which a lane has GPUs that no other job has."""
     for size in reversed(state.sizes(resident.job)):
         request = sized(resident.request, size)
         seat = (
@@ -179,13 +179,13 @@ def _smaller(state: SharingState, host: HostState, resident: Resident) -> tuple[
 
 
 def _resizable(state: SharingState, resident: Resident) -> bool:
-    """Whether a job may be resized within its host, however lately it was: whoever grew gives back at once."""
+    """Return True if a job may be resized within its host, however recently it was: a grown job gives back at once."""
     job = resident.job
     return len(job.nodes) == 1 and state.asked_nodes(job) == 1 and _stoppable(state, job)
 
 
 def _stoppable(state: SharingState, job: Job) -> bool:
-    """Whether a job is ours to stop, with a checkpoint, and to start again."""
+    """Return True if a job is ours to stop, with a checkpoint, and to start again."""
     lease = job.lease
     return (
         job.key in state.jobs
@@ -293,7 +293,7 @@ def _rate(job: Job) -> float:
 
 
 def _resize(state: SharingState, host: HostState, resident: Resident, size: int, why: str) -> None:
-    """Resize a job within its host, if a lane has the GPUs; a job that grows gets none that somebody else has."""
+    """Resize a job within its host, if a lane has the GPUs; a job that grows gets only GPUs that no other job has."""
     wanted, grows = sized(resident.request, size), size > resident.request.gpus
     host.leave(resident)
     seats = host.seats(wanted) if not grows or _holds(host, wanted) else []
@@ -303,7 +303,7 @@ def _resize(state: SharingState, host: HostState, resident: Resident, size: int,
 
 
 def _holds(host: HostState, request: ResourceRequest) -> bool:
-    """Whether a host has the memory for a job, and it is known which GPUs all others there have."""
+    """Return True if a host has the memory for a job, and the GPUs of all other jobs there are known."""
     return (
         host.usable and host.has_host_memory_for(request) and all(resident.gpus for resident in host.residents.values())
     )

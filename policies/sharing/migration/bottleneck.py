@@ -1,10 +1,10 @@
-"""Relief: a job that its host's CPUs or memory hold back moves to a host where it is faster, if that pays for the move.
+"""Bottleneck moves: a job that its host's CPUs or memory hold back moves to a host where it is faster, if that pays.
 
-Tunes give a job what its own host has (Synergy, OSDI'22, §4); what another host has reaches it only by a migration.
-Both hosts are divided as they are and as they would be. The job must be faster there, nobody may fall below what it
-is promised, and what all of them gain until the job ends, or within the horizon, must exceed the cost of the move by
-the margin of the other state. Only jobs with a profile move, on their own type of GPU, to GPUs that nobody has or
-waits for, on a host of their class or an empty one.
+Tunes give a job the resources of its own host (Synergy, OSDI'22, §4); those of another host reach it only by a
+migration. Both hosts are divided as they are and as they would be. The job must be faster there, no job may fall below
+its promise, and the gain of all until the job ends, or within the horizon, must exceed the cost of the move by the
+margin of the other moves. Only jobs with a profile move, on their own type of GPU, to GPUs that no job has or waits
+for, on a host of their class or an empty one.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _seats(state: SharingState, source: HostState, resident: Resident) -> list[t
 
 
 def _stays(state: SharingState, host: HostState, more: int) -> bool:
-    """Whether defragmentation leaves a host as it is with so many more GPUs given out: else it undoes the relief."""
+    """Return True if defragmentation leaves a host as it is with so many more GPUs in use: else it undoes the move."""
     gpus_allocated = host.gpus_allocated + more
     return not (
         state.gandiva.defrag and gpus_allocated and host.gpus - gpus_allocated >= state.gandiva.free_share * host.gpus
@@ -113,7 +113,7 @@ def _stays(state: SharingState, host: HostState, more: int) -> bool:
 def _relieves(
     division: HostDivision, state: SharingState, source: tuple[HostState, Resident], target: tuple[HostState, Seat]
 ) -> bool:
-    """Whether a move makes its job faster, nobody slower than promised, and gains more than it costs."""
+    """Return True if a move makes its job faster, no job slower than promised, and gains more than it costs."""
     (home, resident), (there, _) = source, target
     key = resident.job.key
     floors = _floors(division, home) | _floors(division, there)

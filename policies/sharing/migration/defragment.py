@@ -1,9 +1,10 @@
 """Defragmentation (Gandiva, OSDI'18, §4.2): jobs move together so that hosts have their GPUs free for large jobs.
 
-For a job that waits for GPUs the fewest migrations are made after which one host has room for it (``room``). Two kinds
-wait: jobs that nobody can start, and those on a further lane that wait for a lease. While none is in a queue, the host
-in use that has the most free GPUs is emptied: its jobs go to hosts that have no more free GPUs, until every host in
-use has less than 3 of 4 of its GPUs free, or no job can go. Either way a job only moves where it loses next to nothing.
+For a job that waits for GPUs the fewest migrations are made after which one host has room for it (``move_search``).
+Two kinds wait: jobs that no host can start, and those on a further lane that wait for a lease. While the queue is
+empty, the host in use that has the most free GPUs is emptied: its jobs go to hosts that have no more free GPUs, until
+every host in use has less than 3 of 4 of its GPUs free, or no job can go. In both cases a job moves only where the
+move costs it a negligible part of its time.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _waits_for_lease(state: SharingState, host: HostState, resident: Resident) -
 
 
 def _served(state: SharingState, job: Job) -> bool:
-    """Whether a job has room already; it is kept for it then."""
+    """Return True if a job has room already; it is kept for it then."""
     request = ResourceRequest.under(job, state.settings)
     for host in state.hosts.values():
         seat = free_seat(host, job, request) if host.usable else None
@@ -111,7 +112,7 @@ def _negligible(state: SharingState, resident: Resident) -> bool:
     return state.gandiva.move_s <= state.gandiva.loss * state.left_s(resident.job)
 
 
-# --- Nobody waits ---------------------------------------------------------------------------------------
+# --- No job waits ---------------------------------------------------------------------------------------
 
 
 def empty_hosts(state: SharingState) -> None:

@@ -1,8 +1,8 @@
-"""Room for a job that waits: the fewest migrations after which one host has all the GPUs that it needs.
+"""Search of moves: the fewest migrations after which one host has all the GPUs that a waiting job needs.
 
 The search deepens: plans of one move, of two and so on, first those in which only jobs of the emptied host move, then
-those in which further jobs make way for them. So the first plan that is found is one with the fewest state. All jobs of
-a plan leave before any of them arrives, as their requeues do. Each goes to GPUs that nobody has or waits for.
+those in which further jobs make way for them. So the first plan that it meets is one with the fewest moves. All jobs of
+a plan leave before any of them arrives, as their requeues do. Each goes to GPUs that no job has or waits for.
 
 The search ends on a count of evaluations, never on time. Beyond it, hosts are tried greedily: the largest jobs leave
 first, each to the fullest host that has room.
@@ -67,7 +67,7 @@ class _Spent(Exception):  # noqa: N818 - it ends a search and is no error
 def room(state: SharingState, wish: Wish, movers: Sequence[Mover], evaluations: int = MAX_EVALUATIONS) -> Plan | None:
     """Return the plan with the fewest moves, at most as many as the round has left; None when there is none.
 
-    ``movers``: whom it may move. The books are as before afterwards. A wish that needs no move has no plan.
+    ``movers``: jobs that it may move. The hosts are as before afterwards. A wish that needs no move has no plan.
     """
     if (
         sum(max(host.gpus - host.gpus_allocated, 0) for host in state.hosts.values()) < wish.request.gpus
@@ -90,7 +90,7 @@ class _Search:
         self.wish = wish
         self.movers = movers
         self.evaluations: int | None = evaluations
-        """How many are left; None: as many as it takes."""
+        """Evaluations that are left; None: no limit."""
         self.must = [mover for mover in movers if mover.home is wish.home and _overlap(mover.resident, wish)]
         self.targets = sorted(self._targets(), key=lambda row: (row[0], row[1].name))
 
@@ -130,7 +130,7 @@ class _Search:
                 yield max(least, 1), host
 
     def _at(self, host: HostState, out: int, beside: int) -> Plan | None:
-        """Return a plan in which ``out`` jobs leave this host and ``beside`` jobs others."""
+        """Return a plan in which ``out`` jobs leave this host and ``further`` jobs others."""
         here = self._here(host)
         others = [
             mover for mover in self.movers if mover.resident.job.key not in {one.resident.job.key for one in here}
@@ -191,7 +191,7 @@ class _Search:
         return None
 
     def _welcome(self, host: HostState) -> Seat | None:
-        """Return GPUs that nobody has or waits for, for the waiting job."""
+        """Return GPUs that no job has or waits for, for the waiting job."""
         self._spend()
         return free_seat(host, self.wish.job, self.wish.request)
 
@@ -234,7 +234,7 @@ class _Search:
 
 
 def free_seat(host: HostState, job: Job, request: ResourceRequest) -> Seat | None:
-    """Return GPUs of a host that nobody has or waits for, on a lane where a job may start."""
+    """Return GPUs of a host that no job has or waits for, on a lane where a job may start."""
     if host.gpus_allocated + request.gpus > host.gpus or not host.has_host_memory_for(request):
         return None
     named = job.required_nodes

@@ -1,12 +1,12 @@
 """Migration (Gandiva, OSDI'18, §3 and §4): fill GPUs that became free, even out hosts, bring split jobs together.
 
-After departures a job that takes turns goes to GPUs that nobody uses; a job of several hosts goes to one that can hold
-all of it. A job that waits behind higher priorities goes where it meets none. In introspective mode hosts of one class
-are evened out too, so that the cluster's height falls. A move must gain more than it costs; one job moves at most every
+After departures a job that takes turns goes to idle GPUs; a job of several hosts goes to one that can hold all of it.
+A job that waits behind higher priorities goes where it meets none. In introspective mode hosts of one class are evened
+out too, so that fewer jobs share a GPU. A move must gain more than it costs; one job moves at most every
 ``move_every_s``, and a round moves at most ``moves_per_round``.
 
-Of those that take turns one that waits goes, for that costs no GPU its time. Where none of them may, the holder goes,
-and the next one gets its GPUs: always so on a real cluster, where only who has its GPUs can save a checkpoint.
+Of the jobs that take turns a waiting one goes, because that costs no GPU its time. Where none of them may, the holder
+goes, and the next one gets its GPUs: always so on a real cluster, where only a running job can save a checkpoint.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _need(state: SharingState, host: HostState, resident: Resident) -> tuple[int
 
 
 def _fills(state: SharingState, host: HostState, resident: Resident, vain: set[object]) -> bool:
-    """Move a waiting job to idle GPUs if that pays; what nobody can have is added to ``vain``."""
+    """Move a waiting job to idle GPUs if that pays; a request that no host can meet is added to ``vain``."""
     met = sharers(host, resident)
     if not state.moves_left or state.left_s(resident.job) * (met - 1) <= state.gandiva.move_s:
         return False
@@ -120,7 +120,7 @@ def _class(host: HostState, request: ResourceRequest) -> int:
 
 
 def _separate(state: SharingState) -> None:
-    """Move packed jobs to idle GPUs that nobody in turns wants."""
+    """Move packed jobs to idle GPUs that no job in turns wants."""
     if not (state.packed and _any_idle(state)):
         return
     for host in tuple(state.hosts.values()):
@@ -221,5 +221,5 @@ def _lower(state: SharingState, size: int, hosts: list[HostState]) -> bool:
 
 
 def _pays(state: SharingState, job: Job, before: int, then: int) -> bool:
-    """Whether shorter rounds save a job more time than the move costs."""
+    """Return True if shorter rounds save a job more time than the move costs."""
     return state.left_s(job) * (before - then) > PAYS_BACK * state.gandiva.move_s * then

@@ -1,7 +1,7 @@
 """Packing with undo (Gandiva, OSDI'18, §4): jobs that leave a GPU idle run on it together, if that pays.
 
 Only under overload. A job first runs alone, which gives its profile: the time of an iteration. Then the job with
-the lowest GPU utilisation joins the one with the next lowest on its GPUs, if the GPU memory of both fits with a margin
+the lowest GPU utilization joins the one with the next lowest on its GPUs, if the GPU memory of both fits with a margin
 and the host has the CPUs and the memory; when their throughput together is no better than that of turns (see
 ``judging``), it leaves again and the pair is remembered for a while; the next lowest is tried then. A pair that a
 measured pair of profiles says to lose is not tried. Nothing else is predicted: a wrong profile costs one trial. Only
@@ -27,7 +27,7 @@ from cadenza.policies.sharing.state.sharing_state import SharingState
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What packing wants of this round, and what it has learned."""
+    """Packs and unpacks of a round, and the measurements behind them."""
 
     actions: tuple[Pack | Unpack, ...]
     before: tuple[Group, ...]
@@ -48,7 +48,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What packing depends on besides the jobs."""
+    """Conditions of packing besides the jobs."""
 
     time_s: float
     sharing: SharingSettings
@@ -57,7 +57,7 @@ class Terms:
     gpu_memory_gb: Mapping[str, float]
     """By host; a host without an entry has GPUs of unknown memory."""
     overloaded: bool
-    """Whether jobs take turns anywhere (cluster height above 1)."""
+    """True if jobs take turns anywhere (more GPUs allocated than there are)."""
 
     @property
     def rule(self) -> Rule:
@@ -164,7 +164,7 @@ class _Unit:
 
     @property
     def rank(self) -> tuple[float, JobKey]:
-        """Return the sort key: the lowest utilisation first."""
+        """Return the sort key: the lowest utilization first."""
         return self.utilization, min(job.key for job in self.jobs)
 
 
@@ -179,7 +179,7 @@ class _Stage:
     terms: Terms
 
     def places(self) -> list[list[_Unit]]:
-        """Return the units on each set of GPUs that has several, the lowest utilisation first.
+        """Return the units on each set of GPUs that has several, the lowest utilization first.
 
         A unit counts once all its jobs have been measured.
         """
@@ -200,7 +200,7 @@ class _Stage:
         return _Unit(members, sum(row[0] for row in known), sum(row[1] for row in known), tuple(map(_model, members)))
 
     def suits(self, job: _Unit, other: _Unit, losing: frozenset[tuple[str, str]]) -> bool:
-        """Whether one job may join a unit."""
+        """Return True if one job may join a unit."""
         mine, model = job.jobs[0], job.models[0]
         if len(other.jobs) >= self.terms.gandiva.max_packed or any((model, name) in losing for name in other.models):
             return False
@@ -210,7 +210,7 @@ class _Stage:
         return self._fits(job, other) and all(self._together(mine, theirs) for theirs in other.jobs)
 
     def _fits(self, job: _Unit, other: _Unit) -> bool:
-        """Whether the GPUs have the memory for both, and their hosts CPUs and memory."""
+        """Return True if the GPUs have the memory for both, and their hosts CPUs and memory."""
         gpus = _gpus(job.jobs[0])
         size_gb = min((self.terms.gpu_memory_gb.get(gpu.host, 0.0) for gpu in gpus), default=0.0)
         if job.peak_gb + other.peak_gb > size_gb * (1 - self.terms.gandiva.gpu_memory_margin):
@@ -219,7 +219,7 @@ class _Stage:
         return all(self._has_room(host, (*job.jobs, *other.jobs)) for host in hosts)
 
     def _has_room(self, host: HostState, unit: tuple[Job, ...]) -> bool:
-        """Whether a host has the memory that its jobs were promised, and the CPUs that all need who run then."""
+        """Return True if a host has the memory promised to its jobs, and the CPUs that all running jobs then need."""
         keys, gpus = {job.key for job in unit}, _gpus(unit[0])
         others = (t.job for key, t in host.residents.items() if key not in keys and _holds(t.job))
         running = (*unit, *(job for job in others if gpus.isdisjoint(_gpus(job))))
@@ -245,10 +245,10 @@ def _model(job: Job) -> str:
 
 
 def _measured(job: Job, row: Alone) -> tuple[float, float] | None:
-    """Return a job's utilisation and peak memory on each GPU, None when it must not be packed.
+    """Return a job's utilization and peak memory on each GPU, None when it must not be packed.
 
-    The GPU driver's word on utilisation comes before the profile's. Without both, a GPU is idle at least while the job
-    waits in its loader. Of memory the most that anybody says counts; a job of which nobody says any is not packed.
+    The GPU driver's utilization comes before the profile's. Without both, a GPU is idle at least while the job waits in
+    its loader. Of several memory figures the largest counts; a job without any is not packed.
     """
     profile = job.profile
     sizes = [row.gpu_memory_gb, profile.gpu_memory_peak_gb if profile is not None else None]
@@ -289,7 +289,7 @@ def _joined(stage: _Stage) -> Iterator[Pack]:
 
 
 def _joined_here(stage: _Stage, units: list[_Unit], losing: frozenset[tuple[str, str]]) -> Iterator[Pack]:
-    """Return the packs on one set of GPUs; ``units`` come with the lowest utilisation first."""
+    """Return the packs on one set of GPUs; ``units`` come with the lowest utilization first."""
     taken: set[JobKey] = set()
     for unit in units:
         job = unit.jobs[0]
@@ -305,4 +305,4 @@ def _joined_here(stage: _Stage, units: list[_Unit], losing: frozenset[tuple[str,
 
 def _why(job: Job, other: _Unit) -> str:
     names = job_names(theirs.key for theirs in other.jobs)
-    return f"runs with {names} on {gpu_names(_gpus(job))}: of lowest utilisation there, and the memory of all fits"
+    return f"runs with {names} on {gpu_names(_gpus(job))}: of lowest utilization there, and the memory of all fits"

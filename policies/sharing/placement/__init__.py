@@ -1,1 +1,1 @@
-"""Where pending jobs start, and how a host is divided."""
+"""Placement of pending jobs, and division of a host."""

@@ -1,11 +1,11 @@
-"""CPUs and memory under sharing: the jobs that have GPUs of a host now divide it by the allocation.
+"""Division of a host's CPUs and memory among the jobs that have its GPUs now, by the allocation.
 
-Synergy's allocations (OSDI'22, §4) know one job a GPU, so each host is a case of its own with the jobs that hold
-GPUs there at this moment; packed jobs count once and split what they get, and a job of several hosts has its
-proportional share of each. A job that does not run keeps its memory, so as long as one waits on a host, nobody has
-more memory than it asked for; CPUs are all the holders'. Where Slurm's books are a floor, a job never has less memory
-than it has there, nor so few CPUs that it were slower than with those; without a profile, or before its first iteration
-(profiles do not know of start-ups), it keeps its CPUs.
+Synergy's allocations (OSDI'22, §4) know one job a GPU, so each host is a problem of its own with the jobs that hold
+GPUs there at this moment; packed jobs count once and split their share, and a job of several hosts has its
+proportional share of each. A job that does not run keeps its memory, so as long as one waits on a host, no job has
+more memory than it asked for; CPUs are all the holders'. Where Slurm's allocation is a floor, a job never has less
+memory than it has there, nor so few CPUs that it were slower than with those; without a profile, or before its first
+iteration (profiles do not know of start-ups), it keeps its CPUs.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from cadenza.policies.sharing.state.settings import SharingSettings
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
 CPU_HEADROOM = 1.25
-"""Where Slurm's books are a floor, a job keeps so many times the CPUs that its profile needs: profiles are measured on
-nodes that do little else, and beside busy neighbours (second threads, caches, clock rates) a CPU does less. Where that
-is not enough, the loan is undone by what is measured (see ``lending``)."""
+"""Factor on the CPUs of a job's profile: it keeps so many where Slurm's allocation is a floor. Profiles are measured on
+nodes that do little else; with busy neighbors (second threads, caches, clock rates) a CPU does less. If that is not
+enough, the measured speed undoes the loan (see ``cpu_loans``)."""
 
 
 def divide_hosts(state: SharingState) -> None:
@@ -80,7 +80,7 @@ class HostDivision:
     jobs: Mapping[JobKey, Job]
     """Managed jobs, those about to start included."""
     holders: frozenset[JobKey]
-    """Who has GPUs once this round is done."""
+    """Jobs that have GPUs once this round is done."""
     units: Mapping[JobKey, JobKey]
     """For a packed job the least key of its pack."""
     order: Mapping[JobKey, int]
@@ -89,7 +89,7 @@ class HostDivision:
     keeps: Mapping[JobKey, str] = field(default_factory=dict)
     """Why a job lends no CPUs, by job."""
     wide: frozenset[JobKey] = frozenset()
-    """Who is on several hosts once this round is done."""
+    """Jobs on several hosts once this round is done."""
 
     @classmethod
     def of(cls, state: SharingState) -> HostDivision:
@@ -165,7 +165,7 @@ class HostDivision:
         return {job.key: plan.placements[job.key][0] for job in cases}
 
     def _floored(self, units: Sequence[Sequence[Resident]], server: Server) -> dict[JobKey, Share]:
-        """Return the same with nobody slower than with what it asked for, as far as the server has that.
+        """Return the same with no job slower than with what it asked for, as far as the server has that.
 
         Those that would be get what they need for it, and the others divide the rest. Lanes together may have
         promised more CPUs than the host has: then the allocation's guarantee is all that there is.
@@ -200,7 +200,7 @@ class HostDivision:
         return asked if slower else None
 
     def _keeps(self, job: Job) -> bool:
-        """Whether a job is to have the CPUs that it asked for, whatever its profile says."""
+        """Return True if a job keeps the CPUs that it asked for, whatever its profile says."""
         return _starts(job) or job.key in self.keeps
 
     def _own(self, resident: Resident, share: Share, *, shared: bool) -> Share:
@@ -241,7 +241,7 @@ def _less(server: Server, taken: Collection[Share]) -> Server:
 
 
 def _starts(job: Job) -> bool:
-    """Whether a job has not completed an iteration since it was started."""
+    """Return True if a job has not completed an iteration since it was started."""
     return job.lease is None or not job.lease.step
 
 

@@ -29,7 +29,7 @@ def _gpus(job: Job) -> frozenset[object]:
 
 
 def partners(packs: Iterable[Group]) -> dict[JobKey, frozenset[JobKey]]:
-    """Return for each packed job whom it is packed with."""
+    """Return the partners of each packed job."""
     return {key: frozenset(group) - {key} for group in packs for key in group}
 
 

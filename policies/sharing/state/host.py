@@ -14,7 +14,7 @@ from cadenza.policies.sharing.state.settings import SharingSettings
 
 
 class ResourceRequest(NamedTuple):
-    """What a job needs on each of its nodes; memory in MB."""
+    """Resources that a job needs on each of its nodes; memory in MB."""
 
     user: str
     partition: str
@@ -47,7 +47,7 @@ class ResourceRequest(NamedTuple):
 
     @classmethod
     def under(cls, job: Job, settings: SharingSettings) -> ResourceRequest:
-        """Return a job's lean needs, or all that it asked for where Slurm's books are a floor."""
+        """Return a job's lean needs, or all that it asked for where Slurm's allocation are a floor."""
         return cls.of(job) if settings.floor else cls.trimmed(job)
 
 
@@ -78,14 +78,14 @@ def _useful_mb(profile: Profile, request: ResourceRequest) -> int:
 
 
 def _state_mb(job: Job) -> float:
-    """Return the GPU state of a job at a boundary, MB a GPU; 0 when nobody measured it."""
+    """Return the GPU state of a job at a boundary, MB a GPU; 0 when it was not measured."""
     low_gb = job.profile.gpu_memory_low_gb if job.profile is not None else None
     return MB_PER_GB * (low_gb or 0.0)
 
 
 @dataclass(slots=True)
 class LaneUse:
-    """What is taken on one lane, planned placements included."""
+    """Resources in use on one lane, planned placements included."""
 
     gpus: int
     cpus: int
@@ -103,7 +103,7 @@ class Resident(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """Where a job could go on a host, the best first: how many take turns there already, then the lane."""
+    """GPUs for a job on a host; ordered by the jobs that take turns there already, then by lane."""
 
     sharers: int
     lane: int
@@ -142,7 +142,7 @@ class HostState:
 
     @property
     def usable(self) -> bool:
-        """Whether lane 0 takes jobs."""
+        """Return True if lane 0 takes jobs."""
         return self.lanes[0].lane == 0 and self.lanes[0].up and not self.lanes[0].drained
 
     @property
@@ -152,7 +152,7 @@ class HostState:
 
     @property
     def gpus_wanted(self) -> int:
-        """Return the GPUs of all jobs here; Slurm's books may leave out those of jobs that it has suspended."""
+        """Return the GPUs of all jobs here; Slurm's allocation may leave out those of jobs that it has suspended."""
         return sum(len(resident.gpus) for resident in self.residents.values())
 
     @property
@@ -181,7 +181,7 @@ class HostState:
         return profile.on(here).iteration_s if here in profile.siblings else inf
 
     def fits(self, node: Node, request: ResourceRequest) -> bool:
-        """Whether one lane has room for the job's share."""
+        """Return True if one lane has room for the job's share."""
         use = self.use[node.name]
         return (
             node.up
@@ -194,7 +194,7 @@ class HostState:
         )
 
     def has_host_memory_for(self, request: ResourceRequest) -> bool:
-        """Whether the host's memory holds the job beside all jobs of all lanes, their GPU state included.
+        """Return True if the host's memory holds the job with all jobs of all lanes, their GPU state included.
 
         An empty host takes what fits in its lane: a job that is alone never yields.
         """
@@ -205,7 +205,7 @@ class HostState:
         self._book(node.name, request, 1)
 
     def add_resident(self, resident: Resident, *, unmanaged: bool) -> None:
-        """Note a job that is here already: the lane's books have its share."""
+        """Note a job that is here already: the lane's state have its share."""
         self._count(resident.request, 1)
         self.unmanaged += unmanaged
         self.residents[resident.job.key] = resident
@@ -300,7 +300,7 @@ def observe_hosts(
                 )
                 resident = _resident(job, request, name, by_node[name].name)
                 by_node[name].add_resident(resident, unmanaged=not managed)
-                if units is not None and managed and not settings.floor:  # Slurm's books are what was asked for
+                if units is not None and managed and not settings.floor:  # Slurm's allocation are what was asked for
                     _count_as_asked(by_node[name].use[name], resident)
     return hosts
 

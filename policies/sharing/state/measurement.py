@@ -1,4 +1,4 @@
-"""Whether a pack pays: what its jobs do together against what each did alone (Gandiva, OSDI'18, §4).
+"""Measurement of packs: the jobs' speed together against the speed of each alone (Gandiva, OSDI'18, §4).
 
 The throughput of a pack is the sum of its jobs' speeds, each relative to its own alone; that of turns is 1. An
 iteration time counts once it was measured over one window and is known well enough for the margin; after three windows
@@ -37,13 +37,13 @@ class Rule:
         return cls(max(min(gandiva.measure_s, sharing.slice_s / MAX_WINDOWS), sharing.min_run_s), gandiva.pack_margin)
 
     def counts(self, pace: StepRate) -> bool:
-        """Whether a mean is to be believed: within half the margin, or as good as it will get."""
+        """Return True if the mean is reliable: its error is below half the margin, or the measuring time is over."""
         if pace.iterations < MIN_ITERATIONS or pace.window_s < self.window_s:
             return False
         return pace.error <= self.margin / 2 or self.waited(pace)
 
     def waited(self, pace: StepRate) -> bool:
-        """Whether there was time enough."""
+        """Return True if the measuring time is over."""
         return pace.window_s >= MAX_WINDOWS * self.window_s
 
     def together_s(self, pace: StepRate) -> float | None:
@@ -56,7 +56,7 @@ class Rule:
         return max(pace.iteration_s, pace.window_s / (pace.iterations + 1)) if self.waited(pace) else None
 
     def pays_off(self, speed: float) -> bool:
-        """Whether a pack of this throughput is better than turns."""
+        """Return True if a pack of this throughput is better than turns."""
         return speed > TURNS_THROUGHPUT + self.margin
 
 
@@ -94,7 +94,7 @@ def _seen(key: JobKey, lease: Lease, pace: StepRate, before: Alone | None) -> Al
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A packed job's iteration time alone, and beside all others of its pack; None: not measured yet. Seconds."""
+    """A packed job's iteration time alone, and with all others of its pack; None: not measured yet. Seconds."""
 
     job: JobKey
     alone_s: float | None
@@ -108,7 +108,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class PackMeasurement:
-    """What was measured of one pack."""
+    """Measurements of one pack."""
 
     members: tuple[Member, ...]
 
@@ -147,7 +147,7 @@ def evaluate(pack: Sequence[Job], before: Mapping[JobKey, Alone], rule: Rule) ->
 
 
 def _beside(job: Job, pack: set[JobKey], rule: Rule) -> float | None:
-    """Return a job's iteration time beside all others of its pack."""
+    """Return a job's iteration time with all others of its pack."""
     pace = job.lease.pace if job.lease is not None else None
     return rule.together_s(pace) if pace is not None and {job.key, *pace.co_runners} == pack else None
 

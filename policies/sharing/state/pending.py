@@ -1,4 +1,4 @@
-"""Which jobs wait for GPUs, and which are on their way to some: what growing and shrinking go by.
+"""Pending jobs: the demand that growing and shrinking follow.
 
 A job waits for GPUs when
 
@@ -32,7 +32,7 @@ def _lacks_room(job: Job) -> bool:
 
 
 def lacks_lease(resident: Resident) -> bool:
-    """Whether a job stands without a lease where Slurm started it."""
+    """Return True if a job stands without a lease where Slurm started it."""
     lease = resident.job.lease
     return lease is not None and lease.state in ("waiting", "yielded")
 

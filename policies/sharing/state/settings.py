@@ -13,7 +13,7 @@ from cadenza.policies.core.model import Job, JobKey
 from cadenza.policies.relocation.phases import held_for_move
 
 Turns: TypeAlias = Literal["fair", "order"]
-"""Whether jobs that share GPUs have equal parts of them, or the ordering says who goes first there too."""
+"""Turns of jobs that share GPUs: equal parts, or the first in the ordering goes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +54,16 @@ class SharingSettings(SharingOptions):
     """Shares of accounts and users, for the ordering that has them (``fairshare``)."""
 
     floor: bool = False
-    """Whether Slurm's books are a floor: a running job keeps its memory, and CPUs with which it is as fast as with
-    those that it has there."""
+    """True if Slurm's allocation is a floor: a running job keeps its memory, and enough CPUs to be as fast as with
+    those that Slurm gave it."""
 
     @property
     def places(self) -> bool:
-        """Whether the service itself chooses the nodes of held jobs."""
+        """Return True if the service itself chooses the nodes of held jobs."""
         return self.enforce and self.admission == "held"
 
     def manages(self, job: Job) -> bool:
-        """Whether the job opted in, in a partition that the admin enabled."""
+        """Return True if the job opted in, in a partition that the admin enabled."""
         return job.opted_in and job.partition in self.partitions
 
     def priority(self, job: Job) -> int:
@@ -142,7 +142,7 @@ class GandivaSettings(GandivaOptions):
     move_s: float = 30.0
     """Time without progress that a migration or resize costs a job."""
     horizon_s: float = 3600.0
-    """How long a job is thought to go on at most, as far as a move has to pay back."""
+    """Time within which a move must pay back."""
     loss: float = 0.02
     """A part of a job's time that is negligible where a move helps others (defragmentation)."""
     free_share: float = 0.75

@@ -186,7 +186,7 @@ class SharingState:
         self.memory = replace(self.memory, sharing=replace(self.memory.sharing, **changes))  # type: ignore[arg-type]
 
     def may(self, job: Job) -> bool:
-        """Whether a job may move now: one of ours that can save a checkpoint and has not moved lately."""
+        """Return True if a job may move now: it is ours, can save a checkpoint and has not moved recently."""
         lease = job.lease
         return (
             self.moves_left > 0
@@ -220,7 +220,7 @@ class SharingState:
         return self._asked_nodes.get(job.key.id, job.num_nodes)
 
     def admits(self, host: HostState, request: ResourceRequest) -> bool:
-        """Whether a host may be shared with who is there, and its memory holds one more job."""
+        """Return True if a job may share a host with its residents, and the host's memory holds one more job."""
         known = self.settings.share_between_users or host.users.keys() <= {request.user}
         return known and not host.unmanaged and host.usable and host.has_host_memory_for(request)
 
@@ -230,7 +230,7 @@ class SharingState:
         return seats[0] if seats else None
 
     def suits(self, job: Job, source: HostState, target: HostState) -> bool:
-        """Whether a host's GPUs serve a job as well as those of the host that it leaves, as far as is known."""
+        """Return True if a host's GPUs serve a job as well as those of the host that it leaves, as far as is known."""
         if source.lanes[0].gpu_type == target.lanes[0].gpu_type:
             return True
         here_s, there_s = source.iteration_s(job), target.iteration_s(job)

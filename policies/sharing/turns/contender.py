@@ -27,18 +27,18 @@ class Contender:
     waited_s: float = 0.0
     """Since it began to wait; 0 while held or stopping. Always 0 means no starvation bound."""
     ready: bool = False
-    """Whether it can be stopped; say no of one that refused lately, or others claim GPUs for nothing."""
+    """True if it can be stopped; False for one that refused recently, or others claim GPUs in vain."""
     exclusive: bool = False
     """Unmanaged: never displaced, and displaces every managed holder at once."""
     iteration_s: float | None = None
     resume_ordered: bool = False
     """The service ordered its resume."""
     preferred: bool = False
-    """The ordering puts it before those that it meets, or it is to have its first turn; see ``sharing.favour``."""
+    """The ordering puts it before those that it meets, or it is to have its first turn; see ``turns.preferred``."""
     eligible: bool = True
     """False: it may not get the GPUs now (suspended by its owner, a part of a job on other hosts …)."""
     packed_with: frozenset[JobKey] = frozenset()
-    """Who may have its GPUs with it; without effect unless both say so and have the same GPUs."""
+    """Jobs that may have its GPUs with it; without effect unless both name each other and have the same GPUs."""
     together_s: float = 0.0
     """The longest current stretch among those it is packed with; ``together`` fills it in."""
 
@@ -49,12 +49,12 @@ class Contender:
 
     @property
     def holding(self) -> bool:
-        """Whether it has the GPUs now."""
+        """Return True if it has the GPUs now."""
         return self.state in ("held", "stopping")
 
     @property
     def started(self) -> bool:
-        """Whether it ever had them."""
+        """Return True if it ever had them."""
         return self.state != "waiting"
 
     @property

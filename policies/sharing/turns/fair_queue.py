@@ -1,4 +1,4 @@
-"""Who uses which GPUs next: turns by least virtual time, the same for the service and for an agent alone.
+"""Fair queue of the jobs that share GPUs: turns by least virtual time, the same for the service and an agent alone.
 
 Gandiva slices time by weighted round robin among the jobs that share a server's GPUs and never suspends a
 job for one of lower priority (Gandiva, OSDI'18, pages 601-602). Here the jobs are *contenders*, each with one
@@ -6,39 +6,39 @@ fixed set of GPUs (a gang: all of them or none, on one host or several), and the
 least virtual time.
 
 Order
-    Unmanaged (exclusive) jobs, then by priority, then what the service prefers, then overdue jobs by how
-    much, then those that the ordering favours, then the least virtual time, then the job's key. It is total: the
+    Unmanaged (exclusive) jobs, then by priority, then jobs whose resume the service ordered, then overdue jobs by how
+    much, then preferred jobs, then the least virtual time, then the job's key. It is total: the
     input's order changes nothing.
 Displacement
     Exclusive jobs and higher priorities displace at once. Equal priorities displace a holder when its slice
     is over (less half an iteration, the expected wait for its boundary), it has run ``min_run_s`` and the
     waiting job comes first. A gang takes all its GPUs at one moment: until the last of its blockers is over,
     the others go on.
-Favour
-    Where turns follow the ordering (``sharing.favour``), a favoured job comes before the others of its priority
+Preference
+    Where turns follow the ordering (``turns.preferred``), a preferred job comes before the others of its priority
     whatever their virtual times: it displaces them when their slice is over, and keeps its GPUs from them until
-    they are overdue. Among themselves the favoured take turns as all others do.
+    they are overdue. Among themselves preferred jobs take turns as all others do.
 Claims
-    A gang whose last blocker is over within ``fill_s = max(min_run_s, slice_s / 4)`` claims its GPUs: nobody
+    A gang whose last blocker is over within ``fill_s = max(min_run_s, slice_s / 4)`` claims its GPUs: no job
     behind it may take them any more. Before that, jobs behind it may *fill* in; a filler keeps the GPUs only
     until the gang can have all of them, but at least ``min_run_s``.
 Overdue
-    A job is overdue when it has waited ``LATE`` times one slice of each of its priority that it meets, itself
+    A job is overdue when it has waited ``MAX_FAIR_WAITS`` times one slice of each of its priority that it meets, itself
     included (with weights: one slice times max(1, other weight / own weight)). That happens when virtual
     times do not compare, as of jobs that never met, and behind a stream of short newcomers. It comes before
     all that are not overdue, claims at once, and starts again with the least virtual time of those it meets.
-    A job that meets a favoured one and is not favoured itself has to wait ``BEHIND`` times these slices for that.
+    A job that is not preferred and meets a preferred one has to wait ``MAX_FAIR_WAITS_BEHIND`` times these slices.
 Bounds
     They hold among jobs of one priority that can be stopped, of one user or with sharing allowed. T is one
     turn: the slice, ``min_run_s``, one iteration, and the stop and start.
     Starvation: a job waits at most ``3 n T`` where it meets n equal-weight jobs at a time, itself among them,
     and ``(n - 1) T`` when all n want the same GPUs and their virtual times are within a slice. With weights,
-    n is the sum of max(1, other weight / own weight). Behind a favoured job it is ``2 BEHIND n T``.
+    n is the sum of max(1, other weight / own weight). Behind a preferred job it is ``2 MAX_FAIR_WAITS_BEHIND n T``.
     Idleness: a free GPU that a waiting job could use at once stays idle only for a claim, that is for at most
     ``fill_s`` and one stop, or T before an overdue job; before an unmanaged job, until that has started.
     There is no bound behind a holder that cannot be stopped, nor between users that may not share.
 Packs
-    Jobs that are packed have their GPUs at once and take their turn together; see ``sharing.units``.
+    Jobs that are packed have their GPUs at once and take their turn together; see ``turns.contender``.
 """
 
 from __future__ import annotations
@@ -54,17 +54,18 @@ from cadenza.policies.sharing.turns.contender import Contender, together
 __all__ = ["MAX_FAIR_WAITS", "MAX_FAIR_WAITS_BEHIND", "Contender", "Turn", "arrival_vtime", "groups", "next_turn"]
 
 MAX_FAIR_WAITS = 1.5
-"""How many times its fair wait a job has waited when it is overdue; switches must fit into the half."""
+"""Wait limit of a job, in fair waits: after it the job is overdue. Switches must fit into the half."""
 MAX_FAIR_WAITS_BEHIND = 4.0
-"""The same of a job behind one that the ordering favours: of two that share GPUs it has a ninth of them meanwhile."""
+"""Wait limit, in fair waits, for a job that shares GPUs with a preferred job. With two jobs the other one gets 1/9 of
+the GPU time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What to do now."""
+    """Orders of one turn."""
 
     holders: frozenset[JobKey]
-    """Who has the GPUs once all of this is done; two of them share a GPU only if packed (or if they did already)."""
+    """Jobs that have the GPUs once all of this is done; two share a GPU only if packed (or if they did already)."""
     yields: tuple[JobKey, ...]
     """Holders to be asked to stop now, first come first."""
     resumes: tuple[JobKey, ...]
@@ -184,7 +185,7 @@ class _Rules:
         return _Standing(waiting, max(0.0, waiting.waited_s - late * fair_s), least_s)
 
     def claims(self, standing: _Standing, left_s: float) -> bool:
-        """Whether nobody behind may take the GPUs any more of a job that has to wait this long."""
+        """Return True if no job behind may take the GPUs of a job that has to wait this long."""
         return left_s < inf if standing.overdue_s else left_s <= self.fill_s
 
     def left_s(self, holder: Contender, standing: _Standing) -> float:
@@ -202,7 +203,7 @@ class _Rules:
 
     @staticmethod
     def keeps_by_order(holder: Contender, standing: _Standing) -> bool:
-        """Whether a holder keeps its GPUs by the ordering, until the waiting job is overdue."""
+        """Return True if a holder keeps its GPUs by the ordering, until the waiting job is overdue."""
         waiting = standing.job
         equal = holder.priority == waiting.priority and not waiting.exclusive
         return equal and holder.preferred and not waiting.preferred and not standing.overdue_s
@@ -217,7 +218,7 @@ class _Rules:
         return max(least, over, ahead)
 
     def _fills_in(self, holder: Contender, waiting: Contender) -> bool:
-        """Whether the holder got its GPUs although the waiting job came before it even then.
+        """Return True if the holder got its GPUs although the waiting job came before it even then.
 
         The margin is for clocks of several hosts.
         """

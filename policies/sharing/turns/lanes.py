@@ -1,4 +1,4 @@
-"""Which further lanes are open: none in observe-only, and none on a host where sharing would not be safe."""
+"""Further lanes: closed in observe-only, and on a host where sharing would not be safe."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def lane_actions(
 
 
 def drained_by_us(node: Node, memory: Memory) -> bool:
-    """Whether the node's drain is ours to undo."""
+    """Return True if the node's drain is ours to undo."""
     return node.name in memory.drained or node.drain_reason.startswith(OUR_DRAIN)
 
 
 def hosts_to_leave(snapshot: ClusterSnapshot) -> frozenset[str]:
-    """Return the hosts whose lane 0 is drained: somebody wants the machine, or Slurm does not trust it."""
+    """Return the hosts whose lane 0 is drained: an admin wants the machine, or Slurm does not trust it."""
     return frozenset(node.host for node in snapshot.nodes if node.lane == 0 and node.drained)
 
 

@@ -1,4 +1,4 @@
-"""Whom the ordering favours among jobs that share GPUs: Synergy's orderings with Gandiva's turns as their preemption.
+"""Preferred jobs among those that share GPUs: Synergy's orderings with Gandiva's turns as their preemption.
 
 Synergy preempts by checkpoint and restart, once in a round of minutes (OSDI'22, §3); a turn costs a copy to host memory
 and back. So the job that the ordering puts first among those that it meets may keep its GPUs from them, but for the
@@ -14,9 +14,9 @@ from cadenza.policies.sharing.turns.contender import Contender
 
 
 def preferred(contenders: Iterable[Contender], ranks: Mapping[JobKey, int]) -> frozenset[JobKey]:
-    """Return who comes first in the ordering on each of its GPUs, and who has not had its first turn yet.
+    """Return the jobs that come first in the ordering on each of their GPUs, and those without a first turn yet.
 
-    ``ranks``: places in the ordering, 0 first. Jobs that are not in it, and such as may not run now, are in nobody's
+    ``ranks``: places in the ordering, 0 first. Jobs without a place, and jobs that may not run now, stand in no job's
     way; jobs of other priorities are compared by these, not by the ordering.
     """
     ranked = [c for c in contenders if c.key in ranks and c.eligible]

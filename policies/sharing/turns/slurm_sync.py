@@ -24,7 +24,7 @@ from cadenza.policies.sharing.turns.lanes import hosts_to_leave
 from cadenza.policies.sharing.turns.preferred import preferred
 
 MAX_NAMED = 6
-"""How many jobs of a group a reason names."""
+"""Number of jobs of a group that a reason names."""
 LAST_PRIORITY = -(10**9)
 """Priority of a job on a further lane that came after an unmanaged job which still waits for GPUs."""
 
@@ -114,7 +114,7 @@ def _by_priority(jobs: tuple[Job, ...], further: frozenset[str], settings: Shari
     """Return each job with its priority.
 
     Unmanaged jobs queue for lane 0 only. A job that came after one of those and started on a further lane would
-    prolong lane 0, and so the wait of a job that never agreed to it: it only gets GPUs that nobody wants.
+    prolong lane 0, and so the wait of a job that never agreed to it: it only gets GPUs that no other job wants.
     """
     queued = [job for job in jobs if _queues_unmanaged(job, settings)]
     first = {name: min(_age(j) for j in queued if j.partition == name) for name in {j.partition for j in queued}}
@@ -189,7 +189,7 @@ def _halves(state: SharingState) -> list[Yield]:
     ]
 
 
-# --- Slurm's books -------------------------------------------------------------------------------------
+# --- Slurm's allocation -------------------------------------------------------------------------------------
 
 
 def _suspends(state: SharingState) -> list[Suspend]:
@@ -204,7 +204,7 @@ def _suspends(state: SharingState) -> list[Suspend]:
 
 
 def _waits_long(job: Job, lease: Lease, state: SharingState) -> bool:
-    """Whether a job that never ran is past its launch, in which Slurm should not be asked to suspend it."""
+    """Return True if a job that never ran is past its launch, in which Slurm should not be asked to suspend it."""
     started = job.start_s if job.start_s is not None else state.snapshot.time_s
     return lease.state == "waiting" and state.snapshot.time_s - started > state.settings.min_run_s
 
