@@ -130,6 +130,8 @@ def _over_time(comparison: Comparison, view: View, limit: int) -> Chart | None:
     begin = min(begins) if min(begins) > MAX_IDLE_START * end else 0.0
     edges = [begin + (end - begin) * at / limit for at in range(limit + 1)]
     lines = tuple(line for result in comparison.results if (line := _line(comparison, result, view, edges)).points)
+    several = any(len(result.runs) > 1 for result in comparison.results)
+    seeds = ", the band goes from the lowest to the highest seed" if several else ""
     if not lines or end <= begin:
         return None
     highest = upper([y for line in lines for _, y in line.points] + [h for line in lines for *_, h in line.band])
@@ -138,17 +140,12 @@ def _over_time(comparison: Comparison, view: View, limit: int) -> Chart | None:
     return Chart(
         view.key,
         view.title,
-        f"{view.caption} Each point is the mean over {duration(edges[1] - edges[0])}{_seeds(comparison)}.",
+        f"{view.caption} Each point is the mean over {duration(edges[1] - edges[0])}{seeds}.",
         "; ".join(f"{line.label}: {line.note}" for line in lines) + ".",
         Axis(f"time since the start, {unit.sign}", "time", edges[0], end, unit=unit, clock=True),
         y,
         lines,
     )
-
-
-def _seeds(comparison: Comparison) -> str:
-    several = any(len(result.runs) > 1 for result in comparison.results)
-    return ", the band goes from the lowest to the highest seed" if several else ""
 
 
 def _line(comparison: Comparison, result: Result, view: View, edges: Sequence[float]) -> Line:

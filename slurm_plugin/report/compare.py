@@ -28,12 +28,14 @@ def compare(files: Sequence[Loaded], baseline: str | None) -> Comparison:
     """
     files, warnings = distinct(files)
     results = grouped(files, baseline)
+    by_model = _slices(results, lambda _run, job: job.model or "unknown")
+    largest = sorted(by_model, key=lambda item: (-max(item.jobs), item.name))[:MAX_MODELS]
     return Comparison(
         results,
         dict(_table(results)),
         {result.label: paired_speed_up(result, results[0]) for result in results[1:]},
         _slices(results, lambda _run, job: job.gpus),
-        _fold(_slices(results, lambda _run, job: job.model or "unknown")),
+        tuple(item for item in by_model if item in largest),
         _slices(results, lambda run, job: run.classes.get(job.model, "unknown")),
         (*warnings, *notes(results)),
     )
@@ -46,7 +48,8 @@ def distinct(files: Sequence[Loaded]) -> tuple[tuple[Loaded, ...], tuple[str, ..
     """
     sources_by_part: dict[tuple[str, float, int | None], list[str]] = {}
     for file in files:
-        for load, seed in _parts(file):
+        parts = [(0.0, run.seed) for run in file.runs] + [(point.load, point.seed) for point in file.sweep]
+        for load, seed in parts:  # a run has load 0
             sources_by_part.setdefault((file.label, load, seed), []).append(file.source)
     for (label, _, seed), sources in sources_by_part.items():
         if len(set(sources)) < len(sources):
@@ -59,12 +62,6 @@ def distinct(files: Sequence[Loaded]) -> tuple[tuple[Loaded, ...], tuple[str, ..
         f"Several files have the label “{label}” and the same seed, so they appear as separate results."
         for label in sorted(clashing)
     )
-
-
-def _parts(file: Loaded) -> Iterator[tuple[float, int | None]]:
-    """Yield load and seed of each part of a file; a run has load 0."""
-    yield from ((0.0, run.seed) for run in file.runs)
-    yield from ((point.load, point.seed) for point in file.sweep)
 
 
 def grouped(files: Sequence[Loaded], baseline: str | None) -> tuple[Result, ...]:
@@ -180,9 +177,3 @@ def _slice(name: T, results: Sequence[Result], kinds: Sequence[Sequence[dict[T, 
             for result, mine in zip(results, means, strict=True)
         ),
     )
-
-
-def _fold(slices: tuple[Slice, ...]) -> tuple[Slice, ...]:
-    """Return the kinds with the most jobs."""
-    most = sorted(slices, key=lambda item: (-max(item.jobs), item.name))[:MAX_MODELS]
-    return tuple(item for item in slices if item in most)

@@ -6,7 +6,7 @@ from typing import Any
 
 from cadenza.policies.simulator.figures import quantile
 from cadenza.policies.simulator.load_sweep import load_rows
-from cadenza.slurm_plugin.report.page_model import Cell, Comparison, Loaded, Result
+from cadenza.slurm_plugin.report.page_model import Cell, Comparison, Result
 from cadenza.slurm_plugin.report.sentences import summary
 
 SCHEMA = "cadenza.report/1"
@@ -27,15 +27,14 @@ def _result(result: Result, comparison: Comparison) -> dict[str, Any]:
     return {
         "label": result.label,
         "summary": summary(result, comparison),
-        "files": [_file(file) for file in result.files],
+        "files": [
+            {"file": file.source, "arguments": file.arguments, "seeds": [run.seed for run in file.runs]}
+            for file in result.files
+        ],
         "figures": {key: _figure(cells[result.index]) for key, cells in comparison.cells.items()},
         "sweep": load_rows(result.sweep),
         "speed_up": _speed_up(result, comparison),
     }
-
-
-def _file(file: Loaded) -> dict[str, Any]:
-    return {"file": file.source, "arguments": file.arguments, "seeds": [run.seed for run in file.runs]}
 
 
 def _figure(cell: Cell) -> dict[str, Any] | None:

@@ -26,15 +26,13 @@ def load(data: bytes, source: str) -> Loaded:
     saved = decode(data, source)
     for problem in _problems(saved):
         raise InputError(f"{source}: {problem}")
-    runs = tuple(_run(saved, run, source) for run in saved.runs)
-    return Loaded(source, saved.label, saved.arguments, runs, saved.sweep)
-
-
-def _run(saved: Saved, run: SavedRun, source: str) -> Run:
-    ordered = sorted(run.jobs, key=lambda job: (job.submit_s, job.id))
-    jobs = tuple(ordered[slice(*(window(saved.arguments) or (0, None)))])
-    figures = dict(_figures(run.summary))
-    return Run(source, run.seed, jobs, run.as_samples(), saved.gpus, saved.cpus, run.end_s, figures, saved.classes)
+    runs = []
+    for run in saved.runs:
+        ordered = sorted(run.jobs, key=lambda job: (job.submit_s, job.id))
+        jobs = tuple(ordered[slice(*(window(saved.arguments) or (0, None)))])
+        figures, size = dict(_figures(run.summary)), (saved.gpus, saved.cpus)
+        runs.append(Run(source, run.seed, jobs, run.as_samples(), *size, run.end_s, figures, saved.classes))
+    return Loaded(source, saved.label, saved.arguments, tuple(runs), saved.sweep)
 
 
 def window(arguments: Sequence[str]) -> tuple[int, int] | None:

@@ -85,15 +85,7 @@ def render(comparison: Comparison, title: str) -> str:
         cards=[_card(result, comparison) for result in results], sections=sections(comparison), charts=drawings,
         slices=slices, commands=[_command(result) for result in results],
         most_seeds=max(len(result.runs) for result in results),
-        role=lambda result: _role(result, several=several),
     )  # fmt: skip
-
-
-def _role(result: Result, *, several: bool) -> str:
-    """Return the line below a column's name; a space keeps its place."""
-    seeds = f"{len(result.runs)} seeds" if len(result.runs) > 1 else ""
-    role = "baseline" if result.index == 0 and several else ""
-    return ", ".join(filter(None, (role, seeds))) or "\N{NO-BREAK SPACE}"
 
 
 def _card(result: Result, comparison: Comparison) -> CardText:

@@ -71,13 +71,12 @@ def read_request(path: Path) -> Request:
     sources = [key for key in ("configs", "grid", "study") if getattr(file, key) is not None]
     if len(sources) != 1:
         raise InputError(f"{path}: one of configs, grid and study must be given, not {len(sources)} of them")
-    return Request({**plan, "name": file.name or name}, _listed(path, file), _study(path, file))
-
-
-def _listed(path: Path, file: SweepFile) -> list[Config]:
+    configs: list[Config] = []
     if file.configs is not None:
-        return read_configs(path.parent / file.configs)
-    return _checked_all(_products(file.grid, where(path, ("grid",)))) if file.grid is not None else []
+        configs = read_configs(path.parent / file.configs)
+    elif file.grid is not None:
+        configs = _checked_all(_products(file.grid, where(path, ("grid",))))
+    return Request({**plan, "name": file.name or name}, configs, _study(path, file))
 
 
 def _products(grid: Mapping[str, list[Any]], at: str) -> Iterator[tuple[str, Config]]:

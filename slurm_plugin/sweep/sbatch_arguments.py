@@ -49,7 +49,8 @@ def _check_placeholders(words: Sequence[str], names: Sequence[str]) -> None:
             near = get_close_matches(name, allowed, n=1)
             if name not in allowed and near:
                 raise InputError(f"{{{name}}} in {word!r}: no configuration has it; did you mean {{{near[0]}}}?")
-    if _wrapped(words) and not _filled(words, names):
+    wrapped = any(word.split("=", 1)[0] == "--wrap" for word in words[: script_at(words)])
+    if wrapped and not _filled(words, names):
         raise InputError("--wrap: name the configuration's values in it, such as {" + names[0] + "}")
 
 
@@ -68,10 +69,6 @@ def fill(words: Sequence[str], config: Mapping[str, Any], reserved: Mapping[str,
 def script_at(words: Sequence[str]) -> int:
     """Return the position of the script, the first word that is a file; without one, the number of words."""
     return next((place for place, word in enumerate(words) if Path(word).is_file()), len(words))
-
-
-def _wrapped(words: Sequence[str]) -> bool:
-    return any(word.split("=", 1)[0] == "--wrap" for word in words[: script_at(words)])
 
 
 def _filled(words: Sequence[str], names: Sequence[str]) -> bool:

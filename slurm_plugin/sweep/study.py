@@ -31,10 +31,13 @@ class StudySource:
     def ticks(self) -> Iterator[list[TrialState]]:
         """Yield the trials that ended in each pass, until all trials of the study have ended."""
         while True:
-            self._ask()
+            for _ in range(self._room()):
+                trial = self._study.ask()
+                config = {name: _value(trial, name, entry) for name, entry in self._settings.space.items()}
+                self.sweep.ask(config, key=trial.number)
             ended = self.sweep.tick()
-            for trial in ended:
-                self._tell(trial)
+            for done in ended:
+                self._tell(done)
             yield ended
             if self.sweep.over and not self._room():
                 return
@@ -47,13 +50,6 @@ class StudySource:
             return 0
         left = self._settings.trials - len(self.sweep.trials)
         return max(0, min(left, (self.sweep.plan.at_once or DEFAULT_OPEN_TRIALS) - len(self.sweep.live)))
-
-    def _ask(self) -> None:
-        for _ in range(self._room()):
-            trial = self._study.ask()
-            self.sweep.ask(
-                {name: _value(trial, name, entry) for name, entry in self._settings.space.items()}, key=trial.number
-            )
 
     def _tell(self, trial: TrialState) -> None:
         """Tell the study a configuration's best value, or the values reported before its stop."""

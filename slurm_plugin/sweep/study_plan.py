@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Annotated, Any
 
@@ -92,18 +93,17 @@ class Plan(Struct, frozen=True, forbid_unknown_fields=True):
         if not callable(function):
             raise InputError(f"rule {name!r} is not callable")
 
+        def as_reported(trial: Trial) -> Trial:
+            sign = 1 if goal == "max" else -1
+            return replace(trial, points=tuple((step, sign * value) for step, value in trial.points))
+
         def rule(trials: Sequence[Trial]) -> Mapping[int, str]:
             try:
-                return _reasons(function(_as_reported(trials, goal), goal), name)
+                return _reasons(function([as_reported(trial) for trial in trials], goal), name)
             except Exception as error:  # any error of the user's function
                 raise InputError(f"rule {name!r}: {type(error).__name__}: {error}") from error
 
         return rule
-
-
-def _as_reported(trials: Sequence[Trial], goal: Goal) -> list[Trial]:
-    sign = 1 if goal == "max" else -1
-    return [Trial(t.number, tuple((step, sign * value) for step, value in t.points), t.live, t.config) for t in trials]
 
 
 def _reasons(answer: Any, name: str) -> Mapping[int, str]:
