@@ -1,4 +1,4 @@
-"""The ``cadenza`` key of a job's comment: what a user asks for; the rest of the comment is not ours."""
+"""The ``cadenza`` key of a job's comment with the user's options; the rest of the comment belongs to others."""
 
 from __future__ import annotations
 
@@ -17,24 +17,35 @@ class BadOptions(ValueError):  # noqa: N818
     """The key is there and cannot be understood; the job's owner corrects it."""
 
 
-class Wish(NamedTuple):
-    """A job's opt-in; ``why`` is what job_submit.lua wrote when it found that the job cannot be shared."""
+class OptIn(NamedTuple):
+    """A job's options; ``reason`` is job_submit.lua's reason for not sharing the job, "" if it can be shared."""
 
     options: Options
-    why: str
+    reason: str
 
 
-def wish_of(comment: str | None) -> Wish | None:
-    """Return what the comment asks for, or None when it does not speak of us.
+def opt_in_of(comment: str | None) -> OptIn | None:
+    """Return the job's options in the comment, or None when the comment has no ``cadenza`` key.
 
-    Raises BadOptions when the ``cadenza`` key is there and wrong: half-understood wishes are not carried out.
+    Raises BadOptions when the key is there and wrong: options that are only partly understood are not carried out.
     """
-    value = _ours(comment)
-    return None if value is None else _parse(value)
+    value = _our_value(comment)
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise BadOptions(f'the comment\'s "{KEY}" must be an object such as {{"share": true}}, not {value!r}')
+    if value.get("v", VERSION) != VERSION:
+        raise BadOptions(f'the comment\'s "{KEY}" has version {value["v"]!r}; this Cadenza knows {VERSION}')
+    fields = {name: _checked(name, field) for name, field in value.items() if name != "v"}
+    reason = fields.pop("why", "")
+    options = Options(**fields)
+    if options.min_gpus is not None and options.max_gpus is not None and options.min_gpus > options.max_gpus:
+        raise BadOptions(f"min_gpus={options.min_gpus} is more than max_gpus={options.max_gpus}")
+    return OptIn(options, reason)
 
 
-def _ours(comment: str | None) -> Any:
-    """Return the value of our key; plain text, other JSON and foreign keys are other people's business."""
+def _our_value(comment: str | None) -> Any:
+    """Return the value of our key; plain text, other JSON and foreign keys belong to others."""
     if not comment or KEY not in comment:
         return None
     try:
@@ -44,55 +55,38 @@ def _ours(comment: str | None) -> Any:
     return whole.get(KEY) if isinstance(whole, dict) else None
 
 
-def _parse(value: Any) -> Wish:
-    if not isinstance(value, dict):
-        raise BadOptions(f'the comment\'s "{KEY}" must be an object such as {{"share": true}}, not {value!r}')
-    if value.get("v", VERSION) != VERSION:
-        raise BadOptions(f'the comment\'s "{KEY}" has version {value["v"]!r}; this Cadenza knows {VERSION}')
-    wishes = {name: _checked(name, wish) for name, wish in value.items() if name != "v"}
-    why = wishes.pop("why", "")
-    found = Options(**wishes)
-    if found.min_gpus is not None and found.max_gpus is not None and found.min_gpus > found.max_gpus:
-        raise BadOptions(f"min_gpus={found.min_gpus} is more than max_gpus={found.max_gpus}")
-    return Wish(found, why)
-
-
-def _checked(name: str, wish: Any) -> Any:
+def _checked(name: str, value: Any) -> Any:
     if name not in _CHECKS:
         near = difflib.get_close_matches(name, _CHECKS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise BadOptions(f'unknown "{name}" in the comment\'s "{KEY}"{hint}')
-    fits, wanted = _CHECKS[name]
-    if not fits(wish):
-        raise BadOptions(f'"{name}" in the comment\'s "{KEY}" must be {wanted}, not {wish!r}')
-    return wish
+    fits, expected = _CHECKS[name]
+    if not fits(value):
+        raise BadOptions(f'"{name}" in the comment\'s "{KEY}" must be {expected}, not {value!r}')
+    return value
 
 
-def _is_count(wish: Any) -> bool:
-    return _is_number(wish) and bool(wish >= 1)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(wish: Any) -> bool:
-    return isinstance(wish, int) and not isinstance(wish, bool)
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and bool(value >= 1)
 
 
-def _is_flag(wish: Any) -> bool:
-    return isinstance(wish, bool)
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
-def _is_batch(wish: Any) -> bool:
-    return wish in ("global", "per-gpu")
-
-
-def _is_text(wish: Any) -> bool:
-    return isinstance(wish, str) and bool(wish)
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
 
 
 _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "share": (_is_flag, "true or false"),
     "min_gpus": (_is_count, "a whole number from 1"),
     "max_gpus": (_is_count, "a whole number from 1"),
-    "batch": (_is_batch, "global or per-gpu"),
+    "batch": (lambda value: value in ("global", "per-gpu"), "global or per-gpu"),
     "model": (_is_text, "a name"),
     "priority": (_is_number, "a whole number"),
     "iterations": (_is_count, "a whole number from 1"),

@@ -1,4 +1,4 @@
-"""What can go wrong between us and Slurm, sorted by who must act."""
+"""Errors between the service and Slurm; the class says who must act."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NotAuthorized(GatewayError):  # noqa: N818
 
 
 class StaleState(GatewayError):  # noqa: N818
-    """The job or node is no longer what the snapshot showed. Nobody: the next round sees what is true."""
+    """The job or node has changed since the snapshot. No one has to act: the next round reads the new state."""
 
 
 class ActionRefused(GatewayError):  # noqa: N818
@@ -40,11 +40,11 @@ class ActionRefused(GatewayError):  # noqa: N818
 
 
 class NotForSlurm(GatewayError):  # noqa: N818
-    """An action that the agents carry out was given to the Slurm side: a mistake of the caller."""
+    """The caller gave the Slurm side an action that the agents carry out."""
 
 
 class RecordingError(GatewayError):
-    """A recording is not what this version replays; record again."""
+    """A recording that this version cannot replay; record again."""
 
 
 # Numbers of slurm_errno.h, the same from Slurm 23.02 to 26.05 as far as they are named here.
@@ -58,20 +58,20 @@ _NOT_RUNNABLE = {
 }
 
 
-def slurm_error(what: str, errno: int | None, message: str, *, node: bool = False) -> GatewayError:
-    """Return the error for Slurm's answer ``errno``/``message`` to the request ``what``, ready to raise.
+def slurm_error(request: str, errno: int | None, message: str, *, node: bool = False) -> GatewayError:
+    """Return the error for Slurm's answer ``errno``/``message`` to a request, ready to raise.
 
-    ``node`` says that the request was about a node, which takes more rights than one about a job.
+    ``node``: the request was about a node, which takes more rights than one about a job.
     """
-    said = f"{what}: {message}" if errno is None else f"{what}: {message} (Slurm error {errno})"
+    text = f"{request}: {message}" if errno is None else f"{request}: {message} (Slurm error {errno})"
     if errno in _AUTHENTICATION:
-        return SlurmUnavailable(f"{said}; check that slurm.key or munge and the clock agree with slurmctld's")
+        return SlurmUnavailable(f"{text}; check that slurm.key or munge and the clock agree with slurmctld's")
     if errno in _UNAVAILABLE:
-        return SlurmUnavailable(f"{said}; check `scontrol ping` on this machine")
+        return SlurmUnavailable(f"{text}; check `scontrol ping` on this machine")
     if errno in _NOT_AUTHORIZED:
         level = "Administrator" if node else "Operator"
-        return NotAuthorized(f"{said}; grant it: sacctmgr modify user USER set AdminLevel={level}")
+        return NotAuthorized(f"{text}; grant it: sacctmgr modify user USER set AdminLevel={level}")
     if errno in _STALE:
-        return StaleState(f"{said}; the next round reads the state anew")
+        return StaleState(f"{text}; the next round reads the state anew")
     hint = _NOT_RUNNABLE.get(errno or 0, "")
-    return ActionRefused(f"{said}; {hint}" if hint else said, errno)
+    return ActionRefused(f"{text}; {hint}" if hint else text, errno)

@@ -21,11 +21,11 @@ from cadenza.policies.core.actions import (
 from cadenza.policies.core.model import ClusterSnapshot, JobKey, SlurmState
 from cadenza.slurm_plugin.gateway.errors import GatewayError, NotForSlurm
 from cadenza.slurm_plugin.gateway.supervisor import Supervisor, WorkerSettings
-from cadenza.slurm_plugin.gateway.translate import snapshot, stand
+from cadenza.slurm_plugin.gateway.translate import slurm_state_of, snapshot
 
 
 class SlurmGateway:
-    """Reads the cluster and carries out what Slurm itself does; Yield and Resume are the agents'."""
+    """Reads the cluster and carries out Slurm's actions; those of the agents, such as Yield, are refused."""
 
     def __init__(self, settings: WorkerSettings | None = None) -> None:
         self._worker = Supervisor(settings)
@@ -38,16 +38,16 @@ class SlurmGateway:
         return snapshot(self.read_raw())
 
     def look(self, jobs: Collection[int]) -> Mapping[JobKey, SlurmState]:
-        """Return how a few jobs stand, which costs slurmctld one small RPC each."""
-        seen = self._worker.ask("looking at jobs", "look", jobs=sorted(jobs))
-        return dict(found for one in seen if (found := stand(one)) is not None)
+        """Return the state of a few jobs, which costs slurmctld one small RPC each."""
+        answers = self._worker.ask("looking at jobs", "look", jobs=sorted(jobs))
+        return dict(state for answer in answers if (state := slurm_state_of(answer)) is not None)
 
     def read_raw(self) -> dict[str, Any]:
-        """Return what the worker reads, as a recording keeps it."""
+        """Return the worker's answer, as a recording keeps it."""
         return dict(self._worker.ask("reading the cluster", "read"))
 
     def apply(self, action: Action) -> Outcome:
-        """Carry out one action; a failure is an Outcome that says who must act."""
+        """Carry out one action; a failure is an Outcome that names who must act."""
         try:
             self.act(action)
         except GatewayError as error:
@@ -116,11 +116,11 @@ class SlurmGateway:
 
     @property
     def workers_started(self) -> int:
-        """How many worker processes this gateway has started."""
+        """Number of worker processes that this gateway has started."""
         return self._worker.started
 
-    def _job(self, what: str, op: str, key: JobKey, **arguments: Any) -> None:
-        self._worker.ask(what, op, job=key.id, restart=key.restart, **arguments)
+    def _job(self, request: str, op: str, key: JobKey, **arguments: Any) -> None:
+        self._worker.ask(request, op, job=key.id, restart=key.restart, **arguments)
 
     def close(self) -> None:
         """End the worker process."""

@@ -1,4 +1,4 @@
-"""The Slurm half of the cluster as the service sees it, and how the configured implementation is opened."""
+"""The protocol of the Slurm half of the cluster, and the opening of the configured implementation."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from cadenza.sidecar.config import ConfigError
 
 
 class SlurmGateway(Protocol):
-    """What ``cadenza.slurm_plugin.gateway`` implements over pyslurm."""
+    """Slurm as the service uses it; ``pyslurm_gateway`` implements it over pyslurm."""
 
     def read(self) -> ClusterSnapshot:
-        """Return what Slurm's books say; raise an error of the gateway's package when it does not answer."""
+        """Return jobs and nodes as Slurm has them; raise an error of the gateway's package when it does not answer."""
         ...
 
     def look(self, jobs: Collection[int]) -> Mapping[JobKey, SlurmState]:
-        """Return how the jobs with these ids stand now; cheap for Slurm."""
+        """Return the present state of the jobs with these ids; cheap for Slurm."""
         ...
 
     def apply(self, action: Action) -> Outcome:
@@ -32,7 +32,7 @@ class SlurmGateway(Protocol):
 
 
 def open_gateway(name: str) -> SlurmGateway:
-    """Call what ``[service] gateway`` names as ``module:callable``; raise ConfigError when it is none."""
+    """Call the ``module:callable`` of ``[service] gateway``; raise ConfigError if it is none."""
     try:
         connect = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:

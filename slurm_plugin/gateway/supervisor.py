@@ -31,7 +31,7 @@ REPEATABLE = frozenset({"ping", "diag", "read", "look"})
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """How the worker is run; times in seconds."""
+    """Command, environment and limits of the worker; times in seconds."""
 
     command: tuple[str, ...] = (sys.executable, "-m", "cadenza.slurm_plugin.gateway.worker")
     environment: Mapping[str, str] | None = None
@@ -40,7 +40,7 @@ class WorkerSettings:
     request_timeout_s: float = 30.0
     """Three times Slurm's default MessageTimeout."""
     max_requests: int = 5000
-    """A worker that has answered this many is replaced: pyslurm leaks."""
+    """A worker is replaced after this many answers, because pyslurm leaks memory."""
 
 
 class WorkerProcess:
@@ -67,7 +67,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """The child's process id."""
+        """Process id of the child."""
         return self._child.pid
 
     def _greeting(self, timeout_s: float) -> dict[str, Any]:
@@ -117,17 +117,17 @@ class WorkerProcess:
             raise self._lost(f"died while it was asked {doing}")
         self._buffer += chunk
 
-    def _lost(self, what: str) -> WorkerLost:
-        """Say how the child ended, which takes a moment after its socket closed."""
+    def _lost(self, event: str) -> WorkerLost:
+        """Return the error that says how the child ended, which takes a moment after its socket closed."""
         try:
             code = self._child.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
-            return WorkerLost(f"the worker {what}: it closed its socket")
+            return WorkerLost(f"the worker {event}: it closed its socket")
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return WorkerLost(f"the worker {what}: {how}; its last words are in this program's error output")
+        return WorkerLost(f"the worker {event}: {how}; see its messages in this program's error output")
 
     def kill(self) -> None:
-        """End the child and what it started, at once."""
+        """Kill the child and its own children."""
         self._channel.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
@@ -142,13 +142,13 @@ class Supervisor:
         self._lock = threading.Lock()
         self._worker: WorkerProcess | None = None
         self.started = 0
-        """How many workers have been started; more than a few a day deserve a look."""
+        """Number of workers started so far; more than a few a day deserve a look."""
 
-    def ask(self, what: str, op: str, **arguments: Any) -> Any:
-        """Return the result of one request; ``what`` names it in errors.
+    def ask(self, description: str, op: str, **arguments: Any) -> Any:
+        """Return the result of one request, which errors call by its description.
 
-        Raises the GatewayError that says who must act. A request that was lost with its worker may or may not
-        have reached Slurm; those that change nothing are sent once more, unless it was time that ran out.
+        Raises the GatewayError that names who must act. A request that was lost with its worker may or may not
+        have reached Slurm; one that changes nothing is sent once more, unless the worker hung.
         """
         request = {"op": op, **arguments}
         with self._lock:
@@ -156,12 +156,12 @@ class Supervisor:
                 answer = self._ask(request)
             except WorkerLost as error:
                 if op not in REPEATABLE:
-                    unknown = "whether Slurm got it, the next round will see"
-                    raise type(error)(f"{what}: {error}; {unknown}") from error
+                    unknown = "the next round will show whether Slurm got it"
+                    raise type(error)(f"{description}: {error}; {unknown}") from error
                 if isinstance(error, WorkerHung):
                     raise
                 answer = self._ask(request)
-        return _result(what, answer, node="node" in arguments)
+        return _result(description, answer, node="node" in arguments)
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         worker = self._current()
@@ -195,12 +195,12 @@ class Supervisor:
             self._discard()
 
 
-def _result(what: str, answer: Mapping[str, Any], *, node: bool) -> Any:
-    """Return an answer's result, or raise what it says went wrong."""
+def _result(description: str, answer: Mapping[str, Any], *, node: bool) -> Any:
+    """Return an answer's result, or raise its error."""
     if "error" not in answer:
         return answer.get("result")
     error = answer["error"]
     if error["kind"] == "slurm":
-        raise slurm_error(what, error["errno"], error["message"], node=node)
+        raise slurm_error(description, error["errno"], error["message"], node=node)
     kind = StaleState if error["kind"] == "stale" else ActionRefused
-    raise kind(f"{what}: {error['message']}")
+    raise kind(f"{description}: {error['message']}")

@@ -1,4 +1,4 @@
-"""From what the worker reads to the model that policies see: pure functions over plain dicts."""
+"""Translation of the worker's answers into the model of the policies: pure functions over plain dicts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, JobState, Node, Options, SlurmState
-from cadenza.slurm_plugin.gateway.comment import BadOptions, wish_of
+from cadenza.slurm_plugin.gateway.comment import BadOptions, opt_in_of
 
 Raw: TypeAlias = Mapping[str, Any]
 
@@ -47,7 +47,7 @@ def job(raw: Raw, now_s: float) -> Job | None:
     state = job_state(raw["state"])
     if state is None:
         return None
-    wishes, reason = wishes_of(raw)
+    options, unmanageable = options_of(raw)
     return Job(
         key=JobKey(raw["id"], raw["requeue_count"] or 0),
         user=raw["user_name"] or "",
@@ -72,14 +72,14 @@ def job(raw: Raw, now_s: float) -> Job | None:
         nodes=tuple(raw["allocated_nodes"]) if state != "PENDING" else (),
         required_nodes=tuple(raw["required_nodes"]),
         gpu_type=wanted_type(raw),
-        options=wishes,
-        unmanageable=reason,
+        options=options,
+        unmanageable=unmanageable,
         requeueable=bool(raw["is_requeueable"] and raw["is_batch_job"]),
     )
 
 
-def stand(raw: Raw) -> tuple[JobKey, SlurmState] | None:
-    """Return a job's incarnation and how it stands, of one short look; None when it is finished."""
+def slurm_state_of(raw: Raw) -> tuple[JobKey, SlurmState] | None:
+    """Return a job's incarnation and state with Slurm from one short look; None when it is finished."""
     state = job_state(raw["state"])
     if state is None:
         return None
@@ -89,7 +89,7 @@ def stand(raw: Raw) -> tuple[JobKey, SlurmState] | None:
 
 
 def run_s(raw: Raw, now_s: float) -> float | None:
-    """Return how long a started job has run, suspends excluded, seconds; as squeue(1) counts its TIME."""
+    """Return the run time of a started job without suspends, seconds, as squeue(1) counts its TIME."""
     if raw["state"] == "SUSPENDED":
         return float(raw["pre_suspension_time"] or 0)
     since = raw["suspend_time"] or raw["start_time"]  # the former is when it was last suspended or resumed
@@ -97,25 +97,25 @@ def run_s(raw: Raw, now_s: float) -> float | None:
 
 
 def job_state(state: str) -> JobState | None:
-    """Return what Slurm's name of a state means to us: OTHER on the way out, None when it is gone."""
+    """Return our state for Slurm's state: OTHER while the job ends, None when it is gone."""
     if state in _STATES:
         return _STATES[state]
     return "OTHER" if state in _LEAVING else None
 
 
-def wishes_of(raw: Raw) -> tuple[Options | None, str]:
-    """Return what the user asked for and, where we must leave the job alone all the same, why."""
+def options_of(raw: Raw) -> tuple[Options | None, str]:
+    """Return the user's options, and the reason for which the job must be left alone all the same, else ""."""
     if "comment" in raw.get("unreadable", ()):
         return None, "the comment is not UTF-8"
     try:
-        wish = wish_of(raw["comment"])
+        opt_in = opt_in_of(raw["comment"])
     except BadOptions as error:
         return None, str(error)
-    return (None, "") if wish is None else (wish.options, wish.why or unmanageable(raw))
+    return (None, "") if opt_in is None else (opt_in.options, opt_in.reason or unmanageable_reason(raw) or "")
 
 
-def unmanageable(raw: Raw) -> str:
-    """Return why Slurm or we cannot steer a job of this kind, or ""."""
+def unmanageable_reason(raw: Raw) -> str | None:
+    """Return the reason for which Slurm or we cannot steer a job of this kind; None if there is none."""
     exclusive = {"NO": "--exclusive", "USER": "--exclusive=user", "MCS": "--exclusive=mcs"}
     sharing = raw["resource_sharing"]
     checks = (
@@ -125,14 +125,14 @@ def unmanageable(raw: Raw) -> str:
         ("," in (raw["partition"] or ""), "it waits in several partitions; it can be shared once it runs in one"),
         (job_gpus(raw) == 0, "it has no GPUs that Slurm reports; AccountingStorageTRES must list gres/gpu"),
     )
-    return next((reason for applies, reason in checks if applies), "")
+    return next((reason for applies, reason in checks if applies), None)
 
 
 def job_gpus(raw: Raw) -> int:
-    """Return a job's GPUs: what it has, or what it asked for while it has none.
+    """Return a job's number of GPUs: those that it has, or those that it asked for while it has none.
 
-    ``*_tres`` counts every form of request, given ``AccountingStorageTRES=gres/gpu``. Without that, what is
-    left are the requests per node, task or job, as far as pyslurm can read them.
+    ``*_tres`` counts every form of request, given ``AccountingStorageTRES=gres/gpu``. Without that there are only
+    the requests per node, task or job that pyslurm can read.
     """
     for name in ("allocated_tres", "requested_tres"):
         found = gpu_count(raw.get(name) or {})
@@ -205,7 +205,7 @@ def lane_of(raw: Raw) -> int:
 def host_of(raw: Raw, first_lanes: Mapping[str, int]) -> str:
     """Return the host of a node: its NodeHostname, which lanes share.
 
-    Where several nodes of lane 0 have one NodeHostname, a machine plays many nodes, and it says nothing.
+    Where several nodes of lane 0 have one NodeHostname, one machine emulates many nodes, and their names count.
     """
     if first_lanes.get(raw["hostname"], 0) <= 1:
         return str(raw["hostname"] or raw["name"])

@@ -45,13 +45,13 @@ FINISHED = frozenset({
     "OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
 })  # fmt: skip
 OUR_DRAIN = "cadenza: "
-"""How the reason of every drain of ours begins; other people's drains are not ours to undo."""
+"""Beginning of the reason of all our drains; the service does not undo the drains of others."""
 
 Request = Mapping[str, Any]
 
 
 class Stale(Exception):  # noqa: N818
-    """What the request is about has changed since it was read."""
+    """The request's job or node has changed since it was read."""
 
 
 class Blank(str):
@@ -121,7 +121,7 @@ class Worker:
         }  # fmt: skip
 
     def greeting(self) -> dict[str, Any]:
-        """Say who is here."""
+        """Return the worker's pyslurm version, pid and user."""
         user = pwd.getpwuid(os.geteuid()).pw_name
         return {"pyslurm": self._slurm.__version__, "pid": os.getpid(), "user": user}
 
@@ -142,12 +142,12 @@ class Worker:
             return failure(number, "request", f"{type(error).__name__}: {error}")
 
     def ping(self, _request: Request) -> dict[str, Any]:
-        """Ask the primary slurmctld for a sign of life; ``latency_ms`` is the RPC's time."""
+        """Ping the primary slurmctld; ``latency_ms`` is the RPC's time."""
         answer = self._slurm.slurmctld.ping_primary()
         return {"host": answer.hostname, "responding": answer.is_responding, "latency_ms": answer.latency}
 
     def diag(self, _request: Request) -> dict[str, Any]:
-        """Return slurmctld's RPCs by type and by user: how many, and their mean time in µs (sdiag(1))."""
+        """Return slurmctld's RPCs by type and by user: their number, and their mean time in µs (sdiag(1))."""
         answer = self._slurm.slurmctld.diag()
         tables = {"rpcs_by_type": answer.rpcs_by_type, "rpcs_by_user": answer.rpcs_by_user}
         counts = {name: rpc_counts(table) for name, table in tables.items()}
@@ -165,7 +165,7 @@ class Worker:
         }
 
     def look(self, request: Request) -> list[dict[str, Any]]:
-        """Return how the jobs with these ids stand, one small RPC each; those that Slurm does not know are left out."""
+        """Return the state of the jobs with these ids, one small RPC each, without those that Slurm does not know."""
         found = (self._glimpse(int(number)) for number in request["jobs"])
         return [one for one in found if one is not None]
 
@@ -222,7 +222,7 @@ class Worker:
         self._job_in(request, "RUNNING", "SUSPENDED", "CONFIGURING").requeue(hold=bool(request["hold"]))
 
     def release(self, request: Request) -> None:
-        """Release a held job, after clearing its node list if ``unpin``; one that is not held stays."""
+        """Release a held job, after clearing its node list if ``unpin``; a job that is not held stays as it is."""
         job = self._job_in(request, "PENDING")
         if request.get("unpin") and job.required_nodes:
             job.modify(self._slurm.JobSubmitDescription(required_nodes=BLANK))
@@ -232,7 +232,7 @@ class Worker:
     def modify(self, request: Request) -> None:
         """Change a pending job: ``nodes`` (empty clears), ``cpus_per_task``, ``memory_per_node`` in MB.
 
-        What the request leaves out stays. ``cpus`` and ``memory`` are totals instead, rounded up to whole CPUs a task
+        Other values stay. ``cpus`` and ``memory`` are totals instead, rounded up to whole CPUs a task
         and MB a node; ``as_far_as_possible`` leaves CPUs alone that cannot be changed. ``now`` lets it start at once.
         """
         job = self._job_in(request, "PENDING")
@@ -265,7 +265,7 @@ class Worker:
     # --- Nodes -----------------------------------------------------------------------------------------
 
     def drain(self, request: Request) -> None:
-        """Drain a node with ``reason``; one that somebody has drained already stays theirs."""
+        """Drain a node with ``reason``; the drain of another user stays."""
         node = self._slurm.Node.load(request["node"])
         if "DRAIN" in node.state:
             raise Stale(f"node {node.name} is drained already: {node.reason}")
@@ -286,7 +286,7 @@ class Worker:
 
 
 def cpu_changes(job: Any, cpus_per_task: int) -> dict[str, int]:
-    """Return what gives a pending job ``cpus_per_task``; lowers its least CPUs on a node first where needed.
+    """Return the changes that give a pending job ``cpus_per_task``; lower its least CPUs on a node first if needed.
 
     Slurm keeps three numbers that must agree, or it finds the job unrunnable (BadConstraints) when released:
     CPUs per task, CPUs of the job, which pyslurm's ``min_cpus_per_node`` sets in spite of its name, and least
@@ -300,7 +300,7 @@ def cpu_changes(job: Any, cpus_per_task: int) -> dict[str, int]:
 
 
 def scontrol(*arguments: str) -> str:
-    """Do with scontrol what pyslurm cannot, and return what it says; BadRequest when it refuses."""
+    """Run scontrol for a change that pyslurm lacks, and return its output; BadRequest when it refuses."""
     done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True, timeout=20, check=False)
     if done.returncode:
         raise BadRequest(f"scontrol {' '.join(arguments)}: {done.stderr.strip() or done.returncode}")
@@ -311,7 +311,7 @@ def scontrol(*arguments: str) -> str:
 
 
 def failure(number: Any, kind: str, message: str, errno: int | None = None) -> dict[str, Any]:
-    """Return the answer that says what went wrong."""
+    """Return the answer to a request that failed."""
     return {"id": number, "error": {"kind": kind, "message": message, "errno": errno}}
 
 

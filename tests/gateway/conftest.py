@@ -15,7 +15,7 @@ from cadenza.slurm_plugin.gateway.supervisor import WorkerSettings
 
 @pytest.fixture
 def calls(tmp_path: Path) -> Callable[[], list[str]]:
-    """What has reached Slurm, in order."""
+    """Return the calls that have reached Slurm, in order."""
     log = tmp_path / "calls"
     return lambda: log.read_text().splitlines() if log.exists() else []
 

@@ -1,4 +1,4 @@
-"""What a request becomes when its job is to have another size; the shapes are those of Slurm 26.05's scontrol."""
+"""The request of a job for another size; the shapes are those of Slurm 26.05's scontrol."""
 
 from __future__ import annotations
 

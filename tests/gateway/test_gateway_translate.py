@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Options
-from cadenza.slurm_plugin.gateway.comment import BadOptions, wish_of
+from cadenza.slurm_plugin.gateway.comment import BadOptions, opt_in_of
 from cadenza.slurm_plugin.gateway.recording import load
 from cadenza.slurm_plugin.gateway.translate import (
     gpu_count,
@@ -20,7 +20,7 @@ from cadenza.slurm_plugin.gateway.translate import (
     job_state,
     nodes,
     snapshot,
-    unmanageable,
+    unmanageable_reason,
 )
 
 ANSWERS = load(RECORDING)
@@ -140,9 +140,9 @@ def test_who_opted_in_and_who_is_left_alone(number: int, opted: bool, why: str) 
     ],
 )
 def test_kinds_of_job_that_cannot_be_shared(changes: dict[str, object], why: str) -> None:
-    found = unmanageable(raw_job(**changes))
-    assert why in found
-    assert bool(why) == bool(found)
+    reason = unmanageable_reason(raw_job(**changes))
+    assert why in (reason or "")
+    assert bool(why) == (reason is not None)
 
 
 def test_what_the_submit_plugin_found_is_passed_on() -> None:
@@ -261,15 +261,15 @@ def test_the_order_of_an_answer_means_nothing(jobs: list[int], order: list[int])
     ],
 )
 def test_comments_that_do_not_speak_of_us(comment: str | None) -> None:
-    assert wish_of(comment) is None
+    assert opt_in_of(comment) is None
 
 
 def test_a_comment_with_foreign_keys() -> None:
     wishes = {"v": 1, "share": False, "min_gpus": 1, "max_gpus": 4, "model": "m", "priority": -2, "held": True}
-    wish = wish_of(json.dumps({"APS": {"x": 1}, "cadenza": wishes}))
-    assert wish is not None
-    assert wish.options == Options(share=False, min_gpus=1, max_gpus=4, model="m", priority=-2, held=True)
-    assert wish_of('{"cadenza":{}}') == (Options(), "")
+    opt_in = opt_in_of(json.dumps({"APS": {"x": 1}, "cadenza": wishes}))
+    assert opt_in is not None
+    assert opt_in.options == Options(share=False, min_gpus=1, max_gpus=4, model="m", priority=-2, held=True)
+    assert opt_in_of('{"cadenza":{}}') == (Options(), "")
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_a_comment_with_foreign_keys() -> None:
 )
 def test_wrong_options_are_not_half_understood(value: object, word: str) -> None:
     with pytest.raises(BadOptions) as refusal:
-        wish_of(json.dumps({"cadenza": value}))
+        opt_in_of(json.dumps({"cadenza": value}))
     assert word in str(refusal.value)
 
 
@@ -332,8 +332,8 @@ def test_limit_command_and_tasks() -> None:
 
 
 def test_how_long_a_job_is_can_be_stated() -> None:
-    wish = wish_of('{"cadenza":{"v":1,"share":true,"iterations":900,"duration_s":3600}}')
-    assert wish is not None
-    assert (wish.options.iterations, wish.options.duration_s) == (900, 3600)
+    opt_in = opt_in_of('{"cadenza":{"v":1,"share":true,"iterations":900,"duration_s":3600}}')
+    assert opt_in is not None
+    assert (opt_in.options.iterations, opt_in.options.duration_s) == (900, 3600)
     with pytest.raises(BadOptions, match="duration_s"):
-        wish_of('{"cadenza":{"duration_s":"long"}}')
+        opt_in_of('{"cadenza":{"duration_s":"long"}}')

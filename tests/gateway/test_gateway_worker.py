@@ -183,7 +183,7 @@ def test_a_crash_in_an_action_is_not_repeated(gateway_with: MakeGateway, calls: 
     outcome = gateway.apply(Suspend(RUNNING, "r"))
     assert not outcome.ok
     assert "SIGSEGV" in outcome.error
-    assert "the next round will see" in outcome.error
+    assert "the next round will show" in outcome.error
     assert calls() == []
     assert gateway.apply(Suspend(RUNNING, "r")).ok
 

@@ -1,4 +1,4 @@
-"""What the service's tests share: Slurm's books in a file, an agent's end of the link, and small values."""
+"""Common parts of the service's tests: Slurm's state in a file, an agent's end of the link, and small values."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _applied(job: Job, action: Action) -> Job:
 
 
 def connect() -> FileSlurm:
-    """What ``[service] gateway`` names in these tests."""
+    """Open the gateway that ``[service] gateway`` names in these tests."""
     return FileSlurm(Path(os.environ[BOOKS]))
 
 

@@ -1,4 +1,4 @@
-"""What decisions did: measured before and after, kept or undone with the reason, in a store that real rounds fill."""
+"""Effects of decisions: measured before and after, undone, replaced, and kept on record."""
 
 from __future__ import annotations
 

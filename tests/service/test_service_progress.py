@@ -1,4 +1,4 @@
-"""How far a job is: from Slurm's run time, from leases and from iterations, across rounds and incarnations."""
+"""Progress of jobs from Slurm, the agents and the last round; placements and tunes."""
 
 from __future__ import annotations
 

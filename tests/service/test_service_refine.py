@@ -52,7 +52,7 @@ class Run:
     state: str = "held"
     co_runners: tuple = ()
     told: float | None = None
-    """What its agents say of its CPUs, if that is something else."""
+    """CPUs by its agents' reports, if they differ."""
     iterations: int = 0
     busy_s: float = 0.0
     since_s: float = 0.0
@@ -351,7 +351,7 @@ def test_records_are_kept_to_the_bit() -> None:
 
 
 def test_a_profile_arises_from_two_numbers_of_cpus(tmp_path: Path) -> None:
-    """With 2 and 4 CPUs it was seen: it gains from the second two, and nobody knows of more than 4."""
+    """It was observed with 2 and 4 CPUs: it gains from the second two, and its speed with more than 4 is not known."""
     run = Run(1, Law(0.5, 4.0))
     service = Service(World(run), tmp_path)
     found = service.rounds(60).jobs[0]
@@ -393,7 +393,7 @@ def test_nothing_is_made_up_where_a_file_is_wrong_or_nobody_asks(tmp_path: Path,
 
 
 def test_a_round_decides_by_the_refined_profile_and_replays(tmp_path: Path, files: Path) -> None:
-    """By its file it is twice as fast with 8 CPUs; in truth 2 do, so that the others go to its neighbour."""
+    """By its file it is twice as fast with 8 CPUs; in truth 2 do, so that the others go to its neighbor."""
     settings = Settings(
         service=ServiceTable(mode="apply"),
         guard=GuardTable(partitions=frozenset({"gpu"})),

@@ -1,4 +1,4 @@
-"""What jobs had and waited for: every second of a GPU once, queues and turns told apart, savings never too large."""
+"""GPU time and waiting time of jobs between rounds, starts on further lanes, and the summary of a period."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What holds when the service dies: lock, watchdog, release."""
+"""Failover: the store's lock, the watchdog, and the release of our jobs."""

@@ -12,15 +12,15 @@ from threading import Event
 from cadenza.slurm_plugin.service.errors import AlreadyRunningError, StoreError
 
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux
-_LOOK_S = 0.25
+_POLL_S = 0.25
 
 
 class StoreLock:
-    """The lock file beside a store.
+    """The lock file of a store.
 
     A record lock belongs to the process: neither a fork nor an inherited descriptor keeps it after a
-    ``kill -9``. A process that holds it must not open the file a second time, because closing that gives
-    the lock away.
+    ``kill -9``. A process that holds it must not open the file a second time, because closing that releases
+    the lock.
     """
 
     def __init__(self, store: Path) -> None:
@@ -28,15 +28,15 @@ class StoreLock:
         self._file: int | None = None
 
     def take(self, patience_s: float = 0.0) -> None:
-        """Take the lock, waiting at most ``patience_s`` seconds for another process to give it away.
+        """Take the lock, waiting at most ``patience_s`` seconds for another process to release it.
 
         Raise AlreadyRunningError when it does not, and StoreError when there can be no lock file.
         """
-        for _ in range(int(patience_s / _LOOK_S)):
+        for _ in range(int(patience_s / _POLL_S)):
             try:
                 self._take()
             except AlreadyRunningError:
-                Event().wait(_LOOK_S)
+                Event().wait(_POLL_S)
             else:
                 return
         self._take()
@@ -56,13 +56,13 @@ class StoreLock:
         self._file = descriptor
 
     def release(self) -> None:
-        """Give the lock away; nothing happens when we do not have it."""
+        """Release the lock, if this process has it."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def owner(self) -> int | None:
-        """Return the pid of the living process that has the lock, or None; asking takes no lock."""
+        """Return the pid of the living process that has the lock, or None, without taking the lock."""
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:

@@ -1,4 +1,4 @@
-"""Undoing every hold and suspend that is ours: at the end of the service, and when somebody asks for it."""
+"""Release of all our holds and suspends: at the end of the service, and on an admin's request."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
 
 def adopted(snapshot: ClusterSnapshot) -> Memory:
-    """Return what must be ours although no record says so: for a service whose store was lost.
+    """Return the memory of the suspends and drains that must be ours, for a service whose store was lost.
 
-    Only we suspend a job whose agents report it yielded, and only our drains begin with our mark.
+    Only the service suspends a job whose agents report it yielded, and only its drains begin with its mark.
     """
     return Memory(
         suspended=frozenset(job.key for job in snapshot.jobs if _yielded_and_suspended(job)),
@@ -30,17 +30,17 @@ def adopted(snapshot: ClusterSnapshot) -> Memory:
 
 
 def release_all(gateway: Gateway, memory: Memory, reason: str) -> tuple[tuple[Action, Outcome], ...]:
-    """Release everything that is ours past the guard and return what became of it.
+    """Release everything that is ours, past the guard, and return the outcomes.
 
-    Doing it twice does no harm. Errors of ``gateway.read`` pass through.
+    Twice does no harm. Errors of ``gateway.read`` pass through.
     """
     return tuple((action, gateway.apply(action)) for action in release_plan(gateway.read(), memory, reason))
 
 
 def release_round(gateway: Gateway, clock: Clock, store: SqliteStore, reason: str) -> RoundReport:
-    """Do the same as a round on record, so that the audit and the next service know of it.
+    """Do the same as a round on record, for the audit and the next service.
 
-    What was let go is forgotten only after it was: a release that dies half-way is taken up by the next.
+    The memory forgets a job only after its release: the next service continues a release that dies half-way.
     """
     started = clock.now()
     snapshot, before = gateway.read(), store.memory()
@@ -56,11 +56,11 @@ def release_round(gateway: Gateway, clock: Clock, store: SqliteStore, reason: st
 
 
 def settled(memory: Memory, before: Memory, outcomes: Iterable[tuple[Action, Outcome]]) -> Memory:
-    """Return a round's memory once its outcomes are known (pure).
+    """Return a round's memory corrected by its outcomes (pure).
 
     The ledger writes everything down before it happens. A release that failed must not look like one that an
     owner's later hold follows, or the job would stay held for ever. A suspend that failed stays: it may have
-    happened all the same, and the next snapshot tells.
+    happened all the same, and the next snapshot shows it.
     """
     suspended, placed = set(memory.suspended), set(memory.placed)
     for action, outcome in outcomes:

@@ -1,8 +1,8 @@
 """The watchdog: a child of cadenzad that releases what a killed cadenzad left suspended or held.
 
 ``python -m cadenza.slurm_plugin.service.failover.watchdog --store FILE --gateway MODULE:CALLABLE --grace SECONDS``
-with its standard input on a pipe from the service. A service that ends in order says ``bye`` first. A
-supervisor that stops the rest of a service's processes when the service dies takes the watchdog too
+with its standard input on a pipe from the service. A service that ends in order sends ``bye`` first. A
+supervisor that stops all processes of a service when the service dies stops the watchdog too
 (systemd: use ``KillMode=process``).
 """
 
@@ -20,7 +20,6 @@ from pathlib import Path
 
 import click
 
-from cadenza.policies.round import RoundReport
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway, open_gateway
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
@@ -32,8 +31,8 @@ log = logging.getLogger(__name__)
 
 BYE = b"bye\n"
 REASON = "cadenzad was killed and has not come back; your job goes on without it"
-LOOK_S = 0.5
-GOODBYE_S = 10.0
+POLL_S = 0.5
+GOODBYE_TIMEOUT_S = 10.0
 RETRY_S = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
 
 
@@ -46,7 +45,7 @@ class Watchdog:
         self._child: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the child unless it is alive; out of our process group, so that no ^C reaches it."""
+        """Start the child unless it is alive, outside our process group, so that no ^C reaches it."""
         if self._child is None or self._child.poll() is not None:
             if self._child is not None:
                 log.warning("the watchdog ended with %s, starting it again", self._child.returncode)
@@ -56,15 +55,15 @@ class Watchdog:
                 log.warning("no watchdog: %s", error.strerror)
 
     def goodbye(self) -> None:
-        """Send the child home: we end in order."""
+        """End the child, because the service ends in order."""
         if self._child is None or self._child.stdin is None:
             return
         try:
             self._child.stdin.write(BYE)
             self._child.stdin.close()
-            self._child.wait(timeout=GOODBYE_S)
+            self._child.wait(timeout=GOODBYE_TIMEOUT_S)
         except BrokenPipeError:
-            log.warning("the watchdog was gone before we were")
+            log.warning("the watchdog had ended before the service")
         except subprocess.TimeoutExpired:
             log.warning("the watchdog (pid %d) does not end", self._child.pid)
         self._child = None
@@ -72,24 +71,24 @@ class Watchdog:
 
 def parent_died(pipe: int) -> bool:
     """Wait for the parent's end; return whether it came without a goodbye."""
-    heard = b""
+    received = b""
     while piece := os.read(pipe, 64):
-        heard = (heard + piece)[-len(BYE) :]
-    return heard != BYE
+        received = (received + piece)[-len(BYE) :]
+    return received != BYE
 
 
 def stand_in(
     store: Path, open_slurm: Callable[[], SlurmGateway], grace_s: float, pause: Callable[[float], object]
 ) -> bool:
-    """Release what a dead service left, unless a new one comes; return whether it was us who released.
+    """Release the jobs of a dead service, unless a new one comes; return whether this process released them.
 
-    The store's lock is taken only once Slurm answers, so that a new service is never kept waiting for it.
+    It takes the store's lock only once Slurm answers, so that a new service never waits for it.
     """
     lock = StoreLock(store)
     waited_s = 0.0
     while waited_s < grace_s and lock.owner() is None:
-        pause(LOOK_S)
-        waited_s += LOOK_S
+        pause(POLL_S)
+        waited_s += POLL_S
     attempt = 0
     while lock.owner() is None:
         if _attempt(store, lock, open_slurm):
@@ -101,27 +100,23 @@ def stand_in(
 
 
 def _attempt(store: Path, lock: StoreLock, open_slurm: Callable[[], SlurmGateway]) -> bool:
-    """Return whether nothing is left to release."""
+    """Try to release the jobs; return whether all are released."""
+    clock = SystemClock()
     try:
         with closing(open_slurm()) as slurm:
             slurm.read()
             lock.take()
             try:
-                report = _release(store, slurm)
+                with closing(SqliteStore(store, clock)) as record:
+                    report = release_round(slurm, clock, record, REASON)
             finally:
                 lock.release()
-    except Exception as error:  # noqa: BLE001 (whatever it is, the jobs still need us)
+    except Exception as error:  # noqa: BLE001 (whatever the error, the jobs still have to be released)
         log.warning("release failed (%s: %s), trying again", type(error).__name__, error)
         return False
     for line in action_lines(report):
         log.info("%s", line)
     return all(outcome.ok for _, outcome in report.outcomes)
-
-
-def _release(store: Path, slurm: SlurmGateway) -> RoundReport:
-    clock = SystemClock()
-    with closing(SqliteStore(store, clock)) as book:
-        return release_round(slurm, clock, book, REASON)
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""One lease for each job out of what the agents of its hosts report (pure)."""
+"""One lease for each job out of the reports of its hosts' agents (pure)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Parts: TypeAlias = Mapping[str, LeaseReport]
 """A job's lease reports by host."""
 
 STATES: tuple[LeaseState, ...] = ("stopping", "held", "yielded", "waiting")
-"""In this order one host's state stands for all: what is half given or half yielded still occupies GPUs."""
+"""The first of these that a host reports is the job's state: a lease that is half given still occupies GPUs."""
 
 OVER_HOSTS: Mapping[str, Callable[[Iterable[float]], float]] = {
     "samples_s": sum,
@@ -36,12 +36,12 @@ OVER_HOSTS: Mapping[str, Callable[[Iterable[float]], float]] = {
 
 
 def parts_by_job(agents: Mapping[str, Agent]) -> Mapping[JobKey, Parts]:
-    """Return the reports of every host, silent ones too: their leases are on disk and still count."""
-    found: defaultdict[JobKey, dict[str, LeaseReport]] = defaultdict(dict)
+    """Return each job's lease reports by host, silent hosts included: their leases are on disk and still count."""
+    parts: defaultdict[JobKey, dict[str, LeaseReport]] = defaultdict(dict)
     for host, agent in agents.items():
         for lease in agent.report.leases:
-            found[JobKey(lease.job, lease.restart)][host] = lease
-    return found
+            parts[JobKey(lease.job, lease.restart)][host] = lease
+    return parts
 
 
 def with_leases(
@@ -74,23 +74,23 @@ def _host(name: str, agent: Agent | None) -> Host:
 def merge(parts: Parts, agents: Mapping[str, Agent], now_s: float) -> Lease:
     """Return the job's lease as of ``now_s`` (epoch seconds); ``parts`` must not be empty.
 
-    A job counts as holding while any host of it does: its GPUs there are in use. It can be asked to yield
-    only when all hosts speak, hold, and have all their ranks attached.
+    A job counts as holding while any of its hosts does, because its GPUs there are in use. It can be asked to yield
+    only when all its hosts report, hold, and have all their ranks attached.
     """
     leases = list(parts.values())
-    state = _state(leases)
+    reported = {lease.state for lease in leases}
+    state: LeaseState = next((state for state in STATES if state in reported), "waiting")
     occupying = state in ("stopping", "held")
-    why_not = _why_not_ready(parts, agents)
-    iterations = [lease.iteration_s for lease in leases if lease.iteration_s is not None]
+    not_ready = _not_ready_reason(parts, agents)
     return Lease(
         state=state,
         gpus=tuple(sorted(Gpu(host, index) for host, lease in parts.items() for index in lease.gpus)),
         vtime_s=max(lease.vtime_s for lease in leases),
         held_s=min((lease.held_s for lease in leases if lease.state in ("held", "stopping")), default=0.0),
         waited_s=0.0 if occupying else max(0.0, now_s - max(lease.since_s for lease in leases)),
-        ready=not why_not,
-        why_not_ready=why_not,
-        iteration_s=max(iterations, default=None),
+        ready=not_ready is None,
+        why_not_ready=not_ready or "",
+        iteration_s=max((one.iteration_s for one in leases if one.iteration_s is not None), default=None),
         exclusive=not all(lease.managed for lease in leases),
         step=min(lease.step for lease in leases),
         use=use([lease.telemetry for lease in leases if lease.telemetry is not None]),
@@ -98,7 +98,7 @@ def merge(parts: Parts, agents: Mapping[str, Agent], now_s: float) -> Lease:
         checkpoints=all(lease.checkpoints and not lease.requeue_owner for lease in leases),
         lost=next((f"{host}: {lease.lost}" for host, lease in sorted(parts.items()) if lease.lost), ""),
         pace=_pace(leases),
-        cpus_per_gpu=min((_cpus_per_gpu(lease) for lease in leases if lease.tuned is not None), default=None),
+        cpus_per_gpu=min(map(_tuned_cpus_per_gpu, (one for one in leases if one.tuned is not None)), default=None),
         saved=state == "stopping" and len(parts) >= leases[0].hosts and all(lease.saved for lease in leases),
     )
 
@@ -117,23 +117,23 @@ def use(hosts: Sequence[JobTelemetry]) -> JobUsage | None:
 
 
 def _pace(leases: Sequence[LeaseReport]) -> StepRate | None:
-    """Return the pace of the slowest host; the time that all of them were measured, and everybody who ran there."""
-    known = [lease.pace for lease in leases if lease.pace is not None]
-    if not known or len(known) < len(leases):
+    """Return the pace of the slowest host, over the window common to all hosts, with all co-runners."""
+    paces = [lease.pace for lease in leases if lease.pace is not None]
+    if not paces or len(paces) < len(leases):
         return None
-    slowest = max(known, key=lambda pace: (pace.iteration_s, -pace.iterations))
+    slowest = max(paces, key=lambda pace: (pace.iteration_s, -pace.iterations))
     return StepRate(
         slowest.iteration_s,
-        min(pace.iterations for pace in known),
-        min(pace.window_s for pace in known),
+        min(pace.iterations for pace in paces),
+        min(pace.window_s for pace in paces),
         slowest.error,
-        max(pace.data_wait for pace in known),
-        tuple(sorted({key for pace in known for key in pace.co_runners})),
+        max(pace.data_wait for pace in paces),
+        tuple(sorted({key for pace in paces for key in pace.co_runners})),
     )
 
 
-def _cpus_per_gpu(lease: LeaseReport) -> float:
-    """Return what a tuned job has on one host for each GPU; 0 when that is not known."""
+def _tuned_cpus_per_gpu(lease: LeaseReport) -> float:
+    """Return a tuned job's CPUs for each GPU on one host; 0 when they are not known."""
     tuned = lease.tuned
     return 0.0 if tuned is None or tuned.note or not lease.gpus else tuned.cpus / len(lease.gpus)
 
@@ -146,12 +146,8 @@ def half_given(parts: Parts) -> tuple[str, ...]:
     return tuple(sorted(host for host, state in states.items() if state in ("waiting", "yielded")))
 
 
-def _state(leases: Sequence[LeaseReport]) -> LeaseState:
-    found = {lease.state for lease in leases}
-    return next((state for state in STATES if state in found), "waiting")
-
-
-def _why_not_ready(parts: Parts, agents: Mapping[str, Agent]) -> str:
+def _not_ready_reason(parts: Parts, agents: Mapping[str, Agent]) -> str | None:
+    """Return the reason for which a job cannot yield; None if it can."""
     leases = list(parts.values())
     hosts = max(lease.hosts for lease in leases)
     silent = sorted(host for host in parts if not agents[host].alive)
@@ -165,4 +161,4 @@ def _why_not_ready(parts: Parts, agents: Mapping[str, Agent]) -> str:
         if not lease.ready:
             return lease.why_not_ready or f"not all ranks on {host} have attached"
     ranks, world = sum(lease.ranks for lease in leases), max(lease.world_size for lease in leases)
-    return "" if ranks == world else f"{ranks} of its {world} ranks have attached"
+    return None if ranks == world else f"{ranks} of its {world} ranks have attached"

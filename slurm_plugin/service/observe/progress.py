@@ -1,4 +1,4 @@
-"""How far a job is, from what Slurm, the agents and the last round say of it (pure)."""
+"""Progress of a job, from Slurm, the agents and the last round (pure)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ HOLDING = ("held", "stopping")
 def progress(job: Job, before: Job | None, now_s: float, gpu_types: Mapping[str, str]) -> Progress:
     """Return a job's progress as of ``now_s``; ``before`` is the job in the last round, any incarnation of it.
 
-    Work is counted in seconds at the proportional share. With a profile, iterations that ranks have completed count
-    what an iteration takes there; without, every second with GPUs counts one. What earlier incarnations did counts as
-    done: a requeued job goes on from its checkpoint. ``gpu_types``: by node.
+    Work is counted in seconds at the proportional share. With a profile, a completed iteration counts its time there;
+    without, every second with GPUs counts one. The work of earlier incarnations is done, because a requeued job goes
+    on from its checkpoint. ``gpu_types``: by node.
     """
     was = before.progress if before is not None else None
     running = holds(job)
-    attained_s = (was.attained_s if was is not None else 0.0) + _had(job, before, now_s)
+    attained_s = (was.attained_s if was is not None else 0.0) + _held_s(job, before, now_s)
     speed = _speed(job, was, gpu_types)
-    done_s = (was.done_s * _scale(job, before) if was is not None else 0.0) + _did(job, before, now_s, speed)
+    done_s = (was.done_s * _scale(job, before) if was is not None else 0.0) + _work_s(job, before, now_s, speed)
     gpu_type = next((gpu_types[name] for name in job.nodes if name in gpu_types), was.gpu_type if was else "")
     return Progress(
         at_s=now_s,
@@ -38,14 +38,14 @@ def progress(job: Job, before: Job | None, now_s: float, gpu_types: Mapping[str,
 
 
 def holds(job: Job) -> bool:
-    """Whether a job may use its GPUs now; without an agent that is whether Slurm runs it."""
+    """Return whether a job may use its GPUs now: by its lease, or without agents by its state in Slurm."""
     if job.lease is not None:
         return job.lease.state in HOLDING
     return job.state == "RUNNING"
 
 
 def total_s(job: Job, done_s: float) -> float | None:
-    """Return a job's whole work as its user states it, else its time limit; None when nobody says."""
+    """Return a job's whole work as its user states it, else its time limit; None without either."""
     options = job.options
     if options is not None and options.iterations is not None:
         iteration_s = job.profile.iteration_s if job.profile is not None else _measured(job)
@@ -60,8 +60,8 @@ def _measured(job: Job) -> float | None:
     return job.lease.iteration_s if job.lease is not None else None
 
 
-def _had(job: Job, before: Job | None, now_s: float) -> float:
-    """Return the seconds for which the job has had its GPUs since the last round, or since it started."""
+def _held_s(job: Job, before: Job | None, now_s: float) -> float:
+    """Return the seconds with its GPUs since the last round, or since the job started."""
     lease, old = job.lease, _same(job, before)
     if old is None or old.progress is None:
         return 0.0 if job.run_s is None or (lease is not None and lease.state == "waiting") else job.run_s
@@ -73,17 +73,17 @@ def _had(job: Job, before: Job | None, now_s: float) -> float:
     return max((job.run_s or 0.0) - (old.run_s or 0.0), 0.0)
 
 
-def _did(job: Job, before: Job | None, now_s: float, speed: float) -> float:
+def _work_s(job: Job, before: Job | None, now_s: float, speed: float) -> float:
     """Return the work done since the last round, or since it started."""
     lease, old = job.lease, _same(job, before)
     if job.profile is not None and lease is not None and lease.step:
-        known = old.lease.step if old is not None and old.lease is not None else 0
-        return max(lease.step - known, 0) * job.profile.iteration_s
-    return _had(job, before, now_s) * speed
+        earlier = old.lease.step if old is not None and old.lease is not None else 0
+        return max(lease.step - earlier, 0) * job.profile.iteration_s
+    return _held_s(job, before, now_s) * speed
 
 
 def _scale(job: Job, before: Job | None) -> float:
-    """Return what work done so far counts now: a profile that is refined changes what an iteration is worth."""
+    """Return the factor for earlier work: a refined profile changes the work of an iteration."""
     was, now = before.profile if before is not None else None, job.profile
     if was is None or now is None or (was.model, was.gpu) != (now.model, now.gpu):
         return 1.0
@@ -91,12 +91,12 @@ def _scale(job: Job, before: Job | None) -> float:
 
 
 def _same(job: Job, before: Job | None) -> Job | None:
-    """Return the job in the last round if that was this incarnation."""
+    """Return the job in the last round if it was this incarnation."""
     return before if before is not None and before.key == job.key else None
 
 
 def _speed(job: Job, was: Progress | None, gpu_types: Mapping[str, str]) -> float:
-    """Return the throughput that a job's profile promises it for what it has, or had last."""
+    """Return the throughput of a job's present or last placement by its profile."""
     if job.profile is None:
         return 1.0
     if not job.placement or any(share.node not in gpu_types for share in job.placement):
@@ -105,7 +105,7 @@ def _speed(job: Job, was: Progress | None, gpu_types: Mapping[str, str]) -> floa
 
 
 def _rate(job: Job, speed: float) -> float:
-    """Return the work a second: as measured, else as the profile promises."""
+    """Return the work a second: as measured, else by the profile."""
     measured, profile = _measured(job), job.profile
     if profile is None or not measured:
         return speed
@@ -116,7 +116,7 @@ def _on_types(was: Progress | None, gpu_type: str) -> dict[str, float]:
     """Return the time on earlier GPU types; empty in a cluster of one type."""
     if was is None:
         return {}
-    found = dict(was.attained_on)
+    attained = dict(was.attained_on)
     if was.gpu_type not in ("", gpu_type) and gpu_type:
-        found[was.gpu_type] = was.attained_by_type(was.gpu_type, was.at_s)
-    return found
+        attained[was.gpu_type] = was.attained_by_type(was.gpu_type, was.at_s)
+    return attained

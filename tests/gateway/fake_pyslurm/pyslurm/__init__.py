@@ -1,4 +1,4 @@
-"""A stand-in for pyslurm, which cannot be built without Slurm: a few jobs and nodes, and misbehaviour on demand.
+"""A stand-in for pyslurm, which cannot be built without Slurm: a few jobs and nodes, and misbehavior on demand.
 
 ``PYSLURM_TROUBLE`` names what goes wrong (import, hang, segv, exit, print); with ``PYSLURM_TROUBLE_ONCE`` naming a
 file, only as long as that file does not exist. ``PYSLURM_LOG`` collects the calls that change something.
