@@ -17,10 +17,10 @@ from cadenza.slurm_plugin.service.settings import Settings, load_settings, to_re
 from cadenza.slurm_plugin.service.store.record_codec import decode_snapshot, encode_snapshot
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
-BOOKS = "CADENZA_CLI_TEST_BOOKS"
+SNAPSHOT_FILE = "CADENZA_CLI_TEST_SNAPSHOT"
 
 
-class Books:
+class FileGateway:
     """A gateway over one snapshot in a file; its actions go to a log file next to it."""
 
     def __init__(self, path: Path) -> None:
@@ -39,9 +39,9 @@ class Books:
         pass
 
 
-def connect() -> Books:
+def connect() -> FileGateway:
     """Return the gateway that ``[service] gateway`` names in these tests."""
-    return Books(Path(os.environ[BOOKS]))
+    return FileGateway(Path(os.environ[SNAPSHOT_FILE]))
 
 
 def job(number: int, name: str, lease: LeaseState | None, **changes: object) -> Job:
@@ -78,15 +78,15 @@ def fill(config: Path, snapshot: ClusterSnapshot, *, apply: bool) -> Settings:
     clock = SystemClock()
     store = SqliteStore(Path(settings.service.store), clock)
     store.use_settings(to_record(settings))
-    books = config.with_name("books.json")
-    books.write_bytes(encode_snapshot(snapshot))
+    file = config.with_name("snapshot.json")
+    file.write_bytes(encode_snapshot(snapshot))
     decision = Decision(
         (Yield(JobKey(1, 0), "job 2 is next on n1:gpu0-1"), Suspend(JobKey(2, 0), "it waits for its turn")),
         Memory(),
         {JobKey(1, 0): "its turn ends: job 2 is next on n1:gpu0-1"},
     )
     guard = GuardSettings(enforce=apply, partitions=frozenset({"gpu"}), min_run_s=0.0)
-    run_round(Books(books), clock, store, lambda _snapshot, _memory: decision, guard)
+    run_round(FileGateway(file), clock, store, lambda _snapshot, _memory: decision, guard)
     store.record([Switched(VERSION, "n1", 1, 0, "yield", clock.now(), 0.021, 0.001, 0.025, 4_000_000, 0.031, "")])
     store.close()
     return settings

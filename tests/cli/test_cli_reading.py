@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_rig import BOOKS, cluster, fill, job, write_config
+from cli_rig import SNAPSHOT_FILE, cluster, fill, job, write_config
 from click.testing import CliRunner, Result
 
 from cadenza.policies.core.model import JobUsage, Progress, Share
@@ -24,7 +24,7 @@ def run(*words: str) -> Result:
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(BOOKS, str(tmp_path / "books.json"))
+    monkeypatch.setenv(SNAPSHOT_FILE, str(tmp_path / "snapshot.json"))
     return write_config(tmp_path, 'mode = "apply"')
 
 
@@ -131,7 +131,7 @@ def test_release_undoes_only_what_is_ours(sharing: Path, tmp_path: Path) -> None
     assert run("release", "4", "--config", str(sharing)).exit_code == 1
     done = run("release", "--all", "--json", "--config", str(sharing))
     assert [(row["action"], row["job"][0], row["ok"]) for row in json.loads(done.stdout)] == [("Unsuspend", 2, True)]
-    assert (tmp_path / "books.log").read_text().splitlines()[-1] == "Unsuspend 2"
+    assert (tmp_path / "snapshot.log").read_text().splitlines()[-1] == "Unsuspend 2"
     assert "is paused" not in done.stderr
     assert not (tmp_path / "STOP").exists()
     said = run("release", "2", "--config", str(sharing))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_rig import Books, cluster, job, write_config
+from cli_rig import FileGateway, cluster, job, write_config
 from click.testing import CliRunner, Result
 
 from cadenza.policies.core.actions import Action, Outcome, Tune
@@ -28,7 +28,7 @@ def run(*words: object) -> Result:
     return CliRunner().invoke(main, [str(word) for word in words])
 
 
-class Refusing(Books):
+class Refusing(FileGateway):
     def apply(self, action: Action) -> Outcome:
         return Outcome(ok=isinstance(action, Tune))
 
@@ -36,16 +36,16 @@ class Refusing(Books):
 def fill(folder: Path, end_s: float) -> None:
     """Run six rounds, the last at ``end_s``: ada trains on lane 0; eve starts on lane 1 in the third one."""
     store = SqliteStore(folder / "cadenza.db", SystemClock())
-    books = Refusing(folder / "books.json")
+    gateway = Refusing(folder / "snapshot.json")
     guard = GuardSettings(enforce=True, partitions=frozenset({"gpu"}))
     for number in range(6):
         now_s = end_s - (5 - number) * STEP_S
         jobs = list(cluster_jobs(number, end_s))
         tune = (Tune(JobKey(1, 0), GETS, "its profile says so"),) if number == 1 else ()
         back = (Tune(JobKey(1, 0), HAS, "it brought nothing"),) if number == 4 else ()
-        books.path.write_bytes(encode_snapshot(replace(cluster(*jobs), time_s=now_s)))
+        gateway.path.write_bytes(encode_snapshot(replace(cluster(*jobs), time_s=now_s)))
         decision = Decision((*tune, *back), Memory())
-        run_round(books, SystemClock(), store, lambda _snapshot, _memory, decision=decision: decision, guard)
+        run_round(gateway, SystemClock(), store, lambda _snapshot, _memory, decision=decision: decision, guard)
     store.close()
 
 

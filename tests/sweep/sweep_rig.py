@@ -12,7 +12,7 @@ from cadenza.slurm_plugin.sweep.slurm_commands import Queued
 
 
 @dataclass
-class Books:
+class FakeSlurm:
     """The user's side of Slurm; it outlives the sweeps that use it."""
 
     jobs: dict[int, Queued] = field(default_factory=dict)
