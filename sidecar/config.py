@@ -14,7 +14,7 @@ import msgspec
 
 DEFAULT_PATH = Path("/etc/cadenza/cadenza.toml")
 SECTIONS = ("service", "guard", "sharing", "policy", "gandiva", "profiles", "agent")
-"""Every section that a file may have; each daemon reads its own and leaves the others alone."""
+"""All sections of a file; each daemon reads its own and ignores the others."""
 
 T = TypeVar("T")
 Key: TypeAlias = tuple[str, ...]
@@ -70,7 +70,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], Path]]:
 
 
 def _parse(file: Path) -> dict[str, Any]:
-    """Return one file's tables; raise ConfigError when it is missing, unreadable or not TOML."""
+    """Return one file's tables; raise ConfigError if it is missing, unreadable or not TOML."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -106,7 +106,7 @@ def _check_keys(
     *,
     extra: tuple[str, ...] = (),
 ) -> None:
-    """Raise ConfigError for the first key that the struct does not have, with the nearest one it has."""
+    """Raise ConfigError for the first key that the struct does not have, with its nearest one."""
     fields = get_type_hints(kind, include_extras=True)
     for key, value in values.items():
         if key not in fields:
@@ -120,25 +120,25 @@ def _struct_in(kind: Any) -> type | None:
     """Return the struct or dataclass that a field's type is or wraps (Annotated, Optional), else None."""
     if isinstance(kind, type) and (issubclass(kind, msgspec.Struct) or is_dataclass(kind)):
         return kind
-    return next((found for part in get_args(kind) if (found := _struct_in(part)) is not None), None)
+    return next((struct for part in get_args(kind) if (struct := _struct_in(part)) is not None), None)
 
 
-def _unknown(file: Path, key: tuple[str, ...], value: object, known: Iterable[str]) -> str:
-    """Say which key of which file is unknown and what may have been meant."""
-    names = sorted(known)
+def _unknown(file: Path, key: tuple[str, ...], value: object, valid: Iterable[str]) -> str:
+    """Return a message that names the unknown key, its file, and the nearest valid key."""
+    names = sorted(valid)
     near = difflib.get_close_matches(key[-1], names, n=1)
-    what = f"section [{'.'.join(key)}]" if isinstance(value, dict) else f"key {'.'.join(key)}"
+    subject = f"section [{'.'.join(key)}]" if isinstance(value, dict) else f"key {'.'.join(key)}"
     hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(names)}"
-    return f"{file}{_line(file, key)}: unknown {what}; {hint}"
+    return f"{file}{_line(file, key)}: unknown {subject}; {hint}"
 
 
 def _explain(error: str, origin: Mapping[tuple[str, ...], Path], path: Path) -> str:
     """Turn msgspec's ``Expected … - at `$.a.b``` into the file, the key and what was expected."""
-    what, _, where = error.partition(" - at `")
-    names = tuple(part.split("[")[0] for part in where.rstrip("`").split(".")[1:])
-    known = next((names[:n] for n in range(len(names), 0, -1) if names[:n] in origin), ())
-    file = origin.get(known, path)
-    return f"{file}{_line(file, known)}: {'.'.join(names) or 'top level'}: {what[:1].lower()}{what[1:]}"
+    problem, _, place = error.partition(" - at `")
+    names = tuple(part.split("[")[0] for part in place.rstrip("`").split(".")[1:])
+    key = next((names[:n] for n in range(len(names), 0, -1) if names[:n] in origin), ())
+    file = origin.get(key, path)
+    return f"{file}{_line(file, key)}: {'.'.join(names) or 'top level'}: {problem[:1].lower()}{problem[1:]}"
 
 
 _SECTION = re.compile(r"\s*\[([^\[\]]+)\]")
@@ -146,18 +146,18 @@ _ASSIGNMENT = re.compile(r"\s*([\w.\"' -]+?)\s*=")
 
 
 def _line(file: Path, key: Key) -> str:
-    """Return ``:LINE`` of a key or section in a TOML file, "" where it is not to be seen."""
+    """Return ``:LINE`` of a key or section in a TOML file, "" if it cannot be found."""
     section: Key = ()
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return ""
     for number, line in enumerate(lines, 1):
-        if found := _SECTION.match(line):
-            section = _names(found[1])
+        if match := _SECTION.match(line):
+            section = _names(match[1])
             if section == key:
                 return f":{number}"
-        elif (found := _ASSIGNMENT.match(line)) and key and (*section, *_names(found[1]))[: len(key)] == key:
+        elif (match := _ASSIGNMENT.match(line)) and key and (*section, *_names(match[1]))[: len(key)] == key:
             return f":{number}"
     return ""
 

@@ -43,19 +43,13 @@ def main(config: Path | None, *, debug: bool) -> None:
         "%(asctime)s %(levelname).1s %(name)s: %(message)s",
         stream=sys.stderr,
     )  # fmt: skip
-    try:
-        _serve(config)
+    try:  # its own uid may register jobs besides root, so that it can be tried without root
+        Daemon(load_settings(config), _version(), frozenset({0, os.geteuid()})).run()
     except (ConfigError, AgentError) as error:
         if debug:
             logging.getLogger(__name__).exception("stopped")
         click.echo(f"cadenza-agent: {error}", err=True)
         sys.exit(exit_code(error))
-
-
-def _serve(config: Path | None) -> None:
-    """Run the daemon; its own uid may register jobs besides root, so that it can be tried without root."""
-    daemon = Daemon(load_settings(config), _version(), frozenset({0, os.geteuid()}))
-    daemon.run()
 
 
 def exit_code(error: Exception) -> int:

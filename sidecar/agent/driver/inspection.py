@@ -87,25 +87,20 @@ class Inspector:
         """Return a reason if a checkpoint of a process would fail, perhaps leaving it spoilt."""
         own = list(pids)
         for pid in own:
-            if managed := self._managed(pid):
+            maps = list(self._maps(pid))
+            managed = sum(end - start for start, end, path in maps if path.startswith("/dev/nvidia-uvm"))
+            if managed > MIN_UVM_BYTES:
                 return f"pid {pid} maps {managed >> 20} MB of managed memory (UVM), which checkpoints do not support"
-            if self._shares_memory(pid):
+            if any(path.startswith("/dev/shm/cuda.shm.") for _, _, path in maps):  # noqa: S108 - CUDA's own name
                 return f"pid {pid} shares GPU memory with other processes (CUDA IPC)"
-            if len(own) > 1 and (missing := self._missing_nccl_setting(pid)):
+            environment = _read(self._proc / str(pid) / "environ").split(b"\0")
+            missing = next((one.decode() for one in NCCL_WITHOUT_SHARING if one not in environment), None)
+            if len(own) > 1 and missing:
                 return (
                     f"{len(own)} processes use its GPUs, and pid {pid} was started without {missing}; "
                     "set NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NVLS_ENABLE=0 in the batch script"
                 )
         return None
-
-    def _managed(self, pid: int) -> int:
-        """Return the bytes of /dev/nvidia-uvm that a process maps; 0 if they may be the driver's own."""
-        size = sum(end - start for start, end, path in self._maps(pid) if path.startswith("/dev/nvidia-uvm"))
-        return size if size > MIN_UVM_BYTES else 0
-
-    def _shares_memory(self, pid: int) -> bool:
-        """Return True if a process maps the files by which CUDA shares memory between processes."""
-        return any(path.startswith("/dev/shm/cuda.shm.") for _, _, path in self._maps(pid))  # noqa: S108
 
     def _maps(self, pid: int) -> Iterator[tuple[int, int, str]]:
         """Yield start, end and file of a process's mappings (proc_pid_maps(5))."""
@@ -114,11 +109,6 @@ class Inspector:
             if len(fields) == 6:  # noqa: PLR2004
                 start, _, end = fields[0].partition("-")
                 yield int(start, 16), int(end, 16), fields[5]
-
-    def _missing_nccl_setting(self, pid: int) -> str | None:
-        """Return the first setting of NCCL_WITHOUT_SHARING that a process was started without."""
-        environment = _read(self._proc / str(pid) / "environ").split(b"\0")
-        return next((one.decode() for one in NCCL_WITHOUT_SHARING if one not in environment), None)
 
     def _headroom(self, pid: int) -> Iterator[int]:
         """Yield the bytes left under each memory limit above a process (kernel documentation, cgroup v2)."""

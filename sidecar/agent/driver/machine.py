@@ -147,10 +147,13 @@ class Machine:
                 self._use(event, now)
             case HelperLost():
                 self._helper_lost(event)
-            case Ended():
-                self._ended(event)
+            case Ended():  # a job that loses a process is not worth freezing
+                if self.members.pop(event.pid, None) is not None and not self.resting:
+                    self._back(f"pid {event.pid} ended before the job was frozen")
             case Thaw():
-                self._thaw()
+                self.goal, self.resting, self.undoing, self.enough = "running", False, False, False
+                self.reason = self.shortage = ""
+                self.wait_until, self.inspection_due, self.next_inspection = None, None, -inf
             case Tick():
                 commands = self._late(now)
         return commands or self._plan(now)
@@ -260,17 +263,6 @@ class Machine:
         if self.losses >= MAX_TRIES and self.members:
             self._lose(event.reason)
 
-    def _ended(self, event: Ended) -> None:
-        """Go on without a process that ended; a job that loses one is not worth freezing."""
-        if self.members.pop(event.pid, None) is not None and not self.resting:
-            self._back(f"pid {event.pid} ended before the job was frozen")
-
-    def _thaw(self) -> None:
-        """Turn around."""
-        self.goal, self.resting, self.undoing, self.enough = "running", False, False, False
-        self.reason = self.shortage = ""
-        self.wait_until, self.inspection_due, self.next_inspection = None, None, -inf
-
     def _late(self, now: float) -> list[Command]:
         """Deal with requests that should be back by now."""
         if self.lost:
@@ -319,11 +311,12 @@ class Machine:
 
     def _freezing(self, now: float) -> list[Command]:
         """Lock all, then checkpoint all, then make sure that no other process came."""
-        if not self.inspected:
-            return self._inspect(now)
         members = list(self.members.values())
         if self.resting:
-            return self._resting(now)
+            if all(one.state in {"checkpointed", "unknown"} for one in members):
+                return []
+            self._lose("other software brought it back without its lease")  # it is not ours to stop again
+            return self._let_go(now)
         if any(one.busy is not None for one in members):
             return []
         if running := [one for one in members if one.state == "running"]:
@@ -331,13 +324,6 @@ class Machine:
         if locked := [one for one in members if one.state == "locked"]:
             return [self._operate(one, "checkpoint", now) for one in locked]
         return self._inspect(now)
-
-    def _resting(self, now: float) -> list[Command]:
-        """Do nothing; a process that runs again has the GPU without a lease, and is not ours to stop."""
-        if all(one.state in {"checkpointed", "unknown"} for one in self.members.values()):
-            return []
-        self._lose("other software brought it back without its lease")
-        return self._let_go(now)
 
     def _thawing(self, now: float) -> list[Command]:
         """Restore all once there is memory for all, then unlock all."""

@@ -131,11 +131,13 @@ class DriverController:
         for key, job in tuple(self._jobs.items()):
             lease = self.host.leases.get(key)
             if lease is None:
-                self._left(key, job)
-            else:
-                for pid in _ended(job.machine) if sweeping else ():
-                    self._advance(lease, job, events.Ended(pid))
-                self._advance(lease, job, events.Tick())
+                self._forget(key, job)
+                continue
+            targets = [member.target for member in job.machine.members.values()]
+            for target in targets if sweeping else ():
+                if start_ticks(target.pid) != target.start_ticks:
+                    self._advance(lease, job, events.Ended(target.pid))
+            self._advance(lease, job, events.Tick())
         # Each job's run shows its readiness for this path, and the work on it.
         usable = self.host.settings.driver_checkpoint != "off" and self.channel.ready
         for lease in self.host.leases:
@@ -143,6 +145,13 @@ class DriverController:
             run.freezable = usable and lease.hosts == 1
             run.driver = _work(own)
             run.lost = own.machine.reason if own is not None and own.machine.lost else ""
+
+    def _forget(self, key: JobKey, job: _Freeze) -> None:
+        """Forget a job that has left; its locked processes are unlocked, so that they can end."""
+        del self._jobs[key]
+        for member in job.machine.members.values():
+            if member.state == "locked" and member.busy is None:
+                self._call(key, member.target, "unlock")
 
     @property
     def lack(self) -> str:
@@ -159,13 +168,6 @@ class DriverController:
         """Leave; the helper unlocks locked processes."""
         self.channel.close()
 
-    def _left(self, key: JobKey, job: _Freeze) -> None:
-        """Forget a job that has left; a process of it that is locked is unlocked, so that it can end."""
-        del self._jobs[key]
-        for member in job.machine.members.values():
-            if member.state == "locked" and member.busy is None:
-                self._call(key, member.target, "unlock")
-
     # --- between machine and helper ------------------------------------------------------------------------
 
     def _take(self, answer: Inspection | Called | Lost) -> None:
@@ -180,34 +182,23 @@ class DriverController:
             return
         key, target, operation = asked
         asker = self._jobs.get(key)
-        if asker is None:
-            self._too_late(key, target, operation, answer)
-            return
-        if isinstance(answer, Inspection):
+        if asker is None:  # its job has left; a process that was locked too late may still have to end
+            if target is not None and operation in {"lock", "restore"} and not getattr(answer, "error", ""):
+                self._call(key, target, "unlock")
+        elif isinstance(answer, Inspection):
+            refused = answer.refused
+            if not refused and not asker.machine.inspected:
+                refused = self._memory_shortage(answer) or ""
             if answer.id == asker.inspection:
-                self._to(key, asker, self._inspected(asker, answer))
+                self._to(key, asker, events.Inspected(answer.processes, dict(answer.free), refused))
         elif target is not None:
             answered = events.Answered(target.pid, operation, answer.state, answer.error)
             self._to(key, asker, events.Ended(target.pid) if answer.gone else answered)
-
-    def _too_late(
-        self, key: JobKey, target: GpuProcess | None, operation: Operation, answer: Inspection | Called
-    ) -> None:
-        """Undo a lock that succeeded after its job had left: its process may still have to end."""
-        if target is not None and operation in {"lock", "restore"} and isinstance(answer, Called) and not answer.error:
-            self._call(key, target, "unlock")
 
     def _to(self, key: JobKey, job: _Freeze, event: events.Event) -> None:
         lease = self.host.leases.get(key)
         if lease is not None:
             self._advance(lease, job, event)
-
-    def _inspected(self, job: _Freeze, inspection: Inspection) -> events.Inspected:
-        """Return the event of an inspection; the first one is refused if the host cannot take the GPUs' memory."""
-        refused = inspection.refused
-        if not refused and not job.machine.inspected:
-            refused = self._memory_shortage(inspection) or ""
-        return events.Inspected(inspection.processes, dict(inspection.free), refused)
 
     def _memory_shortage(self, inspection: Inspection) -> str | None:
         """Return the reason if the host, or the job's limit, cannot take the GPUs' memory.
@@ -281,7 +272,8 @@ class DriverController:
         elif outcome == "lost":
             self.ends.lost(lease, reason)
         elif job.machine.undoing:
-            self.ends.not_frozen(lease, reason, _pause_s(job.machine))
+            pause_s = RETRY_S if job.machine.members else RETRY_ABSENT_S
+            self.ends.not_frozen(lease, reason, RETRY_REFUSED_S if job.machine.refused else pause_s)
         else:
             self.ends.thawed(lease, seconds)
 
@@ -293,16 +285,3 @@ def _work(job: _Freeze | None) -> str | None:
     if job.machine.lost:
         return f"lost in the driver path, requeue it (scontrol requeue): {job.machine.reason}"
     return f"the driver path works on it: {job.machine.stage}"
-
-
-def _pause_s(machine: Machine) -> float:
-    """Return the pause before a job is frozen again, in seconds."""
-    if machine.refused:
-        return RETRY_REFUSED_S
-    return RETRY_S if machine.members else RETRY_ABSENT_S
-
-
-def _ended(machine: Machine) -> list[int]:
-    """Return the pids of processes that have ended."""
-    targets = [one.target for one in machine.members.values()]
-    return [one.pid for one in targets if start_ticks(one.pid) != one.start_ticks]

@@ -11,7 +11,6 @@ from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import wire
 from cadenza.sidecar.agent.ipc.pages import OrderTimes, PageRecord
 from cadenza.sidecar.agent.jobs.host_state import Host
-from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.telemetry.records import Records
 from cadenza.sidecar.agent.telemetry.sampler import Background, Target, Usage
 from cadenza.sidecar.orders import JobTelemetry
@@ -58,10 +57,18 @@ class Collector:
         if now < self._due:
             return
         self._due = now + self.host.settings.telemetry_s
-        if self.background.busy:
-            self._without_answer()
+        if self.background.busy:  # psutil or the GPU driver hangs: the pages alone go on
+            if not self._warned:
+                log.warning("the last sample of the jobs' processes and GPUs has not come back; going on without")
+            self._warned = True
+            self._join({})
         elif len(self.host.leases):
-            self.background.ask([_target(lease) for lease in self.host.leases])
+            self.background.ask(
+                [
+                    Target(lease.key, tuple(process.pid for process in lease.processes), lease.gpus)
+                    for lease in self.host.leases
+                ]
+            )
         elif self._latest:
             self._join({})
 
@@ -69,13 +76,6 @@ class Collector:
         """End the thread and the record files."""
         self.background.close()
         self.records.close()
-
-    def _without_answer(self) -> None:
-        """Go on with the pages alone while psutil or the GPU driver hangs."""
-        if not self._warned:
-            log.warning("the last sample of the jobs' processes and GPUs has not come back; going on without")
-        self._warned = True
-        self._join({})
 
     def _join(self, usage: dict[JobKey, Usage]) -> None:
         """Make each job's telemetry from its use and its ranks' pages."""
@@ -101,11 +101,6 @@ class Collector:
                 self._pages[key, pid] = record
                 stretches.append(Stretch(before, record))
         return stretches
-
-
-def _target(lease: Lease) -> Target:
-    """Return the processes and GPUs to sample for a job."""
-    return Target(lease.key, tuple(process.pid for process in lease.processes), lease.gpus)
 
 
 def joined(window_s: float, usage: Usage | None, stretches: Sequence[Stretch]) -> JobTelemetry:

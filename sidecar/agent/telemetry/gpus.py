@@ -57,17 +57,13 @@ class NvmlDevice:
         nvml = self._nvml
         utilization = self._ask(nvml.nvmlDeviceGetUtilizationRates, None)
         memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, None)
+        running: list[Any] = self._ask(nvml.nvmlDeviceGetComputeRunningProcesses, [])
+        percents = self._percents()
         return GpuUse(
             percent=None if utilization is None else float(utilization.gpu),
             memory_bytes=None if memory is None else int(memory.used),
-            processes=self._processes(),
+            processes={one.pid: ProcessUse(percents.get(one.pid), one.usedGpuMemory) for one in running},
         )
-
-    def _processes(self) -> dict[int, ProcessUse]:
-        """Return memory and utilization of each compute process."""
-        running: list[Any] = self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, [])
-        percents = self._percents()
-        return {one.pid: ProcessUse(percents.get(one.pid), one.usedGpuMemory) for one in running}
 
     def _percents(self) -> dict[int, float]:
         """Return each process's mean share of the SMs since the last call; NVML keeps about a minute of samples."""

@@ -60,11 +60,14 @@ class Groups:
         return self.outside(controller)
 
     def members(self) -> frozenset[int]:
-        """Return the processes in the most reliable of the job's groups, without slurmstepd; empty without a group."""
+        """Return the processes in the most reliable of the job's groups; empty without a group.
+
+        slurmstepd and its children until they call exec are left out.
+        """
         folder = next((group for anchor in ANCHORS if (group := self.job(anchor)) is not None), None)
         if folder is None:
             return frozenset()
-        return frozenset(pid for pid in processes(folder) if _name(self.root, pid) != STEPD)
+        return frozenset(pid for pid in processes(folder) if _lines(self.root / f"proc/{pid}/comm")[:1] != [STEPD])
 
 
     def all_jobs(self) -> Iterator[Path]:
@@ -111,11 +114,6 @@ def below(folder: Path) -> Iterator[Path]:
         for child in sorted(folder.iterdir()):
             if child.is_dir():
                 yield from below(child)
-
-
-def _name(root: Path, pid: int) -> str:
-    """Return a process's command name; children of slurmstepd have its name until they call exec."""
-    return next(iter(_lines(root / f"proc/{pid}/comm")), "")
 
 
 def _lines(path: Path) -> list[str]:

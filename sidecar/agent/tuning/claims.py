@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import islice
 
 from cadenza.policies.core.model import JobKey
 from cadenza.sidecar.agent.ipc.processes import job_of
@@ -90,16 +90,12 @@ def unregistered_jobs(host: Host, which_job: Callable[[int], int | None] = job_o
     pid = next((process.pid for lease in host.leases for process in lease.processes), None)
     if pid is None:
         return frozenset()
-    jobs = (_number(folder.name) or _first(folder, which_job) for folder in cgroup_paths.of(pid).all_jobs())
-    return frozenset(job for job in jobs if job is not None)
-
-
-def _number(name: str) -> int | None:
-    """Return the job in a group's name; None for a SLUID."""
-    number = name.removeprefix("job_")
-    return int(number) if number != name and number.isdigit() else None
-
-
-def _first(folder: Path, which_job: Callable[[int], int | None]) -> int | None:
-    """Return the job of the first process in a group that names one."""
-    return next((job for pid in cgroup_paths.processes(folder) if (job := which_job(pid)) is not None), None)
+    jobs: set[int] = set()
+    for folder in cgroup_paths.of(pid).all_jobs():
+        name, number = folder.name, folder.name.removeprefix("job_")
+        if number != name and number.isdigit():
+            jobs.add(int(number))
+        else:  # a SLUID; its processes name the job
+            named = (job for pid in cgroup_paths.processes(folder) if (job := which_job(pid)) is not None)
+            jobs.update(islice(named, 1))
+    return frozenset(jobs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -266,7 +265,7 @@ class Tuner:
     def _limits(self, lease: Lease) -> Limits | None:
         """Return a job's limits; None until one of its processes is known."""
         return limits_of(
-            _pids(lease),
+            lambda: tuple(process.pid for process in lease.processes),
             self._name(lease.key),
             self._saved.setdefault(lease.key, {}),
             self._everywhere,
@@ -282,11 +281,6 @@ class Tuner:
                 for key, part in self._jobs.items()
             )
         )
-
-
-def _pids(lease: Lease) -> Callable[[], tuple[int, ...]]:
-    """Return a function that lists the known processes of a job."""
-    return lambda: tuple(process.pid for process in lease.processes)
 
 
 def _cache(wish: Wish, grant: Grant) -> int | None:
