@@ -63,6 +63,7 @@ class SimJob:
         "running",
         "saved_s",
         "settled_s",
+        "slurm_start_s",
         "speed",
         "stale",
         "start_s",
@@ -115,6 +116,9 @@ class SimJob:
         self.running = False
         self.ran_s: float | None = None
         self.start_s: float | None = None
+        """When it first had its GPUs."""
+        self.slurm_start_s: float | None = None
+        """When Slurm started this incarnation, where moves take several rounds; else ``start_s`` counts."""
         self.finish_s = inf
         self.hundred_s: float | None = None
         self.hundred_work_s = FIRST_ITERATIONS * trace.iteration_s
@@ -198,7 +202,7 @@ class SimJob:
 
     def record(self, now_s: float) -> Job:
         """Return the job as a snapshot shows it."""
-        trace = self.trace
+        trace, started = self.trace, self.state != "PENDING"
         return Job(
             key=self.key,
             user=trace.user,
@@ -212,8 +216,8 @@ class SimJob:
             num_nodes=self.num_nodes,
             submit_s=trace.submit_s,
             name=trace.model,
-            start_s=self.start_s if self.state != "PENDING" else None,
-            slurm_priority=0 if self.state == "PENDING" and self.held else 1,
+            start_s=(self.start_s if self.slurm_start_s is None else self.slurm_start_s) if started else None,
+            slurm_priority=1 if started or not self.held else 0,
             state_reason=self.state_reason,
             nodes=tuple(share.node for share in self.placement),
             required_nodes=self.required_nodes,

@@ -220,6 +220,7 @@ class World:
         self._book(job, placement)
         job.state, job.placement, job.held, job.state_reason = "RUNNING", placement, False, ""
         job.gpus, job.promised = sum(share.gpus for share in placement), ()
+        job.slurm_start_s = self.now_s if self.setup.phased_moves else None
         job.changed()
         costs = self.setup.costs
         first_s = costs.start_s if job.trace.startup_s is None else job.trace.startup_s

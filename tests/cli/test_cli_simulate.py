@@ -13,15 +13,18 @@ from hypothesis import strategies as st
 
 from cadenza.policies.registry import ENTRIES
 from cadenza.policies.simulator.result_file import decode
+from cadenza.policies.simulator.run_values import GUARD
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.cli.simulate.command import GROUPS
+from cadenza.slurm_plugin.cli.simulate.request import Request, read_request
+from cadenza.slurm_plugin.service.settings import Settings
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "simulate"
 KEYS = {
     "jobs", "avg_jct_h", "p50_jct_h", "p99_jct_h", "makespan_h", "time_to_100_iterations_s", "gpu_utilization",
     "migrations", "yields", "decision_ms", "wall_s",
 }  # fmt: skip
-PROPORTIONAL = ("--allocate", "proportional")
+PROPORTIONAL = ("--allocate", "proportional", "--share", "none")
 SMALL = ("--workload", "synergy:jobs=40", "--nodes", "2x8:24:500", *PROPORTIONAL)
 
 
@@ -131,10 +134,57 @@ def test_the_preset_starts_static_traces_at_one_second() -> None:
 
 
 def test_turns_by_the_ordering_are_another_policy() -> None:
-    shared = (*SMALL, "--order", "srtf", "--share", "timeslice", "--json")
+    few = ("--workload", "synergy:jobs=4", "--nodes", "1x4:24:500", "--horizon", "36000", "--allocate", "proportional")
+    shared = (*few, "--order", "srtf", "--share", "timeslice", "--json")
     fair, by_order = (json.loads(run(*shared, *turns).stdout) for turns in ((), ("--turns", "order")))
     assert fair["policy"] == "srtf/proportional/timeslice"
     assert by_order["policy"] == "srtf/proportional/timeslice, turns by order"
+
+
+# --- The service's decision ------------------------------------------------------------------------------
+
+WORDS = {name.replace("-", "_"): None for options in GROUPS.values() for name, _, _ in options}
+
+
+def request(**words: str) -> Request:
+    return read_request({**WORDS, "workload": "synergy:jobs=3", "nodes": "2x8:24:500", **words}, ())
+
+
+def test_without_options_the_service_as_it_ships_is_simulated() -> None:
+    plain, shipped = request(), Settings()
+    table = shipped.policy
+    assert plain.policy.name == f"{table.order}/{table.allocate}/{table.share}" == "fifo/none/timeslice"
+    assert plain.setup.admission == shipped.service.admission == "native"
+    assert plain.setup.phased_moves
+    assert plain.setup.guard.min_run_s == shipped.guard.min_run_s
+    assert plain.setup.guard.max_actions_per_round == shipped.guard.max_actions_per_round
+
+
+def test_options_named_as_settings_change_those() -> None:
+    held = request(admission="held", share_between_users="yes", allocate="proportional")
+    assert held.setup.admission == "held"
+    assert held.policy.name == "fifo/proportional/timeslice"
+
+
+@pytest.mark.parametrize("words", [{"share": "none"}, {"preset": "synergy"}])
+def test_published_conventions_know_no_slurm(words: dict[str, str]) -> None:
+    published = request(**words)
+    assert published.policy.name == "fifo/cadenza"
+    assert (published.setup.admission, published.setup.phased_moves, published.setup.lanes) == ("held", False, 1)
+    assert published.setup.guard == GUARD
+
+
+def test_jobs_of_different_users_share_only_on_request(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    rows = "".join(f"{number},0,8,600,30,user{number}\n" for number in (1, 2))
+    trace.write_text("job,submit_s,gpus,duration_s,memory_gb_per_gpu,user\n" + rows)
+
+    def yields(*words: str) -> int:
+        done = run("--trace", str(trace), "--nodes", "1x8:24:500", "--json", *words)
+        return int(json.loads(done.stdout)["yields"])
+
+    assert yields() == 0
+    assert yields("--share-between-users", "yes") > 4
 
 
 # --- What goes wrong -------------------------------------------------------------------------------------
@@ -165,6 +215,9 @@ def test_turns_by_the_ordering_are_another_policy() -> None:
         ((*SMALL, "--checkpoint", "x"), "--checkpoint: 'x' is not a number"),
         ((*SMALL, "--preset", "gandiva"), "--preset: 'gandiva' is none of synergy"),
         ((*SMALL, "--events", "maybe"), "--events: 'maybe' is none of yes, no"),
+        ((*SMALL, "--admission", "hold"), "--admission: 'hold' is none of native, held"),
+        ((*SMALL, "--share-between-users", "1"), "--share-between-users: '1' is none of yes, no"),
+        ((*SMALL, "--preset", "synergy", "--through-slurm", "yes"), "--through-slurm: does not go with --preset"),
         ((*SMALL, "--backfill", "n"), "--backfill: 'n' is none of yes, no"),
         ((*SMALL, "--window", "5"), "--window: '5' is not FROM:TO"),
         ((*SMALL, "--window", "5:5"), "--window: '5:5' holds no position"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -81,6 +82,89 @@ def test_a_job_is_launched_while_another_one_has_its_gpus() -> None:
     assert finishes(in_turns(jobs, replace(FREE, dispatch_s=15.0))) == {1: 215.0, 2: 200.0}
     # Both start up with the GPUs.
     assert finishes(in_turns(jobs, replace(FREE, start_s=5.0))) == {1: 205.0, 2: 210.0}
+
+
+def live(
+    jobs: list[TraceJob],
+    nodes: str,
+    *names: str,
+    admission: Literal["native", "held"] = "native",
+    phased: bool = True,
+    failures: tuple[NodeFailure, ...] = (),
+) -> Result:
+    """Return a run under the conditions of a live cluster: Slurm's books, and moves that take several rounds."""
+    parts = frozenset({PARTITION})
+    rules = PolicySettings(
+        partitions=parts,
+        sharing=SharingSettings(enforce=True, admission=admission, slice_s=10.0, partitions=parts, floor=True),
+        phased_moves=phased,
+    )
+    costs = replace(FREE, migrate_s=40.0, resize_s=40.0, dispatch_s=2.0)
+    order, allocate, share = names
+    lanes = 1 if share == "none" else 2
+    setup = Setup(
+        round_s=10.0,
+        rounds_on_events=True,
+        lanes=lanes,
+        costs=costs,
+        admission=admission,
+        phased_moves=phased,
+        failures=failures,
+    )
+    return simulate(jobs, read_cluster(nodes, lanes), build(order, allocate, share, rules), setup)
+
+
+def small(number: int, submit_s: float, gpus: int, work_s: float, **more: int) -> TraceJob:
+    return TraceJob(number, submit_s, gpus, work_s, memory_gb_per_gpu=10.0, **more)
+
+
+def test_slurm_starts_jobs_on_lane_0_first_and_small_ones_past_large_ones() -> None:
+    jobs = [small(1, 0.0, 6, 100.0), small(2, 0.0, 8, 100.0), small(3, 0.0, 8, 100.0), small(4, 1.0, 2, 100.0)]
+    result = live(jobs, "1x8:24:500", "fifo", "none", "timeslice")
+    starts = {job.id: job.start_s for job in result.jobs}
+    # Lane 0 has job 1 and then job 4, lane 1 has job 2, and job 3 waits for a whole lane.
+    assert starts[1] == 0.0
+    assert starts[4] == 1.0
+    assert starts[2] == 11.0, "after a slice of job 1"
+    assert starts[3] is not None
+    assert starts[3] > 100.0
+    assert not result.unfinished
+
+
+def test_without_a_policy_slurm_runs_one_job_a_gpu() -> None:
+    jobs = [small(1, 0.0, 8, 100.0), small(2, 0.0, 8, 100.0)]
+    result = live(jobs, "1x8:24:500", "fifo", "none", "none")
+    assert finishes(result) == {1: 102.0, 2: 204.0}
+
+
+CROWDED = [small(number, 0.1 * number, 4, 100.0 if number in (1, 3) else 1000.0) for number in range(1, 5)]
+"""Jobs 1 and 3 leave n0001 idle early, while jobs 2 and 4 take turns on n0002; then one of these moves."""
+
+
+@pytest.mark.parametrize("admission", ["native", "held"])
+def test_a_move_over_several_rounds_costs_what_a_move_at_once_does(admission: Literal["native", "held"]) -> None:
+    at_once = live(CROWDED, "2x4:12:500", "fifo", "none", "gandiva", admission="held", phased=False)
+    in_steps = live(CROWDED, "2x4:12:500", "fifo", "none", "gandiva", admission=admission)
+    assert at_once.counts.migrations == in_steps.counts.migrations == 1
+    assert in_steps.counts.restarts == 0
+    moved = [next(job for job in run.jobs if job.migrations) for run in (at_once, in_steps)]
+    spent = [job.finish_s - job.submit_s for job in moved if job.finish_s is not None]
+    assert spent[1] == pytest.approx(spent[0], abs=20.0)
+
+
+def test_a_job_that_grows_is_requeued_with_its_checkpoint() -> None:
+    jobs = [small(1, 0.0, 2, 2000.0, min_gpus=2, max_gpus=4)]
+    result = live(jobs, "1x4:12:500", "fifo", "none", "gandiva")
+    assert (result.counts.resizes, result.counts.restarts) == (1, 0)
+    finish_s = finishes(result)[1]
+    assert finish_s is not None
+    assert 1000.0 < finish_s < 1400.0
+
+
+@pytest.mark.parametrize("start_s", [205.0, 215.0, 245.0])
+def test_a_lost_node_in_the_middle_of_a_move_loses_no_job(start_s: float) -> None:
+    failures = (NodeFailure("n0001", start_s, start_s + 100.0), NodeFailure("n0002", 600.0, 700.0))
+    assert not live(CROWDED, "2x4:12:500", "fifo", "none", "gandiva", failures=failures).unfinished
 
 
 def test_rounds_on_events_leave_no_gap() -> None:

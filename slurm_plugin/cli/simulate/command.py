@@ -1,4 +1,4 @@
-"""``cadenza simulate``: what a policy would do with a trace or a published workload, in seconds."""
+"""``cadenza simulate``: run a policy on a trace or a published workload, in seconds."""
 
 from __future__ import annotations
 
@@ -20,23 +20,26 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("nodes", "TEXT", "NODESxGPUS:CPUS:MEMORY_GB[:TYPE],… such as 4x8:24:500 (default: the workload's own)."),
         ("assign", "I/L/S", "Give jobs without a model one: percent of image, language and speech models."),
     ),
-    "Policy": (
-        ("order", "NAME", "Who goes first (default: fifo); `cadenza policies` lists the names."),
-        ("allocate", "NAME", "Who gets which nodes, CPUs and memory (default: cadenza)."),
-        ("share", "NAME", "How jobs share a GPU: none, timeslice or gandiva (default: none)."),
+    "Policy (default: as the service ships)": (
+        ("order", "NAME", "Who goes first; `cadenza policies` lists the names."),
+        ("allocate", "NAME", "How CPUs and memory are given out; none: jobs keep what they asked for."),
+        ("share", "NAME", "How jobs share a GPU: none, timeslice or gandiva."),
         ("turns", "fair|order", "Whether jobs that share a GPU have equal parts, or --order holds there too."),
+        ("share-between-users", "yes|no", "Whether jobs of different users may share a GPU."),
+        ("admission", "native|held", "Who starts jobs: Slurm itself, or the policy."),
+        ("through-slurm", "yes|no", "Whether moves and requests go through Slurm (default: without sharing no)."),
         ("backfill", "yes|no", "Whether jobs past those that are to run may use what is left (default: yes)."),
     ),
     "Time": (
-        ("round", "SECONDS", "Time between rounds (default: 300; with sharing 60)."),
-        ("events", "yes|no", "A round at each arrival and end too (default: with sharing)."),
+        ("round", "SECONDS", "Time between rounds (default: 60; without sharing 300)."),
+        ("events", "yes|no", "Run a round at each arrival and end too (default: with sharing)."),
         ("preset", "synergy", "Conventions of Synergy's published simulator, so that figures compare."),
         ("window", "FROM:TO", "Completion times of the jobs with these positions only, and end when they are done."),
         ("horizon", "SECONDS", "End here, whatever still runs."),
     ),
     "Costs and faults": (
         ("costs", "FILE", "Seconds that switches take, as TOML (default: those that come with Cadenza)."),
-        ("lanes", "N", "Lanes a node, that is jobs that can take turns on a GPU (default: 1; with sharing 2)."),
+        ("lanes", "N", "Lanes per node: jobs that can take turns on a GPU (default: 2; without sharing 1)."),
         ("interference", "FILE", "Speeds of packed models as CSV (default: after Gandiva's Table 1)."),
         ("failures", "FILE", "Node failures as CSV: node,start_s,end_s."),
         ("checkpoint", "SECONDS", "Work that a failure loses at most (default: 0)."),
@@ -101,11 +104,14 @@ def _options(function: Callable[..., None]) -> click.Command:
 def command(ctx: click.Context, /, **words: Any) -> None:
     """Simulate a policy on a trace or on a published workload.
 
-    The simulator calls the same round and the same policies as the service. Times are in seconds, completion
-    times are printed in hours.
+    The simulator runs the round and the whole decision of the service. Without options of its own a policy is the
+    one that the service ships with. With --share none or --preset synergy it runs as in the published simulators:
+    --allocate cadenza, jobs held until they are placed, moves that take effect at once. Times are in seconds;
+    completion times are printed in hours.
 
     \b
-    cadenza simulate --trace jobs.csv --nodes 4x8:24:500 --order srtf --allocate tune
+    cadenza simulate --trace jobs.csv --nodes 4x8:24:500
+    cadenza simulate --trace jobs.csv --nodes 4x8:24:500 --share none --order srtf --allocate tune
     cadenza simulate --workload synergy:load=8,jobs=2000 --seed 1,2,3 --json
     """  # noqa: D301 (the escape tells click to keep the lines)
     from cadenza.slurm_plugin.cli.simulate.output import as_table, write_files  # noqa: PLC0415
@@ -122,7 +128,7 @@ def command(ctx: click.Context, /, **words: Any) -> None:
 
 
 def _given(ctx: click.Context) -> tuple[str, ...]:
-    """Return the words that say what was simulated, in the order of the help, without those about output."""
+    """Return the options that define the simulation, in the order of the help, without those about output."""
     words: list[str] = []
     for options in GROUPS.values():
         for name, _, _ in options:

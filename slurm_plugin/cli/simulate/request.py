@@ -1,4 +1,4 @@
-"""What ``cadenza simulate`` was asked for: its words checked and turned into jobs, nodes, a policy and a setup."""
+"""Options of ``cadenza simulate``, checked and turned into jobs, nodes, a policy and a setup."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
+
+import msgspec
 
 from cadenza.policies.allocation.problem import Costs
 from cadenza.policies.composition import Policy, PolicySettings, build
@@ -23,25 +25,26 @@ from cadenza.policies.inputs.profiles import read_profiles
 from cadenza.policies.inputs.published import default_costs, gandiva_table1, synergy_profiles
 from cadenza.policies.inputs.trace import TraceJob, read_trace
 from cadenza.policies.registry import warm
-from cadenza.policies.sharing.state.settings import GandivaSettings, Turns
+from cadenza.policies.sharing.state.settings import GandivaSettings
 from cadenza.policies.simulator.load_sweep import read_loads
 from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.workloads.catalogue import KINDS, Workload, parse_workload
+from cadenza.slurm_plugin.service.settings import Settings, guard_settings, policy_settings
 
 LONGEST_S = 1e11
-SHORTEST_S = 1.0
-"""Of a round."""
-MOST_SEEDS = 1000
+SHORTEST_ROUND_S = 1.0
+MAX_SEEDS = 1000
 ROUND_S, SHARED_ROUND_S = "300", "60"
-"""Synergy's round (OSDI'22) and Gandiva's time slice (OSDI'18, p. 603)."""
-"""Synergy's simulator: nothing costs anything."""
+"""Synergy's round (OSDI'22) and Gandiva's time slice (OSDI'18, p. 603), in seconds."""
 STATIC_FIRST_S = 1.0
-"""When Synergy's simulator has its first round if all jobs are there at the start."""
+"""First round of Synergy's simulator if all jobs are there at the start, in seconds."""
+YES_NO = ("yes", "no")
+SHIPPED = Settings()
 
 
 @dataclass(frozen=True)
 class Request:
-    """Everything that a simulation takes, and what is to be done with its result."""
+    """Everything that a simulation takes, and the options for its output."""
 
     words: Mapping[str, Any]
     arguments: tuple[str, ...]
@@ -57,7 +60,7 @@ class Request:
 
     @property
     def json(self) -> bool:
-        """Whether to print JSON."""
+        """Return True to print JSON."""
         return bool(self.words["json"])
 
     @property
@@ -76,18 +79,47 @@ class Request:
 
 
 def read_request(words: Mapping[str, Any], arguments: tuple[str, ...]) -> Request:
-    """Return what the command's words ask for; raise InputError naming the option that is wrong."""
+    """Return the request that the command's words make; raise InputError naming the option that is wrong."""
+    # 1. The policy's names, and whether its actions go through Slurm as on a cluster.
     _check_together(words)
-    shared = (words["share"] or "none") != "none"
+    synergy = _one_of(words["preset"], "--preset", ("synergy",), "") == "synergy"
+    names = _names(words, synergy=synergy)
+    shared = names.share != "none"
+    # 2. The cluster and the jobs.
     given = _profiles(words["profiles"])
     workload = _named("--workload", parse_workload, words["workload"], given) if words["workload"] else None
     profiles = workload.profiles if workload else given or synergy_profiles()
     lanes = integer(words["lanes"] or ("2" if shared else "1"), "--lanes", 1, MOST_LANES)
+    if names.through_slurm and not shared and lanes > 1:
+        raise InputError("--lanes: goes with --share timeslice or gandiva; without sharing the service closes them")
     nodes = _named("--nodes", read_cluster, words["nodes"] or KINDS[words["workload"].partition(":")[0]].cluster, lanes)
     trace = None if workload else _trace(words, profiles)
-    window = _window(words["window"])
-    setup = _setup(words, nodes, profiles, lanes, shared=shared, static=_is_static(trace))
-    policy = _policy(words, setup)
+    # 3. Time, costs and faults.
+    events = _one_of(words["events"], "--events", YES_NO, "yes" if shared else "no") == "yes"
+    failures = words["failures"]
+    static = trace is not None and not any(job.submit_s for job in trace)
+    setup = Setup(
+        round_s=number(words["round"] or (SHARED_ROUND_S if shared else ROUND_S), "--round", SHORTEST_ROUND_S, 1e9),
+        first_round_s=STATIC_FIRST_S if synergy and static else 0.0,
+        costs=_costs(words["costs"], synergy=synergy),
+        synergy=synergy,
+        lanes=lanes,
+        rounds_on_events=events,
+        horizon_s=positive(words["horizon"], "--horizon", LONGEST_S) if words["horizon"] else None,
+        until_done=_window(words["window"]),
+        failures=read_failures(read_file(failures, "--failures"), failures, nodes) if failures else (),
+        interference=_interference(words["interference"], profiles, shared=shared),
+        checkpoint_s=number(words["checkpoint"] or "0", "--checkpoint", most=LONGEST_S),
+        admission="native" if names.admission == "native" else "held",
+        phased_moves=names.through_slurm,
+    )
+    # 4. The policy, with the costs of the simulation as those that it expects.
+    settings = service_settings(names, setup)
+    if names.through_slurm:
+        setup = replace(setup, guard=replace(guard_settings(settings), killed=False))
+    rules = _policy_settings(words, names, setup, settings)
+    policy = build(names.order, names.allocate, names.share, rules)
+    warm(names.allocate)
     _check_writable(words)
     return Request(
         words=words,
@@ -100,7 +132,92 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...]) -> Reques
         workload=workload,
         seeds=_seeds(words["seed"], workload),
         loads=read_loads(words["load_sweep"], "--load-sweep") if words["load_sweep"] else (),
-        window=window,
+        window=setup.until_done,
+    )
+
+
+# --- Policy ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of a policy, and the conditions under which it runs."""
+
+    order: str
+    allocate: str
+    share: str
+    turns: str
+    admission: str
+    share_between_users: bool
+    through_slurm: bool
+    """True if moves, resizes and requests go through Slurm, as on a cluster; else they take effect at once, and the
+    CPUs and memory of every node are the policy's to divide anew, as in the published simulators."""
+
+
+def _names(words: Mapping[str, Any], *, synergy: bool) -> Names:
+    """Return the names of the options; those that are missing are the service's defaults.
+
+    Without sharing, and under ``--preset synergy``, they are the conventions of the published simulators.
+    """
+    share = words["share"] or ("none" if synergy else SHIPPED.policy.share)
+    published = synergy or share == "none"
+    through = _one_of(words["through_slurm"], "--through-slurm", YES_NO, "no" if published else "yes") == "yes"
+    if synergy and through:
+        raise InputError("--through-slurm: does not go with --preset synergy, where moves take no time")
+    if words["turns"] and share == "none":
+        raise InputError("--turns: goes with --share timeslice or gandiva; without sharing there are no turns")
+    between = "yes" if SHIPPED.sharing.share_between_users or not through else "no"
+    return Names(
+        order=words["order"] or SHIPPED.policy.order,
+        allocate=words["allocate"] or (SHIPPED.policy.allocate if through else "cadenza"),
+        share=share,
+        turns=_one_of(words["turns"], "--turns", ("fair", "order"), SHIPPED.sharing.turns),
+        admission=_one_of(
+            words["admission"], "--admission", ("native", "held"), SHIPPED.service.admission if through else "held"
+        ),
+        share_between_users=_one_of(words["share_between_users"], "--share-between-users", YES_NO, between) == "yes",
+        through_slurm=through,
+    )
+
+
+def service_settings(names: Names, setup: Setup) -> Settings:
+    """Return the service's settings with these names: it acts on the simulated partition, and the rest is shipped."""
+    return msgspec.convert(
+        {
+            "service": {"mode": "apply", "admission": names.admission, "poll_s": setup.round_s},
+            "guard": {"partitions": [PARTITION]},
+            "sharing": {"turns": names.turns, "share_between_users": names.share_between_users},
+            "policy": {
+                "order": names.order,
+                "allocate": names.allocate,
+                "share": names.share,
+                "move_s": setup.costs.migrate_s,
+            },
+        },
+        Settings,
+    )
+
+
+def _policy_settings(words: Mapping[str, Any], names: Names, setup: Setup, settings: Settings) -> PolicySettings:
+    """Return the settings that the policy runs under; the costs that it expects are those of the simulation."""
+    costs = Costs(move_s=setup.costs.migrate_s, tune_s=setup.costs.tune_s, round_s=setup.round_s)
+    usual = "no" if setup.synergy and names.order == "las" else "yes"  # LAS offers nothing to the rest of its queue
+    backfill = _one_of(words["backfill"], "--backfill", YES_NO, usual) == "yes"
+    live = policy_settings(settings)
+    if names.through_slurm:
+        return replace(live, backfill=backfill, costs=replace(live.costs, tune_s=costs.tune_s))
+    sharing = PolicySettings().sharing
+    return PolicySettings(
+        partitions=live.partitions,
+        sharing=replace(
+            sharing,
+            turns=live.sharing.turns,
+            admission=live.sharing.admission,
+            share_between_users=names.share_between_users,
+        ),
+        costs=costs,
+        backfill=backfill,
+        gandiva=GandivaSettings(move_s=setup.costs.migrate_s),
     )
 
 
@@ -150,8 +267,8 @@ def _seeds(text: str | None, workload: Workload | None) -> tuple[int, ...]:
     seeds = tuple(integer(part.strip(), "--seed") for part in text.split(","))
     if len(set(seeds)) < len(seeds):
         raise InputError(f"--seed: {quoted(text)} names a seed twice")
-    if len(seeds) > MOST_SEEDS:
-        raise InputError(f"--seed: {len(seeds)} seeds are more than {MOST_SEEDS}")
+    if len(seeds) > MAX_SEEDS:
+        raise InputError(f"--seed: {len(seeds)} seeds are more than {MAX_SEEDS}")
     return seeds
 
 
@@ -202,41 +319,6 @@ def _trace(words: Mapping[str, Any], profiles: Mapping[str, Profile]) -> tuple[T
     return jobs
 
 
-def _is_static(trace: tuple[TraceJob, ...] | None) -> bool:
-    return trace is not None and not any(job.submit_s for job in trace)
-
-
-# --- Setup and policy ------------------------------------------------------------------------------------
-
-
-def _setup(
-    words: Mapping[str, Any],
-    nodes: tuple[Node, ...],
-    profiles: Mapping[str, Profile],
-    lanes: int,
-    *,
-    shared: bool,
-    static: bool,
-) -> Setup:
-    """Return how to run."""
-    synergy = _one_of(words["preset"], "--preset", ("synergy",), "") == "synergy"
-    events = _one_of(words["events"], "--events", ("yes", "no"), "yes" if shared else "no") == "yes"
-    failures = words["failures"]
-    return Setup(
-        round_s=number(words["round"] or (SHARED_ROUND_S if shared else ROUND_S), "--round", SHORTEST_S, 1e9),
-        first_round_s=STATIC_FIRST_S if synergy and static else 0.0,
-        costs=_costs(words["costs"], synergy=synergy),
-        synergy=synergy,
-        lanes=lanes,
-        rounds_on_events=events,
-        horizon_s=positive(words["horizon"], "--horizon", LONGEST_S) if words["horizon"] else None,
-        until_done=_window(words["window"]),
-        failures=read_failures(read_file(failures, "--failures"), failures, nodes) if failures else (),
-        interference=_interference(words["interference"], profiles, shared=shared),
-        checkpoint_s=number(words["checkpoint"] or "0", "--checkpoint", most=LONGEST_S),
-    )
-
-
 def _costs(path: str | None, *, synergy: bool) -> SimCosts:
     if synergy:
         return FREE_COSTS
@@ -247,27 +329,3 @@ def _interference(path: str | None, profiles: Mapping[str, Profile], *, shared: 
     if path is not None:
         return read_interference(read_file(path, "--interference"), path)
     return packing_pairs(profiles, gandiva_table1()) if shared else {}
-
-
-def _policy(words: Mapping[str, Any], setup: Setup) -> Policy:
-    """Return the policy; what it thinks moves cost is what they cost here."""
-    order = words["order"] or "fifo"
-    usual = "no" if setup.synergy and order == "las" else "yes"  # there LAS offers nothing to the rest of its queue
-    backfill = _one_of(words["backfill"], "--backfill", ("yes", "no"), usual) == "yes"
-    settings = PolicySettings(
-        partitions=frozenset({PARTITION}),
-        sharing=replace(PolicySettings().sharing, turns=_turns(words)),
-        costs=Costs(move_s=setup.costs.migrate_s, tune_s=setup.costs.tune_s, round_s=setup.round_s),
-        backfill=backfill,
-        gandiva=GandivaSettings(move_s=setup.costs.migrate_s),
-    )
-    allocate = words["allocate"] or "cadenza"
-    policy = build(order, allocate, words["share"] or "none", settings)
-    warm(allocate)
-    return policy
-
-
-def _turns(words: Mapping[str, Any]) -> Turns:
-    if words["turns"] and (words["share"] or "none") == "none":
-        raise InputError("--turns: goes with --share timeslice or gandiva; without sharing nobody takes turns")
-    return "order" if _one_of(words["turns"], "--turns", ("fair", "order"), "fair") == "order" else "fair"
