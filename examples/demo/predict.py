@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 from metrics import mean, percentile
 
 from cadenza.policies.composition import PolicySettings, build
-from cadenza.policies.inputs.cluster import read_cluster
+from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.costs import SimCosts
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.sharing.state.settings import SharingSettings
-from cadenza.policies.simulator.job import PARTITION
 from cadenza.policies.simulator.run_values import Result, Setup
 from cadenza.policies.simulator.simulation import simulate
 
