@@ -60,7 +60,10 @@ class WorkerProcess:
         self._buffer = bytearray()
         self.answered = 0
         try:
-            self.greeting = self._greeting(settings.start_timeout_s)
+            first = self._line(settings.start_timeout_s, "to start")
+            if "lacks" in first:
+                raise EnvironmentLacks(f"{first['lacks']}; build it for this Slurm, see docs/install.md")
+            self.greeting: dict[str, Any] = dict(first["greeting"])
         except GatewayError:
             self.kill()
             raise
@@ -69,12 +72,6 @@ class WorkerProcess:
     def pid(self) -> int:
         """Process id of the child."""
         return self._child.pid
-
-    def _greeting(self, timeout_s: float) -> dict[str, Any]:
-        first = self._line(timeout_s, "to start")
-        if "lacks" in first:
-            raise EnvironmentLacks(f"{first['lacks']}; build it for this Slurm, see docs/install.md")
-        return dict(first["greeting"])
 
     def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Return the answer to ``request``; WorkerLost when there is none, or not within ``timeout_s``."""

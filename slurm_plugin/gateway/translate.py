@@ -35,7 +35,7 @@ def snapshot(raw: Raw) -> ClusterSnapshot:
     return ClusterSnapshot(
         time_s=float(raw["time_s"]),
         nodes=nodes(raw["nodes"]),
-        jobs=tuple(sorted((found for found in jobs if found is not None), key=lambda found: found.key)),
+        jobs=tuple(sorted((one for one in jobs if one is not None), key=lambda one: one.key)),
     )
 
 
@@ -135,9 +135,9 @@ def job_gpus(raw: Raw) -> int:
     the requests per node, task or job that pyslurm can read.
     """
     for name in ("allocated_tres", "requested_tres"):
-        found = gpu_count(raw.get(name) or {})
-        if found:
-            return found
+        count = gpu_count(raw.get(name) or {})
+        if count:
+            return count
     factors = (("gres_per_node", "num_nodes"), ("tres_per_node", "num_nodes"), ("tres_per_task", "ntasks"))
     parts = (gpu_count(raw.get(name) or {}) * (raw.get(factor) or 1) for name, factor in factors)
     return next((part for part in parts if part), gpu_count(raw.get("tres_per_job") or {}))
@@ -175,9 +175,9 @@ def _is_gpu(name: str) -> bool:
 def job_memory_mb(raw: Raw) -> int:
     """Return a job's memory in MB over all its nodes; 0 while it waits for whole nodes (``--mem=0``)."""
     for name in ("allocated_tres", "requested_tres"):
-        found = (raw.get(name) or {}).get("mem")
-        if found:
-            return int(found)
+        memory_mb = (raw.get(name) or {}).get("mem")
+        if memory_mb:
+            return int(memory_mb)
     return int(raw["memory"] or 0)
 
 
@@ -188,14 +188,14 @@ def nodes(raws: Sequence[Raw]) -> tuple[Node, ...]:
     """Return all nodes by name, each with its host and lane."""
     lanes = {raw["name"]: lane_of(raw) for raw in raws}
     emulated = Counter(raw["hostname"] for raw in raws if lanes[raw["name"]] == 0)
-    found = (node(raw, host_of(raw, emulated), lanes[raw["name"]]) for raw in raws)
-    return tuple(sorted(found, key=lambda item: item.name))
+    translated = (node(raw, host_of(raw, emulated), lanes[raw["name"]]) for raw in raws)
+    return tuple(sorted(translated, key=lambda item: item.name))
 
 
 def lane_of(raw: Raw) -> int:
     """Return a node's lane: its feature ``laneK``, else its name's ending ``-lK``, else 0."""
     features = (_LANE_FEATURE.fullmatch(name) for name in raw["available_features"])
-    named = next((int(found[1]) for found in features if found), None)
+    named = next((int(match[1]) for match in features if match), None)
     if named is not None:
         return named
     suffix = _LANE_SUFFIX.fullmatch(raw["name"])

@@ -166,8 +166,8 @@ class Worker:
 
     def look(self, request: Request) -> list[dict[str, Any]]:
         """Return the state of the jobs with these ids, one small RPC each, without those that Slurm does not know."""
-        found = (self._glimpse(int(number)) for number in request["jobs"])
-        return [one for one in found if one is not None]
+        states = (self._glimpse(int(number)) for number in request["jobs"])
+        return [state for state in states if state is not None]
 
     def _glimpse(self, number: int) -> dict[str, Any] | None:
         try:

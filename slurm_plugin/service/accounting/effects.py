@@ -87,7 +87,7 @@ class Marks(NamedTuple):
 def marks(before: Mapping[JobKey, Marks], snapshot: ClusterSnapshot, memory: Memory) -> dict[JobKey, Marks]:
     """Return the marks of all jobs that train, advanced so that the older one is never far behind."""
     packed = {key: group for group in memory.sharing.packs for key in group}
-    found = {}
+    marks = {}
     for job in snapshot.jobs:
         if job.opted_in and job.lease is not None and job.lease.step:
             setting, here, mark = (job.placement, packed.get(job.key)), _mark(job), before.get(job.key)
@@ -95,8 +95,8 @@ def marks(before: Mapping[JobKey, Marks], snapshot: ClusterSnapshot, memory: Mem
                 mark = Marks(setting, here, here)
             elif here[0] - mark.young[0] >= FULL_STEPS:
                 mark = Marks(setting, mark.young, here)
-            found[job.key] = mark
-    return found
+            marks[job.key] = mark
+    return marks
 
 
 def _mark(job: Job) -> tuple[int, float]:
@@ -116,11 +116,6 @@ def _before(job: Job, marks: Marks | None) -> float | None:
     return measured or (job.lease.iteration_s if job.lease is not None else None)
 
 
-def _alone(job: Job, memory: Memory) -> float | None:
-    """Return the iteration time by which a pack is judged: when the job last had its GPUs alone."""
-    return next((row.iteration_s for row in memory.sharing.alone if row.job == job.key), None)
-
-
 def _together(effect: Effect, job: Job) -> float | None:
     """Return a packed job's iteration time with its co-runners, as its agents measured it."""
     pace = job.lease.pace if job.lease is not None else None
@@ -136,27 +131,25 @@ def begun(
     actions: Iterable[tuple[int, Action]], snapshot: ClusterSnapshot, memory: Memory, marks: Mapping[JobKey, Marks]
 ) -> tuple[Effect, ...]:
     """Return the effects to measure of the actions that were carried out, each with its row in the store."""
-    found = []
+    alone_s = {row.job: row.iteration_s for row in memory.sharing.alone}
+    effects = []
     for row, action in actions:
-        for job in _jobs(action, snapshot):
-            before_s = (_alone(job, memory) if isinstance(action, Pack) else None) or _before(job, marks.get(job.key))
+        if not isinstance(action, Tune | Pack | Migrate | Resize):
+            continue
+        keys = action.jobs if isinstance(action, Pack) else (action.job,)
+        for job in [job for key in keys if (job := snapshot.job(key)) is not None]:
+            before_s = _before(job, marks.get(job.key))
+            if isinstance(action, Pack):
+                before_s = alone_s.get(job.key) or before_s
             was, now = _change(action, job)
             if was != now:
-                found.append(
+                effects.append(
                     Effect(
                         row, KINDS[type(action)], *job.key, job.user, snapshot.time_s, action.reason, was, now,
                         _predicted(action, job, snapshot), before_s,
                     )
                 )  # fmt: skip
-    return tuple(found)
-
-
-def _jobs(action: Action, snapshot: ClusterSnapshot) -> list[Job]:
-    """Return the jobs whose iteration time an action changes."""
-    if not isinstance(action, Tune | Pack | Migrate | Resize):
-        return []
-    keys = action.jobs if isinstance(action, Pack) else (action.job,)
-    return [job for key in keys if (job := snapshot.job(key)) is not None]
+    return tuple(effects)
 
 
 KINDS: dict[type[Action], Kind] = {Tune: "tune", Pack: "pack", Migrate: "migrate", Resize: "resize"}
@@ -205,7 +198,7 @@ def overtaken(effects: Iterable[Effect], actions: Iterable[Action], snapshot: Cl
     by_job: defaultdict[int, list[Effect]] = defaultdict(list)
     for effect in live.values():
         by_job[effect.job].append(effect)
-    found: dict[tuple[int, int], Effect] = {}
+    changed: dict[tuple[int, int], Effect] = {}
     for action in actions:
         key: JobKey | None = getattr(action, "job", None)
         mine = by_job[key.id] if key is not None else []
@@ -214,8 +207,8 @@ def overtaken(effects: Iterable[Effect], actions: Iterable[Action], snapshot: Cl
             ended = [_undone(one, action.reason, snapshot) for one in live.values() if one.decision in left]
         else:
             ended = [_followed(one, action, snapshot) for one in mine if one.kind == KINDS.get(type(action))]
-        found.update(((one.decision, one.job), one) for one in ended)
-    return tuple(found.values())
+        changed.update(((one.decision, one.job), one) for one in ended)
+    return tuple(changed.values())
 
 
 def _followed(effect: Effect, action: Action, snapshot: ClusterSnapshot) -> Effect:
@@ -253,10 +246,10 @@ def _advanced(effect: Effect, job: Job | None, snapshot: ClusterSnapshot, memory
         return _undone(effect, reason, snapshot)
     if _is_over(effect, job, memory):
         return _over(effect, snapshot, "it ended before it was measured")
-    found = _measured(effect, job)
-    if found.after_s is None and snapshot.time_s - effect.at_s > MAX_UNMEASURED_S and not found.verdict:
-        return replace(found, verdict="unknown", detail="too few iterations within an hour")
-    return found
+    measured = _measured(effect, job)
+    if measured.after_s is None and snapshot.time_s - effect.at_s > MAX_UNMEASURED_S and not measured.verdict:
+        return replace(measured, verdict="unknown", detail="too few iterations within an hour")
+    return measured
 
 
 def _failure_reason(effect: Effect, job: Job, memory: Memory) -> str | None:
@@ -286,8 +279,8 @@ def _measured(effect: Effect, job: Job) -> Effect:
     if effect.mark_step is None or step < effect.mark_step:
         return replace(effect, mark_step=step, mark_held_s=held_s)
     after_s = _iteration_s((effect.mark_step, effect.mark_held_s), job)
-    found = replace(effect, after_s=after_s or effect.after_s)
-    return replace(found, mark_step=None) if after_s and step - effect.mark_step >= FULL_STEPS else found
+    mark_step = None if after_s and step - effect.mark_step >= FULL_STEPS else effect.mark_step
+    return replace(effect, after_s=after_s or effect.after_s, mark_step=mark_step)
 
 
 def _judged(effect: Effect, all_of_them: Sequence[Effect]) -> Effect:

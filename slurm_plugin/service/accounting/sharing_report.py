@@ -151,10 +151,10 @@ R = TypeVar("R", bound=_Owned)
 
 
 def _by_owner(rows: Iterable[R]) -> dict[tuple[str, int], list[R]]:
-    found: defaultdict[tuple[str, int], list[R]] = defaultdict(list)
+    by_owner: defaultdict[tuple[str, int], list[R]] = defaultdict(list)
     for row in rows:
-        found[row.user, row.job].append(row)
-    return found
+        by_owner[row.user, row.job].append(row)
+    return by_owner
 
 
 def _job_sums(hours: Sequence[HourRow], starts: Sequence[Start], effects: Sequence[Effect], record: Record) -> Sums:

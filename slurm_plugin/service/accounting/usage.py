@@ -108,14 +108,14 @@ def spent(before: ClusterSnapshot, after: ClusterSnapshot, memory: Memory) -> tu
     ``memory``: that of the first round, which tells our holds and suspends from others'.
     """
     stretch = (before.time_s, after.time_s)
-    found = {job.key: _times(job, before.by_key.get(job.key), stretch, memory) for job in after.jobs if job.gpus}
-    shares = _gpu_seconds([(after.by_key[key], row.held_s) for key, row in found.items()], stretch[1] - stretch[0])
+    times = {job.key: _times(job, before.by_key.get(job.key), stretch, memory) for job in after.jobs if job.gpus}
+    shares = _gpu_seconds([(after.by_key[key], row.held_s) for key, row in times.items()], stretch[1] - stretch[0])
     lanes = {node.name: node.lane for node in after.nodes}
     rows = []
-    for key, times in found.items():
+    for key, own in times.items():
         job, gpu_s = after.by_key[key], shares.get(key, 0.0)
         further_s = gpu_s if on_further_lane(job, lanes) else 0.0
-        rows.append(Spent(key, job.user, job.opted_in, gpu_s, further_s, times.queue_s, times.turn_s))
+        rows.append(Spent(key, job.user, job.opted_in, gpu_s, further_s, own.queue_s, own.turn_s))
     return tuple(rows)
 
 
@@ -173,12 +173,12 @@ def _gpu_seconds(held: Sequence[tuple[Job, float]], span_s: float) -> dict[JobKe
     for job, held_s in held:
         for gpu in job.lease.gpus if job.lease is not None else ():
             users[gpu] += held_s
-    found = {}
+    seconds = {}
     for job, held_s in held:
         gpus = job.lease.gpus if job.lease is not None else ()
         each = (held_s * min(1.0, span_s / users[gpu]) for gpu in gpus if users[gpu] > 0.0)
-        found[job.key] = sum(each) if gpus else held_s * job.gpus
-    return found
+        seconds[job.key] = sum(each) if gpus else held_s * job.gpus
+    return seconds
 
 
 # --- Starts on further lanes ---------------------------------------------------------------------------------

@@ -58,8 +58,8 @@ class AgentRegistry:
         old = self._entries.get(report.host)
         events = changes(old.report if old else None, report, epoch_s)
         before = old.first_seen_s if old else {}
-        seen = {key: before.get(key, epoch_s) for key in ((one.job, one.restart) for one in report.leases)}
-        self._entries[report.host] = _Entry(report, monotonic_s, first_seen_s=seen)
+        first_seen_s = {key: before.get(key, epoch_s) for key in ((one.job, one.restart) for one in report.leases)}
+        self._entries[report.host] = _Entry(report, monotonic_s, first_seen_s=first_seen_s)
         if old is None or not old.up:
             events = (Event(epoch_s, "agent-up", report.host, detail=report.version), *events)
         return events
@@ -114,15 +114,15 @@ def changes(before: Report | None, after: Report, at_s: float) -> tuple[Event, .
 def _lease_changes(host: str, old: LeaseReport | None, new: LeaseReport, at_s: float) -> list[Event]:
     if old is None:
         return [Event(at_s, "registered", host, new.job, new.restart, new.state)]
-    found = []
+    differences = []
     if old.state != new.state:
-        found.append(("state", f"{old.state} -> {new.state}"))
+        differences.append(("state", f"{old.state} -> {new.state}"))
     if old.ready != new.ready:
-        found.append(("ready", new.why_not_ready))
+        differences.append(("ready", new.why_not_ready))
     if new.saved and not old.saved:
-        found.append(("saved", new.note))
+        differences.append(("saved", new.note))
     if new.lost and not old.lost:
-        found.append(("lost", new.lost))
+        differences.append(("lost", new.lost))
     if new.note and old.note != new.note:
-        found.append(("note", new.note))
-    return [Event(at_s, kind, host, new.job, new.restart, detail) for kind, detail in found]
+        differences.append(("note", new.note))
+    return [Event(at_s, kind, host, new.job, new.restart, detail) for kind, detail in differences]

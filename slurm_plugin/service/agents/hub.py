@@ -278,10 +278,8 @@ class Hub:
         now_s = self._clock.monotonic()
         if self._stops.active:
             self._send_all(self._stops.tick(now_s))
-        if now_s >= self._next_beat_s:
-            self._beat(now_s)
-
-    def _beat(self, now_s: float) -> None:
+        if now_s < self._next_beat_s:
+            return
         self._next_beat_s = now_s + self.settings.heartbeat_s
         for event in self._registry.newly_silent(self._clock.now(), now_s):
             self._note(event)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from cadenza.policies.core.actions import Action, Outcome, Place, Release, Unsuspend
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import ClusterSnapshot, Job
+from cadenza.policies.core.model import ClusterSnapshot
 from cadenza.policies.guard import Guarded
 from cadenza.policies.ledger import remember
 from cadenza.policies.round import Clock, Gateway, RoundReport
@@ -22,7 +22,12 @@ def adopted(snapshot: ClusterSnapshot) -> Memory:
     Only the service suspends a job whose agents report it yielded, and only its drains begin with its mark.
     """
     return Memory(
-        suspended=frozenset(job.key for job in snapshot.jobs if _yielded_and_suspended(job)),
+        suspended=frozenset(
+            job.key
+            for job in snapshot.jobs
+            if job.state == "SUSPENDED" and job.opted_in and job.lease is not None
+            if job.lease.state in ("yielded", "waiting")
+        ),
         drained=frozenset(
             node.name for node in snapshot.nodes if node.drained and node.lane > 0 and drained_by_us(node, Memory())
         ),
@@ -69,8 +74,3 @@ def settled(memory: Memory, before: Memory, outcomes: Iterable[tuple[Action, Out
         elif isinstance(action, Place | Release) and not outcome.ok and action.job not in before.placed:
             placed.discard(action.job)
     return replace(memory, suspended=frozenset(suspended), placed=frozenset(placed))
-
-
-def _yielded_and_suspended(job: Job) -> bool:
-    lease = job.lease
-    return job.state == "SUSPENDED" and job.opted_in and lease is not None and lease.state in ("yielded", "waiting")

@@ -107,13 +107,13 @@ def use(hosts: Sequence[JobTelemetry]) -> JobUsage | None:
     """Return a job's measurements over its hosts, each combined as ``OVER_HOSTS`` says; None without any."""
     if not hosts:
         return None
-    found: dict[str, float | None] = {}
+    usage: dict[str, float | None] = {}
     for field, combine in OVER_HOSTS.items():
         values = [value for host in hosts if (value := getattr(host, field)) is not None]
-        found[field] = round(combine(values), 6) if values else None
+        usage[field] = round(combine(values), 6) if values else None
     if any(host.memory_kind != "gpu" for host in hosts):
-        found |= {"memory_low_mb": None, "memory_peak_mb": None}
-    return JobUsage(**found)
+        usage |= {"memory_low_mb": None, "memory_peak_mb": None}
+    return JobUsage(**usage)
 
 
 def _pace(leases: Sequence[LeaseReport]) -> StepRate | None:

@@ -73,7 +73,9 @@ class Library:
         usable = [entry for entry in self.entries if entry.model == chosen.model and entry.profile is not None]
         if not usable:
             return ProfileChoice(None, f"has its proportional share, for its profile may not be used: {chosen.problem}")
-        family = self._family(chosen.model, types)
+        if types not in self._families:
+            self._families[types] = _families(self.entries, types, self.together)
+        family = self._families[types][chosen.model]
         wanted = [name for name in sorted(here) if name in family] or [""] * ("" in family)
         if not wanted and not any(here):
             wanted = sorted(family)[:1]
@@ -108,11 +110,6 @@ class Library:
         namesake = next((entry for entry in self.entries if entry.model == job.name), None)
         return namesake, "matched by its name" if namesake is not None else ""
 
-    def _family(self, model: str, types: frozenset[str]) -> Mapping[str, Profile]:
-        if types not in self._families:
-            self._families[types] = _families(self.entries, types, self.together)
-        return self._families[types][model]
-
 
 def _fits(match: Match, job: Job) -> bool:
     return (not match.name or fnmatchcase(job.name, match.name)) and (
@@ -124,13 +121,13 @@ def _families(
     entries: Iterable[Entry], types: Collection[str], together: Mapping[str, Mapping[str, float]]
 ) -> Mapping[str, Mapping[str, Profile]]:
     """Return the usable profiles by model and by GPU type as Slurm calls it, each with its siblings."""
-    found: dict[str, dict[str, Profile]] = {}
+    families: dict[str, dict[str, Profile]] = {}
     for entry in entries:
         if entry.profile is not None:
             gpu, pairs = slurm_type(entry.profile.gpu, types), together.get(entry.model, {})
             profile = replace(entry.profile, gpu=gpu, siblings={}, together=pairs)
-            found.setdefault(entry.model, {}).setdefault(profile.gpu, profile)
-    return {model: linked(family) for model, family in found.items()}
+            families.setdefault(entry.model, {}).setdefault(profile.gpu, profile)
+    return {model: linked(family) for model, family in families.items()}
 
 
 def slurm_type(gpu: str, types: Iterable[str]) -> str:
@@ -207,7 +204,7 @@ def read(path: Path) -> Iterator[Entry]:
 
 def read_pairs(paths: Iterable[Path]) -> tuple[Mapping[str, Mapping[str, float]], str | None]:
     """Return by model the throughput of pairs over turns, and the file's error, with which it is not used."""
-    found: dict[str, dict[str, float]] = {}
+    pairs: dict[str, dict[str, float]] = {}
     for path in paths:
         try:
             rows = read_interference(path.read_text(encoding="utf-8"), path.name)
@@ -216,8 +213,8 @@ def read_pairs(paths: Iterable[Path]) -> tuple[Mapping[str, Mapping[str, float]]
         except (OSError, UnicodeDecodeError) as error:
             return {}, f"{path.name}: cannot be read: {error}"
         for (model, other), speeds in rows.items():
-            found.setdefault(model, {})[other] = sum(speeds)
-    return found, None
+            pairs.setdefault(model, {})[other] = sum(speeds)
+    return pairs, None
 
 
 def misfit_reason(profile: Profile, source: str) -> str | None:

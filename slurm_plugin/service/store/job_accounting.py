@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import msgspec
 
@@ -14,7 +15,9 @@ from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.sidecar.orders import Switched
 from cadenza.slurm_plugin.service.accounting import effects, usage
 from cadenza.slurm_plugin.service.accounting.effects import Effect, Marks
-from cadenza.slurm_plugin.service.accounting.usage import HOUR_S, Spent, Start
+from cadenza.slurm_plugin.service.accounting.usage import HOUR_S, Start
+
+R = TypeVar("R", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,11 @@ class JobAccounting:
     def __init__(self, link: sqlite3.Connection, last: ClusterSnapshot | None) -> None:
         """``last``: the snapshot of the last round on record."""
         self._link = link
-        self.baseline = Baseline(last if last is not None and last.hosts else None, self._starts(), self._effects())
-        self.baseline = replace(self.baseline, turns=self._turns(last))
+        starts, effects_in_force = self._open(Start, "starts", "free_s"), self._open(Effect, "effects", "ended_s")
+        query = "SELECT coalesce(sum(turn_s), 0) FROM hours WHERE job = ? AND restart = ?"
+        keys = [job.key for job in last.jobs] if last is not None else []
+        turns = {key: link.execute(query, key).fetchone()[0] for key in keys}
+        self.baseline = Baseline(last if last is not None and last.hosts else None, starts, effects_in_force, turns)
 
     # --- what the store calls ------------------------------------------------------------------------------
 
@@ -92,7 +98,8 @@ class JobAccounting:
                 "INSERT INTO watched VALUES (?, ?) ON CONFLICT DO UPDATE SET seconds = seconds + excluded.seconds",
                 (hour, part * (after.time_s - before.time_s)),
             )
-            self._link.executemany(ADD, [_hour_row(hour, part, row) for row in rows])
+            shares = [(hour, *row.key, row.user, row.managed, *(part * each for each in row[3:])) for row in rows]
+            self._link.executemany(ADD, shares)
         return {row.key: self.baseline.turns.get(row.key, 0.0) + row.turn_s for row in rows}
 
     def _watch(
@@ -111,27 +118,18 @@ class JobAccounting:
             [msgspec.structs.astuple(start) for start in starts],
         )
 
-    def _write_effects(self, found: Iterable[Effect]) -> None:
-        for effect in found:
+    def _write_effects(self, changed: Iterable[Effect]) -> None:
+        for effect in changed:
             if effect.detail == effects.REPLACED:  # without information, and there may be one each turn
                 self._link.execute("DELETE FROM effects WHERE decision = ? AND job = ?", (effect.decision, effect.job))
             else:
                 self._link.execute(PUT, msgspec.structs.astuple(effect))
 
-    def _starts(self) -> tuple[Start, ...]:
-        names = ", ".join(Start.__struct_fields__)
-        rows = self._link.execute(f"SELECT {names} FROM starts WHERE free_s IS NULL")  # noqa: S608 (names are ours)
-        return tuple(Start(*row) for row in rows)
-
-    def _effects(self) -> tuple[Effect, ...]:
-        names = ", ".join(Effect.__struct_fields__)
-        rows = self._link.execute(f"SELECT {names} FROM effects WHERE ended_s IS NULL")  # noqa: S608 (names are ours)
-        return tuple(Effect(*row) for row in rows)
-
-    def _turns(self, last: ClusterSnapshot | None) -> dict[JobKey, float]:
-        query = "SELECT coalesce(sum(turn_s), 0) FROM hours WHERE job = ? AND restart = ?"
-        keys = [job.key for job in last.jobs] if last is not None else []
-        return {key: self._link.execute(query, key).fetchone()[0] for key in keys}
+    def _open(self, kind: type[R], table: str, column: str) -> tuple[R, ...]:
+        """Return the rows of a table whose end is not known yet."""
+        names = ", ".join(kind.__struct_fields__)
+        query = f"SELECT {names} FROM {table} WHERE {column} IS NULL"  # noqa: S608 (names are ours)
+        return tuple(kind(*row) for row in self._link.execute(query))
 
 
 ADD = (
@@ -144,11 +142,6 @@ PUT = (
     f"INSERT OR REPLACE INTO effects ({', '.join(Effect.__struct_fields__)})"  # noqa: S608 (names are ours)
     f" VALUES ({', '.join('?' * len(Effect.__struct_fields__))})"
 )
-
-
-def _hour_row(hour: int, part: float, row: Spent) -> tuple[object, ...]:
-    amounts = (part * amount for amount in row[3:])
-    return (hour, *row.key, row.user, row.managed, *amounts)
 
 
 def _in_force(versions: Iterable[Effect]) -> tuple[Effect, ...]:

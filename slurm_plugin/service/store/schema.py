@@ -134,6 +134,6 @@ def _prepare(link: sqlite3.Connection, path: Path) -> None:
 
 
 def _check_version(link: sqlite3.Connection, path: Path) -> None:
-    found = link.execute("PRAGMA user_version").fetchone()[0]
-    if found != VERSION:
-        raise StoreError(f"{path}: store version {found}, this Cadenza reads {VERSION}; name another file")
+    version = link.execute("PRAGMA user_version").fetchone()[0]
+    if version != VERSION:
+        raise StoreError(f"{path}: store version {version}, this Cadenza reads {VERSION}; name another file")

@@ -71,10 +71,27 @@ class SqliteStore:
     def begin(self, snapshot: ClusterSnapshot, decision: Decision, guarded: Sequence[Guarded], memory: Memory) -> int:
         """Verify earlier actions against ``snapshot``, then write this round down and return its number."""
         with self._transaction():
+            # 1. Verdicts on earlier actions.
             self._verify(snapshot)
-            number = self._insert_round(snapshot, decision, memory)
+            # 2. The round itself, with all that a replay needs.
+            written = (
+                record_codec.encode_snapshot(snapshot),
+                record_codec.encode_memory(self._memory),
+                record_codec.encode_decision(decision),
+                record_codec.encode_memory(memory),
+            )
+            cursor = self._link.execute(
+                "INSERT INTO rounds (at_s, settings, snapshot, before, decision, memory) VALUES (?, ?, ?, ?, ?, ?)",
+                (snapshot.time_s, self._settings, *map(record_codec.pack, written)),
+            )
+            number = int(cursor.lastrowid or 0)
+            # 3. Its actions, and the reasons of all jobs.
             self._insert_actions(number, snapshot.time_s, guarded)
-            self._insert_reasons(number, snapshot.time_s, decision)
+            self._link.executemany(
+                "INSERT OR REPLACE INTO reasons (job, restart, at_s, round, reason) VALUES (?, ?, ?, ?, ?)",
+                [(key.id, key.restart, snapshot.time_s, number, text) for key, text in decision.reasons.items()],
+            )
+            # 4. The sums for reports.
             baseline = self._accounting.observe(snapshot, self._memory)
         self._memory, self._snapshot, self._accounting.baseline = memory, snapshot, baseline
         return number
@@ -126,7 +143,15 @@ class SqliteStore:
         """Write down the agents' messages."""
         with self._transaction():
             for message in messages:
-                self._insert_message(message)
+                row = {name: getattr(message, name) for name in message.__struct_fields__ if name != "v"}
+                table = "switches" if isinstance(message, Switched) else "events"
+                if isinstance(message, LeaseLog):
+                    table, row["gpus"] = "leases", json.dumps(message.gpus)
+                names, marks = ", ".join(row), ", ".join("?" * len(row))
+                query = f"INSERT INTO {table} ({names}) VALUES ({marks})"  # noqa: S608 (names are ours)
+                self._link.execute(query, tuple(row.values()))
+                if isinstance(message, Switched) and message.kind == "yield":
+                    self._accounting.yielded(message)
 
     def forget(self, before_s: float, kept_since_s: float | None = None) -> int:
         """Delete everything older than ``before_s`` except the last round; return the number of rows deleted.
@@ -190,19 +215,6 @@ class SqliteStore:
                     (verified, snapshot.time_s, identity),
                 )
 
-    def _insert_round(self, snapshot: ClusterSnapshot, decision: Decision, memory: Memory) -> int:
-        written = (
-            record_codec.encode_snapshot(snapshot),
-            record_codec.encode_memory(self._memory),
-            record_codec.encode_decision(decision),
-            record_codec.encode_memory(memory),
-        )
-        cursor = self._link.execute(
-            "INSERT INTO rounds (at_s, settings, snapshot, before, decision, memory) VALUES (?, ?, ?, ?, ?, ?)",
-            (snapshot.time_s, self._settings, *map(record_codec.pack, written)),
-        )
-        return int(cursor.lastrowid or 0)
-
     def _insert_actions(self, number: int, at_s: float, guarded: Sequence[Guarded]) -> None:
         # Observe-only blocks the same actions each round: one row for the first time is enough.
         encode = record_codec.encode_action
@@ -217,19 +229,6 @@ class SqliteStore:
                 )
         self._last_blocked = blocked
 
-    def _insert_reasons(self, number: int, at_s: float, decision: Decision) -> None:
-        self._link.executemany(
-            "INSERT OR REPLACE INTO reasons (job, restart, at_s, round, reason) VALUES (?, ?, ?, ?, ?)",
-            [(key.id, key.restart, at_s, number, text) for key, text in decision.reasons.items()],
-        )
-
-    def _insert_message(self, message: Switched | LeaseLog | Event) -> None:
-        table, row = _message_row(message)
-        names, marks = ", ".join(row), ", ".join("?" * len(row))
-        self._link.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", tuple(row.values()))  # noqa: S608
-        if isinstance(message, Switched) and message.kind == "yield":
-            self._accounting.yielded(message)
-
 
 def _subject(action: Action) -> tuple[str, int | None, int | None, str | None, str]:
     kind = type(action).__name__
@@ -237,10 +236,3 @@ def _subject(action: Action) -> tuple[str, int | None, int | None, str | None, s
         return kind, None, None, action.node, action.reason
     key: JobKey = action.job
     return kind, key.id, key.restart, None, action.reason
-
-
-def _message_row(message: Switched | LeaseLog | Event) -> tuple[str, dict[str, object]]:
-    fields = {name: getattr(message, name) for name in message.__struct_fields__ if name != "v"}
-    if isinstance(message, LeaseLog):
-        return "leases", {**fields, "gpus": json.dumps(message.gpus)}
-    return ("switches" if isinstance(message, Switched) else "events"), fields
