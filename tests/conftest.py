@@ -4,6 +4,7 @@
 random cases draw a quarter of them. The duration of a case depends on the machine, so neither has a deadline.
 """
 
+import gc
 import json
 import os
 from collections import Counter
@@ -46,6 +47,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         named = getattr(test, NUMBER)
         if named.max_examples > QUICK:
             setattr(test, NUMBER, settings(named, max_examples=max(QUICK, named.max_examples // 4)))
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector the modules and tests that stay to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 class GroupScheduling(LoadScopeScheduling):
