@@ -125,13 +125,18 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     """Results for the last jobs that were expected here."""
 
 
-class Switched(msgspec.Struct, frozen=True, tag=True):
-    """One finished yield or resume of one job on one host; durations in seconds."""
+class JobMessage(msgspec.Struct, frozen=True, tag=True):
+    """Base of the messages about one job on one host."""
 
     v: int
     host: str
     job: int
     restart: int
+
+
+class Switched(JobMessage, frozen=True):
+    """One finished yield or resume of one job on one host; durations in seconds."""
+
     kind: str
     """yield | resume | checkpoint | refused | timeout | lost (by the driver path: only a requeue helps)"""
     at_s: float
@@ -146,13 +151,9 @@ class Switched(msgspec.Struct, frozen=True, tag=True):
     note: str = ""
 
 
-class Steps(msgspec.Struct, frozen=True, tag=True):
+class Steps(JobMessage, frozen=True):
     """Progress of a multi-node job towards a stop; the service computes one stop step for all hosts."""
 
-    v: int
-    host: str
-    job: int
-    restart: int
     highest: int
     """Before a StopAt the furthest rank's step; then less than the stop step until all have arrived, unless a
     rank here has slipped past it. ``plan_stop`` takes it, ``arrived`` and ``refused`` as each host's Progress."""
@@ -161,28 +162,20 @@ class Steps(msgspec.Struct, frozen=True, tag=True):
     refused: str = ""
 
 
-class LeaseLog(msgspec.Struct, frozen=True, tag=True):
+class LeaseLog(JobMessage, frozen=True):
     """A period in which a job held its GPUs on a host, sent when it ends."""
 
-    v: int
-    host: str
-    job: int
-    restart: int
     gpus: tuple[int, ...]
     from_s: float
     to_s: float
 
 
-class Files(msgspec.Struct, frozen=True, tag=True):
+class Files(JobMessage, frozen=True):
     """Files that a job's processes on one host use: the answer to FilesOrder, and later its new checkpoint.
 
     A directory stands for its whole content.
     """
 
-    v: int
-    host: str
-    job: int
-    restart: int
     uid: int
     paths: tuple[str, ...]
 
@@ -190,25 +183,27 @@ class Files(msgspec.Struct, frozen=True, tag=True):
 FromAgent: TypeAlias = Report | Switched | Steps | LeaseLog | Files
 
 
-class YieldOrder(msgspec.Struct, frozen=True, tag=True):
-    """Stop the job at a common boundary and offload its state."""
+class JobOrder(msgspec.Struct, frozen=True, tag=True):
+    """Base of the orders for one job."""
 
     v: int
     job: int
     restart: int
+
+
+class YieldOrder(JobOrder, frozen=True):
+    """Stop the job at a common boundary and offload its state."""
+
     timeout_s: float
 
 
-class CheckpointOrder(msgspec.Struct, frozen=True, tag=True):
+class CheckpointOrder(JobOrder, frozen=True):
     """Stop the job at a common boundary, save a checkpoint there, and wait for a requeue. Times in seconds.
 
     For a multi-node job StopAt and CommitOrder follow, as after a YieldOrder. A ResumeOrder, or ``hold_s``
     without a requeue, lets the job go on.
     """
 
-    v: int
-    job: int
-    restart: int
     timeout_s: float
     """Longest wait for the boundary."""
     save_s: float
@@ -216,68 +211,44 @@ class CheckpointOrder(msgspec.Struct, frozen=True, tag=True):
     hold_s: float
 
 
-class FilesOrder(msgspec.Struct, frozen=True, tag=True):
+class FilesOrder(JobOrder, frozen=True):
     """List the files that a job uses here (``Files``), now and when it has saved a checkpoint."""
 
-    v: int
-    job: int
-    restart: int
 
-
-class PrefetchOrder(msgspec.Struct, frozen=True, tag=True):
+class PrefetchOrder(JobOrder, frozen=True):
     """Read files into memory as the user that the job will run as; a report lists it in ``prefetched`` when done."""
 
-    v: int
-    job: int
-    restart: int
     uid: int
     paths: tuple[str, ...]
 
 
-class StopAt(msgspec.Struct, frozen=True, tag=True):
+class StopAt(JobOrder, frozen=True):
     """Set the stop step of a multi-node job."""
 
-    v: int
-    job: int
-    restart: int
     step: int
 
 
-class CommitOrder(msgspec.Struct, frozen=True, tag=True):
+class CommitOrder(JobOrder, frozen=True):
     """Complete a stop: all ranks of all hosts of a multi-node job are at the same boundary."""
 
-    v: int
-    job: int
-    restart: int
 
-
-class CancelOrder(msgspec.Struct, frozen=True, tag=True):
+class CancelOrder(JobOrder, frozen=True):
     """Cancel a stop that is under way."""
 
-    v: int
-    job: int
-    restart: int
     reason: str
 
 
-class ResumeOrder(msgspec.Struct, frozen=True, tag=True):
+class ResumeOrder(JobOrder, frozen=True):
     """Give the job its lease as soon as its GPUs on this host are free, before any other waiting job."""
 
-    v: int
-    job: int
-    restart: int
 
-
-class Tune(msgspec.Struct, frozen=True, tag=True):
+class Tune(JobOrder, frozen=True):
     """Change a running job's resources on this host, until the next such order or the job's end.
 
     More than its allocation comes only from resources that no other job needs, and goes back when one does. With less
     than its allocation the job lends: it loses only the part that other jobs are given. All zero undoes every change.
     """
 
-    v: int
-    job: int
-    restart: int
     cpus: float
     """As Slurm counts them, fractions allowed; 0 leaves them to Slurm."""
     memory_mb: int = 0

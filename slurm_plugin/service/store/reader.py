@@ -15,6 +15,7 @@ from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job
 from cadenza.slurm_plugin.service.accounting.effects import Effect
 from cadenza.slurm_plugin.service.accounting.usage import HOUR_S, HourRow, Start
+from cadenza.slurm_plugin.service.agents.agent_registry import Event
 from cadenza.slurm_plugin.service.errors import StoreError
 from cadenza.slurm_plugin.service.store import record_codec, schema
 
@@ -82,17 +83,6 @@ class LeaseRow(msgspec.Struct, frozen=True):
     to_s: float
 
 
-class EventRow(msgspec.Struct, frozen=True):
-    """One change that an agent reported."""
-
-    at_s: float
-    kind: str
-    host: str
-    job: int | None
-    restart: int | None
-    detail: str
-
-
 class JobRecord(msgspec.Struct, frozen=True):
     """Everything on record about one job; ``job`` is its state in the last round, None if it was gone."""
 
@@ -102,7 +92,7 @@ class JobRecord(msgspec.Struct, frozen=True):
     job: Job | None
     actions: tuple[ActionRow, ...]
     switches: tuple[SwitchRow, ...]
-    events: tuple[EventRow, ...]
+    events: tuple[Event, ...]
     effects: tuple[Effect, ...] = ()
 
     @property
@@ -171,9 +161,9 @@ class StoreReader:
         """Return ended lease stretches that reach past ``since_s``, newest first."""
         return self._table("leases", "to_s", LeaseRow, (since_s, job, limit))
 
-    def events(self, since_s: float = 0.0, job: int | None = None, limit: int = 1000) -> tuple[EventRow, ...]:
+    def events(self, since_s: float = 0.0, job: int | None = None, limit: int = 1000) -> tuple[Event, ...]:
         """Return the agents' changes, newest first."""
-        return self._table("events", "at_s", EventRow, (since_s, job, limit))
+        return self._table("events", "at_s", Event, (since_s, job, limit))
 
     # --- rows for reports ----------------------------------------------------------------------------------
 

@@ -4,29 +4,11 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
-from cadenza.policies.core.actions import (
-    Action,
-    DrainNode,
-    Migrate,
-    OpenNode,
-    Pack,
-    Place,
-    Release,
-    Requeue,
-    Resize,
-    Resume,
-    Save,
-    Size,
-    Suspend,
-    Tune,
-    Unpack,
-    Unsuspend,
-    Yield,
-)
+from cadenza.policies.core.actions import Action
 from cadenza.policies.core.decision import Decision, Memory, SharingMemory
 from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node
 from cadenza.policies.core.move import Move
@@ -34,27 +16,7 @@ from cadenza.policies.core.profile import Profile, linked
 
 T = TypeVar("T")
 
-ACTIONS: dict[str, type[Action]] = {
-    kind.__name__: kind
-    for kind in (
-        Yield,
-        Resume,
-        Suspend,
-        Unsuspend,
-        Requeue,
-        Place,
-        Release,
-        Size,
-        Tune,
-        Migrate,
-        Resize,
-        Save,
-        Pack,
-        Unpack,
-        DrainNode,
-        OpenNode,
-    )
-}
+ACTIONS: dict[str, type[Action]] = {kind.__name__: kind for kind in get_args(Action)}
 
 
 class _MemoryRow(msgspec.Struct, frozen=True):
