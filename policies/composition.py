@@ -112,17 +112,17 @@ class _Composed:
         """Return one round's decision."""
         # 1. Moves take their next step; the policy sees which jobs are on their way.
         relocation = Relocation.of(snapshot, memory) if self.settings.phased_moves else None
-        seen = relocation.snapshot if relocation is not None else snapshot
+        marked = relocation.snapshot if relocation is not None else snapshot
         # 2. Pending jobs ask for what their profiles say, and the policy sees them as if they had.
-        sizes = requests(seen, memory, self.settings.steered) if self.sizes else {}
+        sizes = requests(marked, memory, self.settings.steered) if self.sizes else {}
         # 3. Order, allocation and sharing.
-        decision = self.policy(as_sized(seen, sizes), memory)
+        decision = self.policy(as_sized(marked, sizes), memory)
         # 4. Jobs that are placed get what they need there; others ask for it.
         if sizes:
             placed = {action.job for action in decision.actions if isinstance(action, Place)}
             asking = [size for key, size in sizes.items() if key not in placed]
-            said = {size.job: (decision.reasons.get(size.job, ""), size.reason) for size in asking}
-            reasons = {**decision.reasons, **{key: "; ".join(filter(None, texts)) for key, texts in said.items()}}
+            texts_of = {size.job: (decision.reasons.get(size.job, ""), size.reason) for size in asking}
+            reasons = {**decision.reasons, **{key: "; ".join(filter(None, texts)) for key, texts in texts_of.items()}}
             decision = replace(decision, actions=(*asking, *decision.actions), reasons=reasons)
         # 5. Moves begin; while a job is on its way, nothing else is ordered of it.
         return decision if relocation is None else relocation.join(decision, prefetch=self.settings.prefetch)
@@ -150,15 +150,15 @@ class _Exclusive:
             return self._planned(snapshot, memory)
         # 1. Only jobs that we may start and requeue count as managed.
         rules = self.settings.steered
-        found = self._planned(_steerable(snapshot, memory, rules), memory)
+        planned = self._planned(_steerable(snapshot, memory, rules), memory)
         # 2. What an earlier sharing has left behind ends.
         groups = standing(memory.sharing.packs, snapshot.by_key)
         ended = [Unpack(key, "runs alone again: sharing is off") for group in groups for key in group[:-1]]
         resumed = (a for a in release_plan(snapshot, memory, "sharing is off") if isinstance(a, Unsuspend))
         lanes = lane_actions(snapshot, memory, replace(rules, enforce=False))
         # 3. A placement keeps what Slurm's allocation promised to its job.
-        actions = (_enough(action, snapshot) for action in found.actions if not _is_so(action, snapshot))
-        return replace(found, actions=(*ended, *resumed, *lanes, *actions))
+        actions = (_enough(action, snapshot) for action in planned.actions if not _is_so(action, snapshot))
+        return replace(planned, actions=(*ended, *resumed, *lanes, *actions))
 
     def _planned(self, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
         """Return the changes from what runs to what the order and the allocation want."""
@@ -243,14 +243,14 @@ def _others(jobs: tuple[Job, ...], partitions: frozenset[str]) -> tuple[Job, ...
 def usable(nodes: tuple[Node, ...], others: tuple[Job, ...], partitions: frozenset[str]) -> tuple[Server, ...]:
     """Return the managed nodes that can run jobs, less what ``others`` (unmanaged jobs) have there, by name."""
     taken = _taken(others) if others else {}
-    found = []
+    servers = []
     for node in nodes:
         if node.lane == 0 and node.up and not node.drained and not partitions.isdisjoint(node.partitions):
             gpus, cpus, memory_mb = taken.get(node.name, (0, 0, 0))
             left = (node.gpus - gpus, node.cpus - cpus, node.memory_mb - memory_mb)
             if min(left) > 0:
-                found.append(Server(node.name, *left, node.gpu_type))
-    return tuple(sorted(found))
+                servers.append(Server(node.name, *left, node.gpu_type))
+    return tuple(sorted(servers))
 
 
 def _taken(jobs: tuple[Job, ...]) -> dict[str, tuple[int, int, int]]:
@@ -304,10 +304,10 @@ def _changes(case: Case, plan: Plan, running: Iterable[Job]) -> tuple[Action, ..
 def _concerned(case: Case, placements: Mapping[JobKey, Placement], running: Iterable[Job]) -> list[Job]:
     """Return the jobs that run or are to, few of a long queue: the runnable ones in order, then the others."""
     first = case.jobs[: case.runnable]
-    known = {job.key for job in first}
-    chosen = [] if placements.keys() <= known else [job for job in case.jobs[case.runnable :] if job.key in placements]
-    known.update(job.key for job in chosen)
-    return [*first, *chosen, *sorted((job for job in running if job.key not in known), key=arrival)]
+    listed = {job.key for job in first}
+    chosen = [] if placements.keys() <= listed else [job for job in case.jobs[case.runnable :] if job.key in placements]
+    listed.update(job.key for job in chosen)
+    return [*first, *chosen, *sorted((job for job in running if job.key not in listed), key=arrival)]
 
 
 def _change(job: Job, wanted: Placement) -> Action:

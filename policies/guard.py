@@ -63,18 +63,19 @@ def guard(
     left = settings.max_actions_per_round
     for action in actions:
         undoes = case.undoes(action)
-        rule = case.killed() or ("" if undoes else case.blocked(action, left))
-        if not undoes and (not rule or rule == OBSERVE):
+        reason = case.kill_reason() or (None if undoes else case.block_reason(action, left))
+        if not undoes and reason in (None, OBSERVE):
             left -= 1
-        judged.append(Guarded(action, not rule, rule))
+        judged.append(Guarded(action, reason is None, reason or ""))
     return tuple(judged)
 
 
+KILLED = "kill switch: nothing is done while it is set; see `cadenza release --all`"
 OBSERVE = 'observe-only: nothing is done until the mode is "apply"'
 
 
 class _Case:
-    """Facts that the rules look up; every rule returns the sentence that blocks, or ""."""
+    """Facts that the rules look up; every rule returns the sentence that blocks, None if it allows."""
 
     def __init__(self, snapshot: ClusterSnapshot, memory: Memory, settings: GuardSettings) -> None:
         self.jobs = snapshot.by_key
@@ -83,11 +84,9 @@ class _Case:
         self.memory = memory
         self.settings = settings
 
-    def killed(self) -> str:
+    def kill_reason(self) -> str | None:
         """Return the kill switch's sentence while it is set."""
-        if self.settings.killed:
-            return "kill switch: nothing is done while it is set; see `cadenza release --all`"
-        return ""
+        return KILLED if self.settings.killed else None
 
     def undoes(self, action: Action) -> bool:
         """Return True if the action only undoes an action of Cadenza, or keeps a lane shut."""
@@ -99,10 +98,10 @@ class _Case:
         job = self.jobs.get(action.job) if isinstance(action, Release) else None
         return job is not None and held_for_us(job, self.memory)
 
-    def blocked(self, action: Action, left: int) -> str:
+    def block_reason(self, action: Action, left: int) -> str | None:
         """Return the first rule after the kill switch that blocks, in the guard's order."""
         if isinstance(action, DrainNode | OpenNode):
-            rules: tuple[str, ...] = (self._node(self.nodes.get(action.node), action), self._rate(left))
+            rules: tuple[str | None, ...] = (self._node(self.nodes.get(action.node), action), self._rate(left))
         else:
             keys = action.jobs if isinstance(action, Pack) else (action.job,)
             gone = next((key for key in keys if key not in self.jobs), None)
@@ -112,18 +111,18 @@ class _Case:
             rules = (
                 *map(self._scope, jobs), *map(self._opt_in, jobs), self._rate(left), self._run_time(jobs[0], action)
             )  # fmt: skip
-        return next((rule for rule in rules if rule), "" if self.settings.enforce else OBSERVE)
+        return next((rule for rule in rules if rule is not None), None if self.settings.enforce else OBSERVE)
 
-    def _node(self, node: Node | None, action: DrainNode | OpenNode) -> str:
+    def _node(self, node: Node | None, action: DrainNode | OpenNode) -> str | None:
         if node is None:
             return f"scope: node {action.node} is gone"
         if node.lane == 0:
             return f"scope: {node.name} is lane 0, which is the admin's alone"
         if not drained_by_us(node, self.memory):
             return f"scope: the drain of {node.name} is not ours to undo"
-        return ""
+        return None
 
-    def _scope(self, job: Job) -> str:
+    def _scope(self, job: Job) -> str | None:
         settings = self.settings
         if job.partition not in settings.partitions:
             return f"allow-list: partition {job.partition} is not managed"
@@ -134,30 +133,30 @@ class _Case:
         ):
             if allowed and value not in allowed:
                 return f"allow-list: {name} {value or '(none)'} is not on it"
-        return ""
+        return None
 
-    def _opt_in(self, job: Job) -> str:
+    def _opt_in(self, job: Job) -> str | None:
         if job.opted_in:
-            return ""
+            return None
         return f"opt-in: job {job.key} {job.unmanageable or 'did not ask for sharing'}"
 
-    def _rate(self, left: int) -> str:
+    def _rate(self, left: int) -> str | None:
         if left > 0:
-            return ""
+            return None
         return f"rate limit: {self.settings.max_actions_per_round} actions a round, the rest has to wait"
 
-    def _run_time(self, job: Job, action: Action) -> str:
-        rule = self._too_early(job) if isinstance(action, Yield) else ""
-        return "" if rule and self._makes_way(job) else rule
+    def _run_time(self, job: Job, action: Action) -> str | None:
+        reason = self._too_early(job) if isinstance(action, Yield) else None
+        return None if reason is not None and self._makes_way(job) else reason
 
-    def _too_early(self, job: Job) -> str:
+    def _too_early(self, job: Job) -> str | None:
         held_s = job.lease.held_s if job.lease is not None else 0.0
         if held_s < self.settings.min_run_s:
             return f"minimum run time: it ran {held_s:.1f} s of {self.settings.min_run_s:.1f} s"
         since_s = self.time_s - self.memory.last_yield_s.get(job.key, float("-inf"))
         if since_s < self.settings.cool_down_s:
             return f"cool-down: it yielded {since_s:.1f} s ago, {self.settings.cool_down_s:.1f} s are to pass"
-        return ""
+        return None
 
     def _makes_way(self, job: Job) -> bool:
         """Return True if an exclusive job or one of higher priority wants the job's GPUs."""

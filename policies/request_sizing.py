@@ -36,15 +36,15 @@ def requests(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSetting
 
     A job is sized once; it gets its own request back when it then exceeds a limit of its account or QOS.
     """
-    found: dict[JobKey, Size] = {}
+    sizes: dict[JobKey, Size] = {}
     for job in sorted(snapshot.jobs, key=lambda job: job.key):
         ours = not job.held or held_for_us(job, memory)
         if job.state != "PENDING" or job.gpus <= 0 or not settings.manages(job) or not ours:
             continue
         size = _undone(job, memory) if job.key in memory.sized else _sized(job, snapshot.nodes)
         if size is not None:
-            found[job.key] = size
-    return found
+            sizes[job.key] = size
+    return sizes
 
 
 def as_sized(snapshot: ClusterSnapshot, sizes: dict[JobKey, Size]) -> ClusterSnapshot:

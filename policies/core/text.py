@@ -13,11 +13,11 @@ def gpu_names(gpus: Iterable[Gpu]) -> str:
     >>> gpu_names([Gpu("node2", 0), Gpu("node1", 3), Gpu("node1", 0), Gpu("node1", 1)])
     'node1:gpu0-1,3 node2:gpu0'
     """
-    known = sorted(gpus)
-    if len(known) == 1:  # the most frequent case, and this is called for every job of a round
-        return f"{known[0].host}:gpu{known[0].index}"
+    ordered = sorted(gpus)
+    if len(ordered) == 1:  # the most frequent case, and this is called for every job of a round
+        return f"{ordered[0].host}:gpu{ordered[0].index}"
     hosts: dict[str, list[int]] = {}
-    for host, index in known:
+    for host, index in ordered:
         hosts.setdefault(host, []).append(index)
     return " ".join(f"{host}:gpu{_ranges(indices)}" for host, indices in hosts.items()) or "no GPU"
 
@@ -38,7 +38,7 @@ def jobs_called(names: Sequence[str]) -> str:
     return f"jobs {', '.join(names[:-1])} and {names[-1]}"
 
 
-def why_lost(lease: Lease, *, requeueable: bool) -> str:
+def lost_text(lease: Lease, *, requeueable: bool) -> str:
     """Return what becomes of a job that its agent has lost, and why."""
     how = "is requeued" if requeueable else "not requeueable: cancel it and submit it again"
     return f"cannot go on, {how}: {lease.lost}"

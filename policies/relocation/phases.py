@@ -316,12 +316,12 @@ def _requeue(move: Move) -> Requeue:
 
 def _place(move: Move, phase: Requeued | Placed) -> Step:
     """Return the step that places a job; an admin who names no size leaves its CPUs and memory as they are."""
-    known = all(share.cpus > 0 and share.memory_mb > 0 for share in move.shares)
+    sized = all(share.cpus > 0 and share.memory_mb > 0 for share in move.shares)
     place = Place(
         move.successor,
         move.nodes,
         f"goes to {_goal(move)}: {move.reason}",
-        shares=move.shares if move.resize or (known and not move.by_hand) else (),
+        shares=move.shares if move.resize or (sized and not move.by_hand) else (),
         resize=move.resize,
         elsewhere=_elsewhere(move, phase),
     )

@@ -58,11 +58,11 @@ def test_a_job_that_was_just_launched_is_not_suspended():
     assert acts(cluster(young, replace(waiting, start_s=NOW - 1))) == []
 
 
-def test_the_suspend_of_somebody_else_is_left_alone():
+def test_the_suspend_of_an_owner_or_admin_is_left_alone():
     snapshot = cluster(HOLDER, replace(YIELDED, state="SUSPENDED"))
     decision = decide(snapshot, Memory(), APPLY)
     assert decision.actions == ()
-    assert decision.reasons[key(2)] == "left alone: suspended by somebody else"
+    assert decision.reasons[key(2)] == "left alone: suspended by its owner or an admin"
 
 
 def test_a_gang_that_has_half_of_its_gpus_gets_the_rest():

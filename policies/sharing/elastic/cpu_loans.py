@@ -57,14 +57,16 @@ class LoanReview:
 
     def look(self, jobs: Mapping[JobKey, Job], loans: tuple[Loan, ...]) -> LoanFindings:
         """Return the loans of these jobs as of now."""
-        known = {loan.job: loan for loan in loans}
-        found = tuple(sorted(self._followed(jobs, known)))
-        return LoanFindings(found, {loan.job: _why(loan, jobs[loan.job]) for loan in found if loan.phase != "lends"})
+        existing = {loan.job: loan for loan in loans}
+        reviewed = tuple(sorted(self._followed(jobs, existing)))
+        return LoanFindings(
+            reviewed, {loan.job: _why(loan, jobs[loan.job]) for loan in reviewed if loan.phase != "lends"}
+        )
 
-    def _followed(self, jobs: Mapping[JobKey, Job], known: Mapping[JobKey, Loan]) -> Iterator[Loan]:
+    def _followed(self, jobs: Mapping[JobKey, Job], existing: Mapping[JobKey, Loan]) -> Iterator[Loan]:
         for key, job in jobs.items():
             pace = _pace(job)
-            loan = known.get(key)
+            loan = existing.get(key)
             if pace is None or (loan is None and not _lends(job)):
                 if loan is not None:
                     yield loan

@@ -35,9 +35,9 @@ def begun(actions: Sequence[Action], jobs: Mapping[JobKey, Job], now_s: float) -
             yield Growth(job.key.id, job.gpus, pace.iteration_s, now_s)
 
 
-def noted(known: Sequence[Growth], actions: Sequence[Action], snapshot: ClusterSnapshot) -> tuple[Growth, ...]:
+def noted(growths: Sequence[Growth], actions: Sequence[Action], snapshot: ClusterSnapshot) -> tuple[Growth, ...]:
     """Return what is known of growth once these actions have left, in order of ids, of jobs that are there."""
-    rows = {row.id: row for row in known}
+    rows = {row.id: row for row in growths}
     rows.update((row.id, row) for row in begun(actions, snapshot.by_key, snapshot.time_s))
     there = {key.id for key in snapshot.by_key}
     return tuple(rows[number] for number in sorted(rows.keys() & there))
@@ -56,8 +56,8 @@ class Growths:
     def evaluate(self, jobs: Mapping[JobKey, Job]) -> tuple[Growth, ...]:
         """Return the rows as of now: those that paid, or have had their time, are dropped."""
         by_id = {key.id: job for key, job in jobs.items()}
-        found = (self._judged(row, by_id.get(row.id)) for row in self.rows)
-        return tuple(row for row in found if row is not None)
+        reviewed = (self._judged(row, by_id.get(row.id)) for row in self.rows)
+        return tuple(row for row in reviewed if row is not None)
 
     def _judged(self, row: Growth, job: Job | None) -> Growth | None:
         if self.now_s - row.at_s > self.again_s:
@@ -74,5 +74,5 @@ class Growths:
             return row
         per_gpu = job.options is not None and job.options.batch == "per-gpu"
         gain = row.iteration_s / pace.iteration_s * (job.gpus / row.gpus if per_gpu else 1.0)
-        said = f"with {job.gpus} GPUs it did {gain:.0%} of the work that it did with {row.gpus}"
-        return None if self.rule.pays_off(gain) else row._replace(vain=said, at_s=self.now_s)
+        result = f"with {job.gpus} GPUs it did {gain:.0%} of the work that it did with {row.gpus}"
+        return None if self.rule.pays_off(gain) else row._replace(vain=result, at_s=self.now_s)

@@ -46,42 +46,45 @@ def multi_node_job(state: SharingState, job: Job) -> MultiNodeJob | None:
     return MultiNodeJob(job, request, hosts, max(-(-sizes[0] // request.gpus), 1), sizes[-1] // request.gpus)
 
 
-def give_back(state: SharingState, found: MultiNodeJob, hosts: Collection[HostState], why: str) -> None:
+def give_back(state: SharingState, wide: MultiNodeJob, hosts: Collection[HostState], why: str) -> None:
     """Continue a job without some of its hosts."""
     leaving = {host.name for host in hosts}
-    state.resize_nodes(found.job, _shares(found, [host for host in found.hosts if host.name not in leaving]), why)
+    state.resize_nodes(wide.job, _shares(wide, [host for host in wide.hosts if host.name not in leaving]), why)
     for host in hosts:
-        host.leave(host.residents[found.job.key])
+        host.leave(host.residents[wide.job.key])
 
 
-def grow_by_hosts(state: SharingState, found: MultiNodeJob, idle: Iterable[HostState], most: int) -> None:
+def grow_by_hosts(state: SharingState, wide: MultiNodeJob, idle: Iterable[HostState], most: int) -> None:
     """Continue a job on more hosts, of those whose GPUs are free, on ``most`` in all."""
-    seats = [(host, seat) for host in idle if (seat := _seat(state, found, host)) is not None]
-    more = seats[: max(min(most, found.most) - len(found.hosts), 0)]
+    seats = [(host, seat) for host in idle if (seat := _seat(state, wide, host)) is not None]
+    more = seats[: max(min(most, wide.most) - len(wide.hosts), 0)]
     if not more:
         return
-    shares = (*_shares(found, found.hosts), *(share_of(seat.node.name, found.request) for _, seat in more))
+    shares = (*_shares(wide, wide.hosts), *(share_of(seat.node.name, wide.request) for _, seat in more))
     names = ", ".join(host.name for host, _ in more)
     state.resize_nodes(
-        found.job, tuple(sorted(shares)), f"grows to {len(shares)} hosts: the GPUs of {names} have been idle"
+        wide.job, tuple(sorted(shares)), f"grows to {len(shares)} hosts: the GPUs of {names} have been idle"
     )
     for host, seat in more:
-        host.enter(found.job, found.request, seat)
+        host.enter(wide.job, wide.request, seat)
 
 
-def _seat(state: SharingState, found: MultiNodeJob, host: HostState) -> Seat | None:
+def _seat(state: SharingState, wide: MultiNodeJob, host: HostState) -> Seat | None:
     """Return the GPUs that a job would have on one more host, in its lane and to itself."""
-    first, key = found.hosts[0], found.job.key
+    first, key = wide.hosts[0], wide.job.key
     if (
         key in host.residents
         or first.lanes[0].gpu_type != host.lanes[0].gpu_type
-        or not state.admits(host, found.request)
+        or not state.admits(host, wide.request)
     ):
         return None
-    lane, known = state.lanes[first.residents[key].lane], all(resident.gpus for resident in host.residents.values())
-    seats = (seat for seat in host.seats(found.request) if known and seat.lane == lane and seat.sharers == 0)
+    lane, gpus_known = (
+        state.lanes[first.residents[key].lane],
+        all(resident.gpus for resident in host.residents.values()),
+    )
+    seats = (seat for seat in host.seats(wide.request) if gpus_known and seat.lane == lane and seat.sharers == 0)
     return next(seats, None)
 
 
-def _shares(found: MultiNodeJob, hosts: Iterable[HostState]) -> Placement:
-    return tuple(sorted(share_of(host.residents[found.job.key].lane, found.request) for host in hosts))
+def _shares(wide: MultiNodeJob, hosts: Iterable[HostState]) -> Placement:
+    return tuple(sorted(share_of(host.residents[wide.job.key].lane, wide.request) for host in hosts))

@@ -76,14 +76,14 @@ def _undecided(state: SharingState, job: Job) -> bool:
 
 def _chosen(state: SharingState, plans: Iterable[tuple[HostState, Plan]], count: int) -> list[tuple[HostState, Plan]]:
     """Return ``count`` hosts on which the fewest jobs shrink, or none; no job leaves more hosts than it can spare."""
-    found: list[tuple[HostState, Plan]] = []
+    chosen: list[tuple[HostState, Plan]] = []
     left: Counter[JobKey] = Counter()
     for host, plan in sorted(plans, key=lambda row: (len(row[1]), row[0].name)):
         leaving = [resident.job for resident, size in plan if not size]
-        if len(found) < count and all(left[job.key] < _spare(state, job) for job in leaving):
-            found.append((host, plan))
+        if len(chosen) < count and all(left[job.key] < _spare(state, job) for job in leaving):
+            chosen.append((host, plan))
             left.update(job.key for job in leaving)
-    return found if len(found) == count else []
+    return chosen if len(chosen) == count else []
 
 
 def _open_to(state: SharingState, job: Job) -> list[HostState]:
@@ -101,10 +101,10 @@ def _room(state: SharingState, host: HostState, request: ResourceRequest, promis
     """Return the fewest jobs to shrink on a host for a job to fit, the largest first; None when it cannot."""
     plan: Plan = []
     lacking = host.gpus_allocated + promised + request.gpus - host.gpus
-    residents = [(resident, found) for resident in host.residents.values() if (found := _sizes_on(state, resident))]
-    for resident, found in sorted(residents, key=lambda row: (-row[0].request.gpus, row[0].job.key)):
-        fitting = [size for size in found if size <= resident.request.gpus - lacking]
-        size = fitting[-1] if fitting else found[0]
+    residents = [(resident, sizes) for resident in host.residents.values() if (sizes := _sizes_on(state, resident))]
+    for resident, sizes in sorted(residents, key=lambda row: (-row[0].request.gpus, row[0].job.key)):
+        fitting = [size for size in sizes if size <= resident.request.gpus - lacking]
+        size = fitting[-1] if fitting else sizes[0]
         if lacking > 0 and size < resident.request.gpus:
             plan.append((resident, size))
             lacking -= resident.request.gpus - size
@@ -113,25 +113,25 @@ def _room(state: SharingState, host: HostState, request: ResourceRequest, promis
 
 def _sizes_on(state: SharingState, resident: Resident) -> tuple[int, ...]:
     """Return with how many GPUs of a host a job can run: none, if it can spare the host; () if its size stays."""
-    found = state.sizes(resident.job)
-    if found[0] >= resident.job.gpus:
+    sizes = state.sizes(resident.job)
+    if sizes[0] >= resident.job.gpus:
         return ()
     if _resizable(state, resident):
-        return found
+        return sizes
     return (0,) if _spare(state, resident.job) > 0 else ()
 
 
 def _spare(state: SharingState, job: Job) -> int:
     """Return how many hosts a job can give back now."""
-    found = multi_node_job(state, job) if _stoppable(state, job) else None
-    return found.spare if found is not None else 0
+    wide = multi_node_job(state, job) if _stoppable(state, job) else None
+    return wide.spare if wide is not None else 0
 
 
 def _leave(state: SharingState, job: Job, hosts: Sequence[HostState], why: str) -> None:
     """Take hosts from a job that can spare them."""
-    found = multi_node_job(state, job)
-    if found is not None:
-        give_back(state, found, hosts, f"gives GPUs of {', '.join(host.name for host in hosts)} back: {why}")
+    wide = multi_node_job(state, job)
+    if wide is not None:
+        give_back(state, wide, hosts, f"gives GPUs of {', '.join(host.name for host in hosts)} back: {why}")
 
 
 def _shrink_beside(state: SharingState, host: HostState, waiting: Resident) -> None:
@@ -147,11 +147,11 @@ def _shrink_beside(state: SharingState, host: HostState, waiting: Resident) -> N
         host.leave(rival)
     seated: list[tuple[Resident, ResourceRequest, Seat]] = []
     for rival in sorted(narrow, key=lambda rival: (-rival.request.gpus, rival.job.key)):
-        found = _smaller(state, host, rival)
-        if found is None:
+        smaller = _smaller(state, host, rival)
+        if smaller is None:
             break
-        seated.append((rival, *found))
-        host.enter(rival.job, *found)
+        seated.append((rival, *smaller))
+        host.enter(rival.job, *smaller)
     for rival, _, _ in seated:
         host.leave(host.residents[rival.job.key])
     for rival in rivals:
@@ -201,14 +201,14 @@ def _stoppable(state: SharingState, job: Job) -> bool:
 
 def explain_sizes(state: SharingState) -> None:
     """Note why jobs that could run with other numbers of GPUs are not resized."""
-    state.size_reasons = {key: reason for key, job in state.jobs.items() if (reason := why_its_size_stays(state, job))}
+    state.size_reasons = {key: reason for key, job in state.jobs.items() if (reason := _fixed_size_reason(state, job))}
 
 
-def why_its_size_stays(state: SharingState, job: Job) -> str:
-    """Return why a job that could run with other numbers of GPUs is not resized, for its user; else ""."""
+def _fixed_size_reason(state: SharingState, job: Job) -> str | None:
+    """Return why a job that could run with other numbers of GPUs is not resized, None if it may be."""
     lease = job.lease
     if lease is None or len(state.sizes(job)) == 1:
-        return ""
+        return None
     checks = (
         (len(job.nodes) > 1 and multi_node_job(state, job) is None, "its nodes do not all have the same"),
         (not job.requeueable, "Slurm may not requeue it (no batch job, or --no-requeue)"),
@@ -218,8 +218,7 @@ def why_its_size_stays(state: SharingState, job: Job) -> str:
             "it saves no checkpoints (client.checkpoint)",
         ),
     )
-    why = next((why for applies, why in checks if applies), "")
-    return f"its size stays: {why}" if why else ""
+    return next((f"its size stays: {reason}" for applies, reason in checks if applies), None)
 
 
 # --- Grow ----------------------------------------------------------------------------------------------
@@ -252,10 +251,10 @@ def undo_growth(state: SharingState) -> None:
         if resident.request.gpus > row.gpus and row.gpus in state.sizes(resident.job) and _resizable(state, resident):
             _resize(state, host, resident, row.gpus, f"goes back to {row.gpus} GPUs: {row.vain}")
     for job in [job for job in state.jobs.values() if job.key.id in vain and _spare(state, job)]:
-        row, found = vain[job.key.id], multi_node_job(state, job)
-        hosts = found.hosts[row.gpus // found.request.gpus :] if found is not None else ()
-        if found is not None and hosts:
-            give_back(state, found, hosts, f"goes back to {row.gpus} GPUs: {row.vain}")
+        row, wide = vain[job.key.id], multi_node_job(state, job)
+        hosts = wide.hosts[row.gpus // wide.request.gpus :] if wide is not None else ()
+        if wide is not None and hosts:
+            give_back(state, wide, hosts, f"goes back to {row.gpus} GPUs: {row.vain}")
 
 
 def _grown_in_vain(state: SharingState) -> dict[int, Growth]:
@@ -280,10 +279,10 @@ def _grow_over(state: SharingState, idle: Sequence[HostState]) -> None:
     vain = _grown_in_vain(state)
     able = [job for job in state.jobs.values() if _stoppable(state, job)]
     for job in sorted(able, key=lambda job: (-_rate(job), job.key)):
-        found = multi_node_job(state, job) if state.may(job) else None
-        if found is not None:
-            most = vain[job.key.id].gpus // found.request.gpus if job.key.id in vain else found.most
-            grow_by_hosts(state, found, idle, most)
+        wide = multi_node_job(state, job) if state.may(job) else None
+        if wide is not None:
+            most = vain[job.key.id].gpus // wide.request.gpus if job.key.id in vain else wide.most
+            grow_by_hosts(state, wide, idle, most)
 
 
 def _rate(job: Job) -> float:

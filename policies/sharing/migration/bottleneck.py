@@ -88,7 +88,7 @@ def _need(row: tuple[HostState, Resident]) -> tuple[float, JobKey]:
 
 def _seats(state: SharingState, source: HostState, resident: Resident) -> list[tuple[HostState, Seat]]:
     """Return free GPUs of the job's type on hosts of its class or empty ones, most CPUs for each GPU in use first."""
-    found = [
+    candidates = [
         (-target.lanes[0].cpus / (target.gpus_allocated + resident.request.gpus), target.name, target, seat)
         for target in state.hosts.values()
         if target is not source
@@ -99,7 +99,7 @@ def _seats(state: SharingState, source: HostState, resident: Resident) -> list[t
         and (seat := state.seat(target, resident.request)) is not None
         and seat.sharers == 0
     ]
-    return [(target, seat) for *_, target, seat in sorted(found, key=lambda row: row[:2])]
+    return [(target, seat) for *_, target, seat in sorted(candidates, key=lambda row: row[:2])]
 
 
 def _stays(state: SharingState, host: HostState, more: int) -> bool:
@@ -168,9 +168,9 @@ def _floors(division: HostDivision, host: HostState) -> dict[JobKey, float]:
     """Return what each job of a host is promised: the speed with what it asked for, or of its proportional share."""
     node = host.lanes[0]
     server = Server(node.name, host.gpus, node.cpus, host.memory_mb, node.gpu_type)
-    found = {}
+    speeds = {}
     for key, resident in host.residents.items():
         asked = Share(node.name, resident.request.gpus, resident.request.cpus, resident.request.memory_mb)
         promised = asked if division.settings.floor else proportional_share(server, resident.request.gpus)
-        found[key] = share_speed(resident.job.profile, promised, node.gpu_type)
-    return found
+        speeds[key] = share_speed(resident.job.profile, promised, node.gpu_type)
+    return speeds

@@ -131,20 +131,20 @@ def _free(host: HostState) -> int:
 def _empty(state: SharingState, source: HostState) -> None:
     """Move what can go from a host."""
     for resident in list(state.residents(source)):
-        found = _fuller(state, source, resident) if _negligible(state, resident) else None
-        if found is not None:
-            target, seat = found
+        place = _fuller(state, source, resident) if _negligible(state, resident) else None
+        if place is not None:
+            target, seat = place
             why = f"moves from {resident.lane} to {seat.node.name}, so that {source.name} is free for larger jobs"
             state.migrate(resident.job, target, seat, resident.request, why)
 
 
 def _fuller(state: SharingState, source: HostState, resident: Resident) -> tuple[HostState, Seat] | None:
     """Return idle GPUs on the host with the fewest free ones, hosts of the job's class first."""
-    found = [
+    candidates = [
         ((host.affinity != resident.request.gpus, _free(host), host.name), host, seat)
         for host in state.hosts.values()
         if host.sizes and host is not source and resident.request.gpus <= _free(host) <= _free(source)
         for seat in [state.seat(host, resident.request)]
         if seat is not None and seat.sharers == 0 and state.suits(resident.job, source, host)
     ]
-    return min(found, key=lambda row: row[0])[1:] if found else None
+    return min(candidates, key=lambda row: row[0])[1:] if candidates else None

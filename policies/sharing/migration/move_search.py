@@ -97,19 +97,19 @@ class _Search:
     def plan(self) -> Plan | None:
         """Return a plan with the fewest state."""
         for count in range(1, min(self.state.moves_left, len(self.movers)) + 1):
-            for beside in range(count):
+            for further in range(count):
                 for least, host in self.targets:
-                    found = self._at(host, count - beside, beside) if least <= count - beside else None
-                    if found is not None:
-                        return found
+                    plan = self._at(host, count - further, further) if least <= count - further else None
+                    if plan is not None:
+                        return plan
         return None
 
     def greedy(self) -> Plan | None:
         """Return a plan without looking back, for the hosts that need the fewest moves first."""
-        found = (
+        plans = (
             self._at_once(host) for least, host in self.targets[:MAX_GREEDY_HOSTS] if least <= self.state.moves_left
         )
-        return next((plan for plan in found if plan is not None), None)
+        return next((plan for plan in plans if plan is not None), None)
 
     # --- Which host, and who leaves ---------------------------------------------------------------------
 
@@ -129,16 +129,16 @@ class _Search:
             if least is not None and sizes and host.usable and self.wish.request.gpus <= host.gpus:
                 yield max(least, 1), host
 
-    def _at(self, host: HostState, out: int, beside: int) -> Plan | None:
+    def _at(self, host: HostState, out: int, further: int) -> Plan | None:
         """Return a plan in which ``out`` jobs leave this host and ``further`` jobs others."""
         here = self._here(host)
         others = [
             mover for mover in self.movers if mover.resident.job.key not in {one.resident.job.key for one in here}
         ]
         for leaving in _choices(here, out):
-            found = self._without(leaving, host, lambda: _choices(others, beside))
-            if found is not None:
-                return found
+            plan = self._without(leaving, host, lambda: _choices(others, further))
+            if plan is not None:
+                return plan
         return None
 
     def _at_once(self, host: HostState) -> Plan | None:
@@ -154,9 +154,9 @@ class _Search:
 
     def _has_room(self, host: HostState, leaving: Sequence[Mover]) -> bool:
         _leave(leaving)
-        found = self.wish.home is not None or self._welcome(host) is not None
+        fits = self.wish.home is not None or self._welcome(host) is not None
         _return(leaving)
-        return found
+        return fits
 
     def _without(
         self, leaving: Sequence[Mover], host: HostState, groups: Callable[[], Iterable[list[Mover]]], tries: int = 0
@@ -166,17 +166,17 @@ class _Search:
         try:
             seat = None if self.wish.home is not None else self._welcome(host)
             if seat is None:
-                return self._beside(leaving, host, groups, tries) if self.wish.home is not None else None
+                return self._seat_all(leaving, host, groups, tries) if self.wish.home is not None else None
             host.enter(self.wish.job, self.wish.request, seat)
             try:
-                found = self._beside(leaving, host, groups, tries)
+                plan = self._seat_all(leaving, host, groups, tries)
             finally:
                 host.leave(host.residents[self.wish.job.key])
-            return None if found is None else found._replace(seat=seat)
+            return None if plan is None else plan._replace(seat=seat)
         finally:
             _return(leaving)
 
-    def _beside(
+    def _seat_all(
         self, leaving: Sequence[Mover], host: HostState, groups: Callable[[], Iterable[list[Mover]]], tries: int
     ) -> Plan | None:
         """Return a plan now that there is room: a place for each that left, with one of the groups on its way too."""
@@ -205,26 +205,28 @@ class _Search:
         for target, seat in islice(self._places(mover), tries or None):
             target.enter(mover.resident.job, mover.resident.request, seat)
             try:
-                found = self._seated(movers, (*steps, Step(mover, target, seat)), tries)
+                seated = self._seated(movers, (*steps, Step(mover, target, seat)), tries)
             finally:
                 target.leave(target.residents[mover.resident.job.key])
-            if found is not None:
-                return found
+            if seated is not None:
+                return seated
         return None
 
     def _places(self, mover: Mover) -> list[tuple[HostState, Seat]]:
         """Return idle GPUs on other hosts, hosts of the job's class first, then the fullest."""
         self._spend()
         request = mover.resident.request
-        found = []
+        candidates = []
         for host in self.state.hosts.values():
             if host is mover.home or host.gpus_allocated + request.gpus > host.gpus:
                 continue
             self._spend()
             seat = self.state.seat(host, request)
             if seat is not None and seat.sharers == 0 and self.state.suits(mover.resident.job, mover.home, host):
-                found.append(((host.affinity != request.gpus, host.gpus - host.gpus_allocated, host.name), host, seat))
-        return [(host, seat) for _, host, seat in sorted(found, key=lambda row: row[0])]
+                candidates.append(
+                    ((host.affinity != request.gpus, host.gpus - host.gpus_allocated, host.name), host, seat)
+                )
+        return [(host, seat) for _, host, seat in sorted(candidates, key=lambda row: row[0])]
 
     def _spend(self) -> None:
         if self.evaluations is not None:

@@ -83,11 +83,11 @@ def _fills(state: SharingState, host: HostState, resident: Resident, vain: set[o
     met = sharers(host, resident)
     if not state.moves_left or state.left_s(resident.job) * (met - 1) <= state.gandiva.move_s:
         return False
-    found = _idle_seat(state, host, resident.job, resident.request)
-    if found is None:
+    place = _idle_seat(state, host, resident.job, resident.request)
+    if place is None:
         vain.add(_alike(host, resident))
         return False
-    target, seat = found
+    target, seat = place
     why = f"moves from {resident.lane} to {seat.node.name}, whose GPUs are idle, out of turns with {met - 1} others"
     state.migrate(resident.job, target, seat, resident.request, why)
     return True
@@ -106,13 +106,13 @@ def _idle_seat(
     state: SharingState, source: HostState, job: Job, request: ResourceRequest
 ) -> tuple[HostState, Seat] | None:
     """Return idle GPUs for a job, of its class, of none or of any class, on the least loaded host."""
-    found = [
+    candidates = [
         ((_class(host, request), host.load, host.name), host, seat)
         for host in state.hosts.values()
         if host.idle() >= request.gpus and (seat := state.seat(host, request)) is not None and seat.sharers == 0
         if state.suits(job, source, host)
     ]
-    return min(found, key=lambda row: row[0])[1:] if found else None
+    return min(candidates, key=lambda row: row[0])[1:] if candidates else None
 
 
 def _class(host: HostState, request: ResourceRequest) -> int:
@@ -126,9 +126,9 @@ def _separate(state: SharingState) -> None:
     for host in tuple(state.hosts.values()):
         for resident in [resident for resident in state.residents(host) if resident.job.key in state.packed]:
             mates = [key for key in host.residents if state.packed.get(key) == state.packed[resident.job.key]]
-            found = _idle_seat(state, host, resident.job, resident.request) if len(mates) > 1 else None
-            if found is not None and state.left_s(resident.job) > PAYS_BACK * state.gandiva.move_s:
-                target, seat = found
+            place = _idle_seat(state, host, resident.job, resident.request) if len(mates) > 1 else None
+            if place is not None and state.left_s(resident.job) > PAYS_BACK * state.gandiva.move_s:
+                target, seat = place
                 why = (
                     f"moves from {resident.lane} to {seat.node.name}, whose GPUs are idle, instead of sharing its GPUs"
                 )
@@ -143,9 +143,9 @@ def _rejoin(state: SharingState) -> None:
             continue
         request = ResourceRequest.under(replace(job, num_nodes=1), state.settings)
         source = state.home(job)
-        found = _idle_seat(state, source, job, request) if source is not None else None
-        if found is not None and state.left_s(job) * LOCALITY_GAIN > state.gandiva.move_s:
-            target, seat = found
+        place = _idle_seat(state, source, job, request) if source is not None else None
+        if place is not None and state.left_s(job) * LOCALITY_GAIN > state.gandiva.move_s:
+            target, seat = place
             why = f"moves from {len(job.nodes)} hosts to {seat.node.name}, which has all its GPUs on one"
             state.migrate(job, target, seat, request, why)
 
@@ -162,9 +162,9 @@ def _from_below_higher(state: SharingState) -> None:
         for resident in list(_in_turns(state, host)):
             if priority(resident.job) >= _highest(state, host, resident.gpus):
                 continue
-            found = _fair_seat(state, host, resident)
-            if found is not None:
-                target, seat = found
+            place = _fair_seat(state, host, resident)
+            if place is not None:
+                target, seat = place
                 why = f"moves from {resident.lane} to {seat.node.name}: higher priorities keep its GPUs"
                 state.migrate(resident.job, target, seat, resident.request, why)
 
@@ -179,14 +179,14 @@ def _highest(state: SharingState, host: HostState, gpus: Iterable[int]) -> float
 def _fair_seat(state: SharingState, source: HostState, resident: Resident) -> tuple[HostState, Seat] | None:
     """Return the least crowded seat of its class where a job meets no higher priority."""
     mine = state.settings.priority(resident.job)
-    found = [
+    candidates = [
         ((seat.sharers, host.load, host.name), host, seat)
         for host in state.hosts.values()
         if host is not source and host.affinity in (0, resident.request.gpus)
         for seat in [state.seat(host, resident.request)]
         if seat is not None and _highest(state, host, seat.gpus) <= mine and state.suits(resident.job, source, host)
     ]
-    return min(found, key=lambda row: row[0])[1:] if found else None
+    return min(candidates, key=lambda row: row[0])[1:] if candidates else None
 
 
 def _even_out(state: SharingState) -> None:

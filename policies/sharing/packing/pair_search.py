@@ -97,13 +97,13 @@ def packing(jobs: Mapping[JobKey, Job], memory: SharingMemory, terms: Terms) -> 
     """Return this round's packs and unpacks. ``jobs``: those that sharing manages and that agents know."""
     before = standing(memory.packs, jobs)
     rows = alone(jobs, memory, terms.rule)
-    found = {pack: evaluate([jobs[key] for key in pack], rows, terms.rule) for pack in before}
-    undone = tuple(_undone(found, terms))
+    measured = {pack: evaluate([jobs[key] for key in pack], rows, terms.rule) for pack in before}
+    undone = tuple(_undone(measured, terms))
     lost = _losers(jobs, memory, before, undone, terms)
     packs = after(before, undone)
     joined = tuple(_joined(_Stage(jobs, packs, rows, lost, terms))) if terms.overloaded else ()
     packs = after(packs, joined)
-    reasons = _reasons(found, packs, (*undone, *joined))
+    reasons = _reasons(measured, packs, (*undone, *joined))
     return Packing((*undone, *joined), before, packs, lost, tuple(sorted(rows.values())), reasons)
 
 
@@ -116,21 +116,21 @@ def _holds(job: Job) -> bool:
 
 
 def _reasons(
-    found: Mapping[Group, PackMeasurement], packs: Iterable[Group], actions: Iterable[Pack | Unpack]
+    measured: Mapping[Group, PackMeasurement], packs: Iterable[Group], actions: Iterable[Pack | Unpack]
 ) -> dict[JobKey, str]:
     """Return a sentence for each job of a pack: what was done to it, else what was measured of it."""
     stay = set(packs)
-    said = {key: packed_text(key, one) for pack, one in found.items() if pack in stay for key in pack}
+    reasons = {key: packed_text(key, one) for pack, one in measured.items() if pack in stay for key in pack}
     for action in actions:
-        said.update((key, action.reason) for key in (action.jobs if isinstance(action, Pack) else (action.job,)))
-    return said
+        reasons.update((key, action.reason) for key in (action.jobs if isinstance(action, Pack) else (action.job,)))
+    return reasons
 
 
 # --- Undo ----------------------------------------------------------------------------------------------
 
 
-def _undone(found: Mapping[Group, PackMeasurement], terms: Terms) -> Iterator[Unpack]:
-    for pack, one in found.items():
+def _undone(measured: Mapping[Group, PackMeasurement], terms: Terms) -> Iterator[Unpack]:
+    for pack, one in measured.items():
         others = job_names(pack[1:])
         if one.speed is not None and not terms.rule.pays_off(one.speed):
             yield Unpack(pack[0], f"runs in turns with {others} again: {one.text}")
@@ -146,8 +146,8 @@ def _losers(
     """Return the pairs that are not to be tried, those that were just found included."""
     kept = [pair for pair in memory.lost if terms.time_s - pair.at_s < terms.gandiva.pack_again_s]
     pairs = {_pair(action.job, other) for action in undone for other in partners(before)[action.job]}
-    found = [Lost(a, b, terms.time_s, _model(jobs[a]), _model(jobs[b])) for a, b in pairs]
-    return tuple(sorted(found + [pair for pair in kept if pair[:2] not in pairs]))
+    lost = [Lost(a, b, terms.time_s, _model(jobs[a]), _model(jobs[b])) for a, b in pairs]
+    return tuple(sorted(lost + [pair for pair in kept if pair[:2] not in pairs]))
 
 
 # --- Packs ---------------------------------------------------------------------------------------------
@@ -188,24 +188,26 @@ class _Stage:
         for group in (*self.packs, *((key,) for key in sorted(self.jobs) if key not in packed)):
             there.setdefault(_gpus(self.jobs[group[0]]), []).append(group)
         several = [groups for groups in there.values() if len(groups) > 1]
-        found = [[unit for group in groups if (unit := self._unit(group)) is not None] for groups in several]
-        return sorted((sorted(units, key=_rank) for units in found if len(units) > 1), key=lambda units: units[0].rank)
+        places = [[unit for group in groups if (unit := self._unit(group)) is not None] for groups in several]
+        return sorted((sorted(units, key=_rank) for units in places if len(units) > 1), key=lambda units: units[0].rank)
 
     def _unit(self, group: Group) -> _Unit | None:
         rows = ((key, self.alone[key]) for key in group if key in self.alone)
-        known = [size for key, row in rows if (size := _measured(self.jobs[key], row)) is not None]
-        if len(known) != len(group):
+        measured = [size for key, row in rows if (size := _measured(self.jobs[key], row)) is not None]
+        if len(measured) != len(group):
             return None
         members = tuple(self.jobs[key] for key in group)
-        return _Unit(members, sum(row[0] for row in known), sum(row[1] for row in known), tuple(map(_model, members)))
+        return _Unit(
+            members, sum(row[0] for row in measured), sum(row[1] for row in measured), tuple(map(_model, members))
+        )
 
     def suits(self, job: _Unit, other: _Unit, losing: frozenset[tuple[str, str]]) -> bool:
         """Return True if one job may join a unit."""
         mine, model = job.jobs[0], job.models[0]
         if len(other.jobs) >= self.terms.gandiva.max_packed or any((model, name) in losing for name in other.models):
             return False
-        rule, known = self.terms.rule, mine.profile.together if mine.profile is not None else {}
-        if any(name in known and not rule.pays_off(known[name]) for name in other.models):
+        rule, together = self.terms.rule, mine.profile.together if mine.profile is not None else {}
+        if any(name in together and not rule.pays_off(together[name]) for name in other.models):
             return False
         return self._fits(job, other) and all(self._together(mine, theirs) for theirs in other.jobs)
 
@@ -252,13 +254,13 @@ def _measured(job: Job, row: Alone) -> tuple[float, float] | None:
     """
     profile = job.profile
     sizes = [row.gpu_memory_gb, profile.gpu_memory_peak_gb if profile is not None else None]
-    known = [size for size in sizes if size is not None]
-    if not known or job.num_nodes > 1 or not _may_pack(job.lease):
+    peaks = [size for size in sizes if size is not None]
+    if not peaks or job.num_nodes > 1 or not _may_pack(job.lease):
         return None
     if row.busy is not None:
-        return row.busy, max(known)
-    told = profile.gpu_utilization if profile is not None else None
-    return 1.0 - row.data_wait if told is None else told, max(known)
+        return row.busy, max(peaks)
+    utilization = profile.gpu_utilization if profile is not None else None
+    return 1.0 - row.data_wait if utilization is None else utilization, max(peaks)
 
 
 def _cpus(job: Job, row: Alone | None, gpu_type: str) -> float:

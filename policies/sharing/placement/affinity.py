@@ -88,12 +88,12 @@ class _Choice:
 
     def __call__(self, request: ResourceRequest, job: Job) -> tuple[Chosen, str]:
         """Return the nodes for one job, none when it stays queued, and a sentence for its user."""
-        found = [
+        free_hosts = [
             ((host.iteration_s(job), _step(host, request), host.load, host.name), host)
             for host in self.hosts
             if self._has_free(host, request)
         ]
-        free = sorted(found, key=lambda row: row[0])[: request.nodes]
+        free = sorted(free_hosts, key=lambda row: row[0])[: request.nodes]
         if len(free) == request.nodes:
             chosen = [(host, self._lane(host, request)) for _, host in free]
             steps = max(step for (_, step, *_), _ in free)
@@ -104,8 +104,8 @@ class _Choice:
                 f"placed on {_names(shared)}: no {request.gpus} free GPUs, the least loaded of its class, takes turns"
             )
         return [], (
-            f"stays queued: {len(found)} of {request.nodes} hosts have {request.gpus} free GPUs, and too few hosts "
-            f"of the {request.gpus}-GPU class have a further lane with room where it may share"
+            f"stays queued: {len(free_hosts)} of {request.nodes} hosts have {request.gpus} free GPUs, and too few "
+            f"hosts of the {request.gpus}-GPU class have a further lane with room where it may share"
         )
 
     def _has_free(self, host: HostState, request: ResourceRequest) -> bool:
@@ -124,14 +124,16 @@ class _Choice:
         if request.nodes == 1:
             return self._emptiest(request, willing)
         for lane in sorted({node.lane for host in willing for node in host.lanes}):
-            found = [
+            candidates = [
                 (host.load, host.name, host, node)
                 for host in willing
                 for node in host.lanes
                 if node.lane == lane and host.fits(node, request)
             ]
-            if len(found) >= request.nodes:
-                return [(host, node) for _, _, host, node in sorted(found, key=lambda row: row[:2])[: request.nodes]]
+            if len(candidates) >= request.nodes:
+                return [
+                    (host, node) for _, _, host, node in sorted(candidates, key=lambda row: row[:2])[: request.nodes]
+                ]
         return []
 
     def _emptiest(self, request: ResourceRequest, willing: list[HostState]) -> Chosen:
@@ -142,8 +144,8 @@ class _Choice:
         return []
 
     def _shares(self, host: HostState, request: ResourceRequest) -> bool:
-        known = self.settings.share_between_users or host.users.keys() <= {request.user}
-        return known and not host.unmanaged and host.has_host_memory_for(request)
+        may_share = self.settings.share_between_users or host.users.keys() <= {request.user}
+        return may_share and not host.unmanaged and host.has_host_memory_for(request)
 
 
 def _step(host: HostState, request: ResourceRequest) -> int:

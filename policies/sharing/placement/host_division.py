@@ -110,24 +110,24 @@ class HostDivision:
 
     def divide(self, hosts: Mapping[str, HostState]) -> dict[JobKey, Placement]:
         """Return what every job should have that has its place on one host only."""
-        found: dict[JobKey, Placement] = {}
+        division: dict[JobKey, Placement] = {}
         for host in hosts.values():
-            found |= self.on(host)
-        return found
+            division |= self.on(host)
+        return division
 
     def on(self, host: HostState) -> dict[JobKey, Placement]:
         """Return the same for the jobs of one host; those whose share does not change may be left out."""
         there = [host.residents[key] for key in sorted(host.residents)]
         holding = [t for t in there if t.job.key in self.holders]
         wide = [t for t in holding if t.job.key in self.wide]
-        found: dict[JobKey, Placement] = {
+        division: dict[JobKey, Placement] = {
             t.job.key: (trimmed,) for t in there if (trimmed := self._too_much(t)) is not None
         }
         units = self._by_unit([t for t in holding if t not in wide and t.job.key in self.jobs])
         gpus = sum(unit[0].request.gpus for unit in units)
         server = self._rest(host, [*wide, *(t for t in holding if t.job.key not in self.jobs and t not in wide)], gpus)
         if not units or gpus > server.gpus:
-            return found
+            return division
         parts = self._floored(units, server) if self.settings.floor else self._parts(units, server)
         shared = len(holding) < len(there)
         own = {
@@ -139,7 +139,7 @@ class HostDivision:
             own = {
                 key: (share._replace(memory_mb=host.residents[key].request.memory_mb),) for key, (share,) in own.items()
             }
-        return found | own
+        return division | own
 
     def _rest(self, host: HostState, apart: Sequence[Resident], gpus: int) -> Server:
         """Return a host without what some jobs have: by the books where these are a floor, else their shares.
@@ -225,11 +225,11 @@ class HostDivision:
     def _by_unit(self, residents: Sequence[Resident]) -> list[list[Resident]]:
         """Return packed jobs together, in the order of the round."""
         last = len(self.order)
-        found: dict[JobKey, list[Resident]] = {}
+        units: dict[JobKey, list[Resident]] = {}
         for resident in sorted(residents, key=lambda t: (self.order.get(t.job.key, last), t.job.submit_s, t.job.key)):
             key = resident.job.key
-            found.setdefault(self.units.get(key, key), []).append(resident)
-        return list(found.values())
+            units.setdefault(self.units.get(key, key), []).append(resident)
+        return list(units.values())
 
 
 def _less(server: Server, taken: Collection[Share]) -> Server:

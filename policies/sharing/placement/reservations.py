@@ -64,15 +64,15 @@ def seated(hosts: Mapping[str, HostState], coming: Sequence[JobKey]) -> dict[Job
     Slurm gives the lowest free ones of a lane. The books may have planned the jobs in another order, and have seats
     for jobs that come later still.
     """
-    found: dict[JobKey, set[Gpu]] = {}
+    gpus_of: dict[JobKey, set[Gpu]] = {}
     for host in hosts.values():
         taken = _taken(host, frozenset(coming))
         for resident in [host.residents[key] for key in coming if key in host.residents]:
             there = taken.setdefault(resident.lane, set())
             free = [index for index in range(host.gpus) if index not in there][: resident.request.gpus]
             there.update(free)
-            found.setdefault(resident.job.key, set()).update(Gpu(host.name, index) for index in free)
-    return found
+            gpus_of.setdefault(resident.job.key, set()).update(Gpu(host.name, index) for index in free)
+    return gpus_of
 
 
 def _taken(host: HostState, coming: Container[JobKey]) -> dict[str, set[int]]:

@@ -14,14 +14,14 @@ Group: TypeAlias = tuple[JobKey, ...]
 
 def standing(packs: Iterable[Group], jobs: Mapping[JobKey, Job]) -> tuple[Group, ...]:
     """Return the packs as they are now: without those who left or moved, in order of their least keys."""
-    found = []
+    groups = []
     for pack in packs:
         there = [key for key in pack if key in jobs and jobs[key].lease is not None]
         last = _gpus(jobs[there[-1]]) if there else None
         group = tuple(key for key in there if _gpus(jobs[key]) == last)
         if len(group) > 1:
-            found.append(group)
-    return tuple(sorted(found, key=min))
+            groups.append(group)
+    return tuple(sorted(groups, key=min))
 
 
 def _gpus(job: Job) -> frozenset[object]:

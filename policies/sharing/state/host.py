@@ -268,12 +268,12 @@ class HostState:
         taken: dict[str, set[int]] = {node.name: set() for node in self.lanes}
         for resident in self.residents.values():
             taken[resident.lane] |= resident.gpus
-        found = []
+        seats = []
         for node in self.lanes:
             free = [index for index in range(node.gpus) if index not in taken[node.name]][: request.gpus]
             if len(free) == request.gpus and self.fits(node, request):
-                found.append(Seat(max((sharers_by_gpu[i] for i in free), default=0), node.lane, node, frozenset(free)))
-        return sorted(found, key=lambda seat: seat[:2])
+                seats.append(Seat(max((sharers_by_gpu[i] for i in free), default=0), node.lane, node, frozenset(free)))
+        return sorted(seats, key=lambda seat: seat[:2])
 
 
 def observe_hosts(

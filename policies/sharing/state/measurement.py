@@ -65,12 +65,12 @@ class Rule:
 
 def alone(jobs: Mapping[JobKey, Job], memory: SharingMemory, rule: Rule) -> dict[JobKey, Alone]:
     """Return how each job ran when it last had its GPUs alone, as far as that was measured."""
-    found = {row.job: row for row in memory.alone if row.job in jobs}
+    rows = {row.job: row for row in memory.alone if row.job in jobs}
     for key, job in jobs.items():
         lease = job.lease
         if lease is not None and lease.pace is not None and not lease.pace.co_runners and rule.counts(lease.pace):
-            found[key] = _seen(key, lease, lease.pace, found.get(key))
-    return found
+            rows[key] = _seen(key, lease, lease.pace, rows.get(key))
+    return rows
 
 
 def _seen(key: JobKey, lease: Lease, pace: StepRate, before: Alone | None) -> Alone:
@@ -116,8 +116,8 @@ class PackMeasurement:
     def speed(self) -> float | None:
         """Return its throughput over that of turns; None before all are measured."""
         speeds = [member.speed for member in self.members]
-        known = [speed for speed in speeds if speed is not None]
-        return sum(known) if len(known) == len(speeds) else None
+        measured = [speed for speed in speeds if speed is not None]
+        return sum(measured) if len(measured) == len(speeds) else None
 
     @property
     def text(self) -> str:
@@ -152,7 +152,7 @@ def _beside(job: Job, pack: set[JobKey], rule: Rule) -> float | None:
     return rule.together_s(pace) if pace is not None and {job.key, *pace.co_runners} == pack else None
 
 
-def packed_text(key: JobKey, found: PackMeasurement) -> str:
+def packed_text(key: JobKey, measured: PackMeasurement) -> str:
     """Return a reason for a packed job."""
-    others = job_names(member.job for member in found.members if member.job != key)
-    return f"runs with {others}: {found.text}"
+    others = job_names(member.job for member in measured.members if member.job != key)
+    return f"runs with {others}: {measured.text}"

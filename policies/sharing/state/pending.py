@@ -23,8 +23,8 @@ def queued(snapshot: ClusterSnapshot, settings: SharingSettings) -> list[Job]:
     """Return the jobs that wait in Slurm's queue for GPUs of managed hosts, by priority, submission and key."""
     hosts = (node.partitions for node in snapshot.nodes if not settings.partitions.isdisjoint(node.partitions))
     shared = frozenset().union(*hosts)
-    found = [job for job in snapshot.jobs if job.gpus > 0 and job.partition in shared and _lacks_room(job)]
-    return sorted(found, key=lambda job: (-job.slurm_priority, job.submit_s, job.key))
+    waiting = [job for job in snapshot.jobs if job.gpus > 0 and job.partition in shared and _lacks_room(job)]
+    return sorted(waiting, key=lambda job: (-job.slurm_priority, job.submit_s, job.key))
 
 
 def _lacks_room(job: Job) -> bool:

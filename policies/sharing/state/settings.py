@@ -71,15 +71,15 @@ class SharingSettings(SharingOptions):
         return min(job.options.priority, self.max_priority) if job.options is not None else 0
 
 
-def left_alone(job: Job, settings: SharingSettings) -> str:
-    """Return why an opted-in job is left alone, or "" when it is managed."""
+def exclusion_reason(job: Job, settings: SharingSettings) -> str | None:
+    """Return why an opted-in job is left alone, None if it is managed."""
     if job.unmanageable:
         return f"left alone: {job.unmanageable}"
     if not job.opted_in:
         return "left alone: the job does not share (share=false)"
     if job.partition not in settings.partitions:
         return f"left alone: partition {job.partition} is not among Cadenza's partitions"
-    return ""
+    return None
 
 
 def held_for_us(job: Job, memory: Memory) -> bool:

@@ -221,8 +221,8 @@ class SharingState:
 
     def admits(self, host: HostState, request: ResourceRequest) -> bool:
         """Return True if a job may share a host with its residents, and the host's memory holds one more job."""
-        known = self.settings.share_between_users or host.users.keys() <= {request.user}
-        return known and not host.unmanaged and host.usable and host.has_host_memory_for(request)
+        may_share = self.settings.share_between_users or host.users.keys() <= {request.user}
+        return may_share and not host.unmanaged and host.usable and host.has_host_memory_for(request)
 
     def seat(self, host: HostState, request: ResourceRequest) -> Seat | None:
         """Return the best seat for a job that comes to a host where it may share, None when it has no room."""

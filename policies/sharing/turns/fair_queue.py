@@ -111,17 +111,17 @@ def groups(contenders: Iterable[Contender]) -> tuple[tuple[Contender, ...], ...]
     """
     roots: dict[JobKey, JobKey] = {}
     owner: dict[Gpu, JobKey] = {}
-    known = sorted(contenders, key=_key)
-    for contender in known:
+    ordered = sorted(contenders, key=_key)
+    for contender in ordered:
         root = roots[contender.key] = contender.key
         for gpu in contender.gpus:
             other = _root(roots, owner.setdefault(gpu, root))
             root, later = min(root, other), max(root, other)
             roots[later] = root
-    found: dict[JobKey, list[Contender]] = {}
-    for contender in known:
-        found.setdefault(_root(roots, contender.key), []).append(contender)
-    return tuple(map(tuple, found.values()))
+    members: dict[JobKey, list[Contender]] = {}
+    for contender in ordered:
+        members.setdefault(_root(roots, contender.key), []).append(contender)
+    return tuple(map(tuple, members.values()))
 
 
 def _key(contender: Contender) -> JobKey:
@@ -177,11 +177,7 @@ class _Rules:
         peers = [o for o in met(waiting) if o.priority == waiting.priority and not o.exclusive]
         fair_s = self.slice_s * sum(max(1.0, o.weight / waiting.weight) for o in peers)
         least_s = min((o.vtime_s for o in peers), default=waiting.vtime_s)
-        late = (
-            MAX_FAIR_WAITS_BEHIND
-            if not waiting.preferred and any(o.preferred for o in peers)
-            else MAX_FAIR_WAITS
-        )
+        late = MAX_FAIR_WAITS_BEHIND if not waiting.preferred and any(o.preferred for o in peers) else MAX_FAIR_WAITS
         return _Standing(waiting, max(0.0, waiting.waited_s - late * fair_s), least_s)
 
     def claims(self, standing: _Standing, left_s: float) -> bool:
@@ -231,13 +227,13 @@ class _Pass:
 
     def __init__(self, contenders: Iterable[Contender], rules: _Rules) -> None:
         self.rules = rules
-        known = together(sorted(contenders, key=_key))
+        ordered = together(sorted(contenders, key=_key))
         bits: dict[Gpu, int] = {}
-        self._mask = {c.key: sum(1 << bits.setdefault(gpu, len(bits)) for gpu in c.gpus) for c in known}
-        self._holders = [c for c in known if c.holding]
-        self._started = [c for c in known if c.started and not c.exclusive]
-        self._all = known
-        self._standing = {c.key: rules.standing(c, self._meets) for c in known if not c.holding}
+        self._mask = {c.key: sum(1 << bits.setdefault(gpu, len(bits)) for gpu in c.gpus) for c in ordered}
+        self._holders = [c for c in ordered if c.holding]
+        self._started = [c for c in ordered if c.started and not c.exclusive]
+        self._all = ordered
+        self._standing = {c.key: rules.standing(c, self._meets) for c in ordered if not c.holding}
         self.waiting = sorted(self._standing.values(), key=_Standing.rank)
         self._promised: list[Contender] = []
         self._promised_mask = 0
@@ -353,7 +349,7 @@ class _Pass:
         verb = "is stopping on" if holder.state == "stopping" else "holds"
         text = f"{verb} {gpu_names(holder.gpus)} for {holder.held_s:.0f} s"
         if after is None:
-            return f"{text}; nobody waits for it"
+            return f"{text}; no job waits for it"
         if holder.exclusive or not holder.ready:
             kind = "is not managed" if holder.exclusive else "cannot be stopped"
             return f"{text} and {kind}; next: job {after.job.key}"

@@ -15,9 +15,9 @@ from dataclasses import replace
 from cadenza.policies.core.actions import Action, Release, Requeue, Resize, Resume, Suspend, Unsuspend, Yield
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease
-from cadenza.policies.core.text import job_names, jobs_called, why_lost
+from cadenza.policies.core.text import job_names, jobs_called, lost_text
 from cadenza.policies.sharing.state.groups import partners
-from cadenza.policies.sharing.state.settings import SharingSettings, held_for_us, left_alone
+from cadenza.policies.sharing.state.settings import SharingSettings, exclusion_reason, held_for_us
 from cadenza.policies.sharing.state.sharing_state import WAITING_REASONS, SharingState
 from cadenza.policies.sharing.turns.fair_queue import Contender, groups, next_turn
 from cadenza.policies.sharing.turns.lanes import hosts_to_leave
@@ -66,29 +66,52 @@ def take_turns(state: SharingState) -> None:
     asked = {action.job for action in state.yields}
     state.yields += [action for action in _halves(state) if action.job not in asked]
     # 4. Jobs that leave their hosts stay where they are until they have left.
+    further = state.further
     drained, host = hosts_to_leave(snapshot), {node.name: node.host for node in snapshot.nodes}
     state.leaving = frozenset(j.key for j in jobs if any(host.get(name) in drained for name in j.nodes))
-    state.giving_back = {j.key: why for j in jobs if (why := _gives_back(j, snapshot, settings, state.further))}
+    state.giving_back = {j.key: why for j in jobs if (why := _requeue_reason(j, snapshot, settings, further))}
     state.fixed |= state.leaving | state.giving_back.keys()
 
 
 def sync_slurm(state: SharingState) -> None:
-    """Order what the turns need of agents and of Slurm, in the order in which it is to be done.
-
-    Unsuspends come before the yields: a job that is still stopped when its GPUs are free loses them to the job that
-    has just left. A job that moves gets no order that its move makes void: it may get GPUs at once where it goes, or
-    stops anyway.
-    """
+    """Order what the turns need of agents and of Slurm, in the order in which it is to be done."""
+    settings, memory = state.settings, state.memory
+    running = state.managed("RUNNING")
     moved = {action.job for action in state.moves}
     resized = {action.job for action in state.moves if isinstance(action, Resize)}
-    state.slurm_actions = (
-        *_unsuspends(state),
-        *(action for action in state.yields if action.job not in resized),
-        *state.resumes,
-        *(action for action in _suspends(state) if action.job not in moved),
-        *_requeues(state),
-        *_releases(state),
-    )
+    # 1. Slurm's resume comes before the yields: a job that is still stopped when its GPUs are free loses them to the
+    #    job that has just left.
+    unsuspends = [
+        Unsuspend(job.key, reason)
+        for job in state.all_jobs
+        if _suspended_by_us(job, state) and (reason := _unsuspend_reason(job, state))
+    ]
+    # 2. Yields, but for jobs that stop anyway to be resized.
+    yields = [action for action in state.yields if action.job not in resized]
+    # 3. Suspends of jobs whose turn is over, but for those that move: they may get GPUs at once where they go.
+    spared = state.holders | state.leaving | state.giving_back.keys() | moved
+    suspends = [
+        Suspend(job.key, "its turn is over, so Slurm stops its time limit and frees its CPUs")
+        for job, lease in running
+        if settings.suspend and job.key not in spared and (lease.state == "yielded" or _waits_long(job, lease, state))
+    ]
+    # 4. Requeues of jobs that cannot go on, or that give their lane back.
+    requeues = [
+        Requeue(job.key, settings.places, state.giving_back[job.key])
+        for job, _ in running
+        if job.key in state.giving_back
+    ]
+    # 5. Releases of jobs that were held for us and that we do not place.
+    releases = [
+        Release(
+            job.key,
+            exclusion_reason(job, settings) or "held for Cadenza, which does not place jobs now",
+            unpin=job.key.restart > 0,  # an earlier incarnation may carry the nodes that we chose for it
+        )
+        for job in state.all_jobs
+        if held_for_us(job, memory) and not (settings.places and settings.manages(job))
+    ]
+    state.slurm_actions = (*unsuspends, *yields, *state.resumes, *suspends, *requeues, *releases)
 
 
 def release_all(state: SharingState) -> None:
@@ -189,91 +212,59 @@ def _halves(state: SharingState) -> list[Yield]:
     ]
 
 
-# --- Slurm's allocation -------------------------------------------------------------------------------------
-
-
-def _suspends(state: SharingState) -> list[Suspend]:
-    if not state.settings.suspend:
-        return []
-    spared = state.holders | state.leaving | state.giving_back.keys()
-    return [
-        Suspend(job.key, "its turn is over, so Slurm stops its time limit and frees its CPUs")
-        for job, lease in state.managed("RUNNING")
-        if job.key not in spared and (lease.state == "yielded" or _waits_long(job, lease, state))
-    ]
+# --- Slurm's allocation --------------------------------------------------------------------------------
 
 
 def _waits_long(job: Job, lease: Lease, state: SharingState) -> bool:
     """Return True if a job that never ran is past its launch, in which Slurm should not be asked to suspend it."""
-    started = job.start_s if job.start_s is not None else state.snapshot.time_s
-    return lease.state == "waiting" and state.snapshot.time_s - started > state.settings.min_run_s
-
-
-def _unsuspends(state: SharingState) -> list[Unsuspend]:
-    found = ((job, _why_unsuspend(job, state)) for job in state.all_jobs if _suspended_by_us(job, state))
-    return [Unsuspend(job.key, why) for job, why in found if why]
+    started = job.start_s if job.start_s is not None else state.now_s
+    return lease.state == "waiting" and state.now_s - started > state.settings.min_run_s
 
 
 def _suspended_by_us(job: Job, state: SharingState) -> bool:
     return job.state == "SUSPENDED" and job.key in state.memory.suspended
 
 
-def _why_unsuspend(job: Job, state: SharingState) -> str:
-    if not state.settings.enforce or not state.settings.suspend:
-        return "jobs are not to be suspended any more"
-    if not state.settings.manages(job):
-        return left_alone(job, state.settings) or "left alone: the job does not opt in any more"
-    if job.lease is None:
-        return "no agent knows the job any more, so nobody would give it a turn"
-    if job.lease.state in ("held", "stopping") or job.key in state.holders:
-        return "its turn has come"
-    if job.key in state.leaving:
-        return "its host is drained, which must not look finished while the job is there"
-    return "it gives its place back" if job.key in state.giving_back else ""
+def _unsuspend_reason(job: Job, state: SharingState) -> str | None:
+    """Return why Slurm resumes a job that we suspended, None if it stays suspended."""
+    settings = state.settings
+    checks = (
+        (not settings.enforce or not settings.suspend, "jobs are not to be suspended any more"),
+        (not settings.manages(job), exclusion_reason(job, settings) or "left alone: the job does not opt in any more"),
+        (job.lease is None, "no agent knows the job any more, so none would give it a turn"),
+        (job.lease is not None and job.lease.state in ("held", "stopping"), "its turn has come"),
+        (job.key in state.holders, "its turn has come"),
+        (job.key in state.leaving, "its host is drained, which must not look finished while the job is there"),
+        (job.key in state.giving_back, "it gives its place back"),
+    )
+    return next((reason for applies, reason in checks if applies), None)
 
 
-def _requeues(state: SharingState) -> list[Requeue]:
-    hold = state.settings.places
-    return [
-        Requeue(job.key, hold, state.giving_back[job.key])
-        for job, _ in state.managed("RUNNING")
-        if job.key in state.giving_back
-    ]
+def _requeue_reason(
+    job: Job, snapshot: ClusterSnapshot, settings: SharingSettings, further: frozenset[str]
+) -> str | None:
+    """Return why a job that cannot go on, or that gives its further lane back, is requeued; None if it stays."""
+    lease = job.lease
+    if lease is None or not job.requeueable or not settings.manages(job):
+        return None
+    if lease.lost or further.isdisjoint(job.nodes):
+        return lost_text(lease, requeueable=True) if lease.lost else None
+    # It never ran, and has waited too long behind a job that cannot be stopped.
+    if lease.state == "waiting":
+        waited_s = snapshot.time_s - (job.start_s if job.start_s is not None else snapshot.time_s)
+        late = waited_s > settings.lease_wait_s
+        met = [other.key for other in snapshot.jobs if late and _cannot_stop(other, settings) and _meet(job, other)]
+        return f"gives its place back after {waited_s:.0f} s: {job_names(met)} cannot be stopped" if met else None
+    # It cannot be stopped, and an unmanaged job has waited long enough for it.
+    if not _cannot_stop(job, settings):
+        return None
+    kept = [other.key for other in snapshot.jobs if _meet(job, other) and _waits_unmanaged(other.lease, settings)]
+    return f"cannot be stopped and is in the way of job {min(kept)}, which did not opt in" if kept else None
 
 
-def _gives_back(job: Job, snapshot: ClusterSnapshot, settings: SharingSettings, further: frozenset[str]) -> str:
-    """Return why a job that cannot go on, or that gives its further lane back, is to be requeued, else ""."""
-    if job.lease is None or not job.requeueable or not settings.manages(job):
-        return ""
-    if job.lease.lost:
-        return why_lost(job.lease, requeueable=True)
-    if further.isdisjoint(job.nodes):
-        return ""
-    if job.lease.state == "waiting":
-        return _waits_in_vain(job, snapshot, settings)
-    return _in_the_way(job, snapshot, settings) if _cannot_stop(job, settings) else ""
-
-
-def _in_the_way(job: Job, snapshot: ClusterSnapshot, settings: SharingSettings) -> str:
-    """Return why a job that cannot be stopped goes: an unmanaged one has had to wait for it long enough."""
-    waiting = ((other, other.lease) for other in snapshot.jobs if other.lease is not None and _meet(job, other))
-    kept = [
-        other.key
-        for other, lease in waiting
-        if lease.exclusive and lease.state == "waiting" and lease.waited_s > settings.unmanaged_wait_s
-    ]
-    return f"cannot be stopped and is in the way of job {min(kept)}, which did not opt in" if kept else ""
-
-
-def _waits_in_vain(job: Job, snapshot: ClusterSnapshot, settings: SharingSettings) -> str:
-    """Return why a job that never ran goes: it waited ``lease_wait_s`` behind one that cannot be stopped."""
-    waited = snapshot.time_s - (job.start_s if job.start_s is not None else snapshot.time_s)
-    if waited <= settings.lease_wait_s:
-        return ""
-    blockers = [other.key for other in snapshot.jobs if _cannot_stop(other, settings) and _meet(job, other)]
-    if not blockers:
-        return ""
-    return f"gives its place back after {waited:.0f} s: {job_names(blockers)} cannot be stopped"
+def _waits_unmanaged(lease: Lease | None, settings: SharingSettings) -> bool:
+    waits = lease is not None and lease.exclusive and lease.state == "waiting"
+    return waits and lease is not None and lease.waited_s > settings.unmanaged_wait_s
 
 
 def _cannot_stop(job: Job, settings: SharingSettings) -> bool:
@@ -286,19 +277,6 @@ def _meet(job: Job, other: Job) -> bool:
     return (
         job.key != other.key and mine is not None and theirs is not None and not set(mine.gpus).isdisjoint(theirs.gpus)
     )
-
-
-def _releases(state: SharingState) -> list[Release]:
-    """Return the releases of jobs that were held for us and that we do not place."""
-    return [
-        Release(
-            job.key,
-            left_alone(job, state.settings) or "held for Cadenza, which does not place jobs now",
-            unpin=job.key.restart > 0,  # an earlier incarnation may carry the nodes that we chose for it
-        )
-        for job in state.all_jobs
-        if held_for_us(job, state.memory) and not (state.settings.places and state.settings.manages(job))
-    ]
 
 
 def release_plan(snapshot: ClusterSnapshot, memory: Memory, reason: str) -> tuple[Action, ...]:
@@ -319,15 +297,15 @@ def release_plan(snapshot: ClusterSnapshot, memory: Memory, reason: str) -> tupl
 
 
 def _reason(job: Job, state: SharingState) -> str:
-    alone = left_alone(job, state.settings)
-    if alone:
-        return alone
+    excluded = exclusion_reason(job, state.settings)
+    if excluded is not None:
+        return excluded
     if job.key in state.placement_reasons:
         return state.placement_reasons[job.key]
     if job.state == "PENDING":
         return _why_pending(job)
     if job.state == "SUSPENDED" and not _suspended_by_us(job, state):
-        return "left alone: suspended by somebody else"
+        return "left alone: suspended by its owner or an admin"
     if job.lease is None:
         return "no agent knows the job, so it runs as without Cadenza"
     turn = state.turn_reasons.get(job.key, "left alone: neither pending, running nor suspended")
@@ -342,5 +320,5 @@ def _why_pending(job: Job) -> str:
 
 def _not_ready(job: Job, lease: Lease) -> str:
     if lease.lost:
-        return f"; {why_lost(lease, requeueable=job.requeueable)}"
+        return f"; {lost_text(lease, requeueable=job.requeueable)}"
     return f"; cannot be stopped: {lease.why_not_ready}" if lease.why_not_ready and not lease.ready else ""
