@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("policies", "profiler", "sidecar", "slurm_plugin")
-COPIED = (*PACKAGES, "setup.cfg", "tests/conftest.py", "tests/policies")
+COPIED = (*PACKAGES, "examples/simulate", "setup.cfg", "tests/conftest.py", "tests/policies")
 FENCE = re.compile(r'^```(\w+)(?: title="(.+?)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 
 
@@ -69,7 +69,13 @@ def follow(tree: Path, block: Block) -> str:
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
     file, _, table = block.title.partition(": ")
-    if table:
+    if table == "import":
+        lines = (tree / file).read_text().splitlines(keepends=True)
+        start = next(
+            number for number, line in enumerate(lines) if line.startswith("from cadenza") and line > block.text
+        )
+        (tree / file).write_text("".join([*lines[:start], block.text, *lines[start:]]))
+    elif table:
         lines = (tree / file).read_text().splitlines(keepends=True)
         start = next(number for number, line in enumerate(lines) if re.match(rf"{table}\b.*\($", line))
         (tree / file).write_text("".join([*lines[: start + 1], block.text, *lines[start + 1 :]]))
@@ -88,11 +94,13 @@ def test_every_block_can_be_followed():
 def test_the_new_name_is_listed_and_simulated(section: str, tree: Path):
     made = [Block(*found) for found in FENCE.findall(section)]
     printed = "".join(follow(tree, block) for block in made)
-    new = [found for block in made if block.title for found in re.findall(r'Entry\("(\w+)"', block.text)]
-    for name in new:
-        assert re.search(rf"\b{name}\b", printed.partition("passed")[0]), printed
-    assert "jobs" in printed
+    function = next(block.text for block in made if block.title.startswith("policies/"))
+    name = re.findall(r"^def (\w+)", function, re.MULTILINE)[0]
+    assert re.search(rf"\b{name}\b", printed.partition("passed")[0]), printed
     assert "1 passed" in printed
+    assert "jobs" in printed
+    if len(migrations := re.findall(r'"migrations": ?(\d+)', printed)) > 1:
+        assert int(migrations[0]) > int(migrations[1])
 
 
 @pytest.mark.slow
@@ -103,4 +111,6 @@ def test_the_page_keeps_to_the_style(tree: Path):
     files = [block.title for block in blocks() if block.title.startswith("policies/") and ": " not in block.title]
     shutil.copy(ROOT / "ruff.toml", tree)
     ruff = Path(sys.executable).with_name("ruff")
-    subprocess.run([ruff, "check", "--quiet", "policies/registry.py", *files], cwd=tree, check=True)
+    subprocess.run(
+        [ruff, "check", "--quiet", "policies/registry.py", "policies/sharing/pipeline.py", *files], cwd=tree, check=True
+    )

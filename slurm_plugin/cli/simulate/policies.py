@@ -40,7 +40,11 @@ def command(*, as_json: bool) -> None:
     if as_json:
         emit([Row(entry.name, entry.kind, entry.line, entry.source) for entry in ENTRIES])
     else:
+        from cadenza.policies.sharing.pipeline import STAGES  # noqa: PLC0415
+
         console().print(table(ENTRIES))
+        for name, stages in STAGES.items():
+            click.echo(f"\nStages of a round with --share {name}: {', '.join(stage.__name__ for stage in stages)}")
 
 
 def table(entries: Iterable[Entry]) -> Table:
