@@ -267,13 +267,13 @@ def test_packed_jobs_run_at_once_survive_the_agent_and_part_when_told(linked: Ag
     jobs[1].wait_for("attached")
     third = linked.rank(3, "--gpus", "[0]")
     third.wait_for("attached")
-    assert service.lease(1, lambda lease: lease.pace and lease.pace.iterations > 5).pace.beside == ()
+    assert service.lease(1, lambda lease: lease.pace and lease.pace.iterations > 5).pace.co_runners == ()
     service.facts(fact(1, pack=1), fact(2, pack=1), fact(3))
     jobs[1].wait_for("run")
     assert both_run(jobs)
     alone_s = 0.01
     packed = service.lease(2, lambda lease: lease.pace and lease.pace.iterations > 20)
-    assert (packed.state, packed.pack, packed.pace.beside) == ("held", 1, ((1, 0),))
+    assert (packed.state, packed.pack, packed.pace.co_runners) == ("held", 1, ((1, 0),))
     assert alone_s <= packed.pace.iteration_s < 10 * alone_s
     linked.down(signal.SIGKILL)
     linked.up()

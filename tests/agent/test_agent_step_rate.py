@@ -53,7 +53,7 @@ def test_a_pace_begins_with_the_company_and_without_the_iteration_under_way() ->
     meter.update(frozenset(), pages, 1.0)
     page.step(*[0.1] * 20)
     alone = meter.measure(pages, 3.0)
-    assert (alone.iterations, alone.iteration_s, alone.window_s, alone.beside) == (20, pytest.approx(0.1), 3.0, ())
+    assert (alone.iterations, alone.iteration_s, alone.window_s, alone.co_runners) == (20, pytest.approx(0.1), 3.0, ())
     meter.update(frozenset({OTHER}), pages, 4.0)
     assert meter.measure(pages, 4.0).iterations == 0
     page.step(0.15)
@@ -61,7 +61,7 @@ def test_a_pace_begins_with_the_company_and_without_the_iteration_under_way() ->
     page.step(*[0.2] * 10)
     together = meter.measure(pages, 7.0)
     assert (together.iterations, together.iteration_s) == (10, pytest.approx(0.2))
-    assert (together.window_s, together.beside) == (3.0, ((2, 0),))
+    assert (together.window_s, together.co_runners) == (3.0, ((2, 0),))
 
 
 def test_a_job_that_waits_keeps_the_pace_of_its_last_run() -> None:
