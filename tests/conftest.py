@@ -33,7 +33,7 @@ GROUPS = {
     "test_moves": "moves",
     "test_integrations_callbacks": "frameworks",
     "test_integrations_jobs": "frameworks",
-    "test_integrations_ordered": "frameworks",
+    "test_integrations_requested": "frameworks",
 }
 """Files whose tests one process takes, one after the other: their jobs compute at full speed while the other cluster's
 jobs mostly wait; they share a run; or they import the frameworks, which takes longer than many a test."""

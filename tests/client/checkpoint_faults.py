@@ -24,7 +24,7 @@ from torch import nn
 from cadenza.sidecar.client.checkpoints import SaveError, checkpoint
 
 EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
-"""What a save is made of, less writing and fsync (docs.python.org, "Audit events table")."""
+"""Audit events of a save, except writes and fsync (docs.python.org, "Audit events table")."""
 LARGE = 48 << 20
 PATIENCE_S = 60
 
@@ -64,7 +64,7 @@ def save_killed(place: Path, step: int, at: int) -> None:
 
 
 def killed_everywhere(folder: Path) -> list[dict[str, Any]]:
-    """Kill a save at each point, then restore, save once more, and look at what is left."""
+    """Kill a save at each point, then restore, save once more, and list the remaining files."""
     found: list[dict[str, Any]] = []
     base = folder / "base"
     for step in (1, 2):
@@ -112,7 +112,7 @@ def disk_full(folder: Path) -> dict[str, Any]:
 
 
 def filled(place: Path) -> dict[str, Any]:
-    """Save until it fails, in the foreground and in the background; say how, and what is left."""
+    """Save until it fails, in the foreground and in the background; record the error and the remaining files."""
     if not list(place.iterdir()):
         save(place, 1, size=1 << 20)
     messages = [refused(lambda: save(place, 2, size=1 << 20))]
@@ -125,7 +125,7 @@ def filled(place: Path) -> dict[str, Any]:
 
 
 def refused(work: Callable[[], object]) -> str:
-    """Return the text of the SaveError that something raises, or nothing."""
+    """Return the text of a raised SaveError, "" without one."""
     try:
         work()
     except SaveError as error:

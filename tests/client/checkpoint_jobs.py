@@ -28,7 +28,7 @@ SAMPLES, GLOBAL_BATCH = 48, 8
 
 
 def fork(work: Callable[..., object], *arguments: object) -> int:
-    """Run something in a process of its own; return its pid."""
+    """Run a function in a separate process; return its pid."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -42,7 +42,7 @@ def fork(work: Callable[..., object], *arguments: object) -> int:
 
 
 def wait(*pids: int) -> list[int]:
-    """Return the exit codes; that of a killed process is the signal's number, negative."""
+    """Return the exit codes; a killed process has the negative number of the signal."""
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
@@ -110,7 +110,7 @@ def train(
 
 
 def draw() -> float:
-    """Return a number that python's and numpy's generators have drawn."""
+    """Return a number drawn from Python's and numpy's generators."""
     return random.random() + float(np.random.rand())  # noqa: S311, NPY002
 
 
@@ -133,7 +133,7 @@ def one_step(job: dict[str, Any], batch: torch.Tensor, noise: float) -> float:
 
 
 def digest(job: dict[str, Any]) -> str:
-    """Return a digest of everything that the job has become."""
+    """Return a digest of the job's whole state."""
     model = getattr(job["model"], "module", job["model"])
     tensors = [*model.state_dict().values()]
     for state in job["optimizer"].state.values():

@@ -58,7 +58,7 @@ def losses(things: dict[str, Any], steps: int) -> list[float]:
 
 
 def first_life(place: Path, told: Path, rank: int, size: int, background: bool) -> None:
-    """Train, save, train on."""
+    """Train, save, and continue training."""
     meet(rank, size, told)
     things = job(sharded=size > 1, background=background)
     before = losses(things, SAVED_AT)
@@ -69,7 +69,7 @@ def first_life(place: Path, told: Path, rank: int, size: int, background: bool) 
 
 
 def second_life(place: Path, told: Path, rank: int, size: int) -> None:
-    """Restore, train on."""
+    """Restore and continue training."""
     meet(rank, size, told)
     things = job(sharded=size > 1, background=False)
     weight = things["model"][0].weight
@@ -80,7 +80,7 @@ def second_life(place: Path, told: Path, rank: int, size: int) -> None:
 
 
 def one_rank_fails(place: Path, told: Path, rank: int, size: int) -> None:
-    """Rank 1 has state that cannot be saved, and the model of rank 1 has another shape; each fails on both."""
+    """Fail on both ranks because rank 1 has state that cannot be saved, and then a model of another shape."""
     meet(rank, size, told)
     messages = []
     for things in ({"own": {"odd": {"set": {1} if rank else 1}}}, {"model": nn.Linear(2, 2 + rank)}):
@@ -110,7 +110,7 @@ def meet(rank: int, size: int, told: Path) -> None:
 
 
 def write(told: Path, rank: int, found: dict[str, Any]) -> None:
-    """Write what a rank saw."""
+    """Write a rank's record."""
     told.with_name(f"{told.name}.{rank}").write_text(json.dumps(found))
 
 

@@ -1,6 +1,6 @@
 """One of two ranks of a DDP job (gloo, CPU): trains alone and sharing, with both bucket settings; prints losses.
 
-With ``--no-code`` it trains once, with gradients as bucket views, and knows nothing of Cadenza.
+With ``--no-code`` it trains once, with gradients as bucket views, and without Cadenza's lines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A job without torch: steps of a few milliseconds until the file named first exists; then it prints its steps."""
+"""A job without torch: steps of a few milliseconds until the file in its first argument exists; prints its steps."""
 
 from __future__ import annotations
 

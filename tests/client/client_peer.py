@@ -20,7 +20,7 @@ PATIENCE_S = 60.0
 
 
 class Rank:
-    """The agent's end of one rank: its page and what it said."""
+    """The agent's end of one rank: its page and its messages."""
 
     def __init__(self, connection: socket.socket, hello: dict[str, Any], answer: str, stop: int, purpose: int) -> None:
         self.connection = connection
@@ -51,7 +51,7 @@ class Rank:
         return message
 
     def stop_at(self, step: int, order: int) -> None:
-        """Write the stop into the page and say it, the agent's order of doing so."""
+        """Write the stop into the page and then send it, in the agent's order."""
         self.page[wire.PAGE_ORDER] = order
         self.page[wire.PAGE_STOP] = step
         self.say("stop", order=order, step=step)
@@ -60,12 +60,12 @@ class Rank:
         self.page[wire.PAGE_STOP] = 0
 
     def gone(self) -> bool:
-        """Whether the rank has closed its end."""
+        """Return whether the rank has closed its end."""
         return self.connection.recv(wire.MAX_PACKET) == b""
 
 
 class Peer:
-    """Listens like an agent; ``rank()`` takes the next one that attaches."""
+    """Listener in place of an agent; ``rank()`` accepts the next rank that attaches."""
 
     def __init__(self, path: Path, answer: str = "held") -> None:
         self.path = path
@@ -93,7 +93,7 @@ class Peer:
         connection.close()
 
     def die(self) -> None:
-        """Vanish as a killed agent does: the socket file stays, every connection ends."""
+        """Vanish like a killed agent: the socket file stays, every connection ends."""
         for connection in self._open:
             connection.close()
         self._socket.close()
@@ -105,7 +105,7 @@ class Peer:
 
 
 class Script(threading.Thread):
-    """What an agent does while the main thread is the job; ``finish()`` returns its result or raises its error."""
+    """Agent's actions while the main thread is the job; ``finish()`` returns their result or raises their error."""
 
     def __init__(self, script: Callable[[], Any], peer: Peer) -> None:
         super().__init__(daemon=True)
@@ -130,13 +130,13 @@ class Script(threading.Thread):
 
 
 class Turns:
-    """Stops the ranks at the given steps, commits, and resumes, each time after ``meanwhile(cycle)``."""
+    """Stops of the ranks at the given steps: commit, ``while_away(cycle)``, resume."""
 
     def __init__(
-        self, peer: Peer, steps: Sequence[int], ranks: int = 1, meanwhile: Callable[[int], None] | None = None
+        self, peer: Peer, steps: Sequence[int], ranks: int = 1, while_away: Callable[[int], None] | None = None
     ) -> None:
         self._peer, self._steps, self._ranks = peer, list(steps), ranks
-        self._meanwhile = meanwhile or (lambda cycle: None)
+        self._while_away = while_away or (lambda cycle: None)
         self.arrived: list[dict[str, Any]] = []
         self.yielded: list[dict[str, Any]] = []
         self.finish = Script(self._run, peer).finish
@@ -148,7 +148,7 @@ class Turns:
             self._cycle(ranks, order)
 
     def _order(self, ranks: list[Rank], order: int) -> None:
-        """Give the order, or none after the last; before the ranks go on, so that none slips past."""
+        """Give the next order, if there is one, before the ranks continue, so that no rank passes the step."""
         for rank in ranks:
             if order <= len(self._steps):
                 rank.stop_at(self._steps[order - 1], order)
@@ -160,7 +160,7 @@ class Turns:
         for rank in ranks:
             rank.say("commit", order=order)
         self.yielded += [rank.hear("yielded") for rank in ranks]
-        self._meanwhile(order)
+        self._while_away(order)
         self._order(ranks, order + 1)
         for rank in ranks:
             rank.say("resume", order=order)
@@ -170,7 +170,7 @@ class Turns:
 
 @contextlib.contextmanager
 def running(*commands: Sequence[str], envs: Sequence[dict[str, str]]) -> Iterator[list[subprocess.Popen[str]]]:
-    """Run commands, and leave none behind: a rank that waits for its lease would wait for ever."""
+    """Run commands and kill them at the end: a rank without a lease would wait forever."""
     jobs = [
         subprocess.Popen(
             command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -187,6 +187,6 @@ def running(*commands: Sequence[str], envs: Sequence[dict[str, str]]) -> Iterato
 
 
 def slurm_environment(path: Path, **others: str) -> dict[str, str]:
-    """Return what a job's process sees of Slurm, and nothing else of a surrounding job."""
+    """Return the environment of a job's process, without that of a surrounding job."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "CADENZA_"))}
     return {**kept, "SLURM_JOB_ID": "4711", wire.SOCKET_ENV: str(path), **others}

@@ -1,4 +1,4 @@
-"""A training script that knows nothing of Cadenza: two optimizers, accumulation, a scheduler; prints its losses."""
+"""A training script without Cadenza: two optimizers, accumulation, a scheduler; prints its losses."""
 
 from __future__ import annotations
 

@@ -1,15 +1,27 @@
-"""Fixtures of the client's tests: a job's environment, and a session that is gone afterwards."""
+"""Fixtures of the client's tests: a job's environment, and a session that is closed at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from client_peer import Peer, slurm_environment
 
 from cadenza.sidecar import client
+
+
+class TorchModule(pytest.Module):
+    """A file of tests that needs torch."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        pytest.importorskip("torch", reason="needs the extra `client`")
+        return super().collect()
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    """Skip the files of this folder without torch, in place of failing at their imports."""
+    return TorchModule.from_parent(parent, path=module_path)
 
 
 @pytest.fixture
@@ -33,5 +45,7 @@ def job(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
-    """Two cores serve all: threads that wait for each other would make these tests slow."""
+    """One thread for torch: on two cores, threads that wait for each other would make these tests slow."""
+    import torch  # noqa: PLC0415
+
     torch.set_num_threads(1)

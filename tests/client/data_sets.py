@@ -60,7 +60,7 @@ class Broken(Squares):
 
 
 class Sockets(Squares):
-    """Items say which sockets the reading process has open."""
+    """Each item lists the open sockets of the reading process."""
 
     def __getitem__(self, index: int) -> list[str]:
         links = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if open_here(name)]
@@ -68,7 +68,7 @@ class Sockets(Squares):
 
 
 def open_here(name: str) -> bool:
-    """Whether a descriptor is still open: the one that listed them is not."""
+    """Return whether a descriptor is still open; the one that listed them is not."""
     return os.path.lexists(f"/proc/self/fd/{name}")
 
 
@@ -89,7 +89,7 @@ class Uneven:
 
 
 class Bulky:
-    """Items of one size each: bytes that say whose they are."""
+    """Items of one size each, whose bytes identify them."""
 
     def __init__(self, length: int = 40, nbytes: int = 1000) -> None:
         self.length, self.nbytes = length, nbytes
@@ -107,7 +107,7 @@ def generator(seed: int = 4) -> torch.Generator:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two batches are the same in type and content, to the bit."""
+    """Return whether two batches are the same in type and content, bit for bit."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):

@@ -29,20 +29,20 @@ STEPS = {"lightning_train": 24, "hf_trainer": 16, "accelerate_train": 64}
 
 
 def load(name: str) -> Example:
-    """Return one example's main; its frameworks are imported with it, which takes a minute from a cold disk."""
+    """Return one example's main; importing its frameworks takes a minute from a cold disk."""
     example: Example = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name=name)["main"]
     return example
 
 
 def run(example: Example, *flags: str) -> dict[str, Any]:
-    """Run one example as its file says."""
+    """Run one example with these flags."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     return example(list(flags))
 
 
 def handlers() -> list[object]:
-    """Return what this process does at each signal."""
+    """Return this process's signal handlers."""
     return [signal.getsignal(number) for number in sorted(signal.valid_signals())]
 
 

@@ -14,7 +14,7 @@ JOB = 9
 
 
 class Intruder(threading.Thread):
-    """Visits again and again from the moment on that a job is attached, until the block ends."""
+    """Repeated visits from the time a job is attached until the end of the block."""
 
     def __init__(self, agent: Agent) -> None:
         super().__init__(daemon=True)
@@ -45,7 +45,7 @@ class Intruder(threading.Thread):
 
 
 def granted(connection: Any) -> bool:
-    """Whether the next message, if one comes, says that the GPU is the intruder's."""
+    """Return whether the next message, if one comes, grants the GPU to the intruder."""
     try:
         return bool(wire.decode(connection.recv(wire.MAX_PACKET))["state"] == "granted")
     except TimeoutError:

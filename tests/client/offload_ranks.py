@@ -31,7 +31,7 @@ def train(name: str, steps: int, *, shared: bool) -> list[str]:
 
 
 def main() -> None:
-    """Write to a folder, by job, what training alone and sharing came to."""
+    """Write each job's results of training alone and sharing to a folder."""
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])

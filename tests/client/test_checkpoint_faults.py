@@ -1,4 +1,4 @@
-"""Killed while saving, out of disk, damaged files: the checkpoint before restores, and the error says what and why."""
+"""Killed while saving, full disk, damaged files: the checkpoint before restores, and the error names file and cause."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What was left behind by processes that were killed or ran out of disk."""
+    """Files left by processes that were killed or filled the disk."""
     folder = tmp_path_factory.mktemp("faults")
     subprocess.run([sys.executable, checkpoint_faults.__file__, str(folder)], check=True, timeout=200)
     told: dict[str, Any] = json.loads((folder / "found.json").read_text())
@@ -61,7 +61,7 @@ def test_a_full_disk_is_named_and_the_last_one_stays(found: dict[str, Any]) -> N
 
 
 def saved(place: Path, *steps: int) -> nn.Module:
-    """Save a model that holds the step, for each step."""
+    """Save a model that contains the step, for each step."""
     model = nn.Linear(64, 2)
     keeper = checkpoint(place, model=model)
     for step in steps:
@@ -92,7 +92,7 @@ def test_damage_is_found_and_named(tmp_path: Path, name: str, harm: Any, caplog:
     assert [(one.path.name, one.step) for one in keeper.skipped] == [("step-00000002", 2)]
     assert name in keeper.skipped[0].reason
     assert keeper.skipped[0].reason in caplog.text
-    keeper.save(2)  # the same step again, beside the damaged one, which then goes
+    keeper.save(2)  # the same step again; the damaged one is then removed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002.2"]
     assert keeper.restore() == 2
 
@@ -156,7 +156,7 @@ def test_a_later_format_is_an_error_and_not_passed_over(tmp_path: Path) -> None:
 
 
 class Trap:
-    """What an attacker would put into a pickle."""
+    """An attacker's object in a pickle."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("touch /tmp/cadenza-was-here",)

@@ -79,8 +79,8 @@ def test_two_checkpoints_are_kept(jobs: Path) -> None:
     assert names == {"step-00000016", "step-00000020"}
 
 
-def test_ranks_that_are_to_save_on_order_meet_or_name_who_is_missing(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("meeting_ranks.py")
+def test_ranks_that_save_on_request_meet_or_name_the_missing_rank(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("barrier_ranks.py")
     subprocess.run([sys.executable, str(script), str(tmp_path)], check=True, timeout=200)
     first, second = (json.loads((tmp_path / f"told.{rank}").read_text()) for rank in range(2))
     assert (first[0], first[-1], second) == ("met", "goes on", ["met", "goes on"])

@@ -1,4 +1,4 @@
-"""What is saved and how it comes back: in place, exactly, and only where it fits."""
+"""Saved state comes back in place, exactly, and only where it fits."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class Odd:
         ({"a": lambda: 0}, r"own\['odd'\].state.a is a function"),
     ],
 )
-def test_what_could_not_be_restored_is_refused_when_saving(tmp_path: Path, state: object, message: str) -> None:
+def test_state_that_could_not_be_restored_is_refused_when_saving(tmp_path: Path, state: object, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         checkpoint(tmp_path, own={"odd": Odd(state)}).save(1)
     assert not list(tmp_path.iterdir())

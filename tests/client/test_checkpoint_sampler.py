@@ -1,4 +1,4 @@
-"""The sampler's promise: every sample once an epoch, in the same global order, whatever ranks and interruptions."""
+"""The sampler yields every sample once per epoch, in the same global order, with any ranks and interruptions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def step_of(samplers: list[ResumableSampler], iterators: list[Iterator[int]], ba
 @settings(max_examples=60)
 @given(data=st.data(), seed=st.integers(0, 2**64), shuffle=st.booleans())
 def test_any_sequence_of_world_sizes_sees_the_same_order(data: st.DataObject, seed: int, shuffle: bool) -> None:
-    """A global batch of 12, dealt to 1, 2, 3, 4, 6 or 12 ranks that change between steps."""
+    """Distribute a global batch of 12 over 1, 2, 3, 4, 6 or 12 ranks that change between steps."""
     epochs, steps = 2, 4
     whole = ResumableSampler(12 * steps, seed=seed, shuffle=shuffle, ranks=(0, 1))
     expected = []
@@ -113,7 +113,7 @@ def test_set_epoch_keeps_the_position_in_the_epoch_at_hand() -> None:
     assert list(sampler) == list(range(8))
 
 
-def test_a_position_that_nobody_told_is_not_saved(tmp_path: Any) -> None:
+def test_a_position_without_a_count_is_not_saved(tmp_path: Any) -> None:
     sampler = ResumableSampler(8)
     next(iter(sampler))
     with pytest.raises(UsageError, match=r"use batches\(\) or advance\(\)"):

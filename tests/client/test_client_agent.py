@@ -1,4 +1,4 @@
-"""The client against the real agent: give way to a job that did not opt in, survive the agent, come back."""
+"""The client with the real agent: yield to a job that did not opt in, survive the agent, come back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def until(condition: Callable[[], Any], what: str) -> None:
 
 
 class Agent:
-    """A real agent process on a folder of its own."""
+    """A real agent process in a separate folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.socket = folder, folder / "agent.sock"
@@ -57,7 +57,7 @@ class Agent:
         return (self.folder / "agent.log").read_text()
 
     def say(self, kind: str, **fields: Any) -> socket.socket:
-        """Talk as the SPANK plugin does; return the open connection."""
+        """Register a job like the SPANK plugin; return the open connection."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(PATIENCE_S)
         connection.connect(str(self.socket))

@@ -1,4 +1,4 @@
-"""attach(): free to import, silent where there is nothing to attach to, one identity a rank, inert in children."""
+"""attach(): cheap to import, harmless without an agent, one identity per rank, inert in children."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_buckets_are_the_wires() -> None:
 
 
 class Items(Dataset[int]):
-    """Items made in a forked worker, which calls boundary() as careless code may."""
+    """Items made in a forked worker that calls boundary() like careless code."""
 
     def __len__(self) -> int:
         return 8
@@ -173,7 +173,7 @@ def one_turn(peer: Peer, calls: list[str]) -> list[str]:
     return seen
 
 
-def test_the_job_is_told_before_its_state_leaves_and_after_it_is_back(job: Peer) -> None:
+def test_functions_run_before_the_state_leaves_and_after_it_is_back(job: Peer) -> None:
     state, calls = torch.ones(4), []
     script = Script(lambda: one_turn(job, calls), job)
     session = client.attach(tensors=[state])

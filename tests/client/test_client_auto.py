@@ -1,4 +1,4 @@
-"""What counts as a boundary without a change of code, and when the follower stands down."""
+"""Boundaries without a change of code, and the cases in which automatic attach is off."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cadenza.sidecar.client.bootstrap.process import current
 
 @pytest.fixture
 def follower(monkeypatch: pytest.MonkeyPatch) -> Iterator[auto.Follower]:
-    """Follows all optimizers of this process, as under ``cadenza run``."""
+    """Follower of all optimizers of this process, as under ``cadenza run``."""
     monkeypatch.setenv(auto.ATTACHED_ENV, "")
     one = auto.Follower()
     handle = register_optimizer_step_post_hook(one.stepped)
@@ -54,7 +54,7 @@ def test_the_first_optimizer_alive_makes_the_steps(job: Peer, follower: auto.Fol
     assert steps() == 4
 
 
-def test_whatever_lives_beside_the_optimizer_moves_too(job: Peer, follower: auto.Follower) -> None:
+def test_modules_and_scalers_of_the_process_move_too(job: Peer, follower: auto.Follower) -> None:
     gc.collect()
     model, teacher = nn.Linear(4, 4), nn.Linear(4, 4)
     descent = torch.optim.SGD(model.parameters(), lr=0.1)

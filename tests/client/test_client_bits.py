@@ -1,4 +1,4 @@
-"""A job that yields computes what it computes when left alone, bit for bit, and its memory is gone meanwhile."""
+"""A job that yields computes the same as one that does not, bit for bit, and its memory is free while it is away."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def transformer() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], torch.
 
 
 class Tied(nn.Module):
-    """An embedding and an output layer with one weight, of which a frozen view is kept as well."""
+    """An embedding and an output layer with one weight, and a frozen view of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_losses_and_state_are_bit_identical(
 
 
 def mapped(address: int) -> bool:
-    """Whether an address belongs to this process's memory now."""
+    """Return whether an address belongs to this process's memory."""
     ranges = (line.split(" ", 1)[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
     return any(int(low, 16) <= address < int(high, 16) for low, high in ranges)
 
@@ -114,7 +114,7 @@ def test_memory_is_released_while_away_and_objects_stay(job: Peer) -> None:
         seen["mapped"] = mapped(address + 2**20)
         seen["rss"] = resident_bytes()
 
-    turns = Turns(job, [1], meanwhile=look)
+    turns = Turns(job, [1], while_away=look)
     client.attach(model, optimizer)
     rss = resident_bytes()
     client.boundary()
@@ -162,7 +162,7 @@ def test_registered_tensors_scalers_and_averages_move_too(job: Peer) -> None:
     kept: list[torch.Tensor] = [*average.parameters(), scaler._scale, table["table"], made]
     copies = [tensor.detach().clone() for tensor in kept]
     empty: list[int] = []
-    turns = Turns(job, [1], meanwhile=lambda cycle: empty.extend(t.untyped_storage().nbytes() for t in kept))
+    turns = Turns(job, [1], while_away=lambda cycle: empty.extend(t.untyped_storage().nbytes() for t in kept))
     client.attach(model, None, average, scaler, lambda: [made], tensors=table)
     client.boundary()
     turns.finish()
@@ -170,8 +170,8 @@ def test_registered_tensors_scalers_and_averages_move_too(job: Peer) -> None:
     assert all(torch.equal(now, then) for now, then in zip(kept, copies, strict=True))
 
 
-def test_only_what_is_there_at_the_boundary_moves(job: Peer) -> None:
-    """The low point is after zero_grad(set_to_none=True): gradients are no part of the state then."""
+def test_only_the_state_at_the_boundary_moves(job: Peer) -> None:
+    """The state is smallest after zero_grad(set_to_none=True), because it has no gradients then."""
     model = nn.Linear(100, 100)
     optimizer = torch.optim.AdamW(model.parameters())
     turns = Turns(job, [1, 2, 3])

@@ -1,4 +1,4 @@
-"""A job whose clock starts elsewhere than its agent's, as in a container with a time namespace of its own."""
+"""A job whose clock has another start than its agent's, as in a container with a time namespace of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JOB = Path(__file__).with_name("client_job.py")
 def test_nothing_compares_the_jobs_clock_with_the_agents(peer: Peer, tmp_path: Path) -> None:
     end = tmp_path / "end"
     taken: list[int] = []
-    turns = Turns(peer, [3, 6], meanwhile=taken.append)
+    turns = Turns(peer, [3, 6], while_away=taken.append)
     command = ["unshare", "--time", "--monotonic", "864000", sys.executable, str(JOB), str(end)]
     with running(command, envs=[slurm_environment(peer.path)]) as (job,):
         turns.finish()

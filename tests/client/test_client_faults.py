@@ -1,4 +1,4 @@
-"""The rank's side of the protocol when agents die, change their mind, come late or say no (scripted agent)."""
+"""The rank's side of the protocol when agents die, cancel, come late or refuse (scripted agent)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Job:
 
 @pytest.fixture
 def start(peer: Peer, tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Start jobs, and leave none behind."""
+    """Start jobs, and kill them at the end."""
     jobs: list[Job] = []
 
     def begin(*options: str) -> Job:
@@ -64,7 +64,7 @@ def goes_on(rank: Rank, steps: int = 3) -> int:
 
 
 def arrive(rank: Rank, order: int = 1) -> int:
-    """Stop the rank a little later; return the step at which it stands."""
+    """Stop the rank a little later; return the step at which it stops."""
     rank.stop_at(rank.step + 3, order)
     message = rank.hear("arrived")
     assert message["order"] == order

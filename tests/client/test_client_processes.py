@@ -1,4 +1,4 @@
-"""Whole jobs in processes of their own: DDP with gloo, and scripts that attach without a change of their code."""
+"""Whole jobs in separate processes: DDP with gloo, and scripts that attach without a change of their code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STOPS = [3, 4, 9, 13]
 
 
 def losses(folder: Path) -> list[dict[str, list[float]]]:
-    """Return what the two ranks wrote."""
+    """Return the two ranks' results."""
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -71,7 +71,7 @@ def test_torchrun_ranks_attach_without_code(
 
 
 def test_a_script_attaches_without_code(peer: Peer, tmp_path: Path) -> None:
-    """It also runs the sitecustomize that was there before, and losses are those of the script alone."""
+    """It also runs the sitecustomize that was there before, and the losses are those of the script alone."""
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.stderr.write('the site has spoken ')\n")
     environment = slurm_environment(peer.path, PYTHONPATH=str(tmp_path))
     command = [*RUN, sys.executable, str(HERE / "client_train.py")]

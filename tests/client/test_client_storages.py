@@ -1,4 +1,4 @@
-"""What cannot be released is found and named before anything moves, and a failed move leaves all in place."""
+"""Storages that cannot be released are found and named before a move, and a failed move leaves all in place."""
 
 from __future__ import annotations
 
@@ -149,8 +149,8 @@ def test_refused_state_is_named_to_the_agent_and_stays(job: Peer) -> None:
     assert script.finish().startswith("cannot release model.table (not resizable")
 
 
-def test_a_move_that_fails_is_told_and_the_job_goes_on(job: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Host memory is short: an address-space limit makes the arena's allocation fail."""
+def test_a_move_that_fails_is_reported_and_the_job_continues(job: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory is short: an address-space limit makes the buffer's allocation fail."""
     tensor = torch.arange(25_000_000)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
 

@@ -1,4 +1,4 @@
-"""The never-evicting cache: what it holds, what it counts, who shares it, and what is left of it."""
+"""The cache that never evicts: its contents, its counts, its sharing between processes, and its removal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def record_bytes(item: object) -> int:
-    """Return what an item takes in the cache."""
+    """Return the size of an item in the cache."""
     return HEAD.size + sum(len(part) for part in item_codec.encode(item))
 
 
@@ -42,7 +42,7 @@ def on_disk(folder: Path) -> int:
 
 
 def in_process(function: Callable[[], object]) -> int:
-    """Run a function in a process of its own, as a rank is; return its exit code."""
+    """Run a function in a separate process, like a rank; return its exit code."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -197,7 +197,7 @@ def test_what_a_killed_writer_left_is_never_served(tmp_path: Path) -> None:
 
 
 def test_when_memory_is_short_it_stops_admitting_and_goes_on(tmp_path: Path) -> None:
-    """The limit of file sizes stands for a full file system: both end the same call."""
+    """A limit on file sizes stands for a full file system: both make the same call fail."""
     dataset = Bulky(20)
     nbytes = record_bytes(dataset[0])
 
@@ -308,7 +308,7 @@ def test_another_dataset_of_the_job_needs_another_name(tmp_path: Path) -> None:
     assert len(first) == 5
 
 
-def test_jobs_are_told_apart_by_slurm_torchrun_or_process() -> None:
+def test_jobs_are_distinguished_by_slurm_torchrun_or_process() -> None:
     assert shm_dirs.job_key({"SLURM_JOB_ID": "17", "TORCHELASTIC_RUN_ID": "x"}) == "job17"
     assert shm_dirs.job_key({"TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "4"}) == "runnone-4"
     assert shm_dirs.job_key({}) == f"pid{os.getpid()}"
@@ -356,7 +356,7 @@ ARRAYS = [
 
 
 def trees() -> st.SearchStrategy[Any]:
-    """Return trees of all that the format knows."""
+    """Return trees of all types that the format can store."""
     leaves = (
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
         | st.sampled_from(TENSORS) | st.sampled_from(ARRAYS)

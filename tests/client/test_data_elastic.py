@@ -1,4 +1,4 @@
-"""ElasticDataLoader beside torch's DataLoader: the same batches, through resizes, deaths and resumptions."""
+"""ElasticDataLoader compared with torch's DataLoader: the same batches, through resizes, deaths and resumptions."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_dataset_that_reads_batches_does(tmp_path: Path) -> None:
 
 
 def epoch(loader: ElasticDataLoader[Any], plan: dict[int, int] | None = None) -> list[Any]:
-    """Return an epoch's batches; the plan says after how many of them to have how many workers."""
+    """Return an epoch's batches; the plan maps numbers of batches to numbers of workers."""
     taken: list[Any] = []
     for batch in loader:
         taken.append(batch)
@@ -294,7 +294,7 @@ def test_what_cannot_be_kept_is_refused() -> None:
 
 def test_workers_that_cannot_be_started_leave_the_old_ones_at_work(caplog: pytest.LogCaptureFixture) -> None:
     class Unstartable(type(multiprocessing.get_context("fork"))):  # type: ignore[misc]
-        """Starts no further process once it is shut."""
+        """Context that starts no further process once it is shut."""
 
         shut = False
 

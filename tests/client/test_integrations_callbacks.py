@@ -1,4 +1,4 @@
-"""Where the callbacks' boundaries are, what moves at them, and what they refuse."""
+"""The callbacks' boundaries, the state that moves at them, and their refusals."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_lightning_moves_the_averaged_copy_and_refuses_to_save_while_away(
         with pytest.raises(UsageError, match="save_checkpoint"):
             trainer.save_checkpoint(tmp_path / "never.ckpt")
 
-    turns = Turns(job, [3], meanwhile=look)  # the first optimizer step: two batches of the sanity check come before
+    turns = Turns(job, [3], while_away=look)  # the first optimizer step: two batches of the sanity check come before
     fit(lightning, Seen())
     turns.finish()
     assert seen["sizes"] == {0}
@@ -218,7 +218,7 @@ def test_transformers_boundaries(job: Peer, tmp_path: Path, monkeypatch: pytest.
     def look(_: int) -> None:
         sizes.update(parameter.untyped_storage().nbytes() for parameter in model.parameters())
 
-    turns = Turns(job, [2, 4], meanwhile=look)
+    turns = Turns(job, [2, 4], while_away=look)
     callbacks = [Seen()]
     trainer = module.Trainer(
         model, arguments, train_dataset=module.Texts(32), eval_dataset=module.Texts(8), callbacks=callbacks

@@ -1,4 +1,4 @@
-"""The frameworks' examples under the real agent, unchanged and with callbacks, made to yield again and again."""
+"""The frameworks' examples under the real agent, unchanged and with callbacks, with many yields."""
 
 from __future__ import annotations
 

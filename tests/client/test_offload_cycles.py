@@ -71,7 +71,7 @@ def test_a_job_that_yields_computes_the_same(jobs: Any, name: str, request: pyte
 
 
 def test_one_byte_that_comes_back_wrong_is_seen(jobs: Any) -> None:
-    """The proof's own check: the hash of the state covers what a move could break."""
+    """A check of the proof itself: the digest of the state covers all bytes that a move could change."""
     torch.manual_seed(4)
     job = jobs.JOBS["tied, frozen, EMA"](jobs.Place(torch.device("cpu"), 0.05))
     job.step()

@@ -51,7 +51,7 @@ def test_exports_of_what_is_gone_are_forgotten(watched: None, monkeypatch: pytes
 
 
 def test_an_export_to_another_process_is_found() -> None:
-    """What torch.multiprocessing remembers of a storage; on the CPU it also moves it into shared memory."""
+    """Let torch.multiprocessing remember a storage; on the CPU this also moves it into shared memory."""
     tensor = torch.arange(8.0)
     reductions.reduce_storage(tensor.untyped_storage())
     [kept] = survey([("tensors", [tensor])]).resident

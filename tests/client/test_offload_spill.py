@@ -33,7 +33,7 @@ def segments(tensors: list[torch.Tensor]) -> list[Segment]:
 
 @contextlib.contextmanager
 def full_disk(nbytes: int) -> Iterator[None]:
-    """No file of this process may grow beyond some bytes: EFBIG, as a full disk gives ENOSPC."""
+    """Limit the size of this process's files: EFBIG stands for the ENOSPC of a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:
@@ -44,7 +44,7 @@ def full_disk(nbytes: int) -> Iterator[None]:
 
 @pytest.fixture
 def no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job's limit that leaves nothing."""
+    """A job's memory limit that leaves nothing."""
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/\n")
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
@@ -79,7 +79,7 @@ def test_a_full_disk_is_found_before_anything_moves(tensors: list[torch.Tensor],
 
 
 def test_a_write_that_fails_leaves_all_where_it_was(tensors: list[torch.Tensor], tmp_path: Path) -> None:
-    """A file system that gives away what it had promised."""
+    """A file system that gives allocated space to others."""
     spilled = SpillFile(segments(tensors), str(tmp_path))
     with full_disk(100_000), pytest.raises(MoveError, match="could not be written to disk: File too large"):
         spilled.offload()
@@ -124,7 +124,7 @@ def test_a_job_without_memory_yields_to_disk(
 
 
 def test_without_memory_and_without_disk_the_job_goes_on(no_memory: None, job: Peer, tmp_path: Path) -> None:
-    """One that is full already is refused; one that fills up after the commit is told, and nothing has moved."""
+    """A full disk is refused; one that fills up after the commit is reported, and nothing has moved."""
     tensor = torch.ones(100_000)
 
     def agent() -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""job_submit.lua, driven through real Luas: 5.1, which Debian builds Slurm with, and 5.4."""
+"""job_submit.lua in real Lua interpreters: 5.1, with which Debian builds Slurm, and 5.4."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOW = 1_000_000
 
 
 class Slurm:
-    """The ``slurm`` table, and what was logged and said through it."""
+    """The ``slurm`` table, with the messages logged and sent to users."""
 
     def __init__(self, tmp_path: Path, lua: Any) -> None:
         self.files = tmp_path
@@ -114,7 +114,7 @@ def test_text_that_is_no_utf8_becomes_json_all_the_same(slurm: Slurm) -> None:
 
 
 @pytest.mark.parametrize("comment", [None, "", "a note", "[1,2]", '{"APS":{"x":1}}', '{"half', "42", "about cadenza"])
-def test_who_does_not_ask_keeps_the_comment(slurm: Slurm, comment: str | None) -> None:
+def test_a_job_without_options_keeps_its_comment(slurm: Slurm, comment: str | None) -> None:
     job = slurm.submit(comment=comment) if comment is not None else slurm.submit()
     assert job.rc == SUCCESS
     assert job.comment == comment

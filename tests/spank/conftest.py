@@ -1,4 +1,4 @@
-"""The plugin's files that know nothing of Slurm, compiled as they are and called through ctypes."""
+"""The plugin's files that do not use Slurm, compiled unchanged and called through ctypes."""
 
 from __future__ import annotations
 

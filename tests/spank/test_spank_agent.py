@@ -1,4 +1,4 @@
-"""The plugin's talk with an agent: its packets, read by the real agent's reader, and the bounded wait."""
+"""The plugin's messages to an agent, read by the real agent's reader, and the limited wait."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_no_socket_means_no_agent_on_lane_0_only(library: ctypes.CDLL, path: Pat
 
 
 @pytest.mark.slow
-def test_a_socket_that_nobody_serves_is_waited_for(library: ctypes.CDLL, path: Path) -> None:
+def test_the_plugin_waits_for_a_socket_without_a_server(library: ctypes.CDLL, path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
         dead.bind(str(path))
     assert wait(library, path, job()) == SILENT
@@ -211,7 +211,7 @@ def test_time_spent_stopped_is_no_silence(library_path: Path, path: Path) -> Non
             assert int(waiting.stdout.read()) == GRANTED
 
 
-def test_the_end_is_told_once_and_never_waited_for(library: ctypes.CDLL, path: Path) -> None:
+def test_the_end_is_reported_once_without_a_wait(library: ctypes.CDLL, path: Path) -> None:
     config = ctypes.byref(Config(str(path).encode(), 1))
     library.agent_report_end(7, config)
     with peer(path, []) as agent:

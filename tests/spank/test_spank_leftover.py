@@ -1,4 +1,4 @@
-"""What a batch script leaves running ends before slurmstepd looks for it: real processes in real control groups."""
+"""Processes left by a batch script end before slurmstepd looks for them: real processes in real control groups."""
 
 from __future__ import annotations
 

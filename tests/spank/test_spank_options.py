@@ -1,4 +1,4 @@
-"""The grammar of --cadenza: what it takes, what it refuses, and that the controller's lua reads it the same way."""
+"""The grammar of --cadenza: accepted and refused values; the controller's Lua script reads it in the same way."""
 
 from __future__ import annotations
 

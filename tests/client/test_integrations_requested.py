@@ -1,4 +1,4 @@
-"""Checkpoints that Cadenza orders, saved and restored by the frameworks' own means, bit for bit."""
+"""Checkpoints that Cadenza requests, saved and restored by the frameworks themselves, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from client_peer import Peer, Script
-from test_checkpoint_ordered import ordered_by, send_on
+from test_checkpoint_requested import requested_by, send_on
 from test_integrations_callbacks import example
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -50,7 +50,7 @@ def lightning(job: Peer) -> Callable[..., Any]:
 def test_lightning_saves_on_order_and_goes_on_from_there(
     lightning: Callable[..., Any], job: Peer, tmp_path: Path
 ) -> None:
-    finish = ordered_by(job, 3, then=send_on)
+    finish = requested_by(job, 3, then=send_on)
     steps, losses, digest = lightning(CadenzaCallback(checkpoints=tmp_path / "kept"))
     said = finish()
     assert (said["step"], said["error"], said["path"]) == (3, "", str(tmp_path / "kept/step-00000003.ckpt"))
@@ -64,17 +64,17 @@ def test_lightning_saves_on_order_and_goes_on_from_there(
 def test_lightning_saves_after_the_accumulation_in_which_it_was_asked(
     lightning: Callable[..., Any], job: Peer, tmp_path: Path
 ) -> None:
-    finish = ordered_by(job, 5, then=send_on)  # the first of the two batches of step 3
+    finish = requested_by(job, 5, then=send_on)  # the first of the two batches of step 3
     steps, losses, digest = lightning(CadenzaCallback(checkpoints=tmp_path, every_batch=True))
     assert finish()["step"] == 3
     assert lightning(ckpt_path=CadenzaCallback(checkpoints=tmp_path).newest()) == (steps, losses[6:], digest)
 
 
-def test_a_lightning_checkpoint_that_fails_is_told_and_the_fit_ends_well(
+def test_a_lightning_checkpoint_that_fails_is_reported_and_the_fit_ends_well(
     lightning: Callable[..., Any], job: Peer, tmp_path: Path
 ) -> None:
     (tmp_path / "kept").touch()  # no directory can be made of it
-    finish = ordered_by(job, 2, then=lambda rank: None)
+    finish = requested_by(job, 2, then=lambda rank: None)
     steps, _, _ = lightning(CadenzaCallback(checkpoints=tmp_path / "kept"))
     assert "kept" in finish()["error"]
     assert steps == 6
@@ -104,7 +104,7 @@ def test_transformers_saves_on_order_and_resumes_from_there(
         trainer.train(resume_from_checkpoint=resume)
         return trainer.state.global_step, losses.seen, module.digest(model)
 
-    finish = ordered_by(job, 4, then=send_on)  # the second batch of the evaluation after step 2
+    finish = requested_by(job, 4, then=send_on)  # the second batch of the evaluation after step 2
     steps, losses, digest = train(CadenzaTrainerCallback(checkpoints=True))
     said = finish()
     assert (said["step"], said["error"], said["path"]) == (2, "", str(tmp_path / "checkpoint-2"))

@@ -1,4 +1,4 @@
-"""What the meter writes, as the wire says a reader finds it."""
+"""The step counters' record in the page, as the wire format defines it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 
 class Ticking:
-    """A clock in ns that moves when told."""
+    """A clock in ns that the test moves."""
 
     def __init__(self) -> None:
         self.now = 10**12
@@ -38,7 +38,7 @@ def fine(words: memoryview) -> list[int]:
 
 
 @given(st.lists(st.integers(0, 2**43), max_size=20))
-def test_the_written_out_buckets_are_the_wires(times: list[int]) -> None:
+def test_the_inlined_buckets_are_those_of_the_wire(times: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         ticking = Ticking()
         patch.setattr(step_page, "monotonic_ns", ticking)
@@ -69,7 +69,7 @@ def test_the_fine_histogram_fills_the_page_to_its_end() -> None:
     assert wire.fine_bounds_ns(wire.FINE_BUCKETS - 1)[1] == 1 << 41
 
 
-def test_samples_and_time_in_the_loader_are_told_at_the_next_boundary(clock: Ticking) -> None:
+def test_samples_and_time_in_the_loader_are_written_at_the_next_boundary(clock: Ticking) -> None:
     words = private_page()
     counted = StepCounters(words)
     counted.waited(0.25)
@@ -163,7 +163,7 @@ def test_an_order_whose_stop_was_raised_keeps_its_first_boundary(clock: Ticking)
     assert words[wire.PAGE_ORDERS : wire.PAGE_ORDERS + 4].tolist() == [7, clock.now - 1050, 0, 1050]
 
 
-def test_without_an_order_there_is_no_time_to_tell() -> None:
+def test_without_an_order_no_time_is_written() -> None:
     words = private_page()
     rank = StepCounters(words)
     rank.order_arrived()
@@ -171,7 +171,7 @@ def test_without_an_order_there_is_no_time_to_tell() -> None:
     assert not any(words[wire.PAGE_ORDER_COUNT : wire.PAGE_HISTOGRAM])
 
 
-def test_a_rank_without_a_gpu_tells_its_resident_set_when_it_stops() -> None:
+def test_a_rank_without_a_gpu_records_its_resident_set_when_it_stops() -> None:
     words = private_page()
     rank = StepCounters(words)
     rank.boundary()
@@ -182,7 +182,7 @@ def test_a_rank_without_a_gpu_tells_its_resident_set_when_it_stops() -> None:
     assert 1 << 20 < words[wire.PAGE_MEMORY_LOW] <= words[wire.PAGE_MEMORY_PEAK] < GIB * 64
 
 
-def test_gpu_memory_is_looked_at_every_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_memory_is_sampled_at_fixed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter([(5 * GIB, 9 * GIB), (4 * GIB, 9 * GIB), (6 * GIB, 10 * GIB)])
     monkeypatch.setattr(step_page, "gpu_memory", lambda: next(looks))
     words = private_page()
@@ -194,8 +194,8 @@ def test_gpu_memory_is_looked_at_every_so_many_steps(monkeypatch: pytest.MonkeyP
     assert words[wire.PAGE_MEMORY_LOW : wire.PAGE_MEMORY_PEAK + 1].tolist() == [4 * GIB, 10 * GIB]
 
 
-def test_torchs_allocator_is_read_as_torch_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shape is torch.cuda.memory_stats_as_nested_dict's; no GPU is here to ask."""
+def test_the_statistics_of_torchs_allocator_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shape is that of torch.cuda.memory_stats_as_nested_dict; no GPU is needed."""
     told = {"allocated_bytes": {"all": {"current": 3, "peak": 8, "allocated": 20, "freed": 17}}}
     cuda = SimpleNamespace(is_initialized=lambda: True, memory_stats_as_nested_dict=lambda: told)
     monkeypatch.setitem(sys.modules, "torch.cuda", cuda)

@@ -1,4 +1,4 @@
-"""Loaders and caches that follow what the agent writes into the page, and what the process may run on."""
+"""Loaders and caches follow the agent's values in the page, and the CPUs that the process may run on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 def tune(rank: Rank, cpus: float, cache_mb: int | None = None) -> None:
-    """Write as the agent does."""
+    """Write values like the agent."""
     rank.page[wire.PAGE_CPUS_CENTI] = round(100 * cpus)
     rank.page[wire.PAGE_CACHE_MB] = wire.UNSAID if cache_mb is None else cache_mb
     rank.page[wire.PAGE_TUNE_COUNT] += 1

@@ -1,4 +1,4 @@
-"""Loaders' pinning threads stand still while a job is away, and go on, or end, afterwards."""
+"""Loaders' pinning threads pause while a job is away, and continue, or end, afterwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pause = threading.Event()
 
 
 class Batch:
-    """A batch of the user's own type, which is asked to pin itself: what a loader's thread does with it."""
+    """A batch of the user's own type, which pins itself when a loader's thread asks it to."""
 
     count = 0
 
@@ -28,7 +28,7 @@ class Batch:
 
 
 class Pinner(threading.Thread):
-    """A loader's thread, less its queues: those of torch start only beside a GPU."""
+    """A loader's thread without its queues; torch starts its own only with a GPU."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -51,7 +51,7 @@ def pinner() -> Iterator[Pinner]:
 
 
 def progress() -> int:
-    """Return how many batches are pinned within a moment."""
+    """Return the number of batches pinned within a moment."""
     before = Batch.count
     pause.wait(0.02)
     return Batch.count - before
@@ -59,7 +59,7 @@ def progress() -> int:
 
 def test_no_batch_is_pinned_while_the_job_is_away(pinner: Pinner, job: Peer) -> None:
     seen: list[int] = []
-    turns = Turns(job, [1], meanwhile=lambda cycle: seen.append(progress()))
+    turns = Turns(job, [1], while_away=lambda cycle: seen.append(progress()))
     client.attach(torch.nn.Linear(2, 2))
     client.boundary()
     turns.finish()

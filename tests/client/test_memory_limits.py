@@ -1,4 +1,4 @@
-"""A yield that the job's memory limit cannot take is refused before anything moves, with the limit's name."""
+"""A yield that exceeds the job's memory limit is refused before anything moves, with the limit's name."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def memory_group(request: pytest.FixtureRequest) -> Iterator[Path]:
     yield Path()
 
 
-def test_a_real_groups_limit_is_found_from_within(memory_group: Path) -> None:
-    """Where none can be made, as without root, the other tests' files have to do."""
+def test_a_real_groups_limit_is_read_from_inside(memory_group: Path) -> None:
+    """Without the right to make a group this test passes; the other tests use plain files."""
     if memory_group == Path():
         return
     command = [sys.executable, "-c", IN_A_GROUP, str(memory_group)]
@@ -141,7 +141,7 @@ def test_the_ranks_of_a_node_share_the_limit(tmp_path: Path) -> None:
     assert "leaves 0 MiB" in memory_limits.refusal(1, 1, tmp_path)
 
 
-def test_a_short_limit_is_told_to_the_agent_and_nothing_moves(
+def test_a_short_limit_is_reported_to_the_agent_and_nothing_moves(
     job: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process(tmp_path, "0::/job_4711\n")

@@ -1,4 +1,4 @@
-"""The plan of a move: each storage once, in a place of its own, small ones together; staging changes no byte."""
+"""The plan of a move: each storage once, in its own place, small ones together; staging changes no byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A hundred yields at random boundaries of each of the benchmark's jobs, under the real protocol: not a bit differs."""
+"""Twenty yields at random boundaries of two of the benchmark's jobs, and of those of two ranks: not a bit differs.
+
+``benchmarks/sidecar_offload.py`` does the same with all jobs and 100 yields.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,17 @@ from pathlib import Path
 
 import pytest
 from client_peer import PATIENCE_S, Peer, Turns, running, slurm_environment
-from test_offload_cycles import NAMES, jobs, train
+from test_offload_cycles import jobs, train
 
 pytestmark = pytest.mark.slow
 
 __all__ = ["jobs"]
-STEPS, CYCLES = 150, 100
-STOPS = sorted(random.Random(4).sample(range(1, STEPS + 1), CYCLES))  # noqa: S311
+STEPS, YIELDS = 30, 20
+STOPS = sorted(random.Random(4).sample(range(1, STEPS + 1), YIELDS))  # noqa: S311
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_hundred_yields_change_nothing(jobs: object, name: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("name", ["transformer, AdamW, AMP", "2 loader workers"])
+def test_many_yields_change_nothing(jobs: object, name: str, request: pytest.FixtureRequest) -> None:
     alone = train(jobs, name, steps=STEPS)
     turns = Turns(request.getfixturevalue("job"), STOPS)
     assert train(jobs, name, turns, steps=STEPS) == alone
@@ -28,7 +31,7 @@ def test_a_hundred_yields_change_nothing(jobs: object, name: str, request: pytes
     assert all(message["bytes"] > 0 and not message["resident"] for message in turns.yielded)
 
 
-def test_a_hundred_yields_of_two_ranks_change_nothing(peer: Peer, tmp_path: Path) -> None:
+def test_many_yields_of_two_ranks_change_nothing(peer: Peer, tmp_path: Path) -> None:
     command = [sys.executable, str(Path(__file__).with_name("offload_ranks.py")), str(tmp_path), str(STEPS)]
     turns = []
     with running(
@@ -42,9 +45,9 @@ def test_a_hundred_yields_of_two_ranks_change_nothing(peer: Peer, tmp_path: Path
         ended = [(rank.communicate(timeout=PATIENCE_S)[1], rank.returncode) for rank in ranks]
     assert [code for _, code in ended] == [0, 0], ended
     for rank in range(2):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert len(found) == len(turns)
-        for alone, shared in found.values():
+        results = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert len(results) == len(turns)
+        for alone, shared in results.values():
             assert alone == shared
     buckets, views, shards = ([message["resident"] for message in each.yielded] for each in turns)
     assert all("gradient buckets" in names[0] for names in buckets)

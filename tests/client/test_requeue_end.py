@@ -1,4 +1,4 @@
-"""How a rank that stands with its checkpoint on the disk ends: at once by SIGTERM, and with its parent."""
+"""End of a rank that waits with its checkpoint on the disk: at once by SIGTERM, and with its parent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ with checkpoint_request.default_sigterm():
 
 
 def ended(pid: int) -> bool:
-    """Wait until a process that is no child of ours is gone."""
+    """Wait until a process that is not a child has ended."""
     descriptor = os.pidfd_open(pid)
     try:
         return bool(select.select([descriptor], [], [], 20)[0])

@@ -1,6 +1,6 @@
-"""Two ranks of a real gloo group that are to meet: together, and when one of them does not come.
+"""Two ranks of a real gloo group at a barrier: together, and when one of them does not come.
 
-``python meeting_ranks.py FOLDER`` writes what each rank was told as ``FOLDER/told.RANK``.
+``python barrier_ranks.py FOLDER`` writes what each rank was told as ``FOLDER/told.RANK``.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def test_memory_in_use_there_refuses_and_an_empty_pool_does_not() -> None:
     assert fixed_addresses.pool_refusal([one for one in held if not one.used]) is None
 
 
-def test_graphs_are_named_with_who_may_have_made_them() -> None:
+def test_graphs_are_named_with_their_possible_origin() -> None:
     class Graph:
         pass
 

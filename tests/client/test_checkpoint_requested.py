@@ -1,4 +1,4 @@
-"""Checkpoints that Cadenza orders: at the common boundary, complete before the answer, and then stand still."""
+"""Checkpoints that Cadenza requests: at the common boundary, complete before the answer; the rank then waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cadenza.sidecar.client.session import checkpoint_request
 
 
 class Training:
-    """A model that is trained and kept; ``steps`` boundaries are a run."""
+    """A model that is trained and saved; a run has ``steps`` boundaries."""
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(3)
@@ -45,8 +45,8 @@ def training(job: Peer, tmp_path: Path) -> Iterator[Training]:
     found.keeper.close()
 
 
-def ordered_by(peer: Peer, at: int, *, then: Callable[[Rank], None]) -> Callable[[], Any]:
-    """Order a checkpoint at a step, do something once it is there, and return what the rank said."""
+def requested_by(peer: Peer, at: int, *, then: Callable[[Rank], None]) -> Callable[[], Any]:
+    """Request a checkpoint at a step, act once it is there, and return the rank's messages."""
 
     def script() -> dict[str, Any]:
         rank = peer.rank(at, wire.PURPOSE_CHECKPOINT)
@@ -69,7 +69,7 @@ def send_on(rank: Rank) -> None:
 
 
 def restored(folder: Path, steps: int) -> tuple[Training, list[str]]:
-    """Return a new process's training, restored, after some steps."""
+    """Return the restored training of a new process, after some steps."""
     client.detach()
     again = Training(folder)
     assert again.keeper.restore() == 5
@@ -78,7 +78,7 @@ def restored(folder: Path, steps: int) -> tuple[Training, list[str]]:
 
 
 def test_a_restored_job_goes_on_bit_for_bit(job: Peer, training: Training, tmp_path: Path) -> None:
-    finish = ordered_by(job, 5, then=send_on)
+    finish = requested_by(job, 5, then=send_on)
     client.attach(training.model, training.optimizer)
     assert training.keeper.step == 0
     training.run(9)
@@ -92,14 +92,14 @@ def test_a_restored_job_goes_on_bit_for_bit(job: Peer, training: Training, tmp_p
 
 
 def test_a_rank_without_a_keeper_says_that_it_cannot(job: Peer) -> None:
-    finish = ordered_by(job, 1, then=send_on)
+    finish = requested_by(job, 1, then=send_on)
     session = client.attach()
     assert session.words[wire.PAGE_SAVES] == 0
     session.boundary()
     assert finish()["refused"] == checkpoint_request.NO_CHECKPOINT
 
 
-def test_a_keeper_is_told_of_in_the_page_and_a_closed_one_is_not(job: Peer, training: Training) -> None:
+def test_an_open_checkpoint_is_marked_in_the_page_and_a_closed_one_is_not(job: Peer, training: Training) -> None:
     taken = Script(job.rank, job)
     session = client.attach()
     rank = taken.finish()
@@ -115,7 +115,7 @@ def test_a_failed_save_is_an_answer_and_training_goes_on(
         raise SaveError("step 2 is not saved, earlier ones are untouched: shared.pt: No space left on device")
 
     monkeypatch.setattr("cadenza.sidecar.client.checkpoints.writing.write", full)
-    finish = ordered_by(job, 2, then=lambda rank: None)  # no word: after an error nobody waits for one
+    finish = requested_by(job, 2, then=lambda rank: None)  # no answer: after an error the rank does not wait for one
     client.attach(training.model, training.optimizer)
     training.run(4)
     assert "No space left" in finish()["error"]
@@ -132,7 +132,7 @@ def test_after_its_checkpoint_a_rank_stands_until_it_is_sent_on(
         seen.append(rank.step)
         end(rank)
 
-    finish = ordered_by(job, 3, then=then)
+    finish = requested_by(job, 3, then=then)
     client.attach(training.model, training.optimizer)
     training.run(6)
     finish()
@@ -141,14 +141,14 @@ def test_after_its_checkpoint_a_rank_stands_until_it_is_sent_on(
 
 
 def test_a_framework_may_save_after_the_boundary(job: Peer) -> None:
-    finish = ordered_by(job, 1, then=send_on)
+    finish = requested_by(job, 1, then=send_on)
     session = client.attach()
     session.call(on_checkpoint=lambda: checkpoint_request.DEFERRED)
     session.boundary()
     session.checkpointed("/shared/checkpoint-1", step=40)
     said = finish()
     assert (said["step"], said["path"], said["error"]) == (40, "/shared/checkpoint-1", "")
-    session.checkpointed("/shared/checkpoint-2")  # nobody asked: nothing happens
+    session.checkpointed("/shared/checkpoint-2")  # none was requested: nothing happens
 
 
 def test_steps_that_are_not_boundaries_need_to_be_named(job: Peer, training: Training) -> None:
@@ -168,7 +168,7 @@ def test_steps_that_are_not_boundaries_need_to_be_named(job: Peer, training: Tra
 def test_an_ordered_checkpoint_that_was_counted_too_far_does_not_stop_the_scripts_own(
     job: Peer, training: Training
 ) -> None:
-    finish = ordered_by(job, 8, then=send_on)
+    finish = requested_by(job, 8, then=send_on)
     client.attach(training.model, training.optimizer)
     training.run(8)
     finish()
