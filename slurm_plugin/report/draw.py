@@ -171,7 +171,8 @@ NOISE = re.compile(
 )
 """Parts that the page does without: the root, matplotlib's style sheet, empty groups, its fonts, and spaces."""
 COLOR = re.compile("|".join(PAGE_COLORS))
-COORDINATE = re.compile(r"-?\d+\.\d{3,}")
+COORDINATES = re.compile(r'(?<= [dxy]=")[^"]*')
+NUMBER = re.compile(r"-?\d+\.\d+")
 GROUP = re.compile(r'<g id="(?:(series|band)-(\d+)|[^"]*)"')
 
 
@@ -183,10 +184,12 @@ def _inline(document: str, chart: Chart, size: Size) -> str:
         """Mark the groups of lines; drop the ids of groups, because each drawing has the same ones."""
         return f'<g class="{match[1]} n{match[2]}"><title>{labels[match[2]]}</title' if match[1] else "<g"
 
+    def rounded(match: re.Match[str]) -> str:
+        return NUMBER.sub(lambda part: f"{float(part[0]):.1f}".replace("-0.0", "0").removesuffix(".0"), match[0])
+
     # 1. Drop what the page does without, round coordinates to a tenth of a pixel, and leave out implied letters.
     content = NOISE.sub("", document)
-    content = COORDINATE.sub(lambda match: f"{float(match[0]):.1f}".replace("-0.0", "0").removesuffix(".0"), content)
-    content = content.replace(" \nL ", " ").replace(" \n", " ")
+    content = COORDINATES.sub(rounded, content).replace(" \nL ", " ").replace(" \n", " ")
     # 2. Use the page's colors, names and references.
     content = COLOR.sub(lambda match: PAGE_COLORS[match[0]], content)
     content = content.replace("xlink:href", "href").replace("; ", ";").replace(": ", ":")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 
 import msgspec
@@ -12,8 +13,9 @@ from report_rig import comparison, loaded, toy
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.simulator.result_file import encode
-from cadenza.slurm_plugin.report.chart_model import Axis, ticks
+from cadenza.slurm_plugin.report.chart_model import Axis, Chart, Line, ticks
 from cadenza.slurm_plugin.report.compare import compare, compare_cell
+from cadenza.slurm_plugin.report.draw import WIDE, draw
 from cadenza.slurm_plugin.report.loader import load, window
 from cadenza.slurm_plugin.report.sentences import summary
 from cadenza.slurm_plugin.report.stats import bins, clear, distribution
@@ -163,6 +165,14 @@ def test_numbers_read_well():
 )
 def test_ticks_are_round(axis, labels):
     assert [label.rstrip("\N{MULTIPLICATION SIGN}") for _, label in ticks(axis, 8)] == labels
+
+
+def test_a_drawing_keeps_the_letters_of_small_ticks():
+    axis = Axis("", "ratio", 0.00005, 0.5, "log")
+    drawing = draw(Chart("k", "t", "c", "d", axis, axis, (Line(0, "a <b>; c: d", ((0.001, 0.001), (0.1, 0.1))),)), WIDE)
+    assert {f">{tick}\N{MULTIPLICATION SIGN}</text>" in drawing for tick in ("0.0001", "0.001")} == {True}
+    assert "<title>a &lt;b&gt;; c: d</title>" in drawing
+    assert not re.search(r' [dxy]="[^"]*\.\d\d', drawing)
 
 
 @given(st.floats(1e-6, 1e12), st.floats(1.0001, 1e9), st.sampled_from(["time", "ratio", "number"]), st.integers(2, 9))
