@@ -21,7 +21,7 @@ from typing import TypeAlias
 from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.costs import FREE_COSTS, SimCosts
-from cadenza.policies.inputs.model_mix import deal
+from cadenza.policies.inputs.model_mix import model_mix
 from cadenza.policies.inputs.published import default_costs, synergy_profiles
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.load_sweep import Capacity, capacity
@@ -64,7 +64,7 @@ class Limit:
 def workload(split: str, load: float, count: int, seed: int) -> tuple[TraceJob, ...]:
     """Return one-GPU jobs of the published generator."""
     profiles = synergy_profiles()
-    return Synergy(load, count, deal(profiles, SPLITS[split], "split")).generate(Random(seed), profiles)
+    return Synergy(load, count, model_mix(profiles, SPLITS[split], "split")).generate(Random(seed), profiles)
 
 
 def run(jobs: Sequence[TraceJob], allocate: str, setup: Setup) -> Result:

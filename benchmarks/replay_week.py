@@ -10,7 +10,7 @@ from random import Random
 from statistics import median
 
 from cadenza.policies.core.profile import Demand, Profile
-from cadenza.policies.inputs.model_mix import deal, read_split
+from cadenza.policies.inputs.model_mix import model_mix, read_split
 
 HOUR_S = 3600.0
 WEEK_S = 168 * HOUR_S
@@ -121,7 +121,7 @@ def sample(
     short = [replace(row, duration_s=scale.median_s * (row.duration_s / middle) ** exponent) for row in fitting]
     taken = _up_to(short, scale.load * scale.gpus * scale.minutes * 60, Random(seed))
     factor = hours * HOUR_S / (scale.minutes * 60)
-    models = deal(profiles, read_split(split, "split"), "split").models()
+    models = model_mix(profiles, read_split(split, "split"), "split").models()
     jobs = tuple(_job(number, row, factor, next(models), scale) for number, row in enumerate(taken))
     lengths = [job.iterations * scale.iteration_s for job in jobs]
     offered = sum(job.gpus * length for job, length in zip(jobs, lengths, strict=True))

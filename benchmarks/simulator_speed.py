@@ -23,7 +23,7 @@ from published_data import published
 from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.costs import FREE_COSTS
-from cadenza.policies.inputs.model_mix import deal
+from cadenza.policies.inputs.model_mix import model_mix
 from cadenza.policies.inputs.published import synergy_profiles
 from cadenza.policies.inputs.trace import TraceJob, read_trace
 from cadenza.policies.simulator.run_values import Result, Setup
@@ -56,7 +56,7 @@ class Timing:
 def synergy() -> Result:
     """Run Synergy's setting."""
     profiles = synergy_profiles()
-    jobs = Synergy(8.0, 9000, deal(profiles, SPLIT, "split")).generate(Random(42), profiles)
+    jobs = Synergy(8.0, 9000, model_mix(profiles, SPLIT, "split")).generate(Random(42), profiles)
     setup = Setup(synergy=True, costs=FREE_COSTS, until_done=(4000, 5000))
     return run(jobs, "16x8:24:500", "tune-coded", setup)
 
@@ -67,7 +67,7 @@ def philly(allocate: str) -> Result:
     if path is None:
         raise SystemExit(f"{PHILLY} is not here: set CADENZA_DATA to the folder that has it")
     profiles = synergy_profiles()
-    jobs = read_trace(path.read_text(), str(path), profiles, deal(profiles, SPLIT, "split"))
+    jobs = read_trace(path.read_text(), str(path), profiles, model_mix(profiles, SPLIT, "split"))
     return run(jobs, "64x8:24:500", allocate, Setup())
 
 

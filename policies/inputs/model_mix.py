@@ -14,7 +14,7 @@ TASKS = ("image", "language", "speech")
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class ModelMix:
     """Classes of models with their target shares of the jobs, in percent."""
 
     classes: tuple[tuple[str, ...], ...]
@@ -44,15 +44,15 @@ def read_split(text: str, where: str) -> tuple[float, ...]:
     return shares
 
 
-def deal(profiles: Mapping[str, Profile], split: Sequence[float], where: str) -> Deal:
-    """Return a deal of the profiles' models by their tasks; raise InputError where the split has another number."""
+def model_mix(profiles: Mapping[str, Profile], split: Sequence[float], where: str) -> ModelMix:
+    """Return the mix of the profiles' models by task; raise InputError if the split has another number of tasks."""
     tasks = classes_of(profiles.values())
     if len(tasks) != len(split):
         names = ", ".join(task or "(none)" for task in tasks)
         raise InputError(
             f"{where}: the split has {len(split)} shares, and the profiles have {len(tasks)} tasks: {names}"
         )
-    return Deal(tuple(tasks.values()), tuple(split))
+    return ModelMix(tuple(tasks.values()), tuple(split))
 
 
 def classes_of(profiles: Iterable[Profile]) -> dict[str, tuple[str, ...]]:

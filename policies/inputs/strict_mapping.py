@@ -1,4 +1,4 @@
-"""JSON and TOML by key: no key twice, none unknown, and every message names file and key."""
+"""JSON and TOML by key: a repeated or unknown key is an error, and every message names file and key."""
 
 from __future__ import annotations
 
@@ -45,11 +45,16 @@ def convert(value: Any, kind: type[T], source: str, path: str = "") -> T:
     try:
         return msgspec.convert(value, kind, strict=True)
     except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at `")
-        key = path + where.rstrip("`").removeprefix("$" if path else "$.")
-        raise InputError(f"{source}: {key or 'top level'}: {what[:1].lower()}{what[1:]}") from None
+        raise input_error(error, source, path) from None
     except OverflowError:
         raise InputError(f"{source}: {path or 'top level'}: holds a number that is too large") from None
+
+
+def input_error(error: msgspec.ValidationError, source: str, path: str = "") -> InputError:
+    """Return a failed conversion as an error that names file and key."""
+    problem, _, where = str(error).partition(" - at `")
+    key = path + where.rstrip("`").removeprefix("$" if path else "$.")
+    return InputError(f"{source}: {key or 'top level'}: {problem[:1].lower()}{problem[1:]}")
 
 
 def check_keys(value: Any, kind: Any, source: str, path: str) -> None:

@@ -11,7 +11,7 @@ from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.cluster import MOST_GPUS
 from cadenza.policies.inputs.csv_table import Table, integer, number, positive, quoted, read_table, suggest
-from cadenza.policies.inputs.model_mix import Deal
+from cadenza.policies.inputs.model_mix import ModelMix
 
 REQUIRED = ("job", "submit_s", "gpus")
 LENGTHS = ("iterations", "duration_s")
@@ -61,7 +61,7 @@ class TraceJob:
 
 
 def read_trace(
-    text: str, source: str, profiles: Mapping[str, Profile], assign: Deal | None = None
+    text: str, source: str, profiles: Mapping[str, Profile], assign: ModelMix | None = None
 ) -> tuple[TraceJob, ...]:
     """Return a trace's jobs in order of submission, then id.
 
@@ -92,7 +92,7 @@ def _check_spelling(table: Table) -> None:
 class _Rows:
     """Turns rows into jobs; positions of columns are looked up once."""
 
-    def __init__(self, table: Table, profiles: Mapping[str, Profile], assign: Deal | None) -> None:
+    def __init__(self, table: Table, profiles: Mapping[str, Profile], assign: ModelMix | None) -> None:
         self._table = table
         self._profiles = profiles
         self._models = assign.models() if assign is not None else repeat("")

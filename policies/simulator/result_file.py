@@ -1,4 +1,4 @@
-"""Saved simulations, schema ``cadenza.simulation/1``: what ``cadenza simulate --save`` writes and a report reads."""
+"""Saved simulations, schema ``cadenza.simulation/1``: files of ``cadenza simulate --save`` for a report."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any, Literal
 import msgspec
 
 from cadenza.policies.core.errors import InputError
+from cadenza.policies.inputs.strict_mapping import input_error
 from cadenza.policies.simulator.figures import mean_over
 from cadenza.policies.simulator.run_values import JobResult, Result, Sample
 
 SCHEMA: Literal["cadenza.simulation/1"] = "cadenza.simulation/1"
-POINTS = 2000
-"""Samples that a run keeps at most."""
+MAX_SAMPLES = 2000
+"""Samples that a saved run keeps."""
 
 
 class SweepPoint(msgspec.Struct, frozen=True):
@@ -27,17 +28,6 @@ class SweepPoint(msgspec.Struct, frozen=True):
     stable: bool
 
 
-class SampleRow(msgspec.Struct, frozen=True, array_like=True):
-    """One sample as a row of numbers, in the order of ``Sample``."""
-
-    time_s: float
-    gpus_held: float
-    cpus_used: float
-    running: float
-    waiting: float
-    busy: float
-
-
 class SavedRun(msgspec.Struct, frozen=True):
     """One simulation with one seed; ``seed`` is None for a trace."""
 
@@ -46,11 +36,7 @@ class SavedRun(msgspec.Struct, frozen=True):
     summary: dict[str, Any]
     """As ``cadenza simulate --json`` prints it."""
     jobs: tuple[JobResult, ...]
-    samples: tuple[SampleRow, ...]
-
-    def as_samples(self) -> tuple[Sample, ...]:
-        """Return the samples as the simulator's own."""
-        return tuple(Sample(*msgspec.structs.astuple(row)) for row in self.samples)
+    samples: tuple[Sample, ...]
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -64,7 +50,7 @@ class Saved(msgspec.Struct, frozen=True):
     runs: tuple[SavedRun, ...] = ()
     sweep: tuple[SweepPoint, ...] = ()
     classes: dict[str, str] = {}
-    """The task of each model, where it has one."""
+    """Tasks of the models that have one."""
     schema: Literal["cadenza.simulation/1"] = SCHEMA
 
 
@@ -74,17 +60,15 @@ def save_run(result: Result, seed: int | None, summary: Mapping[str, Any]) -> Sa
     return SavedRun(seed, result.end_s, dict(summary), jobs, thin(result.samples, result.end_s))
 
 
-def thin(samples: Sequence[Sample], end_s: float, most: int = POINTS) -> tuple[SampleRow, ...]:
+def thin(samples: Sequence[Sample], end_s: float, most: int = MAX_SAMPLES) -> tuple[Sample, ...]:
     """Return the samples, or where there are more than ``most`` their means over as many equal intervals."""
     if len(samples) <= most:
-        return tuple(
-            SampleRow(item.time_s, item.gpus_held, item.cpus_used, item.running, item.waiting, item.busy)
-            for item in samples
-        )
+        return tuple(samples)
     begin = samples[0].time_s
     width = (end_s - begin) / most
     edges = [begin + width * position for position in range(most + 1)]
-    rows, first = [], 0
+    rows: list[Sample] = []
+    first = 0
     for left, right in pairwise(edges):
         while first + 1 < len(samples) and samples[first + 1].time_s <= left:
             first += 1
@@ -95,8 +79,8 @@ def thin(samples: Sequence[Sample], end_s: float, most: int = POINTS) -> tuple[S
     return tuple(rows)
 
 
-def _mean_row(samples: Sequence[Sample], left: float, right: float) -> SampleRow:
-    return SampleRow(
+def _mean_row(samples: Sequence[Sample], left: float, right: float) -> Sample:
+    return Sample(
         left,
         mean_over(samples, lambda sample: sample.gpus_held, left, right),
         mean_over(samples, lambda sample: sample.cpus_used, left, right),
@@ -112,14 +96,10 @@ def encode(saved: Saved) -> bytes:
 
 
 def decode(data: bytes, source: str) -> Saved:
-    """Return what a file says; raise InputError, naming file and key, for one that ``--save`` did not write."""
+    """Return a file's content; raise InputError, naming file and key, for a file that ``--save`` did not write."""
     try:
         return msgspec.json.decode(data, type=Saved)
     except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at `")
-        key = where.rstrip("`").removeprefix("$.") or "top level"
-        raise InputError(
-            f"{source}: {key}: {what[:1].lower()}{what[1:]}; is it from cadenza simulate --save?"
-        ) from None
+        raise InputError(f"{input_error(error, source)}; is it from cadenza simulate --save?") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise InputError(f"{source}: not JSON: {error}") from None

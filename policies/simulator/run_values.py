@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from cadenza.policies.core.model import JobKey
 from cadenza.policies.guard import GuardSettings
 from cadenza.policies.inputs.cluster import PARTITION
@@ -76,9 +78,8 @@ class JobResult:
         return None if self.finish_s is None else self.finish_s - self.submit_s
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The cluster from ``time_s`` to the next sample: an event-driven step function; thinned ones are means."""
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """The cluster from ``time_s`` to the next sample: an event-driven step function; thinned samples are means."""
 
     time_s: float
     gpus_held: float

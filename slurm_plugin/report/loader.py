@@ -31,7 +31,7 @@ def load(data: bytes, source: str) -> Loaded:
         ordered = sorted(run.jobs, key=lambda job: (job.submit_s, job.id))
         jobs = tuple(ordered[slice(*(window(saved.arguments) or (0, None)))])
         figures, size = dict(_figures(run.summary)), (saved.gpus, saved.cpus)
-        runs.append(Run(source, run.seed, jobs, run.as_samples(), *size, run.end_s, figures, saved.classes))
+        runs.append(Run(source, run.seed, jobs, run.samples, *size, run.end_s, figures, saved.classes))
     return Loaded(source, saved.label, saved.arguments, tuple(runs), saved.sweep)
 
 

@@ -14,7 +14,7 @@ from cadenza.policies.inputs.costs import SimCosts, read_costs
 from cadenza.policies.inputs.csv_table import decode
 from cadenza.policies.inputs.failures import NodeFailure, read_failures
 from cadenza.policies.inputs.interference import packing_pairs, read_interference
-from cadenza.policies.inputs.model_mix import deal, read_split
+from cadenza.policies.inputs.model_mix import model_mix, read_split
 from cadenza.policies.inputs.published import (
     default_costs,
     gandiva_migration,
@@ -75,7 +75,7 @@ def test_bom_windows_lines_comments_blank_lines_and_quotes_are_read() -> None:
 def test_models_are_dealt_to_jobs_without_one_by_order_of_submission() -> None:
     rows = "".join(f"{number},{number},1,{'gnmt' if number == 3 else ''},60\n" for number in range(9))
     text = "job,submit_s,gpus,model,duration_s\n" + rows
-    jobs = trace(text, assign=deal(PROFILES, (20, 70, 10), "x"))
+    jobs = trace(text, assign=model_mix(PROFILES, (20, 70, 10), "x"))
     assert [job.model for job in jobs] == [
         "alexnet", "gnmt", "transformer", "gnmt", "m5", "lstm", "gnmt", "res18", "transformer",
     ]  # fmt: skip
@@ -145,7 +145,7 @@ def test_splits() -> None:
     assert read_split("33/33/33", "x") == (33, 33, 33)
     assert "adds up to 110" in refusal(read_split, "20/70/20", "x")
     assert "'a' is not a number" in refusal(read_split, "a/2", "x")
-    assert "has 2 shares, and the profiles have 3 tasks" in refusal(deal, PROFILES, (50, 50), "x")
+    assert "has 2 shares, and the profiles have 3 tasks" in refusal(model_mix, PROFILES, (50, 50), "x")
 
 
 # --- Clusters --------------------------------------------------------------------------------------------

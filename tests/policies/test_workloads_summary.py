@@ -101,7 +101,7 @@ def test_what_is_saved_is_read_back() -> None:
     again = decode(encode(saved), "s.json")
     assert again == saved
     assert again.runs[0].jobs == RESULT.jobs[:3]
-    assert again.runs[0].as_samples() == SAMPLES
+    assert again.runs[0].samples == SAMPLES
 
 
 @settings(max_examples=30)
@@ -112,9 +112,8 @@ def test_thinning_keeps_the_mean(steps: list[tuple[float, int]], most: int) -> N
         samples.append(Sample(time_s, held, held, held, held, float(held)))
         time_s += length
     rows = thin(samples, time_s, most)
-    thinned = [Sample(row.time_s, row.gpus_held, row.cpus_used, row.running, row.waiting, row.busy) for row in rows]
     assert len(rows) <= most
-    assert mean_over(thinned, lambda sample: sample.busy, 0, time_s) == pytest.approx(
+    assert mean_over(rows, lambda sample: sample.busy, 0, time_s) == pytest.approx(
         mean_over(samples, lambda sample: sample.busy, 0, time_s)
     )
 

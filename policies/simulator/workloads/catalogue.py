@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.csv_table import quoted, suggest
-from cadenza.policies.inputs.model_mix import deal, read_split
+from cadenza.policies.inputs.model_mix import model_mix, read_split
 from cadenza.policies.inputs.published import gandiva_table1, synergy_profiles
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.workloads import automl, gandiva
@@ -96,8 +96,8 @@ def _synergy(
     values: Mapping[str, Any], profiles: Mapping[str, Profile] | None
 ) -> tuple[Generator, Mapping[str, Profile]]:
     used = profiles or synergy_profiles()
-    dealt = deal(used, values["split"], "workload synergy")
-    return Synergy(values["load"], values["jobs"], dealt, values["gpus"] == "synthetic"), used
+    mix = model_mix(used, values["split"], "workload synergy")
+    return Synergy(values["load"], values["jobs"], mix, values["gpus"] == "synthetic"), used
 
 
 def _gandiva(

@@ -8,7 +8,7 @@ from itertools import accumulate
 from math import ceil, log
 
 from cadenza.policies.core.profile import Profile
-from cadenza.policies.inputs.model_mix import Deal
+from cadenza.policies.inputs.model_mix import ModelMix
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.workloads.spec import Draws
 
@@ -26,7 +26,7 @@ class Synergy:
 
     load: float
     jobs: int
-    deal: Deal
+    mix: ModelMix
     synthetic: bool = False
 
     def generate(self, rng: Draws, profiles: Mapping[str, Profile]) -> tuple[TraceJob, ...]:
@@ -39,7 +39,7 @@ class Synergy:
         """
         draws = list(_mixed(rng, self.jobs) if self.synthetic else _single(rng, self.jobs))
         arrivals = accumulate(ceil(-log(1.0 - u) / self.load * 3600) for u, _, _ in draws)
-        models = self.deal.models()
+        models = self.mix.models()
         return tuple(
             _job(number, arrival, gpus, duration_s, profiles[next(models)])
             for number, (arrival, (_, duration_s, gpus)) in enumerate(zip(arrivals, draws, strict=True))

@@ -20,7 +20,7 @@ from cadenza.policies.inputs.costs import FREE_COSTS, SimCosts, read_costs
 from cadenza.policies.inputs.csv_table import decode, integer, number, positive, quoted, suggest
 from cadenza.policies.inputs.failures import read_failures
 from cadenza.policies.inputs.interference import Pairs, packing_pairs, read_interference
-from cadenza.policies.inputs.model_mix import deal, read_split
+from cadenza.policies.inputs.model_mix import model_mix, read_split
 from cadenza.policies.inputs.profiles import read_profiles
 from cadenza.policies.inputs.published import default_costs, gandiva_table1, synergy_profiles
 from cadenza.policies.inputs.trace import TraceJob, read_trace
@@ -312,7 +312,7 @@ def _profiles(path: str | None) -> dict[str, Profile] | None:
 def _trace(words: Mapping[str, Any], profiles: Mapping[str, Profile]) -> tuple[TraceJob, ...]:
     assign = None
     if words["assign"]:
-        assign = deal(profiles, read_split(words["assign"], "--assign"), "--assign")
+        assign = model_mix(profiles, read_split(words["assign"], "--assign"), "--assign")
     jobs = read_trace(read_file(words["trace"], "--trace"), words["trace"], profiles, assign)
     if not jobs:
         raise InputError(f"{words['trace']}: has no jobs")
