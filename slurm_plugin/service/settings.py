@@ -133,7 +133,7 @@ class PolicyTable(msgspec.Struct, frozen=True):
         float, Meta(description="Assumed cost of moving a job to other nodes, as time without progress", ge=0)
     ] = 30.0
     horizon_s: Annotated[float, Meta(description="A move must gain more than it costs within this time", gt=0)] = 3600.0
-    warm: Annotated[
+    prefetch: Annotated[
         bool,
         Meta(description="Let a host that a job moves to read the job's files before the job stops"),
     ] = True
@@ -244,7 +244,7 @@ def policy_settings(settings: Settings) -> PolicySettings:
         ),
         size_pending=table.size_pending,
         phased_moves=True,
-        prefetch=table.warm,
+        prefetch=table.prefetch,
     )
 
 
