@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import move_table
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -19,21 +20,7 @@ ROOT_PAGES = {"contributing.md": "CONTRIBUTING.md", "security.md": "SECURITY.md"
 """Pages of the site that are files of the repository's root."""
 LOADING = dict.fromkeys(("script", "img", "iframe", "source", "audio", "video"), "src") | {"link": "href"}
 """HTML elements that load their attribute's address."""
-MOVES = (
-    ("wanted", "checkpoint ordered", "ordered"),
-    ("wanted", "new hosts read its files", "warming"),
-    ("wanted", "cannot be stopped in 10 min", "over"),
-    ("warming", "files read, or 20 s over", "ordered"),
-    ("warming", "lost its lease", "wanted"),
-    ("ordered", "all ranks have saved", "requeued"),
-    ("ordered", "failed, refused or too late", "over"),
-    ("requeued", "held in the queue", "placed"),
-    ("requeued", "changed by its owner", "leaving"),
-    ("requeued", "not requeued, or released by its owner", "over"),
-    ("placed", "cannot be placed or started", "leaving"),
-    ("placed", "runs, or held by its owner", "over"),
-    ("leaving", "released", "over"),
-)
+MOVE_PHASES = ("wanted", "prefetching", "ordered", "requeued", "placed", "leaving", "over")
 SESSION = (
     "boundary", "active", "trained", "gpus", "tuning", "register", "call", "checkpointed", "requeued_by", "waited",
     "timed", "detach",
@@ -174,7 +161,7 @@ def _markdown(text: str) -> str:
 
 def diagrams() -> dict[str, str]:
     """Return the SVG drawings of the state machines' own tables, by address in the site."""
-    from cadenza.policies.relocation import phases  # noqa: PLC0415 (only at build time)
+    from cadenza.sidecar.agent.driver import machine  # noqa: PLC0415 (only at build time)
     from cadenza.sidecar.agent.jobs import stop_states  # noqa: PLC0415
     from cadenza.sidecar.agent.leases import lease_table  # noqa: PLC0415
 
@@ -185,5 +172,6 @@ def diagrams() -> dict[str, str]:
         "images/stop-states.svg": draw(
             stop_states.TRANSITIONS, "States of a stop", ("running", "aligning", "saving", "saved", "offloading")
         ),
-        "images/move-phases.svg": draw(getattr(phases, "TRANSITIONS", MOVES), "Phases of a move"),
+        "images/driver-states.svg": draw(machine.TRANSITIONS, "States of a process under the driver path"),
+        "images/move-phases.svg": draw(move_table.rows(), "Phases of a move", MOVE_PHASES),
     }
