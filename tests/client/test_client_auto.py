@@ -19,10 +19,10 @@ from cadenza.sidecar.client.bootstrap.process import current
 
 
 @pytest.fixture
-def follower(monkeypatch: pytest.MonkeyPatch) -> Iterator[auto.Follower]:
-    """Follower of all optimizers of this process, as under ``cadenza run``."""
+def follower(monkeypatch: pytest.MonkeyPatch) -> Iterator[auto.OptimizerFollower]:
+    """OptimizerFollower of all optimizers of this process, as under ``cadenza run``."""
     monkeypatch.setenv(auto.ATTACHED_ENV, "")
-    one = auto.Follower()
+    one = auto.OptimizerFollower()
     handle = register_optimizer_step_post_hook(one.stepped)
     yield one
     handle.remove()
@@ -40,7 +40,7 @@ def steps() -> int:
     return session.step if session else -1
 
 
-def test_the_first_optimizer_alive_makes_the_steps(job: Peer, follower: auto.Follower) -> None:
+def test_the_first_optimizer_alive_makes_the_steps(job: Peer, follower: auto.OptimizerFollower) -> None:
     script = Script(job.rank, job)
     first, second = optimizer(), optimizer()
     for _ in range(3):
@@ -54,7 +54,7 @@ def test_the_first_optimizer_alive_makes_the_steps(job: Peer, follower: auto.Fol
     assert steps() == 4
 
 
-def test_modules_and_scalers_of_the_process_move_too(job: Peer, follower: auto.Follower) -> None:
+def test_modules_and_scalers_of_the_process_move_too(job: Peer, follower: auto.OptimizerFollower) -> None:
     gc.collect()
     model, teacher = nn.Linear(4, 4), nn.Linear(4, 4)
     descent = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -77,7 +77,7 @@ def test_modules_and_scalers_of_the_process_move_too(job: Peer, follower: auto.F
     assert script.finish() == [0] * 5
 
 
-def test_an_explicit_attach_ends_it(job: Peer, follower: auto.Follower) -> None:
+def test_an_explicit_attach_ends_it(job: Peer, follower: auto.OptimizerFollower) -> None:
     script = Script(job.rank, job)
     descent = optimizer()
     descent.step()
@@ -90,14 +90,14 @@ def test_an_explicit_attach_ends_it(job: Peer, follower: auto.Follower) -> None:
 
 
 def test_a_process_started_by_the_rank_is_none(
-    job: Peer, follower: auto.Follower, monkeypatch: pytest.MonkeyPatch
+    job: Peer, follower: auto.OptimizerFollower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(auto.ATTACHED_ENV, "1")
     optimizer().step()
     assert steps() == -1
 
 
-def test_steps_inside_the_backward_pass_are_no_boundaries(job: Peer, follower: auto.Follower) -> None:
+def test_steps_inside_the_backward_pass_are_no_boundaries(job: Peer, follower: auto.OptimizerFollower) -> None:
     parameter = nn.Parameter(torch.ones(4))
     descent = torch.optim.SGD([parameter], lr=0.1)
     parameter.register_post_accumulate_grad_hook(lambda _: descent.step())

@@ -41,7 +41,7 @@ def uninstall() -> None:
 
 def _follow(module: ModuleType) -> None:
     """Call a follower after every step of every optimizer."""
-    _hooks.append(module.register_optimizer_step_post_hook(Follower().stepped))
+    _hooks.append(module.register_optimizer_step_post_hook(OptimizerFollower().stepped))
 
 
 _hooks: list[Any] = []
@@ -73,8 +73,8 @@ class _Importer:
         return None
 
 
-class Follower:
-    """Follower of a process's optimizers; a step of the first live one is a boundary, so GANs count once.
+class OptimizerFollower:
+    """OptimizerFollower of a process's optimizers; a step of the first live one is a boundary, so GANs count once.
 
     All references are weak, so that no model lives longer because of it.
     """

@@ -22,7 +22,7 @@ from cadenza.sidecar.client.errors import UsageError, VersionError
 
 SCHEMA = "cadenza.checkpoint/1"
 MARKER = "complete.json"
-KEEP = 2
+CHECKPOINTS_KEPT = 2
 TEMPORARY = ".tmp"
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -134,8 +134,8 @@ def usable(directory: Path, rejected: Collection[Path] = ()) -> Iterable[Place]:
 
 
 def prune(directory: Path, rejected: Collection[Path]) -> None:
-    """Remove all checkpoints but the newest KEEP usable ones; log those that cannot be removed."""
-    newest = {place.path for place in list(usable(directory, rejected))[:KEEP]}
+    """Remove all checkpoints but the newest CHECKPOINTS_KEPT usable ones; log those that cannot be removed."""
+    newest = {place.path for place in list(usable(directory, rejected))[:CHECKPOINTS_KEPT]}
     for place in places(directory):
         if place.path not in newest:
             try:

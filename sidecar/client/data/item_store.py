@@ -38,7 +38,7 @@ STATS = (LENGTH, ITEMS, USED, BUDGET, HITS, MISSES, UNFIT, FULL)
 HEADER_WORDS = 32
 MAX_RECORD = 2**31 - 4096
 """Most bytes that one call of Linux reads or writes, read(2); a larger item is not admitted."""
-NO_ROOM = {errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG}
+OUT_OF_SPACE = {errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Store:
             written = os.pwrite(self._items, record, offset)
         except OSError as error:
             os.ftruncate(self._items, offset)
-            if error.errno not in NO_ROOM:
+            if error.errno not in OUT_OF_SPACE:
                 raise
             return False
         return written == len(record)

@@ -15,7 +15,7 @@ Task: TypeAlias = tuple[BatchKey, Any]
 """A batch's key and the sampler's indices: a list, or one index when batching is off."""
 Numbered: TypeAlias = tuple[int, Any]
 """A batch's number in its epoch, and the batch."""
-STOPS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals meant for the training process only."""
 
 
@@ -52,14 +52,14 @@ class WorkerStart:
         self._then = then
 
     def __call__(self, worker: int) -> None:
-        """Ignore STOPS, which were blocked until now, and show the user's dataset as torch does.
+        """Ignore STOP_SIGNALS, which were blocked until now, and show the user's dataset as torch does.
 
         Slurm signals every process of a step: a worker that ended by the signal would be missing before the training
         process could write its checkpoint. Programs that the dataset runs do not inherit a handler, unlike SIG_IGN.
         """
-        for number in STOPS:
+        for number in STOP_SIGNALS:
             signal.signal(number, _ignore)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, Reader):
             object.__setattr__(info, "dataset", info.dataset.dataset)  # its class forbids assignment
@@ -69,8 +69,8 @@ class WorkerStart:
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block STOPS in this thread and in the processes that it starts, until each of them ignores them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    """Block STOP_SIGNALS in this thread and in the processes that it starts, until each of them ignores them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:

@@ -16,10 +16,10 @@ Named: TypeAlias = tuple[str, torch.Tensor]
 
 MOVED_DEVICES = frozenset({"cpu", "cuda"})
 NO_MEMORY = frozenset({"meta"})
-OPENED = (torch.optim.Optimizer, torch.amp.GradScaler)
+SEARCHED_TYPES = (torch.optim.Optimizer, torch.amp.GradScaler)
 """Classes whose objects are searched wherever they occur; other objects only when they were given themselves."""
 REDUCER = "reducer"
-HARMLESS = frozenset({"cpu", REDUCER})
+HARMLESS_PLACES = frozenset({"cpu", REDUCER})
 """Places where a storage may stay without refusing a stop: the host, and the buckets of a DDP reducer."""
 SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -28,7 +28,7 @@ SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-UNSEEN_LIMIT_BYTES = 256 * 2**20
+UNKNOWN_LIMIT_BYTES = 256 * 2**20
 """GPU memory that may be in use without any known state; above it, a stop is refused."""
 
 
@@ -149,7 +149,7 @@ class Walk:
             return [(f"{name}[{index}]", child) for index, child in enumerate(thing)]
         if top and callable(thing):
             return [(name, thing())]
-        if isinstance(thing, OPENED) or (top and hasattr(thing, "__dict__")):
+        if isinstance(thing, SEARCHED_TYPES) or (top and hasattr(thing, "__dict__")):
             return [(f"{name}.{key}", child) for key, child in vars(thing).items()]
         return ()
 
@@ -247,13 +247,13 @@ def _device(segment: Segment) -> str:
 
 def _refusal(segments: tuple[Segment, ...], resident: tuple[Resident, ...], *, refuse_resident: bool) -> str | None:
     """Return the reason why nothing may move, if there is one."""
-    stuck = [one for one in resident if refuse_resident or one.device not in HARMLESS]
+    stuck = [one for one in resident if refuse_resident or one.device not in HARMLESS_PLACES]
     if stuck:
         more = f" and {len(stuck) - 3} more" if stuck[3:] else ""
         return f"cannot release {', '.join(map(str, stuck[:3]))}{more}"
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     used = torch.cuda.memory_allocated()
-    if not segments and used > UNSEEN_LIMIT_BYTES:
+    if not segments and used > UNKNOWN_LIMIT_BYTES:
         return f"{used >> 20} MiB of GPU memory belong to nothing that was given to attach(): pass the model"
     return None
