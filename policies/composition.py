@@ -2,62 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from cadenza.policies.allocation.problem import Allocate, Case, Costs, Plan, Server
-from cadenza.policies.core.actions import Action, Migrate, Place, Requeue, Tune, Unpack, Unsuspend
+from cadenza.policies.core.actions import Place
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Placement
-from cadenza.policies.ordering.backlog import Backlog
-from cadenza.policies.ordering.ranking import Order, Queue, Ranking
-from cadenza.policies.ordering.sort_keys import arrival
-from cadenza.policies.ordering.starvation import starving_first
-from cadenza.policies.registry import KEEP_REQUESTS, Entry, allocation, entry, ordering
+from cadenza.policies.core.model import ClusterSnapshot, JobKey
+from cadenza.policies.exclusive import Exclusive, with_usage
+from cadenza.policies.policy_settings import PolicySettings
+from cadenza.policies.registry import KEEP_REQUESTS, allocation, entry, ordering
 from cadenza.policies.relocation.executor import Relocation
 from cadenza.policies.request_sizing import as_sized, requests
 from cadenza.policies.round import Decide
 from cadenza.policies.sharing.pipeline import Pipeline, stages_of
-from cadenza.policies.sharing.placement.host_division import caches_mb
-from cadenza.policies.sharing.state.groups import standing
-from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings, held_for_us
-from cadenza.policies.sharing.turns.lanes import lane_actions
-from cadenza.policies.sharing.turns.slurm_sync import release_plan
 
-
-@dataclass(frozen=True, slots=True)
-class PolicySettings:
-    """Settings of a policy: everything that changes a decision besides the names. Times in seconds."""
-
-    partitions: frozenset[str] = frozenset()
-    starvation_s: float = 1000 * 3600.0
-    """A job that has not run for longer goes first, except under a steady ordering (Synergy's simulator: 1000 h)."""
-    costs: Costs = field(default_factory=Costs)
-    margin: float = 0.0
-    evaluations: int = 200
-    backfill: bool = True
-    """True if an allocation may run jobs past the runnable ones on free resources."""
-    usage_half_life_s: float = 7 * 86400.0
-    """Slurm's default PriorityDecayHalfLife."""
-    shares: Mapping[str, float] = field(default_factory=dict)
-    sharing: SharingSettings = field(
-        default_factory=lambda: SharingSettings(enforce=True, admission="held", share_between_users=True)
-    )
-    """For the sharings other than ``none``; its partitions are ``partitions``."""
-    gandiva: GandivaSettings = field(default_factory=GandivaSettings)
-    size_pending: bool = False
-    """True if pending jobs ask Slurm for the CPUs and memory that their profiles say they can use."""
-    phased_moves: bool = False
-    """True if a Migrate or Resize only begins a move: checkpoint, requeue, place, restore, over several rounds.
-
-    False where the gateway carries out a whole move as one action."""
-    prefetch: bool = False
-    """True if the hosts of a move read the job's files before the job stops; without effect unless phased_moves."""
-
-    @property
-    def steered(self) -> SharingSettings:
-        """Return the settings of sharing with the partitions and fair shares of all policies."""
-        return replace(self.sharing, partitions=self.partitions, shares=self.shares)
+__all__ = ["Policy", "PolicySettings", "build"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +42,7 @@ def build(order: str, allocate: str, share: str = "none", settings: PolicySettin
     name = f"{order}/{allocate}" + ("" if share == "none" else f"/{share}{turns}")
     sizes = rules.size_pending and allocation_entry.profiled
     if share == "none" and sharing.places and allocates:
-        exclusive = _Exclusive(ordering(order), allocation(allocate), rules, allocation_entry, ordering_entry)
+        exclusive = Exclusive(ordering(order), allocation(allocate), rules, allocation_entry, ordering_entry)
         policy = _Composed(rules, exclusive.decide, sizes)
         plain = not (sizes or rules.phased_moves or sharing.floor)
         steady = plain and ordering_entry.steady and allocation_entry.steady
@@ -94,7 +53,7 @@ def build(order: str, allocate: str, share: str = "none", settings: PolicySettin
     pipeline = Pipeline(stages, sharing, rules.gandiva, ordering(order), allocation(allocate))
 
     def decide(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
-        return pipeline.decide(snapshot, _with_usage(memory, snapshot, rules.usage_half_life_s))
+        return pipeline.decide(snapshot, with_usage(memory, snapshot, rules.usage_half_life_s))
 
     return Policy(name, _Composed(rules, decide, sizes).decide)
 
@@ -126,247 +85,3 @@ class _Composed:
             decision = replace(decision, actions=(*asking, *decision.actions), reasons=reasons)
         # 5. Moves begin; while a job is on its way, nothing else is ordered of it.
         return decision if relocation is None else relocation.join(decision, prefetch=self.settings.prefetch)
-
-
-class _Exclusive:
-    """One job a GPU: the first jobs in order that fit run, with what the allocation gives them."""
-
-    def __init__(
-        self, order: Order, allocate: Allocate, settings: PolicySettings, allocation_entry: Entry, ordering_entry: Entry
-    ) -> None:
-        self.order = order
-        self.allocate = allocate
-        self.settings = settings
-        self.profiled = allocation_entry.profiled
-        self.steady = ordering_entry.steady
-        self._ranked: tuple[ClusterSnapshot, Memory, _Ranked] | None = None
-        self._backlog = Backlog(arrival, self._wanted)
-        self._nodes: tuple[Node, ...] = ()
-        self._servers: tuple[Server, ...] = ()
-
-    def decide(self, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
-        """Return the jobs to start, change and preempt, and a reason for each job."""
-        if not self.settings.sharing.floor:
-            return self._planned(snapshot, memory)
-        # 1. Only jobs that we may start and requeue count as managed.
-        rules = self.settings.steered
-        planned = self._planned(_steerable(snapshot, memory, rules), memory)
-        # 2. What an earlier sharing has left behind ends.
-        groups = standing(memory.sharing.packs, snapshot.by_key)
-        ended = [Unpack(key, "runs alone again: sharing is off") for group in groups for key in group[:-1]]
-        resumed = (a for a in release_plan(snapshot, memory, "sharing is off") if isinstance(a, Unsuspend))
-        lanes = lane_actions(snapshot, memory, replace(rules, enforce=False))
-        # 3. A placement keeps what Slurm's allocation promised to its job.
-        actions = (_enough(action, snapshot) for action in planned.actions if not _is_so(action, snapshot))
-        return replace(planned, actions=(*ended, *resumed, *lanes, *actions))
-
-    def _planned(self, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
-        """Return the changes from what runs to what the order and the allocation want."""
-        used = memory if self.steady else _with_usage(memory, snapshot, self.settings.usage_half_life_s)
-        ranked = self._rank(snapshot, used)
-        case = Case(
-            snapshot.time_s,
-            ranked.servers,
-            ranked.ranking.jobs,
-            ranked.runnable,
-            ranked.ranking.gpu_type,
-            self.settings.costs,
-            self.settings.margin,
-            self.settings.evaluations,
-        )
-        plan = self.allocate(case if self.settings.backfill else replace(case, jobs=case.jobs[: case.runnable]))
-        return Decision(_changes(case, plan, self._backlog.running), used, _reasons(snapshot, case, plan))
-
-    def runnable(self, snapshot: ClusterSnapshot, memory: Memory) -> tuple[JobKey, ...]:
-        """Return the ordered jobs that are to run."""
-        ranked = self._rank(snapshot, memory)
-        return tuple([job.key for job in ranked.ranking.jobs[: ranked.runnable]])
-
-    def _rank(self, snapshot: ClusterSnapshot, memory: Memory) -> _Ranked:
-        """Return the order of a snapshot's jobs; the last answer is kept, since a steady round asks twice."""
-        if self._ranked is None or self._ranked[0] is not snapshot or self._ranked[1] is not memory:
-            self._ranked = (snapshot, memory, self._rank_anew(snapshot, memory))
-        return self._ranked[2]
-
-    def _rank_anew(self, snapshot: ClusterSnapshot, memory: Memory) -> _Ranked:
-        settings = self.settings
-        jobs = self._backlog.ordered(snapshot.jobs)
-        others = () if len(jobs) == len(snapshot.jobs) else _others(snapshot.jobs, settings.partitions)
-        servers = usable(snapshot.nodes, others, settings.partitions) if others else self._whole(snapshot.nodes)
-        gpus: dict[str, int] = {}
-        for server in servers:
-            gpus[server.gpu_type] = gpus.get(server.gpu_type, 0) + server.gpus
-        queue = Queue(snapshot.time_s, jobs, gpus, self.profiled, memory.usage, settings.shares)
-        # The one order that never changes is the backlog's own: arrival.
-        ranking = Ranking(jobs) if self.steady else starving_first(self.order(queue), queue, settings.starvation_s)
-        return _Ranked(servers, ranking, _prefix(ranking.jobs, servers))
-
-    def _whole(self, nodes: tuple[Node, ...]) -> tuple[Server, ...]:
-        """Return the servers where no unmanaged job is; the last answer is kept, since nodes rarely change."""
-        if nodes is not self._nodes:
-            self._nodes, self._servers = nodes, usable(nodes, (), self.settings.partitions)
-        return self._servers
-
-    def _wanted(self, job: Job) -> bool:
-        return job.partition in self.settings.partitions and job.opted_in and _wants(job)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ranked:
-    """A snapshot's usable servers, its jobs in order, and how many of these are to run."""
-
-    servers: tuple[Server, ...]
-    ranking: Ranking
-    runnable: int
-
-
-def _with_usage(memory: Memory, snapshot: ClusterSnapshot, half_life_s: float) -> Memory:
-    """Return the memory with the GPU time since the last round added, and all of it decayed."""
-    now_s, since_s = snapshot.time_s, memory.usage_s
-    passed_s = 0.0 if since_s is None else max(now_s - since_s, 0.0)
-    fade = 0.5 ** (passed_s / half_life_s)
-    usage = {name: value * fade for name, value in memory.usage.items()}
-    had: dict[str, int] = {}  # whole GPUs, so that the order of the jobs changes no last digit
-    for job in snapshot.jobs:
-        if job.state == "RUNNING":
-            for name in (job.account, f"{job.account}/{job.user}"):
-                had[name] = had.get(name, 0) + job.gpus
-    for name in sorted(had):
-        usage[name] = usage.get(name, 0.0) + had[name] * passed_s
-    return replace(memory, usage=usage, usage_s=now_s)
-
-
-def _others(jobs: tuple[Job, ...], partitions: frozenset[str]) -> tuple[Job, ...]:
-    return tuple([job for job in jobs if job.nodes and not (job.partition in partitions and job.opted_in)])
-
-
-def usable(nodes: tuple[Node, ...], others: tuple[Job, ...], partitions: frozenset[str]) -> tuple[Server, ...]:
-    """Return the managed nodes that can run jobs, less what ``others`` (unmanaged jobs) have there, by name."""
-    taken = _taken(others) if others else {}
-    servers = []
-    for node in nodes:
-        if node.lane == 0 and node.up and not node.drained and not partitions.isdisjoint(node.partitions):
-            gpus, cpus, memory_mb = taken.get(node.name, (0, 0, 0))
-            left = (node.gpus - gpus, node.cpus - cpus, node.memory_mb - memory_mb)
-            if min(left) > 0:
-                servers.append(Server(node.name, *left, node.gpu_type))
-    return tuple(sorted(servers))
-
-
-def _taken(jobs: tuple[Job, ...]) -> dict[str, tuple[int, int, int]]:
-    """Return the GPUs, CPUs and MB that jobs have on each node, taken to be spread evenly."""
-    taken: dict[str, tuple[int, int, int]] = {}
-    for job in jobs:
-        each = [-(-total // len(job.nodes)) for total in (job.gpus, job.cpus, job.memory_mb)]
-        for name in job.nodes:
-            gpus, cpus, memory_mb = taken.get(name, (0, 0, 0))
-            taken[name] = (gpus + each[0], cpus + each[1], memory_mb + each[2])
-    return taken
-
-
-def _wants(job: Job) -> bool:
-    """Return True if a managed job wants GPUs and is not held by its owner."""
-    state = job.state
-    if state == "PENDING":
-        return job.gpus > 0 and (job.slurm_priority != 0 or (job.options is not None and job.options.held))
-    return state != "OTHER" and job.gpus > 0
-
-
-def _prefix(jobs: tuple[Job, ...], servers: tuple[Server, ...]) -> int:
-    """Return how many of the first jobs fit by their GPUs alone: CPUs and memory never gate (Synergy §3)."""
-    free = sum([server.gpus for server in servers])
-    for count, job in enumerate(jobs):
-        free -= job.gpus
-        if free < 0:
-            return count
-    return len(jobs)
-
-
-def _changes(case: Case, plan: Plan, running: Iterable[Job]) -> tuple[Action, ...]:
-    """Return the actions that turn what runs into the plan: first what frees, then what changes, then starts."""
-    stops: list[Action] = []
-    changes: list[Action] = []
-    starts: list[Action] = []
-    placements = plan.placements
-    for job in _concerned(case, placements, running):
-        wanted, has = placements.get(job.key), job.placement
-        if has:
-            if wanted is None:
-                stops.append(Requeue(job.key, hold=True, reason=STOPS))
-            elif wanted != has:
-                changes.append(_change(job, wanted))
-        elif wanted is not None:
-            nodes = tuple([share.node for share in wanted])
-            starts.append(Place(job.key, nodes, "its turn by the order", shares=wanted))
-    return (*stops, *changes, *starts)
-
-
-def _concerned(case: Case, placements: Mapping[JobKey, Placement], running: Iterable[Job]) -> list[Job]:
-    """Return the jobs that run or are to, few of a long queue: the runnable ones in order, then the others."""
-    first = case.jobs[: case.runnable]
-    listed = {job.key for job in first}
-    chosen = [] if placements.keys() <= listed else [job for job in case.jobs[case.runnable :] if job.key in placements]
-    listed.update(job.key for job in chosen)
-    return [*first, *chosen, *sorted((job for job in running if job.key not in listed), key=arrival)]
-
-
-def _change(job: Job, wanted: Placement) -> Action:
-    key, has = job.key, job.placement
-    if len(has) == len(wanted) and all(a.node == b.node and a.gpus == b.gpus for a, b in zip(has, wanted, strict=True)):
-        why = "its CPUs and memory follow its profile and its neighbors"
-        return Tune(key, wanted, why, caches_mb(job, wanted))
-    return Migrate(key, wanted, "other nodes give more throughput in all")
-
-
-STOPS = "makes room: jobs before it in the order need its GPUs"
-RUNS = "runs with what the allocation gives it"
-WAITS = "waits: the jobs before it in the order take all GPUs that it would need"
-
-
-def _reasons(snapshot: ClusterSnapshot, case: Case, plan: Plan) -> Mapping[JobKey, str]:
-    every = len(case.jobs) == len(snapshot.jobs)
-    reasons = dict.fromkeys(snapshot.by_key if every else [job.key for job in case.jobs], WAITS)
-    reasons.update(dict.fromkeys(plan.placements, RUNS))
-    reasons.update(plan.reasons)
-    return reasons
-
-
-# --- Jobs that may not be steered, and promises to those that may ---------------------------------------
-
-
-def _steerable(snapshot: ClusterSnapshot, memory: Memory, rules: SharingSettings) -> ClusterSnapshot:
-    """Return the snapshot in which only jobs that we may start and requeue count as managed."""
-    first = {node.host: node.name for node in snapshot.nodes if node.lane == 0}
-    lanes = {node.name: first.get(node.host, node.name) for node in snapshot.nodes if node.lane}
-    jobs = (_steered(job, memory, lanes) if rules.manages(job) else job for job in snapshot.jobs)
-    return replace(snapshot, jobs=tuple(jobs))
-
-
-def _steered(job: Job, memory: Memory, lanes: Mapping[str, str]) -> Job:
-    if job.held and not held_for_us(job, memory):
-        return replace(job, unmanageable="its owner holds it")
-    if any(name in lanes for name in job.nodes):  # it goes on there until it ends, and its GPUs are those of lane 0
-        return replace(job, nodes=tuple(lanes.get(name, name) for name in job.nodes), unmanageable="on a further lane")
-    if job.nodes and not job.requeueable:
-        return replace(job, unmanageable="Slurm may not requeue it")
-    return job
-
-
-def _is_so(action: Action, snapshot: ClusterSnapshot) -> bool:
-    """Return True if a job has been placed there already and Slurm only has to start it."""
-    job = snapshot.job(action.job) if isinstance(action, Place) else None
-    return job is not None and isinstance(action, Place) and not job.held and job.required_nodes == action.nodes
-
-
-def _enough(action: Action, snapshot: ClusterSnapshot) -> Action:
-    """Return a placement with at least the memory that its job asked for, and the CPUs if its profile is unknown."""
-    job = snapshot.job(action.job) if isinstance(action, Place | Migrate) else None
-    if job is None or not isinstance(action, Place | Migrate) or not action.shares:
-        return action
-    parts = len(action.shares)
-    cpus = 0 if job.profile is not None else -(-job.cpus // parts)
-    shares: Placement = tuple(
-        share._replace(cpus=max(share.cpus, cpus), memory_mb=max(share.memory_mb, -(-job.memory_mb // parts)))
-        for share in action.shares
-    )
-    return replace(action, shares=shares)

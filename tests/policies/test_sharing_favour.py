@@ -14,8 +14,7 @@ from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.costs import SimCosts
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.sharing.state.settings import Turns
-from cadenza.policies.sharing.turns.contender import Contender
-from cadenza.policies.sharing.turns.preferred import preferred
+from cadenza.policies.sharing.turns.contender import Contender, preferred
 from cadenza.policies.simulator.run_values import Result, Setup
 from cadenza.policies.simulator.simulation import simulate
 

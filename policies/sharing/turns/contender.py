@@ -1,8 +1,8 @@
-"""Packed jobs as one: they take their turn together, by one virtual time and one stretch (Gandiva, OSDI'18, §4)."""
+"""Contenders of turns: jobs with their GPUs, the preferred ones among them, and packed jobs as one (Gandiva, §4)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -34,7 +34,7 @@ class Contender:
     resume_ordered: bool = False
     """The service ordered its resume."""
     preferred: bool = False
-    """The ordering puts it before those that it meets, or it is to have its first turn; see ``turns.preferred``."""
+    """The ordering puts it before those that it meets, or it is to have its first turn; see ``preferred`` below."""
     eligible: bool = True
     """False: it may not get the GPUs now (suspended by its owner, a part of a job on other hosts …)."""
     packed_with: frozenset[JobKey] = frozenset()
@@ -61,6 +61,33 @@ class Contender:
     def stretch_s(self) -> float:
         """Return the current stretch of the job and those it is packed with."""
         return max(self.held_s, self.together_s)
+
+
+# --- Preferred jobs -------------------------------------------------------------------------------------
+
+
+def preferred(contenders: Iterable[Contender], ranks: Mapping[JobKey, int]) -> frozenset[JobKey]:
+    """Return the jobs that come first in the ordering on each of their GPUs, and those without a first turn yet.
+
+    Synergy preempts by checkpoint and restart, once in a round of minutes (OSDI'22, §3); a turn costs a copy to host
+    memory and back. So the job that the ordering puts first among those that it meets may keep its GPUs from them, but
+    for the turns that the fair queue owes to newcomers and to jobs that have waited too long.
+
+    ``ranks``: places in the ordering, 0 first. Jobs without a place, and jobs that may not run now, stand in no job's
+    way; jobs of other priorities are compared by these, not by the ordering.
+    """
+    ranked = [c for c in contenders if c.key in ranks and c.eligible]
+    first: dict[tuple[Gpu, int], int] = {}
+    for contender in ranked:
+        for gpu in contender.gpus:
+            place = (gpu, contender.priority)
+            first[place] = min(first.get(place, len(ranks)), ranks[contender.key])
+    return frozenset(
+        c.key for c in ranked if not c.started or all(first[gpu, c.priority] == ranks[c.key] for gpu in c.gpus)
+    )
+
+
+# --- Packed jobs ----------------------------------------------------------------------------------------
 
 
 def together(contenders: Sequence[Contender]) -> list[Contender]:

@@ -15,7 +15,7 @@ Displacement
     waiting job comes first. A gang takes all its GPUs at one moment: until the last of its blockers is over,
     the others go on.
 Preference
-    Where turns follow the ordering (``turns.preferred``), a preferred job comes before the others of its priority
+    Where turns follow the ordering (``turns.contender``), a preferred job comes before the others of its priority
     whatever their virtual times: it displaces them when their slice is over, and keeps its GPUs from them until
     they are overdue. Among themselves preferred jobs take turns as all others do.
 Claims

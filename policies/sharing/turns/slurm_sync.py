@@ -19,9 +19,9 @@ from cadenza.policies.core.text import job_names, jobs_called, lost_text
 from cadenza.policies.sharing.state.groups import partners
 from cadenza.policies.sharing.state.settings import SharingSettings, exclusion_reason, held_for_us
 from cadenza.policies.sharing.state.sharing_state import WAITING_REASONS, SharingState
+from cadenza.policies.sharing.turns.contender import preferred
 from cadenza.policies.sharing.turns.fair_queue import Contender, groups, next_turn
 from cadenza.policies.sharing.turns.lanes import hosts_to_leave
-from cadenza.policies.sharing.turns.preferred import preferred
 
 MAX_NAMED = 6
 """Number of jobs of a group that a reason names."""
