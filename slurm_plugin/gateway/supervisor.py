@@ -115,13 +115,13 @@ class WorkerProcess:
         self._buffer += chunk
 
     def _lost(self, event: str) -> WorkerLost:
-        """Return the error that says how the child ended, which takes a moment after its socket closed."""
+        """Return the error with the end of the child, which takes a moment after its socket closed."""
         try:
             code = self._child.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             return WorkerLost(f"the worker {event}: it closed its socket")
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return WorkerLost(f"the worker {event}: {how}; see its messages in this program's error output")
+        end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return WorkerLost(f"the worker {event}: {end}; see its messages in this program's error output")
 
     def kill(self) -> None:
         """Kill the child and its own children."""

@@ -1,4 +1,4 @@
-"""Facts for the agents: after each round every host hears of its jobs what taking turns without the service needs."""
+"""Facts for the agents: after each round every host gets those with which it can take turns without the service."""
 
 from __future__ import annotations
 

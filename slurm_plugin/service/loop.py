@@ -144,7 +144,7 @@ class Loop:
         self._hub.send_facts(FactSheet(facts, report.snapshot.time_s, self.settings.trust_s))
         for action, outcome in report.outcomes:
             log.log(logging.INFO if outcome.ok else logging.WARNING, "%s", action_line(action, outcome))
-        # 6. Keep what running jobs have shown of their profiles.
+        # 6. Store the beliefs about profiles that this round changed.
         if self._gateway.refiner is not None and (beliefs := self._gateway.refiner.changed()):
             self._store.learn(beliefs)
         # 7. Complete multi-node jobs that hold their GPUs on some hosts only.

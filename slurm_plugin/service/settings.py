@@ -111,8 +111,8 @@ class PolicyTable(msgspec.Struct, frozen=True):
     allocate: Annotated[
         Text,
         Meta(
-            description="How CPUs and memory are given out: cadenza, proportional, tune, opt …; none: jobs keep what "
-            "they asked for"
+            description="Allocation of CPUs and memory: cadenza, proportional, tune, opt …; none: jobs keep what they "
+            "asked for"
         ),
     ] = "none"
     share: Annotated[

@@ -136,7 +136,7 @@ class Hub:
         """Read the agents' keys again (SIGHUP); raise HubError and keep the old ones when they are bad."""
         self._keys.load()
 
-    # --- what the loop asks -------------------------------------------------------------------------------
+    # --- for the loop -------------------------------------------------------------------------------------
 
     def agents(self) -> Mapping[str, Agent]:
         """Return every agent's last report, by host."""

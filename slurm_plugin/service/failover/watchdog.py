@@ -1,4 +1,4 @@
-"""The watchdog: a child of cadenzad that releases what a killed cadenzad left suspended or held.
+"""The watchdog: a child of cadenzad that releases the jobs which a killed cadenzad left suspended or held.
 
 ``python -m cadenza.slurm_plugin.service.failover.watchdog --store FILE --gateway MODULE:CALLABLE --grace SECONDS``
 with its standard input on a pipe from the service. A service that ends in order sends ``bye`` first. A

@@ -61,13 +61,13 @@ class ClusterGateway:
         agents = self._hub.agents()
         self._parts = parts_by_job(agents)
         snapshot = with_leases(snapshot, agents, self._parts)
-        # 3. What jobs hold, as tuned, and their profiles, corrected by what running jobs have shown.
+        # 3. Each job's resources, as tuned, and its profile, corrected by observations of running jobs.
         if self.profiles.refresh():
             for problem in self.profiles.library.problems:
                 log.warning("profile not used: %s", problem)
         self._tunes = tunes_in_force(self._tunes, agents)
         snapshot = with_profiles(snapshot, self.profiles.library, self._tunes, self.gpu_memory_gb, self.refiner)
-        # 4. How far each job is, and what its iteration times add to the beliefs about profiles.
+        # 4. Each job's progress; its iteration times add to the beliefs about profiles.
         snapshot = with_progress(snapshot, self._before)
         if self.refiner is not None:
             self.refiner.watch(snapshot)

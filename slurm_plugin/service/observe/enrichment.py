@@ -33,7 +33,7 @@ def with_profiles(
     """Return a snapshot with GPU memory, and with placement and profile of the jobs that opted in.
 
     ``tunes``: those in force; ``gpu_memory_gb``: by GPU type, "" for the types that are not named; ``refiner``:
-    corrects the profiles by what running jobs have shown.
+    corrects the profiles by observations of running jobs.
     """
     default = gpu_memory_gb.get("")
     nodes = tuple(

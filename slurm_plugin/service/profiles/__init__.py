@@ -1,1 +1,1 @@
-"""Profiles on disk and what running jobs teach about them."""
+"""Profiles from files, and their corrections learned from running jobs."""

@@ -67,9 +67,9 @@ class Library:
         """
         if not self.entries:
             return ProfileChoice(None, "")
-        chosen, how = self._entry(job)
+        chosen, match = self._entry(job)
         if chosen is None:
-            return ProfileChoice(None, how)
+            return ProfileChoice(None, match)
         usable = [entry for entry in self.entries if entry.model == chosen.model and entry.profile is not None]
         if not usable:
             return ProfileChoice(None, f"has its proportional share, for its profile may not be used: {chosen.problem}")
@@ -80,7 +80,7 @@ class Library:
         if not wanted and not any(here):
             wanted = sorted(family)[:1]
         if wanted:
-            return ProfileChoice(family[wanted[0]], f"profile {usable[0].model} ({usable[0].source}), {how}")
+            return ProfileChoice(family[wanted[0]], f"profile {usable[0].model} ({usable[0].source}), {match}")
         measured = ", ".join(sorted(entry.profile.gpu for entry in usable if entry.profile is not None))
         return ProfileChoice(
             None,

@@ -121,8 +121,8 @@ class Refiner:
             return ""
         counts = ", ".join(f"{one.cpus:g}" for one in belief.seen)
         cpus = setting.cpus if setting is not None else belief.seen[-1].cpus
-        how = "refined from" if record.used is not None else "not changed by"
-        note = f"{how} {belief.observations} observations at {counts} CPUs a GPU, ± {belief.unsure(cpus):.0%}"
+        effect = "refined from" if record.used is not None else "not changed by"
+        note = f"{effect} {belief.observations} observations at {counts} CPUs a GPU, ± {belief.unsure(cpus):.0%}"
         if not record.phase:
             return note
         return f"{note}; new phase since {datetime.fromtimestamp(record.phase_s, UTC):%Y-%m-%d %H:%M} UTC"

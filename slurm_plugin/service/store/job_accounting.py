@@ -49,7 +49,7 @@ class JobAccounting:
         turns = {key: link.execute(query, key).fetchone()[0] for key in keys}
         self.baseline = Baseline(last if last is not None and last.hosts else None, starts, effects_in_force, turns)
 
-    # --- what the store calls ------------------------------------------------------------------------------
+    # --- for the store -------------------------------------------------------------------------------------
 
     def observe(self, snapshot: ClusterSnapshot, memory: Memory) -> Baseline:
         """Write down the changes since the last round, and return the new baseline.

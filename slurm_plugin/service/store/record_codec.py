@@ -130,7 +130,7 @@ def decode_memory(data: bytes) -> Memory:
 
 
 def encode_decision(decision: Decision) -> bytes:
-    """Return a decision as JSON: equal decisions give equal bytes, which is what a replay compares."""
+    """Return a decision as JSON: equal decisions give equal bytes, which a replay compares."""
     rows = tuple(action_row(action) for action in decision.actions)
     return _encode(_DecisionRow(rows, _memory_row(decision.memory), tuple(sorted(decision.reasons.items()))))
 
@@ -147,7 +147,7 @@ def pack(data: bytes) -> bytes:
 
 
 def unpack(data: bytes) -> bytes:
-    """Return what :func:`pack` compressed."""
+    """Return the data that :func:`pack` compressed."""
     return zlib.decompress(data)
 
 
