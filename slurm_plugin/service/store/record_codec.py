@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import replace
-from typing import Any, TypeVar, get_args
+from dataclasses import fields, replace
+from typing import Any, get_args
 
 import msgspec
 
@@ -13,8 +13,6 @@ from cadenza.policies.core.decision import Decision, Memory, SharingMemory
 from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node
 from cadenza.policies.core.move import Move
 from cadenza.policies.core.profile import Profile, linked
-
-T = TypeVar("T")
 
 ACTIONS: dict[str, type[Action]] = {kind.__name__: kind for kind in get_args(Action)}
 
@@ -26,11 +24,15 @@ class _MemoryRow(msgspec.Struct, frozen=True):
     placed: frozenset[JobKey]
     drained: frozenset[str]
     last_yield_s: tuple[tuple[JobKey, float], ...]
-    usage: tuple[tuple[str, float], ...] = ()
-    usage_s: float | None = None
-    sharing: SharingMemory = msgspec.field(default_factory=SharingMemory)
-    sized: tuple[tuple[JobKey, tuple[int, int]], ...] = ()
-    moves: tuple[Move, ...] = ()
+    sharing: SharingMemory
+    usage: dict[str, float]
+    usage_s: float | None
+    sized: tuple[tuple[JobKey, tuple[int, int]], ...]
+    moves: tuple[Move, ...]
+
+
+PAIRS = ("last_yield_s", "sized")
+"""Fields of a Memory whose keys are no strings."""
 
 
 class _Profiled(msgspec.Struct, frozen=True, array_like=True):
@@ -152,28 +154,9 @@ def unpack(data: bytes) -> bytes:
 
 
 def _memory_row(memory: Memory) -> _MemoryRow:
-    return _MemoryRow(
-        memory.suspended,
-        memory.placed,
-        memory.drained,
-        tuple(sorted(memory.last_yield_s.items())),
-        tuple(sorted(memory.usage.items())),
-        memory.usage_s,
-        memory.sharing,
-        tuple(sorted(memory.sized.items())),
-        memory.moves,
-    )
+    values = {field.name: getattr(memory, field.name) for field in fields(Memory)}
+    return _MemoryRow(**values | {name: tuple(sorted(values[name].items())) for name in PAIRS})
 
 
 def _memory_of(row: _MemoryRow) -> Memory:
-    return Memory(
-        suspended=row.suspended,
-        placed=row.placed,
-        drained=row.drained,
-        last_yield_s=dict(row.last_yield_s),
-        usage=dict(row.usage),
-        usage_s=row.usage_s,
-        sharing=row.sharing,
-        sized=dict(row.sized),
-        moves=row.moves,
-    )
+    return Memory(**msgspec.structs.asdict(row) | {name: dict(getattr(row, name)) for name in PAIRS})
