@@ -12,12 +12,12 @@ from cadenza.policies.inputs.csv_table import integer, number, quoted
 PARTITION = "sim"
 SHAPE = "NODESxGPUS:CPUS:MEMORY_GB[:TYPE], for example 16x8:24:500 or 8x4:12:448:P40,8x4:12:448:P100"
 KIND = re.compile(r"([^x:]+)x([^:]+):([^:]+):([^:]+)(?::([A-Za-z0-9][A-Za-z0-9_.-]{0,63}))?", re.ASCII)
-MOST_NODES = 100_000
-MOST_GPUS = 1024
-MOST_CPUS = 100_000
-MOST_LANES = 8
+MAX_NODES = 100_000
+MAX_GPUS = 1024
+MAX_CPUS = 100_000
+MAX_LANES = 8
 GPU_MEMORY_GB = {"T4": 16.0, "P40": 24.0, "P100": 16.0, "L4": 24.0, "L40": 48.0, "H100": 80.0, "H200": 141.0}
-"""Types that come in one size, by their makers' data sheets; of others nobody knows what fits together."""
+"""Memory of types that come in one size, by their makers' data sheets; other types have no known size."""
 
 
 def read_cluster(text: str, lanes: int = 1) -> tuple[Node, ...]:
@@ -27,12 +27,12 @@ def read_cluster(text: str, lanes: int = 1) -> tuple[Node, ...]:
     k > 0 of a host is the node ``NAME-lk``. Memory is in MB of 1024 to the GB. Raise InputError, naming the part
     of the text that is wrong.
     """
-    if not 1 <= lanes <= MOST_LANES:
-        raise InputError(f"lanes: {lanes} is not from 1 to {MOST_LANES}")
+    if not 1 <= lanes <= MAX_LANES:
+        raise InputError(f"lanes: {lanes} is not from 1 to {MAX_LANES}")
     kinds = [_kind(part.strip(), f"cluster {quoted(text)}") for part in text.split(",")]
     total = sum(count for count, _ in kinds)
-    if total > MOST_NODES:
-        raise InputError(f"cluster {quoted(text)}: {total} nodes are more than {MOST_NODES}")
+    if total > MAX_NODES:
+        raise InputError(f"cluster {quoted(text)}: {total} nodes are more than {MAX_NODES}")
     width = max(4, len(str(total)))
     nodes: list[Node] = []
     for count, kind in kinds:
@@ -43,18 +43,18 @@ def read_cluster(text: str, lanes: int = 1) -> tuple[Node, ...]:
 
 
 def _kind(part: str, where: str) -> tuple[int, Node]:
-    """Return how many nodes one part of the text asks for, and one of them without a name."""
+    """Return the number of nodes in one part of the text, and one of them without a name."""
     found = KIND.fullmatch(part)
     if found is None:
         raise InputError(f"{where}: {quoted(part)} is not {SHAPE}")
     count, gpus_text, cpus, memory, gpu_type = found.groups()
-    gpus = integer(gpus_text, f"{where}: GPUs", 1, MOST_GPUS)
-    return integer(count, f"{where}: nodes", 1, MOST_NODES), Node(
+    gpus = integer(gpus_text, f"{where}: GPUs", 1, MAX_GPUS)
+    return integer(count, f"{where}: nodes", 1, MAX_NODES), Node(
         name="",
         host="",
         lane=0,
         gpus=gpus,
-        cpus=integer(cpus, f"{where}: CPUs, at least one for each GPU", gpus, MOST_CPUS),
+        cpus=integer(cpus, f"{where}: CPUs, at least one for each GPU", gpus, MAX_CPUS),
         memory_mb=int(number(memory, f"{where}: memory, at least 1 GB for each GPU", gpus, 1e6) * MB_PER_GB),
         gpu_type=gpu_type or "",
         gpu_memory_gb=GPU_MEMORY_GB.get(gpu_type or ""),

@@ -11,15 +11,15 @@ from cadenza.policies.inputs.csv_table import quoted
 from cadenza.policies.inputs.strict_mapping import unknown_key
 
 LONGEST_S = 1e6
-"""No switch takes longer; about 12 days."""
+"""Longest switch: about 12 days."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimCosts:
-    """Seconds in which a job has its GPUs and makes no progress. See ``costs.toml`` for where the defaults are from."""
+    """Seconds in which a job has its GPUs and makes no progress. ``costs.toml`` has the source of each default."""
 
     dispatch_s: float = 0.0
-    """From the decision to start or move a job until Slurm has launched it; others may have its GPUs meanwhile."""
+    """From the decision to start or move a job until Slurm has launched it; until then others may have its GPUs."""
     start_s: float = 0.0
     """First start, to the first iteration."""
     restart_s: float = 30.0

@@ -1,4 +1,4 @@
-"""What the readers share: decoding, CSV tables with line numbers, checked numbers, and hints for unknown names."""
+"""Shared parts of the readers: decoding, CSV tables with line numbers, checked numbers, hints for unknown names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from difflib import get_close_matches
 
 from cadenza.policies.core.errors import InputError
 
-SHOWN = 40
+MAX_CHARACTERS = 40
 """Characters of a wrong value that a message repeats."""
-HUGE = 1e15
-"""No quantity of ours is larger: about 30 million years in seconds, an exabyte in MB."""
+MAX_QUANTITY = 1e15
+"""Largest quantity: about 30 million years in seconds, an exabyte in MB."""
 
 
 def decode(data: bytes, source: str) -> str:
@@ -33,7 +33,7 @@ def quoted(value: object) -> str:
     "xxxx…'"
     """
     shown = value if isinstance(value, str) else repr(value)
-    return repr(shown if len(shown) <= SHOWN else shown[:SHOWN] + "…")
+    return repr(shown if len(shown) <= MAX_CHARACTERS else shown[:MAX_CHARACTERS] + "…")
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -50,7 +50,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"known here: {shown}" if names else "none is known here"
 
 
-def number(text: str, where: str, least: float = 0.0, most: float = HUGE) -> float:
+def number(text: str, where: str, least: float = 0.0, most: float = MAX_QUANTITY) -> float:
     """Return a finite number within bounds; raise InputError, which begins with ``where``, for anything else."""
     try:
         value = float(text)
@@ -63,7 +63,7 @@ def number(text: str, where: str, least: float = 0.0, most: float = HUGE) -> flo
     return value
 
 
-def positive(text: str, where: str, most: float = HUGE) -> float:
+def positive(text: str, where: str, most: float = MAX_QUANTITY) -> float:
     """Return a finite number above 0; raise InputError for anything else."""
     value = number(text, where, most=most)
     if not value:
@@ -71,7 +71,7 @@ def positive(text: str, where: str, most: float = HUGE) -> float:
     return value
 
 
-def integer(text: str, where: str, least: int = 0, most: int = int(HUGE)) -> int:
+def integer(text: str, where: str, least: int = 0, most: int = int(MAX_QUANTITY)) -> int:
     """Return a whole number within bounds; raise InputError, which begins with ``where``, for anything else."""
     try:
         value = int(text)
@@ -114,7 +114,7 @@ class Table:
 def read_table(text: str, source: str, required: Sequence[str], optional: Sequence[str] | None = ()) -> Table:
     """Return a CSV file as a table.
 
-    Empty lines and lines that begin with ``#`` are passed over. ``optional`` lists the other columns that are
+    Empty lines and lines that begin with ``#`` are skipped. ``optional`` lists the other columns that are
     allowed; None allows any. Raise InputError, with file and line, for a missing, unknown, repeated or empty
     column name, for a row of another length and for text that is not CSV.
     """
@@ -133,7 +133,7 @@ def read_table(text: str, source: str, required: Sequence[str], optional: Sequen
 
 
 def _records(text: str, source: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the lines that say something."""
+    """Yield the lines with content."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         for cells in reader:

@@ -1,4 +1,4 @@
-"""How two models that share a GPU slow each other down: from a CSV, or from Gandiva's Table 1 through utilisation."""
+"""Speeds of two models that share a GPU: from a CSV, or from Gandiva's Table 1 through utilization."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def pair_speed(utilization: float, gain: float, other_utilization: float, other_
 
     A model that packs with gain R and keeps the GPU busy for a share u of the time is taken to let a packed GPU do
     R·u of useful time a second (Gandiva, OSDI'18, Table 1: about 0.9 for the models of medium, 0.7 to 0.9 for those
-    of high utilisation). Two models ask for u₁ + u₂ and get the mean of what each lets the GPU do, weighted by what
+    of high utilization). Two models ask for u₁ + u₂ and get the mean of what each lets the GPU do, weighted by what
     it asks for: speed = min(1, (R₁u₁² + R₂u₂²) / (u₁ + u₂)²). For two copies of one model this is min(1, R/2),
     which is the table's own row. Both slow down alike: Table 1 says nothing of how a loss is divided.
 
@@ -92,7 +92,7 @@ def pair_speed(utilization: float, gain: float, other_utilization: float, other_
 
 
 def gain_at(utilization: float, rows: Sequence[PackedRow]) -> float:
-    """Return the gain of packing at a utilisation: linear between the table's rows, flat beyond them."""
+    """Return the gain of packing at a utilization: linear between the table's rows, flat beyond them."""
     points = sorted((row.utilization, row.gain) for row in rows)
     below = [point for point in points if point[0] <= utilization]
     above = [point for point in points if point[0] > utilization]
@@ -105,7 +105,7 @@ def gain_at(utilization: float, rows: Sequence[PackedRow]) -> float:
 def packing_pairs(profiles: Mapping[str, Profile], rows: Sequence[PackedRow]) -> Pairs:
     """Return the relative speeds of every pair of profiled models whose ``gpu_utilization`` is known.
 
-    A model of the table has its own gain there, another one the gain of its utilisation; see ``pair_speed``.
+    A model of the table has its own gain there, another one the gain of its utilization; see ``pair_speed``.
     """
     gains = {row.model: row.gain for row in rows}
     known = [(name, busy, gains.get(name, gain_at(busy, rows))) for name, busy in _busy(profiles)]
@@ -118,7 +118,7 @@ def packing_pairs(profiles: Mapping[str, Profile], rows: Sequence[PackedRow]) ->
 
 
 def _busy(profiles: Mapping[str, Profile]) -> Iterable[tuple[str, float]]:
-    """Yield the models whose utilisation is known, and it."""
+    """Yield the models whose utilization is known, and it."""
     for name, profile in profiles.items():
         if profile.gpu_utilization:
             yield name, profile.gpu_utilization

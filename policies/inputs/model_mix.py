@@ -1,4 +1,4 @@
-"""Which model a job without one gets: the class furthest below its target share, its models in turn (Synergy §5)."""
+"""Models for jobs without one: the class furthest below its target share, its models in turn (Synergy §5)."""
 
 from __future__ import annotations
 

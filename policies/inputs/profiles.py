@@ -44,7 +44,7 @@ class BestKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MatchKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which jobs a profile is for besides those that name its model: shell patterns, all of which must fit."""
+    """Shell patterns of the jobs that a profile fits without being named; all patterns must match."""
 
     name: str = ""
     command: str = ""
@@ -68,7 +68,7 @@ class ProfileKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     declared_best: BestKeys | None = None
     match: MatchKeys = MatchKeys()
     source: str = ""
-    licence: str = ""
+    license: str = ""
     note: str = ""
 
 
@@ -78,7 +78,7 @@ class FileKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema: Literal["cadenza.profile/1"]
     profiles: list[ProfileKeys]
     source: str = ""
-    licence: str = ""
+    license: str = ""
     note: str = ""
 
 
@@ -214,7 +214,7 @@ def _by_model(found: Iterable[Profile], source: str) -> dict[str, Profile]:
 def write_profiles(profiles: Mapping[str, Profile], **about: str) -> str:
     """Return profiles and their siblings as a file that ``read_profiles`` reads back to the same values.
 
-    ``about``: the file's ``source``, ``licence`` and ``note``.
+    ``about``: the file's ``source``, ``license`` and ``note``.
     """
     every = [sibling for profile in profiles.values() for sibling in (profile.siblings or {"": profile}).values()]
     head = {"schema": SCHEMA, **about}

@@ -11,8 +11,8 @@ from cadenza.policies.core.profile import Demand, Profile, Reference
 from cadenza.policies.inputs.csv_table import quoted
 from cadenza.policies.inputs.strict_mapping import convert
 
-AGREE = 0.01
-"""How far, relatively, a declared best speed may be from the table's at the declared demand."""
+RELATIVE_TOLERANCE = 0.01
+"""Tolerance of a declared best speed, relative to the table's at the declared demand."""
 
 
 class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,11 +43,11 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_gb_per_gpu: tuple[float, ...]
     models: dict[str, Model]
     source: str = ""
-    licence: str = ""
+    license: str = ""
 
 
 def is_synergy_table(value: dict[str, Any]) -> bool:
-    """Return whether an object is meant as such a table."""
+    """Return True if an object is meant as such a table."""
     return "models" in value and "schema" not in value
 
 
@@ -83,7 +83,7 @@ def _profile(name: str, model: Model, table: Table, source: str) -> Profile:
 
 def check_best(profile: Profile, speedup: float | None, source: str) -> None:
     """Raise InputError where a declared best speed is not that of the table at the declared demand."""
-    if speedup is not None and not abs(profile.best_speed - speedup) <= AGREE * profile.best_speed:
+    if speedup is not None and not abs(profile.best_speed - speedup) <= RELATIVE_TOLERANCE * profile.best_speed:
         raise InputError(
             f"{source}: models.{profile.model}: best_speedup is {quoted(speedup)} where throughput says "
             f"{profile.best_speed:g} at {profile.best.cpus:g} CPUs and {profile.best.memory_gb:g} GB"

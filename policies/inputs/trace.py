@@ -9,7 +9,7 @@ from typing import Any
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.profile import Profile
-from cadenza.policies.inputs.cluster import MOST_GPUS
+from cadenza.policies.inputs.cluster import MAX_GPUS
 from cadenza.policies.inputs.csv_table import Table, integer, number, positive, quoted, read_table, suggest
 from cadenza.policies.inputs.model_mix import ModelMix
 
@@ -18,11 +18,11 @@ LENGTHS = ("iterations", "duration_s")
 MORE = ("user", "priority", "min_gpus", "max_gpus", "account", "memory_gb_per_gpu")
 OPTIONAL = ("model", *LENGTHS, *MORE)
 LATEST_S = 1e11
-"""About 3,000 years: a time beyond it is a mistake."""
-MOST_JOB_GPUS = 100 * MOST_GPUS
+"""About 3,000 years; a later time is a mistake."""
+MAX_JOB_GPUS = 100 * MAX_GPUS
 ID_BITS = 63
 USUAL_DIGITS, USUAL_SECONDS = 15, 10
-"""Digits up to which a whole number needs no closer look."""
+"""Digits of whole numbers and times that need no further check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class _Rows:
 
     def job(self, submit_s: float, job: int, line: int, cells: Sequence[str]) -> TraceJob:
         """Return one row's job."""
-        gpus = self._integer(line, cells[self._at["gpus"]], "gpus", 1, MOST_JOB_GPUS)
+        gpus = self._integer(line, cells[self._at["gpus"]], "gpus", 1, MAX_JOB_GPUS)
         model, profile = self._model(line, cells)
         iterations, work_s = self._length(line, cells, profile)
         return TraceJob(
@@ -130,13 +130,13 @@ class _Rows:
         )
 
     def _integer(self, line: int, text: str, column: str, least: int, most: int) -> int:
-        """Return a whole number; where the usual case fails, find out what is wrong."""
+        """Return a whole number; the checked reader handles unusual ones."""
         if text.isascii() and text.isdigit() and len(text) <= USUAL_DIGITS and least <= (value := int(text)) <= most:
             return value
         return integer(text, self._table.at(line, column), least, most)
 
     def _number(self, line: int, text: str, column: str) -> float:
-        """Return a number of seconds; where the usual case fails, find out what is wrong."""
+        """Return a number of seconds; the checked reader handles unusual ones."""
         if text.isascii() and text.isdigit() and len(text) <= USUAL_SECONDS:
             return float(text)
         return number(text, self._table.at(line, column), 0.0, LATEST_S)
@@ -146,7 +146,7 @@ class _Rows:
         return "" if position is None else cells[position]
 
     def _model(self, line: int, cells: Sequence[str]) -> tuple[str, Profile | None]:
-        """Return a row's model and its profile; without any profiles at hand a model is only a name."""
+        """Return a row's model and its profile; without profiles a model is only a name."""
         model = self._cell(cells, "model") or next(self._models)
         if not model or not self._profiles:
             return model, None
@@ -173,8 +173,8 @@ class _Rows:
         return iterations, work_s
 
     def _more(self, line: int, cells: Sequence[str], gpus: int) -> dict[str, Any]:
-        """Return what a row says in the optional columns that are not empty."""
-        limits = {"priority": (-(10**9), 10**9), "min_gpus": (1, gpus), "max_gpus": (gpus, MOST_JOB_GPUS)}
+        """Return the values of a row's optional columns that are not empty."""
+        limits = {"priority": (-(10**9), 10**9), "min_gpus": (1, gpus), "max_gpus": (gpus, MAX_JOB_GPUS)}
         more: dict[str, Any] = {}
         for name in self._extra:
             if text := self._cell(cells, name):

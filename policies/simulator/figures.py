@@ -1,4 +1,4 @@
-"""The figures of a simulation: completion times, utilisation, switches; and their mean and interval over seeds."""
+"""Figures of a simulation: completion times, utilization and switches, with mean and interval over seeds."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What ``cadenza simulate --json`` prints of one run. Hours, seconds, shares from 0 to 1, counts.
+    """Figures of one run, as ``cadenza simulate --json`` prints them. Hours, seconds, shares from 0 to 1, counts.
 
-    Completion times are of the jobs that ended, within the window where there is one; None where none did.
-    Utilisation is from the first submission to the end of the run.
+    Completion times count the jobs that ended, within the window if there is one; None if no job ended.
+    Utilization is from the first submission to the end of the run.
     """
 
     jobs: int
@@ -47,14 +47,14 @@ class Summary:
     makespan_h: float | None
     """When the last job ended, counted from the start of the simulation."""
     time_to_100_iterations_s: float | None
-    """Median; a job that did not get there counts with the time that it has waited so far, which is too little."""
+    """Median; a job with fewer iterations counts with its wait so far, which is a lower bound."""
     mean_time_to_100_iterations_s: float | None
     censored_100_iterations: int
-    """How many of the jobs did not get there."""
+    """Number of jobs with fewer iterations at the end."""
     gpu_utilization: float
-    """GPUs that a job may use, over all."""
+    """GPUs that a job may use, as a share of all."""
     gpu_busy: float
-    """GPUs computing, by the jobs' own utilisation, over all."""
+    """GPUs that compute, by the jobs' own utilization, as a share of all."""
     cpu_utilization: float
     migrations: int
     yields: int
@@ -65,7 +65,7 @@ class Summary:
     resizes: int
     rounds: int
     decisions: int
-    """Rounds that were not left out."""
+    """Rounds that were not skipped."""
     decision_ms: Quantiles
     wall_s: float
 
@@ -135,7 +135,7 @@ def _censored(job: JobResult, end_s: float) -> bool:
 
 
 def _hundred_s(jobs: Sequence[JobResult], end_s: float) -> list[float]:
-    """Return each job's time to 100 iterations, or so far; jobs that have fewer in all do not count."""
+    """Return each job's time to 100 iterations, or its time so far, without jobs that have fewer in all."""
     return [
         job.to_100_iterations_s if job.to_100_iterations_s is not None else end_s - job.submit_s
         for job in jobs
@@ -199,7 +199,7 @@ def flat(summary: Summary) -> dict[str, float | None]:
 def over_seeds(summaries: Sequence[Summary]) -> dict[str, Any]:
     """Return the mean of each figure, and under ``interval95`` half the width of its interval.
 
-    A figure that one of the runs does not have is None. One summary is returned as it is, without intervals.
+    A figure that one of the runs lacks is None. A single summary is returned unchanged, without intervals.
     """
     if len(summaries) == 1:
         return asdict(summaries[0])

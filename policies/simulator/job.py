@@ -101,14 +101,14 @@ class SimJob:
         """True while the job may not start: held at its submission (held admission), or requeued into a hold."""
         self.required_nodes: tuple[str, ...] = ()
         self.promised: Placement = ()
-        """Shares that it gets where a Place sends it; empty: an even spread of its request."""
+        """Shares at the place that a Place sends it to; empty: an even spread of its request."""
         self.allocated: Placement = ()
-        """What Slurm's books have allocated to it."""
+        """Its allocation in Slurm's books."""
         self.placement: Placement = ()
-        """What it has now: tuning changes that, and leaves Slurm's books alone where moves take several rounds."""
+        """Its present resources. Where moves take several rounds, tuning changes these and not Slurm's books."""
         self.done_s = self.attained_s = self.rate = self.settled_s = self.cost_until_s = self.waiting_cost_s = 0.0
         self.ready_s = 0.0
-        """When it is launched; that time passes also while others have its GPUs."""
+        """Time of its launch; launching goes on while other jobs have its GPUs."""
         self.speed = 1.0
         self.gpu_type = ""
         self.attained_on: dict[str, float] = {}
@@ -116,9 +116,9 @@ class SimJob:
         self.running = False
         self.ran_s: float | None = None
         self.start_s: float | None = None
-        """When it first had its GPUs."""
+        """Time at which it first had its GPUs."""
         self.slurm_start_s: float | None = None
-        """When Slurm started this incarnation, where moves take several rounds; else ``start_s`` counts."""
+        """Time at which Slurm started this incarnation, where moves take several rounds; else ``start_s`` counts."""
         self.finish_s = inf
         self.hundred_s: float | None = None
         self.hundred_work_s = FIRST_ITERATIONS * trace.iteration_s
@@ -133,7 +133,7 @@ class SimJob:
         self.move_cost_s: float | None = None
         """Seconds without progress that are left to pay at the next start, of a move or of a requeue after a save."""
         self.saved_s = inf
-        """When the checkpoint that was ordered is complete."""
+        """Time at which the ordered checkpoint is complete."""
 
     # --- Progress ---------------------------------------------------------------------------------
 

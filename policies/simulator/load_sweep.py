@@ -1,4 +1,4 @@
-"""Many simulations of one policy: completion times over load, and the capacity with a queue that is never empty."""
+"""Series of simulations of one policy: completion times over load, and capacity with a queue that is never empty."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from cadenza.policies.simulator.run_values import Result
 
 Run: TypeAlias = Callable[[Sequence[TraceJob]], Result]
 """Simulates one set of jobs."""
-MOST_LOADS = 200
+MAX_LOADS = 200
 GROWTH = 0.05
-"""Share of the jobs of the second half by which the queue may have grown over it."""
+"""Growth of the queue over the second half that still counts as stable, as a share of the jobs that arrive then."""
 FILL = 10
-"""Mean run times that the arrivals must last at least to tell stable loads from others."""
+"""Least duration of the arrivals, in mean run times, to tell stable loads from others."""
 PRESSURE = 1.5
-"""How much faster than the GPUs can work at the proportional share the work of a capacity run arrives."""
+"""Rate at which work arrives in a capacity run, relative to the GPUs' rate at the proportional share."""
 EDGE = 0.1
 """Share of the arrivals' time over which a queue's length is averaged."""
 
@@ -38,8 +38,8 @@ def read_loads(text: str, where: str = "load sweep") -> tuple[float, ...]:
     if last < first:
         raise InputError(f"{where}: {quoted(text)} ends below where it begins")
     count = int((last - first) / step + 1e-9) + 1
-    if count > MOST_LOADS:
-        raise InputError(f"{where}: {quoted(text)} are {count} loads, more than {MOST_LOADS}")
+    if count > MAX_LOADS:
+        raise InputError(f"{where}: {quoted(text)} are {count} loads, more than {MAX_LOADS}")
     return tuple(round(first + step * position, 9) for position in range(count))
 
 
@@ -55,7 +55,7 @@ def sweep_point(
 
 
 def stable(jobs: Sequence[TraceJob], result: Result) -> bool:
-    """Return whether the cluster keeps up with a load.
+    """Return True if the cluster keeps up with a load.
 
     The rule: over the second half of the arrivals the number of waiting jobs grows by no more than 5 % of the jobs
     that arrive in it. The queue's length is the mean over a tenth of the arrivals' time, before the middle and
@@ -68,7 +68,7 @@ def stable(jobs: Sequence[TraceJob], result: Result) -> bool:
 
 
 def too_short(jobs: Sequence[TraceJob]) -> bool:
-    """Return whether the arrivals end before the cluster can have filled up: within ten mean run times."""
+    """Return True if the arrivals end before the cluster can have filled up: within ten mean run times."""
     return max(job.submit_s for job in jobs) < FILL * fmean(job.work_s for job in jobs)
 
 
@@ -104,7 +104,7 @@ def _load_row(load: float, points: Sequence[SweepPoint]) -> LoadRow:
 
 
 def highest_stable(rows: Sequence[LoadRow]) -> float | None:
-    """Return the highest load up to which every one is stable, or None when the lowest is not."""
+    """Return the highest load below which all loads are stable, or None if the lowest is not."""
     found = None
     for row in rows:
         if not row.stable:
@@ -118,7 +118,7 @@ def highest_stable(rows: Sequence[LoadRow]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a policy gets through while jobs always wait."""
+    """Throughput of a policy while jobs always wait."""
 
     gpu_hours_per_hour: float
     """Nominal GPU hours (run time at the proportional share times GPUs) of the jobs that ended, in an hour."""
@@ -131,7 +131,7 @@ class Capacity:
 
 
 def backlogged(jobs: Sequence[TraceJob], gpus: int, pressure: float = PRESSURE) -> tuple[TraceJob, ...]:
-    """Return the jobs, in their order, submitted so that a queue is never empty and never much longer than needed.
+    """Return the jobs, in their order, with submission times that keep the queue short and never empty.
 
     At the start there is nominal work for all GPUs twice over; from then on it arrives ``pressure`` times as fast as
     the GPUs could do it at the proportional share. That depends on the jobs alone, so that every policy sees the same
@@ -155,7 +155,7 @@ def capacity(
     pressure: float = PRESSURE,
     job_gpu_h: float | None = None,
 ) -> Capacity:
-    """Return the capacity that a policy has for a mix of jobs.
+    """Return a policy's capacity for a mix of jobs.
 
     ``run`` simulates the given jobs under strict first come, first served and may stop at the last submission, beyond
     which nothing is counted. The first ``drop`` of the time is not counted either. ``pressure``: see ``backlogged``.
@@ -180,7 +180,7 @@ def capacity(
 
 
 def _check_never_empty(result: Result, begin_s: float, end_s: float) -> None:
-    """Raise InputError when no job waited at some time of the interval."""
+    """Raise InputError if the queue was empty at some time of the interval."""
     ends = [*(sample.time_s for sample in result.samples[1:]), result.end_s]
     for sample, until_s in zip(result.samples, ends, strict=True):
         if sample.time_s < end_s and until_s > begin_s and not sample.waiting:

@@ -20,7 +20,7 @@ GUARD = GuardSettings(enforce=True, partitions=frozenset({PARTITION}), max_actio
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How to run: rounds, costs, conventions. Times in seconds."""
+    """Rounds, costs and conventions of a simulation. Times in seconds."""
 
     round_s: float = 300.0
     first_round_s: float = 0.0
@@ -29,22 +29,22 @@ class Setup:
     """Conventions of Synergy's simulator: whole iterations a round, jobs end at round ends, speed is best or 1, moves
     are free (``--preset synergy``)."""
     lanes: int = 1
-    """Lanes a node; more than one lets jobs take turns."""
+    """Lanes per node; with more than one, jobs can take turns."""
     rounds_on_events: bool = False
-    """A round also at each arrival and end, not only every ``round_s``."""
+    """Run a round also at each arrival and end, not only every ``round_s``."""
     horizon_s: float | None = None
-    """End here, whatever still runs."""
+    """End here, whether or not jobs still run."""
     until_done: tuple[int, int] | None = None
-    """End when the jobs with these positions in order of submission, first to one before last, are done."""
+    """End when the jobs with these positions in order of submission (first included, last excluded) are done."""
     failures: tuple[NodeFailure, ...] = ()
     interference: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     """Relative speeds of two packed models, each in (0, 1] of its speed alone; see ``interference.py``."""
     checkpoint_s: float = 0.0
     """Work since the last checkpoint that a failure loses at most; 0: nothing is lost."""
     skip: bool = True
-    """Leave out rounds that must decide what the last one did; the result is the same."""
+    """Skip rounds whose decision must equal the last one; the result is the same."""
     admission: Literal["native", "held"] = "held"
-    """Whether Slurm starts the jobs by itself, or they are held until a policy places them."""
+    """native: Slurm starts the jobs by itself; held: they are held until a policy places them."""
     phased_moves: bool = False
     """True if a move takes several rounds, as on a cluster: checkpoint, requeue, place, start. Then Slurm's books are
     those of its allocations, and a job that is placed where something is still taken waits in Slurm's queue.
@@ -54,7 +54,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What became of one job; times in seconds since the start, None when it did not get there."""
+    """Result of one job; times in seconds since the start, None for a time that it did not reach."""
 
     id: int
     submit_s: float
@@ -74,7 +74,7 @@ class JobResult:
 
     @property
     def jct_s(self) -> float | None:
-        """Return the job completion time, or None when it has not ended."""
+        """Return the job completion time, or None if it has not ended."""
         return None if self.finish_s is None else self.finish_s - self.submit_s
 
 
@@ -94,11 +94,11 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How often a policy acted, and how many rounds there were."""
+    """Numbers of actions by kind, and of rounds."""
 
     rounds: int = 0
     decided: int = 0
-    """Rounds that were not left out."""
+    """Rounds that were not skipped."""
     yields: int = 0
     migrations: int = 0
     tunes: int = 0

@@ -19,7 +19,6 @@ from cadenza.policies.inputs.published import synergy_profiles, text_of
 from cadenza.policies.inputs.trace import read_trace
 from cadenza.policies.simulator.load_sweep import read_loads
 from cadenza.policies.simulator.result_file import decode as decode_saved
-from cadenza.policies.simulator.workloads.automl import read_curves
 from cadenza.policies.simulator.workloads.catalogue import parse_workload
 
 NODES = read_cluster("2x8:24:500")
@@ -34,7 +33,6 @@ READERS: dict[str, tuple[Callable[[str], object], str]] = {
     "failures": (lambda text: read_failures(text, "F", NODES), "node,start_s,end_s\nn0001,0,5\nn0002,1e3,2e3\n"),
     "interference": (lambda text: read_interference(text, "F"), "model,other,speed,other_speed\na,b,0.5,1\n"),
     "table 1": (lambda text: read_packed_rows(text, "F"), text_of("gandiva-table1.csv")),
-    "curves": (lambda text: read_curves(text, "F"), "config,epoch,accuracy\n0,1,0.1\n0,2,0.5\n"),
     "workload": (parse_workload, "synergy:load=8,split=20/70/10,jobs=90,gpus=single,seed=4"),
     "loads": (read_loads, "4:10:0.5"),
     "saved": (lambda text: decode_saved(text.encode("utf-8", "replace"), "F"), '{"label":"a","arguments":[],"gpus":1}'),

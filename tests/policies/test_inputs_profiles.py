@@ -62,7 +62,7 @@ def test_all_keys_are_read() -> None:
         json.dumps({
             **ONE, "gpu": "a100", "task": "image", "reference": {"gpus": 4, "cpus": 12, "memory_gb": 250},
             "storage_mb_s": [[0, 1], [2, 3]], "gpu_memory_gb": {"peak": 9, "low": 1}, "gpu_utilization": 0.5,
-            "declared_best": {"cpus": 3, "memory_gb": 62.5}, "source": "s", "licence": "l", "note": "n",
+            "declared_best": {"cpus": 3, "memory_gb": 62.5}, "source": "s", "license": "l", "note": "n",
         }),
         "p.json",
     )["m"]  # fmt: skip
@@ -96,7 +96,7 @@ def test_the_shipped_profiles_are_the_published_ones() -> None:
     assert len(shipped) == 10
     assert shipped["alexnet"].best_speed == 2.94
     assert shipped["m5"].best == Demand(6, 187.5)
-    assert json.loads(text_of("synergy.json"))["licence"].startswith("MIT")
+    assert json.loads(text_of("synergy.json"))["license"].startswith("MIT")
     if path := published("synergy-models.json"):
         found = read_profiles(path.read_text(), path.name)
         assert list(found) == list(shipped)

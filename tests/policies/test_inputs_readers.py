@@ -17,7 +17,6 @@ from cadenza.policies.inputs.interference import packing_pairs, read_interferenc
 from cadenza.policies.inputs.model_mix import model_mix, read_split
 from cadenza.policies.inputs.published import (
     default_costs,
-    gandiva_migration,
     gandiva_table1,
     synergy_profiles,
     text_of,
@@ -289,7 +288,3 @@ def test_two_copies_of_a_model_do_what_table_1_says() -> None:
     winners = {row.model for row in gandiva_table1() if row.gain > 1}
     assert {one for one in winners if sum(pairs[one, one]) > 1} == winners
     assert sum(pairs["ResNet-50", "LSTM"]) < 1 < sum(pairs["VAE", "ResNet-50"])
-
-
-def test_figure_13_is_there() -> None:
-    assert gandiva_migration()[-1] == ("DeepSpeech", 1405.0, 2.47, 3.57)

@@ -78,7 +78,7 @@ def test_jobs_share_a_host_in_lanes_if_its_memory_holds_both() -> None:
 
 def test_a_job_is_launched_while_another_one_has_its_gpus() -> None:
     jobs = [TraceJob(number, 0.0, 8, 100.0, memory_gb_per_gpu=30.0) for number in (1, 2)]
-    # Nobody can be asked to yield before its launch at 15 s; job 2 is launched by its turn at 20 s, and catches up.
+    # No job can be asked to yield before its launch at 15 s; job 2 is launched by its turn at 20 s, and catches up.
     assert finishes(in_turns(jobs, replace(FREE, dispatch_s=15.0))) == {1: 215.0, 2: 200.0}
     # Both start up with the GPUs.
     assert finishes(in_turns(jobs, replace(FREE, start_s=5.0))) == {1: 205.0, 2: 210.0}

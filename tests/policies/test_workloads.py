@@ -18,7 +18,6 @@ from cadenza.policies.simulator.workloads.automl import (
     generate_curves,
     lenet_profile,
     place_target,
-    read_curves,
     search_jobs,
 )
 from cadenza.policies.simulator.workloads.catalogue import KINDS, parse_workload
@@ -136,25 +135,6 @@ def test_a_search_is_one_job_a_configuration() -> None:
         (1, 36.0, 391, "3"),
     ]
     assert len(jobs_of("automl")) == 374
-
-
-def test_recorded_curves() -> None:
-    text = "config,epoch,accuracy\n2,1,0.1\n1,2,0.4\n1,1,0.3\n"
-    assert read_curves(text, "c.csv") == (Curve(1, (0.3, 0.4)), Curve(2, (0.1,)))
-
-
-@pytest.mark.parametrize(
-    ("rows", "said"),
-    [
-        ("1,0,0.1", "c.csv:2: epoch: '0' is not from 1"),
-        ("1,2,0.1", "c.csv: configuration 1 has no epoch 1"),
-        ("1,1,0.1\n1,1,0.2", "c.csv:3: epoch: epoch 1 of configuration 1 is there twice"),
-        ("1,1,1.1", "c.csv:2: accuracy: '1.1' is not from 0 to 1"),
-    ],
-)
-def test_wrong_curves_are_named(rows: str, said: str) -> None:
-    with pytest.raises(InputError, match="^" + said.replace("(", r"\(")):
-        read_curves("config,epoch,accuracy\n" + rows, "c.csv")
 
 
 def test_a_search_without_a_good_configuration_is_refused() -> None:

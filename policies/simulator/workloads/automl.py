@@ -1,8 +1,8 @@
 """Learning curves for a search over configurations, as in Gandiva's AutoML runs (OSDI'18, p. 605, Table 3).
 
 The paper searches 374 configurations of a LeNet-like network on CIFAR-10 for one of at least 84 % accuracy and does not
-publish the curves. Recorded ones can be read from a file; the generator's assumptions are these. A share ``poor`` (0.3)
-learns next to nothing (10 to 30 % in the end), one configuration reaches the target, and the others end between 40 %
+publish the curves. The generator assumes the following. A share ``poor`` (0.3)
+hardly learns (10 to 30 % in the end), one configuration reaches the target, and the others end between 40 %
 and 2 % below the target. Accuracy rises from 10 %, that of guessing, by ``final - (final - 0.1) (1 + e/τ)^-β`` after e
 epochs, with τ from 0.5 to 2 epochs and β from 1 to 2, and noise of 0.5 % either way at each epoch. A full run takes 50
 epochs of 36 s on a P40: Table 3's first-come-first-served search needs about 30 minutes of a GPU for a configuration.
@@ -16,14 +16,13 @@ from functools import cache
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.profile import Profile
-from cadenza.policies.inputs.csv_table import integer, number, read_table
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.workloads.spec import Draws
 
 GUESS = 0.1
 NOISE = 0.005
 OVER = 0.02
-"""How far above the target the good configuration ends."""
+"""Final accuracy of the good configuration above the target."""
 BATCHES = 391
 """Mini-batches an epoch: 50,000 images in batches of 128."""
 
@@ -36,7 +35,7 @@ class Curve:
     points: tuple[float, ...]
 
     def accuracy(self, epoch: float) -> float:
-        """Return the accuracy after so many epochs, linear between them; the last one's beyond the end."""
+        """Return the accuracy after a number of epochs: linear between epochs, constant after the last."""
         if epoch <= 0:
             return GUESS
         if epoch >= len(self.points):
@@ -69,28 +68,6 @@ def _curve(rng: Draws, number: int, epochs: int, target: float, *, good: bool, p
     top = min(target + OVER, 1.0)
     share = [1 - (1 + epoch / tau) ** -beta for epoch in range(1, epochs + 1)]
     return Curve(number, tuple(GUESS + (top - GUESS) * value / share[-1] for value in share))
-
-
-def read_curves(text: str, source: str) -> tuple[Curve, ...]:
-    """Return recorded curves in order of their configurations.
-
-    Columns ``config,epoch,accuracy``: epochs from 1 without gaps, accuracies from 0 to 1. Raise InputError with
-    file and line.
-    """
-    table = read_table(text, source, ("config", "epoch", "accuracy"))
-    found: dict[int, dict[int, float]] = {}
-    for line, cells in table.rows:
-        config, epoch, accuracy = (cells[table.columns.index(name)] for name in ("config", "epoch", "accuracy"))
-        points = found.setdefault(integer(config, table.at(line, "config")), {})
-        at = integer(epoch, table.at(line, "epoch"), 1)
-        if at in points:
-            raise InputError(f"{table.at(line, 'epoch')}: epoch {at} of configuration {config} is there twice")
-        points[at] = number(accuracy, table.at(line, "accuracy"), 0.0, 1.0)
-    for config_number, points in found.items():
-        if max(points) != len(points):
-            missing = next(epoch for epoch in range(1, len(points) + 1) if epoch not in points)
-            raise InputError(f"{source}: configuration {config_number} has no epoch {missing}")
-    return tuple(Curve(config, tuple(points[at] for at in sorted(points))) for config, points in sorted(found.items()))
 
 
 def place_target(curves: Sequence[Curve], target: float, at: float) -> tuple[Curve, ...]:
@@ -129,7 +106,7 @@ def search_jobs(curves: Iterable[Curve], profile: Profile, epoch_s: float = 36.0
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What the workload generator needs; ``at`` is the target's place in the list, from 0 to 1."""
+    """Parameters of the workload generator; ``at`` is the target's place in the list, from 0 to 1."""
 
     configs: int
     epochs: int

@@ -27,7 +27,7 @@ from cadenza.policies.simulator.workloads.spec import (
 )
 from cadenza.policies.simulator.workloads.synergy import Synergy
 
-SEED = Key("seed", whole, "42", "seed where --seed gives none")
+SEED = Key("seed", whole, "42", "seed without --seed")
 
 
 class Generator(Protocol):
@@ -150,7 +150,7 @@ KINDS: Mapping[str, Kind] = {
         (
             Key("jobs", count, "1000", "number of jobs"),
             Key("span", seconds, "7200", "seconds over which they are submitted"),
-            Key("mix", read_split, "30/25/45", "percent of models of low, medium and high utilisation"),
+            Key("mix", read_split, "30/25/45", "percent of models of low, medium and high utilization"),
             Key("minutes", span, "30-45", "run time on a P40"),
             Key("wide", share, "0.5", "share of 4-GPU jobs among those of 2 or 4"),
             Key("p100", above_zero, "1.5", "speed of a P100, a P40 being 1"),

@@ -1,6 +1,6 @@
 """A mix like that of Gandiva's 180-GPU cluster run (OSDI'18, p. 606): 1,000 jobs over two hours, models of Table 1.
 
-The paper gives the number of jobs, the two hours, the shares of models of low, medium and high utilisation (0.3, 0.25
+The paper gives the number of jobs, the two hours, the shares of models of low, medium and high utilization (0.3, 0.25
 and 0.45), 2 or 4 GPUs for the last two models, 30 to 45 minutes on a P40, and half P100 and half P40. What it leaves
 open is assumed as follows; everything with a key can be set.
 
@@ -34,7 +34,7 @@ REFERENCE = Reference(4, 12, 448)
 NEEDS = (1.0, 16.0)
 """CPUs and GB of host memory for each GPU; less is slower, more changes nothing."""
 GROUPS = ((0, 1), (2, 3, 4), (5, 6, 7))
-"""Rows of Table 1 of low, medium and high utilisation."""
+"""Rows of Table 1 of low, medium and high utilization."""
 WIDE_FROM = 6
 """Row from which models use several GPUs."""
 MEMORY_GB: Mapping[str, tuple[float, float]] = MappingProxyType(
@@ -55,7 +55,7 @@ DEFAULT_GB = (9.0, 0.8)
 
 @dataclass(frozen=True, slots=True)
 class Gandiva:
-    """What the generator needs; see this module for the meaning of each and where it is from."""
+    """Parameters of the generator; the module's docstring has the meaning and source of each."""
 
     jobs: int
     span_s: float

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.csv_table import integer, number, positive, quoted, suggest
 
-LONGEST = 1_000_000
-"""Jobs of one generated workload at most."""
+MAX_JOBS = 1_000_000
+"""Jobs of one generated workload."""
 
 
 class Draws(Protocol):
-    """Where draws come from: a ``random.Random``, whose state decides everything."""
+    """Source of draws: a ``random.Random``, whose state determines all of them."""
 
     def random(self) -> float:
         """Return a number from 0 to below 1."""
@@ -60,8 +60,8 @@ def read_values(text: str, keys: Sequence[Key], where: str) -> dict[str, Any]:
 
 
 def count(text: str, where: str) -> int:
-    """Read how many jobs."""
-    return integer(text, where, 1, LONGEST)
+    """Read a number of jobs."""
+    return integer(text, where, 1, MAX_JOBS)
 
 
 def whole(text: str, where: str) -> int:
@@ -104,8 +104,3 @@ def one_of(*names: str) -> Callable[[str, str], str]:
         return text
 
     return read
-
-
-def described(keys: Mapping[str, Sequence[Key]]) -> list[tuple[str, str, str, str]]:
-    """Return (workload, key, default, meaning) of every key, for help texts."""
-    return [(name, key.name, key.default, key.line) for name, each in keys.items() for key in each]

@@ -22,7 +22,7 @@ UNUSED = 9
 
 @dataclass(frozen=True, slots=True)
 class Synergy:
-    """What the generator needs: ``load`` in jobs an hour, ``synthetic`` for the 1, 2, 4, 8-GPU mix."""
+    """Parameters of the generator: ``load`` in jobs an hour, ``synthetic`` for the 1, 2, 4, 8-GPU mix."""
 
     load: float
     jobs: int

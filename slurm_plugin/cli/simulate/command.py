@@ -116,15 +116,15 @@ def command(ctx: click.Context, /, **words: Any) -> None:
     """  # noqa: D301 (the escape tells click to keep the lines)
     from cadenza.slurm_plugin.cli.simulate.output import as_table, write_files  # noqa: PLC0415
     from cadenza.slurm_plugin.cli.simulate.request import read_request  # noqa: PLC0415
-    from cadenza.slurm_plugin.cli.simulate.runner import outcome  # noqa: PLC0415
+    from cadenza.slurm_plugin.cli.simulate.runner import run_request  # noqa: PLC0415
 
     request = read_request(words, _given(ctx))
-    found = outcome(request)
-    write_files(found)
+    results = run_request(request)
+    write_files(results)
     if request.json:
-        emit(found.as_json())
+        emit(results.as_json())
     else:
-        console().print(as_table(found))
+        console().print(as_table(results))
 
 
 def _given(ctx: click.Context) -> tuple[str, ...]:

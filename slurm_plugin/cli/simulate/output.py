@@ -1,4 +1,4 @@
-"""How ``cadenza simulate`` shows its result: a table for people, a CSV of jobs, a file for the report."""
+"""Output of ``cadenza simulate``: a table, a CSV of jobs, and a file for the report."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from cadenza.policies.simulator.figures import flat, mean_and_half
 from cadenza.policies.simulator.load_sweep import FILL, highest_stable
 from cadenza.policies.simulator.result_file import Saved, encode
 from cadenza.policies.simulator.run_values import JobResult
+from cadenza.slurm_plugin.cli.simulate.runner import Results
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from cadenza.slurm_plugin.cli.simulate.runner import Found
 
 
 def _plain(value: float) -> str:
@@ -71,35 +70,35 @@ ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("decision_max_ms", "longest", _milliseconds),
     ("wall_s", "wall time", _seconds),
 )
-"""Figure, its name for people, and how it is written; rows of zeros among the last are left out."""
-QUIET = frozenset(
+"""Figure, its label, and its format; some rows of zeros are left out."""
+HIDDEN_IF_ZERO = frozenset(
     {"unfinished", "migrations", "restarts", "tunes", "yields", "packs", "unpacks", "resizes", "p999_jct_h"}
 )
-NINES = 1000
-"""Jobs from which p99.9 says something."""
+MIN_JOBS_P999 = 1000
+"""Least number of jobs for which p99.9 is printed."""
 
 
-def as_table(found: Found) -> RenderableType:
-    """Return everything that is printed of a result."""
-    request = found.request
+def as_table(results: Results) -> RenderableType:
+    """Return the printed table of the results."""
+    request = results.request
     head = Text(f"{request.label}", style="bold")
-    head.append(f"  {found.gpus} GPUs, {found.cpus} CPUs", style="none")
+    head.append(f"  {results.gpus} GPUs, {results.cpus} CPUs", style="none")
     if request.workload is not None:
         head.append(f", seed{'s' * (len(request.seeds) > 1)} {', '.join(map(str, request.seeds))}", style="none")
-    return Group(head, _sweep(found) if found.points else _figures(found))
+    return Group(head, _sweep(results) if results.points else _figures(results))
 
 
-def _figures(found: Found) -> Table:
+def _figures(results: Results) -> Table:
     """Return one row a figure; over several seeds mean and half of the 95 % interval."""
-    each = [flat(summary) for summary in found.summaries]
+    each = [flat(summary) for summary in results.summaries]
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     for key, name, write in ROWS:
         known = [value for row in each if (value := row[key]) is not None]
-        if len(known) < len(each) or (key in QUIET and not any(known)):
+        if len(known) < len(each) or (key in HIDDEN_IF_ZERO and not any(known)):
             continue
-        if key == "p999_jct_h" and max(summary.jobs for summary in found.summaries) < NINES:
+        if key == "p999_jct_h" and max(summary.jobs for summary in results.summaries) < MIN_JOBS_P999:
             continue
         table.add_row(name, _with_interval(known, write))
     return table
@@ -110,17 +109,17 @@ def _with_interval(values: Sequence[float], write: Callable[[float], str]) -> st
     return write(mean) if half is None else f"{write(mean)} ± {write(half)}"
 
 
-def _sweep(found: Found) -> RenderableType:
+def _sweep(results: Results) -> RenderableType:
     """Return one row a load, and the highest stable one."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("JOBS AN HOUR", "MEAN JCT", "±", "GPUS HELD", "STABLE"):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = found.loads
+    rows = results.loads
     for row in rows:
         mean = "" if row.mean_jct_h is None else _hours(row.mean_jct_h)
         half = "" if row.interval95 is None else _hours(row.interval95)
         table.add_row(f"{row.load:g}", mean, half, _percent(row.gpu_utilization), "yes" if row.stable else "no")
-    return Group(table, Text(_verdict(found.short, highest_stable(rows))))
+    return Group(table, Text(_verdict(results.short, highest_stable(rows))))
 
 
 def _verdict(short: bool, best: float | None) -> str:  # noqa: FBT001 (named by its place in the sentence)
@@ -132,13 +131,13 @@ def _verdict(short: bool, best: float | None) -> str:  # noqa: FBT001 (named by 
 # --- Files -----------------------------------------------------------------------------------------------
 
 
-def write_files(found: Found) -> None:
+def write_files(results: Results) -> None:
     """Write what ``--per-job`` and ``--save`` name; raise InputError for a file that cannot be written."""
-    words = found.request.words
+    words = results.request.words
     if words["per_job"]:
-        _write("--per-job", words["per_job"], per_job(found).encode())
+        _write("--per-job", words["per_job"], per_job(results).encode())
     if words["save"]:
-        _write("--save", words["save"], encode(saved(found)))
+        _write("--save", words["save"], encode(saved(results)))
 
 
 def _write(option: str, path: str, data: bytes) -> None:
@@ -148,13 +147,13 @@ def _write(option: str, path: str, data: bytes) -> None:
         raise InputError(f"{option}: {path!r} cannot be written: {error.strerror}") from None
 
 
-def per_job(found: Found) -> str:
+def per_job(results: Results) -> str:
     """Return one CSV row a job: the seed of its run, its facts, and its completion time."""
     text = StringIO()
     names = [item.name for item in fields(JobResult)]
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["seed", *names, "jct_s"])
-    for run in found.runs:
+    for run in results.runs:
         seed = "" if run.seed is None else run.seed
         for job in run.jobs:
             values = [getattr(job, name) for name in (*names, "jct_s")]
@@ -162,8 +161,8 @@ def per_job(found: Found) -> str:
     return text.getvalue()
 
 
-def saved(found: Found) -> Saved:
+def saved(results: Results) -> Saved:
     """Return the result as ``cadenza report`` reads it."""
-    request = found.request
+    request = results.request
     classes = {name: profile.task for name, profile in request.profiles.items() if profile.task}
-    return Saved(request.label, request.arguments, found.gpus, found.cpus, found.runs, found.points, classes)
+    return Saved(request.label, request.arguments, results.gpus, results.cpus, results.runs, results.points, classes)

@@ -15,7 +15,7 @@ from cadenza.policies.composition import Policy, PolicySettings, build
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.model import Node
 from cadenza.policies.core.profile import Profile
-from cadenza.policies.inputs.cluster import MOST_LANES, PARTITION, read_cluster
+from cadenza.policies.inputs.cluster import MAX_LANES, PARTITION, read_cluster
 from cadenza.policies.inputs.costs import FREE_COSTS, SimCosts, read_costs
 from cadenza.policies.inputs.csv_table import decode, integer, number, positive, quoted, suggest
 from cadenza.policies.inputs.failures import read_failures
@@ -89,7 +89,7 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...]) -> Reques
     given = _profiles(words["profiles"])
     workload = _named("--workload", parse_workload, words["workload"], given) if words["workload"] else None
     profiles = workload.profiles if workload else given or synergy_profiles()
-    lanes = integer(words["lanes"] or ("2" if shared else "1"), "--lanes", 1, MOST_LANES)
+    lanes = integer(words["lanes"] or ("2" if shared else "1"), "--lanes", 1, MAX_LANES)
     if names.through_slurm and not shared and lanes > 1:
         raise InputError("--lanes: goes with --share timeslice or gandiva; without sharing the service closes them")
     nodes = _named("--nodes", read_cluster, words["nodes"] or KINDS[words["workload"].partition(":")[0]].cluster, lanes)

@@ -1,4 +1,4 @@
-"""Runs what ``cadenza simulate`` was asked for, once for each seed or load, with a progress bar on long runs."""
+"""Runs of a request, one for each seed or load, with a progress bar for long ones."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from cadenza.policies.core.errors import InputError
+from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.figures import Summary, over_seeds, summarize
 from cadenza.policies.simulator.load_sweep import LoadRow, highest_stable, load_rows, sweep_point, too_short
 from cadenza.policies.simulator.result_file import SavedRun, SweepPoint, save_run
+from cadenza.policies.simulator.run_values import Result
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.sidecar.clock import SystemClock
+from cadenza.slurm_plugin.cli.simulate.request import Request
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from cadenza.policies.inputs.trace import TraceJob
-    from cadenza.policies.simulator.run_values import Result
-    from cadenza.slurm_plugin.cli.simulate.request import Request
-
-LONG_S = 1.0
-"""A run that takes longer than this shows how far it is."""
-EVERY_S = 0.1
+PROGRESS_AFTER_S = 1.0
+"""Seconds of wall time after which a run shows its progress."""
+PROGRESS_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True)
-class Found:
-    """What came out: a run for each seed, or the points of a sweep."""
+class Results:
+    """Results of a request: a run for each seed, or the points of a sweep."""
 
     request: Request
     summaries: tuple[Summary, ...]
@@ -37,7 +36,7 @@ class Found:
     gpus: int
     cpus: int
     short: bool = False
-    """Whether a sweep's arrivals are too few to tell stable loads from others."""
+    """True if a sweep has too few arrivals to tell stable loads from others."""
 
     @property
     def loads(self) -> tuple[LoadRow, ...]:
@@ -62,8 +61,8 @@ class Found:
         return {**over_seeds(self.summaries), **head, **({"runs": runs} if runs else {})}
 
 
-def outcome(request: Request) -> Found:
-    """Run everything and return what came out; raise InputError where jobs and cluster do not go together."""
+def run_request(request: Request) -> Results:
+    """Run everything and return the results; raise InputError where jobs and cluster do not go together."""
     summaries: list[Summary] = []
     runs: list[SavedRun] = []
     points: list[SweepPoint] = []
@@ -82,7 +81,7 @@ def outcome(request: Request) -> Found:
         runs.append(save_run(result, seed if request.workload else None, asdict(summary)))
     whole = [node for node in request.nodes if node.lane == 0]
     gpus, cpus = sum(node.gpus for node in whole), sum(node.cpus for node in whole)
-    return Found(request, tuple(summaries), tuple(runs), tuple(points), gpus, cpus, short)
+    return Results(request, tuple(summaries), tuple(runs), tuple(points), gpus, cpus, short)
 
 
 def _simulated(request: Request, jobs: tuple[TraceJob, ...], title: str) -> Result:
@@ -91,17 +90,17 @@ def _simulated(request: Request, jobs: tuple[TraceJob, ...], title: str) -> Resu
         raise InputError(f"--window: ends at {window[1]}, and there are {len(jobs)} jobs")
     stopwatch = SystemClock().monotonic
     with _progress(quiet=bool(request.words["quiet"])) as bar:
-        seen = _Watch(bar, title, window[1] if window else len(jobs), stopwatch())
+        watch = _Watch(bar, title, window[1] if window else len(jobs), stopwatch())
 
         def progress(time_s: float, ended: int) -> None:
-            seen.at(stopwatch(), time_s, ended)
+            watch.at(stopwatch(), time_s, ended)
 
         return simulate(jobs, request.nodes, request.policy, request.setup, stopwatch=stopwatch, progress=progress)
 
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Progress | None]:
-    """Yield a bar on standard error, gone when done; None where that is no terminal or nobody wants one."""
+    """Yield a progress bar on standard error, removed at the end; None without a terminal or with --quiet."""
     from rich.console import Console  # noqa: PLC0415
     from rich.progress import Progress  # noqa: PLC0415
 
@@ -123,7 +122,7 @@ class _Watch:
         self._bar = bar
         self._title = title
         self._jobs = jobs
-        self._next_s = now_s + LONG_S
+        self._next_s = now_s + PROGRESS_AFTER_S
 
     def at(self, now_s: float, time_s: float, ended: int) -> None:
         """Show that ``ended`` jobs have ended at a simulated time."""
@@ -132,6 +131,6 @@ class _Watch:
         if not self._bar.tasks:
             self._bar.start()
             self._bar.add_task(self._title, total=self._jobs)
-        self._next_s = now_s + EVERY_S
+        self._next_s = now_s + PROGRESS_INTERVAL_S
         task = self._bar.tasks[0]
         self._bar.update(task.id, completed=ended, description=f"{self._title}, day {time_s / 86400:.1f}")
