@@ -23,6 +23,8 @@ SHARE = 6
 """The proportional share of one of a node's four GPUs."""
 REAL = len(os.sched_getaffinity(0)) / SLURM_CPUS
 POLICY = """
+[sharing]
+slice_s = 2.0
 [policy]
 allocate = "cadenza"
 size_pending = {}
@@ -69,9 +71,10 @@ def quotas(pid):
                     if value not in ("-1", "max"):
                         yield folder / name, int(value)
 
+SCRIPTS = b"/train.py", b"/paced_job.py"
 job = f"SLURM_JOB_ID={sys.argv[1]}".encode()
 for pid in filter(str.isdigit, os.listdir("/proc")):
-    if job in words(pid, "environ") and any(word.endswith(b"/train.py") for word in words(pid, "cmdline")):
+    if job in words(pid, "environ") and any(word.endswith(SCRIPTS) for word in words(pid, "cmdline")):
         allowed = os.sched_getaffinity(int(pid))
         limits = list(quotas(pid))
         quota = min([value / 100_000 for _, value in limits], default=None)
@@ -177,9 +180,15 @@ def test_a_job_has_more_while_it_is_alone_and_gives_it_back_before_the_next_one_
 
 
 def test_a_donor_has_its_own_again_on_release_and_when_the_service_is_killed(profiles: Cluster) -> None:
-    cluster, work, most = profiles, "--iterations 100000 --iteration-s 0.05", SLURM_CPUS - SHARE
-    donor = gpu_job(cluster, "tuning-donor", work, most, "--cadenza=model=flat")
-    taker = gpu_job(cluster, "tuning-taker", work, SHARE, "--cadenza=model=steep")
+    cluster, most = profiles, SLURM_CPUS - SHARE
+    # Paced: the service takes a loan back when it measures that the lender is slower by it.
+    donor, taker = (
+        cluster.paced(
+            f"tuning-{model}", iterations=100_000, iteration_s=0.05,
+            options=(f"--cpus-per-task={cpus}", "--gres=gpu:1", "--nodelist=node1", f"--cadenza=model={model}"),
+        )
+        for model, cpus in (("flat", most), ("steep", SHARE))
+    )  # fmt: skip
 
     def lent() -> bool:
         return (cpus(cluster, donor) or most) < most * REAL < (cpus(cluster, taker) or 0) + SHARE * REAL
