@@ -34,6 +34,11 @@ class Relocation:
         steps = tuple(advance(move, snapshot, memory) for move in memory.moves)
         return cls(steps, snapshot, snapshot if unchanged else replace(snapshot, jobs=tuple(jobs)))
 
+    def _prefetching(self, action: Action) -> Action:
+        if not isinstance(action, Migrate | Resize):
+            return action
+        return replace(action, prefetch=hosts_to_prefetch(action.job, action.shares, self.observed))
+
     def join(self, decision: Decision, *, prefetch: bool) -> Decision:
         """Return the decision with the moves' steps, and with the moves that it begins on record.
 
@@ -58,18 +63,19 @@ class Relocation:
                     refused[job.key] = f"cannot be moved: {reason}"
                     continue
                 moves[job.key.id] = _begun(action, job, self.observed.time_s)
-                hosts = hosts_to_prefetch(job.key, action.shares, self.observed) if prefetch else ()
-                actions.append(replace(action, prefetch=hosts))
-            else:
-                actions.append(action)
+            actions.append(action)
         # 4. Every job has its sentence: a move that is over is told of after what holds now.
         reasons = {key: text for key, text in decision.reasons.items() if key.id not in busy}
         for step in self.steps:
             step.explain(reasons, decision.reasons)
         for key, text in refused.items():
             reasons[key] = "; ".join(filter(None, (reasons.get(key, ""), text)))
+        # 5. Hosts read the files of a job before it stops, also if the move was requested by hand.
+        actions = [*(step.action for step in self.steps if step.action is not None), *actions]
+        if prefetch:
+            actions = [self._prefetching(action) for action in actions]
         return Decision(
-            (*(step.action for step in self.steps if step.action is not None), *actions),
+            tuple(actions),
             replace(decision.memory, moves=tuple(sorted(moves.values(), key=lambda move: move.job))),
             reasons,
         )

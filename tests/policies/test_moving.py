@@ -207,6 +207,13 @@ def test_where_nothing_can_be_read_the_checkpoint_is_ordered_at_once(shares, fac
     assert isinstance(memory.moves[0].phase, Ordered)
 
 
+def test_another_host_reads_the_files_first_also_when_the_move_is_requested_by_hand():
+    wants = moving(lambda _, memory: Decision((), memory), prefetch=True)
+    asked = Memory(moves=(replace(warming_move(by_hand=True), phase=Wanted(NOW)),))
+    first, _ = round_of(wants, between_hosts(job(1, lease=KEEPS)), asked)
+    assert [action.prefetch for action in first.actions] == [("node2",)]
+
+
 def test_files_that_are_not_read_in_time_do_not_keep_a_job():
     late = replace(between_hosts(job(1, lease=KEEPS)), time_s=NOW + MAX_PREFETCH_S + 1)
     assert isinstance(advance(warming_move(), late, Memory()).action, Save)
