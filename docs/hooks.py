@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import message_catalog
 import move_table
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
@@ -55,6 +56,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages["reference/settings.md"] = settings_page()
     pages["reference/commands.md"] = commands_page()
     pages["reference/client.md"] = client_page()
+    pages["reference/messages.md"] = message_catalog.page()
     for uri, text in pages.items():
         files.append(File.generated(config, uri, content=text))
     for uri, drawing in diagrams().items():
