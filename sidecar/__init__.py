@@ -1,1 +1,1 @@
-"""The node half of Cadenza: the client inside a job and the agent beside it."""
+"""The node half of Cadenza: the client inside a job, and the agent."""

@@ -17,8 +17,7 @@ from cadenza.sidecar.agent.driver.channel import Channel
 from cadenza.sidecar.agent.driver.process_control import DriverController
 from cadenza.sidecar.agent.errors import AgentError, StateFileError
 from cadenza.sidecar.agent.handlers.job_side import JobHandler
-from cadenza.sidecar.agent.handlers.reports import Reporter
-from cadenza.sidecar.agent.handlers.service_side import ServiceHandler
+from cadenza.sidecar.agent.handlers.service_side import Reporter, ServiceHandler
 from cadenza.sidecar.agent.ipc.processes import boot_id, open_pidfd, start_ticks
 from cadenza.sidecar.agent.ipc.service_link import Link, read_keys
 from cadenza.sidecar.agent.ipc.transport import Listener, Session, notify_ready
@@ -269,13 +268,13 @@ class Daemon:
         try:
             self._file.write(tuple(leases), None if self.host.facts is NO_FACTS else self.host.facts)
         except StateFileError as error:
-            log.error("leases are held back: %s", error)  # noqa: TRY400 - the message says it all
+            log.error("leases are held back: %s", error)  # noqa: TRY400 - the message is complete
             return False
         self._written = leases.changed
         return True
 
     def _report(self) -> None:
-        """Send the service what happened, and a report if one is due."""
+        """Send the service the queued messages, and a report if one is due."""
         messages, self.host.upward = self.host.upward, []
         if self._link is not None:
             self._link.send(messages)

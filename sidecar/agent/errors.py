@@ -12,7 +12,7 @@ class RefusedError(AgentError):
 
 
 class NotAuthorizedError(RefusedError):
-    """The peer is not who it would have to be; the job's owner, or the admin, must act."""
+    """The peer lacks the identity for this; the job's owner, or the admin, must act."""
 
 
 class LeaseConflictError(AgentError):

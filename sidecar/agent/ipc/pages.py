@@ -107,7 +107,7 @@ class Page:
         return int(self._words[wire.PAGE_STATE])
 
     def start_at(self, step: int) -> None:
-        """Set the step counter of a fresh page to what the rank said when it attached."""
+        """Set the step counter of a new page to the rank's step at its attach."""
         self._words[wire.PAGE_STEP] = min(step, MAX_STEP)
 
     @property

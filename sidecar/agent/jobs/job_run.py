@@ -25,7 +25,7 @@ class Rank:
     hello: Attach
     page: Page
     out: bool = False
-    """Its state is in host memory, or it was told to move it there and wait."""
+    """Its state is in host memory, or it was asked to move it there and wait."""
     arrived: int | None = None
     """Boundary at which it stands."""
     bytes: int = 0
@@ -92,7 +92,7 @@ class JobRun:
     driver: str | None = None
     """Work of the driver path on it; None if there is none, or if all of the job is in host memory."""
     lost: str = ""
-    """Reason why the driver path cannot bring it back; else empty."""
+    """Reason why the driver path cannot bring it back; otherwise empty."""
     step_rate: StepRateMeter = field(default_factory=StepRateMeter)
     followed: bool = False
     """Another host reads its files ahead, because the job will move there."""

@@ -1,7 +1,7 @@
 """The three kinds of stop, and the states that a stop passes through.
 
-A stop brings all ranks of a job to one boundary (*aligning*). What happens there depends on its kind: the ranks move
-their state out (*offloading*) or save a checkpoint (*saving*), and then the lease ends or they stand still for a
+A stop brings all ranks of a job to one boundary (*aligning*). Its kind decides the rest: the ranks move their
+state out (*offloading*) or save a checkpoint (*saving*), and then the lease ends or they stand still for a
 requeue (*saved*). Where ranks cannot stop by themselves, the driver path takes over (*freezing*).
 """
 

@@ -36,7 +36,7 @@ def become(uid: int, gid: int, groups: list[int]) -> None:
 def open_directory(path: str) -> int:
     """Return a descriptor of the directory, made if only its last part is missing.
 
-    Raises RecordRefusedError for a link, another user's directory or one that others may write to; OSError else.
+    Raise RecordRefusedError for a link, another user's directory or one that others may write to; otherwise OSError.
     """
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)  # noqa: PTH102 - descriptors from here on

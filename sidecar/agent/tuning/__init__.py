@@ -1,1 +1,1 @@
-"""Changing a running job's CPUs and memory in place: what each job gets, and how it is put into force."""
+"""Changes of a running job's CPUs and memory in place: the plan, and its enforcement."""

@@ -112,7 +112,7 @@ class CgroupV1:
         put_bandwidth(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_burst_us", str(quota_us), max(quota_us, 0))
 
     def _leave(self, folder: Path, controller: str) -> None:
-        """Empty a group of ours and remove it."""
+        """Empty one of the agent's groups and remove it."""
         for _ in range(MAX_PASSES):
             left = [int(line) for line in text_of(folder / "cgroup.procs").split()]
             for pid in left:

@@ -119,7 +119,7 @@ class Tuner:
         try:
             self._divide()
         except AgentError as error:
-            log.error("tuning is held back: %s", error)  # noqa: TRY400 - the message says it all
+            log.error("tuning is held back: %s", error)  # noqa: TRY400 - the message is complete
 
     def _divide(self) -> None:
         """Plan all grants, and enforce them: first those that shrink, then those that grow."""
