@@ -28,7 +28,7 @@ def _version() -> str:
 @click.option(
     "--config",
     type=click.Path(path_type=Path, dir_okay=False),
-    help=f"Settings in TOML; files in conf.d beside it are merged. Default: {DEFAULT_PATH}, where it exists.",
+    help=f"Settings in TOML; files in conf.d next to it are merged. Default: {DEFAULT_PATH}, where it exists.",
 )
 @click.option("--debug", is_flag=True, help="Log more, and show where an error came from.")
 @click.version_option(_version(), prog_name="cadenza-agent")

@@ -74,7 +74,10 @@ class Host:
         All waiting is counted by CLOCK_MONOTONIC, which does not jump (clock_gettime(2)). Leases alone have wall times:
         they are on disk, and the service compares them with its own.
         """
-        offset_s = self.clock.now() - self.clock.monotonic()
+        started = self.clock.monotonic()
+        offset_s = self.clock.now() - started
+        if self.clock.monotonic() - started > CLOCK_JUMP_S / 10:
+            return  # the agent was preempted between the two clocks
         before, self._clock_offset_s = self._clock_offset_s, offset_s
         if before is None or abs(offset_s - before) < CLOCK_JUMP_S:
             return
