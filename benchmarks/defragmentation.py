@@ -23,7 +23,7 @@ from typing import Any
 
 from replay_cluster import USER, Cluster, Size
 
-from cluster import PYTHON, ROOT, ClusterError, prepare
+from cluster import PYTHON, ROOT, ClusterError, prepare, wait_for
 
 SETTINGS = Path(__file__).with_name("defragmentation.toml")
 JOB = Path(__file__).with_name("defragmentation_job.py")
@@ -117,16 +117,16 @@ def play(cluster: Cluster, state: State) -> Outcome:
     switch(cluster, on=False)
     jobs = [job for number, node in enumerate(NODES) for job in fill(cluster, node, state[number])]
     resume(cluster, NODES)
-    until("jobs that keep checkpoints", lambda: movable(cluster, jobs))
+    wait("jobs that keep checkpoints", lambda: movable(cluster, jobs))
     began = time.monotonic()
     waiting = submit(cluster, [WANTED])[0]
     switch(cluster, on=True)
-    until("the waiting job", lambda: queue(cluster).get(waiting, ("",))[0] == "RUNNING")
+    wait("the waiting job", lambda: queue(cluster).get(waiting, ("",))[0] == "RUNNING")
     waited_s = time.monotonic() - began
     requeues = sum(int(restarts) for job, (_, restarts) in queue(cluster).items() if job in jobs)
     migrations = ordered(cluster, jobs, waiting)
     cluster.run("ctl", "scancel", f"--user={USER}")
-    until("an empty queue", lambda: not queue(cluster))
+    wait("an empty queue", lambda: not queue(cluster))
     least = fewest(state)
     return Outcome(state, least if least is not None else -1, migrations, requeues, waited_s)
 
@@ -139,7 +139,7 @@ def fill(cluster: Cluster, node: str, sizes: Sequence[int]) -> list[int]:
     cluster.run("ctl", "scontrol", "update", f"NodeName={others}", "State=DRAIN", "Reason=set-up")
     resume(cluster, [node])
     jobs = submit(cluster, sizes)
-    until(f"jobs on {node}", lambda: all(queue(cluster).get(job, ("",))[0] == "RUNNING" for job in jobs))
+    wait(f"jobs on {node}", lambda: all(queue(cluster).get(job, ("",))[0] == "RUNNING" for job in jobs))
     return jobs
 
 
@@ -183,18 +183,9 @@ def movable(cluster: Cluster, jobs: Sequence[int]) -> bool:
     return bool(usable) and set(jobs) <= set(found)
 
 
-ACTIONS = """
-import json
-from pathlib import Path
-from cadenza.slurm_plugin.service.store.reader import StoreReader
-rows = StoreReader(Path("/var/lib/cadenza/cadenza.db")).actions(limit=100_000)
-print(json.dumps([(row.round, row.kind, row.job) for row in rows if row.allowed and row.ok]))
-"""
-
-
 def ordered(cluster: Cluster, jobs: Sequence[int], waiting: int) -> int:
     """Return how many migrations of these jobs left before the waiting job was placed."""
-    actions = json.loads(cluster.run("ctl", PYTHON, "-c", ACTIONS))
+    actions = cluster.sql("select round, kind, job from actions where allowed = 1 and ok = 1")
     placed = min(number for number, kind, job in actions if (kind, job) == ("Place", waiting))
     return sum(kind == "Migrate" and job in jobs and number <= placed for number, kind, job in actions)
 
@@ -205,13 +196,9 @@ def switch(cluster: Cluster, *, on: bool) -> None:
     cluster.run("ctl", "supervisorctl", "signal", "HUP", "cadenzad")
 
 
-def until(what: str, probe: Callable[[], bool]) -> None:
-    """Wait for something; raise ClusterError when it does not come."""
-    end = time.monotonic() + PATIENCE_S
-    while not probe():
-        if time.monotonic() > end:
-            raise ClusterError(f"not within {PATIENCE_S:.0f} s: {what}")
-        time.sleep(POLL_S)
+def wait(goal: str, probe: Callable[[], bool]) -> None:
+    """Wait as long as a state may take."""
+    wait_for(goal, probe, PATIENCE_S, POLL_S)
 
 
 def set_up(cluster: Cluster) -> None:
@@ -219,7 +206,7 @@ def set_up(cluster: Cluster) -> None:
     script = 'mkdir -m 1777 -p "$2" && printf %s "$1" > "$2/job.py"'
     cluster.run("ctl", "sh", "-c", script, "sh", JOB.read_text(), PLACE)
     admission = ("ctl", "cat", "/run/cadenza/admission")
-    until("held admission", lambda: cluster.run(*admission, check=False).startswith("held"))
+    wait("held admission", lambda: cluster.run(*admission, check=False).startswith("held"))
 
 
 # --- What comes of it ------------------------------------------------------------------------------------------

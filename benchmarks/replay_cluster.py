@@ -26,14 +26,8 @@ SCRIPTS = ("replay_job.py", "replay_submit.py", "replay_probe.py")
 USER = "alice"
 BOOKS_S = 60.0
 """Longest time until slurmdbd has the last jobs."""
-DECIDED = """
-import json, sqlite3
-
-store = sqlite3.connect("file:/var/lib/cadenza/cadenza.db?mode=ro", uri=True, timeout=10)
-placed = "select job, min(at_s) as at_s from actions where kind = 'Place' and ok = 1 group by job"
-leased = "select job, min(from_s) as from_s from leases group by job"
-print(json.dumps(store.execute(f"select job, at_s, from_s from ({placed}) join ({leased}) using (job)").fetchall()))
-"""
+PLACED = "select job, min(at_s) as at_s from actions where kind = 'Place' and ok = 1 group by job"
+LEASED = "select job, min(from_s) as from_s from leases group by job"
 
 Plan = Sequence[Mapping[str, Any]]
 
@@ -125,7 +119,8 @@ class Cluster(driver.Cluster):
         """Return when each job, by its id, was placed and had its GPUs first; nothing without a service."""
         if self.settings is None:
             return {}
-        return {job: Decided(*times) for job, *times in json.loads(self.run("ctl", "python3", "-c", DECIDED))}
+        rows = self.sql(f"select job, at_s, from_s from ({PLACED}) join ({LEASED}) using (job)")  # noqa: S608 (constants)
+        return {job: Decided(*times) for job, *times in rows}
 
     def look(self) -> list[dict[str, list[float]]]:
         """Return what the daemons have used so far, a container an entry."""
