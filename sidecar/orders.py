@@ -15,7 +15,6 @@ import msgspec
 from cadenza.policies.core.model import JobUsage, StepRate
 
 VERSION = 1
-DEFAULT_PORT = 6820
 
 
 class JobTelemetry(JobUsage, frozen=True, omit_defaults=True, kw_only=True):
