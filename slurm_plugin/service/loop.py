@@ -20,7 +20,6 @@ from cadenza.slurm_plugin.service.agent_facts import facts_of, suspended_after
 from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub
 from cadenza.slurm_plugin.service.errors import HubError
 from cadenza.slurm_plugin.service.failover.release_round import adopted, release_round, settled
-from cadenza.slurm_plugin.service.live_policy import allocates, policy, profiled
 from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway
 from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory
 from cadenza.slurm_plugin.service.profiles.refiner import Refiner
@@ -32,7 +31,7 @@ from cadenza.slurm_plugin.service.schedule import (
     needs_prompt_round,
     pause_s,
 )
-from cadenza.slurm_plugin.service.settings import Settings, gpu_memory, guard_settings, hub_settings, to_record
+from cadenza.slurm_plugin.service.settings import Settings, gpu_memory, guard_settings, hub_settings, policy, to_record
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 from cadenza.slurm_plugin.service.systemd import action_line, action_lines, notify
 
@@ -163,7 +162,7 @@ class Loop:
     def _use(self, settings: Settings) -> None:
         self.settings = settings
         self._decide = policy(settings)
-        if allocates(settings):
+        if settings.allocates:
             warm(settings.policy.allocate)
         folder = settings.profiles.directory
         self._gateway.profiles = ProfileDirectory(Path(folder) if folder else None)
@@ -173,7 +172,7 @@ class Loop:
         elif self._gateway.refiner is None:
             self._gateway.refiner = Refiner(self._store.learned())
         if self._gateway.refiner is not None:
-            self._gateway.refiner.learns = profiled(settings)
+            self._gateway.refiner.learns = settings.profiled
         self._store.use_settings(to_record(settings))
 
     def _wait(self, began_s: float, each_nap: Callable[[], object]) -> None:

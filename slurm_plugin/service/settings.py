@@ -13,10 +13,11 @@ import msgspec
 from msgspec import Meta
 
 from cadenza.policies.allocation.problem import Costs
-from cadenza.policies.composition import PolicySettings
+from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.guard import GuardOptions, GuardSettings
-from cadenza.policies.registry import Kind, entry
+from cadenza.policies.registry import KEEP_REQUESTS, Kind, entry
+from cadenza.policies.round import Decide
 from cadenza.policies.sharing.state.settings import (
     GandivaOptions,
     GandivaSettings,
@@ -183,6 +184,21 @@ class Settings(msgspec.Struct, frozen=True):
         """Time after a good round for which the agents and job_submit.lua may rely on the service, seconds."""
         return max(MISSED_ROUNDS * self.service.poll_s, MIN_TRUST_S)
 
+    @property
+    def allocates(self) -> bool:
+        """True if an allocation gives out CPUs and memory."""
+        return self.policy.allocate != KEEP_REQUESTS
+
+    @property
+    def profiled(self) -> bool:
+        """True if profiles decide how CPUs and memory are given out."""
+        return entry("allocation", self.policy.allocate).profiled
+
+    @property
+    def sizes_pending(self) -> bool:
+        """True if pending jobs ask for the CPUs and memory of their profiles."""
+        return self.policy.size_pending and self.profiled
+
 
 def load_settings(path: Path | None) -> Settings:
     """Return the settings in ``path``; without one, in the default file, or the defaults when there is none.
@@ -246,6 +262,12 @@ def policy_settings(settings: Settings) -> PolicySettings:
         phased_moves=True,
         prefetch=table.prefetch,
     )
+
+
+def policy(settings: Settings) -> Decide:
+    """Return ``decide(snapshot, memory)`` under these settings, as a round calls it; pure, so a replay calls it too."""
+    table = settings.policy
+    return build(table.order, table.allocate, table.share, policy_settings(settings)).decide
 
 
 def _values(options: type, table: object) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.main import main
-from cadenza.slurm_plugin.service.live_policy import policy
-from cadenza.slurm_plugin.service.settings import Settings, to_record
+from cadenza.slurm_plugin.service.settings import Settings, policy, to_record
 from cadenza.slurm_plugin.service.settings_reference import rows
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 

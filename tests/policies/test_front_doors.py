@@ -45,8 +45,7 @@ from cadenza.policies.sharing.turns.slurm_sync import sync_slurm
 from cadenza.slurm_plugin.cli.simulate.command import command
 from cadenza.slurm_plugin.cli.simulate.request import read_request
 from cadenza.slurm_plugin.gateway.recording import RecordedGateway
-from cadenza.slurm_plugin.service.live_policy import policy
-from cadenza.slurm_plugin.service.settings import guard_settings, load_settings
+from cadenza.slurm_plugin.service.settings import guard_settings, load_settings, policy
 
 RECORDING = Path(__file__).parents[1] / "gateway" / "data" / "slurm-26.05.jsonl"
 NOW = 1_800_000_000.0

@@ -15,11 +15,10 @@ from cadenza.policies.ledger import remember
 from cadenza.sidecar import orders
 from cadenza.slurm_plugin.service.agent_facts import facts_of
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent
-from cadenza.slurm_plugin.service.live_policy import policy
 from cadenza.slurm_plugin.service.observe.enrichment import with_profiles, with_progress
 from cadenza.slurm_plugin.service.observe.lease_merge import parts_by_job, with_leases
 from cadenza.slurm_plugin.service.profiles.library import Library, ProfileDirectory
-from cadenza.slurm_plugin.service.settings import Settings, guard_settings, load_settings
+from cadenza.slurm_plugin.service.settings import Settings, guard_settings, load_settings, policy
 from cadenza.slurm_plugin.service.store import record_codec
 
 A, B = JobKey(1, 0), JobKey(2, 0)

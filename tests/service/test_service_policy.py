@@ -24,13 +24,13 @@ from cadenza.policies.simulator.simulation import simulate
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import ConfigError
 from cadenza.slurm_plugin.gateway.recording import RecordedGateway
-from cadenza.slurm_plugin.service.live_policy import policy
 from cadenza.slurm_plugin.service.observe.enrichment import placement_of
 from cadenza.slurm_plugin.service.settings import (
     Settings,
     from_record,
     guard_settings,
     load_settings,
+    policy,
     policy_settings,
     to_record,
 )

@@ -23,12 +23,11 @@ from cadenza.profiler.model.roofline import Law, fit
 from cadenza.sidecar import orders
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent
-from cadenza.slurm_plugin.service.live_policy import policy
 from cadenza.slurm_plugin.service.observe.lease_merge import merge
 from cadenza.slurm_plugin.service.profiles.beliefs import Record, corrected, decoded, encoded, law_of
 from cadenza.slurm_plugin.service.profiles.observations import SETTLE_S, Window, watch
 from cadenza.slurm_plugin.service.profiles.refiner import Refiner
-from cadenza.slurm_plugin.service.settings import GuardTable, PolicyTable, ServiceTable, Settings
+from cadenza.slurm_plugin.service.settings import GuardTable, PolicyTable, ServiceTable, Settings, policy
 from cadenza.slurm_plugin.service.store import record_codec
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.service.store.writer import SqliteStore

@@ -32,8 +32,7 @@ from cadenza.sidecar.orders import VERSION, LeaseLog, Switched
 from cadenza.slurm_plugin.service.agents.agent_registry import Event
 from cadenza.slurm_plugin.service.errors import AlreadyRunningError, StoreError
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
-from cadenza.slurm_plugin.service.live_policy import policy
-from cadenza.slurm_plugin.service.settings import Settings, from_record, load_settings, to_record
+from cadenza.slurm_plugin.service.settings import Settings, from_record, load_settings, policy, to_record
 from cadenza.slurm_plugin.service.store import record_codec
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.service.store.verification import verdict

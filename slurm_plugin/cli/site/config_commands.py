@@ -49,7 +49,6 @@ def check(*, file: Path | None, as_json: bool) -> None:
 
 def policy_advice(settings: Settings) -> Iterator[str]:
     """Yield problems of the profiles, and policy settings without effect."""
-    from cadenza.slurm_plugin.service.live_policy import allocates, sizes_pending  # noqa: PLC0415
     from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory  # noqa: PLC0415
 
     table, folder = settings.policy, settings.profiles.directory
@@ -57,9 +56,9 @@ def policy_advice(settings: Settings) -> Iterator[str]:
     directory.refresh()
     yield from (f"profile not used: {problem}" for problem in directory.library.problems)
     usable = sum(entry.profile is not None for entry in directory.library.entries)
-    if sizes_pending(settings) and not usable:
+    if settings.sizes_pending and not usable:
         yield f"[policy] allocate = {table.allocate!r} and [profiles] directory {folder!r} holds no profile"
-    if usable and not allocates(settings):
+    if usable and not settings.allocates:
         yield '[policy] allocate = "none": profiles are shown and change nothing'
     if table.order != "fifo" and settings.service.admission == "native":
         yield f"[policy] order = {table.order!r} orders placement in held admission only: Slurm starts the jobs"
