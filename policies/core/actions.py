@@ -26,7 +26,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """Slurm's suspend of a job that has yielded: its time limit stops and its CPUs are free in the books."""
+    """Slurm's suspend of a job that has yielded: its time limit stops and Slurm frees its CPUs."""
 
     job: JobKey
     reason: str

@@ -48,7 +48,7 @@ def relieve_bottlenecks(state: SharingState) -> None:
         return
     division = HostDivision.of(state)
     tries, changed = MAX_MOVES_TRIED, set[str]()
-    for source, resident in sorted(_held_back(state), key=_need):
+    for source, resident in sorted(_held_back(state), key=lambda row: (-_lacks(*row), row[1].job.key)):
         seats = [row for row in _seats(state, source, resident) if changed.isdisjoint((source.name, row[0].name))]
         for target, seat in seats[: min(MAX_HOSTS_TRIED, tries)] if state.may(resident.job) else ():
             tries -= 1
@@ -75,15 +75,8 @@ def _lacks(host: HostState, resident: Resident) -> float:
     if profile is None or len(had) != 1:
         return 0.0
     there = profile.on(host.lanes[0].gpu_type)
-    return 1.0 - there.speed(had[0].cpus / had[0].gpus, _memory_gb(had[0])) / there.best_speed
-
-
-def _memory_gb(share: Share) -> float:
-    return share.memory_mb / share.gpus / MB_PER_GB
-
-
-def _need(row: tuple[HostState, Resident]) -> tuple[float, JobKey]:
-    return -_lacks(*row), row[1].job.key
+    _, gpus, cpus, memory_mb = had[0]
+    return 1.0 - there.speed(cpus / gpus, memory_mb / gpus / MB_PER_GB) / there.best_speed
 
 
 def _seats(state: SharingState, source: HostState, resident: Resident) -> list[tuple[HostState, Seat]]:
@@ -133,7 +126,7 @@ def _as_it_is(division: HostDivision, *hosts: HostState) -> _Outlook:
 
 
 def _as_moved(division: HostDivision, source: tuple[HostState, Resident], target: tuple[HostState, Seat]) -> _Outlook:
-    """Return the outlook with the job at its new place; the books are as before afterwards."""
+    """Return the outlook with the job at its new place; the hosts are as before afterwards."""
     (home, resident), (there, seat) = source, target
     home.leave(resident)
     there.enter(resident.job, resident.request, seat)

@@ -83,7 +83,7 @@ def room(state: SharingState, wish: Wish, movers: Sequence[Mover], evaluations: 
 
 
 class _Search:
-    """One search; between its methods the books are as the plan so far leaves them."""
+    """One search; between its methods the hosts are as the plan so far leaves them."""
 
     def __init__(self, state: SharingState, wish: Wish, movers: Sequence[Mover], evaluations: int) -> None:
         self.state = state

@@ -106,17 +106,14 @@ def _idle_seat(
     state: SharingState, source: HostState, job: Job, request: ResourceRequest
 ) -> tuple[HostState, Seat] | None:
     """Return idle GPUs for a job, of its class, of none or of any class, on the least loaded host."""
+    rank = {request.gpus: 0, 0: 1}
     candidates = [
-        ((_class(host, request), host.load, host.name), host, seat)
+        ((rank.get(host.affinity, 2), host.load, host.name), host, seat)
         for host in state.hosts.values()
         if host.idle() >= request.gpus and (seat := state.seat(host, request)) is not None and seat.sharers == 0
         if state.suits(job, source, host)
     ]
     return min(candidates, key=lambda row: row[0])[1:] if candidates else None
-
-
-def _class(host: HostState, request: ResourceRequest) -> int:
-    return (request.gpus, 0).index(host.affinity) if host.affinity in (request.gpus, 0) else 2
 
 
 def _separate(state: SharingState) -> None:
@@ -196,12 +193,10 @@ def _even_out(state: SharingState) -> None:
         if host.affinity:
             classes.setdefault(host.affinity, []).append(host)
     for size in sorted(classes):
-        while state.moves_left and _lower(state, size, sorted(classes[size], key=_pressure)):
+        while state.moves_left and _lower(
+            state, size, sorted(classes[size], key=lambda host: (host.pressure, host.name))
+        ):
             pass
-
-
-def _pressure(host: HostState) -> tuple[float, str]:
-    return host.pressure, host.name
 
 
 def _lower(state: SharingState, size: int, hosts: list[HostState]) -> bool:

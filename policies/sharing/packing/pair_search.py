@@ -101,7 +101,11 @@ def packing(jobs: Mapping[JobKey, Job], memory: SharingMemory, terms: Terms) -> 
     undone = tuple(_undone(measured, terms))
     lost = _losers(jobs, memory, before, undone, terms)
     packs = after(before, undone)
-    joined = tuple(_joined(_Stage(jobs, packs, rows, lost, terms))) if terms.overloaded else ()
+    joined: tuple[Pack, ...] = ()
+    if terms.overloaded:
+        stage = _Stage(jobs, packs, rows, lost, terms)
+        losing = stage.losing()
+        joined = tuple(pack for here in stage.places() for pack in _joined_here(stage, here, losing))
     packs = after(packs, joined)
     reasons = _reasons(measured, packs, (*undone, *joined))
     return Packing((*undone, *joined), before, packs, lost, tuple(sorted(rows.values())), reasons)
@@ -188,8 +192,9 @@ class _Stage:
         for group in (*self.packs, *((key,) for key in sorted(self.jobs) if key not in packed)):
             there.setdefault(_gpus(self.jobs[group[0]]), []).append(group)
         several = [groups for groups in there.values() if len(groups) > 1]
-        places = [[unit for group in groups if (unit := self._unit(group)) is not None] for groups in several]
-        return sorted((sorted(units, key=_rank) for units in places if len(units) > 1), key=lambda units: units[0].rank)
+        units = [[unit for group in groups if (unit := self._unit(group)) is not None] for groups in several]
+        places = [sorted(here, key=lambda unit: unit.rank) for here in units if len(here) > 1]
+        return sorted(places, key=lambda here: here[0].rank)
 
     def _unit(self, group: Group) -> _Unit | None:
         rows = ((key, self.alone[key]) for key in group if key in self.alone)
@@ -280,16 +285,6 @@ def _gpus(job: Job) -> frozenset[Gpu]:
     return frozenset(job.lease.gpus) if job.lease is not None else frozenset()
 
 
-def _rank(unit: _Unit) -> tuple[float, JobKey]:
-    return unit.rank
-
-
-def _joined(stage: _Stage) -> Iterator[Pack]:
-    losing = stage.losing()
-    for here in stage.places():
-        yield from _joined_here(stage, here, losing)
-
-
 def _joined_here(stage: _Stage, units: list[_Unit], losing: frozenset[tuple[str, str]]) -> Iterator[Pack]:
     """Return the packs on one set of GPUs; ``units`` come with the lowest utilization first."""
     taken: set[JobKey] = set()
@@ -302,9 +297,5 @@ def _joined_here(stage: _Stage, units: list[_Unit], losing: frozenset[tuple[str,
         if other is not None:
             keys = (job.key, *(theirs.key for theirs in other.jobs))
             taken.update(keys)
-            yield Pack(keys, _why(job, other))
-
-
-def _why(job: Job, other: _Unit) -> str:
-    names = job_names(theirs.key for theirs in other.jobs)
-    return f"runs with {names} on {gpu_names(_gpus(job))}: of lowest utilization there, and the memory of all fits"
+            place = f"runs with {job_names(keys[1:])} on {gpu_names(_gpus(job))}"
+            yield Pack(keys, f"{place}: of lowest utilization there, and the memory of all fits")

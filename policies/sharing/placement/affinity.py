@@ -81,22 +81,24 @@ _STEPS = {1: "hosts of its class", 2: "a host without a class", 3: "affinity rel
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Algorithm 1 over the hosts' books."""
+    """Algorithm 1 over the hosts."""
 
     hosts: tuple[HostState, ...]
     settings: SharingSettings
 
     def __call__(self, request: ResourceRequest, job: Job) -> tuple[Chosen, str]:
         """Return the nodes for one job, none when it stays queued, and a sentence for its user."""
+        step = {request.gpus: 1, 0: 2}
         free_hosts = [
-            ((host.iteration_s(job), _step(host, request), host.load, host.name), host)
+            ((host.iteration_s(job), step.get(host.affinity, 3), host.load, host.name), host)
             for host in self.hosts
             if self._has_free(host, request)
         ]
         free = sorted(free_hosts, key=lambda row: row[0])[: request.nodes]
         if len(free) == request.nodes:
-            chosen = [(host, self._lane(host, request)) for _, host in free]
-            steps = max(step for (_, step, *_), _ in free)
+            seats = {host.name: host.seats(request) if request.nodes == 1 else [] for _, host in free}
+            chosen = [(host, seats[host.name][0].node if seats[host.name] else host.lanes[0]) for _, host in free]
+            steps = max(number for (_, number, *_), _ in free)
             return chosen, f"placed on {_names(chosen)}: {request.gpus} free GPUs each, {_STEPS[steps]}"
         shared = self._oversubscribe(request)
         if shared:
@@ -114,15 +116,12 @@ class _Choice:
         lanes = host.lanes if request.nodes == 1 else host.lanes[:1]  # a job of several nodes has them all in one lane
         return host.has_host_memory_for(request) and any(host.fits(node, request) for node in lanes)
 
-    def _lane(self, host: HostState, request: ResourceRequest) -> Node:
-        seats = host.seats(request) if request.nodes == 1 else []
-        return seats[0].node if seats else host.lanes[0]
-
     def _oversubscribe(self, request: ResourceRequest) -> Chosen:
         """Return the least loaded hosts of the job's class in the first (or emptiest) lane that has room on enough."""
         willing = [host for host in self.hosts if host.affinity == request.gpus and self._shares(host, request)]
         if request.nodes == 1:
-            return self._emptiest(request, willing)
+            emptiest = sorted(willing, key=lambda host: (host.pressure, host.load, host.name))
+            return next(([(host, seats[0].node)] for host in emptiest if (seats := host.seats(request))), [])
         for lane in sorted({node.lane for host in willing for node in host.lanes}):
             candidates = [
                 (host.load, host.name, host, node)
@@ -136,21 +135,9 @@ class _Choice:
                 ]
         return []
 
-    def _emptiest(self, request: ResourceRequest, willing: list[HostState]) -> Chosen:
-        for host in sorted(willing, key=lambda host: (host.pressure, host.load, host.name)):
-            seats = host.seats(request)
-            if seats:
-                return [(host, seats[0].node)]
-        return []
-
     def _shares(self, host: HostState, request: ResourceRequest) -> bool:
         may_share = self.settings.share_between_users or host.users.keys() <= {request.user}
         return may_share and not host.unmanaged and host.has_host_memory_for(request)
-
-
-def _step(host: HostState, request: ResourceRequest) -> int:
-    affinity = host.affinity
-    return 1 if affinity == request.gpus else 2 if affinity == 0 else 3
 
 
 def _names(chosen: Chosen) -> str:

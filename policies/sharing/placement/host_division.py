@@ -142,9 +142,9 @@ class HostDivision:
         return division | own
 
     def _rest(self, host: HostState, apart: Sequence[Resident], gpus: int) -> Server:
-        """Return a host without what some jobs have: by the books where these are a floor, else their shares.
+        """Return a host without what some jobs have: by Slurm's allocation where that is a floor, else their shares.
 
-        ``gpus``: of the jobs that divide the rest; where the books leave little, only these count.
+        ``gpus``: of the jobs that divide the rest; where that leaves little, only these count.
         """
         node = host.lanes[0]
         server = Server(node.name, node.gpus, node.cpus, host.memory_mb, node.gpu_type)
@@ -191,17 +191,15 @@ class HostDivision:
         asked = Share(
             server.name, first.request.gpus, sum(t.request.cpus for t in unit), sum(t.request.memory_mb for t in unit)
         )
-        if profile is None or any(self._keeps(resident.job) for resident in unit):
+        jobs = [resident.job for resident in unit]
+        starting = any(job.lease is None or not job.lease.step for job in jobs)  # no iteration since its start
+        if profile is None or starting or any(job.key in self.keeps for job in jobs):
             return asked if part.cpus < asked.cpus else None
         wanted = share_speed(profile, asked, server.gpu_type)
         asked = asked._replace(cpus=least_cpus(profile.on(server.gpu_type), *asked[1:], headroom=CPU_HEADROOM))
         part = part._replace(memory_mb=max(part.memory_mb, asked.memory_mb))
         slower = part.cpus < asked.cpus or share_speed(profile, part, server.gpu_type) < wanted - NEARLY
         return asked if slower else None
-
-    def _keeps(self, job: Job) -> bool:
-        """Return True if a job keeps the CPUs that it asked for, whatever its profile says."""
-        return _starts(job) or job.key in self.keeps
 
     def _own(self, resident: Resident, share: Share, *, shared: bool) -> Share:
         """Return a job's share on its own lane; ``shared``: others on the host wait."""
@@ -238,11 +236,6 @@ def _less(server: Server, taken: Collection[Share]) -> Server:
         cpus=server.cpus - sum(share.cpus for share in taken),
         memory_mb=server.memory_mb - sum(share.memory_mb for share in taken),
     )
-
-
-def _starts(job: Job) -> bool:
-    """Return True if a job has not completed an iteration since it was started."""
-    return job.lease is None or not job.lease.step
 
 
 def _as_one(unit: Sequence[Resident], server: Server) -> Job:
@@ -328,7 +321,7 @@ def _holders(state: SharingState) -> frozenset[JobKey]:
 
 
 def startable(wanted: Placement, hosts: Mapping[str, HostState], key: JobKey) -> Placement:
-    """Return what Slurm can start a job with where its books are a floor: no more than its lane has free there.
+    """Return what Slurm can start a job with where its allocation is a floor: no more than its lane has free there.
 
     What others lend of theirs comes in place once it runs.
     """

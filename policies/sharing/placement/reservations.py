@@ -59,9 +59,9 @@ def hold_until_startable(state: SharingState) -> None:
 
 
 def seated(hosts: Mapping[str, HostState], coming: Sequence[JobKey]) -> dict[JobKey, set[Gpu]]:
-    """Return the GPUs that jobs get when they come in this order to where the books have them.
+    """Return the GPUs that jobs get when they come in this order to where the round has planned them.
 
-    Slurm gives the lowest free ones of a lane. The books may have planned the jobs in another order, and have seats
+    Slurm gives the lowest free ones of a lane. The round may have planned the jobs in another order, with seats
     for jobs that come later still.
     """
     gpus_of: dict[JobKey, set[Gpu]] = {}

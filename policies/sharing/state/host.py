@@ -32,39 +32,21 @@ class ResourceRequest(NamedTuple):
         """Return a job's needs; its totals are taken to be spread evenly over its nodes."""
         nodes = max(job.num_nodes, 1)
         gpus, cpus, memory_mb = (-(-total // nodes) for total in (job.gpus, job.cpus, job.memory_mb))
-        state_mb = ceil(gpus * _state_mb(job))
+        low_gb = job.profile.gpu_memory_low_gb if job.profile is not None else None  # at a boundary, a GPU
+        state_mb = ceil(gpus * MB_PER_GB * (low_gb or 0.0))
         return cls(job.user, job.partition, nodes, gpus, cpus, memory_mb, state_mb, job.gpu_type)
 
     @classmethod
     def trimmed(cls, job: Job) -> ResourceRequest:
         """Return a job's needs with no more memory than its profile can use: that stays taken while it waits."""
         request = cls.of(job)
-        return (
-            request._replace(memory_mb=min(request.memory_mb, _useful_mb(job.profile, request)))
-            if job.profile
-            else request
-        )
+        useful_mb = _useful_mb(job.profile, request) if job.profile else request.memory_mb
+        return request._replace(memory_mb=min(request.memory_mb, useful_mb))
 
     @classmethod
     def under(cls, job: Job, settings: SharingSettings) -> ResourceRequest:
-        """Return a job's lean needs, or all that it asked for where Slurm's allocation are a floor."""
+        """Return a job's trimmed needs, or all that it asked for where Slurm's allocation is a floor."""
         return cls.of(job) if settings.floor else cls.trimmed(job)
-
-
-class Asks:
-    """Lean needs of jobs that ask alike are found once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], ResourceRequest] = {}
-
-    def trimmed(self, job: Job) -> ResourceRequest:
-        """Return ``Ask.lean``."""
-        asked = (job.gpus, job.cpus, job.memory_mb, job.num_nodes, job.user, job.partition, job.gpu_type)
-        kind = (id(job.profile), *asked)
-        request = self._known.get(kind)
-        if request is None:
-            request = self._known[kind] = ResourceRequest.trimmed(job)
-        return request
 
 
 def _useful_mb(profile: Profile, request: ResourceRequest) -> int:
@@ -75,12 +57,6 @@ def _useful_mb(profile: Profile, request: ResourceRequest) -> int:
         if profile.speed(cpus, memory_gb) >= speed:
             return ceil(memory_gb * MB_PER_GB * request.gpus)
     return request.memory_mb
-
-
-def _state_mb(job: Job) -> float:
-    """Return the GPU state of a job at a boundary, MB a GPU; 0 when it was not measured."""
-    low_gb = job.profile.gpu_memory_low_gb if job.profile is not None else None
-    return MB_PER_GB * (low_gb or 0.0)
 
 
 @dataclass(slots=True)
@@ -281,7 +257,7 @@ def observe_hosts(
 ) -> dict[str, HostState]:
     """Return the hosts whose agent is alive, in order of names, with the jobs that are there.
 
-    With ``units`` (for packed jobs the least key of the pack) a managed job counts in its lane's books with what
+    With ``units`` (for packed jobs the least key of the pack) a managed job counts in its lane's use with what
     it needs, because what it has is shared out anew at every turn.
     """
     alive = {host.name for host in snapshot.hosts if host.agent_alive}
@@ -290,23 +266,25 @@ def observe_hosts(
         lanes.setdefault(node.host, []).append(node)
     hosts = {name: _book(name, nodes, units or {}) for name, nodes in lanes.items() if name in alive}
     by_node = {node.name: hosts[node.host] for node in snapshot.nodes if node.host in hosts}
-    requests = Asks()
-    for job in sorted(snapshot.jobs, key=_key):
-        for name in job.nodes if job.gpus else ():
-            if name in by_node:
-                managed = settings.manages(job)
-                request = (
-                    ResourceRequest.of(job) if units is None or not managed or settings.floor else requests.trimmed(job)
-                )
-                resident = _resident(job, request, name, by_node[name].name)
-                by_node[name].add_resident(resident, unmanaged=not managed)
-                if units is not None and managed and not settings.floor:  # Slurm's allocation are what was asked for
-                    _count_as_asked(by_node[name].use[name], resident)
+    trimmed: dict[tuple[object, ...], ResourceRequest] = {}
+    """Trimmed needs of jobs with equal requests and profiles."""
+    for job in sorted(snapshot.jobs, key=lambda job: job.key):
+        managed = settings.manages(job)
+        for name in [name for name in job.nodes if job.gpus and name in by_node]:
+            host = by_node[name]
+            if units is None or not managed or settings.floor:
+                host.add_resident(_resident(job, ResourceRequest.of(job), name, host.name), unmanaged=not managed)
+                continue
+            asked = (job.gpus, job.cpus, job.memory_mb, job.num_nodes, job.user, job.partition, job.gpu_type)
+            kind = (id(job.profile), *asked)
+            if kind not in trimmed:
+                trimmed[kind] = ResourceRequest.trimmed(job)
+            resident = _resident(job, trimmed[kind], name, host.name)
+            host.add_resident(resident, unmanaged=False)
+            for share in [share for share in job.placement if share.node == name]:  # Slurm shows the requests
+                host.use[name].cpus += resident.request.cpus - share.cpus
+                host.use[name].memory_mb += resident.request.memory_mb - share.memory_mb
     return hosts
-
-
-def _key(job: Job) -> JobKey:
-    return job.key
 
 
 def _book(name: str, nodes: Iterable[Node], units: Mapping[JobKey, JobKey]) -> HostState:
@@ -316,16 +294,9 @@ def _book(name: str, nodes: Iterable[Node], units: Mapping[JobKey, JobKey]) -> H
 
 
 def _resident(job: Job, request: ResourceRequest, lane: str, host: str) -> Resident:
-    """Return a job as a tenant; where its lease shows another number of GPUs than an even spread, that counts."""
+    """Return a job as a resident; where its lease shows another number of GPUs than an even spread, that counts."""
     gpus = frozenset([gpu.index for gpu in job.lease.gpus if gpu.host == host]) if job.lease is not None else _NONE
     return Resident(job, request if len(gpus) in (0, request.gpus) else request._replace(gpus=len(gpus)), lane, gpus)
 
 
 _NONE: frozenset[int] = frozenset()
-
-
-def _count_as_asked(use: LaneUse, resident: Resident) -> None:
-    for share in resident.job.placement:
-        if share.node == resident.lane:
-            use.cpus += resident.request.cpus - share.cpus
-            use.memory_mb += resident.request.memory_mb - share.memory_mb

@@ -124,11 +124,10 @@ class PackMeasurement:
         """Return the measurement for people."""
         if self.speed is None:
             return "what they do together is being measured"
-        return f"together {self.speed:.0%} of what turns do ({', '.join(map(_times, self.members))})"
-
-
-def _times(member: Member) -> str:
-    return f"job {member.job} {_ms(member.together_s)} an iteration, {_ms(member.alone_s)} alone"
+        times = ", ".join(
+            f"job {one.job} {_ms(one.together_s)} an iteration, {_ms(one.alone_s)} alone" for one in self.members
+        )
+        return f"together {self.speed:.0%} of what turns do ({times})"
 
 
 def _ms(seconds: float | None) -> str:
@@ -136,7 +135,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def evaluate(pack: Sequence[Job], before: Mapping[JobKey, Alone], rule: Rule) -> PackMeasurement:
-    """Return what is known of a pack."""
+    """Return the measurements of a pack."""
     keys = {job.key for job in pack}
     return PackMeasurement(
         tuple(

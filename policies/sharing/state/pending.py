@@ -23,12 +23,9 @@ def queued(snapshot: ClusterSnapshot, settings: SharingSettings) -> list[Job]:
     """Return the jobs that wait in Slurm's queue for GPUs of managed hosts, by priority, submission and key."""
     hosts = (node.partitions for node in snapshot.nodes if not settings.partitions.isdisjoint(node.partitions))
     shared = frozenset().union(*hosts)
-    waiting = [job for job in snapshot.jobs if job.gpus > 0 and job.partition in shared and _lacks_room(job)]
+    pending = (job for job in snapshot.jobs if job.state == "PENDING" and not job.held and job.gpus > 0)
+    waiting = [job for job in pending if job.partition in shared and job.state_reason in WAITING_REASONS]
     return sorted(waiting, key=lambda job: (-job.slurm_priority, job.submit_s, job.key))
-
-
-def _lacks_room(job: Job) -> bool:
-    return job.state == "PENDING" and not job.held and job.state_reason in WAITING_REASONS
 
 
 def lacks_lease(resident: Resident) -> bool:

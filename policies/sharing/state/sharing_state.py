@@ -253,7 +253,7 @@ class SharingState:
         self._settle(job, target, seat, request)
 
     def resize_nodes(self, job: Job, placement: Placement, why: str) -> None:
-        """Continue a job on more or fewer hosts; the caller notes it in their books."""
+        """Continue a job on more or fewer hosts; the caller changes the hosts."""
         self.moves.append(Resize(job.key, placement, why))
         self._count(job)
 

@@ -139,7 +139,8 @@ def _by_priority(jobs: tuple[Job, ...], further: frozenset[str], settings: Shari
     Unmanaged jobs queue for lane 0 only. A job that came after one of those and started on a further lane would
     prolong lane 0, and so the wait of a job that never agreed to it: it only gets GPUs that no other job wants.
     """
-    queued = [job for job in jobs if _queues_unmanaged(job, settings)]
+    pending = (job for job in jobs if job.state == "PENDING" and not job.held and job.state_reason in WAITING_REASONS)
+    queued = [job for job in pending if job.gpus > 0 and not settings.manages(job)]
     first = {name: min(_age(j) for j in queued if j.partition == name) for name in {j.partition for j in queued}}
     return [
         (
@@ -155,11 +156,6 @@ def _by_priority(jobs: tuple[Job, ...], further: frozenset[str], settings: Shari
 def _age(job: Job) -> tuple[float, JobKey]:
     """Return the order of submission: Slurm's times are whole seconds, its ids tell jobs of one second apart."""
     return job.submit_s, job.key
-
-
-def _queues_unmanaged(job: Job, settings: SharingSettings) -> bool:
-    waits = job.state == "PENDING" and not job.held and job.state_reason in WAITING_REASONS
-    return waits and job.gpus > 0 and not settings.manages(job)
 
 
 def _others(names: list[str]) -> str:
@@ -297,25 +293,20 @@ def release_plan(snapshot: ClusterSnapshot, memory: Memory, reason: str) -> tupl
 
 
 def _reason(job: Job, state: SharingState) -> str:
-    excluded = exclusion_reason(job, state.settings)
-    if excluded is not None:
-        return excluded
-    if job.key in state.placement_reasons:
-        return state.placement_reasons[job.key]
+    """Return the sentence of a job by its state, when no action says more."""
+    reason = exclusion_reason(job, state.settings) or state.placement_reasons.get(job.key)
+    if reason is not None:
+        return reason
+    if job.held:
+        return "left alone: held by its owner or an admin"
     if job.state == "PENDING":
-        return _why_pending(job)
+        return f"pending in Slurm ({job.state_reason or 'no reason given'}), which starts it on a free lane"
     if job.state == "SUSPENDED" and not _suspended_by_us(job, state):
         return "left alone: suspended by its owner or an admin"
     if job.lease is None:
         return "no agent knows the job, so it runs as without Cadenza"
     turn = state.turn_reasons.get(job.key, "left alone: neither pending, running nor suspended")
     return turn + _not_ready(job, job.lease)
-
-
-def _why_pending(job: Job) -> str:
-    if job.held:
-        return "left alone: held by its owner or an admin"
-    return f"pending in Slurm ({job.state_reason or 'no reason gpus_allocated'}), which starts it on a free lane"
 
 
 def _not_ready(job: Job, lease: Lease) -> str:
