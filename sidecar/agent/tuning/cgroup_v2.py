@@ -54,7 +54,9 @@ class CgroupV2:
         if grant.milli:
             quota = grant.quota or not (self._job / "cpuset.cpus").exists()
             put(self._job / "cpu.weight", str(max(1, WEIGHT * min(floor_milli, grant.milli) // grant.milli)))
-            self._limit(grant.milli * PERIOD_US // MILLI if quota else None)
+            quota_us = grant.milli * PERIOD_US // MILLI if quota else 0
+            limit = f"{quota_us} {PERIOD_US}" if quota else UNLIMITED
+            put_bandwidth(self._job / "cpu.max", self._job / BURST, limit, quota_us)
             self._bind(grant.cpus)
 
     def restore(self) -> None:
@@ -64,10 +66,6 @@ class CgroupV2:
         put_bandwidth(self._job / "cpu.max", self._job / BURST, self._saved.get("cpu.max") or UNLIMITED, burst)
         put(self._job / "memory.high", self._saved.get("memory.high") or "max")
         self._bind(self.own)
-
-    def _limit(self, quota_us: int | None) -> None:
-        limit = UNLIMITED if quota_us is None else f"{quota_us} {PERIOD_US}"
-        put_bandwidth(self._job / "cpu.max", self._job / BURST, limit, quota_us or 0)
 
     def _bind(self, cpus: frozenset[int]) -> None:
         """Give CPUs to the job's group, to groups below it that had all of its CPUs, and to their threads."""

@@ -76,8 +76,21 @@ def plan(topology: Topology, claims: Iterable[Claim]) -> Mapping[JobKey, Grant]:
     """
     ordered = sorted(claims, key=lambda claim: claim.key)
     running = [claim for claim in ordered if claim.running]
-    milli = _milli(topology, running)
-    memory = dict(zip((claim.key for claim in ordered), divide(topology.memory_mb, map(_memory, ordered)), strict=True))
+    # 1. Amounts of CPU, in whole CPUs if all requests are whole.
+    requests = [Request(claim.floor, claim.wish_milli) for claim in running]
+    whole = all(value % MILLI == 0 for request in requests for value in request if value is not None)
+    amounts = divide(len(topology.cpus) * MILLI, requests, MILLI if whole else 1)
+    milli = {claim.key: max(amount, MIN_MILLI) for claim, amount in zip(running, amounts, strict=True)}
+    # 2. Memory, also of jobs that wait; no wish exceeds Slurm's hard limit.
+    capped = [
+        claim.wish_mb
+        if claim.wish_mb is None or claim.ceiling_mb is None
+        else min(claim.wish_mb, max(claim.ceiling_mb, claim.floor_mb or 0))
+        for claim in ordered
+    ]
+    parts = [Request(claim.floor_mb, wish_mb) for claim, wish_mb in zip(ordered, capped, strict=True)]
+    memory = {claim.key: mb for claim, mb in zip(ordered, divide(topology.memory_mb, parts), strict=True)}
+    # 3. The CPUs themselves.
     cpus = _CpuAssignment(topology, running, milli).assign()
     grants = {}
     for claim in running:
@@ -87,22 +100,6 @@ def plan(topology: Topology, claims: Iterable[Claim]) -> Mapping[JobKey, Grant]:
         elif memory_mb:
             grants[claim.key] = Grant(0, memory_mb, frozenset(), quota=False)
     return grants
-
-
-def _milli(topology: Topology, running: Sequence[Claim]) -> dict[JobKey, int]:
-    """Return each running job's amount of CPU; in whole CPUs if all requests are whole."""
-    requests = [Request(claim.floor, claim.wish_milli) for claim in running]
-    whole = all(value % MILLI == 0 for request in requests for value in request if value is not None)
-    unit = MILLI if whole else 1
-    amounts = divide(len(topology.cpus) * MILLI, requests, unit)
-    return {claim.key: max(amount, MIN_MILLI) for claim, amount in zip(running, amounts, strict=True)}
-
-
-def _memory(claim: Claim) -> Request:
-    """Return a job's part in the division of memory."""
-    if claim.wish_mb is None or claim.ceiling_mb is None:
-        return Request(claim.floor_mb, claim.wish_mb)
-    return Request(claim.floor_mb, min(claim.wish_mb, max(claim.ceiling_mb, claim.floor_mb or 0)))
 
 
 def divide(capacity: int, requests: Iterable[Request], unit: int = 1) -> list[int]:
@@ -197,15 +194,11 @@ class _CpuAssignment:
         size = -(-sum(sharing.values()) // MILLI)
         pool: set[int] = set()
         for claim in self.running:
-            if claim.key in sharing and len(pool) < size:
-                pool |= self._nearest(claim, size - len(pool), pool)
+            if claim.key in sharing and len(pool) < size:  # its earlier CPUs first, then the best
+                free = [cpu for cpu in self.cpus if cpu not in self.holder and cpu not in pool]
+                ranked = sorted((cpu not in claim.has, self._order(claim, self.cpus[cpu]), cpu) for cpu in free)
+                pool.update(cpu for _, _, cpu in ranked[: size - len(pool)])
         return {
             key: (frozenset(mine | pool if key in sharing else mine), key in sharing)
             for key, mine in self.taken.items()
         }
-
-    def _nearest(self, claim: Claim, count: int, but: set[int]) -> set[int]:
-        """Return free CPUs for one of the jobs that share: its earlier ones first, then the best."""
-        free = [cpu for cpu in self.cpus if cpu not in self.holder and cpu not in but]
-        free.sort(key=lambda cpu: (cpu not in claim.has, self._order(claim, self.cpus[cpu])))
-        return set(free[:count])

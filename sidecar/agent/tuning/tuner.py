@@ -123,9 +123,12 @@ class Tuner:
 
     def _divide(self) -> None:
         """Plan all grants, and enforce them: first those that shrink, then those that grow."""
-        if reason := self._off_reason():
+        # 1. All tuning ends if the service only observes or is silent: then it cannot order the end itself.
+        facts, silent = self.host.facts, bool(self.host.settings.service) and self.host.rotating()
+        if silent or not facts.enforce:
             for key in tuple(self._jobs):
-                self._withdraw(key, reason)
+                self._withdraw(key, "the service is silent" if facts.enforce else "the service only observes")
+        # 2. Jobs with an order, and those that must be held to their own CPUs, get limits; they are saved first.
         for key, part in self._jobs.items():
             lease = self.host.leases.get(key)
             if part.limits is None and lease is not None:
@@ -134,6 +137,7 @@ class Tuner:
         self._save()
         if not self._jobs:
             return
+        # 3. The plan is enforced, shrinking grants first.
         wanted = plan(self.topology, claims(self.host, self._scale, self._jobs, self._unregistered))
         had = {key: len(part.grant.cpus) if part.grant else 0 for key, part in self._jobs.items()}
         for key in sorted(wanted, key=lambda key: (len(wanted[key].cpus) - had[key], key)):
@@ -160,12 +164,6 @@ class Tuner:
         if limits is None or limits.own or not floor:
             return None
         return Part(Wish(floor, 0), limits, part.grant if part is not None else None, ordered=False)
-
-    def _off_reason(self) -> str | None:
-        """Return the reason to end all tuning; a service that was killed, or released its jobs, cannot order it."""
-        if not self.host.facts.enforce:
-            return "the service only observes"
-        return "the service is silent" if self.host.settings.service and self.host.rotating() else None
 
     def _apply(self, key: JobKey, part: Part, grant: Grant) -> None:
         """Enforce one grant, and tell the job's ranks."""

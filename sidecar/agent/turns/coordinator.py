@@ -254,9 +254,11 @@ class StopCoordinator:
         if run.checkpointed:
             self._run_on(lease, run, "go on", reason)
 
-    def _send_on(self, run: JobRun, stop: Stop, reason: str) -> None:
-        """Tell ranks at a boundary, or on their way to it, that this stop is over."""
+    def _send_on(self, run: JobRun, stop: Stop, reason: str, *, staying: bool = False) -> None:
+        """Tell ranks at a boundary, or on their way to it, that this stop is over; ``staying``: unless they are out."""
         for rank in run.ranks.values():
+            if staying and rank.out:
+                continue
             rank.arrived, rank.refused = None, ""
             rank.page.order(stop.order, 0)
             self.host.outbox.post(rank.session, "cancel", order=stop.order, reason=reason)
@@ -428,7 +430,7 @@ class StopCoordinator:
             self.host.leases.stop(lease, self.host.clock.now())
             run.stop = YieldStop(0, "driver", self.host.clock.monotonic(), 0.0, state="freezing")
         run.stop.copy_s += seconds
-        self._send_on_unless_out(run, run.stop, run.note)
+        self._send_on(run, run.stop, run.note, staying=True)
         self._release(lease, run, run.stop, "all checkpointed by driver")
 
     def not_frozen(self, lease: Lease, reason: str, retry_s: float) -> None:
@@ -441,7 +443,7 @@ class StopCoordinator:
             run.note = f"its CUDA contexts stay on the GPU: {reason}"
             self._release(lease, run, stop, "all offloaded")
             return
-        self._send_on_unless_out(run, stop, reason)
+        self._send_on(run, stop, reason, staying=True)
         self._run_on(lease, run, "fail", reason)
         run.retry_at = self.host.clock.monotonic() + retry_s
         log.info("stop withdrawn JOBID=%s driver: %s", lease.key, reason)
@@ -463,10 +465,3 @@ class StopCoordinator:
         stop.move("lose")
         self._report_stop(lease, stop, "lost", reason)
         stop.give_back(self.host.leases, lease, self.host.clock.now())
-
-    def _send_on_unless_out(self, run: JobRun, stop: Stop, reason: str) -> None:
-        """Tell the ranks that stand at a boundary for this stop that it is over."""
-        for rank in run.ranks.values():
-            if not rank.out:
-                rank.arrived, rank.refused = None, ""
-                self.host.outbox.post(rank.session, "cancel", order=stop.order, reason=reason)
