@@ -1,7 +1,7 @@
 """Two hypothesis profiles, the figures that tests print, and the time of each test.
 
 ``thorough`` is the profile of ``make test``, ``quick`` that of ``make test-fast``, where tests that name a number of
-random cases draw a quarter of them. The duration of a case depends on the machine, so neither has a deadline.
+random cases draw a fifth of them. The duration of a case depends on the machine, so neither has a deadline.
 """
 
 import gc
@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-QUICK = 10
+QUICK = 5
 settings.register_profile("quick", patient, max_examples=QUICK)
 settings.register_profile("thorough", patient, max_examples=50)
 settings.load_profile("quick")
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for test in {id(test): test for item in items if hasattr(test := getattr(item, "obj", None), NUMBER)}.values():
         named = getattr(test, NUMBER)
         if named.max_examples > QUICK:
-            setattr(test, NUMBER, settings(named, max_examples=max(QUICK, named.max_examples // 4)))
+            setattr(test, NUMBER, settings(named, max_examples=max(QUICK, named.max_examples // 5)))
 
 
 def pytest_collection_finish() -> None:

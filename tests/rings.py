@@ -40,7 +40,10 @@ FAST = Ring(
     ("-n", "auto", "--dist", "worksteal", "--ignore-glob=*/test_integrations_*.py", "--hypothesis-profile=quick"),
 )  # fmt: skip
 THOROUGH = Ring("fast, more random cases", FAST.marks, (*FAST.options[:-1], "--hypothesis-profile=thorough"))
-SLOW = Ring("slow", "slow or browser", ("-n", "2", "--dist", "loadscope"), "browser")
+SLOW = Ring(
+    "slow", "(slow or browser) and not cluster",
+    ("-n", "2", "--dist", "loadscope", "--hypothesis-profile=thorough"), "browser",
+)  # fmt: skip
 CLUSTER = Ring("cluster", "cluster and not measurement", ("-n", "2", "--dist", "loadscope"), "image")
 MEASURE = Ring("measure", "measurement", ("-n", "0"), "image")
 RINGS = {"fast": (FAST,), "all": (THOROUGH, SLOW, CLUSTER), "measure": (MEASURE,)}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from random import Random
 
+import pytest
 from gandiva_rig import NOTHING, SHARING, after, decided, held, key, of, on, profile, world
 from snapshots import NOW, cluster, node
 
@@ -152,6 +153,7 @@ def states(seed: int, count: int) -> Iterator[State]:
             yield state
 
 
+@pytest.mark.slow
 def test_never_more_moves_than_an_exhaustive_search_finds():
     found = Counter()
     for state in states(1, 300):

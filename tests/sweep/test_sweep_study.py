@@ -21,6 +21,7 @@ def told(storage: str, sweep: Sweep) -> list[optuna.trial.FrozenTrial]:
     return optuna.load_study(study_name=sweep.head.id, storage=storage).trials
 
 
+@pytest.mark.slow
 def test_a_study_is_asked_and_told_and_a_second_controller_goes_on(tmp_path: Path) -> None:
     storage, slurm = f"sqlite:///{tmp_path}/study.db", FakeSlurm()
     study = Study(storage, 5, SPACE)
