@@ -37,7 +37,7 @@ class Ring:
 # Importing the frameworks takes longer than many a test, and all of their tests are slow.
 FAST = Ring(
     "fast", "not cluster and not browser and not slow",
-    ("-n", "auto", "--dist", "worksteal", "--ignore-glob=*/test_integrations_*.py", "--hypothesis-profile=quick"),
+    ("-n", "logical", "--dist", "worksteal", "--ignore-glob=*/test_integrations_*.py", "--hypothesis-profile=quick"),
 )  # fmt: skip
 THOROUGH = Ring("fast, more random cases", FAST.marks, (*FAST.options[:-1], "--hypothesis-profile=thorough"))
 SLOW = Ring(
@@ -47,7 +47,7 @@ SLOW = Ring(
 CLUSTER = Ring("cluster", "cluster and not measurement", ("-n", "2", "--dist", "loadscope"), "image")
 MEASURE = Ring("measure", "measurement", ("-n", "0"), "image")
 RINGS = {"fast": (FAST,), "all": (THOROUGH, SLOW, CLUSTER), "measure": (MEASURE,)}
-PREPARATIONS = {"browser": ("ensure-docker", "ensure-browser"), "image": ("build",)}
+PREPARATIONS = {"browser": ("ensure-browser",), "image": ("ensure-docker", "build")}
 """Scripts of container/; in this order, since two package managers at once would wait for each other."""
 
 
@@ -79,7 +79,7 @@ def main() -> int:
     tests: list[tuple[float, str]] = []
     code, began = 0, time.monotonic()
     with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
-        needs = PREPARATIONS if any(ring.needs for ring in rings) else {}
+        needs = [name for name in PREPARATIONS if any(ring.needs == name for ring in rings)]
         ready: dict[str, Future[float]] = {name: pool.submit(prepare, name) for name in needs}
         for ring in rings:
             since = time.monotonic()

@@ -34,7 +34,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="session")
 def running_cluster() -> Iterator[Cluster]:
-    """Two hosts of four GPUs in two lanes, and one unmanaged host; CADENZA_TEST_CLUSTER reuses a running one."""
+    """Two hosts of four GPUs in two lanes, and one unmanaged host; CADENZA_TEST_CLUSTER reuses one."""
     reuse = os.environ.get("CADENZA_TEST_CLUSTER")
     cluster = Cluster(reuse or f"cadenzatest{os.getpid()}")
     try:
