@@ -36,7 +36,7 @@ def test_outside_slurm_nothing_happens_and_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.setattr("cadenza.sidecar.client.bootstrap.process._process.told", False)
+    monkeypatch.setattr("cadenza.sidecar.client.bootstrap.process._process.warned", False)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             session = client.attach(torch.nn.Linear(2, 2))
@@ -51,7 +51,7 @@ def test_without_an_agent_on_the_host_nothing_happens(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    monkeypatch.setattr("cadenza.sidecar.client.bootstrap.process._process.told", False)
+    monkeypatch.setattr("cadenza.sidecar.client.bootstrap.process._process.warned", False)
     session = client.attach(socket="/nonexistent/agent.sock")
     session.boundary()
     client.detach()
