@@ -56,13 +56,8 @@ def read_costs(text: str, source: str) -> SimCosts:
     for key, value in values.items():
         if key not in known:
             unknown_key(key, known, source)
-        _check(key, value, source)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LONGEST_S:
+            raise InputError(f"{source}: {key}: {quoted(value)} is not a number from 0 to {LONGEST_S:g}")
+        if key == "copy_gb_s" and not value:
+            raise InputError(f"{source}: {key}: must be above 0; a high value such as 1e6 makes copies free")
     return SimCosts(**{key: float(value) for key, value in values.items()})
-
-
-def _check(key: str, value: object, source: str) -> None:
-    """Raise InputError for a value that cannot be a cost."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LONGEST_S:
-        raise InputError(f"{source}: {key}: {quoted(value)} is not a number from 0 to {LONGEST_S:g}")
-    if key == "copy_gb_s" and not value:
-        raise InputError(f"{source}: {key}: must be above 0; a high value such as 1e6 makes copies free")

@@ -39,13 +39,8 @@ def read_failures(text: str, source: str, nodes: Sequence[Node]) -> tuple[NodeFa
         if end_s <= start_s:
             raise InputError(f"{source}:{line}: end_s: {end_s:g} is not after start_s, {start_s:g}")
         found.append((NodeFailure(node, start_s, end_s), line))
-    _check_overlap(found, source)
-    return tuple(sorted((failure for failure, _ in found), key=lambda item: (item.start_s, item.node, item.end_s)))
-
-
-def _check_overlap(found: list[tuple[NodeFailure, int]], source: str) -> None:
-    """Raise InputError where a node fails while it is down."""
     ordered = sorted(found, key=lambda item: (item[0].node, item[0].start_s, item[1]))
     for (before, first), (after, line) in pairwise(ordered):
         if before.node == after.node and after.start_s < before.end_s:
             raise InputError(f"{source}:{line}: {after.node} is down already, until {before.end_s:g} by line {first}")
+    return tuple(sorted((failure for failure, _ in found), key=lambda item: (item.start_s, item.node, item.end_s)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from cadenza.policies.core.errors import InputError
@@ -108,17 +108,11 @@ def packing_pairs(profiles: Mapping[str, Profile], rows: Sequence[PackedRow]) ->
     A model of the table has its own gain there, another one the gain of its utilization; see ``pair_speed``.
     """
     gains = {row.model: row.gain for row in rows}
-    known = [(name, busy, gains.get(name, gain_at(busy, rows))) for name, busy in _busy(profiles)]
+    measured = [(name, profile.gpu_utilization) for name, profile in profiles.items()]
+    known = [(name, busy, gains.get(name, gain_at(busy, rows))) for name, busy in measured if busy]
     speeds: Pairs = {}
     for name, busy, gain in known:
         for other, other_busy, other_gain in known:
             speed = pair_speed(busy, gain, other_busy, other_gain)
             speeds[name, other] = speed, speed
     return speeds
-
-
-def _busy(profiles: Mapping[str, Profile]) -> Iterable[tuple[str, float]]:
-    """Yield the models whose utilization is known, and it."""
-    for name, profile in profiles.items():
-        if profile.gpu_utilization:
-            yield name, profile.gpu_utilization

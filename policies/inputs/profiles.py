@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -102,20 +102,15 @@ def read_profiles(text: str, source: str) -> dict[str, Profile]:
             for index, keys in enumerate(convert(value, FileKeys, source).profiles)
         ]
     else:
-        found = [_profile(_single(value, source), source, "")]
+        keys = convert(value, ProfileKeys, source)
+        if keys.schema is None:
+            raise InputError(f"{source}: key 'schema' is missing; it must be {SCHEMA!r}")
+        found = [_profile(keys, source, "")]
     for profile in found:
         check(profile, source)
     for profile, speedup in zip(found, best, strict=False):
         check_best(profile, speedup, source)
     return _by_model(found, source)
-
-
-def _single(value: dict[str, Any], source: str) -> ProfileKeys:
-    """Return the only profile of a file, which must name its schema."""
-    keys = convert(value, ProfileKeys, source)
-    if keys.schema is None:
-        raise InputError(f"{source}: key 'schema' is missing; it must be {SCHEMA!r}")
-    return keys
 
 
 def _profile(keys: ProfileKeys, source: str, path: str) -> Profile:
@@ -149,12 +144,13 @@ def check(profile: Profile, source: str) -> None:
     _matrix(profile.throughput, shape, f"{where}: throughput")
     if profile.storage_mb_s:
         _matrix(profile.storage_mb_s, shape, f"{where}: storage_mb_s", zero=True)
-    _numbers(
+    for value, name in (
         (profile.iteration_s, "iteration_s"),
         *zip(profile.reference, ("reference.gpus", "reference.cpus", "reference.memory_gb"), strict=True),
         *zip(profile.declared_best or (1, 1), ("declared_best.cpus", "declared_best.memory_gb"), strict=True),
-        where=where,
-    )
+    ):
+        if not 0 < value < math.inf:
+            raise InputError(f"{where}: {name}: must be a number above 0")
     _gpu_keys(profile, where)
     share = (profile.reference.cpus / profile.reference.gpus, profile.reference.memory_gb / profile.reference.gpus)
     speed = profile.speed(*share)
@@ -180,12 +176,6 @@ def _matrix(rows: Sequence[Sequence[float]], shape: tuple[int, int], where: str,
     for row in rows:
         if not all(0 < value < math.inf or (zero and value == 0) for value in row):
             raise InputError(f"{where}: every value must be a number {'from' if zero else 'above'} 0")
-
-
-def _numbers(*named: tuple[float, str], where: str) -> None:
-    for value, name in named:
-        if not 0 < value < math.inf:
-            raise InputError(f"{where}: {name}: must be a number above 0")
 
 
 def _gpu_keys(profile: Profile, where: str) -> None:

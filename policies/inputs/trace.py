@@ -76,17 +76,12 @@ def read_trace(
     table = read_table(text, source, REQUIRED, None)
     if not any(name in table.columns for name in LENGTHS):
         raise InputError(f"{source}:1: column 'iterations' or 'duration_s' is missing: nothing says how long jobs run")
-    _check_spelling(table)
-    rows = _Rows(table, profiles, assign)
-    return tuple([rows.job(*row) for row in rows.in_order()])
-
-
-def _check_spelling(table: Table) -> None:
-    """Raise InputError for a column that is one of ours but for the case of its letters."""
     ours = (*REQUIRED, *OPTIONAL)
     for name in table.columns:
         if name not in ours and name.lower() in ours:
-            raise InputError(f"{table.source}:1: unknown column {quoted(name)}; {suggest(name.lower(), ours)}")
+            raise InputError(f"{source}:1: unknown column {quoted(name)}; {suggest(name.lower(), ours)}")
+    rows = _Rows(table, profiles, assign)
+    return tuple([rows.job(*row) for row in rows.in_order()])
 
 
 class _Rows:

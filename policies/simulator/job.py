@@ -143,14 +143,11 @@ class SimJob:
             self.attained_s += now_s - self.settled_s
             since_s = max(self.settled_s, self.cost_until_s)
             if now_s > since_s:
-                self._work(since_s, now_s)
+                done_s = self.done_s + self.rate * (now_s - since_s)
+                if self.hundred_s is None and done_s >= self.hundred_work_s:
+                    self.hundred_s = since_s + max(self.hundred_work_s - self.done_s, 0.0) / self.rate
+                self.done_s = done_s
         self.settled_s = now_s
-
-    def _work(self, since_s: float, now_s: float) -> None:
-        done_s = self.done_s + self.rate * (now_s - since_s)
-        if self.hundred_s is None and done_s >= self.hundred_work_s:
-            self.hundred_s = since_s + max(self.hundred_work_s - self.done_s, 0.0) / self.rate
-        self.done_s = done_s
 
     def launch(self, ready_s: float, cost_s: float) -> None:
         """Begin anew at ``ready_s`` with a start-up of ``cost_s``; costs of the former processes are void."""

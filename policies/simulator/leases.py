@@ -38,6 +38,13 @@ class Leases:
         self._allocated: dict[str, set[int]] = {name: set() for name in nodes}
         """GPU indices that Slurm has allocated, by lane."""
         self._on_host: dict[str, set[JobKey]] = {}
+        self._changed = False
+        """True if a lease or the shares of a holder changed since the last check."""
+
+    @property
+    def jobs(self) -> Iterable[SimJob]:
+        """Return the jobs with a lease."""
+        return self._jobs.values()
 
     # --- The leases of a job, from its start to its end ----------------------------------------------
 
@@ -119,6 +126,7 @@ class Leases:
 
     def settle(self, job: SimJob, now_s: float) -> Changes:
         """Bring a job's speed up to date after its shares changed, or give it free GPUs."""
+        self._changed = True
         if job.lease is not None and job.lease.state == "held":
             return self._pace(job, now_s)
         return Changes() if self._others(job) else self.give(job, now_s)
@@ -131,6 +139,7 @@ class Leases:
 
     def unpack(self, job: SimJob, now_s: float) -> Changes:
         """Let a packed job take turns again; it gives way now."""
+        self._changed = True
         for partner in self._partners(job):
             partner.packed.discard(job.key)
         job.packed.clear()
@@ -153,6 +162,7 @@ class Leases:
         return Changes((job,), tuple(self._run(other, now_s) for other in self._others(job, running=True)))
 
     def _pace(self, job: SimJob, now_s: float) -> Changes:
+        self._changed = True
         return Changes((), tuple(self._run(member, now_s) for member in (job, *self._others(job, running=True))))
 
     def _run(self, job: SimJob, now_s: float) -> tuple[SimJob, float]:
@@ -200,6 +210,7 @@ class Leases:
             gpus += [Gpu(node.host, index) for index in free]
             self._on_host.setdefault(node.host, set()).add(job.key)
         job.gpus_held = tuple(gpus)
+        self._changed = True
 
     def _unassign(self, job: SimJob) -> None:
         by_host: dict[str, set[int]] = {}
@@ -224,8 +235,11 @@ class Leases:
 
         Two holders of a GPU that are not packed are an AssertionError: a bug of this simulator, not of a policy.
         """
+        if not self._changed:
+            return
+        self._changed = False
         for gpu, jobs in self._holders.items():
-            for key, times in Counter(job.key for job in jobs).items():
+            for key, times in Counter(job.key for job in jobs).items() if len(jobs) > 1 else ():
                 others = {other.key for other in jobs if other.key != key}
                 if times > 1 or not others <= self._jobs[key].packed:
                     raise AssertionError(f"{gpu} has holders {[str(other.key) for other in jobs]}")

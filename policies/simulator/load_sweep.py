@@ -93,14 +93,13 @@ def load_rows(points: Iterable[SweepPoint]) -> tuple[LoadRow, ...]:
     by_load: dict[float, list[SweepPoint]] = {}
     for point in points:
         by_load.setdefault(point.load, []).append(point)
-    return tuple(_load_row(load, by_load[load]) for load in sorted(by_load))
-
-
-def _load_row(load: float, points: Sequence[SweepPoint]) -> LoadRow:
-    known = [point.mean_jct_h for point in points if point.mean_jct_h is not None]
-    mean, half = mean_and_half(known) if len(known) == len(points) else (None, None)
-    held = fmean(point.gpu_utilization for point in points)
-    return LoadRow(load, mean, half, held, sum(point.stable for point in points) * 2 > len(points))
+    rows = []
+    for load, seeds in sorted(by_load.items()):
+        known = [point.mean_jct_h for point in seeds if point.mean_jct_h is not None]
+        mean, half = mean_and_half(known) if len(known) == len(seeds) else (None, None)
+        held = fmean(point.gpu_utilization for point in seeds)
+        rows.append(LoadRow(load, mean, half, held, sum(point.stable for point in seeds) * 2 > len(seeds)))
+    return tuple(rows)
 
 
 def highest_stable(rows: Sequence[LoadRow]) -> float | None:
@@ -168,7 +167,10 @@ def capacity(
     begin_s = drop * end_s
     if end_s <= begin_s:
         raise InputError(f"capacity: {len(jobs)} jobs are too few to keep {gpus} GPUs busy")
-    _check_never_empty(result, begin_s, end_s)
+    ends = [*(sample.time_s for sample in result.samples[1:]), result.end_s]
+    for sample, until_s in zip(result.samples, ends, strict=True):
+        if sample.time_s < end_s and until_s > begin_s and not sample.waiting:
+            raise InputError(f"capacity: no job waits at {sample.time_s:g} s; the queue must never be empty")
     hours = (end_s - begin_s) / HOUR
     ended = sum(
         job.work_s * job.gpus for job in result.jobs if job.finish_s is not None and begin_s < job.finish_s <= end_s
@@ -177,11 +179,3 @@ def capacity(
     running = mean_over(result.samples, lambda sample: sample.running, 0.0, result.end_s) * result.end_s / HOUR
     rate = ended / HOUR / hours
     return Capacity(rate, rate / mean_gpu_h, result.counts.migrations / running if running else 0.0, hours)
-
-
-def _check_never_empty(result: Result, begin_s: float, end_s: float) -> None:
-    """Raise InputError if the queue was empty at some time of the interval."""
-    ends = [*(sample.time_s for sample in result.samples[1:]), result.end_s]
-    for sample, until_s in zip(result.samples, ends, strict=True):
-        if sample.time_s < end_s and until_s > begin_s and not sample.waiting:
-            raise InputError(f"capacity: no job waits at {sample.time_s:g} s; the queue must never be empty")

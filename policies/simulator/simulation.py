@@ -65,7 +65,7 @@ class _Run:
         """Run until nothing is left, or as the setup says."""
         started = self.stopwatch() if self.stopwatch is not None else 0.0
         decide = self._timed(self.policy.decide)
-        time_s = self._first_round()
+        time_s = self._round_at(max(self.setup.first_round_s, self.world.next_event_s))
         while time_s < inf and not self._done():
             happened = self.world.advance(time_s)
             self.rounds += 1
@@ -88,9 +88,6 @@ class _Run:
         self.world.sample()
 
     # --- When ---------------------------------------------------------------------------------------
-
-    def _first_round(self) -> float:
-        return self._round_at(max(self.setup.first_round_s, self.world.next_event_s))
 
     def _round_at(self, time_s: float) -> float:
         """Return the first round that is not before a time."""

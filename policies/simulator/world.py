@@ -64,6 +64,9 @@ class World:
         self._check_fits(nodes)
         self._cpus = sum(node.cpus for node in nodes if node.lane == 0)
         self._touched: set[str] = set()
+        self._booked = dict(self.nodes)
+        """The nodes with Slurm's books filled in, except those in ``_rebooked``."""
+        self._rebooked: set[str] = set()
         self._tuple: tuple[Node, ...] | None = None
         self._hosts = tuple(Host(name, agent_alive=True) for name in sorted({node.host for node in nodes}))
         self.held = self.cpus_used = self.running = 0
@@ -182,6 +185,7 @@ class World:
 
     def _replace(self, node: Node) -> None:
         self.nodes[node.name] = node
+        self._rebooked.add(node.name)
         self._tuple = self._shown = None
         self.queue.changed = True
 
@@ -194,23 +198,23 @@ class World:
         if self._tuple is None:
             self._tuple = tuple(self.nodes.values())
         # A lease's record changes with time.
-        for job in dict.fromkeys(self._stale) if self.leases is None else self.live.values():
+        for job in dict.fromkeys((*self._stale, *(self.leases.jobs if self.leases is not None else ()))):
             if job.key in self.live:
                 self._records[job.key] = job.record(self.now_s)
         self._stale.clear()
         nodes, hosts = self._tuple, self._hosts
         if self.leases is not None:
-            nodes = tuple(self._with_books(node) for node in nodes)
+            for name in self._rebooked:
+                gpus, cpus, memory_mb = self._used[name]
+                self._booked[name] = replace(self.nodes[name], gpus_used=gpus, cpus_used=cpus, memory_used_mb=memory_mb)
+            self._rebooked.clear()
+            nodes = tuple(self._booked.values())
         if self._prefetched:
             hosts = tuple(
                 replace(host, prefetched=tuple(sorted(self._prefetched.get(host.name, ())))) for host in hosts
             )
         self._shown = ClusterSnapshot(self.now_s, nodes, tuple(self._records.values()), hosts)
         return self._shown
-
-    def _with_books(self, node: Node) -> Node:
-        gpus, cpus, memory_mb = self._used[node.name]
-        return replace(node, gpus_used=gpus, cpus_used=cpus, memory_used_mb=memory_mb)
 
     # --- What a gateway does ------------------------------------------------------------------------
 
@@ -295,7 +299,8 @@ class World:
         """Give a job other shares."""
         if job.running and self.leases is None:
             self._halt(job)
-        if self.leases is not None and not (job.gpus_held and _same_gpus(placement, job.placement)):
+        same_gpus = [share[:2] for share in placement] == [share[:2] for share in job.placement]
+        if self.leases is not None and not (job.gpus_held and same_gpus):
             self.follow(self.leases.relocate(job, placement, self.now_s))
         if job.running:
             self.cpus_used += sum(share.cpus for share in placement) - sum(share.cpus for share in job.placement)
@@ -358,6 +363,7 @@ class World:
                 used[1] += sign * cpus
                 used[2] += sign * memory_mb
                 self._touched.add(name)
+                self._rebooked.add(name)
         if job.allocated:
             self.queue.changed = True
         job.allocated = placement
@@ -397,7 +403,3 @@ class World:
             job.settle(self.now_s)
         jobs: Iterable[JobResult] = (*self.ended, *(job.result(None) for job in self.live.values()))
         return tuple(sorted(jobs, key=lambda job: (job.submit_s, job.id)))
-
-
-def _same_gpus(one: Placement, other: Placement) -> bool:
-    return [share[:2] for share in one] == [share[:2] for share in other]

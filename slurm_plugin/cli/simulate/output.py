@@ -20,7 +20,7 @@ from cadenza.policies.simulator.run_values import JobResult
 from cadenza.slurm_plugin.cli.simulate.runner import Results
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 
 def _plain(value: float) -> str:
@@ -100,13 +100,9 @@ def _figures(results: Results) -> Table:
             continue
         if key == "p999_jct_h" and max(summary.jobs for summary in results.summaries) < MIN_JOBS_P999:
             continue
-        table.add_row(name, _with_interval(known, write))
+        mean, half = mean_and_half(known)
+        table.add_row(name, write(mean) if half is None else f"{write(mean)} ± {write(half)}")
     return table
-
-
-def _with_interval(values: Sequence[float], write: Callable[[float], str]) -> str:
-    mean, half = mean_and_half(values)
-    return write(mean) if half is None else f"{write(mean)} ± {write(half)}"
 
 
 def _sweep(results: Results) -> RenderableType:

@@ -86,7 +86,8 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...]) -> Reques
     names = _names(words, synergy=synergy)
     shared = names.share != "none"
     # 2. The cluster and the jobs.
-    given = _profiles(words["profiles"])
+    file = words["profiles"]
+    given = None if file is None else read_profiles(read_file(file, "--profiles"), file)
     workload = _named("--workload", parse_workload, words["workload"], given) if words["workload"] else None
     profiles = workload.profiles if workload else given or synergy_profiles()
     lanes = integer(words["lanes"] or ("2" if shared else "1"), "--lanes", 1, MAX_LANES)
@@ -303,10 +304,6 @@ def read_file(path: str, option: str) -> str:
     except (OSError, ValueError) as error:
         raise InputError(f"{option}: {path!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     return decode(data, path)
-
-
-def _profiles(path: str | None) -> dict[str, Profile] | None:
-    return None if path is None else read_profiles(read_file(path, "--profiles"), path)
 
 
 def _trace(words: Mapping[str, Any], profiles: Mapping[str, Profile]) -> tuple[TraceJob, ...]:
