@@ -66,7 +66,9 @@ class PageRecord:
         """
         if not self.iterations:
             return None
-        return self.middle_s(_percentile(self.counts, share * self.iterations))
+        sums = enumerate(accumulate(self.counts))
+        wanted = share * self.iterations
+        return self.middle_s(next((index for index, total in sums if total >= wanted), len(self.counts) - 1))
 
     def middle_s(self, index: int) -> float:
         """Return the iteration time that represents a bucket."""
@@ -176,9 +178,3 @@ def _orders(words: Sequence[int]) -> tuple[OrderTimes, ...]:
         order, boundary, arrived, done = words[at : at + wire.ORDER_WORDS]
         orders.append(OrderTimes(order, boundary * NS, arrived * NS, done * NS))
     return tuple(orders)
-
-
-def _percentile(counts: Sequence[int], wanted: float) -> int:
-    """Return the bucket in which the count reaches ``wanted``."""
-    reached = accumulate(counts)
-    return next((index for index, total in enumerate(reached) if total >= wanted), len(counts) - 1)

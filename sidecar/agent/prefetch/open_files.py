@@ -61,15 +61,10 @@ def _open(pid: int) -> Iterator[str]:
         try:
             target = str(descriptor.readlink())
             if target.startswith(f"/memfd:{wire.FILES_NAME} "):
-                yield from _listed(descriptor)
+                with descriptor.open("rb") as file:  # it may hold anything
+                    text = file.read(MAX_LIST_BYTES).decode("utf-8", errors="surrogateescape")
+                yield from filter(None, text.split("\n"))
             elif os.path.isfile(target):  # noqa: PTH113 - one call instead of an object for each
                 yield target
         except OSError:
             continue
-
-
-def _listed(descriptor: Path) -> Iterator[str]:
-    """Yield the lines of the list that the process keeps for the agent; it may hold anything."""
-    with descriptor.open("rb") as file:
-        text = file.read(MAX_LIST_BYTES).decode("utf-8", errors="surrogateescape")
-    yield from (line for line in text.split("\n") if line)

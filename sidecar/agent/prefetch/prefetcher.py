@@ -112,19 +112,15 @@ def read_as(uid: int, paths: tuple[str, ...], max_bytes: int) -> dict[str, int]:
     """
     if not max_bytes:
         return {}
+    rights: dict[str, Any] = {}
+    if not uid == os.geteuid() != 0:  # without root only the agent's own user is possible
+        user = pwd.getpwuid(uid)
+        groups = os.getgrouplist(user.pw_name, user.pw_gid)
+        rights = {"user": uid, "group": user.pw_gid, "extra_groups": groups}
     done = subprocess.run(
         [sys.executable, "-I", str(Path(file_reader.__file__)), str(max_bytes)],
         input="\n".join(paths).encode("utf-8", errors="surrogateescape"),
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=READ_TIMEOUT_S, check=True, cwd="/", env={},
-        **_user(uid),
+        **rights,
     )  # fmt: skip
     return dict(json.loads(done.stdout))
-
-
-def _user(uid: int) -> dict[str, Any]:
-    """Return the options that give a process to that user; without root only the agent's own is possible."""
-    if uid == os.geteuid() != 0:
-        return {}
-    user = pwd.getpwuid(uid)
-    groups = os.getgrouplist(user.pw_name, user.pw_gid)
-    return {"user": uid, "group": user.pw_gid, "extra_groups": groups}

@@ -46,21 +46,13 @@ def read(root: Path = Path("/")) -> Topology:
         for folder in sorted((root / NODES).glob("node[0-9]*"))
         for cpu in parse(_text(folder / "cpulist"))
     }
-    cpus = tuple(Cpu(cpu, _core(root, cpu), node_of.get(cpu, 0)) for cpu in sorted(online))
-    return Topology(cpus, _memory_mb(root), dict(_gpu_nodes(root)))
-
-
-def _core(root: Path, cpu: int) -> int:
-    """Return the first hardware thread of a CPU's core."""
-    return min(parse(_text(root / CPUS / f"cpu{cpu}/topology/thread_siblings_list")), default=cpu)
-
-
-def _memory_mb(root: Path) -> int:
-    """Return MemTotal of /proc/meminfo in MB; 0 if it is missing."""
-    for line in _text(root / "proc/meminfo").splitlines():
-        if line.startswith("MemTotal:"):
-            return int(line.split()[1]) >> 10
-    return 0
+    core_of = {
+        cpu: min(parse(_text(root / CPUS / f"cpu{cpu}/topology/thread_siblings_list")), default=cpu) for cpu in online
+    }
+    cpus = tuple(Cpu(cpu, core_of[cpu], node_of.get(cpu, 0)) for cpu in sorted(online))
+    lines = _text(root / "proc/meminfo").splitlines()
+    memory_kb = next((int(line.split()[1]) for line in lines if line.startswith("MemTotal:")), 0)
+    return Topology(cpus, memory_kb >> 10, dict(_gpu_nodes(root)))
 
 
 def _gpu_nodes(root: Path) -> Iterable[tuple[int, int]]:
