@@ -55,7 +55,7 @@ def host(name: str = "a", lanes: int = 2, jobs: tuple[Job, ...] = (), **facts):
 
 
 def pace(iteration_s: float, window_s: float = 100.0, error: float = 0.0, co_runners: tuple[int, ...] = ()) -> StepRate:
-    """What was measured in one company, whose other jobs have these numbers."""
+    """Return the step rate of a job with these others on its GPUs."""
     others = tuple(key(number) for number in co_runners)
     return StepRate(iteration_s, int(window_s / iteration_s), window_s, error, 0.0, others)
 

@@ -21,7 +21,7 @@ CPU_GRID = (1.0, 2.0, 4.0, 6.0, 12.0)
 MEMORY_GRID = (20.83, 125.0, 250.0)
 REFERENCE = Reference()
 MIN_MEMORY_MB = 1024
-"""What ``cases`` leaves for each GPU that is still free on a node."""
+"""Memory that ``cases`` leaves for each free GPU of a node."""
 
 
 # --- profiles ------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def cases(
 
 
 def runnable(ordered: tuple[Job, ...], nodes: tuple[Server, ...]) -> int:
-    """How many first jobs fit by their GPUs alone; it stops at the first that does not."""
+    """Return the number of first jobs that fit by their GPUs alone; it stops at the first that does not."""
     left = sum(node.gpus for node in nodes)
     for count, job in enumerate(ordered):
         left -= job.gpus

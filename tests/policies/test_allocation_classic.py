@@ -118,7 +118,7 @@ def test_greedy_spreads_gpus_by_first_fit():
 # --- tune as coded -----------------------------------------------------------------------------------------
 
 
-def test_the_greediest_neighbour_gives_back():
+def test_the_greediest_neighbor_gives_back():
     jobs = (job(1, model(9, 62.5)), job(2, model(1, 20.83)), job(3, model(6, 62.5)), job(4, model(6, 62.5)))
     plan = tune_coded(case(nodes(1), *jobs))
     assert cpus(plan) == {1: 3, 2: 1, 3: 3, 4: 3}

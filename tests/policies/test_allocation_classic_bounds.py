@@ -1,4 +1,4 @@
-"""The benchmark's bound for jobs of several GPUs, beside every placement there is on two small nodes."""
+"""The benchmark's bound for jobs of several GPUs, compared with every placement there is on two small nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the classic allocations keep on random clusters and queues."""
+"""Invariants of the classic allocations on random clusters and queues."""
 
 from __future__ import annotations
 

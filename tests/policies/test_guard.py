@@ -1,4 +1,4 @@
-"""What may leave: each rule of the guard, their order, and what it must never let through."""
+"""Each rule of the guard, their order, and the actions that it must never let through."""
 
 from __future__ import annotations
 

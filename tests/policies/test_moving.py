@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from snapshots import NOW, cluster, job, key, lease, moving, node
 
 from cadenza.policies.core.actions import Migrate, Place, Release, Requeue, Save
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import Host, JobKey, Options, Share
-from cadenza.policies.core.move import Move, Ordered, Over, Placed, Prefetching, Requeued, Wanted
+from cadenza.policies.core.move import Leaving, Move, Ordered, Over, Placed, Prefetching, Requeued, Wanted
 from cadenza.policies.relocation.phases import MAX_PREFETCH_S, acted, advance
 
 KEEPS = lease("held", 0, checkpoints=True)
@@ -225,3 +227,36 @@ def test_a_job_that_loses_its_gpus_meanwhile_is_not_stopped(by_hand):
     step = advance(warming_move(by_hand=by_hand), found, Memory())
     assert step.action is None
     assert (type(step.move.phase) if step.move else None) == (Wanted if by_hand else None)
+
+
+PHASES = (
+    Wanted(NOW), Prefetching(NOW), Ordered(NOW), Requeued(NOW, NOW), Placed(NOW, NOW), Placed(NOW, NOW, attempts=2),
+    Leaving(NOW),
+)  # fmt: skip
+
+
+@st.composite
+def incarnations(draw):
+    """The two incarnations of a job, either of them or none, in any state and with any lease."""
+    state = draw(st.sampled_from(("PENDING", "RUNNING", "SUSPENDED", "OTHER")))
+    lease_state = draw(st.sampled_from(("held", "stopping", "waiting", None)))
+    grant = None if lease_state is None else replace(KEEPS, state=lease_state, saved=draw(st.booleans()))
+    facts = {"state": state, "lease": grant, "slurm_priority": draw(st.integers(0, 1))}
+    keys = draw(st.lists(st.sampled_from((key(1), NEXT)), unique=True, max_size=2))
+    return [replace(job(1, **facts), key=one) for one in keys]
+
+
+@given(st.sampled_from(PHASES), st.booleans(), incarnations())
+def test_every_phase_of_a_move_ends_whatever_its_job_does(phase, by_hand, jobs):
+    """A job that stays as it is for an hour: by then the move is over or forgotten."""
+    move, memory = Move(key(1), THERE, "r", phase, by_hand=by_hand), Memory()
+    for seconds in range(0, 3600, 30):
+        found = replace(cluster(*jobs), time_s=NOW + seconds)
+        step = advance(move, found, memory)
+        if step.move is None or step.move.over:
+            return
+        actions = [] if step.action is None else [step.action]
+        (move,) = acted([step.move], actions, found.time_s)
+        released = {action.job for action in actions if isinstance(action, Place | Release)}
+        memory = replace(memory, placed=memory.placed | released)
+    raise AssertionError(f"still {move.phase}")

@@ -1,4 +1,4 @@
-"""What holds for every ordering, and small cases computed by hand for those that are a sort."""
+"""Invariants of every ordering, and small cases computed by hand for those that are a sort."""
 
 from __future__ import annotations
 

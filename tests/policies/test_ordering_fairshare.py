@@ -70,7 +70,7 @@ def test_jobs_without_an_account_have_the_empty_one():
 @settings(max_examples=50)
 @given(queues(12))
 def test_the_next_job_is_always_that_of_the_least_used(found):
-    """The greedy rule itself, step by step, beside the sort that replaces it."""
+    """The greedy rule itself, step by step, compared with the sort that replaces it."""
     ranked = fairshare(found).jobs
     usage = _account_usage(found)
     turns: dict[str, int] = {}

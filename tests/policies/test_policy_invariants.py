@@ -1,4 +1,4 @@
-"""What every ordering with every allocation must keep, round by round, through simulated runs."""
+"""Invariants of every ordering with every allocation, round by round, through simulated runs."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _fair(profile: Profile | None, placement: Placement, servers: dict[str, Serv
 
 
 def _check_jobs(snapshot: ClusterSnapshot, *, guaranteed: bool) -> None:
-    """Gangs are whole, and nobody is slower than at the proportional share; ``World.check`` sees to capacity."""
+    """Gangs are whole, and no job is slower than at the proportional share; ``World.check`` sees to capacity."""
     servers = _names(snapshot)
     types = {name: server.gpu_type for name, server in servers.items()}
     for job in snapshot.jobs:

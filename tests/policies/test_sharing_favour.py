@@ -1,4 +1,4 @@
-"""Whom the ordering favours among jobs that share GPUs, and what turns by the ordering bring and keep."""
+"""Preferred jobs among those that share GPUs, and the gain and limits of turns by the ordering."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def job(number: int, *indices: int, state: str = "yielded", **facts) -> Contende
 
 
 def first(*contenders: Contender, ranks: dict[int, int] | None = None) -> set[int]:
-    """Numbers of the favoured jobs; where nothing else is said, numbers are ranks."""
+    """Numbers of the preferred jobs; by default numbers are ranks."""
     places = {c.key.id: c.key.id for c in contenders} if ranks is None else ranks
     return {found.id for found in preferred(contenders, {key(n): rank for n, rank in places.items()})}
 
 
-def test_the_first_on_all_its_gpus_is_favoured():
+def test_the_first_on_all_its_gpus_is_preferred():
     assert first(job(1, 0), job(2, 0)) == {1}
     assert first(job(1, 0), job(2, 0, 1), job(3, 1)) == {1}
     assert first(job(1, 0), job(2, 1), job(3, 0, 1)) == {1, 2}
 
 
-def test_a_job_that_has_not_had_its_first_turn_is_favoured_too():
+def test_a_job_that_has_not_had_its_first_turn_is_preferred_too():
     assert first(job(1, 0, state="held"), job(2, 0), job(3, 0, state="waiting")) == {1, 3}
 
 
-def test_who_may_not_run_or_is_not_ranked_is_in_nobodys_way():
+def test_who_may_not_run_or_is_not_ranked_is_in_no_jobs_way():
     assert first(job(1, 0, eligible=False), job(2, 0)) == {2}
     assert first(job(1, 0), job(2, 0), ranks={2: 0}) == {2}
     assert first(job(1, 0), job(2, 0), ranks={}) == set()
@@ -52,7 +52,7 @@ def test_priorities_are_not_mixed():
 
 
 @given(st.lists(st.sets(st.integers(0, 4), min_size=1), min_size=1, max_size=8), st.randoms(use_true_random=False))
-def test_somebody_is_favoured_and_never_two_that_meet(gangs, random):
+def test_a_job_is_preferred_and_never_two_that_meet(gangs, random):
     ranks = list(range(len(gangs)))
     random.shuffle(ranks)
     jobs = [job(number, *gang) for number, gang in enumerate(gangs)]

@@ -1,4 +1,4 @@
-"""Gandiva as a whole in the simulator: books, memory, nobody starves, and the same decision whatever the order."""
+"""Gandiva as a whole in the simulator: host states, memory, no starvation, and the same decision whatever the order."""
 
 from __future__ import annotations
 

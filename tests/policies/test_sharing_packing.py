@@ -1,4 +1,4 @@
-"""Packing: lowest utilisation first, only under overload and where memory fits; what does not pay is undone."""
+"""Packing: lowest utilization first, only under overload and where memory fits; what does not pay is undone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def packs(jobs, memory, gandiva=PACK, sharing=SHARING, **facts):
     return [a.jobs for a in of(Pack, decided(world(*jobs, lanes=3, **facts), memory, gandiva, sharing))]
 
 
-def test_the_lowest_utilisation_joins_the_next_lowest_on_its_gpus():
+def test_the_lowest_utilization_joins_the_next_lowest_on_its_gpus():
     assert packs(three(BUSY, NEXT, LOW), measured(1, 2, 3)) == [(key(3), key(2))]
 
 

@@ -1,4 +1,4 @@
-"""Packed jobs in the turns: they have their GPUs at once, make way together, and nobody else shares a GPU."""
+"""Packed jobs in the turns: they have their GPUs at once, make way together, and no other job shares a GPU."""
 
 from __future__ import annotations
 

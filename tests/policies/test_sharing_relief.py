@@ -1,4 +1,4 @@
-"""Relief: jobs that their host holds back go where they are faster, and nobody pays with what it was promised."""
+"""Bottleneck moves: jobs that their host holds back go where they are faster, and no job falls below its promise."""
 
 from __future__ import annotations
 

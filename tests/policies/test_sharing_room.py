@@ -23,7 +23,7 @@ from cadenza.policies.sharing.migration import move_search
 DEFRAG = replace(NOTHING, defrag=True)
 FLOOR = replace(SHARING, floor=True)
 STATE_MB = 1024
-"""What the rig's profiles leave in host memory, for each GPU."""
+"""GPU state that the rig's profiles leave in host memory, for each GPU."""
 BOTH = linked({"a100": profile(gpu="a100"), "v100": profile(gpu="v100", iteration_s=0.2)})
 WAITS = 99
 
@@ -231,7 +231,7 @@ def test_those_who_lose_by_it_or_may_not_move_stay():
 
 
 def test_nobody_takes_what_is_being_made_free():
-    """While the job leaves, one that came later gets other GPUs, nobody else moves, and the first starts at last."""
+    """While the job leaves, one that came later gets other GPUs, no other job moves, and the first starts at last."""
     snapshot = fragmented(held(WAITS, 4), held(WAITS + 1, 2), held(WAITS + 2, 1))
     first = decided(snapshot, gandiva=DEFRAG)
     assert [a.job.id for a in of(Migrate, first)] == [1], "although job 100 would fit where it goes"

@@ -102,7 +102,7 @@ def test_a_job_that_has_not_the_same_on_each_host_stays_and_is_told():
 
 
 def shrunk(*hosts: str, seconds: float = 100.0, **facts) -> Memory:
-    """What is remembered of job 1, which asked for two nodes; ``hosts`` have been idle for a while."""
+    """Memory of job 1, which asked for two nodes; ``hosts`` have been idle for a while."""
     spare = tuple((host, NOW - seconds) for host in hosts)
     return Memory(sharing=SharingMemory(spare_s=spare, asked_gpus=((1, 8),), asked_nodes=((1, 2),), **facts))
 

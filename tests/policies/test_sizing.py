@@ -1,4 +1,4 @@
-"""What pending jobs ask of Slurm by their profiles, and the floor that Slurm's books are for running ones."""
+"""Requests of pending jobs by their profiles, and Slurm's allocation as a floor for running ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sweep's rules stop and what they never stop."""
+"""Trials that a sweep's rules stop, and those that they never stop."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def test_an_overdue_job_goes_first_and_starts_level_with_the_others():
     assert turn(holder, job(2, 0, vtime_s=9000.0, waited_s=100.0), fresh).upcoming == (key(3),)
 
 
-def test_whom_the_ordering_favours_displaces_the_others_when_their_slice_is_over():
+def test_a_preferred_job_displaces_the_others_when_their_slice_is_over():
     fresh = job(1, 0, state="held", held_s=59.0, vtime_s=59.0)
     first = job(2, 0, state="yielded", preferred=True, vtime_s=500.0)
     assert turn(fresh, first).yields == ()
@@ -252,7 +252,7 @@ def test_whom_the_ordering_favours_displaces_the_others_when_their_slice_is_over
     assert turn(first, job(3, 0, state="yielded")).resumes == (key(2),)
 
 
-def test_whom_the_ordering_favours_keeps_its_gpus_until_another_is_overdue():
+def test_a_preferred_job_keeps_its_gpus_until_another_is_overdue():
     first = job(1, 0, state="held", preferred=True, held_s=300.0, vtime_s=900.0)
     fair_s = 2 * 60.0
     behind = job(2, 0, state="yielded", waited_s=MAX_FAIR_WAITS_BEHIND * fair_s)
@@ -267,13 +267,13 @@ def test_whom_the_ordering_favours_keeps_its_gpus_until_another_is_overdue():
     assert turn(first, job(2, 0, exclusive=True)).yields == (key(1),)
 
 
-def test_favoured_jobs_take_turns_as_all_do_among_themselves():
+def test_preferred_jobs_take_turns_as_all_do_among_themselves():
     holder = job(1, 0, state="held", preferred=True, held_s=60.0, vtime_s=60.0)
     assert turn(holder, job(2, 0, preferred=True, vtime_s=0.0)).yields == (key(1),)
     assert turn(holder, job(2, 0, preferred=True, vtime_s=200.0)).yields == ()
 
 
-def test_where_nobody_is_favoured_a_job_is_overdue_as_ever():
+def test_without_preferred_jobs_a_job_is_overdue_as_ever():
     holder = job(1, 0, state="held", held_s=60.0, vtime_s=60.0)
     late = job(2, 0, state="yielded", vtime_s=9000.0, waited_s=MAX_FAIR_WAITS * 2 * 60.0 + 1)
     assert turn(holder, late).yields == (key(1),)

@@ -63,7 +63,7 @@ def test_no_job_waits_past_the_stated_bound(rows):
 
 @settings(max_examples=20, deadline=None)
 @given(arrivals(drift=500.0, preferred=True), st.booleans())
-def test_behind_favoured_jobs_nobody_waits_past_the_stated_bound(rows, successors):
+def test_behind_preferred_jobs_none_waits_past_the_stated_bound(rows, successors):
     world = World([(at, job, 1 + work % 25) for at, job, work in rows], successors=successors).run(600)
     for job, wait in world.all_waits():
         assert wait.seconds <= 2 * MAX_FAIR_WAITS_BEHIND * wait.met * TURN_S, f"job {job.key} waited {wait.seconds} s"

@@ -20,7 +20,7 @@ def gpus(*indices: int, host: str = "node1") -> frozenset[Gpu]:
 
 @dataclass
 class Wait:
-    """How long a job waited, among how many at once, and how long its GPUs were free without a break."""
+    """Waiting time of a job, number of jobs at once, and longest time that its GPUs were free."""
 
     seconds: float = 0.0
     met: int = 1

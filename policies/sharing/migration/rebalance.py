@@ -193,15 +193,14 @@ def _even_out(state: SharingState) -> None:
         if host.affinity:
             classes.setdefault(host.affinity, []).append(host)
     for size in sorted(classes):
-        while state.moves_left and _lower(
-            state, size, sorted(classes[size], key=lambda host: (host.pressure, host.name))
-        ):
+        while state.moves_left and _lower(state, size, classes[size]):
             pass
 
 
 def _lower(state: SharingState, size: int, hosts: list[HostState]) -> bool:
     """Move one job from the highest to the lowest host of a class; False when that lowers nothing."""
-    low, high = hosts[0], hosts[-1]
+    low = min(hosts, key=lambda host: (host.pressure, host.name))
+    high = max(hosts, key=lambda host: (host.pressure, host.name))
     if ceil(low.pressure + size / low.gpus) >= ceil(high.pressure):
         return False
     movable = [resident for resident in _in_turns(state, high) if resident.request.gpus == size]
