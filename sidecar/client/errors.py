@@ -1,4 +1,4 @@
-"""Errors of the client, of checkpoints and of data loading; each subclass tells who must act."""
+"""Errors of the client, of checkpoints and of data loading; the docstring of each subclass names who must act."""
 
 from __future__ import annotations
 

@@ -105,10 +105,10 @@ class Participation:
         if session is not None and self._ours and session is current() and not _away(session):
             client.detach()
 
-    def refuse_while_away(self, what: str) -> None:
+    def refuse_while_away(self, call: str) -> None:
         """Raise UsageError when the state is in host memory: the tensors have no content then."""
         if self._session is not None and _away(self._session):
-            raise UsageError(f"{what} was called while this job's state is in host memory: wait for its lease first")
+            raise UsageError(f"{call} was called while this job's state is in host memory: wait for its lease first")
 
     def _defer(self) -> object:
         """Accept Cadenza's request: the framework saves at the end of its next step."""

@@ -75,7 +75,7 @@ def save(saver: Saver, step: int) -> dict[str, Any] | None:
     began = monotonic_ns()
     try:
         result = saver()
-    except Exception as error:  # noqa: BLE001 - a framework's own code; the training goes on in any case
+    except Exception as error:  # noqa: BLE001 - a framework's own code; the training continues
         _log.warning("the checkpoint that Cadenza asked for failed, the job continues: %s", error)
         text = (str(error) or repr(error))[:MAX_TEXT]
         return {"step": step, "bytes": 0, "seconds": (monotonic_ns() - began) * 1e-9, "path": "", "error": text}

@@ -22,7 +22,7 @@ class FileList:
         self._descriptor: int | None = None
 
     def name(self, *paths: str | os.PathLike[str]) -> None:
-        """Add files or directories that the process will read again when it starts anew."""
+        """Add files or directories that the process will read again after a restart."""
         self._named.update((os.path.abspath(path), None) for path in paths)  # noqa: PTH100 - links stay
         self._modules = 0
         self.publish()

@@ -117,7 +117,7 @@ def own_cpus(environ: Mapping[str, str] = os.environ) -> float:
 
 
 def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the ranks on this node by torchrun or the job step; 1 when neither tells."""
+    """Return the ranks on this node from torchrun or the job step, 1 without either."""
     who = identity.read(environ)
     ranks = who.local_world_size if who is not None else None
     return ranks or identity.number(environ, "LOCAL_WORLD_SIZE") or 1
