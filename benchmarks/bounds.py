@@ -20,7 +20,7 @@ from scipy.sparse import csc_array
 from cadenza.policies.allocation.ilp import Choice, Pool, points
 from cadenza.policies.allocation.problem import Server
 from cadenza.policies.core.model import Job
-from cadenza.policies.core.profile import MB_PER_GB, NEARLY
+from cadenza.policies.core.profile import MB_PER_GB, TOLERANCE
 
 UNITS = 24
 """Steps in which pricing counts a node's memory. A size within 1/1000 of whole steps counts as these, any other is
@@ -93,7 +93,7 @@ def _kinds(node: Server, jobs: Sequence[Job], *, weighted: bool) -> dict[Kind, i
     for job in jobs:
         parts = next(parts for parts in range(-(-job.gpus // node.gpus), job.gpus + 1) if job.gpus % parts == 0)
         some = points(job.profile, pool)
-        least = next(choice.speed for choice in some if choice.fair) - NEARLY
+        least = next(choice.speed for choice in some if choice.fair) - TOLERANCE
         good = tuple(choice._replace(fair=False) for choice in some if choice.speed >= least)
         kind = Kind(job.gpus // parts, good, (job.gpus if weighted else 1) / parts)
         counts[kind] = counts.get(kind, 0) + parts
@@ -200,4 +200,4 @@ def _piece(number: int, kind: Kind, choice: Choice, step: float) -> Piece:
     cpus, steps = choice.cpus * kind.gpus, choice.memory_gb * kind.gpus / step
     whole = round(steps)
     memory = whole if abs(steps - whole) <= CLOSE * whole else int(steps)
-    return Piece(number, kind.gpus, int(cpus + NEARLY), memory, kind.value * choice.speed)
+    return Piece(number, kind.gpus, int(cpus + TOLERANCE), memory, kind.value * choice.speed)

@@ -207,8 +207,8 @@ def _concerned(case: Case, placements: Mapping[JobKey, Placement], running: Iter
 def _change(job: Job, wanted: Placement) -> Action:
     key, has = job.key, job.placement
     if len(has) == len(wanted) and all(a.node == b.node and a.gpus == b.gpus for a, b in zip(has, wanted, strict=True)):
-        why = "its CPUs and memory follow its profile and its neighbors"
-        return Tune(key, wanted, why, caches_mb(job, wanted))
+        reason = "its CPUs and memory follow its profile and its neighbors"
+        return Tune(key, wanted, reason, caches_mb(job, wanted))
     return Migrate(key, wanted, "other nodes give more throughput in all")
 
 

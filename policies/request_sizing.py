@@ -17,7 +17,7 @@ from typing import NamedTuple
 from cadenza.policies.core.actions import Size
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node
-from cadenza.policies.core.profile import MB_PER_GB, NEARLY, Profile, least_cpus
+from cadenza.policies.core.profile import MB_PER_GB, TOLERANCE, Profile, least_cpus
 from cadenza.policies.sharing.state.settings import SharingSettings, held_for_us
 
 LIMITED = re.compile(r"(QOS|Assoc)\w*(Cpu|Mem)")
@@ -80,7 +80,7 @@ def _sized(job: Job, nodes: Sequence[Node]) -> Size | None:
     )
     if total == (job.cpus, job.memory_mb):
         return None
-    return Size(job.key, *total, _why(profile, gpus, asked, Request(-(-total.cpus // parts), enough.memory_mb)))
+    return Size(job.key, *total, _reason(profile, gpus, asked, Request(-(-total.cpus // parts), enough.memory_mb)))
 
 
 def _possible(job: Job, nodes: Sequence[Node]) -> Iterator[Node]:
@@ -94,7 +94,7 @@ def _possible(job: Job, nodes: Sequence[Node]) -> Iterator[Node]:
 
 def _enough(profile: Profile, gpus: int, asked: Request, fair: Request) -> Request:
     """Return the least memory, then the fewest CPUs, that are as fast as the faster of two requests."""
-    wanted = max(_speed(profile, gpus, asked), _speed(profile, gpus, fair)) - NEARLY
+    wanted = max(_speed(profile, gpus, asked), _speed(profile, gpus, fair)) - TOLERANCE
     cpus = max(asked.cpus, fair.cpus, 1)
     most_mb = max(asked.memory_mb, fair.memory_mb)
     grid = (ceil(gb * gpus * MB_PER_GB) for gb in profile.memory_gb_per_gpu)
@@ -107,10 +107,10 @@ def _speed(profile: Profile, gpus: int, request: Request) -> float:
     return profile.speed(request.cpus / gpus, request.memory_mb / gpus / MB_PER_GB)
 
 
-def _why(profile: Profile, gpus: int, asked: Request, now: Request) -> str:
+def _reason(profile: Profile, gpus: int, asked: Request, now: Request) -> str:
     """Return a sentence for the job's user; both requests are of one node."""
     faster = _speed(profile, gpus, now) / _speed(profile, gpus, asked)
-    effect = f"{faster:.2f} times as fast as" if faster > 1 + NEARLY else "as fast as"
+    effect = f"{faster:.2f} times as fast as" if faster > 1 + TOLERANCE else "as fast as"
     return (
         f"by the profile of {profile.model} it is {effect} with {asked.cpus} CPUs and {asked.memory_mb} MB: "
         f"it asks for {now.cpus} and {now.memory_mb} a node"

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 from cadenza.policies.allocation.problem import Server, proportional_share, share_speed
 from cadenza.policies.core.model import Job, Placement, Share
-from cadenza.policies.core.profile import MB_PER_GB, NEARLY, Demand, Profile
+from cadenza.policies.core.profile import MB_PER_GB, TOLERANCE, Demand, Profile
 
 
 class Need(NamedTuple):
@@ -67,8 +67,8 @@ def best_need(profile: Profile | None, server: Server, gpus: int) -> Need:
         return fair
     best = profile.on(server.gpu_type).best if server.gpu_type else profile.best
     spans = gpus > server.gpus
-    cpus = ceil(best.cpus * gpus - NEARLY)
-    memory_mb = ceil(best.memory_gb * gpus * MB_PER_GB - NEARLY)
+    cpus = ceil(best.cpus * gpus - TOLERANCE)
+    memory_mb = ceil(best.memory_gb * gpus * MB_PER_GB - TOLERANCE)
     return Need(
         cpus if cpus <= server.cpus else fair.cpus if spans else server.cpus,
         memory_mb if memory_mb <= server.memory_mb else fair.memory_mb if spans else server.memory_mb,
@@ -90,7 +90,7 @@ def best_speed(profile: Profile | None, server: Server, gpus: int) -> float:
     if profile is None:
         return 1.0
     cpus, memory_mb = profile.best.cpus * gpus, profile.best.memory_gb * gpus * MB_PER_GB
-    if cpus <= server.cpus + NEARLY and memory_mb <= server.memory_mb + NEARLY:
+    if cpus <= server.cpus + TOLERANCE and memory_mb <= server.memory_mb + TOLERANCE:
         return profile.best_speed
     fair_cpus = gpus * server.cpus / server.gpus
     if gpus > server.gpus or cpus <= fair_cpus:
@@ -180,8 +180,8 @@ def promised_table(profile: Profile, server: Server, gpus: int, wanted: Demand, 
     the throughput of its proportional share is that share.
     """
     nodes = -(-gpus // server.gpus)
-    cpus = min(ceil(wanted.cpus * gpus - NEARLY), nodes * server.cpus)
-    memory_mb = min(ceil(wanted.memory_gb * gpus * MB_PER_GB - NEARLY), nodes * server.memory_mb)
+    cpus = min(ceil(wanted.cpus * gpus - TOLERANCE), nodes * server.cpus)
+    memory_mb = min(ceil(wanted.memory_gb * gpus * MB_PER_GB - TOLERANCE), nodes * server.memory_mb)
     whole = proportional_need(server, gpus)
     table = list(fair_table(server, gpus))
     exceeds = False
@@ -208,4 +208,4 @@ def promises(profile: Profile, server: Server, count: int, need: Need, margin: f
     if need == share[2:]:
         return True
     speed = share_speed(profile, Share(server.name, count, *need), server.gpu_type)
-    return speed >= (1 + margin) * share_speed(profile, share, server.gpu_type) - NEARLY
+    return speed >= (1 + margin) * share_speed(profile, share, server.gpu_type) - TOLERANCE

@@ -15,7 +15,7 @@ from cadenza.policies.allocation.demand import allows
 from cadenza.policies.allocation.problem import Case, Server
 from cadenza.policies.core.errors import SolverError
 from cadenza.policies.core.model import Job, JobKey
-from cadenza.policies.core.profile import MB_PER_GB, NEARLY, Profile
+from cadenza.policies.core.profile import MB_PER_GB, TOLERANCE, Profile
 
 GAP = 1e-4
 """ILP1 is solved to this relative gap."""
@@ -131,7 +131,7 @@ def _offers(profile: Profile | None, gpu_type: str, pools: Sequence[Pool], margi
     for pool in pools:
         if not gpu_type or pool.gpu_type == gpu_type:
             fair = fair_choice(profile, pool)
-            least = (1 + margin) * fair.speed - NEARLY
+            least = (1 + margin) * fair.speed - TOLERANCE
             found += [(one, fair) for one in points(profile, pool) if relaxed or one.fair or one.speed >= least]
     return tuple(found)
 
@@ -179,7 +179,7 @@ def _pool_rows(flat: Sequence[tuple[Choice, Choice]], gpus: Any, pool: Pool) -> 
     cpus = np.array([choice.cpus for choice, _ in flat])
     memory = np.array([choice.memory_gb for choice, _ in flat])
     rows = np.vstack([here / pool.gpus, here * cpus / pool.cpus, here * memory / pool.memory_gb])
-    return rows, np.full(len(rows), 1 + NEARLY)
+    return rows, np.full(len(rows), 1 + TOLERANCE)
 
 
 def _hand_out(groups: Mapping[Group, Sequence[Job]], counts: Any) -> dict[JobKey, Choice]:
@@ -209,7 +209,7 @@ def item_of(servers: Sequence[Server], gpus: int, choice: Choice) -> tuple[Item,
     largest = max(server.gpus for server in servers if allows(server, choice.gpu_type))
     parts = next(parts for parts in range(-(-gpus // largest), gpus + 1) if gpus % parts == 0)
     each = gpus // parts
-    cpus, memory_mb = ceil(choice.cpus * each - NEARLY), ceil(choice.memory_gb * each * MB_PER_GB - NEARLY)
+    cpus, memory_mb = ceil(choice.cpus * each - TOLERANCE), ceil(choice.memory_gb * each * MB_PER_GB - TOLERANCE)
     return Item(each, cpus, memory_mb, choice.gpu_type), parts
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cadenza.policies.allocation.problem import Server, proportional_share
 from cadenza.policies.core.model import Job
-from cadenza.policies.core.profile import MB_PER_GB, NEARLY, Profile
+from cadenza.policies.core.profile import MB_PER_GB, TOLERANCE, Profile
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int32]
@@ -106,7 +106,7 @@ def _memory_units(grid: tuple[float, ...], share_mb: float) -> int:
     """Return the units into which a GPU's share of the memory is divided so that a grid is met well enough."""
     for units in MEMORY_UNITS_PER_GPU:
         needs = (gb * MB_PER_GB * units / share_mb for gb in grid)
-        if all(ceil(need - NEARLY) - need <= WASTE * units for need in needs):
+        if all(ceil(need - TOLERANCE) - need <= WASTE * units for need in needs):
             return units
     return MEMORY_UNITS_PER_GPU[-1]
 
@@ -141,13 +141,13 @@ def derive(profiles: Iterable[Profile], kind: Kind, gpus: int, margin: float) ->
 
 def _cpu_axis(grid: tuple[float, ...], kind: Kind, gpus: int) -> _Axis:
     fair = proportional_share(_server(kind), gpus).cpus
-    amounts = sorted({fair} | {need for cpus in grid if (need := ceil(cpus * gpus - NEARLY)) <= kind.cpus})
+    amounts = sorted({fair} | {need for cpus in grid if (need := ceil(cpus * gpus - TOLERANCE)) <= kind.cpus})
     return _axis(amounts, [_cpu_units(kind, cpus) for cpus in amounts], [cpus / gpus for cpus in amounts], grid, fair)
 
 
 def _memory_axis(grid: tuple[float, ...], kind: Kind, gpus: int) -> _Axis:
     fair = proportional_share(_server(kind), gpus).memory_mb
-    needs = (ceil(gb * gpus * MB_PER_GB - NEARLY) for gb in grid)
+    needs = (ceil(gb * gpus * MB_PER_GB - TOLERANCE) for gb in grid)
     amounts = sorted({fair} | {need for need in needs if need <= kind.memory_mb})
     each = [memory_mb / gpus / MB_PER_GB for memory_mb in amounts]
     return _axis(amounts, [kind.units(memory_mb) for memory_mb in amounts], each, grid, fair)
@@ -156,7 +156,7 @@ def _memory_axis(grid: tuple[float, ...], kind: Kind, gpus: int) -> _Axis:
 def _axis(
     amounts: Sequence[int], units: Sequence[int], each: Sequence[float], grid: tuple[float, ...], fair: int
 ) -> _Axis:
-    place = [bisect_right(grid, value + NEARLY) - 1 for value in each]
+    place = [bisect_right(grid, value + TOLERANCE) - 1 for value in each]
     factor = [value / grid[0] if at < 0 else 1.0 for at, value in zip(place, each, strict=True)]
     return _Axis(amounts, units, np.maximum(np.array(place), 0), np.array(factor), amounts.index(fair))
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 MB_PER_GB = 1024
 """Slurm's: ``--mem=1G`` are 1024 MB."""
-NEARLY = 1e-9
+TOLERANCE = 1e-9
 
 
 class Reference(NamedTuple):
@@ -84,8 +84,8 @@ class Profile:
 
     def speed(self, cpus_per_gpu: float, memory_gb_per_gpu: float) -> float:
         """Return the throughput of the largest grid point that is not above; below the grid it falls linearly."""
-        row = bisect_right(self.cpus_per_gpu, cpus_per_gpu + NEARLY) - 1
-        column = bisect_right(self.memory_gb_per_gpu, memory_gb_per_gpu + NEARLY) - 1
+        row = bisect_right(self.cpus_per_gpu, cpus_per_gpu + TOLERANCE) - 1
+        column = bisect_right(self.memory_gb_per_gpu, memory_gb_per_gpu + TOLERANCE) - 1
         speed = self.throughput[max(row, 0)][max(column, 0)]
         if row < 0:
             speed *= cpus_per_gpu / self.cpus_per_gpu[0]
@@ -108,7 +108,7 @@ class Profile:
             Demand(cpus, memory)
             for cpus, row in zip(self.cpus_per_gpu, self.throughput, strict=True)
             for memory, value in zip(self.memory_gb_per_gpu, row, strict=True)
-            if value >= top - NEARLY
+            if value >= top - TOLERANCE
         )
 
     def cache_mb(self, gpus: int, memory_mb: int) -> int | None:
@@ -150,7 +150,7 @@ def least_cpus(profile: Profile, gpus: int, cpus: int, memory_mb: int, headroom:
     ``headroom``: as many times the CPUs that the profile says; never more than ``cpus``.
     """
     memory_gb = memory_mb / gpus / MB_PER_GB
-    speed = profile.speed(cpus / gpus, memory_gb) - NEARLY
+    speed = profile.speed(cpus / gpus, memory_gb) - TOLERANCE
     enough = (each for each in profile.cpus_per_gpu if profile.speed(each, memory_gb) >= speed)
     needed = next(enough, None)
-    return cpus if needed is None else max(min(ceil(needed * gpus * headroom - NEARLY), cpus), 1)
+    return cpus if needed is None else max(min(ceil(needed * gpus * headroom - TOLERANCE), cpus), 1)

@@ -11,7 +11,7 @@ import numpy as np
 from cadenza.policies.allocation.cadenza.assignment import Assignment
 from cadenza.policies.allocation.cadenza.knapsack import MAX_NODE_VALUE, NEVER, Field, Ints, Longs, Nodes
 from cadenza.policies.allocation.pareto import CPU_UNITS, CPUS, MEMORY_MB, MEMORY_UNITS, SPEED, Floats
-from cadenza.policies.core.profile import NEARLY
+from cadenza.policies.core.profile import TOLERANCE
 
 MAX_SCALE = 1 << 20
 """The value of speed 1, unless speeds are so high that sums would not fit in 32 bits."""
@@ -76,7 +76,7 @@ class Arrays:
             if options is not None
         ]
         return [
-            (speed, [self._add(table[:, table[SPEED] >= speed - NEARLY], kind, 0) for kind, table in parts])
+            (speed, [self._add(table[:, table[SPEED] >= speed - TOLERANCE], kind, 0) for kind, table in parts])
             for speed in _common_speeds([table[SPEED] for _, table in parts])
         ]
 

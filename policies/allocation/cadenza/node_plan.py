@@ -9,7 +9,7 @@ from cadenza.policies.allocation.cadenza.assignment import Assignment
 from cadenza.policies.allocation.cadenza.knapsack import Ints, Longs, divide
 from cadenza.policies.allocation.problem import Plan, Server, proportional_share, share_speed
 from cadenza.policies.core.model import Job, JobKey, Placement, Share
-from cadenza.policies.core.profile import NEARLY
+from cadenza.policies.core.profile import TOLERANCE
 
 
 def plan_of(arrays: Arrays) -> Plan:
@@ -72,7 +72,7 @@ def _good(job: Job, server: Server, margin: float) -> bool:
     fair = proportional_share(server, job.gpus)
     if job.profile is None or job.placement[0] == fair:
         return job.placement[0] == fair
-    return _speed(job, server) >= (1 + margin) * share_speed(job.profile, fair, server.gpu_type) - NEARLY
+    return _speed(job, server) >= (1 + margin) * share_speed(job.profile, fair, server.gpu_type) - TOLERANCE
 
 
 def _reasons(assignment: Assignment) -> dict[JobKey, str]:

@@ -60,7 +60,7 @@ class LoanReview:
         existing = {loan.job: loan for loan in loans}
         reviewed = tuple(sorted(self._followed(jobs, existing)))
         return LoanFindings(
-            reviewed, {loan.job: _why(loan, jobs[loan.job]) for loan in reviewed if loan.phase != "lends"}
+            reviewed, {loan.job: _reason(loan, jobs[loan.job]) for loan in reviewed if loan.phase != "lends"}
         )
 
     def _followed(self, jobs: Mapping[JobKey, Job], existing: Mapping[JobKey, Loan]) -> Iterator[Loan]:
@@ -138,7 +138,7 @@ def _from(loan: Loan, pace: StepRate) -> Loan:
     return loan._replace(iterations=pace.iterations, spent_s=pace.iterations * pace.iteration_s, window_s=pace.window_s)
 
 
-def _why(loan: Loan, job: Job) -> str:
+def _reason(loan: Loan, job: Job) -> str:
     lent, own = f"{loan.lent_s * 1000:.3g} ms an iteration", f"{loan.own_s * 1000:.3g}"
     if loan.phase == "checks":
         return f"has its {job.cpus} CPUs back to see whether lending slows it: {lent}, {own} promised"

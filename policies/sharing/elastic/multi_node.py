@@ -46,10 +46,10 @@ def multi_node_job(state: SharingState, job: Job) -> MultiNodeJob | None:
     return MultiNodeJob(job, request, hosts, max(-(-sizes[0] // request.gpus), 1), sizes[-1] // request.gpus)
 
 
-def give_back(state: SharingState, wide: MultiNodeJob, hosts: Collection[HostState], why: str) -> None:
+def give_back(state: SharingState, wide: MultiNodeJob, hosts: Collection[HostState], reason: str) -> None:
     """Continue a job without some of its hosts."""
     leaving = {host.name for host in hosts}
-    state.resize_nodes(wide.job, _shares(wide, [host for host in wide.hosts if host.name not in leaving]), why)
+    state.resize_nodes(wide.job, _shares(wide, [host for host in wide.hosts if host.name not in leaving]), reason)
     for host in hosts:
         host.leave(host.residents[wide.job.key])
 

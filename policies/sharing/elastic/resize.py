@@ -127,11 +127,11 @@ def _spare(state: SharingState, job: Job) -> int:
     return wide.spare if wide is not None else 0
 
 
-def _leave(state: SharingState, job: Job, hosts: Sequence[HostState], why: str) -> None:
+def _leave(state: SharingState, job: Job, hosts: Sequence[HostState], reason: str) -> None:
     """Take hosts from a job that can spare them."""
     wide = multi_node_job(state, job)
     if wide is not None:
-        give_back(state, wide, hosts, f"gives GPUs of {', '.join(host.name for host in hosts)} back: {why}")
+        give_back(state, wide, hosts, f"gives GPUs of {', '.join(host.name for host in hosts)} back: {reason}")
 
 
 def _shrink_beside(state: SharingState, host: HostState, waiting: Resident) -> None:
@@ -157,11 +157,11 @@ def _shrink_beside(state: SharingState, host: HostState, waiting: Resident) -> N
     for rival in rivals:
         host.stay(rival)
     if len(seated) == len(narrow):
-        why = f"job {waiting.job.key} waits for them"
+        reason = f"job {waiting.job.key} waits for them"
         for rival, request, seat in seated:
-            state.resize(rival.job, host, seat, request, f"gives GPUs of {host.name} back: {why}")
+            state.resize(rival.job, host, seat, request, f"gives GPUs of {host.name} back: {reason}")
         for rival in [rival for rival in rivals if rival not in narrow]:
-            _leave(state, rival.job, (host,), why)
+            _leave(state, rival.job, (host,), reason)
 
 
 def _smaller(state: SharingState, host: HostState, resident: Resident) -> tuple[ResourceRequest, Seat] | None:
@@ -291,14 +291,14 @@ def _rate(job: Job) -> float:
     return 1.0 / seconds if seconds else 0.0
 
 
-def _resize(state: SharingState, host: HostState, resident: Resident, size: int, why: str) -> None:
+def _resize(state: SharingState, host: HostState, resident: Resident, size: int, reason: str) -> None:
     """Resize a job within its host, if a lane has the GPUs; a job that grows gets only GPUs that no other job has."""
     wanted, grows = sized(resident.request, size), size > resident.request.gpus
     host.leave(resident)
     seats = host.seats(wanted) if not grows or _holds(host, wanted) else []
     host.stay(resident)
     if seats and (seats[0].sharers == 0 or not grows):
-        state.resize(resident.job, host, seats[0], wanted, why)
+        state.resize(resident.job, host, seats[0], wanted, reason)
 
 
 def _holds(host: HostState, request: ResourceRequest) -> bool:

@@ -15,7 +15,7 @@ from math import inf
 
 from cadenza.policies.allocation.problem import Server, proportional_share, share_speed
 from cadenza.policies.core.model import JobKey, Placement, Share
-from cadenza.policies.core.profile import MB_PER_GB, NEARLY
+from cadenza.policies.core.profile import MB_PER_GB, TOLERANCE
 from cadenza.policies.sharing.migration.rebalance import PAYS_BACK
 from cadenza.policies.sharing.placement.host_division import HostDivision
 from cadenza.policies.sharing.state.host import HostState, Resident, Seat
@@ -53,8 +53,8 @@ def relieve_bottlenecks(state: SharingState) -> None:
         for target, seat in seats[: min(MAX_HOSTS_TRIED, tries)] if state.may(resident.job) else ():
             tries -= 1
             if _relieves(division, state, (source, resident), (target, seat)):
-                why = f"moves from {resident.lane} to {seat.node.name}, which has the CPUs or memory that it lacks"
-                state.migrate(resident.job, target, seat, resident.request, why)
+                reason = f"moves from {resident.lane} to {seat.node.name}, which has the CPUs or memory that it lacks"
+                state.migrate(resident.job, target, seat, resident.request, reason)
                 changed |= {source.name, target.name}  # what was promised on these holds for this round
                 break
 
@@ -114,7 +114,7 @@ def _relieves(
     if after.speeds.get(key, 0.0) <= before.speeds.get(key, inf):
         return False
     kept = all(
-        after.speeds.get(other, 0.0) >= min(speed, floors[other]) - NEARLY for other, speed in before.speeds.items()
+        after.speeds.get(other, 0.0) >= min(speed, floors[other]) - TOLERANCE for other, speed in before.speeds.items()
     )
     ahead_s = min(state.left_s(resident.job) / after.speeds[key], state.gandiva.horizon_s)
     cost = state.gandiva.move_s * before.speeds[key]

@@ -102,8 +102,8 @@ def _carry_out(state: SharingState, wish: Wish, plan: Plan) -> str:
     if plan.seat is not None:
         plan.host.enter(wish.job, wish.request, plan.seat)
     for mover, target, seat in plan.steps:
-        why = f"moves from {mover.resident.lane} to {seat.node.name}, so that job {wish.job.key} gets GPUs of "
-        state.migrate(mover.resident.job, target, seat, mover.resident.request, f"{why}{plan.host.name}")
+        reason = f"moves from {mover.resident.lane} to {seat.node.name}, so that job {wish.job.key} gets GPUs of "
+        state.migrate(mover.resident.job, target, seat, mover.resident.request, f"{reason}{plan.host.name}")
     movers = ", ".join(str(mover.resident.job.key) for mover, _, _ in plan.steps)
     return f"waits until room is made for it on {plan.host.name}: job {movers} moves to other hosts"
 
@@ -134,8 +134,8 @@ def _empty(state: SharingState, source: HostState) -> None:
         place = _fuller(state, source, resident) if _negligible(state, resident) else None
         if place is not None:
             target, seat = place
-            why = f"moves from {resident.lane} to {seat.node.name}, so that {source.name} is free for larger jobs"
-            state.migrate(resident.job, target, seat, resident.request, why)
+            reason = f"moves from {resident.lane} to {seat.node.name}, so that {source.name} is free for larger jobs"
+            state.migrate(resident.job, target, seat, resident.request, reason)
 
 
 def _fuller(state: SharingState, source: HostState, resident: Resident) -> tuple[HostState, Seat] | None:

@@ -88,8 +88,8 @@ def _fills(state: SharingState, host: HostState, resident: Resident, vain: set[o
         vain.add(_alike(host, resident))
         return False
     target, seat = place
-    why = f"moves from {resident.lane} to {seat.node.name}, whose GPUs are idle, out of turns with {met - 1} others"
-    state.migrate(resident.job, target, seat, resident.request, why)
+    reason = f"moves from {resident.lane} to {seat.node.name}, whose GPUs are idle, out of turns with {met - 1} others"
+    state.migrate(resident.job, target, seat, resident.request, reason)
     return True
 
 
@@ -126,10 +126,10 @@ def _separate(state: SharingState) -> None:
             place = _idle_seat(state, host, resident.job, resident.request) if len(mates) > 1 else None
             if place is not None and state.left_s(resident.job) > PAYS_BACK * state.gandiva.move_s:
                 target, seat = place
-                why = (
+                reason = (
                     f"moves from {resident.lane} to {seat.node.name}, whose GPUs are idle, instead of sharing its GPUs"
                 )
-                state.migrate(resident.job, target, seat, resident.request, why)
+                state.migrate(resident.job, target, seat, resident.request, reason)
 
 
 def _rejoin(state: SharingState) -> None:
@@ -143,8 +143,8 @@ def _rejoin(state: SharingState) -> None:
         place = _idle_seat(state, source, job, request) if source is not None else None
         if place is not None and state.left_s(job) * LOCALITY_GAIN > state.gandiva.move_s:
             target, seat = place
-            why = f"moves from {len(job.nodes)} hosts to {seat.node.name}, which has all its GPUs on one"
-            state.migrate(job, target, seat, request, why)
+            reason = f"moves from {len(job.nodes)} hosts to {seat.node.name}, which has all its GPUs on one"
+            state.migrate(job, target, seat, request, reason)
 
 
 # --- Turns ---------------------------------------------------------------------------------------------
@@ -162,8 +162,8 @@ def _from_below_higher(state: SharingState) -> None:
             place = _fair_seat(state, host, resident)
             if place is not None:
                 target, seat = place
-                why = f"moves from {resident.lane} to {seat.node.name}: higher priorities keep its GPUs"
-                state.migrate(resident.job, target, seat, resident.request, why)
+                reason = f"moves from {resident.lane} to {seat.node.name}: higher priorities keep its GPUs"
+                state.migrate(resident.job, target, seat, resident.request, reason)
 
 
 def _highest(state: SharingState, host: HostState, gpus: Iterable[int]) -> float:
@@ -208,8 +208,8 @@ def _lower(state: SharingState, size: int, hosts: list[HostState]) -> bool:
         met, seat = sharers(high, resident), state.seat(low, resident.request)
         good = seat is not None and state.suits(resident.job, high, low)
         if seat is not None and good and seat.sharers + 1 < met and _pays(state, resident.job, met, seat.sharers + 1):
-            why = f"moves from {resident.lane} to {seat.node.name}: turns of {seat.sharers + 1} instead of {met}"
-            state.migrate(resident.job, low, seat, resident.request, why)
+            reason = f"moves from {resident.lane} to {seat.node.name}: turns of {seat.sharers + 1} instead of {met}"
+            state.migrate(resident.job, low, seat, resident.request, reason)
             return True
     return False
 

@@ -18,7 +18,7 @@ from cadenza.policies.core.decision import Alone, Lost, SharingMemory
 from cadenza.policies.core.model import Gpu, Job, JobKey, Lease
 from cadenza.policies.core.profile import least_cpus
 from cadenza.policies.core.text import gpu_names, job_names
-from cadenza.policies.sharing.state.groups import Group, after, partners, standing, units
+from cadenza.policies.sharing.state.groups import Group, after, group_keys, partners, standing
 from cadenza.policies.sharing.state.host import HostState
 from cadenza.policies.sharing.state.measurement import PackMeasurement, Rule, alone, evaluate, packed_text
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
@@ -87,7 +87,7 @@ def end_packs(state: SharingState) -> None:
 
 
 def _apply(state: SharingState, packed: Packing) -> None:
-    state.pack_actions, state.groups, state.packed = packed.actions, packed.packs, units(packed.packs)
+    state.pack_actions, state.groups, state.packed = packed.actions, packed.packs, group_keys(packed.packs)
     state.pack_reasons, state.stopping = packed.reasons, packed.leaving(state.jobs)
     state.fixed |= {key for a in packed.actions for key in (a.jobs if isinstance(a, Pack) else (a.job,))}
     state.remember(packs=packed.before, lost=packed.lost, alone=packed.alone)

@@ -18,7 +18,7 @@ from cadenza.policies.allocation.problem import Allocate, Case, Server, proporti
 from cadenza.policies.allocation.proportional import proportional
 from cadenza.policies.core.actions import Migrate, Resize, Tune, Unpack
 from cadenza.policies.core.model import Gpu, Job, JobKey, Placement, Share
-from cadenza.policies.core.profile import NEARLY, least_cpus
+from cadenza.policies.core.profile import TOLERANCE, least_cpus
 from cadenza.policies.sharing.placement.reservations import seated
 from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest
 from cadenza.policies.sharing.state.settings import SharingSettings
@@ -198,7 +198,7 @@ class HostDivision:
         wanted = share_speed(profile, asked, server.gpu_type)
         asked = asked._replace(cpus=least_cpus(profile.on(server.gpu_type), *asked[1:], headroom=CPU_HEADROOM))
         part = part._replace(memory_mb=max(part.memory_mb, asked.memory_mb))
-        slower = part.cpus < asked.cpus or share_speed(profile, part, server.gpu_type) < wanted - NEARLY
+        slower = part.cpus < asked.cpus or share_speed(profile, part, server.gpu_type) < wanted - TOLERANCE
         return asked if slower else None
 
     def _own(self, resident: Resident, share: Share, *, shared: bool) -> Share:
@@ -268,7 +268,7 @@ def tunes(
         Tune(
             key,
             wanted[key],
-            keeps.get(key) or _why(wanted[key][0], jobs[key].placement[0]),
+            keeps.get(key) or _reason(wanted[key][0], jobs[key].placement[0]),
             caches_mb(jobs[key], wanted[key]),
         )
         for key in sorted(wanted)
@@ -289,7 +289,7 @@ def caches_mb(job: Job, wanted: Placement) -> tuple[int | None, ...]:
     )
 
 
-def _why(wanted: Share, had: Share) -> str:
+def _reason(wanted: Share, had: Share) -> str:
     return (
         f"its host is shared out among those that have GPUs: {wanted.cpus} CPUs and {wanted.memory_mb} MB "
         f"instead of {had.cpus} and {had.memory_mb}"

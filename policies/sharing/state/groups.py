@@ -33,7 +33,7 @@ def partners(packs: Iterable[Group]) -> dict[JobKey, frozenset[JobKey]]:
     return {key: frozenset(group) - {key} for group in packs for key in group}
 
 
-def units(packs: Iterable[Group]) -> dict[JobKey, JobKey]:
+def group_keys(packs: Iterable[Group]) -> dict[JobKey, JobKey]:
     """Return for each packed job the least key of its pack."""
     return {key: min(group) for group in packs for key in group}
 

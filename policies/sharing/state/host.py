@@ -102,7 +102,7 @@ class HostState:
     residents: dict[JobKey, Resident] = field(default_factory=dict)
     committed_mb: int = 0
     """Memory of all jobs of all lanes, the GPU state that they may have to keep there included."""
-    units: Mapping[JobKey, JobKey] = field(default_factory=dict)
+    group_keys: Mapping[JobKey, JobKey] = field(default_factory=dict)
     """For a packed job the least key of those it is packed with: they are one as far as turns go."""
     _sharers_by_gpu: list[int] | None = None
 
@@ -178,7 +178,7 @@ class HostState:
 
     def add(self, request: ResourceRequest, node: Node) -> None:
         """Take a job's share of one lane."""
-        self._book(node.name, request, 1)
+        self._take(node.name, request, 1)
 
     def add_resident(self, resident: Resident, *, unmanaged: bool) -> None:
         """Note a job that is here already: the lane's state have its share."""
@@ -188,7 +188,7 @@ class HostState:
 
     def leave(self, resident: Resident) -> None:
         """Give back what a tenant has."""
-        self._book(resident.lane, resident.request, -1)
+        self._take(resident.lane, resident.request, -1)
         del self.residents[resident.job.key]
 
     def enter(self, job: Job, request: ResourceRequest, seat: Seat) -> None:
@@ -197,10 +197,10 @@ class HostState:
 
     def stay(self, resident: Resident) -> None:
         """Take what a tenant has, as before it left."""
-        self._book(resident.lane, resident.request, 1)
+        self._take(resident.lane, resident.request, 1)
         self.residents[resident.job.key] = resident
 
-    def _book(self, lane: str, request: ResourceRequest, sign: int) -> None:
+    def _take(self, lane: str, request: ResourceRequest, sign: int) -> None:
         use = self.use[lane]
         use.gpus, use.cpus = use.gpus + sign * request.gpus, use.cpus + sign * request.cpus
         use.memory_mb += sign * request.memory_mb
@@ -222,8 +222,8 @@ class HostState:
             there: list[set[JobKey]] = [set() for _ in range(self.gpus)]
             for key, resident in self.residents.items():
                 for index in resident.gpus:
-                    there[index].add(self.units.get(key, key))
-            self._sharers_by_gpu = [len(units) for units in there]
+                    there[index].add(self.group_keys.get(key, key))
+            self._sharers_by_gpu = [len(group_keys) for group_keys in there]
         return self._sharers_by_gpu
 
     @property
@@ -253,7 +253,7 @@ class HostState:
 
 
 def observe_hosts(
-    snapshot: ClusterSnapshot, settings: SharingSettings, units: Mapping[JobKey, JobKey] | None = None
+    snapshot: ClusterSnapshot, settings: SharingSettings, group_keys: Mapping[JobKey, JobKey] | None = None
 ) -> dict[str, HostState]:
     """Return the hosts whose agent is alive, in order of names, with the jobs that are there.
 
@@ -264,7 +264,7 @@ def observe_hosts(
     lanes: dict[str, list[Node]] = {}
     for node in sorted(snapshot.nodes, key=lambda node: (node.host, node.lane, node.name)):
         lanes.setdefault(node.host, []).append(node)
-    hosts = {name: _book(name, nodes, units or {}) for name, nodes in lanes.items() if name in alive}
+    hosts = {name: _host_state(name, nodes, group_keys or {}) for name, nodes in lanes.items() if name in alive}
     by_node = {node.name: hosts[node.host] for node in snapshot.nodes if node.host in hosts}
     trimmed: dict[tuple[object, ...], ResourceRequest] = {}
     """Trimmed needs of jobs with equal requests and profiles."""
@@ -272,7 +272,7 @@ def observe_hosts(
         managed = settings.manages(job)
         for name in [name for name in job.nodes if job.gpus and name in by_node]:
             host = by_node[name]
-            if units is None or not managed or settings.floor:
+            if group_keys is None or not managed or settings.floor:
                 host.add_resident(_resident(job, ResourceRequest.of(job), name, host.name), unmanaged=not managed)
                 continue
             asked = (job.gpus, job.cpus, job.memory_mb, job.num_nodes, job.user, job.partition, job.gpu_type)
@@ -287,10 +287,10 @@ def observe_hosts(
     return hosts
 
 
-def _book(name: str, nodes: Iterable[Node], units: Mapping[JobKey, JobKey]) -> HostState:
+def _host_state(name: str, nodes: Iterable[Node], group_keys: Mapping[JobKey, JobKey]) -> HostState:
     lanes = tuple(nodes)
     use = {node.name: LaneUse(node.gpus_used, node.cpus_used, node.memory_used_mb) for node in lanes}
-    return HostState(name, lanes, use, units=units)
+    return HostState(name, lanes, use, group_keys=group_keys)
 
 
 def _resident(job: Job, request: ResourceRequest, lane: str, host: str) -> Resident:

@@ -69,11 +69,11 @@ def alone(jobs: Mapping[JobKey, Job], memory: SharingMemory, rule: Rule) -> dict
     for key, job in jobs.items():
         lease = job.lease
         if lease is not None and lease.pace is not None and not lease.pace.co_runners and rule.counts(lease.pace):
-            rows[key] = _seen(key, lease, lease.pace, rows.get(key))
+            rows[key] = _row(key, lease, lease.pace, rows.get(key))
     return rows
 
 
-def _seen(key: JobKey, lease: Lease, pace: StepRate, before: Alone | None) -> Alone:
+def _row(key: JobKey, lease: Lease, pace: StepRate, before: Alone | None) -> Alone:
     """Return a new row; what is measured of a running job only is kept while it does not run."""
     old = before or Alone(key, pace.iteration_s)
     use = lease.use if lease.state == "held" else None
@@ -139,13 +139,13 @@ def evaluate(pack: Sequence[Job], before: Mapping[JobKey, Alone], rule: Rule) ->
     keys = {job.key for job in pack}
     return PackMeasurement(
         tuple(
-            Member(job.key, row.iteration_s if (row := before.get(job.key)) else None, _beside(job, keys, rule))
+            Member(job.key, row.iteration_s if (row := before.get(job.key)) else None, _together_s(job, keys, rule))
             for job in sorted(pack, key=lambda job: job.key)
         )
     )
 
 
-def _beside(job: Job, pack: set[JobKey], rule: Rule) -> float | None:
+def _together_s(job: Job, pack: set[JobKey], rule: Rule) -> float | None:
     """Return a job's iteration time with all others of its pack."""
     pace = job.lease.pace if job.lease is not None else None
     return rule.together_s(pace) if pace is not None and {job.key, *pace.co_runners} == pack else None

@@ -24,7 +24,7 @@ from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease, Placement, Progress, Relocating, Share
 from cadenza.policies.ordering.ranking import Order, Queue
 from cadenza.policies.relocation.phases import pinned_by_owner
-from cadenza.policies.sharing.state.groups import Group, standing, units
+from cadenza.policies.sharing.state.groups import Group, group_keys, standing
 from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest, Seat, observe_hosts
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 
@@ -125,7 +125,7 @@ class SharingState:
         jobs = {job.key: job for job in all_jobs if _steerable(job, memory, settings)}
         going = [(job.key, job.relocating) for job in all_jobs if job.relocating and job.relocating.destination]
         groups = standing(memory.sharing.packs, jobs)
-        hosts = observe_hosts(snapshot, settings, units(groups))
+        hosts = observe_hosts(snapshot, settings, group_keys(groups))
         pinned = {key for key, job in jobs.items() if pinned_by_owner(job, memory)}
         state = cls(
             snapshot,
@@ -142,7 +142,7 @@ class SharingState:
             fixed=pinned | {key for key, _ in going},
             moves_left=gandiva.moves_per_round,
         )
-        state.packed = units(groups)
+        state.packed = group_keys(groups)
         state.by_node = {node.name: host for host in hosts.values() for node in host.lanes}
         state.lanes = {node.name: node.lane for host in hosts.values() for node in host.lanes}
         state.ranks = _ranks(state)
@@ -240,21 +240,21 @@ class SharingState:
         """Return the host of a job of one host."""
         return next((host for host in self.hosts.values() if job.key in host.residents), None)
 
-    def migrate(self, job: Job, target: HostState, seat: Seat, request: ResourceRequest, why: str) -> None:
+    def migrate(self, job: Job, target: HostState, seat: Seat, request: ResourceRequest, reason: str) -> None:
         """Move a job to a seat, out of its pack if it is in one."""
         if job.key in self.packed:
             self.moves.append(Unpack(job.key, f"leaves for {seat.node.name}"))
-        self.moves.append(Migrate(job.key, shares(seat, request), why))
+        self.moves.append(Migrate(job.key, shares(seat, request), reason))
         self._settle(job, target, seat, request)
 
-    def resize(self, job: Job, target: HostState, seat: Seat, request: ResourceRequest, why: str) -> None:
+    def resize(self, job: Job, target: HostState, seat: Seat, request: ResourceRequest, reason: str) -> None:
         """Continue a job with another number of GPUs."""
-        self.moves.append(Resize(job.key, shares(seat, request), why))
+        self.moves.append(Resize(job.key, shares(seat, request), reason))
         self._settle(job, target, seat, request)
 
-    def resize_nodes(self, job: Job, placement: Placement, why: str) -> None:
+    def resize_nodes(self, job: Job, placement: Placement, reason: str) -> None:
         """Continue a job on more or fewer hosts; the caller changes the hosts."""
-        self.moves.append(Resize(job.key, placement, why))
+        self.moves.append(Resize(job.key, placement, reason))
         self._count(job)
 
     def _settle(self, job: Job, target: HostState, seat: Seat, request: ResourceRequest) -> None:

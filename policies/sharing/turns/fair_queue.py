@@ -295,7 +295,7 @@ class _Pass:
         self._promise(waiting, mask)
         for holder in makes_way:
             if holder.state == "held":
-                self._yields.setdefault(holder.key, _why_yield(holder, waiting, self.rules))
+                self._yields.setdefault(holder.key, _yield_reason(holder, waiting, self.rules))
         if len(makes_way) == len(self._blockers(waiting)):
             self._upcoming.append(waiting.key)
             names = job_names(h.key for h in makes_way)
@@ -358,7 +358,7 @@ class _Pass:
         return f"{text} of its {self.rules.slice_s:.0f} s slice; next: job {after.job.key}"
 
 
-def _why_yield(holder: Contender, waiting: Contender, rules: _Rules) -> str:
+def _yield_reason(holder: Contender, waiting: Contender, rules: _Rules) -> str:
     cause = f"its {rules.slice_s:.0f} s slice is over"
     if waiting.exclusive:
         cause = f"job {waiting.key} is not managed"

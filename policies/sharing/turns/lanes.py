@@ -35,10 +35,10 @@ def lane_actions(
     closed = _closed_hosts(snapshot, settings)
     actions: list[DrainNode | OpenNode] = []
     for node in sorted(snapshot.nodes, key=lambda node: node.name):
-        why = closed.get(node.host, "")
-        if node.lane and why and not node.drained:
-            actions.append(DrainNode(node.name, f"{OUR_DRAIN} {why}"))
-        elif node.lane and not why and node.drained and node.up and drained_by_us(node, memory):
+        reason = closed.get(node.host, "")
+        if node.lane and reason and not node.drained:
+            actions.append(DrainNode(node.name, f"{OUR_DRAIN} {reason}"))
+        elif node.lane and not reason and node.drained and node.up and drained_by_us(node, memory):
             actions.append(OpenNode(node.name, f"sharing is on and the agent of {node.host} is alive"))
     return tuple(actions)
 

@@ -69,7 +69,7 @@ def take_turns(state: SharingState) -> None:
     further = state.further
     drained, host = hosts_to_leave(snapshot), {node.name: node.host for node in snapshot.nodes}
     state.leaving = frozenset(j.key for j in jobs if any(host.get(name) in drained for name in j.nodes))
-    state.giving_back = {j.key: why for j in jobs if (why := _requeue_reason(j, snapshot, settings, further))}
+    state.giving_back = {j.key: reason for j in jobs if (reason := _requeue_reason(j, snapshot, settings, further))}
     state.fixed |= state.leaving | state.giving_back.keys()
 
 
