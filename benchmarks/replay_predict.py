@@ -86,10 +86,10 @@ class Replay:
 
     @property
     def policy(self) -> Policy:
-        """Return the policy of the settings that the replay ran under; the simulator places every job itself."""
+        """Return the policy of the settings that the replay ran under."""
         settings = load_settings(self.options.settings)
         rules, parts = policy_settings(settings), frozenset({PARTITION})
-        sharing = replace(rules.sharing, enforce=True, admission="held", partitions=parts)
+        sharing = replace(rules.sharing, enforce=True, partitions=parts)
         table = settings.policy
         return build(table.order, table.allocate, table.share, replace(rules, partitions=parts, sharing=sharing))
 
@@ -103,8 +103,16 @@ class Replay:
 
     def simulated_s(self, costs: Costs, seed: int) -> float:
         """Return one simulation's mean completion time, seconds."""
-        lanes, poll_s = self.options.lanes, load_settings(self.options.settings).service.poll_s
-        setup = Setup(round_s=poll_s, rounds_on_events=True, lanes=lanes, costs=switches(costs))
+        lanes, service = self.options.lanes, load_settings(self.options.settings).service
+        poll_s = service.poll_s
+        setup = Setup(
+            round_s=poll_s,
+            rounds_on_events=True,
+            lanes=lanes,
+            costs=switches(costs),
+            admission=service.admission,
+            phased_moves=True,
+        )
         random = Random(seed)
         # The service sees a job when it polls.
         seen = [
