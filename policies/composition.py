@@ -37,7 +37,7 @@ def build(order: str, allocate: str, share: str = "none", settings: PolicySettin
     rules = settings if settings is not None else PolicySettings()
     ordering_entry, allocation_entry = entry("ordering", order), entry("allocation", allocate)
     entry("sharing", share)
-    sharing, allocates = rules.steered, allocate != KEEP_REQUESTS
+    sharing, allocates = rules.effective_sharing, allocate != KEEP_REQUESTS
     turns = "" if share == "none" or sharing.turns == "fair" else f", turns by {sharing.turns}"
     name = f"{order}/{allocate}" + ("" if share == "none" else f"/{share}{turns}")
     sizes = rules.size_pending and allocation_entry.profiled
@@ -73,7 +73,7 @@ class _Composed:
         relocation = Relocation.of(snapshot, memory) if self.settings.phased_moves else None
         marked = relocation.snapshot if relocation is not None else snapshot
         # 2. Pending jobs ask for what their profiles say, and the policy sees them as if they had.
-        sizes = requests(marked, memory, self.settings.steered) if self.sizes else {}
+        sizes = requests(marked, memory, self.settings.effective_sharing) if self.sizes else {}
         # 3. Order, allocation and sharing.
         decision = self.policy(as_sized(marked, sizes), memory)
         # 4. Jobs that are placed get what they need there; others ask for it.

@@ -43,15 +43,17 @@ class Exclusive:
         if not self.settings.sharing.floor:
             return self._planned(snapshot, memory)
         # 1. Only jobs that we may start and requeue count as managed.
-        rules = self.settings.steered
-        planned = self._planned(_steerable(snapshot, memory, rules), memory)
+        rules = self.settings.effective_sharing
+        planned = self._planned(_only_steerable(snapshot, memory, rules), memory)
         # 2. What an earlier sharing has left behind ends.
         groups = standing(memory.sharing.packs, snapshot.by_key)
         ended = [Unpack(key, "runs alone again: sharing is off") for group in groups for key in group[:-1]]
         resumed = (a for a in release_plan(snapshot, memory, "sharing is off") if isinstance(a, Unsuspend))
         lanes = lane_actions(snapshot, memory, replace(rules, enforce=False))
         # 3. A placement keeps what Slurm's allocation promised to its job.
-        actions = (_enough(action, snapshot) for action in planned.actions if not _is_so(action, snapshot))
+        actions = (
+            _with_request_kept(action, snapshot) for action in planned.actions if not _is_placed(action, snapshot)
+        )
         return replace(planned, actions=(*ended, *resumed, *lanes, *actions))
 
     def _planned(self, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
@@ -79,30 +81,30 @@ class Exclusive:
     def _rank(self, snapshot: ClusterSnapshot, memory: Memory) -> _Ranked:
         """Return the order of a snapshot's jobs; the last answer is kept, since a steady round asks twice."""
         if self._ranked is None or self._ranked[0] is not snapshot or self._ranked[1] is not memory:
-            self._ranked = (snapshot, memory, self._rank_anew(snapshot, memory))
+            self._ranked = (snapshot, memory, self._rank_jobs(snapshot, memory))
         return self._ranked[2]
 
-    def _rank_anew(self, snapshot: ClusterSnapshot, memory: Memory) -> _Ranked:
+    def _rank_jobs(self, snapshot: ClusterSnapshot, memory: Memory) -> _Ranked:
         settings = self.settings
         jobs = self._backlog.ordered(snapshot.jobs)
         others = () if len(jobs) == len(snapshot.jobs) else _others(snapshot.jobs, settings.partitions)
-        servers = usable(snapshot.nodes, others, settings.partitions) if others else self._whole(snapshot.nodes)
+        servers = usable(snapshot.nodes, others, settings.partitions) if others else self._empty_servers(snapshot.nodes)
         gpus: dict[str, int] = {}
         for server in servers:
             gpus[server.gpu_type] = gpus.get(server.gpu_type, 0) + server.gpus
         queue = Queue(snapshot.time_s, jobs, gpus, self.profiled, memory.usage, settings.shares)
         # The one order that never changes is the backlog's own: arrival.
         ranking = Ranking(jobs) if self.steady else starving_first(self.order(queue), queue, settings.starvation_s)
-        return _Ranked(servers, ranking, _prefix(ranking.jobs, servers))
+        return _Ranked(servers, ranking, _runnable_count(ranking.jobs, servers))
 
-    def _whole(self, nodes: tuple[Node, ...]) -> tuple[Server, ...]:
+    def _empty_servers(self, nodes: tuple[Node, ...]) -> tuple[Server, ...]:
         """Return the servers where no unmanaged job is; the last answer is kept, since nodes rarely change."""
         if nodes is not self._nodes:
             self._nodes, self._servers = nodes, usable(nodes, (), self.settings.partitions)
         return self._servers
 
     def _wanted(self, job: Job) -> bool:
-        return job.partition in self.settings.partitions and job.opted_in and _wants(job)
+        return job.partition in self.settings.partitions and job.opted_in and _wants_gpus(job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,7 @@ def _taken(jobs: tuple[Job, ...]) -> dict[str, tuple[int, int, int]]:
     return taken
 
 
-def _wants(job: Job) -> bool:
+def _wants_gpus(job: Job) -> bool:
     """Return True if a managed job wants GPUs and is not held by its owner."""
     state = job.state
     if state == "PENDING":
@@ -166,7 +168,7 @@ def _wants(job: Job) -> bool:
     return state != "OTHER" and job.gpus > 0
 
 
-def _prefix(jobs: tuple[Job, ...], servers: tuple[Server, ...]) -> int:
+def _runnable_count(jobs: tuple[Job, ...], servers: tuple[Server, ...]) -> int:
     """Return how many of the first jobs fit by their GPUs alone: CPUs and memory never gate (Synergy §3)."""
     free = sum([server.gpus for server in servers])
     for count, job in enumerate(jobs):
@@ -228,15 +230,15 @@ def _reasons(snapshot: ClusterSnapshot, case: Case, plan: Plan) -> Mapping[JobKe
 # --- Jobs that may not be steered, and promises to those that may ---------------------------------------
 
 
-def _steerable(snapshot: ClusterSnapshot, memory: Memory, rules: SharingSettings) -> ClusterSnapshot:
+def _only_steerable(snapshot: ClusterSnapshot, memory: Memory, rules: SharingSettings) -> ClusterSnapshot:
     """Return the snapshot in which only jobs that we may start and requeue count as managed."""
     first = {node.host: node.name for node in snapshot.nodes if node.lane == 0}
     lanes = {node.name: first.get(node.host, node.name) for node in snapshot.nodes if node.lane}
-    jobs = (_steered(job, memory, lanes) if rules.manages(job) else job for job in snapshot.jobs)
+    jobs = (_if_steerable(job, memory, lanes) if rules.manages(job) else job for job in snapshot.jobs)
     return replace(snapshot, jobs=tuple(jobs))
 
 
-def _steered(job: Job, memory: Memory, lanes: Mapping[str, str]) -> Job:
+def _if_steerable(job: Job, memory: Memory, lanes: Mapping[str, str]) -> Job:
     if job.held and not held_for_us(job, memory):
         return replace(job, unmanageable="its owner holds it")
     if any(name in lanes for name in job.nodes):  # it goes on there until it ends, and its GPUs are those of lane 0
@@ -246,13 +248,13 @@ def _steered(job: Job, memory: Memory, lanes: Mapping[str, str]) -> Job:
     return job
 
 
-def _is_so(action: Action, snapshot: ClusterSnapshot) -> bool:
+def _is_placed(action: Action, snapshot: ClusterSnapshot) -> bool:
     """Return True if a job has been placed there already and Slurm only has to start it."""
     job = snapshot.job(action.job) if isinstance(action, Place) else None
     return job is not None and isinstance(action, Place) and not job.held and job.required_nodes == action.nodes
 
 
-def _enough(action: Action, snapshot: ClusterSnapshot) -> Action:
+def _with_request_kept(action: Action, snapshot: ClusterSnapshot) -> Action:
     """Return a placement with at least the memory that its job asked for, and the CPUs if its profile is unknown."""
     job = snapshot.job(action.job) if isinstance(action, Place | Migrate) else None
     if job is None or not isinstance(action, Place | Migrate) or not action.shares:

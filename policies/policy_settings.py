@@ -39,6 +39,6 @@ class PolicySettings:
     """True if the hosts of a move read the job's files before the job stops; without effect unless phased_moves."""
 
     @property
-    def steered(self) -> SharingSettings:
+    def effective_sharing(self) -> SharingSettings:
         """Return the settings of sharing with the partitions and fair shares of all policies."""
         return replace(self.sharing, partitions=self.partitions, shares=self.shares)

@@ -41,7 +41,7 @@ def requests(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSetting
         ours = not job.held or held_for_us(job, memory)
         if job.state != "PENDING" or job.gpus <= 0 or not settings.manages(job) or not ours:
             continue
-        size = _undone(job, memory) if job.key in memory.sized else _sized(job, snapshot.nodes)
+        size = _restored(job, memory) if job.key in memory.sized else _sized(job, snapshot.nodes)
         if size is not None:
             sizes[job.key] = size
     return sizes
@@ -58,7 +58,7 @@ def as_sized(snapshot: ClusterSnapshot, sizes: dict[JobKey, Size]) -> ClusterSna
     return replace(snapshot, jobs=tuple(jobs))
 
 
-def _undone(job: Job, memory: Memory) -> Size | None:
+def _restored(job: Job, memory: Memory) -> Size | None:
     asked = Request(*memory.sized[job.key])
     if not LIMITED.match(job.state_reason) or asked == (job.cpus, job.memory_mb):
         return None
@@ -73,7 +73,9 @@ def _sized(job: Job, nodes: Sequence[Node]) -> Size | None:
     profile, parts = profile.on(node.gpu_type), max(job.num_nodes, 1)
     gpus = -(-job.gpus // parts)
     asked = Request(-(-job.cpus // parts), -(-job.memory_mb // parts))
-    enough = _enough(profile, gpus, asked, Request(node.cpus * gpus // node.gpus, node.memory_mb * gpus // node.gpus))
+    enough = _sufficient(
+        profile, gpus, asked, Request(node.cpus * gpus // node.gpus, node.memory_mb * gpus // node.gpus)
+    )
     total = Request(
         -(-enough.cpus * parts // job.tasks) * job.tasks,
         enough.memory_mb * parts if enough.memory_mb > asked.memory_mb else job.memory_mb,
@@ -92,7 +94,7 @@ def _possible(job: Job, nodes: Sequence[Node]) -> Iterator[Node]:
             yield node
 
 
-def _enough(profile: Profile, gpus: int, asked: Request, fair: Request) -> Request:
+def _sufficient(profile: Profile, gpus: int, asked: Request, fair: Request) -> Request:
     """Return the least memory, then the fewest CPUs, that are as fast as the faster of two requests."""
     wanted = max(_speed(profile, gpus, asked), _speed(profile, gpus, fair)) - TOLERANCE
     cpus = max(asked.cpus, fair.cpus, 1)

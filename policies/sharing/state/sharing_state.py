@@ -122,7 +122,7 @@ class SharingState:
     ) -> SharingState:
         """Return the state at the beginning of a round."""
         all_jobs = tuple(sorted(snapshot.jobs, key=lambda job: job.key))
-        jobs = {job.key: job for job in all_jobs if _steerable(job, memory, settings)}
+        jobs = {job.key: job for job in all_jobs if _is_managed(job, memory, settings)}
         going = [(job.key, job.relocating) for job in all_jobs if job.relocating and job.relocating.destination]
         groups = standing(memory.sharing.packs, jobs)
         hosts = observe_hosts(snapshot, settings, group_keys(groups))
@@ -298,7 +298,7 @@ def sizes(job: Job, asked: int) -> tuple[int, ...]:
     return tuple(sorted({low, high, asked, job.gpus, *(size for size in powers if low < size < high)}))
 
 
-def _steerable(job: Job, memory: Memory, settings: SharingSettings) -> bool:
+def _is_managed(job: Job, memory: Memory, settings: SharingSettings) -> bool:
     """Return True for a job with a lease that is ours to move, pack and tune."""
     ours = job.state == "RUNNING" or (job.state == "SUSPENDED" and job.key in memory.suspended)
     return job.lease is not None and ours and settings.manages(job) and not job.lease.exclusive
