@@ -14,6 +14,8 @@ from agent_rig import Agent, until
 
 from cadenza.sidecar import wire
 
+pytestmark = pytest.mark.slow  # a daemon each
+
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="changing the uid needs root")
 

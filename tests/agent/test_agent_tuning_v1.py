@@ -84,6 +84,7 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.slow
 def test_a_quota_gives_a_part_of_a_cpu(tree: SlurmTree) -> None:
     job = tree.run(17, 0, threads=1, cpus="0-1")
     limits(job.pid).apply(Grant(250, 0, frozenset({0, 1}), quota=True), floor_milli=500)

@@ -16,6 +16,8 @@ from report_rig import CLASSES, comparison, toy
 from cadenza.slurm_plugin.report.metrics import METRICS
 from cadenza.slurm_plugin.report.page import render
 
+pytestmark = pytest.mark.slow  # whole pages with all of their drawings
+
 EVIL = """</title></svg><script>alert('x')</script> "&amp; 'quoted' <b>ö"""
 VOID = {"meta", "link", "br", "input", "hr", "img"}
 
@@ -169,7 +171,6 @@ def test_commands_are_quoted_as_a_shell_takes_them():
     assert "cadenza simulate --trace &#39;my jobs.csv&#39; --order srtf" in render(comparison(saved), "t")
 
 
-@pytest.mark.slow
 def test_the_page_is_the_same_each_time_whatever_the_hash_seed_and_the_readers_own_style(tmp_path):
     (tmp_path / "matplotlibrc").write_text("lines.linewidth: 9\nsvg.fonttype: path\n")
     script = (
@@ -188,7 +189,6 @@ def test_the_page_is_the_same_each_time_whatever_the_hash_seed_and_the_readers_o
     assert len(found) == 1
 
 
-@pytest.mark.slow
 def test_six_large_results_stay_small():
     labels = ("a", "b", "c", "d", "e", "f")
     saved = [toy(label, seeds=(1, 2), jobs=2500, loads=tuple(range(2, 12))) for label in labels]
