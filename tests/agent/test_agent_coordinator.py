@@ -1,0 +1,177 @@
+"""The stop coordinator under any order of messages, orders and time: no event is illegal, and lease and stop agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from cadenza.policies.core.model import JobKey
+from cadenza.sidecar import wire
+from cadenza.sidecar.agent.driver.channel import Channel
+from cadenza.sidecar.agent.driver.process_control import DriverController
+from cadenza.sidecar.agent.ipc.messages import Arrived, Attach, Checkpointed, Resumed, Yielded
+from cadenza.sidecar.agent.ipc.pages import Page
+from cadenza.sidecar.agent.ipc.processes import Peer
+from cadenza.sidecar.agent.ipc.transport import Session
+from cadenza.sidecar.agent.jobs.host_state import Host
+from cadenza.sidecar.agent.jobs.job_run import Rank
+from cadenza.sidecar.agent.jobs.stop_states import CheckpointStop, UnleasedStop
+from cadenza.sidecar.agent.leases.lease_table import Lease
+from cadenza.sidecar.agent.turns.arbiter import Arbiter
+from cadenza.sidecar.agent.turns.coordinator import StopCoordinator
+from cadenza.sidecar.agent_settings import AgentSettings
+
+JOBS = st.sampled_from([1, 2])
+RANKS = st.sampled_from([10, 11])
+FAILS = st.sampled_from(["", "", "it failed"])
+
+
+@dataclass
+class Time:
+    passed: float = 100.0
+
+    def now(self) -> float:
+        return 1_700_000_000.0 + self.passed
+
+    def monotonic(self) -> float:
+        return self.passed
+
+
+class Histories(RuleBasedStateMachine):
+    """Two jobs want GPU 0, the first with ranks on two hosts or one; every message may come at every time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time = Time()
+        self.host = Host(AgentSettings(), self.time, "n1")
+        channel = Channel(self.time, Path("lock"), lambda *_: None)
+        self.coordinator = StopCoordinator(self.host, lambda: 1 << 40, DriverController(self.host, lambda: 0, channel))
+        self.arbiter = Arbiter(self.host, self.coordinator)
+        for job in (1, 2):
+            self.host.leases.register(Lease(job, 0, 1000, (0,), 0.0), self.time.now())
+            for pid in (10, 11):
+                self.attach(job, pid, again=False, state="running")
+
+    def of(self, job: int) -> Lease:
+        lease = self.host.leases.get(JobKey(job, 0))
+        assert lease is not None
+        return lease
+
+    @rule(job=JOBS, pid=RANKS, again=st.booleans(), state=st.sampled_from(["running", "yielded"]))
+    def attach(self, job: int, pid: int, again: bool, state: str) -> None:
+        hello = Attach(job, rank=pid - 10, world_size=2, state=cast("Any", state), again=again)
+        session = Session(cast("Any", None), Peer(pid, 0))
+        old = self.host.run(JobKey(job, 0)).ranks.get(pid)
+        page = old.page if old else Page()
+        page._words[wire.PAGE_SAVES] = 1
+        rank = self.host.run(JobKey(job, 0)).ranks[pid] = Rank(session, pid, hello, page)
+        self.coordinator.joined(self.of(job), rank)
+
+    @rule(job=JOBS, pid=RANKS)
+    def rank_ends(self, job: int, pid: int) -> None:
+        rank = self.host.run(JobKey(job, 0)).ranks.pop(pid, None)
+        if rank is not None:
+            rank.page.close()
+            self.coordinator.left_resume(self.of(job), pid)
+
+    @rule(job=JOBS, checkpoint=st.sampled_from([None, (5.0, 7.0)]))
+    def order(self, job: int, checkpoint: tuple[float, float] | None) -> None:
+        self.coordinator.stop(self.of(job), "service", 30.0, checkpoint)
+
+    @rule(job=JOBS, pid=RANKS, ahead=st.integers(0, 2), refused=FAILS)
+    def arrives(self, job: int, pid: int, ahead: int, refused: str) -> None:
+        run = self.host.run(JobKey(job, 0))
+        if pid in run.ranks:
+            order, step = (run.stop.order, run.stop.step) if run.stop else (7, 3)
+            message = Arrived(order, step + ahead, bytes=9, refused=refused)
+            self.coordinator.arrived(self.of(job), run.ranks[pid], message)
+
+    @rule(job=JOBS, pid=RANKS, error=FAILS, kind=st.sampled_from(["yielded", "checkpointed", "resumed"]))
+    def reports(self, job: int, pid: int, error: str, kind: str) -> None:
+        run, lease = self.host.run(JobKey(job, 0)), self.of(job)
+        rank = run.ranks.get(pid)
+        if rank is None:
+            return
+        if kind == "yielded":
+            self.coordinator.yielded(lease, rank, Yielded(error=error))
+        elif kind == "resumed":
+            self.coordinator.resumed(lease, rank, Resumed())
+        else:
+            order = run.stop.order if run.stop else 7
+            self.coordinator.checkpointed(lease, rank, Checkpointed(order, 4, error=error))
+
+    @rule(job=JOBS)
+    def all_ranks_follow(self, job: int) -> None:
+        """Let each rank send the message that the state of its job calls for, as real ones mostly do."""
+        lease, run = self.of(job), self.host.run(JobKey(job, 0))
+        for rank in tuple(run.ranks.values()):
+            stop = run.stop
+            if stop is None:
+                self.coordinator.resumed(lease, rank, Resumed())
+            elif stop.state == "aligning":
+                self.coordinator.arrived(lease, rank, Arrived(stop.order, stop.step))
+            elif stop.state == "offloading":
+                self.coordinator.yielded(lease, rank, Yielded())
+            else:
+                self.coordinator.checkpointed(lease, rank, Checkpointed(stop.order, stop.step))
+        self.event_loop(0.01)
+
+    @rule(job=JOBS, checkpoint=st.sampled_from([None, (5.0, 7.0)]), depth=st.integers(1, 3))
+    def stops_as_it_should(self, job: int, checkpoint: tuple[float, float] | None, depth: int) -> None:
+        for pid in (10, 11):
+            if pid not in self.host.run(JobKey(job, 0)).ranks:
+                self.attach(job, pid, again=True, state="yielded")
+        self.time.passed += 20.0  # the pause after a stop that failed
+        self.all_ranks_follow(job)
+        self.coordinator.stop(self.of(job), "service", 30.0, checkpoint)
+        self.event_loop(0.01)
+        for _ in range(depth):
+            self.all_ranks_follow(job)
+
+    @rule(job=JOBS, what=st.sampled_from(["stop at", "commit", "cancel", "go on"]))
+    def service_orders(self, job: int, what: str) -> None:
+        lease = self.of(job)
+        if what == "stop at":
+            self.coordinator.raise_stop_step(lease, 5, by_service=True)
+        elif what == "commit":
+            self.coordinator.commit(lease)
+        elif what == "cancel":
+            self.coordinator.withdraw(lease, "refused", "the service withdraws it")
+        else:
+            self.coordinator.go_on(lease, "the service lets it go on")
+
+    @rule(hosts=st.sampled_from([1, 2]))
+    def spread(self, hosts: int) -> None:
+        self.of(1).hosts = hosts
+
+    @rule(seconds=st.sampled_from([0.01, 1.0, 6.0, 20.0, 70.0]))
+    def event_loop(self, seconds: float) -> None:
+        self.time.passed += seconds
+        for lease in self.host.leases:
+            self.coordinator.advance(lease)
+        self.arbiter.settle()
+        self.host.outbox._queue.clear()
+
+    @invariant()
+    def lease_and_stop_agree(self) -> None:
+        for lease in self.host.leases:
+            stop = self.host.run(lease.key).stop
+            assert (lease.state == "stopping") == (stop is not None and not isinstance(stop, UnleasedStop))
+            if isinstance(stop, CheckpointStop):
+                assert (stop.state == "saved") == (stop.saved_at is not None)
+            if isinstance(stop, UnleasedStop):
+                assert not lease.occupying
+
+    def teardown(self) -> None:
+        for run in self.host.jobs.values():
+            for rank in run.ranks.values():
+                rank.page.close()
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
