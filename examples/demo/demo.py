@@ -160,7 +160,8 @@ def compare(
     before, after = metrics.figures(plain), metrics.figures(shared)
     sides = {PLAIN: before, CADENZA: after}
     console.print(figures_table(f"{name} list, {before.jobs} jobs", sides, predicted))
-    console.print("\n".join(large_errors(sides, predicted)), style="bold red")
+    for sentence in large_errors(sides, predicted):
+        console.print(sentence, style="bold red")
     timeline.plot(runs, out / f"{name}.png")
     numbers = {"plain": metrics.as_json(plain), "cadenza": metrics.as_json(shared), "predicted": predicted}
     (out / f"{name}.json").write_text(json.dumps(numbers, indent=1) + "\n")

@@ -149,13 +149,14 @@ def error(predicted: float | None, measured: float | None) -> float | None:
 
 
 def large_errors(sides: Mapping[str, Figures], predicted: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return a sentence for each prediction that is far off."""
-    return [
-        f"the simulator is {off:+.0%} off for {label} on {name}: beyond {MAX_ERROR:.0%}, so do not trust it here"
-        for name, side in sides.items()
-        for label, field, _, _ in ROWS
-        if (off := error(predicted[name].get(field), getattr(side, field))) is not None and abs(off) > MAX_ERROR
-    ]
+    """Return a sentence for each side whose predictions are far off, with these."""
+    sentences = []
+    for name, side in sides.items():
+        errors = {label: error(predicted[name].get(field), getattr(side, field)) for label, field, _, _ in ROWS}
+        large = [f"{label} {off:+.0%}" for label, off in errors.items() if off is not None and abs(off) > MAX_ERROR]
+        if large:
+            sentences.append(f"the simulator is more than {MAX_ERROR:.0%} off on {name}: {', '.join(large)}")
+    return sentences
 
 
 ROWS = (
