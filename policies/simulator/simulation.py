@@ -18,6 +18,8 @@ from cadenza.policies.simulator.world import World
 
 MAX_PROMPT_ROUNDS = 4
 """Rounds in a row, without time between them, that jobs in transit may ask for."""
+MAX_IDLE_ROUNDS = 1000
+"""Rounds in a row without any event ahead, after which the jobs that are left can never run."""
 
 
 def simulate(
@@ -66,7 +68,8 @@ class _Run:
         started = self.stopwatch() if self.stopwatch is not None else 0.0
         decide = self._timed(self.policy.decide)
         time_s = self._round_at(max(self.setup.first_round_s, self.world.next_event_s))
-        while time_s < inf and not self._done():
+        idle_rounds = 0
+        while time_s < inf and not self._done() and idle_rounds < MAX_IDLE_ROUNDS:
             happened = self.world.advance(time_s)
             self.rounds += 1
             if self._must_decide(happened=happened):
@@ -78,6 +81,7 @@ class _Run:
                     self._round(decide)
             if progress is not None:
                 progress(self.world.now_s, len(self.world.ended))
+            idle_rounds = idle_rounds + 1 if self.world.next_event_s == inf else 0
             time_s = self._next_round(time_s)
         return self._result(self.stopwatch() - started if self.stopwatch is not None else 0.0)
 

@@ -137,6 +137,12 @@ def test_without_a_policy_slurm_runs_one_job_a_gpu() -> None:
     assert finishes(result) == {1: 102.0, 2: 204.0}
 
 
+def test_a_job_that_slurm_can_never_start_is_left_unfinished() -> None:
+    jobs = [small(1, 0.0, 12, 100.0), small(2, 0.0, 8, 100.0)]  # six GPUs of each of two nodes, one of which has four
+    result = live(jobs, "1x8:24:500,1x4:12:250", "fifo", "none", "timeslice")
+    assert [key.id for key in result.unfinished] == [1]
+
+
 CROWDED = [small(number, 0.1 * number, 4, 100.0 if number in (1, 3) else 1000.0) for number in range(1, 5)]
 """Jobs 1 and 3 leave n0001 idle early, while jobs 2 and 4 take turns on n0002; then one of these moves."""
 
