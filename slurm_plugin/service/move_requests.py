@@ -7,7 +7,6 @@ it, and the guard judges the move like any other action.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,19 +51,15 @@ def _shares(job: Job, nodes: tuple[str, ...], gpus: int | None) -> tuple[Share, 
     if total % len(nodes):
         raise RequestError(f"{total} GPUs cannot be split evenly over {len(nodes)} nodes")
     if gpus is not None:
-        _check_size(job, gpus)
+        options = job.options
+        if options is None or (options.min_gpus is None and options.max_gpus is None):
+            raise RequestError(f"job {job.key.id} names no min_gpus or max_gpus: it cannot be resized")
+        low, high = options.min_gpus or job.gpus, options.max_gpus or job.gpus
+        if not low <= gpus <= high:
+            raise RequestError(f"job {job.key.id} runs with {low} to {high} GPUs, not with {gpus}")
     scale = total / max(job.gpus, 1) / len(nodes)
     cpus, memory_mb = max(1, round(job.cpus * scale)), max(1, round(job.memory_mb * scale))
     return tuple(Share(node, total // len(nodes), cpus, memory_mb) for node in sorted(nodes))
-
-
-def _check_size(job: Job, gpus: int) -> None:
-    options = job.options
-    if options is None or (options.min_gpus is None and options.max_gpus is None):
-        raise RequestError(f"job {job.key.id} names no min_gpus or max_gpus: it cannot be resized")
-    low, high = options.min_gpus or job.gpus, options.max_gpus or job.gpus
-    if not low <= gpus <= high:
-        raise RequestError(f"job {job.key.id} runs with {low} to {high} GPUs, not with {gpus}")
 
 
 def open_folder(store: Path) -> None:
@@ -85,22 +80,19 @@ def write(store: Path, move: Move) -> Path:
 
 
 def take(store: Path, memory: Memory, now_s: float) -> Memory:
-    """Return the memory with all requests in the folder, which are removed; an unreadable one is only logged."""
-    requests = []
+    """Return the memory with the moves of all requests in the folder wanted, and remove the files.
+
+    An unreadable request is only logged, and so is one for a job that is being moved already.
+    """
+    moves = {move.job.id: move for move in memory.moves}
     for path in sorted(folder(store).glob("*.json")):
         try:
             data = path.read_bytes()
             path.unlink()
-            requests.append(msgspec.json.decode(data, type=Move))
+            move = msgspec.json.decode(data, type=Move)
         except (OSError, msgspec.MsgspecError) as error:
             log.warning("%s: no move that can be taken up: %s", path, error)
-    return with_requests(memory, requests, now_s)
-
-
-def with_requests(memory: Memory, requests: Iterable[Move], now_s: float) -> Memory:
-    """Return the memory with these moves wanted; one of a job that is being moved already is dropped."""
-    moves = {move.job.id: move for move in memory.moves}
-    for move in requests:
+            continue
         if move.job.id in moves and not moves[move.job.id].over:
             log.warning("JOBID=%s is being moved already: a further request is dropped", move.job)
         else:

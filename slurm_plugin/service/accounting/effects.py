@@ -111,19 +111,6 @@ def _iteration_s(since: tuple[int, float], job: Job) -> float | None:
     return (held_s - since[1]) / steps if steps >= MIN_STEPS and held_s > since[1] else None
 
 
-def _before(job: Job, marks: Marks | None) -> float | None:
-    measured = _iteration_s(marks.old, job) if marks is not None else None
-    return measured or (job.lease.iteration_s if job.lease is not None else None)
-
-
-def _together(effect: Effect, job: Job) -> float | None:
-    """Return a packed job's iteration time with its co-runners, as its agents measured it."""
-    pace = job.lease.pace if job.lease is not None else None
-    if pace is None or pace.iterations < MIN_ITERATIONS or not pace.iteration_s:
-        return None
-    return pace.iteration_s if effect.now == _co_runners(pace.co_runners) else None
-
-
 # --- Decisions -------------------------------------------------------------------------------------------
 
 
@@ -138,9 +125,11 @@ def begun(
             continue
         keys = action.jobs if isinstance(action, Pack) else (action.job,)
         for job in [job for key in keys if (job := snapshot.job(key)) is not None]:
-            before_s = _before(job, marks.get(job.key))
-            if isinstance(action, Pack):
-                before_s = alone_s.get(job.key) or before_s
+            before_s = alone_s.get(job.key) if isinstance(action, Pack) else None
+            if not before_s and (mark := marks.get(job.key)) is not None:
+                before_s = _iteration_s(mark.old, job)
+            if not before_s and job.lease is not None:
+                before_s = job.lease.iteration_s
             was, now = _change(action, job)
             if was != now:
                 effects.append(
@@ -205,18 +194,16 @@ def overtaken(effects: Iterable[Effect], actions: Iterable[Action], snapshot: Cl
         if isinstance(action, Unpack):
             left = {effect.decision for effect in mine if effect.kind == "pack"}
             ended = [_undone(one, action.reason, snapshot) for one in live.values() if one.decision in left]
-        else:
-            ended = [_followed(one, action, snapshot) for one in mine if one.kind == KINDS.get(type(action))]
+        else:  # an action of its kind undoes an effect if it restores the state before, and else replaces it
+            job = snapshot.job(key) if key is not None else None
+            now = _change(action, job)[1] if job is not None else None
+            ended = [
+                _undone(one, action.reason, snapshot) if one.was == now else _over(one, snapshot, REPLACED)
+                for one in mine
+                if one.kind == KINDS.get(type(action))
+            ]
         changed.update(((one.decision, one.job), one) for one in ended)
     return tuple(changed.values())
-
-
-def _followed(effect: Effect, action: Action, snapshot: ClusterSnapshot) -> Effect:
-    """Return an effect after another action of its kind, which undoes it if it restores the state before."""
-    key: JobKey | None = getattr(action, "job", None)
-    job = snapshot.job(key) if key is not None else None
-    back = effect.kind != "pack" and job is not None and _change(action, job)[1] == effect.was
-    return _undone(effect, getattr(action, "reason", ""), snapshot) if back else _over(effect, snapshot, REPLACED)
 
 
 def _undone(effect: Effect, reason: str, snapshot: ClusterSnapshot) -> Effect:
@@ -244,7 +231,8 @@ def _advanced(effect: Effect, job: Job | None, snapshot: ClusterSnapshot, memory
         return _over(effect, snapshot, "the job ended before it was measured")
     if reason := _failure_reason(effect, job, memory):
         return _undone(effect, reason, snapshot)
-    if _is_over(effect, job, memory):
+    unpacked = effect.kind == "pack" and not any(effect.key in group for group in memory.sharing.packs)
+    if unpacked or (effect.kind == "tune" and job.key != effect.key):
         return _over(effect, snapshot, "it ended before it was measured")
     measured = _measured(effect, job)
     if measured.after_s is None and snapshot.time_s - effect.at_s > MAX_UNMEASURED_S and not measured.verdict:
@@ -262,20 +250,16 @@ def _failure_reason(effect: Effect, job: Job, memory: Memory) -> str | None:
     return None if arrived else move.outcome
 
 
-def _is_over(effect: Effect, job: Job, memory: Memory) -> bool:
-    """Return whether the state that a decision brought about has ended."""
-    if effect.kind == "pack":
-        return not any(effect.key in group for group in memory.sharing.packs)
-    return effect.kind == "tune" and job.key != effect.key
-
-
 def _measured(effect: Effect, job: Job) -> Effect:
     moved = effect.kind in ("migrate", "resize")
     if effect.measured or job.lease is None or not job.lease.step or moved == (job.key == effect.key):
         return effect
     step, held_s = _mark(job)
-    if effect.kind == "pack":
-        return replace(effect, after_s=_together(effect, job) or effect.after_s)
+    if effect.kind == "pack":  # the iteration time with its co-runners, as the agents measured it
+        pace = job.lease.pace
+        if pace is None or pace.iterations < MIN_ITERATIONS or effect.now != _co_runners(pace.co_runners):
+            return effect
+        return replace(effect, after_s=pace.iteration_s or effect.after_s)
     if effect.mark_step is None or step < effect.mark_step:
         return replace(effect, mark_step=step, mark_held_s=held_s)
     after_s = _iteration_s((effect.mark_step, effect.mark_held_s), job)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -133,21 +133,7 @@ def _by_job(record: Record) -> tuple[Row, ...]:
     )
 
 
-class _Owned(Protocol):
-    """A row of one job of a user."""
-
-    @property
-    def user(self) -> str:
-        """Return the job's user."""
-        ...
-
-    @property
-    def job(self) -> int:
-        """Return the job's id."""
-        ...
-
-
-R = TypeVar("R", bound=_Owned)
+R = TypeVar("R", HourRow, Start, Effect)
 
 
 def _by_owner(rows: Iterable[R]) -> dict[tuple[str, int], list[R]]:

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from cadenza.policies.core.decision import Memory
-from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, Node
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey
 from cadenza.policies.sharing.state.settings import held_for_us
 from cadenza.slurm_plugin.service.observe.progress import HOLDING
 
@@ -189,19 +189,16 @@ def started(before: ClusterSnapshot, after: ClusterSnapshot) -> tuple[Start, ...
 
     Only a job's first incarnation counts, because a requeued job was started before.
     """
-    lanes = {node.name: node.lane for node in after.nodes}
-    return tuple(
-        Start(job.key.id, job.user, job.start_s, job.submit_s, job.partition, job.gpus, max(job.num_nodes, 1))
-        for job in after.jobs
-        if _just_started(job, before) and job.start_s is not None and on_further_lane(job, lanes)
-    )
-
-
-def _just_started(job: Job, before: ClusterSnapshot) -> bool:
-    old = before.job(job.key)
-    if not (job.opted_in and job.gpus and job.state in STARTED) or job.key.restart or job.start_s is None:
-        return False
-    return old.state == "PENDING" if old is not None else job.submit_s >= before.time_s - SLURM_TICK_S
+    lanes, starts = {node.name: node.lane for node in after.nodes}, []
+    for job in after.jobs:
+        if not (job.opted_in and job.gpus and job.state in STARTED) or job.key.restart or job.start_s is None:
+            continue
+        old = before.job(job.key)
+        new = old.state == "PENDING" if old is not None else job.submit_s >= before.time_s - SLURM_TICK_S
+        if new and on_further_lane(job, lanes):
+            size = (job.gpus, max(job.num_nodes, 1))
+            starts.append(Start(job.key.id, job.user, job.start_s, job.submit_s, job.partition, *size))
+    return tuple(starts)
 
 
 def watched(
@@ -255,7 +252,9 @@ class _Lane0:
         self.delays_s: defaultdict[str, float] = defaultdict(float)
         """By partition, the longest wait for turns so far of a job on lane 0."""
         for node in nodes:
-            room = _room(node, jobs[node.name])
+            taken = tuple(((job.submit_s, job.key.id), _gpus_on(job, node.name)) for job in jobs[node.name])
+            used = max(node.gpus_used, sum(gpus for _, gpus in taken))
+            room = _Room(node.gpus - used, taken, max((mark for mark, _ in taken), default=(0.0, 0)))
             delay_s = max((turns.get(job.key, 0.0) for job in jobs[node.name]), default=0.0)
             for partition in node.partitions:
                 self._rooms[partition].append(room)
@@ -265,12 +264,6 @@ class _Lane0:
         """Return whether as many nodes as the job has could give it its GPUs."""
         each, mark = -(-start.gpus // start.num_nodes), (start.submit_s, start.job)
         return sum(room.for_job(mark) >= each for room in self._rooms[start.partition]) >= start.num_nodes
-
-
-def _room(node: Node, jobs: Sequence[Job]) -> _Room:
-    taken = tuple(((job.submit_s, job.key.id), _gpus_on(job, node.name)) for job in jobs)
-    used = max(node.gpus_used, sum(gpus for _, gpus in taken))
-    return _Room(node.gpus - used, taken, max((mark for mark, _ in taken), default=(0.0, 0)))
 
 
 def _gpus_on(job: Job, node: str) -> int:

@@ -205,10 +205,6 @@ class Hub:
         self._woken.clear()
         return happened
 
-    def wake(self) -> None:
-        """End a :meth:`wait`."""
-        self._woken.set()
-
     # --- the thread -----------------------------------------------------------------------------------------
 
     def _listen(self, public: bytes, secret: bytes) -> zmq.Socket[bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Placement, Share
@@ -48,7 +48,10 @@ def with_profiles(
             jobs.append(job)
             continue
         placed = replace(job, placement=placement_of(job, by_name, tunes.get(job.key, ())))
-        choice = library.choose(job, _gpu_types_of(job, nodes), every_type)
+        names = job.nodes or job.required_nodes
+        given = [by_name[name] for name in names if name in by_name]
+        eligible = given if names else [node for node in nodes if node.gpus and job.partition in node.partitions]
+        choice = library.choose(job, frozenset(node.gpu_type for node in eligible), every_type)
         if refiner is not None:
             node = by_name.get(job.nodes[0]) if job.nodes else None
             choice = refiner.refine(placed, choice, node, file=choice.profile is None and library.has(job))
@@ -88,11 +91,3 @@ def placement_of(job: Job, nodes: Mapping[str, Node], tune: Placement = ()) -> P
         held = sum(gpu.host == nodes[name].host for gpu in job.lease.gpus) if job.lease is not None else 0
         shares.append(Share(name, held or gpus, cpus, memory_mb))
     return tuple(shares)
-
-
-def _gpu_types_of(job: Job, nodes: Iterable[Node]) -> frozenset[str]:
-    """Return the GPU types of the nodes that a job has or, while it waits, may get."""
-    names = job.nodes or job.required_nodes
-    if names:
-        return frozenset(node.gpu_type for node in nodes if node.name in names)
-    return frozenset(node.gpu_type for node in nodes if node.gpus and job.partition in node.partitions)

@@ -98,7 +98,14 @@ def merge(parts: Parts, agents: Mapping[str, Agent], now_s: float) -> Lease:
         checkpoints=all(lease.checkpoints and not lease.requeue_owner for lease in leases),
         lost=next((f"{host}: {lease.lost}" for host, lease in sorted(parts.items()) if lease.lost), ""),
         pace=_pace(leases),
-        cpus_per_gpu=min(map(_tuned_cpus_per_gpu, (one for one in leases if one.tuned is not None)), default=None),
+        cpus_per_gpu=min(
+            (
+                0.0 if one.tuned.note or not one.gpus else one.tuned.cpus / len(one.gpus)  # 0: not known
+                for one in leases
+                if one.tuned is not None
+            ),
+            default=None,
+        ),
         saved=state == "stopping" and len(parts) >= leases[0].hosts and all(lease.saved for lease in leases),
     )
 
@@ -130,12 +137,6 @@ def _pace(leases: Sequence[LeaseReport]) -> StepRate | None:
         max(pace.data_wait for pace in paces),
         tuple(sorted({key for pace in paces for key in pace.co_runners})),
     )
-
-
-def _tuned_cpus_per_gpu(lease: LeaseReport) -> float:
-    """Return a tuned job's CPUs for each GPU on one host; 0 when they are not known."""
-    tuned = lease.tuned
-    return 0.0 if tuned is None or tuned.note or not lease.gpus else tuned.cpus / len(lease.gpus)
 
 
 def half_given(parts: Parts) -> tuple[str, ...]:

@@ -22,6 +22,8 @@ def progress(job: Job, before: Job | None, now_s: float, gpu_types: Mapping[str,
     attained_s = (was.attained_s if was is not None else 0.0) + _held_s(job, before, now_s)
     speed = _speed(job, was, gpu_types)
     done_s = (was.done_s * _scale(job, before) if was is not None else 0.0) + _work_s(job, before, now_s, speed)
+    measured = _measured(job)
+    rate = job.profile.iteration_s / measured if job.profile is not None and measured else speed
     gpu_type = next((gpu_types[name] for name in job.nodes if name in gpu_types), was.gpu_type if was else "")
     return Progress(
         at_s=now_s,
@@ -30,7 +32,7 @@ def progress(job: Job, before: Job | None, now_s: float, gpu_types: Mapping[str,
         attained_s=attained_s,
         ran_s=now_s if running or was is None or was.running else was.ran_s,
         running=running,
-        rate=_rate(job, speed) if running else 0.0,
+        rate=rate if running else 0.0,
         speed=speed,
         gpu_type=gpu_type,
         attained_on=_on_types(was, gpu_type),
@@ -102,14 +104,6 @@ def _speed(job: Job, was: Progress | None, gpu_types: Mapping[str, str]) -> floa
     if not job.placement or any(share.node not in gpu_types for share in job.placement):
         return was.speed if was is not None else 1.0
     return placement_speed(job.profile, job.placement, gpu_types)
-
-
-def _rate(job: Job, speed: float) -> float:
-    """Return the work a second: as measured, else by the profile."""
-    measured, profile = _measured(job), job.profile
-    if profile is None or not measured:
-        return speed
-    return profile.iteration_s / measured
 
 
 def _on_types(was: Progress | None, gpu_type: str) -> dict[str, float]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.model import Job
@@ -252,13 +252,10 @@ def _models_in(text: str) -> Sequence[tuple[str, Match]]:
     except (ValueError, RecursionError):
         return ()
     rows = value.get("profiles", [value]) if isinstance(value, dict) else []
-    return [
-        (row["model"], _match(row.get("match")))
-        for row in (rows if isinstance(rows, list) else [])
-        if isinstance(row, dict) and isinstance(row.get("model"), str)
-    ]
-
-
-def _match(value: Any) -> Match:
-    keys = value if isinstance(value, dict) else {}
-    return Match(*(text if isinstance(text := keys.get(key), str) else "" for key in Match._fields))
+    models = []
+    for row in rows if isinstance(rows, list) else ():
+        if isinstance(row, dict) and isinstance(row.get("model"), str):
+            keys = row["match"] if isinstance(row.get("match"), dict) else {}
+            texts = (word if isinstance(word := keys.get(key), str) else "" for key in Match._fields)
+            models.append((row["model"], Match(*texts)))
+    return models

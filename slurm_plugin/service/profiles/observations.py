@@ -74,8 +74,9 @@ class Window:
 
 def watch(window: Window | None, job: Job, now_s: float) -> tuple[Window | None, Observation | None]:
     """Return a job's window as of now, and its observation when the window is complete."""
-    setting, pace = setting_of(job), _pace(job)
-    if setting is None or pace is None:
+    setting, lease = setting_of(job), job.lease
+    pace = lease.pace if lease is not None and lease.state == "held" else None
+    if setting is None or pace is None or pace.co_runners or not pace.iterations:  # it is away, stops or shares them
         return replace(window, mark=None) if window is not None else None, None
     if window is None or window.setting != setting:
         return Window(setting, now_s), None
@@ -84,7 +85,9 @@ def watch(window: Window | None, job: Job, now_s: float) -> tuple[Window | None,
         return replace(window, mark=None), None
     if mark is None or pace.window_s < mark.window_s or pace.iterations < mark.iterations:
         return replace(window, mark=pace), None
-    batch = _between(mark, pace)
+    count = pace.iterations - mark.iterations
+    spent_s = pace.iterations * pace.iteration_s - mark.iterations * mark.iteration_s
+    batch = Batch(count, spent_s / count) if count and spent_s > 0 else Batch(0, 0.0)
     if batch.iterations < max(
         MIN_BATCH_ITERATIONS, READ_AHEAD_BATCHES * ceil(setting.cpus * job.gpus)
     ) or batch.busy_s < MIN_BATCH_S:
@@ -103,20 +106,6 @@ def setting_of(job: Job) -> Setting | None:
     cpus = placed if lease.cpus_per_gpu is None else lease.cpus_per_gpu
     memory_gb = min(share.memory_mb / share.gpus for share in placement) / MB_PER_GB
     return Setting(job.key, lease.gpus, cpus, memory_gb) if cpus > 0 else None
-
-
-def _pace(job: Job) -> StepRate | None:
-    """Return the pace of a job that has its GPUs alone; None while it is away, stops or shares them."""
-    lease = job.lease
-    if lease is None or lease.state != "held" or lease.pace is None or lease.pace.co_runners:
-        return None
-    return lease.pace if lease.pace.iterations else None
-
-
-def _between(mark: StepRate, now: StepRate) -> Batch:
-    count = now.iterations - mark.iterations
-    spent_s = now.iterations * now.iteration_s - mark.iterations * mark.iteration_s
-    return Batch(count, spent_s / count) if count and spent_s > 0 else Batch(0, 0.0)
 
 
 def _observation(window: Window) -> Observation | None:

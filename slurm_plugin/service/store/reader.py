@@ -127,22 +127,22 @@ class StoreReader:
     def round(self, number: int | None = None) -> Round | None:
         """Return one round, by default the last; None when it is not on record (any more)."""
         where = "ORDER BY number DESC LIMIT 1" if number is None else "WHERE number = ?"
-        rows = self._rows(
-            f"{ROUNDS} {where}",
-            () if number is None else (number,),
-        )
+        rows = self._rows(f"{ROUNDS} {where}", () if number is None else (number,))
         return _round(rows[0]) if rows else None
 
     def job_record(self, job: int, limit: int = 20) -> JobRecord:
         """Return everything about a job id, newest rows first, at most ``limit`` of each kind."""
         reason = self._rows("SELECT reason, at_s FROM reasons WHERE job = ? ORDER BY at_s DESC LIMIT 1", (job,))
         last = self.round()
-        mine = [_without_siblings(one) for one in (last.snapshot.jobs if last else ()) if one.key.id == job]
+        mine = [one for one in (last.snapshot.jobs if last else ()) if one.key.id == job]
+        newest = max(mine, key=lambda one: one.key.restart, default=None)
+        if newest is not None and newest.profile is not None:  # siblings refer to each other
+            newest = replace(newest, profile=replace(newest.profile, siblings={}))
         return JobRecord(
             job,
             reason[0]["reason"] if reason else "",
             reason[0]["at_s"] if reason else None,
-            max(mine, key=lambda one: one.key.restart, default=None),
+            newest,
             self.actions(job=job, limit=limit),
             self.switches(job=job, limit=limit),
             self.events(job=job, limit=limit),
@@ -224,11 +224,6 @@ def _struct(row: sqlite3.Row, kind: type[R]) -> R:
     if isinstance(fields.get("gpus"), str):
         fields["gpus"] = json.loads(fields["gpus"])
     return msgspec.convert(fields, kind, strict=False)
-
-
-def _without_siblings(job: Job) -> Job:
-    """Return a job whose profile has no links to those of other GPU types, which refer to each other."""
-    return job if job.profile is None else replace(job, profile=replace(job.profile, siblings={}))
 
 
 def _round(row: sqlite3.Row) -> Round:

@@ -217,22 +217,22 @@ class SqliteStore:
 
     def _insert_actions(self, number: int, at_s: float, guarded: Sequence[Guarded]) -> None:
         # Observe-only blocks the same actions each round: one row for the first time is enough.
-        encode = record_codec.encode_action
-        blocked = frozenset((encode(item.action), item.reason) for item in guarded if not item.allowed)
+        blocked = set()
+        key: tuple[int, int] | tuple[None, None]
         for item in guarded:
-            text = record_codec.encode_action(item.action)
+            action, text = item.action, record_codec.encode_action(item.action)
+            if not item.allowed:
+                blocked.add((text, item.reason))
             if item.allowed or (text, item.reason) not in self._last_blocked:
-                row = (number, at_s, *_subject(item.action), text.decode(), item.allowed, item.reason)
-                self._link.execute(
-                    f"INSERT INTO actions ({ACTION_COLUMNS}) VALUES ({', '.join('?' * len(row))})",  # noqa: S608
-                    row,
-                )
-        self._last_blocked = blocked
-
-
-def _subject(action: Action) -> tuple[str, int | None, int | None, str | None, str]:
-    kind = type(action).__name__
-    if isinstance(action, DrainNode | OpenNode):
-        return kind, None, None, action.node, action.reason
-    key: JobKey = action.job
-    return kind, key.id, key.restart, None, action.reason
+                key, node = (None, None), None
+                if isinstance(action, DrainNode | OpenNode):
+                    node = action.node
+                else:
+                    key = action.job
+                row = (
+                    number, at_s, type(action).__name__, *key, node, action.reason, text.decode(), item.allowed,
+                    item.reason,
+                )  # fmt: skip
+                query = f"INSERT INTO actions ({ACTION_COLUMNS}) VALUES ({', '.join('?' * len(row))})"  # noqa: S608
+                self._link.execute(query, row)
+        self._last_blocked = frozenset(blocked)
