@@ -10,9 +10,7 @@ from cadenza.policies.core.actions import Action, Migrate, Place, Requeue, Tune,
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Placement
 from cadenza.policies.ordering.backlog import Backlog
-from cadenza.policies.ordering.ranking import Order, Queue, Ranking
-from cadenza.policies.ordering.sort_keys import arrival
-from cadenza.policies.ordering.starvation import starving_first
+from cadenza.policies.ordering.ranking import Order, Queue, Ranking, arrival, starving_first
 from cadenza.policies.policy_settings import PolicySettings
 from cadenza.policies.registry import Entry
 from cadenza.policies.sharing.placement.host_division import caches_mb

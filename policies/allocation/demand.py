@@ -115,7 +115,14 @@ class Asks:
         """Return the ask for a job's best-case demand on servers of a GPU type, on any where none is named."""
         key = (job.profile, job.gpus, gpu_type)
         ask = self._best.get(key)
-        return self._build(key) if ask is None else ask
+        if ask is None:
+            offers = [
+                self._table_of(job.profile, kind, job.gpus) if allows(kind, gpu_type) else NOTHING
+                for kind in self._kinds
+            ]
+            take, exceeds = tuple(table for table, _ in offers), any(above for _, above in offers)
+            ask = self._best[key] = Ask(job.gpus, gpu_type, take, exceeds=exceeds)
+        return ask
 
     def fair(self, gpus: int, gpu_type: str = "") -> Ask:
         """Return the ask for a proportional share."""
@@ -123,14 +130,6 @@ class Asks:
         if ask is None:
             take = tuple(fair_table(kind, gpus) if allows(kind, gpu_type) else () for kind in self._kinds)
             ask = self._fair[gpus, gpu_type] = Ask(gpus, gpu_type, take, exceeds=False)
-        return ask
-
-    def _build(self, key: tuple[Profile | None, int, str]) -> Ask:
-        profile, gpus, gpu_type = key
-        table_of = self._table_of
-        offers = [table_of(profile, kind, gpus) if allows(kind, gpu_type) else NOTHING for kind in self._kinds]
-        take, exceeds = tuple(table for table, _ in offers), any(above for _, above in offers)
-        ask = self._best[key] = Ask(gpus, gpu_type, take, exceeds=exceeds)
         return ask
 
 

@@ -10,7 +10,7 @@ from itertools import chain
 from cadenza.policies.allocation.demand import Ask, Need, Spots
 from cadenza.policies.allocation.problem import Server
 from cadenza.policies.core.model import Job, Placement, Share
-from cadenza.policies.ordering.sort_keys import waited
+from cadenza.policies.ordering.ranking import waited
 
 
 class Books:

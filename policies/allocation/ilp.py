@@ -151,8 +151,12 @@ def _solve_ilp1(
     gpus = np.array([groups[number][1] for number in owner], dtype=float)
     weights = np.array([groups[number][2] for number in owner])
     speeds = np.array([choice.speed for choice, _ in flat])
-    rows = [_pool_rows(flat, gpus, pool) for pool in pools]
-    constraints = [LinearConstraint(np.vstack([row for row, _ in rows]), ub=np.concatenate([most for _, most in rows]))]
+    cpus, memory = np.array([choice.cpus for choice, _ in flat]), np.array([choice.memory_gb for choice, _ in flat])
+    rows = []  # GPUs, CPUs and memory as parts of what a pool has, since the solver's tolerance is absolute
+    for pool in pools:
+        here = np.array([choice.gpu_type == pool.gpu_type for choice, _ in flat]) * gpus
+        rows += [here / pool.gpus, here * cpus / pool.cpus, here * memory / pool.memory_gb]
+    constraints = [LinearConstraint(np.vstack(rows), ub=1 + TOLERANCE)]
     each = coo_array((np.ones(owner.size), (owner, np.arange(owner.size))), shape=(len(groups), owner.size)).tocsr()
     constraints.append(LinearConstraint(each, lb=counts, ub=counts))
     if relaxed:
@@ -168,18 +172,6 @@ def _solve_ilp1(
     if result.status != SOLVED:
         raise SolverError(f"ILP1 of {len(groups)} groups of jobs: {result.message}")
     return result
-
-
-def _pool_rows(flat: Sequence[tuple[Choice, Choice]], gpus: Any, pool: Pool) -> tuple[Any, Any]:
-    """Return the rows of a pool's GPUs, CPUs and memory as parts of what it has, and their limit.
-
-    As parts, since the solver's tolerance is absolute.
-    """
-    here = np.array([choice.gpu_type == pool.gpu_type for choice, _ in flat]) * gpus
-    cpus = np.array([choice.cpus for choice, _ in flat])
-    memory = np.array([choice.memory_gb for choice, _ in flat])
-    rows = np.vstack([here / pool.gpus, here * cpus / pool.cpus, here * memory / pool.memory_gb])
-    return rows, np.full(len(rows), 1 + TOLERANCE)
 
 
 def _hand_out(groups: Mapping[Group, Sequence[Job]], counts: Any) -> dict[JobKey, Choice]:

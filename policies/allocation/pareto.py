@@ -84,13 +84,12 @@ class _Axis(NamedTuple):
 def kinds(servers: Iterable[Server], profiles: Iterable[Profile]) -> dict[Shape, Kind]:
     """Return the kind of each distinct server."""
     grids = {profile.memory_gb_per_gpu for profile in profiles}
-    return {shape: _kind(shape, grids) for shape in sorted({server[1:] for server in servers})}
-
-
-def _kind(shape: Shape, grids: set[tuple[float, ...]]) -> Kind:
-    gpus, cpus, memory_mb, gpu_type = shape
-    units = max((_memory_units(grid, memory_mb / gpus) for grid in grids), default=MEMORY_UNITS_PER_GPU[0])
-    return Kind(gpus, cpus, memory_mb, gpu_type, _cpu_step(gpus, cpus), units * gpus)
+    found = {}
+    for shape in sorted({server[1:] for server in servers}):
+        gpus, cpus, memory_mb, _ = shape
+        units = max((_memory_units(grid, memory_mb / gpus) for grid in grids), default=MEMORY_UNITS_PER_GPU[0])
+        found[shape] = Kind(*shape, _cpu_step(gpus, cpus), units * gpus)
+    return found
 
 
 def _cpu_step(gpus: int, cpus: int) -> int:
@@ -191,20 +190,14 @@ def _prune(speeds: Floats, kind: Kind, cpus: _Axis, memory: _Axis, margin: float
     table[CPUS] = np.array(cpus.amounts)[row]
     table[MEMORY_MB] = np.array(memory.amounts)[column]
     best = reached[-1, -1]
-    appetites = _appetites(table, number, best, kind)
+    part = table[CPU_UNITS] / max(kind.cpu_units, 1) + table[MEMORY_UNITS] / kind.memory_units
+    part[table[SPEED] < GOOD_SPEED * best[number]] = np.inf
+    appetites = np.minimum.reduceat(part, np.searchsorted(number, np.arange(len(best)))).tolist()
     ends = np.cumsum(np.bincount(number, minlength=len(best))).tolist()
     return [
         Options(table[:, begin:end], top, appetite)
         for begin, end, top, appetite in zip([0, *ends[:-1]], ends, best.tolist(), appetites, strict=True)
     ]
-
-
-def _appetites(table: Floats, number: NDArray[np.intp], best: Floats, kind: Kind) -> list[float]:
-    part = table[CPU_UNITS] / max(kind.cpu_units, 1) + table[MEMORY_UNITS] / kind.memory_units
-    part[table[SPEED] < GOOD_SPEED * best[number]] = np.inf
-    firsts = np.searchsorted(number, np.arange(len(best)))
-    least: list[float] = np.minimum.reduceat(part, firsts).tolist()
-    return least
 
 
 def _cpu_units(kind: Kind, cpus: int) -> int:
@@ -223,21 +216,17 @@ def offers(jobs: Sequence[Job], kinds: Sequence[Kind], margin: float) -> list[Ro
     """Return the options of each job, all its GPUs on one node; jobs that are alike share a row."""
     every = tuple(kinds)
     keys = {gpus: repr((every, gpus, margin)) for gpus in {job.gpus for job in jobs}}  # a string keeps its hash
-    rows = {gpus: [_unmeasured(kind, gpus) for kind in kinds] for gpus in keys}
+    rows = {gpus: [unmeasured(kind, gpus) if gpus <= kind.gpus else None for kind in kinds] for gpus in keys}
     missing: dict[int, dict[Profile, None]] = {}
     for job in jobs:
         if job.profile is not None and keys[job.gpus] not in job.profile.derived:
             missing.setdefault(job.gpus, {})[job.profile] = None
     for gpus, profiles in missing.items():
-        _derive_rows(list(profiles), every, gpus, margin, keys[gpus])
+        names = [derive(profiles, kind, gpus, margin) if gpus <= kind.gpus else None for kind in kinds]
+        for profile in profiles:
+            derived = profile.derived
+            derived[keys[gpus]] = [None if name is None else derived[name] for name in names]
     return [rows[job.gpus] if job.profile is None else job.profile.derived[keys[job.gpus]] for job in jobs]
-
-
-def _derive_rows(profiles: Sequence[Profile], kinds: Sequence[Kind], gpus: int, margin: float, name: str) -> None:
-    keys = [derive(profiles, kind, gpus, margin) if gpus <= kind.gpus else None for kind in kinds]
-    for profile in profiles:
-        derived = profile.derived
-        derived[name] = [None if key is None else derived[key] for key in keys]
 
 
 def part(profile: Profile | None, kind: Kind, gpus: int, margin: float) -> Options:
@@ -247,7 +236,3 @@ def part(profile: Profile | None, kind: Kind, gpus: int, margin: float) -> Optio
     derive((profile,), kind, gpus, margin)
     found: Options = profile.derived[kind, gpus, margin]
     return found
-
-
-def _unmeasured(kind: Kind, gpus: int) -> Options | None:
-    return unmeasured(kind, gpus) if gpus <= kind.gpus else None

@@ -18,19 +18,18 @@ def tune(case: Case) -> Plan:
     theirs. Each round packs from empty servers.
     """
     packing = Packing(case.servers, partial(sound_table, margin=case.margin))
-    for job in sorted(case.jobs[: case.runnable], key=lambda job: _size(packing, case, job)):
+
+    def size(job: Job) -> tuple[float, ...]:
+        tables = [table for table in packing.asks.best(job, wanted_type(case, job)).take if table]
+        cpus = max((table[-1].cpus for table in tables), default=0)
+        memory_mb = max((table[-1].memory_mb for table in tables), default=0)
+        return -job.gpus, -cpus, -memory_mb, *job.key
+
+    for job in sorted(case.jobs[: case.runnable], key=size):
         gpu_type = wanted_type(case, job)
         if not place(packing, job, packing.asks.best(job, gpu_type)) and gpu_type:
             place(packing, job, packing.asks.best(job))
     return packing.plan()
-
-
-def _size(packing: Packing, case: Case, job: Job) -> tuple[float, ...]:
-    """Return the sort key: GPUs, CPUs and memory wanted, descending; then the job's key."""
-    tables = [table for table in packing.asks.best(job, wanted_type(case, job)).take if table]
-    cpus = max((table[-1].cpus for table in tables), default=0)
-    memory_mb = max((table[-1].memory_mb for table in tables), default=0)
-    return -job.gpus, -cpus, -memory_mb, *job.key
 
 
 def place(packing: Packing, job: Job, wanted: Ask) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from cadenza.policies.core.model import Job, JobKey
-from cadenza.policies.ordering.ranking import Queue, Ranking, work_left
-from cadenza.policies.ordering.sort_keys import arrival, progress_of
+from cadenza.policies.ordering.ranking import Queue, Ranking, arrival, progress_of, work_left
 
 
 def ftf_coded(queue: Queue) -> Ranking:
@@ -14,14 +13,11 @@ def ftf_coded(queue: Queue) -> Ranking:
     published figures.
     """
 
-    def key(job: Job) -> tuple[float, tuple[float, JobKey]]:
-        return _ratio(job, queue), arrival(job)
+    def ratio(job: Job) -> tuple[float, tuple[float, JobKey]]:
+        total = progress_of(job).total_s
+        if total is None:
+            return float("inf"), arrival(job)
+        left = work_left(job, queue.now_s, profiled=queue.profiled)
+        return (queue.now_s - job.submit_s + left) / max(total, 1e-9), arrival(job)
 
-    return Ranking(tuple(sorted(queue.jobs, key=key)))
-
-
-def _ratio(job: Job, queue: Queue) -> float:
-    total = progress_of(job).total_s
-    if total is None:
-        return float("inf")
-    return (queue.now_s - job.submit_s + work_left(job, queue)) / max(total, 1e-9)
+    return Ranking(tuple(sorted(queue.jobs, key=ratio)))

@@ -9,6 +9,7 @@ from cadenza.policies.allocation.free_resources import Totals, starves
 from cadenza.policies.allocation.greedy import greedy
 from cadenza.policies.allocation.problem import Case, Plan
 from cadenza.policies.core.model import Job
+from cadenza.policies.ordering.ranking import work_left
 
 
 def tetris_coded(case: Case) -> Plan:
@@ -21,17 +22,6 @@ def tetris_coded(case: Case) -> Plan:
 
     def work(job: Job) -> tuple[bool, float]:
         need = static_need(job.profile, totals.kinds, job.gpus)
-        return not starves(job, case.now_s), sum(totals.shares(job.gpus, need)) * _time_left(job, case.now_s)
+        return not starves(job, case.now_s), sum(totals.shares(job.gpus, need)) * work_left(job, case.now_s)
 
     return greedy(replace(case, jobs=tuple(sorted(case.jobs, key=work))))
-
-
-def _time_left(job: Job, now_s: float) -> float:
-    """Return the seconds that a job still needs; infinite when they are unknown."""
-    progress = job.progress
-    left = progress.remaining(now_s) if progress is not None else None
-    if progress is None or left is None:
-        return float("inf")
-    if job.profile is None:
-        return left
-    return left / (progress.speed if progress.running else job.profile.best_speed)

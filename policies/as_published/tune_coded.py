@@ -81,8 +81,13 @@ def _make_room(packing: Packing, ask: Ask, server: int, count: int) -> None:
     cpus, memory_mb = packing.missing(ask, server, count)
     if cpus <= 0 and memory_mb <= 0:
         return
+
+    def greed(number: int) -> tuple[int, float, float]:
+        servers, cpus_per_gpu, memory_per_gpu = packing.size(number)
+        return servers, -cpus_per_gpu, -memory_per_gpu
+
     jobs = packing.on[server]
-    jobs.sort(key=lambda number: _greed(packing, number))
+    jobs.sort(key=greed)
     for walked, number in enumerate(jobs, 1):
         excess = packing.excess(number, server)
         cpus -= max(excess.cpus, 0)
@@ -91,9 +96,3 @@ def _make_room(packing: Packing, ask: Ask, server: int, count: int) -> None:
             packing.drop(jobs[:walked])
             return
     packing.drop(jobs)
-
-
-def _greed(packing: Packing, number: int) -> tuple[int, float, float]:
-    """Return a walk's sort key of a job."""
-    servers, cpus, memory_mb = packing.size(number)
-    return servers, -cpus, -memory_mb

@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from cadenza.policies.core.model import Job
-from cadenza.policies.ordering.ranking import Queue, Ranking
-from cadenza.policies.ordering.sort_keys import arrival
+from cadenza.policies.ordering.ranking import Queue, Ranking, arrival
 
 CHARGE_S = 300.0
 """Usage that a ranked job adds to its user, in seconds for each GPU: the usual length of a round."""
@@ -23,10 +22,16 @@ def fairshare(queue: Queue) -> Ranking:
     ``{"physics": 2, "physics/ann": 1}``; jobs without an account have the account ``""`` and the key ``/user``. An
     account without usage has the sum of its users'; who has no shares entry has 1; who has 0 shares goes last.
     """
-    usage = {**_totals(queue.usage), **queue.usage}
-    accounts = {
-        account: _take_turns(people, usage, queue.shares) for account, people in sorted(_by_owner(queue).items())
-    }
+    people: defaultdict[str, defaultdict[str, list[Job]]] = defaultdict(lambda: defaultdict(list))
+    for job in sorted(queue.jobs, key=arrival):
+        people[job.account][f"{job.account}/{job.user}"].append(job)
+    usage: defaultdict[str, float] = defaultdict(float)
+    for key in sorted(queue.usage):
+        account, slash, _ = key.rpartition("/")
+        if slash:
+            usage[account] += queue.usage[key]
+    usage.update(queue.usage)
+    accounts = {account: _take_turns(people[account], usage, queue.shares) for account in sorted(people)}
     return Ranking(tuple(_take_turns(accounts, usage, queue.shares)))
 
 
@@ -47,21 +52,3 @@ def _take_turns(
             used += job.gpus * CHARGE_S
     keyed.sort()  # keys are unique: jobs themselves are never compared
     return [entry[-1] for entry in keyed]
-
-
-def _by_owner(queue: Queue) -> dict[str, dict[str, list[Job]]]:
-    """Return the jobs by account, then by ``account/user``, in order of arrival."""
-    found: defaultdict[str, defaultdict[str, list[Job]]] = defaultdict(lambda: defaultdict(list))
-    for job in sorted(queue.jobs, key=arrival):
-        found[job.account][f"{job.account}/{job.user}"].append(job)
-    return {account: dict(people) for account, people in found.items()}
-
-
-def _totals(usage: Mapping[str, float]) -> dict[str, float]:
-    """Return for each account the sum of its users' usage."""
-    sums: defaultdict[str, float] = defaultdict(float)
-    for key in sorted(usage):
-        account, slash, _ = key.rpartition("/")
-        if slash:
-            sums[account] += usage[key]
-    return dict(sums)

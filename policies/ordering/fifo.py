@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cadenza.policies.ordering.ranking import Queue, Ranking
-from cadenza.policies.ordering.sort_keys import arrival
+from cadenza.policies.ordering.ranking import Queue, Ranking, arrival
 
 
 def fifo(queue: Queue) -> Ranking:

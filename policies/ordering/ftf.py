@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from cadenza.policies.core.model import Job, JobKey
-from cadenza.policies.ordering.ranking import Queue, Ranking
-from cadenza.policies.ordering.sort_keys import arrival, progress_of
+from cadenza.policies.core.model import Job
+from cadenza.policies.ordering.ranking import Queue, Ranking, arrival, progress_of
 
 UNKNOWN_S = 3600.0
 """Smallest work assumed of a job with unknown work, seconds."""
@@ -13,11 +12,7 @@ UNKNOWN_S = 3600.0
 def ftf(queue: Queue) -> Ranking:
     """Order by finish-time fairness rho, the worst, which is the largest, first; see ``rho``."""
     crowd = contention(queue)
-
-    def key(job: Job) -> tuple[float, tuple[float, JobKey]]:
-        return -rho(job, queue.now_s, crowd), arrival(job)
-
-    return Ranking(tuple(sorted(queue.jobs, key=key)))
+    return Ranking(tuple(sorted(queue.jobs, key=lambda job: (-rho(job, queue.now_s, crowd), arrival(job)))))
 
 
 def contention(queue: Queue) -> float:

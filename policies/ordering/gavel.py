@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import log2
 
 import numpy as np
@@ -10,8 +10,7 @@ import numpy as np
 from cadenza.policies.core.model import Job
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.ordering.max_min_lp import Floats, time_shares
-from cadenza.policies.ordering.ranking import Queue, Ranking
-from cadenza.policies.ordering.sort_keys import arrival, progress_of
+from cadenza.policies.ordering.ranking import Queue, Ranking, arrival, progress_of
 
 MAX_CLASSES = 256
 """Above so many classes of jobs, relative speeds are rounded so that some become equal."""
@@ -44,12 +43,18 @@ def gavel(queue: Queue) -> Ranking:
     if not jobs or not types:
         return Ranking(tuple(jobs))
     capacity = np.array([float(queue.gpus[name]) for name in types])
+    # 1. The share of time that each job is to have on each type, from that of its class.
     classes, member = _classify(jobs, types)
-    shares = _shares(classes, member, capacity)
-    priority = _priority(shares[member], _received(jobs, types, queue.now_s))
+    shares = _shares(classes, member, capacity)[member]
+    # 2. The pairs (job, type) with a share, highest priority first; ties: larger share, earlier arrival, type.
+    priority = shares / np.maximum(_received(jobs, types, queue.now_s), LEAST_TIME)
+    job, kind = np.nonzero(shares)
+    order = np.lexsort((kind, job, -shares[job, kind], -priority[job, kind]))
     left = [queue.gpus[name] for name in types]
-    chosen = _assign(jobs, _by_priority(shares[member], priority), left)
-    waiting = _waiting(priority, chosen)
+    chosen = _assign(jobs, list(zip(job[order].tolist(), kind[order].tolist(), strict=True)), left)
+    # 3. The jobs without a choice, by their highest priority, then arrival.
+    queued = np.argsort(-priority.max(axis=1), kind="stable").tolist()
+    waiting = [index for index in queued if index not in chosen]
     chosen |= _use_up(jobs, waiting, [classes[number][0] for number in member], left)
     rest = (index for index in waiting if index not in chosen)
     ranked = tuple(jobs[index] for index in (*chosen, *rest))
@@ -66,7 +71,10 @@ def _classify(jobs: Sequence[Job], types: Sequence[str]) -> tuple[list[Class], l
     for step in ROUNDING:
         if len(set(keys)) <= MAX_CLASSES:
             break
-        rounded = {profile: tuple(_round(speed, step) for speed in speeds) for profile, speeds in exact.items()}
+        rounded = {
+            profile: tuple(2.0 ** (round(log2(max(speed, 1e-9)) / step) * step) for speed in speeds)
+            for profile, speeds in exact.items()
+        }
         keys = [(rounded[job.profile], job.gpus) for job in jobs]
     classes = sorted(set(keys))
     number = {key: index for index, key in enumerate(classes)}
@@ -85,16 +93,11 @@ def _speeds(jobs: Sequence[Job], types: Sequence[str]) -> dict[Profile | None, t
     return found
 
 
-def _round(speed: float, step: float) -> float:
-    return float(2.0 ** (round(log2(max(speed, 1e-9)) / step) * step))
-
-
 def _shares(classes: Sequence[Class], member: Sequence[int], capacity: Floats) -> Floats:
     """Return X[class, type]; noise is 0."""
     speeds = np.array([speeds for speeds, _ in classes])
     gpus = np.array([float(gpus) for _, gpus in classes])
-    counts = np.bincount(member, minlength=len(classes)).astype(float)
-    shares = time_shares(speeds, gpus, counts, capacity)
+    shares = time_shares(speeds, gpus, np.bincount(member, minlength=len(classes)).astype(float), capacity)
     return np.where(shares < LEAST_SHARE, 0.0, shares)
 
 
@@ -112,17 +115,6 @@ def _received(jobs: Sequence[Job], types: Sequence[str], now_s: float) -> Floats
     return received
 
 
-def _priority(shares: Floats, received: Floats) -> Floats:
-    return np.asarray(shares / np.maximum(received, LEAST_TIME))
-
-
-def _by_priority(shares: Floats, priority: Floats) -> list[tuple[int, int]]:
-    """Return the pairs (job, type) with X > 0, highest priority first; ties: larger X, earlier arrival, type."""
-    job, kind = np.nonzero(shares)
-    order = np.lexsort((kind, job, -shares[job, kind], -priority[job, kind]))
-    return list(zip(job[order].tolist(), kind[order].tolist(), strict=True))
-
-
 def _assign(jobs: Sequence[Job], order: Sequence[tuple[int, int]], left: list[int]) -> dict[int, int]:
     """Return the type of each job that runs, in the order in which they are chosen, and take it from ``left``."""
     chosen: dict[int, int] = {}
@@ -133,12 +125,6 @@ def _assign(jobs: Sequence[Job], order: Sequence[tuple[int, int]], left: list[in
             if not any(left):
                 break
     return chosen
-
-
-def _waiting(priority: Floats, chosen: Mapping[int, int]) -> list[int]:
-    """Return the jobs without a choice, by their highest priority, then arrival."""
-    best = priority.max(axis=1)
-    return [index for index in np.argsort(-best, kind="stable").tolist() if index not in chosen]
 
 
 def _use_up(

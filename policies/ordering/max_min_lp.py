@@ -57,7 +57,9 @@ def _fill(rates: Floats, demand: Floats, capacity: Floats) -> Floats:
     floors = np.zeros(len(rates))
     rising = np.ones(len(rates), dtype=bool)
     for _ in range(LEVELS):
-        found = _raise(rates, demand, capacity, floors, rising)
+        # Maximize the level that all rising classes reach while the others keep their floors.
+        objective = np.append(np.zeros(rates.size), -1.0)
+        found = _solve(objective, rates, demand, capacity, np.where(rising, 0.0, floors), rising)
         level = found.x[-1]
         # A positive price says that the class is at the level in every optimum: it cannot rise further.
         full = rising & (-found.ineqlin.marginals[: len(rates)] > SLACK)
@@ -65,22 +67,10 @@ def _fill(rates: Floats, demand: Floats, capacity: Floats) -> Floats:
         rising &= ~full
         if not rising.any() or not full.any():
             break
-    if rising.any():
-        found = _spend(rates, demand, capacity, floors)
+    if rising.any():  # maximize the sum over all jobs while every class keeps its floor
+        objective = np.append((-rates * demand[:, None] / demand.sum()).ravel(), 0.0)
+        found = _solve(objective, rates, demand, capacity, floors, np.zeros(len(rates), dtype=bool))
     return np.asarray(found.x[:-1]).reshape(rates.shape).clip(0.0, 1.0)
-
-
-def _raise(rates: Floats, demand: Floats, capacity: Floats, floors: Floats, rising: Flags) -> OptimizeResult:
-    """Maximize the level that all rising classes reach while the others keep their floors."""
-    objective = np.zeros(rates.size + 1)
-    objective[-1] = -1.0
-    return _solve(objective, rates, demand, capacity, np.where(rising, 0.0, floors), rising)
-
-
-def _spend(rates: Floats, demand: Floats, capacity: Floats, floors: Floats) -> OptimizeResult:
-    """Maximize the sum over all jobs while every class keeps its floor."""
-    weights = rates * demand[:, None] / demand.sum()
-    return _solve(np.append(-weights.ravel(), 0.0), rates, demand, capacity, floors, np.zeros(len(rates), dtype=bool))
 
 
 def _solve(

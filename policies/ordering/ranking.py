@@ -1,12 +1,16 @@
-"""The input and output of an ordering: the jobs that want GPUs, and their ranking."""
+"""The input and output of an ordering, the sort keys that several share, and a bound on waiting over any of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TypeAlias
 
-from cadenza.policies.core.model import Job, JobKey
+from cadenza.policies.core.model import Job, JobKey, Progress
+
+arrival: Callable[[Job], tuple[float, JobKey]] = attrgetter("submit_s", "key")
+"""The order of arrival, which breaks every tie: submission, then job id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +43,53 @@ class Ranking:
 Order: TypeAlias = Callable[[Queue], Ranking]
 
 
-def work_left(job: Job, queue: Queue) -> float:
+def work_left(job: Job, now_s: float, *, profiled: bool = True) -> float:
     """Return the seconds a job still needs at the speed it can expect; infinite when its work is unknown.
 
     A running job goes on at its present speed, a waiting one at its best; at its proportional share where the
     allocation gives no more (Synergy's simulator, SRTF).
     """
     progress = job.progress
-    left = progress.remaining(queue.now_s) if progress is not None else None
+    left = progress.remaining(now_s) if progress is not None else None
     if progress is None or left is None:
         return float("inf")
-    if not queue.profiled or job.profile is None:
+    if not profiled or job.profile is None:
         return left
     speed = progress.speed if progress.running else job.profile.best_speed
     return left / speed if speed > 0 else float("inf")
+
+
+def progress_of(job: Job) -> Progress:
+    """Return the progress of a job; a job without a record has not run and its work is unknown."""
+    return job.progress if job.progress is not None else Progress(at_s=job.submit_s)
+
+
+def attained_service(job: Job, now_s: float) -> float:
+    """Return a job's attained GPU service: GPUs times the seconds that it has had them (Tiresias, NSDI'19 §3)."""
+    return progress_of(job).attained(now_s) * job.gpus
+
+
+def waited(job: Job, now_s: float) -> float:
+    """Return the seconds since a job last ran, or was submitted when it never did; 0 while it runs."""
+    progress = progress_of(job)
+    if progress.running:
+        return 0.0
+    since = progress.ran_s if progress.ran_s is not None else job.submit_s
+    return max(now_s - since, 0.0)
+
+
+def starving_first(ranking: Ranking, queue: Queue, bound_s: float) -> Ranking:
+    """Return the ranking with jobs that have waited for more than ``bound_s`` seconds first, longest wait first.
+
+    A wait counts from when the job last ran, or from its submission; a running job never starves. The others keep
+    their order, and chosen GPU types stay (Synergy's simulator does this with 1000 h, except for FIFO).
+    """
+    starving = sorted(
+        (job for job in ranking.jobs if waited(job, queue.now_s) > bound_s),
+        key=lambda job: (-waited(job, queue.now_s), arrival(job)),
+    )
+    if not starving:
+        return ranking
+    keys = {job.key for job in starving}
+    others = (job for job in ranking.jobs if job.key not in keys)
+    return Ranking((*starving, *others), ranking.gpu_type)

@@ -13,8 +13,7 @@ from strategies import GPU_TYPES, NOW, queues
 from cadenza.policies.core.model import Progress
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.ordering.ftf import UNKNOWN_S, contention, rho
-from cadenza.policies.ordering.ranking import Queue, Ranking
-from cadenza.policies.ordering.starvation import starving_first
+from cadenza.policies.ordering.ranking import Queue, Ranking, starving_first
 from cadenza.policies.ordering.tiresias import PROMOTE_KNOB, THRESHOLDS, level
 from cadenza.policies.registry import ENTRIES, ordering
 

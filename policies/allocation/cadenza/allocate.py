@@ -26,6 +26,7 @@ MAX_EXTRA_EVALUATIONS = 2000
 """Most that newcomers add together."""
 
 
+@uncollected()
 def cadenza(case: Case) -> Plan:
     """Place and divide so that the sum of speeds is high and no job is slower than with its proportional share.
 
@@ -34,25 +35,6 @@ def cadenza(case: Case) -> Plan:
     dynamic programming; jobs change places between nodes while the sum gains more within ``horizon_s`` than moving
     costs. All runnable jobs are placed, one with several GPUs on one node where that is possible.
     """
-    with uncollected():
-        return _planned(case)
-
-
-def warm() -> None:
-    """Compile everything on a small case; without numba there is nothing to compile."""
-    profile = Profile("warm", 1.0, (1.0, 3.0, 6.0), (20.0, 62.5), ((0.5, 0.5), (1.0, 1.0), (1.5, 2.0)))
-    servers = tuple(Server(f"n{number}", 4, 12, 256000) for number in range(3))
-    jobs = tuple(
-        Job(JobKey(number, 0), "", "", "", "", "PENDING", gpus, 3 * gpus, 0, 1, 0.0, profile=profile)
-        for number, gpus in enumerate((1, 1, 2, 1, 1, 4))
-    )
-    started = cadenza(Case(0.0, servers, jobs, len(jobs))).placements
-    running = [replace(job, state="RUNNING", placement=started[job.key]) for job in jobs[1:]]
-    newcomer = replace(jobs[0], key=JobKey(len(jobs), 0))
-    cadenza(Case(0.0, servers, (*running, newcomer), len(jobs)))
-
-
-def _planned(case: Case) -> Plan:
     if not case.runnable or not case.servers:
         return Plan({})
     assignment = Assignment(case)
@@ -75,6 +57,20 @@ def _planned(case: Case) -> Plan:
     for job in assignment.parts:
         level(arrays, job)
     return plan_of(arrays)
+
+
+def warm() -> None:
+    """Compile everything on a small case; without numba there is nothing to compile."""
+    profile = Profile("warm", 1.0, (1.0, 3.0, 6.0), (20.0, 62.5), ((0.5, 0.5), (1.0, 1.0), (1.5, 2.0)))
+    servers = tuple(Server(f"n{number}", 4, 12, 256000) for number in range(3))
+    jobs = tuple(
+        Job(JobKey(number, 0), "", "", "", "", "PENDING", gpus, 3 * gpus, 0, 1, 0.0, profile=profile)
+        for number, gpus in enumerate((1, 1, 2, 1, 1, 4))
+    )
+    started = cadenza(Case(0.0, servers, jobs, len(jobs))).placements
+    running = [replace(job, state="RUNNING", placement=started[job.key]) for job in jobs[1:]]
+    newcomer = replace(jobs[0], key=JobKey(len(jobs), 0))
+    cadenza(Case(0.0, servers, (*running, newcomer), len(jobs)))
 
 
 def _moves(case: Case, jobs: int) -> int:
@@ -110,16 +106,11 @@ def _assign_gangs(
         leavers = make_room(assignment, item, moves)
         moves -= sum(assignment.home[one] >= 0 for one in leavers or ())
         out += leavers or ()
-        if leavers is None:
-            _assign_anyhow(assignment, item)
+        if leavers is None:  # a node that the ordering did not want, or several nodes
+            assignment.allow(item)
+            if assign_evenly(assignment, [item], [item], tight=True):
+                span(assignment, item)
     return out
-
-
-def _assign_anyhow(assignment: Assignment, item: int) -> None:
-    """Seat a job where the ordering did not want it, or on several nodes."""
-    assignment.allow(item)
-    if assign_evenly(assignment, [item], [item], tight=True):
-        span(assignment, item)
 
 
 def _assign_choosy(assignment: Assignment, singles: list[int], *, everyone: bool) -> list[int]:

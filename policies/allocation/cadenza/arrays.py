@@ -1,4 +1,4 @@
-"""A assignment as the division's arrays: options laid end to end, values as whole numbers."""
+"""An assignment as the division's arrays: options laid end to end, values as whole numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,16 @@ class Arrays:
         self.cpus = table[CPUS].astype(np.int64)
         self.memory_mb = table[MEMORY_MB].astype(np.int64)
         self.field = self._field(table, at)
-        self.levels = {job: [self._level(job, *level) for level in found] for job, found in levels.items()}
+        self.levels = {
+            job: [
+                Level(
+                    round(speed * self.scale * assignment.weight(job)),
+                    tuple((int(self._ends[at]), int(self._ends[at + 1])) for at in tables),
+                )
+                for speed, tables in found
+            ]
+            for job, found in levels.items()
+        }
         self.nodes = _nodes(assignment)
         for job, found in self.levels.items():
             self.choose(job, found[0])
@@ -93,6 +102,8 @@ class Arrays:
         highest = np.append(np.maximum.reduceat(value, self._ends[:-1]) if len(value) else value, NEVER)
         best = highest[at]  # number -1 is the last one
         home = np.array(self.assignment.home, dtype=np.int32)
+        costs = self.assignment.case.costs
+        moved = np.where(home >= 0, best.max(axis=1, initial=0), 0)
         return Field(
             width,
             size,
@@ -103,19 +114,9 @@ class Arrays:
             best.astype(np.int32),
             np.array(self.assignment.gpus, dtype=np.int32),
             home,
-            self._costs(home, best),
+            np.ceil(moved * (costs.move_s / costs.horizon_s)).astype(np.int64),  # as ``Assignment.price``
             np.arange(len(home)) >= len(self.assignment.jobs),
         )
-
-    def _costs(self, home: Ints, best: Longs) -> Longs:
-        """Return what moving each item must gain, as ``Assignment.price``."""
-        costs = self.assignment.case.costs
-        most = np.where(home >= 0, best.max(axis=1, initial=0), 0)
-        return np.ceil(most * (costs.move_s / costs.horizon_s)).astype(np.int64)
-
-    def _level(self, job: int, speed: float, tables: list[int]) -> Level:
-        spans = tuple((int(self._ends[at]), int(self._ends[at + 1])) for at in tables)
-        return Level(round(speed * self.scale * self.assignment.weight(job)), spans)
 
     def choose(self, job: int, level: Level) -> None:
         """Let a job on several nodes run at a speed."""

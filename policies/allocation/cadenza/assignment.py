@@ -8,8 +8,6 @@ from operator import attrgetter
 
 from cadenza.policies.allocation.pareto import Row, kinds, offers, part
 from cadenza.policies.allocation.problem import Case
-from cadenza.policies.core.model import Job
-from cadenza.policies.core.profile import Profile
 
 
 class Assignment:
@@ -23,7 +21,8 @@ class Assignment:
         self.case = case
         self.servers = sorted(case.servers)
         self.jobs = sorted(case.jobs[: case.runnable], key=attrgetter("key"))
-        kind_of = kinds(self.servers, _measured(self.jobs))
+        profiles = {job.profile for job in self.jobs if job.profile is not None}
+        kind_of = kinds(self.servers, profiles.union(*(profile.siblings.values() for profile in profiles)))
         self.kinds = list(kind_of.values())
         numbers = {shape: number for number, shape in enumerate(kind_of)}
         self.kind_of = [numbers[server[1:]] for server in self.servers]
@@ -41,15 +40,15 @@ class Assignment:
         """By item: its options by kind; None where it may not sit."""
         self.types = {kind.gpu_type for kind in self.kinds}
         if case.gpu_type and len(self.types) > 1:
-            self.rows = [self._allowed_row(item) for item in range(len(self.jobs))]
+            self.rows = [
+                [options if self.may(item, kind) else None for kind, options in enumerate(row)]
+                for item, row in enumerate(self.rows)
+            ]
 
     def may(self, item: int, kind: int) -> bool:
         """Return whether the ordering lets a job use a kind of node; a type that no node has is no restriction."""
         want = self.case.gpu_type.get(self.jobs[item].key, "") if self.case.gpu_type else ""
         return not want or want not in self.types or self.kinds[kind].gpu_type == want
-
-    def _allowed_row(self, item: int) -> Row:
-        return [options if self.may(item, kind) else None for kind, options in enumerate(self.rows[item])]
 
     def allow(self, item: int) -> None:
         """Let a job use every kind of node: those that the ordering chose are full."""
@@ -103,10 +102,3 @@ class Assignment:
         """Take a job off its several nodes; its parts stay as items that sit nowhere."""
         for item in self.parts.pop(job):
             self.unassign(item)
-
-
-def _measured(jobs: Iterable[Job]) -> set[Profile]:
-    """Return the profiles of jobs, on all GPU types; only what they have in common may be read off."""
-    found = {job.profile for job in jobs if job.profile is not None}
-    siblings = [profile.siblings.values() for profile in found if profile.siblings]
-    return found.union(*siblings)

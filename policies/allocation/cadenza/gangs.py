@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from heapq import nsmallest
 
@@ -14,23 +15,19 @@ CANDIDATES = 16
 def reunite(assignment: Assignment, moves: int) -> int:
     """Bring running jobs from several nodes together on one that has room, and return how many moves are left."""
     for job in sorted(assignment.parts):
+        own: Counter[int] = Counter()
+        for item in assignment.parts[job]:
+            own[assignment.where[item]] += assignment.gpus[item]
         fits = [
-            node for node in range(len(assignment.servers)) if _with_own(assignment, job, node) >= assignment.gpus[job]
+            node
+            for node, free in enumerate(assignment.free)
+            if free + own[node] >= assignment.gpus[job] and assignment.rows[job][assignment.kind_of[node]] is not None
         ]
-        fits = [node for node in fits if assignment.rows[job][assignment.kind_of[node]] is not None]
         if moves > 0 and fits and assignment.price(job) < assignment.case.costs.span * assignment.best(job):
-            own = {assignment.where[item] for item in assignment.parts[job]}
             assignment.join(job)
             assignment.assign(job, min(fits, key=lambda node: (node not in own, assignment.free[node], node)))
             moves -= 1
     return moves
-
-
-def _with_own(assignment: Assignment, job: int, node: int) -> int:
-    """Return the GPUs that a job could have on a node, its own there included."""
-    return assignment.free[node] + sum(
-        assignment.gpus[item] for item in assignment.parts[job] if assignment.where[item] == node
-    )
 
 
 def make_room(assignment: Assignment, job: int, moves: int) -> list[int] | None:
@@ -39,9 +36,11 @@ def make_room(assignment: Assignment, job: int, moves: int) -> list[int] | None:
     The others find free GPUs elsewhere. What their moves cost must be less than what the network would cost the job.
     """
     gpus, gain = assignment.gpus[job], assignment.case.costs.span * assignment.best(job)
+    usable = [node for node, kind in enumerate(assignment.kind_of) if assignment.rows[job][kind] is not None]
+    roomy = nsmallest(CANDIDATES, usable, key=lambda node: (-assignment.free[node], node))
     rooms = [
         (sum(assignment.price(item) for item in out if assignment.home[item] >= 0), node, out)
-        for node in _roomy(assignment, job)
+        for node in roomy
         if (out := _leavers(assignment, node, gpus - assignment.free[node])) is not None and len(out) <= moves
     ]
     if not rooms or min(rooms)[0] >= gain:
@@ -51,12 +50,6 @@ def make_room(assignment: Assignment, job: int, moves: int) -> list[int] | None:
         assignment.unassign(item)
     assignment.assign(job, node)
     return out
-
-
-def _roomy(assignment: Assignment, job: int) -> list[int]:
-    usable = [options is not None for options in assignment.rows[job]]
-    nodes = (node for node, kind in enumerate(assignment.kind_of) if usable[kind])
-    return nsmallest(CANDIDATES, nodes, key=lambda node: (-assignment.free[node], node))
 
 
 def _leavers(assignment: Assignment, node: int, missing: int) -> list[int] | None:
@@ -69,14 +62,11 @@ def _leavers(assignment: Assignment, node: int, missing: int) -> list[int] | Non
 
 def span(assignment: Assignment, job: int) -> None:
     """Put a job on several nodes, as few as possible, of one GPU type where that has enough free GPUs."""
-    usable = [
-        node for node, free in enumerate(assignment.free) if free > 0 and assignment.may(job, assignment.kind_of[node])
-    ]
-    if sum(assignment.free[node] for node in usable) < assignment.gpus[job]:
-        usable = [node for node, free in enumerate(assignment.free) if free > 0]
-    assignment.split(
-        job, _spots(assignment, assignment.gpus[job], _of_one_type(assignment, usable, assignment.gpus[job]))
-    )
+    gpus, free = assignment.gpus[job], [node for node, count in enumerate(assignment.free) if count > 0]
+    usable = [node for node in free if assignment.may(job, assignment.kind_of[node])]
+    if sum(assignment.free[node] for node in usable) < gpus:
+        usable = free
+    assignment.split(job, _spots(assignment, gpus, _of_one_type(assignment, usable, gpus)))
 
 
 def _of_one_type(assignment: Assignment, nodes: Sequence[int], gpus: int) -> Sequence[int]:

@@ -214,13 +214,6 @@ def _join(field: Field, kind: int, item: int, table: Ints) -> int:
 
 
 @_compiled
-def _away(field: Field, item: int, source: int, target: int) -> int:
-    """Return 1 for an item that leaves home, -1 for one that comes back, else 0."""
-    home = field.home[item]
-    return 0 if home < 0 else int(home != target) - int(home != source)
-
-
-@_compiled
 def _side(field: Field, nodes: Nodes, source: int, target: int, side: Longs) -> int:
     """Write what matters of each item of ``source`` that may go to ``target``, and last of none; return how many.
 
@@ -230,7 +223,8 @@ def _side(field: Field, nodes: Nodes, source: int, target: int, side: Longs) -> 
     for at in range(nodes.filled[source]):
         item = nodes.items[source, at]
         if not field.fixed[item]:
-            away = _away(field, item, source, target)
+            home = field.home[item]
+            away = 0 if home < 0 else int(home != target) - int(home != source)
             side[0, loose] = at
             side[1, loose] = field.gpus[item]
             side[2, loose] = away
@@ -249,10 +243,8 @@ def _best_exchange(field: Field, nodes: Nodes, node: int, search: Search) -> tup
     kind, count = nodes.kind[node], nodes.filled[node]
     top = field.size[kind] - 1
     mine, sides = search.tables[search.slot[node]], np.zeros((2, 5, nodes.items.shape[1] + 1), np.int64)
-    (places, gpus, away, cost, best), (places_there, gpus_there, away_there, cost_there, best_there) = (
-        sides[0],
-        sides[1],
-    )
+    places, gpus, away, cost, best = sides[0]
+    places_there, gpus_there, away_there, cost_there, best_there = sides[1]
     for partner in search.partners:
         if partner == node:
             continue

@@ -1,4 +1,4 @@
-"""The outcome of a assignment as a plan: every node divided, who has what, and why where it is not obvious."""
+"""The outcome of an assignment as a plan: every node divided, who has what, and why where it is not obvious."""
 
 from __future__ import annotations
 
@@ -80,13 +80,10 @@ def _reasons(assignment: Assignment) -> dict[JobKey, str]:
     reasons = {}
     for job, home, node in zip(assignment.jobs, assignment.home, assignment.where, strict=False):
         if home not in (-1, node):
-            reasons[job.key] = _why_moved(assignment, home, node)
+            target = assignment.servers[node].name if node >= 0 else "several nodes"
+            way = f"moves from {assignment.servers[home].name} to {target}"
+            reasons[job.key] = f"{way}: together the jobs gain more than the move costs"
     for item, parts in assignment.parts.items():
         job = assignment.jobs[item]
         reasons[job.key] = f"on {len(parts)} nodes: no node has {job.gpus} GPUs for it"
     return reasons
-
-
-def _why_moved(assignment: Assignment, home: int, node: int) -> str:
-    source, target = assignment.servers[home].name, assignment.servers[node].name if node >= 0 else "several nodes"
-    return f"moves from {source} to {target}: together the jobs gain more than the move costs"
