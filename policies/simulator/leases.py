@@ -27,12 +27,12 @@ class Leases:
     Every method changes the leases and returns the jobs that stop and run because of it; the world applies that.
     """
 
-    def __init__(self, nodes: Mapping[str, Node], costs: SimCosts, interference: Pairs, *, check_cpus: bool) -> None:
+    def __init__(self, nodes: Mapping[str, Node], costs: SimCosts, interference: Pairs, *, check_hosts: bool) -> None:
         self._nodes = dict(nodes)
         self._costs = costs
         self._interference = interference
-        self._check_cpus = check_cpus
-        """False where Slurm's books, which are each lane's own, are all that bounds the CPUs of a host's jobs."""
+        self._check_hosts = check_hosts
+        """False where Slurm's books bound the CPUs and memory of a host's jobs; tuning may pass these until a round."""
         self._jobs: dict[JobKey, SimJob] = {}
         self._holders: dict[Gpu, list[SimJob]] = {}
         self._allocated: dict[str, set[int]] = {name: set() for name in nodes}
@@ -244,8 +244,8 @@ class Leases:
                 if times > 1 or not others <= self._jobs[key].packed:
                     raise AssertionError(f"{gpu} has holders {[str(other.key) for other in jobs]}")
         taken: dict[str, tuple[int, int]] = {}
-        for job in self._jobs.values():
-            holds = self._check_cpus and job.lease is not None and job.lease.state == "held"
+        for job in self._jobs.values() if self._check_hosts else ():
+            holds = job.lease is not None and job.lease.state == "held"
             for share in job.placement:
                 host = self._nodes[share.node].host
                 cpus, memory_mb = taken.get(host, (0, 0))

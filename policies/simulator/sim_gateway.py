@@ -170,10 +170,11 @@ class SimGateway:
         job.required_nodes, job.promised = action.nodes, ()
         if action.shares:
             job.cpus = sum(share.cpus for share in action.shares)
-            job.memory_mb = sum(share.memory_mb for share in action.shares)
             job.promised = action.shares
-        if action.resize:
-            job.gpus, job.num_nodes = sum(share.gpus for share in action.shares), len(action.shares)
+            if action.resize:
+                job.gpus, job.num_nodes = sum(share.gpus for share in action.shares), len(action.shares)
+            # Slurm knows memory by node.
+            job.memory_mb = max(share.memory_mb for share in action.shares) * max(job.num_nodes, 1)
         self.world.release(job)
         self.world.start_queued()
 

@@ -42,7 +42,7 @@ class World:
         phased = setup.phased_moves
         self.leases: Leases | None = None
         if setup.lanes > 1 or phased:
-            self.leases = Leases(self.nodes, setup.costs, setup.interference, check_cpus=not phased)
+            self.leases = Leases(self.nodes, setup.costs, setup.interference, check_hosts=not phased)
         self._used = {node.name: [0, 0, 0] for node in nodes}
         self.queue = SlurmQueue(nodes, self._used)
         self._arrivals = sorted(trace, key=lambda job: (job.submit_s, job.id))
