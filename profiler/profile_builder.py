@@ -78,11 +78,15 @@ def conclude(state: State, grid: Sequence[float], subject: Subject) -> Finding:
     law = fit(times)
     cpus = sorted({*(each / gpus for each in grid), subject.share})
     steps = {each: predict(law, times, each) for each in cpus}
-    memory = _memory_axis(state, subject)
+    share_gb, data = subject.reference.memory_gb / subject.reference.gpus, subject.data
+    if data is None:  # one point of memory
+        memory = [min(max(point.memory_gb for point in state.points) * SPARE_MEMORY / gpus, share_gb)]
+    else:
+        axis = {data.memory_gb(part) / gpus for part in PARTS}
+        memory = sorted({*axis, share_gb} if min(axis) < share_gb else axis)
     matrix = [[_time(subject, steps[each], gb) for gb in memory] for each in cpus]
     # A job may leave CPUs idle, so what it can do with fewer it can do with more.
     faster = list(accumulate(matrix, lambda row, more: [min(pair) for pair in zip(row, more, strict=True)]))
-    share_gb = subject.reference.memory_gb / subject.reference.gpus
     unit = min(_time(subject, steps[each], share_gb) for each in cpus if each <= subject.share)
     best = max(points, key=lambda point: point.cpus)
     profile = Profile(
@@ -94,7 +98,9 @@ def conclude(state: State, grid: Sequence[float], subject: Subject) -> Finding:
         reference=subject.reference,
         gpu=subject.gpu_type,
         task=subject.task,
-        storage_mb_s=_storage(subject, [steps[each] for each in cpus], memory),
+        storage_mb_s=()
+        if data is None
+        else tuple(tuple(data.bandwidth_mb_s(steps[each], gb * gpus) for gb in memory) for each in cpus),
         gpu_memory_peak_gb=best.gpu_peak_gb,
         gpu_memory_low_gb=best.gpu_low_gb,
         gpu_utilization=best.gpu_utilization,
@@ -102,27 +108,9 @@ def conclude(state: State, grid: Sequence[float], subject: Subject) -> Finding:
     return Finding(subject, profile, law, times, tuple(_notes(state, subject, times, law)))
 
 
-def _memory_axis(state: State, subject: Subject) -> list[float]:
-    """Return the GB for each GPU of the axis: one point where the data are not known."""
-    share = subject.reference.memory_gb / subject.reference.gpus
-    if subject.data is None:
-        used = max(point.memory_gb for point in state.points) * SPARE_MEMORY / subject.gpus
-        return [min(used, share)]
-    axis = {subject.data.memory_gb(part) / subject.gpus for part in PARTS}
-    return sorted({*axis, share} if min(axis) < share else axis)
-
-
 def _time(subject: Subject, compute_s: float, memory_gb: float) -> float:
     """Return a step's time with memory for each GPU."""
     return compute_s if subject.data is None else subject.data.time_s(compute_s, memory_gb * subject.gpus)
-
-
-def _storage(subject: Subject, steps: Sequence[float], memory: Sequence[float]) -> tuple[tuple[float, ...], ...]:
-    """Return the storage bandwidth that each point can use; empty where the data are not known."""
-    data = subject.data
-    if data is None:
-        return ()
-    return tuple(tuple(data.bandwidth_mb_s(seconds, gb * subject.gpus) for gb in memory) for seconds in steps)
 
 
 def _notes(state: State, subject: Subject, times: dict[float, float], law: Law) -> list[str]:

@@ -70,7 +70,9 @@ class AgentStub:
         """Serve the socket until it has something, at most so long."""
         for key, _ in self._selector.select(max(0.0, seconds)):
             if key.data is None:
-                self._accept()
+                session = self._listener.accept()
+                if session is not None:
+                    self._selector.register(session.sock, selectors.EVENT_READ, session)
             else:
                 self._hear(key.data)
         for session in self._outbox.flush():
@@ -86,11 +88,6 @@ class AgentStub:
         expected = max((rank.local for rank in self.ranks.values()), default=1)
         records = self.records()
         return len(records) >= expected and all(record.iterations for record in records.values())
-
-    def _accept(self) -> None:
-        session = self._listener.accept()
-        if session is not None:
-            self._selector.register(session.sock, selectors.EVENT_READ, session)
 
     def _hear(self, session: Session) -> None:
         """Act on one packet of a process."""
@@ -115,7 +112,8 @@ class AgentStub:
             page.start_at(message.step)
             if self._tuning is not None:
                 page.tune(*self._tuning)
-            self.ranks[pid] = Rank(pid, message.rank, _local(message), page)
+            local = message.local_world_size or (message.world_size if message.hosts == 1 else 1)
+            self.ranks[pid] = Rank(pid, message.rank, local, page)
             self._outbox.post(session, "attached", fds=(page.fd,), state="held", rank=message.rank)
         elif isinstance(message, Detach):
             self._drop(pid)
@@ -131,8 +129,3 @@ class AgentStub:
         self._listener.sessions.pop(session.sock.fileno(), None)
         session.sock.close()
         self._drop(session.peer.pid)
-
-
-def _local(message: Attach) -> int:
-    """Return the ranks of a job on this node: as it says, else all of a job on one node."""
-    return message.local_world_size or (message.world_size if message.hosts == 1 else 1)

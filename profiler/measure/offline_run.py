@@ -118,7 +118,10 @@ class Offline:
             try:
                 probe.ready()
                 while (visit := self._next()) is not None:
-                    self._finished(replace(probe.point(visit.cpus), turn=visit.turn))
+                    point = replace(probe.point(visit.cpus), turn=visit.turn)
+                    self.state.points.append(point)
+                    self._keep()
+                    self._tell(point)
                     if self._request.restart:
                         return
             except Ended:
@@ -152,12 +155,6 @@ class Offline:
         finally:
             run.end()
             self._board.forget()
-
-    def _finished(self, point: Point) -> None:
-        """Keep a point, on the disk too."""
-        self.state.points.append(point)
-        self._keep()
-        self._tell(point)
 
     def _keep(self) -> None:
         self.state.spent_s = self._clock.monotonic() - self._began

@@ -67,7 +67,6 @@ def measure(sides: Sequence[Side], log: Path, clock: Clock, rule: Rule) -> Pair:
 
 
 def _point(probe: Probe) -> Point:
-    """Return one measurement with all CPUs."""
     try:
         return probe.point(float(len(own_cpus())))
     except Ended:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -100,14 +100,23 @@ class Probe:
         began = self.clock.monotonic()
         self.run.give(cpus)
         self.stub.tune(cpus, self.cache_mb)
-        self._warm_up(cpus, began)
+        # 1. Let pass what belongs to the CPUs before: batches read ahead, caches, frequencies.
+        self.read_ahead = max(self.read_ahead, self._ahead(cpus))
+        count = self.rule.warm_up_steps + self.read_ahead
+        limit = began + max(self.rule.most_s, self.rule.start_s)
+        target = self._least(self.stub.records()) + count
+        while self.clock.monotonic() < began + self.rule.warm_up_s or self._least(self.stub.records()) < target:
+            self._wait(limit, f"no {count} steps within {self.rule.start_s:g} s")
+        # 2. Take windows, with the counters of ranks, processes and GPUs before and after.
         watch = Watch(self.devices)
         first, cpu_s = self.stub.records(), self.run.cpu_s()
         windows = self._windows(cpus, began, watch)
         last, used = self.stub.records(), self.run.cpu_s() - cpu_s
         steps = max(1, self._least(last) - self._least(first))
+        # 3. Estimate from the windows without disturbance, where they are enough.
         calm = [window for window in windows if not disturbed(window, cpus, alone=self.alone)]
         clean = settled(calm, self.rule.within)
+        on_gpu = [record for record in last.values() if record.memory_kind == wire.MEMORY_GPU]
         found = estimate(calm if clean or len(calm) >= LEAST_WINDOWS else windows)
         return Point(
             cpus=cpus,
@@ -123,23 +132,14 @@ class Probe:
             stolen=sum(window.stolen for window in windows) / len(windows),
             memory_gb=self.run.memory_gb(),
             ranks=len(last),
-            gpu_peak_gb=_gpu_gb(record.memory_peak for record in _on_gpu(last)),
-            gpu_low_gb=_gpu_gb(record.memory_low for record in _on_gpu(last)),
+            gpu_peak_gb=max((record.memory_peak / 2**30 for record in on_gpu), default=None),
+            gpu_low_gb=max((record.memory_low / 2**30 for record in on_gpu), default=None),
             gpu_utilization=watch.utilization,
         )
 
     def _ahead(self, cpus: float) -> int:
         """Return the batches that a rank with a worker for each of its CPUs reads ahead."""
         return PREFETCH * math.ceil(cpus / max(1, len(self.stub.ranks)))
-
-    def _warm_up(self, cpus: float, began: float) -> None:
-        """Let pass what belongs to the CPUs before: batches read ahead, caches, frequencies."""
-        self.read_ahead = max(self.read_ahead, self._ahead(cpus))
-        steps = self.rule.warm_up_steps + self.read_ahead
-        limit = began + max(self.rule.most_s, self.rule.start_s)
-        target = self._least(self.stub.records()) + steps
-        while self.clock.monotonic() < began + self.rule.warm_up_s or self._least(self.stub.records()) < target:
-            self._wait(limit, f"no {steps} steps within {self.rule.start_s:g} s")
 
     def _windows(self, cpus: float, began: float, watch: Watch) -> list[Window]:
         """Take windows until those without disturbance say enough, or the time is over."""
@@ -221,17 +221,6 @@ def _waited(first: Mapping[int, PageRecord], last: Mapping[int, PageRecord]) -> 
         if pid in last and last[pid].busy_s > old.busy_s
     ]
     return min(shares, default=0.0)
-
-
-def _on_gpu(records: Mapping[int, PageRecord]) -> list[PageRecord]:
-    """Return the records whose memory is a GPU's."""
-    return [record for record in records.values() if record.memory_kind == wire.MEMORY_GPU]
-
-
-def _gpu_gb(values: Iterable[int]) -> float | None:
-    """Return the most of some bytes in GB, None of none."""
-    most = max(values, default=None)
-    return None if most is None else most / 2**30
 
 
 def _spent() -> tuple[float, float]:

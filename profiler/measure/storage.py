@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 from collections.abc import Iterator
@@ -53,7 +52,11 @@ def storage_mb_s(dataset: Path, clock: Clock, most_s: float = READ_S) -> float:
 
 def _blocks(path: Path, buffer: mmap.mmap) -> Iterator[int]:
     """Read a file block by block and yield the bytes of each."""
-    descriptor = _open(path)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     try:
         while size := os.readv(descriptor, [buffer]):
             yield size
@@ -61,14 +64,6 @@ def _blocks(path: Path, buffer: mmap.mmap) -> Iterator[int]:
                 return
     finally:
         os.close(descriptor)
-
-
-def _open(path: Path) -> int:
-    with contextlib.suppress(OSError):
-        return os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    return descriptor
 
 
 def memory_mb_s(clock: Clock) -> float:

@@ -34,11 +34,6 @@ class Estimate(NamedTuple):
     half_s: float
     steps: int
 
-    @property
-    def relative(self) -> float:
-        """Return half the interval relative to the mean."""
-        return self.half_s / self.mean_s
-
 
 def estimate(windows: Sequence[Window]) -> Estimate:
     """Return the mean step of the windows without their start-up.
@@ -86,4 +81,4 @@ def start_up(windows: Sequence[Window]) -> int:
 def settled(windows: Sequence[Window], within: float) -> bool:
     """Return whether the interval is narrow enough to stop: half of it at most ``within`` of the mean."""
     kept = len(windows) - start_up(windows) if windows else 0
-    return kept >= LEAST_WINDOWS and estimate(windows).relative <= within
+    return kept >= LEAST_WINDOWS and (found := estimate(windows)).half_s <= within * found.mean_s

@@ -41,7 +41,10 @@ def _within(grid: Sequence[float], times: Mapping[float, float], low: int, high:
     slow, fast = times[grid[low]], times[grid[high]]
     if high - low < 2 or slow / fast - 1 < FLAT:  # noqa: PLR2004 (nothing lies between neighbors)
         return None
-    cut = _cut(grid, low, high, slow * grid[low] / fast)
+    # Cut next to the knee when that lies inside, else in the middle.
+    cut, knee = (low + high) // 2, slow * grid[low] / fast
+    if grid[low + 1] <= knee <= grid[high - 1]:
+        cut = min(range(low + 1, high), key=lambda at: abs(grid[at] / knee - 1))
     found = times.get(grid[cut])
     if found is None:
         return grid[cut]
@@ -50,11 +53,3 @@ def _within(grid: Sequence[float], times: Mapping[float, float], low: int, high:
         return None
     below = _within(grid, times, low, cut)
     return below if below is not None else _within(grid, times, cut, high)
-
-
-def _cut(grid: Sequence[float], low: int, high: int, knee: float) -> int:
-    """Return the grid point next to the knee when that lies inside, else the middle."""
-    inside = range(low + 1, high)
-    if grid[low + 1] <= knee <= grid[high - 1]:
-        return min(inside, key=lambda at: abs(grid[at] / knee - 1))
-    return (low + high) // 2

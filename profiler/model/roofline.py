@@ -44,12 +44,7 @@ def fit(times: Mapping[float, float]) -> Law:
         work_s = float(np.exp(work[:split].mean())) if split else float(np.exp(work[0]))
         gpu_s = float(np.exp(step[split:].mean())) if split < len(cpus) else float(np.exp(step[-1]))
         laws.append(Law(gpu_s, work_s))
-    return min(laws, key=lambda law: squared_error(law, times))
-
-
-def squared_error(law: Law, times: Mapping[float, float]) -> float:
-    """Return the sum of squared logarithmic errors."""
-    return float(sum(np.log(law.time_s(cpus) / seconds) ** 2 for cpus, seconds in times.items()))
+    return min(laws, key=lambda law: sum(np.log(law.time_s(cpus) / times[cpus]) ** 2 for cpus in times))
 
 
 def worst_error(law: Law, times: Mapping[float, float]) -> float:

@@ -21,15 +21,20 @@ _log = logging.getLogger("cadenza.client")
 
 
 class _Process:
-    """State of this process: its session, and whether it has warned and watches forks."""
+    """State of this process: its session, and whether it has warned."""
 
     def __init__(self) -> None:
         self.session: Session | None = None
         self.warned = False
-        self.fork_watched = False
+
+    def abandon(self) -> None:
+        """Abandon the parent's session in a forked child, such as a loader's worker; its copy stays, inert."""
+        if self.session is not None:
+            self.session.abandon()
 
 
 _process = _Process()
+os.register_at_fork(after_in_child=_process.abandon)
 
 
 def current() -> Session | None:
@@ -90,9 +95,6 @@ def _connect(session: Session, path: str) -> None:
     elif not os.access(Path(path).parent, os.X_OK):
         _warn_once(f"no Cadenza agent on this host ({path}): attach() does nothing")
     else:
-        if not _process.fork_watched:
-            _process.fork_watched = True
-            os.register_at_fork(after_in_child=_abandon_in_child)
         try:
             session.connect(path, who)
         except AgentRefusedError as error:
@@ -100,13 +102,6 @@ def _connect(session: Session, path: str) -> None:
 
 
 def _warn_once(text: str) -> None:
-    """Log one warning per process."""
     if not _process.warned:
         _process.warned = True
         _log.warning(text)
-
-
-def _abandon_in_child() -> None:
-    """Abandon the parent's session in a forked child, such as a loader's worker; its copy stays, inert."""
-    if _process.session is not None:
-        _process.session.abandon()

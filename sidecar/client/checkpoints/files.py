@@ -55,7 +55,6 @@ class Sink:
         return view.nbytes
 
     def _sum(self, view: memoryview) -> None:
-        """Add bytes to the checksum."""
         self._crc32 = zlib.crc32(view, self._crc32)
 
     def _put(self, view: memoryview) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cadenza.sidecar.client.checkpoints.staging import SHARDED, as_shards, is_sharded
+from cadenza.sidecar.client.checkpoints.staging import SHARDED, as_shards, is_shard, is_sharded
 from cadenza.sidecar.client.errors import MismatchError
 
 
@@ -45,7 +45,7 @@ class OptimizerPart:
         targets = {}
         for index, param in self._params(saved):
             for key, value in saved["state"]["state"].get(index, {}).items():
-                if isinstance(value, dict) and SHARDED in value:
+                if is_shard(value):
                     if list(param.shape) != value["size"]:  # other shapes have no placement here
                         raise MismatchError(
                             f"{self._name}: state {key} of parameter {index}: is sharded with shape {value['size']}, "
@@ -100,7 +100,7 @@ def _put(value: Any, live: Any, read: Mapping[str, torch.Tensor], param: torch.T
 
 def _placed(value: Any, read: Mapping[str, torch.Tensor], param: torch.Tensor) -> Any:
     """Return one value of the state, on its parameter's device if it has the parameter's shape."""
-    if isinstance(value, dict) and SHARDED in value:
+    if is_shard(value):
         return read[value[SHARDED]]
     if isinstance(value, torch.Tensor):
         if is_sharded(param) and value.shape == param.shape:

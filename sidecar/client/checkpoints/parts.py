@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cadenza.sidecar.client.checkpoints.optimizers import OptimizerPart
-from cadenza.sidecar.client.checkpoints.staging import SHARDED, as_shards, is_sharded
+from cadenza.sidecar.client.checkpoints.staging import SHARDED, as_shards, is_shard, is_sharded
 from cadenza.sidecar.client.errors import MismatchError, UsageError
 
 _WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
@@ -46,12 +46,16 @@ class ModelPart:
     def targets(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the live tensors where sharded ones were saved."""
         live = self._module.state_dict()
-        return {value[SHARDED]: live[key] for key, value in saved["state"].items() if _is_shard(value)}
+        return {value[SHARDED]: live[key] for key, value in saved["state"].items() if is_shard(value)}
 
     def check(self, saved: Mapping[str, Any]) -> None:
         """Compare names, shapes and dtypes."""
         live = self._module.state_dict()
-        _same_keys(self._name, saved["state"], live)
+        absent, added = saved["state"].keys() - live.keys(), live.keys() - saved["state"].keys()
+        for keys, text in ((absent, "this job lacks"), (added, "it lacks")):
+            if keys:
+                more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+                raise MismatchError(f"{self._name}: the checkpoint does not fit, {text} {min(keys)}{more}")
         for key, value in saved["state"].items():
             if isinstance(live[key], torch.Tensor):
                 _same_form(f"{self._name}: {key}", value, live[key])
@@ -81,7 +85,7 @@ class StatefulPart:
     def targets(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the live tensors where sharded ones were saved."""
         live = self._thing.state_dict() if _has_shards(saved["state"]) else {}
-        return {value[SHARDED]: live[key] for key, value in _items(saved["state"]) if _is_shard(value)}
+        return {value[SHARDED]: live[key] for key, value in _items(saved["state"]) if is_shard(value)}
 
     def check(self, saved: Mapping[str, Any]) -> None:
         """Compare the class names, and whether a scaler is enabled."""
@@ -95,7 +99,7 @@ class StatefulPart:
         """Load a copy of the state, so that the object keeps no part of the file."""
         state = saved["state"]
         if _has_shards(state):
-            state = {key: read[value[SHARDED]] if _is_shard(value) else value for key, value in state.items()}
+            state = {key: read[value[SHARDED]] if is_shard(value) else value for key, value in state.items()}
         self._thing.load_state_dict(_copied(state))
 
 
@@ -111,7 +115,7 @@ class TensorPart:
 
     def targets(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the tensor if it was saved as a sharded one."""
-        return {saved["state"][SHARDED]: self._tensor} if _is_shard(saved["state"]) else {}
+        return {saved["state"][SHARDED]: self._tensor} if is_shard(saved["state"]) else {}
 
     def check(self, saved: Mapping[str, Any]) -> None:
         """Compare shape and dtype."""
@@ -189,19 +193,11 @@ def _unwrapped(name: str, module: nn.Module) -> nn.Module:
     return module if inside is None else _unwrapped(name, getattr(module, inside))
 
 
-def _same_keys(name: str, saved: Mapping[str, Any], live: Mapping[str, Any]) -> None:
-    """Raise MismatchError unless both have the same names."""
-    for keys, text in ((saved.keys() - live.keys(), "this job lacks"), (live.keys() - saved.keys(), "it lacks")):
-        if keys:
-            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-            raise MismatchError(f"{name}: the checkpoint does not fit, {text} {min(keys)}{more}")
-
-
 def _same_form(name: str, saved: Any, live: torch.Tensor) -> None:
     """Raise MismatchError unless a saved tensor has the shape and dtype of the live one."""
-    if not (_is_shard(saved) or isinstance(saved, torch.Tensor)):
+    if not (is_shard(saved) or isinstance(saved, torch.Tensor)):
         raise MismatchError(f"{name}: the checkpoint has a {type(saved).__name__}, this job a tensor")
-    shape, dtype = (saved["size"], saved["dtype"]) if _is_shard(saved) else (list(saved.shape), saved.dtype)
+    shape, dtype = (saved["size"], saved["dtype"]) if is_shard(saved) else (list(saved.shape), saved.dtype)
     if (shape, dtype) != (list(live.shape), live.dtype):
         raise MismatchError(
             f"{name}: the checkpoint has shape {shape} of {dtype}, this job {list(live.shape)} of {live.dtype}"
@@ -210,7 +206,7 @@ def _same_form(name: str, saved: Any, live: torch.Tensor) -> None:
 
 def _as_live(value: Any, live: Any, read: Mapping[str, torch.Tensor]) -> Any:
     """Return a saved value in the live one's form: sharded tensors as read, plain ones cut into shards."""
-    if _is_shard(value):
+    if is_shard(value):
         return read[value[SHARDED]]
     if not isinstance(live, torch.Tensor):
         return _copied(value)
@@ -239,11 +235,6 @@ def _no_shards(name: str, value: object) -> None:
         _no_shards(name, item)
 
 
-def _is_shard(value: object) -> bool:
-    """Return whether a value stands for a sharded tensor."""
-    return isinstance(value, dict) and SHARDED in value
-
-
 def _items(state: Any) -> Iterable[tuple[Any, Any]]:
     """Return a state's items, none if it is not a mapping."""
     return state.items() if isinstance(state, Mapping) else ()
@@ -251,4 +242,4 @@ def _items(state: Any) -> Iterable[tuple[Any, Any]]:
 
 def _has_shards(state: Any) -> bool:
     """Return whether a state directly contains a sharded tensor."""
-    return any(_is_shard(value) for _, value in _items(state))
+    return any(is_shard(value) for _, value in _items(state))

@@ -52,11 +52,6 @@ def load(folder: Path, targets: dict[str, torch.Tensor], group: distributed.Proc
         load_state_dict(dict(targets), storage_reader=_Reader(folder), process_group=group)
 
 
-def written_by(rank: int, folder: Path) -> list[Path]:
-    """Return the files in a folder that a rank wrote."""
-    return sorted([*folder.glob(f"__{rank}_*"), *(folder.glob(INDEX) if rank == 0 else ())])
-
-
 class _Writer(FileSystemWriter):
     """The file writer, with our index."""
 

@@ -85,6 +85,11 @@ def is_sharded(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_shard(value: object) -> bool:
+    """Return whether a value stands for a sharded tensor."""
+    return isinstance(value, dict) and SHARDED in value
+
+
 def as_shards(value: torch.Tensor, live: Any) -> torch.Tensor:
     """Return a plain tensor, the same on every rank, cut like a DTensor."""
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 - loaded, as live is one

@@ -97,7 +97,8 @@ def _write_shards(folder: Path, captured: Captured, ranks: Ranks) -> dict[str, E
 
     def entries() -> dict[str, Entry]:
         files.sync_directory(folder)
-        return {f"{SHARDS}/{path.name}": files.entry_of(path) for path in sharded.written_by(ranks.rank, folder)}
+        written = sorted([*folder.glob(f"__{ranks.rank}_*"), *(folder.glob(sharded.INDEX) if ranks.rank == 0 else ())])
+        return {f"{SHARDS}/{path.name}": files.entry_of(path) for path in written}
 
     return ranks.all_ranks(entries)
 

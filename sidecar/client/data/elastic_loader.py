@@ -318,7 +318,6 @@ def _at(state: EpochState, generators: list[torch.Generator]) -> Iterator[None]:
 
 
 def _set(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
-    """Set generators to their states."""
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state.cpu())
 

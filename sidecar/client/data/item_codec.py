@@ -56,7 +56,7 @@ class _Writer:
         self._buffers = buffers
         self._at = 0
 
-    def outline(self, value: object) -> Outline:
+    def outline(self, value: Any) -> Outline:
         """Return the outline of a value: itself if JSON has it, else a list that begins with a tag."""
         kind = type(value)
         if value is None or kind in {bool, int, float, str}:
@@ -70,7 +70,10 @@ class _Writer:
         if isinstance(value, dict) and kind is dict:
             return ["dict", *(self.outline(part) for pair in value.items() for part in pair)]
         if np is not None and (kind is np.ndarray or isinstance(value, np.generic)):
-            return self._numpy(value)
+            if value.dtype.kind not in PLAIN_KINDS:
+                raise NotStorableError(f"numpy values of type {value.dtype}")
+            tag = "array" if kind is np.ndarray else "scalar"
+            return [tag, value.dtype.str, list(value.shape), *self._keep(value.tobytes())]
         raise NotStorableError(f"{kind.__module__}.{kind.__qualname__}")
 
     def _keep(self, data: Buffer) -> tuple[int, int]:
@@ -93,28 +96,18 @@ class _Writer:
         raw: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
         return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), *self._keep(memoryview(raw))]
 
-    def _numpy(self, value: Any) -> Outline:
-        """Take an array's or a scalar's elements; return its type, shape and place."""
-        if value.dtype.kind not in PLAIN_KINDS:
-            raise NotStorableError(f"numpy values of type {value.dtype}")
-        tag = "array" if type(value) is np.ndarray else "scalar"
-        return [tag, value.dtype.str, list(value.shape), *self._keep(value.tobytes())]
-
 
 def _value(outline: Outline, raw: memoryview) -> Any:
-    """Return the value of an outline."""
     if not isinstance(outline, list):
         return outline
     return _READERS[outline[0]](outline[1:], raw)
 
 
 def _values(outlines: list[Any], raw: memoryview) -> list[Any]:
-    """Return the values of outlines."""
     return [_value(outline, raw) for outline in outlines]
 
 
 def _cut(place: Sequence[int], raw: memoryview) -> memoryview:
-    """Return the buffer at an offset with a length."""
     offset, length = place
     return raw[offset : offset + length]
 

@@ -144,8 +144,11 @@ class Store:
             filled = os.preadv(self._items, [record], start - 1)
         except (OSError, OverflowError):
             filled = -1
-        if filled == length and _intact(record, item):
-            return memoryview(record)[HEAD.size :]
+        if filled == length:
+            magic, check, owner, size = HEAD.unpack_from(record)
+            whole = (magic, owner, size) == (MAGIC, item, length - HEAD.size)
+            if whole and zlib.crc32(memoryview(record)[HEAD.size - TAIL.size :]) == check:
+                return memoryview(record)[HEAD.size :]
         # Remove the entry of a damaged record; its bytes stay counted until the budget is lowered.
         with self._exclusive() as words:
             if words[at] == start:
@@ -226,12 +229,3 @@ class Store:
         with self._exclusive() as words:
             length, items, used, budget, hits, misses, unfit, full = (words[at] for at in STATS)
         return Stats(length, items, used, budget, hits, misses, unfit, bool(full))
-
-
-def _intact(record: bytearray, item: int) -> bool:
-    """Return whether a record belongs to this item, whole and unchanged."""
-    check: int
-    magic, check, owner, length = HEAD.unpack_from(record)
-    if (magic, owner, length) != (MAGIC, item, len(record) - HEAD.size):
-        return False
-    return zlib.crc32(memoryview(record)[HEAD.size - TAIL.size :]) == check

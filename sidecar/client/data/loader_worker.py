@@ -58,7 +58,7 @@ class WorkerStart:
         process could write its checkpoint. Programs that the dataset runs do not inherit a handler, unlike SIG_IGN.
         """
         for number in STOP_SIGNALS:
-            signal.signal(number, _ignore)
+            signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, Reader):
@@ -75,10 +75,6 @@ def signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _ignore(number: int, frame: object) -> None:
-    """Ignore a signal."""
 
 
 def collated(batch: Any) -> Any:

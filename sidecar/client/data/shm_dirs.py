@@ -61,9 +61,6 @@ class CacheDirectory:
         self.path = self._job / _component(name)
         self._pid = os.getpid()
         self._users = -1
-        if not _watched:
-            _watched.append(True)
-            os.register_at_fork(after_in_child=_forget_parents)
         _directories.add(self)
 
     def enter(self, prepare: Callable[[Path], object]) -> None:
@@ -130,14 +127,15 @@ def _component(name: str) -> str:
 
 
 _directories: weakref.WeakSet[CacheDirectory] = weakref.WeakSet()
-_watched: list[bool] = []
-"""Non-empty once the fork handler is registered."""
 
 
 def _forget_parents() -> None:
     """Give up the parent's directories in a forked child."""
     for directory in list(_directories):
         directory.forget()
+
+
+os.register_at_fork(after_in_child=_forget_parents)
 
 
 @contextlib.contextmanager

@@ -164,6 +164,5 @@ _exits: list[bool] = []
 
 
 def _close_all() -> None:
-    """Close the pools that are still open."""
     for pool in list(_open_pools):
         pool.close()

@@ -264,5 +264,4 @@ def _empty_caches(devices: Sequence[torch.device]) -> int:
 
 
 def _total(segments: Sequence[Segment]) -> int:
-    """Return the segments' bytes."""
     return sum(segment.nbytes for segment in segments)

@@ -21,7 +21,6 @@ class _Gate:
         self.lock = threading.RLock()
         self.original: Any = None
         self.gated: Any = None
-        self.fork_watched = False
 
     def renew(self) -> None:
         """Replace the lock in a forked child, where the thread that held it does not exist."""
@@ -29,6 +28,7 @@ class _Gate:
 
 
 _gate = _Gate()
+os.register_at_fork(after_in_child=_gate.renew)
 
 
 def watch() -> None:
@@ -44,9 +44,6 @@ def watch() -> None:
             return original(*args, **options)
 
     module.pin_memory = _gate.gated = gated  # type: ignore[attr-defined]
-    if not _gate.fork_watched:
-        _gate.fork_watched = True
-        os.register_at_fork(after_in_child=_gate.renew)
 
 
 def unwatch() -> None:

@@ -25,18 +25,8 @@ class Identity:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of an ``attach`` message (see the wire format)."""
-        fields: dict[str, Any] = {
-            "job": self.job,
-            "restart": self.restart,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "node": self.node,
-            "hosts": self.hosts,
-            "gpus": list(self.gpus),
-        }
-        if self.local_world_size is not None:
-            fields["local_world_size"] = self.local_world_size
-        return fields
+        known = {name: value for name, value in vars(self).items() if value is not None}
+        return {**known, "gpus": list(self.gpus)}
 
 
 def read(environ: Mapping[str, str]) -> Identity | None:

@@ -400,6 +400,5 @@ def _order_of(message: Message) -> int:
 
 
 def _call_all(functions: Iterable[Callable[[], object]]) -> None:
-    """Call each function, in order."""
     for function in functions:
         function()
