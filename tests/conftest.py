@@ -45,8 +45,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for test in {id(test): test for item in items if hasattr(test := getattr(item, "obj", None), NUMBER)}.values():
         named = getattr(test, NUMBER)
-        if named.max_examples > QUICK:
-            setattr(test, NUMBER, settings(named, max_examples=max(QUICK, named.max_examples // 5)))
+        setattr(test, NUMBER, fewer(named))
+    for machine in {item.cls for item in items if isinstance(item, pytest.Function) and item.cls is not None}:
+        if isinstance(named := getattr(machine, "settings", None), settings):
+            machine.settings = fewer(named)
+
+
+def fewer(named: settings) -> settings:
+    """Return settings with a fifth of the cases."""
+    return settings(named, max_examples=min(named.max_examples, max(QUICK, named.max_examples // 5)))
 
 
 def pytest_collection_finish() -> None:

@@ -103,6 +103,7 @@ def run(jobs, watched, setup=SETUP, count=2):
     return simulate(jobs, nodes(count), Policy("gandiva", watched), setup)
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from((fifo, srtf)), st.booleans())
 def test_every_job_ends_whatever_comes_and_input_order_changes_nothing(seed, order, introspective):
@@ -172,6 +173,7 @@ def movers(rng: Random):
         )
 
 
+@pytest.mark.slow
 @settings(max_examples=2, deadline=None)
 @given(st.integers(0, 10**6))
 @example(13)

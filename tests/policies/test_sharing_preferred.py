@@ -18,6 +18,8 @@ from cadenza.policies.sharing.turns.contender import Contender, preferred
 from cadenza.policies.simulator.run_values import Result, Setup
 from cadenza.policies.simulator.simulation import simulate
 
+pytestmark = pytest.mark.slow  # whole simulations
+
 SLICE_S = 60.0
 
 
