@@ -8,8 +8,8 @@ from typing import Any
 
 from train import EVERY, STEPS, training
 
-from cadenza.policies.sweep.asha import asha_rule
 from cadenza.policies.sweep.learning_curve import Trial, judge, put_behind
+from cadenza.policies.sweep.stopping_rules import asha_rule
 
 GPUS = 8
 TURN_S = 1.0

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from cadenza.policies.allocation.demand import Ask, Asks, Need, Spots, TableOf, best_table
 from cadenza.policies.allocation.free_resources import Books
-from cadenza.policies.allocation.problem import Case, Plan, Server
+from cadenza.policies.allocation.problem import Plan, Server
 from cadenza.policies.core.model import Job
 
 LESS = "it has its proportional share, since its best-case demand left a job without room"
@@ -85,8 +85,3 @@ class Packing:
             for job, ask, spots in zip(self.jobs, self.ask, self.spots, strict=True)
         }
         return Plan(placements, {self.jobs[number].key: LESS for number in self.dropped})
-
-
-def wanted_type(case: Case, job: Job) -> str:
-    """Return the GPU type that the ordering chose for a job; empty: any."""
-    return case.gpu_type.get(job.key, "") if case.gpu_type else ""

@@ -102,10 +102,6 @@ class Books:
             self.cpus[server] += has.cpus - gets.cpus
             self.memory_mb[server] += has.memory_mb - gets.memory_mb
 
-    def solvent(self) -> bool:
-        """Return whether no server gives more than it has."""
-        return min(self.cpus) >= 0 and min(self.memory_mb) >= 0
-
     def need(self, ask: Ask, server: int, count: int) -> Need:
         """Return what is asked on a server for so many GPUs; the job must be allowed there."""
         return ask.take[self.kind[server]][count]

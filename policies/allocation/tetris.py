@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cadenza.policies.allocation.bin_packing import wanted_type
 from cadenza.policies.allocation.demand import Ask, Asks, Need, Table, best_table
 from cadenza.policies.allocation.free_resources import Books, starves
 from cadenza.policies.allocation.problem import Case, Plan
@@ -25,7 +24,7 @@ def tetris(case: Case) -> Plan:
     queues: dict[Ask, list[Job]] = {}
     same: dict[tuple[int, tuple[Table, ...]], Ask] = {}
     for job in case.jobs:
-        ask = asks.best(job, wanted_type(case, job))
+        ask = asks.best(job, case.gpu_type.get(job.key, ""))
         if not (job.gpus > largest or starves(job, case.now_s)):
             queues.setdefault(same.setdefault((ask.gpus, ask.take), ask), []).append(job)
         elif spots := books.first_fit(ask):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from cadenza.policies.allocation.bin_packing import Packing, wanted_type
+from cadenza.policies.allocation.bin_packing import Packing
 from cadenza.policies.allocation.demand import Ask, Spots, sound_table
 from cadenza.policies.allocation.problem import Case, Plan
 from cadenza.policies.core.model import Job
@@ -20,13 +20,13 @@ def tune(case: Case) -> Plan:
     packing = Packing(case.servers, partial(sound_table, margin=case.margin))
 
     def size(job: Job) -> tuple[float, ...]:
-        tables = [table for table in packing.asks.best(job, wanted_type(case, job)).take if table]
+        tables = [table for table in packing.asks.best(job, case.gpu_type.get(job.key, "")).take if table]
         cpus = max((table[-1].cpus for table in tables), default=0)
         memory_mb = max((table[-1].memory_mb for table in tables), default=0)
         return -job.gpus, -cpus, -memory_mb, *job.key
 
     for job in sorted(case.jobs[: case.runnable], key=size):
-        gpu_type = wanted_type(case, job)
+        gpu_type = case.gpu_type.get(job.key, "")
         if not place(packing, job, packing.asks.best(job, gpu_type)) and gpu_type:
             place(packing, job, packing.asks.best(job))
     return packing.plan()
@@ -54,28 +54,26 @@ def place(packing: Packing, job: Job, wanted: Ask) -> bool:
 def _fit(packing: Packing, ask: Ask) -> Spots | None:
     """Return where all that is asked fits: the fullest server that has it, else the fewest servers."""
     books = packing.books
-    room = [(at, books.most(ask, at, ask.gpus)) for at in range(books.first, len(books.gpus))]
-    whole = [at for at, count in room if count == ask.gpus]
-    if whole:
-        return ((min(whole, key=lambda at: _left(packing, at)), ask.gpus),)
-    return _spread(packing, ask, [spot for spot in room if spot[1]]) if ask.gpus > 1 else None
+    return _in_room(packing, ask, [(at, books.most(ask, at, ask.gpus)) for at in range(books.first, len(books.gpus))])
 
 
 def _choose(packing: Packing, ask: Ask) -> Spots | None:
     """Return where the GPUs alone fit."""
     books = packing.books
-    free = [(at, gpus) for at, gpus in enumerate(books.gpus) if gpus and ask.take[books.kind[at]]]
-    whole = [at for at, gpus in free if gpus >= ask.gpus]
+    return _in_room(packing, ask, [(at, gpus) for at, gpus in enumerate(books.gpus) if ask.take[books.kind[at]]])
+
+
+def _in_room(packing: Packing, ask: Ask, room: list[tuple[int, int]]) -> Spots | None:
+    """Return the fullest server that has all, else the fewest, the last of them the fullest that has what is missing.
+
+    ``room`` gives servers and the GPUs that they can have.
+    """
+    whole = [at for at, count in room if count >= ask.gpus]
     if whole:
         return ((min(whole, key=lambda at: _left(packing, at)), ask.gpus),)
-    return _spread(packing, ask, free)
-
-
-def _spread(packing: Packing, ask: Ask, room: list[tuple[int, int]]) -> Spots | None:
-    """Return spots on the fewest servers, the last of which is the fullest that has what is still missing."""
     spots = []
     missing = ask.gpus
-    left = dict(room)
+    left = {at: count for at, count in room if count} if missing > 1 else {}
     while missing:
         if not left:
             return None

@@ -14,9 +14,8 @@ def tune_coded(case: Case) -> Plan:
     Each round forgets the last one's downgrades and packs from empty servers. Nothing consolidates a job's GPUs.
     """
     packing = Packing(case.servers)
-    types = case.gpu_type
     for job in case.jobs[: case.runnable]:
-        gpu_type = types.get(job.key, "") if types else ""
+        gpu_type = case.gpu_type.get(job.key, "")
         if not _place(packing, job, gpu_type) and gpu_type:
             _place(packing, job, "")
     return packing.plan()
@@ -46,10 +45,11 @@ def _fit_by_force(packing: Packing, fair: Ask) -> Spots | None:
         return None
     for server, count in chosen:
         _make_room(packing, fair, server, count)
-    spots = packing.books.first_fit(fair) if packing.books.solvent() else None
+    books = packing.books
+    spots = books.first_fit(fair) if min(books.cpus) >= 0 and min(books.memory_mb) >= 0 else None
     if spots is None:  # a share with more memory than the demand it replaced: the published code stops here
         packing.drop(range(len(packing.jobs)))
-        spots = packing.books.first_fit(fair)
+        spots = books.first_fit(fair)
     return spots
 
 

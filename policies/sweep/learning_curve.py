@@ -44,13 +44,11 @@ Rule: TypeAlias = Callable[[Sequence[Trial]], Mapping[int, str]]
 def scored(trials: Sequence[Trial], goal: Goal) -> tuple[Trial, ...]:
     """Return the trials with values of which more is better; one that is not finite (it diverged) is the worst."""
     sign = 1.0 if goal == "max" else -1.0
-    return tuple(
-        replace(trial, points=tuple((step, _score(value, sign)) for step, value in trial.points)) for trial in trials
-    )
 
+    def points(trial: Trial) -> tuple[tuple[int, float], ...]:
+        return tuple((step, sign * value if math.isfinite(value) else WORST) for step, value in trial.points)
 
-def _score(value: float, sign: float) -> float:
-    return sign * value if math.isfinite(value) else WORST
+    return tuple(replace(trial, points=points(trial)) for trial in trials)
 
 
 def judge(trials: Sequence[Trial], rule: Rule, first: int) -> dict[int, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-MB_PER_GB = 1024
 PARTS = tuple(part / 10 for part in range(11))
 """Parts of the dataset that are cached at the points of the axis, as in Synergy."""
 

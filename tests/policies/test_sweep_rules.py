@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.policies.sweep.asha import asha_rule
-from cadenza.policies.sweep.curve import curve_rule, predict
 from cadenza.policies.sweep.learning_curve import Trial, judge, put_behind, scored
-from cadenza.policies.sweep.median import median_rule
+from cadenza.policies.sweep.stopping_rules import asha_rule, curve_rule, median_rule, predict
 
 RULES = {"median": median_rule(3), "asha": asha_rule(2, 3.0, 3), "curve": curve_rule(100, None)}
 EVERYBODY = {"all": lambda trials: {trial.number: "says the user's function" for trial in trials}}

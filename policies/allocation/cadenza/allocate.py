@@ -9,7 +9,7 @@ from cadenza.policies.allocation.cadenza.arrays import Arrays
 from cadenza.policies.allocation.cadenza.assignment import Assignment
 from cadenza.policies.allocation.cadenza.gangs import make_room, reunite, span
 from cadenza.policies.allocation.cadenza.initial import assign_evenly, keep, order
-from cadenza.policies.allocation.cadenza.local_search import BLOCK, Improver, Limits, insert, level
+from cadenza.policies.allocation.cadenza.local_search import BLOCK, Improver, insert, level
 from cadenza.policies.allocation.cadenza.node_plan import plan_of
 from cadenza.policies.allocation.problem import Case, Plan, Server
 from cadenza.policies.core.gc_pause import uncollected
@@ -134,7 +134,7 @@ def _improve(arrays: Arrays, newcomers: list[int], moves: int) -> None:
     for number in range(min(blocks, budget // BLOCK + 1)):
         mine = starts[number::blocks]
         block = sorted({*mine, *_others(arrays, mine, BLOCK - len(mine), roomy=True)})
-        improver = Improver(arrays, block, Limits(budget // blocks, moves))
+        improver = Improver(arrays, block, budget // blocks, moves)
         improver.improve(mine)
         improver.regroup(gangs, REGROUP_TRIES)
         moves = improver.moves
@@ -142,7 +142,7 @@ def _improve(arrays: Arrays, newcomers: list[int], moves: int) -> None:
     if moves > 0 and len(newcomers) < len(assignment.jobs):
         half = starts[: BLOCK // 4]
         block = sorted({*half, *_others(arrays, half, BLOCK // 2 - len(half), roomy=False)})
-        Improver(arrays, block, Limits(assignment.case.evaluations, moves)).improve(block)
+        Improver(arrays, block, assignment.case.evaluations, moves).improve(block)
 
 
 def _others(arrays: Arrays, nodes: list[int], most: int, *, roomy: bool) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -13,13 +12,6 @@ from cadenza.policies.allocation.cadenza.knapsack import Longs, Search
 
 BLOCK = 32
 """Nodes between which exchanges are looked for at once: their tables together fit in a processor's cache."""
-
-
-class Limits(NamedTuple):
-    """Limits of a search: evaluations, and moves of running jobs."""
-
-    evaluations: int
-    moves: int
 
 
 def insert(arrays: Arrays, items: Sequence[int]) -> None:
@@ -45,13 +37,13 @@ def insert(arrays: Arrays, items: Sequence[int]) -> None:
 class Improver:
     """Exchanges between the nodes of a block, until none pays or the evaluations are used up.
 
-    An evaluation is the division of one node with each of its jobs left out.
+    An evaluation is the division of one node with each of its jobs left out. ``moves`` limits those of running jobs.
     """
 
-    def __init__(self, arrays: Arrays, block: Sequence[int], limits: Limits) -> None:
+    def __init__(self, arrays: Arrays, block: Sequence[int], evaluations: int, moves: int) -> None:
         self.arrays = arrays
         self.block = block
-        self.evaluations, self.moves = limits
+        self.evaluations, self.moves = evaluations, moves
         field, nodes = arrays.field, arrays.nodes
         shape = (len(block), nodes.items.shape[1] + 1, int(field.size.max(initial=1)))
         self.tables = np.empty(shape, dtype=np.int32)

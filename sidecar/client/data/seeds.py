@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,29 +61,19 @@ def generators_preserved() -> Iterator[None]:
     It drops the second number of a pair that ``np.random.randn`` may have kept.
     """
     torch_state, python_state = torch.get_rng_state(), random.getstate()
-    with _other_numpy():
-        try:
-            yield
-        finally:
-            torch.set_rng_state(torch_state)
-            random.setstate(python_state)
-
-
-@contextlib.contextmanager
-def _other_numpy() -> Iterator[None]:
-    """Put another generator behind numpy's global functions."""
-    if np is None:
-        yield
-        return
-    if not _spare:
-        _spare.append(np.random.MT19937(0))
-    usual = np.random.get_bit_generator()
-    np.random.set_bit_generator(_spare[0])
+    usual = np and np.random.get_bit_generator()
+    if np is not None:
+        np.random.set_bit_generator(_spare_numpy())
     try:
         yield
     finally:
-        np.random.set_bit_generator(usual)
+        if np is not None:
+            np.random.set_bit_generator(usual)
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
 
 
-_spare: list[Any] = []
-"""Generator for numpy while a batch is read in the training process; made on first use."""
+@functools.cache
+def _spare_numpy() -> Any:
+    """Return the generator for numpy while a batch is read in the training process."""
+    return np.random.MT19937(0)

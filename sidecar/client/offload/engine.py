@@ -7,7 +7,6 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -34,16 +33,6 @@ class Moved:
     left: int = 0
 
 
-class Move(Protocol):
-    """Segments on their way to one place and back: all of them, or none and torch's error is raised."""
-
-    def offload(self) -> None:
-        """Copy all, then release."""
-
-    def restore(self) -> None:
-        """Give the storages memory again and fill each."""
-
-
 class Offload:
     """The state of one process, on its device or away."""
 
@@ -54,7 +43,7 @@ class Offload:
         self._segments: tuple[Segment, ...] = ()
         self._devices: list[torch.device] = []
         """The GPUs that the state is on, or was on before the move."""
-        self._move: Move | None = None
+        self._move: Transfer | spill.SpillFile | None = None
         self._pause = threading.Event()
 
     @property
@@ -86,7 +75,7 @@ class Offload:
         # 1. Take the memory, or the file, that the state goes to.
         devices = (segment.storage.device for segment in segments)
         self._devices = list(dict.fromkeys(device for device in devices if device.type == "cuda"))
-        move: Move
+        move: Transfer | spill.SpillFile
         if self.spill_to:
             self._buffer.free()
             move = spill.SpillFile(segments, self.spill_to)
