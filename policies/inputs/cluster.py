@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.model import Node
@@ -38,7 +39,9 @@ def read_cluster(text: str, lanes: int = 1) -> tuple[Node, ...]:
     for count, kind in kinds:
         first = len(nodes) // lanes + 1
         for position in range(first, first + count):
-            nodes += [_lane(kind, f"n{position:0{width}d}", lane) for lane in range(lanes)]
+            host = f"n{position:0{width}d}"
+            names = [host, *(f"{host}-l{lane}" for lane in range(1, lanes))]
+            nodes += [replace(kind, name=name, host=host, lane=lane) for lane, name in enumerate(names)]
     return tuple(nodes)
 
 
@@ -59,19 +62,4 @@ def _kind(part: str, where: str) -> tuple[int, Node]:
         gpu_type=gpu_type or "",
         gpu_memory_gb=GPU_MEMORY_GB.get(gpu_type or ""),
         partitions=(PARTITION,),
-    )
-
-
-def _lane(kind: Node, host: str, lane: int) -> Node:
-    """Return one lane of a host."""
-    return Node(
-        name=f"{host}-l{lane}" if lane else host,
-        host=host,
-        lane=lane,
-        cpus=kind.cpus,
-        memory_mb=kind.memory_mb,
-        gpus=kind.gpus,
-        gpu_type=kind.gpu_type,
-        gpu_memory_gb=kind.gpu_memory_gb,
-        partitions=kind.partitions,
     )

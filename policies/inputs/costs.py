@@ -35,10 +35,7 @@ class SimCosts:
     resize_s: float = 30.0
 
 
-FREE_COSTS = SimCosts(
-    dispatch_s=0.0, start_s=0.0, restart_s=0.0, yield_s=0.0, resume_s=0.0, copy_gb_s=inf, migrate_s=0.0, tune_s=0.0,
-    resize_s=0.0,
-)  # fmt: skip
+FREE_COSTS = SimCosts(restart_s=0.0, yield_s=0.0, resume_s=0.0, copy_gb_s=inf, migrate_s=0.0, resize_s=0.0)
 """Nothing costs anything, as in Synergy's simulator."""
 
 

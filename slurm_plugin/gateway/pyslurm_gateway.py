@@ -106,10 +106,6 @@ class SlurmGateway:
         """Return slurmctld's host and the RPC's latency in ms."""
         return dict(self._worker.ask("ping slurmctld", "ping"))
 
-    def diag(self) -> dict[str, Any]:
-        """Return slurmctld's RPC counts by type and user, for backing off on a busy one."""
-        return dict(self._worker.ask("ask slurmctld for its statistics", "diag"))
-
     def greeting(self) -> dict[str, Any]:
         """Return pyslurm's version and the worker's pid and user."""
         return self._worker.greeting()

@@ -25,7 +25,7 @@ from cadenza.slurm_plugin.gateway.errors import (
     slurm_error,
 )
 
-REPEATABLE = frozenset({"ping", "diag", "read", "look"})
+REPEATABLE = frozenset({"ping", "read", "look"})
 """Requests that change nothing, so that they may be sent again after a crash."""
 
 

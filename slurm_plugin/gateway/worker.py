@@ -103,18 +103,13 @@ def read_fields(record: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return values | {"unreadable": unreadable} if unreadable else values
 
 
-def rpc_counts(table: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """Return a table of slurmctld's statistics as plain numbers."""
-    return {str(name): {"count": row.count, "mean_us": row.average_time} for name, row in table.items()}
-
-
 class Worker:
     """The verbs; ``slurm`` is the module pyslurm."""
 
     def __init__(self, slurm: Any) -> None:
         self._slurm = slurm
         self._verbs: dict[str, Callable[[Request], Any]] = {
-            "ping": self.ping, "diag": self.diag, "read": self.read, "look": self.look,
+            "ping": self.ping, "read": self.read, "look": self.look,
             "suspend": self.suspend, "unsuspend": self.unsuspend, "requeue": self.requeue,
             "release": self.release, "modify": self.modify, "resize": self.resize,
             "drain": self.drain, "undrain": self.undrain,
@@ -145,13 +140,6 @@ class Worker:
         """Ping the primary slurmctld; ``latency_ms`` is the RPC's time."""
         answer = self._slurm.slurmctld.ping_primary()
         return {"host": answer.hostname, "responding": answer.is_responding, "latency_ms": answer.latency}
-
-    def diag(self, _request: Request) -> dict[str, Any]:
-        """Return slurmctld's RPCs by type and by user: their number, and their mean time in µs (sdiag(1))."""
-        answer = self._slurm.slurmctld.diag()
-        tables = {"rpcs_by_type": answer.rpcs_by_type, "rpcs_by_user": answer.rpcs_by_user}
-        counts = {name: rpc_counts(table) for name, table in tables.items()}
-        return counts | {"threads": answer.server_thread_count}
 
     def read(self, _request: Request) -> dict[str, Any]:
         """Return every job that is not finished and every node; times are seconds since the epoch."""

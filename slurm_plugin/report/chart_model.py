@@ -82,10 +82,18 @@ class Chart(NamedTuple):
 def ticks(axis: Axis, limit: int) -> Ticks:
     """Return about ``limit`` ticks or fewer, with their labels."""
     if axis.scale == "log":
-        return _thinned(_log(axis), limit)
+        marks = _log(axis)
+        while len(marks) > limit:  # leave out every other one; the tick at 1 stays
+            keep = next((at % 2 for at, (value, _) in enumerate(marks) if value == 1.0), 0)
+            marks = marks[keep::2]
+        return marks
     if axis.kind == "part":
         return [(float(at), f"{at} %") for at in (0, 25, 50, 75, 100)]
-    return _linear(axis, limit)
+    low, high = axis.low / axis.unit.seconds, axis.high / axis.unit.seconds
+    step = linear_step(high - low, limit, axis.unit.sign if axis.clock else "")
+    positions = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    return [(at * step * axis.unit.seconds, number(at * step, decimals)) for at in positions]
 
 
 def _log(axis: Axis) -> Ticks:
@@ -107,22 +115,6 @@ def tick_label(value_s: float) -> str:
     """
     unit = next(unit for unit in (DAYS, HOURS, MINUTES, SECONDS) if value_s >= unit.seconds or unit is SECONDS)
     return f"{value_s / unit.seconds:g} {unit.sign}"
-
-
-def _thinned(marks: Ticks, limit: int) -> Ticks:
-    """Leave out every other tick while there are too many; the one at 1 stays."""
-    while len(marks) > limit:
-        keep = next((at % 2 for at, (value, _) in enumerate(marks) if value == 1.0), 0)
-        marks = marks[keep::2]
-    return marks
-
-
-def _linear(axis: Axis, limit: int) -> Ticks:
-    low, high = axis.low / axis.unit.seconds, axis.high / axis.unit.seconds
-    step = linear_step(high - low, limit, axis.unit.sign if axis.clock else "")
-    positions = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    return [(at * step * axis.unit.seconds, number(at * step, decimals)) for at in positions]
 
 
 def linear_step(span: float, limit: int, sign: str = "") -> float:

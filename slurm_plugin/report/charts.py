@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cadenza.policies.simulator.figures import quantile
@@ -27,27 +27,24 @@ MAX_IDLE_START = 0.2
 
 def charts(comparison: Comparison, limit: int) -> tuple[Chart, ...]:
     """Return the charts that have data; lines have at most ``limit`` points."""
-    candidates = (
-        _completion(comparison, limit),
-        _speed_up(comparison, limit),
-        _load(comparison),
-        *(_over_time(comparison, view, max(2, limit // 2)) for view in _views(comparison)),
-    )
+    candidates = [_completion(comparison, limit), _speed_up(comparison, limit), _load(comparison)]
+    # Without profiles busy GPUs equal held GPUs and are left out.
+    runs = [run for result in comparison.results for run in result.runs]
+    differs = any(sample.busy != sample.gpus_held for run in runs for sample in run.samples)
+    views = [view for view in VIEWS if differs or view.key != "busy"]
+    candidates += [_over_time(comparison, view, max(2, limit // 2)) for view in views]
     return tuple(chart for chart in candidates if chart is not None)
 
 
-def _views(comparison: Comparison) -> Iterator[View]:
-    """Yield the quantities to show over time; without profiles busy GPUs equal held GPUs and are left out."""
-    runs = [run for result in comparison.results for run in result.runs]
-    differs = any(sample.busy != sample.gpus_held for run in runs for sample in run.samples)
-    for view in VIEWS:
-        if differs or view.key != "busy":
-            yield view
-
-
 def _completion(comparison: Comparison, limit: int) -> Chart | None:
-    lines = tuple(_completion_line(comparison, result, limit) for result in comparison.results)
-    lines = tuple(line for line in lines if line.points)
+    lines = []
+    for result in comparison.results:
+        ordered = [job.jct_s for run in result.runs for job in run.jobs if job.jct_s]
+        points = distribution(ordered, sum(len(run.jobs) for run in result.runs), limit)
+        median = comparison.mean("p50_jct_h", result)
+        note = "" if median is None else f"median {duration(median * HOUR_S)}"
+        if points:
+            lines.append(Line(result.index, result.label, points, note, step=True))
     if not lines:
         return None
     low, high = log_bounds([x for line in lines for x, _ in (line.points[0], line.points[-1])])
@@ -58,16 +55,8 @@ def _completion(comparison: Comparison, limit: int) -> Chart | None:
         _medians("the median completion time is", lines),
         Axis("time from submission to end", "time", max(low, 0.5), high, "log", unit_of((high,))),
         Axis("of the jobs", "part", 0.0, PERCENT_END),
-        lines,
+        tuple(lines),
     )
-
-
-def _completion_line(comparison: Comparison, result: Result, limit: int) -> Line:
-    ordered = [job.jct_s for run in result.runs for job in run.jobs if job.jct_s]
-    points = distribution(ordered, sum(len(run.jobs) for run in result.runs), limit)
-    median = comparison.mean("p50_jct_h", result)
-    note = "" if median is None else f"median {duration(median * HOUR_S)}"
-    return Line(result.index, result.label, points, note, step=True)
 
 
 def _speed_up(comparison: Comparison, limit: int) -> Chart | None:
@@ -149,7 +138,12 @@ def _over_time(comparison: Comparison, view: View, limit: int) -> Chart | None:
 
 
 def _line(comparison: Comparison, result: Result, view: View, edges: Sequence[float]) -> Line:
-    rows = [_binned(run, view, edges) for run in result.runs if run.samples and (not view.whole or view.whole(run))]
+    rows = []
+    for run in result.runs:
+        whole = view.whole(run) if view.whole else 100.0
+        if run.samples and whole:
+            steps = tuple((sample.time_s, 100.0 / whole * view.of(sample)) for sample in run.samples)
+            rows.append(bins(steps, run.end_s, edges))
     last = max((run.end_s for run in result.runs), default=0.0)
     points, band, half = [], [], (edges[1] - edges[0]) / 2
     for at, low in enumerate(edges[:-1]):
@@ -158,22 +152,13 @@ def _line(comparison: Comparison, result: Result, view: View, edges: Sequence[fl
             values = [value or 0.0 for value in means]  # an ended run uses nothing
             points.append((low + half, sum(values) / len(values)))
             band.append((low + half, min(values), max(values)))
-    note = _typical(comparison, result, view, points)
+    # The note is the comparison table's figure; for the queue, its greatest length.
+    if view.whole:
+        mean = comparison.mean(view.metric, result)
+        note = "" if mean is None else f"mean {100 * mean:.0f}{NARROW}%"
+    else:
+        note = f"longest {count(round(max((y for _, y in points), default=0)))}"
     return Line(result.index, result.label, tuple(points), note, tuple(band) if len(rows) > 1 else ())
-
-
-def _binned(run: Run, view: View, edges: Sequence[float]) -> list[float | None]:
-    scale = 100.0 / view.whole(run) if view.whole else 1.0
-    steps = tuple((sample.time_s, scale * view.of(sample)) for sample in run.samples)
-    return bins(steps, run.end_s, edges)
-
-
-def _typical(comparison: Comparison, result: Result, view: View, points: Sequence[tuple[float, float]]) -> str:
-    """Return the comparison table's figure for a line; for the queue, its greatest length."""
-    if not view.whole:
-        return f"longest {count(round(max((y for _, y in points), default=0)))}"
-    mean = comparison.mean(view.metric, result)
-    return "" if mean is None else f"mean {100 * mean:.0f}{NARROW}%"
 
 
 def _load(comparison: Comparison) -> Chart | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -153,18 +154,18 @@ def _ratio(job: JobResult, base: JobResult | None) -> float | None:
 
 def _slices(results: Sequence[Result], kind: Callable[[Run, JobResult], T]) -> tuple[Slice, ...]:
     """Return the mean JCT of each kind of job, kinds in the order of their names."""
-    kinds = [[_by_kind(run, kind) for run in result.runs] for result in results]
+    kinds: list[list[dict[T, list[float]]]] = []
+    """Of each result and run, the completion times of each kind of job in hours."""
+    for result in results:
+        kinds.append([])
+        for run in result.runs:
+            hours: defaultdict[T, list[float]] = defaultdict(list)
+            for job in run.jobs:
+                if job.jct_s is not None:
+                    hours[kind(run, job)].append(job.jct_s / HOUR_S)
+            kinds[-1].append(hours)
     names = sorted({name for runs in kinds for run in runs for name in run})
     return tuple(_slice(name, results, kinds) for name in names)
-
-
-def _by_kind(run: Run, kind: Callable[[Run, JobResult], T]) -> dict[T, list[float]]:
-    """Return the completion times of each kind of job in hours."""
-    kinds: dict[T, list[float]] = {}
-    for job in run.jobs:
-        if job.jct_s is not None:
-            kinds.setdefault(kind(run, job), []).append(job.jct_s / HOUR_S)
-    return kinds
 
 
 def _slice(name: T, results: Sequence[Result], kinds: Sequence[Sequence[dict[T, list[float]]]]) -> Slice:

@@ -54,7 +54,9 @@ def _paired(result: Result, comparison: Comparison) -> str:
 def _more(result: Result, comparison: Comparison) -> Iterator[str]:
     makespan = comparison.figure("makespan_h", result)
     if makespan:
-        yield f"The last one ends after {_hours(makespan)}{_ratio(makespan)}."
+        differs = makespan.ratio is not None and makespan.verdict not in ("same", "unclear")
+        ratio = f" ({times(makespan.ratio or 1.0)} the baseline’s)" if differs else ""  # noqa: RUF001
+        yield f"The last one ends after {_hours(makespan)}{ratio}."
     held, busy = (comparison.mean(key, result) for key in ("gpu_utilization", "gpu_busy"))
     if held is not None:
         computing = "" if busy is None or busy == held else f" and compute {_share(busy)}"
@@ -62,12 +64,6 @@ def _more(result: Result, comparison: Comparison) -> Iterator[str]:
     jobs, moved = (comparison.mean(key, result) for key in ("jobs", "migrations"))
     if jobs and moved:
         yield f"There were {count(moved)} migrations, {number(moved / jobs, 2)} a job."
-
-
-def _ratio(cell: Cell) -> str:
-    if cell.ratio is None or cell.verdict in ("same", "unclear"):
-        return ""
-    return f" ({times(cell.ratio)} the baseline’s)"  # noqa: RUF001
 
 
 def _capacity(result: Result) -> Iterator[str]:

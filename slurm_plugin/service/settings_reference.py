@@ -1,4 +1,4 @@
-"""The settings table as text: the commented example file and the reference, both made from the structs."""
+"""The settings table as text: the rows of the reference, made from the structs."""
 
 from __future__ import annotations
 
@@ -34,19 +34,6 @@ def rows() -> Iterator[Row]:
             doc = next((note.description for note in notes if note.description), "")
             default = msgspec.to_builtins(getattr(section.default, name))
             yield Row(section.name, name, _type(hint), default, unit, doc)
-
-
-def example_toml() -> str:
-    """Return a complete configuration file in which every key has its default."""
-    lines = ["# Cadenza's settings; every key is shown with its default."]
-    section = ""
-    for row in rows():
-        if row.section != section:
-            section = row.section
-            lines += ["", f"[{section}]"]
-        unit = f" ({row.unit})" if row.unit else ""
-        lines += [f"# {row.doc}{unit}", f"{row.key} = {toml_value(row.default)}"]
-    return "\n".join(lines) + "\n"
 
 
 def toml_value(value: Any) -> str:

@@ -75,15 +75,12 @@ def read_request(path: Path) -> Request:
     if file.configs is not None:
         configs = read_configs(path.parent / file.configs)
     elif file.grid is not None:
-        configs = _checked_all(_products(file.grid, where(path, ("grid",))))
+        at = f"{where(path, ('grid',))}: grid"
+        if not file.grid or not all(file.grid.values()):
+            raise InputError(f"{at}: each name needs a list with at least one value")
+        products = itertools.product(*file.grid.values())
+        configs = _checked_all((at, dict(zip(file.grid, values, strict=True))) for values in products)
     return Request({**plan, "name": file.name or name}, configs, _study(path, file))
-
-
-def _products(grid: Mapping[str, list[Any]], at: str) -> Iterator[tuple[str, Config]]:
-    if not grid or not all(grid.values()):
-        raise InputError(f"{at}: grid: each name needs a list with at least one value")
-    for values in itertools.product(*grid.values()):
-        yield f"{at}: grid", dict(zip(grid, values, strict=True))
 
 
 def _study(path: Path, file: SweepFile) -> Study | None:

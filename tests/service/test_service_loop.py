@@ -30,7 +30,7 @@ from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import CancelOrder, Facts, ResumeOrder, YieldOrder
 from cadenza.slurm_plugin.service.admission import Heartbeat, write_admission
 from cadenza.slurm_plugin.service.agents.hub import Hub
-from cadenza.slurm_plugin.service.failover.release_round import adopted, release_all, settled
+from cadenza.slurm_plugin.service.failover.release_round import adopted, settled
 from cadenza.slurm_plugin.service.loop import Loop, Parts
 from cadenza.slurm_plugin.service.schedule import early_s, pause_s
 from cadenza.slurm_plugin.service.settings import hub_settings, load_settings
@@ -243,12 +243,12 @@ def test_release_plan_undoes_ours_only() -> None:
     assert release_plan(snapshot, memory, "end") == (Unsuspend(A, "end"), Release(JobKey(3, 0), "end"))
 
 
-def test_release_all_is_repeatable(tmp_path: Path) -> None:
+def test_a_release_is_repeatable(tmp_path: Path) -> None:
     slurm = FileSlurm(tmp_path / "books.json")
     slurm.write(books(job(1, state="SUSPENDED")))
     memory = Memory(suspended=frozenset({A}))
-    assert [outcome.ok for _, outcome in release_all(slurm, memory, "asked")] == [True]
-    assert release_all(slurm, memory, "asked") == ()
+    assert [slurm.apply(action).ok for action in release_plan(slurm.read(), memory, "asked")] == [True]
+    assert release_plan(slurm.read(), memory, "asked") == ()
 
 
 def test_failed_releases_are_not_remembered_as_done() -> None:

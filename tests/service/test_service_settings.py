@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -80,13 +79,6 @@ def test_kill_switch_is_looked_up_each_time(tmp_path: Path) -> None:
     assert not guard_settings(settings).killed
     switch.touch()
     assert guard_settings(settings).killed
-
-
-def test_example_is_complete_and_gives_the_defaults(tmp_path: Path) -> None:
-    text = settings_reference.example_toml()
-    assert load_settings(write(tmp_path, text)) == Settings()
-    keys = {(section, key) for section, values in tomllib.loads(text).items() for key in values}
-    assert keys == {(row.section, row.key) for row in settings_reference.rows()}
 
 
 def test_every_key_has_a_meaning() -> None:

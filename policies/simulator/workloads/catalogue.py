@@ -122,13 +122,6 @@ def _gandiva(
     return generator, {name: used[name] for name in needed}
 
 
-def _automl(
-    values: Mapping[str, Any], profiles: Mapping[str, Profile] | None
-) -> tuple[Generator, Mapping[str, Profile]]:
-    used = profiles or {"lenet": automl.lenet_profile()}
-    return automl.Search(values["configs"], values["epochs"], values["epoch"], values["target"], values["at"]), used
-
-
 KINDS: Mapping[str, Kind] = {
     "synergy": Kind(
         "Poisson arrivals, run times from half an hour to a week, models by class",
@@ -172,6 +165,9 @@ KINDS: Mapping[str, Kind] = {
             Key("at", share, "0.5", "its place in the list"),
             SEED,
         ),
-        _automl,
+        lambda values, profiles: (
+            automl.Search(values["configs"], values["epochs"], values["epoch"], values["target"], values["at"]),
+            profiles or {"lenet": automl.lenet_profile()},
+        ),
     ),
 }

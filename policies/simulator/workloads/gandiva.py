@@ -76,18 +76,14 @@ class Gandiva:
 
     def _draw(self, rng: Draws, models: Sequence[Profile]) -> tuple[float, Profile, int, float, float]:
         submit_s = rng.uniform(0, self.span_s)
-        group = self._group(rng.random())
+        draw, bounds = rng.random(), accumulate(part / sum(self.mix) for part in self.mix)
+        group = next((group for group, bound in zip(GROUPS, bounds, strict=True) if draw < bound), GROUPS[-1])
         row = group[rng.randrange(len(group))]
         several = rng.random()
         duration_s = 60 * rng.uniform(*self.minutes)
         factor = self.scale[0] * (self.scale[1] / self.scale[0]) ** rng.random()
         gpus = 1 if row < WIDE_FROM else (4 if several < self.wide else 2)
         return submit_s, models[row], gpus, duration_s, models[row].iteration_s * factor
-
-    def _group(self, draw: float) -> tuple[int, ...]:
-        """Return the group into whose share of the mix a draw falls."""
-        bounds = accumulate(part / sum(self.mix) for part in self.mix)
-        return next((group for group, bound in zip(GROUPS, bounds, strict=True) if draw < bound), GROUPS[-1])
 
     def _job(
         self, number: int, submit_s: float, profile: Profile, gpus: int, work_s: float, iteration_s: float

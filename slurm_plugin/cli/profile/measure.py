@@ -6,7 +6,8 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,31 +26,6 @@ def end_on_sigterm() -> None:
 
 
 # --- run -----------------------------------------------------------------------------------------------------
-
-
-class RunOptions(NamedTuple):
-    """Options of ``profile run`` as given."""
-
-    words: tuple[str, ...]
-    cpus: str
-    memory: str | None
-    dataset: Path | None
-    samples: int | None
-    steps_per_epoch: int | None
-    storage_mb_s: float | None
-    model: str | None
-    task: str
-    node: str | None
-    gpus: int | None
-    gpu: str | None
-    restart: bool
-    within: float
-    point_s: float
-    turns: int
-    out: Path
-    png: Path | None
-    resume: bool
-    as_json: bool
 
 
 @click.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -82,7 +58,7 @@ def run(**words: Any) -> None:
     """
     from cadenza.profiler.plot import require  # noqa: PLC0415 (slow, like all below)
 
-    options = RunOptions(**words)
+    options = SimpleNamespace(**words)
     if options.png is not None:
         require()
     end_on_sigterm()
@@ -96,7 +72,7 @@ def run(**words: Any) -> None:
     _print(options, finding, state)
 
 
-def _session(options: RunOptions) -> Offline:
+def _session(options: SimpleNamespace) -> Offline:
     """Return the measurement that the options ask for; raise InputError for a wrong option."""
     from cadenza.profiler.measure.environment import parse_list, parse_node  # noqa: PLC0415
     from cadenza.profiler.measure.offline_run import Offline, Request  # noqa: PLC0415
@@ -126,7 +102,7 @@ def _session(options: RunOptions) -> Offline:
     return Offline(request, SystemClock(), report_point)
 
 
-def _conclude(options: RunOptions, session: Offline, state: State) -> Finding:
+def _conclude(options: SimpleNamespace, session: Offline, state: State) -> Finding:
     """Return the profile that follows from the measured points."""
     from cadenza.profiler.measure.environment import data_of, model_of, parse_node, this_node  # noqa: PLC0415
     from cadenza.profiler.measure.gpu_use import kind  # noqa: PLC0415
@@ -143,7 +119,7 @@ def _conclude(options: RunOptions, session: Offline, state: State) -> Finding:
     return conclude(state, session.grid, subject)
 
 
-def _write(options: RunOptions, finding: Finding, state: State) -> None:
+def _write(options: SimpleNamespace, finding: Finding, state: State) -> None:
     """Write the profile and, with --png, its drawing."""
     from cadenza.policies.inputs.profiles import check, write_profiles  # noqa: PLC0415
     from cadenza.profiler.measure.finished_points import write  # noqa: PLC0415
@@ -157,7 +133,7 @@ def _write(options: RunOptions, finding: Finding, state: State) -> None:
         write(options.png, png(finding))
 
 
-def _print(options: RunOptions, finding: Finding, state: State) -> None:
+def _print(options: SimpleNamespace, finding: Finding, state: State) -> None:
     """Print the table, the lines for the batch script and the gain, or all of it as JSON."""
     from cadenza.profiler.profile_builder import sbatch, words  # noqa: PLC0415
     from cadenza.slurm_plugin.cli.profile.show import finding_table, report  # noqa: PLC0415

@@ -173,27 +173,14 @@ def rows(profiles: list[tuple[str, Profile]]) -> list[Row]:
     result = []
     for model in order:
         mine = [(file, profile) for file, profile in profiles if profile.model == model]
-        first = mine[0][1]
-        result += [_row(file, profile, first) for file, profile in mine]
+        first_steps_s = mine[0][1].best_speed / mine[0][1].iteration_s
+        for file, profile in mine:
+            speeds = zip(profile.cpus_per_gpu, profile.throughput, strict=True)
+            times = {f"{cpus:g}": profile.iteration_s / row[-1] for cpus, row in speeds}
+            relative = profile.best_speed / profile.iteration_s / first_steps_s
+            best = (profile.best.cpus, profile.best.memory_gb, profile.best_speed)
+            result.append(Row(model, file, profile.gpu, profile.iteration_s, *best, times, relative))
     return result
-
-
-def _row(file: str, profile: Profile, first: Profile) -> Row:
-    steps_s = profile.best_speed / profile.iteration_s
-    return Row(
-        model=profile.model,
-        file=file,
-        gpu=profile.gpu,
-        iteration_s=profile.iteration_s,
-        best_cpus=profile.best.cpus,
-        best_memory_gb=profile.best.memory_gb,
-        best_speed=profile.best_speed,
-        times={
-            f"{cpus:g}": profile.iteration_s / row[-1]
-            for cpus, row in zip(profile.cpus_per_gpu, profile.throughput, strict=True)
-        },
-        relative=steps_s / (first.best_speed / first.iteration_s),
-    )
 
 
 # --- validate ----------------------------------------------------------------------------------------------

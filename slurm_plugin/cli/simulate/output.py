@@ -27,22 +27,7 @@ def _plain(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) or abs(value) >= 1000 else f"{value:.1f}"  # noqa: PLR2004
 
 
-def _hours(value: float) -> str:
-    return f"{value:.2f} h"
-
-
-def _percent(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.1f} s"
-
-
-def _milliseconds(value: float) -> str:
-    return f"{value:.2f} ms"
-
-
+_hours, _percent, _seconds, _milliseconds = "{:.2f} h".format, "{:.1%}".format, "{:.1f} s".format, "{:.2f} ms".format
 ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("jobs", "jobs that ended", _plain),
     ("unfinished", "jobs that did not", _plain),
@@ -115,13 +100,11 @@ def _sweep(results: Results) -> RenderableType:
         mean = "" if row.mean_jct_h is None else _hours(row.mean_jct_h)
         half = "" if row.interval95 is None else _hours(row.interval95)
         table.add_row(f"{row.load:g}", mean, half, _percent(row.gpu_utilization), "yes" if row.stable else "no")
-    return Group(table, Text(_verdict(results.short, highest_stable(rows))))
-
-
-def _verdict(short: bool, best: float | None) -> str:  # noqa: FBT001 (named by its place in the sentence)
-    if short:
-        return f"too few jobs to tell stable loads from others: they must arrive over {FILL} mean run times at least"
-    return "none of these loads is stable" if best is None else f"highest stable load: {best:g} jobs an hour"
+    best = highest_stable(rows)
+    verdict = "none of these loads is stable" if best is None else f"highest stable load: {best:g} jobs an hour"
+    if results.short:
+        verdict = f"too few jobs to tell stable loads from others: they must arrive over {FILL} mean run times at least"
+    return Group(table, Text(verdict))
 
 
 # --- Files -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.model import Node
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.cluster import MAX_LANES, PARTITION, read_cluster
-from cadenza.policies.inputs.costs import FREE_COSTS, SimCosts, read_costs
+from cadenza.policies.inputs.costs import FREE_COSTS, read_costs
 from cadenza.policies.inputs.csv_table import decode, integer, number, positive, quoted, suggest
 from cadenza.policies.inputs.failures import read_failures
 from cadenza.policies.inputs.interference import Pairs, packing_pairs, read_interference
@@ -97,12 +97,12 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...]) -> Reques
     trace = None if workload else _trace(words, profiles)
     # 3. Time, costs and faults.
     events = _one_of(words["events"], "--events", YES_NO, "yes" if shared else "no") == "yes"
-    failures = words["failures"]
+    failures, costs = words["failures"], words["costs"]
     static = trace is not None and not any(job.submit_s for job in trace)
     setup = Setup(
         round_s=number(words["round"] or (SHARED_ROUND_S if shared else ROUND_S), "--round", SHORTEST_ROUND_S, 1e9),
         first_round_s=STATIC_FIRST_S if synergy and static else 0.0,
-        costs=_costs(words["costs"], synergy=synergy),
+        costs=FREE_COSTS if synergy else read_costs(read_file(costs, "--costs"), costs) if costs else default_costs(),
         synergy=synergy,
         lanes=lanes,
         rounds_on_events=events,
@@ -314,12 +314,6 @@ def _trace(words: Mapping[str, Any], profiles: Mapping[str, Profile]) -> tuple[T
     if not jobs:
         raise InputError(f"{words['trace']}: has no jobs")
     return jobs
-
-
-def _costs(path: str | None, *, synergy: bool) -> SimCosts:
-    if synergy:
-        return FREE_COSTS
-    return default_costs() if path is None else read_costs(read_file(path, "--costs"), path)
 
 
 def _interference(path: str | None, profiles: Mapping[str, Profile], *, shared: bool) -> Pairs:

@@ -141,19 +141,15 @@ def table(head: Head, state: SweepState, *, problem: str | None = None, rows: in
     for name in ("configuration", "job", "state", "step", "last", "best", ""):
         result.add_column(name, overflow="fold")
     for trial in sorted(state.trials.values(), key=rank)[:rows]:
-        result.add_row(*_row(trial, head))
+        values, best = trial.values, trial.best(head.plan.goal)
+        config = " ".join(f"{name}={value}" for name, value in trial.config.items())
+        result.add_row(
+            f"{trial.number}: {config}",
+            str(trial.job or ""),
+            activity(trial),
+            str(values[-1][0]) if values else "",
+            f"{values[-1][1]:.5g}" if values else "",
+            f"{best:.5g}" if best is not None else "",
+            trial.stop_reason or ("yields to better ones" if trial.behind and not trial.ended else ""),
+        )
     return result
-
-
-def _row(trial: TrialState, head: Head) -> tuple[str, ...]:
-    values, best = trial.values, trial.best(head.plan.goal)
-    config = " ".join(f"{name}={value}" for name, value in trial.config.items())
-    return (
-        f"{trial.number}: {config}",
-        str(trial.job or ""),
-        activity(trial),
-        str(values[-1][0]) if values else "",
-        f"{values[-1][1]:.5g}" if values else "",
-        f"{best:.5g}" if best is not None else "",
-        trial.stop_reason or ("yields to better ones" if trial.behind and not trial.ended else ""),
-    )

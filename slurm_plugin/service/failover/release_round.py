@@ -34,18 +34,11 @@ def adopted(snapshot: ClusterSnapshot) -> Memory:
     )
 
 
-def release_all(gateway: Gateway, memory: Memory, reason: str) -> tuple[tuple[Action, Outcome], ...]:
-    """Release everything that is ours, past the guard, and return the outcomes.
-
-    Twice does no harm. Errors of ``gateway.read`` pass through.
-    """
-    return tuple((action, gateway.apply(action)) for action in release_plan(gateway.read(), memory, reason))
-
-
 def release_round(gateway: Gateway, clock: Clock, store: SqliteStore, reason: str) -> RoundReport:
-    """Do the same as a round on record, for the audit and the next service.
+    """Release everything that is ours, past the guard, as a round on record, for the audit and the next service.
 
-    The memory forgets a job only after its release: the next service continues a release that dies half-way.
+    Twice does no harm. Errors of ``gateway.read`` pass through. The memory forgets a job only after its release: the
+    next service continues a release that dies half-way.
     """
     started = clock.now()
     snapshot, before = gateway.read(), store.memory()
