@@ -20,7 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "keygen": ("site.command:keygen", "Create the keys of the connection between service and agents."),
     "simulate": ("simulate.command:command", "Simulate a policy on a trace or a published workload."),
     "policies": ("simulate.policies:command", "List the policies and their sources."),
-    "profile": ("profile.command:command", "Measure how a job's speed depends on CPUs and memory."),
+    "profile": ("profile.measure:command", "Measure how a job's speed depends on CPUs and memory."),
     "sweep": ("sweep.command:command", "Search over configurations and stop the weak ones early."),
     "run": ("jobs.control:run", "Run a training script unchanged, able to share its GPU."),
     "record": ("site.command:record", "Record this cluster's answers for tests and bug reports."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from cadenza.policies.core.model import Options
 
@@ -66,31 +66,18 @@ def _checked(name: str, value: Any) -> Any:
     return value
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_count(value: Any) -> bool:
-    return _is_number(value) and bool(value >= 1)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "share": (_is_flag, "true or false"),
-    "min_gpus": (_is_count, "a whole number from 1"),
-    "max_gpus": (_is_count, "a whole number from 1"),
+_Check: TypeAlias = tuple[Callable[[Any], bool], str]
+_FLAG: _Check = (lambda value: isinstance(value, bool), "true or false")
+_COUNT: _Check = (lambda value: type(value) is int and value >= 1, "a whole number from 1")
+_CHECKS: Mapping[str, _Check] = {
+    "share": _FLAG,
+    "min_gpus": _COUNT,
+    "max_gpus": _COUNT,
     "batch": (lambda value: value in ("global", "per-gpu"), "global or per-gpu"),
-    "model": (_is_text, "a name"),
-    "priority": (_is_number, "a whole number"),
-    "iterations": (_is_count, "a whole number from 1"),
-    "duration_s": (_is_count, "a whole number of seconds from 1"),
-    "held": (_is_flag, "true or false"),
-    "why": (_is_text, "a text"),
+    "model": (lambda value: isinstance(value, str) and bool(value), "a name"),
+    "priority": (lambda value: type(value) is int, "a whole number"),
+    "iterations": _COUNT,
+    "duration_s": (_COUNT[0], "a whole number of seconds from 1"),
+    "held": _FLAG,
+    "why": (lambda value: isinstance(value, str) and bool(value), "a text"),
 }

@@ -43,10 +43,6 @@ class NotForSlurm(GatewayError):  # noqa: N818
     """The caller gave the Slurm side an action that the agents carry out."""
 
 
-class RecordingError(GatewayError):
-    """A recording that this version cannot replay; record again."""
-
-
 # Numbers of slurm_errno.h, the same from Slurm 23.02 to 26.05 as far as they are named here.
 _UNAVAILABLE = frozenset({*range(1001, 1024), *range(1800, 1806), 2027, 2131, *range(5000, 5008)})
 _AUTHENTICATION = frozenset({1007, *range(6000, 6012)})

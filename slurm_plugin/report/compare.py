@@ -6,17 +6,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cadenza.policies.core.errors import InputError
+from cadenza.policies.simulator.figures import quantile
+from cadenza.policies.simulator.load_sweep import load_rows
 from cadenza.policies.simulator.run_values import JobResult
 from cadenza.slurm_plugin.report.metrics import METRICS, OPTIONAL, Better
 from cadenza.slurm_plugin.report.page_model import Cell, Comparison, Loaded, PairedSpeedUp, Result, Run, Slice, Verdict
-from cadenza.slurm_plugin.report.sentences import notes
+from cadenza.slurm_plugin.report.sentences import notes, summary
 from cadenza.slurm_plugin.report.stats import clear, estimate
 from cadenza.slurm_plugin.report.units import HOUR_S
 
 T = TypeVar("T", int, str)
+SCHEMA = "cadenza.report/1"
 MIN_RELATIVE_DIFFERENCE = 0.005
 """Least difference that counts as better or worse."""
 MAX_MODELS = 12
@@ -155,7 +158,7 @@ def _ratio(job: JobResult, base: JobResult | None) -> float | None:
 def _slices(results: Sequence[Result], kind: Callable[[Run, JobResult], T]) -> tuple[Slice, ...]:
     """Return the mean JCT of each kind of job, kinds in the order of their names."""
     kinds: list[list[dict[T, list[float]]]] = []
-    """Of each result and run, the completion times of each kind of job in hours."""
+    """Completion times in hours by kind of job, of each result and run."""
     for result in results:
         kinds.append([])
         for run in result.runs:
@@ -178,3 +181,53 @@ def _slice(name: T, results: Sequence[Result], kinds: Sequence[Sequence[dict[T, 
             for result, mine in zip(results, means, strict=True)
         ),
     )
+
+
+# --- For --json -------------------------------------------------------------------------------------------
+
+
+def plain(comparison: Comparison, page: str) -> dict[str, Any]:
+    """Return a comparison as JSON types; names and units are those of `cadenza simulate --json`."""
+    return {
+        "schema": SCHEMA,
+        "page": page,
+        "baseline": comparison.baseline.label,
+        "notes": list(comparison.notes),
+        "results": [_result(result, comparison) for result in comparison.results],
+    }
+
+
+def _result(result: Result, comparison: Comparison) -> dict[str, Any]:
+    return {
+        "label": result.label,
+        "summary": summary(result, comparison),
+        "files": [
+            {"file": file.source, "arguments": file.arguments, "seeds": [run.seed for run in file.runs]}
+            for file in result.files
+        ],
+        "figures": {key: _figure(cells[result.index]) for key, cells in comparison.cells.items()},
+        "sweep": load_rows(result.sweep),
+        "speed_up": _speed_up(result, comparison),
+    }
+
+
+def _figure(cell: Cell) -> dict[str, Any] | None:
+    """Return a mean over seeds, half its 95 % interval, and its comparison with the baseline."""
+    if cell.estimate is None:
+        return None
+    mean, half, seeds = cell.estimate
+    return {"mean": mean, "half": half, "seeds": seeds, "ratio": cell.ratio, "verdict": cell.verdict}
+
+
+def _speed_up(result: Result, comparison: Comparison) -> dict[str, Any] | None:
+    """Return the speed-up of the jobs, each compared with itself in the baseline."""
+    paired = comparison.speed_ups.get(result.label)
+    if not paired or not paired.ratios:
+        return None
+    return {
+        "jobs": len(paired.ratios),
+        "unpaired": paired.unpaired,
+        "median": quantile(paired.ratios, 0.5),
+        "sooner": sum(ratio > 1 for ratio in paired.ratios) / len(paired.ratios),
+        "later": sum(ratio < 1 for ratio in paired.ratios) / len(paired.ratios),
+    }

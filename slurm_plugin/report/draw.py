@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from markupsafe import escape
 
 from cadenza.slurm_plugin.report.chart_model import Axis, Chart, Line, ticks
-from cadenza.slurm_plugin.report.errors import EnvironmentLacks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+class EnvironmentLacks(Exception):  # noqa: N818 (named for what is wrong, as elsewhere)
+    """Missing package that the page needs; the message names it."""
+
 
 # --- Colors and line styles ----------------------------------------------------------------------------------
 

@@ -30,14 +30,6 @@ class CardText(NamedTuple):
     versus: VersusText | None = None
 
 
-class CommandText(NamedTuple):
-    """The commands that made one result, and its files and seeds."""
-
-    result: Result
-    lines: list[str]
-    source: str
-
-
 @cache
 def _environment() -> Environment:
     environment = Environment(
@@ -98,10 +90,11 @@ def _card(result: Result, comparison: Comparison) -> CardText:
     return CardText(result, text, number(cell.estimate.mean * HOUR_S / unit.seconds), unit.sign, versus(cell))
 
 
-def _command(result: Result) -> CommandText:
+def _command(result: Result) -> dict[str, Any]:
+    """Return the commands that made one result, and its files and seeds."""
     lines = list(dict.fromkeys(shlex.join(("cadenza", "simulate", *file.arguments)) for file in result.files))
     source = f"from {', '.join(file.source for file in result.files)}"
     seeds = sorted({run.seed for run in result.runs if run.seed is not None} | {point.seed for point in result.sweep})
     if seeds:
         source += f"; {'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
-    return CommandText(result, lines, source)
+    return {"result": result, "lines": lines, "source": source}

@@ -74,7 +74,7 @@ class Loop:
         self._gateway = ClusterGateway(parts.slurm, parts.hub, clock, parts.store.last_snapshot())
         self._good_s = float("-inf")
         self._forget_s = clock.monotonic()
-        move_requests.open_folder(parts.store.path)
+        move_requests.folder(parts.store.path).mkdir(mode=0o700, exist_ok=True)  # only we and root may write there
         self._use(settings)
 
     @property

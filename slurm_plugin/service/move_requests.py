@@ -62,11 +62,6 @@ def _shares(job: Job, nodes: tuple[str, ...], gpus: int | None) -> tuple[Share, 
     return tuple(Share(node, total // len(nodes), cpus, memory_mb) for node in sorted(nodes))
 
 
-def open_folder(store: Path) -> None:
-    """Make the folder of requests, in which only the service and root may write."""
-    folder(store).mkdir(mode=0o700, exist_ok=True)
-
-
 def write(store: Path, move: Move) -> Path:
     """Write a request to the service; raise RequestError when this user may not, or no service has made the folder."""
     place = folder(store) / f"{move.job.id}.json"

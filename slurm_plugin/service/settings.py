@@ -194,11 +194,6 @@ class Settings(msgspec.Struct, frozen=True):
         """True if profiles decide how CPUs and memory are given out."""
         return entry("allocation", self.policy.allocate).profiled
 
-    @property
-    def sizes_pending(self) -> bool:
-        """True if pending jobs ask for the CPUs and memory of their profiles."""
-        return self.policy.size_pending and self.profiled
-
 
 def load_settings(path: Path | None) -> Settings:
     """Return the settings in ``path``; without one, in the default file, or the defaults when there is none.

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Options
 from cadenza.slurm_plugin.gateway.comment import BadOptions, opt_in_of
-from cadenza.slurm_plugin.gateway.recording import load
 from cadenza.slurm_plugin.gateway.translate import (
     gpu_count,
     gpu_type,
@@ -23,7 +22,7 @@ from cadenza.slurm_plugin.gateway.translate import (
     unmanageable_reason,
 )
 
-ANSWERS = load(RECORDING)
+ANSWERS = [json.loads(line) for line in RECORDING.read_text().splitlines()]
 SUBMITTED, CHANGED, REQUEUED, PLACED = (snapshot(answer) for answer in ANSWERS)
 NOW_S = float(ANSWERS[0]["time_s"])
 

@@ -7,6 +7,7 @@ thorough one all of them.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -44,7 +45,7 @@ from cadenza.policies.sharing import pipeline
 from cadenza.policies.sharing.turns.slurm_sync import sync_slurm
 from cadenza.slurm_plugin.cli.simulate.command import command
 from cadenza.slurm_plugin.cli.simulate.request import read_request
-from cadenza.slurm_plugin.gateway.recording import RecordedGateway
+from cadenza.slurm_plugin.gateway.translate import snapshot as translated
 from cadenza.slurm_plugin.service.settings import guard_settings, load_settings, policy
 
 RECORDING = Path(__file__).parents[1] / "gateway" / "data" / "slurm-26.05.jsonl"
@@ -152,7 +153,7 @@ def test_a_stage_that_one_side_lacks_is_noticed(tmp_path: Path, monkeypatch: pyt
 
 def recorded() -> list[ClusterSnapshot]:
     """Recorded answers of Slurm in the simulator's partition, with profiles and leases as agents would report them."""
-    snapshot = RecordedGateway(RECORDING).read()
+    snapshot = translated(json.loads(RECORDING.read_text().splitlines()[0]))
     host = {node.name: node.host for node in snapshot.nodes}
     nodes = tuple(replace(node, partitions=(PARTITION,)) for node in snapshot.nodes)
     jobs = tuple(

@@ -17,9 +17,8 @@ from cadenza.policies.core.errors import InputError
 from cadenza.policies.simulator.result_file import encode
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.report.charts import charts
-from cadenza.slurm_plugin.report.compare import compare
+from cadenza.slurm_plugin.report.compare import compare, plain
 from cadenza.slurm_plugin.report.draw import NARROW, draw
-from cadenza.slurm_plugin.report.json_summary import plain
 from cadenza.slurm_plugin.report.loader import load
 
 SAVED = json.loads(encode(toy("a", seeds=(1, 2), jobs=12, loads=(2, 4))))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from profile_files import HUNGRY, SATED, write_profile
@@ -23,7 +25,7 @@ from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import ConfigError
-from cadenza.slurm_plugin.gateway.recording import RecordedGateway
+from cadenza.slurm_plugin.gateway.translate import snapshot as translated
 from cadenza.slurm_plugin.service.observe.enrichment import placement_of
 from cadenza.slurm_plugin.service.settings import (
     Settings,
@@ -88,7 +90,8 @@ def test_switches_reach_the_policy(tmp_path: Path) -> None:
 
 def recorded(folder: Path) -> ClusterSnapshot:
     """The first answer, with leases as agents would report them, and the jobs released that were submitted held."""
-    gateway = gateway_without_agents(RecordedGateway(RECORDING), folder)
+    answer = json.loads(RECORDING.read_text().splitlines()[0])
+    gateway = gateway_without_agents(SimpleNamespace(read=lambda: translated(answer)), folder)
     snapshot = gateway.read()
     hosts = tuple(Host(name, agent_alive=True) for name in sorted({one.host for one in snapshot.nodes}))
     host = {one.name: one.host for one in snapshot.nodes}

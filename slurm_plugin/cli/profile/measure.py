@@ -1,4 +1,4 @@
-"""``cadenza profile run`` and ``pair``: measure one command, or two that share a GPU."""
+"""``cadenza profile``, with ``run`` and ``pair``: measure one command, or two that share a GPU."""
 
 from __future__ import annotations
 
@@ -12,12 +12,27 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cadenza.slurm_plugin.cli.common import console, emit, json_option
+from cadenza.slurm_plugin.cli.lazy import LazyGroup
 
 if TYPE_CHECKING:
     from cadenza.profiler.measure.finished_points import State
     from cadenza.profiler.measure.offline_run import Offline
     from cadenza.profiler.measure.point import Point
     from cadenza.profiler.profile_builder import Finding
+
+
+COMMANDS = {
+    "run": ("profile.measure:run", "Measure a command and write its profile."),
+    "pair": ("profile.measure:pair", "Measure two commands alone and together, for packing."),
+    "show": ("profile.show:show", "Show profiles as tables."),
+    "compare": ("profile.show:compare", "Compare profiles, model by model."),
+    "validate": ("profile.show:validate", "Check that profiles can be used."),
+}
+
+
+@click.group("profile", cls=LazyGroup, table=COMMANDS)
+def command() -> None:
+    """Measure how a job's speed depends on CPUs and memory, and read profiles."""
 
 
 def end_on_sigterm() -> None:

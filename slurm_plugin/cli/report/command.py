@@ -49,9 +49,8 @@ def _compare(
     files: tuple[Path, ...], *, output: Path | None, title: str | None, baseline: str | None, as_json: bool
 ) -> None:
     from cadenza.policies.core.errors import InputError  # noqa: PLC0415 (slow, like all below)
-    from cadenza.slurm_plugin.report.compare import compare  # noqa: PLC0415
+    from cadenza.slurm_plugin.report.compare import compare, plain  # noqa: PLC0415
     from cadenza.slurm_plugin.report.draw import require  # noqa: PLC0415
-    from cadenza.slurm_plugin.report.json_summary import plain  # noqa: PLC0415
     from cadenza.slurm_plugin.report.loader import load  # noqa: PLC0415
     from cadenza.slurm_plugin.report.page import render  # noqa: PLC0415
     from cadenza.slurm_plugin.report.sentences import summary  # noqa: PLC0415

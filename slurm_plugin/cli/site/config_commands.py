@@ -56,7 +56,7 @@ def policy_advice(settings: Settings) -> Iterator[str]:
     directory.refresh()
     yield from (f"profile not used: {problem}" for problem in directory.library.problems)
     usable = sum(entry.profile is not None for entry in directory.library.entries)
-    if settings.sizes_pending and not usable:
+    if table.size_pending and settings.profiled and not usable:
         yield f"[policy] allocate = {table.allocate!r} and [profiles] directory {folder!r} holds no profile"
     if usable and not settings.allocates:
         yield '[policy] allocate = "none": profiles are shown and change nothing'
