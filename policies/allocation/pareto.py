@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
 from math import ceil
@@ -113,7 +113,7 @@ def _memory_units(grid: tuple[float, ...], share_mb: float) -> int:
 def unmeasured(kind: Kind, gpus: int) -> Options:
     """Return what a job without a profile can be given: its proportional share, at speed 1."""
     share = proportional_share(_server(kind), gpus)
-    column = (_cpu_units(kind, share.cpus), kind.units(share.memory_mb), 1.0, share.cpus, share.memory_mb)
+    column = (-(-share.cpus // kind.cpu_step), kind.units(share.memory_mb), 1.0, share.cpus, share.memory_mb)
     appetite = column[0] / max(kind.cpu_units, 1) + column[1] / kind.memory_units
     return Options(np.array(column, dtype=np.float64).reshape(5, 1), 1.0, appetite)
 
@@ -131,33 +131,25 @@ def derive(profiles: Iterable[Profile], kind: Kind, gpus: int, margin: float) ->
             there = profile.on(kind.gpu_type) if kind.gpu_type else profile
             groups.setdefault((there.cpus_per_gpu, there.memory_gb_per_gpu), []).append(profile)
     for (cpus, memory), group in groups.items():
-        cpu_axis, memory_axis = _cpu_axis(cpus, kind, gpus), _memory_axis(memory, kind, gpus)
+        share = proportional_share(_server(kind), gpus)
+        cpu_axis = _axis(cpus, gpus, 1, share.cpus, kind.cpus, lambda amount: -(-amount // kind.cpu_step))
+        memory_axis = _axis(memory, gpus, MB_PER_GB, share.memory_mb, kind.memory_mb, kind.units)
         found = _prune(_speeds(group, kind, cpu_axis, memory_axis), kind, cpu_axis, memory_axis, margin)
         for profile, options in zip(group, found, strict=True):
             profile.derived[key] = options
     return key
 
 
-def _cpu_axis(grid: tuple[float, ...], kind: Kind, gpus: int) -> _Axis:
-    fair = proportional_share(_server(kind), gpus).cpus
-    amounts = sorted({fair} | {need for cpus in grid if (need := ceil(cpus * gpus - TOLERANCE)) <= kind.cpus})
-    return _axis(amounts, [_cpu_units(kind, cpus) for cpus in amounts], [cpus / gpus for cpus in amounts], grid, fair)
-
-
-def _memory_axis(grid: tuple[float, ...], kind: Kind, gpus: int) -> _Axis:
-    fair = proportional_share(_server(kind), gpus).memory_mb
-    needs = (ceil(gb * gpus * MB_PER_GB - TOLERANCE) for gb in grid)
-    amounts = sorted({fair} | {need for need in needs if need <= kind.memory_mb})
-    each = [memory_mb / gpus / MB_PER_GB for memory_mb in amounts]
-    return _axis(amounts, [kind.units(memory_mb) for memory_mb in amounts], each, grid, fair)
-
-
 def _axis(
-    amounts: Sequence[int], units: Sequence[int], each: Sequence[float], grid: tuple[float, ...], fair: int
+    grid: tuple[float, ...], gpus: int, scale: int, fair: int, most: int, units: Callable[[int], int]
 ) -> _Axis:
+    """Return the amounts from a grid of one GPU's, of which ``scale`` amounts make 1, and the proportional share."""
+    amounts = sorted({fair} | {need for one in grid if (need := ceil(one * gpus * scale - TOLERANCE)) <= most})
+    each = [amount / gpus / scale for amount in amounts]
     place = [bisect_right(grid, value + TOLERANCE) - 1 for value in each]
     factor = [value / grid[0] if at < 0 else 1.0 for at, value in zip(place, each, strict=True)]
-    return _Axis(amounts, units, np.maximum(np.array(place), 0), np.array(factor), amounts.index(fair))
+    number = amounts.index(fair)
+    return _Axis(amounts, list(map(units, amounts)), np.maximum(np.array(place), 0), np.array(factor), number)
 
 
 def _speeds(group: Sequence[Profile], kind: Kind, cpus: _Axis, memory: _Axis) -> Floats:
@@ -198,10 +190,6 @@ def _prune(speeds: Floats, kind: Kind, cpus: _Axis, memory: _Axis, margin: float
         Options(table[:, begin:end], top, appetite)
         for begin, end, top, appetite in zip([0, *ends[:-1]], ends, best.tolist(), appetites, strict=True)
     ]
-
-
-def _cpu_units(kind: Kind, cpus: int) -> int:
-    return -(-cpus // kind.cpu_step)
 
 
 def _server(kind: Kind) -> Server:

@@ -39,7 +39,9 @@ def place(packing: Packing, job: Job, wanted: Ask) -> bool:
     if spots is None:
         if ask.exceeds:
             ask = packing.asks.fair(job.gpus, ask.gpu_type)
-        spots = _fit(packing, ask) or _choose(packing, ask)
+        books = packing.books  # where the GPUs alone fit
+        free = [(at, gpus) for at, gpus in enumerate(books.gpus) if ask.take[books.kind[at]]]
+        spots = _fit(packing, ask) or _in_room(packing, ask, free)
         if spots is None:
             return False
     packing.books.take(ask, spots)
@@ -55,12 +57,6 @@ def _fit(packing: Packing, ask: Ask) -> Spots | None:
     """Return where all that is asked fits: the fullest server that has it, else the fewest servers."""
     books = packing.books
     return _in_room(packing, ask, [(at, books.most(ask, at, ask.gpus)) for at in range(books.first, len(books.gpus))])
-
-
-def _choose(packing: Packing, ask: Ask) -> Spots | None:
-    """Return where the GPUs alone fit."""
-    books = packing.books
-    return _in_room(packing, ask, [(at, gpus) for at, gpus in enumerate(books.gpus) if ask.take[books.kind[at]]])
 
 
 def _in_room(packing: Packing, ask: Ask, room: list[tuple[int, int]]) -> Spots | None:

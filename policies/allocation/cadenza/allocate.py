@@ -37,18 +37,26 @@ def cadenza(case: Case) -> Plan:
     """
     if not case.runnable or not case.servers:
         return Plan({})
+    # 1. Running jobs stay where they can.
     assignment = Assignment(case)
     newcomers = order(assignment, keep(assignment))
     fresh = len(newcomers) == len(assignment.jobs)
     moves = reunite(assignment, _moves(case, len(assignment.jobs)))
+    # 2. Jobs with several GPUs come first; small ones may leave their nodes for them.
     gangs = [item for item in newcomers if assignment.gpus[item] > 1]
     out = _assign_gangs(assignment, gangs, newcomers, moves, fresh=fresh)
     moves -= sum(assignment.home[item] >= 0 for item in out)
+    # 3. Deal out the one-GPU jobs that may not go everywhere, or all where there are too many to try.
     singles = [item for item in newcomers if assignment.gpus[item] == 1]
     if out:
         singles = order(assignment, {*singles, *out})
     many = fresh or len(singles) * len(assignment.servers) > MAX_PAIRS_TRIED
-    singles = _assign_choosy(assignment, singles, everyone=many)
+    dealt = singles if many else [item for item in singles if None in assignment.rows[item]]
+    left = assign_evenly(assignment, dealt, dealt, tight=False)
+    for item in left:
+        assignment.allow(item)
+    singles = left if many else order(assignment, {*singles} - {*dealt} | {*left})
+    # 4. Put each of the others on the node to which it adds most, exchange, and divide the nodes.
     arrays = Arrays(assignment)
     for job in assignment.parts:
         level(arrays, job)
@@ -111,15 +119,6 @@ def _assign_gangs(
             if assign_evenly(assignment, [item], [item], tight=True):
                 span(assignment, item)
     return out
-
-
-def _assign_choosy(assignment: Assignment, singles: list[int], *, everyone: bool) -> list[int]:
-    """Deal out the one-GPU jobs that may not go everywhere, or all, and return the others."""
-    dealt = singles if everyone else [item for item in singles if None in assignment.rows[item]]
-    left = assign_evenly(assignment, dealt, dealt, tight=False)
-    for item in left:
-        assignment.allow(item)
-    return left if everyone else order(assignment, {*singles} - {*dealt} | {*left})
 
 
 def _improve(arrays: Arrays, newcomers: list[int], moves: int) -> None:

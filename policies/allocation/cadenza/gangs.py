@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from heapq import nsmallest
 
 from cadenza.policies.allocation.cadenza.assignment import Assignment
@@ -66,16 +66,13 @@ def span(assignment: Assignment, job: int) -> None:
     usable = [node for node in free if assignment.may(job, assignment.kind_of[node])]
     if sum(assignment.free[node] for node in usable) < gpus:
         usable = free
-    assignment.split(job, _spots(assignment, gpus, _of_one_type(assignment, usable, gpus)))
-
-
-def _of_one_type(assignment: Assignment, nodes: Sequence[int], gpus: int) -> Sequence[int]:
-    free: dict[str, int] = {}
-    for node in nodes:
-        kind = assignment.servers[node].gpu_type
-        free[kind] = free.get(kind, 0) + assignment.free[node]
-    enough = [kind for kind in sorted(free, key=lambda kind: (-free[kind], kind)) if free[kind] >= gpus]
-    return [node for node in nodes if assignment.servers[node].gpu_type == enough[0]] if enough else nodes
+    of_type: Counter[str] = Counter()
+    for node in usable:
+        of_type[assignment.servers[node].gpu_type] += assignment.free[node]
+    fullest = min(of_type, key=lambda kind: (-of_type[kind], kind))
+    if of_type[fullest] >= gpus:
+        usable = [node for node in usable if assignment.servers[node].gpu_type == fullest]
+    assignment.split(job, _spots(assignment, gpus, usable))
 
 
 def _spots(assignment: Assignment, gpus: int, nodes: Iterable[int]) -> list[tuple[int, int]]:

@@ -87,15 +87,17 @@ class OptimizerPart:
     ) -> Any:
         """Return a parameter's saved state without references to the checkpoint's file, None if it has none."""
         state, live = saved["state"]["state"].get(index), self._optimizer.state.get(param, {})
-        return None if state is None else {key: _put(value, live.get(key), read, param) for key, value in state.items()}
-
-
-def _put(value: Any, live: Any, read: Mapping[str, torch.Tensor], param: torch.Tensor) -> Any:
-    """Return one value of the state, in the existing tensor if shape and dtype match, else in a new one."""
-    if type(value) is torch.Tensor is type(live) and (value.shape, value.dtype) == (live.shape, live.dtype):
-        with torch.no_grad():
-            return live.copy_(value)
-    return _placed(value, read, param)
+        if state is None:
+            return None
+        placed = {}
+        for key, value in state.items():
+            old = live.get(key)
+            if type(value) is torch.Tensor is type(old) and (value.shape, value.dtype) == (old.shape, old.dtype):
+                with torch.no_grad():
+                    placed[key] = old.copy_(value)
+            else:
+                placed[key] = _placed(value, read, param)
+        return placed
 
 
 def _placed(value: Any, read: Mapping[str, torch.Tensor], param: torch.Tensor) -> Any:

@@ -80,8 +80,15 @@ def _marker_or_reason(place: Place) -> Marker | str:
 
 def _load(place: Place, marker: Marker, ranks: Ranks) -> Loaded | str:
     """Return a checkpoint in memory, or a description of its damage on any rank."""
-    if reason := _first_reason(ranks.gather(_damage(place, marker, ranks))):
+    # 1. Check the shared file and this rank's share of the others.
+    names = sorted(marker.files)
+    mine = [name for index, name in enumerate(names) if name == SHARED or index % ranks.size == ranks.rank]
+    missing = {SHARED, *(rank_file(rank) for rank in range(marker.world_size))} - set(names)
+    reasons = [files.damage(place.path / name, marker.files[name]) for name in mine]
+    reasons += [f"{name} is not in its marker" for name in sorted(missing)]
+    if reason := _first_reason(ranks.gather("; ".join(filter(None, reasons)) or None)):
         return reason
+    # 2. Read it.
     result: Loaded | str
     try:
         # A rank that the saved job did not have reads another rank's file.
@@ -91,15 +98,6 @@ def _load(place: Place, marker: Marker, ranks: Ranks) -> Loaded | str:
     except Exception as error:  # noqa: BLE001 - every error must reach the other ranks
         result = f"{type(error).__name__}: {error}"
     return _first_reason(ranks.gather(result if isinstance(result, str) else None)) or result
-
-
-def _damage(place: Place, marker: Marker, ranks: Ranks) -> str | None:
-    """Return the damage of the shared file and of this rank's share of the others; None if they are intact."""
-    names = sorted(marker.files)
-    mine = [name for index, name in enumerate(names) if name == SHARED or index % ranks.size == ranks.rank]
-    missing = {SHARED, *(rank_file(rank) for rank in range(marker.world_size))} - set(names)
-    reasons = [files.damage(place.path / name, marker.files[name]) for name in mine]
-    return "; ".join(filter(None, [*reasons, *(f"{name} is not in its marker" for name in sorted(missing))])) or None
 
 
 def _first_reason(reasons: list[str | None]) -> str | None:

@@ -127,12 +127,6 @@ def _array(fields: list[Any], raw: memoryview) -> Any:
     return np.frombuffer(data, dtype=dtype).reshape(shape) if data.nbytes else np.empty(shape, dtype=dtype)
 
 
-def _pairs(fields: list[Any], raw: memoryview) -> dict[Any, Any]:
-    """Return a dictionary of its keys and values in turn."""
-    values = _values(fields, raw)
-    return dict(zip(values[::2], values[1::2], strict=True))
-
-
 _READERS: dict[str, Read] = {
     "tensor": _tensor,
     "array": _array,
@@ -141,5 +135,5 @@ _READERS: dict[str, Read] = {
     "bytearray": lambda fields, raw: bytearray(_cut(fields, raw)),
     "tuple": lambda fields, raw: tuple(_values(fields, raw)),
     "list": _values,
-    "dict": _pairs,
+    "dict": lambda fields, raw: dict(zip(_values(fields[::2], raw), _values(fields[1::2], raw), strict=True)),
 }
