@@ -203,16 +203,13 @@ class CopyStream:
     ) -> torch.cuda.Event | None:
         """Copy storages to their common place in host memory, or back."""
         with torch.no_grad(), contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            if not batch.gathered or self._staging.nbytes < batch.nbytes:
-                _copy_each(_pieces(batch, place), raws, out=out)
-            elif out:
-                staging = self._staging[: batch.nbytes]
-                _copy_each(_pieces(batch, staging), raws, out=True)
-                place.copy_(staging, non_blocking=True)
-            else:
-                staging = self._staging[: batch.nbytes]
+            staged = batch.gathered and self._staging.nbytes >= batch.nbytes
+            staging = self._staging[: batch.nbytes] if staged else place
+            if staged and not out:
                 staging.copy_(place, non_blocking=True)
-                _copy_each(_pieces(batch, staging), raws, out=False)
+            _copy_each(_pieces(batch, staging), raws, out=out)
+            if staged and out:
+                place.copy_(staging, non_blocking=True)
             return None if self._stream is None else self._stream.record_event()
 
     def drain(self) -> None:

@@ -21,13 +21,6 @@ class _Watch:
         self.exports: dict[int, StorageWeakRef] = {}
         self.end: Callable[[], None] | None = None
 
-    def note(self, tensor: torch.Tensor) -> None:
-        """Remember a tensor's storage, weakly."""
-        storage = tensor.untyped_storage()
-        if len(self.exports) >= PRUNE_AT:
-            self.exports = {key: ref for key, ref in self.exports.items() if not ref.expired()}  # type: ignore[no-untyped-call]
-        self.exports[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # noqa: SLF001
-
 
 _watch = _Watch()
 
@@ -43,7 +36,10 @@ def watch() -> None:
 
     @functools.wraps(original)
     def noting(self: torch.Tensor, *args: Any, **options: Any) -> Any:
-        _watch.note(self)
+        storage = self.untyped_storage()
+        if len(_watch.exports) >= PRUNE_AT:
+            _watch.exports = {key: ref for key, ref in _watch.exports.items() if not ref.expired()}  # type: ignore[no-untyped-call]
+        _watch.exports[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # noqa: SLF001
         return original(self, *args, **options)
 
     def end() -> None:

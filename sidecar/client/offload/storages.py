@@ -161,16 +161,12 @@ class Walk:
                     if isinstance(value, torch.Tensor):
                         yield f"{path}.{key}", value
             if isinstance(child, torch.nn.parallel.DistributedDataParallel):
-                self._note_buckets(path, child)
-
-    def _note_buckets(self, path: str, module: torch.nn.parallel.DistributedDataParallel) -> None:
-        """Name a reducer's buckets, unless gradients are views of them, which leads to their storages."""
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if module.gradient_as_bucket_view and any(parameter.grad is not None for parameter in parameters):
-            return
-        reason = "owned by the reducer; gradient_as_bucket_view=True makes it movable while gradients exist"
-        nbytes = sum(parameter.nbytes for parameter in parameters)
-        self.buckets.append(Resident(f"{path}: gradient buckets", reason, nbytes, REDUCER))
+                parameters = [parameter for parameter in child.parameters() if parameter.requires_grad]
+                if child.gradient_as_bucket_view and any(parameter.grad is not None for parameter in parameters):
+                    continue  # the gradients are views of the buckets, which leads to their storages
+                reason = "owned by the reducer; gradient_as_bucket_view=True makes it movable while gradients exist"
+                nbytes = sum(parameter.nbytes for parameter in parameters)
+                self.buckets.append(Resident(f"{path}: gradient buckets", reason, nbytes, REDUCER))
 
     def _mapping(self, name: str, mapping: Mapping[Any, Any]) -> Iterator[tuple[str, object]]:
         """Yield a mapping's values, and keys that are tensors: optimizer state is named by its parameter."""

@@ -71,7 +71,6 @@ class Link:
         reply: Reply | None = None
         with contextlib.suppress(LinkLostError):
             reply = self._attach()
-        if reply:
             self._page = reply.words
         atexit.register(self.close)
         self._thread.start()
