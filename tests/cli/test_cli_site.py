@@ -19,7 +19,7 @@ from cadenza.policies.core.model import ClusterSnapshot, Host, Node
 from cadenza.slurm_plugin.cli.main import COMMANDS, main
 from cadenza.slurm_plugin.cli.site.checks import examine, failed
 from cadenza.slurm_plugin.cli.site.facts import Facts, KeyFile, _keys
-from cadenza.slurm_plugin.gateway.slurm_config import parse
+from cadenza.slurm_plugin.gateway.slurm_gateway import parse
 from cadenza.slurm_plugin.service.settings import load_settings
 
 

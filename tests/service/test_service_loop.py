@@ -31,8 +31,7 @@ from cadenza.sidecar.orders import CancelOrder, Facts, ResumeOrder, YieldOrder
 from cadenza.slurm_plugin.service.admission import Heartbeat, write_admission
 from cadenza.slurm_plugin.service.agents.hub import Hub
 from cadenza.slurm_plugin.service.failover.release_round import adopted, settled
-from cadenza.slurm_plugin.service.loop import Loop, Parts
-from cadenza.slurm_plugin.service.schedule import early_s, pause_s
+from cadenza.slurm_plugin.service.loop import Loop, Parts, early_s, pause_s
 from cadenza.slurm_plugin.service.settings import hub_settings, load_settings
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.service.store.writer import SqliteStore

@@ -10,7 +10,7 @@ from service_rig import FileSlurm, books, job
 
 from cadenza.policies.core.model import JobKey, Share
 from cadenza.policies.core.move import Leaving, Move, Ordered, Over, Phase, Placed, Prefetching, Requeued, Wanted
-from cadenza.slurm_plugin.service.schedule import MAX_TRANSIT_POLL_S, has_moved_on, jobs_in_transit, needs_prompt_round
+from cadenza.slurm_plugin.service.loop import MAX_TRANSIT_POLL_S, has_moved_on, jobs_in_transit, needs_prompt_round
 
 SHARES = (Share("n2", 1, 1, 1000),)
 PHASES: tuple[Phase, ...] = (

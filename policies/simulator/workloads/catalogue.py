@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.profile import Profile
-from cadenza.policies.inputs.csv_table import quoted, suggest
+from cadenza.policies.inputs.csv_table import integer, quoted, suggest
 from cadenza.policies.inputs.model_mix import model_mix, read_split
 from cadenza.policies.inputs.published import gandiva_table1, synergy_profiles
 from cadenza.policies.inputs.trace import TraceJob
@@ -23,19 +23,14 @@ from cadenza.policies.simulator.workloads.spec import (
     seconds,
     share,
     span,
-    whole,
 )
 from cadenza.policies.simulator.workloads.synergy import Synergy
 
-SEED = Key("seed", whole, "42", "seed without --seed")
+SEED = Key("seed", integer, "42", "seed without --seed")
 
 
-class Generator(Protocol):
-    """Draws a workload's jobs."""
-
-    def generate(self, rng: Draws, profiles: Mapping[str, Profile]) -> tuple[TraceJob, ...]:
-        """Return the jobs in order of submission."""
-        ...
+Generator: TypeAlias = Synergy | gandiva.Gandiva | automl.Search
+"""The parameters of a workload, which draw its jobs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from cadenza.policies.core.errors import InputError
@@ -59,29 +60,11 @@ def read_values(text: str, keys: Sequence[Key], where: str) -> dict[str, Any]:
     return {name: key.read(given.get(name, key.default), f"{where}: {name}") for name, key in known.items()}
 
 
-def count(text: str, where: str) -> int:
-    """Read a number of jobs."""
-    return integer(text, where, 1, MAX_JOBS)
-
-
-def whole(text: str, where: str) -> int:
-    """Read a whole number from 0, such as a seed."""
-    return integer(text, where)
-
-
-def seconds(text: str, where: str) -> float:
-    """Read seconds from 0."""
-    return number(text, where, most=1e9)
-
-
-def above_zero(text: str, where: str) -> float:
-    """Read a number above 0."""
-    return positive(text, where, 1e9)
-
-
-def share(text: str, where: str) -> float:
-    """Read a share from 0 to 1."""
-    return number(text, where, most=1.0)
+count = partial(integer, least=1, most=MAX_JOBS)
+seconds = partial(number, most=1e9)
+above_zero = partial(positive, most=1e9)
+share = partial(number, most=1.0)
+"""Readers of a number of jobs, of seconds from 0, of a number above 0, and of a share from 0 to 1."""
 
 
 def span(text: str, where: str) -> tuple[float, float]:

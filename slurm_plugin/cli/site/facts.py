@@ -16,7 +16,7 @@ from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
 from cadenza.slurm_plugin.gateway.errors import GatewayError
 from cadenza.slurm_plugin.gateway.pyslurm_gateway import SlurmGateway
-from cadenza.slurm_plugin.gateway.slurm_config import slurm_config
+from cadenza.slurm_plugin.gateway.slurm_gateway import slurm_config
 from cadenza.slurm_plugin.service.agents.curve_keys import AGENT_FOLDER, SHARED_AGENT
 from cadenza.slurm_plugin.service.errors import ServiceError
 from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory

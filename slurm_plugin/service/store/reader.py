@@ -6,7 +6,6 @@ import json
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import msgspec
@@ -115,9 +114,7 @@ class StoreReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
