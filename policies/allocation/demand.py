@@ -201,10 +201,10 @@ def _part(need: int, whole: int, count: int, gpus: int, share: int) -> int:
     return min(part, share) if need <= whole else part
 
 
-def promises(profile: Profile, server: Server, count: int, need: Need, margin: float) -> bool:
-    """Return whether a need is the proportional share or promises ``1 + margin`` times its throughput."""
+def promises(profile: Profile | None, server: Server, count: int, need: Need, margin: float) -> bool:
+    """Return whether a need is the proportional share or by profile promises ``1 + margin`` times its throughput."""
     share = proportional_share(server, count)
-    if need == share[2:]:
-        return True
+    if need == share[2:] or profile is None:
+        return need == share[2:]
     speed = share_speed(profile, Share(server.name, count, *need), server.gpu_type)
     return speed >= (1 + margin) * share_speed(profile, share, server.gpu_type) - TOLERANCE

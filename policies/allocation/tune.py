@@ -92,19 +92,18 @@ def settle(packing: Packing, spots: Spots) -> None:
 
     This ends: a server whose jobs all hold at most their proportional shares has enough.
     """
+    books = packing.books
+
+    def greed(number: int) -> tuple[int, int, int, tuple[int, int]]:  # its part of what the server lacks
+        excess = packing.excess(number, at)
+        cpus = max(excess.cpus, 0) if books.cpus[at] < 0 else 0
+        memory_mb = max(excess.memory_mb, 0) if books.memory_mb[at] < 0 else 0
+        return cpus, memory_mb, -len(packing.spots[number]), packing.jobs[number].key
+
     waiting = [at for at, _ in spots]
     while waiting:
         at = waiting.pop()
-        while packing.books.cpus[at] < 0 or packing.books.memory_mb[at] < 0:
-            holders = [number for number in packing.on[at] if packing.ask[number].exceeds]
-            number = max((_greed(packing, number, at), number) for number in holders)[1]
+        while books.cpus[at] < 0 or books.memory_mb[at] < 0:
+            number = max((number for number in packing.on[at] if packing.ask[number].exceeds), key=greed)
             packing.drop([number])
             waiting.extend(server for server, _ in packing.spots[number])
-
-
-def _greed(packing: Packing, number: int, at: int) -> tuple[int, int, int, tuple[int, int]]:
-    """Return a sort key: what dropping a job gives of what its server lacks, fewest servers first."""
-    excess = packing.excess(number, at)
-    cpus = max(excess.cpus, 0) if packing.books.cpus[at] < 0 else 0
-    memory_mb = max(excess.memory_mb, 0) if packing.books.memory_mb[at] < 0 else 0
-    return cpus, memory_mb, -len(packing.spots[number]), packing.jobs[number].key

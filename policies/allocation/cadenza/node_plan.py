@@ -7,9 +7,9 @@ import numpy as np
 from cadenza.policies.allocation.cadenza.arrays import Arrays
 from cadenza.policies.allocation.cadenza.assignment import Assignment
 from cadenza.policies.allocation.cadenza.knapsack import Ints, Longs, divide
-from cadenza.policies.allocation.problem import Plan, Server, proportional_share, share_speed
+from cadenza.policies.allocation.demand import Need, promises
+from cadenza.policies.allocation.problem import Plan, Server, share_speed
 from cadenza.policies.core.model import Job, JobKey, Placement, Share
-from cadenza.policies.core.profile import TOLERANCE
 
 
 def plan_of(arrays: Arrays) -> Plan:
@@ -51,7 +51,11 @@ def _keep_shares(assignment: Assignment, node: int, placements: dict[JobKey, Pla
     server, jobs = assignment.servers[node], [assignment.jobs[item] for item in items]
     shares = [job.placement[0] for job in jobs]
     fits = sum(one.cpus for one in shares) <= server.cpus and sum(one.memory_mb for one in shares) <= server.memory_mb
-    if not fits or not all(_good(job, server, assignment.case.margin) for job in jobs):
+    margin = assignment.case.margin
+    if not fits or not all(
+        promises(job.profile, server, job.gpus, Need(share.cpus, share.memory_mb), margin)
+        for job, share in zip(jobs, shares, strict=True)
+    ):
         return
     gain = sum(
         (share_speed(job.profile, placements[job.key][0], server.gpu_type) - _speed(job, server))
@@ -65,14 +69,6 @@ def _keep_shares(assignment: Assignment, node: int, placements: dict[JobKey, Pla
 
 def _speed(job: Job, server: Server) -> float:
     return share_speed(job.profile, job.placement[0], server.gpu_type)
-
-
-def _good(job: Job, server: Server, margin: float) -> bool:
-    """Return whether what a job has may be given to it."""
-    fair = proportional_share(server, job.gpus)
-    if job.profile is None or job.placement[0] == fair:
-        return job.placement[0] == fair
-    return _speed(job, server) >= (1 + margin) * share_speed(job.profile, fair, server.gpu_type) - TOLERANCE
 
 
 def _reasons(assignment: Assignment) -> dict[JobKey, str]:
