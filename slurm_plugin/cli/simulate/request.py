@@ -19,7 +19,7 @@ from cadenza.policies.inputs.cluster import MAX_LANES, PARTITION, read_cluster
 from cadenza.policies.inputs.costs import FREE_COSTS, read_costs
 from cadenza.policies.inputs.csv_table import decode, integer, number, positive, quoted, suggest
 from cadenza.policies.inputs.failures import read_failures
-from cadenza.policies.inputs.interference import Pairs, packing_pairs, read_interference
+from cadenza.policies.inputs.interference import packing_pairs, read_interference
 from cadenza.policies.inputs.model_mix import model_mix, read_split
 from cadenza.policies.inputs.profiles import read_profiles
 from cadenza.policies.inputs.published import default_costs, gandiva_table1, synergy_profiles
@@ -97,7 +97,10 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...]) -> Reques
     trace = None if workload else _trace(words, profiles)
     # 3. Time, costs and faults.
     events = _one_of(words["events"], "--events", YES_NO, "yes" if shared else "no") == "yes"
-    failures, costs = words["failures"], words["costs"]
+    failures, costs, interference = words["failures"], words["costs"], words["interference"]
+    pairs = packing_pairs(profiles, gandiva_table1()) if shared else {}
+    if interference is not None:
+        pairs = read_interference(read_file(interference, "--interference"), interference)
     static = trace is not None and not any(job.submit_s for job in trace)
     setup = Setup(
         round_s=number(words["round"] or (SHARED_ROUND_S if shared else ROUND_S), "--round", SHORTEST_ROUND_S, 1e9),
@@ -109,7 +112,7 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...]) -> Reques
         horizon_s=positive(words["horizon"], "--horizon", LONGEST_S) if words["horizon"] else None,
         until_done=_window(words["window"]),
         failures=read_failures(read_file(failures, "--failures"), failures, nodes) if failures else (),
-        interference=_interference(words["interference"], profiles, shared=shared),
+        interference=pairs,
         checkpoint_s=number(words["checkpoint"] or "0", "--checkpoint", most=LONGEST_S),
         admission="native" if names.admission == "native" else "held",
         phased_moves=names.through_slurm,
@@ -314,9 +317,3 @@ def _trace(words: Mapping[str, Any], profiles: Mapping[str, Profile]) -> tuple[T
     if not jobs:
         raise InputError(f"{words['trace']}: has no jobs")
     return jobs
-
-
-def _interference(path: str | None, profiles: Mapping[str, Profile], *, shared: bool) -> Pairs:
-    if path is not None:
-        return read_interference(read_file(path, "--interference"), path)
-    return packing_pairs(profiles, gandiva_table1()) if shared else {}

@@ -9,11 +9,10 @@ from typing import TypeVar
 
 import msgspec
 
-from cadenza.slurm_plugin.service.accounting.effects import Effect, Kind
+from cadenza.slurm_plugin.service.accounting.effects import KINDS, Effect, Kind
 from cadenza.slurm_plugin.service.accounting.usage import HourRow, Start
 
 SCHEMA = "cadenza.sharing/1"
-KINDS: tuple[Kind, ...] = ("tune", "pack", "migrate", "resize")
 MAX_UNDONE = 50
 
 
@@ -118,7 +117,7 @@ def sharing_report(record: Record, user: str | None = None) -> SharingReport:
         tuple(sorted(users, key=lambda row: -row.sums.gpu_s)),
         jobs,
         _job_sums([row for row in record.hours if not row.managed], (), (), record),
-        tuple(_kind(kind, record.effects) for kind in KINDS),
+        tuple(_kind(kind, record.effects) for kind in KINDS.values()),
         tuple(one for one in record.effects if one.verdict == "undone")[:MAX_UNDONE],
     )
 
