@@ -102,10 +102,6 @@ class Table:
     rows: tuple[tuple[int, list[str]], ...]
     """Line in the file, cells."""
 
-    def index(self, column: str) -> int | None:
-        """Return a column's position, or None where the file has no such column."""
-        return self.columns.index(column) if column in self.columns else None
-
     def at(self, line: int, column: str) -> str:
         """Return file, line and column as messages begin."""
         return f"{self.source}:{line}: {column}"

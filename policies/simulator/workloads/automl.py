@@ -29,20 +29,10 @@ BATCHES = 391
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """The accuracy of one configuration after each epoch, from 0 to 1; at epoch 0 it guesses."""
+    """The accuracy of one configuration after each epoch, from 0 to 1."""
 
     config: int
     points: tuple[float, ...]
-
-    def accuracy(self, epoch: float) -> float:
-        """Return the accuracy after a number of epochs: linear between epochs, constant after the last."""
-        if epoch <= 0:
-            return GUESS
-        if epoch >= len(self.points):
-            return self.points[-1]
-        whole = int(epoch)
-        before = self.points[whole - 1] if whole else GUESS
-        return before + (self.points[whole] - before) * (epoch - whole)
 
     def reaches(self, target: float) -> int | None:
         """Return the first epoch after which the accuracy is at least ``target``, or None."""
