@@ -30,6 +30,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy -p cadenza
 	$(BIN)/lint-imports --config setup.cfg
+	$(BIN)/python tests/lint/house_rules.py
 
 # The site goes to build/site; a dead link or a page outside the navigation fails.
 docs: $(BIN)/.docs

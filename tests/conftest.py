@@ -31,12 +31,18 @@ GROUPS = {
     "test_tuning": COMPUTING,
     "test_turns": COMPUTING,
     "test_moves": "moves",
+    "test_agent_tuning_job": "cgroups",
+    "test_agent_tuning_v1": "cgroups",
+    "test_agent_driver_inspection": "cgroups",
+    "test_limits": "cgroups",
+    "test_spank_leftover": "cgroups",
     "test_integrations_callbacks": "frameworks",
     "test_integrations_jobs": "frameworks",
     "test_integrations_requested": "frameworks",
 }
 """Files whose tests one process takes, one after the other: their jobs compute at full speed while the other cluster's
-jobs mostly wait; they share a run; or they import the frameworks, which takes longer than many a test."""
+jobs mostly wait; they share a run; they make Slurm's control groups on this machine, of which an agent sees all; or
+they import the frameworks, which takes longer than many a test."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
