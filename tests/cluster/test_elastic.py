@@ -84,7 +84,7 @@ def wait_size(cluster: Cluster, job: int, gpus: int, timeout: float = 200) -> No
     try:
         wait_for(f"job {job} with {gpus} GPUs", runs, timeout)
     except ClusterError as error:
-        raise ClusterError(f"{error}; {cluster.why(job)['summary']}\n{cluster.log(job)[:2000]}") from None
+        raise ClusterError(f"{error}; {cluster.why(job).get('summary')}\n{cluster.log(job)[:2000]}") from None
 
 
 def configured(cluster: Cluster, *names: str) -> str:
