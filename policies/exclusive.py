@@ -85,7 +85,10 @@ class Exclusive:
     def _rank_jobs(self, snapshot: ClusterSnapshot, memory: Memory) -> _Ranked:
         settings = self.settings
         jobs = self._backlog.ordered(snapshot.jobs)
-        others = () if len(jobs) == len(snapshot.jobs) else _others(snapshot.jobs, settings.partitions)
+        others: tuple[Job, ...] = ()
+        if len(jobs) != len(snapshot.jobs):
+            here = settings.partitions
+            others = tuple([job for job in snapshot.jobs if job.nodes and not (job.partition in here and job.opted_in)])
         servers = usable(snapshot.nodes, others, settings.partitions) if others else self._empty_servers(snapshot.nodes)
         gpus: dict[str, int] = {}
         for server in servers:
@@ -128,10 +131,6 @@ def with_usage(memory: Memory, snapshot: ClusterSnapshot, half_life_s: float) ->
     for name in sorted(had):
         usage[name] = usage.get(name, 0.0) + had[name] * passed_s
     return replace(memory, usage=usage, usage_s=now_s)
-
-
-def _others(jobs: tuple[Job, ...], partitions: frozenset[str]) -> tuple[Job, ...]:
-    return tuple([job for job in jobs if job.nodes and not (job.partition in partitions and job.opted_in)])
 
 
 def usable(nodes: tuple[Node, ...], others: tuple[Job, ...], partitions: frozenset[str]) -> tuple[Server, ...]:

@@ -19,7 +19,7 @@ from xdist.scheduler import LoadScopeScheduling
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 QUICK = 5
 settings.register_profile("quick", patient, max_examples=QUICK, database=None)
-settings.register_profile("thorough", patient, max_examples=50)
+settings.register_profile("thorough", patient, max_examples=100)
 settings.load_profile("quick")
 
 MEASURED = "measured"

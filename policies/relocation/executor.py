@@ -34,11 +34,6 @@ class Relocation:
         steps = tuple(advance(move, snapshot, memory) for move in memory.moves)
         return cls(steps, snapshot, snapshot if unchanged else replace(snapshot, jobs=tuple(jobs)))
 
-    def _prefetching(self, action: Action) -> Action:
-        if not isinstance(action, Migrate | Resize):
-            return action
-        return replace(action, prefetch=hosts_to_prefetch(action.job, action.shares, self.observed))
-
     def join(self, decision: Decision, *, prefetch: bool) -> Decision:
         """Return the decision with the moves' steps, and with the moves that it begins on record.
 
@@ -64,7 +59,7 @@ class Relocation:
                     continue
                 moves[job.key.id] = _begun(action, job, self.observed.time_s)
             actions.append(action)
-        # 4. Every job has its sentence: a move that is over is told of after what holds now.
+        # 4. Every job has its sentence; the outcome of a finished move follows the present state.
         reasons = {key: text for key, text in decision.reasons.items() if key.id not in busy}
         for step in self.steps:
             step.explain(reasons, decision.reasons)
@@ -73,7 +68,12 @@ class Relocation:
         # 5. Hosts read the files of a job before it stops, also if the move was requested by hand.
         actions = [*(step.action for step in self.steps if step.action is not None), *actions]
         if prefetch:
-            actions = [self._prefetching(action) for action in actions]
+            actions = [
+                replace(action, prefetch=hosts_to_prefetch(action.job, action.shares, self.observed))
+                if isinstance(action, Migrate | Resize)
+                else action
+                for action in actions
+            ]
         return Decision(
             tuple(actions),
             replace(decision.memory, moves=tuple(sorted(moves.values(), key=lambda move: move.job))),
