@@ -114,7 +114,7 @@ def _time(subject: Subject, compute_s: float, memory_gb: float) -> float:
 
 
 def _notes(state: State, subject: Subject, times: dict[float, float], law: Law) -> list[str]:
-    """Return what a reader should know of the measurement."""
+    """Return the notes on the measurement for its reader."""
     notes = []
     loose = [f"{point.cpus:g}" for point in state.measured() if not point.settled]
     if loose:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cadenza.policies.allocation.demand import Ask, Asks, Need, Spots, TableOf, best_table
-from cadenza.policies.allocation.free_resources import Books
+from cadenza.policies.allocation.demand import JobDemand, JobDemands, Need, Spots, TableOf, best_table
+from cadenza.policies.allocation.free_resources import FreeResources
 from cadenza.policies.allocation.problem import Plan, Server
 from cadenza.policies.core.model import Job
 
@@ -16,10 +16,10 @@ class Packing:
     """Jobs are counted as they are put, servers as in the case."""
 
     def __init__(self, servers: Sequence[Server], table_of: TableOf = best_table) -> None:
-        self.books = Books(servers)
-        self.asks = Asks(self.books.kinds, table_of)
+        self.books = FreeResources(servers)
+        self.asks = JobDemands(self.books.kinds, table_of)
         self.jobs: list[Job] = []
-        self.ask: list[Ask] = []
+        self.ask: list[JobDemand] = []
         """The GPUs that each job holds, by server."""
         self.spots: list[Spots] = []
         """The servers on which it holds them."""
@@ -27,10 +27,10 @@ class Packing:
         """The jobs of each server."""
         self.dropped: list[int] = []
         """Jobs with less than their best-case demand."""
-        self._sizes: dict[tuple[Ask, Spots], tuple[int, float, float]] = {}
+        self._sizes: dict[tuple[JobDemand, Spots], tuple[int, float, float]] = {}
         """Sizes of jobs that have been computed."""
 
-    def put(self, job: Job, ask: Ask, spots: Spots) -> None:
+    def put(self, job: Job, ask: JobDemand, spots: Spots) -> None:
         """Note a job whose resources the books have given."""
         number = len(self.jobs)
         self.jobs.append(job)
@@ -39,7 +39,7 @@ class Packing:
         for server, _ in spots:
             self.on[server].append(number)
 
-    def put_less(self, job: Job, ask: Ask, spots: Spots) -> None:
+    def put_less(self, job: Job, ask: JobDemand, spots: Spots) -> None:
         """Note a job that gets less than its best-case demand."""
         self.dropped.append(len(self.jobs))
         self.put(job, ask, spots)
@@ -65,20 +65,20 @@ class Packing:
         return known
 
     def excess(self, number: int, server: int) -> Need:
-        """Return what a job holds on a server above its proportional share there; negative where it holds less."""
+        """Return the surplus of a job over its proportional share on a server; negative if it holds less."""
         ask = self.ask[number]
         count = next(count for at, count in self.spots[number] if at == server)
         has = self.books.need(ask, server, count)
         share = self.books.need(self.asks.fair(ask.gpus, ask.gpu_type), server, count)
         return Need(has.cpus - share.cpus, has.memory_mb - share.memory_mb)
 
-    def missing(self, ask: Ask, server: int, count: int) -> Need:
-        """Return what a server lacks of what is asked for so many GPUs; nothing is missing where it is negative."""
+    def missing(self, ask: JobDemand, server: int, count: int) -> Need:
+        """Return the shortage of a server for the demand of so many GPUs; negative values are a surplus."""
         need = self.books.need(ask, server, count)
         return Need(need.cpus - self.books.cpus[server], need.memory_mb - self.books.memory_mb[server])
 
     def plan(self) -> Plan:
-        """Return what has been put."""
+        """Return the plan of all packed jobs."""
         placement = self.books.placement
         placements = {
             job.key: ask.made.get(spots) or placement(ask, spots)

@@ -30,7 +30,7 @@ TableOf: TypeAlias = Callable[[Profile | None, Server, int], tuple[Table, bool]]
 NOTHING: tuple[Table, bool] = ((), False)
 
 
-class Ask:
+class JobDemand:
     """The demand of one kind of job on each kind of server, and the position of its first fit."""
 
     __slots__ = ("exceeds", "gpu_type", "gpus", "made", "seen", "start", "take")
@@ -99,7 +99,7 @@ def best_speed(profile: Profile | None, server: Server, gpus: int) -> float:
     return 1.0 + (profile.best_speed - 1.0) * (held - fair_cpus) / (cpus - fair_cpus)
 
 
-class Asks:
+class JobDemands:
     """The asks of one round; jobs with the same profile, GPUs and GPU type share one."""
 
     __slots__ = ("_best", "_fair", "_kinds", "_table_of")
@@ -108,10 +108,10 @@ class Asks:
         self._kinds = kinds
         """One server of each kind."""
         self._table_of = table_of
-        self._best: dict[tuple[Profile | None, int, str], Ask] = {}
-        self._fair: dict[tuple[int, str], Ask] = {}
+        self._best: dict[tuple[Profile | None, int, str], JobDemand] = {}
+        self._fair: dict[tuple[int, str], JobDemand] = {}
 
-    def best(self, job: Job, gpu_type: str = "") -> Ask:
+    def best(self, job: Job, gpu_type: str = "") -> JobDemand:
         """Return the ask for a job's best-case demand on servers of a GPU type, on any where none is named."""
         key = (job.profile, job.gpus, gpu_type)
         ask = self._best.get(key)
@@ -121,15 +121,15 @@ class Asks:
                 for kind in self._kinds
             ]
             take, exceeds = tuple(table for table, _ in offers), any(above for _, above in offers)
-            ask = self._best[key] = Ask(job.gpus, gpu_type, take, exceeds=exceeds)
+            ask = self._best[key] = JobDemand(job.gpus, gpu_type, take, exceeds=exceeds)
         return ask
 
-    def fair(self, gpus: int, gpu_type: str = "") -> Ask:
+    def fair(self, gpus: int, gpu_type: str = "") -> JobDemand:
         """Return the ask for a proportional share."""
         ask = self._fair.get((gpus, gpu_type))
         if ask is None:
             take = tuple(fair_table(kind, gpus) if allows(kind, gpu_type) else () for kind in self._kinds)
-            ask = self._fair[gpus, gpu_type] = Ask(gpus, gpu_type, take, exceeds=False)
+            ask = self._fair[gpus, gpu_type] = JobDemand(gpus, gpu_type, take, exceeds=False)
         return ask
 
 
@@ -173,7 +173,7 @@ def sound_table(profile: Profile | None, server: Server, gpus: int, margin: floa
 
 
 def promised_table(profile: Profile, server: Server, gpus: int, wanted: Demand, margin: float) -> tuple[Table, bool]:
-    """Return what so much for each GPU is on a server for as many of a job's GPUs as fit, and if it is above its share.
+    """Return a server's table for a demand per GPU, by the job's GPUs there, and True if it exceeds the share.
 
     Parts are rounded up, so that none falls below its grid point. A part that promises less than ``1 + margin`` times
     the throughput of its proportional share is that share.

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
-from cadenza.policies.allocation.demand import Ask, Need, Spots
+from cadenza.policies.allocation.demand import JobDemand, Need, Spots
 from cadenza.policies.allocation.problem import Server
 from cadenza.policies.core.model import Job, Placement, Share
 from cadenza.policies.ordering.ranking import waited
 
 
-class Books:
+class FreeResources:
     """Free GPUs, CPUs and memory (MB) of each server."""
 
     __slots__ = ("_single", "changes", "cpus", "first", "gpus", "kind", "kinds", "lowest", "memory_mb", "servers")
@@ -34,7 +34,7 @@ class Books:
         """No server before this one has ever got anything back."""
         self._single: list[Spots] = [((at, 1),) for at in range(len(servers))]
 
-    def first_fit(self, ask: Ask) -> Spots | None:
+    def first_fit(self, ask: JobDemand) -> Spots | None:
         """Take what is asked from the first servers that have it, GPU by GPU; None when it does not fit.
 
         Synergy's simulator without consolidation: each GPU, in order of servers, that its server can supply.
@@ -53,7 +53,7 @@ class Books:
                     return tuple(spots)
         return None
 
-    def _first_fit_one(self, ask: Ask) -> Spots | None:
+    def _first_fit_one(self, ask: JobDemand) -> Spots | None:
         """Do the same for one GPU; what has not fitted on a server will not until something there is given back."""
         gpus, kind, take = self.gpus, self.kind, ask.take
         if ask.seen != self.changes:
@@ -75,7 +75,7 @@ class Books:
         ask.start = at
         return None
 
-    def most(self, ask: Ask, server: int, limit: int) -> int:
+    def most(self, ask: JobDemand, server: int, limit: int) -> int:
         """Return how many GPUs of what is asked a server can supply, at most ``limit``."""
         table = ask.take[self.kind[server]]
         cpus, memory_mb = self.cpus[server], self.memory_mb[server]
@@ -84,7 +84,7 @@ class Books:
             count -= 1
         return count
 
-    def take(self, ask: Ask, spots: Sequence[tuple[int, int]]) -> None:
+    def take(self, ask: JobDemand, spots: Sequence[tuple[int, int]]) -> None:
         """Take what is asked at these spots, whether it is there or not."""
         for server, count in spots:
             need = ask.take[self.kind[server]][count]
@@ -93,7 +93,7 @@ class Books:
             self.memory_mb[server] -= need.memory_mb
         self._skip_full()
 
-    def change(self, old: Ask, new: Ask, spots: Spots) -> None:
+    def change(self, old: JobDemand, new: JobDemand, spots: Spots) -> None:
         """Let a job hold other CPUs and memory where it is, whether they are there or not."""
         self.changes += 1
         self.lowest = min(self.lowest, spots[0][0])
@@ -102,11 +102,11 @@ class Books:
             self.cpus[server] += has.cpus - gets.cpus
             self.memory_mb[server] += has.memory_mb - gets.memory_mb
 
-    def need(self, ask: Ask, server: int, count: int) -> Need:
-        """Return what is asked on a server for so many GPUs; the job must be allowed there."""
+    def need(self, ask: JobDemand, server: int, count: int) -> Need:
+        """Return the demand of so many GPUs on a server; the job must be allowed there."""
         return ask.take[self.kind[server]][count]
 
-    def placement(self, ask: Ask, spots: Spots) -> Placement:
+    def placement(self, ask: JobDemand, spots: Spots) -> Placement:
         """Return the placement for what is asked at these spots."""
         made = ask.made.get(spots)
         if made is None:

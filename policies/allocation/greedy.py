@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cadenza.policies.allocation.demand import Asks, best_table
-from cadenza.policies.allocation.free_resources import Books
+from cadenza.policies.allocation.demand import JobDemands, best_table
+from cadenza.policies.allocation.free_resources import FreeResources
 from cadenza.policies.allocation.problem import Case, Plan
 from cadenza.policies.core.model import JobKey, Placement
 
@@ -14,8 +14,8 @@ def greedy(case: Case) -> Plan:
     As Synergy's simulator: what one job leaves goes to any later one, so GPUs can be stranded without CPUs and the
     order of the queue is not kept.
     """
-    books = Books(case.servers)
-    asks = Asks(books.kinds, best_table)
+    books = FreeResources(case.servers)
+    asks = JobDemands(books.kinds, best_table)
     free = sum(books.gpus)
     placements: dict[JobKey, Placement] = {}
     hopeless = set()

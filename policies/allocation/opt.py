@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from cadenza.policies.allocation.bin_packing import Packing
-from cadenza.policies.allocation.demand import Ask, allows, fair_table, promised_table, sound_table
+from cadenza.policies.allocation.demand import JobDemand, allows, fair_table, promised_table, sound_table
 from cadenza.policies.allocation.ilp import Choice, Item, ilp1, item_of, lp2
 from cadenza.policies.allocation.problem import Case, Plan
 from cadenza.policies.allocation.tune import place, settle, tune
@@ -39,7 +39,7 @@ def opt(case: Case) -> Plan:
     return packing.plan()
 
 
-def _ask(packing: Packing, case: Case, job: Job, choice: Choice) -> Ask:
+def _ask(packing: Packing, case: Case, job: Job, choice: Choice) -> JobDemand:
     """Return the ask for a choice: as promised on each kind of server, the proportional share where it is not."""
     tables, above = [], False
     for kind in packing.books.kinds:
@@ -49,10 +49,12 @@ def _ask(packing: Packing, case: Case, job: Job, choice: Choice) -> Ask:
             table, exceeds = promised_table(job.profile, kind, job.gpus, wanted, case.margin)
             above = above or exceeds
         tables.append(table)
-    return Ask(job.gpus, choice.gpu_type, tuple(tables), exceeds=above)
+    return JobDemand(job.gpus, choice.gpu_type, tuple(tables), exceeds=above)
 
 
-def _put_whole(packing: Packing, case: Case, choices: Mapping[JobKey, Choice], asks: dict[JobKey, Ask]) -> list[Job]:
+def _put_whole(
+    packing: Packing, case: Case, choices: Mapping[JobKey, Choice], asks: dict[JobKey, JobDemand]
+) -> list[Job]:
     """Put jobs where LP2 puts them whole, or in equal parts if larger than a server; return the others."""
     alike: dict[tuple[Item, int], list[Job]] = {}
     for job in case.jobs[: case.runnable]:

@@ -111,7 +111,7 @@ def _memory_units(grid: tuple[float, ...], share_mb: float) -> int:
 
 
 def unmeasured(kind: Kind, gpus: int) -> Options:
-    """Return what a job without a profile can be given: its proportional share, at speed 1."""
+    """Return the only option of a job without a profile: its proportional share, at speed 1."""
     share = proportional_share(_server(kind), gpus)
     column = (-(-share.cpus // kind.cpu_step), kind.units(share.memory_mb), 1.0, share.cpus, share.memory_mb)
     appetite = column[0] / max(kind.cpu_units, 1) + column[1] / kind.memory_units

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cadenza.policies.allocation.demand import Asks, Spots, best_table
-from cadenza.policies.allocation.free_resources import Books
+from cadenza.policies.allocation.demand import JobDemands, Spots, best_table
+from cadenza.policies.allocation.free_resources import FreeResources
 from cadenza.policies.allocation.problem import Case, Plan
 from cadenza.policies.core.model import Job, JobKey, Placement
 
@@ -14,8 +14,8 @@ def proportional(case: Case) -> Plan:
     A running job stays where it is; the others take the first free GPUs in order of servers, as Synergy's simulator
     does (speeds are 1 wherever a job is, so that staying changes none of its results).
     """
-    books = Books(case.servers)
-    asks = Asks(books.kinds, best_table)
+    books = FreeResources(case.servers)
+    asks = JobDemands(books.kinds, best_table)
     position = {server.name: number for number, server in enumerate(case.servers)}
     jobs = case.jobs[: case.runnable]
     placements: dict[JobKey, Placement] = {}
@@ -33,7 +33,7 @@ def proportional(case: Case) -> Plan:
     return Plan(placements)
 
 
-def _stay(job: Job, books: Books, position: dict[str, int], gpu_type: str) -> Spots | None:
+def _stay(job: Job, books: FreeResources, position: dict[str, int], gpu_type: str) -> Spots | None:
     """Return where a running job is if it can stay there with all its GPUs, else None."""
     spots = []
     for share in job.placement:

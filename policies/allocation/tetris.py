@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cadenza.policies.allocation.demand import Ask, Asks, Need, Table, best_table
-from cadenza.policies.allocation.free_resources import Books, starves
+from cadenza.policies.allocation.demand import JobDemand, JobDemands, Need, Table, best_table
+from cadenza.policies.allocation.free_resources import FreeResources, starves
 from cadenza.policies.allocation.problem import Case, Plan
 from cadenza.policies.core.model import Job, JobKey, Placement
 
@@ -17,12 +17,12 @@ def tetris(case: Case) -> Plan:
     that have not run for very long, and jobs with more GPUs than any server, come before, by first fit. Ties: the
     earlier in the queue, then the earlier server.
     """
-    books = Books(case.servers)
-    asks = Asks(books.kinds, best_table)
+    books = FreeResources(case.servers)
+    asks = JobDemands(books.kinds, best_table)
     largest = max((server.gpus for server in case.servers), default=0)
     placements: dict[JobKey, Placement] = {}
-    queues: dict[Ask, list[Job]] = {}
-    same: dict[tuple[int, tuple[Table, ...]], Ask] = {}
+    queues: dict[JobDemand, list[Job]] = {}
+    same: dict[tuple[int, tuple[Table, ...]], JobDemand] = {}
     for job in case.jobs:
         ask = asks.best(job, case.gpu_type.get(job.key, ""))
         if not (job.gpus > largest or starves(job, case.now_s)):
@@ -33,7 +33,7 @@ def tetris(case: Case) -> Plan:
     return Plan(placements)
 
 
-def _align(books: Books, queues: dict[Ask, list[Job]], placements: dict[JobKey, Placement]) -> None:
+def _align(books: FreeResources, queues: dict[JobDemand, list[Job]], placements: dict[JobKey, Placement]) -> None:
     """Place jobs, each whole on one server, in descending order of alignment; jobs of one ask leave first to last."""
     for queue in queues.values():
         queue.reverse()
@@ -54,9 +54,9 @@ def _align(books: Books, queues: dict[Ask, list[Job]], placements: dict[JobKey, 
             picks[server] = _pick(books, waiting, server)
 
 
-def _pick(books: Books, waiting: Sequence[Ask], at: int) -> tuple[float, Ask | None]:
+def _pick(books: FreeResources, waiting: Sequence[JobDemand], at: int) -> tuple[float, JobDemand | None]:
     """Return the highest alignment on a server and whose it is; -1 and None where nothing fits."""
-    best: tuple[float, Ask | None] = (-1.0, None)
+    best: tuple[float, JobDemand | None] = (-1.0, None)
     if books.gpus[at]:
         for ask in waiting:
             if books.most(ask, at, ask.gpus) == ask.gpus:
@@ -66,7 +66,7 @@ def _pick(books: Books, waiting: Sequence[Ask], at: int) -> tuple[float, Ask | N
     return best
 
 
-def alignment(books: Books, gpus: int, need: Need, at: int) -> float:
+def alignment(books: FreeResources, gpus: int, need: Need, at: int) -> float:
     """Return the dot product of what a job wants and what a server has free, each as parts of the server."""
     server = books.servers[at]
     return (

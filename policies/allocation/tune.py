@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from cadenza.policies.allocation.bin_packing import Packing
-from cadenza.policies.allocation.demand import Ask, Spots, sound_table
+from cadenza.policies.allocation.demand import JobDemand, Spots, sound_table
 from cadenza.policies.allocation.problem import Case, Plan
 from cadenza.policies.core.model import Job
 
@@ -32,7 +32,7 @@ def tune(case: Case) -> Plan:
     return packing.plan()
 
 
-def place(packing: Packing, job: Job, wanted: Ask) -> bool:
+def place(packing: Packing, job: Job, wanted: JobDemand) -> bool:
     """Place a job with what it wants or its proportional share, at others' cost if need be; False: no GPUs."""
     ask = wanted
     spots = _fit(packing, ask)
@@ -53,13 +53,13 @@ def place(packing: Packing, job: Job, wanted: Ask) -> bool:
     return True
 
 
-def _fit(packing: Packing, ask: Ask) -> Spots | None:
+def _fit(packing: Packing, ask: JobDemand) -> Spots | None:
     """Return where all that is asked fits: the fullest server that has it, else the fewest servers."""
     books = packing.books
     return _in_room(packing, ask, [(at, books.most(ask, at, ask.gpus)) for at in range(books.first, len(books.gpus))])
 
 
-def _in_room(packing: Packing, ask: Ask, room: list[tuple[int, int]]) -> Spots | None:
+def _in_room(packing: Packing, ask: JobDemand, room: list[tuple[int, int]]) -> Spots | None:
     """Return the fullest server that has all, else the fewest, the last of them the fullest that has what is missing.
 
     ``room`` gives servers and the GPUs that they can have.
@@ -82,7 +82,7 @@ def _in_room(packing: Packing, ask: Ask, room: list[tuple[int, int]]) -> Spots |
 
 
 def _left(packing: Packing, at: int) -> tuple[int, int, int, int]:
-    """Return what a server has left, as a sort key."""
+    """Return the free resources of a server, as a sort key."""
     books = packing.books
     return books.gpus[at], books.cpus[at], books.memory_mb[at], at
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cadenza.policies.allocation.bin_packing import Packing
-from cadenza.policies.allocation.demand import Ask, Spots
+from cadenza.policies.allocation.demand import JobDemand, Spots
 from cadenza.policies.allocation.problem import Case, Plan
 from cadenza.policies.core.model import Job
 
@@ -38,7 +38,7 @@ def _place(packing: Packing, job: Job, gpu_type: str) -> bool:
     return True
 
 
-def _fit_by_force(packing: Packing, fair: Ask) -> Spots | None:
+def _fit_by_force(packing: Packing, fair: JobDemand) -> Spots | None:
     """Place a job that wants no more than its share where GPUs are free; None when they are not."""
     chosen = _choose(packing, fair)
     if chosen is None:
@@ -53,7 +53,7 @@ def _fit_by_force(packing: Packing, fair: Ask) -> Spots | None:
     return spots
 
 
-def _choose(packing: Packing, ask: Ask) -> Spots | None:
+def _choose(packing: Packing, ask: JobDemand) -> Spots | None:
     """Choose servers by free GPUs alone: the first that has all, else those with fewest until there are enough."""
     free = packing.books.gpus
     usable = [at for at, kind in enumerate(packing.books.kind) if free[at] and ask.take[kind]]
@@ -72,7 +72,7 @@ def _choose(packing: Packing, ask: Ask) -> Spots | None:
     return None
 
 
-def _make_room(packing: Packing, ask: Ask, server: int, count: int) -> None:
+def _make_room(packing: Packing, ask: JobDemand, server: int, count: int) -> None:
     """Let jobs of a server drop to their proportional shares, one by one, until what they give back is enough.
 
     A job that holds no more than its share is walked past. The order is the published one: jobs on the fewest

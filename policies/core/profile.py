@@ -112,7 +112,7 @@ class Profile:
         )
 
     def cache_mb(self, gpus: int, memory_mb: int) -> int | None:
-        """Return what the caches of a job's loaders may take of its memory, as the memory axis assumes (MinIO).
+        """Return the part of a job's memory for its loaders' caches, as the memory axis assumes (MinIO).
 
         The axis begins with what the job needs besides them. None where it has one point, or the memory is less.
         """

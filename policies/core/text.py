@@ -39,7 +39,7 @@ def jobs_called(names: Sequence[str]) -> str:
 
 
 def lost_text(lease: Lease, *, requeueable: bool) -> str:
-    """Return what becomes of a job that its agent has lost, and why."""
+    """Return the fate of a job that its agent has lost, and the reason."""
     how = "is requeued" if requeueable else "not requeueable: cancel it and submit it again"
     return f"cannot go on, {how}: {lease.lost}"
 

@@ -114,7 +114,7 @@ def read_profiles(text: str, source: str) -> dict[str, Profile]:
 
 
 def _profile(keys: ProfileKeys, source: str, path: str) -> Profile:
-    """Return what the keys say, not yet checked."""
+    """Return the values of the keys, not yet checked."""
     if not keys.model.strip():
         raise InputError(f"{source}: {path + '.' if path else ''}model: must not be empty")
     return Profile(

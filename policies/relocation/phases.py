@@ -144,7 +144,7 @@ def refusal_reason(job: Job, before: Move | None = None, *, by_hand: bool = Fals
 
 
 def advance(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
-    """Return what to do for a move now (pure)."""
+    """Return the next step of a move (pure)."""
     if not any(job.key.id == move.job.id for job in snapshot.jobs):
         return Step(None)  # it has ended, or its owner has cancelled it
     age_s = snapshot.time_s - move.phase.since_s

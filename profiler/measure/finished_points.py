@@ -33,7 +33,7 @@ class State(msgspec.Struct, forbid_unknown_fields=True):
     schema: Literal["cadenza.profile-state/1"] = "cadenza.profile-state/1"
 
     def measured(self) -> list[Point]:
-        """Return what is known of each point."""
+        """Return the measurements of each point."""
         return measured(self.points, self.within)
 
     def times(self) -> dict[float, float]:
@@ -51,7 +51,7 @@ def path_of(out: Path) -> Path:
 
 
 def load(path: Path, command: list[str], host: str) -> State:
-    """Return what an interrupted profile left, or a fresh state where it left nothing.
+    """Return the state of an interrupted profile, or a fresh one if there is none.
 
     Raise InputError, naming file and key, when the file is not one, or is of another command or host.
     """

@@ -26,7 +26,7 @@ class Visit(NamedTuple):
 
 
 def next_visit(grid: Sequence[float], visits: Sequence[Point], search: Search, turns: int) -> Visit | None:
-    """Return what to measure next; None: enough.
+    """Return the next measurement; None: enough.
 
     Each turn is a search of its own, which knows of a point what all its visits say: what only a disturbance asked for
     is not asked for again. The answer depends on nothing else, so that an interrupted profile goes on where it was.
@@ -56,7 +56,7 @@ def by_cpus(visits: Sequence[Point]) -> list[list[Point]]:
 
 
 def together(visits: Sequence[Point]) -> Point:
-    """Return what all visits of one point say: means over their steps, with an interval of how they differ."""
+    """Return the mean over all visits of one point, with an interval from the differences between them."""
     if len(visits) == 1:
         return visits[0]
     found = ratio([Window(point.iteration_s * point.steps, point.steps) for point in visits])

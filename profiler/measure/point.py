@@ -156,7 +156,7 @@ class Probe:
         return windows
 
     def _window(self, steps: int) -> Window:
-        """Return what the slowest rank did in the next stretch.
+        """Return the window of the slowest rank in the next stretch of time.
 
         Workers that started together deliver together: ``steps`` should cover as many batches as they read ahead.
         """

@@ -23,6 +23,8 @@ CONVENTIONAL = frozenset({"__init__", "__main__", "main", "errors", "settings", 
 """Module names with one meaning wherever they stand: entry point, exceptions, settings, time, a click command."""
 OPENINGS = frozenset({"What", "Who", "Whom", "Whose", "Which", "Whether", "How", "Where", "Of", "That", "Is"})
 """First words of a docstring that is neither an imperative nor a noun phrase."""
+CLAUSE = re.compile(r"(Return|Yield) (what|who|whom|those (that|who))\b")
+"""An opening that puts a clause where a noun belongs."""
 WORDS = re.compile(r"\b(nobody|somebody|everybody|anybody|meanwhile|beside|whom)\b", re.IGNORECASE)
 BRITISH = re.compile(
     r"\b\w*(favour|colour|behaviour|neighbour|honour|utilis|normalis|initialis|serialis|optimis|minimis|maximis|parametris"
@@ -72,6 +74,8 @@ def english(file: Path) -> Iterator[str]:
         first = text.split(maxsplit=1)[0] if text.strip() else ""
         if first in OPENINGS:
             yield f"{here}:{line}: a docstring starts with {first!r}: name the thing, or say what the function does"
+        if clause := CLAUSE.match(text):
+            yield f"{here}:{line}: a docstring starts with {clause[0]!r}: name the thing that is returned"
         yield from (f"{here}:{line}: {found[0]!r} in a docstring" for found in WORDS.finditer(text))
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:

@@ -120,7 +120,7 @@ class Improver:
         return then - now > cost[0] + moves[0] and cost[1] + moves[1] <= self.moves
 
     def _price(self, items: Iterable[int], source: int, target: int) -> tuple[int, int]:
-        """Return what it costs to bring items from one node to another, and how many running jobs it moves."""
+        """Return the cost of bringing items from one node to another, and the number of running jobs that move."""
         home, cost = self.arrays.assignment.home, self.arrays.field.cost
         away = [(item, (home[item] != target) - (home[item] != source)) for item in items if home[item] >= 0]
         return sum(int(cost[item]) * step for item, step in away), sum(step for _, step in away)

@@ -25,7 +25,7 @@ def review_growth(state: SharingState) -> None:
 
 
 def begun(actions: Sequence[Action], jobs: Mapping[JobKey, Job], now_s: float) -> Iterator[Growth]:
-    """Return what is to be judged of actions that have left: growth of jobs whose pace was known."""
+    """Return the growth to evaluate among actions that have left: that of jobs with a known iteration time."""
     for action in (action for action in actions if isinstance(action, Resize)):
         job = jobs.get(action.job)
         if job is None or sum(share.gpus for share in action.shares) <= job.gpus:
@@ -36,7 +36,7 @@ def begun(actions: Sequence[Action], jobs: Mapping[JobKey, Job], now_s: float) -
 
 
 def noted(growths: Sequence[Growth], actions: Sequence[Action], snapshot: ClusterSnapshot) -> tuple[Growth, ...]:
-    """Return what is known of growth once these actions have left, in order of ids, of jobs that are there."""
+    """Return the records of growth once these actions have left, by id, without those of jobs that are gone."""
     rows = {row.id: row for row in growths}
     rows.update((row.id, row) for row in begun(actions, snapshot.by_key, snapshot.time_s))
     there = {key.id for key in snapshot.by_key}

@@ -148,7 +148,7 @@ def _speeds(division: HostDivision, host: HostState) -> dict[JobKey, float]:
 
 
 def _share(wanted: Mapping[JobKey, Placement], resident: Resident) -> Share:
-    """Return what a job is to have: its part of the division, else what it needs, as on a host that is too full."""
+    """Return the share of a job: its part of the division, else its need, as on a host that is too full."""
     parts = wanted.get(resident.job.key)
     return (
         parts[0]
@@ -158,7 +158,7 @@ def _share(wanted: Mapping[JobKey, Placement], resident: Resident) -> Share:
 
 
 def _floors(division: HostDivision, host: HostState) -> dict[JobKey, float]:
-    """Return what each job of a host is promised: the speed with what it asked for, or of its proportional share."""
+    """Return the speed promised to each job of a host: that of its request, or of its proportional share."""
     node = host.lanes[0]
     server = Server(node.name, host.gpus, node.cpus, host.memory_mb, node.gpu_type)
     speeds = {}

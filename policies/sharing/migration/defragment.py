@@ -85,7 +85,7 @@ def _served(state: SharingState, job: Job) -> bool:
 
 
 def _movers(state: SharingState, wish: Wish) -> Iterator[Mover]:
-    """Return who may move for a job: those that lose next to nothing; out of turns with it, none of higher priority."""
+    """Return the jobs that may move for a job: those with a negligible loss; outside its turns, none above it."""
     most = state.settings.priority(wish.job) if wish.home is not None else inf
     for host in state.hosts.values():
         for resident in state.residents(host):

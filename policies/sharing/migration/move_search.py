@@ -149,7 +149,7 @@ class _Search:
         return None if enough is None else self._without(here[:enough], host, lambda: iter([[]]), tries=1)
 
     def _here(self, host: HostState) -> list[Mover]:
-        """Return who may leave a host for the waiting job; where its GPUs are given, those who have them."""
+        """Return the jobs that may leave a host for the waiting job; if its GPUs are given, the holders of these."""
         return self.must if self.wish.home is not None else [mover for mover in self.movers if mover.home is host]
 
     def _has_room(self, host: HostState, leaving: Sequence[Mover]) -> bool:
@@ -285,7 +285,7 @@ def _of_kinds(kinds: Sequence[list[Mover]], count: int) -> Iterator[list[Mover]]
 
 
 def _kind(mover: Mover) -> tuple[object, ...]:
-    """Return what tells jobs apart; where several lanes are in use, it matters which GPUs one has."""
+    """Return the key that tells jobs apart; if several lanes are in use, it includes the GPUs."""
     home, resident = mover
     apart = resident.job.key if len({other.lane for other in home.residents.values()}) > 1 else None
     return home.name, resident.lane, resident.request, id(resident.job.profile), resident.job.required_nodes, apart

@@ -94,7 +94,7 @@ def _fills(state: SharingState, host: HostState, resident: Resident, vain: set[o
 
 
 def _alike(host: HostState, resident: Resident) -> object:
-    """Return what jobs have in common that find idle GPUs on the same hosts."""
+    """Return the common key of jobs that find idle GPUs on the same hosts."""
     return resident.request, host.lanes[0].gpu_type, id(resident.job.profile)
 
 

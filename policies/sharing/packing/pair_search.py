@@ -40,7 +40,7 @@ class Packing:
     """A sentence for every job that is packed, or just was."""
 
     def leaving(self, jobs: Mapping[JobKey, Job]) -> frozenset[JobKey]:
-        """Return those who give up GPUs that they hold, because a job that they leave holds these too."""
+        """Return the jobs that give up GPUs because a job that they leave holds the same ones."""
         left = partners(self.before)
         gone = [action.job for action in self.actions if isinstance(action, Unpack)]
         return frozenset(key for key in gone if _holds(jobs[key]) and any(_holds(jobs[other]) for other in left[key]))

@@ -109,7 +109,7 @@ class HostDivision:
         )
 
     def divide(self, hosts: Mapping[str, HostState]) -> dict[JobKey, Placement]:
-        """Return what every job should have that has its place on one host only."""
+        """Return the placement of every job that is on one host only."""
         division: dict[JobKey, Placement] = {}
         for host in hosts.values():
             division |= self.on(host)
@@ -156,7 +156,7 @@ class HostDivision:
         return rest._replace(gpus=gpus) if min(rest.cpus, rest.memory_mb) >= gpus else _less(server, shares)
 
     def _parts(self, units: Sequence[Sequence[Resident]], server: Server) -> dict[JobKey, Share]:
-        """Return what the allocation gives to each unit, by its first job."""
+        """Return the share that the allocation gives to each unit, by its first job."""
         cases = tuple(_as_one(unit, server) for unit in units)
         case = Case(self.now_s, (server,), cases, len(cases))
         plan = self.allocate(case)
@@ -185,7 +185,7 @@ class HostDivision:
         return kept
 
     def _floor(self, unit: Sequence[Resident], parts: Mapping[JobKey, Share], server: Server) -> Share | None:
-        """Return what a unit needs to be no slower than with what it asked for, or None when its part does."""
+        """Return the share that keeps a unit as fast as its request would, or None if its part does."""
         first = unit[0]
         part, profile = parts[first.job.key], first.job.profile
         asked = Share(
@@ -210,7 +210,7 @@ class HostDivision:
         return Share(resident.lane, resident.request.gpus, share.cpus, memory_mb)
 
     def _too_much(self, resident: Resident) -> Share | None:
-        """Return what a job that waits is left with when it has more memory than it needs, else None."""
+        """Return the smaller share of a waiting job that has more memory than it needs, else None."""
         key, had = resident.job.key, resident.job.placement
         if key in self.holders or key not in self.jobs:
             return None
@@ -277,7 +277,7 @@ def tunes(
 
 
 def caches_mb(job: Job, wanted: Placement) -> tuple[int | None, ...]:
-    """Return what a job's caches may take of each share; empty where it has no more memory than it asked for.
+    """Return the cache size in each share of a job; empty if it has no more memory than it asked for.
 
     Who wrote the script chose its caches for the memory that the job asked for, so only more memory changes them.
     """
@@ -321,7 +321,7 @@ def _holders(state: SharingState) -> frozenset[JobKey]:
 
 
 def startable(wanted: Placement, hosts: Mapping[str, HostState], key: JobKey) -> Placement:
-    """Return what Slurm can start a job with where its allocation is a floor: no more than its lane has free there.
+    """Return the share with which Slurm can start a job if its allocation is a floor: at most its lane's free part.
 
     What others lend of theirs comes in place once it runs.
     """

@@ -270,12 +270,12 @@ class SharingState:
 
 
 def shares(seat: Seat, request: ResourceRequest) -> Placement:
-    """Return what a job gets on a seat: what it asked for, until the host's CPUs are shared out anew."""
+    """Return the share of a job on its new host: its request, until the host is divided again."""
     return (share_of(seat.node.name, request),)
 
 
 def share_of(node: str, request: ResourceRequest) -> Share:
-    """Return what a job asked for, of one node."""
+    """Return the request of a job on one node."""
     return Share(node, request.gpus, request.cpus, request.memory_mb)
 
 

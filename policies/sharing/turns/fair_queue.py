@@ -86,7 +86,7 @@ def next_turn(
     min_run_s: float,
     displace: bool = True,
 ) -> Turn:
-    """Return who yields and who gets GPUs now; see the module's text for the rules and bounds.
+    """Return the jobs that yield and the jobs that get GPUs now; the module's text has the rules and bounds.
 
     With ``displace`` False only free GPUs are given out, and only an exclusive job makes a holder yield: the
     agent's work conservation while the service decides on displacement. Keys must be unique. Without

@@ -27,7 +27,7 @@ def close_lanes(state: SharingState) -> None:
 def lane_actions(
     snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings
 ) -> tuple[DrainNode | OpenNode, ...]:
-    """Return what to drain and what to open, in order of node names; lane 0 is never touched.
+    """Return the lanes to drain and to open, in order of node names; lane 0 is never touched.
 
     In observe-only every open further lane is drained, whoever opened it, because a job there would share a
     GPU with another. A lane is opened only when its drain is ours.

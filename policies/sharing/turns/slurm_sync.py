@@ -276,7 +276,7 @@ def _meet(job: Job, other: Job) -> bool:
 
 
 def release_plan(snapshot: ClusterSnapshot, memory: Memory, reason: str) -> tuple[Action, ...]:
-    """Return what undoes our suspends and holds (pure); what others suspended or held stays as it is.
+    """Return the actions that undo our suspends and holds (pure); those of others stay.
 
     Suspends come first: their jobs have GPU state in host memory, held jobs have nothing yet.
     """
