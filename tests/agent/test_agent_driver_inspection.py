@@ -21,11 +21,18 @@ MAPS = "7f00-7f10 r--p 0 00:00 1 /usr/lib/x.so\n200000000-{end:x} rw-s 0 00:06 7
 
 @pytest.fixture
 def pid() -> Iterator[int]:
-    """Return a process of job 7, as its environment says."""
-    child = subprocess.Popen(["sleep", "60"], env={"SLURM_JOB_ID": "7"})
-    yield child.pid
-    child.kill()
-    child.wait()
+    """Return a process of job 7, as its environment says.
+
+    ``Popen`` returns before the kernel shows the new program's environment; once the program writes, it does.
+    """
+    command = ["/bin/sh", "-c", "echo ready; read end"]
+    with subprocess.Popen(
+        command, env={"SLURM_JOB_ID": "7"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        yield child.pid
+        child.kill()
 
 
 class Tree:

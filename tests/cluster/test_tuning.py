@@ -115,15 +115,19 @@ def has(cluster: Cluster, job: int) -> int:
 
 
 def pace(cluster: Cluster, job: int, steps: int) -> float:
-    """Return the seconds that each of a job's next steps takes, as seen from outside."""
+    """Return the seconds that each of a job's next steps takes, as seen from outside.
 
-    def step() -> int:
-        return int(row(cluster, job)["step"])
+    It is measured from one report of the job's steps to another: a step read in between is older than its time.
+    """
 
-    first = wait_for("a first step", step, 60)
-    began = time.monotonic()
-    wait_for(f"{steps} steps of job {job}", lambda: step() >= first + steps, 60, interval=0.1)
-    return (time.monotonic() - began) / (step() - first)
+    def reported(least: int) -> tuple[int, float] | None:
+        step = int(row(cluster, job)["step"])
+        return (step, time.monotonic()) if step >= least else None
+
+    earlier, _ = wait_for("a first step", lambda: reported(1), 60)
+    first, began = wait_for("the next report", lambda: reported(earlier + 1), 60, interval=0.1)
+    last, ended = wait_for(f"{steps} steps of job {job}", lambda: reported(first + steps), 60, interval=0.1)
+    return (ended - began) / (last - first)
 
 
 def gpu_job(cluster: Cluster, name: str, arguments: str, cpus: int, *options: str) -> int:
