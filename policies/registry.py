@@ -43,6 +43,9 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("ftf", "ordering", "worst finish-time fairness first", "Themis, NSDI'20 §3"),
     Entry("ftf-coded", "ordering", "finish-time fairness ascending, the least behind first", CODE),
     Entry("tiresias", "ordering", "two-dimensional LAS in discretized queues", "Tiresias, NSDI'19 §3"),
+    Entry(
+        "levels", "ordering", "least attained service in levels, first come first served within", "Tiresias, NSDI'19 §3"
+    ),
     Entry("gavel", "ordering", "max-min throughput over GPU types, by time received", "Gavel, OSDI'20 §4"),
     Entry("fairshare", "ordering", "users and accounts by usage over shares", "Slurm, classic fair share"),
     Entry(

@@ -12,6 +12,7 @@ from strategies import GPU_TYPES, NOW, queues
 
 from cadenza.policies.core.model import Progress
 from cadenza.policies.core.profile import Profile
+from cadenza.policies.ordering import levels
 from cadenza.policies.ordering.ftf import UNKNOWN_S, contention, rho
 from cadenza.policies.ordering.ranking import Queue, Ranking, starving_first
 from cadenza.policies.ordering.tiresias import PROMOTE_KNOB, THRESHOLDS, level
@@ -144,6 +145,35 @@ def test_ftf_coded_unknown_work_last():
 def test_ftf_nothing_to_do_is_no_division_by_zero():
     empty = waiting(1, total=0.0)
     assert set(ids("ftf", queue(empty, waiting(2)))) == set(ids("ftf-coded", queue(empty, waiting(2)))) == {1, 2}
+
+
+# --- levels --------------------------------------------------------------------------------------------
+
+
+def test_levels_go_by_gpu_service_and_within_a_level_by_arrival():
+    jobs = (
+        waiting(1, ago=100.0, attained_s=599.0),  # the first level still
+        waiting(2, ago=200.0, gpus=8, attained_s=75.0),  # 600 GPU seconds: the second level
+        waiting(3, ago=300.0, attained_s=3_599.0),
+        waiting(4, ago=900.0, attained_s=3_600.0),
+        waiting(5, ago=50.0, attained_s=0.0),
+        waiting(6, ago=5.0, attained_s=1e9),
+    )
+    assert ids("levels", queue(*jobs)) == [1, 5, 3, 2, 4, 6]
+
+
+@given(attained_s=st.floats(0, 1e6), gpus=st.integers(1, 16))
+def test_a_running_job_leaves_its_level_when_it_says(attained_s, gpus):
+    runs = replace(waiting(1, gpus=gpus, attained_s=attained_s, running=True), state="RUNNING")
+    until_s = levels.leaves_level_s(runs, NOW)
+    now = levels.level(runs, NOW)
+    if now == len(levels.THRESHOLDS):
+        assert until_s == float("inf")
+        return
+    assert until_s > NOW
+    assert levels.level(runs, NOW + 0.999 * (until_s - NOW)) == now
+    assert levels.level(runs, until_s + 0.01) > now
+    assert levels.leaves_level_s(waiting(1, gpus=gpus, attained_s=attained_s), NOW) == float("inf")
 
 
 # --- tiresias ------------------------------------------------------------------------------------------

@@ -1,0 +1,38 @@
+"""Least attained service in levels of factor four: first come, first served within a level."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from math import inf
+
+from cadenza.policies.core.model import Job
+from cadenza.policies.ordering.ranking import Queue, Ranking, arrival, attained_service, progress_of
+
+THRESHOLDS = (600.0, 3_600.0, 14_400.0, 57_600.0, 230_400.0)
+"""Attained GPU seconds at which a job leaves each level but the last.
+
+The first level is short, so that each job soon has its first slice. Tiresias (NSDI'19, §3) has two thresholds; five of
+a factor of about four keep equals from sharing to the end, and long jobs from delaying short ones.
+"""
+
+
+def levels(queue: Queue) -> Ranking:
+    """Order by level, and within a level by submission, then job id: its jobs run one after the other."""
+    now_s = queue.now_s
+    return Ranking(tuple(sorted(queue.jobs, key=lambda job: (level(job, now_s), arrival(job)))))
+
+
+def level(job: Job, now_s: float) -> int:
+    """Return a job's level, 0 first."""
+    return bisect_right(THRESHOLDS, attained_service(job, now_s))
+
+
+def leaves_level_s(job: Job, now_s: float) -> float:
+    """Return the time at which a running job leaves its level; infinite for a job that waits, and in the last level.
+
+    Seconds, on the clock of ``now_s``.
+    """
+    progress, reached = progress_of(job), level(job, now_s)
+    if not progress.running or not job.gpus or reached == len(THRESHOLDS):
+        return inf
+    return now_s + (THRESHOLDS[reached] - attained_service(job, now_s)) / job.gpus
