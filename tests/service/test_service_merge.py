@@ -6,9 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 from service_rig import books, job, lease, node, report, write_config
 
 from cadenza.policies.core.actions import Outcome, Resume, Suspend, Unsuspend, Yield
+from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import Gpu, Host, JobKey, JobUsage
 from cadenza.policies.round import RoundReport
 from cadenza.sidecar.clock import SystemClock
@@ -28,7 +32,7 @@ from cadenza.slurm_plugin.service.agents.agent_registry import Agent, AgentRegis
 from cadenza.slurm_plugin.service.agents.stop_barrier import StopBarrier
 from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway
 from cadenza.slurm_plugin.service.observe.lease_merge import half_given, merge, parts_by_job, with_leases
-from cadenza.slurm_plugin.service.settings import GuardTable, ServiceTable, Settings, load_settings
+from cadenza.slurm_plugin.service.settings import GuardTable, ServiceTable, Settings, load_settings, policy
 
 A = JobKey(1, 0)
 ORDER = YieldOrder(VERSION, 1, 0, 10.0)
@@ -45,7 +49,10 @@ def gang(state: str, **changes: object) -> LeaseReport:
 
 def merged(*silent: str, **leases: LeaseReport):
     found = agents(*silent, **leases)
-    return merge(parts_by_job(found)[A], found, 100.0)
+    slurm = books(
+        job(1, nodes=("n1", "n2") if leases["n1"].hosts > 1 else ("n1",), gpus=4), nodes=(node("n1"), node("n2"))
+    )
+    return merge(parts_by_job(slurm, found)[A], found, 100.0)
 
 
 def test_all_hosts_hold() -> None:
@@ -100,9 +107,60 @@ def test_unmanaged_is_exclusive() -> None:
 def test_compose_names_hosts_without_agents() -> None:
     snapshot = books(job(1), job(2, "n2"), nodes=(node("n1"), node("n2")))
     found = agents(n1=lease(1))
-    whole = with_leases(snapshot, found, parts_by_job(found))
+    whole = with_leases(snapshot, found, parts_by_job(snapshot, found))
     assert [(host.name, host.agent_alive) for host in whole.hosts] == [("n1", True), ("n2", False)]
     assert [one.lease is not None for one in whole.jobs] == [True, False]
+
+
+# --- Whose word counts ---
+
+FOREIGN_LEASES = st.builds(
+    lambda number, state, gpus, **changes: lease(number, state, tuple(gpus), **changes),
+    st.sampled_from((1, 2, 3)),
+    st.sampled_from(("waiting", "held", "stopping", "yielded")),
+    st.lists(st.integers(-1, 9), max_size=4, unique=True),
+    managed=st.booleans(),
+    vtime_s=st.floats(0, 1e9),
+    ready=st.booleans(),
+    lost=st.sampled_from(("", "restore: out of memory")),
+    saved=st.booleans(),
+    hosts=st.integers(0, 9),
+    world_size=st.integers(0, 9),
+    requeue_owner=st.sampled_from(("", "lightning")),
+)
+
+
+@examples(max_examples=100)
+@given(st.lists(FOREIGN_LEASES, max_size=4), st.booleans())
+def test_a_host_changes_nothing_for_jobs_that_slurm_has_elsewhere(foreign: list[LeaseReport], over: bool) -> None:
+    """Jobs 1 and 2 take turns on n1; n2, where Slurm has job 3 only, reports them too."""
+    slurm = books(
+        job(1, gpus=4, requeueable=True), job(2, "n1-l1", gpus=4), job(3, "n2", options=None),
+        nodes=(node("n1"), node("n1-l1", 1), node("n2"), node("n2-l1", 1)),
+    )  # fmt: skip
+    slurm = replace(slurm, time_s=1000.0)
+    held_s = 900.0 if over else 1.0
+    own = (
+        lease(1, "held", (0, 1, 2, 3), vtime_s=held_s, held_s=held_s),
+        lease(2, "yielded", (0, 1, 2, 3), since_s=1000.0 - held_s),
+    )
+    decide = policy(APPLY)
+
+    def decided(*told: LeaseReport) -> tuple[object, ...]:
+        found = {"n1": Agent(report("n1", *own), True, 0.0), "n2": Agent(report("n2", *told), True, 0.0)}
+        whole = with_leases(slurm, found, parts_by_job(slurm, found))
+        return decide(whole, Memory()).actions, [one.lease for one in whole.jobs if one.key.id != 3]
+
+    assert decided(*foreign) == decided(*(one for one in foreign if one.job == 3))
+    assert any(isinstance(one, Yield) for one in decided()[0]) == over
+
+
+def test_gpus_beyond_the_grant_are_not_believed() -> None:
+    slurm = books(job(1, gpus=2))
+    for gpus, known in (((0, 1), True), ((2, 3), True), ((0, 1, 2), False), ((4,), False), ((-1,), False)):
+        found = agents(n1=lease(1, gpus=gpus))
+        assert (A in parts_by_job(slurm, found)) is known, gpus
+    assert parts_by_job(slurm, agents(n1=lease(1, hosts=7)))[A]["n1"].hosts == 1, "the number of hosts is Slurm's"
 
 
 def test_facts_per_host() -> None:

@@ -55,7 +55,8 @@ def seen(found: Library, *leases: orders.LeaseReport, state: str = "RUNNING") ->
     first = job(1, gpus=4, options=Options(model="low"))
     jobs = (first, job(2, "n1-l1", gpus=4, state=state, options=Options(model="next")))
     agents = {"n1": Agent(report("n1", *leases), alive=True, silent_s=0.0)}
-    whole = with_leases(books(*jobs, nodes=(node("n1"), node("n1-l1", 1))), agents, parts_by_job(agents))
+    slurm = books(*jobs)
+    whole = with_leases(slurm, agents, parts_by_job(slurm, agents))
     return with_progress(with_profiles(whole, found, {}, {"": 16.0}), None)
 
 
@@ -132,7 +133,8 @@ def test_the_pace_of_several_hosts_is_that_of_the_slowest() -> None:
         "n2": lease(1, "held", **gang, pace=pace(0.3, (3,), 15.0)),
     }
     agents = {name: Agent(report(name, one), alive=True, silent_s=0.0) for name, one in hosts.items()}
-    whole = with_leases(books(job(1, nodes=("n1", "n2"), num_nodes=2)), agents, parts_by_job(agents))
+    slurm = books(job(1, nodes=("n1", "n2"), num_nodes=2, gpus=2), nodes=(node("n1"), node("n2")))
+    whole = with_leases(slurm, agents, parts_by_job(slurm, agents))
     merged = whole.jobs[0].lease
     assert merged is not None
     assert merged.pace == StepRate(0.3, 50, 15.0, 0.001, 0.0, (JobKey(2, 0), JobKey(3, 0)))

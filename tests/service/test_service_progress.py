@@ -12,6 +12,7 @@ from cadenza.policies.core.profile import Profile
 from cadenza.sidecar.orders import InForce
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent
 from cadenza.slurm_plugin.service.observe.enrichment import placement_of, tunes_in_force, with_profiles, with_progress
+from cadenza.slurm_plugin.service.observe.lease_merge import parts_by_job
 from cadenza.slurm_plugin.service.observe.progress import progress
 from cadenza.slurm_plugin.service.profiles.library import Library
 
@@ -126,10 +127,10 @@ def test_a_tune_counts_as_long_as_agents_know_of_it() -> None:
     ordered = {JobKey(1, 0): tune, JobKey(2, 0): tune}
     means = {"cpus": 9.0, "memory_mb": 0, "cache_mb": None, "cpu_list": "0-8", "means": "cgroup v2"}
 
-
     agents = {"n1": Agent(report("n1", lease(1, tuned=InForce(**means)), lease(2)), True, 0.0)}
-    assert tunes_in_force(ordered, agents) == {JobKey(1, 0): tune}
+    parts = parts_by_job(books(job(1), job(2)), agents)
+    assert tunes_in_force(ordered, parts) == {JobKey(1, 0): tune}
     assert placement_of(job(1), NODES, tune) == tune
     assert placement_of(job(1, "n2"), NODES, tune) == (Share("n2", 1, 4, 1000),)
-    seen = with_progress(with_profiles(books(job(1), job(2)), Library(), tunes_in_force(ordered, agents), {}), None)
+    seen = with_progress(with_profiles(books(job(1), job(2)), Library(), tunes_in_force(ordered, parts), {}), None)
     assert [one.placement[0].cpus for one in seen.jobs] == [9, 4]

@@ -59,13 +59,13 @@ class ClusterGateway:
         self.load_s = self._clock.monotonic() - began_s
         # 2. One lease for each job out of the reports of its hosts' agents.
         agents = self._hub.agents()
-        self._parts = parts_by_job(agents)
+        self._parts = parts_by_job(snapshot, agents)
         snapshot = with_leases(snapshot, agents, self._parts)
         # 3. Each job's resources, as tuned, and its profile, corrected by observations of running jobs.
         if self.profiles.refresh():
             for problem in self.profiles.library.problems:
                 log.warning("profile not used: %s", problem)
-        self._tunes = tunes_in_force(self._tunes, agents)
+        self._tunes = tunes_in_force(self._tunes, self._parts)
         snapshot = with_profiles(snapshot, self.profiles.library, self._tunes, self.gpu_memory_gb, self.refiner)
         # 4. Each job's progress; its iteration times add to the beliefs about profiles.
         snapshot = with_progress(snapshot, self._before)
@@ -127,7 +127,8 @@ class ClusterGateway:
         """Suspend a job after its agents were informed, unless they report it as running since the snapshot."""
         self._hub.mark_suspended(action.job, suspended=True)
         agents = self._hub.agents()
-        parts = parts_by_job(agents).get(action.job)
+        seen = self._before or ClusterSnapshot(self._clock.now(), (), ())
+        parts = parts_by_job(seen, agents).get(action.job)
         if parts and merge(parts, agents, self._clock.now()).state in ("held", "stopping"):
             outcome = Outcome(ok=False, error=f"job {action.job}: it has got its GPUs since; left running")
         else:

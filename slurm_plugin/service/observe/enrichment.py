@@ -6,20 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Placement, Share
-from cadenza.slurm_plugin.service.agents.agent_registry import Agent
+from cadenza.sidecar.orders import LeaseReport
 from cadenza.slurm_plugin.service.observe.progress import progress
 from cadenza.slurm_plugin.service.profiles.library import Library
 from cadenza.slurm_plugin.service.profiles.refiner import Refiner
 
 
-def tunes_in_force(ordered: Mapping[JobKey, Placement], agents: Mapping[str, Agent]) -> dict[JobKey, Placement]:
+def tunes_in_force(
+    ordered: Mapping[JobKey, Placement], parts: Mapping[JobKey, Mapping[str, LeaseReport]]
+) -> dict[JobKey, Placement]:
     """Return the ordered tunes of jobs that agents report as tuned, even if an agent could set only a part."""
-    tuned = {
-        JobKey(lease.job, lease.restart)
-        for agent in agents.values()
-        for lease in agent.report.leases
-        if lease.tuned is not None
-    }
+    tuned = {key for key, hosts in parts.items() if any(lease.tuned is not None for lease in hosts.values())}
     return {key: placement for key, placement in ordered.items() if key in tuned}
 
 

@@ -8,7 +8,20 @@ from dataclasses import replace
 from statistics import fmean
 from typing import TypeAlias
 
-from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, JobKey, JobUsage, Lease, LeaseState, StepRate
+from msgspec import structs
+
+from cadenza.policies.core.model import (
+    ClusterSnapshot,
+    Gpu,
+    Host,
+    Job,
+    JobKey,
+    JobUsage,
+    Lease,
+    LeaseState,
+    Node,
+    StepRate,
+)
 from cadenza.sidecar.orders import JobTelemetry, LeaseReport
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent
 
@@ -35,13 +48,34 @@ OVER_HOSTS: Mapping[str, Callable[[Iterable[float]], float]] = {
 """One value of a job out of those of its hosts: sums, the worst of a rank's values, the mean use of GPUs."""
 
 
-def parts_by_job(agents: Mapping[str, Agent]) -> Mapping[JobKey, Parts]:
-    """Return each job's lease reports by host, silent hosts included: their leases are on disk and still count."""
+def parts_by_job(snapshot: ClusterSnapshot, agents: Mapping[str, Agent]) -> Mapping[JobKey, Parts]:
+    """Return each job's lease reports by host, silent hosts included: their leases are on disk and still count.
+
+    A host's word counts only for the jobs that Slurm has there and for GPUs within Slurm's grant, and the number of a
+    job's hosts is Slurm's: no host changes anything for a job elsewhere.
+    """
     parts: defaultdict[JobKey, dict[str, LeaseReport]] = defaultdict(dict)
+    nodes = {node.name: node for node in snapshot.nodes}
     for host, agent in agents.items():
         for lease in agent.report.leases:
-            parts[JobKey(lease.job, lease.restart)][host] = lease
+            job = snapshot.job(JobKey(lease.job, lease.restart))
+            if job is not None and (granted := _as_granted(lease, host, job, nodes)) is not None:
+                parts[job.key][host] = granted
     return parts
+
+
+def _as_granted(lease: LeaseReport, host: str, job: Job, nodes: Mapping[str, Node]) -> LeaseReport | None:
+    """Return a host's word on a job with Slurm's number of hosts; None where Slurm has no such grant there."""
+    gpus_of: dict[str, int | None] = {}
+    for name in job.nodes:
+        node = nodes.get(name)
+        gpus_of[node.host if node is not None else name] = node.gpus if node is not None else None
+    if host not in gpus_of or (job.gpus and len(lease.gpus) > job.gpus):
+        return None
+    present = gpus_of[host]
+    if present is not None and any(not 0 <= index < present for index in lease.gpus):
+        return None
+    return lease if lease.hosts == len(gpus_of) else structs.replace(lease, hosts=len(gpus_of))
 
 
 def with_leases(
