@@ -3,16 +3,37 @@
 An agent is a DEALER whose identity is its host name; the service is a ROUTER (port 6820). An agent sends a
 ``Report`` at each change and every heartbeat, ``Switched`` after every yield and resume, ``Steps`` while a
 multi-node job is being stopped; the service answers with orders. All are JSON (readable on the wire in tests)
-with a tag and a version; an unknown tag or another version is refused and counted, never fatal.
+with a tag and a version; an unknown tag, another version or a value out of its bounds is refused and counted, never
+fatal. All text is clean (:mod:`cadenza.sidecar.bounds`); the side that sends makes it so with ``one_line``.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from cadenza.policies.core.model import JobUsage, StepRate
+from cadenza.sidecar.bounds import (
+    MAX_JOBS,
+    Amount,
+    Bytes,
+    Count,
+    Gpus,
+    JobId,
+    Megabytes,
+    Moment,
+    Name,
+    Number,
+    Paths,
+    Restart,
+    Seconds,
+    Step,
+    Text,
+    Uid,
+    VirtualSeconds,
+)
 
 VERSION = 1
 
@@ -24,149 +45,149 @@ class JobTelemetry(JobUsage, frozen=True, omit_defaults=True, kw_only=True):
     slowest rank here, within 6 %. Its processes are those that the agent knows and all their descendants.
     """
 
-    window_s: float
-    iterations: int = 0
+    window_s: Seconds
+    iterations: Step = 0
     """Iterations of the furthest rank within the window."""
-    iteration_p50_s: float | None = None
-    processes: int = 0
-    write_mb_s: float | None = None
+    iteration_p50_s: Seconds | None = None
+    processes: Count = 0
+    write_mb_s: Amount | None = None
     """Written to storage; ``read_mb_s`` is read from it (proc_pid_io(5): read_bytes, write_bytes)."""
-    memory_kind: str = ""
+    memory_kind: Name = ""
     """Kind of ``memory_low_mb`` and ``memory_peak_mb``: gpu (torch's allocator) or host (resident set)."""
 
 
 class InForce(msgspec.Struct, frozen=True):
     """Resources of a tuned job on one host; CPUs as Slurm counts them."""
 
-    cpus: float
-    memory_mb: int
+    cpus: Amount
+    memory_mb: Megabytes
     """0 if only its CPUs are tuned."""
-    cache_mb: int | None
-    cpu_list: str
+    cache_mb: Megabytes | None
+    cpu_list: Text
     """CPUs of the machine, as in cpuset.cpus."""
-    means: str
+    means: Name
     """cgroup v2 | cgroup v1 | affinity"""
-    note: str = ""
+    note: Text = ""
     """Reason for which it could not be set; empty if it was."""
 
 
 class LeaseReport(msgspec.Struct, frozen=True):
     """One job on one host. Times in seconds."""
 
-    job: int
-    restart: int
-    uid: int
-    node: str
-    gpus: tuple[int, ...]
-    state: str
+    job: JobId
+    restart: Restart
+    uid: Uid
+    node: Name
+    gpus: Gpus
+    state: Name
     """waiting | held | stopping | yielded"""
     managed: bool
-    vtime_s: float
-    held_s: float
-    since_s: float
+    vtime_s: VirtualSeconds
+    held_s: Seconds
+    since_s: Moment
     """Epoch time of the last state change."""
-    ranks: int
+    ranks: Count
     """Ranks attached on this host."""
-    world_size: int
+    world_size: Count
     """Ranks of the whole job by their own account; 0 before the first attach."""
-    hosts: int
+    hosts: Count
     """Hosts of the job's allocation."""
     ready: bool
-    why_not_ready: str = ""
-    step: int = 0
-    iteration_s: float | None = None
-    iteration_p99_s: float | None = None
-    note: str = ""
+    why_not_ready: Text = ""
+    step: Step = 0
+    iteration_s: Seconds | None = None
+    iteration_p99_s: Seconds | None = None
+    note: Text = ""
     """Last refusal or time-out, for ``cadenza why``."""
     checkpoints: bool = False
     """True if every rank here can save a checkpoint on order."""
-    lost: str = ""
+    lost: Text = ""
     """Reason for which the job cannot go on here, so that only a requeue helps (the driver path, see ``Switched``)."""
     saved: bool = False
     """True if the ranks here wait at a boundary with a complete checkpoint on the disk, for a requeue."""
     telemetry: JobTelemetry | None = None
     tuned: InForce | None = None
     """None: the job has the resources of its allocation."""
-    requeue_owner: str = ""
+    requeue_owner: Name = ""
     """Framework that requeues the job by its own signal handler, such as *lightning*; then the service must not."""
     pace: StepRate | None = None
     """None: it has not run since it attached."""
-    pack: int = 0
+    pack: Step = 0
     """The pack that the agent acts on, see ``JobFacts``."""
 
 
 class Prefetched(msgspec.Struct, frozen=True):
     """Files that a host has read for a job that will come; some of the ``bytes`` may have been in memory before."""
 
-    job: int
-    restart: int
-    files: int
-    bytes: int
-    seconds: float
-    note: str = ""
+    job: JobId
+    restart: Restart
+    files: Count
+    bytes: Bytes
+    seconds: Seconds
+    note: Text = ""
     """Reason for which nothing was read; empty otherwise."""
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
     """The whole state of an agent."""
 
-    v: int
-    host: str
-    version: str
-    memory_mb: int
-    memory_free_mb: int
+    v: Count
+    host: Name
+    version: Name
+    memory_mb: Megabytes
+    memory_free_mb: Megabytes
     rotating: bool
     """True while the agent takes turns by itself because the service is away."""
-    leases: tuple[LeaseReport, ...]
-    lacks: tuple[str, ...] = ()
+    leases: Annotated[tuple[LeaseReport, ...], Meta(max_length=MAX_JOBS)]
+    lacks: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
     """Settings that this host cannot fulfill, each as a sentence with the reason."""
-    prefetched: tuple[Prefetched, ...] = ()
+    prefetched: Annotated[tuple[Prefetched, ...], Meta(max_length=1024)] = ()
     """Results for the last jobs that were expected here."""
 
 
 class JobMessage(msgspec.Struct, frozen=True, tag=True):
     """Base of the messages about one job on one host."""
 
-    v: int
-    host: str
-    job: int
-    restart: int
+    v: Count
+    host: Name
+    job: JobId
+    restart: Restart
 
 
 class Switched(JobMessage, frozen=True):
     """One finished yield or resume of one job on one host; durations in seconds."""
 
-    kind: str
+    kind: Name
     """yield | resume | checkpoint | refused | timeout | lost (by the driver path: only a requeue helps)"""
-    at_s: float
-    boundary_s: float
+    at_s: Moment
+    boundary_s: Seconds
     """Time from the order until all local ranks are at their boundary (yield); 0 for a resume."""
-    copy_s: float
+    copy_s: Seconds
     """Copy time of the slowest rank."""
-    total_s: float
+    total_s: Seconds
     """Time from the order to its end."""
-    bytes: int
-    iteration_p99_s: float | None = None
-    note: str = ""
+    bytes: Bytes
+    iteration_p99_s: Seconds | None = None
+    note: Text = ""
 
 
 class Steps(JobMessage, frozen=True):
     """Progress of a multi-node job towards a stop; the service computes one stop step for all hosts."""
 
-    highest: int
+    highest: Step
     """Before a StopAt the furthest rank's step; then less than the stop step until all have arrived, unless a
     rank here has slipped past it. ``plan_stop`` takes it, ``arrived`` and ``refused`` as each host's Progress."""
     arrived: bool
     """True if all local ranks wait at a boundary, at the same step ``highest``."""
-    refused: str = ""
+    refused: Text = ""
 
 
 class LeaseLog(JobMessage, frozen=True):
     """A period in which a job held its GPUs on a host, sent when it ends."""
 
-    gpus: tuple[int, ...]
-    from_s: float
-    to_s: float
+    gpus: Gpus
+    from_s: Moment
+    to_s: Moment
 
 
 class Files(JobMessage, frozen=True):
@@ -175,8 +196,8 @@ class Files(JobMessage, frozen=True):
     A directory stands for its whole content.
     """
 
-    uid: int
-    paths: tuple[str, ...]
+    uid: Uid
+    paths: Paths
 
 
 FromAgent: TypeAlias = Report | Switched | Steps | LeaseLog | Files
@@ -185,15 +206,15 @@ FromAgent: TypeAlias = Report | Switched | Steps | LeaseLog | Files
 class JobOrder(msgspec.Struct, frozen=True, tag=True):
     """Base of the orders for one job."""
 
-    v: int
-    job: int
-    restart: int
+    v: Count
+    job: JobId
+    restart: Restart
 
 
 class YieldOrder(JobOrder, frozen=True):
     """Stop the job at a common boundary and offload its state."""
 
-    timeout_s: float
+    timeout_s: Seconds
 
 
 class CheckpointOrder(JobOrder, frozen=True):
@@ -203,11 +224,11 @@ class CheckpointOrder(JobOrder, frozen=True):
     without a requeue, lets the job go on.
     """
 
-    timeout_s: float
+    timeout_s: Seconds
     """Longest wait for the boundary."""
-    save_s: float
+    save_s: Seconds
     """Longest time that saving may take."""
-    hold_s: float
+    hold_s: Seconds
 
 
 class FilesOrder(JobOrder, frozen=True):
@@ -217,14 +238,14 @@ class FilesOrder(JobOrder, frozen=True):
 class PrefetchOrder(JobOrder, frozen=True):
     """Read files into memory as the user that the job will run as; a report lists it in ``prefetched`` when done."""
 
-    uid: int
-    paths: tuple[str, ...]
+    uid: Uid
+    paths: Paths
 
 
 class StopAt(JobOrder, frozen=True):
     """Set the stop step of a multi-node job."""
 
-    step: int
+    step: Step
 
 
 class CommitOrder(JobOrder, frozen=True):
@@ -234,7 +255,7 @@ class CommitOrder(JobOrder, frozen=True):
 class CancelOrder(JobOrder, frozen=True):
     """Cancel a stop that is under way."""
 
-    reason: str
+    reason: Text
 
 
 class ResumeOrder(JobOrder, frozen=True):
@@ -248,32 +269,32 @@ class Tune(JobOrder, frozen=True):
     than its allocation the job lends: it loses only the part that other jobs are given. All zero undoes every change.
     """
 
-    cpus: float
+    cpus: Amount
     """As Slurm counts them, fractions allowed; 0 leaves them to Slurm."""
-    memory_mb: int = 0
+    memory_mb: Megabytes = 0
     """0 leaves it to Slurm."""
-    cache_mb: int | None = None
+    cache_mb: Megabytes | None = None
     """The part of its memory that the job's caches may take; None: unchanged."""
 
 
 class JobFacts(msgspec.Struct, frozen=True):
     """Facts on a job that the agent needs to take turns by itself."""
 
-    job: int
-    restart: int
+    job: JobId
+    restart: Restart
     managed: bool
-    weight: float
-    priority: int
-    user: str
-    hosts: int
+    weight: Amount
+    priority: Number
+    user: Name
+    hosts: Count
     suspended: bool = False
     """True if Slurm has suspended it, for any reason: its processes are stopped and could not restore their state. The
     service sends this before it suspends; a ResumeOrder overrides it."""
-    cpus: float = 0.0
+    cpus: Amount = 0.0
     """CPUs of its allocation on this host; 0: not known."""
-    memory_mb: int = 0
+    memory_mb: Megabytes = 0
     """Memory of its allocation on this host; 0: not known."""
-    pack: int = 0
+    pack: Step = 0
     """Jobs with the same number above 0 may hold the same GPUs at once, because their memory fits there. The pack
     lasts until the next facts, without the service too."""
 
@@ -281,14 +302,14 @@ class JobFacts(msgspec.Struct, frozen=True):
 class Facts(msgspec.Struct, frozen=True, tag=True):
     """Heartbeat of the service: the live jobs on this host; the agent may forget others."""
 
-    v: int
-    jobs: tuple[JobFacts, ...]
-    slice_s: float
+    v: Count
+    jobs: Annotated[tuple[JobFacts, ...], Meta(max_length=MAX_JOBS)]
+    slice_s: Seconds
     share_between_users: bool
     enforce: bool
     """False in observe-only: the agent gives every lease at once and displaces a job only for one that did not
     opt in."""
-    min_run_s: float = 5.0
+    min_run_s: Seconds = 5.0
     """Least time for which a job keeps a new lease, unless a higher priority or an exclusive job takes it."""
 
 

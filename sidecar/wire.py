@@ -63,7 +63,7 @@ Page
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NoReturn
 
 VERSION = 1
 MAX_PACKET = 65536
@@ -155,8 +155,11 @@ class WireError(Exception):
 
 
 def encode(kind: str, **fields: Any) -> bytes:
-    """Return one packet; raise WireError when it would exceed MAX_PACKET."""
-    packet = json.dumps({"v": VERSION, "type": kind, **fields}, separators=(",", ":")).encode()
+    """Return one packet; raise WireError when it would exceed MAX_PACKET, or holds a number that is not finite."""
+    try:
+        packet = json.dumps({"v": VERSION, "type": kind, **fields}, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError as error:
+        raise WireError(f"{kind}: {error}") from None
     if len(packet) > MAX_PACKET:
         raise WireError(f"{kind}: {len(packet)} bytes exceed the packet limit of {MAX_PACKET}")
     return packet
@@ -164,15 +167,23 @@ def encode(kind: str, **fields: Any) -> bytes:
 
 def decode(packet: bytes) -> dict[str, Any]:
     """Return the packet's object; raise WireError unless it is one of this version with a type."""
+    if len(packet) > MAX_PACKET:
+        raise WireError(f"not JSON: cut off, its packet exceeds {MAX_PACKET} bytes")
     try:
-        message = json.loads(packet)
+        message = json.loads(packet, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise WireError(f"not JSON: {error}") from None
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):
         raise WireError("not an object with a type")
-    if message.get("v") != VERSION:
-        raise WireError(f"version {message.get('v')!r}, this side speaks {VERSION}")
+    version = message.get("v")
+    if type(version) is not int or version != VERSION:
+        raise WireError(f"version {ascii(version)[:40]}, this side speaks {VERSION}")
     return message
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    """Refuse NaN and the infinities, which Python's JSON has beyond RFC 8259."""
+    raise ValueError(f"{name} is no number")
 
 
 def bucket(nanoseconds: int) -> int:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cadenza.policies.core.text import one_line
 from cadenza.sidecar import wire
-from cadenza.sidecar.agent.errors import RefusedError
 from cadenza.sidecar.agent.ipc.messages import Attach, Detach, parse
 from cadenza.sidecar.agent.ipc.pages import Page, PageRecord
 from cadenza.sidecar.agent.ipc.transport import Listener, Outbox, Session
@@ -98,9 +98,9 @@ class AgentStub:
             self._part(session)
             return
         try:
-            self._act(session, parse(wire.decode(packet)))
-        except (wire.WireError, RefusedError) as error:
-            log.warning("refused pid=%d: %s", session.peer.pid, error)
+            self._act(session, parse(packet))
+        except wire.WireError as error:
+            log.warning("refused pid=%d: %s", session.peer.pid, one_line(str(error)))
             self._outbox.post(session, "error", error=str(error))
 
     def _act(self, session: Session, message: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cadenza.policies.core.model import JobKey
+from cadenza.policies.core.text import one_line
 from cadenza.sidecar import wire
 from cadenza.sidecar.agent.errors import NotAuthorizedError, RefusedError
 from cadenza.sidecar.agent.ipc.messages import (
@@ -59,7 +60,7 @@ class JobHandler:
     def handle(self, session: Session, packet: bytes) -> None:
         """Act on one packet; a packet with any fault is answered by ``error`` and does no harm."""
         try:
-            message = parse(wire.decode(packet))
+            message = parse(packet)
             match message:
                 case Start():
                     self._start(session, message)
@@ -71,8 +72,9 @@ class JobHandler:
                     self._from_rank(session, message)
         except (wire.WireError, RefusedError) as error:
             peer = session.peer
-            log.warning("refused pid=%d uid=%d JOBID=%s: %s", peer.pid, peer.uid, session.key, error)
-            self.host.outbox.post(session, "error", error=str(error))
+            reason = one_line(str(error))
+            log.warning("refused pid=%d uid=%d JOBID=%s: %s", peer.pid, peer.uid, session.key, reason)
+            self.host.outbox.post(session, "error", error=reason)
 
     def _from_rank(self, session: Session, message: Message) -> None:
         """Handle a message that only an attached rank may send."""

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 PREFERENCE_S = 60.0
 """Time for which a ResumeOrder holds; the service repeats it each round."""
 MIN_REPORT_INTERVAL_S = 0.05
+MIN_WEIGHT = 1e-6
+"""Weight below which no share follows."""
 
 Notable: TypeAlias = tuple[object, ...]
 
@@ -84,7 +86,7 @@ class ServiceHandler:
             fact = self.host.fact_of(lease)
             if fact is not None:
                 self.host.run(lease.key).listed = True
-                lease.weight = fact.weight if fact.weight > 0 else lease.weight
+                lease.weight = fact.weight if fact.weight >= MIN_WEIGHT else lease.weight
                 lease.priority, lease.user = fact.priority, fact.user
                 lease.managed, lease.hosts = fact.managed, max(fact.hosts, 1)
         if changed:
@@ -149,8 +151,22 @@ def _notable(report: orders.Report) -> Notable:
         report.rotating,
         report.prefetched,
         *(
-            (one.job, one.restart, one.state, one.ready, one.ranks, one.managed, one.gpus, one.note, one.requeue_owner,
-             one.checkpoints, one.saved, one.lost, one.tuned, one.pack)
+            (
+                one.job,
+                one.restart,
+                one.state,
+                one.ready,
+                one.ranks,
+                one.managed,
+                one.gpus,
+                one.note,
+                one.requeue_owner,
+                one.checkpoints,
+                one.saved,
+                one.lost,
+                one.tuned,
+                one.pack,
+            )
             for one in report.leases
         ),
     )

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from cadenza.sidecar.agent.errors import RefusedError
+from cadenza.policies.core.text import one_line
+from cadenza.sidecar.bounds import (
+    Amount,
+    Bytes,
+    Count,
+    Gpus,
+    JobId,
+    Megabytes,
+    Name,
+    RankStep,
+    Restart,
+    Seconds,
+    Step,
+    Text,
+    Uid,
+)
+from cadenza.sidecar.wire import WireError, decode
 
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-JobId: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
-Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
-Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
-Index: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1023)]
-Gpus: TypeAlias = Annotated[tuple[Index, ...], msgspec.Meta(max_length=64)]
+Ranks: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+MAX_RESIDENT = 64
+"""Names of tensors that stay on the GPU which one message may list."""
+MAX_WORDS = 1000
+"""Characters that are kept of a text for people."""
+WORDS = frozenset({"refused", "error", "reason", "path", "resident"})
+"""Fields for people: they may hold whatever an exception or a path holds, and are made clean instead of refused."""
 
 BATCH_STEPS = frozenset({"batch", "4294967291", "-5"})
 """Slurm's spellings of the batch step: its name, and SLURM_BATCH_SCRIPT as an unsigned or signed number."""
@@ -23,19 +41,19 @@ class Start(msgspec.Struct, frozen=True):
     """The SPANK plugin registers a job (root)."""
 
     job: JobId
-    uid: Count
-    user: Text
-    node: Text
+    uid: Uid
+    user: Name
+    node: Name
     managed: bool
-    restart: Count = 0
+    restart: Restart = 0
     lane: Count = 0
     gpus: Gpus = ()
     hosts: Count = 1
-    step: int | Text = ""
+    step: Count | Name = ""
     options: Text = ""
-    cpus: Seconds = 0.0
+    cpus: Amount = 0.0
     """CPUs of Slurm's allocation on this host; 0: unknown."""
-    memory_mb: Count = 0
+    memory_mb: Megabytes = 0
 
     @property
     def batch(self) -> bool:
@@ -47,23 +65,23 @@ class End(msgspec.Struct, frozen=True):
     """The epilog: the job has left this node (root). Without ``restart`` every incarnation is meant."""
 
     job: JobId
-    restart: Count | None = None
+    restart: Restart | None = None
 
 
 class Attach(msgspec.Struct, frozen=True):
     """One rank presents itself; a second attach of a rank replaces the first."""
 
     job: JobId
-    restart: Count = 0
+    restart: Restart = 0
     rank: Count = 0
-    world_size: Annotated[int, msgspec.Meta(ge=1)] = 1
-    local_world_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    world_size: Ranks = 1
+    local_world_size: Ranks | None = None
     state: Literal["running", "arrived", "yielded"] = "running"
-    step: Count = 0
+    step: RankStep = 0
     gpus: Gpus = ()
-    node: Text = ""
+    node: Name = ""
     hosts: Count = 1
-    requeue_owner: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    requeue_owner: Name = ""
     """Other software that requeues this job by a signal handler, such as *lightning*."""
     again: bool = False
     """The rank has been training before: it does not stand still for this answer, as it does at its start."""
@@ -77,15 +95,15 @@ class Attach(msgspec.Struct, frozen=True):
 class RequeuedBy(msgspec.Struct, frozen=True):
     """Other software requeues the job, as the rank noticed after it attached; "" takes that back."""
 
-    owner: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    owner: Name = ""
 
 
 class Arrived(msgspec.Struct, frozen=True):
     """The rank stands at boundary ``step``; ``bytes`` is the host memory its state would take."""
 
-    order: Count
-    step: Count
-    bytes: Count = 0
+    order: Step
+    step: RankStep
+    bytes: Bytes = 0
     refused: Text = ""
 
 
@@ -93,9 +111,9 @@ class Yielded(msgspec.Struct, frozen=True):
     """The rank's state is in host memory; with ``error`` the move failed and the rank runs on."""
 
     copy_s: Seconds = 0.0
-    order: Count = 0
-    bytes: Count = 0
-    resident: tuple[Text, ...] = ()
+    order: Step = 0
+    bytes: Bytes = 0
+    resident: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_RESIDENT)] = ()
     error: Text = ""
 
 
@@ -103,15 +121,15 @@ class Resumed(msgspec.Struct, frozen=True):
     """The rank has its state back."""
 
     copy_s: Seconds = 0.0
-    order: Count = 0
+    order: Step = 0
 
 
 class Checkpointed(msgspec.Struct, frozen=True):
     """The rank's part of a complete checkpoint is on disk; with ``error`` there is none and the rank runs on."""
 
-    order: Count
-    step: Count
-    bytes: Count = 0
+    order: Step
+    step: RankStep
+    bytes: Bytes = 0
     seconds: Seconds = 0.0
     path: Text = ""
     error: Text = ""
@@ -138,12 +156,25 @@ KINDS: dict[str, type[Message]] = {
 }
 
 
-def parse(packet: dict[str, Any]) -> Message:
-    """Return the typed message of a decoded packet; raise RefusedError naming the wrong field."""
-    kind = packet["type"]
+def parse(packet: bytes) -> Message:
+    """Return the typed message of a packet; raise WireError, for whatever the packet holds, naming the wrong field."""
+    fields = decode(packet)
+    kind = fields["type"]
     if kind not in KINDS:
-        raise RefusedError(f"unknown message type {kind!r}; this agent knows {', '.join(KINDS)}")
+        raise WireError(f"unknown message type {one_line(kind, 40)!r}; this agent knows {', '.join(KINDS)}")
     try:
-        return msgspec.convert(packet, KINDS[kind])
+        return msgspec.convert(_with_clean_words(fields), KINDS[kind])
     except msgspec.ValidationError as error:
-        raise RefusedError(f"{kind}: {error}") from None
+        raise WireError(f"{kind}: {one_line(str(error))}") from None
+
+
+def _with_clean_words(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message's fields, those for people as clean lines."""
+    clean = dict(fields)
+    for name in WORDS & clean.keys():
+        value = clean[name]
+        if isinstance(value, str):
+            clean[name] = one_line(value, MAX_WORDS)
+        elif isinstance(value, list):
+            clean[name] = [one_line(one, MAX_WORDS) if isinstance(one, str) else one for one in value]
+    return clean

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from cadenza.sidecar import wire
+from cadenza.sidecar.bounds import MAX_STEP
 
 NS = 1e-9
-MAX_STEP = 2**62
-"""Limit on steps, because a job can write anything into its half."""
+MAX_COUNT = 2**45
+"""Limit on iterations of one length, because a job can write anything into its half: a million years of milliseconds."""
 MAX_READS = 16
 """Attempts to copy a record that changes during the copy. A write takes a microsecond, unless its process is stopped in
 the middle of it; then waiting would not help."""
@@ -148,17 +149,17 @@ class Page:
 
 
 def read_record(words: Sequence[int]) -> PageRecord:
-    """Return the record in the words of a page."""
+    """Return the record in the words of a page, its counters within their bounds."""
     fine = words[wire.PAGE_LAYOUT] >= wire.LAYOUT
-    first, buckets = (
-        (wire.PAGE_FINE, wire.FINE_BUCKETS) if fine else (wire.PAGE_HISTOGRAM, wire.HISTOGRAM_BUCKETS)
-    )
+    first, buckets = (wire.PAGE_FINE, wire.FINE_BUCKETS) if fine else (wire.PAGE_HISTOGRAM, wire.HISTOGRAM_BUCKETS)
     counts = words[first : first + buckets]
+    if max(counts) > MAX_COUNT:
+        counts = [min(count, MAX_COUNT) for count in counts]
     return PageRecord(
         step=min(words[wire.PAGE_STEP], MAX_STEP),
         iterations=sum(counts),
         busy_s=words[wire.PAGE_SUM_NS] * NS,
-        samples=words[wire.PAGE_SAMPLES],
+        samples=min(words[wire.PAGE_SAMPLES], MAX_STEP),
         waited_s=words[wire.PAGE_WAITED_NS] * NS,
         memory_kind=words[wire.PAGE_MEMORY_KIND],
         memory_low=words[wire.PAGE_MEMORY_LOW],

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.policies.core.model import JobKey
+from cadenza.policies.core.text import one_line
 from cadenza.sidecar import wire
 from cadenza.sidecar.agent.errors import EnvironmentLacksError
 from cadenza.sidecar.agent.ipc.processes import Peer, peer_of
+from cadenza.sidecar.bounds import MAX_TEXT
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +59,17 @@ class Outbox:
         last: bool = False,
         **fields: Any,
     ) -> None:
-        """Queue one packet; ``last`` closes the connection behind it. Without a session nothing happens."""
+        """Queue one packet; ``last`` closes the connection behind it. Without a session nothing happens.
+
+        Text is cut, so that each packet fits.
+        """
         if session is not None:
+            short = {
+                name: one_line(value, MAX_TEXT) if isinstance(value, str) else value for name, value in fields.items()
+            }
+            packet = wire.encode(kind, **short)
             copies = tuple(os.dup(fd) for fd in fds)  # the number may belong to another file by then
-            self._queue.append((session, wire.encode(kind, **fields), copies, last))
+            self._queue.append((session, packet, copies, last))
 
     def flush(self) -> list[Session]:
         """Send everything, and return the sessions that are lost or done for the caller to close."""

@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cadenza.policies.core.model import JobKey
+from cadenza.policies.core.text import one_line
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.ipc.transport import Outbox
 from cadenza.sidecar.agent.jobs.job_run import JobRun
 from cadenza.sidecar.agent.leases.lease_table import Lease, LeaseTable, Stretch
 from cadenza.sidecar.agent_settings import AgentSettings
+from cadenza.sidecar.bounds import MAX_NUMBER, MAX_PATHS, MAX_TEXT
 from cadenza.sidecar.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -104,7 +106,7 @@ class Host:
 
     def files(self, lease: Lease, paths: Iterable[str]) -> orders.Files:
         """Return the message that lists a job's files for other hosts; names that no line can hold are left out."""
-        names = tuple(path for path in paths if path.isprintable())
+        names = tuple(path for path in paths if path.isprintable() and len(path) <= MAX_TEXT)[:MAX_PATHS]
         return orders.Files(orders.VERSION, self.name, lease.job, lease.restart, lease.uid, names)
 
     def report_stretch(self, stretch: Stretch) -> None:
@@ -141,9 +143,9 @@ class Host:
                 boundary_s=seconds[0],
                 copy_s=seconds[1],
                 total_s=seconds[2],
-                bytes=size,
+                bytes=min(size, MAX_NUMBER),
                 iteration_p99_s=self.run(lease.key).telemetry.iteration_p99_s,
-                note=note,
+                note=one_line(note, MAX_TEXT),
             )
         )
 
@@ -168,15 +170,15 @@ class Host:
             world_size=run.world_size,
             hosts=lease.hosts,
             ready=reason is None,
-            why_not_ready=reason or "",
+            why_not_ready=one_line(reason or "", MAX_TEXT),
             step=counters.step,
             iteration_s=counters.iteration_s,
             iteration_p99_s=counters.iteration_p99_s,
-            note=run.note,
+            note=one_line(run.note, MAX_TEXT),
             requeue_owner=run.requeue_owner,
             checkpoints=run.can_checkpoint,
             saved=run.checkpointed,
-            lost=run.lost,
+            lost=one_line(run.lost, MAX_TEXT),
             pace=run.step_rate.measure(run.pages, self.clock.monotonic()),
             pack=lease.pack,
         )

@@ -69,7 +69,7 @@ class StepRateMeter:
 def between(mark: PageRecord, now: PageRecord) -> StepRate:
     """Return the rate of one rank from one record to a later one, without window and co-runners (pure)."""
     count, busy_s = now.iterations - mark.iterations, now.busy_s - mark.busy_s
-    if count <= 0 or busy_s <= 0:
+    if count <= 0 or busy_s <= 0 or now.fine != mark.fine:
         return NOTHING
     counts = [after - before for before, after in zip(mark.counts, now.counts, strict=False)]
     error = 1.0 if count == 1 else min(_spread(replace(now, counts=counts)) / sqrt(count), 1.0)
@@ -78,9 +78,11 @@ def between(mark: PageRecord, now: PageRecord) -> StepRate:
 
 
 def _spread(record: PageRecord) -> float:
-    """Return the standard deviation of the iteration times of a record, relative to their mean."""
+    """Return the standard deviation of the iteration times of a record, relative to their mean; 1 without a mean."""
     times = [(count, record.middle_s(index)) for index, count in enumerate(record.counts) if count > 0]
     total = sum(count for count, _ in times)
-    mean = sum(count * time for count, time in times) / total
+    mean = sum(count * time for count, time in times) / max(total, 1)
+    if mean <= 0:  # all of them in the first bucket, which holds times of 0
+        return 1.0
     variance = sum(count * (time - mean) ** 2 for count, time in times) / max(total - 1, 1)
     return sqrt(variance) / mean

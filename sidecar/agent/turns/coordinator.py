@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cadenza.policies.core.text import one_line
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.driver.process_control import DriverController
 from cadenza.sidecar.agent.ipc.messages import Arrived, Checkpointed, Resumed, Yielded
@@ -13,6 +14,7 @@ from cadenza.sidecar.agent.jobs.host_state import Host
 from cadenza.sidecar.agent.jobs.job_run import JobRun, Rank, Resume
 from cadenza.sidecar.agent.jobs.stop_states import CheckpointStop, Stop, UnleasedStop, YieldStop
 from cadenza.sidecar.agent.leases.lease_table import Lease
+from cadenza.sidecar.bounds import MAX_TEXT
 from cadenza.sidecar.stop_step import Cancel, Commit, Plan, Raise
 
 log = logging.getLogger(__name__)
@@ -175,7 +177,7 @@ class StopCoordinator:
                 restart=lease.restart,
                 highest=highest,
                 arrived=arrived,
-                refused=refused,
+                refused=one_line(refused, MAX_TEXT),
             )
         )
 
@@ -312,7 +314,7 @@ class StopCoordinator:
         stop = run.stop
         rank.out, rank.arrived = not message.error, None
         if message.error:
-            log.warning("yield failed JOBID=%s rank=%d: %s", lease.key, rank.hello.rank, message.error)
+            log.warning("yield failed JOBID=%s rank=%d: %s", lease.key, rank.hello.rank, one_line(message.error))
         if run.driver:
             return
         if stop is not None and stop.committed:

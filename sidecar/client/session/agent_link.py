@@ -88,7 +88,7 @@ class Link:
             return False
         try:
             connection.send(wire.encode(kind, **fields), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        except OSError as error:
+        except (OSError, wire.WireError) as error:
             _log.debug("%s not sent: %s", kind, error)
             return False
         return True
