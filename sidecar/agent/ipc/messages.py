@@ -16,6 +16,7 @@ from cadenza.sidecar.bounds import (
     JobId,
     Megabytes,
     Name,
+    Number,
     RankStep,
     Restart,
     Seconds,
@@ -49,7 +50,7 @@ class Start(msgspec.Struct, frozen=True):
     lane: Count = 0
     gpus: Gpus = ()
     hosts: Count = 1
-    step: Count | Name = ""
+    step: Number | Name = ""
     options: Text = ""
     cpus: Amount = 0.0
     """CPUs of Slurm's allocation on this host; 0: unknown."""
