@@ -158,11 +158,8 @@ def _taken(jobs: tuple[Job, ...]) -> dict[str, tuple[int, int, int]]:
 
 
 def _wants_gpus(job: Job) -> bool:
-    """Return True if a managed job wants GPUs and is not held by its owner."""
-    state = job.state
-    if state == "PENDING":
-        return job.gpus > 0 and (job.slurm_priority != 0 or (job.options is not None and job.options.held))
-    return state != "OTHER" and job.gpus > 0
+    """Return True if a managed job wants GPUs; one that its owner holds is not managed by then."""
+    return job.state != "OTHER" and job.gpus > 0
 
 
 def _runnable_count(jobs: tuple[Job, ...], servers: tuple[Server, ...]) -> int:

@@ -13,6 +13,7 @@ from cadenza.policies.core.actions import (
     Pack,
     Place,
     Release,
+    Requeue,
     Resize,
     Size,
     Suspend,
@@ -20,6 +21,7 @@ from cadenza.policies.core.actions import (
 )  # fmt: skip
 from cadenza.policies.core.decision import Memory, SharingMemory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
+from cadenza.policies.relocation.phases import HOLD_S, MAX_LEAVE_S
 from cadenza.policies.relocation.phases import acted as moves_after
 from cadenza.policies.sharing.elastic.feedback import noted
 from cadenza.policies.sharing.state.groups import after
@@ -35,9 +37,15 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
     alive = snapshot.by_key
     sizes = {action.job for action in acted if isinstance(action, Size)} & alive.keys()
     by_id: dict[int, list[Job]] = {}
-    for job in snapshot.jobs if memory.suspended else ():
+    for job in snapshot.jobs if memory.suspended or memory.held else ():
         by_id.setdefault(job.key.id, []).append(job)
     suspended = {key for key in memory.suspended if any(_still_ours(key, job) for job in by_id.get(key.id, ()))}
+    held = {
+        key: at_s
+        for key, at_s in memory.held.items()
+        if any(_still_held(key, snapshot.time_s - at_s, job) for job in by_id.get(key.id, ()))
+    }
+    requeued = [action.job for action in acted if isinstance(action, Requeue) and action.hold]
     drained = {node.name for node in snapshot.nodes if node.drained} & memory.drained
     opened = {action.node for action in acted if isinstance(action, OpenNode)}
     yields = {action.job: snapshot.time_s for action in acted if isinstance(action, Yield)}
@@ -48,6 +56,7 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
             {key for key in memory.placed if key in alive}
             | {action.job for action in acted if isinstance(action, Place | Release)}
         ),
+        held={**held, **{JobKey(key.id, key.restart + 1): snapshot.time_s for key in requeued}},
         sized={
             **{key: (alive[key].cpus, alive[key].memory_mb) for key in sizes},
             **{key: asked for key, asked in memory.sized.items() if key in alive},
@@ -68,6 +77,16 @@ def _still_ours(key: JobKey, job: Job) -> bool:
         return True
     later = job.key.id == key.id and job.key.restart - key.restart in (0, 1)
     return later and (job.state == "OTHER" or job.held)
+
+
+def _still_held(key: JobKey, age_s: float, job: Job) -> bool:
+    """Return True while the incarnation that a requeue of ours makes may be held for us, ``age_s`` after the requeue.
+
+    The old incarnation may still be leaving its nodes, and Slurm shows the new one before its hold.
+    """
+    if job.key.restart < key.restart:
+        return age_s <= MAX_LEAVE_S
+    return job.key == key and (job.held or job.state == "OTHER" or age_s <= HOLD_S)
 
 
 def _remember_sharing(memory: SharingMemory, actions: Sequence[Action], snapshot: ClusterSnapshot) -> SharingMemory:

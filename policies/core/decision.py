@@ -117,6 +117,8 @@ class Memory:
     """CPUs and MB that pending jobs asked for before we changed that; a later change is the owner's and stays."""
     moves: tuple[Move, ...] = ()
     """Jobs that are being moved or resized, and how the last move of each live job ended; in order of keys."""
+    held: Mapping[JobKey, float] = field(default_factory=dict)
+    """Incarnations that requeues of ours put into a hold, with the time of the requeue, seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from cadenza.policies.core.profile import Profile
 
@@ -42,6 +43,13 @@ Placement: TypeAlias = tuple[Share, ...]
 """All that a job has; one share a node, in order of node names."""
 
 
+GpuCount: TypeAlias = Annotated[int, Meta(ge=1, le=65_535)]
+ModelName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+\Z")]
+Priority: TypeAlias = Annotated[int, Meta(ge=-1_000_000, le=1_000_000)]
+Iterations: TypeAlias = Annotated[int, Meta(ge=1, le=2_000_000_000)]
+Duration: TypeAlias = Annotated[float, Meta(ge=1, le=2_000_000_000)]
+"""Seconds; the bounds of these five are those of job_submit.lua."""
+
 JobState: TypeAlias = Literal["PENDING", "RUNNING", "SUSPENDED", "OTHER"]
 LeaseState: TypeAlias = Literal["waiting", "held", "stopping", "yielded"]
 
@@ -51,18 +59,16 @@ class Options:
     """Options that the user set, from the job comment's ``cadenza`` key."""
 
     share: bool = True
-    min_gpus: int | None = None
-    max_gpus: int | None = None
+    min_gpus: GpuCount | None = None
+    max_gpus: GpuCount | None = None
     batch: Literal["global", "per-gpu"] = "global"
     """Batch size that stays the same on another number of GPUs: the whole one, or each GPU's. The script follows it."""
-    model: str | None = None
-    priority: int = 0
-    iterations: int | None = None
+    model: ModelName | None = None
+    priority: Priority = 0
+    iterations: Iterations | None = None
     """The whole job's iterations, boundaries of all its incarnations together."""
-    duration_s: float | None = None
+    duration_s: Duration | None = None
     """The whole job's run time with what it asked for, seconds; ``iterations`` says more where both are there."""
-    held: bool = False
-    """Set by job_submit.lua when it held the job for us (held admission)."""
 
 
 class JobUsage(msgspec.Struct, frozen=True):
@@ -246,6 +252,8 @@ class Job:
     nodes: tuple[str, ...] = ()
     """Slurm node names (lanes) of a running or suspended job."""
     required_nodes: tuple[str, ...] = ()
+    held_by_plugin: bool = False
+    """True if its present hold is job_submit.lua's (held admission), by facts that no user can write."""
     gpu_type: str = ""
     """Type of GPU that it asked for; empty: any."""
     options: Options | None = None

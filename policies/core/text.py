@@ -56,6 +56,19 @@ def jobs_called(names: Sequence[str]) -> str:
     return f"jobs {', '.join(names[:-1])} and {names[-1]}"
 
 
+def printable(text: str, length: int = 200) -> str:
+    r"""Return a text from outside as one line of at most ``length`` characters that any log, store and page can take.
+
+    Surrogates, control characters, marks that turn the writing direction and unusual blanks become U+FFFD.
+
+    >>> printable("a\x1b[2J\ud800")
+    'a\ufffd[2J\ufffd'
+    """
+    if not text.isprintable():
+        text = "".join(character if character.isprintable() else "\ufffd" for character in text[: length + 1])
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
 def lost_text(lease: Lease, *, requeueable: bool) -> str:
     """Return the fate of a job that its agent has lost, and the reason."""
     how = "is requeued" if requeueable else "not requeueable: cancel it and submit it again"

@@ -108,13 +108,6 @@ def _acted(move: Move, action: Action | None, placing: Action | None, now_s: flo
     return move if phase is move.phase else replace(move, phase=phase)
 
 
-def held_for_move(job: Job, memory: Memory) -> bool:
-    """Return True for a held job that a move has requeued, and that was not released since."""
-    on_its_way = (Ordered, Requeued, Placed, Leaving)
-    ours = any(move.successor == job.key and isinstance(move.phase, on_its_way) for move in memory.moves)
-    return job.held and job.key not in memory.placed and ours
-
-
 # --- Conditions of a move --------------------------------------------------------------------------------------
 
 

@@ -41,6 +41,7 @@ class SimJob:
         "gpus",
         "gpus_held",
         "held",
+        "held_by_plugin",
         "hundred_s",
         "hundred_work_s",
         "key",
@@ -91,8 +92,8 @@ class SimJob:
             max_gpus=trace.max_gpus,
             model=trace.model or None,
             priority=trace.priority,
-            held=held,
         )
+        self.held_by_plugin = held
         self.profile = trace.profile
         self.truth: Profile | None = trace.truth or trace.profile
         self.state: JobState = "PENDING"
@@ -218,6 +219,7 @@ class SimJob:
             state_reason=self.state_reason,
             nodes=tuple(share.node for share in self.placement),
             required_nodes=self.required_nodes,
+            held_by_plugin=self.held and self.held_by_plugin,
             options=self.options,
             lease=self._lease(now_s),
             profile=self.profile,

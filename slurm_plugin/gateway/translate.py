@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, JobState, Node, Options, SlurmState
+from cadenza.policies.core.text import printable
 from cadenza.slurm_plugin.gateway.comment import BadOptions, opt_in_of
 
 Raw: TypeAlias = Mapping[str, Any]
@@ -25,6 +26,10 @@ _NOT_NOW = frozenset({
     "NOT_RESPONDING", "FAIL", "FAILING", "POWERED_DOWN", "POWERING_DOWN", "POWERING_UP", "REBOOT_ISSUED",
     "INVALID_REG",
 })  # fmt: skip
+HELD_NOTE = "cadenza: held"
+"""Last line of the AdminComment of a job that job_submit.lua holds for us."""
+MAX_COMMAND, MAX_PARTITIONS = 4096, 4096
+"""Characters that are kept of a command, and of a list of partitions."""
 _LANE_FEATURE = re.compile(r"lane(\d+)")
 _LANE_SUFFIX = re.compile(r"(?P<host>.+)-l(?P<lane>\d+)")
 
@@ -50,27 +55,28 @@ def job(raw: Raw, now_s: float) -> Job | None:
     options, unmanageable = options_of(raw)
     return Job(
         key=JobKey(raw["id"], raw["requeue_count"] or 0),
-        user=raw["user_name"] or "",
-        account=raw["account"] or "",
-        partition=raw["partition"] or "",
-        qos=raw["qos"] or "",
+        user=printable(raw["user_name"] or ""),
+        account=printable(raw["account"] or ""),
+        partition=printable(raw["partition"] or "", MAX_PARTITIONS),
+        qos=printable(raw["qos"] or ""),
         state=state,
         gpus=job_gpus(raw),
         cpus=raw["cpus"] or 0,
         memory_mb=job_memory_mb(raw),
         num_nodes=raw["num_nodes"] or 1,
         submit_s=float(raw["submit_time"] or 0),
-        name=raw["name"] or "",
-        state_reason="" if raw["state_reason"] in {None, "None"} else raw["state_reason"],
+        name=printable(raw["name"] or ""),
+        state_reason="" if raw["state_reason"] in {None, "None"} else printable(raw["state_reason"]),
         start_s=float(raw["start_time"]) if state != "PENDING" and raw["start_time"] else None,
         run_s=run_s(raw, now_s) if state != "PENDING" else None,
         time_limit_s=60.0 * raw["time_limit"] if raw.get("time_limit") else None,
-        command=raw.get("command") or "",
+        command=printable(raw.get("command") or "", MAX_COMMAND),
         tasks=raw["ntasks"] or 1,
         slurm_priority=raw["priority"] or 0,
         eligible_s=float(raw["eligible_time"]) if state == "PENDING" and raw.get("eligible_time") else None,
         nodes=tuple(raw["allocated_nodes"]) if state != "PENDING" else (),
         required_nodes=tuple(raw["required_nodes"]),
+        held_by_plugin=state == "PENDING" and held_by_plugin(raw),
         gpu_type=wanted_type(raw),
         options=options,
         unmanageable=unmanageable,
@@ -112,6 +118,16 @@ def options_of(raw: Raw) -> tuple[Options | None, str]:
     except BadOptions as error:
         return None, str(error)
     return (None, "") if opt_in is None else (opt_in.options, opt_in.reason or unmanageable_reason(raw) or "")
+
+
+def held_by_plugin(raw: Raw) -> bool:
+    """Return True if a pending job's hold is the one that job_submit.lua gave it at its submission.
+
+    The script notes the hold in AdminComment, which only root, SlurmUser and administrators can write. Slurm calls
+    that hold JobHeldUser; a hold by an admin (JobHeldAdmin) or of a later incarnation is not ours.
+    """
+    note = (raw.get("admin_comment") or "").rpartition("\n")[2]
+    return note == HELD_NOTE and raw["state_reason"] == "JobHeldUser" and not raw["requeue_count"]
 
 
 def unmanageable_reason(raw: Raw) -> str | None:
@@ -228,7 +244,7 @@ def node(raw: Raw, host: str, lane: int) -> Node:
         partitions=tuple(sorted(raw["partitions"] or ())),
         up=base in _UP and _NOT_NOW.isdisjoint(flags),
         drained="DRAIN" in flags,
-        drain_reason=(raw["reason"] or "") if "DRAIN" in flags else "",
+        drain_reason=printable(raw["reason"] or "") if "DRAIN" in flags else "",
         cpus_used=raw["allocated_cpus"] or 0,
         memory_used_mb=raw["allocated_memory"] or 0,
         gpus_used=gpu_count(raw["allocated_tres"] or {}),

@@ -23,6 +23,7 @@ cadenza = {
 local COMMENT_BYTES = 1024 -- Slurm's own limit
 local HEARTBEAT_MAX_AGE_S = 60
 local NO_VALUE = 4294967294 -- slurm.NO_VAL, also when slurmctld's table lacks it
+local HELD_NOTE = "cadenza: held" -- last line of the AdminComment of a job that is held for the service
 local SPANK_OPTION = "_SLURM_SPANK_OPTION_cadenza_cadenza="
 local WHOLE_NODES = { [0] = true, [2] = true, [3] = true, [4] = true } -- JOB_SHARED_NONE, _USER, _MCS, _TOPO
 
@@ -216,9 +217,9 @@ local function is_boolean(value)
   return type(value) == "boolean"
 end
 
--- In the order of writing; `held` and `why` are set here and never taken from a user.
+-- In the order of writing; `why` is set here and never taken from a user.
 local KEYS = {
-  "v", "share", "min_gpus", "max_gpus", "batch", "model", "priority", "iterations", "duration_s", "held", "why",
+  "v", "share", "min_gpus", "max_gpus", "batch", "model", "priority", "iterations", "duration_s", "why",
 }
 local RULES = {
   v = { is_integer(1, 1), "must be 1" },
@@ -497,15 +498,18 @@ local function keep_to_lane_0(job)
   end
 end
 
-local function hold(job, options)
-  if job.priority ~= 0 and admission_is_held() then
+-- The hold is noted where users cannot write. Slurm would call it an admin's once a dependency or a begin time is over.
+local function hold(job)
+  local waits = (job.dependency or "") ~= "" or (is_set(job.begin_time) and job.begin_time > cadenza.now())
+  if job.priority ~= 0 and not waits and admission_is_held() then
     job.priority = 0
-    options.held = true
+    local note = job.admin_comment or ""
+    job.admin_comment = note .. (note ~= "" and "\n" or "") .. HELD_NOTE
   end
 end
 
 -- Pins and holds a job that shares; returns the reason if it cannot be pinned.
-local function admit(job, options, settings)
+local function admit(job, settings)
   if may_get_several_nodes(job) then
     local features = with_feature(job.features, one_lane(settings.lanes))
     if not features then
@@ -514,7 +518,7 @@ local function admit(job, options, settings)
       job.features = features
     end
   end
-  hold(job, options)
+  hold(job)
 end
 
 local function refuse(job, reason)
@@ -564,7 +568,7 @@ local function submit(job, partitions)
   local managed = count_managed(names, settings)
   if options and options.share then
     options.v = 1
-    local reason = refusal_reason(job, names, managed) or (managed > 0 and admit(job, options, settings))
+    local reason = refusal_reason(job, names, managed) or (managed > 0 and admit(job, settings))
     if reason then
       leave_alone(job, options, reason)
     end

@@ -264,10 +264,10 @@ def test_comments_that_do_not_speak_of_us(comment: str | None) -> None:
 
 
 def test_a_comment_with_foreign_keys() -> None:
-    wishes = {"v": 1, "share": False, "min_gpus": 1, "max_gpus": 4, "model": "m", "priority": -2, "held": True}
+    wishes = {"v": 1, "share": False, "min_gpus": 1, "max_gpus": 4, "model": "m", "priority": -2}
     opt_in = opt_in_of(json.dumps({"APS": {"x": 1}, "cadenza": wishes}))
     assert opt_in is not None
-    assert opt_in.options == Options(share=False, min_gpus=1, max_gpus=4, model="m", priority=-2, held=True)
+    assert opt_in.options == Options(share=False, min_gpus=1, max_gpus=4, model="m", priority=-2)
     assert opt_in_of('{"cadenza":{}}') == (Options(), "")
 
 
@@ -290,6 +290,58 @@ def test_wrong_options_are_not_half_understood(value: object, word: str) -> None
     with pytest.raises(BadOptions) as refusal:
         opt_in_of(json.dumps({"cadenza": value}))
     assert word in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name in ("duration_s", "iterations") for value in (0, -(2**63), 2**31, 2**64, 10**400)),
+        *((name, value) for name in ("min_gpus", "max_gpus") for value in (0, 65536, 2**63)),
+        *(("priority", value) for value in (10**7, -(2**64))),
+        *(("model", value) for value in ("a b", "m\n", "\u202e", "\x1b[2J", "m" * 65, "\ud800", ["m"], {"m": 1})),
+        ("why", "\ud800"),
+        ("\ud800", 1),
+        ("v", 1.0),
+        ("v", True),
+    ],
+)
+def test_options_past_their_bounds_are_refused(name: str, value: object) -> None:
+    with pytest.raises(BadOptions) as refusal:
+        opt_in_of(json.dumps({"cadenza": {name: value}}))
+    assert str(refusal.value).isprintable()
+    assert len(str(refusal.value)) < 250
+
+
+def test_texts_of_slurm_are_one_printable_line() -> None:
+    names = {"name": "a\x1b[2J\nb\u202e\ud800", "command": "c" * 9999, "user_name": "u\x00", "state_reason": "r\r"}
+    found = job(raw_job(**names), NOW_S)
+    assert found is not None
+    texts = (found.name, found.command, found.user, found.state_reason)
+    assert all(text.isprintable() for text in texts)
+    assert [len(text) for text in texts] == [9, 4096, 2, 2]
+
+
+HELD_FACTS = {"state": "PENDING", "priority": 0, "state_reason": "JobHeldUser", "requeue_count": 0}
+
+
+@pytest.mark.parametrize(
+    ("facts", "ours"),
+    [
+        ({"admin_comment": "cadenza: held"}, True),
+        ({"admin_comment": "ticket 7\ncadenza: held"}, True),
+        ({}, False),
+        ({"comment": '{"cadenza":{"held":true}}'}, False),
+        ({"comment": "cadenza: held"}, False),
+        ({"admin_comment": "cadenza: held", "state_reason": "JobHeldAdmin"}, False),
+        ({"admin_comment": "cadenza: held", "requeue_count": 1}, False),
+        ({"admin_comment": "cadenza: held", "state": "RUNNING", "priority": 1}, False),
+        ({"admin_comment": "cadenza: held\nJS1:x"}, False),
+    ],
+)
+def test_only_root_can_say_that_a_hold_is_ours(facts: dict[str, object], ours: bool) -> None:
+    found = job(raw_job(**HELD_FACTS | facts), NOW_S)
+    assert found is not None
+    assert found.held_by_plugin is ours
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.text()

@@ -277,13 +277,30 @@ def test_held_admission_needs_a_fresh_word(slurm: Slurm, content: str, held: boo
     (slurm.files / "admission").write_text(content)
     job = slurm.submit("")
     assert (job.priority == 0) is held
-    assert options(job).get("held", False) is held
+    assert job.admin_comment == ("cadenza: held" if held else None)
+    assert "held" not in options(job), "the comment is the user's to change"
+
+
+def test_the_hold_is_noted_beside_a_sites_own_admin_comment(slurm: Slurm) -> None:
+    slurm.manage()
+    (slurm.files / "admission").write_text(f"held {NOW}")
+    assert slurm.submit("", admin_comment="ticket 7").admin_comment == "ticket 7\ncadenza: held"
+
+
+@pytest.mark.parametrize("waits", [{"dependency": "afterok:7"}, {"begin_time": NOW + 60}])
+def test_a_job_that_waits_for_another_reason_is_not_held(slurm: Slurm, waits: dict[str, object]) -> None:
+    """Slurm calls a hold an admin's once the dependency or the begin time is over."""
+    slurm.manage()
+    (slurm.files / "admission").write_text(f"held {NOW}")
+    job = slurm.submit("", **waits)
+    assert (job.priority, job.admin_comment) == (NO_VAL, None)
+    assert slurm.submit("", dependency="", begin_time=0).priority == 0
 
 
 def test_the_owners_own_hold_stays_the_owners(slurm: Slurm) -> None:
     slurm.manage()
     (slurm.files / "admission").write_text(f"held {NOW}")
-    assert "held" not in options(slurm.submit("", priority=0))
+    assert slurm.submit("", priority=0).admin_comment is None
     assert slurm.submit(priority=NO_VAL).priority == NO_VAL
 
 

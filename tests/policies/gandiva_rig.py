@@ -88,8 +88,8 @@ def on(number: int, where: str, *gpus: int, state: str = "held", lane: int = 0, 
 def held(number: int, gpus: int = 1, priority: int = 0, **facts) -> Job:
     """A job that waits for us to place it."""
     plain = {"cpus": 6 * gpus, "memory_mb": 8000 * gpus, "profile": profile(), "progress": Progress(NOW, 7200.0)}
-    options = Options(held=True, priority=priority)
-    return job(number, state="PENDING", slurm_priority=0, gpus=gpus, options=options, **{**plain, **facts})
+    waits = {"state": "PENDING", "slurm_priority": 0, "held_by_plugin": True}
+    return job(number, gpus=gpus, options=Options(priority=priority), **{**waits, **plain, **facts})
 
 
 def world(*jobs: Job, hosts: tuple[str, ...] = ("a",), lanes: int = 2, **facts):

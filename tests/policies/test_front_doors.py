@@ -239,9 +239,8 @@ def rounds(draw: st.DrawFn) -> tuple[ClusterSnapshot, Memory]:
             there = runs(number, node, *range(first, first + size), state=state, held_s=held_s, **facts)
             jobs.append(replace(there, state="SUSPENDED") if kind == "suspended" else there)
         elif kind == "held":
-            jobs.append(one(number, draw(st.sampled_from((1, 2, 4))), **facts, slurm_priority=0))
-            if facts["options"] is not None:
-                jobs[-1] = replace(jobs[-1], options=replace(facts["options"], held=True))  # type: ignore[type-var]
+            ours = facts["options"] is not None
+            jobs.append(one(number, draw(st.sampled_from((1, 2, 4))), **facts, slurm_priority=0, held_by_plugin=ours))
         else:
             reason = draw(st.sampled_from(("Resources", "Priority", "Dependency", "QOSMaxCpuPerUserLimit")))
             jobs.append(one(number, draw(st.sampled_from((1, 4))), **facts, state_reason=reason))

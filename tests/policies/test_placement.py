@@ -19,8 +19,8 @@ HELD = SharingSettings(enforce=True, admission="held", max_priority=10, partitio
 
 
 def held(number: int, gpus: int = 1, priority: int = 0, **facts):
-    options = Options(held=True, priority=priority)
-    return job(number, state="PENDING", slurm_priority=0, gpus=gpus, options=options, **facts)
+    waits = {"state": "PENDING", "slurm_priority": 0, "held_by_plugin": True}
+    return job(number, gpus=gpus, options=Options(priority=priority), **{**waits, **facts})
 
 
 def running(number: int, gpus: int, *nodes: str, **facts):

@@ -17,18 +17,19 @@ from cadenza.policies.core.actions import (
     Outcome,
     Place,
     Release,
+    Requeue,
     Resume,
     Suspend,
     Unsuspend,
     Yield,
 )
 from cadenza.policies.core.decision import Memory
-from cadenza.policies.core.model import ClusterSnapshot, Options
+from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.guard import GuardSettings
 from cadenza.policies.ledger import remember
 from cadenza.policies.round import run_round
 from cadenza.policies.sharing.pipeline import Pipeline, stages_of
-from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
+from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings, held_for_us
 
 
 @dataclass
@@ -213,7 +214,7 @@ def test_what_failed_is_tried_again_in_the_next_round():
 
 
 def test_held_jobs_are_placed_once_and_a_later_hold_stays():
-    waiting = job(5, state="PENDING", slurm_priority=0, options=Options(held=True))
+    waiting = job(5, state="PENDING", slurm_priority=0, held_by_plugin=True)
     gateway, records = SmallCluster(cluster(waiting)), Records()
     placing = replace(SHARING, admission="held")
     one_round(gateway, records, placing)
@@ -222,6 +223,24 @@ def test_held_jobs_are_placed_once_and_a_later_hold_stays():
     report = one_round(gateway, records, placing)
     assert len(gateway.log) == 1
     assert report.decision.reasons[key(5)] == "left alone: held by its owner or an admin"
+
+
+def test_the_hold_of_our_requeue_is_ours_until_it_is_released():
+    """Only our own record says so; the next hold is the owner's."""
+    requeue = (Requeue(key(5), hold=True, reason="makes room"),)
+    running, successor = job(5), JobKey(5, 1)
+    memory = remember(Memory(), requeue, cluster(running))
+    held = replace(job(5, state="PENDING", slurm_priority=0, state_reason="JobHeldUser"), key=successor)
+    assert held_for_us(held, memory)
+    assert not held_for_us(held, Memory())
+    for state in (running, replace(running, state="OTHER"), held):
+        later = remember(memory, (), replace(cluster(state), time_s=NOW + 60))
+        assert held_for_us(held, later)
+    freed = replace(cluster(replace(held, slurm_priority=1)), time_s=NOW + 60)
+    assert not held_for_us(held, remember(memory, (), freed))
+    assert not held_for_us(held, remember(memory, (Release(successor, ""),), cluster(held)))
+    never = remember(memory, (), replace(cluster(running), time_s=NOW + 3600))
+    assert not held_for_us(held, never), "Slurm did not requeue it"
 
 
 # --- Memory --------------------------------------------------------------------------------------------

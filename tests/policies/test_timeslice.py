@@ -233,7 +233,7 @@ def test_lanes_stay_shut_without_a_safe_host():
 
 
 def test_jobs_that_were_held_for_us_are_released_when_we_do_not_place():
-    held = job(4, state="PENDING", slurm_priority=0, options=Options(held=True))
+    held = job(4, state="PENDING", slurm_priority=0, held_by_plugin=True)
     native = replace(APPLY, admission="native")
     assert acts(cluster(held), settings=native) == [(Release, key(4))]
     assert acts(cluster(held), settings=replace(APPLY, admission="held", enforce=False)) == [
@@ -243,7 +243,7 @@ def test_jobs_that_were_held_for_us_are_released_when_we_do_not_place():
     elsewhere = replace(APPLY, admission="held", partitions=frozenset({"gpu"}))
     assert acts(cluster(replace(held, partition="cpu")), settings=elsewhere) == [(Release, key(4))]
     assert acts(cluster(held), Memory(placed=frozenset({key(4)})), native) == []
-    assert acts(cluster(replace(held, options=Options())), settings=native) == []
+    assert acts(cluster(replace(held, held_by_plugin=False)), settings=native) == []
 
 
 def test_every_job_that_opted_in_has_a_reason():
@@ -297,8 +297,9 @@ def snapshots(draw: st.DrawFn):
                 user=draw(st.sampled_from(("ann", "bob"))),
                 partition=draw(st.sampled_from(("gpu", "gpu", "cpu"))),
                 state=draw(st.sampled_from(("RUNNING", "SUSPENDED", "PENDING"))),
-                options=draw(st.sampled_from((None, Options(), Options(priority=1), Options(held=True)))),
+                options=draw(st.sampled_from((None, Options(), Options(priority=1)))),
                 lease=draw(st.sampled_from((facts, facts, None))),
+                held_by_plugin=draw(st.booleans()),
                 nodes=tuple(f"{host}{draw(st.sampled_from(('', '-l1')))}" for host in hosts),
             )
         )

@@ -13,7 +13,7 @@ import pytest
 from service_rig import BOOKS, FileSlurm, books, eventually, job, make_keys, write_config
 
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import JobKey, Options
+from cadenza.policies.core.model import JobKey
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
 from cadenza.slurm_plugin.service.store.reader import StoreReader
@@ -100,7 +100,7 @@ def test_one_round_and_a_clear_error(site: Site) -> None:
 def test_life_of_a_service(site: Site) -> None:
     """Start, heartbeat, a second one refused, reload, and an end that lets our jobs go."""
     suspended = job(1, state="SUSPENDED")
-    mine = job(2, state="PENDING", slurm_priority=0, nodes=(), options=Options(held=True))
+    mine = job(2, state="PENDING", slurm_priority=0, nodes=(), held_by_plugin=True)
     site.slurm.write(books(suspended, mine))
     site.remember(Memory(suspended=frozenset({A})))
     (site.folder / "STOP").touch()  # so that no round does what the end is to do

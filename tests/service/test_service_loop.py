@@ -24,7 +24,7 @@ from service_rig import (
 
 from cadenza.policies.core.actions import Outcome, Release, Unsuspend
 from cadenza.policies.core.decision import Memory
-from cadenza.policies.core.model import ClusterSnapshot, JobKey, Options
+from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.sharing.turns.slurm_sync import release_plan
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import CancelOrder, Facts, ResumeOrder, YieldOrder
@@ -233,7 +233,7 @@ def test_an_orderly_end_lets_go(rig: Rig) -> None:
 
 
 def held_job(number: int) -> object:
-    return job(number, state="PENDING", slurm_priority=0, nodes=(), options=Options(held=True))
+    return job(number, state="PENDING", slurm_priority=0, nodes=(), held_by_plugin=True)
 
 
 def test_release_plan_undoes_ours_only() -> None:

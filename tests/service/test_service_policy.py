@@ -204,7 +204,14 @@ HELD = "[service]\nmode='apply'\nadmission='held'\n" + PROFILED + "share='none'\
 
 
 def pending(number: int, keys: dict[str, object] = HUNGRY, **changes: object) -> Job:
-    facts = {"state": "PENDING", "nodes": (), "slurm_priority": 0, "options": Options(held=True), "start_s": None}
+    facts = {
+        "state": "PENDING",
+        "nodes": (),
+        "slurm_priority": 0,
+        "options": Options(),
+        "held_by_plugin": True,
+        "start_s": None,
+    }
     return profiled(number, keys, **{**facts, **changes})
 
 

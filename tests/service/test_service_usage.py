@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from service_rig import job, node
 
 from cadenza.policies.core.decision import Memory
-from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Options
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease
 from cadenza.slurm_plugin.service.accounting.sharing_report import Record, sharing_report
 from cadenza.slurm_plugin.service.accounting.usage import (
     MAX_GAP_S,
@@ -57,7 +57,7 @@ def test_what_would_not_start_on_free_gpus_does_not_queue() -> None:
         assert one(at(100.0, waits), at(110.0, waits)).queue_s == 0.0
     held = job(1, state="PENDING", nodes=(), slurm_priority=0)
     assert one(at(100.0, held), at(110.0, held)).queue_s == 0.0
-    ours = replace(held, options=Options(held=True))
+    ours = replace(held, held_by_plugin=True)
     assert one(at(100.0, ours), at(110.0, ours)).queue_s == 10.0
 
 

@@ -10,7 +10,6 @@ from msgspec import Meta
 
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import Job, JobKey
-from cadenza.policies.relocation.phases import held_for_move
 
 Turns: TypeAlias = Literal["fair", "order"]
 """Turns of jobs that share GPUs: equal parts, or the first in the ordering goes first."""
@@ -83,12 +82,13 @@ def exclusion_reason(job: Job, settings: SharingSettings) -> str | None:
 
 
 def held_for_us(job: Job, memory: Memory) -> bool:
-    """Return whether the job is held on our account: by job_submit.lua, by a move, or by Slurm after a suspend of ours.
+    """Return whether the job is held on our account: by job_submit.lua, by a requeue or after a suspend of ours.
 
-    A hold after our release is its owner's.
+    Only Slurm's facts and our own record say so, never the job's comment. A hold after our release is its owner's.
     """
-    by_lua = job.options is not None and job.options.held and job.key not in memory.placed
-    return job.held and (by_lua or requeued_into_hold(job, memory) or held_for_move(job, memory))
+    if not job.held or job.key in memory.placed:
+        return False
+    return job.held_by_plugin or job.key in memory.held or requeued_into_hold(job, memory)
 
 
 def requeued_into_hold(job: Job, memory: Memory) -> bool:

@@ -22,6 +22,7 @@ class _MemoryRow(msgspec.Struct, frozen=True):
 
     suspended: frozenset[JobKey]
     placed: frozenset[JobKey]
+    held: tuple[tuple[JobKey, float], ...]
     drained: frozenset[str]
     last_yield_s: tuple[tuple[JobKey, float], ...]
     sharing: SharingMemory
@@ -31,7 +32,7 @@ class _MemoryRow(msgspec.Struct, frozen=True):
     moves: tuple[Move, ...]
 
 
-PAIRS = ("last_yield_s", "sized")
+PAIRS = ("held", "last_yield_s", "sized")
 """Fields of a Memory whose keys are no strings."""
 
 
