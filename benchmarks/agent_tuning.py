@@ -23,10 +23,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import zmq.auth
-
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, Facts, JobFacts, Tune
+from cadenza.slurm_plugin.cli.site.keygen import make_keys
 from cadenza.slurm_plugin.service.agents.hub import Hub, HubSettings
 
 LIMIT_S = 5.0
@@ -63,11 +62,7 @@ class Change(NamedTuple):
 def service(directory: Path) -> Iterator[Hub]:
     """Listen for the agent with keys of its own."""
     keys = directory / "keys"
-    (keys / "agents").mkdir(parents=True)
-    for name in ("service", "agent"):
-        zmq.auth.create_certificates(keys, name)
-        (keys / f"{name}.key_secret").chmod(0o600)
-    (keys / "agent.key").rename(keys / "agents" / f"{HOST}.key")
+    make_keys(keys, (HOST,))
     hub = Hub(HubSettings("tcp://127.0.0.1:*", keys), SystemClock())
     hub.start()
     try:

@@ -28,7 +28,7 @@ class AgentSettings(msgspec.Struct, frozen=True):
     )
     state_dir: Annotated[str, Meta(description="Directory of leases.json", min_length=1)] = "/var/lib/cadenza"
     keys: Annotated[
-        str, Meta(description="Directory with agent.key_secret and service.key (made by cadenza keygen)")
+        str, Meta(description="Directory with agents/HOST.key_secret and service.key (made by cadenza keygen)")
     ] = "/etc/cadenza/keys"
     service_timeout_s: Annotated[
         float, Meta(description="Silence of the service after which jobs take turns locally", gt=0)

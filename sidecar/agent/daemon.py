@@ -114,10 +114,10 @@ class Daemon:
         if not self._settings.service:
             log.info("no service configured: jobs take turns locally")
             return None
-        keys = read_keys(Path(self._settings.keys))
+        keys = read_keys(Path(self._settings.keys), self.host.name)
         if keys is None:
             return None
-        link = Link(self._settings.service, self.host.name, keys)
+        link = Link(self._settings.service, keys)
         self._poller.register(link.socket, zmq.POLLIN)
         return link
 

@@ -17,7 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check-config": ("site.config_commands:check", "Check the configuration files."),
     "show-config": ("site.config_commands:show", "Print every setting in force and the file it comes from."),
     "doctor": ("site.command:doctor", "Check this site: versions, lanes, partitions, keys, agents."),
-    "keygen": ("site.command:keygen", "Create the keys of the connection between service and agents."),
+    "keygen": ("site.keygen:keygen", "Create or rotate the keys of the connection between service and agents."),
     "simulate": ("simulate.command:command", "Simulate a policy on a trace or a published workload."),
     "policies": ("simulate.policies:command", "List the policies and their sources."),
     "profile": ("profile.measure:command", "Measure how a job's speed depends on CPUs and memory."),

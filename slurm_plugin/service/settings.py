@@ -66,7 +66,7 @@ class ServiceTable(msgspec.Struct, frozen=True):
         float, Meta(description="Time for which cadenza report --since keeps its sums, at least retention_days", gt=0)
     ] = 90.0
     keys: Annotated[
-        Text, Meta(description="Directory of service.key_secret and agent.key (made by cadenza keygen)")
+        Text, Meta(description="Directory of service.key_secret and the agents/HOST.key of all hosts (made by cadenza keygen)")
     ] = "/etc/cadenza/keys"
     heartbeat: Annotated[Text, Meta(description="File by which job_submit.lua holds managed jobs, or does not")] = (
         "/run/cadenza/admission"

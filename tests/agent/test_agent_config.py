@@ -79,12 +79,13 @@ def test_bad_settings_end_with_2(tmp_path: Path) -> None:
 
 
 def test_a_bad_key_file_ends_with_2(tmp_path: Path) -> None:
-    for name in ("agent.key_secret", "service.key"):
+    (tmp_path / "agents").mkdir()
+    for name in ("agents/n1.key_secret", "service.key"):
         write(tmp_path, "metadata\n", name)
-    text = f'[agent]\nservice = "tcp://127.0.0.1:1"\nkeys = "{tmp_path}"\nstate_dir = "{tmp_path}"\n'
+    text = f'[agent]\nhost = "n1"\nservice = "tcp://127.0.0.1:1"\nkeys = "{tmp_path}"\nstate_dir = "{tmp_path}"\n'
     run = agent("--config", str(write(tmp_path, text + f'socket = "{tmp_path}/s"\n')))
     assert run.returncode == 2
-    assert "agent.key_secret: not a CURVE certificate" in run.stderr
+    assert "agents/n1.key_secret: not a CURVE certificate" in run.stderr
 
 
 def test_a_socket_that_cannot_be_made_ends_with_3(tmp_path: Path) -> None:

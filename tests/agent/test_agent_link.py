@@ -32,15 +32,15 @@ class Service:
         public, secret = zmq.auth.load_certificate(keys / "service.key_secret")
         self.socket.curve_server = True
         self.socket.curve_publickey, self.socket.curve_secretkey = public, secret
-        self.socket.router_handover = True
         self.socket.linger = 0
         self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self.seen: list[orders.FromAgent] = []
+        self.agent = b""
+        """The connection over which the agent last spoke."""
 
     def pump(self, timeout_ms: int = 20) -> None:
         while self.socket.poll(timeout_ms):
-            host, frame = self.socket.recv_multipart()
-            assert host == b"n1"
+            self.agent, frame = self.socket.recv_multipart()
             self.seen.append(FROM_AGENT.decode(frame))
             timeout_ms = 0
 
@@ -64,7 +64,7 @@ class Service:
         return found[0]
 
     def send(self, order: orders.ToAgent) -> None:
-        self.socket.send_multipart([b"n1", msgspec.json.encode(order)])
+        self.socket.send_multipart([self.agent, msgspec.json.encode(order)])
 
     def facts(self, *jobs: orders.JobFacts, **fields: Any) -> None:
         known = {"slice_s": 1000.0, "share_between_users": True, "enforce": True, **fields}
@@ -87,10 +87,11 @@ def fact(job: int, **fields: Any) -> orders.JobFacts:
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
     keys = tmp_path / "keys"
-    (keys / "allowed").mkdir(parents=True)
-    for name in ("service", "agent"):
-        zmq.auth.create_certificates(keys, name)
-    (keys / "agent.key").rename(keys / "allowed" / "agent.key")
+    for folder, name in ((keys, "service"), (keys / "agents", "n1")):
+        folder.mkdir(parents=True)
+        zmq.auth.create_certificates(folder, name)
+    (keys / "allowed").mkdir()
+    (keys / "agents" / "n1.key").rename(keys / "allowed" / "n1.key")
     made = Service(keys)
     yield made
     made.close()
@@ -228,7 +229,7 @@ def test_without_the_service_jobs_rotate_and_with_it_they_stop_rotating(
 
 def test_nonsense_on_the_link_is_refused_and_harmless(linked: Agent, service: Service) -> None:
     for frame in (b"", b"\xff", b"{}", b'{"type":"Dance"}', b'{"type":"ResumeOrder","v":9,"job":1,"restart":0}'):
-        service.socket.send_multipart([b"n1", frame])
+        service.socket.send_multipart([service.agent, frame])
     service.order(orders.YieldOrder, 99, timeout_s=1.0)
     until(lambda: "order for an unknown job JOBID=99" in linked.log(), "the last order")
     assert linked.log().count("an order was refused") == 5
@@ -237,8 +238,8 @@ def test_nonsense_on_the_link_is_refused_and_harmless(linked: Agent, service: Se
 
 def test_a_wrong_key_gets_nothing_in(new_agent: Callable[..., Agent], service: Service, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    (keys / "agent.key_secret").unlink()
-    zmq.auth.create_certificates(keys, "agent")
+    (keys / "agents" / "n1.key_secret").unlink()
+    zmq.auth.create_certificates(keys / "agents", "n1")
     agent = new_agent(service=f"tcp://127.0.0.1:{service.port}", service_timeout_s=0.5).up()
     assert agent.talk().start(1, [0])["state"] == "granted"
     service.pump(800)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,8 @@ from cadenza.sidecar.client.session.prefetch_hints import FileList
 from cadenza.sidecar.orders import VERSION, CheckpointOrder, Files, FilesOrder, PrefetchOrder, Report
 from cadenza.slurm_plugin.service.agents.prefetch_orders import PrefetchOrders
 
+USER = os.geteuid() or pwd.getpwnam("nobody").pw_uid
+"""A user as whom files may be read: this one, or for root another."""
 A = JobKey(1, 0)
 
 
@@ -55,9 +58,9 @@ def test_files_are_read_within_the_bytes_and_directories_whole(tmp_path: Path) -
     os.mkfifo(tmp_path / "pipe")
     paths = (str(tmp_path / "big"), str(tmp_path / "a"), str(tmp_path / "deep"), str(tmp_path / "none"),
              str(tmp_path / "pipe"))  # fmt: skip
-    told = read_as(os.geteuid(), paths, 5 << 20)
+    told = file_reader.read_all([path.encode() for path in paths], 5 << 20)
     assert told == {"files": 3, "bytes": 3000 + (3 << 20), "left_out": 3}
-    assert read_as(os.geteuid(), paths, 0) == {}
+    assert read_as(USER, paths, 0) == {}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can read as somebody else")
@@ -87,10 +90,15 @@ def test_a_user_that_the_host_does_not_know_is_an_error() -> None:
         read_as(4_000_123, ("/etc/passwd",), 1000)
 
 
+def test_nothing_is_read_as_root() -> None:
+    with pytest.raises(ValueError, match="never read as root"):
+        read_as(0, ("/etc/shadow",), 1000)
+
+
 def test_lists_go_only_where_the_service_sent_the_job() -> None:
     prefetches = PrefetchOrders()
-    assert prefetches.begin(A, ("n1", "n2"), ("n3",)) == [("n1", FilesOrder(VERSION, *A))]
-    files = Files(VERSION, "n1", *A, 7, ("/a",))
+    assert prefetches.begin(A, ("n1", "n2"), ("n3",), 7) == [("n1", FilesOrder(VERSION, *A))]
+    files = Files(VERSION, "n1", *A, 0, ("/a",))
     assert prefetches.on_files(files) == [("n3", PrefetchOrder(VERSION, *A, 7, ("/a",)))]
     assert prefetches.on_files(Files(VERSION, "n9", *A, 0, ("/etc/shadow",))) == []
     assert prefetches.on_files(Files(VERSION, "n1", 2, 0, 7, ("/a",))) == []
@@ -111,4 +119,5 @@ def test_the_agent_says_what_a_job_uses_then_its_checkpoint_and_reads_for_one_to
     (tmp_path / "data").write_bytes(b"x" * 70)
     service.order(PrefetchOrder, 9, uid=os.geteuid(), paths=(str(tmp_path / "data"), "/none"))
     report = service.wait_for(Report, lambda report: report.prefetched)
-    assert [(one.job, one.files, one.bytes, one.note) for one in report.prefetched] == [(9, 1, 70, "")]
+    read = (9, 1, 70, "") if os.geteuid() else (9, 0, 0, "its files were not read: files are never read as root")
+    assert [(one.job, one.files, one.bytes, one.note) for one in report.prefetched] == [read]

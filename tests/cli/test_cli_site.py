@@ -19,6 +19,7 @@ from cadenza.policies.core.model import ClusterSnapshot, Host, Node
 from cadenza.slurm_plugin.cli.main import COMMANDS, main
 from cadenza.slurm_plugin.cli.site.checks import examine, failed
 from cadenza.slurm_plugin.cli.site.facts import Facts, KeyFile, _keys
+from cadenza.slurm_plugin.cli.site.keygen import make_keys
 from cadenza.slurm_plugin.gateway.slurm_gateway import parse
 from cadenza.slurm_plugin.service.settings import load_settings
 
@@ -30,24 +31,45 @@ def run(*words: str) -> Result:
 # --- keygen ----------------------------------------------------------------------------------------------
 
 
-def test_keygen_writes_two_pairs_and_keeps_the_secrets_secret(tmp_path: Path) -> None:
-    assert run("keygen", "--out", str(tmp_path / "keys")).exit_code == 0
-    for name in ("service", "agent"):
+def test_keygen_writes_a_pair_for_each_and_keeps_the_secrets_secret(tmp_path: Path) -> None:
+    assert run("keygen", "n1", "n2", "--out", str(tmp_path / "keys")).exit_code == 0
+    for name in ("service", "agents/n1", "agents/n2"):
         public, secret = zmq.auth.load_certificate(tmp_path / "keys" / f"{name}.key_secret")
         assert secret
         assert zmq.auth.load_certificate(tmp_path / "keys" / f"{name}.key") == (public, None)
         assert stat.S_IMODE((tmp_path / "keys" / f"{name}.key_secret").stat().st_mode) == 0o600
+    assert len({path.read_bytes() for path in (tmp_path / "keys").rglob("*.key")}) == 3
 
 
 def test_keygen_does_not_replace_keys_unasked(tmp_path: Path) -> None:
-    run("keygen", "--out", str(tmp_path))
-    before = (tmp_path / "service.key").read_bytes()
-    done = run("keygen", "--out", str(tmp_path))
-    assert done.exit_code == 1
-    assert "--force" in done.stderr
-    assert (tmp_path / "service.key").read_bytes() == before
-    assert run("keygen", "--out", str(tmp_path), "--force").exit_code == 0
-    assert (tmp_path / "service.key").read_bytes() != before
+    def made(*words: str) -> Result:
+        return run("keygen", *words, "--out", str(tmp_path))
+
+    assert made("n1").exit_code == 0
+    files = [tmp_path / name for name in ("service.key", "agents/n1.key", "agents/n2.key")]
+    before = [path.read_bytes() for path in files[:2]]
+    assert "--force" in made().stderr
+    assert "--rotate" in made("n1", "n2").stderr
+    assert made("../n1").exit_code == 2
+    assert [path.read_bytes() for path in files[:2]] == before
+    assert not files[2].exists()
+    assert made("n2").exit_code == 0, "a host is added"
+    assert made("--force").exit_code == 0
+    assert [path.read_bytes() == old for path, old in zip(files, before, strict=False)] == [False, True]
+
+
+def test_keygen_rotates_a_key_and_keeps_the_one_that_the_agent_has(tmp_path: Path) -> None:
+    def made(*words: str) -> str:
+        assert run("keygen", "n1", *words, "--out", str(tmp_path)).exit_code == 0
+        return (tmp_path / "agents" / "n1.key").read_text()
+
+    first, old = made(), tmp_path / "agents" / "n1.key.old"
+    second = made("--rotate")
+    assert (second != first, old.read_text()) == (True, first)
+    assert made("--rotate") != second
+    assert old.read_text() == first, "the agent may not have come with the second"
+    made("--force")
+    assert not old.exists()
 
 
 # --- configuration ---------------------------------------------------------------------------------------
@@ -127,7 +149,7 @@ Cgroup Support Configuration:
 def healthy(tmp_path: Path) -> Facts:
     settings = load_settings(write_config(tmp_path))
     seen = cluster()
-    files = (KeyFile("/keys/service.key_secret", True, 0o600), KeyFile("/keys/agent.key", False, 0o644))
+    files = (KeyFile("/keys/service.key_secret", True, 0o600), KeyFile("/keys/agents/n1.key", False, 0o644, "n1", key="K"))
     return Facts(settings, "0.1.0", seen.time_s + 1, files, SLURM, "26.5.0", seen, seen, (26, 5))
 
 
@@ -154,8 +176,8 @@ def broken(name: str, facts: Facts) -> Facts:
         "gang": lambda: changed(facts, slurm={**SLURM, "PreemptMode": "GANG,SUSPEND"}),
         "select": lambda: changed(facts, slurm={**SLURM, "SelectType": "select/linear"}),
         "pyslurm": lambda: changed(facts, pyslurm="25.11.2"),
-        "secret": lambda: changed(facts, keys=(KeyFile("/keys/service.key_secret", True, 0o644),)),
-        "no key": lambda: changed(facts, keys=(KeyFile("/keys/agent.key", False, None),)),
+        "secret": lambda: changed(facts, keys=(KeyFile("/keys/service.key_secret", True, 0o644), facts.keys[1])),
+        "no key": lambda: changed(facts, keys=facts.keys[:1]),
         "lane gpus": lambda: changed(facts, cluster=with_nodes(seen, first, Node(**lane, gpus=1, partitions=("gpu",)))),
         "lane 0": lambda: changed(facts, cluster=with_nodes(seen, second)),
         "foreign": lambda: changed(
@@ -188,20 +210,40 @@ def test_doctor_passes_on_what_agents_lack_and_warns_of_hosts_without_a_key(tmp_
     lacks = replace(seen.hosts[0], lacks=("driver_checkpoint = always: cuda-bindings is missing",))
     found = examine(changed(facts, recorded=replace(seen, hosts=(lacks,))))
     assert [one.observation for one in found if one.level == "WARN"] == list(lacks.lacks)
-    own = (KeyFile("/keys/agents/n2.key", False, 0o644),)
+    own = (KeyFile("/keys/agents/n2.key", False, 0o644, "n2"),)
     found = examine(changed(facts, keys=own, recorded=replace(seen, hosts=())))
     assert [one.advice for one in found if one.about == "agent on n1"] == [
-        "no key here is n1's: copy its agent.key to agents/n1.key"
+        "it has no key: cadenza keygen n1, and reload cadenzad"
     ]
 
 
-def test_doctor_wants_the_shared_key_or_one_for_each_host(tmp_path: Path) -> None:
-    settings = load_settings(write_config(tmp_path))
-    keys = Path(settings.service.keys)
-    assert [Path(one.path).name for one in _keys(settings)] == ["service.key_secret", "agent.key"]
-    (keys / "agents").mkdir(parents=True)
-    (keys / "agents" / "n1.key").touch()
-    assert [Path(one.path).name for one in _keys(settings)] == ["service.key_secret", "n1.key"]
+def test_doctor_reads_the_keys_and_says_which_one_serves_several_hosts(tmp_path: Path) -> None:
+    facts = healthy(tmp_path)
+    keys = Path(facts.settings.service.keys)
+    assert [(Path(one.path).name, one.mode) for one in _keys(facts.settings)] == [("service.key_secret", None)]
+    make_keys(keys, ("n1", "n2"))
+    make_keys(keys, ("n2",), rotate=True)
+    (keys / "agents" / "n2.key_secret").unlink()
+    (keys / "agents" / "n3.key").write_bytes((keys / "agents" / "n1.key").read_bytes())
+    found = {one.observation: one for one in examine(changed(facts, keys=_keys(facts.settings)))}
+    warned = [text for text, one in found.items() if one.level == "WARN" and one.about == "keys"]
+    assert warned == [
+        "n2 still has its old key, which works until it has the new",
+        "the secret key of n1 is still on this machine",
+        "one key serves n1 n3: root of each speaks for all of them",
+    ]
+    assert not failed(tuple(found.values()))
+
+
+def test_doctor_counts_the_files_of_a_service_with_many_agents(tmp_path: Path) -> None:
+    facts = healthy(tmp_path)
+    seen = facts.cluster
+    assert seen is not None
+    many = with_nodes(seen, *(replace(seen.nodes[0], name=f"n{number}", host=f"n{number}") for number in range(500)))
+    for limit, warned in ((1024, True), (65536, False), (None, False)):
+        found = examine(changed(facts, cluster=many, file_limit=limit))
+        assert any(one.about == "connections" for one in found) is warned, limit
+
 
 
 def test_doctor_runs_where_nothing_is_installed(tmp_path: Path) -> None:

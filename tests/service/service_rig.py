@@ -18,6 +18,7 @@ from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Outcome, 
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Options, SlurmState
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, LeaseReport, Report, ToAgent
+from cadenza.slurm_plugin.cli.site import keygen
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent
 from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway
 from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory
@@ -164,26 +165,24 @@ def report(host: str, *leases: LeaseReport, version: int = VERSION) -> Report:
 
 
 def make_keys(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("service", "agent"):
-        zmq.auth.create_certificates(folder, name)
-        (folder / f"{name}.key_secret").chmod(0o600)
+    """Write the keys of the service and of the hosts n1 and n2."""
+    keygen.make_keys(folder, ("n1", "n2"))
     return folder
 
 
 class Peer:
     """An agent's end of the link: a DEALER that speaks orders.py."""
 
-    def __init__(self, address: str, host: str, keys: Path, pair: str = "agent") -> None:
+    def __init__(self, address: str, host: str, keys: Path, pair: str = "") -> None:
+        """``pair``: the host whose key it has, by default its own."""
         self.host = host
         self.orders: list[ToAgent] = []
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.curve_publickey, self._socket.curve_secretkey = zmq.auth.load_certificate(
-            keys / f"{pair}.key_secret"
+            keys / "agents" / f"{pair or host}.key_secret"
         )
         self._socket.curve_serverkey = zmq.auth.load_certificate(keys / "service.key")[0]
-        self._socket.setsockopt_string(zmq.IDENTITY, host)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(address)
         self._decoder = msgspec.json.Decoder(ToAgent)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
-import zmq.auth
+import zmq
 from service_rig import eventually, lease, make_keys, peer, report
 
 from cadenza.policies.core.model import JobKey
@@ -23,6 +24,7 @@ from cadenza.sidecar.orders import (
     Switched,
     YieldOrder,
 )
+from cadenza.slurm_plugin.cli.site import keygen
 from cadenza.slurm_plugin.service.agents.agent_registry import Event
 from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub, HubSettings
 from cadenza.slurm_plugin.service.errors import HubError
@@ -48,11 +50,19 @@ def alive(hub: Hub) -> set[str]:
     return {host for host, agent in hub.agents().items() if agent.alive}
 
 
+def told(hub: Hub, host: str = "n1", *jobs: int) -> None:
+    """Give the hub the facts of a round, by which Slurm has these jobs on a host."""
+    facts = tuple(JobFacts(number, 0, managed=True, weight=1.0, priority=0, user="ada", hosts=1) for number in jobs)
+    sheet = {host: Facts(VERSION, facts, 60.0, share_between_users=False, enforce=True)}
+    hub.send_facts(FactSheet(sheet, SystemClock().now(), valid_s=60.0))
+
+
 def test_report_event_and_silence(hub: Hub, keys: Path) -> None:
     with peer(hub.address, "n1", keys) as agent:
         agent.report(lease(1))
         assert hub.wait(3.0)
         assert hub.agents()["n1"].report.leases[0].job == 1
+        told(hub, "n1", 1)
         agent.send(Switched(VERSION, "n1", 1, 0, "yield", 1.0, 0.1, 0.1, 0.2, 5))
         agent.send(LeaseLog(VERSION, "n1", 1, 0, (0,), 1.0, 2.0))
         found: list[object] = []
@@ -60,6 +70,20 @@ def test_report_event_and_silence(hub: Hub, keys: Path) -> None:
         assert [type(one) for one in found] == [Event, Event, Switched, LeaseLog]
     eventually(lambda: "n1" not in alive(hub))
     eventually(lambda: any(isinstance(one, Event) and one.kind == "agent-down" for one in hub.drain()))
+
+
+def test_the_record_has_a_hosts_word_only_on_jobs_that_slurm_has_there(hub: Hub, keys: Path) -> None:
+    with peer(hub.address, "n1", keys) as agent, peer(hub.address, "n2", keys) as foreign:
+        agent.report(lease(1))
+        foreign.report(lease(1, lost="it says so"))
+        eventually(lambda: alive(hub) == {"n1", "n2"})
+        told(hub, "n1", 1)
+        foreign.send(Switched(VERSION, "n2", 1, 0, "lost", 1.0, 0.1, 0.1, 0.2, 5))
+        foreign.send(LeaseLog(VERSION, "n2", 1, 0, (0,), 1.0, 2.0))
+        agent.send(LeaseLog(VERSION, "n1", 1, 0, (0,), 1.0, 2.0))
+        found: list[object] = []
+        eventually(lambda: found.extend(hub.drain()) or any(isinstance(one, LeaseLog) for one in found))
+        assert {one.host for one in found if one.job == 1} == {"n1"}
 
 
 def test_orders_reach_the_host_and_unknown_hosts_are_named(hub: Hub, keys: Path) -> None:
@@ -125,33 +149,62 @@ def test_wrong_key_is_refused(hub: Hub, keys: Path, tmp_path: Path) -> None:
         assert "n1" not in hub.agents()
 
 
-def test_key_of_one_host_speaks_for_that_host_only(keys: Path) -> None:
-    (keys / "agents").mkdir()
-    zmq.auth.create_certificates(keys / "agents", "n2")
-    hub = Hub(HubSettings("tcp://127.0.0.1:*", keys), SystemClock())
-    hub.start()
-    try:
-        with (
-            peer(hub.address, "n1", keys, pair="agents/n2") as thief,
-            peer(hub.address, "n2", keys, pair="agents/n2") as owner,
-        ):
-            thief.report()
-            owner.report()
-            eventually(lambda: alive(hub) == {"n2"} and hub.refused["key"] == 1)
-    finally:
-        hub.close()
+def test_key_of_one_host_speaks_for_that_host_only(hub: Hub, keys: Path) -> None:
+    """The thief connects with the name of a host whose agent is there: neither its reports nor its orders change."""
+    with peer(hub.address, "n1", keys) as owner:
+        owner.report(lease(1))
+        eventually(lambda: alive(hub) == {"n1"})
+        with peer(hub.address, "n1", keys, pair="n2") as thief:
+            thief._socket.disconnect(hub.address)
+            thief._socket.setsockopt(zmq.IDENTITY, b"n1")
+            thief._socket.connect(hub.address)
+            thief.report(lease(9))
+            eventually(lambda: hub.refused["key"] == 1)
+            assert hub.resume_job(A, ("n1",)).ok
+            owner.receive(ResumeOrder)
+            assert not thief.pending()
+        assert [one.job for one in hub.agents()["n1"].report.leases] == [1]
+
+
+def test_a_replaced_key_works_until_the_agent_has_come_with_the_new_one(hub: Hub, keys: Path) -> None:
+    with peer(hub.address, "n1", keys) as before:
+        keygen.make_keys(keys, ("n1",), rotate=True)
+        hub.reload_keys()
+        before.report()
+        eventually(lambda: alive(hub) == {"n1"})
+        with peer(hub.address, "n1", keys) as after:
+            after.report(lease(1))
+            eventually(lambda: len(hub.agents()["n1"].report.leases) == 1)
+            before.report(lease(2))
+            eventually(lambda: hub.refused["key"] == 1)
+            assert hub.resume_job(A, ("n1",)).ok
+            after.receive(ResumeOrder)
+            assert not (keys / "agents" / "n1.key.old").exists()
 
 
 def test_bad_frames_are_counted_and_survived(hub: Hub, keys: Path) -> None:
     with peer(hub.address, "n1", keys) as agent:
         agent.send(b"not json")
+        agent.send(b"\xff")
+        agent.send(b'{"type":"Switched","v":1,"host":"n1","job":1,"restart":0,"kind":"yield","at_s":1e300,"bytes":0}')
         agent.send(b'{"type":"Surprise","v":1}')
         agent.send(report("n1", version=99))
         agent.send(report("n2"))
         agent._socket.send_multipart([b"two", b"frames"])
         agent.report()
         eventually(lambda: "n1" in alive(hub))
-        assert hub.refused == {"format": 2, "version": 1, "identity": 1, "shape": 1}
+        assert hub.refused == {"format": 4, "version": 1, "key": 1, "shape": 1}
+
+
+def test_a_bad_row_costs_that_row(hub: Hub, keys: Path) -> None:
+    rows = [msgspec.to_builtins(lease(number)) for number in (1, 2, 3)]
+    rows[1]["restart"] = 2**63
+    frame = {**msgspec.to_builtins(report("n1")), "leases": rows}
+    with peer(hub.address, "n1", keys) as agent:
+        agent.send(msgspec.json.encode(frame))
+        eventually(lambda: "n1" in alive(hub))
+        assert [one.job for one in hub.agents()["n1"].report.leases] == [1, 3]
+        assert hub.refused == {"row": 1}
 
 
 def test_a_restarted_agent_takes_its_name_over(hub: Hub, keys: Path) -> None:

@@ -38,7 +38,8 @@ class Books:
     """Slurm's side in memory."""
 
     def read(self):
-        return books(job(1, nodes=("n1-l1", "n2-l1"), cpus=9, memory_mb=4000, num_nodes=2))
+        wide = job(1, nodes=("n1-l1", "n2-l1"), gpus=2, cpus=9, memory_mb=4000, num_nodes=2)
+        return books(wide, nodes=(node("n1-l1", 1), node("n2-l1", 1)))
 
 
 def test_a_tune_goes_to_the_agents_of_its_nodes() -> None:
@@ -56,8 +57,6 @@ def test_a_tune_goes_to_the_agents_of_its_nodes() -> None:
 
 
 def test_agents_are_told_the_books() -> None:
-    snapshot = books(
-        job(1, nodes=("n1", "n2"), cpus=9, memory_mb=4000, num_nodes=2), nodes=(node("n1"), node("n2"))
-    )
+    snapshot = books(job(1, nodes=("n1", "n2"), cpus=9, memory_mb=4000, num_nodes=2), nodes=(node("n1"), node("n2")))
     for told in facts_of(snapshot, Settings(), frozenset()).values():
         assert [(one.cpus, one.memory_mb) for one in told.jobs] == [(5, 2000)]

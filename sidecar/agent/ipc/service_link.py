@@ -17,17 +17,17 @@ from cadenza.sidecar.config import ConfigError
 log = logging.getLogger(__name__)
 
 SERVICE_KEY = "service.key"
-AGENT_KEY = "agent.key_secret"
+AGENT_KEY = "agents/{host}.key_secret"
 MAX_QUEUED = 10_000
 """Messages kept while the service is away; newer ones are dropped (telemetry may lose data)."""
 
 
-def read_keys(directory: Path) -> tuple[bytes, bytes, bytes] | None:
-    """Return the agent's public and secret key and the service's public key, or None if one is missing.
+def read_keys(directory: Path, host: str) -> tuple[bytes, bytes, bytes] | None:
+    """Return the public and secret key of a host's agent and the service's public key, or None if one is missing.
 
     Raise ConfigError for a file that exists and is no key (:func:`zmq.auth.create_certificates` writes them).
     """
-    ours, theirs = directory / AGENT_KEY, directory / SERVICE_KEY
+    ours, theirs = directory / AGENT_KEY.format(host=host), directory / SERVICE_KEY
     missing = [str(path) for path in (ours, theirs) if not path.exists()]
     if missing:
         log.error("no link to the service, turns are local: %s missing (cadenza keygen)", ", ".join(missing))
@@ -54,7 +54,7 @@ def _certificate(path: Path) -> tuple[bytes, bytes | None]:
 class Link:
     """One DEALER; neither sending nor receiving waits."""
 
-    def __init__(self, address: str, host: str, keys: tuple[bytes, bytes, bytes]) -> None:
+    def __init__(self, address: str, keys: tuple[bytes, bytes, bytes]) -> None:
         self._encoder = msgspec.json.Encoder()
         self._decoder = msgspec.json.Decoder(orders.ToAgent)
         self.refused = 0
@@ -64,17 +64,16 @@ class Link:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         try:
-            self._connect(address, host, keys)
+            self._connect(address, keys)
         except (zmq.ZMQError, ValueError) as error:
             self.close()
             raise ConfigError(f"agent.service = {address!r}: {error}") from None
 
-    def _connect(self, address: str, host: str, keys: tuple[bytes, bytes, bytes]) -> None:
+    def _connect(self, address: str, keys: tuple[bytes, bytes, bytes]) -> None:
         """Set up the socket; the connection itself comes and goes in the background."""
         if not zmq.has("curve"):
             raise EnvironmentLacksError("this libzmq has no CURVE; install one built with libsodium")
         options: dict[int, int | bytes] = {
-            zmq.IDENTITY: host.encode(),
             zmq.LINGER: 0,
             zmq.SNDHWM: MAX_QUEUED,
             zmq.RECONNECT_IVL: 100,

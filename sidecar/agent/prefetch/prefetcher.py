@@ -108,8 +108,11 @@ class Prefetcher:
 def read_as(uid: int, paths: tuple[str, ...], max_bytes: int) -> dict[str, int]:
     """Read files as a user; return counts of files, bytes and those left out.
 
-    Raise KeyError for a user that this host does not know, OSError or SubprocessError when that process fails.
+    Raise ValueError for root, KeyError for a user that this host does not know, OSError or SubprocessError when that
+    process fails.
     """
+    if uid == 0:
+        raise ValueError("files are never read as root")
     if not max_bytes:
         return {}
     rights: dict[str, Any] = {}

@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import PurePath
 from typing import Literal, TypeAlias
 
 import msgspec
 
 from cadenza.policies.core.model import Node
 from cadenza.slurm_plugin.cli.site.facts import Facts
-from cadenza.slurm_plugin.service.agents.curve_keys import AGENT_FOLDER, SHARED_AGENT
 
 Level: TypeAlias = Literal["OK", "WARN", "FAIL"]
 
 STALE_AFTER_ROUNDS = 4
 MIN_STALE_AFTER_S = 30.0
+OWN_FILES, FILES_A_HOST = 256, 2
+"""Files that cadenzad needs for itself, and for each agent: a connection, and one that a restarted agent opens."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -51,14 +51,31 @@ def configuration(facts: Facts) -> Iterator[Finding]:
 
 
 def keys(facts: Facts) -> Iterator[Finding]:
-    """Check that the service's key files exist and that secret ones are private."""
+    """Check the service's secret key and that each host has a key of its own, with the secret half there only."""
     for key in facts.keys:
         if key.mode is None:
             yield Finding("FAIL", "keys", f"{key.path} is missing or not accessible", "create it: cadenza keygen")
         elif key.secret and key.mode & 0o077:
             yield Finding("FAIL", "keys", f"{key.path} has mode {key.mode:o}", f"chmod 600 {key.path}")
+        elif key.secret and key.host:
+            advice = f"delete {key.path} once {key.host} has it"
+            yield Finding("WARN", "keys", f"the secret key of {key.host} is still on this machine", advice)
+        elif key.replaced:
+            advice = f"copy agents/{key.host}.key_secret there and restart its agent"
+            yield Finding("WARN", "keys", f"{key.host} still has its old key, which works until it has the new", advice)
         else:
             yield Finding("OK", "keys", key.path)
+    hosts_of: defaultdict[str, set[str]] = defaultdict(set)
+    for key in facts.keys:
+        if key.host and key.key:
+            hosts_of[key.key].add(key.host)
+    for hosts in hosts_of.values():
+        if len(hosts) > 1:
+            names = " ".join(sorted(hosts))
+            text = f"one key serves {names}: root of each speaks for all of them"
+            yield Finding("WARN", "keys", text, f"cadenza keygen --rotate {names}")
+    if facts.keys and not any(key.host and not key.secret for key in facts.keys):
+        yield Finding("FAIL", "keys", "no host has a key", "create them: cadenza keygen HOST...")
 
 
 def versions(facts: Facts) -> Iterator[Finding]:
@@ -226,11 +243,19 @@ def agents(facts: Facts) -> Iterator[Finding]:
 
 def _missing_agent_advice(name: str, facts: Facts) -> str:
     """Return the advice for a host whose agent does not report."""
-    agent_keys = [PurePath(key.path) for key in facts.keys if not key.secret]
-    if all(path.name != SHARED_AGENT and path.stem != name for path in agent_keys):
-        return f"no key here is {name}'s: copy its agent.key to {AGENT_FOLDER}/{name}.key"
-    keys = "its [agent] keys must have agent.key_secret and this service.key"
+    if all(key.host != name for key in facts.keys):
+        return f"it has no key: cadenza keygen {name}, and reload cadenzad"
+    keys = f"its [agent] keys must have agents/{name}.key_secret and this service.key"
     return f"start cadenza-agent on {name}; its [agent] service must name this machine, and {keys}"
 
 
-CHECKS = (configuration, keys, versions, slurm_settings, lanes, partitions, profiles, service, agents)
+def connections(facts: Facts) -> Iterator[Finding]:
+    """Check that the service may open enough files for a connection to each agent."""
+    hosts = len({node.host for node in facts.cluster.nodes if node.gpus}) if facts.cluster is not None else 0
+    needed = OWN_FILES + FILES_A_HOST * hosts
+    if facts.file_limit is not None and facts.file_limit < needed:
+        text = f"cadenzad may open {facts.file_limit} files, {hosts} hosts need {needed}"
+        yield Finding("WARN", "connections", text, "LimitNOFILE=65536 in its unit, see docs/systemd/cadenzad.service")
+
+
+CHECKS = (configuration, keys, versions, slurm_settings, lanes, partitions, profiles, service, agents, connections)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import zmq.auth
 
 from cadenza.policies.core.model import ClusterSnapshot
 from cadenza.sidecar.clock import SystemClock
@@ -17,8 +18,9 @@ from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
 from cadenza.slurm_plugin.gateway.errors import GatewayError
 from cadenza.slurm_plugin.gateway.pyslurm_gateway import SlurmGateway
 from cadenza.slurm_plugin.gateway.slurm_gateway import slurm_config
-from cadenza.slurm_plugin.service.agents.curve_keys import AGENT_FOLDER, SHARED_AGENT
+from cadenza.slurm_plugin.service.agents.curve_keys import AGENT_FOLDER, PUBLIC, REPLACED, SECRET
 from cadenza.slurm_plugin.service.errors import ServiceError
+from cadenza.slurm_plugin.service.failover.lock import StoreLock
 from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory
 from cadenza.slurm_plugin.service.settings import Settings, load_settings
 from cadenza.slurm_plugin.service.store.reader import StoreReader
@@ -36,6 +38,12 @@ class KeyFile(msgspec.Struct, frozen=True):
     path: str
     secret: bool
     mode: int | None
+    host: str = ""
+    """The host of an agent's key."""
+    replaced: bool = False
+    """True for a key that works until the host's agent has come with the new one."""
+    key: str = ""
+    """The public key."""
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -57,6 +65,8 @@ class Facts(msgspec.Struct, frozen=True):
     profiles: int = 0
     """Number of usable profiles."""
     profile_problems: tuple[str, ...] = ()
+    file_limit: int | None = None
+    """Files that the running cadenzad may have open; None: not known."""
 
 
 def gather(config: Path | None) -> Facts:
@@ -82,6 +92,7 @@ def gather(config: Path | None) -> Facts:
         cluster, attempt("recorded", lambda: _recorded(settings)),
         attempt("plugin", lambda: built_for(slurm or {})), problems,
         sum(entry.profile is not None for entry in profiles.library.entries), tuple(profiles.library.problems),
+        attempt("file limit", lambda: _file_limit(settings)),
     )  # fmt: skip
 
 
@@ -92,11 +103,33 @@ def _recorded(settings: Settings) -> ClusterSnapshot | None:
 
 
 def _keys(settings: Settings) -> tuple[KeyFile, ...]:
+    """Return the service's secret key and all files of the hosts' keys."""
     folder = Path(settings.service.keys)
-    shared, own = folder / SHARED_AGENT, sorted((folder / AGENT_FOLDER).glob("*.key"))
-    agents = [shared, *own] if shared.exists() or not own else own
-    files = [(folder / "service.key_secret", True), *((path, False) for path in agents)]
-    return tuple(KeyFile(str(path), secret, _mode(path)) for path, secret in files)
+    own, agents = folder / f"service{SECRET}", folder / AGENT_FOLDER
+    files = [KeyFile(str(own), secret=True, mode=_mode(own))]
+    for ending in (PUBLIC, REPLACED, SECRET):
+        for path in sorted(agents.glob(f"*{ending}")):
+            host, secret = path.name.removesuffix(ending), ending == SECRET
+            files.append(KeyFile(str(path), secret, _mode(path), host, ending == REPLACED, _public_key(path)))
+    return tuple(files)
+
+
+def _public_key(path: Path) -> str:
+    """Return the public key in a key file; empty if there is none that can be read."""
+    try:
+        return zmq.auth.load_certificate(path)[0].decode()
+    except (OSError, ValueError):
+        return ""
+
+
+def _file_limit(settings: Settings) -> int | None:
+    """Return the number of files that the running cadenzad may have open; None if it is not known."""
+    pid = StoreLock(Path(settings.service.store)).owner()
+    if pid is None:
+        return None
+    limits = Path(f"/proc/{pid}/limits").read_text(encoding="ascii")
+    found = re.search(r"Max open files\s+(\d+)", limits)
+    return int(found[1]) if found else None
 
 
 def _mode(path: Path) -> int | None:

@@ -1,4 +1,4 @@
-"""CURVE keys of the link: the service's own pair, and the public keys of its agents."""
+"""CURVE keys of the link: the service's own pair, and the public key of each host's agent."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from cadenza.slurm_plugin.service.errors import HubError
 
 log = logging.getLogger(__name__)
 
-SHARED_AGENT = "agent.key"
 AGENT_FOLDER = "agents"
+PUBLIC, SECRET, REPLACED = ".key", ".key_secret", ".key.old"
+"""Endings of ``agents/HOST``: its public key, its secret one, and the public key before the last rotation."""
 
 
 def service_pair(folder: Path) -> tuple[bytes, bytes]:
@@ -29,37 +30,64 @@ def service_pair(folder: Path) -> tuple[bytes, bytes]:
 
 @dataclass
 class AgentKeys:
-    """The agents' public keys: one ``agent.key`` for all hosts, or ``agents/HOST.key`` for one host each.
+    """The public keys ``agents/HOST.key``, each for the host that its name says.
 
-    A credentials provider for ``zmq.auth``: called for each new connection in the authenticator's thread.
+    A credentials provider for ``zmq.auth``: called for each new connection in the authenticator's thread. A host's
+    replaced key is accepted until its agent has come with the new one.
     """
 
     folder: Path
-    _hosts: dict[bytes, str] = field(default_factory=dict)
+    _hosts: dict[bytes, frozenset[str]] = field(default_factory=dict)
+    """The hosts for which each key speaks."""
+    _replaced: dict[str, bytes] = field(default_factory=dict)
 
     def load(self) -> None:
         """Read the keys again; raise HubError when there is none at all or one is malformed."""
-        hosts = {}
-        shared = self.folder / SHARED_AGENT
-        if shared.exists():
-            hosts[_certificate(shared)[0]] = ""
-        for path in sorted((self.folder / AGENT_FOLDER).glob("*.key")):
-            hosts[_certificate(path)[0]] = path.stem
-        if not hosts:
-            raise HubError(f"{shared}: no agent key there; write one with `cadenza keygen`")
+        folder = self.folder / AGENT_FOLDER
+        current, replaced = host_keys(folder, PUBLIC), host_keys(folder, REPLACED)
+        if not current:
+            raise HubError(f"{folder}: no agent's key there; write them with `cadenza keygen HOST...`")
+        hosts: dict[bytes, frozenset[str]] = {}
+        for host, key in (*current.items(), *replaced.items()):
+            hosts[key] = hosts.get(key, frozenset()) | {host}
         self._hosts = hosts
+        self._replaced = {host: key for host, key in replaced.items() if key != current.get(host)}
 
     def callback(self, domain: str, key: bytes) -> bool:  # noqa: ARG002 (zmq.auth's)
         """Return whether this z85 public key may connect (zmq.auth calls this)."""
         trusted = key in self._hosts
         if not trusted:
-            log.warning("an agent with an unknown key was refused; is its agent.key the service's?")
+            log.warning("an agent with an unknown key was refused; is its host's key in %s?", self.folder)
         return trusted
+
+    def hosts_of(self, user_id: str) -> frozenset[str]:
+        """Return the hosts for which the key with this z85 text speaks."""
+        return self._hosts.get(user_id.encode(), frozenset())
 
     def may_send_as(self, user_id: str, host: str) -> bool:
         """Return whether the key with this z85 text may send as ``host``."""
-        bound = self._hosts.get(user_id.encode())
-        return bound is not None and bound in ("", host)
+        return host in self.hosts_of(user_id)
+
+    def came(self, user_id: str, host: str) -> None:
+        """Stop accepting a host's replaced key once its agent comes with another one."""
+        old = self._replaced.get(host)
+        if old is None or user_id.encode() == old:
+            return
+        self._replaced.pop(host, None)
+        self._hosts = {
+            key: hosts for key, all_hosts in self._hosts.items() if (hosts := all_hosts - {host} if key == old else all_hosts)
+        }
+        path = self.folder / AGENT_FOLDER / f"{host}{REPLACED}"
+        try:
+            path.unlink()
+        except OSError as error:
+            log.warning("%s is no longer needed: delete it (%s)", path, error.strerror)
+        log.info("agent HOST=%s has come with its new key", host)
+
+
+def host_keys(folder: Path, ending: str) -> dict[str, bytes]:
+    """Return the public keys of all hosts whose files end so; raise HubError for a malformed one."""
+    return {path.name.removesuffix(ending): _certificate(path)[0] for path in sorted(folder.glob(f"*{ending}"))}
 
 
 def _certificate(path: Path) -> tuple[bytes, bytes | None]:

@@ -17,7 +17,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import zmq
@@ -32,7 +32,6 @@ from cadenza.sidecar.orders import (
     Facts,
     Files,
     FromAgent,
-    LeaseLog,
     Report,
     ResumeOrder,
     Steps,
@@ -42,7 +41,9 @@ from cadenza.sidecar.orders import (
     YieldOrder,
 )
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent, AgentRegistry, Event
+from cadenza.slurm_plugin.service.agents.attribution import Attribution, ForRecord
 from cadenza.slurm_plugin.service.agents.curve_keys import AgentKeys, service_pair
+from cadenza.slurm_plugin.service.agents.frames import ERRORS, decode
 from cadenza.slurm_plugin.service.agents.prefetch_orders import PrefetchOrders
 from cadenza.slurm_plugin.service.agents.stop_barrier import Orders, StopBarrier
 from cadenza.slurm_plugin.service.errors import HubError
@@ -52,6 +53,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_FRAME = 16 * 2**20
+MAX_FRAMES_A_TURN = 1000
+HANDSHAKE_MS = 5000
+"""Longest time of a connection until its key is checked."""
+NOT_CONNECTED = "its agent is not connected; is cadenza-agent running there?"
 STOP_TICK_S = 0.02
 CALL_TIMEOUT_S = 5.0
 LOG_PERIOD = 100
@@ -82,6 +87,21 @@ class FactSheet:
     valid_s: float
 
 
+class _Route(NamedTuple):
+    """The connection over which a host's agent last spoke, and the key that it has."""
+
+    connection: bytes
+    user: str
+
+
+class _RefusedError(Exception):
+    """A frame that does not count; ``cause`` is the name under which it is counted."""
+
+    def __init__(self, cause: str, detail: str) -> None:
+        super().__init__(detail)
+        self.cause, self.detail = cause, detail
+
+
 class Hub:
     """The service's end of the link; its public methods may be called from any thread."""
 
@@ -96,9 +116,10 @@ class Hub:
         self._registry = AgentRegistry(settings.alive_s)
         self._stops = StopBarrier()
         self._prefetches = PrefetchOrders()
-        self._decoder = msgspec.json.Decoder(FromAgent)
+        self._attribution = Attribution()
+        self._routes: dict[str, _Route] = {}
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._messages: SimpleQueue[Switched | LeaseLog | Event] = SimpleQueue()
+        self._messages: SimpleQueue[ForRecord] = SimpleQueue()
         self._woken = threading.Event()
         self._sheet = FactSheet({}, 0.0, 0.0)
         self._sheet_until_s = 0.0
@@ -160,9 +181,12 @@ class Hub:
             return self.send([(hosts[0], order)])
         return self._ask(lambda: self._send_all(self._stops.begin(key, hosts, self._clock.monotonic(), order)))
 
-    def prefetch_job(self, key: JobKey, hosts: tuple[str, ...], there: tuple[str, ...]) -> Outcome:
-        """Have the hosts ``there`` read the files that a job uses on its hosts; unreadable files are no failure."""
-        return self._ask(lambda: self._send_all(self._prefetches.begin(key, hosts, there)))
+    def prefetch_job(self, key: JobKey, hosts: tuple[str, ...], there: tuple[str, ...], uid: int) -> Outcome:
+        """Have the hosts ``there`` read the files that a job uses on its hosts, as the user ``uid``.
+
+        Unreadable files are no failure.
+        """
+        return self._ask(lambda: self._send_all(self._prefetches.begin(key, hosts, there, uid)))
 
     def resume_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
         """Prefer a job for the GPUs that it waits for, on each of its hosts."""
@@ -170,10 +194,12 @@ class Hub:
 
     def tune_job(self, key: JobKey, shares: Mapping[str, Share], caches_mb: Mapping[str, int | None]) -> Outcome:
         """Change a job's resources on each of these hosts, and the part of its memory that caches may take there."""
-        return self.send([
-            (host, Tune(VERSION, *key, share.cpus, share.memory_mb, caches_mb.get(host)))
-            for host, share in shares.items()
-        ])
+        return self.send(
+            [
+                (host, Tune(VERSION, *key, share.cpus, share.memory_mb, caches_mb.get(host)))
+                for host, share in shares.items()
+            ]
+        )
 
     def send_facts(self, sheet: FactSheet) -> None:
         """Send new facts to all agents now, and repeat them each heartbeat as long as they are good."""
@@ -182,6 +208,8 @@ class Hub:
             now_s = self._clock.monotonic()
             self._sheet, self._sheet_until_s = sheet, now_s + sheet.valid_s
             self._next_beat_s = now_s + self.settings.heartbeat_s
+            for message in self._attribution.update(sheet.facts, sheet.at_s):
+                self._messages.put(message)
             self._repeat_facts()
 
         self._ask(take)
@@ -190,7 +218,7 @@ class Hub:
         """Correct the facts on one job now: an agent gives no lease to a job that Slurm has suspended."""
         self._ask(lambda: self._mark(key, suspended=suspended))
 
-    def drain(self) -> list[Switched | LeaseLog | Event]:
+    def drain(self) -> list[ForRecord]:
         """Return the messages since the last call that belong on record."""
         messages = []
         while True:
@@ -211,8 +239,8 @@ class Hub:
         link: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         link.curve_publickey, link.curve_secretkey, link.curve_server = public, secret, True
         link.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        link.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted agent takes its name over at once
         link.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+        link.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         link.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         link.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
         try:
@@ -303,41 +331,46 @@ class Hub:
     # --- frames ---------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        while True:
+        """Take in the frames that have come, a limited number, so that calls and facts never wait long for them."""
+        for _ in range(MAX_FRAMES_A_TURN):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            message = self._check(frames)
-            if message is not None:
-                self._take_in(message)
+            user = str(frames[-1].get("User-Id"))
+            try:
+                self._take_in(self._check(frames, user))
+            except _RefusedError as error:
+                self._refuse(error.cause, user, error.detail)
+            except Exception:
+                # A host's frame costs that frame only.
+                self.refused["internal"] += 1
+                log.exception("agents' link: unexpected error in a frame, going on")
 
-    def _check(self, frames: list[zmq.Frame]) -> FromAgent | None:
-        identity = frames[0].bytes.decode(errors="replace")
-        if len(frames) != 2:  # noqa: PLR2004 (identity and one struct)
-            self._refuse("shape", identity, f"{len(frames)} frames, expected 2")
-            return None
+    def _check(self, frames: list[zmq.Frame], user: str) -> FromAgent:
+        """Return the message of a connection whose key speaks for the host that it names; raise _RefusedError."""
+        if len(frames) != 2:  # noqa: PLR2004 (the connection and one struct)
+            raise _RefusedError("shape", f"{len(frames)} frames, expected 2")
         try:
-            message: FromAgent = self._decoder.decode(frames[1].buffer)
-        except msgspec.DecodeError as error:
-            self._refuse("format", identity, str(error))
-            return None
-        user = str(frames[1].get("User-Id"))
+            message, errors = decode(frames[1].buffer)
+        except ERRORS as error:
+            raise _RefusedError("format", str(error)) from None
         if message.v != VERSION:
-            self._refuse("version", identity, f"version {message.v}, this side has {VERSION}")
-        elif message.host != identity:
-            self._refuse("identity", identity, f"sent as host {message.host!r}")
-        elif not self._keys.may_send_as(user, identity):
-            self._refuse("key", identity, "its key belongs to another host")
-        else:
-            return message
-        return None
+            raise _RefusedError("version", f"version {message.v}, this side has {VERSION}")
+        if not self._keys.may_send_as(user, message.host):
+            raise _RefusedError("key", f"its key does not speak for {message.host!r}")
+        for row_error in errors:
+            self._refuse("row", user, row_error)
+        self._keys.came(user, message.host)
+        self._routes[message.host] = _Route(frames[0].bytes, user)
+        return message
 
-    def _refuse(self, cause: str, identity: str, detail: str) -> None:
+    def _refuse(self, cause: str, user: str, detail: str) -> None:
         self.refused[cause] += 1
         count = self.refused[cause]
         if count % LOG_PERIOD == 1:
-            log.warning("agent HOST=%s: frame %d refused: %s", identity[:64], count, detail[:200])
+            hosts = ",".join(sorted(self._keys.hosts_of(user))) or "?"
+            log.warning("agent HOST=%s: frame or row %d refused: %s", hosts, count, detail[:200])
 
     def _take_in(self, message: FromAgent) -> None:
         now_s = self._clock.monotonic()
@@ -353,9 +386,16 @@ class Hub:
                 self._send_all(self._stops.on_switched(message))
             self._note(message)
 
-    def _note(self, message: Switched | LeaseLog | Event) -> None:
-        self._messages.put(message)
-        if isinstance(message, Event):
+    def _note(self, message: ForRecord) -> None:
+        """Pass a message on for the record if it is on a job of its host; news of a job start a round early."""
+        of_job = isinstance(message, Event) and message.kind == "prefetched" and message.job is not None
+        if of_job and self._prefetches.reads(JobKey(message.job or 0, message.restart or 0), message.host):
+            counted: list[ForRecord] = [message]
+        else:
+            counted = self._attribution.take(message, self._clock.now())
+        for one in counted:
+            self._messages.put(one)
+        if isinstance(message, Event) and (counted or message.kind == "registered"):
             self._woken.set()
 
     def _send_all(self, orders: Orders) -> Outcome:
@@ -364,10 +404,13 @@ class Hub:
 
     def _send(self, host: str, order: ToAgent) -> str | None:
         """Send one order; return the error if it cannot be sent."""
+        route = self._routes.get(host)
+        if route is None or not self._keys.may_send_as(route.user, host):
+            return NOT_CONNECTED
         try:
-            self._socket.send_multipart([host.encode(), msgspec.json.encode(order)], zmq.NOBLOCK)
+            self._socket.send_multipart([route.connection, msgspec.json.encode(order)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
-                return "its agent is not connected; is cadenza-agent running there?"
+                return NOT_CONNECTED
             return f"{error.strerror}; its agent does not read"
         return None

@@ -85,7 +85,7 @@ class StopBarrier:
         """
         key = JobKey(done.job, done.restart)
         stop = self._stops.get(key)
-        if stop is None or done.kind == "resume":
+        if stop is None or done.kind == "resume" or done.host not in stop.hosts:
             return []
         del self._stops[key]
         if done.kind in ("yield", "checkpoint"):

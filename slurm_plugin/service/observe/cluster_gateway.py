@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pwd
 from collections.abc import Mapping
 
 from cadenza.policies.core.actions import (
@@ -104,10 +105,21 @@ class ClusterGateway:
             case Resume():
                 outcome = self._hub.resume_job(action.job, hosts)
             case Migrate(prefetch=(_, *_)) | Resize(prefetch=(_, *_)):
-                outcome = self._hub.prefetch_job(action.job, hosts, action.prefetch)
+                outcome = self._prefetch(action, hosts)
             case _:
                 outcome = self._hub.checkpoint_job(action.job, hosts)
         return outcome if outcome.ok else Outcome(ok=False, error=f"job {action.job}: {outcome.error}")
+
+    def _prefetch(self, action: Migrate | Resize, hosts: tuple[str, ...]) -> Outcome:
+        """Have a job's files read as its user by Slurm's word; nothing is read as root or as an unknown user."""
+        job = self._before.job(action.job) if self._before is not None else None
+        try:
+            uid = pwd.getpwnam(job.user).pw_uid if job is not None else 0
+        except KeyError:
+            uid = 0
+        if not uid:
+            return Outcome(ok=True)  # the move waits a while for the files, and goes on without them
+        return self._hub.prefetch_job(action.job, hosts, action.prefetch, uid)
 
     def _tune(self, action: Tune) -> Outcome:
         """Send each agent of the job its share; the agents know the job's node, which is a lane of their host."""
