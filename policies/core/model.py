@@ -12,12 +12,15 @@ from msgspec import Meta
 
 from cadenza.policies.core.profile import Profile
 
+Whole: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A number of things, as sqlite and JSON hold it."""
+
 
 class JobKey(NamedTuple):
     """One incarnation of a job: Slurm reuses the id when it requeues, so the restart count belongs to it."""
 
-    id: int
-    restart: int
+    id: Whole
+    restart: Whole
 
     def __str__(self) -> str:
         return f"{self.id}.{self.restart}" if self.restart else str(self.id)
@@ -104,7 +107,7 @@ class StepRate(NamedTuple):
 
     iteration_s: float
     """Mean of its slowest rank; 0 before the first iteration."""
-    iterations: int
+    iterations: Whole
     window_s: float = 0.0
     error: float = 0.0
     """Standard error of the mean, relative to it."""

@@ -13,9 +13,10 @@ from typing import IO
 import psutil  # type: ignore[import-untyped]
 import zmq
 
+from cadenza.policies.core.model import JobKey
 from cadenza.sidecar.agent.driver.channel import Channel
 from cadenza.sidecar.agent.driver.process_control import DriverController
-from cadenza.sidecar.agent.errors import AgentError, StateFileError
+from cadenza.sidecar.agent.errors import StateFileError
 from cadenza.sidecar.agent.handlers.job_side import JobHandler
 from cadenza.sidecar.agent.handlers.service_side import Reporter, ServiceHandler
 from cadenza.sidecar.agent.ipc.processes import boot_id, open_pidfd, start_ticks
@@ -35,6 +36,7 @@ from cadenza.sidecar.agent.turns.arbiter import Arbiter
 from cadenza.sidecar.agent.turns.coordinator import StopCoordinator
 from cadenza.sidecar.agent_settings import AgentSettings
 from cadenza.sidecar.clock import SystemClock
+from cadenza.sidecar.orders import JobOrder
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,11 @@ class Daemon:
             lacks=lambda: tuple(lack for lack in (self._driver.lack, self._tuner.lack) if lack),
             prefetched=lambda: tuple(self._prefetcher.results.values()),
         )
+        self._ticks = {
+            "tuning": self._tuner.tick,
+            "telemetry": self._collector.tick,
+            "prefetching": self._prefetcher.tick,
+        }
         self._poller = zmq.Poller()
         self._pidfds: dict[int, int] = {}
         """pidfd by pid."""
@@ -163,34 +170,48 @@ class Daemon:
         # 3. Record the messages of jobs, plugins and the service, and the ends of processes.
         for ready, _ in events:
             if self._link is not None and ready is self._link.socket:
-                for order in self._link.receive():
-                    self._service_side.obey(order)
+                self._obey(self._link)
             elif isinstance(ready, int):
                 self._read(ready)
         self._sweep()
         # 4. Move stops on: by the driver path's answers, then by the ranks' progress.
-        self._driver.tick()
-        for lease in self.host.leases:
-            self._coordinator.advance(lease)
+        with self.host.supervise(None, "the driver path"):
+            self._driver.tick()
+        for lease in self.host.handled:
+            with self.host.supervise(lease.key, "its stop"):
+                self._coordinator.advance(lease)
         # 5. Forget jobs that are gone, and give their GPUs and all others that are free to the next in turn.
-        now = self.host.clock.monotonic()
-        if ticking := now >= self._next_tick:
-            self._next_tick = now + TICK_S
-            self._job_side.drop_gone()
-        self._arbiter.settle()
-        if ticking:
-            self._job_side.reply_to_waiters()
+        self._take_turns()
         # 6. Follow step rates, CPU and memory limits, telemetry and prefetches.
         self.host.update_step_rates()
-        self._tuner.tick()
-        self._collector.tick()
-        self._prefetcher.tick()
+        for name, tick in self._ticks.items():
+            with self.host.supervise(None, name):
+                tick()
         # 7. Write the leases to disk; only then tell jobs, driver path and service about them.
         if self._write_leases():
             for session in self.host.outbox.flush():
                 self._lose(session)
             self._driver.flush()
             self._report()
+
+    def _take_turns(self) -> None:
+        """Forget jobs that are gone, give out free GPUs, and answer plugins that wait for one."""
+        now = self.host.clock.monotonic()
+        if ticking := now >= self._next_tick:
+            self._next_tick = now + TICK_S
+            self._job_side.drop_gone()
+        with self.host.supervise(None, "taking turns"):
+            self._arbiter.settle()
+        if ticking:
+            with self.host.supervise(None, "answers to waiting plugins"):
+                self._job_side.reply_to_waiters()
+
+    def _obey(self, link: Link) -> None:
+        """Carry out the orders that have come in."""
+        for order in link.receive():
+            key = JobKey(order.job, order.restart) if isinstance(order, JobOrder) else None
+            with self.host.supervise(key, "an order of the service"):
+                self._service_side.obey(order)
 
     def _read(self, ready: int) -> None:
         """Read from a descriptor: new connections, a peer's packets, or the end of a process."""
@@ -211,16 +232,16 @@ class Daemon:
         elif (pid := next((pid for pid, pidfd in self._pidfds.items() if pidfd == ready), None)) is not None:
             self._poller.unregister(ready)
             os.close(self._pidfds.pop(pid))
-            self._job_side.process_gone(pid)
+            with self.host.supervise(None, "the end of a process"):
+                self._job_side.process_gone(pid)
 
     def _handle(self, session: Session, packet: bytes) -> None:
-        """Handle one packet; a fault of this program costs the one connection, not the daemon."""
-        try:
+        """Handle one packet; a fault of this program costs the one connection and its job, not the daemon."""
+        handled = False
+        with self.host.supervise(session.key, "a packet"):
             self._job_side.handle(session, packet)
-        except AgentError:
-            raise
-        except Exception:
-            log.exception("fault while handling a packet pid=%d", session.peer.pid)
+            handled = True
+        if not handled:
             self.host.outbox.post(session, "error", last=True, error="the agent failed on this; see its log")
 
     def _lose(self, session: Session) -> None:
@@ -253,10 +274,11 @@ class Daemon:
             return
         self._next_sweep = now + SWEEP_S
         for lease in self.host.leases:
-            alive = lease.running_processes(start_ticks)
-            for process in lease.processes:
-                if process not in alive and process.pid not in self._pidfds:
-                    self._job_side.process_gone(process.pid)
+            with self.host.supervise(lease.key, "its processes"):
+                alive = lease.running_processes(start_ticks)
+                for process in lease.processes:
+                    if process not in alive and process.pid not in self._pidfds:
+                        self._job_side.process_gone(process.pid)
 
     # --- output --------------------------------------------------------------------------------------------
 

@@ -114,8 +114,40 @@ class LeaseFile(StateFile[SavedLeases]):
         return saved if saved.boot == self._boot else SavedLeases(VERSION, self._boot, (), saved.facts)
 
     def write(self, leases: tuple[Lease, ...], facts: Facts | None) -> None:
-        """Write everything to disk."""
-        self.save(SavedLeases(VERSION, self._boot, leases, facts))
+        """Write everything to disk; of a lease that could not be read back, what a restarted agent needs."""
+        content = SavedLeases(VERSION, self._boot, leases, facts)
+        if not _can_be_read_back(content):
+            leases = tuple(one if _can_be_read_back(one) else _bare(one) for one in leases)
+            content = SavedLeases(VERSION, self._boot, leases, facts)
+        self.save(content)
+
+
+def _can_be_read_back(content: SavedLeases | Lease) -> bool:
+    """Return True if the next agent could read this."""
+    try:
+        msgspec.json.decode(msgspec.json.encode(content), type=type(content))
+    except (msgspec.MsgspecError, ValueError):
+        return False
+    return True
+
+
+def _bare(lease: Lease) -> Lease:
+    """Return the part of a lease that keeps its GPUs from others, all of it the agent's or Slurm's own word."""
+    return Lease(
+        lease.job,
+        lease.restart,
+        lease.uid,
+        lease.gpus,
+        lease.since_s,
+        lane=lease.lane,
+        managed=lease.managed,
+        verified=lease.verified,
+        state=lease.state,
+        held_since_s=lease.held_since_s,
+        registered_s=lease.registered_s,
+        processes=lease.processes,
+        frozen=lease.frozen,
+    )
 
 
 class TuningFile(StateFile[SavedTuning]):

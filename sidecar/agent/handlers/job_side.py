@@ -272,8 +272,9 @@ class JobHandler:
         """Forget jobs that have left without a message."""
         now = self.host.clock.monotonic()
         for lease in self.host.leases:
-            if reason := self._gone_reason(lease, self.host.run(lease.key), now):
-                self.drop(lease, reason)
+            with self.host.supervise(lease.key, "its end"):
+                if reason := self._gone_reason(lease, self.host.run(lease.key), now):
+                    self.drop(lease, reason)
 
     def reply_to_waiters(self) -> None:
         """Tell waiting plugins that they still wait, or that they have waited too long."""

@@ -122,7 +122,7 @@ class Reporter:
         if notable == self._last and now - self._sent_at < self.host.settings.heartbeat_s:
             return None
         self._last, self._sent_at = notable, now
-        return report
+        return self._readable(report)
 
     def _report(self) -> orders.Report:
         """Return the state of this host and its jobs."""
@@ -134,15 +134,34 @@ class Reporter:
             memory_mb=total,
             memory_free_mb=free,
             rotating=self.host.rotating(),
-            leases=tuple(
-                msgspec.structs.replace(
-                    self.host.lease_report(lease), telemetry=self.telemetry(lease.key), tuned=self.tuned(lease.key)
-                )
-                for lease in self.host.leases
-            ),
+            leases=tuple(self._lease_report(lease) for lease in self.host.leases),
             lacks=self.lacks(),
             prefetched=self.prefetched(),
         )
+
+    def _lease_report(self, lease: Lease) -> orders.LeaseReport:
+        """Return the report of one job; of one that is left alone only the agent's own figures."""
+        with self.host.supervise(lease.key, "its report"):
+            return msgspec.structs.replace(
+                self.host.lease_report(lease), telemetry=self.telemetry(lease.key), tuned=self.tuned(lease.key)
+            )
+        return self.host.lease_report(lease)
+
+    def _readable(self, report: orders.Report) -> orders.Report:
+        """Return a report that the service can read: the jobs whose part it could not read are left alone."""
+        try:
+            msgspec.json.decode(msgspec.json.encode(report), type=orders.Report)
+        except (msgspec.MsgspecError, ValueError):
+            leases = zip(report.leases, self.host.leases, strict=True)
+            return msgspec.structs.replace(report, leases=tuple(self._readable_part(*pair) for pair in leases))
+        return report
+
+    def _readable_part(self, part: orders.LeaseReport, lease: Lease) -> orders.LeaseReport:
+        """Return a job's part of a report if it can be read; otherwise leave the job alone, and say so."""
+        with self.host.supervise(lease.key, "its report"):
+            msgspec.json.decode(msgspec.json.encode(part), type=orders.LeaseReport)
+            return part
+        return self.host.lease_report(lease)
 
 
 def _notable(report: orders.Report) -> Notable:

@@ -15,7 +15,7 @@ from cadenza.sidecar.bounds import MAX_STEP
 
 NS = 1e-9
 MAX_COUNT = 2**45
-"""Limit on iterations of one length, because a job can write anything into its half: a million years of milliseconds."""
+"""Limit on iterations of one length, because a job can write anything into its half: a thousand years of 1 ms."""
 MAX_READS = 16
 """Attempts to copy a record that changes during the copy. A write takes a microsecond, unless its process is stopped in
 the middle of it; then waiting would not help."""

@@ -11,9 +11,10 @@ from cadenza.policies.core.text import one_line
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.ipc.transport import Outbox
 from cadenza.sidecar.agent.jobs.job_run import JobRun
+from cadenza.sidecar.agent.jobs.job_supervisor import Step, Supervisor
 from cadenza.sidecar.agent.leases.lease_table import Lease, LeaseTable, Stretch
 from cadenza.sidecar.agent_settings import AgentSettings
-from cadenza.sidecar.bounds import MAX_NUMBER, MAX_PATHS, MAX_TEXT
+from cadenza.sidecar.bounds import MAX_NAME, MAX_NUMBER, MAX_PATHS, MAX_TEXT
 from cadenza.sidecar.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,18 @@ class Host:
         """Return the service's last facts of a job, or None."""
         return next((fact for fact in self.facts.jobs if (fact.job, fact.restart) == lease.key), None)
 
+    def __post_init__(self) -> None:
+        self.supervisor = Supervisor(self.jobs)
+
+    def supervise(self, key: JobKey | None, step: str) -> Step:
+        """Return the supervision of one step of a job, or without a key of a step for the whole host."""
+        return self.supervisor.step(key, step)
+
+    @property
+    def handled(self) -> list[Lease]:
+        """The leases of all jobs but those that are left alone after a fault."""
+        return [lease for lease in self.leases if not self.run(lease.key).fault]
+
     # --- in each pass of the event loop --------------------------------------------------------------------
 
     def follow_clock(self) -> None:
@@ -100,7 +113,8 @@ class Host:
             run, co_runners = self.run(lease.key), None
             if lease in running:
                 co_runners = frozenset(other.key for other in running if other is not lease and other.overlaps(lease))
-            run.step_rate.update(co_runners, run.pages, now)
+            with self.supervise(lease.key, "measuring its pace"):
+                run.step_rate.update(co_runners, run.pages, now)
 
     # --- messages for the service --------------------------------------------------------------------------
 
@@ -151,8 +165,9 @@ class Host:
 
     def lease_report(self, lease: Lease) -> orders.LeaseReport:
         """Return the report of one job."""
-        now = self.clock.now()
-        run = self.run(lease.key)
+        now, run = self.clock.now(), self.run(lease.key)
+        if run.fault:
+            return self._plain_report(lease, now, run.fault)
         reason = run.not_ready_reason(lease, self.clock.monotonic())
         counters = run.telemetry
         return orders.LeaseReport(
@@ -180,5 +195,27 @@ class Host:
             saved=run.checkpointed,
             lost=one_line(run.lost, MAX_TEXT),
             pace=run.step_rate.measure(run.pages, self.clock.monotonic()),
+            pack=lease.pack,
+        )
+
+    def _plain_report(self, lease: Lease, now: float, fault: str) -> orders.LeaseReport:
+        """Return the report of a job that is left alone: the agent's own figures, none of the job's."""
+        return orders.LeaseReport(
+            job=lease.job,
+            restart=lease.restart,
+            uid=lease.uid,
+            node=one_line(lease.node, MAX_NAME),
+            gpus=lease.gpus,
+            state=lease.state,
+            managed=lease.managed,
+            vtime_s=0.0,
+            held_s=lease.held_s(now),
+            since_s=lease.since_s,
+            ranks=0,
+            world_size=0,
+            hosts=lease.hosts,
+            ready=False,
+            why_not_ready=fault,
+            note=fault,
             pack=lease.pack,
         )

@@ -78,6 +78,8 @@ class JobRun:
     """Reason why its ranks cannot be stopped any more, after one detached."""
     note: str = ""
     """Last refusal or time-out, for ``cadenza why``."""
+    fault: str = ""
+    """Reason for which the agent leaves it alone, after one of its steps failed; otherwise empty."""
     retry_at: float = 0.0
     """Monotonic time before which no new stop is tried."""
     preferred_until: float = 0.0
@@ -137,8 +139,8 @@ class JobRun:
 
     def not_ready_reason(self, lease: Lease, now: float) -> str | None:
         """Return the reason why the job cannot be asked to yield at the monotonic time ``now``; None if it can."""
-        if not lease.managed:
-            return "it did not opt in"
+        if self.fault or not lease.managed:
+            return self.fault or "it did not opt in"
         if not lease.gpus:
             return "its GPUs are not known to the agent"
         if self.driver:

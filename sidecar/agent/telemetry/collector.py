@@ -85,10 +85,11 @@ class Collector:
         pages, self._pages = self._pages, {}
         self._latest = {}
         for lease in self.host.leases:
-            stretches = self._stretches(lease.key, pages)
-            self._latest[lease.key] = one = joined(window, usage.get(lease.key), stretches)
-            step = max((stretch.now.step for stretch in stretches), default=0)
-            self.records.write(lease, self.host.clock.now(), step, one)
+            with self.host.supervise(lease.key, "its telemetry"):
+                stretches = self._stretches(lease.key, pages)
+                self._latest[lease.key] = one = joined(window, usage.get(lease.key), stretches)
+                step = max((stretch.now.step for stretch in stretches), default=0)
+                self.records.write(lease, self.host.clock.now(), step, one)
         self.records.keep_only(set(self._latest))
 
     def _stretches(self, key: JobKey, pages: dict[tuple[JobKey, int], PageRecord]) -> list[Stretch]:

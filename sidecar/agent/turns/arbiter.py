@@ -33,7 +33,7 @@ class Arbiter:
         facts, timeout_s = self.host.facts, self.host.settings.yield_timeout_s
         displace = self.host.rotating() and facts.enforce
         turn = next_turn(
-            [self._contender(lease) for lease in self.host.leases],
+            [self._contender_or_left_alone(lease) for lease in self.host.leases],
             slice_s=facts.slice_s,
             share_between_users=facts.share_between_users,
             min_run_s=facts.min_run_s,
@@ -44,11 +44,13 @@ class Arbiter:
         for key in turn.resumes:
             if (lease := self.host.leases.get(key)) is not None:
                 lease.vtime_s = turn.vtimes.get(key, lease.vtime_s)
-                self.coordinator.grant(lease)
+                with self.host.supervise(key, "granting its lease"):
+                    self.coordinator.grant(lease)
         # 3. Jobs yield whose turn is over.
         for key in turn.yields:
             if (lease := self.host.leases.get(key)) is not None:
-                self.coordinator.stop(lease, "turn" if displace else "exclusive", timeout_s)
+                with self.host.supervise(key, "stopping it"):
+                    self.coordinator.stop(lease, "turn" if displace else "exclusive", timeout_s)
         # 4. All but one job of a pack that is over yield, the last to come first; multi-node jobs wait for the service.
         for lease in sorted(self.host.leases, key=lambda one: (one.held_since_s, one.key), reverse=True):
             others = self.host.leases.blockers(lease)
@@ -63,6 +65,21 @@ class Arbiter:
     def waiting_reason(self, lease: Lease) -> str:
         """Return the reason why a job has no lease, for its owner."""
         return self.reasons.get(lease.key, "its turn has not come")
+
+    def _contender_or_left_alone(self, lease: Lease) -> Contender:
+        """Return a lease as the policy sees it; a job that is left alone keeps what it has and gets nothing."""
+        if not self.host.run(lease.key).fault:
+            with self.host.supervise(lease.key, "its turn"):
+                return self._contender(lease)
+        gpus = frozenset(Gpu(self.host.name, index) for index in lease.gpus)
+        return Contender(
+            key=lease.key,
+            gpus=gpus,
+            user=f"uid {lease.uid}",
+            state=lease.state,
+            exclusive=not lease.managed,
+            eligible=False,
+        )
 
     def _contender(self, lease: Lease) -> Contender:
         """Return a lease as the policy sees it."""

@@ -1,0 +1,261 @@
+"""Hostile packets and pages through the real handlers: the decoder's own error, or nothing at all, comes of them."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from host_rig import HostInMemory
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec import inspect
+
+from cadenza.policies.core.model import JobKey
+from cadenza.policies.core.text import one_line
+from cadenza.sidecar import bounds, orders, wire
+from cadenza.sidecar.agent.handlers import job_side
+from cadenza.sidecar.agent.ipc import messages
+from cadenza.sidecar.agent.ipc.pages import Page
+from cadenza.sidecar.agent.jobs.step_rate import StepRateMeter
+from cadenza.sidecar.agent.telemetry.collector import Stretch, joined
+
+TEXTS = st.sampled_from(
+    ["", "ok", "\ud800", "\udfff", "\x00", "a\nb", "\x1b]0;x\x07", "\u202e", "\u2028", "x" * 5000, "é", "[/]"]
+) | st.text(st.characters(), max_size=8)
+NUMBERS = st.sampled_from(
+    [0, 1, -1, 2**31, -(2**31), 2**32, 2**53, 2**62, 2**63, 2**64, 10**400, 1.5, -0.0, 1e300, float("inf"),
+     float("nan"), True]
+) | st.integers(0, 9)  # fmt: skip
+VALUES = st.recursive(
+    st.none() | TEXTS | NUMBERS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=2),
+    max_leaves=4,
+)
+BYTES = st.binary(max_size=20)
+FIELDS = sorted({name for kind in messages.KINDS.values() for name in kind.__struct_fields__})
+WELL_FORMED: dict[str, dict[str, Any]] = {
+    "attach": {"job": 1, "rank": 0, "world_size": 1},
+    "arrived": {"order": 0, "step": 3},
+    "yielded": {},
+    "resumed": {},
+    "checkpointed": {"order": 0, "step": 3},
+    "detach": {},
+    "requeued_by": {},
+    "start": {"job": 1, "uid": 1000, "user": "u", "node": "n1", "managed": True},
+    "end": {"job": 1},
+}
+
+
+@st.composite
+def packets(draw: st.DrawFn) -> bytes:
+    """Draw a packet: a good one with some hostile values, or any JSON, or any bytes."""
+    kind = draw(st.sampled_from([*WELL_FORMED, "dance"]))
+    fields = WELL_FORMED.get(kind, {}) | draw(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3))
+    made = json.dumps({"v": 1, "type": kind, **fields}).encode()
+    return made if draw(st.integers(0, 9)) else draw(VALUES.map(lambda value: json.dumps(value).encode()) | BYTES)
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostInMemory:
+    """A host whose processes belong to job 1."""
+    monkeypatch.setattr(job_side, "job_of", lambda _: 1)
+    monkeypatch.setattr(job_side, "start_ticks", lambda _: 1)
+    return HostInMemory(tmp_path)
+
+
+# --- packets -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(sent=st.lists(packets(), min_size=1, max_size=4), asked=st.booleans(), uid=st.sampled_from([0, 1000]))
+def test_no_packet_leaves_a_fault_or_a_word_that_the_service_or_a_new_agent_cannot_read(
+    rig: HostInMemory, sent: list[bytes], asked: bool, uid: int
+) -> None:
+    rig.__init__(rig.file.path.parent)  # a new host for each case
+    rig.register(1, [0])
+    rank = rig.attach(1, 10)
+    rank.peer = type(rank.peer)(10, uid)
+    if asked:
+        rig.coordinator.stop(rig.of(1), "service", 30.0)
+        rig.run_once()
+        order = rig.host.run(JobKey(1, 0)).stop.order
+        sent = [packet.replace(b'"order": 0', f'"order": {order}'.encode()) for packet in sent]
+    for packet in sent:
+        rig.jobs.handle(rank, packet)
+        rig.run_once()
+    assert not rig.host.supervisor.faults
+    for answer in rig.said(rank):
+        assert answer.get("error", "").isprintable()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"node": "\ud800"}, {"requeue_owner": "\ud800"}, {"node": "a\nb"}, {"restart": 2**63}, {"rank": 10**400}],
+    ids=str,
+)
+def test_an_attach_beyond_its_bounds_is_refused(rig: HostInMemory, fields: dict[str, Any]) -> None:
+    rig.register(1, [0])
+    rank = rig.attach(1, 10, **fields)
+    report = rig.run_once()
+    assert rig.said(rank)[0]["type"] == "error"
+    assert [lease.ranks for lease in report.leases] == [0]
+
+
+def test_more_bytes_than_a_host_has_are_refused(rig: HostInMemory) -> None:
+    rig.register(1, [0])
+    rank = rig.attach(1, 10)
+    rig.coordinator.stop(rig.of(1), "service", 30.0)
+    order = rig.host.run(JobKey(1, 0)).stop.order
+    packet = wire.encode("arrived", order=order, step=3, bytes=10**400)
+    rig.jobs.handle(rank, packet)
+    rig.run_once()
+    assert any("bytes" in answer.get("error", "") for answer in rig.said(rank))
+    assert rig.host.run(JobKey(1, 0)).ranks[10].arrived is None
+
+
+def test_words_for_people_are_made_one_line_and_taken(rig: HostInMemory) -> None:
+    said = messages.parse(wire.encode("yielded", error="no room\nE agent: forged\x1b[2J", resident=["a\ud800"] * 3))
+    assert said == messages.Yielded(error="no room E agent: forged\ufffd[2J", resident=("a\ufffd",) * 3)
+
+
+@given(text=st.text(st.characters(), max_size=60), limit=st.integers(1, 30))
+def test_one_line_is_what_the_types_of_text_take(text: str, limit: int) -> None:
+    line = one_line(text, limit)
+    assert line.isprintable()
+    assert len(line) <= limit
+    msgspec.convert(line, bounds.Text)
+    msgspec.json.decode(msgspec.json.encode(line))
+
+
+def unbounded(kind: Any, where: str) -> Iterator[str]:
+    """Yield each part of a type that has no bound."""
+    match kind:
+        case inspect.UnionType():
+            for one in kind.types:
+                yield from unbounded(one, where)
+        case inspect.StructType() | inspect.NamedTupleType():
+            for field in kind.fields:
+                yield from unbounded(field.type, f"{kind.cls.__name__}.{field.name}")
+        case inspect.VarTupleType(max_length=longest):
+            yield from unbounded(kind.item_type, where) if longest else [where]
+        case (
+            inspect.IntType(ge=None)
+            | inspect.IntType(le=None)
+            | inspect.FloatType(ge=None)
+            | inspect.FloatType(le=None)
+        ):
+            yield where
+        case inspect.StrType(max_length=None) | inspect.StrType(pattern=None):
+            yield where
+
+
+def test_each_field_of_each_message_and_order_has_bounds() -> None:
+    kinds = [msgspec.inspect.type_info(one) for one in (*messages.KINDS.values(), orders.FromAgent, orders.ToAgent)]
+    free = {where for kind in kinds for where in unbounded(kind, "")}
+    measured = {f"JobTelemetry.{name}" for name in orders.JobUsage.__struct_fields__}  # floats, finite in JSON
+    assert {one for one in free - measured if not one.startswith("StepRate.")} == set()
+
+
+# --- pages -------------------------------------------------------------------------------------------------------
+
+WORDS = st.sampled_from([0, 1, 2, 2**31, 2**45, 2**53, 2**62, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1)
+LAYOUTS = st.sampled_from([0, 1, 2**64 - 1])
+HISTOGRAMS = [*range(wire.PAGE_HISTOGRAM, wire.PAGE_HISTOGRAM + 4), *range(wire.PAGE_FINE, wire.PAGE_FINE + 4)]
+CHOSEN = st.sampled_from([*range(wire.PAGE_HISTOGRAM), *HISTOGRAMS])
+
+
+@settings(max_examples=300)
+@given(
+    first=st.dictionaries(CHOSEN, WORDS, max_size=8),
+    then=st.dictionaries(CHOSEN, WORDS, max_size=8),
+    layouts=st.tuples(LAYOUTS, LAYOUTS),
+    fill=WORDS,
+)
+def test_no_page_is_more_than_figures_within_their_bounds(
+    first: dict[int, int], then: dict[int, int], layouts: tuple[int, int], fill: int
+) -> None:
+    page, meter, records = Page(), StepRateMeter(), []
+    words = memoryview(mmap.mmap(page.fd, wire.PAGE_BYTES)).cast("Q")
+    for index in range(len(words)):
+        words[index] = fill
+    pages = {10: page}
+    for layout, written in zip(layouts, (first, then), strict=True):
+        for index, word in (written | {wire.PAGE_LAYOUT: layout, wire.PAGE_SEQUENCE: 2}).items():
+            words[index] = word
+        meter.update(frozenset(), pages, float(len(records)))
+        record = page.record()
+        assert record is not None
+        records.append(record)
+        figures = page.telemetry()
+        msgspec.convert(figures.step, bounds.RankStep)
+        msgspec.convert([figures.iteration_s, figures.iteration_p99_s], list[bounds.Seconds | None])
+        pace = meter.measure(pages, float(len(records)))
+        assert pace is not None
+        msgspec.convert([pace.iteration_s, pace.error, pace.data_wait], list[bounds.Seconds])
+        msgspec.convert(pace.iterations, bounds.Step)
+        page.order(1, page.step + 1)
+    stretches = [Stretch(None, records[0]), Stretch(records[0], records[1]), Stretch(records[1], records[0])]
+    told = joined(5.0, None, stretches)
+    assert msgspec.json.decode(msgspec.json.encode(told), type=orders.JobTelemetry) == told
+    page.close()
+
+
+# --- one bad job among good ones ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", ["telemetry", "lease_report", "advance", "_contender"])
+def test_a_job_whose_step_fails_is_left_alone_and_changes_nothing_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setattr(job_side, "job_of", lambda pid: pid // 10)
+    monkeypatch.setattr(job_side, "start_ticks", lambda _: 1)
+
+    def play(name: str, spoil: Callable[[HostInMemory], None]) -> tuple[orders.Report, HostInMemory]:
+        (tmp_path / name).mkdir()
+        rig = HostInMemory(tmp_path / name)
+        for job, gpu in ((1, 0), (2, 0), (3, 1)):
+            rig.register(job, [gpu])
+            rig.attach(job, 10 * job)
+        rig.run_once()
+        spoil(rig)
+        for _ in range(3):
+            report = rig.run_once()
+        return report, rig
+
+    def fail_for_job_3(rig: HostInMemory) -> None:
+        owner = {"telemetry": Page, "lease_report": rig.host, "advance": rig.coordinator, "_contender": rig.arbiter}[
+            part
+        ]
+        real, bad_page = getattr(owner, part), rig.host.run(JobKey(3, 0)).ranks[30].page
+
+        def failing(*arguments: Any) -> Any:
+            if bad_page in arguments or (getattr(arguments[0], "job", 0) == 3 and not rig.host.run(JobKey(3, 0)).fault):
+                raise OverflowError("int too large\nto convert")
+            return real(*arguments)
+
+        monkeypatch.setattr(owner, part, failing)
+
+    plain, _ = play("plain", lambda _: None)
+    spoilt, rig = play("spoilt", fail_for_job_3)
+    assert spoilt.leases[:2] == plain.leases[:2]
+    assert spoilt.leases[2].note.startswith("the agent leaves it alone, because its ")
+    assert "OverflowError: int too large to convert" in spoilt.leases[2].why_not_ready
+    assert not spoilt.leases[2].ready
+    assert spoilt.leases[2].state == "held"
+    assert rig.host.supervisor.faults
+
+
+def test_a_lease_that_cannot_be_read_back_keeps_its_gpus_on_disk(rig: HostInMemory) -> None:
+    rig.register(1, [0])
+    rig.register(2, [1])
+    rig.of(2).user, rig.of(2).options, rig.of(2).vtime_s = "\ud800", "\udfff", float("inf")
+    report = rig.run_once()
+    one, two = rig.file.read().leases
+    assert (one.user, one.state) == ("u", "held")
+    assert (two.user, two.state, two.gpus, two.verified) == ("", "held", (1,), True)
+    assert [lease.job for lease in report.leases] == [1, 2]
