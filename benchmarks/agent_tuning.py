@@ -23,6 +23,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from registered_job import registered
+
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, Facts, JobFacts, Tune
 from cadenza.slurm_plugin.cli.site.keygen import make_keys
@@ -125,7 +127,8 @@ def measure(directory: Path, stretch_s: float, work: int) -> list[Change]:
         log = stack.enter_context((directory / "agent.log").open("wb"))
         stack.enter_context(program(agent(directory, hub.address), stderr=log))
         _until((directory / "agent.sock").exists)
-        command = [str(SCRIPT), "--work", str(work), str(out)]
+        job = [sys.executable, str(SCRIPT), "--work", str(work), str(out)]
+        command = registered(directory / "agent.sock", JOB, [], *job)[1:]
         stack.enter_context(program(command, stdin=subprocess.PIPE, env=environment))
         _until(lambda: out.exists() and len(steps(out)) > SMOOTH)
         fact = JobFacts(JOB, 0, managed=True, weight=1.0, priority=0, user="", hosts=1, cpus=1.0, memory_mb=1000)

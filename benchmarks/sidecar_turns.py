@@ -24,6 +24,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import fmean
 
+from registered_job import registered
+
 from cadenza.sidecar import wire
 
 LIMIT = 0.01
@@ -48,6 +50,7 @@ class Job:
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "CADENZA_"))}
         if agent is not None:
             environment |= {"SLURM_JOB_ID": str(number), wire.SOCKET_ENV: str(agent)}
+            command = registered(agent, number, [0], *command)
         self.process = subprocess.Popen(command, env={**environment, "OMP_NUM_THREADS": "1"})
 
     @property

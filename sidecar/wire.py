@@ -8,7 +8,8 @@ Socket
 Messages, job side to agent
     ``start``     the SPANK plugin, as root, before a task is executed: registers the job, then waits
     ``end``       the SPANK plugin's epilog, as root: the job has left this node
-    ``attach``    the client of one rank; answered by ``attached`` with the page's memfd as SCM_RIGHTS
+    ``attach``    the client of one rank of a registered job; answered by ``attached`` with the page's memfd as
+                  SCM_RIGHTS. It makes no lease: job and restart name one that root has registered
     ``arrived``   a rank stands at its stop boundary; ``refused`` names state that cannot be moved
     ``yielded``   the rank's GPU state is in host memory and its GPU memory free
     ``resumed``   the rank has its state back and goes on

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from registered_job import DEFAULTS, registered
+
 from cadenza.sidecar import wire
 
 RANK = Path(__file__).with_name("scripted_rank.py")
@@ -52,9 +54,8 @@ class Talker:
         return self.receive()
 
     def start(self, job: int, gpus: list[int], **fields: Any) -> Message:
-        """Register a job as the SPANK plugin does and return the first answer."""
-        known = {"restart": 0, "uid": os.getuid(), "user": "u", "node": "n1", "lane": 0, "hosts": 1, "step": 0}
-        return self.ask("start", job=job, gpus=gpus, **{**known, "managed": True, "options": "", **fields})
+        """Register a job as the SPANK plugin does, with this process as its first, and return the first answer."""
+        return self.ask("start", job=job, gpus=gpus, **{**DEFAULTS, "uid": os.getuid(), **fields})
 
     def until_granted(self, seen: Message | None = None) -> None:
         while seen is None or seen["state"] != "granted":
@@ -144,12 +145,18 @@ class Agent:
         self._talkers.append(Talker(self.socket))
         return self._talkers[-1]
 
-    def rank(self, job: int, *flags: str, slurm_job: int | None = None, uid: int | None = None) -> Child:
-        """Start a scripted rank of a job; ``slurm_job`` is what its environment says."""
-        command = [sys.executable, str(RANK), "--socket", str(self.socket), "--job", str(job), *flags]
-        environment = {**os.environ, "SLURM_JOB_ID": str(job if slurm_job is None else slurm_job)}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, user=uid)
-        self._children.append(Child(process))
+    def rank(self, job: int, *flags: str) -> Child:
+        """Start a scripted rank of a job; it registers itself first, as root's plugin does in the same process."""
+        return self.child(str(RANK), "--socket", str(self.socket), "--job", str(job), *flags)
+
+    def plugin(self, job: int, gpus: list[int], **fields: Any) -> Child:
+        """Start a task that waits for its job's lease in the plugin."""
+        return self.child(*registered(self.socket, job, gpus, **fields)[1:])
+
+    def child(self, *arguments: str) -> Child:
+        """Start a script in a process of its own."""
+        command = [sys.executable, *arguments]
+        self._children.append(Child(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)))
         return self._children[-1]
 
     def leases(self) -> dict[int, Message]:

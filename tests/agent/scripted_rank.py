@@ -14,6 +14,9 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from registered_job import register
+
 from cadenza.sidecar import wire
 
 
@@ -42,15 +45,16 @@ class Rank:
         while True:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
+                self.register()
                 sock.connect(self.options.socket)
                 break
-            except OSError:
+            except (OSError, wire.WireError):  # an agent that ends, or is not there yet
                 sock.close()
                 time.sleep(0.02)
         o = self.options
         hello = wire.encode(
             "attach", job=o.job, restart=0, rank=o.rank, world_size=o.world, local_world_size=o.local or o.world,
-            state=self.state, step=self.step, gpus=o.gpus, hosts=o.hosts, again=self.attached,
+            state=self.state, step=self.step, again=self.attached,
         )  # fmt: skip
         try:
             sock.send(hello)
@@ -77,6 +81,12 @@ class Rank:
             self.wait_for_resume()
         else:
             self.set_running(running=True)
+
+    def register(self) -> None:
+        """Register this process as the plugin does; ``--stranger``: root knows nothing of it."""
+        o = self.options
+        if not o.stranger:
+            register(o.socket, job=o.job, gpus=o.gpus, hosts=o.hosts)[0].close()
 
     def set_running(self, *, running: bool) -> None:
         if running != self.running:
@@ -245,6 +255,7 @@ def main() -> None:
     parser.add_argument("--fail-copy", action="store_true")
     parser.add_argument("--deaf", action="store_true")
     parser.add_argument("--anew", action="store_true")
+    parser.add_argument("--stranger", action="store_true")
     parser.add_argument("--saves", action="store_true")
     options = parser.parse_args()
     Rank(options).train(options.steps)

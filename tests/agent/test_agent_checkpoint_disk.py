@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from agent_rig import Agent
+from registered_job import registered
 from test_agent_link import Service, fact, service  # noqa: F401 (a fixture)
 
 from cadenza.sidecar import orders, wire
@@ -38,9 +39,9 @@ def test_a_full_disk_fails_the_order_and_nothing_else(
     host = new_agent(service=f"tcp://127.0.0.1:{service.port}", keys=str(tmp_path / "keys")).up()
     (place, limit), end = disk, tmp_path / "end"
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "CADENZA_"))}
-    environment = {**kept, "SLURM_JOB_ID": "1", "SLURM_JOB_GPUS": "0", wire.SOCKET_ENV: str(host.socket)}
+    environment = {**kept, "SLURM_JOB_ID": "1", wire.SOCKET_ENV: str(host.socket)}
     child = subprocess.Popen(
-        [sys.executable, str(JOB), str(place), str(end), str(limit)],
+        registered(host.socket, 1, [0], sys.executable, str(JOB), str(place), str(end), str(limit)),
         env=environment, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:

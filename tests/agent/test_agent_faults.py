@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from agent_rig import Agent, until
+from registered_job import registered
 from test_agent_turns import facts
 from test_agent_with_client import JOB, boundaries, waits
 
@@ -76,14 +77,10 @@ class Jobs:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, agent: Agent, script: str, argument: Path) -> subprocess.Popen[bytes]:
-        environment = {
-            **os.environ,
-            "CADENZA_SOCKET": str(agent.socket),
-            "SLURM_JOB_ID": str(len(self.processes) + 1),
-            "SLURM_JOB_GPUS": "0",
-            "OMP_NUM_THREADS": "1",
-        }
-        self.processes.append(subprocess.Popen([sys.executable, "-c", script, str(argument)], env=environment))
+        job = len(self.processes) + 1
+        own = {"CADENZA_SOCKET": str(agent.socket), "SLURM_JOB_ID": str(job), "OMP_NUM_THREADS": "1"}
+        command = registered(agent.socket, job, [0], sys.executable, "-c", script, str(argument))
+        self.processes.append(subprocess.Popen(command, env={**os.environ, **own}))
         return self.processes[-1]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 from agent_rig import Agent
+from registered_job import registered
 from test_agent_link import Service, service  # noqa: F401 - a fixture
 
 from cadenza.sidecar import wire
@@ -30,9 +31,10 @@ def linked(new_agent: Callable[..., Agent], service: Service) -> Agent:  # noqa:
 
 
 def test_the_owner_is_in_the_lease_report(linked: Agent, service: Service) -> None:  # noqa: F811
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "0", "SUBMITIT_EXECUTOR": "slurm"}
+    job = {"SLURM_JOB_ID": "7", "SUBMITIT_EXECUTOR": "slurm"}
+    command = registered(linked.socket, 7, [0], sys.executable, "-c", JOB)
     environment = {**os.environ, **job, wire.SOCKET_ENV: str(linked.socket)}
-    with subprocess.Popen([sys.executable, "-c", JOB], env=environment, stdin=subprocess.PIPE, text=True) as rank:
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True) as rank:
         assert service.lease(7, lambda lease: lease.ranks).requeue_owner == "submitit"
         assert rank.stdin is not None
         rank.stdin.write("\n")

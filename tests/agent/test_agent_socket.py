@@ -79,16 +79,36 @@ def test_nonsense_is_answered_and_harmless(agent: Agent) -> None:
     assert peer.start(5, [0])["state"] == "granted"
 
 
-def test_a_process_of_another_job_may_not_attach(agent: Agent) -> None:
-    agent.talk().start(1, [0])
-    child = agent.rank(1, slurm_job=2)
-    assert "belongs to job 2, not to job 1" in child.wait_for("error")["error"]
+def test_a_process_of_another_job_may_not_attach(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    agent.plugin(1, [0]).wait_for("start")
+    child = agent.rank(1, "--stranger")
+    assert "is no process of job 1" in child.wait_for("error")["error"]
     assert "refused pid=" in agent.log()
 
 
-def test_a_process_of_no_job_may_not_attach(agent: Agent) -> None:
-    answer = agent.talk().ask("attach", job=1)
-    assert "belongs to no job" in answer["error"]
+def test_a_child_of_a_registered_process_may_attach(agent: Agent) -> None:
+    agent.talk().start(1, [0])
+    assert agent.rank(1, "--stranger").wait_for("attached")["state"] == "held"
+
+
+def test_a_process_makes_no_lease(agent: Agent) -> None:
+    """Whatever it names, and whatever its environment says (A6)."""
+    answer = agent.talk().ask("attach", job=8, gpus=[0, 1, 2, 3], restart=3)
+    assert "job 8.3 is not registered on this host" in answer["error"]
+    agent.talk().start(8, [0])
+    agent.talk().ask("attach", job=8, gpus=[0, 1, 2, 3], hosts=4, node="n9")
+    lease = agent.leases()[8]
+    assert (lease["gpus"], lease["hosts"], lease["node"]) == ([0], 1, "n1")
+    assert agent.talk().start(9, [1])["state"] == "granted"
+
+
+def test_exclusive_use_needs_lane_0(agent: Agent) -> None:
+    """A job on a further lane that does not share is sent back to be requeued (B5)."""
+    answer = agent.talk().start(2, [0], managed=False, lane=1, node="n1-l1")
+    assert answer["state"] == "giveup"
+    assert "exclusive use of GPUs needs lane 0" in answer["reason"]
+    assert agent.talk().start(3, [0])["state"] == "granted"
 
 
 @as_root
@@ -117,20 +137,11 @@ def test_another_users_process_may_not_attach(agent: Agent) -> None:
 
 
 def test_the_job_is_gone_when_its_batch_script_ends(agent: Agent) -> None:
-    code = (
-        "import os, sys, time; sys.path[:0] = [sys.argv[2]]; from agent_rig import Talker; "
-        "from pathlib import Path; t = Talker(Path(sys.argv[1])); "
-        "print(t.start(9, [0], step=4294967291)['state'], flush=True); time.sleep(60)"
-    )
-    here = os.path.dirname(__file__)
-    batch = subprocess.Popen([sys.executable, "-c", code, str(agent.socket), here], stdout=subprocess.PIPE, text=True)
-    assert batch.stdout is not None
-    assert batch.stdout.readline() == "granted\n"
+    batch = agent.plugin(9, [0], step=4294967291)
+    assert batch.wait_for("start")["state"] == "granted"
     waiter = agent.talk()
     answer = waiter.start(10, [0])
     batch.kill()
-    batch.wait()
-    batch.stdout.close()
     waiter.until_granted(answer)
     assert "left JOBID=9: its batch script ended" in agent.log()
 

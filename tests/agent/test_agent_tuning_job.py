@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from agent_rig import Agent, until
 from cgroup_rig import MOUNT, SlurmTree, group_of, real_v1, slurm_tree
+from registered_job import registered
 from test_agent_link import Service, fact, linked, service  # noqa: F401 (fixtures)
 
 from cadenza.sidecar import orders
@@ -63,7 +64,7 @@ def test_a_job_trains_on_one_then_two_then_one_cpu_and_learns_the_same(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "tuned"
-    command = [sys.executable, str(SCRIPT), str(out)]
+    command = registered(linked.socket, JOB, [], sys.executable, str(SCRIPT), str(out))
     job = tree.launch(JOB, command, cpus="0", CADENZA_SOCKET=str(linked.socket), OMP_NUM_THREADS="1")
     until(lambda: steps(out), "a first step", 30)
     service.facts(fact(JOB, cpus=1.0, memory_mb=1000))

@@ -12,7 +12,8 @@ import pytest
 from agent_rig import until
 from cgroup_rig import MOUNT, SlurmTree, group_of, real_v1, slurm_tree
 
-from cadenza.sidecar.agent.tuning import cgroup_paths, topology
+from cadenza.sidecar.agent.ipc import cgroup_paths
+from cadenza.sidecar.agent.tuning import topology
 from cadenza.sidecar.agent.tuning.cgroup_v1 import sweep
 from cadenza.sidecar.agent.tuning.detect import limits_of
 from cadenza.sidecar.agent.tuning.limits import Limits, Saved

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cadenza.sidecar.agent.tuning import cgroup_paths
+from cadenza.sidecar.agent.ipc import cgroup_paths
 from cadenza.sidecar.agent.tuning.detect import limits_of
 from cadenza.sidecar.agent.tuning.limits import Limits, Saved, TuningError, put
 from cadenza.sidecar.agent.tuning.planner import Grant

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from agent_rig import Agent, until
+from registered_job import registered
 from test_agent_turns import facts
 
 pytestmark = pytest.mark.slow
@@ -46,13 +47,9 @@ def test_jobs_take_turns_through_an_agents_death(new_agent: Callable[..., Agent]
     outs = [tmp_path / f"job{job}" for job in (1, 2)]
     jobs = []
     for job, out in enumerate(outs, 1):
-        environment = {
-            **os.environ,
-            "CADENZA_SOCKET": str(agent.socket),
-            "SLURM_JOB_ID": str(job),
-            "SLURM_JOB_GPUS": "0-1",
-        }
-        jobs.append(subprocess.Popen([sys.executable, "-c", JOB, str(out)], env=environment))
+        environment = {**os.environ, "CADENZA_SOCKET": str(agent.socket), "SLURM_JOB_ID": str(job)}
+        command = registered(agent.socket, job, [0, 1], sys.executable, "-c", JOB, str(out))
+        jobs.append(subprocess.Popen(command, env=environment))
     try:
         for out in outs:
             until(lambda out=out: waits(out) >= 1, "a turn of the other")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from client_peer import PATIENCE_S, slurm_environment
+from registered_job import registered
 
 from cadenza.sidecar import wire
 
@@ -75,8 +76,8 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 @pytest.fixture
 def ranks(agent: Agent, tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
     """Two ranks of one job on GPU 0."""
-    environment = slurm_environment(agent.socket, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", SLURM_JOB_GPUS="0")
-    command = [sys.executable, str(JOB), str(tmp_path / "end")]
+    environment = slurm_environment(agent.socket, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="1")
+    command = registered(agent.socket, 4711, [0], sys.executable, str(JOB), str(tmp_path / "end"))
     jobs = [
         subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
         for rank in range(2)

@@ -12,6 +12,7 @@ import pytest
 from client_peer import PATIENCE_S, slurm_environment
 from framework_jobs import RUNS
 from intruder import Intruder
+from registered_job import registered
 from test_client_agent import Agent
 
 Runs = dict[tuple[str, str], dict[str, Any]]
@@ -25,8 +26,9 @@ pytestmark = pytest.mark.slow
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """All runs of one process under ``cadenza run``, while another job comes and goes on its GPU."""
     agent = Agent(tmp_path_factory.mktemp("agent"))
-    environment = slurm_environment(agent.socket, SLURM_JOB_GPUS="0", OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "cadenza.sidecar.client.bootstrap.run_script", "--", sys.executable, str(SCRIPT)]
+    environment = slurm_environment(agent.socket, OMP_NUM_THREADS="1")
+    script = ["-m", "cadenza.sidecar.client.bootstrap.run_script", "--", sys.executable, str(SCRIPT)]
+    command = registered(agent.socket, 4711, [0], sys.executable, *script)
     try:
         with Intruder(agent):
             done = subprocess.run(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.sidecar.agent.driver.protocol import InspectCall, Inspection
-from cadenza.sidecar.agent.ipc.processes import job_of, start_ticks
+from cadenza.sidecar.agent.ipc.processes import start_ticks
 from cadenza.sidecar.agent.leases.lease_table import GpuProcess
 
 MIN_UVM_BYTES = 32 << 20
@@ -67,9 +67,9 @@ class Inspector:
         return Inspection(asked.id, processes, tuple(free.items()), min(headroom, default=None), refused)
 
     def _belongs(self, pid: int, asked: InspectCall) -> bool:
-        """Return True if a process belongs to the job and to its user: its environment alone proves nothing."""
+        """Return True if a process belongs to the job and to its user."""
         try:
-            return (self._proc / str(pid)).stat().st_uid == asked.uid and job_of(pid) == asked.job
+            return pid in asked.pids and (self._proc / str(pid)).stat().st_uid == asked.uid
         except OSError:
             return False
 

@@ -15,6 +15,7 @@ from cadenza.sidecar.agent.driver.machine import Limits, Machine
 from cadenza.sidecar.agent.driver.protocol import Call, Called, InspectCall, Inspection, Operation
 from cadenza.sidecar.agent.ipc.processes import start_ticks
 from cadenza.sidecar.agent.jobs.host_state import Host
+from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.leases.lease_table import GpuProcess, Lease
 
 log = logging.getLogger(__name__)
@@ -226,7 +227,8 @@ class DriverController:
                 self._call(lease.key, job.machine.members[command.pid].target, command.operation)
             elif isinstance(command, events.Inspect):
                 job.inspection = self._number(lease.key, None, "state")
-                self.channel.ask(InspectCall(job.inspection, lease.job, lease.uid, lease.gpus))
+                pids = tuple(sorted(membership.pids_of(lease)))
+                self.channel.ask(InspectCall(job.inspection, lease.uid, lease.gpus, pids))
             else:
                 self._take(self.channel.end(command.reason))
                 return

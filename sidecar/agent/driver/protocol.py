@@ -17,9 +17,10 @@ class InspectCall(msgspec.Struct, frozen=True, tag=True):
     """Find the processes of a job on its GPUs, and any reason that they must not be stopped."""
 
     id: int
-    job: int
     uid: int
     gpus: tuple[int, ...]
+    pids: tuple[int, ...]
+    """All processes of the job."""
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):

@@ -24,12 +24,13 @@ from cadenza.sidecar.agent.ipc.messages import (
     parse,
 )
 from cadenza.sidecar.agent.ipc.pages import Page
-from cadenza.sidecar.agent.ipc.processes import job_of, start_ticks
+from cadenza.sidecar.agent.ipc.processes import start_ticks
 from cadenza.sidecar.agent.ipc.transport import Session
 from cadenza.sidecar.agent.jobs import shm_cleanup
 from cadenza.sidecar.agent.jobs.host_state import Host
 from cadenza.sidecar.agent.jobs.job_run import JobRun, Rank, Waiter
-from cadenza.sidecar.agent.leases.lease_table import Lease, Process
+from cadenza.sidecar.agent.leases import membership
+from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.turns.arbiter import Arbiter
 from cadenza.sidecar.agent.turns.coordinator import StopCoordinator
 
@@ -41,8 +42,6 @@ EMPTY_MANAGED_S = 1.0
 EMPTY_S = 10.0
 """Time without a process after which a job without a batch script counts as gone. Between two sruns a managed job can
 wait for its turn again; a job that did not opt in should not have to."""
-UNLISTED_S = 60.0
-"""Time after which a job that registered itself, and that the service does not list, is forgotten."""
 
 
 @dataclass
@@ -101,8 +100,15 @@ class JobHandler:
     def _start(self, session: Session, message: Start) -> None:
         """Register a job; the answer follows as soon as it holds its lease, in this pass if its GPUs are free."""
         self._require_privilege(session, "start")
+        if message.lane > 0 and not message.managed:
+            reason = f"job {message.job} does not share: exclusive use of GPUs needs lane 0, not lane {message.lane}"
+            log.warning("refused JOBID=%d: %s", message.job, reason)
+            self.host.outbox.post(session, "lease", state="giveup", reason=reason)
+            return
         lease = self._registered(message)
-        self._remember(lease, session.peer.pid, batch=message.batch)
+        if membership.enroll(lease, session.peer.pid, batch=message.batch):
+            self.host.leases.touch()
+        self.watch(session.peer.pid)
         run = self.host.run(lease.key)
         run.empty_since = None
         if lease.state == "held":
@@ -118,21 +124,15 @@ class JobHandler:
             raise NotAuthorizedError(f"{what}: uid {session.peer.uid} may not, only root's plugin may")
 
     def _registered(self, message: Start) -> Lease:
-        """Return the job's lease, new or brought up to date; root's registration replaces a process's own."""
+        """Return the job's lease, new or brought up to date."""
         lease = self.host.leases.get(JobKey(message.job, message.restart))
-        if lease is not None and lease.uid != message.uid:
-            log.warning("registered anew JOBID=%s uid=%d, was %d", lease.key, message.uid, lease.uid)
-            self.drop(lease, "another user's process had claimed it")
-            lease = None
         if lease is None:
             fresh = Lease(message.job, message.restart, message.uid, message.gpus, 0.0)
             fresh.managed = message.managed
             lease = self.host.leases.register(fresh, self.host.clock.now())
             log.info("registered JOBID=%s uid=%d gpus=%s", lease.key, lease.uid, lease.gpus)
-        elif not lease.verified and not lease.occupying:
-            lease.gpus, lease.managed = message.gpus, message.managed
         lease.user, lease.node, lease.lane = message.user, message.node, message.lane
-        lease.hosts, lease.options, lease.verified = max(message.hosts, 1), message.options, True
+        lease.hosts, lease.options = max(message.hosts, 1), message.options
         lease.cpus, lease.memory_mb = message.cpus or lease.cpus, message.memory_mb or lease.memory_mb
         self.host.leases.touch()
         return lease
@@ -147,8 +147,7 @@ class JobHandler:
 
     def _attach(self, session: Session, message: Attach) -> None:
         """Take in one rank; its identity comes from the kernel, not from the message."""
-        self._require_member(session, message.job)
-        lease = self._claimed(session, message)
+        lease = self._own_lease(session, message)
         run = self.host.run(lease.key)
         self._replace(run, session)
         self.arbiter.settle()  # the answer says whether it has a lease; without the rank, no message goes before it
@@ -158,30 +157,27 @@ class JobHandler:
         rank.requeue_owner = message.requeue_owner
         session.key = lease.key
         run.detached, run.empty_since = None, None
-        self._remember(lease, session.peer.pid)
+        if membership.add(lease, rank.pid):
+            self.host.leases.touch()
+        self.watch(rank.pid)
         state = "held" if lease.occupying or message.in_step else "yielded"
         self.host.outbox.post(session, "attached", fds=(page.fd,), state=state, rank=message.rank)
         log.info("attached JOBID=%s rank=%d pid=%d lease=%s", lease.key, message.rank, rank.pid, lease.state)
         self.coordinator.joined(lease, rank)
 
-    def _require_member(self, session: Session, job: int) -> None:
-        """Raise NotAuthorizedError unless the peer's process belongs to the job that it names."""
-        actual = job_of(session.peer.pid)
-        if actual != job:
-            named = "no job" if actual is None else f"job {actual}"
-            raise NotAuthorizedError(f"attach: pid {session.peer.pid} belongs to {named}, not to job {job}")
+    def _own_lease(self, session: Session, message: Attach) -> Lease:
+        """Return the lease that root registered for the peer's job; raise NotAuthorizedError if it has none.
 
-    def _claimed(self, session: Session, message: Attach) -> Lease:
-        """Return the lease of the job that a process names, if it is the same user's."""
-        key = JobKey(message.job, message.restart)
+        The message says which job it is; that the process is one of it must be seen.
+        """
+        key, peer = JobKey(message.job, message.restart), session.peer
         lease = self.host.leases.get(key)
         if lease is None:
-            fresh = Lease(key.id, key.restart, session.peer.uid, message.gpus, 0.0, node=message.node)
-            fresh.hosts = max(message.hosts, 1)
-            log.info("registered by its own process JOBID=%s uid=%d gpus=%s", key, fresh.uid, fresh.gpus)
-            return self.host.leases.register(fresh, self.host.clock.now())
-        if lease.uid != session.peer.uid:
-            raise NotAuthorizedError(f"attach: job {key} is uid {lease.uid}'s, not uid {session.peer.uid}'s")
+            raise NotAuthorizedError(f"attach: job {key} is not registered on this host; root's plugin does that")
+        if lease.uid != peer.uid:
+            raise NotAuthorizedError(f"attach: job {key} is uid {lease.uid}'s, not uid {peer.uid}'s")
+        if not membership.belongs(peer.pid, lease):
+            raise NotAuthorizedError(f"attach: pid {peer.pid} is no process of job {key}")
         return lease
 
     def _replace(self, run: JobRun, session: Session) -> None:
@@ -193,17 +189,6 @@ class JobHandler:
                 run.resume.pending.discard(old.pid)
             if old.session is not None and old.session is not session:
                 self.host.outbox.post(old.session, "error", last=True, error="replaced by a later attach")
-
-    def _remember(self, lease: Lease, pid: int, *, batch: bool = False) -> None:
-        """Record a process with its job and watch for its end."""
-        ticks = start_ticks(pid)
-        if ticks is None:
-            return
-        process = Process(pid, ticks, batch)
-        if all(one.pid != pid or one.start_ticks != ticks for one in lease.processes):
-            lease.processes = (*lease.processes, process)
-            self.host.leases.touch()
-        self.watch(pid)
 
     def _detach(self, session: Session, lease: Lease, rank: Rank, message: Detach) -> None:
         """Record that a rank will not stop any more; a stop that has not been committed is withdrawn."""
@@ -297,16 +282,12 @@ class JobHandler:
 
     def _gone_reason(self, lease: Lease, run: JobRun, now: float) -> str | None:
         """Return the reason why a job counts as gone without a message; None while it does not."""
-        listed = self.host.fact_of(lease) is not None
-        age = self.host.clock.now() - lease.registered_s
-        if age > UNLISTED_S and not lease.verified and not listed and not self.host.rotating():
-            return "it registered itself and Slurm does not know it"
         if lease.processes:
             run.empty_since = None
             return None
         if run.empty_since is None:
             run.empty_since = now
-        if run.listed and not listed:
+        if run.listed and self.host.fact_of(lease) is None:
             return "Slurm does not list it any more and none of its processes lives"
         limit = EMPTY_MANAGED_S if lease.managed else EMPTY_S
         return f"none of its processes has lived for {limit:g} s" if now - run.empty_since > limit else None

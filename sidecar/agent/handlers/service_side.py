@@ -88,7 +88,8 @@ class ServiceHandler:
                 self.host.run(lease.key).listed = True
                 lease.weight = fact.weight if fact.weight >= MIN_WEIGHT else lease.weight
                 lease.priority, lease.user = fact.priority, fact.user
-                lease.managed, lease.hosts = fact.managed, max(fact.hosts, 1)
+                lease.managed = fact.managed or lease.lane > 0  # exclusive use needs lane 0
+                lease.hosts = max(fact.hosts, 1)
         if changed:
             self.host.leases.pack({JobKey(fact.job, fact.restart): fact.pack for fact in facts.jobs})
 

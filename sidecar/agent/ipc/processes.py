@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 _CREDENTIALS = struct.Struct("3i")
-_JOB_IN_CGROUP = re.compile(r"/job_(\d+)(?:/|$)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +57,10 @@ def boot_id() -> str:
         return ""
 
 
-def job_of(pid: int) -> int | None:
-    """Return the Slurm job of a process, or None if it is unknown.
-
-    The cgroup decides if it names a job (``…/job_<id>/…``, which the job cannot change). Otherwise, as with Slurm
-    26.05's cgroups named by SLUID or without any, the process's initial ``SLURM_JOB_ID`` does.
-    """
-    try:
-        cgroup = Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8", errors="replace")
-        named = _JOB_IN_CGROUP.search(cgroup)
-        if named:
-            return int(named[1])
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    value = next((item[13:] for item in environment if item.startswith(b"SLURM_JOB_ID=")), b"")
-    return int(value) if value.isdigit() else None
+def parent_of(pid: int) -> int | None:
+    """Return the pid of a process's parent, or None if the process is gone."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else None
 
 
 def open_pidfd(pid: int) -> int | None:

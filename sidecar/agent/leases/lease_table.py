@@ -63,8 +63,6 @@ class Lease(msgspec.Struct):
     hosts: int = 1
     managed: bool = True
     options: str = ""
-    verified: bool = False
-    """Registered by root; otherwise by its own first attach."""
     weight: float = 1.0
     priority: int = 0
     state: State = "waiting"
@@ -74,6 +72,10 @@ class Lease(msgspec.Struct):
     """Time of the last grant; meaningful while the lease is held or stopping."""
     registered_s: float = 0.0
     processes: tuple[Process, ...] = ()
+    group: str = ""
+    """The job's group in Slurm's tree, as ``Groups.slurm_job`` names it; "" where Slurm has none."""
+    stepds: tuple[Process, ...] = ()
+    """The slurmstepd of each step that root has registered: where there are no groups, its descendants are the job."""
     cpus: float = 0.0
     """CPUs of Slurm's allocation on this host, from the registration; 0 if unknown."""
     memory_mb: int = 0

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from cadenza.sidecar.agent.tuning import cgroup_paths
-from cadenza.sidecar.agent.tuning.cgroup_paths import Groups
+from cadenza.sidecar.agent.ipc import cgroup_paths
+from cadenza.sidecar.agent.ipc.cgroup_paths import Groups
 from cadenza.sidecar.agent.tuning.limits import (
     MB,
     PERIOD_US,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cadenza.sidecar.agent.tuning.cgroup_paths import below
+from cadenza.sidecar.agent.ipc.cgroup_paths import below
 from cadenza.sidecar.agent.tuning.limits import (
     MB,
     PERIOD_US,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 
 from cadenza.policies.core.model import JobKey
-from cadenza.sidecar.agent.ipc.processes import job_of
+from cadenza.sidecar.agent.ipc import cgroup_paths
+from cadenza.sidecar.agent.ipc.slurm_steps import steps
 from cadenza.sidecar.agent.jobs.host_state import Host
 from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.state_files import Wish
-from cadenza.sidecar.agent.tuning import cgroup_paths
 from cadenza.sidecar.agent.tuning.limits import Limits
 from cadenza.sidecar.agent.tuning.planner import MILLI, Claim, Grant
 from cadenza.sidecar.agent.tuning.topology import Topology
@@ -85,17 +84,14 @@ def _claim(lease: Lease, fact: JobFacts | None, scale: Scale, part: Part | None)
     )
 
 
-def unregistered_jobs(host: Host, which_job: Callable[[int], int | None] = job_of) -> frozenset[int]:
+def unregistered_jobs(host: Host) -> frozenset[int]:
     """Return all of Slurm's jobs on this host by their control groups, found from any registered process."""
     pid = next((process.pid for lease in host.leases for process in lease.processes), None)
     if pid is None:
         return frozenset()
-    jobs: set[int] = set()
-    for folder in cgroup_paths.of(pid).all_jobs():
-        name, number = folder.name, folder.name.removeprefix("job_")
-        if number != name and number.isdigit():
-            jobs.add(int(number))
-        else:  # a SLUID; its processes name the job
-            named = (job for pid in cgroup_paths.processes(folder) if (job := which_job(pid)) is not None)
-            jobs.update(islice(named, 1))
+    folders = tuple(cgroup_paths.of(pid).all_jobs())
+    named = {folder.name.removeprefix("job_") for folder in folders if folder.name.startswith("job_")}
+    jobs = {int(number) for number in named if number.isdigit()}
+    if len(named) < len(folders):  # the others are called by their SLUID: slurmstepd has the number
+        jobs.update(step.job for step in steps())
     return frozenset(jobs)

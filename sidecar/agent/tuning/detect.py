@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from cadenza.sidecar.agent.tuning import cgroup_paths
+from cadenza.sidecar.agent.ipc import cgroup_paths
 from cadenza.sidecar.agent.tuning.cgroup_v1 import CgroupV1
 from cadenza.sidecar.agent.tuning.cgroup_v2 import CgroupV2
 from cadenza.sidecar.agent.tuning.limits import Affinity, Limits, Pids, Saved

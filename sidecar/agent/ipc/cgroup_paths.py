@@ -69,6 +69,23 @@ class Groups:
             return frozenset()
         return frozenset(pid for pid in processes(folder) if _lines(self.root / f"proc/{pid}/comm")[:1] != [STEPD])
 
+    def slurm_job(self) -> str:
+        """Return ``CONTROLLER:PATH`` of the job's group in Slurm's own tree, "" outside of it.
+
+        A process is placed there by slurmd, which runs as root, and cannot leave. slurmstepd itself counts too. The
+        path alone proves nothing where users have trees of their own: compare it with that of a process of root's.
+        """
+        for anchor in ANCHORS:
+            if (inside := _group_of_job(self.paths.get(anchor))) is not None:
+                return f"{anchor}:{inside}"
+        return ""
+
+    def frozen(self) -> bool:
+        """Return True if the freezer holds the process, by its own group or by one above it (version 1 or 2)."""
+        if (inside := self.paths.get("freezer")) is not None:
+            return _lines(self.mount("freezer") / inside / "freezer.state") == ["FROZEN"]
+        inside = self.paths.get("")
+        return inside is not None and "frozen 1" in _lines(self.mount("") / inside / "cgroup.events")
 
     def all_jobs(self) -> Iterator[Path]:
         """Yield the groups of all of Slurm's jobs on this host, in the most reliable tree."""
@@ -79,6 +96,15 @@ class Groups:
                 pattern = "slurm*/uid_*/job_*" if anchor else "*slurmstepd.scope/*"
                 yield from (one for one in top.glob(pattern) if any(one.glob(f"{STEP}*")))
                 return
+
+
+def members_of(group: str, root: Path = Path("/")) -> frozenset[int]:
+    """Return the processes in a job's group, as :meth:`Groups.slurm_job` names it, without slurmstepd's own."""
+    controller, _, inside = group.partition(":")
+    if not inside:
+        return frozenset()
+    folder = Groups(root).mount(controller) / inside
+    return frozenset(pid for pid in processes(folder) if _lines(root / f"proc/{pid}/comm")[:1] != [STEPD])
 
 
 def processes(folder: Path) -> Iterator[int]:
@@ -105,6 +131,17 @@ def _job_of(inside: Path | None) -> Path | None:
     step = next((i for i, name in enumerate(names) if name.startswith(STEP)), 0)
     in_slurm = any(name.startswith("slurm") or name.endswith("slurmstepd.scope") for name in names[: max(step - 1, 0)])
     return Path(*names[:step]) if step and in_slurm else None
+
+
+def _group_of_job(inside: Path | None) -> Path | None:
+    """Return the group of a job by its place in Slurm's tree, without asking for a step below it; None elsewhere."""
+    names = inside.parts if inside is not None else ()
+    for i, name in enumerate(names):
+        if name.endswith("slurmstepd.scope") and len(names) > i + 1 and names[i + 1] != "system":
+            return Path(*names[: i + 2])
+        if name.startswith("slurm") and len(names) > i + 2 and names[i + 1].startswith("uid_"):
+            return Path(*names[: i + 3])
+    return None
 
 
 def below(folder: Path) -> Iterator[Path]:
