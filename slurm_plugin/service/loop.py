@@ -20,14 +20,14 @@ from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway
 from cadenza.slurm_plugin.service import move_requests
 from cadenza.slurm_plugin.service.agent_facts import facts_of, suspended_after
 from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub
-from cadenza.slurm_plugin.service.errors import HubError
-from cadenza.slurm_plugin.service.failover.release_round import adopted, release_round, settled
+from cadenza.slurm_plugin.service.errors import HubError, StoreError
+from cadenza.slurm_plugin.service.failover.release_round import adopted, release_round, release_unrecorded, settled
 from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway
 from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory
 from cadenza.slurm_plugin.service.profiles.refiner import Refiner
 from cadenza.slurm_plugin.service.settings import Settings, gpu_memory, guard_settings, hub_settings, policy, to_record
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
-from cadenza.slurm_plugin.service.systemd import action_line, action_lines, notify
+from cadenza.slurm_plugin.service.systemd import action_line, notify
 
 log = logging.getLogger(__name__)
 
@@ -159,9 +159,13 @@ class Loop:
     def let_go(self) -> None:
         """Undo our holds and suspends at an orderly end; leases stay as they are, and agents take turns alone."""
         self._record()
-        report = release_round(self._gateway, self._clock, self._store, STOP_REASON)
-        for line in action_lines(report):
-            log.info("%s", line)
+        try:
+            outcomes = release_round(self._gateway, self._clock, self._store, STOP_REASON).outcomes
+        except (StoreError, sqlite3.Error) as error:
+            log.warning("no round can be written down (%s), the jobs are released all the same", error)
+            outcomes = release_unrecorded(self._gateway, self._store.memory(), STOP_REASON)
+        for action, outcome in outcomes:
+            log.info("%s", action_line(action, outcome))
 
     # --- inside ----------------------------------------------------------------------------------------
 
@@ -180,6 +184,7 @@ class Loop:
         if self._gateway.refiner is not None:
             self._gateway.refiner.learns = settings.profiled
         self._store.use_settings(to_record(settings))
+        self._store.max_bytes = settings.service.retention_gb * 1e9
 
     def _wait(self, began_s: float, each_nap: Callable[[], object]) -> None:
         """Wait until the next round is due: at its regular time, or early after news or a step of a job in transit."""
@@ -202,8 +207,13 @@ class Loop:
         """Write down the agents' messages; once an hour delete what is older than the settings keep."""
         messages, now_s = self._hub.drain(), self._clock.monotonic()
         try:
-            if messages:
-                self._store.record(messages)
+            if refused := self._store.record(messages):
+                log.warning(
+                    "%s: %d of %d reports not written, because of what they say",
+                    self._store.path,
+                    refused,
+                    len(messages),
+                )
             if now_s >= self._forget_s:
                 self._forget_s = now_s + FORGET_PERIOD_S
                 epoch_s, service = self._clock.now(), self.settings.service

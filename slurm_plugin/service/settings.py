@@ -62,6 +62,9 @@ class ServiceTable(msgspec.Struct, frozen=True):
         "/var/lib/cadenza/cadenza.db"
     )
     retention_days: Annotated[float, Meta(description="Time for which the record is kept", gt=0)] = 14.0
+    retention_gb: Annotated[
+        float, Meta(description="Size of the record from which its oldest rounds are deleted before their time", gt=0)
+    ] = 10.0
     report_days: Annotated[
         float, Meta(description="Time for which cadenza report --since keeps its sums, at least retention_days", gt=0)
     ] = 90.0
@@ -127,9 +130,9 @@ class PolicyTable(msgspec.Struct, frozen=True):
         bool,
         Meta(description="Let pending jobs with a profile ask for the CPUs and memory that it says they can use"),
     ] = True
-    usage_half_life_s: Annotated[
-        float, Meta(description="In this time past usage counts half (fairshare)", gt=0)
-    ] = 7 * 86400.0
+    usage_half_life_s: Annotated[float, Meta(description="In this time past usage counts half (fairshare)", gt=0)] = (
+        7 * 86400.0
+    )
     move_s: Annotated[
         float, Meta(description="Assumed cost of moving a job to other nodes, as time without progress", ge=0)
     ] = 30.0
@@ -152,9 +155,7 @@ class ProfilesTable(msgspec.Struct, frozen=True):
     ] = "/etc/cadenza/profiles"
     refine: Annotated[
         bool,
-        Meta(
-            description="Correct profiles by the speed of running jobs at their CPUs, and learn missing ones"
-        ),
+        Meta(description="Correct profiles by the speed of running jobs at their CPUs, and learn missing ones"),
     ] = True
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator
 
 from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Outcome
-from cadenza.policies.round import RoundReport
 
 
 def set_up_logging(*, debug: bool) -> None:
@@ -16,12 +14,6 @@ def set_up_logging(*, debug: bool) -> None:
     journal = "JOURNAL_STREAM" in os.environ
     form = "%(levelname)s %(message)s" if journal else "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.DEBUG if debug else logging.INFO, format=form)
-
-
-def action_lines(report: RoundReport) -> Iterator[str]:
-    """Return one line for each action that left in a round."""
-    for action, outcome in report.outcomes:
-        yield action_line(action, outcome)
 
 
 def action_line(action: Action, outcome: Outcome) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from cadenza.policies.core.model import JobUsage, Progress, Share
 from cadenza.policies.core.profile import Profile, linked
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.service.settings import load_settings
+from cadenza.slurm_plugin.service.store.record_codec import encode_snapshot
 
 
 def run(*words: str) -> Result:
@@ -137,6 +140,42 @@ def test_release_undoes_only_what_is_ours(sharing: Path, tmp_path: Path) -> None
     said = run("release", "2", "--config", str(sharing))
     assert "unsuspend job 2: done" in said.stdout
     assert f"touch {tmp_path}/STOP" in said.stderr
+
+
+def damage(config: Path, *changes: str) -> None:
+    with closing(sqlite3.connect(load_settings(config).service.store, isolation_level=None)) as link:
+        for change in changes:
+            link.execute(change)
+
+
+def test_release_needs_no_readable_round(sharing: Path) -> None:
+    ours = job(2, "second", "yielded", state="SUSPENDED")
+    fill(sharing, cluster(job(1, "first", "held"), ours), apply=True)
+    damage(sharing, "UPDATE rounds SET snapshot = x'00', memory = x'00'", "PRAGMA user_version = 99")
+    done = run("release", "--all", "--json", "--config", str(sharing))
+    assert (done.exit_code, [row["action"] for row in json.loads(done.stdout)]) == (0, ["Unsuspend"])
+
+
+@pytest.mark.parametrize("lost", ["missing", "damaged"])
+def test_release_without_its_record_undoes_what_slurm_says(sharing: Path, lost: str) -> None:
+    held = job(3, "late", None, state="PENDING", nodes=(), slurm_priority=0)
+    theirs = replace(job(4, "theirs", None, state="PENDING", nodes=(), slurm_priority=0), state_reason="JobHeldAdmin")
+    fill(sharing, cluster(job(2, "second", "yielded", state="SUSPENDED"), held, theirs), apply=True)
+    shown = cluster(replace(held, held_by_plugin=True), theirs)
+    sharing.with_name("snapshot.json").write_bytes(encode_snapshot(shown))
+    if lost == "missing":
+        Path(load_settings(sharing).service.store).unlink()
+    else:
+        damage(sharing, "UPDATE undo SET record = x'00'")
+    done = run("release", "--all", "--config", str(sharing))
+    assert (done.exit_code, done.stdout) == (3, "release job 3: done\n")
+    assert "suspends may be left" in done.stderr
+
+
+def test_top_and_why_read_past_a_damaged_round(sharing: Path) -> None:
+    damage(sharing, "UPDATE rounds SET snapshot = x'00' WHERE number = (SELECT max(number) FROM rounds)")
+    assert run("top", "--once", "--config", str(sharing)).exit_code == 0
+    assert "job 2 is next" in run("why", "1", "--config", str(sharing)).stdout
 
 
 LOCKED = """

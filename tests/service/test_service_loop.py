@@ -23,7 +23,7 @@ from service_rig import (
 )
 
 from cadenza.policies.core.actions import Outcome, Release, Unsuspend
-from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.sharing.turns.slurm_sync import release_plan
 from cadenza.sidecar.clock import SystemClock
@@ -31,6 +31,7 @@ from cadenza.sidecar.orders import CancelOrder, Facts, ResumeOrder, YieldOrder
 from cadenza.slurm_plugin.service.admission import Heartbeat, write_admission
 from cadenza.slurm_plugin.service.agents.hub import Hub
 from cadenza.slurm_plugin.service.failover.release_round import adopted, settled
+from cadenza.slurm_plugin.service.failover.watchdog import stand_in
 from cadenza.slurm_plugin.service.loop import Loop, Parts, early_s, pause_s
 from cadenza.slurm_plugin.service.settings import hub_settings, load_settings
 from cadenza.slurm_plugin.service.store.reader import StoreReader
@@ -227,6 +228,31 @@ def test_an_orderly_end_lets_go(rig: Rig) -> None:
     assert rig.store.memory().suspended == frozenset()
     with rig.reader() as reader:
         assert [row.kind for row in reader.job_record(1).actions] == ["Unsuspend"]
+
+
+def test_an_orderly_end_lets_go_also_on_a_full_disk(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.slurm.write(books(job(1, state="SUSPENDED"), job(2, state="SUSPENDED")))
+    rig.store.adopt(Memory(suspended=frozenset({A})))
+    fill_up(rig.store)
+    rig.loop.let_go()
+    assert rig.slurm.actions() == ["Unsuspend 1"]
+    assert "database or disk is full" in caplog.text
+
+
+def test_the_watchdog_releases_also_on_a_full_disk(rig: Rig) -> None:
+    rig.slurm.write(books(job(1, state="SUSPENDED")))
+    ours = Memory(suspended=frozenset({A}))
+    rig.store.begin(rig.slurm.read(), Decision((), ours), (), ours)
+    fill_up(rig.store)
+    rig.store.close()
+    assert stand_in(rig.store.path, lambda: FileSlurm(rig.slurm.path), 0.0, lambda _: None)
+    assert rig.slurm.actions() == ["Unsuspend 1"]
+
+
+def fill_up(store: SqliteStore) -> None:
+    """Let no round be written any more, in this and every later process."""
+    full = "CREATE TRIGGER full BEFORE INSERT ON rounds BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END"
+    store._link.execute(full)
 
 
 # --- Pure parts ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -25,7 +26,7 @@ from cadenza.policies.core.actions import (
     Yield,
 )
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, JobKey, Lease
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Options
 from cadenza.policies.guard import Guarded
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, LeaseLog, Switched
@@ -33,7 +34,7 @@ from cadenza.slurm_plugin.service.agents.agent_registry import Event
 from cadenza.slurm_plugin.service.errors import AlreadyRunningError, StoreError
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
 from cadenza.slurm_plugin.service.settings import Settings, from_record, load_settings, policy, to_record
-from cadenza.slurm_plugin.service.store import record_codec
+from cadenza.slurm_plugin.service.store import record_codec, schema
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.service.store.verification import verdict
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
@@ -139,6 +140,119 @@ def test_damaged_pages_are_put_aside(tmp_path: Path) -> None:
     data[4096:16384] = b"\xff" * 12288
     path.write_bytes(data)
     assert open_store(tmp_path).put_aside is not None
+
+
+HOSTILE = {
+    "surrogate": job(1, name="\ud800"),
+    "no number": job(1, run_s=float("nan"), submit_s=float("inf")),
+    "too large": job(1, options=Options(duration_s=10.0**12)),
+}
+
+
+@pytest.mark.parametrize("bad", HOSTILE.values(), ids=HOSTILE)
+def test_a_round_that_would_not_read_back_is_not_written(tmp_path: Path, bad: Job) -> None:
+    store = open_store(tmp_path)
+    ours = Memory(suspended=frozenset({A}))
+    store.begin(books(job(2)), Decision((), ours), (), ours)
+    with pytest.raises(record_codec.UNREADABLE):
+        store.begin(books(bad), Decision((), Memory()), (), Memory())
+    assert open_store(tmp_path).memory() == ours
+    with StoreReader(tmp_path / "cadenza.db") as reader:
+        last = reader.round()
+        assert last is not None
+        assert last.number == 1
+
+
+OURS = Memory(suspended=frozenset({A}), placed=frozenset({B}), held={JobKey(3, 1): 5.0}, drained=frozenset({"n1-l1"}))
+
+
+@pytest.mark.parametrize("damage", [b"", b"no zlib", record_codec.pack(b'{"time_s":1e999}')])
+def test_what_is_ours_needs_no_snapshot(tmp_path: Path, damage: bytes) -> None:
+    """The service starts, and every reading command works, whatever the last rounds have become."""
+    store, path = open_store(tmp_path), tmp_path / "cadenza.db"
+    lasting = replace(OURS, last_yield_s={A: 5.0})
+    store.begin(books(job(1)), Decision((), Memory(), {A: "first"}), (), Memory())
+    store.begin(books(job(1)), Decision((), lasting, {A: "second"}), (), lasting)
+    columns = "snapshot = ?1, memory = ?1, before = ?1, decision = ?1"
+    store._link.execute(f"UPDATE rounds SET {columns} WHERE number = 2", (damage,))
+    store.close()
+    assert schema.read_undo(path) == OURS
+    again = open_store(tmp_path)
+    assert (again.memory(), again.fresh, again.last_snapshot()) == (OURS, False, None)
+    with StoreReader(path) as reader:
+        last, record = reader.round(), reader.job_record(1)
+        assert last is not None
+        assert (last.number, record.reason) == (1, "second")
+        with pytest.raises(StoreError, match="round 2 cannot be read"):
+            reader.round(2)
+    assert again.begin(books(job(1)), Decision((), OURS), (), OURS) == 3
+
+
+def test_what_is_ours_may_come_from_the_last_round(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.begin(books(job(1)), Decision((), OURS), (), OURS)
+    store._link.execute("UPDATE undo SET record = x'00'")
+    again = open_store(tmp_path)
+    assert (again.memory(), again.fresh) == (OURS, False)
+    again._link.execute("DELETE FROM rounds")
+    assert open_store(tmp_path).fresh
+
+
+def test_what_is_ours_is_read_back(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store._link.execute("CREATE TRIGGER flip AFTER INSERT ON undo BEGIN UPDATE undo SET record = x'00'; END")
+    with pytest.raises(StoreError, match="read back"):
+        store.begin(books(), Decision((), Memory()), (), OURS)
+
+
+def test_a_newer_store_still_says_what_is_ours(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.begin(books(), Decision((), OURS), (), OURS)
+    store._link.execute("PRAGMA user_version=99")
+    store._link.execute("DROP TABLE rounds")
+    store.close()
+    assert schema.read_undo(tmp_path / "cadenza.db") == OURS
+
+
+def test_one_bad_report_costs_itself_only(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    good = LeaseLog(VERSION, "n1", 1, 0, (0, 3), 10.0, 50.0)
+    bad = [
+        LeaseLog(VERSION, "n1", 2, 2**63, (0,), 10.0, 50.0),
+        Switched(VERSION, "n1", 2, 0, "yield", 1e300, 0.1, 0.2, 0.4, 2**63, 0.3, ""),
+        Switched(VERSION, "n1", 2**64, 0, "yield", 50.0, 0.1, 0.2, 0.4, 1, 0.3, ""),
+        Switched(VERSION, "n1", 2, 0, "yield", float("inf"), 0.1, 0.2, 0.4, 1, 0.3, ""),
+        Event(50.0, "state", "n1", 1, 0, "\ud800"),
+    ]
+    assert store.record([*bad, good]) == len(bad)
+    assert store.record([good]) == 0
+    with StoreReader(tmp_path / "cadenza.db") as reader:
+        assert [row.job for row in reader.leases()] == [1, 1]
+        assert (reader.switches(), reader.events()) == ((), ())
+
+
+def test_the_record_is_for_its_group_only(tmp_path: Path) -> None:
+    store, path = open_store(tmp_path), tmp_path / "cadenza.db"
+    store.begin(books(), Decision((), Memory()), (), Memory())
+    assert {each.stat().st_mode & 0o777 for each in tmp_path.glob("cadenza.db*")} == {0o640}
+    store.close()
+    path.chmod(0o644)
+    open_store(tmp_path)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_the_oldest_rounds_make_room(tmp_path: Path) -> None:
+    store, path = open_store(tmp_path), tmp_path / "cadenza.db"
+    store.max_bytes = 400_000
+    for number in range(120):
+        crowd = books(*(job(n, name=f"{random.Random(n * number).getrandbits(400):x}") for n in range(20)))  # noqa: S311
+        store.finish(store.begin(replace(crowd, time_s=float(number)), Decision((), OURS), (), OURS), (), 0.1)
+    with StoreReader(path) as reader:
+        first, last = reader._rows("SELECT min(number), max(number) FROM rounds", ())[0]
+    assert 100 > first > 1
+    assert last == 120
+    assert path.stat().st_size < 600_000
+    assert store.memory() == OURS
 
 
 def test_newer_store_is_refused_not_put_aside(tmp_path: Path) -> None:
@@ -277,6 +391,7 @@ def test_verdicts() -> None:
 
 def test_settings_default_is_recorded(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    store.use_settings(to_record(Settings()))
-    store.use_settings(to_record(Settings()))
+    for _ in range(2):
+        store.use_settings(to_record(Settings()))
+        store.begin(books(), Decision((), Memory()), (), Memory())
     assert store._link.execute("SELECT count(*) FROM settings").fetchone()[0] == 1

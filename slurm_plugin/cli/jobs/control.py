@@ -13,6 +13,7 @@ from cadenza.slurm_plugin.cli.common import config_option, emit, json_option
 
 if TYPE_CHECKING:
     from cadenza.policies.core.actions import Action, Outcome
+    from cadenza.slurm_plugin.service.errors import StoreError
     from cadenza.slurm_plugin.service.settings import Settings
 
 MOVE_REASON = "requested by hand"
@@ -76,7 +77,7 @@ def release(*, job_id: int | None, everything: bool, as_json: bool, config: Path
     switch = Path(settings.guard.kill_switch)
     paused = everything and _pause(settings, switch)
     # 2. Undo.
-    outcomes = _release(settings, job_id)
+    outcomes, unreadable = _release(settings, job_id)
     # 3. Report each action, and what a running service does from now on.
     if as_json:
         rows = [(type(action).__name__, *map(msgspec.to_builtins, (action, outcome))) for action, outcome in outcomes]
@@ -97,6 +98,9 @@ def release(*, job_id: int | None, everything: bool, as_json: bool, config: Path
         click.echo(f"a running cadenzad continues to share GPUs; `touch {switch}` stops all its actions", err=True)
     if not all(outcome.ok for _, outcome in outcomes):
         raise SystemExit(1)
+    if unreadable is not None:
+        click.echo(f"{unreadable}: only holds by job_submit.lua were looked for, suspends may be left", err=True)
+        raise SystemExit(3)
 
 
 def _pause(settings: Settings, switch: Path) -> bool:
@@ -112,23 +116,29 @@ def _pause(settings: Settings, switch: Path) -> bool:
     return True
 
 
-def _release(settings: Settings, job_id: int | None) -> list[tuple[Action, Outcome]]:
-    """Undo the holds and suspends of one job or of all jobs; only the last round's memory says which are ours."""
+def _release(settings: Settings, job_id: int | None) -> tuple[list[tuple[Action, Outcome]], StoreError | None]:
+    """Undo the holds and suspends of one job or of all jobs; also return why the record of them cannot be read, if so.
+
+    Without the record only the holds by job_submit.lua can be recognized.
+    """
     from cadenza.policies.core.decision import Memory  # noqa: PLC0415
     from cadenza.policies.sharing.turns.slurm_sync import release_plan  # noqa: PLC0415
     from cadenza.slurm_plugin.gateway.slurm_gateway import open_gateway  # noqa: PLC0415
-    from cadenza.slurm_plugin.service.store.reader import StoreReader  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.errors import StoreError  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.store.schema import read_undo  # noqa: PLC0415
 
+    memory, unreadable = Memory(), None
+    try:
+        memory = read_undo(Path(settings.service.store))
+    except StoreError as error:
+        unreadable = error
     gateway = open_gateway(settings.service.gateway)
     try:
-        snapshot = gateway.read()
-        with StoreReader(Path(settings.service.store)) as reader:
-            last = reader.round()
-        plan = release_plan(snapshot, last.memory if last else Memory(), RELEASE_REASON)
+        plan = release_plan(gateway.read(), memory, RELEASE_REASON)
         chosen = [action for action in plan if job_id in (None, _job_of(action))]
-        if job_id is not None and not chosen:
+        if job_id is not None and not chosen and unreadable is None:
             raise click.ClickException(f"job {job_id}: Cadenza neither holds nor suspends it")
-        return [(action, gateway.apply(action)) for action in chosen]
+        return [(action, gateway.apply(action)) for action in chosen], unreadable
     finally:
         gateway.close()
 

@@ -53,6 +53,15 @@ def release_round(gateway: Gateway, clock: Clock, store: SqliteStore, reason: st
     return RoundReport(number, snapshot, decision, guarded, outcomes)
 
 
+def release_unrecorded(gateway: Gateway, memory: Memory, reason: str) -> tuple[tuple[Action, Outcome], ...]:
+    """Release everything that is ours by ``memory`` where no round can be written down, as on a full disk.
+
+    The record of what is ours stays as it is: the next service sees in Slurm what is left of it.
+    """
+    actions = release_plan(gateway.read(), memory, reason)
+    return tuple((action, gateway.apply(action)) for action in actions)
+
+
 def settled(memory: Memory, before: Memory, outcomes: Iterable[tuple[Action, Outcome]]) -> Memory:
     """Return a round's memory corrected by its outcomes (pure).
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -20,12 +21,15 @@ from pathlib import Path
 
 import click
 
+from cadenza.policies.core.actions import Action, Outcome
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway, open_gateway
+from cadenza.slurm_plugin.service.errors import StoreError
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
-from cadenza.slurm_plugin.service.failover.release_round import release_round
+from cadenza.slurm_plugin.service.failover.release_round import release_round, release_unrecorded
+from cadenza.slurm_plugin.service.store.schema import read_undo
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
-from cadenza.slurm_plugin.service.systemd import action_lines, set_up_logging
+from cadenza.slurm_plugin.service.systemd import action_line, set_up_logging
 
 log = logging.getLogger(__name__)
 
@@ -107,16 +111,25 @@ def _attempt(store: Path, lock: StoreLock, open_slurm: Callable[[], SlurmGateway
             slurm.read()
             lock.take()
             try:
-                with closing(SqliteStore(store, clock)) as record:
-                    report = release_round(slurm, clock, record, REASON)
+                outcomes = _release(slurm, store, clock)
             finally:
                 lock.release()
     except Exception as error:  # noqa: BLE001 (whatever the error, the jobs still have to be released)
         log.warning("release failed (%s: %s), trying again", type(error).__name__, error)
         return False
-    for line in action_lines(report):
-        log.info("%s", line)
-    return all(outcome.ok for _, outcome in report.outcomes)
+    for action, outcome in outcomes:
+        log.info("%s", action_line(action, outcome))
+    return all(outcome.ok for _, outcome in outcomes)
+
+
+def _release(slurm: SlurmGateway, store: Path, clock: SystemClock) -> tuple[tuple[Action, Outcome], ...]:
+    """Release the jobs in a round on record, or without one where the store cannot be opened or written."""
+    try:
+        with closing(SqliteStore(store, clock)) as record:
+            return release_round(slurm, clock, record, REASON).outcomes
+    except (StoreError, sqlite3.Error) as error:
+        log.warning("no round can be written down (%s), the jobs are released all the same", error)
+        return release_unrecorded(slurm, read_undo(store), REASON)
 
 
 @click.command()

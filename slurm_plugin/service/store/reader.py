@@ -103,6 +103,10 @@ class JobRecord(msgspec.Struct, frozen=True):
 ROUNDS = "SELECT rounds.*, settings.text AS text FROM rounds LEFT JOIN settings ON settings.id = settings"
 
 
+MAX_UNREADABLE = 20
+"""Unreadable rounds after which the last one that can be read is no longer looked for."""
+
+
 class StoreReader:
     """Read access; raises StoreError when the file is missing, unreadable or corrupt."""
 
@@ -122,10 +126,15 @@ class StoreReader:
         self._link.close()
 
     def round(self, number: int | None = None) -> Round | None:
-        """Return one round, by default the last; None when it is not on record (any more)."""
-        where = "ORDER BY number DESC LIMIT 1" if number is None else "WHERE number = ?"
-        rows = self._rows(f"{ROUNDS} {where}", () if number is None else (number,))
-        return _round(rows[0]) if rows else None
+        """Return one round, by default the last that can be read; None when there is none on record (any more)."""
+        where = f"ORDER BY number DESC LIMIT {MAX_UNREADABLE}" if number is None else "WHERE number = ?"
+        for row in self._rows(f"{ROUNDS} {where}", () if number is None else (number,)):
+            try:
+                return _round(row)
+            except record_codec.UNREADABLE as error:
+                if number is not None:
+                    raise StoreError(f"{self.path}: round {number} cannot be read: {error}") from None
+        return None
 
     def job_record(self, job: int, limit: int = 20) -> JobRecord:
         """Return everything about a job id, newest rows first, at most ``limit`` of each kind."""

@@ -14,6 +14,8 @@ from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node
 from cadenza.policies.core.move import Move
 from cadenza.policies.core.profile import Profile, linked
 
+UNREADABLE = (msgspec.MsgspecError, zlib.error, ValueError, TypeError, LookupError, RecursionError)
+"""Errors of reading a row whose content is damaged or of another version."""
 ACTIONS: dict[str, type[Action]] = {kind.__name__: kind for kind in get_args(Action)}
 
 
@@ -22,7 +24,6 @@ class _MemoryRow(msgspec.Struct, frozen=True):
 
     suspended: frozenset[JobKey]
     placed: frozenset[JobKey]
-    held: tuple[tuple[JobKey, float], ...]
     drained: frozenset[str]
     last_yield_s: tuple[tuple[JobKey, float], ...]
     sharing: SharingMemory
@@ -30,6 +31,16 @@ class _MemoryRow(msgspec.Struct, frozen=True):
     usage_s: float | None
     sized: tuple[tuple[JobKey, tuple[int, int]], ...]
     moves: tuple[Move, ...]
+    held: tuple[tuple[JobKey, float], ...] = ()
+
+
+class _UndoRow(msgspec.Struct, frozen=True):
+    """Our holds, suspends and drains: job ids, restart counts, times and nodes, nothing that a user can write."""
+
+    suspended: frozenset[JobKey]
+    placed: frozenset[JobKey]
+    held: tuple[tuple[JobKey, float], ...]
+    drained: frozenset[str]
 
 
 PAIRS = ("held", "last_yield_s", "sized")
@@ -130,6 +141,18 @@ def encode_memory(memory: Memory) -> bytes:
 def decode_memory(data: bytes) -> Memory:
     """Return the memory of :func:`encode_memory`."""
     return _memory_of(msgspec.json.decode(data, type=_MemoryRow))
+
+
+def encode_undo(memory: Memory) -> bytes:
+    """Return the holds, suspends and drains of a memory as JSON."""
+    held = tuple(sorted(memory.held.items()))
+    return _encode(_UndoRow(memory.suspended, memory.placed, held, memory.drained))
+
+
+def decode_undo(data: bytes, rest: Memory) -> Memory:
+    """Return ``rest`` with the holds, suspends and drains of :func:`encode_undo`."""
+    row = msgspec.json.decode(data, type=_UndoRow)
+    return replace(rest, suspended=row.suspended, placed=row.placed, held=dict(row.held), drained=row.drained)
 
 
 def encode_decision(decision: Decision) -> bytes:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
+from cadenza.policies.core.decision import Memory
 from cadenza.slurm_plugin.service.errors import StoreError
+from cadenza.slurm_plugin.service.store.record_codec import UNREADABLE, decode_undo
 
 VERSION = 1
+MODE = 0o640
+"""The record names jobs, users and commands: the service's user and its group read it."""
 
+UNDO = """\
+CREATE TABLE IF NOT EXISTS undo (only INTEGER PRIMARY KEY CHECK (only = 0), at_s REAL NOT NULL, record BLOB NOT NULL)"""
+"""One row, which is all that must survive a crash; the other tables may be lost. It is the same in every version."""
 TABLES = """\
 CREATE TABLE settings (id INTEGER PRIMARY KEY, at_s REAL NOT NULL, text TEXT NOT NULL);
 CREATE TABLE rounds (
@@ -76,6 +84,10 @@ KEPT = {"watched": "hour < ? / 3600.0", "hours": "hour < ? / 3600.0", "starts": 
 """The condition for deleting rows of the tables for reports, which are kept longer."""
 
 
+class NoRecordError(LookupError):
+    """No round is on record yet."""
+
+
 def open_writable(path: Path) -> sqlite3.Connection:
     """Open or create the store for its only writer.
 
@@ -84,8 +96,8 @@ def open_writable(path: Path) -> sqlite3.Connection:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
-        path.chmod(0o644)  # before sqlite makes its companions with the same rights: `why` is for users
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, MODE))
+        path.chmod(MODE)  # before sqlite makes its companions with the same rights
         link = sqlite3.connect(path, isolation_level=None, timeout=5.0, check_same_thread=False)
         _prepare(link, path)
     except sqlite3.OperationalError as error:
@@ -101,15 +113,41 @@ def open_readonly(path: Path) -> sqlite3.Connection:
     Without a write-ahead file there is no writer, and sqlite may not create such a file in a directory that is
     not ours: the file is opened as immutable.
     """
-    if not path.exists():
-        raise StoreError(f"{path}: no store there; has cadenzad run on this machine?")
-    still = "" if path.with_name(path.name + "-wal").exists() else "&immutable=1"
     try:
-        link = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{still}", uri=True, timeout=5.0)
+        link = _connect_readonly(path)
         _check_version(link, path)
     except sqlite3.DatabaseError as error:
         raise StoreError(f"{path}: {error}; may this user read it?") from None
     return link
+
+
+def read_undo(path: Path) -> Memory:
+    """Return our holds, suspends and drains from a store of any version; raise StoreError if they cannot be read."""
+    try:
+        with closing(_connect_readonly(path)) as link:
+            return undo_record(link, Memory())
+    except NoRecordError:
+        return Memory()
+    except (sqlite3.DatabaseError, *UNREADABLE) as error:
+        raise StoreError(f"{path}: no record of our holds and suspends can be read ({error})") from None
+
+
+def undo_record(link: sqlite3.Connection, rest: Memory) -> Memory:
+    """Return ``rest`` with the holds, suspends and drains on record.
+
+    Raise NoRecordError before the first round, and an error of sqlite or of ``UNREADABLE`` if the row cannot be read.
+    """
+    row = link.execute("SELECT record FROM undo").fetchone()
+    if row is None:
+        raise NoRecordError("no round is on record")
+    return decode_undo(row[0], rest)
+
+
+def _connect_readonly(path: Path) -> sqlite3.Connection:
+    if not path.exists():
+        raise StoreError(f"{path}: no store there; has cadenzad run on this machine?")
+    still = "" if path.with_name(path.name + "-wal").exists() else "&immutable=1"
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{still}", uri=True, timeout=5.0)
 
 
 def put_aside(path: Path, now_s: float) -> Path:
@@ -128,6 +166,7 @@ def _prepare(link: sqlite3.Connection, path: Path) -> None:
     if link.execute("PRAGMA user_version").fetchone()[0] == 0:
         link.executescript(f"BEGIN; {TABLES} PRAGMA user_version={VERSION}; COMMIT;")
     _check_version(link, path)
+    link.execute(UNDO)
     verdict = link.execute("PRAGMA quick_check(1)").fetchone()[0]
     if verdict != "ok":
         raise sqlite3.DatabaseError(verdict)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
 from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Outcome
 from cadenza.policies.core.decision import Decision, Memory
@@ -17,6 +19,7 @@ from cadenza.policies.guard import Guarded
 from cadenza.policies.round import Clock
 from cadenza.sidecar.orders import LeaseLog, Switched
 from cadenza.slurm_plugin.service.agents.agent_registry import Event
+from cadenza.slurm_plugin.service.errors import StoreError
 from cadenza.slurm_plugin.service.store import record_codec, schema
 from cadenza.slurm_plugin.service.store.job_accounting import JobAccounting
 from cadenza.slurm_plugin.service.store.verification import verdict
@@ -24,6 +27,20 @@ from cadenza.slurm_plugin.service.store.verification import verdict
 log = logging.getLogger(__name__)
 
 ACTION_COLUMNS = "round, at_s, kind, job, restart, node, reason, action, allowed, rule"
+
+
+CONTENT_ERRORS = (OverflowError, ValueError, sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError)
+"""Errors of one message's content, such as a number of more than 64 bits."""
+
+
+class _Written(NamedTuple):
+    """A round as JSON, each part read again before anything of it is written."""
+
+    snapshot: bytes
+    before: bytes
+    decision: bytes
+    memory: bytes
+    undo: bytes
 
 
 class SqliteStore:
@@ -38,16 +55,17 @@ class SqliteStore:
         """New path of a corrupt predecessor that was moved when this store was opened."""
         self._clock = clock
         self._link = self._open()
+        self.max_bytes = inf
+        """Size from which the oldest rounds are deleted."""
+        self.fresh = False
+        """True if nothing on record says what is ours to undo."""
         self._settings = self._last_id("settings")
+        self._settings_text = ""
         self._memory = self._read_memory()
+        self._checked: tuple[tuple[ClusterSnapshot, Decision, Memory], _Written] | None = None
         self._last_blocked: frozenset[tuple[bytes, str]] = frozenset()
         self._snapshot = self.last_snapshot()
         self._accounting = JobAccounting(self._link, self._snapshot)
-
-    @property
-    def fresh(self) -> bool:
-        """True if no round is on record, so that the memory is empty."""
-        return self._last_id("rounds") is None
 
     def close(self) -> None:
         """Close the file; its write-ahead file is merged into it."""
@@ -60,29 +78,50 @@ class SqliteStore:
         return self._memory
 
     def last_snapshot(self) -> ClusterSnapshot | None:
-        """Return the snapshot of the last recorded round; None in a fresh store."""
+        """Return the snapshot of the last recorded round; None without one that can be read."""
         row = self._link.execute("SELECT snapshot FROM rounds ORDER BY number DESC LIMIT 1").fetchone()
-        return record_codec.decode_snapshot(record_codec.unpack(row[0])) if row else None
+        try:
+            return record_codec.decode_snapshot(record_codec.unpack(row[0])) if row else None
+        except record_codec.UNREADABLE as error:
+            log.warning("%s: the last snapshot cannot be read (%s), going on without it", self.path, error)
+            return None
 
     def adopt(self, memory: Memory) -> None:
         """Replace the memory before the next round, as recovery does for an empty store."""
         self._memory = memory
 
+    def check(self, snapshot: ClusterSnapshot, decision: Decision, memory: Memory) -> None:
+        """Raise an error of ``record_codec.UNREADABLE`` if a round cannot be written down and read again."""
+        self._checked = (snapshot, decision, memory), self._written(snapshot, decision, memory)
+
+    def _written(self, snapshot: ClusterSnapshot, decision: Decision, memory: Memory) -> _Written:
+        written = _Written(
+            record_codec.encode_snapshot(snapshot),
+            record_codec.encode_memory(self._memory),
+            record_codec.encode_decision(decision),
+            record_codec.encode_memory(memory),
+            record_codec.encode_undo(memory),
+        )
+        record_codec.decode_snapshot(written.snapshot)
+        record_codec.decode_memory(written.before)
+        record_codec.decode_decision(written.decision)
+        record_codec.decode_undo(written.undo, record_codec.decode_memory(written.memory))
+        return written
+
     def begin(self, snapshot: ClusterSnapshot, decision: Decision, guarded: Sequence[Guarded], memory: Memory) -> int:
         """Verify earlier actions against ``snapshot``, then write this round down and return its number."""
+        round_, checked, self._checked = (snapshot, decision, memory), self._checked, None
+        fresh = checked is None or any(a is not b for a, b in zip(checked[0], round_, strict=True))
+        written = self._written(*round_) if checked is None or fresh else checked[1]
         with self._transaction():
-            # 1. Verdicts on earlier actions.
+            # 1. Verdicts on earlier actions, and the settings of this round.
             self._verify(snapshot)
-            # 2. The round itself, with all that a replay needs.
-            written = (
-                record_codec.encode_snapshot(snapshot),
-                record_codec.encode_memory(self._memory),
-                record_codec.encode_decision(decision),
-                record_codec.encode_memory(memory),
-            )
+            self._write_settings()
+            # 2. The round itself, with all that a replay needs, and what is ours to undo.
+            self._write_undo(written.undo)
             cursor = self._link.execute(
                 "INSERT INTO rounds (at_s, settings, snapshot, before, decision, memory) VALUES (?, ?, ?, ?, ?, ?)",
-                (snapshot.time_s, self._settings, *map(record_codec.pack, written)),
+                (snapshot.time_s, self._settings, *map(record_codec.pack, written[:4])),
             )
             number = int(cursor.lastrowid or 0)
             # 3. Its actions, and the reasons of all jobs.
@@ -94,6 +133,8 @@ class SqliteStore:
             # 4. The sums for reports.
             baseline = self._accounting.observe(snapshot, self._memory)
         self._memory, self._snapshot, self._accounting.baseline = memory, snapshot, baseline
+        self.fresh = False
+        self._read_back(written.undo)
         return number
 
     def finish(self, number: int, outcomes: Sequence[tuple[Action, Outcome]], seconds: float) -> None:
@@ -109,22 +150,22 @@ class SqliteStore:
             if self._snapshot is not None:
                 baseline = self._accounting.applied(done, self._snapshot, self._memory)
         self._accounting.baseline = baseline
+        self._make_room()
 
     # --- the rest of the record ----------------------------------------------------------------------
 
     def amend(self, number: int, memory: Memory) -> None:
         """Replace the memory of a recorded round, once its outcomes are known."""
-        row = record_codec.pack(record_codec.encode_memory(memory))
-        self._link.execute("UPDATE rounds SET memory = ? WHERE number = ?", (row, number))
+        row, undo = record_codec.pack(record_codec.encode_memory(memory)), record_codec.encode_undo(memory)
+        with self._transaction():
+            self._write_undo(undo)
+            self._link.execute("UPDATE rounds SET memory = ? WHERE number = ?", (row, number))
         self._memory = memory
+        self._read_back(undo)
 
     def use_settings(self, text: str) -> None:
-        """Remember the settings that the next rounds are decided with; a replay needs them."""
-        last = self._link.execute("SELECT text FROM settings WHERE id = ?", (self._settings,)).fetchone()
-        if last is None or last[0] != text:
-            self._settings = self._link.execute(
-                "INSERT INTO settings (at_s, text) VALUES (?, ?)", (self._clock.now(), text)
-            ).lastrowid
+        """Write the settings down with the next round that is decided with them; a replay needs them."""
+        self._settings_text = text
 
     def learned(self) -> dict[str, str]:
         """Return the beliefs learned from running jobs, as JSON by name (see ``beliefs.Record``)."""
@@ -139,19 +180,24 @@ class SqliteStore:
                 [(name, now_s, text) for name, text in rows.items()],
             )
 
-    def record(self, messages: Iterable[Switched | LeaseLog | Event]) -> None:
-        """Write down the agents' messages."""
-        with self._transaction():
-            for message in messages:
-                row = {name: getattr(message, name) for name in message.__struct_fields__ if name != "v"}
-                table = "switches" if isinstance(message, Switched) else "events"
-                if isinstance(message, LeaseLog):
-                    table, row["gpus"] = "leases", json.dumps(message.gpus)
-                names, marks = ", ".join(row), ", ".join("?" * len(row))
-                query = f"INSERT INTO {table} ({names}) VALUES ({marks})"  # noqa: S608 (names are ours)
-                self._link.execute(query, tuple(row.values()))
-                if isinstance(message, Switched) and message.kind == "yield":
-                    self._accounting.yielded(message)
+    def record(self, messages: Sequence[Switched | LeaseLog | Event]) -> int:
+        """Write down the agents' messages; return how many could not be written, each because of its own content."""
+        try:
+            with self._transaction():
+                for message in messages:
+                    self._insert_message(message)
+        except CONTENT_ERRORS:
+            pass
+        else:
+            return 0
+        refused = 0
+        for message in messages:
+            try:
+                with self._transaction():
+                    self._insert_message(message)
+            except CONTENT_ERRORS:
+                refused += 1
+        return refused
 
     def forget(self, before_s: float, kept_since_s: float | None = None) -> int:
         """Delete everything older than ``before_s`` except the last round; return the number of rows deleted.
@@ -179,6 +225,42 @@ class SqliteStore:
             log.warning("%s is corrupt (%s); kept as %s, starting afresh", self.path, error, self.put_aside)
             return schema.open_writable(self.path)
 
+    def _insert_message(self, message: Switched | LeaseLog | Event) -> None:
+        row = {name: getattr(message, name) for name in message.__struct_fields__ if name != "v"}
+        table = "switches" if isinstance(message, Switched) else "events"
+        if isinstance(message, LeaseLog):
+            table, row["gpus"] = "leases", json.dumps(message.gpus)
+        names, marks = ", ".join(row), ", ".join("?" * len(row))
+        query = f"INSERT INTO {table} ({names}) VALUES ({marks})"  # noqa: S608 (names are ours)
+        self._link.execute(query, tuple(row.values()))
+        if isinstance(message, Switched) and message.kind == "yield":
+            self._accounting.yielded(message)
+
+    def _write_settings(self) -> None:
+        last = self._link.execute("SELECT text FROM settings WHERE id = ?", (self._settings,)).fetchone()
+        if self._settings_text and (last is None or last[0] != self._settings_text):
+            query = "INSERT INTO settings (at_s, text) VALUES (?, ?)"
+            self._settings = self._link.execute(query, (self._clock.now(), self._settings_text)).lastrowid
+
+    def _write_undo(self, record: bytes) -> None:
+        self._link.execute("INSERT OR REPLACE INTO undo VALUES (0, ?, ?)", (self._clock.now(), record))
+
+    def _read_back(self, record: bytes) -> None:
+        row = self._link.execute("SELECT record FROM undo").fetchone()
+        if row is None or row[0] != record:
+            raise StoreError(f"{self.path}: the record of our holds and suspends does not read back as it was written")
+
+    def _make_room(self) -> None:
+        """Delete the oldest tenth of the rounds, and all else of their time, once the file has its largest size."""
+        pages, free, size = (
+            self._link.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
+        )
+        if (pages - free) * size > self.max_bytes:
+            query = "SELECT at_s FROM rounds ORDER BY number LIMIT 1 OFFSET (SELECT count(*) / 10 + 1 FROM rounds)"
+            row = self._link.execute(query).fetchone()
+            if row is not None:
+                self.forget(row[0], -inf)
+
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         self._link.execute("BEGIN IMMEDIATE")
@@ -194,21 +276,33 @@ class SqliteStore:
         return None if last is None else int(last)
 
     def _read_memory(self) -> Memory:
+        """Return the memory; what is ours to undo has a record of its own, the rest may be lost."""
+        memory = None
         row = self._link.execute("SELECT memory FROM rounds ORDER BY number DESC LIMIT 1").fetchone()
-        if row is None:
-            return Memory()
+        try:
+            memory = record_codec.decode_memory(record_codec.unpack(row[0])) if row is not None else None
+        except record_codec.UNREADABLE as error:
+            log.warning("%s: the last memory cannot be read (%s), going on without it", self.path, error)
+        try:
+            memory = schema.undo_record(self._link, memory or Memory())
+        except record_codec.UNREADABLE as error:
+            self.fresh, memory = memory is None, memory or Memory()
+            if row is not None:
+                log.warning("%s: the record of our holds and suspends cannot be read (%s)", self.path, error)
         # A release that was interrupted is repeated: twice does no harm, never would.
         open_rows = self._link.execute(
             "SELECT job, restart FROM actions WHERE allowed = 1 AND ok IS NULL AND kind IN ('Place', 'Release')"
         )
         unsure = {JobKey(*row) for row in open_rows.fetchall()}
-        memory = record_codec.decode_memory(record_codec.unpack(row[0]))
         return replace(memory, placed=memory.placed - unsure)
 
     def _verify(self, snapshot: ClusterSnapshot) -> None:
         rows = self._link.execute("SELECT id, at_s, action FROM actions WHERE ok = 1 AND verified IS NULL")
         for identity, at_s, text in rows.fetchall():
-            verified = verdict(record_codec.decode_action(text.encode()), snapshot, at_s)
+            try:
+                verified = verdict(record_codec.decode_action(text.encode()), snapshot, at_s)
+            except record_codec.UNREADABLE:
+                verified = "gone"
             if verified is not None:
                 self._link.execute(
                     "UPDATE actions SET verified = ?, verified_s = ? WHERE id = ?",
