@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from host_rig import HostInMemory
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
@@ -169,38 +169,38 @@ HISTOGRAMS = [*range(wire.PAGE_HISTOGRAM, wire.PAGE_HISTOGRAM + 4), *range(wire.
 CHOSEN = st.sampled_from([*range(wire.PAGE_HISTOGRAM), *HISTOGRAMS])
 
 
+WRITTEN = st.dictionaries(CHOSEN, WORDS, max_size=8)
+SHORTEST = {wire.PAGE_HISTOGRAM: 9, wire.PAGE_SUM_NS: 9}
+"""Iterations of no length, and yet some time."""
+
+
 @settings(max_examples=300)
-@given(
-    first=st.dictionaries(CHOSEN, WORDS, max_size=8),
-    then=st.dictionaries(CHOSEN, WORDS, max_size=8),
-    layouts=st.tuples(LAYOUTS, LAYOUTS),
-    fill=WORDS,
-)
-def test_no_page_is_more_than_figures_within_their_bounds(
-    first: dict[int, int], then: dict[int, int], layouts: tuple[int, int], fill: int
-) -> None:
+@example(written=[({}, 0), ({wire.PAGE_HISTOGRAM: 1}, 0), (SHORTEST, 0)], fill=0)
+@example(written=[({}, 1), ({wire.PAGE_FINE: 1}, 1), ({wire.PAGE_FINE: 2**64 - 1, wire.PAGE_SUM_NS: 9}, 1)], fill=0)
+@example(written=[({}, 1), ({wire.PAGE_FINE + 200: 9}, 1), ({wire.PAGE_HISTOGRAM: 99, wire.PAGE_SUM_NS: 9}, 0)], fill=0)
+@given(written=st.lists(st.tuples(WRITTEN, LAYOUTS), min_size=2, max_size=4), fill=WORDS)
+def test_no_page_is_more_than_figures_within_their_bounds(written: list[tuple[dict[int, int], int]], fill: int) -> None:
     page, meter, records = Page(), StepRateMeter(), []
     words = memoryview(mmap.mmap(page.fd, wire.PAGE_BYTES)).cast("Q")
     for index in range(len(words)):
         words[index] = fill
     pages = {10: page}
-    for layout, written in zip(layouts, (first, then), strict=True):
-        for index, word in (written | {wire.PAGE_LAYOUT: layout, wire.PAGE_SEQUENCE: 2}).items():
+    for now, (own, layout) in enumerate(written):
+        for index, word in (own | {wire.PAGE_LAYOUT: layout, wire.PAGE_SEQUENCE: 2}).items():
             words[index] = word
-        meter.update(frozenset(), pages, float(len(records)))
+        meter.update(frozenset(), pages, now)
         record = page.record()
         assert record is not None
         records.append(record)
         figures = page.telemetry()
         msgspec.convert(figures.step, bounds.RankStep)
         msgspec.convert([figures.iteration_s, figures.iteration_p99_s], list[bounds.Seconds | None])
-        pace = meter.measure(pages, float(len(records)))
+        pace = meter.measure(pages, now)
         assert pace is not None
         msgspec.convert([pace.iteration_s, pace.error, pace.data_wait], list[bounds.Seconds])
         msgspec.convert(pace.iterations, bounds.Step)
         page.order(1, page.step + 1)
-    stretches = [Stretch(None, records[0]), Stretch(records[0], records[1]), Stretch(records[1], records[0])]
-    told = joined(5.0, None, stretches)
+    told = joined(5.0, None, [Stretch(before, after) for before in (None, *records) for after in records])
     assert msgspec.json.decode(msgspec.json.encode(told), type=orders.JobTelemetry) == told
     page.close()
 

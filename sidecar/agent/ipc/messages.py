@@ -165,7 +165,7 @@ def parse(packet: bytes) -> Message:
         raise WireError(f"unknown message type {one_line(kind, 40)!r}; this agent knows {', '.join(KINDS)}")
     try:
         return msgspec.convert(_with_clean_words(fields), KINDS[kind])
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter for a surrogate where no text belongs
         raise WireError(f"{kind}: {one_line(str(error))}") from None
 
 
