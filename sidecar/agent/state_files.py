@@ -133,20 +133,8 @@ def _can_be_read_back(content: SavedLeases | Lease) -> bool:
 
 def _bare(lease: Lease) -> Lease:
     """Return the part of a lease that keeps its GPUs from others, all of it the agent's or Slurm's own word."""
-    return Lease(
-        lease.job,
-        lease.restart,
-        lease.uid,
-        lease.gpus,
-        lease.since_s,
-        lane=lease.lane,
-        managed=lease.managed,
-        verified=lease.verified,
-        state=lease.state,
-        held_since_s=lease.held_since_s,
-        registered_s=lease.registered_s,
-        processes=lease.processes,
-        frozen=lease.frozen,
+    return msgspec.structs.replace(
+        lease, user="", node="", options="", weight=1.0, priority=0, vtime_s=0.0, cpus=0.0, memory_mb=0
     )
 
 

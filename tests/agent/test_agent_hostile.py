@@ -22,6 +22,7 @@ from cadenza.sidecar.agent.handlers import job_side
 from cadenza.sidecar.agent.ipc import messages
 from cadenza.sidecar.agent.ipc.pages import Page
 from cadenza.sidecar.agent.jobs.step_rate import StepRateMeter
+from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.telemetry.collector import Stretch, joined
 
 TEXTS = st.sampled_from(
@@ -60,11 +61,17 @@ def packets(draw: st.DrawFn) -> bytes:
     return made if draw(st.integers(0, 9)) else draw(VALUES.map(lambda value: json.dumps(value).encode()) | BYTES)
 
 
+def told_by_pid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each process live, and belong to the job of its pid's tens."""
+    monkeypatch.setattr(membership, "belongs", lambda pid, lease: pid // 10 == lease.job)
+    for module in (membership, job_side):
+        monkeypatch.setattr(module, "start_ticks", lambda _: 1)
+
+
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostInMemory:
-    """A host whose processes belong to job 1."""
-    monkeypatch.setattr(job_side, "job_of", lambda _: 1)
-    monkeypatch.setattr(job_side, "start_ticks", lambda _: 1)
+    """A host whose first processes belong to job 1."""
+    told_by_pid(monkeypatch)
     return HostInMemory(tmp_path)
 
 
@@ -212,8 +219,7 @@ def test_no_page_is_more_than_figures_within_their_bounds(written: list[tuple[di
 def test_a_job_whose_step_fails_is_left_alone_and_changes_nothing_for_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    monkeypatch.setattr(job_side, "job_of", lambda pid: pid // 10)
-    monkeypatch.setattr(job_side, "start_ticks", lambda _: 1)
+    told_by_pid(monkeypatch)
 
     def play(name: str, spoil: Callable[[HostInMemory], None]) -> tuple[orders.Report, HostInMemory]:
         (tmp_path / name).mkdir()
@@ -257,5 +263,5 @@ def test_a_lease_that_cannot_be_read_back_keeps_its_gpus_on_disk(rig: HostInMemo
     report = rig.run_once()
     one, two = rig.file.read().leases
     assert (one.user, one.state) == ("u", "held")
-    assert (two.user, two.state, two.gpus, two.verified) == ("", "held", (1,), True)
+    assert (two.user, two.state, two.gpus) == ("", "held", (1,))
     assert [lease.job for lease in report.leases] == [1, 2]
