@@ -2,15 +2,17 @@
 job_submit.lua: merges a user's Cadenza options as JSON into the job's comment.
 
 A job opts in by `--cadenza[=key=value,...]`, by CADENZA in its environment, or by a comment that is a JSON object with
-a "cadenza" key. The comment then holds {"cadenza":{"v":1,"share":true,...}}; other keys stay unchanged byte by byte,
-and a plain text moves to {"comment":"the text","cadenza":{...}}. Comments of all other jobs are not changed.
+a "cadenza" key. The comment then begins with {"cadenza":{"v":1,"share":true,...} in exactly this form, which is all that
+the SPANK plugin reads; other keys follow, unchanged byte by byte, and a plain text becomes the key "comment". Comments of
+all other jobs are not changed.
 
 /etc/cadenza/lua.conf names the partitions that Cadenza manages ("partitions=gpu,long") and the number of lanes of
 their hosts ("lanes=2"). There, a managed job that may get several nodes is pinned to one lane, and in held admission
 (/run/cadenza/admission contains "held EPOCH") it is held. Every other job is pinned to lane 0, which is the cluster
-as it is without Cadenza. Without lua.conf no constraint is changed and no job is held.
+as it is without Cadenza. Updates by a job's owner keep to the same rules. Without lua.conf no constraint is changed and
+no job is held.
 
-Only wrong options make a submission fail. Slurm is built with any Lua from 5.1 to 5.4 (Debian with 5.1), so only
+Only wrong options, and constraints of jobs that do not share to which lane 0 cannot be added, are refused. Slurm is built with any Lua from 5.1 to 5.4 (Debian with 5.1), so only
 features of 5.1 are used. See https://slurm.schedmd.com/job_submit_plugins.html.
 --]]
 
@@ -130,11 +132,12 @@ local function parse_list(text, at, close, item)
   end
 end
 
--- An object is the list of its members {key=, value=, first=, last=}; first and last are the value's bytes.
+-- An object is the list of its members {key=, value=, start=, first=, last=}: start is the first byte of the key in its
+-- quotes, first and last are the value's bytes.
 local function parse_object(text, at, depth)
   local members = {}
   local stop = parse_list(text, at, "}", function(start)
-    local member = {}
+    local member = { start = start }
     member.key, start = parse_string(text, start)
     member.first = skip(text, expect(text, skip(text, start), ":"))
     member.value, start = parse_value(text, member.first, depth + 1)
@@ -310,7 +313,7 @@ local function from_members(members)
   if wrong then
     return false, wrong
   end
-  return options, own
+  return options
 end
 
 local function write_options(options)
@@ -324,33 +327,34 @@ local function write_options(options)
   return "{" .. table.concat(parts, ",") .. "}"
 end
 
--- Returns a comment as {text=, members= (nil for plain text), options=, place=}, or nil and the reason to refuse it.
+-- Returns a comment as {text=, members= (nil for plain text), options=}, or nil and the reason to refuse it.
 local function read_comment(text)
   local members, syntax = read_object(text)
   if not members then
-    if text:find("^%s*{") and text:find('"cadenza"', 1, true) then
+    if text:find("^%s*{") and text:find("cadenza", 1, true) then
       return nil, "it names cadenza but is not JSON: " .. syntax
     end
     return { text = text }
   end
-  local options, place = from_members(members)
+  local options, wrong = from_members(members)
   if options == false then
-    return nil, place
+    return nil, wrong
   end
-  return { text = text, members = members, options = options, place = place }
+  return { text = text, members = members, options = options }
 end
 
+-- Our key comes first and in one form only, so that every reader finds the same.
 local function merge(comment, options)
-  local text, written = comment.text, write_options(options)
-  if comment.place then
-    return text:sub(1, comment.place.first - 1) .. written .. text:sub(comment.place.last + 1)
-  elseif comment.members then
-    local open = text:match("^(.*)}%s*$")
-    return open .. (#comment.members > 0 and "," or "") .. '"cadenza":' .. written .. "}"
-  elseif text ~= "" then
-    return '{"comment":' .. quote(text) .. ',"cadenza":' .. written .. "}"
+  local parts = { '{"cadenza":' .. write_options(options) }
+  for _, member in ipairs(comment.members or {}) do
+    if member.key ~= "cadenza" then
+      parts[#parts + 1] = comment.text:sub(member.start, member.last)
+    end
   end
-  return '{"cadenza":' .. written .. "}"
+  if not comment.members and comment.text ~= "" then
+    parts[#parts + 1] = '"comment":' .. quote(comment.text)
+  end
+  return table.concat(parts, ",") .. "}"
 end
 
 -- Files --------------------------------------------------------------------------------------------------------
@@ -465,18 +469,49 @@ local function refusal_reason(job, names, managed)
   end
 end
 
--- Returns nil for counts and brackets, to which Slurm's syntax cannot add a term.
-local function with_feature(features, wanted)
+-- Returns the terms that a constraint joins by & outside of parentheses and brackets; nil for alternatives.
+local function terms_of(features)
+  local terms, depth, start = {}, 0, 1
+  for at = 1, #features do
+    local character = features:sub(at, at)
+    if character:find("[%(%[]") then
+      depth = depth + 1
+    elseif character:find("[%)%]]") then
+      depth = depth - 1
+    elseif depth == 0 and character == "|" then
+      return nil
+    elseif depth == 0 and character == "&" then
+      terms[#terms + 1], start = features:sub(start, at - 1), at + 1
+    end
+  end
+  terms[#terms + 1] = features:sub(start)
+  return terms
+end
+
+local function names_a_lane(features)
+  return features:find("%f[%w_.-]lane%d+%f[^%w_.-]") ~= nil
+end
+
+-- Returns a constraint with the term `wanted`, or nil where that cannot be added, as Slurm's syntax has no counts in
+-- lists and one level of parentheses, or where the constraint names lanes otherwise. `fits`: a term that may stand there.
+local function with_feature(features, wanted, fits)
   if not features or features == "" then
     return wanted
-  elseif features:find("%f[%w]lane%d+") then
-    return features
-  elseif features:find("[%[%]()*]") or (features:find("|", 1, true) and wanted:find("|", 1, true)) then
-    return nil
-  elseif features:find("|", 1, true) then
-    return "(" .. features .. ")&" .. wanted
   end
-  return features .. "&" .. wanted
+  local terms = terms_of(features)
+  if not terms then
+    local plain = not features:find("[%[%]()*]") and not names_a_lane(features) and not wanted:find("|", 1, true)
+    return plain and "(" .. features .. ")&" .. wanted or nil
+  end
+  local found = false
+  for _, term in ipairs(terms) do
+    if term == wanted or (fits and term:find(fits)) then
+      found = true
+    elseif names_a_lane(term) or term:find("[%[%]*]") or (term:find("(", 1, true) and wanted:find("|", 1, true)) then
+      return nil
+    end
+  end
+  return found and features or features .. "&" .. wanted
 end
 
 local function one_lane(lanes)
@@ -487,14 +522,27 @@ local function one_lane(lanes)
   return #names > 1 and "[" .. table.concat(names, "|") .. "]" or names[1]
 end
 
--- Jobs that do not share run in lane 0 only.
-local function keep_to_lane_0(job)
-  local features = with_feature(job.features, "lane0")
-  if not features then
-    slurm.log_info("cadenza: job '%s' of uid %s keeps its constraint '%s', lane0 cannot be added to it",
-      tostring(job.name), tostring(job.user_id), job.features)
-  elseif features ~= job.features then
-    job.features = features
+-- Pins both constraints of a job, --constraint and --prefer, which comes before it. Returns the one that cannot be.
+local function pin(job, wanted, fits)
+  for _, field in ipairs({ "features", "prefer" }) do
+    local before = job[field]
+    if field == "features" or (before and before ~= "") then
+      local features = with_feature(before, wanted, fits)
+      if not features then
+        return before
+      elseif features ~= before then
+        job[field] = features
+      end
+    end
+  end
+end
+
+-- Jobs that do not share run in lane 0 only; returns the reason if one cannot be kept there.
+local function keep_to_lane_0(job, settings)
+  local features = pin(job, "lane0")
+  if features and settings.lanes > 1 then
+    return string.format("its constraint '%s' cannot be combined with lane0, where jobs run that do not share: "
+      .. "join features by & or |", features)
   end
 end
 
@@ -510,20 +558,15 @@ end
 
 -- Pins and holds a job that shares; returns the reason if it cannot be pinned.
 local function admit(job, settings)
-  if may_get_several_nodes(job) then
-    local features = with_feature(job.features, one_lane(settings.lanes))
-    if not features then
-      return "its constraint cannot be combined with a lane"
-    elseif features ~= job.features then
-      job.features = features
-    end
+  if may_get_several_nodes(job) and pin(job, one_lane(settings.lanes), "^lane%d+$") then
+    return "its constraint cannot be combined with a lane"
   end
   hold(job)
 end
 
 local function refuse(job, reason)
   slurm.user_msg("cadenza: " .. reason)
-  slurm.log_info("cadenza: submission of uid %s refused: %s", tostring(job.user_id), reason)
+  slurm.log_info("cadenza: a request of uid %s is refused: %s", tostring(job.user_id), reason)
   return slurm.ERROR
 end
 
@@ -582,7 +625,76 @@ local function submit(job, partitions)
     job.comment = text
   end
   if managed > 0 and not (options and options.share) then
-    keep_to_lane_0(job)
+    local unpinned = keep_to_lane_0(job, settings)
+    if unpinned then
+      return refuse(job, unpinned)
+    end
+  end
+  return slurm.SUCCESS
+end
+
+-- Updates ------------------------------------------------------------------------------------------------------
+
+local function is_pending(record)
+  return (record.job_state or 0) % 256 == 0 -- JOB_PENDING is 0; the higher bits are flags
+end
+
+-- Returns the comment that an update leaves, with our key in its one form, or nil and the reason to refuse it.
+local function updated_comment(job, record)
+  local comment, bad = read_comment(job.comment or record.comment or "")
+  if not comment then
+    return not job.comment and { text = "" } or nil, bad
+  elseif job.comment and comment.options then
+    comment.options.v = 1
+    local text = merge(comment, comment.options)
+    if #text > COMMENT_BYTES then
+      return nil, string.format("it would take %d bytes of Slurm's %d", #text, COMMENT_BYTES)
+    end
+    job.comment = text
+  end
+  return comment
+end
+
+-- The constraints after an update. What we added for one lane goes when the job no longer shares.
+local function constraints(job, record, lanes, shares)
+  local features = job.features or record.features or ""
+  if not shares and not job.features then
+    local ours = one_lane(lanes)
+    for _, form in ipairs({ "&" .. ours, ours }) do
+      local first, last = features:find(form, 1, true)
+      if first and last == #features then
+        features = features:sub(1, first - 1)
+      end
+    end
+  end
+  return { features = features, prefer = job.prefer or record.prefer or "" }
+end
+
+-- What an owner may not do at submission is no update either: leave lane 0 without sharing, or span lanes.
+local function modify(job, record, partitions)
+  local comment, bad = updated_comment(job, record)
+  if not comment then
+    return refuse(job, "comment: " .. bad)
+  end
+  local settings = read_settings()
+  local names = partition_names(job.partition and job or record, partitions)
+  if not is_pending(record) or count_managed(names, settings) == 0 then
+    return slurm.SUCCESS
+  end
+  local shares, unpinned = comment.options ~= nil and comment.options.share
+  local wanted = constraints(job, record, settings.lanes, shares)
+  if not shares then
+    unpinned = keep_to_lane_0(wanted, settings)
+  elseif (names_a_lane(record.features or "") or may_get_several_nodes(job)) and pin(wanted, one_lane(settings.lanes), "^lane%d+$") then
+    unpinned = "its constraint cannot be combined with a lane"
+  end
+  if unpinned then
+    return refuse(job, unpinned)
+  end
+  for _, field in ipairs({ "features", "prefer" }) do
+    if wanted[field] ~= (job[field] or record[field] or "") then
+      job[field] = wanted[field]
+    end
   end
   return slurm.SUCCESS
 end
@@ -597,7 +709,14 @@ function slurm_job_submit(job, partitions, uid)
   return slurm.SUCCESS
 end
 
--- Updates by owners and by the service are not changed.
-function slurm_job_modify()
+-- Updates by others than the owner, as by the service, are not changed.
+function slurm_job_modify(job, record, partitions, uid)
+  local ok, result = pcall(function()
+    return uid == record.user_id and modify(job, record, partitions) or slurm.SUCCESS
+  end)
+  if ok then
+    return result
+  end
+  slurm.log_error("cadenza: an update by uid %s is not changed: %s", tostring(uid), tostring(result))
   return slurm.SUCCESS
 end

@@ -146,44 +146,35 @@ static uint32_t environment_number(const char *name)
 	return text ? (uint32_t)strtoul(text, NULL, 10) : 0;
 }
 
-/* Returns the value of the comment's cadenza key if it is an object, else NULL. */
-static const char *cadenza_object(const char *comment)
+/*
+ * Returns the value of "share" in the one form in which job_submit.lua writes our key, at the comment's start; NULL for any
+ * other comment. So the plugin, the script and the service always read the same.
+ */
+static const char *share_of(const char *comment)
 {
-	while (comment && (comment = strstr(comment, "\"cadenza\""))) {
-		comment += strlen("\"cadenza\"");
-		comment += strspn(comment, " :\t\r\n");
-		if (*comment == '{')
-			break;
-	}
-	return comment;
+	static const char form[] = "{\"cadenza\":{\"v\":1,\"share\":";
+
+	return comment && !strncmp(comment, form, sizeof(form) - 1) ? comment + sizeof(form) - 1 : NULL;
 }
 
-/* Returns the start of a key's value, or NULL. The key is given in its quotes; the object must contain no objects. */
-static const char *member(const char *object, const char *key)
-{
-	const char *value = object ? strstr(object, key) : NULL;
-
-	if (!value || value > object + strcspn(object, "}"))
-		return NULL;
-	value += strlen(key);
-	return value + strspn(value, " :\t\r\n");
-}
-
-/* {"cadenza":{...,"share":false}} means no, any other cadenza object yes. */
 enum sharing comment_sharing(const char *comment)
 {
-	const char *object = cadenza_object(comment), *share = member(object, "\"share\"");
+	const char *share = share_of(comment);
 
-	if (!object)
-		return SHARING_UNSET;
-	return share && !strncmp(share, "false", 5) ? SHARING_NO : SHARING_YES;
+	if (share && (!strncmp(share, "true,", 5) || !strncmp(share, "true}", 5)))
+		return SHARING_YES;
+	if (share && (!strncmp(share, "false,", 6) || !strncmp(share, "false}", 6)))
+		return SHARING_NO;
+	return SHARING_UNSET;
 }
 
+/* The members before it are numbers, so the first brace ends our object. */
 bool comment_batch_per_gpu(const char *comment)
 {
-	const char *batch = member(cadenza_object(comment), "\"batch\"");
+	static const char form[] = ",\"batch\":\"per-gpu\"";
+	const char *share = share_of(comment), *batch = share ? strstr(share, form) : NULL;
 
-	return batch && !strncmp(batch, "\"per-gpu\"", 9);
+	return batch && batch < share + strcspn(share, "}");
 }
 
 /* Does not make the socket's directory: a host without it has no agent. */

@@ -66,6 +66,15 @@ class Slurm:
         return description
 
 
+    def update(self, changes: dict[str, Any], *, uid: int = 1000, **record: Any) -> Any:
+        """Update a pending job of user 1000; return the request as the hook left it, with ``rc``."""
+        unset = dict.fromkeys(("min_nodes", "max_nodes", "num_tasks"), NO_VAL)
+        request = self.lua.table_from(unset | changes)
+        job = self.lua.table_from({"user_id": 1000, "job_state": 0, "partition": "gpu"} | record)
+        request.rc = self.lua.globals().slurm_job_modify(request, job, self.lua.table(), uid)
+        return request
+
+
 @pytest.fixture(params=[lua51, lua54], ids=["lua5.1", "lua5.4"])
 def slurm(tmp_path: Path, request: pytest.FixtureRequest) -> Slurm:
     return Slurm(tmp_path, request.param)
@@ -128,7 +137,9 @@ def test_a_comment_opts_in_without_the_plugin(slurm: Slurm) -> None:
 
 def test_flag_and_comment_are_merged(slurm: Slurm) -> None:
     job = slurm.submit("max_gpus=4", comment='{"a":1e400, "cadenza" : {"min_gpus":2,"share":false}, "b":"\\u00e9"}')
-    assert job.comment == ('{"a":1e400, "cadenza" : {"v":1,"share":true,"min_gpus":2,"max_gpus":4}, "b":"\\u00e9"}')
+    assert job.comment == (
+        '{"cadenza":{"v":1,"share":true,"min_gpus":2,"max_gpus":4},"a":1e400,"b":"\\u00e9"}'
+    ), "our key comes first, the others keep their bytes"
 
 
 def test_held_and_why_cannot_be_claimed(slurm: Slurm) -> None:
@@ -172,6 +183,8 @@ def test_a_bad_flag_is_refused_by_name(slurm: Slurm, flag: str, message: str) ->
         ('{"cadenza":{"v":2}}', "v must be 1"),
         ('{"cadenza":{"model":null}}', "model must be"),
         ('{"cadenza":{"share":true}', "is not JSON"),
+        ('{"c\\u0061denza":{},"x":' + "[" * 80 + '"cadenza"' + "]" * 80 + "}", "is not JSON"),
+        ('{"cadenza":{},"c\\u0061denza":{"share":false}}', "two cadenza keys"),
         ('{"cadenza":{},"cadenza":{}}', "two cadenza keys"),
     ],
 )
@@ -201,15 +214,40 @@ def test_jobs_that_do_not_share_see_lane_0_only(slurm: Slurm) -> None:
     assert slurm.submit(partition=None).features == "lane0"
     assert slurm.submit(features="fast&big").features == "fast&big&lane0"
     assert slurm.submit(features="fast|big").features == "(fast|big)&lane0"
-    assert slurm.submit(features="lane1").features == "lane1"
+    assert slurm.submit(features="(fast|big)&new").features == "(fast|big)&new&lane0"
+    assert slurm.submit(features="new&lane0").features == "new&lane0"
+    assert slurm.submit(features="fastlane1").features == "fastlane1&lane0", "no lane"
+    assert slurm.submit(prefer="fast").prefer == "fast&lane0", "Slurm tries it before the constraint"
     assert slurm.submit(partition="cpu").features is None
+    assert slurm.submit(partition="cpu", features="lane1").features == "lane1"
     assert slurm.submit("off").features == "lane0"
 
 
-def test_a_constraint_that_takes_no_more_is_kept_and_logged(slurm: Slurm) -> None:
+OTHER_LANES = (
+    "lane1", "(lane1)", "[lane0|lane1]", "lane0|lane1", "lane0&lane1", "fast&(lane0|lane1)", "lane1*2", "lane0|fast",
+    "[a|b]", "a*2", "[a*2&b*1]", "(a&b)|c",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("features", OTHER_LANES)
+@pytest.mark.parametrize("flag", [None, "off"])
+def test_a_job_that_does_not_share_cannot_leave_lane_0(slurm: Slurm, flag: str | None, features: str) -> None:
     slurm.manage()
-    assert slurm.submit(features="[a*2&b*1]").features == "[a*2&b*1]"
-    assert "keeps its constraint" in slurm.log[0]
+    for field in ("features", "prefer"):
+        said = len(slurm.said)
+        assert slurm.submit(flag, **{field: features}).rc == ERROR
+        assert f"its constraint '{features}' cannot be combined with lane0" in slurm.said[said]
+    slurm.manage("partitions=gpu\nlanes=1\n")
+    assert slurm.submit(flag, features=features).features == features, "one lane is all there is"
+
+
+@pytest.mark.parametrize("features", ["lane0|lane1", "(lane0|lane1)", "[lane1|lane2]", "lane1*2"])
+def test_a_job_of_several_nodes_cannot_span_lanes(slurm: Slurm, features: str) -> None:
+    slurm.manage()
+    assert slurm.submit("", min_nodes=2, max_nodes=2, features=features).rc == ERROR
+    assert "cannot be combined" in slurm.said[0]
+    assert slurm.submit("", features=features).features == features, "one node is on one lane"
+    assert slurm.submit("", min_nodes=2, max_nodes=2, features="fast&lane1").features == "fast&lane1"
 
 
 @pytest.mark.parametrize(
@@ -225,6 +263,7 @@ def test_a_managed_job_that_may_get_several_nodes_is_pinned_to_one_lane(slurm: S
     slurm.manage("# lanes of every host\npartitions = gpu , long\nlanes = 3\n")
     assert slurm.submit("", **fields).features == "[lane0|lane1|lane2]"
     assert slurm.submit("", features="fast", **fields).features == "fast&[lane0|lane1|lane2]"
+    assert slurm.submit("", prefer="fast", **fields).prefer == "fast&[lane0|lane1|lane2]"
 
 
 def test_a_managed_job_of_one_node_may_run_in_any_lane(slurm: Slurm) -> None:
@@ -241,7 +280,7 @@ def test_a_managed_job_of_one_node_may_run_in_any_lane(slurm: Slurm) -> None:
         ({"shared": 0}, "--exclusive"),
         ({"tres_per_node": None}, "no GPUs"),
         ({"partition": "gpu,cpu"}, "several partitions"),
-        ({"min_nodes": 2, "max_nodes": 2, "features": "[a|b]"}, "cannot be combined"),
+        ({"min_nodes": 2, "max_nodes": 2, "features": "a|b"}, "cannot be combined"),
     ],
 )
 def test_what_cannot_be_shared_is_left_alone_with_the_reason(slurm: Slurm, fields: dict[str, Any], why: str) -> None:
@@ -310,8 +349,53 @@ def test_an_error_in_here_fails_no_submission(slurm: Slurm) -> None:
     assert "is not changed" in slurm.log[0]
 
 
-def test_updates_pass(slurm: Slurm) -> None:
-    assert slurm.lua.globals().slurm_job_modify(None, None, None, 0) == SUCCESS
+# --- Updates -------------------------------------------------------------------------------------------
+
+SHARES = '{"cadenza":{"v":1,"share":true}}'
+
+
+def test_updates_by_others_than_the_owner_pass(slurm: Slurm) -> None:
+    slurm.manage()
+    assert slurm.update({"comment": "{cadenza", "features": "lane1"}, uid=0).rc == SUCCESS
+    assert slurm.lua.globals().slurm_job_modify(None, None, None, 0) == SUCCESS, "an error in here"
+
+
+def test_an_owners_comment_has_the_one_form_and_claims_nothing(slurm: Slurm) -> None:
+    job = slurm.update({"comment": '{"x":1, "cadenza":{"held":true,"why":"x","priority":2,"share":true}}'})
+    assert (job.rc, job.comment) == (SUCCESS, '{"cadenza":{"v":1,"share":true,"priority":2},"x":1}')
+    assert slurm.update({"comment": "my own text"}).comment == "my own text"
+    assert slurm.update({"comment": '{"cadenza":{"nice":1}}'}).rc == ERROR
+    assert "unknown key 'nice'" in slurm.said[-1]
+
+
+@pytest.mark.parametrize("comment", ["mine", '{"cadenza":{"share":false}}', ""])
+def test_who_stops_sharing_before_the_start_stays_on_lane_0(slurm: Slurm, comment: str) -> None:
+    slurm.manage()
+    assert slurm.update({"comment": comment}, comment=SHARES).features == "lane0"
+    assert slurm.update({"comment": comment}, comment=SHARES, features="a&[lane0|lane1]").features == "a&lane0"
+    assert slurm.update({"comment": comment}, comment=SHARES, features="[a|b]").rc == ERROR
+    assert slurm.update({"comment": comment}, comment=SHARES, job_state=1).features is None, "it runs"
+    assert slurm.update({"comment": comment}, comment=SHARES, partition="cpu").features is None
+
+
+@pytest.mark.parametrize("features", OTHER_LANES)
+def test_an_update_of_the_constraint_keeps_to_the_rules(slurm: Slurm, features: str) -> None:
+    slurm.manage()
+    assert slurm.update({"features": features}, features="lane0").rc == ERROR
+    assert slurm.update({"prefer": features}, features="lane0").rc == ERROR
+    assert slurm.update({"features": "fast"}, features="lane0").features == "fast&lane0"
+    assert slurm.update({"features": ""}, features="lane0").features == "lane0"
+    assert slurm.update({"partition": "gpu"}, partition="cpu").features == "lane0"
+    assert slurm.update({"features": features}, comment=SHARES).rc == SUCCESS, "one node, and it shares"
+
+
+def test_a_job_of_several_nodes_stays_on_one_lane(slurm: Slurm) -> None:
+    slurm.manage()
+    pinned = {"comment": SHARES, "features": "[lane0|lane1]"}
+    assert slurm.update({"features": "fast"}, **pinned).features == "fast&[lane0|lane1]"
+    assert slurm.update({"features": "lane0|lane1"}, **pinned).rc == ERROR
+    assert slurm.update({"min_nodes": 2, "max_nodes": 2}, comment=SHARES).features == "[lane0|lane1]"
+    assert slurm.update({"comment": SHARES}, **pinned).features is None
 
 
 def test_settings_that_are_not_understood_are_named(slurm: Slurm) -> None:

@@ -86,7 +86,7 @@ def start_packet(library: ctypes.CDLL, wanted: Job) -> bytes:
 
 
 def test_the_agent_reads_what_the_plugin_writes(library: ctypes.CDLL) -> None:
-    assert parse(wire.decode(start_packet(library, job(lane=1, options="max_gpus=4,model=res18")))) == Start(
+    assert parse(start_packet(library, job(lane=1, options="max_gpus=4,model=res18"))) == Start(
         job=7, restart=2, uid=1000, user="alice", node="node1-l1", lane=1, gpus=(0, 3), hosts=2, managed=True,
         step=0xFFFFFFFB, options="max_gpus=4,model=res18", cpus=6, memory_mb=2**40,
     )  # fmt: skip
@@ -102,7 +102,7 @@ def test_no_user_name_breaks_a_packet(library: ctypes.CDLL, user: str) -> None:
 def test_as_many_gpus_as_there_can_be_fit(library: ctypes.CDLL) -> None:
     wanted = job()
     wanted.gpus, wanted.gpu_count = (ctypes.c_int * 64)(*range(960, 1024)), 64
-    assert parse(wire.decode(start_packet(library, wanted))).gpus == tuple(range(960, 1024))
+    assert parse(start_packet(library, wanted)).gpus == tuple(range(960, 1024))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_the_end_is_reported_once_without_a_wait(library: ctypes.CDLL, path: Pat
         library.agent_report_end(7, config)
         while not agent.received:
             agent.closing.wait(0.01)
-        assert parse(wire.decode(agent.received[0])) == End(job=7)
+        assert parse(agent.received[0]) == End(job=7)
 
 
 @pytest.mark.parametrize(
@@ -227,14 +227,15 @@ def test_the_end_is_reported_once_without_a_wait(library: ctypes.CDLL, path: Pat
         (None, 0),
         ("", 0),
         ("about cadenza", 0),
-        ('{"cadenza":{}}', 2),
-        ('{"cadenza": {"v":1, "share" : true}, "share":false}', 2),
-        ('{"x":1,"cadenza":{"v":1,"share":false,"why":"no"}}', 1),
-        ('{"cadenza":{"v":1,"model":"a"},"b":{"share":false}}', 2),
-        ('{"a":"cadenza","cadenza":{"share":false}}', 1),
-        ('{"a":"cadenza"}', 0),
+        ('{"cadenza":{"v":1,"share":true}}', 2),
+        ('{"cadenza":{"v":1,"share":true,"model":"a"},"share":false}', 2),
+        ('{"cadenza":{"v":1,"share":false,"why":"no"},"x":1}', 1),
+        ('{"cadenza":{}}', 0),
+        ('{"x":{"cadenza":{"v":1,"share":true}}}', 0),
+        ('{"a":"{\\"cadenza\\":{\\"v\\":1,\\"share\\":true}}"}', 0),
+        (' {"cadenza":{"v":1,"share":true}}', 0),
         ('{"cadenza', 0),
-        ('{"cadenza":', 0),
+        ('{"cadenza":{"v":1,"share":tr', 0),
     ],
 )
 def test_the_comments_word(library: ctypes.CDLL, comment: str | None, word: int) -> None:
@@ -246,9 +247,10 @@ def test_the_comments_word(library: ctypes.CDLL, comment: str | None, word: int)
     [
         (None, False),
         ('{"cadenza":{"v":1,"share":true}}', False),
-        ('{"cadenza":{"batch":"global"}}', False),
-        ('{"cadenza":{"v":1,"batch" : "per-gpu"}}', True),
-        ('{"batch":"per-gpu","cadenza":{"v":1},"x":{"batch":"per-gpu"}}', False),
+        ('{"cadenza":{"v":1,"share":true,"batch":"global"}}', False),
+        ('{"cadenza":{"v":1,"share":true,"min_gpus":1,"batch":"per-gpu"}}', True),
+        ('{"cadenza":{"v":1,"share":true},"x":{"a":1,"batch":"per-gpu"}}', False),
+        ('{"cadenza":{"batch":"per-gpu"}}', False),
     ],
 )
 def test_the_comments_batch(library: ctypes.CDLL, comment: str | None, *, per_gpu: bool) -> None:
