@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +27,7 @@ store_option = click.option(
 )
 
 
+MAX_LINE = 8192
 PIPE_WIDTH = 180
 """Columns of output that does not go to a terminal, wide enough that nothing is cut."""
 UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
@@ -33,16 +35,25 @@ TIME_AGO = re.compile(r"(\d+(?:\.\d+)?)([mhdw])")
 
 
 def emit(value: Any) -> None:
-    """Print one value as one line of JSON."""
-    click.echo(msgspec.json.encode(value).decode())
+    """Print one value as one line of JSON, in ASCII where a terminal would obey a character."""
+    text = msgspec.json.encode(value).decode()
+    click.echo(text if text.isprintable() else json.dumps(json.loads(text), ensure_ascii=True, separators=(",", ":")))
+
+
+def say(*lines: str, err: bool = False) -> None:
+    """Print each text as one line; what a terminal would obey in it is replaced."""
+    from cadenza.policies.core.text import printable  # noqa: PLC0415 (not needed for --help)
+
+    for line in lines:
+        click.echo(printable(line, MAX_LINE), err=err)
 
 
 def console() -> Console:
     """Return a console on standard output; without color unless that is a terminal."""
-    from rich.console import Console  # noqa: PLC0415 (slow, and not needed for JSON)
+    from cadenza.slurm_plugin.cli.terminal import Terminal  # noqa: PLC0415 (slow, and not needed for JSON)
 
-    plain = Console(highlight=False)
-    return plain if plain.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+    plain = Terminal()
+    return plain if plain.is_terminal else Terminal(width=PIPE_WIDTH)
 
 
 def open_store(store: Path | None, config: Path | None) -> StoreReader:

@@ -50,7 +50,9 @@ class Commands(LazyGroup):
             ours = any(kind.__module__.startswith("cadenza.") for kind in type(error).__mro__)
             if ctx.params.get("debug") or not ours:
                 raise
-            click.echo(f"cadenza: {error}", err=True)
+            from cadenza.slurm_plugin.cli.common import say  # noqa: PLC0415 (slow)
+
+            say(f"cadenza: {error}", err=True)
             ctx.exit(exit_code(error))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from cadenza.slurm_plugin.cli.common import config_option, emit, json_option
+from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, say
 
 if TYPE_CHECKING:
     from cadenza.policies.core.actions import Action, Outcome
@@ -49,7 +49,7 @@ def move(*, job_id: int, nodes: str, gpus: int | None, as_json: bool, config: Pa
     if as_json:
         emit(request)
     else:
-        click.echo(f"job {request.job}: will move to {','.join(request.nodes)}; see `cadenza why {job_id}`")
+        say(f"job {request.job}: will move to {','.join(request.nodes)}; see `cadenza why {job_id}`")
 
 
 # --- release -------------------------------------------------------------------------------------------------
@@ -85,21 +85,21 @@ def release(*, job_id: int | None, everything: bool, as_json: bool, config: Path
     else:
         for action, outcome in outcomes:
             result = "done" if outcome.ok else f"failed: {outcome.error}"
-            click.echo(f"{type(action).__name__.lower()} job {_job_of(action)}: {result}")
+            say(f"{type(action).__name__.lower()} job {_job_of(action)}: {result}")
         if not outcomes:
-            click.echo("Cadenza holds and suspends no job")
+            say("Cadenza holds and suspends no job")
     if paused:
-        click.echo(
+        say(
             f"cadenzad is paused: {switch} keeps it from acting until you remove that file; at its next round, within "
             f"{settings.service.poll_s:g} s, jobs give back the CPUs and memory that they were tuned to",
             err=True,
         )
     elif settings.applies and not switch.exists():
-        click.echo(f"a running cadenzad continues to share GPUs; `touch {switch}` stops all its actions", err=True)
+        say(f"a running cadenzad continues to share GPUs; `touch {switch}` stops all its actions", err=True)
     if not all(outcome.ok for _, outcome in outcomes):
         raise SystemExit(1)
     if unreadable is not None:
-        click.echo(f"{unreadable}: only holds by job_submit.lua were looked for, suspends may be left", err=True)
+        say(f"{unreadable}: only holds by job_submit.lua were looked for, suspends may be left", err=True)
         raise SystemExit(3)
 
 

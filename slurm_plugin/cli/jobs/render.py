@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cadenza.policies.core.text import gpu_names
+from cadenza.policies.core.text import gpu_names, printable
 from cadenza.slurm_plugin.cli.jobs.view import JobRow, TopView
 from cadenza.slurm_plugin.cli.jobs.why import effect_sentence
 from cadenza.slurm_plugin.report.units import about
@@ -21,6 +21,7 @@ MARKS = {
     "waiting": ("…", "dim"),
 }
 STALE_AFTER_S = 60.0
+MAX_REASON = 1000
 COLUMNS: tuple[tuple[str, int, Literal["left", "right"]], ...] = (
     ("JOB", 4, "left"), ("USER", 5, "left"), ("NAME", 9, "left"), ("STATE", 8, "left"), ("STEP", 5, "right"),
     ("ITER", 6, "right"), ("SHARE", 5, "right"), ("GPUS", 12, "left"),
@@ -68,7 +69,7 @@ def gpu_map(view: TopView) -> Table:
 def marked(job: JobRow) -> Text:
     """Return the mark of a job's lease, its number and its name."""
     mark, style = MARKS.get(job.lease, (" ", "dim"))
-    return Text(f"{mark} {job.id} {job.name} ", style=style)
+    return Text(f"{mark} {job.id} {printable(job.name)} ", style=style)
 
 
 def job_table(jobs: Sequence[JobRow]) -> Table:
@@ -89,15 +90,15 @@ def job_cells(job: JobRow) -> tuple[str | Text, ...]:
     gpus = gpu_names(job.gpus) if job.gpus else f"wants {job.gpus_wanted}"
     return (
         str(job.id) if not job.restart else f"{job.id}.{job.restart}",
-        job.user,
-        job.name,
+        printable(job.user),
+        printable(job.name),
         Text(state, style=MARKS.get(job.lease, ("", "dim"))[1]),
         str(job.step) if job.step else "",
         milliseconds(job.iteration_s) if job.iteration_s is not None else "",
         f"{job.share:.0%}" if job.share is not None else "",
         gpus,
-        job.last_action,
-        job.reason or (job.why_not_ready if job.lease else ""),
+        printable(job.last_action),
+        printable(job.reason or (job.why_not_ready if job.lease else ""), MAX_REASON),
     )
 
 
@@ -106,7 +107,8 @@ def effect_lines(view: TopView) -> Iterator[Text]:
     for effect in view.effects:
         ago = about(max(view.at_s - effect.at_s, 0.0)) + " ago"
         style = {"kept": "green", "undone": "yellow"}.get(effect.verdict, "dim")
-        yield Text(f"{ago:>9} job {effect.key} {effect_sentence(effect)}", style=style, overflow="ellipsis",
+        sentence = printable(effect_sentence(effect), MAX_REASON)
+        yield Text(f"{ago:>9} job {effect.key} {sentence}", style=style, overflow="ellipsis",
                    no_wrap=True)  # fmt: skip
 
 

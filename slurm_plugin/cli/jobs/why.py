@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, open_store, store_option
+from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, open_store, say, store_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +49,7 @@ def command(*, job_id: int, last: int, as_json: bool, store: Path | None, config
     if as_json:
         emit({**msgspec.to_builtins(record), "summary": summary(record)})
     else:
-        click.echo("\n".join(lines(record)))
+        say(*lines(record))
 
 
 def summary(record: JobRecord) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cadenza.slurm_plugin.cli.common import console, emit, json_option
+from cadenza.slurm_plugin.cli.common import console, emit, json_option, say
 from cadenza.slurm_plugin.cli.lazy import LazyGroup
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _session(options: SimpleNamespace) -> Offline:
     from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415
 
     def report_point(point: Point) -> None:
-        click.echo(
+        say(
             f"{point.cpus:g} CPUs: {point.iteration_s * 1000:.1f} ms a step ±{point.half_s / point.iteration_s:.1%}"
             f" ({point.steps} steps, {point.spent_s:.0f} s)",
             err=True,
@@ -165,9 +165,9 @@ def _print(options: SimpleNamespace, finding: Finding, state: State) -> None:
         out.print(f"{gb} GB of cache: measured {seconds * 1000:.1f} ms a step{expected}")
     for note in finding.notes:
         out.print(f"note: {note}")
-    out.print("\n" + "\n".join(sbatch(finding)) + "\n", markup=False)
+    out.print("\n" + "\n".join(sbatch(finding)) + "\n")
     out.print(words(finding))
-    click.echo(f"written: {options.out}" + (f", {options.png}" if options.png else ""))
+    say(f"written: {options.out}" + (f", {options.png}" if options.png else ""))
 
 
 # --- pair ----------------------------------------------------------------------------------------------------
@@ -205,9 +205,9 @@ def pair(*, first: str, second: str, models: str | None, out: Path, as_json: boo
         return
     for name, speed, alone, both_s in zip(result[:2], result.speeds, result.alone_s, result.together_s, strict=True):
         times = f"{alone * 1000:.1f} ms a step alone, {both_s * 1000:.1f} ms together"
-        click.echo(f"{name}: {times} ({speed:.0%} of its speed)")
+        say(f"{name}: {times} ({speed:.0%} of its speed)")
     verdict = "packing pays" if result.gain > 1 else "taking turns is better"
-    click.echo(f"together {result.gain:.2f}x the throughput of taking turns: {verdict}\nwritten: {out}")
+    say(f"together {result.gain:.2f}x the throughput of taking turns: {verdict}", f"written: {out}")
 
 
 def _names(models: str | None, both: list[tuple[str, ...]]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from cadenza.slurm_plugin.cli.common import console, emit, json_option
+from cadenza.slurm_plugin.cli.common import console, emit, json_option, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -200,7 +200,7 @@ def validate(*, files: tuple[Path, ...], gpu: str, as_json: bool) -> None:
         emit([{"file": file, "valid": error is None, "error": error or ""} for file, error in errors.items()])
     else:
         for file, error in errors.items():
-            click.echo(f"cadenza: {error}" if error else f"{file}: good", err=bool(error))
+            say(f"cadenza: {error}" if error else f"{file}: good", err=bool(error))
     if any(errors.values()):
         raise click.exceptions.Exit(2)
 

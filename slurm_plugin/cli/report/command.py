@@ -7,7 +7,16 @@ from typing import Any
 
 import click
 
-from cadenza.slurm_plugin.cli.common import config_option, console, emit, json_option, moment, open_store, store_option
+from cadenza.slurm_plugin.cli.common import (
+    config_option,
+    console,
+    emit,
+    json_option,
+    moment,
+    open_store,
+    say,
+    store_option,
+)
 
 RESULT_OPTIONS = ("baseline",)
 SINCE_OPTIONS = ("until", "user", "store", "config")
@@ -72,10 +81,10 @@ def _compare(
         emit(plain(comparison, str(page)))
         return
     for note in comparison.notes:
-        click.echo(f"note: {note}", err=True)
+        say(f"note: {note}", err=True)
     for result in comparison.results:
-        click.echo(f"{result.label}: {summary(result, comparison)}")
-    click.echo(f"written: {page}")
+        say(f"{result.label}: {summary(result, comparison)}")
+    say(f"written: {page}")
 
 
 def _show_sharing(since: str, *, until: str | None, output: Path | None, as_json: bool, **options: Any) -> None:
@@ -99,7 +108,7 @@ def _show_sharing(since: str, *, until: str | None, output: Path | None, as_json
         return
     show(content, summary(report), console())
     if output is not None:
-        click.echo(f"written: {output}")
+        say(f"written: {output}")
 
 
 def _write(output: Path, page: str) -> None:

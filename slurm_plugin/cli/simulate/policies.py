@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from cadenza.slurm_plugin.cli.common import console, emit, json_option
+from cadenza.slurm_plugin.cli.common import console, emit, json_option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,7 +44,7 @@ def command(*, as_json: bool) -> None:
 
         console().print(table(ENTRIES))
         for name, stages in STAGES.items():
-            click.echo(f"\nStages of a round with --share {name}: {', '.join(stage.__name__ for stage in stages)}")
+            say("", f"Stages of a round with --share {name}: {', '.join(stage.__name__ for stage in stages)}")
 
 
 def table(entries: Iterable[Entry]) -> Table:

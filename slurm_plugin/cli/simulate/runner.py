@@ -101,10 +101,11 @@ def _simulated(request: Request, jobs: tuple[TraceJob, ...], title: str) -> Resu
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Progress | None]:
     """Yield a progress bar on standard error, removed at the end; None without a terminal or with --quiet."""
-    from rich.console import Console  # noqa: PLC0415
     from rich.progress import Progress  # noqa: PLC0415
 
-    console = Console(stderr=True)
+    from cadenza.slurm_plugin.cli.terminal import Terminal  # noqa: PLC0415
+
+    console = Terminal(stderr=True)
     if quiet or not console.is_terminal:
         yield None
         return

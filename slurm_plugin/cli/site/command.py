@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from cadenza.slurm_plugin.cli.common import config_option, emit, json_option
+from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, say
 
 COLORS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
 
@@ -28,9 +28,10 @@ def doctor(*, as_json: bool, config: Path | None) -> None:
     else:
         for finding in findings:
             level = click.style(f"{finding.level:4}", COLORS[finding.level])
-            click.echo(f"{level} {finding.about}: {finding.observation}")
+            click.echo(f"{level} ", nl=False)
+            say(f"{finding.about}: {finding.observation}")
             if finding.advice:
-                click.echo(f"       -> {finding.advice}")
+                say(f"       -> {finding.advice}")
     if failed(findings):
         raise SystemExit(1)
 
@@ -49,4 +50,4 @@ def record(*, out: Path, count: int, interval: float) -> None:
 
     with SlurmGateway() as gateway:
         size = recording.record(out, count, interval, gateway)
-    click.echo(f"{out}: {count} answers, {size} bytes")
+    say(f"{out}: {count} answers, {size} bytes")

@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from cadenza.sidecar.config import DEFAULT_PATH
-from cadenza.slurm_plugin.cli.common import config_option, emit, json_option
+from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,9 +42,9 @@ def check(*, file: Path | None, as_json: bool) -> None:
     if as_json:
         emit({"file": str(file or DEFAULT_PATH), "ok": True, "advice": notes})
         return
-    click.echo(f"{file or DEFAULT_PATH}: OK, mode {settings.service.mode}")
+    say(f"{file or DEFAULT_PATH}: OK, mode {settings.service.mode}")
     for line in notes:
-        click.echo(f"  note: {line}")
+        say(f"  note: {line}")
 
 
 def policy_advice(settings: Settings) -> Iterator[str]:
@@ -96,7 +96,7 @@ def show(*, as_json: bool, config: Path | None) -> None:
     if as_json:
         emit(settings)
     else:
-        click.echo("\n".join(lines(settings)))
+        say(*lines(settings))
 
 
 def rows(config: Path | None) -> Iterator[Row]:
@@ -119,7 +119,9 @@ def lines(settings: list[Row]) -> Iterator[str]:
     section = ""
     for row in settings:
         if row.section != section:
-            yield f"\n[{row.section}]" if section else f"[{row.section}]"
+            if section:
+                yield ""
+            yield f"[{row.section}]"
             section = row.section
         yield f"# {row.meaning} ({row.origin})"
         yield f"{row.key} = {msgspec.json.encode(row.value).decode()}"

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from cadenza.slurm_plugin.cli.common import say
+
 SERVICE = "service"
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
@@ -36,7 +38,7 @@ def keygen(*, hosts: tuple[str, ...], out: Path, rotate: bool, force: bool) -> N
         message = "exists; --force replaces it, and then every host needs the new service.key"
         raise click.ClickException(f"{out / SERVICE}.key {message}")
     for path in make_keys(out, hosts, rotate=rotate, force=force):
-        click.echo(path)
+        say(str(path))
 
 
 def make_keys(folder: Path, hosts: Collection[str], *, rotate: bool = False, force: bool = False) -> list[Path]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from cadenza.slurm_plugin.cli.common import console, emit, json_option
+from cadenza.slurm_plugin.cli.common import console, emit, json_option, say
 
 STOP_KEYS = ("rule", "first", "least", "reduction", "steps")
 """Options that are keys of the table [stop]."""
@@ -106,7 +106,7 @@ def best(*, directory: Path, as_json: bool) -> None:
         emit(plain(winner, head))
     else:
         values = " ".join(f"{name}={value}" for name, value in winner.config.items())
-        click.echo(f"configuration {winner.number} (job {winner.job}): {winner.best(head.plan.goal):g} with {values}")
+        say(f"configuration {winner.number} (job {winner.job}): {winner.best(head.plan.goal):g} with {values}")
 
 
 @command.command("stop")
@@ -121,4 +121,4 @@ def stop(*, directory: Path) -> None:
     with Sweep(directory) as sweep:
         sweep.stop()
         ended = sum(1 for _ in sweep.finished())
-        click.echo(f"{sweep.head.id}: {ended} jobs ended" if ended else f"{sweep.head.id}: no job was left")
+        say(f"{sweep.head.id}: {ended} jobs ended" if ended else f"{sweep.head.id}: no job was left")

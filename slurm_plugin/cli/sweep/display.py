@@ -7,10 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from cadenza.sidecar import clock
-from cadenza.slurm_plugin.cli.common import console, emit
+from cadenza.slurm_plugin.cli.common import console, emit, say
 from cadenza.slurm_plugin.sweep.controller import Head, Sweep, best_of
 from cadenza.slurm_plugin.sweep.journal import SweepState, TrialState
 from cadenza.slurm_plugin.sweep.study import StudySource
@@ -32,13 +30,13 @@ def control(sweep: Sweep, *, as_json: bool) -> None:
     try:
         show(sweep)
     except KeyboardInterrupt:
-        click.echo(f"\ncadenza: its jobs keep running; `cadenza sweep resume {sweep.directory}` continues", err=True)
+        say("", f"cadenza: its jobs keep running; `cadenza sweep resume {sweep.directory}` continues", err=True)
         sys.exit(INTERRUPTED)
     best, target = sweep.best(), sweep.plan.target
     if not as_json:
         verdict = "" if target is None else f"; the target was {'' if sweep.state.target else 'not '}reached"
         result = best and f"best: configuration {best.number}, {best.best(sweep.plan.goal):g}, {best.config}{verdict}"
-        click.echo(result or "no configuration has reported a value")
+        say(result or "no configuration has reported a value")
     sys.exit(int((best if target is None else sweep.state.target) is None))
 
 
@@ -73,10 +71,10 @@ def _show_lines(sweep: Sweep) -> None:
             value = trial.best(sweep.plan.goal)
             result = "no value reported" if value is None else f"best {value:g}"
             reason = f" ({trial.stop_reason})" if trial.stop_reason else ""
-            click.echo(f"configuration {trial.number}: {trial.state}, {result}{reason}")
+            say(f"configuration {trial.number}: {trial.state}, {result}{reason}")
         if sweep.problem != problem:
             problem = sweep.problem
-            click.echo(f"cadenza: {problem or 'Slurm answers again'}", err=True)
+            say(f"cadenza: {problem or 'Slurm answers again'}", err=True)
 
 
 def _show_table(sweep: Sweep) -> None:
