@@ -58,13 +58,12 @@ def guard(
     releasing what is held for us, and draining a further lane, which is what observe-only means.
     ``cadenza release --all`` does not come through here at all.
     """
-    case = _Case(snapshot, memory, settings)
+    gate = Guard(snapshot, memory)
     judged = []
     left = settings.max_actions_per_round
     for action in actions:
-        undoes = case.undoes(action)
-        reason = case.kill_reason() or (None if undoes else case.block_reason(action, left))
-        if not undoes and reason in (None, OBSERVE):
+        reason = gate.refusal_reason(action, settings, left)
+        if not gate.undoes(action) and reason in (None, OBSERVE):
             left -= 1
         judged.append(Guarded(action, reason is None, reason or ""))
     return tuple(judged)
@@ -74,19 +73,22 @@ KILLED = "kill switch: nothing is done while it is set; see `cadenza release --a
 OBSERVE = 'observe-only: nothing is done until the mode is "apply"'
 
 
-class _Case:
+class Guard:
     """Facts that the rules look up; every rule returns the sentence that blocks, None if it allows."""
 
-    def __init__(self, snapshot: ClusterSnapshot, memory: Memory, settings: GuardSettings) -> None:
+    def __init__(self, snapshot: ClusterSnapshot, memory: Memory) -> None:
         self.jobs = snapshot.by_key
         self.nodes = {node.name: node for node in snapshot.nodes}
         self.time_s = snapshot.time_s
         self.memory = memory
-        self.settings = settings
+        self.settings = GuardSettings()
 
-    def kill_reason(self) -> str | None:
-        """Return the kill switch's sentence while it is set."""
-        return KILLED if self.settings.killed else None
+    def refusal_reason(self, action: Action, settings: GuardSettings, left: int = 1) -> str | None:
+        """Return the first rule that blocks an action under these settings, with ``left`` actions of the round left."""
+        self.settings = settings
+        if settings.killed:
+            return KILLED
+        return None if self.undoes(action) else self._block_reason(action, left)
 
     def undoes(self, action: Action) -> bool:
         """Return True if the action only undoes an action of Cadenza, or keeps a lane shut."""
@@ -98,7 +100,7 @@ class _Case:
         job = self.jobs.get(action.job) if isinstance(action, Release) else None
         return job is not None and held_for_us(job, self.memory)
 
-    def block_reason(self, action: Action, left: int) -> str | None:
+    def _block_reason(self, action: Action, left: int) -> str | None:
         """Return the first rule after the kill switch that blocks, in the guard's order."""
         if isinstance(action, DrainNode | OpenNode):
             rules: tuple[str | None, ...] = (self._node(self.nodes.get(action.node), action), self._rate(left))

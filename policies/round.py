@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from cadenza.policies.core.actions import Action, Outcome
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import ClusterSnapshot
-from cadenza.policies.guard import Guarded, GuardSettings, guard
+from cadenza.policies.core.model import ClusterSnapshot, JobKey
+from cadenza.policies.guard import Guard, Guarded, GuardSettings, guard
 from cadenza.policies.ledger import remember
+from cadenza.policies.supervision import supervised
 
 Decide: TypeAlias = Callable[[ClusterSnapshot, Memory], Decision]
 
@@ -42,6 +43,10 @@ class Store(Protocol):
         """Return the memory of the last recorded decision."""
         ...
 
+    def check(self, snapshot: ClusterSnapshot, decision: Decision, memory: Memory) -> None:
+        """Raise an error if this round could not be written down and read again, because of what it says."""
+        ...
+
     def begin(self, snapshot: ClusterSnapshot, decision: Decision, guarded: Sequence[Guarded], memory: Memory) -> int:
         """Write a round down before its actions leave, and return its number."""
         ...
@@ -49,6 +54,18 @@ class Store(Protocol):
     def finish(self, number: int, outcomes: Sequence[tuple[Action, Outcome]], seconds: float) -> None:
         """Write down what became of a round's actions."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """Facts of a running service that may change while a round's actions leave."""
+
+    settings: Callable[[], GuardSettings]
+    """The guard's settings as they are now, read before each action leaves."""
+    deadline_s: float
+    """Seconds after a round's start in which its actions may leave."""
+    left_alone: Mapping[JobKey, str] = field(default_factory=dict)
+    """Jobs that earlier rounds have left alone, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +77,19 @@ class RoundReport:
     decision: Decision
     guarded: tuple[Guarded, ...]
     outcomes: tuple[tuple[Action, Outcome], ...]
+    left_alone: Mapping[JobKey, str] = field(default_factory=dict)
+    """Jobs whose data makes a decision fail, with the reason."""
 
 
-def run_round(gateway: Gateway, clock: Clock, store: Store, decide: Decide, settings: GuardSettings) -> RoundReport:
-    """Run one round and return what it did.
+def run_round(
+    gateway: Gateway,
+    clock: Clock,
+    store: Store,
+    decide: Decide,
+    settings: GuardSettings,
+    live: Live | None = None,
+) -> RoundReport:
+    """Run one round and return what it did; ``live``: None where nothing changes while its actions leave.
 
     The round is on record before its first action leaves, so that a service killed in between knows on its
     next start what it may have suspended or held. Errors of ``gateway.read`` pass through: without a
@@ -72,10 +98,38 @@ def run_round(gateway: Gateway, clock: Clock, store: Store, decide: Decide, sett
     started = clock.now()
     snapshot = gateway.read()
     before = store.memory()
+    # 1. Decide; a job whose data makes this fail is left alone.
+    drafted, snapshot, left_alone = supervised(
+        lambda seen: _draft(store, decide, settings, seen, before), snapshot, live.left_alone if live else {}
+    )
+    decision, guarded, memory = drafted
+    # 2. Write it down.
+    allowed = tuple(item.action for item in guarded if item.allowed)
+    number = store.begin(snapshot, decision, guarded, memory)
+    # 3. Let the actions leave.
+    gate = Guard(snapshot, before)
+    outcomes = []
+    for action in allowed:
+        reason = _late_reason(action, gate, live, clock.now() - started) if live is not None else None
+        outcome = gateway.apply(action) if reason is None else Outcome(ok=False, error=reason, left=False)
+        outcomes.append((action, outcome))
+    store.finish(number, outcomes, clock.now() - started)
+    return RoundReport(number, snapshot, decision, guarded, tuple(outcomes), left_alone)
+
+
+def _draft(
+    store: Store, decide: Decide, settings: GuardSettings, snapshot: ClusterSnapshot, before: Memory
+) -> tuple[Decision, tuple[Guarded, ...], Memory]:
+    """Return a decision that can be written down, the guard's judgment of it, and the memory after it."""
     decision = decide(snapshot, before)
     guarded = guard(decision.actions, snapshot, before, settings)
-    allowed = tuple(item.action for item in guarded if item.allowed)
-    number = store.begin(snapshot, decision, guarded, remember(decision.memory, allowed, snapshot))
-    outcomes = tuple((action, gateway.apply(action)) for action in allowed)
-    store.finish(number, outcomes, clock.now() - started)
-    return RoundReport(number, snapshot, decision, guarded, outcomes)
+    memory = remember(decision.memory, (item.action for item in guarded if item.allowed), snapshot)
+    store.check(snapshot, decision, memory)
+    return decision, guarded, memory
+
+
+def _late_reason(action: Action, gate: Guard, live: Live, passed_s: float) -> str | None:
+    """Return why an allowed action must not leave any more, None if it may."""
+    if passed_s > live.deadline_s:
+        return f"deadline: the round has taken {passed_s:.0f} s, the rest is decided anew"
+    return gate.refusal_reason(action, live.settings())

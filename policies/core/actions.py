@@ -194,3 +194,5 @@ class Outcome:
 
     ok: bool
     error: str = ""
+    left: bool = True
+    """False: the guard or the round's deadline kept the action in as it was to leave."""

@@ -55,6 +55,9 @@ class RunStore:
         """Return the memory of the last round."""
         return self._memory
 
+    def check(self, snapshot: ClusterSnapshot, decision: Decision, memory: Memory) -> None:
+        """Take any round: nothing is written down."""
+
     def begin(self, snapshot: ClusterSnapshot, decision: Decision, guarded: Sequence[Guarded], memory: Memory) -> int:
         """Take the round's memory; return the round's number."""
         del snapshot, decision, guarded

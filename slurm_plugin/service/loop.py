@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import TypeAlias
 
-from cadenza.policies.core.model import ClusterSnapshot
+from cadenza.policies.core.decision import Decision, Memory
+from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.core.move import Move, Ordered, Prefetching, Requeued
+from cadenza.policies.guard import GuardSettings
 from cadenza.policies.registry import warm
-from cadenza.policies.round import RoundReport, run_round
+from cadenza.policies.round import Live, RoundReport, run_round
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import ConfigError
 from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway
@@ -36,6 +38,8 @@ Reload: TypeAlias = Callable[[], Settings]
 NAP_S = 0.5
 """Longest time until a signal is noticed: its handler may only raise a flag."""
 SETTLE_HEARTBEATS = 3
+RETRY_LEFT_ALONE_S = 600.0
+"""Time after which jobs whose data made a decision fail are tried again."""
 FORGET_PERIOD_S, DAY_S = 3600.0, 86400.0
 FIXED_KEYS = ("bind", "store", "keys", "gateway", "heartbeat")
 """Keys of [service] that are read at the start only."""
@@ -72,6 +76,10 @@ class Loop:
         self.failures = 0
         """Rounds in a row that failed."""
         self.last: RoundReport | None = None
+        self.beat: Callable[[], object] = lambda: None
+        """Called whenever the loop gets on: between rounds, before each decision and before each action."""
+        self._left_alone: Mapping[JobKey, str] = {}
+        self._left_alone_s = clock.monotonic()
         self._hub = parts.hub
         self._slurm = parts.slurm
         self._store = parts.store
@@ -108,6 +116,7 @@ class Loop:
 
     def run(self, reload: Reload, each_nap: Callable[[], object]) -> None:
         """Run rounds until ``stop``; ``each_nap`` is called at least every second between them."""
+        self.beat = each_nap
         while not self.stop:
             if self.reload:
                 self.reload = False
@@ -137,8 +146,12 @@ class Loop:
         before = move_requests.take(self._store.path, self._store.memory(), self._clock.now())
         self._store.adopt(before)
         # 3. Observe, decide, guard, write down, apply.
-        rules = guard_settings(self.settings)
-        report = run_round(self._gateway, self._clock, self._store, self._decide, rules)
+        rules = self._rules()
+        live = Live(self._rules, self.settings.trust_s, self._still_left_alone())
+        report = run_round(self._gateway, self._clock, self._store, self._decided, rules, live)
+        for key in report.left_alone.keys() - self._left_alone.keys():
+            log.warning("JOBID=%s left alone: %s (%d in all)", key, report.left_alone[key], len(report.left_alone))
+        self._left_alone = report.left_alone
         # 4. Correct the memory by the outcomes.
         memory = settled(self._store.memory(), before, report.outcomes)
         if memory != self._store.memory():
@@ -168,6 +181,23 @@ class Loop:
             log.info("%s", action_line(action, outcome))
 
     # --- inside ----------------------------------------------------------------------------------------
+
+    def _rules(self) -> GuardSettings:
+        """Return the guard's settings as they are now; asked before each action leaves, so the loop gets on."""
+        self.beat()
+        return guard_settings(self.settings)
+
+    def _decided(self, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
+        self.beat()
+        return self._decide(snapshot, memory)
+
+    def _still_left_alone(self) -> Mapping[JobKey, str]:
+        """Return the jobs that earlier rounds left alone; now and then they get another try."""
+        now_s = self._clock.monotonic()
+        if now_s - self._left_alone_s < RETRY_LEFT_ALONE_S:
+            return self._left_alone
+        self._left_alone_s = now_s
+        return {}
 
     def _use(self, settings: Settings) -> None:
         self.settings = settings

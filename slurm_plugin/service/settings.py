@@ -69,7 +69,10 @@ class ServiceTable(msgspec.Struct, frozen=True):
         float, Meta(description="Time for which cadenza report --since keeps its sums, at least retention_days", gt=0)
     ] = 90.0
     keys: Annotated[
-        Text, Meta(description="Directory of service.key_secret and the agents/HOST.key of all hosts (made by cadenza keygen)")
+        Text,
+        Meta(
+            description="Directory of service.key_secret and the agents/HOST.key of all hosts (made by cadenza keygen)"
+        ),
     ] = "/etc/cadenza/keys"
     heartbeat: Annotated[Text, Meta(description="File by which job_submit.lua holds managed jobs, or does not")] = (
         "/run/cadenza/admission"
@@ -224,9 +227,20 @@ def _check_policy(table: PolicyTable, file: Path) -> None:
 
 
 def guard_settings(settings: Settings) -> GuardSettings:
-    """Return the guard's settings; the kill switch is looked up now, so call it before each round."""
-    killed = Path(settings.guard.kill_switch).exists()
+    """Return the guard's settings; the kill switch is looked up now, so call it before each action."""
+    killed = _is_set(Path(settings.guard.kill_switch))
     return GuardSettings(**_values(GuardOptions, settings.guard), enforce=settings.applies, killed=killed)
+
+
+def _is_set(switch: Path) -> bool:
+    """Return True unless the kill switch is known to be absent: nothing is done when it cannot be looked up."""
+    try:
+        switch.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def sharing_settings(settings: Settings) -> SharingSettings:

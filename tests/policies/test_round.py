@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +28,7 @@ from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.guard import GuardSettings
 from cadenza.policies.ledger import remember
-from cadenza.policies.round import run_round
+from cadenza.policies.round import Live, run_round
 from cadenza.policies.sharing.pipeline import Pipeline, stages_of
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings, held_for_us
 
@@ -92,6 +93,9 @@ class Records:
 
     def memory(self) -> Memory:
         return self.kept
+
+    def check(self, snapshot, decision, memory) -> None:
+        """Take any round."""
 
     def begin(self, snapshot, decision, guarded, memory) -> int:
         self.kept = memory
@@ -211,6 +215,118 @@ def test_what_failed_is_tried_again_in_the_next_round():
     one_round(gateway, records)
     one_round(gateway, records)
     assert [type(action) for action in gateway.log] == [Suspend, Suspend]
+
+
+# --- Live ----------------------------------------------------------------------------------------------
+
+CROWD = (
+    *(job(n, nodes=("node1-l1",), state="SUSPENDED", options=None, lease=lease("yielded", n - 4)) for n in (5, 6)),
+    job(7, state="PENDING", slurm_priority=0, held_by_plugin=True),
+    *PAIR,
+)
+"""What this needs: two resumes in Slurm and a release, which undo, a yield and a resume."""
+OURS = Memory(suspended=frozenset({key(5), key(6)}))
+
+
+def one_live_round(gateway, records, changes, deadline_s=inf, decide=None, **live):
+    """Run a round whose guard settings are ``changes(n)`` as the n-th action is about to leave."""
+    count = iter(range(100))
+    decide = decide or Pipeline(stages_of("timeslice", SHARING, GandivaSettings(), allocates=False), SHARING).decide
+    return run_round(gateway, Ticks(), records, decide, GUARD, Live(lambda: changes(next(count)), deadline_s, **live))
+
+
+@pytest.mark.parametrize("last", range(6))
+def test_the_kill_switch_stops_the_next_action(last):
+    gateway, records = SmallCluster(cluster(*CROWD)), Records(OURS)
+    report = one_live_round(gateway, records, lambda n: replace(GUARD, killed=n >= last))
+    assert [type(action) for action, _ in report.outcomes] == [Unsuspend, Unsuspend, Yield, Resume, Release]
+    assert gateway.log == [action for action, _ in report.outcomes[:last]]
+    assert [outcome.left for _, outcome in report.outcomes] == [n < last for n in range(5)]
+    assert all(outcome.error.startswith("kill switch") for _, outcome in report.outcomes[last:])
+    assert records.rounds[0][3][0] == report.outcomes, "on record with their reason"
+
+
+def test_a_partition_that_is_taken_away_stops_the_next_action_but_for_those_that_undo():
+    gateway, records = SmallCluster(cluster(*CROWD)), Records(OURS)
+    one_live_round(gateway, records, lambda n: replace(GUARD, partitions=frozenset() if n else GUARD.partitions))
+    assert [type(action) for action in gateway.log] == [Unsuspend, Unsuspend, Release]
+
+
+def test_actions_leave_within_the_deadline_only():
+    gateway, records = SmallCluster(cluster(*CROWD)), Records(OURS)
+    report = one_live_round(gateway, records, lambda _: GUARD, deadline_s=3.0)
+    assert len(gateway.log) == 3, "each look at the clock takes a second"
+    assert report.outcomes[3][1].error == "deadline: the round has taken 4 s, the rest is decided anew"
+
+
+STRANGER = job(9, nodes=("node2",), lease=lease("held", 3, hosts=("node2",)))
+
+
+class Strict(Records):
+    """Takes no job called *bad*, as a store that cannot write it."""
+
+    def check(self, snapshot, decision, memory) -> None:
+        for found in snapshot.jobs:
+            found.name.encode()
+
+
+def choking(found, memory, sharing=SHARING):
+    """A policy that one job's data makes fail."""
+    if any(one.lease is not None and one.lease.vtime_s > 1e300 for one in found.jobs):
+        raise OverflowError("too large")
+    return Pipeline(stages_of("timeslice", sharing, GandivaSettings(), allocates=False), sharing).decide(found, memory)
+
+
+BAD = {
+    "encoding": replace(STRANGER, name="\ud800"),
+    "policy": replace(STRANGER, lease=replace(STRANGER.lease, vtime_s=1e301)),
+    "unmanaged": replace(STRANGER, options=None, name="\ud800"),
+}
+HOSTS = (node(), node(lane=1), node("node2"), node("node2", lane=1))
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+def test_one_bad_job_changes_nothing_for_the_others(bad):
+    honest, records = SmallCluster(cluster(*CROWD, nodes=HOSTS)), Strict(OURS)
+    one_live_round(honest, records, lambda _: GUARD, decide=choking)
+    gateway, records = SmallCluster(cluster(*CROWD[:2], bad, *CROWD[2:], nodes=HOSTS)), Strict(OURS)
+    report = one_live_round(gateway, records, lambda _: GUARD, decide=choking)
+    assert gateway.log == honest.log
+    assert report.left_alone.keys() == {bad.key}
+    reason = report.left_alone[bad.key]
+    assert reason.startswith("because of its data it makes a decision fail (")
+    assert reason.isprintable()
+    if bad.options is not None:
+        assert report.decision.reasons[bad.key] == f"left alone: {reason}"
+    seen = report.snapshot.job(bad.key)
+    assert (seen.lease.gpus, seen.lease.state, seen.opted_in) == (bad.lease.gpus, "held", False)
+
+
+def test_several_bad_jobs_are_left_alone_and_known_ones_at_once():
+    bad = tuple(job(n, nodes=("node2",), name="\ud800") for n in range(20, 26))
+    gateway, records = SmallCluster(cluster(*CROWD, *bad, nodes=HOSTS)), Strict(OURS)
+    calls = []
+
+    def counting(found, memory):
+        calls.append(found)
+        return choking(found, memory)
+
+    first = one_live_round(gateway, records, lambda _: GUARD, decide=counting)
+    assert first.left_alone.keys() == {one.key for one in bad}
+    assert len(calls) < 60
+    calls.clear()
+    second = one_live_round(gateway, records, lambda _: GUARD, decide=counting, left_alone=first.left_alone)
+    assert (second.left_alone, len(calls)) == (first.left_alone, 1)
+
+
+def test_an_error_that_is_no_jobs_fault_ends_the_round():
+    def broken(found, memory):
+        raise RuntimeError("a bug")
+
+    records = Records()
+    with pytest.raises(RuntimeError, match="a bug"):
+        one_live_round(SmallCluster(cluster(*CROWD)), records, lambda _: GUARD, decide=broken)
+    assert records.rounds == []
 
 
 def test_held_jobs_are_placed_once_and_a_later_hold_stays():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from threading import Thread
 
 import pytest
+from msgspec import structs
 from service_rig import (
     FileSlurm,
     Peer,
@@ -22,7 +24,7 @@ from service_rig import (
     write_config,
 )
 
-from cadenza.policies.core.actions import Outcome, Release, Unsuspend
+from cadenza.policies.core.actions import DrainNode, Outcome, Release, Requeue, Suspend, Unsuspend
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.sharing.turns.slurm_sync import release_plan
@@ -33,7 +35,7 @@ from cadenza.slurm_plugin.service.agents.hub import Hub
 from cadenza.slurm_plugin.service.failover.release_round import adopted, settled
 from cadenza.slurm_plugin.service.failover.watchdog import stand_in
 from cadenza.slurm_plugin.service.loop import Loop, Parts, early_s, pause_s
-from cadenza.slurm_plugin.service.settings import hub_settings, load_settings
+from cadenza.slurm_plugin.service.settings import guard_settings, hub_settings, load_settings
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 from cadenza.slurm_plugin.service.systemd import notify
@@ -155,6 +157,56 @@ def test_kill_switch_stops_everything_at_the_next_round(rig: Rig) -> None:
     assert rig.loop.round()
     with rig.reader() as reader:
         assert not any(row.allowed for row in reader.actions())
+
+
+def test_the_kill_switch_stops_a_round_in_its_middle_and_each_action_is_a_beat(rig: Rig) -> None:
+    rig.slurm.write(books(job(1, state="SUSPENDED"), job(2, state="SUSPENDED"), nodes=(node("n1"),)))
+    rig.store.adopt(Memory(suspended=frozenset({A, B})))
+    rig.store.fresh = False
+    beats = []
+
+    def beat() -> None:
+        beats.append(None)
+        if rig.slurm.actions():
+            (rig.folder / "STOP").touch()
+
+    rig.loop.beat = beat
+    assert rig.loop.round()
+    assert rig.slurm.actions() == ["Unsuspend 1"]
+    assert len(beats) >= 4, "the start, the decision, and each of the actions"
+    with rig.reader() as reader:
+        stopped = reader.job_record(2).actions[0]
+    assert (stopped.kind, stopped.ok, stopped.error.partition(":")[0]) == ("Unsuspend", False, "kill switch")
+    assert B in rig.store.memory().suspended, "it is still ours to undo"
+    assert rig.loop.round()
+    assert rig.slurm.actions() == ["Unsuspend 1"]
+    (rig.folder / "STOP").unlink()
+    rig.loop.beat = lambda: None
+    assert rig.loop.round()
+    assert rig.slurm.actions()[:2] == ["Unsuspend 1", "Unsuspend 2"]
+
+
+def test_a_kill_switch_that_cannot_be_looked_up_is_set(rig: Rig) -> None:
+    assert not guard_settings(rig.loop.settings).killed
+    endless = rig.folder / "loop"
+    endless.symlink_to(endless)
+    guard = replace(rig.loop.settings.guard, kill_switch=str(endless / "STOP"))
+    assert guard_settings(structs.replace(rig.loop.settings, guard=guard)).killed
+
+
+def test_a_job_whose_data_makes_a_decision_fail_is_left_alone(
+    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = job(7, command="/home/eve/\ud83d")
+    monkeypatch.setattr(rig.slurm, "read", lambda: replace(books(*TWO, bad), time_s=SystemClock().now()))
+    agent = rig.agent()
+    heard(rig, agent, lease(1, "held", vtime_s=100.0), lease(2, "waiting"))
+    for _ in range(2):
+        assert rig.loop.round()
+    assert agent.receive(YieldOrder).job == 1  # type: ignore[union-attr]
+    assert caplog.text.count("JOBID=7 left alone: because of its data") == 1
+    with rig.reader() as reader:
+        assert reader.job_record(7).reason.startswith("left alone: because of its data it makes a decision fail")
 
 
 def test_news_starts_a_round_early(tmp_path: Path) -> None:
@@ -282,6 +334,14 @@ def test_failed_releases_are_not_remembered_as_done() -> None:
     outcomes = [(Release(A, ""), no), (Release(B, ""), no), (Unsuspend(A, ""), yes), (Unsuspend(B, ""), no)]
     kept = settled(memory, Memory(placed=frozenset({B})), outcomes)
     assert (kept.suspended, kept.placed) == ({B}, {B})
+
+
+def test_what_never_left_is_not_ours() -> None:
+    in_, held = Outcome(ok=False, left=False), {JobKey(1, 1): 1.0, JobKey(2, 1): 1.0}
+    memory = Memory(suspended=frozenset({A, B}), held=held, drained=frozenset({"n1-l1", "n2-l1"}))
+    actions = [Suspend(A, ""), Suspend(B, ""), Requeue(A, hold=True, reason=""), DrainNode("n1-l1", "")]
+    kept = settled(memory, Memory(suspended=frozenset({B})), [(action, in_) for action in actions])
+    assert (kept.suspended, kept.held, kept.drained) == ({B}, {JobKey(2, 1): 1.0}, {"n2-l1"})
 
 
 def test_adopted_knows_our_drains() -> None:

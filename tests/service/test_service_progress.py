@@ -83,7 +83,11 @@ def test_a_requeued_job_goes_on_from_where_it_was() -> None:
         (Options(duration_s=3600), 7200.0, 3600.0),
         (Options(), 7200.0, 7200.0),
         (Options(), None, None),
-        (Options(duration_s=3), None, 40.0),  # it is over that already
+        (Options(duration_s=40), 7200.0, 40.0),
+        (Options(duration_s=3), 7200.0, 7200.0),  # past its word it counts by its limit
+        (Options(iterations=10), 7200.0, 7200.0),
+        (Options(duration_s=3), 30.0, 40.0),
+        (Options(duration_s=3), None, None),
     ],
 )
 def test_the_whole_work_is_as_stated_else_the_time_limit(

@@ -31,8 +31,8 @@ MAX_EFFECTS = 8
 def command(*, once: bool, interval: float, as_json: bool, store: Path | None, config: Path | None) -> None:
     """Show live which job holds which GPU, which jobs wait for it, and why.
 
-    It reads the service's store, which the service's user, its group and root may read. With --json and without --once it
-    prints one line per interval.
+    It reads the service's store, which the service's user, its group and root may read. With --json and without --once
+    it prints one line per interval.
     """
     with open_store(store, config) as reader:
         views = iter((look(reader),)) if once else _views(reader, interval)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from cadenza.policies.core.actions import Action, Outcome, Place, Release, Unsuspend
+from cadenza.policies.core.actions import Action, DrainNode, Outcome, Place, Release, Requeue, Suspend, Unsuspend
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import ClusterSnapshot
+from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.guard import Guarded
 from cadenza.policies.ledger import remember
 from cadenza.policies.round import Clock, Gateway, RoundReport
@@ -67,12 +67,20 @@ def settled(memory: Memory, before: Memory, outcomes: Iterable[tuple[Action, Out
 
     The ledger writes everything down before it happens. A release that failed must not look like one that an
     owner's later hold follows, or the job would stay held for ever. A suspend that failed stays: it may have
-    happened all the same, and the next snapshot shows it.
+    happened all the same, and the next snapshot shows it. One that never left is not ours.
     """
-    suspended, placed = set(memory.suspended), set(memory.placed)
+    suspended, placed, held, drained = set(memory.suspended), set(memory.placed), dict(memory.held), set(memory.drained)
     for action, outcome in outcomes:
-        if isinstance(action, Unsuspend) and outcome.ok:
+        if isinstance(action, Suspend) and not outcome.left and action.job not in before.suspended:
+            suspended.discard(action.job)
+        elif isinstance(action, Requeue) and not outcome.left:
+            held.pop(JobKey(action.job.id, action.job.restart + 1), None)
+        elif isinstance(action, DrainNode) and not outcome.left and action.node not in before.drained:
+            drained.discard(action.node)
+        elif isinstance(action, Unsuspend) and outcome.ok:
             suspended.discard(action.job)
         elif isinstance(action, Place | Release) and not outcome.ok and action.job not in before.placed:
             placed.discard(action.job)
-    return replace(memory, suspended=frozenset(suspended), placed=frozenset(placed))
+    return replace(
+        memory, suspended=frozenset(suspended), placed=frozenset(placed), held=held, drained=frozenset(drained)
+    )

@@ -21,6 +21,7 @@ from cadenza.policies.core.actions import (
     Yield,
 )
 from cadenza.policies.core.model import ClusterSnapshot, JobKey
+from cadenza.policies.core.text import printable
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway
 from cadenza.slurm_plugin.service.agents.hub import Hub
@@ -76,22 +77,28 @@ class ClusterGateway:
         return snapshot
 
     def apply(self, action: Action) -> Outcome:
-        """Send an action to the job's agents if they carry it out, else to Slurm."""
+        """Send an action to the job's agents if they carry it out, else to Slurm; whatever fails is an Outcome."""
         try:
-            match action:
-                case Yield() | Resume() | Migrate() | Resize() | Save():
-                    return self._order(action)
-                case Tune():
-                    return self._tune(action)
-                case Suspend():
-                    return self._suspend(action)
-                case Pack() | Unpack():
-                    return Outcome(ok=True)  # the facts that follow the round carry the packs
-            outcome = self._slurm.apply(action)
-            if isinstance(action, Unsuspend) and outcome.ok:
-                self._hub.mark_suspended(action.job, suspended=False)
+            return self._applied(action)
         except HubError as error:
             return Outcome(ok=False, error=str(error))
+        except Exception as error:
+            log.exception("%s failed", type(action).__name__)
+            return Outcome(ok=False, error=printable(f"{type(error).__name__}: {error}"))
+
+    def _applied(self, action: Action) -> Outcome:
+        match action:
+            case Yield() | Resume() | Migrate() | Resize() | Save():
+                return self._order(action)
+            case Tune():
+                return self._tune(action)
+            case Suspend():
+                return self._suspend(action)
+            case Pack() | Unpack():
+                return Outcome(ok=True)  # the facts that follow the round carry the packs
+        outcome = self._slurm.apply(action)
+        if isinstance(action, Unsuspend) and outcome.ok:
+            self._hub.mark_suspended(action.job, suspended=False)
         return outcome
 
     def _order(self, action: Yield | Resume | Migrate | Resize | Save) -> Outcome:

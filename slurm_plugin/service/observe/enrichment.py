@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Placement, Share
+from cadenza.policies.supervision import each
 from cadenza.sidecar.orders import LeaseReport
 from cadenza.slurm_plugin.service.observe.progress import progress
 from cadenza.slurm_plugin.service.profiles.library import Library
@@ -39,11 +40,10 @@ def with_profiles(
     )
     by_name = {node.name: node for node in nodes}
     every_type = frozenset(node.gpu_type for node in nodes)
-    jobs = []
-    for job in snapshot.jobs:
+
+    def profiled(job: Job) -> Job:
         if job.options is None or not job.gpus:
-            jobs.append(job)
-            continue
+            return job
         placed = replace(job, placement=placement_of(job, by_name, tunes.get(job.key, ())))
         names = job.nodes or job.required_nodes
         given = [by_name[name] for name in names if name in by_name]
@@ -52,21 +52,22 @@ def with_profiles(
         if refiner is not None:
             node = by_name.get(job.nodes[0]) if job.nodes else None
             choice = refiner.refine(placed, choice, node, file=choice.profile is None and library.has(job))
-        jobs.append(replace(placed, profile=choice.profile, profile_note=choice.note))
-    return replace(snapshot, nodes=nodes, jobs=tuple(jobs))
+        return replace(placed, profile=choice.profile, profile_note=choice.note)
+
+    return replace(snapshot, nodes=nodes, jobs=each(snapshot.jobs, profiled))
 
 
 def with_progress(snapshot: ClusterSnapshot, before: ClusterSnapshot | None) -> ClusterSnapshot:
     """Return a snapshot with the progress of the jobs that opted in; ``before``: the last round's snapshot."""
     earlier = {job.key.id: job for job in before.jobs} if before is not None else {}
     types = {node.name: node.gpu_type for node in snapshot.nodes}
-    jobs = tuple(
-        replace(job, progress=progress(job, earlier.get(job.key.id), snapshot.time_s, types))
-        if job.options is not None and job.gpus
-        else job
-        for job in snapshot.jobs
-    )
-    return replace(snapshot, jobs=jobs)
+
+    def progressed(job: Job) -> Job:
+        if job.options is None or not job.gpus:
+            return job
+        return replace(job, progress=progress(job, earlier.get(job.key.id), snapshot.time_s, types))
+
+    return replace(snapshot, jobs=each(snapshot.jobs, progressed))
 
 
 def placement_of(job: Job, nodes: Mapping[str, Node], tune: Placement = ()) -> Placement:

@@ -22,6 +22,7 @@ from cadenza.policies.core.model import (
     Node,
     StepRate,
 )
+from cadenza.policies.supervision import each
 from cadenza.sidecar.orders import JobTelemetry, LeaseReport
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent
 
@@ -83,11 +84,13 @@ def with_leases(
 ) -> ClusterSnapshot:
     """Return Slurm's snapshot with each job's lease and each host's agent."""
     names = sorted({node.host for node in snapshot.nodes} | set(agents))
-    jobs = tuple(
-        replace(job, lease=merge(parts[job.key], agents, snapshot.time_s)) if job.key in parts else job
-        for job in snapshot.jobs
+
+    def leased(job: Job) -> Job:
+        return replace(job, lease=merge(parts[job.key], agents, snapshot.time_s)) if job.key in parts else job
+
+    return replace(
+        snapshot, jobs=each(snapshot.jobs, leased), hosts=tuple(_host(name, agents.get(name)) for name in names)
     )
-    return replace(snapshot, jobs=jobs, hosts=tuple(_host(name, agents.get(name)) for name in names))
 
 
 def _host(name: str, agent: Agent | None) -> Host:

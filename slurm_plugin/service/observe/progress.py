@@ -47,15 +47,25 @@ def holds(job: Job) -> bool:
 
 
 def total_s(job: Job, done_s: float) -> float | None:
-    """Return a job's whole work as its user states it, else its time limit; None without either."""
-    options = job.options
-    if options is not None and options.iterations is not None:
-        iteration_s = job.profile.iteration_s if job.profile is not None else _measured(job)
-        if iteration_s is not None:
-            return max(options.iterations * iteration_s, done_s)
-    if options is not None and options.duration_s is not None:
-        return max(options.duration_s, done_s)
+    """Return a job's whole work as its user states it, else its time limit; None without either.
+
+    A job that has done more than its user stated counts by its time limit, so that an understatement gains nothing.
+    """
+    stated_s = _stated_s(job)
+    if stated_s is not None and done_s <= stated_s:
+        return stated_s
     return None if job.time_limit_s is None else max(job.time_limit_s, done_s)
+
+
+def _stated_s(job: Job) -> float | None:
+    """Return a job's whole work as its user states it, in iterations if their time is known."""
+    options = job.options
+    if options is None:
+        return None
+    iteration_s = job.profile.iteration_s if job.profile is not None else _measured(job)
+    if options.iterations is not None and iteration_s is not None:
+        return options.iterations * iteration_s
+    return options.duration_s
 
 
 def _measured(job: Job) -> float | None:
