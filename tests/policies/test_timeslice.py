@@ -159,6 +159,10 @@ def test_a_later_job_on_a_further_lane_does_not_prolong_the_wait_of_an_unmanaged
         replace(queued, submit_s=YIELDED.submit_s + 1),
         replace(queued, submit_s=YIELDED.submit_s),  # its id says that it came later
         replace(queued, state_reason="Dependency"),
+        replace(queued, state_reason="Priority"),  # others are before it in Slurm's own order
+        replace(queued, state_reason="", submit_s=NOW - 3000),
+        replace(queued, gpus=5),  # no node has as many
+        replace(queued, gpus=8, num_nodes=2),
         replace(queued, partition="other"),
         replace(queued, gpus=0),
     ):
@@ -167,6 +171,45 @@ def test_a_later_job_on_a_further_lane_does_not_prolong_the_wait_of_an_unmanaged
     waiting = replace(HOLDER, lease=lease("yielded", 0))
     assert (Yield, key(2)) in acts(cluster(waiting, fresh, queued))
     assert (Yield, key(2)) not in acts(cluster(waiting, fresh))
+
+
+QUEUED = st.builds(
+    lambda number, age_s, **facts: job(number, options=None, state="PENDING", submit_s=NOW - age_s, **facts),
+    st.integers(3, 6),
+    st.sampled_from([100, 901, 5000, 90_000]),
+    user=st.sampled_from(["eve", "ann"]),
+    state_reason=st.sampled_from(["", "Resources", "Priority", "Dependency"]),
+    gpus=st.sampled_from([1, 1, 4, 5, 64]),
+    num_nodes=st.sampled_from([1, 1, 2, 40]),
+    partition=st.sampled_from(["gpu", "gpu", "other"]),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(QUEUED, min_size=1, max_size=4, unique_by=lambda one: one.key), st.integers(0, 4))
+def test_jobs_that_only_wait_take_no_turns(waiting, held):
+    """Job 2 of ann waits on a further lane; eve has ``held`` of four GPUs, and jobs wait that Slurm will not start."""
+    slots = job(7, user="eve", options=None, gpus=held, nodes=("node2",)) if held else job(8, partition="other")
+    nodes = (node(), node(lane=1), node("node2"))
+    usual = acts(cluster(HOLDER, YIELDED, slots, nodes=nodes))
+    assert (Yield, key(1)) in usual
+    harmless = [
+        one for one in waiting
+        if one.state_reason != "Resources" or one.partition == "other" or not 0 < NOW - one.submit_s < 86_400
+        or -(-one.gpus // one.num_nodes) > 4 or one.num_nodes > 2 or (one.user == "eve" and held == 4)
+    ]  # fmt: skip
+    assert acts(cluster(HOLDER, YIELDED, slots, *harmless, nodes=nodes)) == usual
+
+
+def test_a_user_with_their_part_of_the_gpus_takes_turns_from_their_own_jobs_only():
+    queued = job(3, user="eve", options=None, state="PENDING", state_reason="Resources", submit_s=NOW - 901)
+    running = job(4, user="eve", options=None, gpus=2, nodes=("node1",))
+    assert (Yield, key(1)) not in acts(cluster(HOLDER, YIELDED, queued))
+    assert (Yield, key(1)) in acts(cluster(HOLDER, YIELDED, queued, running))
+    own = replace(YIELDED, user="eve")
+    assert (Yield, key(1)) not in acts(
+        cluster(HOLDER, own, queued, running), settings=replace(APPLY, share_between_users=True)
+    )
 
 
 def test_a_user_cannot_ask_for_more_priority_than_the_admin_allows():

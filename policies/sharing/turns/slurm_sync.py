@@ -18,15 +18,16 @@ from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease
 from cadenza.policies.core.text import job_names, jobs_called, lost_text
 from cadenza.policies.sharing.state.groups import partners
 from cadenza.policies.sharing.state.settings import SharingSettings, exclusion_reason, held_for_us
-from cadenza.policies.sharing.state.sharing_state import WAITING_REASONS, SharingState
+from cadenza.policies.sharing.state.sharing_state import SharingState
 from cadenza.policies.sharing.turns.contender import preferred
 from cadenza.policies.sharing.turns.fair_queue import Contender, groups, next_turn
+from cadenza.policies.sharing.turns.lane0_queue import Lane0Queue
 from cadenza.policies.sharing.turns.lanes import hosts_to_leave
 
 MAX_NAMED = 6
 """Number of jobs of a group that a reason names."""
 LAST_PRIORITY = -(10**9)
-"""Priority of a job on a further lane that came after an unmanaged job which still waits for GPUs."""
+"""Priority of a job on a further lane that came after an unmanaged job which queues for lane 0."""
 
 
 def take_turns(state: SharingState) -> None:
@@ -37,7 +38,7 @@ def take_turns(state: SharingState) -> None:
     co_runners = partners(state.groups)
     contenders = [
         _contender(job, priority, state.memory, settings, co_runners.get(job.key, frozenset()))
-        for job, priority in _by_priority(jobs, state.further, settings)
+        for job, priority in _by_priority(state)
         if job.lease is not None and (job.state in ("RUNNING", "SUSPENDED") or job.lease.state in ("held", "stopping"))
     ]
     contenders = [replace(c, state="stopping") if c.key in state.stopping else c for c in contenders]
@@ -133,29 +134,13 @@ def explain(state: SharingState) -> None:
 # --- Turns ---------------------------------------------------------------------------------------------
 
 
-def _by_priority(jobs: tuple[Job, ...], further: frozenset[str], settings: SharingSettings) -> list[tuple[Job, int]]:
-    """Return each job with its priority.
-
-    Unmanaged jobs queue for lane 0 only. A job that came after one of those and started on a further lane would
-    prolong lane 0, and so the wait of a job that never agreed to it: it only gets GPUs that no other job wants.
-    """
-    pending = (job for job in jobs if job.state == "PENDING" and not job.held and job.state_reason in WAITING_REASONS)
-    queued = [job for job in pending if job.gpus > 0 and not settings.manages(job)]
-    first = {name: min(_age(j) for j in queued if j.partition == name) for name in {j.partition for j in queued}}
+def _by_priority(state: SharingState) -> list[tuple[Job, int]]:
+    """Return each job with its priority: the last on a further lane, if it came after a job that queues for lane 0."""
+    queue, further, settings = Lane0Queue(state.snapshot, state.settings), state.further, state.settings
     return [
-        (
-            job,
-            LAST_PRIORITY
-            if first and _age(job) > first.get(job.partition, _age(job)) and not further.isdisjoint(job.nodes)
-            else settings.priority(job),
-        )
-        for job in jobs
+        (job, LAST_PRIORITY if not further.isdisjoint(job.nodes) and queue.is_before(job) else settings.priority(job))
+        for job in state.all_jobs
     ]
-
-
-def _age(job: Job) -> tuple[float, JobKey]:
-    """Return the order of submission: Slurm's times are whole seconds, its ids tell jobs of one second apart."""
-    return job.submit_s, job.key
 
 
 def _others(names: list[str]) -> str:
