@@ -19,6 +19,7 @@ from cadenza.sidecar.agent.driver.process_control import DriverController
 from cadenza.sidecar.agent.errors import StateFileError
 from cadenza.sidecar.agent.handlers.job_side import JobHandler
 from cadenza.sidecar.agent.handlers.service_side import Reporter, ServiceHandler
+from cadenza.sidecar.agent.ipc.peers import Peers
 from cadenza.sidecar.agent.ipc.processes import boot_id, open_pidfd, start_ticks
 from cadenza.sidecar.agent.ipc.service_link import Link, read_keys
 from cadenza.sidecar.agent.ipc.transport import Listener, Session, notify_ready
@@ -46,8 +47,6 @@ TICK_S = 0.2
 """Longest time between two passes of the event loop, and time between two looks at the timers of jobs."""
 SWEEP_S = 1.0
 """Time between two searches for ended processes without a pidfd."""
-PACKETS_PER_TURN = 64
-"""Packets of one peer that are read before the next peer's turn."""
 
 
 class Daemon:
@@ -83,8 +82,8 @@ class Daemon:
             "prefetching": self._prefetcher.tick,
         }
         self._poller = zmq.Poller()
-        self._pidfds: dict[int, int] = {}
-        """pidfd by pid."""
+        self._watched: dict[int, int] = {}
+        """Pid by pidfd."""
         self._written = -1
         self._next_tick = self._next_sweep = 0.0
         self._stop = False
@@ -93,8 +92,8 @@ class Daemon:
         self._recover()
         self._tuner.recover()
         self._link = self._open_link()
-        self._listener = Listener(Path(settings.socket))
-        self._poller.register(self._listener.socket.fileno(), zmq.POLLIN)
+        listener = Listener(Path(settings.socket))
+        self._peers = Peers(listener, self._poller, clock, privileged, self._handle, self._job_side.lost)
 
     # --- start and end -------------------------------------------------------------------------------------
 
@@ -148,14 +147,14 @@ class Daemon:
 
     def close(self) -> None:
         """Close everything that is open."""
-        self._listener.close()
+        self._peers.listener.close()
         self._driver.close()
         self._tuner.restore()
         self._collector.close()
         self._prefetcher.close()
         if self._link is not None:
             self._link.close()
-        for descriptor in (*self._pidfds.values(), *self._wakeup):
+        for descriptor in (*self._watched, *self._wakeup):
             os.close(descriptor)
         self._lock.close()
 
@@ -168,11 +167,15 @@ class Daemon:
         # 2. Move the leases' times along if the wall clock jumped, before anything is written into them.
         self.host.follow_clock()
         # 3. Record the messages of jobs, plugins and the service, and the ends of processes.
-        for ready, _ in events:
-            if self._link is not None and ready is self._link.socket:
-                self._obey(self._link)
-            elif isinstance(ready, int):
-                self._read(ready)
+        ready = {one for one, _ in events}
+        if self._link is not None and self._link.socket in ready:
+            self._obey(self._link)
+        if self._wakeup[0] in ready:
+            os.read(self._wakeup[0], 512)
+        ended = self._watched.keys() & ready  # the number of a connection that ends now may soon be a new pidfd's
+        self._peers.serve([one for one in ready if isinstance(one, int)])
+        for descriptor in ended:
+            self._end_of(descriptor)
         self._sweep()
         # 4. Move stops on: by the driver path's answers, then by the ranks' progress.
         with self.host.supervise(None, "the driver path"):
@@ -190,7 +193,7 @@ class Daemon:
         # 7. Write the leases to disk; only then tell jobs, driver path and service about them.
         if self._write_leases():
             for session in self.host.outbox.flush():
-                self._lose(session)
+                self._peers.lose(session)
             self._driver.flush()
             self._report()
 
@@ -199,6 +202,7 @@ class Daemon:
         now = self.host.clock.monotonic()
         if ticking := now >= self._next_tick:
             self._next_tick = now + TICK_S
+            self._peers.tick()
             self._job_side.drop_gone()
         with self.host.supervise(None, "taking turns"):
             self._arbiter.settle()
@@ -213,27 +217,13 @@ class Daemon:
             with self.host.supervise(key, "an order of the service"):
                 self._service_side.obey(order)
 
-    def _read(self, ready: int) -> None:
-        """Read from a descriptor: new connections, a peer's packets, or the end of a process."""
-        if ready == self._listener.socket.fileno():
-            while session := self._listener.accept():
-                self._poller.register(session.sock.fileno(), zmq.POLLIN)
-        elif ready == self._wakeup[0]:
-            os.read(ready, 512)
-        elif (peer := self._listener.sessions.get(ready)) is not None:
-            for _ in range(PACKETS_PER_TURN):
-                packet = peer.receive()
-                if packet is None:
-                    return
-                if not packet:
-                    self._lose(peer)
-                    return
-                self._handle(peer, packet)
-        elif (pid := next((pid for pid, pidfd in self._pidfds.items() if pidfd == ready), None)) is not None:
-            self._poller.unregister(ready)
-            os.close(self._pidfds.pop(pid))
-            with self.host.supervise(None, "the end of a process"):
-                self._job_side.process_gone(pid)
+    def _end_of(self, descriptor: int) -> None:
+        """Record the end of a process whose pidfd is ready."""
+        pid = self._watched.pop(descriptor)
+        self._poller.unregister(descriptor)
+        os.close(descriptor)
+        with self.host.supervise(None, "the end of a process"):
+            self._job_side.process_gone(pid)
 
     def _handle(self, session: Session, packet: bytes) -> None:
         """Handle one packet; a fault of this program costs the one connection and its job, not the daemon."""
@@ -244,20 +234,12 @@ class Daemon:
         if not handled:
             self.host.outbox.post(session, "error", last=True, error="the agent failed on this; see its log")
 
-    def _lose(self, session: Session) -> None:
-        """Forget a connection."""
-        descriptor = session.sock.fileno()
-        if self._listener.sessions.pop(descriptor, None) is not None:
-            self._poller.unregister(descriptor)
-            session.sock.close()
-            self._job_side.lost(session)
-
     # --- processes -----------------------------------------------------------------------------------------
 
     def _watch(self, pid: int) -> None:
         """Wake up when a process ends."""
-        if pid not in self._pidfds and (descriptor := open_pidfd(pid)) is not None:
-            self._pidfds[pid] = descriptor
+        if pid not in self._watched.values() and (descriptor := open_pidfd(pid)) is not None:
+            self._watched[descriptor] = pid
             self._poller.register(descriptor, zmq.POLLIN)
 
     def _watch_helper(self, descriptor: int, there: bool) -> None:  # noqa: FBT001
@@ -277,7 +259,7 @@ class Daemon:
             with self.host.supervise(lease.key, "its processes"):
                 alive = lease.running_processes(start_ticks)
                 for process in lease.processes:
-                    if process not in alive and process.pid not in self._pidfds:
+                    if process not in alive and process.pid not in self._watched.values():
                         self._job_side.process_gone(process.pid)
 
     # --- output --------------------------------------------------------------------------------------------

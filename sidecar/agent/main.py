@@ -12,6 +12,7 @@ import click
 
 from cadenza.sidecar.agent.daemon import Daemon
 from cadenza.sidecar.agent.errors import AgentError, EnvironmentLacksError
+from cadenza.sidecar.agent.log_filter import ForeignText
 from cadenza.sidecar.agent_settings import load_settings
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
 
@@ -43,6 +44,8 @@ def main(config: Path | None, *, debug: bool) -> None:
         "%(asctime)s %(levelname).1s %(name)s: %(message)s",
         stream=sys.stderr,
     )  # fmt: skip
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(ForeignText())
     try:  # its own uid may register jobs besides root, so that it can be tried without root
         Daemon(load_settings(config), _version(), frozenset({0, os.geteuid()})).run()
     except (ConfigError, AgentError) as error:

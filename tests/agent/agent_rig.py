@@ -117,10 +117,12 @@ class Agent:
         self._children: list[Child] = []
         self._talkers: list[Talker] = []
 
-    def up(self) -> Agent:
-        """Start the daemon and wait until it answers."""
+    def up(self, files: int | None = None) -> Agent:
+        """Start the daemon, with at most so many open files, and wait until it answers."""
         log = (self.directory / "agent.log").open("ab")
         command = [sys.executable, "-m", "cadenza.sidecar.agent", "--config", str(self.config)]
+        if files is not None:
+            command = ["prlimit", f"--nofile={files}", *command]
         self.process = subprocess.Popen(command, stderr=log)
         log.close()
         until(self._answers, f"an answer of the agent: {self.log()}")

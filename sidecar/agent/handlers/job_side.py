@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cadenza.policies.core.model import JobKey
 from cadenza.policies.core.text import one_line
 from cadenza.sidecar import wire
 from cadenza.sidecar.agent.errors import NotAuthorizedError, RefusedError
+from cadenza.sidecar.agent.ipc.budgets import FileBudget, file_budget
 from cadenza.sidecar.agent.ipc.messages import (
     Arrived,
     Attach,
@@ -36,6 +37,8 @@ from cadenza.sidecar.agent.turns.coordinator import StopCoordinator
 
 log = logging.getLogger(__name__)
 
+MIN_RANKS = 64
+"""Ranks that each job may have on a host; one with more CPUs may have one on each."""
 WAIT_REPLY_S = 2.0
 """Time between two replies to a waiting SPANK plugin."""
 EMPTY_MANAGED_S = 1.0
@@ -55,6 +58,7 @@ class JobHandler:
     """Uids that may register and end jobs."""
     watch: Callable[[int], None]
     """Called with each pid whose end matters."""
+    files: FileBudget = field(default_factory=file_budget)
 
     def handle(self, session: Session, packet: bytes) -> None:
         """Act on one packet; a packet with any fault is answered by ``error`` and does no harm."""
@@ -72,7 +76,9 @@ class JobHandler:
         except (wire.WireError, RefusedError) as error:
             peer = session.peer
             reason = one_line(str(error))
-            log.warning("refused pid=%d uid=%d JOBID=%s: %s", peer.pid, peer.uid, session.key, reason)
+            log.warning(
+                "refused pid=%d uid=%d JOBID=%s: %s", peer.pid, peer.uid, session.key, reason, extra={"uid": peer.uid}
+            )
             self.host.outbox.post(session, "error", error=reason)
 
     def _from_rank(self, session: Session, message: Message) -> None:
@@ -115,7 +121,7 @@ class JobHandler:
             self.host.outbox.post(session, "lease", state="granted")
             return
         now = self.host.clock.monotonic()
-        session.key = lease.key
+        session.key, session.joined = lease.key, True
         run.waiters.append(Waiter(session, now + self.host.settings.lease_wait_s, now))
 
     def _require_privilege(self, session: Session, what: str) -> None:
@@ -151,11 +157,11 @@ class JobHandler:
         run = self.host.run(lease.key)
         self._replace(run, session)
         self.arbiter.settle()  # the answer says whether it has a lease; without the rank, no message goes before it
-        page = Page()
+        page = self._new_page(run, lease)
         page.start_at(message.step)
         rank = run.ranks[session.peer.pid] = Rank(session, session.peer.pid, message, page)
         rank.requeue_owner = message.requeue_owner
-        session.key = lease.key
+        session.key, session.joined = lease.key, True
         run.detached, run.empty_since = None, None
         if membership.add(lease, rank.pid):
             self.host.leases.touch()
@@ -164,6 +170,16 @@ class JobHandler:
         self.host.outbox.post(session, "attached", fds=(page.fd,), state=state, rank=message.rank)
         log.info("attached JOBID=%s rank=%d pid=%d lease=%s", lease.key, message.rank, rank.pid, lease.state)
         self.coordinator.joined(lease, rank)
+
+    def _new_page(self, run: JobRun, lease: Lease) -> Page:
+        """Return the page of one more rank; raise RefusedError beyond the job's number, or the agent's files."""
+        most = max(MIN_RANKS, int(lease.cpus))
+        if len(run.ranks) >= most:
+            raise RefusedError(f"attach: job {lease.key} has {most} ranks on this host already, as many as it may")
+        try:
+            return Page(self.files)
+        except OSError as error:
+            raise RefusedError(f"attach: the agent has no file for its page: {error.strerror or error}") from None
 
     def _own_lease(self, session: Session, message: Attach) -> Lease:
         """Return the lease that root registered for the peer's job; raise NotAuthorizedError if it has none.

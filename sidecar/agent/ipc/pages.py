@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from cadenza.sidecar import wire
+from cadenza.sidecar.agent.ipc.budgets import FileBudget
 from cadenza.sidecar.bounds import MAX_STEP
 
 NS = 1e-9
@@ -82,8 +84,12 @@ class PageRecord:
 class Page:
     """One rank's memfd, mapped; its size is sealed so that a job cannot pull it away from under the agent."""
 
-    def __init__(self) -> None:
+    def __init__(self, files: FileBudget | None = None) -> None:
+        """Make the memfd; raise OSError without a free descriptor, or with none but those in root's reserve."""
         self.fd = os.memfd_create("cadenza-page", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        if files is not None and files.is_reserved(self.fd):
+            os.close(self.fd)
+            raise OSError(errno.EMFILE, "the users' part of its descriptors is in use")
         os.ftruncate(self.fd, wire.PAGE_BYTES)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self._map = mmap.mmap(self.fd, wire.PAGE_BYTES)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import resource
 import socket
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from cadenza.policies.core.model import JobKey
 from cadenza.policies.core.text import one_line
 from cadenza.sidecar import wire
 from cadenza.sidecar.agent.errors import EnvironmentLacksError
+from cadenza.sidecar.agent.ipc.budgets import file_budget
 from cadenza.sidecar.agent.ipc.processes import Peer, peer_of
 from cadenza.sidecar.bounds import MAX_TEXT
 
@@ -31,6 +32,15 @@ class Session:
     peer: Peer
     key: JobKey | None = None
     """Job that it attached to or waits for."""
+    since: float = 0.0
+    """Monotonic time at which it connected."""
+    joined: bool = False
+    """It has attached, or registered a job, at least once."""
+
+    @property
+    def source(self) -> Hashable:
+        """The owner of the budget that its packets come from: its job, or its user while it has none."""
+        return self.key or self.peer.uid
 
     def receive(self) -> bytes | None:
         """Return the next packet, b"" at the end, None if there is nothing to read."""
@@ -107,7 +117,7 @@ class Listener:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.sessions: dict[int, Session] = {}
-        self._limit = _session_limit()
+        self.files = file_budget()
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,18 +129,14 @@ class Listener:
             self.socket.close()
             raise EnvironmentLacksError(f"socket {path}: {error.strerror or error}") from None
 
-    def accept(self) -> Session | None:
-        """Return a new session, or None if there is none or too many are open."""
+    def accept(self, now: float = 0.0) -> Session | None:
+        """Return a new session that began at the monotonic time ``now``, or None if there is none."""
         try:
             connection, _ = self.socket.accept()
         except OSError:
             return None
         connection.setblocking(False)  # noqa: FBT003
-        if len(self.sessions) >= self._limit:
-            log.warning("connection refused: %d are open", len(self.sessions))
-            connection.close()
-            return None
-        session = Session(connection, peer_of(connection))
+        session = Session(connection, peer_of(connection), since=now)
         self.sessions[connection.fileno()] = session
         return session
 
@@ -141,15 +147,6 @@ class Listener:
         self.socket.close()
         with contextlib.suppress(OSError):
             self.path.unlink()
-
-
-def _session_limit() -> int:
-    """Raise the limit of open files as far as allowed, and return the number of peers that fit (four files each)."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-    return max(16, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 64) // 4)
 
 
 def notify_ready(state: str = "READY=1") -> None:

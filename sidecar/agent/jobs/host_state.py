@@ -43,6 +43,9 @@ class Host:
     """Monotonic time of the service's last message."""
     started_at: float = 0.0
     _clock_offset_s: float | None = None
+    _indexed: orders.Facts | None = None
+    """Facts that ``_fact_of`` was made from."""
+    _fact_of: dict[JobKey, orders.JobFacts] = field(default_factory=dict)
 
     def rotating(self) -> bool:
         """Return True if the service has been silent for so long that turns are taken here."""
@@ -67,7 +70,10 @@ class Host:
 
     def fact_of(self, lease: Lease) -> orders.JobFacts | None:
         """Return the service's last facts of a job, or None."""
-        return next((fact for fact in self.facts.jobs if (fact.job, fact.restart) == lease.key), None)
+        if self._indexed is not self.facts:
+            self._indexed = self.facts
+            self._fact_of = {JobKey(fact.job, fact.restart): fact for fact in self.facts.jobs}
+        return self._fact_of.get(lease.key)
 
     def __post_init__(self) -> None:
         self.supervisor = Supervisor(self.jobs)
