@@ -170,7 +170,7 @@ LOOK = """
 import json, sys
 from pathlib import Path
 from cadenza.slurm_plugin.service.store.reader import StoreReader
-last = StoreReader(Path("/var/lib/cadenza/cadenza.db")).round()
+last = StoreReader(Path("/var/lib/cadenzad/cadenza.db")).round()
 jobs = last.snapshot.jobs if last else ()
 usable = all(node.up and not node.drained for node in last.snapshot.nodes) if last else False
 print(json.dumps([usable, [j.key.id for j in jobs if j.lease and j.lease.checkpoints and j.lease.state == "held"]]))
@@ -205,7 +205,7 @@ def set_up(cluster: Cluster) -> None:
     """Hand the job's script over and wait until jobs are held for the service."""
     script = 'mkdir -m 1777 -p "$2" && printf %s "$1" > "$2/job.py"'
     cluster.run("ctl", "sh", "-c", script, "sh", JOB.read_text(), PLACE)
-    admission = ("ctl", "cat", "/run/cadenza/admission")
+    admission = ("ctl", "cat", "/run/cadenzad/admission")
     wait("held admission", lambda: cluster.run(*admission, check=False).startswith("held"))
 
 

@@ -65,7 +65,7 @@ def forked(words):
     return code, *(file.seek(0) or file.read() for file in files)
 
 def query(text):
-    store = sqlite3.connect("file:/var/lib/cadenza/cadenza.db?mode=ro", uri=True, timeout=10)
+    store = sqlite3.connect("file:/var/lib/cadenzad/cadenza.db?mode=ro", uri=True, timeout=10)
     try:
         return 0, json.dumps(store.execute(text).fetchall()), ""
     except sqlite3.Error as error:
@@ -315,7 +315,7 @@ class Cluster:
         held = 'admission = "held"' in toml
 
         def admits() -> bool:
-            done = self.exec("ctl", "cat", "/run/cadenza/admission", check=False)
+            done = self.exec("ctl", "cat", "/run/cadenzad/admission", check=False)
             return done.returncode == 0 and done.stdout.startswith("held") == held
 
         wait_for(f"{'held' if held else 'native'} admission", admits, 90)

@@ -27,7 +27,7 @@ TIME_LIMIT_MIN = 5
 """Without a limit Slurm's backfill lets small jobs pass large ones for ever."""
 QUEUE_FORMAT = "%i|%u|%j|%T|%N|%r"
 COPY_STORE = (
-    "import sqlite3; source = sqlite3.connect('/var/lib/cadenza/cadenza.db'); "
+    "import sqlite3; source = sqlite3.connect('/var/lib/cadenzad/cadenza.db'); "
     "source.backup(sqlite3.connect('/home/shared/store.db'))"
 )
 

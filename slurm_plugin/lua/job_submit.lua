@@ -8,7 +8,7 @@ all other jobs are not changed.
 
 /etc/cadenza/lua.conf names the partitions that Cadenza manages ("partitions=gpu,long") and the number of lanes of
 their hosts ("lanes=2"). There, a managed job that may get several nodes is pinned to one lane, and in held admission
-(/run/cadenza/admission contains "held EPOCH") it is held. Every other job is pinned to lane 0, which is the cluster
+(/run/cadenzad/admission contains "held EPOCH") it is held. Every other job is pinned to lane 0, which is the cluster
 as it is without Cadenza. Updates by a job's owner keep to the same rules. Without lua.conf no constraint is changed and
 no job is held.
 
@@ -18,7 +18,7 @@ features of 5.1 are used. See https://slurm.schedmd.com/job_submit_plugins.html.
 
 cadenza = {
   settings_file = "/etc/cadenza/lua.conf",
-  admission_file = "/run/cadenza/admission",
+  admission_file = "/run/cadenzad/admission",
   now = os.time,
 }
 

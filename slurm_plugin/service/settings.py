@@ -59,7 +59,7 @@ class ServiceTable(msgspec.Struct, frozen=True):
         "tcp://*:6820"
     )
     store: Annotated[Text, Meta(description="The record of rounds, actions and switches (sqlite)")] = (
-        "/var/lib/cadenza/cadenza.db"
+        "/var/lib/cadenzad/cadenza.db"
     )
     retention_days: Annotated[float, Meta(description="Time for which the record is kept", gt=0)] = 14.0
     retention_gb: Annotated[
@@ -75,7 +75,7 @@ class ServiceTable(msgspec.Struct, frozen=True):
         ),
     ] = "/etc/cadenza/keys"
     heartbeat: Annotated[Text, Meta(description="File by which job_submit.lua holds managed jobs, or does not")] = (
-        "/run/cadenza/admission"
+        "/run/cadenzad/admission"
     )
     watchdog_grace_s: Annotated[
         float,

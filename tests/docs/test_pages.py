@@ -86,3 +86,27 @@ def test_the_snippet_replays_a_round_in_a_debugger(tmp_path: Path, changed: bool
     result = subprocess.run(command, cwd=tmp_path, input=typed, capture_output=True, text=True, check=True)
     assert "(Pdb) 1\n" in result.stdout
     assert ("True" in result.stdout.splitlines()[-1]) or changed
+
+
+# --- Units ---------------------------------------------------------------------------------------------
+
+
+def unit(name: str) -> dict[str, str]:
+    """Return the section [Service] of a unit file; of a key that stands twice, the last value."""
+    lines = (ROOT / "docs" / "systemd" / name).read_text(encoding="utf-8").split("[Service]")[1].splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+
+
+def test_each_daemon_has_directories_of_its_own_and_files_enough() -> None:
+    """Stopping one must not remove the other's socket, and the service's user must own nothing that root trusts."""
+    service, agent, defaults = unit("cadenzad.service"), unit("cadenza-agent.service"), Settings()
+    for key, root in (("RuntimeDirectory", "/run"), ("StateDirectory", "/var/lib")):
+        assert service[key] != agent[key]
+        ours = {defaults.service.store, defaults.service.heartbeat}
+        assert any(path.startswith(f"{root}/{service[key]}/") for path in ours)
+        theirs = {defaults.agent.socket, defaults.agent.state_dir + "/"}
+        assert any(path.startswith(f"{root}/{agent[key]}/") for path in theirs)
+    assert agent["RuntimeDirectoryPreserve"] == "yes", "jobs and the plugin find the socket's directory in a restart"
+    assert service["LimitNOFILE"] == agent["LimitNOFILE"] == "65536"
+    script = (ROOT / "slurm_plugin" / "lua" / "job_submit.lua").read_text(encoding="utf-8")
+    assert f'admission_file = "{defaults.service.heartbeat}"' in script
