@@ -4,7 +4,7 @@ An agent is a DEALER whose key says which host it is; the service is a ROUTER (p
 ``Report`` at each change and every heartbeat, ``Switched`` after every yield and resume, ``Steps`` while a
 multi-node job is being stopped; the service answers with orders. All are JSON (readable on the wire in tests)
 with a tag and a version; an unknown tag, another version or a value out of its bounds is refused and counted, never
-fatal. All text is clean (:mod:`cadenza.sidecar.bounds`); the side that sends makes it so with ``one_line``.
+fatal. All text is clean (:mod:`cadenza.sidecar.bounds`); the side that sends makes it so with ``printable``.
 """
 
 from __future__ import annotations

@@ -6,24 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from cadenza.policies.core.model import Gpu, JobKey, Lease
 
-LINE = 200
-"""Longest line of foreign text in a log or a message, in characters."""
-UNPRINTABLE = "\N{REPLACEMENT CHARACTER}"
-
-
-def one_line(text: str, limit: int = LINE) -> str:
-    r"""Return text that a job, a user or another host wrote as one printable line of at most ``limit`` characters.
-
-    Runs of white space become one space. Control characters, surrogates, marks of direction and the like, which could
-    end a line, color a terminal or break an encoder, are replaced (``str.isprintable``).
-
-    >>> one_line("disk full\n\x1b[2J ok")
-    'disk full \ufffd[2J ok'
-    """
-    words = " ".join(text[: 4 * limit].split())
-    line = words if words.isprintable() else "".join(one if one.isprintable() else UNPRINTABLE for one in words)
-    return line if len(line) <= limit and len(text) <= 4 * limit else f"{line[: limit - 1]}…"
-
 
 def gpu_names(gpus: Iterable[Gpu]) -> str:
     """Return a compact name of a set of GPUs, hosts in order.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cadenza.policies.core.text import one_line
+from cadenza.policies.core.text import printable
 from cadenza.sidecar import wire
 from cadenza.sidecar.agent.ipc.messages import Attach, Detach, parse
 from cadenza.sidecar.agent.ipc.pages import Page, PageRecord
@@ -100,7 +100,7 @@ class AgentStub:
         try:
             self._act(session, parse(packet))
         except wire.WireError as error:
-            log.warning("refused pid=%d: %s", session.peer.pid, one_line(str(error)))
+            log.warning("refused pid=%d: %s", session.peer.pid, printable(str(error)))
             self._outbox.post(session, "error", error=str(error))
 
     def _act(self, session: Session, message: Any) -> None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Hashable
 
 from cadenza.policies.core.model import JobKey
-from cadenza.policies.core.text import one_line
+from cadenza.policies.core.text import printable
 
 LINES_A_MINUTE = 60
 MINUTE_S = 60.0
@@ -55,5 +55,5 @@ class ForeignText(logging.Filter):
 def _clean(argument: object) -> object:
     """Return an argument of a record that holds no line break or control character."""
     if isinstance(argument, str):
-        return one_line(argument)
-    return one_line(str(argument), MAX_ERROR) if isinstance(argument, Exception) else argument
+        return printable(argument)
+    return printable(str(argument), MAX_ERROR) if isinstance(argument, Exception) else argument

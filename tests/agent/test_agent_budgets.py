@@ -228,7 +228,7 @@ def record(*arguments: Any, at: float = 0.0, **more: Any) -> logging.LogRecord:
 def test_what_a_job_says_is_one_line_in_the_log() -> None:
     line = record(JobKey(1, 0), "no room\nI cadenza: registered JOBID=9\x1b[2J", ValueError("a\nb"), 5)
     assert ForeignText().filter(line)
-    assert line.getMessage() == "1 no room I cadenza: registered JOBID=9\ufffd[2J a b 5"
+    assert line.getMessage() == "1 no room\ufffdI cadenza: registered JOBID=9\ufffd[2J a\ufffdb 5"
 
 
 def test_a_job_or_user_has_its_lines_a_minute_and_the_next_line_counts_the_missing() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from cadenza.policies.core.model import JobKey
-from cadenza.policies.core.text import one_line
+from cadenza.policies.core.text import printable
 from cadenza.sidecar import bounds, orders, wire
 from cadenza.sidecar.agent.handlers import job_side
 from cadenza.sidecar.agent.ipc import messages
@@ -127,12 +127,12 @@ def test_more_bytes_than_a_host_has_are_refused(rig: HostInMemory) -> None:
 
 def test_words_for_people_are_made_one_line_and_taken(rig: HostInMemory) -> None:
     said = messages.parse(wire.encode("yielded", error="no room\nE agent: forged\x1b[2J", resident=["a\ud800"] * 3))
-    assert said == messages.Yielded(error="no room E agent: forged\ufffd[2J", resident=("a\ufffd",) * 3)
+    assert said == messages.Yielded(error="no room\ufffdE agent: forged\ufffd[2J", resident=("a\ufffd",) * 3)
 
 
 @given(text=st.text(st.characters(), max_size=60), limit=st.integers(1, 30))
-def test_one_line_is_what_the_types_of_text_take(text: str, limit: int) -> None:
-    line = one_line(text, limit)
+def test_a_printable_line_is_what_the_types_of_text_take(text: str, limit: int) -> None:
+    line = printable(text, limit)
     assert line.isprintable()
     assert len(line) <= limit
     msgspec.convert(line, bounds.Text)
@@ -250,7 +250,7 @@ def test_a_job_whose_step_fails_is_left_alone_and_changes_nothing_for_the_others
     spoilt, rig = play("spoilt", fail_for_job_3)
     assert spoilt.leases[:2] == plain.leases[:2]
     assert spoilt.leases[2].note.startswith("the agent leaves it alone, because its ")
-    assert "OverflowError: int too large to convert" in spoilt.leases[2].why_not_ready
+    assert "OverflowError: int too large\ufffdto convert" in spoilt.leases[2].why_not_ready
     assert not spoilt.leases[2].ready
     assert spoilt.leases[2].state == "held"
     assert rig.host.supervisor.faults

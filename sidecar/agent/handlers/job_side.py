@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cadenza.policies.core.model import JobKey
-from cadenza.policies.core.text import one_line
+from cadenza.policies.core.text import printable
 from cadenza.sidecar import wire
 from cadenza.sidecar.agent.errors import NotAuthorizedError, RefusedError
 from cadenza.sidecar.agent.ipc.budgets import FileBudget, file_budget
@@ -75,7 +75,7 @@ class JobHandler:
                     self._from_rank(session, message)
         except (wire.WireError, RefusedError) as error:
             peer = session.peer
-            reason = one_line(str(error))
+            reason = printable(str(error))
             log.warning(
                 "refused pid=%d uid=%d JOBID=%s: %s", peer.pid, peer.uid, session.key, reason, extra={"uid": peer.uid}
             )

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from cadenza.policies.core.text import one_line
+from cadenza.policies.core.text import printable
 from cadenza.sidecar.bounds import (
     Amount,
     Bytes,
@@ -162,11 +162,11 @@ def parse(packet: bytes) -> Message:
     fields = decode(packet)
     kind = fields["type"]
     if kind not in KINDS:
-        raise WireError(f"unknown message type {one_line(kind, 40)!r}; this agent knows {', '.join(KINDS)}")
+        raise WireError(f"unknown message type {printable(kind, 40)!r}; this agent knows {', '.join(KINDS)}")
     try:
         return msgspec.convert(_with_clean_words(fields), KINDS[kind])
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter for a surrogate where no text belongs
-        raise WireError(f"{kind}: {one_line(str(error))}") from None
+        raise WireError(f"{kind}: {printable(str(error))}") from None
 
 
 def _with_clean_words(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _with_clean_words(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name in WORDS & clean.keys():
         value = clean[name]
         if isinstance(value, str):
-            clean[name] = one_line(value, MAX_WORDS)
+            clean[name] = printable(value, MAX_WORDS)
         elif isinstance(value, list):
-            clean[name] = [one_line(one, MAX_WORDS) if isinstance(one, str) else one for one in value]
+            clean[name] = [printable(one, MAX_WORDS) if isinstance(one, str) else one for one in value]
     return clean

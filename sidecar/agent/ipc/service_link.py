@@ -10,7 +10,7 @@ import msgspec
 import zmq
 import zmq.auth
 
-from cadenza.policies.core.text import one_line
+from cadenza.policies.core.text import printable
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.errors import EnvironmentLacksError
 from cadenza.sidecar.config import ConfigError
@@ -98,7 +98,7 @@ class Link:
                 self.dropped += 1
             except (msgspec.MsgspecError, ValueError) as error:
                 self.dropped += 1
-                log.error("not sent: %s: %s", type(message).__name__, one_line(str(error)))  # noqa: TRY400
+                log.error("not sent: %s: %s", type(message).__name__, printable(str(error)))  # noqa: TRY400
 
     def receive(self) -> Iterator[orders.ToAgent]:
         """Yield the orders that have come in; a frame of another version is counted and logged."""
@@ -122,7 +122,7 @@ class Link:
                 return order
             reason = f"version {order.v}, this agent speaks {orders.VERSION}"
         self.refused += 1
-        log.warning("an order was refused: %s", one_line(reason))
+        log.warning("an order was refused: %s", printable(reason))
         return None
 
     def close(self) -> None:

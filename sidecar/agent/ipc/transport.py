@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.policies.core.model import JobKey
-from cadenza.policies.core.text import one_line
+from cadenza.policies.core.text import printable
 from cadenza.sidecar import wire
 from cadenza.sidecar.agent.errors import EnvironmentLacksError
 from cadenza.sidecar.agent.ipc.budgets import file_budget
@@ -75,7 +75,7 @@ class Outbox:
         """
         if session is not None:
             short = {
-                name: one_line(value, MAX_TEXT) if isinstance(value, str) else value for name, value in fields.items()
+                name: printable(value, MAX_TEXT) if isinstance(value, str) else value for name, value in fields.items()
             }
             packet = wire.encode(kind, **short)
             copies = tuple(os.dup(fd) for fd in fds)  # the number may belong to another file by then

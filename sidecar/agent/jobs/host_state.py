@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cadenza.policies.core.model import JobKey
-from cadenza.policies.core.text import one_line
+from cadenza.policies.core.text import printable
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.ipc.transport import Outbox
 from cadenza.sidecar.agent.jobs.job_run import JobRun
@@ -165,7 +165,7 @@ class Host:
                 total_s=seconds[2],
                 bytes=min(size, MAX_NUMBER),
                 iteration_p99_s=self.run(lease.key).telemetry.iteration_p99_s,
-                note=one_line(note, MAX_TEXT),
+                note=printable(note, MAX_TEXT),
             )
         )
 
@@ -191,15 +191,15 @@ class Host:
             world_size=run.world_size,
             hosts=lease.hosts,
             ready=reason is None,
-            why_not_ready=one_line(reason or "", MAX_TEXT),
+            why_not_ready=printable(reason or "", MAX_TEXT),
             step=counters.step,
             iteration_s=counters.iteration_s,
             iteration_p99_s=counters.iteration_p99_s,
-            note=one_line(run.note, MAX_TEXT),
+            note=printable(run.note, MAX_TEXT),
             requeue_owner=run.requeue_owner,
             checkpoints=run.can_checkpoint,
             saved=run.checkpointed,
-            lost=one_line(run.lost, MAX_TEXT),
+            lost=printable(run.lost, MAX_TEXT),
             pace=run.step_rate.measure(run.pages, self.clock.monotonic()),
             pack=lease.pack,
         )
@@ -210,7 +210,7 @@ class Host:
             job=lease.job,
             restart=lease.restart,
             uid=lease.uid,
-            node=one_line(lease.node, MAX_NAME),
+            node=printable(lease.node, MAX_NAME),
             gpus=lease.gpus,
             state=lease.state,
             managed=lease.managed,

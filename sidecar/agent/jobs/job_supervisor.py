@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from cadenza.policies.core.model import JobKey
-from cadenza.policies.core.text import one_line
+from cadenza.policies.core.text import printable
 from cadenza.sidecar.agent.jobs.job_run import JobRun
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Supervisor:
     def record(self, step: Step, error: Exception) -> None:
         """Leave the job of a failed step alone; the log has the first fault of a job, and of each step of the host."""
         self.faults[step.name] += 1
-        reason = f"{step.name} failed: {type(error).__name__}: {one_line(str(error), 100)}"
+        reason = f"{step.name} failed: {type(error).__name__}: {printable(str(error), 100)}"
         run = self.jobs.get(step.key) if step.key else None
         known = run.fault if run is not None else self.faults[step.name] > 1
         if run is not None and not run.fault:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cadenza.policies.core.text import one_line
+from cadenza.policies.core.text import printable
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.driver.process_control import DriverController
 from cadenza.sidecar.agent.ipc.messages import Arrived, Checkpointed, Resumed, Yielded
@@ -177,7 +177,7 @@ class StopCoordinator:
                 restart=lease.restart,
                 highest=highest,
                 arrived=arrived,
-                refused=one_line(refused, MAX_TEXT),
+                refused=printable(refused, MAX_TEXT),
             )
         )
 
@@ -314,7 +314,7 @@ class StopCoordinator:
         stop = run.stop
         rank.out, rank.arrived = not message.error, None
         if message.error:
-            log.warning("yield failed JOBID=%s rank=%d: %s", lease.key, rank.hello.rank, one_line(message.error))
+            log.warning("yield failed JOBID=%s rank=%d: %s", lease.key, rank.hello.rank, printable(message.error))
         if run.driver:
             return
         if stop is not None and stop.committed:
