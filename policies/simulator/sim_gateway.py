@@ -195,4 +195,12 @@ class SimGateway:
             job.memory_mb = sum(share.memory_mb for share in action.shares)
             job.num_nodes = len(action.shares)
         self.world.leave(job)
-        self._coming.append((job, action.shares, cost_s))
+        requested = tuple(  # a share without CPUs: the job keeps what it asked for
+            share
+            if share.cpus
+            else share._replace(
+                cpus=max(job.cpus * share.gpus // job.gpus, 1), memory_mb=job.memory_mb * share.gpus // job.gpus
+            )
+            for share in action.shares
+        )
+        self._coming.append((job, requested, cost_s))
