@@ -1,0 +1,110 @@
+#!/usr/bin/env python3
+"""Kill daemons and clients by a seeded schedule while jobs run on the container cluster, and judge what is left.
+
+    benchmarks/faults.py --seed 1 --kills 100
+    benchmarks/faults.py --seed 1 --outages all
+
+The rules: no job is lost, every digest is that of the same job alone, no GPU has two users (locks on files of the
+host, looked at by root), no job stays held, suspended or frozen, no GPU is idle for more than 30 s while a job that
+could use it waits, and Slurm, the service, the agents and the hosts have the same jobs. Exit code 1, with a timeline of
+all journals, where a rule is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from faults_cluster import FaultRun
+from faults_schedule import VICTIMS, Schedule, plan
+from faults_timeline import timeline
+from faults_verdict import Finding, Record, judge, load
+
+HERE = Path(__file__).resolve().parent
+GPUS, LANES = 4, 2
+TIMELINES = 3
+"""Findings that get a timeline of their own in the output; the files have everything."""
+
+
+def table(record: Record, schedule: Schedule, findings: list[Finding], options: argparse.Namespace) -> str:
+    """Return the run as a table in Markdown."""
+    kinds = Counter(row["kind"] for row in record.journal)
+    killed = Counter(
+        row["target"].split(":")[1].split("-lane")[0]
+        for row in record.journal
+        if row["kind"] == "kill" and not row["note"].startswith(("was not", "no process"))
+    )
+    settle_s = next((row["t"] for row in record.journal if row["kind"] == "settle"), record.end_s)
+    broken = Counter(finding.rule for finding in findings)
+    rows = [
+        ("seed, kills asked for", f"{options.seed}, {options.kills}"),
+        ("hosts, GPUs, lanes", f"{options.hosts}, {options.hosts * GPUS}, {LANES}"),
+        (
+            "kills that met a process",
+            f"{sum(killed.values())}: " + ", ".join(f"{k} {n}" for k, n in sorted(killed.items())),
+        ),
+        ("jobs", f"{len(schedule.jobs)}; {len(record.cancelled)} cancelled by their owner"),
+        ("requeued, moved by hand", f"{kinds['requeue']}, {kinds['move']}"),
+        ("submitted again, because Slurm had forgotten them", str(kinds["forgotten"])),
+        ("jobs that ended with a result", str(len(record.results))),
+        ("restarts of those", str(sum(found["restart"] for found in record.results.values()))),
+        ("time of the kills, to settle", f"{schedule.kills_until_s:.0f} s, {record.end_s - settle_s:.0f} s"),
+        *(
+            (rule, str(broken[rule]))
+            for rule in ("job lost", "digest", "GPU used by two", "GPU idle", "stuck", "books")
+        ),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"| {name:<{width}} | {value} |" for name, value in rows)
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--victims", default=",".join(VICTIMS), help=f"some of {','.join(VICTIMS)}")
+    parser.add_argument("--name", default="cadenzafaults", help="name of the container cluster")
+    parser.add_argument("--out", type=Path, help="folder for everything that was seen (default: build/faults/seed-N)")
+    options = parser.parse_args()
+    options.victims = options.victims.split(",")
+    if unknown := sorted(set(options.victims) - set(VICTIMS)):
+        parser.error(f"--victims: unknown {', '.join(unknown)}")
+    options.out = (options.out or HERE.parent / "build" / "faults" / f"seed-{options.seed}").resolve()
+    return options
+
+
+def main() -> int:
+    """Run the schedule and print the verdict; return the exit code."""
+    options = arguments()
+    if options.out.exists():
+        options.out.rename(options.out.with_name(f"{options.out.name}.{int(time.time())}"))
+    options.out.mkdir(parents=True)
+    schedule = plan(options.seed, options.kills, options.hosts, GPUS, LANES, options.victims)
+    run = FaultRun(options.name, schedule, options.hosts, GPUS, LANES, options.out)
+    with run.cluster():
+        run.play()
+        run.collect()
+    record = load(options.out, schedule.jobs, run.hosts)
+    findings = judge(record)
+    print(table(record, schedule, findings, options))
+    for finding in findings:
+        print(f"{finding.rule}: {finding.text}")
+    shown: set[str] = set()
+    for finding in findings:
+        if finding.rule not in shown and len(shown) < TIMELINES:
+            shown.add(finding.rule)
+            lines = timeline(options.out, finding.at_s)
+            path = options.out / f"timeline-{finding.rule.replace(' ', '-')}.txt"
+            path.write_text("\n".join(lines) + "\n")
+            print(f"--- the last 60 s before {finding.rule}: {finding.text} ({path})")
+            print("\n".join(lines[-40:]))
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
