@@ -3,7 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 
-.PHONY: install demo test test-fast measure lint docs clean
+ARGS ?=
+
+.PHONY: install demo test test-fast measure faults lint docs clean
 
 install: $(BIN)/.installed
 
@@ -25,6 +27,10 @@ test-fast: install
 measure: install
 	$(BIN)/python tests/rings.py measure
 	$(BIN)/python benchmarks/turns.py
+
+# Kills of daemons on the container cluster by a seeded schedule: make faults ARGS='--seed 2 --kills 100'
+faults: install
+	$(BIN)/python benchmarks/faults.py $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

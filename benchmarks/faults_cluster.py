@@ -83,7 +83,7 @@ class FaultRun:
 
     @contextmanager
     def cluster(self) -> Iterator[None]:
-        """A fresh cluster with the scripts in place, watched from the beginning to the end."""
+        """Start a fresh cluster with the scripts in place, watched from the beginning to the end; remove it after."""
         sizes = ("--nodes", len(self.hosts), "--gpus-per-node", self.gpus, "--lanes", self.lanes)
         self._owner.up(*sizes, "--config", SETTINGS)
         try:
@@ -247,7 +247,8 @@ class FaultRun:
             f"--iteration-s {ITERATION_S} --folder {PLACE}"
         )
         launch = f"srun --kill-on-bad-exit=1 {start}" if job.hosts > 1 else start
-        script = f"for ATTEMPT in $(seq {ATTEMPTS}); do export ATTEMPT=$ATTEMPT-$RANDOM; {launch} && exit 0; sleep 0.5; done; exit 1"
+        once = f"export ATTEMPT=$ATTEMPT-$RANDOM; {launch} && exit 0; sleep 0.5"
+        script = f"for ATTEMPT in $(seq {ATTEMPTS}); do {once}; done; exit 1"
         return (
             "sbatch", "--parsable", "--requeue", "--open-mode=append", f"--chdir={PLACE}", f"--job-name={job.name}",
             f"--output={PLACE}/logs/{job.name}.log", f"--nodes={job.hosts}", "--ntasks-per-node=1", "--mem=300",
@@ -293,7 +294,7 @@ class FaultRun:
     # --- What is left ------------------------------------------------------------------------------------
 
     def collect(self) -> None:
-        """Copy the journals, and put the books of service and agents, to ``folder``; call it before the cluster goes."""
+        """Copy the journals and the books of service and agents to ``folder``, before the cluster goes."""
         shutil.copytree(self.place.parents[1] / "log", self.folder / "log", dirs_exist_ok=True)
         for part in ("results", "logs"):
             shutil.copytree(self.place / part, self.folder / part, dirs_exist_ok=True)

@@ -107,7 +107,7 @@ def replace(path: Path, text: str) -> None:
 
 def train(options: argparse.Namespace, ranks: Ranks, gpus: Gpus) -> None:
     """Attach, go on from the checkpoint to the end, and write the result."""
-    from cadenza.sidecar import client  # the driver of a run imports this module too, for ``digest_after``
+    from cadenza.sidecar import client  # noqa: PLC0415 - the driver of a run imports this module too, for ``digest_after``
 
     checkpoint = Checkpoint(options.folder / "checkpoints" / options.name)
     step, state = checkpoint.load(options.name)
