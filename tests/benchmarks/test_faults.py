@@ -1,0 +1,91 @@
+"""The schedule of a fault run is its seed's alone, and its verdict names each rule that was broken."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from faults_job import digest_after
+from faults_schedule import SLURMCTLD_SPACING_S, PlannedJob, plan
+from faults_verdict import Record, judge
+
+JOB = PlannedJob("one", "alice", 1, 2, 40, "")
+ON_NODE1 = {
+    "JobId": "7", "JobName": "one", "JobState": "RUNNING", "Reason": "None", "Restarts": "0", "NodeList": "node1",
+    "ReqNodeList": "", "Priority": "1", "StartTime": "", "gpus": {"node1": "gpu:a100:2(IDX:0-1)"},
+}  # fmt: skip
+NODES = [
+    {"NodeName": name, "State": "IDLE", "Gres": "gpu:a100:4", "AllocTRES": "", "Reason": ""}
+    for name in ("node1", "node1-l1")
+]
+
+
+def slurm(at_s: float, *jobs: dict[str, Any], nodes: list[dict[str, str]] = NODES) -> dict[str, Any]:
+    return {"t": at_s, "up": True, "jobs": list(jobs), "nodes": nodes}
+
+
+def host(
+    at_s: float, gpus: dict[str, list[int]], frozen: tuple[int, ...] = (), **processes: list[int]
+) -> dict[str, Any]:
+    return {"t": at_s, "gpus": gpus, "frozen": list(frozen), "processes": processes}
+
+
+def record(**changes: Any) -> Record:
+    """Return a run in which one job ended well, with some of it changed."""
+    sound: dict[str, Any] = {
+        "jobs": {"one": JOB},
+        "ids": {"one": 7},
+        "cancelled": frozenset(),
+        "results": {"one": {"digest": digest_after("one", 40), "ended_s": 90.0, "restart": 0}},
+        "hosts": {"node1": [host(0.0, {}), host(10.0, {"0": [7], "1": [7]}), host(90.0, {})]},
+        "slurm": [slurm(0.0), slurm(12.0, ON_NODE1), slurm(100.0)],
+        "journal": [{"t": 100.0, "kind": "end", "target": "", "note": ""}],
+        "leases": {"node1": []},
+        "known": frozenset(),
+    }
+    return Record(**(sound | changes))
+
+
+def test_equal_seeds_give_equal_schedules_and_slurmctld_is_spared() -> None:
+    first = plan(3, 100, 2, 4, 2)
+    assert first == plan(3, 100, 2, 4, 2)
+    assert first != plan(4, 100, 2, 4, 2)
+    kills = [event for event in first.events if event.kind == "kill"]
+    assert len(kills) == 100
+    slurmctld = [event.at_s for event in kills if event.target == "ctl:slurmctld"]
+    assert len(slurmctld) > 2
+    assert all(later - at_s >= SLURMCTLD_SPACING_S for at_s, later in itertools.pairwise(slurmctld))
+    assert first.jobs == plan(3, 100, 2, 4, 2, victims=("agent",)).jobs
+
+
+def test_a_sound_run_breaks_no_rule() -> None:
+    assert judge(record()) == []
+
+
+WAITS = [slurm(at_s, ON_NODE1 | {"JobState": "SUSPENDED"}) for at_s in range(40, 90, 2)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule", "text"),
+    [
+        ({"results": {}}, "job lost", "one (job 7)"),
+        ({"results": {"one": {"digest": "0", "ended_s": 1.0, "restart": 0}}}, "digest", "one"),
+        ({"hosts": {"node1": [host(5.0, {"0": [7, 8]}), host(9.0, {})]}}, "GPU used by two", "GPU 0 of node1"),
+        ({"hosts": {"node1": [host(0.0, {})]}, "slurm": [*WAITS, slurm(100.0)]}, "GPU idle", "GPU 0 of node1"),
+        ({"slurm": [slurm(100.0, nodes=[NODES[0] | {"State": "IDLE+DRAIN"}])]}, "stuck", "node node1: IDLE+DRAIN"),
+        ({"hosts": {"node1": [host(9.0, {}, (7,))]}}, "stuck", "job 7 is frozen on node1"),
+        ({"leases": {"node1": [{"job": 7, "restart": 0}]}}, "books", "leases [(7, 0)]"),
+        ({"known": frozenset({7})}, "books", "jobs of the service [7]"),
+        ({"hosts": {"node1": [host(9.0, {}, **{"7": [123]})]}}, "books", "processes of jobs [7]"),
+    ],
+)
+def test_the_verdict_names_what_is_wrong(changes: dict[str, Any], rule: str, text: str) -> None:
+    findings = judge(record(**changes))
+    assert any(finding.rule == rule and text in finding.text for finding in findings), findings
+
+
+def test_a_gpu_that_another_job_uses_is_not_idle() -> None:
+    used = [host(0.0, {"0": [8], "1": [8], "2": [8], "3": [8]})]
+    findings = judge(record(hosts={"node1": used}, slurm=[*WAITS, slurm(100.0)]))
+    assert [finding for finding in findings if finding.rule == "GPU idle"] == []
