@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from cadenza.sidecar import wire
 from cadenza.sidecar.agent.ipc.pages import MAX_STEP, Page
-from cadenza.sidecar.agent.ipc.processes import is_stopped, job_of, start_ticks
+from cadenza.sidecar.agent.ipc.processes import is_stopped, start_ticks
 from cadenza.sidecar.agent.telemetry.collector import Stretch, joined
 
 
@@ -56,22 +55,7 @@ def test_a_bucket_holds_what_falls_into_it(nanoseconds: int) -> None:
     assert index == 0 or nanoseconds > wire.bucket_upper_ns(index - 1)
 
 
-def test_processes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_are_told_apart() -> None:
     assert start_ticks(os.getpid()) is not None
     assert start_ticks(2**22 + 1) is None
     assert not is_stopped(os.getpid())
-    assert job_of(2**22 + 1) is None
-
-
-def test_the_cgroup_decides_before_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    files = {"cgroup": "0::/system.slice/n1_slurmstepd.scope/job_77/step_0/user/task_0\n", "environ": ""}
-    monkeypatch.setattr(Path, "read_text", lambda path, **_: files[path.name])
-    monkeypatch.setattr(Path, "read_bytes", lambda path: files[path.name].encode())
-    files["environ"] = "A=1\0SLURM_JOB_ID=5\0"
-    assert job_of(1) == 77
-    files["cgroup"] = "4:memory:/slurm_n1/uid_1000/job_78/step_batch/task_0\n"
-    assert job_of(1) == 78
-    files["cgroup"] = "0::/system.slice/n1_slurmstepd.scope/sluid_s6BQ/step_0\n"
-    assert job_of(1) == 5
-    files["environ"] = "SLURM_JOB_ID=x\0"
-    assert job_of(1) is None
