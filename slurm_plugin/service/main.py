@@ -23,6 +23,7 @@ from cadenza.slurm_plugin.service.errors import HubError, ServiceError, StoreErr
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
 from cadenza.slurm_plugin.service.failover.watchdog import Watchdog
 from cadenza.slurm_plugin.service.loop import Loop, Parts
+from cadenza.slurm_plugin.service.owner_socket import OwnerSocket, socket_path
 from cadenza.slurm_plugin.service.settings import Settings, hub_settings, load_settings
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 from cadenza.slurm_plugin.service.systemd import notify, set_up_logging
@@ -88,7 +89,11 @@ def serve(settings: Settings, config: Path | None, *, once: bool, seed: int | No
         watchdog.start()
         heartbeat.start()
         stack.callback(heartbeat.close)
-        # 4. Rounds until a signal, then an orderly end.
+        # 4. The socket at which users read the record of their own jobs.
+        owners = OwnerSocket(socket_path(table.heartbeat), Path(table.store), clock)
+        owners.start()
+        stack.callback(owners.close)
+        # 5. Rounds until a signal, then an orderly end.
         _run(loop, config, watchdog)
     return 0
 

@@ -40,16 +40,36 @@ def command(*, job_id: int, last: int, as_json: bool, store: Path | None, config
     """Explain the decisions about a job, and show what its yields and resumes took.
 
     Actions that the guard kept in are listed with its rule; in observe-only mode these are the actions that apply
-    mode would take.
+    mode would take. Users who may not read the store get the record of their own jobs from the running service.
     """
-    with open_store(store, config) as reader:
-        record = reader.job_record(job_id, last)
+    record = _record(job_id, last, store, config)
     if not record.exists:
         raise click.ClickException(f"job {job_id}: nothing on record; Cadenza never saw it or has deleted its record")
     if as_json:
         emit({**msgspec.to_builtins(record), "summary": summary(record)})
     else:
         say(*lines(record))
+
+
+def _record(job_id: int, last: int, store: Path | None, config: Path | None) -> JobRecord:
+    """Return a job's record from the store, or from the service if this user may not read the store."""
+    from cadenza.slurm_plugin.service.errors import ServiceError, StoreError  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.owner_socket import ask, socket_path  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
+
+    try:
+        with open_store(store, config) as reader:
+            return reader.job_record(job_id, last)
+    except StoreError:
+        if store is not None:
+            raise
+        try:
+            return ask(socket_path(load_settings(config).service.heartbeat), job_id, last)
+        except OSError:
+            pass
+        except ServiceError as error:
+            raise click.ClickException(str(error)) from None
+        raise
 
 
 def summary(record: JobRecord) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -21,6 +22,8 @@ from cadenza.slurm_plugin.service.profiles.beliefs import (
 )
 from cadenza.slurm_plugin.service.profiles.library import ProfileChoice
 from cadenza.slurm_plugin.service.profiles.observations import Window, setting_of, watch
+
+log = logging.getLogger(__name__)
 
 Laws = tuple[tuple[str, Law], ...]
 """By GPU type."""
@@ -65,13 +68,18 @@ class Refiner:
         """Take in a snapshot of the jobs whose profiles were refined this round."""
         windows = {}
         for key in sorted(self._subjects.keys() & snapshot.by_key.keys()):
-            window, observation = watch(self._windows.get(key), snapshot.by_key[key], snapshot.time_s)
+            try:
+                window, observation = watch(self._windows.get(key), snapshot.by_key[key], snapshot.time_s)
+                learned_records = (
+                    learn(self._records, self._subjects[key], observation, snapshot.time_s) if observation else {}
+                )
+            except Exception:
+                log.exception("JOBID=%s teaches nothing in this round", key)
+                continue
             if window is not None:
                 windows[key] = window
-            if observation is not None:
-                learned_records = learn(self._records, self._subjects[key], observation, snapshot.time_s)
-                self._records |= learned_records
-                self._changed |= learned_records.keys()
+            self._records |= learned_records
+            self._changed |= learned_records.keys()
         self._windows, self._subjects = windows, {}
         self._before, self._corrected, self._learned = (self._corrected, self._learned), {}, {}
 

@@ -155,6 +155,15 @@ class StoreReader:
             self.effects(job=job, limit=limit),
         )
 
+    def owner(self, job: int) -> str | None:
+        """Return the user of a job that runs now, else of the one that last had this id; None if it was never seen."""
+        last = self.round()
+        users = [one.user for one in (last.snapshot.jobs if last else ()) if one.key.id == job]
+        if users:
+            return users[0]
+        rows = self._rows("SELECT user FROM hours WHERE job = ? ORDER BY hour DESC LIMIT 1", (job,))
+        return rows[0]["user"] if rows else None
+
     def actions(self, since_s: float = 0.0, job: int | None = None, limit: int = 1000) -> tuple[ActionRow, ...]:
         """Return actions, newest first."""
         return self._table("actions", "at_s", ActionRow, (since_s, job, limit))

@@ -1,0 +1,173 @@
+"""The local socket at which users read the record of their own jobs, because the store's file is not theirs to read.
+
+A client connects, sends one line of JSON, ``{"job": 7, "last": 20}``, and gets one JSON answer: an :class:`Answer`. The
+kernel says who it is (``SO_PEERCRED``): root and the service's user read every job, other users their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pwd
+import socket
+import struct
+import threading
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from cadenza.sidecar.clock import SystemClock
+from cadenza.slurm_plugin.service.errors import ServiceError, StoreError
+from cadenza.slurm_plugin.service.store.reader import JobRecord, StoreReader
+
+log = logging.getLogger(__name__)
+
+MAX_REQUEST = 256
+MAX_ANSWER = 64 * 2**20
+REQUEST_TIMEOUT_S = 0.5
+"""Time in which a client must have sent its request; clients are served one after the other."""
+CLIENT_TIMEOUT_S = 30.0
+PAUSE_FACTOR = 4.0
+"""After an answer the socket rests this many times as long as the answer took: rounds come first."""
+POLL_S = 0.5
+_CREDENTIALS = struct.Struct("3i")
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The job that is asked for, and the most rows of each kind."""
+
+    job: Annotated[int, Meta(ge=1, lt=2**32)]
+    last: Annotated[int, Meta(ge=1, le=1000)] = 20
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The record of a job, or the reason why there is none."""
+
+    record: JobRecord | None = None
+    error: str = ""
+
+
+def socket_path(heartbeat: str) -> Path:
+    """Return the socket's path: it is where the admission file is, which everyone can reach."""
+    return Path(heartbeat).with_name("jobs.sock")
+
+
+class OwnerSocket:
+    """Answers in a thread of its own, which reads the store as every other reader does."""
+
+    def __init__(self, path: Path, store: Path, clock: SystemClock) -> None:
+        self.path = path
+        self._store = store
+        self._clock = clock
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cadenza-jobs", daemon=True)
+        self._listener: socket.socket | None = None
+
+    def start(self) -> None:
+        """Listen; without the socket users cannot read their jobs' records, which is no reason to end."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.unlink(missing_ok=True)
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            listener.bind(str(self.path))
+            self.path.chmod(0o666)
+            listener.listen(16)
+            listener.settimeout(POLL_S)
+        except OSError as error:
+            log.warning("%s: %s; users cannot read the record of their jobs", self.path, error.strerror or error)
+            return
+        self._listener = listener
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._ended.set()
+        if self._listener is not None:
+            with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as wake:
+                wake.settimeout(0)
+                wake.connect(str(self.path))
+            self._thread.join()
+            self._listener.close()
+            self.path.unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        while not self._ended.is_set() and self._listener is not None:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:  # also the time-out, after which the end is looked for
+                continue
+            with closing(client), suppress(OSError):
+                client.settimeout(REQUEST_TIMEOUT_S)
+                line = _line(client)
+                began_s = self._clock.monotonic()
+                client.sendall(msgspec.json.encode(self._answer(line, peer_uid(client))))
+                self._ended.wait(PAUSE_FACTOR * (self._clock.monotonic() - began_s))
+
+    def _answer(self, line: bytes, uid: int) -> Answer:
+        try:
+            request = msgspec.json.decode(line, type=Request)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return Answer(error="no request of this version")
+        try:
+            with StoreReader(self._store) as reader:
+                record, owner = reader.job_record(request.job, request.last), reader.owner(request.job)
+        except StoreError as error:
+            log.warning("%s", error)
+            return Answer(error="the record cannot be read")
+        except Exception:
+            log.exception("job %d cannot be shown", request.job)
+            return Answer(error="the record cannot be shown")
+        if owner is None or not may_read(uid, owner):
+            return Answer(error=f"job {request.job}: nothing on record of a job of yours")
+        return Answer(record)
+
+
+def peer_uid(client: socket.socket) -> int:
+    """Return the user of the process at the other end, as the kernel says."""
+    _, uid, _ = _CREDENTIALS.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(uid)
+
+
+def may_read(uid: int, owner: str) -> bool:
+    """Return whether a user may read the record of a job of ``owner``."""
+    if uid in (0, os.geteuid()):
+        return True
+    try:
+        return pwd.getpwuid(uid).pw_name == owner
+    except KeyError:
+        return False
+
+
+def ask(path: Path, job: int, last: int) -> JobRecord:
+    """Return the record of a job from a running service.
+
+    Raise ServiceError with the service's reason, and ``OSError`` if there is no service to ask.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+        link.settimeout(CLIENT_TIMEOUT_S)
+        link.connect(str(path))
+        link.sendall(msgspec.json.encode(Request(job, min(last, 1000))) + b"\n")
+        pieces, size = [], 0
+        while (piece := link.recv(2**16)) and size <= MAX_ANSWER:
+            pieces.append(piece)
+            size += len(piece)
+    try:
+        answer = msgspec.json.decode(b"".join(pieces), type=Answer)
+    except msgspec.MsgspecError:
+        raise ServiceError(f"{path}: cadenzad did not answer in full; try again") from None
+    if answer.record is None:
+        raise ServiceError(answer.error)
+    return answer.record
+
+
+def _line(client: socket.socket) -> bytes:
+    data = b""
+    while not data.endswith(b"\n") and len(data) <= MAX_REQUEST:
+        piece = client.recv(MAX_REQUEST)
+        if not piece:
+            break
+        data += piece
+    return data

@@ -1,0 +1,142 @@
+"""The socket at which users read the record of their own jobs: whom it answers, and what it survives."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import socket
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from service_rig import books, job, write_config
+
+from cadenza.policies.core.decision import Decision, Memory
+from cadenza.sidecar.clock import SystemClock
+from cadenza.slurm_plugin.cli.jobs import why
+from cadenza.slurm_plugin.cli.main import main
+from cadenza.slurm_plugin.service import owner_socket
+from cadenza.slurm_plugin.service.errors import ServiceError, StoreError
+from cadenza.slurm_plugin.service.owner_socket import OwnerSocket, ask, may_read, socket_path
+from cadenza.slurm_plugin.service.store.reader import StoreReader
+from cadenza.slurm_plugin.service.store.writer import SqliteStore
+
+NOBODY = pwd.getpwnam("nobody")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Path]:
+    """A store with a job of nobody's and one of ada's, and the socket beside it."""
+    store = SqliteStore(tmp_path / "cadenza.db", SystemClock())
+    mine, theirs = job(1, user="nobody"), job(2)
+    store.begin(books(mine, theirs), Decision((), Memory(), {mine.key: "waits", theirs.key: "runs"}), (), Memory())
+    server = OwnerSocket(tmp_path / "jobs.sock", tmp_path / "cadenza.db", SystemClock())
+    server.start()
+    yield tmp_path
+    server.close()
+    store.close()
+    assert not server.path.exists()
+
+
+def test_users_read_their_own_jobs_only(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ask(site / "jobs.sock", 2, 20).reason == "runs", "the service's own user and root read all"
+    monkeypatch.setattr(owner_socket, "peer_uid", lambda _: NOBODY.pw_uid)
+    record = ask(site / "jobs.sock", 1, 20)
+    assert (record.reason, record.job.user if record.job else None) == ("waits", "nobody")
+    for other in (2, 3):
+        with pytest.raises(ServiceError, match=f"job {other}: nothing on record of a job of yours"):
+            ask(site / "jobs.sock", other, 20)
+
+
+def test_who_may_read() -> None:
+    assert may_read(0, "ada")
+    assert may_read(os.geteuid(), "ada")
+    assert may_read(NOBODY.pw_uid, "nobody")
+    assert not may_read(NOBODY.pw_uid, "ada")
+    assert not may_read(4_000_000_000, "nobody"), "a user that this machine does not know"
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"", b"\n", b"{\n", b"[" * 300, b'{"job":0}\n', b'{"job":1e400}\n', b'{"job":' + b"9" * 400, b"\xff\xfe\n",
+        b'{"job":1,"last":100000}\n', b'{"job":1,"x":1}\n', b'{"job":"1; DROP TABLE rounds"}\n',
+    ],
+)  # fmt: skip
+def test_no_request_ends_it(site: Path, request_: bytes) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+        link.connect(str(site / "jobs.sock"))
+        link.sendall(request_)
+        link.shutdown(socket.SHUT_WR)
+        answer = json.loads(link.recv(65536))
+    assert (answer["record"], answer["error"]) == (None, "no request of this version")
+    assert ask(site / "jobs.sock", 1, 20).reason == "waits"
+
+
+def test_a_client_that_says_nothing_delays_the_next_one_only(site: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.connect(str(site / "jobs.sock"))
+        assert ask(site / "jobs.sock", 1, 20).reason == "waits"
+
+
+def test_a_store_that_cannot_be_read_is_no_end(site: Path) -> None:
+    (site / "cadenza.db").rename(site / "away.db")
+    with pytest.raises(ServiceError, match="the record cannot be read"):
+        ask(site / "jobs.sock", 1, 20)
+    (site / "away.db").rename(site / "cadenza.db")
+    assert ask(site / "jobs.sock", 1, 20).reason == "waits"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_the_kernel_says_who_asks(site: Path) -> None:
+    for path in (site, *site.parents):
+        if path != Path("/") and path.stat().st_uid == 0:
+            path.chmod(path.stat().st_mode | 0o011)
+    assert as_nobody(lambda: ask(site / "jobs.sock", 1, 20).reason == "waits")
+    assert as_nobody(lambda: refused(lambda: ask(site / "jobs.sock", 2, 20), ServiceError))
+    assert as_nobody(lambda: refused(lambda: StoreReader(site / "cadenza.db"), StoreError))
+
+
+def as_nobody(check: Callable[[], bool]) -> bool:
+    """Return the result of ``check`` in a child process of another user."""
+    child = os.fork()
+    if child == 0:
+        passed = False
+        try:
+            os.setgroups([])
+            os.setresgid(NOBODY.pw_gid, NOBODY.pw_gid, NOBODY.pw_gid)
+            os.setresuid(NOBODY.pw_uid, NOBODY.pw_uid, NOBODY.pw_uid)
+            passed = check()
+        finally:
+            os._exit(0 if passed else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def refused(call: Callable[[], object], kind: type[Exception]) -> bool:
+    try:
+        call()
+    except kind:
+        return True
+    return False
+
+
+def test_why_asks_the_service_when_the_store_cannot_be_read(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write_config(site)
+    assert socket_path(str(site / "admission")) == site / "jobs.sock"
+
+    def unreadable(*_: object) -> None:
+        raise StoreError("cadenza.db: unable to open database file; may this user read it?")
+
+    monkeypatch.setattr(why, "open_store", unreadable)
+    monkeypatch.setattr(owner_socket, "peer_uid", lambda _: NOBODY.pw_uid)
+    run = partial(CliRunner().invoke, main)
+    assert "job 1: waits" in run(["why", "1", "--config", str(config)]).stdout
+    refusal = run(["why", "2", "--config", str(config)])
+    assert (refusal.exit_code, "nothing on record of a job of yours" in refusal.stderr) == (1, True)
+    (site / "jobs.sock").rename(site / "gone")
+    unable = run(["why", "1", "--config", str(config)])
+    assert (unable.exit_code, "may this user read it?" in unable.stderr) == (3, True)
+    (site / "gone").rename(site / "jobs.sock")
