@@ -17,6 +17,7 @@ from cadenza.policies.core.actions import (
     Resize,
     Size,
     Suspend,
+    Unsuspend,
     Yield,
 )  # fmt: skip
 from cadenza.policies.core.decision import Memory, SharingMemory
@@ -25,6 +26,7 @@ from cadenza.policies.relocation.phases import HOLD_S, MAX_LEAVE_S
 from cadenza.policies.relocation.phases import acted as moves_after
 from cadenza.policies.sharing.elastic.feedback import noted
 from cadenza.policies.sharing.state.groups import after
+from cadenza.policies.sharing.turns.repair import shows
 
 
 def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapshot) -> Memory:
@@ -56,6 +58,10 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
             {key for key in memory.placed if key in alive}
             | {action.job for action in acted if isinstance(action, Place | Release)}
         ),
+        resumed=frozenset(
+            {key for key in memory.resumed if key in alive} | {one.job for one in acted if isinstance(one, Unsuspend)}
+        ),
+        repairs=_repairs(memory, acted, snapshot),
         held={**held, **{JobKey(key.id, key.restart + 1): snapshot.time_s for key in requeued}},
         sized={
             **{key: (alive[key].cpus, alive[key].memory_mb) for key in sizes},
@@ -66,6 +72,19 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
         sharing=_remember_sharing(memory.sharing, acted, snapshot),
         last_yield_s={key: at for key, at in (*memory.last_yield_s.items(), *yields.items()) if key in alive},
     )
+
+
+def _repairs(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapshot) -> dict[JobKey, int]:
+    """Return the repairs tried on each job that has not run as it should since."""
+    tried = {
+        key: count
+        for key, count in memory.repairs.items()
+        if (job := snapshot.job(key)) is not None and not (job.state == "RUNNING" and shows(job, "running"))
+    }
+    for action in actions:
+        if isinstance(action, Suspend | Unsuspend) and action.repair:
+            tried[action.job] = tried.get(action.job, 0) + 1
+    return tried
 
 
 def _still_ours(key: JobKey, job: Job) -> bool:

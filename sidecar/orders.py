@@ -114,6 +114,10 @@ class LeaseReport(msgspec.Struct, frozen=True):
     """None: it has not run since it attached."""
     pack: Step = 0
     """The pack that the agent acts on, see ``JobFacts``."""
+    shown: Name = ""
+    """State of its processes as the host shows it: running | frozen (by Slurm's suspend) | gone; "" not looked at."""
+    amiss: Text = ""
+    """Difference between ``shown`` and Slurm's word that has lasted for ``AMISS_S``; empty if there is none."""
 
 
 class Prefetched(msgspec.Struct, frozen=True):

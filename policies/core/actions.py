@@ -30,6 +30,8 @@ class Suspend:
 
     job: JobKey
     reason: str
+    repair: bool = False
+    """Its processes are frozen although Slurm calls it running: only a suspend makes Slurm accept the resume."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class Unsuspend:
 
     job: JobKey
     reason: str
+    repair: bool = False
+    """Its processes run although Slurm calls it suspended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,10 @@ class Lease:
     """Every rank stands at the same boundary with a complete checkpoint, ready to be requeued."""
     pace: StepRate | None = None
     """None: it has not run yet, or was not measured."""
+    shown: str = ""
+    """State of its processes as its hosts show it: running, frozen (on one host at least) or gone; "" not known."""
+    amiss: str = ""
+    """Difference between the processes and Slurm's word that has lasted, as an agent saw it; empty if there is none."""
     cpus_per_gpu: float | None = None
     """CPUs for each GPU that the agents have set, on the host with the fewest; 0: they could not. None: not tuned."""
 

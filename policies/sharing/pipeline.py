@@ -33,6 +33,7 @@ from cadenza.policies.sharing.placement.reservations import hold_until_startable
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 from cadenza.policies.sharing.state.sharing_state import SharingState
 from cadenza.policies.sharing.turns.lanes import close_lanes, drain_or_open_lanes
+from cadenza.policies.sharing.turns.repair import repair_suspends
 from cadenza.policies.sharing.turns.slurm_sync import explain, release_all, sync_slurm, take_turns
 
 Stage: TypeAlias = Callable[[SharingState], None]
@@ -59,8 +60,9 @@ GANDIVA: tuple[Stage, ...] = (
     divide_hosts,  # 19. CPUs and memory of each host
     explain_sizes,  # 20. reasons of sizes that stay
     sync_slurm,  # 21. yields, resumes, and Slurm's allocation
-    drain_or_open_lanes,  # 22. further lanes
-    explain,  # 23. a sentence for every job
+    repair_suspends,  # 22. processes that contradict Slurm's word
+    drain_or_open_lanes,  # 23. further lanes
+    explain,  # 24. a sentence for every job
 )
 TIMESLICE: tuple[Stage, ...] = (
     review_cpu_loans,  # 1. jobs that lend CPUs, compared with what they were promised
@@ -72,8 +74,9 @@ TIMESLICE: tuple[Stage, ...] = (
     hold_until_startable,  # 7. placements that must wait for a move
     divide_hosts,  # 8. CPUs and memory of each host
     sync_slurm,  # 9. yields, resumes, and Slurm's allocation
-    drain_or_open_lanes,  # 10. further lanes
-    explain,  # 11. a sentence for every job
+    repair_suspends,  # 10. processes that contradict Slurm's word
+    drain_or_open_lanes,  # 11. further lanes
+    explain,  # 12. a sentence for every job
 )
 UNSHARED: tuple[Stage, ...] = (
     review_cpu_loans,  # 1. jobs that lend CPUs, compared with what they were promised

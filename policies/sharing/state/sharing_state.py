@@ -97,6 +97,8 @@ class SharingState:
     size_reasons: dict[JobKey, str] = field(default_factory=dict)
     keeps_cpus: Mapping[JobKey, str] = field(default_factory=dict)
     """Reason why a job lends no CPUs, by job."""
+    repair_reasons: dict[JobKey, str] = field(default_factory=dict)
+    """Reason of each job whose processes contradict Slurm's word."""
     reasons: dict[JobKey, str] = field(default_factory=dict)
 
     packed: dict[JobKey, JobKey] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Node
 from cadenza.policies.sharing.state.settings import SharingSettings
 from cadenza.policies.sharing.state.sharing_state import SharingState
+from cadenza.policies.sharing.turns.repair import MAX_REPAIRS, beyond_repair
 
 OUR_DRAIN = "cadenza:"
 """Every drain of ours says so at the start of its reason; a drain without it is an admin's and stays."""
@@ -32,7 +33,7 @@ def lane_actions(
     In observe-only every open further lane is drained, whoever opened it, because a job there would share a
     GPU with another. A lane is opened only when its drain is ours.
     """
-    closed = _closed_hosts(snapshot, settings)
+    closed = _closed_hosts(snapshot, memory, settings)
     actions: list[DrainNode | OpenNode] = []
     for node in sorted(snapshot.nodes, key=lambda node: node.name):
         reason = closed.get(node.host, "")
@@ -53,7 +54,7 @@ def hosts_to_leave(snapshot: ClusterSnapshot) -> frozenset[str]:
     return frozenset(node.host for node in snapshot.nodes if node.lane == 0 and node.drained)
 
 
-def _closed_hosts(snapshot: ClusterSnapshot, settings: SharingSettings) -> dict[str, str]:
+def _closed_hosts(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings) -> dict[str, str]:
     """Return why the further lanes of a host must be closed, for the hosts where they must."""
     hosts = {node.host for node in snapshot.nodes}
     if not settings.enforce:
@@ -63,5 +64,9 @@ def _closed_hosts(snapshot: ClusterSnapshot, settings: SharingSettings) -> dict[
         foreign = sorted(set(node.partitions) - settings.partitions)
         if foreign:
             closed[node.host] = f"{node.name} is also in {', '.join(foreign)}, not among Cadenza's partitions"
+    host_of = {node.name: node.host for node in snapshot.nodes}
+    for key, job in beyond_repair(snapshot, memory).items():
+        reason = f"job {key} contradicts Slurm's word after {MAX_REPAIRS} repairs"
+        closed |= {host_of[name]: reason for name in job.nodes if name in host_of}
     alive = {host.name for host in snapshot.hosts if host.agent_alive}
     return closed | {host: f"the agent of {host} is not alive" for host in hosts - alive}

@@ -126,7 +126,11 @@ def explain(state: SharingState) -> None:
         if job.options is not None:
             parts = (_reason(job, state), state.size_reasons.get(job.key), state.keeps_cpus.get(job.key))
             state.reasons[job.key] = "; ".join(filter(None, parts))
-    for key, reason in (*state.pack_reasons.items(), *((action.job, action.reason) for action in state.moves)):
+    for key, reason in (
+        *state.pack_reasons.items(),
+        *((action.job, action.reason) for action in state.moves),
+        *state.repair_reasons.items(),
+    ):
         if key in state.reasons:
             state.reasons[key] = reason
 

@@ -186,6 +186,7 @@ def _notable(report: orders.Report) -> Notable:
                 one.lost,
                 one.tuned,
                 one.pack,
+                one.amiss,
             )
             for one in report.leases
         ),

@@ -107,6 +107,15 @@ def members_of(group: str, root: Path = Path("/")) -> frozenset[int]:
     return frozenset(pid for pid in processes(folder) if _lines(root / f"proc/{pid}/comm")[:1] != [STEPD])
 
 
+def thawed_members_of(group: str, root: Path = Path("/")) -> Iterator[int]:
+    """Yield the processes in a job's group that no freezer holds, slurmstepd's own among them."""
+    controller, _, inside = group.partition(":")
+    for folder in below(Groups(root).mount(controller) / inside):
+        frozen = _lines(folder / "freezer.state") == ["FROZEN"] or "frozen 1" in _lines(folder / "cgroup.events")
+        if not frozen:
+            yield from (int(line) for line in _lines(folder / "cgroup.procs") if line.isdigit())
+
+
 def processes(folder: Path) -> Iterator[int]:
     """Yield the processes of a group and of all below it."""
     for group in below(folder):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from cadenza.policies.core.model import JobKey
 from cadenza.policies.core.text import printable
 from cadenza.sidecar import orders
+from cadenza.sidecar.agent.ipc.slurm_steps import Shown
 from cadenza.sidecar.agent.ipc.transport import Outbox
 from cadenza.sidecar.agent.jobs.job_run import JobRun
 from cadenza.sidecar.agent.jobs.job_supervisor import Step, Supervisor
 from cadenza.sidecar.agent.leases.lease_table import Lease, LeaseTable, Stretch
+from cadenza.sidecar.agent.leases.membership import look_at
 from cadenza.sidecar.agent_settings import AgentSettings
 from cadenza.sidecar.bounds import MAX_NAME, MAX_NUMBER, MAX_PATHS, MAX_TEXT
 from cadenza.sidecar.clock import Clock
@@ -21,6 +23,15 @@ log = logging.getLogger(__name__)
 
 NO_FACTS = orders.Facts(orders.VERSION, jobs=(), slice_s=60.0, share_between_users=False, enforce=True)
 """Facts that hold until the service has sent some."""
+LOOK_S = 1.0
+"""Time between two looks at a job's processes for the report."""
+AMISS_S = 3.0
+"""Time for which processes may contradict Slurm's word, as during a suspend with its grace time of 2 s (slurm.conf(5),
+suspend_grace_time)."""
+AMISS: Mapping[tuple[bool, Shown], str] = {
+    (False, "frozen"): "Slurm calls it running, and its processes are frozen",
+    (True, "running"): "Slurm calls it suspended, and its processes run",
+}
 CLOCK_JUMP_S = 0.5
 """Smaller steps of the wall clock are ignored: jobs' virtual times differ by as much anyway."""
 
@@ -42,6 +53,8 @@ class Host:
     heard_at: float | None = None
     """Monotonic time of the service's last message."""
     started_at: float = 0.0
+    look: Callable[[Lease], Shown] = look_at
+    """Returns the state of a job's processes now."""
     _clock_offset_s: float | None = None
     _indexed: orders.Facts | None = None
     """Facts that ``_fact_of`` was made from."""
@@ -86,6 +99,28 @@ class Host:
     def handled(self) -> list[Lease]:
         """The leases of all jobs but those that are left alone after a fault."""
         return [lease for lease in self.leases if not self.run(lease.key).fault]
+
+    def shown(self, lease: Lease, within_s: float = LOOK_S) -> Shown:
+        """Return the state of a job's processes as the host shows it, at most ``within_s`` old."""
+        run, now = self.run(lease.key), self.clock.monotonic()
+        if run.seen is None or now - run.seen[0] >= within_s:
+            run.seen = now, self.look(lease)
+        return run.seen[1]
+
+    def amiss(self, lease: Lease) -> str:
+        """Return the difference between Slurm's word and a job's processes once it has lasted; otherwise "".
+
+        A slurmd that is killed in the middle of a suspend or resume leaves one, and a slurmctld that forgets its last
+        seconds. Facts of a service that is silent are no word of Slurm's.
+        """
+        fact, run = self.fact_of(lease), self.run(lease.key)
+        wrong = AMISS.get((fact.suspended, self.shown(lease))) if fact is not None and not self.rotating() else None
+        if wrong is None:
+            run.amiss_since = None
+            return ""
+        now = self.clock.monotonic()
+        run.amiss_since = now if run.amiss_since is None else run.amiss_since
+        return wrong if now - run.amiss_since >= AMISS_S else ""
 
     # --- in each pass of the event loop --------------------------------------------------------------------
 
@@ -202,6 +237,8 @@ class Host:
             lost=printable(run.lost, MAX_TEXT),
             pace=run.step_rate.measure(run.pages, self.clock.monotonic()),
             pack=lease.pack,
+            shown=self.shown(lease),
+            amiss=self.amiss(lease),
         )
 
     def _plain_report(self, lease: Lease, now: float, fault: str) -> orders.LeaseReport:

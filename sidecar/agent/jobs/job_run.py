@@ -9,6 +9,7 @@ from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import wire
 from cadenza.sidecar.agent.ipc.messages import Attach
 from cadenza.sidecar.agent.ipc.pages import Page, Telemetry
+from cadenza.sidecar.agent.ipc.slurm_steps import Shown
 from cadenza.sidecar.agent.ipc.transport import Session
 from cadenza.sidecar.agent.jobs.step_rate import StepRateMeter
 from cadenza.sidecar.agent.jobs.stop_states import CheckpointStop, Stop
@@ -96,6 +97,10 @@ class JobRun:
     lost: str = ""
     """Reason why the driver path cannot bring it back; otherwise empty."""
     step_rate: StepRateMeter = field(default_factory=StepRateMeter)
+    seen: tuple[float, Shown] | None = None
+    """Monotonic time and result of the last look at its processes."""
+    amiss_since: float | None = None
+    """Monotonic time since which its processes contradict Slurm's word."""
     followed: bool = False
     """Another host reads its files ahead, because the job will move there."""
 

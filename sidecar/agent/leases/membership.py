@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cadenza.sidecar.agent.ipc import cgroup_paths
 from cadenza.sidecar.agent.ipc.processes import parent_of, start_ticks
-from cadenza.sidecar.agent.ipc.slurm_steps import ancestors, descendants, is_stepd, step_of
+from cadenza.sidecar.agent.ipc.slurm_steps import Shown, ancestors, descendants, is_halted, is_stepd, shown, step_of
 from cadenza.sidecar.agent.leases.lease_table import Lease, Process
 
 
@@ -42,6 +42,19 @@ def pids_of(lease: Lease) -> frozenset[int]:
         return known | cgroup_paths.members_of(lease.group)
     stepds = frozenset(one.pid for one in lease.stepds if start_ticks(one.pid) == one.start_ticks)
     return known | frozenset(pid for pid in descendants(known | stepds) if not is_stepd(pid))
+
+
+def look_at(lease: Lease) -> Shown:
+    """Return the state of a job's processes as the host shows it."""
+    known = [one.pid for one in lease.running_processes(start_ticks)]
+    if not all(map(is_halted, known)):
+        return "running"
+    if not lease.group:
+        return shown(pids_of(lease))
+    thawed = (pid for pid in cgroup_paths.thawed_members_of(lease.group) if not is_stepd(pid))
+    if any(not is_halted(pid) for pid in thawed):
+        return "running"
+    return "frozen" if pids_of(lease) else "gone"
 
 
 def _with(processes: tuple[Process, ...], pid: int, *, batch: bool = False) -> tuple[Process, ...]:

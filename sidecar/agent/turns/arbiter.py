@@ -17,6 +17,9 @@ from cadenza.sidecar.agent.jobs.job_run import JobRun
 from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.turns.coordinator import StopCoordinator
 
+WATCH_S = 0.05
+"""Time between two looks at the processes of a job whose turn may come."""
+
 
 @dataclass
 class Arbiter:
@@ -116,11 +119,15 @@ class Arbiter:
 
     def _may_run(self, lease: Lease, run: JobRun, *, contended: bool) -> bool:
         """Return True if a managed job could use its lease, and may have it without the service's order."""
-        if run.driver or any(is_stopped(pid) for pid in (*run.ranks, *(one.pid for one in lease.frozen))):
+        if run.driver or any(is_stopped(one.pid) for one in lease.frozen):
+            return False
+        # Slurm's suspend is looked at: facts may be old, as after a service that died, or of a watchdog's resume.
+        seen, fact = self.host.shown(lease, WATCH_S), self.host.fact_of(lease)
+        suspended = fact is not None and fact.suspended
+        if seen == "frozen" or (suspended and seen == "gone"):
             return False
         if self.host.rotating() or self.host.clock.monotonic() < run.preferred_until:
             return True
-        fact = self.host.fact_of(lease)
-        if fact is not None and fact.suspended:
+        if suspended:
             return False
         return lease.hosts == 1 or (lease.state == "waiting" and not contended)

@@ -16,7 +16,7 @@ NEW_JOB_MARGIN_S = 5.0
 class Event(msgspec.Struct, frozen=True):
     """One change on a host. It starts a round early and goes on record.
 
-    ``kind`` is registered, finished, state, ready, saved, lost, note, prefetched, or agent-up and -down.
+    ``kind`` is registered, finished, state, ready, saved, lost, amiss, note, prefetched, or agent-up and -down.
     """
 
     at_s: float
@@ -123,6 +123,8 @@ def _lease_changes(host: str, old: LeaseReport | None, new: LeaseReport, at_s: f
         differences.append(("saved", new.note))
     if new.lost and not old.lost:
         differences.append(("lost", new.lost))
+    if old.amiss != new.amiss:
+        differences.append(("amiss", new.amiss))
     if new.note and old.note != new.note:
         differences.append(("note", new.note))
     return [Event(at_s, kind, host, new.job, new.restart, detail) for kind, detail in differences]

@@ -148,7 +148,7 @@ class ClusterGateway:
         agents = self._hub.agents()
         seen = self._before or ClusterSnapshot(self._clock.now(), (), ())
         parts = parts_by_job(seen, agents).get(action.job)
-        if parts and merge(parts, agents, self._clock.now()).state in ("held", "stopping"):
+        if parts and not action.repair and merge(parts, agents, self._clock.now()).state in ("held", "stopping"):
             outcome = Outcome(ok=False, error=f"job {action.job}: it has got its GPUs since; left running")
         else:
             outcome = self._slurm.apply(action)

@@ -32,6 +32,9 @@ Parts: TypeAlias = Mapping[str, LeaseReport]
 STATES: tuple[LeaseState, ...] = ("stopping", "held", "yielded", "waiting")
 """The first of these that a host reports is the job's state: a lease that is half given still occupies GPUs."""
 
+SHOWN = ("frozen", "running", "gone")
+"""The first of these that a host shows is the state of the job's processes."""
+
 OVER_HOSTS: Mapping[str, Callable[[Iterable[float]], float]] = {
     "samples_s": sum,
     "iteration_p99_s": max,
@@ -143,6 +146,8 @@ def merge(parts: Parts, agents: Mapping[str, Agent], now_s: float) -> Lease:
             ),
             default=None,
         ),
+        shown=next((kind for kind in SHOWN if any(lease.shown == kind for lease in leases)), ""),
+        amiss=next((f"{host}: {lease.amiss}" for host, lease in sorted(parts.items()) if lease.amiss), ""),
         saved=state == "stopping" and len(parts) >= leases[0].hosts and all(lease.saved for lease in leases),
     )
 

@@ -32,6 +32,8 @@ class _MemoryRow(msgspec.Struct, frozen=True):
     sized: tuple[tuple[JobKey, tuple[int, int]], ...]
     moves: tuple[Move, ...]
     held: tuple[tuple[JobKey, float], ...] = ()
+    resumed: frozenset[JobKey] = frozenset()
+    repairs: tuple[tuple[JobKey, int], ...] = ()
 
 
 class _UndoRow(msgspec.Struct, frozen=True):
@@ -41,9 +43,10 @@ class _UndoRow(msgspec.Struct, frozen=True):
     placed: frozenset[JobKey]
     held: tuple[tuple[JobKey, float], ...]
     drained: frozenset[str]
+    resumed: frozenset[JobKey] = frozenset()
 
 
-PAIRS = ("held", "last_yield_s", "sized")
+PAIRS = ("held", "last_yield_s", "repairs", "sized")
 """Fields of a Memory whose keys are no strings."""
 
 
@@ -146,13 +149,14 @@ def decode_memory(data: bytes) -> Memory:
 def encode_undo(memory: Memory) -> bytes:
     """Return the holds, suspends and drains of a memory as JSON."""
     held = tuple(sorted(memory.held.items()))
-    return _encode(_UndoRow(memory.suspended, memory.placed, held, memory.drained))
+    return _encode(_UndoRow(memory.suspended, memory.placed, held, memory.drained, memory.resumed))
 
 
 def decode_undo(data: bytes, rest: Memory) -> Memory:
     """Return ``rest`` with the holds, suspends and drains of :func:`encode_undo`."""
     row = msgspec.json.decode(data, type=_UndoRow)
-    return replace(rest, suspended=row.suspended, placed=row.placed, held=dict(row.held), drained=row.drained)
+    undo = {name: getattr(row, name) for name in ("suspended", "placed", "drained", "resumed")}
+    return replace(rest, held=dict(row.held), **undo)
 
 
 def encode_decision(decision: Decision) -> bytes:

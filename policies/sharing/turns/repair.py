@@ -1,0 +1,72 @@
+"""Repair of what a killed slurmd or slurmctld left: Slurm's word and a job's processes contradict each other.
+
+A slurmd that is killed in the middle of a suspend or resume leaves a job frozen that Slurm calls running. A slurmctld
+that is killed forgets its last seconds: it calls a job running that we suspended, or suspended that we resumed. Slurm
+repairs neither. A resume is refused while Slurm calls the job running, so a frozen one is suspended first, and then
+resumed when its turn comes. A suspend that is in force freezes the processes: where they run, Slurm's resume takes
+nothing from its owner or an admin, but only a suspend of ours is undone.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from cadenza.policies.core.actions import Requeue, Suspend, Unsuspend
+from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
+from cadenza.policies.core.text import job_names
+from cadenza.policies.sharing.state.sharing_state import SharingState
+
+MAX_REPAIRS = 3
+"""Repairs of one job before its host's further lanes are closed and its place is given back."""
+
+
+def repair_suspends(state: SharingState) -> None:
+    """Bring Slurm's word and the processes together; a job that is repaired gets no other order in this round."""
+    repairs: list[Suspend | Unsuspend | Requeue] = []
+    for job in state.all_jobs:
+        if job.lease is None or not job.lease.amiss or not state.settings.manages(job):
+            continue
+        action = _repair(job, state)
+        if action is not None:
+            repairs.append(action)
+        state.repair_reasons[job.key] = action.reason if action is not None else f"left alone: {job.lease.amiss}"
+    repaired = {action.job for action in repairs}
+    others = (action for action in state.slurm_actions if getattr(action, "job", None) not in repaired)
+    state.slurm_actions = (*repairs, *others)
+
+
+def beyond_repair(snapshot: ClusterSnapshot, memory: Memory) -> dict[JobKey, Job]:
+    """Return the jobs that still contradict Slurm's word after all repairs."""
+    jobs = {key: snapshot.job(key) for key, tries in memory.repairs.items() if tries >= MAX_REPAIRS}
+    return {key: job for key, job in jobs.items() if job is not None and job.lease is not None and job.lease.amiss}
+
+
+def shows(job: Job, state: Literal["running", "frozen", "gone"]) -> bool:
+    """Return True if the job's hosts show its processes in this state."""
+    return job.lease is not None and job.lease.shown == state
+
+
+def _repair(job: Job, state: SharingState) -> Suspend | Unsuspend | Requeue | None:
+    """Return the action that puts a job right; None if nothing of ours does."""
+    lease, tries = job.lease, state.memory.repairs.get(job.key, 0)
+    if lease is None:
+        return None
+    reason = f"{lease.amiss}: a killed slurmd or slurmctld left that (repair {tries + 1} of {MAX_REPAIRS})"
+    if tries >= MAX_REPAIRS:
+        met = [other.key for other in state.all_jobs if other.key != job.key and _meet(job, other)]
+        if not met or not job.requeueable:
+            return None
+        given = f"gives its place back: {lease.amiss} after {tries} repairs, and {job_names(met)} may want its GPUs"
+        return Requeue(job.key, state.settings.places, given)
+    if job.state == "RUNNING" and shows(job, "frozen"):
+        return Suspend(job.key, reason, repair=True)
+    ours = job.key in state.memory.suspended or job.key in state.memory.resumed
+    if job.state == "SUSPENDED" and shows(job, "running") and ours:
+        return Unsuspend(job.key, reason, repair=True)
+    return None
+
+
+def _meet(job: Job, other: Job) -> bool:
+    mine, theirs = job.lease, other.lease
+    return mine is not None and theirs is not None and not set(mine.gpus).isdisjoint(theirs.gpus)
