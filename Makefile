@@ -5,7 +5,7 @@ PYTHON ?= python3
 
 ARGS ?=
 
-.PHONY: install demo test test-fast measure faults lint docs clean
+.PHONY: install demo test test-fast measure faults fuzz lint docs clean
 
 install: $(BIN)/.installed
 
@@ -31,6 +31,10 @@ measure: install
 # Kills of daemons on the container cluster by a seeded schedule: make faults ARGS='--seed 2 --kills 100'
 faults: install
 	$(BIN)/python benchmarks/faults.py $(ARGS)
+
+# A million hostile inputs through all decoders: make fuzz ARGS='--seed 2 --count 100000'
+fuzz: install
+	$(BIN)/python benchmarks/fuzz.py $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

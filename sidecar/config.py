@@ -75,7 +75,7 @@ def _parse(file: Path) -> dict[str, Any]:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror}); create it or name another") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also UnicodeDecodeError, and numbers of thousands of digits
         raise ConfigError(f"{file}: not TOML: {error}") from None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
@@ -17,6 +16,8 @@ from cadenza.policies.inputs.strict_mapping import convert, read_json
 from cadenza.policies.inputs.synergy_table import check_best, is_synergy_table, read_synergy_table
 
 SCHEMA = "cadenza.profile/1"
+LARGEST = 1e15
+"""Limit on every number of a profile: a product of several is still one that a float holds."""
 RELATIVE = (0.5, 1.5)
 """A throughput at the proportional share outside of this was not made relative to it."""
 
@@ -149,8 +150,8 @@ def check(profile: Profile, source: str) -> None:
         *zip(profile.reference, ("reference.gpus", "reference.cpus", "reference.memory_gb"), strict=True),
         *zip(profile.declared_best or (1, 1), ("declared_best.cpus", "declared_best.memory_gb"), strict=True),
     ):
-        if not 0 < value < math.inf:
-            raise InputError(f"{where}: {name}: must be a number above 0")
+        if not 0 < value <= LARGEST:
+            raise InputError(f"{where}: {name}: must be a number above 0, at most {LARGEST:g}")
     _gpu_keys(profile, where)
     share = (profile.reference.cpus / profile.reference.gpus, profile.reference.memory_gb / profile.reference.gpus)
     speed = profile.speed(*share)
@@ -164,8 +165,8 @@ def check(profile: Profile, source: str) -> None:
 def _grid(values: Sequence[float], where: str) -> None:
     if not values:
         raise InputError(f"{where}: must not be empty")
-    if not all(0 < value < math.inf for value in values):
-        raise InputError(f"{where}: every value must be a number above 0")
+    if not all(0 < value <= LARGEST for value in values):
+        raise InputError(f"{where}: every value must be a number above 0, at most {LARGEST:g}")
     if any(after <= before for before, after in pairwise(values)):
         raise InputError(f"{where}: must ascend, each value above the one before")
 
@@ -174,15 +175,17 @@ def _matrix(rows: Sequence[Sequence[float]], shape: tuple[int, int], where: str,
     if (len(rows), *{len(row) for row in rows}) != shape:
         raise InputError(f"{where}: must have {shape[0]} rows (CPUs) of {shape[1]} values (memory)")
     for row in rows:
-        if not all(0 < value < math.inf or (zero and value == 0) for value in row):
-            raise InputError(f"{where}: every value must be a number {'from' if zero else 'above'} 0")
+        if not all(0 < value <= LARGEST or (zero and value == 0) for value in row):
+            raise InputError(
+                f"{where}: every value must be a number {'from' if zero else 'above'} 0, at most {LARGEST:g}"
+            )
 
 
 def _gpu_keys(profile: Profile, where: str) -> None:
     peak, low, busy = profile.gpu_memory_peak_gb, profile.gpu_memory_low_gb, profile.gpu_utilization
     for name, value in (("peak", peak), ("low", low)):
-        if value is not None and not 0 <= value < math.inf:
-            raise InputError(f"{where}: gpu_memory_gb.{name}: must be a number from 0")
+        if value is not None and not 0 <= value <= LARGEST:
+            raise InputError(f"{where}: gpu_memory_gb.{name}: must be a number from 0, at most {LARGEST:g}")
     if peak is not None and low is not None and low > peak:
         raise InputError(f"{where}: gpu_memory_gb.low: {low:g} is above the peak, {peak:g}")
     if busy is not None and not 0 <= busy <= 1:

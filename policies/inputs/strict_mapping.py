@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from types import UnionType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
@@ -13,6 +14,8 @@ from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.csv_table import quoted, suggest
 
 T = TypeVar("T")
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""JSON's escape of half of a character; two of them make a whole one."""
 
 
 def read_json(text: str, source: str) -> Any:
@@ -30,7 +33,12 @@ def read_json(text: str, source: str) -> Any:
         raise InputError(f"{source}: {name} is not a number that JSON has")
 
     try:
-        return json.loads(text.removeprefix("\ufeff"), object_pairs_hook=unique, parse_constant=refuse)
+        value = json.loads(text.removeprefix("\ufeff"), object_pairs_hook=unique, parse_constant=refuse)
+        if SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+        return value  # noqa: TRY300 - the line before is part of the reading
+    except UnicodeEncodeError as error:
+        raise InputError(f"{source}: holds {error.object[error.start]!a}, half of a character") from None
     except json.JSONDecodeError as error:
         raise InputError(f"{source}:{error.lineno}: not JSON: {error.msg} (column {error.colno})") from None
     except RecursionError:

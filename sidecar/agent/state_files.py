@@ -71,7 +71,7 @@ class StateFile(Generic[S]):
             content = msgspec.json.decode(self.path.read_bytes(), type=self._kind)
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise StateFileError(f"{self.path}: cannot be read: {error}; move it away to start afresh") from None
         if content.v != VERSION:
             raise StateFileError(f"{self.path}: version {content.v}, not {VERSION}; move it away to start afresh")

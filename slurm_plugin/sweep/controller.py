@@ -54,7 +54,7 @@ def read_head(directory: Path) -> Head:
         return msgspec.json.decode(path.read_bytes(), type=Head)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}): is this the directory of a sweep?") from None
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path}: {error}") from None
 
 

@@ -126,7 +126,7 @@ def read_state(directory: Path) -> SweepState:
     for number, line in enumerate(lines, 1):
         try:
             state.apply(json.loads(line))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError(f"{path}:{number}: not a sweep's record: {error!r}") from None
     return state
 
