@@ -43,6 +43,9 @@ RETRY_LEFT_ALONE_S = 600.0
 FORGET_PERIOD_S, DAY_S = 3600.0, 86400.0
 FIXED_KEYS = ("bind", "store", "keys", "gateway", "heartbeat")
 """Keys of [service] that are read at the start only."""
+MAX_UNRECORDED = 3
+"""Rounds in a row that may fail because of the store before our holds and suspends are undone."""
+UNRECORDED_REASON = "cadenzad cannot write its record; your job goes on without it"
 STOP_REASON = "cadenzad stops; your job goes on without it"
 
 LOAD_FACTOR = 20.0
@@ -133,6 +136,8 @@ class Loop:
             self.failures += 1
             log.error("round failed (%d in a row): %s: %s", self.failures, type(error).__name__, error)  # noqa: TRY400
             log.debug("the traceback", exc_info=True)
+            if isinstance(error, StoreError | sqlite3.Error) and self.failures >= MAX_UNRECORDED:
+                self._undo_unrecorded()
             return False
         self.failures = 0
         return True
@@ -168,6 +173,18 @@ class Loop:
         # 7. Complete multi-node jobs that hold their GPUs on some hosts only.
         if rules.enforce and not rules.killed:
             self._gateway.complete_gangs()
+
+    def _undo_unrecorded(self) -> None:
+        """Undo our holds and suspends when rounds cannot be written down: nothing else is done until they can."""
+        if self._rules().killed:
+            return
+        try:
+            outcomes = release_unrecorded(self._gateway, self._store.memory(), UNRECORDED_REASON)
+        except Exception as error:  # noqa: BLE001 - as in a round: the next one tries again
+            log.warning("our jobs could not be released: %s", error)
+            return
+        for action, outcome in outcomes:
+            log.log(logging.INFO if outcome.ok else logging.WARNING, "%s", action_line(action, outcome))
 
     def let_go(self) -> None:
         """Undo our holds and suspends at an orderly end; leases stay as they are, and agents take turns alone."""

@@ -291,13 +291,28 @@ def test_an_orderly_end_lets_go_also_on_a_full_disk(rig: Rig, caplog: pytest.Log
     assert "database or disk is full" in caplog.text
 
 
+def test_a_full_disk_leaves_no_job_suspended(rig: Rig) -> None:
+    rig.slurm.write(books(job(1, state="SUSPENDED"), job(2, state="SUSPENDED")))
+    rig.store.adopt(Memory(suspended=frozenset({A})))
+    rig.store.fresh = False
+    fill_up(rig.store)
+    assert [rig.loop.round() for _ in range(2)] == [False, False]
+    assert rig.slurm.actions() == []
+    (rig.folder / "STOP").touch()
+    assert not rig.loop.round()
+    assert rig.slurm.actions() == []
+    (rig.folder / "STOP").unlink()
+    assert [rig.loop.round() for _ in range(2)] == [False, False]
+    assert rig.slurm.actions() == ["Unsuspend 1"]
+
+
 def test_the_watchdog_releases_also_on_a_full_disk(rig: Rig) -> None:
     rig.slurm.write(books(job(1, state="SUSPENDED")))
     ours = Memory(suspended=frozenset({A}))
     rig.store.begin(rig.slurm.read(), Decision((), ours), (), ours)
     fill_up(rig.store)
     rig.store.close()
-    assert stand_in(rig.store.path, lambda: FileSlurm(rig.slurm.path), 0.0, lambda _: None)
+    assert stand_in(rig.store.path, lambda: FileSlurm(rig.slurm.path), 0.0, lambda _: pytest.fail("not at once"))
     assert rig.slurm.actions() == ["Unsuspend 1"]
 
 

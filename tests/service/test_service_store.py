@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import subprocess
 import sys
@@ -212,6 +214,29 @@ def test_a_newer_store_still_says_what_is_ours(tmp_path: Path) -> None:
     store._link.execute("DROP TABLE rounds")
     store.close()
     assert schema.read_undo(tmp_path / "cadenza.db") == OURS
+
+
+def test_what_is_ours_is_read_where_sqlite_can_make_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk, after a service that was killed: neither the index of the log nor the lock's note has room."""
+    path = tmp_path / "cadenza.db"
+    store = open_store(tmp_path)
+    store.begin(books(), Decision((), Memory()), (), OURS)
+    files = {name: path.with_name(name).read_bytes() for name in ("cadenza.db", "cadenza.db-wal")}
+    store.close()
+    for name, data in files.items():
+        path.with_name(name).write_bytes(data)
+    path.with_name("cadenza.db-shm").symlink_to(tmp_path / "away" / "shm")
+    with pytest.raises(StoreError):
+        open_store(tmp_path)
+    assert schema.read_undo(path) == OURS
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    lock = StoreLock(path)
+    lock.take()
+    lock.release()
 
 
 def test_one_bad_report_costs_itself_only(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import struct
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
 
@@ -51,8 +52,9 @@ class StoreLock:
             owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(descriptor)
             raise AlreadyRunningError(f"{self.path}: cadenzad with pid {owner} owns this store; stop it first")
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # only a note for the next one; a full disk has no room for it
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         self._file = descriptor
 
     def release(self) -> None:

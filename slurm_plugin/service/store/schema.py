@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from cadenza.policies.core.decision import Memory
@@ -99,7 +100,8 @@ def open_writable(path: Path) -> sqlite3.Connection:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, MODE))
         path.chmod(MODE)  # before sqlite makes its companions with the same rights
         link = sqlite3.connect(path, isolation_level=None, timeout=5.0, check_same_thread=False)
-        _prepare(link, path)
+        with _closed_on_error(link):
+            _prepare(link, path)
     except sqlite3.OperationalError as error:
         raise StoreError(f"{path}: {error}; check its directory, owner and free space") from None
     except OSError as error:
@@ -115,7 +117,8 @@ def open_readonly(path: Path) -> sqlite3.Connection:
     """
     try:
         link = _connect_readonly(path)
-        _check_version(link, path)
+        with _closed_on_error(link):
+            _check_version(link, path)
     except sqlite3.DatabaseError as error:
         raise StoreError(f"{path}: {error}; may this user read it?") from None
     return link
@@ -124,8 +127,13 @@ def open_readonly(path: Path) -> sqlite3.Connection:
 def read_undo(path: Path) -> Memory:
     """Return our holds, suspends and drains from a store of any version; raise StoreError if they cannot be read."""
     try:
-        with closing(_connect_readonly(path)) as link:
-            return undo_record(link, Memory())
+        try:
+            with closing(_connect_readonly(path)) as link:
+                return undo_record(link, Memory())
+        except sqlite3.OperationalError:  # as on a full disk, where sqlite cannot make the file that readers share
+            with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=5.0)) as link:
+                link.execute("PRAGMA locking_mode=EXCLUSIVE")
+                return undo_record(link, Memory())
     except NoRecordError:
         return Memory()
     except (sqlite3.DatabaseError, *UNREADABLE) as error:
@@ -141,6 +149,15 @@ def undo_record(link: sqlite3.Connection, rest: Memory) -> Memory:
     if row is None:
         raise NoRecordError("no round is on record")
     return decode_undo(row[0], rest)
+
+
+@contextmanager
+def _closed_on_error(link: sqlite3.Connection) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        link.close()  # an open connection keeps its locks
+        raise
 
 
 def _connect_readonly(path: Path) -> sqlite3.Connection:
