@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -11,8 +12,10 @@ from cadenza.policies.core.text import printable
 
 T = TypeVar("T")
 
-MAX_FAULTS = 8
-"""Jobs that one round may newly leave alone: more than that is no fault of single jobs."""
+MAX_FAULTS = 24
+"""Faults that one round looks for: more than that is no fault of single jobs."""
+MAX_FAULTS_OF_USER = 3
+"""Faults after which all jobs of their user are left alone, so that many bad jobs cost no more than a few."""
 
 
 def supervised(
@@ -24,17 +27,21 @@ def supervised(
     the data of single jobs passes through.
     """
     faults = {key: reason for key, reason in known.items() if key in snapshot.by_key}
-    found = 0
+    found: Counter[str] = Counter()
     while True:
         current = _without(snapshot, faults)
         try:
             return attempt(current), current, faults
         except Exception as error:
-            key = _culprit(attempt, snapshot, faults) if found < MAX_FAULTS else None
+            key = _culprit(attempt, snapshot, faults) if found.total() < MAX_FAULTS else None
             if key is None:
                 raise
-            found += 1
             faults[key] = _reason("it makes a decision fail", error)
+            user = snapshot.by_key[key].user
+            found[user] += 1
+            if found[user] >= MAX_FAULTS_OF_USER:
+                others = (job.key for job in snapshot.jobs if job.user == user)
+                faults = {**dict.fromkeys(others, f"other jobs of {user} make decisions fail"), **faults}
 
 
 def each(jobs: Iterable[Job], step: Callable[[Job], Job]) -> tuple[Job, ...]:

@@ -171,6 +171,7 @@ class Loop:
         if self._gateway.refiner is not None and (beliefs := self._gateway.refiner.changed()):
             self._store.learn(beliefs)
         # 7. Complete multi-node jobs that hold their GPUs on some hosts only.
+        rules = self._rules()
         if rules.enforce and not rules.killed:
             self._gateway.complete_gangs()
 

@@ -281,6 +281,9 @@ BAD = {
     "encoding": replace(STRANGER, name="\ud800"),
     "policy": replace(STRANGER, lease=replace(STRANGER.lease, vtime_s=1e301)),
     "unmanaged": replace(STRANGER, options=None, name="\ud800"),
+    "suspended": replace(STRANGER, state="SUSPENDED", lease=lease("yielded", 3, hosts=("node2",), vtime_s=1e301)),
+    "pending": job(9, state="PENDING", state_reason="Dependency", name="\ud800"),
+    "held": job(9, state="PENDING", slurm_priority=0, state_reason="JobHeldUser", name="\ud800"),
 }
 HOSTS = (node(), node(lane=1), node("node2"), node("node2", lane=1))
 
@@ -291,7 +294,7 @@ def test_one_bad_job_changes_nothing_for_the_others(bad):
     one_live_round(honest, records, lambda _: GUARD, decide=choking)
     gateway, records = SmallCluster(cluster(*CROWD[:2], bad, *CROWD[2:], nodes=HOSTS)), Strict(OURS)
     report = one_live_round(gateway, records, lambda _: GUARD, decide=choking)
-    assert gateway.log == honest.log
+    assert [action for action in gateway.log if getattr(action, "job", None) != bad.key] == honest.log
     assert report.left_alone.keys() == {bad.key}
     reason = report.left_alone[bad.key]
     assert reason.startswith("because of its data it makes a decision fail (")
@@ -299,11 +302,12 @@ def test_one_bad_job_changes_nothing_for_the_others(bad):
     if bad.options is not None:
         assert report.decision.reasons[bad.key] == f"left alone: {reason}"
     seen = report.snapshot.job(bad.key)
-    assert (seen.lease.gpus, seen.lease.state, seen.opted_in) == (bad.lease.gpus, "held", False)
+    assert not seen.opted_in
+    assert bad.lease is None or (seen.lease.gpus, seen.lease.state) == (bad.lease.gpus, bad.lease.state)
 
 
 def test_several_bad_jobs_are_left_alone_and_known_ones_at_once():
-    bad = tuple(job(n, nodes=("node2",), name="\ud800") for n in range(20, 26))
+    bad = tuple(job(n, nodes=("node2",), name="\ud800", user=f"u{n % 3}") for n in range(20, 26))
     gateway, records = SmallCluster(cluster(*CROWD, *bad, nodes=HOSTS)), Strict(OURS)
     calls = []
 
@@ -317,6 +321,22 @@ def test_several_bad_jobs_are_left_alone_and_known_ones_at_once():
     calls.clear()
     second = one_live_round(gateway, records, lambda _: GUARD, decide=counting, left_alone=first.left_alone)
     assert (second.left_alone, len(calls)) == (first.left_alone, 1)
+
+
+def test_a_user_with_many_bad_jobs_is_left_alone_whole():
+    good = job(19, nodes=("node2",), user="eve", lease=lease("held", 3, hosts=("node2",)))
+    bad = tuple(job(n, nodes=("node2",), name="\ud800", user="eve") for n in range(20, 220))
+    gateway, calls = SmallCluster(cluster(*CROWD, good, *bad, nodes=HOSTS)), []
+
+    def counting(found, memory):
+        calls.append(found)
+        return choking(found, memory)
+
+    report = one_live_round(gateway, Strict(OURS), lambda _: GUARD, decide=counting)
+    assert report.left_alone.keys() == {one.key for one in (good, *bad)}
+    assert report.left_alone[good.key] == "other jobs of eve make decisions fail"
+    assert len(gateway.log) == 5
+    assert len(calls) < 40
 
 
 def test_an_error_that_is_no_jobs_fault_ends_the_round():
