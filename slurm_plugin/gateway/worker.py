@@ -67,6 +67,8 @@ class Blank(str):
 
 
 BLANK = Blank("\0")
+JSON = "--json=v0.0.42"
+"""The version of Slurm's data parser that releases from 24.11 to 26.05 have in common."""
 
 
 # --- Reading -------------------------------------------------------------------------------------------
@@ -246,7 +248,7 @@ class Worker:
         it start at once.
         """
         job = self._job_in(request, "PENDING")
-        shown = scontrol("show", "job", "-o", str(job.id))
+        shown = request_sizes.shown_job(scontrol("show", "job", str(job.id), JSON), int(job.id))
         now = ("StartTime=now",) if request.get("now") else ()
         scontrol("update", f"JobId={job.id}", *request_sizes.changes(shown, request["shares"]), *now)
 
@@ -289,7 +291,10 @@ def cpu_changes(job: Any, cpus_per_task: int) -> dict[str, int]:
 
 def scontrol(*arguments: str) -> str:
     """Run scontrol for a change that pyslurm lacks, and return its output; BadRequest when it refuses."""
-    done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(
+        ["scontrol", *arguments], capture_output=True, encoding="utf-8", errors="surrogateescape", timeout=20,
+        check=False,
+    )  # fmt: skip
     if done.returncode:
         raise BadRequest(f"scontrol {' '.join(arguments)}: {done.stderr.strip() or done.returncode}")
     return done.stdout
