@@ -76,6 +76,8 @@ class Sweep:
         self._queue_read_at: float | None = None
         """Monotonic time of the last read of Slurm's queue."""
         self.problem: str | None = None
+        self.notice = ""
+        """A change that the last call of ``tick`` left undone, with the reason; else empty."""
         """Error of the last call to Slurm, or None."""
         self._read_reports(self.trials)
 
@@ -147,7 +149,7 @@ class Sweep:
         # 1. New reports.
         before = {trial.number for trial in self.live}
         self._read_reports(self.live)
-        self.problem = None
+        self.problem, self.notice = None, ""
         try:
             # 2. Slurm's queue, when its next read is due.
             if self._queue_read_at is None or clock.monotonic() - self._queue_read_at >= self.plan.slurm_s:
@@ -266,12 +268,17 @@ class Sweep:
             if changed is not None:
                 wanted[changed].append(trial)
         for comment, trials in wanted.items():
-            accepted = self._slurm.set_comment([trial.job for trial in trials if trial.job is not None], comment)
+            seen = {trial.job: self._comments[trial.number] for trial in trials if trial.job is not None}
+            written = self._slurm.set_comment(seen, comment)
             for trial in trials:
-                if accepted:
+                if trial.job in written.done:
                     self._comments[trial.number], trial.behind = comment, is_behind(comment)
                 else:  # the next read of the queue has the valid comment
                     self._comments.pop(trial.number, None)
+                if trial.job in written.lost:
+                    self.notice = (
+                        f"configuration {trial.number}: its comment was changed, so its priority stays for now"
+                    )
 
     # --- Submission ---------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cadenza.slurm_plugin.sweep.errors import SlurmUnavailable, SubmitError
 
@@ -32,6 +32,13 @@ class Queued:
     name: str
     state: str
     comment: str
+
+
+class Written(NamedTuple):
+    """The jobs whose comment was replaced, and those that have another one than was seen."""
+
+    done: frozenset[int]
+    lost: frozenset[int]
 
 
 class Slurm:
@@ -77,10 +84,19 @@ class Slurm:
         if names := sorted(map(str, jobs)):
             _checked(["scancel", "--quiet", *names])
 
-    def set_comment(self, jobs: Iterable[int], comment: str) -> bool:
-        """Replace the comment of jobs; return False if Slurm refused one of them, such as an ended one."""
-        update = ["scontrol", "update", "JobId=" + ",".join(map(str, jobs)), f"Comment={comment}"]
-        return _run(update).returncode == 0
+    def set_comment(self, seen: Mapping[int, str], comment: str) -> Written:
+        """Replace the comment of the jobs that still have the one that was seen; who changed it since has it stay.
+
+        Slurm may refuse, as for an ended job; then no job counts as done.
+        """
+        done = _run(["squeue", "--noheader", "--format=%i|%k", "--jobs=" + ",".join(map(str, seen))])
+        rows = (line.partition("|") for line in done.stdout.splitlines())
+        now = {int(job): text for job, _, text in rows if job.isdigit()}
+        lost = frozenset(job for job in seen.keys() & now.keys() if not _same(seen[job], now[job]))
+        chosen = sorted(now.keys() & seen.keys() - lost)
+        update = ["scontrol", "update", "JobId=" + ",".join(map(str, chosen)), f"Comment={comment}"]
+        accepted = bool(chosen) and _run(update).returncode == 0
+        return Written(frozenset(chosen) if accepted else frozenset(), lost)
 
 
 def comment_of(sweep: str, *, share: bool) -> str:
@@ -107,6 +123,11 @@ def with_place(comment: str, *, behind: bool) -> str | None:
     options["priority"] = int(options.get("priority", 0)) + (-1 if behind else 1)
     rest = {key: value for key, value in values.items() if key != BEHIND}
     return json.dumps({**rest, KEY: options, **({BEHIND: True} if behind else {})}, separators=(",", ":"))
+
+
+def _same(seen: str, now: str) -> bool:
+    """Return whether two comments say the same: job_submit.lua changes the order of a comment's keys."""
+    return seen == now or (_object(seen) is not None and _object(seen) == _object(now))
 
 
 def _object(comment: str) -> dict[str, Any] | None:

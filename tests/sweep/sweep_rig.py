@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cadenza.slurm_plugin.sweep.errors import SlurmUnavailable, SubmitError
-from cadenza.slurm_plugin.sweep.slurm_commands import Queued
+from cadenza.slurm_plugin.sweep.slurm_commands import Queued, Written
 
 
 @dataclass
@@ -20,6 +20,8 @@ class FakeSlurm:
     cancelled: list[int] = field(default_factory=list)
     away: bool = False
     refuse: str = ""
+    before_write: Callable[[], None] | None = None
+    """Called after a sweep has read comments and before it writes them."""
 
     def submit(self, words: Sequence[str], name: str, comment: str, env: Mapping[str, str], folder: Path) -> int:
         self._answer()
@@ -43,11 +45,14 @@ class FakeSlurm:
             self.cancelled.append(job)
             self.end(job, "CANCELLED")
 
-    def set_comment(self, jobs: Iterable[int], comment: str) -> bool:
+    def set_comment(self, seen: Mapping[int, str], comment: str) -> Written:
         self._answer()
-        for job in jobs:
+        if self.before_write is not None:
+            self.before_write()
+        lost = frozenset(job for job, text in seen.items() if self.jobs[job].comment != text)
+        for job in seen.keys() - lost:
             self.jobs[job] = replace(self.jobs[job], comment=comment)
-        return True
+        return Written(frozenset(seen) - lost, lost)
 
     def end(self, job: int, state: str = "COMPLETED") -> None:
         self.jobs[job] = replace(self.jobs[job], state=state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,27 @@ def test_the_best_and_those_not_seen_yet_go_first(tmp_path: Path) -> None:
         slurm.report(0, (20, 5.0))
         sweep.tick()
         assert [slurm.priority(job) for job in slurm.jobs] == [0, -1, -1, 0]
+
+
+def test_a_comment_that_its_owner_has_changed_stays_and_the_sweep_says_so(tmp_path: Path) -> None:
+    slurm = FakeSlurm()
+    plan = Plan("lr", top=1, slurm_s=1e-9, stop=Stop("none", first=10))
+    mine = '{"cadenza":{"v":1,"share":true,"priority":5},"note":"mine"}'
+    with create(tmp_path, slurm, plan) as sweep:
+        sweep.tick()
+        for number in range(3):
+            slurm.report(number, (10, 0.1 * number))
+        slurm.before_write = lambda: slurm.jobs.update({100: replace(slurm.jobs[100], comment=mine)})
+        sweep.tick()
+        assert slurm.jobs[100].comment == mine
+        assert "configuration 0: its comment was changed" in sweep.notice
+        assert slurm.priority(101) == -1
+        slurm.before_write = None
+        sweep.tick()
+        assert json.loads(slurm.jobs[100].comment) == {
+            "cadenza": {"v": 1, "share": True, "priority": 4}, "note": "mine", "behind": True,
+        }  # fmt: skip
+        assert not sweep.notice
 
 
 @pytest.mark.parametrize("finish", [True, False])

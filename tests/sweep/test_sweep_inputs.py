@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.sweep.configs import read_request
 from cadenza.slurm_plugin.sweep.errors import InputError
 from cadenza.slurm_plugin.sweep.sbatch_arguments import check_words, fill
-from cadenza.slurm_plugin.sweep.slurm_commands import comment_of, is_behind, with_place
+from cadenza.slurm_plugin.sweep.slurm_commands import Slurm, comment_of, is_behind, with_place
 
 WRAP = "--wrap=train {lr}"
 
@@ -113,6 +114,21 @@ def test_a_comment_keeps_what_is_not_ours_and_goes_back_to_what_it_was(priority:
     assert set(back) == set(before)
     assert f'"priority":{priority}' in back
     assert '"own":[1,2]' in back
+
+
+def test_a_comment_is_written_over_the_one_that_was_seen_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = '{"sweep":"s","cadenza":{"v":1,"share":true}}'
+    reordered = '{"cadenza":{"v":1,"share":true},"sweep":"s"}'
+    for name, text in (
+        ("squeue", f"cat <<'END'\n7|{seen}\n8|{reordered}\n9|mine\nEND"),
+        ("scontrol", f'echo "$@" >>{tmp_path}/calls'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    written = Slurm().set_comment({7: seen, 8: seen, 9: seen, 10: seen}, "new")
+    assert (written.done, written.lost) == ({7, 8}, {9}), "job 10 has left the queue"
+    assert (tmp_path / "calls").read_text() == "update JobId=7,8 Comment=new\n"
 
 
 def test_what_is_no_comment_of_ours_is_left_alone() -> None:

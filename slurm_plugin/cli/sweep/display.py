@@ -72,6 +72,8 @@ def _show_lines(sweep: Sweep) -> None:
             result = "no value reported" if value is None else f"best {value:g}"
             reason = f" ({trial.stop_reason})" if trial.stop_reason else ""
             say(f"configuration {trial.number}: {trial.state}, {result}{reason}")
+        if sweep.notice:
+            say(f"cadenza: {sweep.notice}", err=True)
         if sweep.problem != problem:
             problem = sweep.problem
             say(f"cadenza: {problem or 'Slurm answers again'}", err=True)
@@ -82,7 +84,7 @@ def _show_table(sweep: Sweep) -> None:
 
     with Live(console=console(), auto_refresh=False) as live:
         for _ in ticks(sweep):
-            live.update(table(sweep.head, sweep.state, problem=sweep.problem), refresh=True)
+            live.update(table(sweep.head, sweep.state, problem=sweep.problem or sweep.notice or None), refresh=True)
 
 
 def summary(head: Head, state: SweepState) -> dict[str, Any]:
