@@ -201,6 +201,24 @@ def test_a_job_has_as_many_ranks_as_it_may_and_the_refused_one_changes_nothing(
     assert not host.host.supervisor.faults
 
 
+def test_attaches_do_not_look_at_all_jobs_of_the_host_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "belongs", lambda *_: True)
+    for module in (membership, job_side):
+        monkeypatch.setattr(module, "start_ticks", lambda _: 1)
+    host, turns = HostInMemory(tmp_path), []
+    for job in range(1, 21):
+        host.register(job, [0])
+    host.run_once()
+    real = host.arbiter.settle
+    monkeypatch.setattr(host.arbiter, "settle", lambda: (turns.append(1), real()))
+    for _ in range(30):
+        host.attach(20, 200)
+    assert host.of(20).state == "waiting"
+    assert len(turns) <= 2
+
+
 def test_without_a_descriptor_an_attach_is_refused_and_the_job_is_not_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,12 @@ class Histories(RuleBasedStateMachine):
         assert self.table.get(one.key) is None
 
     @invariant()
+    def rivals_are_the_jobs_that_want_a_gpu_of_its(self) -> None:
+        for one in self.table:
+            wanting = {other.key for other in self.table if other is not one and other.overlaps(one)}
+            assert sorted(other.key for other in self.table.rivals(one)) == sorted(wanting)
+
+    @invariant()
     def no_gpu_twice_but_by_a_pack(self) -> None:
         for one, other in combinations([one for one in self.table if one.occupying], 2):
             if not set(one.gpus).isdisjoint(other.gpus):

@@ -156,7 +156,8 @@ class JobHandler:
         lease = self._own_lease(session, message)
         run = self.host.run(lease.key)
         self._replace(run, session)
-        self.arbiter.settle()  # the answer says whether it has a lease; without the rank, no message goes before it
+        if not lease.occupying and not self.arbiter.up_to_date:
+            self.arbiter.settle()  # the answer says whether it has a lease; no message goes before it without the rank
         page = self._new_page(run, lease)
         page.start_at(message.step)
         rank = run.ranks[session.peer.pid] = Rank(session, session.peer.pid, message, page)

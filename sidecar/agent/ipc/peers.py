@@ -21,7 +21,8 @@ ACCEPTS_PER_TURN = 512
 PACKETS_PER_TURN = 64
 """Packets of one peer that are read before the next peer's turn."""
 USER_PACKETS_PER_TURN = 256
-"""Packets of all users in one pass of the event loop; root's are read before them."""
+USER_S_PER_TURN = 0.05
+"""Packets of all users in one pass of the event loop, and time for them; root's are read before them."""
 
 
 @dataclass
@@ -61,8 +62,9 @@ class Peers:
         users = [session for session in sessions if session.peer.uid not in self.privileged]
         self._passes += 1
         first, left = self._passes % max(len(users), 1), USER_PACKETS_PER_TURN
+        end = self.clock.monotonic() + USER_S_PER_TURN
         for session in (*users[first:], *users[:first]):
-            if left <= 0:
+            if left <= 0 or self.clock.monotonic() > end:
                 return
             left -= self._read_within_budget(session, min(PACKETS_PER_TURN, left))
 

@@ -79,7 +79,10 @@ class Host:
 
     def run(self, key: JobKey) -> JobRun:
         """Return the run of a job that has a lease, new if there is none yet."""
-        return self.jobs.setdefault(key, JobRun(key))
+        run = self.jobs.get(key)
+        if run is None:  # setdefault() would make one in each call
+            run = self.jobs[key] = JobRun(key)
+        return run
 
     def fact_of(self, lease: Lease) -> orders.JobFacts | None:
         """Return the service's last facts of a job, or None."""

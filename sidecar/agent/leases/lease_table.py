@@ -131,6 +131,9 @@ class LeaseTable:
 
     def __init__(self, leases: Iterable[Lease] = ()) -> None:
         self._leases = {lease.key: lease for lease in leases}
+        self._on_gpu: dict[int, dict[JobKey, Lease]] = {}
+        for lease in self._leases.values():
+            self._index(lease)
         self.changed = 0
         self._check()
 
@@ -146,11 +149,12 @@ class LeaseTable:
 
     def register(self, lease: Lease, now: float) -> Lease:
         """Enter a job as *waiting*; it starts at the least vtime of the managed jobs that it overlaps."""
-        rivals = [other.vtime(now) for other in self if other.managed and other.overlaps(lease)]
+        rivals = [other.vtime(now) for other in self.rivals(lease) if other.managed]
         lease.state = "waiting"
         lease.vtime_s = min(rivals, default=0.0)
         lease.registered_s = lease.since_s = now
         self._leases[lease.key] = lease
+        self._index(lease)
         self.touch()
         return lease
 
@@ -168,8 +172,15 @@ class LeaseTable:
 
     def blockers(self, lease: Lease) -> list[Lease]:
         """Return the other jobs that occupy a GPU of this one and may not share it."""
-        others = (other for other in self if other is not lease and other.occupying and other.overlaps(lease))
-        return [other for other in others if not other.packed_with(lease)]
+        return [other for other in self.rivals(lease) if other.occupying and not other.packed_with(lease)]
+
+    def rivals(self, lease: Lease) -> list[Lease]:
+        """Return the other jobs that want a GPU of this one."""
+        if len(lease.gpus) == 1:
+            found = self._on_gpu.get(lease.gpus[0], {})
+        else:
+            found = {key: other for gpu in lease.gpus for key, other in self._on_gpu.get(gpu, {}).items()}
+        return [other for key, other in found.items() if key != lease.key]
 
     def pack(self, packs: Mapping[JobKey, int]) -> None:
         """Set the packs; jobs that are not named leave theirs.
@@ -216,8 +227,15 @@ class LeaseTable:
         """Forget a job that has left the host; return the stretch that ends, if one does."""
         stretch = self._end(lease, now) if lease.occupying else None
         self._leases.pop(lease.key, None)
+        for gpu in lease.gpus:
+            self._on_gpu.get(gpu, {}).pop(lease.key, None)
         self._changed()
         return stretch
+
+    def _index(self, lease: Lease) -> None:
+        """Enter a job where others look for those that want the same GPUs."""
+        for gpu in lease.gpus:
+            self._on_gpu.setdefault(gpu, {})[lease.key] = lease
 
     def _end(self, lease: Lease, now: float) -> Stretch:
         """Charge the stretch under way to the job."""
@@ -247,8 +265,11 @@ class LeaseTable:
 
     def _sharing(self) -> list[tuple[Lease, Lease]]:
         """Return the pairs that occupy a GPU together."""
-        occupying = [lease for lease in self._leases.values() if lease.occupying]
-        return [(one, other) for one, other in combinations(occupying, 2) if one.overlaps(other)]
+        pairs: dict[tuple[JobKey, JobKey], tuple[Lease, Lease]] = {}
+        for wanted in self._on_gpu.values():
+            holders = [lease for lease in wanted.values() if lease.occupying]
+            pairs |= {(one.key, other.key): (one, other) for one, other in combinations(holders, 2)}
+        return list(pairs.values())
 
     def _check(self) -> None:
         """Raise LeaseConflictError if two leases meet on a GPU: the one place that states the invariant."""

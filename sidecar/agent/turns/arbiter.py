@@ -29,6 +29,13 @@ class Arbiter:
     coordinator: StopCoordinator
     reasons: Mapping[JobKey, str] = field(default_factory=dict)
     """One sentence for each job, as of the last time."""
+    _settled: int = -1
+    """State of the leases after the last time."""
+
+    @property
+    def up_to_date(self) -> bool:
+        """True if no lease has changed since the last time."""
+        return self._settled == self.host.leases.changed
 
     def settle(self) -> None:
         """Give out free GPUs, and ask jobs to yield whose turn, or whose pack, is over."""
@@ -56,14 +63,14 @@ class Arbiter:
                     self.coordinator.stop(lease, "turn" if displace else "exclusive", timeout_s)
         # 4. All but one job of a pack that is over yield, the last to come first; multi-node jobs wait for the service.
         for lease in sorted(self.host.leases, key=lambda one: (one.held_since_s, one.key), reverse=True):
-            others = self.host.leases.blockers(lease)
             if (
                 lease.loose
                 and lease.hosts == 1
                 and lease.state == "held"
-                and any(other.state == "held" for other in others)
+                and any(other.state == "held" for other in self.host.leases.blockers(lease))
             ):
                 self.coordinator.stop(lease, "unpack", timeout_s)
+        self._settled = self.host.leases.changed
 
     def waiting_reason(self, lease: Lease) -> str:
         """Return the reason why a job has no lease, for its owner."""
@@ -89,7 +96,7 @@ class Arbiter:
         now, epoch = self.host.clock.monotonic(), self.host.clock.now()
         run = self.host.run(lease.key)
         alone = lease.hosts == 1  # a multi-node job stops and resumes only by the service's orders
-        partners = (other for other in self.host.leases if other is not lease and other.packed_with(lease))
+        partners = (other for other in self.host.leases.rivals(lease) if other.packed_with(lease))
         return Contender(
             key=lease.key,
             gpus=frozenset(Gpu(self.host.name, index) for index in lease.gpus),
@@ -112,7 +119,7 @@ class Arbiter:
         """Return True if a job may get its lease now."""
         if lease.occupying:
             return True
-        rivals = [other for other in self.host.leases if other is not lease and other.overlaps(lease)]
+        rivals = self.host.leases.rivals(lease)
         if run.stop is not None or any(self.host.run(other.key).runs_unleased(other) for other in rivals):
             return False
         return not lease.managed or self._may_run(lease, run, contended=bool(rivals))
