@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 from state_diagram import draw
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOT_PAGES = {"contributing.md": "CONTRIBUTING.md", "security.md": "SECURITY.md", "changelog.md": "CHANGELOG.md"}
+ROOT_PAGES = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
 """Pages of the site that are files of the repository's root."""
 LOADING = dict.fromkeys(("script", "img", "iframe", "source", "audio", "video"), "src") | {"link": "href"}
 """HTML elements that load their attribute's address."""
