@@ -62,7 +62,9 @@ class ServiceHandler:
                 self.coordinator.withdraw(lease, "refused", order.reason)
             case orders.ResumeOrder():
                 self.coordinator.go_on(lease, "the service lets it go on")
-                self.host.run(lease.key).preferred_until = self.host.clock.monotonic() + PREFERENCE_S
+                run = self.host.run(lease.key)
+                run.seen = None  # Slurm's resume came before this order: an earlier look at its processes is no use
+                run.preferred_until = self.host.clock.monotonic() + PREFERENCE_S
             case orders.FilesOrder():
                 self.prefetcher.list_files(lease)
             case orders.Tune():
