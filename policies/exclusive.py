@@ -15,7 +15,7 @@ from cadenza.policies.policy_settings import PolicySettings
 from cadenza.policies.registry import Entry
 from cadenza.policies.sharing.placement.host_division import caches_mb
 from cadenza.policies.sharing.state.groups import standing
-from cadenza.policies.sharing.state.settings import SharingSettings, held_for_us
+from cadenza.policies.sharing.state.settings import SharingSettings, exclusion_reason, held_for_us
 from cadenza.policies.sharing.turns.lanes import lane_actions
 from cadenza.policies.sharing.turns.slurm_sync import release_plan
 
@@ -52,7 +52,13 @@ class Exclusive:
         actions = (
             _with_request_kept(action, snapshot) for action in planned.actions if not _is_placed(action, snapshot)
         )
-        return replace(planned, actions=(*ended, *resumed, *lanes, *actions))
+        # 4. The reason of each job that is left alone.
+        excluded = {
+            job.key: reason
+            for job in snapshot.jobs
+            if job.options is not None and (reason := exclusion_reason(job, rules)) is not None
+        }
+        return replace(planned, actions=(*ended, *resumed, *lanes, *actions), reasons={**planned.reasons, **excluded})
 
     def _planned(self, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
         """Return the changes from what runs to what the order and the allocation want."""

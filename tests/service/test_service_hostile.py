@@ -19,6 +19,7 @@ from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Options
 from cadenza.policies.registry import ENTRIES
 from cadenza.policies.round import Live, run_round
+from cadenza.policies.supervision import left_alone
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.jobs.render import screen
 from cadenza.slurm_plugin.cli.jobs.view import Recent, build
@@ -232,6 +233,16 @@ def test_every_policy_takes_the_extremes_of_the_options(order: str, share: str, 
 def test_every_allocation_takes_the_extremes_of_the_options(allocate: str, folder: Path) -> None:
     for share, admission in product(("none", "gandiva"), ("native", "held")):
         whole_way(observed(EXTREME, "x"), configured("srtf", allocate, share, admission), folder)
+
+
+@pytest.mark.parametrize("admission", ["native", "held"])
+@pytest.mark.parametrize("allocate", ["none", "cadenza"])
+@pytest.mark.parametrize("share", NAMES["sharing"])
+def test_every_policy_says_that_a_job_is_left_alone(share: str, allocate: str, admission: str) -> None:
+    seen = observed({}, "x")
+    jobs = tuple(left_alone(job, "of its data") if job.key.id in BAD else job for job in seen.jobs)
+    decision = policy(configured("fifo", allocate, share, admission))(replace(seen, jobs=jobs), Memory())
+    assert {decision.reasons[JobKey(number, 0)] for number in BAD} == {"left alone: of its data"}
 
 
 # --- Authority -----------------------------------------------------------------------------------------
