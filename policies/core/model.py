@@ -72,6 +72,8 @@ class Options:
     """The whole job's iterations, boundaries of all its incarnations together."""
     duration_s: Duration | None = None
     """The whole job's run time with what it asked for, seconds; ``iterations`` says more where both are there."""
+    checkpoints: bool | None = None
+    """True if the job keeps checkpoints, as its user says; None: not said. Its ranks say it, once they attach."""
 
 
 class JobUsage(msgspec.Struct, frozen=True):
@@ -149,6 +151,8 @@ class Lease:
     """Framework that requeues the job by a signal handler, such as *lightning*: it is not ours to requeue."""
     checkpoints: bool = False
     """True if every rank can save a checkpoint on order, and no framework requeues the job."""
+    saves_away: bool = False
+    """True if every rank can also save it while its state is in host memory, that is after a yield."""
     lost: str = ""
     """Why the job cannot go on with what it has, if so: only a requeue helps."""
     saved: bool = False

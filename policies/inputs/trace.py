@@ -10,13 +10,23 @@ from typing import Any
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.cluster import MAX_GPUS
-from cadenza.policies.inputs.csv_table import Table, integer, number, positive, quoted, read_table, suggest
+from cadenza.policies.inputs.csv_table import (
+    MAX_QUANTITY,
+    Table,
+    integer,
+    number,
+    positive,
+    quoted,
+    read_table,
+    suggest,
+)
 from cadenza.policies.inputs.model_mix import ModelMix
 
 REQUIRED = ("job", "submit_s", "gpus")
 LENGTHS = ("iterations", "duration_s")
-MORE = ("user", "priority", "min_gpus", "max_gpus", "account", "memory_gb_per_gpu")
+MORE = ("user", "priority", "min_gpus", "max_gpus", "account", "memory_gb_per_gpu", "time_limit_s", "checkpoints")
 OPTIONAL = ("model", *LENGTHS, *MORE)
+YES_NO = {"yes": True, "no": False}
 LATEST_S = 1e11
 """About 3,000 years; a later time is a mistake."""
 MAX_JOB_GPUS = 100 * MAX_GPUS
@@ -49,6 +59,10 @@ class TraceJob:
     """Time from start to first iteration; None: the costs' ``start_s``."""
     memory_gb_per_gpu: float | None = None
     """Memory that its user asks for; None: in proportion to its GPUs."""
+    time_limit_s: float | None = None
+    """Time limit that its user asks for; None: not said. Backfill plans with it, and it ends no simulated job."""
+    checkpoints: bool = True
+    """True if the job keeps checkpoints, so that it can move and a requeue loses a part of its work only."""
     tags: Mapping[str, str] = field(default_factory=dict)
     """The trace's other columns, as they are."""
 
@@ -68,10 +82,10 @@ def read_trace(
     Columns: ``job`` (a whole number, once), ``submit_s`` (seconds since the start), ``gpus``, and ``iterations`` or
     ``duration_s`` (seconds at the proportional share). With ``iterations`` alone the work is their number times the
     profile's ``iteration_s``; with both, an iteration takes this job ``duration_s / iterations``. Optional:
-    ``model``, ``user``, ``priority``, ``min_gpus``, ``max_gpus``, ``account``, ``memory_gb_per_gpu``; an empty cell is
-    as none. All other columns are kept as ``tags``. A job without a model gets one from ``assign``, in order of
-    submission, else it has no profile and always runs at its proportional speed. Raise InputError with file, line and
-    column.
+    ``model``, ``user``, ``priority``, ``min_gpus``, ``max_gpus``, ``account``, ``memory_gb_per_gpu``, ``time_limit_s``
+    and ``checkpoints`` (yes or no; without it a job keeps them); an empty cell is as none. All other columns are kept
+    as ``tags``. A job without a model gets one from ``assign``, in order of submission, else it has no profile and
+    always runs at its proportional speed. Raise InputError with file, line and column.
     """
     table = read_table(text, source, REQUIRED, None)
     if not any(name in table.columns for name in LENGTHS):
@@ -174,6 +188,12 @@ class _Rows:
         for name in self._extra:
             if text := self._cell(cells, name):
                 more[name] = integer(text, self._table.at(line, name), *limits[name]) if name in limits else text
-        if memory := more.get("memory_gb_per_gpu"):
-            more["memory_gb_per_gpu"] = positive(memory, self._table.at(line, "memory_gb_per_gpu"))
+        for name, most in (("memory_gb_per_gpu", MAX_QUANTITY), ("time_limit_s", LATEST_S)):
+            if name in more:
+                more[name] = positive(more[name], self._table.at(line, name), most)
+        if "checkpoints" in more:
+            if more["checkpoints"] not in YES_NO:
+                where = self._table.at(line, "checkpoints")
+                raise InputError(f"{where}: {quoted(more['checkpoints'])} is neither yes nor no")
+            more["checkpoints"] = YES_NO[more["checkpoints"]]
         return more

@@ -63,6 +63,7 @@ class SimJob:
         "restarts",
         "running",
         "saved_s",
+        "saved_work_s",
         "settled_s",
         "slurm_start_s",
         "speed",
@@ -92,6 +93,7 @@ class SimJob:
             max_gpus=trace.max_gpus,
             model=trace.model or None,
             priority=trace.priority,
+            checkpoints=trace.checkpoints,
         )
         self.held_by_plugin = held
         self.profile = trace.profile
@@ -110,8 +112,7 @@ class SimJob:
         self.done_s = self.attained_s = self.rate = self.settled_s = self.cost_until_s = self.waiting_cost_s = 0.0
         self.ready_s = 0.0
         """Time of its launch; launching goes on while other jobs have its GPUs."""
-        self.speed = 1.0
-        self.gpu_type = ""
+        self.speed, self.gpu_type = 1.0, ""
         self.attained_on: dict[str, float] = {}
         """Seconds on earlier GPU types; the rest of ``attained_s`` was on ``gpu_type``."""
         self.running = False
@@ -135,6 +136,8 @@ class SimJob:
         """Seconds without progress that are left to pay at the next start, of a move or of a requeue after a save."""
         self.saved_s = inf
         """Time at which the ordered checkpoint is complete."""
+        self.saved_work_s = 0.0
+        """Work in the last checkpoint that was ordered; those of its own follow at intervals from there."""
 
     # --- Progress ---------------------------------------------------------------------------------
 
@@ -163,6 +166,13 @@ class SimJob:
         self.running = True
         self.cost_until_s = max(self.cost_until_s, now_s, self.ready_s) + cost_s
         self.changed()
+
+    def lose_unsaved(self, every_s: float) -> None:
+        """Fall back to the last checkpoint; a job keeps one after each ``every_s`` seconds of work, or none at all."""
+        if not every_s:
+            return
+        since_s = self.done_s - self.saved_work_s
+        self.done_s -= since_s % every_s if self.trace.checkpoints else since_s
 
     def settle_on(self, gpu_type: str, now_s: float) -> None:
         """Note the type of the GPUs that the job has from now on."""
@@ -213,6 +223,7 @@ class SimJob:
             memory_mb=self.memory_mb,
             num_nodes=self.num_nodes,
             submit_s=trace.submit_s,
+            time_limit_s=trace.time_limit_s,
             name=trace.model,
             start_s=(self.start_s if self.slurm_start_s is None else self.slurm_start_s) if started else None,
             slurm_priority=1 if started or not self.held else 0,
@@ -257,8 +268,9 @@ class SimJob:
             ready=now_s >= self.ready_s,
             iteration_s=self.trace.iteration_s / self.rate if self.rate else lease.iteration_s,
             step=int((self.done_s + self.rate * ran_s) / self.trace.iteration_s + ROUNDING),
-            checkpoints=True,
-            saved=lease.state == "stopping" and now_s >= self.saved_s,
+            checkpoints=self.trace.checkpoints,
+            saves_away=self.trace.checkpoints,
+            saved=lease.state in ("stopping", "yielded") and now_s >= self.saved_s,
             pace=self.pace(now_s),
         )
 

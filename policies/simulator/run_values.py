@@ -40,7 +40,8 @@ class Setup:
     interference: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     """Relative speeds of two packed models, each in (0, 1] of its speed alone; see ``interference.py``."""
     checkpoint_s: float = 0.0
-    """Work since the last checkpoint that a failure loses at most; 0: nothing is lost."""
+    """Work between two checkpoints of a job that keeps them: a failure, or a requeue that no save precedes, loses what
+    was done since the last one, and of a job that keeps none everything. 0: nothing is ever lost."""
     skip: bool = True
     """Skip rounds whose decision must equal the last one; the result is the same."""
     admission: Literal["native", "held"] = "held"

@@ -153,7 +153,7 @@ class SimGateway:
             case Yield() if leases is not None:
                 world.follow(leases.take(job, now_s))
             case Resume() if leases is not None and job.state == "RUNNING":
-                if job.lease is not None and job.lease.state == "stopping":  # its move is off
+                if job.saved_s < inf:  # its move is off
                     job.moves, job.move_cost_s, job.saved_s = False, None, inf
                 world.follow(leases.give(job, now_s))
             case Pack() if leases is not None:

@@ -59,6 +59,8 @@ class _Run:
         self.stopwatch = stopwatch
         self.decision_s: list[float] = []
         self.rounds = 0
+        self._quiet_until_s = 0.0
+        """The last decision's: a round before that decides nothing else, unless something happens."""
         self._last: tuple[JobKey, ...] | None = None
         self._watched = _watched(jobs, setup)
         self._seen = 0
@@ -87,7 +89,8 @@ class _Run:
 
     def _round(self, decide: Decide) -> None:
         self.world.needs_prompt_round = False
-        run_round(self.gateway, self.clock, self.store, decide, self.setup.guard)
+        report = run_round(self.gateway, self.clock, self.store, decide, self.setup.guard)
+        self._quiet_until_s = 0.0 if report.outcomes else report.decision.quiet_until_s
         self.gateway.end_round()
         self.world.sample()
 
@@ -131,8 +134,10 @@ class _Run:
         """Return True if this round can differ from the last one.
 
         A steady policy's decision is a function of the ordered runnable jobs and the nodes; both only change
-        with an event.
+        with an event. Other decisions say how long they stand if nothing happens.
         """
+        if self.setup.skip and not happened and self.world.now_s < self._quiet_until_s:
+            return False
         if self.policy.runnable is None or not self.setup.skip:
             return True
         if not happened and self._last is not None:

@@ -178,10 +178,8 @@ class World:
                 self._replace(replace(node, up=bool(back)))
                 if back:
                     continue
-                every_s = self.setup.checkpoint_s
                 for job in [job for job in self.live.values() if any(s.node == node.name for s in job.placement)]:
                     self.requeue(job, hold=self.setup.admission == "held")
-                    job.done_s -= job.done_s % every_s if every_s else 0.0
 
     def _replace(self, node: Node) -> None:
         self.nodes[node.name] = node
@@ -249,7 +247,10 @@ class World:
         job.stale.append(job)
 
     def requeue(self, job: SimJob, *, hold: bool = True) -> None:
-        """Take a job off its nodes, back into the queue; it becomes another incarnation."""
+        """Take a job off its nodes, back into the queue; it becomes another incarnation.
+
+        Without a complete checkpoint that was ordered before, it loses the work since its last one.
+        """
         saved = job.saved_s <= self.now_s
         self.stop(job)
         self._forget(job)
@@ -257,6 +258,7 @@ class World:
         job.state, job.saved_s = "PENDING", inf
         if not saved:
             job.moves, job.move_cost_s = False, None
+            job.lose_unsaved(self.setup.checkpoint_s)
         job.restarts += not job.moves
         self.needs_prompt_round |= saved
         job.changed()
@@ -266,13 +268,21 @@ class World:
             self.queue.add(job)
 
     def save(self, job: SimJob) -> None:
-        """Stop a job at a boundary for its checkpoint, which takes a part of the move's cost."""
-        if self.leases is None or job.lease is None or job.lease.state != "held":
+        """Have a job save a checkpoint, which takes a part of the move's cost.
+
+        A job that holds its GPUs stops on them at a boundary; the state of one that has yielded is saved from host
+        memory, and it pays the whole cost with its GPUs at the new place.
+        """
+        if self.leases is None or job.lease is None or job.lease.state not in ("held", "yielded"):
             return
         cost_s = self.setup.costs.restart_s if job.move_cost_s is None else job.move_cost_s
         save_s = SAVE_SHARE * cost_s
-        self.follow(self.leases.stop(job, self.now_s))
-        job.saved_s, job.move_cost_s = self.now_s + save_s, cost_s - save_s
+        if job.lease.state == "held":
+            self.follow(self.leases.stop(job, self.now_s))
+            job.move_cost_s = cost_s - save_s
+        else:
+            job.move_cost_s = cost_s
+        job.saved_s, job.saved_work_s = self.now_s + save_s, job.done_s
         heappush(self._saves, job.saved_s)
 
     def prefetch(self, job: SimJob, hosts: Iterable[str]) -> None:
@@ -294,6 +304,7 @@ class World:
             job.state = "RUNNING"  # a job that Slurm had suspended starts anew
         elif job.running:
             self._halt(job)
+        job.saved_work_s = job.done_s
 
     def move(self, job: SimJob, placement: Placement) -> None:
         """Give a job other shares."""

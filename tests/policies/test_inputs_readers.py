@@ -53,6 +53,12 @@ def test_a_row_becomes_a_job() -> None:
     assert job.tags == {"vc": "x9"}
 
 
+def test_a_row_says_whether_the_job_keeps_checkpoints_and_its_limit() -> None:
+    head = "job,submit_s,gpus,duration_s,checkpoints,time_limit_s\n"
+    jobs = trace(head + "1,0,1,9,no,20.5\n2,0,1,9,yes,\n3,0,1,9,,\n")
+    assert [(job.checkpoints, job.time_limit_s) for job in jobs] == [(False, 20.5), (True, None), (True, None)]
+
+
 def test_a_duration_needs_no_model_and_sets_the_iteration_time_with_iterations() -> None:
     plain, both = trace("job,submit_s,gpus,duration_s,iterations,model\n1,0,1,60,,\n2,0,1,60,30,gnmt\n")
     assert (plain.work_s, plain.profile, plain.iterations, plain.iteration_s) == (60.0, None, None, 1.0)
@@ -121,6 +127,8 @@ def test_a_wrong_row_is_named_by_file_and_line(row: str, said: str) -> None:
         ("job,submit_s,gpus,duration_s,min_gpus\n1,0,2,9,3\n", "t.csv:2: min_gpus: '3' is not from 1 to 2"),
         ("job,submit_s,gpus,duration_s,memory_gb_per_gpu\n1,0,2,9,0\n", "t.csv:2: memory_gb_per_gpu: must be more"),
         ("job,submit_s,gpus,duration_s,memory_gb_per_gpu\n1,0,2,9,2G\n", "t.csv:2: memory_gb_per_gpu: '2G' is"),
+        ("job,submit_s,gpus,duration_s,time_limit_s\n1,0,2,9,0\n", "t.csv:2: time_limit_s: must be more"),
+        ("job,submit_s,gpus,duration_s,checkpoints\n1,0,2,9,1\n", "t.csv:2: checkpoints: '1' is neither yes nor no"),
         ("job,submit_s,gpus,duration_s,max_gpus\n1,0,2,9,1\n", "t.csv:2: max_gpus: '1' is not from 2 to"),
         ("job,submit_s,gpus,duration_s\n1,0,2,0\n", "t.csv:2: duration_s: must be more than 0"),
     ],

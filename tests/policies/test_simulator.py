@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cadenza.policies.composition import PolicySettings, build
+from cadenza.policies.core.actions import Migrate, Place, Requeue, Resume, Yield
 from cadenza.policies.core.errors import InputError
-from cadenza.policies.core.model import Node
+from cadenza.policies.core.model import JobKey, Node
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.costs import SimCosts
@@ -20,7 +21,9 @@ from cadenza.policies.inputs.failures import NodeFailure
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.sharing.state.settings import SharingSettings
 from cadenza.policies.simulator.run_values import Result, Setup
+from cadenza.policies.simulator.sim_gateway import SimGateway
 from cadenza.policies.simulator.simulation import simulate
+from cadenza.policies.simulator.world import World
 
 FREE = SimCosts(restart_s=0.0, yield_s=0.0, resume_s=0.0, migrate_s=0.0, resize_s=0.0)
 SETTINGS = PolicySettings(partitions=frozenset({PARTITION}))
@@ -218,6 +221,48 @@ def test_a_lost_node_sends_its_jobs_back_to_their_checkpoint() -> None:
     setup = Setup(round_s=100.0, costs=FREE, checkpoint_s=300.0, failures=(NodeFailure("n1", 450.0, 900.0),))
     result = run(jobs, cluster(1), "fifo", "proportional", setup)
     assert finishes(result) == {1: 900.0 + 700.0}
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "saves", "done_s"), [(True, False, 300.0), (False, False, 0.0), (True, True, 500.0)]
+)
+@pytest.mark.parametrize("yielded", [False, True])
+def test_a_requeue_loses_the_work_since_the_last_checkpoint(
+    checkpoints: bool, saves: bool, done_s: float, yielded: bool
+) -> None:
+    setup = Setup(lanes=2, phased_moves=True, costs=replace(FREE, restart_s=40.0), checkpoint_s=300.0)
+    world = World([TraceJob(1, 0.0, 8, 1000.0, checkpoints=checkpoints)], read_cluster("1x8:24:500", 2), setup)
+    gateway, key = SimGateway(world), JobKey(1, 0)
+    world.advance(0.0)
+    gateway.apply(Place(key, ("n0001",), "test"))
+    world.advance(500.0)
+    if yielded:
+        gateway.apply(Yield(key, "test"))
+    if saves:
+        gateway.apply(Migrate(key, (), "test"))
+        world.advance(505.0)
+        assert gateway.read().jobs[0].lease is not None
+        assert not gateway.read().jobs[0].lease.saved
+    world.advance(510.0)
+    if saves:
+        assert gateway.read().jobs[0].lease.saved
+    gateway.apply(Requeue(key, hold=True, reason="test"))
+    (job,) = world.live.values()
+    assert job.done_s == done_s
+
+
+def test_a_resumed_job_saves_no_checkpoint_any_more() -> None:
+    setup = Setup(lanes=2, phased_moves=True, costs=replace(FREE, restart_s=40.0), checkpoint_s=300.0)
+    world = World([TraceJob(1, 0.0, 8, 1000.0)], read_cluster("1x8:24:500", 2), setup)
+    gateway, key = SimGateway(world), JobKey(1, 0)
+    world.advance(0.0)
+    gateway.apply(Place(key, ("n0001",), "test"))
+    world.advance(500.0)
+    for action in (Yield(key, "test"), Migrate(key, (), "test"), Resume(key, "test")):
+        gateway.apply(action)
+    world.advance(550.0)
+    gateway.apply(Requeue(key, hold=True, reason="test"))
+    assert [job.done_s for job in world.live.values()] == [500.0]
 
 
 def test_a_run_ends_at_its_horizon() -> None:

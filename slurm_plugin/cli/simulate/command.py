@@ -42,7 +42,11 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("lanes", "N", "Lanes per node: jobs that can take turns on a GPU (default: 2; without sharing 1)."),
         ("interference", "FILE", "Speeds of packed models as CSV (default: after Gandiva's Table 1)."),
         ("failures", "FILE", "Node failures as CSV: node,start_s,end_s."),
-        ("checkpoint", "SECONDS", "Work that a failure loses at most (default: 0)."),
+        (
+            "checkpoint",
+            "SECONDS",
+            "Work between checkpoints, which a requeue loses at most (default: 1800).",
+        ),
     ),
     "Repeats": (
         ("seed", "N[,N…]", "Seeds of a workload; several give means and 95 % intervals."),

@@ -36,6 +36,8 @@ SHORTEST_ROUND_S = 1.0
 MAX_SEEDS = 1000
 ROUND_S, SHARED_ROUND_S = "300", "60"
 """Synergy's round (OSDI'22) and Gandiva's time slice (OSDI'18, p. 603), in seconds."""
+CHECKPOINT_S = "1800"
+"""Seconds of work between two checkpoints of a job; with ``--preset synergy`` nothing is lost, as it assumes."""
 STATIC_FIRST_S = 1.0
 """First round of Synergy's simulator if all jobs are there at the start, in seconds."""
 YES_NO = ("yes", "no")
@@ -113,7 +115,7 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...]) -> Reques
         until_done=_window(words["window"]),
         failures=read_failures(read_file(failures, "--failures"), failures, nodes) if failures else (),
         interference=pairs,
-        checkpoint_s=number(words["checkpoint"] or "0", "--checkpoint", most=LONGEST_S),
+        checkpoint_s=number(words["checkpoint"] or ("0" if synergy else CHECKPOINT_S), "--checkpoint", most=LONGEST_S),
         admission="native" if names.admission == "native" else "held",
         phased_moves=names.through_slurm,
     )
