@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from cadenza.policies.core.actions import Action, Migrate, Pack, Requeue, Resize
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Relocating
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease, Relocating
 from cadenza.policies.core.move import Move, Ordered, Placed, Prefetching, Requeued, Wanted
-from cadenza.policies.relocation.phases import Step, advance, hosts_to_prefetch, refusal_reason
+from cadenza.policies.relocation.phases import Step, advance, follows_size, hosts_to_prefetch, refusal_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,7 @@ class Relocation:
             tuple(actions),
             replace(decision.memory, moves=tuple(sorted(moves.values(), key=lambda move: move.job))),
             reasons,
+            0.0 if busy or actions else decision.quiet_until_s,
         )
 
     def _saving_first(self, action: Action, moves: dict[int, Move], placed: Collection[JobKey]) -> Action:
@@ -85,8 +86,9 @@ class Relocation:
         job = self.observed.job(action.job) if isinstance(action, Requeue) and action.hold else None
         if job is None or job.lease is None or job.state != "RUNNING" or not isinstance(action, Requeue):
             return action
-        saves = job.lease.checkpoints and job.lease.ready and job.lease.state == "held"
-        if not saves or refusal_reason(job, moves.get(job.key.id), placed=job.key in placed):
+        if not (_saves_here(job.lease) and (job.lease.ready or job.lease.state == "yielded")) or refusal_reason(
+            job, moves.get(job.key.id), placed=job.key in placed
+        ):
             return action
         return Migrate(action.job, (), action.reason)
 
@@ -101,16 +103,19 @@ def _relocating(move: Move) -> Relocating | None:
 def _marked(job: Job, relocating: Relocating | None) -> Job:
     """Return a job as a policy sees it.
 
-    Only a job that holds its GPUs can save a checkpoint, because others cannot be stopped; one of several nodes must
-    have said that it follows Slurm's.
+    Only a job that holds its GPUs can save a checkpoint, or one that has yielded and saves from host memory.
     """
     lease = job.lease
-    movable = lease is not None and lease.state == "held" and (job.num_nodes <= 1 or _follows(job))
-    if lease is not None and lease.checkpoints and not movable:
+    if lease is not None and lease.checkpoints and not _saves_here(lease):
         lease = replace(lease, checkpoints=False)
     if lease is job.lease and relocating is None:
         return job
     return replace(job, lease=lease, relocating=relocating)
+
+
+def _saves_here(lease: Lease) -> bool:
+    """Return True if a job that is ready can save a checkpoint where its state is now."""
+    return lease.checkpoints and (lease.state == "held" or (lease.state == "yielded" and lease.saves_away))
 
 
 def _job_ids(action: Action) -> set[int]:
@@ -121,14 +126,9 @@ def _job_ids(action: Action) -> set[int]:
 
 def _refusal_reason(action: Migrate | Resize, job: Job, before: Move | None, placed: Collection[JobKey]) -> str | None:
     """Return why a job cannot go where a policy wants it, None if it can."""
-    if _other_nodes(action, job) and not _follows(job):
+    if _other_nodes(action, job) and not follows_size(job):
         return f"its {job.num_nodes} nodes would become {len(action.shares)}, and it names no min_gpus or max_gpus"
     return refusal_reason(job, before, placed=job.key in placed)
-
-
-def _follows(job: Job) -> bool:
-    """Return True for a job that said that its script takes its size from Slurm at each start."""
-    return job.options is not None and (job.options.min_gpus or job.options.max_gpus) is not None
 
 
 def _other_nodes(action: Migrate | Resize, job: Job) -> bool:

@@ -117,6 +117,11 @@ def pinned_by_owner(job: Job, memory: Memory) -> bool:
     return bool(job.required_nodes) and job.key not in memory.placed and not moved
 
 
+def follows_size(job: Job) -> bool:
+    """Return True for a job that said that its script takes its size from Slurm at each start."""
+    return job.options is not None and (job.options.min_gpus or job.options.max_gpus) is not None
+
+
 def refusal_reason(job: Job, before: Move | None = None, *, by_hand: bool = False, placed: bool = False) -> str | None:
     """Return why a job cannot be moved by checkpoint and requeue at all, None if it can.
 
@@ -196,7 +201,7 @@ def _ordered(move: Move, snapshot: ClusterSnapshot, age_s: float) -> Step:
     if job.state == "RUNNING" and lease is not None and lease.saved:
         sentence = f"{_goes(move)}: its checkpoint is complete, it is requeued"
         return Step(replace(move, phase=Ordered(move.phase.since_s, job.nodes)), _requeue(move), sentence)
-    stopping = lease is not None and lease.state == "stopping"
+    stopping = lease is not None and (lease.state == "stopping" or (lease.state == "yielded" and lease.saves_away))
     if age_s > (MAX_SAVE_S if stopping or lease is None else MAX_ORDER_S):
         return _end(move, snapshot, "not moved: its checkpoint failed or was refused, see its yields and resumes")
     return Step(move, sentence=f"{_goes(move)}: its checkpoint is being saved")
@@ -300,7 +305,9 @@ def _over(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
 
 def _stoppable(job: Job) -> bool:
     lease: Lease | None = job.lease
-    return job.state == "RUNNING" and lease is not None and lease.state == "held" and lease.ready
+    if job.state != "RUNNING" or lease is None:
+        return False
+    return lease.ready if lease.state == "held" else lease.state == "yielded" and lease.saves_away
 
 
 def _requeue(move: Move) -> Requeue:

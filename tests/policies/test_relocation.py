@@ -138,7 +138,7 @@ def test_a_job_that_goes_to_another_slurmd_need_not_wait_for_the_next_second():
     assert step.action.elsewhere
 
 
-def test_a_policy_sees_that_a_job_cannot_save_without_its_gpus_or_if_its_nodes_are_to_stay():
+def test_a_policy_sees_that_a_job_cannot_save_without_its_gpus_unless_it_saves_from_host_memory():
     seen = []
 
     def decide(snapshot, memory):
@@ -146,10 +146,10 @@ def test_a_policy_sees_that_a_job_cannot_save_without_its_gpus_or_if_its_nodes_a
         return Decision((), memory)
 
     wide = job(3, lease=KEEPS, num_nodes=2)
-    elastic = replace(wide, options=Options(max_gpus=8))
     one, waits = job(1, lease=KEEPS), job(2, lease=replace(KEEPS, state="yielded"))
-    moving(decide)(cluster(one, waits, wide, elastic), Memory())
-    assert seen == [[True, False, False, True]]
+    away = job(4, lease=replace(KEEPS, state="yielded", saves_away=True))
+    moving(decide)(cluster(one, waits, wide, away), Memory())
+    assert seen == [[True, False, True, True]]
 
 
 def test_a_requeued_job_that_its_owner_changed_is_let_go():

@@ -123,8 +123,10 @@ def test_packed_jobs_part_when_gpus_are_idle():
 
 
 def test_a_job_of_two_hosts_goes_to_one_that_can_hold_it():
-    wide = replace(on(1, "a", 0, 1), gpus=4, nodes=("a", "b"), num_nodes=2)
+    wide = replace(on(1, "a", 0, 1), gpus=4, nodes=("a", "b"), num_nodes=2, options=Options(max_gpus=4))
     assert moves(decided(world(wide, hosts=("a", "b", "c")), gandiva=REACTIVE)) == {1: [("c", 4)]}
+    stays = replace(wide, options=Options())  # its script does not follow another number of nodes
+    assert moves(decided(world(stays, hosts=("a", "b", "c")), gandiva=REACTIVE)) == {}
     short = replace(wide, progress=Progress(NOW, 700.0, 600.0))
     assert moves(decided(world(short, hosts=("a", "b", "c")), gandiva=REACTIVE)) == {}
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from math import ceil
 
 from cadenza.policies.core.model import Job, JobKey
+from cadenza.policies.relocation.phases import follows_size
 from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest, Seat
 from cadenza.policies.sharing.state.sharing_state import SharingState, sharers
 
@@ -136,7 +137,8 @@ def _rejoin(state: SharingState) -> None:
     """Move a job of several hosts to one that can hold all of it on idle GPUs."""
     for key in sorted(state.jobs):
         job = state.jobs[key]
-        if len(job.nodes) < 2 or key in state.packed or not state.may(job):  # noqa: PLR2004 - one host is joined
+        split = len(job.nodes) > 1 and follows_size(job)
+        if not split or key in state.packed or not state.may(job):
             continue
         request = ResourceRequest.under(replace(job, num_nodes=1), state.settings)
         source = state.home(job)
