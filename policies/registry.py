@@ -78,6 +78,12 @@ ENTRIES: tuple[Entry, ...] = (
         profiled=False,
     ),
     Entry("none", "sharing", "each GPU has one job until it ends or is preempted", "Slurm"),
+    Entry(
+        "preemption",
+        "sharing",
+        "the best-ranked jobs that fit have the GPUs: by turns, moves, and seats that others give up",
+        "Cadenza; Tiresias, NSDI'19 §3",
+    ),
     Entry("timeslice", "sharing", "jobs take turns on GPUs at mini-batch boundaries", "Gandiva, OSDI'18 §3"),
     Entry(
         "gandiva",

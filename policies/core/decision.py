@@ -92,6 +92,8 @@ class SharingMemory:
     """Nodes that it had then, of jobs that had several."""
     loans: tuple[Loan, ...] = ()
     """Jobs that lend CPUs, in order of keys."""
+    owed_s: tuple[tuple[int, float], ...] = ()
+    """When jobs that had starved began the turn that they are owed, by id; infinite: not yet (preemption)."""
     growths: tuple[Growth, ...] = ()
     """Jobs that have grown, in order of ids: to be judged, or not to grow again for a while."""
 
@@ -132,3 +134,5 @@ class Decision:
     actions: tuple[Action, ...]
     memory: Memory
     reasons: Mapping[JobKey, str] = field(default_factory=dict)
+    quiet_until_s: float = 0.0
+    """Until then, in seconds since the epoch, the decision stays as it is if it orders nothing and nothing happens."""

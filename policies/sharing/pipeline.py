@@ -30,6 +30,8 @@ from cadenza.policies.sharing.packing.pair_search import end_packs, pack_and_unp
 from cadenza.policies.sharing.placement.affinity import list_pending, place_pending
 from cadenza.policies.sharing.placement.host_division import divide_hosts, keep_requests
 from cadenza.policies.sharing.placement.reservations import hold_until_startable, reserve_pending_moves
+from cadenza.policies.sharing.preemption.preempt import preempt
+from cadenza.policies.sharing.preemption.quiet_time import note_quiet_time
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 from cadenza.policies.sharing.state.sharing_state import SharingState
 from cadenza.policies.sharing.turns.lanes import close_lanes, drain_or_open_lanes
@@ -78,6 +80,19 @@ TIMESLICE: tuple[Stage, ...] = (
     drain_or_open_lanes,  # 11. further lanes
     explain,  # 12. a sentence for every job
 )
+PREEMPTION: tuple[Stage, ...] = (
+    review_cpu_loans,  # 1. jobs that lend CPUs, compared with what they were promised
+    reserve_pending_moves,  # 2. jobs on their way keep their place
+    end_packs,  # 3. packs of an earlier setting
+    list_pending,  # 4. jobs that wait for GPUs, in order
+    preempt,  # 5. jobs that have GPUs in this turn, and where: yields, resumes, moves, placements
+    hold_until_startable,  # 6. placements that must wait for a move
+    divide_hosts,  # 7. CPUs and memory of each host
+    sync_slurm,  # 8. yields, resumes, and Slurm's allocation
+    drain_or_open_lanes,  # 9. further lanes
+    explain,  # 10. a sentence for every job
+    note_quiet_time,  # 11. rounds that may be left out
+)
 UNSHARED: tuple[Stage, ...] = (
     review_cpu_loans,  # 1. jobs that lend CPUs, compared with what they were promised
     reserve_pending_moves,  # 2. jobs on their way keep their place
@@ -91,7 +106,7 @@ UNSHARED: tuple[Stage, ...] = (
     close_lanes,  # 10. no further lane is open
 )
 """Slurm starts every job on GPUs of its own; running jobs are tuned, and moved where that does not suffice."""
-STAGES = {"gandiva": GANDIVA, "timeslice": TIMESLICE, "none": UNSHARED}
+STAGES = {"preemption": PREEMPTION, "gandiva": GANDIVA, "timeslice": TIMESLICE, "none": UNSHARED}
 
 
 def stages_of(share: str, settings: SharingSettings, gandiva: GandivaSettings, *, allocates: bool) -> tuple[Stage, ...]:
@@ -111,6 +126,8 @@ def stages_of(share: str, settings: SharingSettings, gandiva: GandivaSettings, *
         off |= {rebalance, even_out}
     if not (aware and gandiva.relieve and allocates):
         off.add(relieve_bottlenecks)
+    if allocates:
+        off.add(note_quiet_time)
     instead: dict[Stage, Stage] = {}
     if not (aware and gandiva.pack):
         instead[pack_and_unpack] = end_packs

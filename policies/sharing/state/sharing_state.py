@@ -100,6 +100,8 @@ class SharingState:
     repair_reasons: dict[JobKey, str] = field(default_factory=dict)
     """Reason of each job whose processes contradict Slurm's word."""
     reasons: dict[JobKey, str] = field(default_factory=dict)
+    quiet_until_s: float = 0.0
+    """Time until which the decision can change by an event only, seconds since the epoch."""
 
     packed: dict[JobKey, JobKey] = field(default_factory=dict)
     """For each packed job the least key of its group."""
@@ -163,7 +165,7 @@ class SharingState:
             *self.tunes,
             *self.placements,
         )
-        return Decision(actions, self.memory, self.reasons)
+        return Decision(actions, self.memory, self.reasons, 0.0 if actions else self.quiet_until_s)
 
     @property
     def now_s(self) -> float:

@@ -32,9 +32,8 @@ LAST_PRIORITY = -(10**9)
 
 def take_turns(state: SharingState) -> None:
     """Decide which jobs have GPUs once this round is done, and which leave their hosts."""
-    snapshot, settings = state.snapshot, state.settings
+    settings = state.settings
     # 1. The jobs that use GPUs or wait for them, packed ones with their partners.
-    jobs = state.all_jobs
     co_runners = partners(state.groups)
     contenders = [
         _contender(job, priority, state.memory, settings, co_runners.get(job.key, frozenset()))
@@ -66,8 +65,12 @@ def take_turns(state: SharingState) -> None:
         state.resumes += [Resume(key, turn.reasons[key]) for key in coming]
     asked = {action.job for action in state.yields}
     state.yields += [action for action in _halves(state) if action.job not in asked]
-    # 4. Jobs that leave their hosts stay where they are until they have left.
-    further = state.further
+    list_departures(state)
+
+
+def list_departures(state: SharingState) -> None:
+    """List the jobs that leave their hosts: they stay where they are until they have left."""
+    snapshot, settings, jobs, further = state.snapshot, state.settings, state.all_jobs, state.further
     drained, host = hosts_to_leave(snapshot), {node.name: node.host for node in snapshot.nodes}
     state.leaving = frozenset(j.key for j in jobs if any(host.get(name) in drained for name in j.nodes))
     state.giving_back = {j.key: reason for j in jobs if (reason := _requeue_reason(j, snapshot, settings, further))}
@@ -90,7 +93,8 @@ def sync_slurm(state: SharingState) -> None:
     # 2. Yields, but for jobs that stop anyway to be resized.
     yields = [action for action in state.yields if action.job not in resized]
     # 3. Suspends of jobs whose turn is over, but for those that move: they may get GPUs at once where they go.
-    spared = state.holders | state.leaving | state.giving_back.keys() | moved
+    going = {job.key for job, _ in running if job.relocating is not None}
+    spared = state.holders | state.leaving | state.giving_back.keys() | moved | going
     suspends = [
         Suspend(job.key, "its turn is over, so Slurm stops its time limit and frees its CPUs")
         for job, lease in running
@@ -221,6 +225,7 @@ def _unsuspend_reason(job: Job, state: SharingState) -> str | None:
         (job.key in state.holders, "its turn has come"),
         (job.key in state.leaving, "its host is drained, which must not look finished while the job is there"),
         (job.key in state.giving_back, "it gives its place back"),
+        (any(action.job == job.key for action in state.moves), "it moves, and saves its checkpoint before"),
     )
     return next((reason for applies, reason in checks if applies), None)
 

@@ -1,0 +1,255 @@
+"""Stage of preemption: the jobs and hosts of a round as a turn takes them, and its plan as actions."""
+
+from __future__ import annotations
+
+from math import inf
+
+from cadenza.policies.core.actions import Migrate, Place, Resume, Yield
+from cadenza.policies.core.model import Job, JobKey, Lease
+from cadenza.policies.core.text import gpu_names
+from cadenza.policies.ordering.levels import THRESHOLDS, level
+from cadenza.policies.relocation.phases import refusal_reason
+from cadenza.policies.sharing.preemption.host_emptying import ROOM_SLICES, empty_for_waiting
+from cadenza.policies.sharing.preemption.preemptive_turn import Candidate, Plan, Turn
+from cadenza.policies.sharing.preemption.seat_map import HostSeats, Occupant, Seat, lowest
+from cadenza.policies.sharing.preemption.starvation import owed_turns
+from cadenza.policies.sharing.state.host import ResourceRequest
+from cadenza.policies.sharing.state.host import Seat as HostSeat
+from cadenza.policies.sharing.state.sharing_state import SharingState, share_of
+from cadenza.policies.sharing.turns.slurm_sync import list_departures
+
+
+def preempt(state: SharingState) -> None:
+    """Decide which jobs have GPUs in this turn: yields, resumes, moves, seats that are given up, and placements."""
+    # 1. Jobs that leave their hosts anyway.
+    list_departures(state)
+    # 2. The hosts with all that is on them, and the GPUs that no turn can give to another job.
+    board = _Board(state)
+    # 3. In order of rank the jobs claim GPUs.
+    turn = Turn(
+        board.hosts,
+        board.candidates(),
+        share_between_users=state.settings.share_between_users,
+        places=state.settings.places,
+    )
+    for key, seats in board.fixed.items():
+        turn.claim(key, seats)
+    plan = turn.run()
+    # 4. Jobs that run make room for wider ones that wait.
+    empty_for_waiting(turn, board.may_empty)
+    # 5. The plan in actions.
+    _carry_out(state, board, plan)
+
+
+class _Board:
+    """The hosts of a round, who has which GPUs, and who wants some."""
+
+    def __init__(self, state: SharingState) -> None:
+        self.state = state
+        self.hosts = [HostSeats.of(host, position) for position, host in enumerate(state.hosts.values())]
+        self.by_node = {lane.node.name: (host, at) for host in self.hosts for at, lane in enumerate(host.lanes)}
+        self.fixed: dict[JobKey, list[tuple[HostSeats, int]]] = {}
+        """GPUs of jobs that keep them in this turn whatever comes: nothing can stop these, or they are on their way."""
+        self.seats: dict[JobKey, list[tuple[HostSeats, int]]] = {}
+        self._moves = {move.job.id: move for move in state.memory.moves}
+        self._moved_s = dict(state.memory.sharing.moved_s)
+        for host in self.hosts:
+            self._settle(host)
+        self._note_departures()
+
+    def _settle(self, host: HostSeats) -> None:
+        """Note the occupants of a host; GPUs that no agent has named yet are the lowest free ones of the lane."""
+        known = sorted(host.state.residents.items(), key=lambda row: (not row[1].gpus, row[0]))
+        for key, resident in known:
+            at = self.by_node[resident.lane][1]
+            mask = sum(1 << index for index in resident.gpus)
+            mask = mask or lowest(host.every & ~host.lanes[at].taken, resident.request.gpus)
+            host.settle(Occupant(key, resident.job.user, mask, at, resident.request))
+            role = self._role(resident.job)
+            if role == "leaves":
+                host.vacate(key)
+            elif role == "stays":
+                self.fixed.setdefault(key, []).append((host, mask))
+            elif role == "turns":
+                self.seats.setdefault(key, []).append((host, mask))
+
+    def _role(self, job: Job) -> str:
+        """Return a job's part in this turn: *leaves*, *stays*, takes *turns*, or is *absent* and uses no GPU."""
+        state, lease = self.state, job.lease
+        if job.key.id in state.relocating:
+            return "stays"
+        if job.relocating is not None or job.state == "OTHER" or job.key in state.giving_back:
+            return "leaves"
+        if job.key not in state.jobs or lease is None:
+            return "absent" if lease is not None and lease.state == "yielded" else "stays"
+        return "stays" if lease.state == "held" and not (lease.ready and _can_leave(job)) else "turns"
+
+    def _note_departures(self) -> None:
+        """Note the GPUs of jobs that are still where they move from."""
+        for job in self.state.all_jobs:
+            destination = self.state.relocating.get(job.key.id)
+            if destination is None or not job.nodes or (destination.arriving and job.state != "PENDING"):
+                continue
+            request = ResourceRequest.of(job)
+            for name in job.nodes:
+                if name in self.by_node:
+                    host, at = self.by_node[name]
+                    gpus = job.lease.gpus if job.lease is not None else ()
+                    mask = sum(1 << gpu.index for gpu in gpus if gpu.host == host.state.name)
+                    host.stay_behind(at, mask, request)
+
+    def candidates(self) -> list[Candidate]:
+        """Return the jobs that want GPUs in this turn, by priority and rank; those that are owed a turn come first."""
+        state = self.state
+        owed = owed_turns(state)
+        jobs = [state.jobs[key] for key in self.seats] + state.pending
+        last = len(state.ranks)
+        priority = state.settings.priority
+        jobs.sort(
+            key=lambda j: (-priority(j), owed.get(j.key.id, inf), state.ranks.get(j.key, last), j.submit_s, j.key)
+        )
+        return [self._candidate(job) for job in jobs]
+
+    def _candidate(self, job: Job) -> Candidate:
+        seats = tuple(self.seats.get(job.key, ()))
+        holding = job.lease is not None and job.lease.state == "held"
+        return Candidate(
+            job.key,
+            job.gpus,
+            ResourceRequest.under(job, self.state.settings),
+            seats,
+            holding,
+            bool(seats) and self._movable(job),
+            not _can_leave(job),
+        )
+
+    def _movable(self, job: Job) -> bool:
+        """Return True if a job can save a checkpoint now, and be requeued or moved with it."""
+        lease = job.lease
+        return (
+            lease is not None
+            and lease.checkpoints
+            and (lease.ready or lease.state == "yielded")
+            and lease.state in ("held", "yielded")
+            and job.key not in self.state.fixed
+            and not refusal_reason(job, self._moves.get(job.key.id), placed=job.key in self.state.memory.placed)
+        )
+
+    def may_empty(self, key: JobKey) -> bool:
+        """Return True if a running job has not moved lately, so that it may make room for a wider one."""
+        since_s = self.state.now_s - self._moved_s.get(key.id, -inf)
+        return since_s >= ROOM_SLICES * self.state.settings.slice_s
+
+
+def _can_leave(job: Job) -> bool:
+    """Return True for a job that keeps checkpoints, or may: its ranks say so once they are ready, before that its user.
+
+    Jobs that wait on the GPUs of such a job can go on elsewhere, or have it leave.
+    """
+    lease, options = job.lease, job.options
+    if lease is not None and lease.ready:
+        return lease.checkpoints and job.requeueable
+    return job.requeueable and not (options is not None and options.checkpoints is False)
+
+
+# --- The plan in actions -----------------------------------------------------------------------------------------
+
+
+def _carry_out(state: SharingState, board: _Board, plan: Plan) -> None:
+    reasons = state.turn_reasons
+    # 1. Seats that are given up: a checkpoint, then a requeue into a hold.
+    for key, other in plan.evicted.items():
+        state.giving_back[key] = reasons[key] = f"gives its GPUs up for job {other}: a checkpoint, then it waits"
+    # 2. Moves.
+    for key, seats in plan.moves.items():
+        cause = f"makes room for job {plan.emptied[key]}" if key in plan.emptied else "another job has its GPUs"
+        _migrate(state, state.jobs[key], seats, f"moves to {_nodes(seats)}: {cause}")
+    # 3. Jobs that have GPUs in this turn, where they sit or where they start now.
+    state.holders = frozenset((*plan.runs, *board.fixed, *plan.moves))
+    coming = _resume(state, board, plan) | _place(state, plan)
+    # 4. Jobs whose GPUs others get now make way; those of jobs that come later are used until then.
+    for key, other in plan.blocked.items():
+        lease = _lease(state.jobs[key])
+        successor = next((coming[at] for at in _gpus(board.seats[key]) if at in coming), None)
+        waits = f"waits on {gpu_names(lease.gpus)} for job {other}, which comes first"
+        reasons[key] = f"{waits}: {_standing(state.jobs[key], state.now_s)}"
+        if lease.state == "held" and successor is not None:
+            reasons[key] = f"makes way on {gpu_names(lease.gpus)} for job {successor}, which comes first"
+            state.yields.append(Yield(key, reasons[key]))
+        elif lease.state == "held":
+            state.holders |= {key}
+    # 5. A sentence for each job that stays in the queue.
+    for job in state.pending:
+        waits = f"stays queued: better-ranked jobs have the GPUs; {_standing(job, state.now_s)}"
+        state.placement_reasons.setdefault(job.key, waits)
+
+
+def _resume(state: SharingState, board: _Board, plan: Plan) -> dict[tuple[int, int], JobKey]:
+    """Let the seated jobs of the turn have their GPUs; return the GPUs of those that come back, with the job."""
+    coming: dict[tuple[int, int], JobKey] = {}
+    for key in plan.runs:
+        job, lease = state.jobs[key], _lease(state.jobs[key])
+        verb = "holds" if lease.state == "held" else "gets"
+        reason = state.turn_reasons[key] = f"{verb} {gpu_names(lease.gpus)}: {_standing(job, state.now_s)}"
+        if lease.state in ("waiting", "yielded"):
+            state.resumes.append(Resume(key, reason))
+            coming.update(dict.fromkeys(_gpus(board.seats[key]), key))
+    return coming
+
+
+def _place(state: SharingState, plan: Plan) -> dict[tuple[int, int], JobKey]:
+    """Place the jobs that Slurm can start now; return their GPUs, with the job."""
+    coming: dict[tuple[int, int], JobKey] = {}
+    placements: list[Place] = []
+    for key, seats in plan.placed.items():
+        if any(seat.waits for seat in seats):
+            promised = f"waits until jobs have left {_nodes(seats)}: their GPUs are promised to it"
+            state.placement_reasons[key] = promised
+            continue
+        reason = state.placement_reasons[key] = f"placed on {_nodes(seats)}: its turn by the order"
+        placements.append(Place(key, tuple(sorted(seat.node for seat in seats)), reason))
+        coming.update(dict.fromkeys(_gpus([(seat.host, seat.mask) for seat in seats]), key))
+        _enter(state, key, seats)
+    state.placements = tuple(placements)
+    return coming
+
+
+def _nodes(seats: tuple[Seat, ...]) -> str:
+    return ", ".join(seat.node for seat in seats)
+
+
+def _standing(job: Job, now_s: float) -> str:
+    return f"level {level(job, now_s) + 1} of {len(THRESHOLDS) + 1}"
+
+
+def _lease(job: Job) -> Lease:
+    return job.lease if job.lease is not None else Lease("waiting", ())
+
+
+def _gpus(seats: list[tuple[HostSeats, int]]) -> list[tuple[int, int]]:
+    return [(host.position, index) for host, mask in seats for index in range(mask.bit_length()) if mask >> index & 1]
+
+
+def _host_seat(seat: Seat) -> HostSeat:
+    gpus = frozenset(index for index in range(seat.mask.bit_length()) if seat.mask >> index & 1)
+    node = seat.host.lanes[seat.lane].node
+    return HostSeat(0, node.lane, node, gpus)
+
+
+def _enter(state: SharingState, key: JobKey, seats: tuple[Seat, ...]) -> None:
+    """Have later stages see a job on its new hosts."""
+    job = state.snapshot.by_key[key]
+    request = ResourceRequest.under(job, state.settings)
+    for seat in seats:
+        seat.host.state.enter(job, request, _host_seat(seat))
+
+
+def _migrate(state: SharingState, job: Job, seats: tuple[Seat, ...], reason: str) -> None:
+    request = ResourceRequest.under(job, state.settings)
+    state.moves.append(Migrate(job.key, tuple(sorted(share_of(seat.node, request) for seat in seats)), reason))
+    state.turn_reasons[job.key] = reason
+    for host in state.hosts.values():
+        if job.key in host.residents:
+            host.leave(host.residents[job.key])
+    _enter(state, job.key, seats)
+    state.fixed.add(job.key)

@@ -1,0 +1,301 @@
+"""One turn: by rank the jobs claim GPUs, where they sit, elsewhere, or where worse-ranked jobs make way (pure).
+
+A job that has its GPUs keeps them unless a better one claims them, and a job that waits on its GPUs goes on there as
+soon as they are unclaimed. A job that is blocked where it sits and keeps checkpoints moves to unclaimed GPUs elsewhere.
+A job without GPUs gets unclaimed ones where it strands the fewest: a GPU is stranded if its job would have run in this
+turn and loses another of its GPUs to the newcomer. If no seat is left, jobs of worse rank that can move give theirs up:
+they save a checkpoint, are requeued, and come back by their rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cadenza.policies.core.model import JobKey
+from cadenza.policies.sharing.preemption.seat_map import HostSeats, Occupant, Seat
+from cadenza.policies.sharing.state.host import ResourceRequest
+
+
+class Candidate(NamedTuple):
+    """A job that wants GPUs in this turn."""
+
+    key: JobKey
+    gpus: int
+    """All its GPUs."""
+    request: ResourceRequest
+    """Its needs on each of its nodes."""
+    seats: tuple[tuple[HostSeats, int], ...] = ()
+    """Hosts and masks of the GPUs that it has or waits for; empty: it has no seat yet."""
+    holding: bool = False
+    """True if it uses its GPUs now."""
+    movable: bool = False
+    """True if it can save a checkpoint now, and leave or move without a loss."""
+    steadfast: bool = False
+    """True if it keeps no checkpoints: once it has GPUs it may have to stay there until its end."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """Result of a turn."""
+
+    runs: list[JobKey] = field(default_factory=list)
+    """Seated jobs that have their GPUs in this turn, in order of rank."""
+    placed: dict[JobKey, tuple[Seat, ...]] = field(default_factory=dict)
+    """Seats of jobs that had none; those that wait are promised."""
+    moves: dict[JobKey, tuple[Seat, ...]] = field(default_factory=dict)
+    evicted: dict[JobKey, JobKey] = field(default_factory=dict)
+    """Jobs that give their seats up, with the job that gets them."""
+    blocked: dict[JobKey, JobKey] = field(default_factory=dict)
+    """Seated jobs that wait, with a job that has their GPUs."""
+    emptied: dict[JobKey, JobKey] = field(default_factory=dict)
+    """Jobs among ``moves`` that make room for a wider one, with that one."""
+
+
+class _Offer(NamedTuple):
+    """A seat with the price of it."""
+
+    price: tuple[int, ...]
+    seat: Seat
+    victims: tuple[Occupant, ...] = ()
+
+
+class Turn:
+    """One turn in the making."""
+
+    def __init__(
+        self, hosts: Sequence[HostSeats], candidates: Iterable[Candidate], *, share_between_users: bool, places: bool
+    ) -> None:
+        self.hosts = hosts
+        self.candidates = {candidate.key: candidate for candidate in candidates}
+        """In order of rank."""
+        self.rank = {key: number for number, key in enumerate(self.candidates)}
+        self.share_between_users = share_between_users
+        self.places = places
+        self.plan = Plan()
+        self._owner: dict[tuple[int, int], JobKey] = {}
+        """The job that has claimed a GPU, by host and bit."""
+        self._vain: set[tuple[object, ...]] = set()
+        """Requests for which no seat was found: claims only grow, so there is none for a later one either."""
+
+    # --- Claims ---------------------------------------------------------------------------------------
+
+    def claim(self, key: JobKey, seats: Iterable[tuple[HostSeats, int]]) -> None:
+        """Give a job GPUs for this turn."""
+        for host, mask in seats:
+            host.claimed |= mask
+            for bit in _bits(mask):
+                self._owner[host.position, bit] = key
+
+    def run(self) -> Plan:
+        """Return the plan for all candidates, in order of rank."""
+        left = sum(host.unclaimed.bit_count() for host in self.hosts if host.state.usable)
+        for candidate in self.candidates.values():
+            if candidate.seats:
+                self._seated(candidate, left)
+            elif self.places and left >= candidate.gpus:
+                self._unseated(candidate)
+            else:
+                continue
+            left = sum(host.unclaimed.bit_count() for host in self.hosts if host.state.usable)
+        return self.plan
+
+    def _seated(self, job: Candidate, left: int) -> None:
+        plan = self.plan
+        gave_up = job.key in plan.evicted
+        if not gave_up and not any(host.claimed & mask for host, mask in job.seats):
+            self.claim(job.key, job.seats)
+            plan.runs.append(job.key)
+            return
+        if not gave_up:
+            host, mask = next((host, host.claimed & mask) for host, mask in job.seats if host.claimed & mask)
+            plan.blocked[job.key] = self._owner[host.position, next(_bits(mask))]
+        kind = (job.request, "moves")
+        if not job.movable or left < job.gpus or kind in self._vain:
+            return
+        seats = self.find(job, waits=False)
+        if seats:
+            plan.evicted.pop(job.key, None)
+            plan.blocked.pop(job.key, None)
+            self.move(job, seats)
+        else:
+            self._vain.add(kind)
+
+    def move(self, job: Candidate, seats: tuple[Seat, ...]) -> None:
+        """Send a seated job to other GPUs."""
+        for host, _ in job.seats:
+            if job.key in host.occupants:
+                host.vacate(job.key)
+        self.plan.moves[job.key] = seats
+        self._take(job, seats)
+
+    def release(self, job: Candidate) -> None:
+        """Take a running job's GPUs back, because it moves."""
+        self.plan.runs.remove(job.key)
+        for host, mask in job.seats:
+            host.claimed &= ~mask
+
+    def place(self, job: Candidate, seats: tuple[Seat, ...]) -> None:
+        """Give a job that has no seat one, or promise it."""
+        self.plan.placed[job.key] = seats
+        self._take(job, seats)
+
+    def _take(self, job: Candidate, seats: tuple[Seat, ...]) -> None:
+        for seat in seats:
+            seat.host.enter(Occupant(job.key, job.request.user, seat.mask, seat.lane, job.request))
+        self.claim(job.key, [(seat.host, seat.mask) for seat in seats])
+
+    def _unseated(self, job: Candidate) -> None:
+        kind = (job.request, job.steadfast)
+        if kind in self._vain:
+            return
+        seats = self.find(job) or self._make_room(job)
+        if seats:
+            self.place(job, seats)
+        else:
+            self._vain.add(kind)
+
+    # --- Seats ----------------------------------------------------------------------------------------
+
+    def find(
+        self, job: Candidate, *, waits: bool = True, idle: bool = False, without: HostSeats | None = None
+    ) -> tuple[Seat, ...]:
+        """Return the seats on unclaimed GPUs where a job strands the fewest, none if there are too few.
+
+        ``waits`` False: only seats that are free now; ``idle``: only GPUs that no job that would run has;
+        ``without``: a host that is left out.
+        """
+        offers = [
+            offer
+            for host in self.hosts
+            if host is not without and host.state.usable and host.unclaimed.bit_count() >= job.request.gpus
+            for offer in self._offers(host, job)
+            if (waits or not offer.seat.waits) and not (idle and offer.price[1])
+        ]
+        return tuple(offer.seat for offer in _cheapest(offers, job.request.nodes))
+
+    def _offers(self, host: HostSeats, job: Candidate) -> Iterator[_Offer]:
+        request = job.request
+        for number, lane in enumerate(host.lanes):
+            if not lane.admits(request):
+                continue
+            seat = host.seat(number, request)
+            if seat is None or not self._may_share(seat, request):
+                continue
+            stranded, displaced = self._stranded(seat)
+            if displaced and job.steadfast:
+                continue
+            yield _Offer((stranded, displaced, seat.waits, host.unclaimed.bit_count(), number, host.position), seat)
+
+    def _may_share(self, seat: Seat, request: ResourceRequest, gone: frozenset[JobKey] = frozenset()) -> bool:
+        if self.share_between_users:
+            return True
+        return all(other.user == request.user or other.key in gone for other in seat.host.on(seat.mask))
+
+    def _stranded(self, seat: Seat, gone: frozenset[JobKey] = frozenset()) -> tuple[int, int]:
+        """Return the GPUs that jobs would lose without anyone taking them, and those that are taken from a job."""
+        stranded = displaced = taken = 0
+        rank = self.rank
+        able = [o for o in seat.host.on(seat.mask) if o.key not in gone and self._able(o.key)]
+        for occupant in sorted(able, key=lambda o: rank[o.key]):
+            if occupant.mask & taken:
+                continue  # a better one would have run there
+            taken |= occupant.mask
+            lost = (occupant.mask & seat.mask).bit_count()
+            displaced += lost
+            stranded += self.candidates[occupant.key].gpus - lost
+        return stranded, displaced
+
+    def _able(self, key: JobKey) -> bool:
+        """Return True if a job would run where it sits, were this turn to end here."""
+        candidate = self.candidates.get(key)
+        return (
+            candidate is not None
+            and bool(candidate.seats)
+            and key not in self.plan.evicted
+            and not any(host.claimed & mask for host, mask in candidate.seats)
+        )
+
+    # --- Seats that others give up --------------------------------------------------------------------
+
+    def _make_room(self, job: Candidate) -> tuple[Seat, ...]:
+        """Return seats that jobs of worse rank give up, none if there are too few."""
+        offers = []
+        for host in self.hosts:
+            if not host.state.usable or host.unclaimed.bit_count() < job.request.gpus:
+                continue
+            for number, lane in enumerate(host.lanes):
+                offer = self._eviction(host, number, job) if lane.admits(job.request) else None
+                if offer is not None:
+                    offers.append(offer)
+        chosen = _cheapest(offers, job.request.nodes)
+        for offer in chosen:
+            for victim in offer.victims:
+                self.plan.evicted[victim.key] = job.key
+                for host, _ in self.candidates[victim.key].seats:
+                    if victim.key in host.occupants:
+                        host.vacate(victim.key)
+        return tuple(offer.seat for offer in chosen)
+
+    def _eviction(self, host: HostSeats, lane: int, job: Candidate) -> _Offer | None:
+        """Return the offer of a lane once some of its jobs have given their seats up: as few GPUs as possible."""
+        mine, rank = self.rank[job.key], self.rank
+        able = [
+            occupant
+            for occupant in host.occupants.values()
+            if (candidate := self.candidates.get(occupant.key)) is not None
+            and candidate.movable
+            and rank[occupant.key] > mine
+            and not any(at.claimed & mask for at, mask in candidate.seats)
+        ]
+        able.sort(key=lambda occupant: -rank[occupant.key])
+        victims: list[Occupant] = []
+        seat = self.seat_without(host, lane, job, victims)
+        for occupant in able:
+            if seat is not None:
+                break
+            victims.append(occupant)
+            seat = self.seat_without(host, lane, job, victims)
+        if seat is None:
+            return None
+        for occupant in victims[:]:
+            fewer = [other for other in victims if other is not occupant]
+            smaller = self.seat_without(host, lane, job, fewer)
+            if smaller is not None:
+                victims, seat = fewer, smaller
+        gone = frozenset(victim.key for victim in victims)
+        stranded, _ = self._stranded(seat, gone)
+        lost = sum(self.candidates[victim.key].gpus for victim in victims)
+        worst = min((rank[victim.key] for victim in victims), default=len(rank))
+        return _Offer((stranded + lost, -worst, lane, host.position), seat, tuple(victims))
+
+    def seat_without(self, host: HostSeats, lane: int, job: Candidate, gone: Sequence[Occupant]) -> Seat | None:
+        """Return the seat of a job on a lane once some jobs have left the host."""
+        seat = host.seat(lane, job.request, given_up=tuple(gone))
+        keys = frozenset(other.key for other in gone)
+        if seat is None or not self._may_share(seat, job.request, keys):
+            return None
+        if job.steadfast and self._stranded(seat, keys)[1]:
+            return None
+        return seat
+
+
+def _cheapest(offers: list[_Offer], nodes: int) -> list[_Offer]:
+    """Return the cheapest offer of each of so many hosts, all in one lane; none if there are too few."""
+    if nodes == 1:
+        return [min(offers, key=lambda offer: offer.price)] if offers else []
+    best: tuple[tuple[int, ...], list[_Offer]] | None = None
+    for lane in sorted({offer.seat.lane for offer in offers}):
+        chosen = sorted((offer for offer in offers if offer.seat.lane == lane), key=lambda offer: offer.price)[:nodes]
+        price = (sum(offer.price[0] for offer in chosen), lane)
+        if len(chosen) == nodes and (best is None or price < best[0]):
+            best = price, chosen
+    return best[1] if best is not None else []
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        bit = mask & -mask
+        yield bit
+        mask ^= bit
