@@ -150,7 +150,10 @@ class SqliteStore:
             if self._snapshot is not None:
                 baseline = self._accounting.applied(done, self._snapshot, self._memory)
         self._accounting.baseline = baseline
-        self._make_room()
+        try:
+            self._make_room()
+        except sqlite3.Error as error:
+            log.warning("%s: the oldest rounds could not be deleted: %s", self.path, error)
 
     # --- the rest of the record ----------------------------------------------------------------------
 
