@@ -49,3 +49,38 @@ def test_bad_values_are_refused_at_submission(cluster: Cluster, flag: str, word:
 def test_the_help_names_the_owner_of_the_flag(cluster: Cluster) -> None:
     for command in ("sbatch", "srun", "salloc"):
         assert "[cadenza]" in cluster.ctl(command, "--help")
+
+
+@pytest.mark.parametrize(
+    "constraint", ["--constraint=lane1", "--constraint=(lane1)", "--constraint=[lane0|lane1]", "--prefer=lane1"]
+)
+def test_a_job_that_does_not_share_cannot_ask_for_another_lane(cluster: Cluster, constraint: str) -> None:
+    done = cluster.sbatch("--gres=gpu:1", "--mem=500", constraint, command="true", check=False)
+    assert done.returncode != 0
+    assert "cannot be combined with lane0" in done.stderr
+    shares = cluster.sbatch("--gres=gpu:1", "--mem=500", "--hold", "--cadenza", "--constraint=lane1", command="true")
+    assert cluster.job(shares)["Features"] == "lane1"
+
+
+def update(cluster: Cluster, job: int, change: str, user: str = "alice") -> str:
+    """Change a job as its owner; return what Slurm says if it refuses."""
+    done = cluster.exec("ctl", "scontrol", "update", f"JobId={job}", change, user=user, check=False)
+    return done.stderr if done.returncode else ""
+
+
+def test_an_owner_cannot_leave_lane_0_by_an_update_either(cluster: Cluster) -> None:
+    """The real slurmctld shows the script the job's own comment, constraint, state and owner."""
+    plain = cluster.sbatch("--gres=gpu:1", "--mem=500", "--hold", command="true")
+    assert cluster.job(plain)["Features"] == "lane0"
+    assert "cannot be combined with lane0" in update(cluster, plain, "Features=lane1")
+    assert not update(cluster, plain, "Features=")
+    assert cluster.job(plain)["Features"] == "lane0"
+    shares = cluster.sbatch("--gres=gpu:1", "--mem=500", "--hold", "--cadenza", command="true")
+    assert cluster.job(shares)["Features"] == "(null)"
+    assert not update(cluster, shares, 'Comment={"x":1,"cadenza":{"held":true,"why":"x","priority":1}}')
+    assert comment(cluster, shares) == {"cadenza": {"v": 1, "share": True, "priority": 1}, "x": 1}
+    assert "unknown key" in update(cluster, shares, 'Comment={"cadenza":{"nice":1}}')
+    assert not update(cluster, shares, "Comment=no more")
+    assert cluster.job(shares)["Features"] == "lane0", "it no longer shares"
+    assert not update(cluster, plain, "Features=lane1", user="root"), "an admin may"
+    assert cluster.job(plain)["Features"] == "lane1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from cadenza.sidecar.orders import (
     YieldOrder,
 )
 from cadenza.slurm_plugin.cli.site import keygen
+from cadenza.slurm_plugin.service.agents import hub as hub_module
 from cadenza.slurm_plugin.service.agents.agent_registry import Event
 from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub, HubSettings
 from cadenza.slurm_plugin.service.errors import HubError
@@ -205,6 +207,26 @@ def test_a_bad_row_costs_that_row(hub: Hub, keys: Path) -> None:
         eventually(lambda: "n1" in alive(hub))
         assert [one.job for one in hub.agents()["n1"].report.leases] == [1, 3]
         assert hub.refused == {"row": 1}
+
+
+def test_connections_that_show_no_key_are_closed(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would use up the files of the service: after libzmq's own half minute it would have thousands."""
+    monkeypatch.setattr(hub_module, "HANDSHAKE_MS", 200)
+    hub = Hub(HubSettings("tcp://127.0.0.1:*", keys), SystemClock())
+    hub.start()
+    host, _, port = hub.address.removeprefix("tcp://").rpartition(":")
+    silent = [socket.create_connection((host, int(port)), timeout=5.0) for _ in range(20)]
+    try:
+        for link in silent:
+            while link.recv(1000):  # the greeting, then the end
+                pass
+        with peer(hub.address, "n1", keys) as agent:
+            agent.report()
+            eventually(lambda: "n1" in hub.agents())
+    finally:
+        for link in silent:
+            link.close()
+        hub.close()
 
 
 def test_a_restarted_agent_takes_its_name_over(hub: Hub, keys: Path) -> None:
