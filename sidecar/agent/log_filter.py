@@ -36,6 +36,9 @@ class ForeignText(logging.Filter):
         if missing is None:
             return False
         record.args = tuple(_clean(one) for one in arguments) or record.args
+        if record.exc_info:
+            lines = logging.Formatter().formatException(record.exc_info).splitlines()
+            record.exc_text = "\n".join(f"  {printable(line, MAX_ERROR)}" for line in lines)
         if missing:
             record.msg = f"{record.msg} ({missing} more lines about this in the minute before)"
         return True

@@ -249,6 +249,20 @@ def test_what_a_job_says_is_one_line_in_the_log() -> None:
     assert line.getMessage() == "1 no room\ufffdI cadenza: registered JOBID=9\ufffd[2J a\ufffdb 5"
 
 
+def test_no_line_of_a_traceback_looks_like_a_line_of_the_log() -> None:
+    def fail() -> None:
+        raise ValueError("no\nI cadenza: registered JOBID=9\x1b[2J")
+
+    try:
+        fail()
+    except ValueError:
+        line = record("it failed", exc_info=sys.exc_info())
+    assert ForeignText().filter(line)
+    first, *rest = logging.Formatter("%(message)s").format(line).split("\n")
+    assert first == "it failed"
+    assert all(one.startswith("  ") and one.isprintable() for one in rest)
+
+
 def test_a_job_or_user_has_its_lines_a_minute_and_the_next_line_counts_the_missing() -> None:
     lines = ForeignText()
     for source in ((JobKey(1, 0),), (JobKey(2, 0),), ()):

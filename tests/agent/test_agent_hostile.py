@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,80 @@ def test_no_packet_leaves_a_fault_or_a_word_that_the_service_or_a_new_agent_cann
     assert not rig.host.supervisor.faults
     for answer in rig.said(rank):
         assert answer.get("error", "").isprintable()
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[orders.LeaseReport]:
+    """The report on two jobs on one GPU whose neighbor is silent."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        told_by_pid(patch)
+        return neighbors(Path(folder), [])
+
+
+def neighbors(folder: Path, sent: list[bytes]) -> list[orders.LeaseReport]:
+    """Return the last report on jobs 1 and 2 while job 3 sends these packets, one in each pass."""
+    rig = HostInMemory(folder)
+    for job, gpu in ((1, 0), (2, 0), (3, 1)):
+        rig.register(job, [gpu])
+    sessions = {job: rig.attach(job, 10 * job) for job in (1, 2, 3)}
+    for number in range(6):
+        if number == 2:  # the neighbor is being stopped while it sends
+            rig.coordinator.stop(rig.of(3), "service", 30.0)
+        for packet in sent[number : number + 1]:
+            rig.jobs.handle(sessions[3], packet)
+        report = rig.run_once()
+    assert [answer["type"] for job in (1, 2) for answer in rig.said(sessions[job])] == ["attached", "attached"]
+    return [lease for lease in report.leases if lease.job in {1, 2}]
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(sent=st.lists(packets(), min_size=1, max_size=6))
+def test_whatever_a_job_sends_its_neighbors_leases_and_reports_are_the_same(
+    rig: HostInMemory, undisturbed: list[orders.LeaseReport], sent: list[bytes]
+) -> None:
+    assert neighbors(rig.file.path.parent, sent) == undisturbed
+
+
+STEPS = st.sampled_from([0, 1, 2**31, 2**60, 2**62])
+SECONDS = st.sampled_from([0.0, 5e-324, 1.0, 1e12])
+FACTS = st.builds(
+    orders.JobFacts,
+    job=st.sampled_from([1, 2, 2**32 - 1]),
+    restart=st.sampled_from([0, 2**31]),
+    managed=st.booleans(),
+    weight=SECONDS,
+    priority=st.sampled_from([0, -(2**62), 2**62]),
+    user=st.sampled_from(["", "u"]),
+    hosts=st.sampled_from([0, 1, 2**31]),
+    suspended=st.booleans(),
+    pack=STEPS,
+)
+ORDERS = st.one_of(
+    st.builds(orders.YieldOrder, st.just(1), st.sampled_from([1, 2, 9]), st.just(0), SECONDS),
+    st.builds(orders.CheckpointOrder, st.just(1), st.just(1), st.just(0), SECONDS, SECONDS, SECONDS),
+    st.builds(orders.StopAt, st.just(1), st.just(1), st.just(0), STEPS),
+    st.builds(orders.CommitOrder, st.just(1), st.just(1), st.just(0)),
+    st.builds(orders.CancelOrder, st.just(1), st.just(1), st.just(0), st.just("r" * 4096)),
+    st.builds(orders.ResumeOrder, st.just(1), st.sampled_from([1, 2]), st.just(0)),
+    st.builds(
+        orders.Facts, st.just(1), st.lists(FACTS, max_size=3).map(tuple), SECONDS, st.booleans(), st.booleans(), SECONDS
+    ),
+)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(given_orders=st.lists(ORDERS, min_size=1, max_size=6), seconds=st.sampled_from([0.1, 100.0, 1e9]))
+def test_no_order_within_its_bounds_leaves_a_fault(
+    rig: HostInMemory, given_orders: list[orders.ToAgent], seconds: float
+) -> None:
+    rig.__init__(rig.file.path.parent)
+    for job in (1, 2):
+        rig.register(job, [0])
+        rig.attach(job, 10 * job)
+    for order in given_orders:
+        rig.service.obey(msgspec.json.decode(msgspec.json.encode(order), type=orders.ToAgent))
+        rig.run_once(seconds)
+    assert not rig.host.supervisor.faults
 
 
 @pytest.mark.parametrize(

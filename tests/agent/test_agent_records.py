@@ -264,7 +264,7 @@ def test_the_recorder_says_what_is_wrong_in_one_line(
 ) -> None:
     assert record_writer.main(["recorder"]) == 2
     monkeypatch.setattr(record_writer, "become", lambda *_: None)
-    assert record_writer.main(["recorder", "1", "1", "", str(tmp_path / "no" / "such"), "1.jsonl", "100"]) == 1
+    assert record_writer.main(["recorder", "1", "1", "", str(tmp_path / "no\nE" / "su\x1bch"), "1.jsonl", "100"]) == 1
     usage, failure = capsys.readouterr().err.splitlines()
     assert usage.startswith("usage:")
     assert failure.startswith("no records of 1.jsonl in")

@@ -63,6 +63,12 @@ NONSENSE = [
     (wire.encode("start", job=1), "missing required field `uid`"),
     (wire.encode("attach", job=1, gpus=[-1]), "attach: Expected `int` >= 0"),
     (wire.encode("arrived", order=1, step=1), "has not attached"),
+    (wire.encode("attach", job=1, node="\ud800"), "attach: Expected `str` matching"),
+    (wire.encode("attach", job=1, requeue_owner="\ud800"), "attach: Expected `str` matching"),
+    (wire.encode("attach", job=1, restart=2**63), "attach: Expected `int` <= 2147483648"),
+    (wire.encode("yielded", copy_s=10**400), "yielded: "),
+    (wire.encode("\ud800" * 9000), "unknown message type"),
+    (b'{"v":1,"type":"yielded","copy_s":Infinity}', "Infinity is no number"),
     (b"[" * 60000, "not JSON"),
     (b" " * (wire.MAX_PACKET + 10), "not JSON"),
 ]

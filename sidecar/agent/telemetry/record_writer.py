@@ -94,7 +94,8 @@ def main(arguments: list[str]) -> int:
         become(int(uid), int(gid), [int(group) for group in groups.split(",") if group])
         append(sys.stdin.buffer, open_directory(path), name, int(limit))
     except (RecordRefusedError, OSError) as error:
-        print(f"no records of {name} in {path}: {error}", file=sys.stderr)  # noqa: T201
+        told = ascii(f"no records of {name} in {path}: {error}")[1:-1]  # one line, whatever the path is
+        print(told, file=sys.stderr)  # noqa: T201
         return 1
     return 0
 
