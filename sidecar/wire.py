@@ -48,6 +48,14 @@ Rules
     ``commit`` of a checkpoint the ranks save together, send ``checkpointed`` and stand until ``cancel`` sends them on
     or their job is requeued.
 
+Limits
+    A user's connection that has not attached within 5 s is closed. A job has at most 64 ranks on a host, or one on
+    each CPU of its allocation. Packets of a job, and of a user's processes that have not attached, are read at up to
+    100 a second after the first thousand, and 256 KiB a second after the first 4 MiB; the rest waits in the sender's
+    socket. Numbers are finite and have at most 62 bits. Names are one line of valid Unicode without control characters
+    and at most 255 characters; texts for people are made so, and cut at 1,000 characters. What is beyond is answered
+    by ``error`` and has no effect.
+
 Page
     One 4096-byte memfd for each rank. The client writes its words and the agent its own, each by one aligned
     8-byte store, so that a step costs no system call. The client's words are one record under a sequence lock:
