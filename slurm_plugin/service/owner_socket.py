@@ -1,7 +1,8 @@
 """The local socket at which users read the record of their own jobs, because the store's file is not theirs to read.
 
 A client connects, sends one line of JSON, ``{"job": 7, "last": 20}``, and gets one JSON answer: an :class:`Answer`. The
-kernel says who it is (``SO_PEERCRED``): root and the service's user read every job, other users their own.
+kernel says who it is (``SO_PEERCRED``): root and the service's user read every job, other users their own. ``{"job":
+null, "since_s": 0}`` asks for the last round as far as it is about the own jobs.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from msgspec import Meta
 
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.service.errors import ServiceError, StoreError
+from cadenza.slurm_plugin.service.own_jobs import Latest, own_part
 from cadenza.slurm_plugin.service.store.reader import JobRecord, StoreReader
 
 log = logging.getLogger(__name__)
 
 MAX_REQUEST = 256
+MAX_ROWS = 2000
 MAX_ANSWER = 64 * 2**20
 REQUEST_TIMEOUT_S = 0.5
 """Time in which a client must have sent its request; clients are served one after the other."""
@@ -37,17 +40,22 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The job that is asked for, and the most rows of each kind."""
+    """The job that is asked for, and the most rows of each kind; without a job, the last round.
 
-    job: Annotated[int, Meta(ge=1, lt=2**32)]
+    ``since_s``: the time of the first yields and resumes with the last round, seconds since the epoch.
+    """
+
+    job: Annotated[int, Meta(ge=1, lt=2**32)] | None
     last: Annotated[int, Meta(ge=1, le=1000)] = 20
+    since_s: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The record of a job, or the reason why there is none."""
+    """The record of a job or the last round, or the reason why there is none."""
 
     record: JobRecord | None = None
     error: str = ""
+    latest: Latest | None = None
 
 
 def socket_path(heartbeat: str) -> Path:
@@ -113,16 +121,32 @@ class OwnerSocket:
             return Answer(error="no request of this version")
         try:
             with StoreReader(self._store) as reader:
-                record, owner = reader.job_record(request.job, request.last), reader.owner(request.job)
+                return _latest(reader, request, uid) if request.job is None else _record(reader, request, uid)
         except StoreError as error:
             log.warning("%s", error)
             return Answer(error="the record cannot be read")
         except Exception:
-            log.exception("job %d cannot be shown", request.job)
+            log.exception("job %s cannot be shown", request.job)
             return Answer(error="the record cannot be shown")
-        if owner is None or not may_read(uid, owner):
-            return Answer(error=f"job {request.job}: nothing on record of a job of yours")
-        return Answer(record)
+
+
+def _record(reader: StoreReader, request: Request, uid: int) -> Answer:
+    """Return the record of a job that the user may read."""
+    job = request.job or 0
+    record, owner = reader.job_record(job, request.last), reader.owner(job)
+    if owner is None or not may_read(uid, owner):
+        return Answer(error=f"job {job}: nothing on record of a job of yours")
+    return Answer(record)
+
+
+def _latest(reader: StoreReader, request: Request, uid: int) -> Answer:
+    """Return the last round as far as it is about the user's own jobs."""
+    try:
+        user = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return Answer(error=f"this machine does not know uid {uid}")
+    rows = (reader.actions(limit=MAX_ROWS), reader.switches(since_s=request.since_s), reader.effects(limit=MAX_ROWS))
+    return Answer(latest=own_part(reader.round(), user, *rows))
 
 
 def peer_uid(client: socket.socket) -> int:
@@ -146,10 +170,25 @@ def ask(path: Path, job: int, last: int) -> JobRecord:
 
     Raise ServiceError with the service's reason, and ``OSError`` if there is no service to ask.
     """
+    record = _answer_of(path, Request(job, min(last, 1000))).record
+    if record is None:
+        raise ServiceError(f"{path}: cadenzad's answer is about no job; is it of another version?")
+    return record
+
+
+def ask_latest(path: Path, since_s: float) -> Latest:
+    """Return the last round as far as it is about the own jobs; raise as :func:`ask`."""
+    latest = _answer_of(path, Request(None, since_s=since_s)).latest
+    if latest is None:
+        raise ServiceError(f"{path}: cadenzad's answer is about no round; is it of another version?")
+    return latest
+
+
+def _answer_of(path: Path, request: Request) -> Answer:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.settimeout(CLIENT_TIMEOUT_S)
         link.connect(str(path))
-        link.sendall(msgspec.json.encode(Request(job, min(last, 1000))) + b"\n")
+        link.sendall(msgspec.json.encode(request) + b"\n")
         pieces, size = [], 0
         while (piece := link.recv(2**16)) and size <= MAX_ANSWER:
             pieces.append(piece)
@@ -158,9 +197,9 @@ def ask(path: Path, job: int, last: int) -> JobRecord:
         answer = msgspec.json.decode(b"".join(pieces), type=Answer)
     except msgspec.MsgspecError:
         raise ServiceError(f"{path}: cadenzad did not answer in full; try again") from None
-    if answer.record is None:
+    if answer.error:
         raise ServiceError(answer.error)
-    return answer.record
+    return answer
 
 
 def _line(client: socket.socket) -> bytes:

@@ -16,11 +16,12 @@ from service_rig import books, job, write_config
 
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.sidecar.clock import SystemClock
+from cadenza.sidecar.orders import VERSION, Switched
 from cadenza.slurm_plugin.cli.jobs import why
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.service import owner_socket
 from cadenza.slurm_plugin.service.errors import ServiceError, StoreError
-from cadenza.slurm_plugin.service.owner_socket import OwnerSocket, ask, may_read, socket_path
+from cadenza.slurm_plugin.service.owner_socket import OwnerSocket, ask, ask_latest, may_read, socket_path
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
@@ -33,6 +34,7 @@ def site(tmp_path: Path) -> Iterator[Path]:
     store = SqliteStore(tmp_path / "cadenza.db", SystemClock())
     mine, theirs = job(1, user="nobody"), job(2)
     store.begin(books(mine, theirs), Decision((), Memory(), {mine.key: "waits", theirs.key: "runs"}), (), Memory())
+    store.record([Switched(VERSION, "n1", number, 0, "yield", 100.0, 0.1, 0.1, 0.2, 5) for number in (1, 2)])
     server = OwnerSocket(tmp_path / "jobs.sock", tmp_path / "cadenza.db", SystemClock())
     server.start()
     yield tmp_path
@@ -49,6 +51,24 @@ def test_users_read_their_own_jobs_only(site: Path, monkeypatch: pytest.MonkeyPa
     for other in (2, 3):
         with pytest.raises(ServiceError, match=f"job {other}: nothing on record of a job of yours"):
             ask(site / "jobs.sock", other, 20)
+
+
+def test_top_shows_users_their_own_jobs_only(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = write_config(site, store=str(site / "closed.db"))
+    monkeypatch.setattr(owner_socket, "peer_uid", lambda _: NOBODY.pw_uid)
+    latest = ask_latest(site / "jobs.sock", 0.0)
+    last = latest.round()
+    assert last is not None
+    assert [one.user for one in last.snapshot.jobs] == ["nobody"]
+    assert list(last.decision.reasons.values()) == ["waits"]
+    assert [row.job for row in latest.switches] == [1]
+    view = json.loads(CliRunner().invoke(main, ["top", "--once", "--json", "--config", str(config)]).stdout)
+    assert [(one["id"], one["reason"]) for one in view["jobs"]] == [(1, "waits")]
+    monkeypatch.setattr(owner_socket, "peer_uid", lambda _: 4_000_000_000)
+    with pytest.raises(ServiceError, match="does not know uid"):
+        ask_latest(site / "jobs.sock", 0.0)
+    away = write_config(site, store=str(site / "closed.db"), heartbeat=str(site / "away" / "admission"))
+    assert CliRunner().invoke(main, ["top", "--once", "--config", str(away)]).exit_code == 3
 
 
 def test_who_may_read() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -12,7 +14,6 @@ from cadenza.slurm_plugin.cli.jobs.view import Recent, TopView, build
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from cadenza.slurm_plugin.service.store.reader import StoreReader
 
@@ -31,11 +32,14 @@ MAX_EFFECTS = 8
 def command(*, once: bool, interval: float, as_json: bool, store: Path | None, config: Path | None) -> None:
     """Show live which job holds which GPU, which jobs wait for it, and why.
 
-    It reads the service's store, which the service's user, its group and root may read. With --json and without --once
-    it prints one line per interval.
+    It reads the service's store, which the service's user, its group and root may read; other users get their own jobs
+    from the running service. With --json and without --once it prints one line per interval.
     """
-    with open_store(store, config) as reader:
-        views = iter((look(reader),)) if once else _views(reader, interval)
+    with ExitStack() as stack:
+        source = _source(store, config)
+        if not isinstance(source, Path):
+            stack.enter_context(source)
+        views = iter((look(source),)) if once else _views(source, interval)
         if as_json:
             for view in views:
                 emit(view)
@@ -43,20 +47,44 @@ def command(*, once: bool, interval: float, as_json: bool, store: Path | None, c
             _show(views, live=not once)
 
 
-def look(reader: StoreReader) -> TopView:
-    """Return the current view of a store."""
+def _source(store: Path | None, config: Path | None) -> StoreReader | Path:
+    """Return the store, or the path of the service's socket if this user may not read the store."""
+    from cadenza.slurm_plugin.service.errors import StoreError  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.owner_socket import socket_path  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
+
+    try:
+        return open_store(store, config)
+    except StoreError:
+        path = socket_path(load_settings(config).service.heartbeat)
+        if store is not None or not path.exists():
+            raise
+        return path
+
+
+def look(source: StoreReader | Path) -> TopView:
+    """Return the current view of a store, or of the user's own jobs from the service's socket."""
     from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.errors import StoreError  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.owner_socket import ask_latest  # noqa: PLC0415
 
     now_s = SystemClock().now()
+    if isinstance(source, Path):
+        try:
+            latest = ask_latest(source, now_s - SWITCHES_SINCE_S)
+        except OSError as error:
+            raise StoreError(f"{source}: {error.strerror or error}; is cadenzad up?") from None
+        return build(latest.round(), Recent(latest.actions, latest.switches, latest.effects[:MAX_EFFECTS]), now_s)
+    reader = source
     switches = reader.switches(since_s=now_s - SWITCHES_SINCE_S)
     recent = Recent(reader.actions(limit=MAX_ACTIONS), switches, reader.effects(limit=MAX_EFFECTS))
     return build(reader.round(), recent, now_s)
 
 
-def _views(reader: StoreReader, interval: float) -> Iterator[TopView]:
+def _views(source: StoreReader | Path, interval: float) -> Iterator[TopView]:
     never = threading.Event()
     while True:
-        yield look(reader)
+        yield look(source)
         never.wait(interval)
 
 
