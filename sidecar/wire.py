@@ -22,6 +22,7 @@ Messages, agent to job side
     ``stop``      stop at the first boundary whose step is at least ``step`` (also in the page)
     ``commit``    all ranks have arrived: move the state out
     ``cancel``    the stop is withdrawn, go on
+    ``save``      to a rank that has yielded: save a checkpoint from the host copy of your state, and wait on
     ``resume``    the lease is yours: move the state back
     ``error``     the message was refused; ``error`` gives the reason
 
@@ -38,7 +39,7 @@ Fields (those in brackets may be missing; an unknown one is ignored)
     ``requeued_by``  owner (``lightning``, ``submitit``; "" takes it back)
     ``lease``     state [reason]
     ``attached``  state rank, and the page's descriptor
-    ``stop``      order step;  ``commit`` and ``resume``: order;  ``cancel``: order reason;  ``error``: error
+    ``stop``      order step;  ``commit``, ``save`` and ``resume``: order;  ``cancel``: order reason;  ``error``: error
 
 Rules
     Only ``resume`` moves state back: it follows an ``attached`` with ``held`` to a rank that sent ``yielded``. A rank
@@ -46,7 +47,8 @@ Rules
     that ends before ``commit`` withdraws the stop. A second ``attach`` of a process replaces its first. ``cancel`` and
     ``stop`` with another order than the current one are out of date. PAGE_PURPOSE is the purpose of a stop. After
     ``commit`` of a checkpoint the ranks save together, send ``checkpointed`` and stand until ``cancel`` sends them on
-    or their job is requeued.
+    or their job is requeued. ``save`` goes only to ranks with SAVES_AWAY; they need no boundary, because they stand at
+    one, and go on waiting for ``resume``.
 
 Limits
     A user's connection that has not attached within 5 s is closed. A job has at most 64 ranks on a host, or one on
@@ -106,7 +108,7 @@ PAGE_MEMORY_LOW = 10
 PAGE_MEMORY_PEAK = 11
 """Most memory in use at any time, in bytes."""
 PAGE_SAVES = 12
-"""1 if this rank can save a checkpoint on order; only then it is asked to."""
+"""0, or one of ``SAVES_…`` if this rank can save a checkpoint on order; only then it is asked to."""
 PAGE_ORDER_COUNT = 15
 """Stops that this rank has reached; the last ORDERS_KEPT of them are in the ring."""
 PAGE_ORDERS = 16
@@ -150,6 +152,11 @@ QUARTERED_BITS = 3
 """From this many bits on an octave has four buckets; below, each number is a bucket."""
 
 MAGIC = 0x43414445_4E5A4131  # "CADENZA1"
+
+SAVES_AT_BOUNDARY = 1
+"""It can save while it holds its GPUs."""
+SAVES_AWAY = 2
+"""It can also save while its state is in host memory."""
 
 PURPOSE_YIELD = 0
 PURPOSE_CHECKPOINT = 1

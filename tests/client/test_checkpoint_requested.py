@@ -14,6 +14,8 @@ from torch import nn
 from cadenza.sidecar import client, wire
 from cadenza.sidecar.client.checkpoints import SaveError
 from cadenza.sidecar.client.errors import UsageError
+from cadenza.sidecar.client.offload import memory_limits
+from cadenza.sidecar.client.offload.engine import Offload
 from cadenza.sidecar.client.session import checkpoint_request
 
 
@@ -24,15 +26,22 @@ class Training:
         torch.manual_seed(3)
         self.model = nn.Linear(4, 4)
         self.optimizer = torch.optim.Adam(self.model.parameters())
-        self.keeper = client.checkpoint(folder, model=self.model, optimizer=self.optimizer)
+        self.scaler = torch.amp.GradScaler("cpu")
+        self.average = {name: value.detach().clone() for name, value in self.model.named_parameters()}
+        self.keeper = client.checkpoint(
+            folder, model=self.model, optimizer=self.optimizer, scaler=self.scaler, own=self.average
+        )
         self.losses: list[str] = []
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
             loss = self.model(torch.randn(2, 4)).square().mean()
             self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            for name, value in self.model.named_parameters():
+                self.average[name].lerp_(value.detach(), 0.1)
             self.losses.append(loss.item().hex())
             client.boundary()
 
@@ -103,7 +112,7 @@ def test_an_open_checkpoint_is_marked_in_the_page_and_a_closed_one_is_not(job: P
     taken = Script(job.rank, job)
     session = client.attach()
     rank = taken.finish()
-    assert rank.page[wire.PAGE_SAVES] == 1
+    assert rank.page[wire.PAGE_SAVES] == wire.SAVES_AWAY
     training.keeper.close()
     assert session.words[wire.PAGE_SAVES] == 0
 
@@ -158,11 +167,11 @@ def test_steps_that_are_not_boundaries_need_to_be_named(job: Peer, training: Tra
     training.run(2)
     training.keeper.save(2)
     training.keeper.save(3)  # before the boundary of step 3
-    assert session.words[wire.PAGE_SAVES] == 1
+    assert session.words[wire.PAGE_SAVES] == wire.SAVES_AWAY
     training.keeper.save(10)
     assert session.words[wire.PAGE_SAVES] == 0
     training.keeper.at(11)
-    assert (training.keeper.step, session.words[wire.PAGE_SAVES]) == (11, 1)
+    assert (training.keeper.step, session.words[wire.PAGE_SAVES]) == (11, wire.SAVES_AWAY)
 
 
 def test_an_ordered_checkpoint_that_was_counted_too_far_does_not_stop_the_scripts_own(
@@ -176,3 +185,124 @@ def test_an_ordered_checkpoint_that_was_counted_too_far_does_not_stop_the_script
     assert training.keeper.restore() == 4
     with pytest.raises(UsageError, match="has step 4"):
         training.keeper.save(3)
+
+
+# --- while the state is away --------------------------------------------------------------------------------
+
+
+def attach(training: Training, **options: Any) -> Any:
+    return client.attach(training.model, training.optimizer, training.scaler, tensors=training.average, **options)
+
+
+def saved_away(peer: Peer, at: int) -> Callable[[], Any]:
+    """Let the rank yield at a step, ask it for a checkpoint, resume it, and return its answer."""
+
+    def script() -> dict[str, Any]:
+        rank = peer.rank(at)
+        rank.hear("arrived")
+        rank.say("commit", order=1)
+        assert rank.hear("yielded")["bytes"] > 0
+        rank.say("save", order=2)
+        answer = rank.hear("checkpointed")
+        assert (rank.page[wire.PAGE_STATE], answer["order"]) == (wire.STATE_YIELDED, 2)
+        rank.clear()
+        rank.say("resume", order=3)
+        rank.hear("resumed")
+        return answer
+
+    return Script(script, peer).finish
+
+
+@pytest.fixture(params=["host memory", "disk"])
+def spill(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Directory for the state when host memory is short, and whether it is."""
+    if request.param == "disk":
+        monkeypatch.setattr(memory_limits, "refusal", lambda *_: "host memory is short")
+    return str(tmp_path)
+
+
+def test_a_yielded_job_saves_its_host_copy_and_goes_on_bit_for_bit(
+    job: Peer, training: Training, tmp_path: Path, spill: str
+) -> None:
+    finish = saved_away(job, 5)
+    attach(training, spill=spill)
+    training.run(9)
+    said = finish()
+    assert (said["step"], said["error"]) == (5, "")
+    _, losses = restored(tmp_path / "kept", 4)
+    assert losses == training.losses[5:]
+    assert losses != training.losses[:4]
+
+
+def test_a_job_that_was_never_asked_away_trains_the_same(job: Peer, training: Training, tmp_path: Path) -> None:
+    finish = saved_away(job, 5)
+    attach(training)
+    training.run(9)
+    finish()
+    client.detach()
+    alone = Training(tmp_path / "alone")
+    alone.run(9)
+    assert alone.losses == training.losses
+    alone.keeper.close()
+
+
+def test_without_a_training_step_there_is_no_checkpoint_to_save_away(job: Peer, training: Training) -> None:
+    job.answer = "yielded"
+
+    def script() -> dict[str, Any]:
+        rank = job.rank()
+        rank.hear("yielded")
+        rank.say("save", order=1)
+        answer = rank.hear("checkpointed")
+        rank.say("resume", order=2)
+        rank.hear("resumed")
+        return answer
+
+    finish = Script(script, job).finish
+    attach(training)
+    assert finish()["error"] == "it has not trained yet"
+
+
+class Stopped(Exception):  # noqa: N818 - as a script's signal handler raises it
+    """Ends the wait for the lease."""
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_a_script_that_saves_while_its_state_is_away_writes_the_host_copy(
+    job: Peer, training: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zipped: bool
+) -> None:
+    """A signal handler that raises ends the wait; state of a GPU stays away, because another job may have the GPU."""
+    monkeypatch.setattr(Offload, "needs_gpu", property(lambda offload: offload.away))
+
+    def script() -> None:
+        rank = job.rank(3)
+        rank.hear("arrived")
+        rank.say("commit", order=1)
+        rank.hear("yielded")
+        rank.say("resume", order=2)
+        rank.hear("resumed")
+
+    finish = Script(script, job).finish
+    session = attach(training)
+
+    def stopped(_: object) -> None:
+        del session._await_resume
+        raise Stopped
+
+    session._await_resume = stopped
+    with pytest.raises(Stopped):
+        training.run(4)
+    assert training.model.weight.untyped_storage().nbytes() == 0
+    state = {"model": training.model, "optimizer": training.optimizer.state_dict(), "own": training.average}
+    torch.save(state, tmp_path / "saved.pt", _use_new_zipfile_serialization=zipped)
+    loaded = torch.load(tmp_path / "saved.pt", weights_only=False)
+    training.keeper.save(3)
+    session.boundary()  # waits again, and has its state back
+    finish()
+    torch.testing.assert_close(loaded["model"].state_dict(), training.model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(loaded["own"], training.average, rtol=0, atol=0)
+    moments = [state["exp_avg"] for state in training.optimizer.state.values()]
+    torch.testing.assert_close([one["exp_avg"] for one in loaded["optimizer"]["state"].values()], moments)
+    before = {name: value.clone() for name, value in training.model.state_dict().items()}
+    assert training.keeper.restore() == 3
+    torch.testing.assert_close(training.model.state_dict(), before, rtol=0, atol=0)

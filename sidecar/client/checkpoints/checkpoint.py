@@ -49,7 +49,7 @@ class Checkpoint:
         self._requested: dict[Path, int] = {}
         """Checkpoints that Cadenza requested from this process, with their steps as counted here."""
         self._session = process.prepare()
-        self._session.set_saver(self._save_on_request)
+        self._session.set_saver(self._save_on_request, away=True)
         self._anchor = (0, self._session.trained)
         """A step that the script named, and the session's count of training steps at that time."""
         self._named_step: int | None = None
@@ -120,7 +120,7 @@ class Checkpoint:
     def at(self, step: int) -> None:
         """Set the step of the present state, for scripts that call ``boundary()`` more or less than once a step."""
         if self._named_step is None:
-            self._session.set_saver(self._save_on_request)
+            self._session.set_saver(self._save_on_request, away=True)
         self._named_step = step
 
     def wait(self) -> None:
@@ -163,7 +163,8 @@ class Checkpoint:
 
     def _capture(self, step: int) -> writing.Captured:
         """Copy the state; raise UsageError on every rank if it cannot be saved or differs between ranks."""
-        captured = self._ranks.all_ranks(lambda: self._capture_own(step))
+        with self._session.host_copies():
+            captured = self._ranks.all_ranks(lambda: self._capture_own(step))
         position = captured.own["sampler"] if isinstance(self._sampler, ResumableSampler) else None
         # Replicated state has the same names, shapes and dtypes on every rank.
         lines = "\n".join(_lines(captured.shared, ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 ALIGNMENT = 512
@@ -29,6 +30,11 @@ class Batch:
     offset: int
     nbytes: int
     """The batch's place in host memory, alignment included."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The members' places in host memory."""
+        return tuple(accumulate(self.spans[:-1], initial=self.offset))
 
     @property
     def gathered(self) -> bool:

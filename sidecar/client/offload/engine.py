@@ -14,6 +14,7 @@ from cadenza.sidecar.client.clock import monotonic_ns
 from cadenza.sidecar.client.errors import MoveError, RestoreError
 from cadenza.sidecar.client.offload import copy_plan, memory_limits, spill
 from cadenza.sidecar.client.offload.copy_plan import Batch
+from cadenza.sidecar.client.offload.host_copy import GuardedSavers, HostCopies
 from cadenza.sidecar.client.offload.host_memory import HostBuffer, allocate
 from cadenza.sidecar.client.offload.storages import Segment
 
@@ -44,6 +45,7 @@ class Offload:
         self._devices: list[torch.device] = []
         """The GPUs that the state is on, or was on before the move."""
         self._move: Transfer | spill.SpillFile | None = None
+        self._savers: GuardedSavers | None = None
         self._pause = threading.Event()
 
     @property
@@ -92,6 +94,22 @@ class Offload:
         left = _empty_caches(self._devices)
         return Moved(_total(segments), (monotonic_ns() - started) / 1e9, left)
 
+    def host_copies(self) -> HostCopies:
+        """Return the mode in which torch reads the state that is away, from host memory or from the file."""
+        if isinstance(self._move, spill.SpillFile):
+            copies = list(self._move.host_storages())
+        else:
+            copies = [
+                (self._segments[index], self._buffer.part(offset, size))
+                for batch in plan_of(self._segments)
+                for index, size, offset in zip(batch.members, batch.sizes, batch.offsets, strict=True)
+            ]
+        return HostCopies({segment.storage._cdata: copy for segment, copy in copies})  # noqa: SLF001
+
+    def guard_savers(self) -> None:
+        """Let ``torch.save`` and its like read the host copy in the script, until the state is back."""
+        self._savers = self._savers or GuardedSavers(self.host_copies())
+
     def restore(self) -> Moved:
         """Bring all back in place; raise RestoreError, with all still away, when the GPU stays too full.
 
@@ -99,6 +117,9 @@ class Offload:
         """
         started = monotonic_ns()
         nbytes = _total(self._segments)
+        if self._savers is not None:
+            self._savers.remove()
+            self._savers = None
         for attempt in range(RESTORE_RETRIES + 1):
             try:
                 if self._move is not None:

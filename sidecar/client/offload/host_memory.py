@@ -18,6 +18,7 @@ class HostBuffer:
     """One piece of host memory that grows on demand."""
 
     def __init__(self) -> None:
+        self._mapping: mmap.mmap | None = None
         self._memory = allocate(0)
         self._for_device = False
         self._pinned = False
@@ -32,9 +33,11 @@ class HostBuffer:
         if self._memory.nbytes < nbytes or pinned != self._for_device:
             self.free()
             try:
-                self._memory = map_memory(nbytes, huge=pinned)
+                self._mapping = map_memory(nbytes, huge=pinned)
             except (OSError, OverflowError) as error:
                 raise MoveError(f"no {nbytes >> 20} MiB of host memory: {error}") from None
+            if self._mapping is not None:
+                self._memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
             self._for_device = pinned
             if pinned and nbytes:
                 # Pin the exact size: torch's own pinned allocator rounds up to a power of two.
@@ -44,27 +47,38 @@ class HostBuffer:
                     _log.warning("host memory could not be pinned (CUDA error %d): moves are slower", error_code)
         return self._memory
 
+    def part(self, offset: int, nbytes: int) -> torch.UntypedStorage:
+        """Return a part of the memory as a storage of its own, which keeps the memory for as long as it lives."""
+        if self._mapping is None:
+            raise MoveError("no host memory is reserved")
+        return storage_in(self._mapping, offset, nbytes)
+
     def free(self) -> None:
         """Free the memory."""
         if self._pinned and self._memory.nbytes:
             _cudart().cudaHostUnregister(self._memory.data_ptr())
-        self._memory = allocate(0)
+        self._memory, self._mapping = allocate(0), None
         self._pinned = False
 
 
-def map_memory(nbytes: int, *, huge: bool) -> torch.Tensor:
-    """Return new host memory, in huge pages if the kernel has them and ``huge`` is set.
+def map_memory(nbytes: int, *, huge: bool) -> mmap.mmap | None:
+    """Return new host memory, None for no bytes, in huge pages if the kernel has them and ``huge`` is set.
 
     Huge pages are for memory that stays. In a virtual machine, the kernel gives freed huge pages to its host, and
     getting one back takes longer than the copy into it.
     """
     if not nbytes:
-        return allocate(0)
+        return None
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge:
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return memory
+
+
+def storage_in(mapping: mmap.mmap, offset: int, nbytes: int) -> torch.UntypedStorage:
+    """Return a part of mapped memory as a storage, which keeps the mapping."""
+    return torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=offset).untyped_storage()
 
 
 def allocate(nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:

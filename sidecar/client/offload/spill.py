@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 
 from cadenza.sidecar.client.errors import MoveError, RestoreError
-from cadenza.sidecar.client.offload.host_memory import HostBuffer, as_bytes
+from cadenza.sidecar.client.offload.host_memory import HostBuffer, as_bytes, storage_in
 from cadenza.sidecar.client.offload.storages import Segment
 
 WINDOW_BYTES = 16 * 2**20
@@ -91,6 +92,13 @@ class SpillFile:
                 segment.storage.resize_(0)
             raise
         self.close()
+
+    def host_storages(self) -> Iterator[tuple[Segment, torch.UntypedStorage]]:
+        """Yield each segment with its content, mapped from the file; changes do not reach the file."""
+        mapping, place = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY), 0
+        for segment in self._segments:
+            yield segment, storage_in(mapping, place, segment.nbytes)
+            place += segment.nbytes
 
     def close(self) -> None:
         """Free the disk and the window."""

@@ -70,6 +70,11 @@ def _end_with_parent(number: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
+def failure(step: int, error: str, seconds: float = 0.0) -> dict[str, Any]:
+    """Return the fields of a ``checkpointed`` message about a checkpoint that could not be saved."""
+    return {"step": step, "bytes": 0, "seconds": seconds, "path": "", "error": error[:MAX_TEXT]}
+
+
 def save(saver: Saver, step: int) -> dict[str, Any] | None:
     """Call a saver; return the fields of the answer, or None when it is deferred. Never raises an Exception."""
     began = monotonic_ns()
@@ -77,8 +82,7 @@ def save(saver: Saver, step: int) -> dict[str, Any] | None:
         result = saver()
     except Exception as error:  # noqa: BLE001 - a framework's own code; the training continues
         _log.warning("the checkpoint that Cadenza asked for failed, the job continues: %s", error)
-        text = (str(error) or repr(error))[:MAX_TEXT]
-        return {"step": step, "bytes": 0, "seconds": (monotonic_ns() - began) * 1e-9, "path": "", "error": text}
+        return failure(step, str(error) or repr(error), (monotonic_ns() - began) * 1e-9)
     if result is DEFERRED:
         return None
     saved = result if isinstance(result, Saved) else Saved(step, path=str(result or ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -124,10 +125,13 @@ class Session(StepCounters):
         if on_checkpoint is not None:
             self.set_saver(on_checkpoint)
 
-    def set_saver(self, saver: checkpoint_request.Saver | None) -> None:
-        """Set the function that saves a checkpoint on request; without one, the agent does not ask for any."""
+    def set_saver(self, saver: checkpoint_request.Saver | None, *, away: bool = False) -> None:
+        """Set the function that saves a checkpoint on request; without one, the agent does not ask for any.
+
+        ``away``: it can also save while the state is in host memory, where torch reads the host copy.
+        """
         self._saver = saver
-        self.words[wire.PAGE_SAVES] = int(saver is not None)
+        self.words[wire.PAGE_SAVES] = 0 if saver is None else wire.SAVES_AWAY if away else wire.SAVES_AT_BOUNDARY
         if saver is not None and self.active:
             self.files.publish()
 
@@ -245,13 +249,14 @@ class Session(StepCounters):
         """
         # 1. Wait for the lease.
         try:
-            while (message := link.receive()) and message["type"] != "resume":
-                if message["type"] == "attached" and (reply := link.take_reply()):
-                    self._adopt(reply)
+            with self.host_copies():
+                message = self._await_resume(link)
         except BaseException:
             self.words[STOP] = 1  # leads the next boundary here
             if self._offload and not self._offload.needs_gpu:
                 self._offload.restore()
+            elif self._offload and self._offload.away:
+                self._offload.guard_savers()
             raise
         # 2. Bring the state back.
         with link.steady:
@@ -264,6 +269,35 @@ class Session(StepCounters):
         # 4. Report.
         copy_s = moved.seconds if moved else 0.0
         link.send("resumed", since=since, order=_order_of(message or {}), copy_s=copy_s)
+
+    def host_copies(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which torch reads the host copy of state that is away; no state is, no effect."""
+        return self._offload.host_copies() if self._offload and self._offload.away else contextlib.nullcontext()
+
+    def _await_resume(self, link: Link) -> Message | None:
+        """Wait for ``resume``; save checkpoints from the host copy when the agent asks for them."""
+        with contextlib.ExitStack() as saved:
+            while (message := link.receive()) and message["type"] != "resume":
+                if message["type"] == "save":
+                    since, order = link.losses, _order_of(message)
+                    answer = self._save_away()
+                    link.send("checkpointed", since=since, order=order, **answer)
+                    if not answer["error"]:
+                        saved.enter_context(checkpoint_request.default_sigterm())
+                    continue
+                saved.close()
+                if message["type"] == "attached" and (reply := link.take_reply()):
+                    self._adopt(reply)
+            return message
+
+    def _save_away(self) -> Message:
+        """Save a checkpoint from the host copy; return the fields of the answer."""
+        able = self._saver is not None and self.words[wire.PAGE_SAVES] == wire.SAVES_AWAY
+        if self._saver is None or not able or not self.trained:
+            reason = "it has not trained yet" if able else checkpoint_request.NO_CHECKPOINT
+            return checkpoint_request.failure(self.step, reason)
+        answer = checkpoint_request.save(self._saver, self.step)
+        return answer or checkpoint_request.failure(self.step, "its framework saves only while it trains")
 
     @pinning_paused()
     def _wait_for_lease(self, link: Link, order: int) -> None:

@@ -1,0 +1,110 @@
+"""Reads of state that is away: functions of torch use the host copy in place of tensors without memory."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from cadenza.sidecar.client.errors import UsageError
+from cadenza.sidecar.client.offload.storages import SPARSE_PARTS
+
+SAVERS = (
+    ("torch.serialization", "_save"),
+    ("torch.serialization", "_legacy_save"),
+    ("torch.distributed.checkpoint.state_dict_saver", "_save_state_dict"),
+    ("safetensors.torch", "save"),
+    ("safetensors.torch", "save_file"),
+)
+"""Functions behind ``torch.save`` and other savers, by the names under which they are looked up at each call."""
+ACCESSORS = frozenset({"__get__", "__set__", "__delete__"})
+"""Names of the functions behind a tensor's attributes, such as its shape and its gradient; none reads its memory."""
+
+
+class HostCopies(TorchFunctionMode):
+    """While it is active, functions of torch use the host copy of tensors that are away (docs: torch.overrides).
+
+    So ``state_dict()``, ``item()``, ``torch.save`` and a copy to another device see the content, without a GPU. A
+    change in place changes the host copy, and comes back with it. It is for the thread that enters it.
+    """
+
+    def __init__(self, storages: Mapping[int, torch.UntypedStorage]) -> None:
+        """Take the host copies by the address (``_cdata``) of the storages that are away."""
+        super().__init__()
+        self._storages = storages
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch with host copies in place of tensors that are away."""
+        named = kwargs or {}
+        if getattr(func, "__name__", "") in ACCESSORS:
+            return func(*args, **named)
+        return func(*map(self._present, args), **{key: self._present(value) for key, value in named.items()})
+
+    def _present(self, value: Any) -> Any:
+        """Return an argument with host copies in it."""
+        if isinstance(value, torch.Tensor):
+            return self._of(value)
+        return type(value)(map(self._present, value)) if type(value) in (list, tuple) else value
+
+    def _of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor's host copy, the tensor itself if it is not away; UsageError for a sparse one that is."""
+        wrapped: Any = tensor
+        if is_traceable_wrapper_subclass(wrapped):
+            names, context = wrapped.__tensor_flatten__()
+            inner = {name: self._of(getattr(wrapped, name)) for name in names}
+            same = all(part is getattr(wrapped, name) for name, part in inner.items())
+            whole = (inner, context, tensor.size(), tensor.stride())
+            return tensor if same else type(wrapped).__tensor_unflatten__(*whole)
+        if tensor.layout in SPARSE_PARTS:
+            plain = tensor.detach()
+            parts = [getattr(plain, name)() for name in SPARSE_PARTS[tensor.layout]]
+            if any(self._of(part) is not part for part in parts):
+                raise UsageError(f"a tensor of layout {tensor.layout} cannot be read while the job's state is away")
+            return tensor
+        try:
+            storage = self._storages.get(tensor.untyped_storage()._cdata)  # noqa: SLF001
+        except (RuntimeError, ValueError):  # lazy and opaque tensors have no storage, and stay
+            return tensor
+        if storage is None:
+            return tensor
+        copy = torch.empty(0, dtype=tensor.dtype)
+        copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        copy = copy.conj() if tensor.is_conj() else copy
+        return torch._neg_view(copy) if tensor.is_neg() else copy  # noqa: SLF001
+
+
+class GuardedSavers:
+    """Savers that read host copies while a script goes on with its state away, as after a signal in the wait."""
+
+    def __init__(self, copies: HostCopies) -> None:
+        self._originals: list[tuple[Any, str, Any]] = []
+        for module_name, name in SAVERS:
+            module = sys.modules.get(module_name)
+            original = getattr(module, name, None)
+            if original is not None:
+                self._originals.append((module, name, original))
+                setattr(module, name, _reading(copies, original))
+
+    def remove(self) -> None:
+        """Put the savers back."""
+        for module, name, original in self._originals:
+            setattr(module, name, original)
+        self._originals.clear()
+
+
+def _reading(copies: HostCopies, saver: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a saver that reads host copies."""
+
+    @functools.wraps(saver)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        with copies:
+            return saver(*args, **kwargs)
+
+    return save
