@@ -237,10 +237,14 @@ class Daemon:
     # --- processes -----------------------------------------------------------------------------------------
 
     def _watch(self, pid: int) -> None:
-        """Wake up when a process ends."""
-        if pid not in self._watched.values() and (descriptor := open_pidfd(pid)) is not None:
-            self._watched[descriptor] = pid
-            self._poller.register(descriptor, zmq.POLLIN)
+        """Wake up when a process ends; without a descriptor to spare the sweep finds its end."""
+        if pid in self._watched.values() or (descriptor := open_pidfd(pid)) is None:
+            return
+        if self._job_side.files.is_reserved(descriptor):
+            os.close(descriptor)
+            return
+        self._watched[descriptor] = pid
+        self._poller.register(descriptor, zmq.POLLIN)
 
     def _watch_helper(self, descriptor: int, there: bool) -> None:  # noqa: FBT001
         """Start or stop waking up for answers of the driver path's helper; its tick reads them."""

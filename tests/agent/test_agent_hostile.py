@@ -287,6 +287,27 @@ def test_no_page_is_more_than_figures_within_their_bounds(written: list[tuple[di
     page.close()
 
 
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(written=st.lists(st.tuples(WRITTEN, LAYOUTS), min_size=1, max_size=4), fill=WORDS, asked=st.booleans())
+def test_no_page_leaves_a_fault_or_a_report_that_the_service_cannot_read(
+    rig: HostInMemory, written: list[tuple[dict[int, int], int]], fill: int, asked: bool
+) -> None:
+    rig.__init__(rig.file.path.parent)
+    for job in (1, 2):
+        rig.register(job, [0])
+        rig.attach(job, 10 * job)
+    words = rig.host.run(JobKey(1, 0)).ranks[10].page._words
+    for index in range(len(words)):
+        words[index] = fill
+    if asked:
+        rig.coordinator.stop(rig.of(1), "service", 30.0)
+    for own, layout in written:
+        for index, word in (own | {wire.PAGE_LAYOUT: layout, wire.PAGE_SEQUENCE: 2}).items():
+            words[index] = word
+        rig.run_once(0.3)
+    assert not rig.host.supervisor.faults
+
+
 # --- one bad job among good ones ---------------------------------------------------------------------------------
 
 

@@ -134,11 +134,8 @@ class DriverController:
             if lease is None:
                 self._forget(key, job)
                 continue
-            targets = [member.target for member in job.machine.members.values()]
-            for target in targets if sweeping else ():
-                if start_ticks(target.pid) != target.start_ticks:
-                    self._advance(lease, job, events.Ended(target.pid))
-            self._advance(lease, job, events.Tick())
+            with self.host.supervise(key, "its stop by the driver"):
+                self._move_on(lease, job, sweeping=sweeping)
         # Each job's run shows its readiness for this path, and the work on it.
         usable = self.host.settings.driver_checkpoint != "off" and self.channel.ready
         for lease in self.host.leases:
@@ -146,6 +143,14 @@ class DriverController:
             run.freezable = usable and lease.hosts == 1
             run.driver = _work(own)
             run.lost = own.machine.reason if own is not None and own.machine.lost else ""
+
+    def _move_on(self, lease: Lease, job: _Freeze, *, sweeping: bool) -> None:
+        """Take in the passing of time for one job, and the ends of its processes."""
+        targets = [member.target for member in job.machine.members.values()]
+        for target in targets if sweeping else ():
+            if start_ticks(target.pid) != target.start_ticks:
+                self._advance(lease, job, events.Ended(target.pid))
+        self._advance(lease, job, events.Tick())
 
     def _forget(self, key: JobKey, job: _Freeze) -> None:
         """Forget a job that has left; its locked processes are unlocked, so that they can end."""

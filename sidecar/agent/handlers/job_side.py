@@ -233,18 +233,22 @@ class JobHandler:
     def process_gone(self, pid: int) -> None:
         """Remove a process that ended from its job, and the job from the leases if it was the last."""
         for lease in self.host.leases:
-            if not any(process.pid == pid for process in lease.processes):
-                continue
-            run = self.host.run(lease.key)
-            run.batch_ended |= any(process.batch for process in lease.processes if process.pid == pid)
-            lease.processes = tuple(process for process in lease.processes if process.pid != pid)
-            self.host.leases.touch()
-            if rank := run.ranks.get(pid):
-                self._forget_rank(lease, run, rank)
-            if not lease.processes:
-                run.empty_since = self.host.clock.monotonic()
-                if run.batch_ended:
-                    self.drop(lease, "its batch script ended")
+            if any(process.pid == pid for process in lease.processes):
+                with self.host.supervise(lease.key, "the end of a process"):
+                    self._remove_process(lease, pid)
+
+    def _remove_process(self, lease: Lease, pid: int) -> None:
+        """Remove a process that ended from its job."""
+        run = self.host.run(lease.key)
+        run.batch_ended |= any(process.batch for process in lease.processes if process.pid == pid)
+        lease.processes = tuple(process for process in lease.processes if process.pid != pid)
+        self.host.leases.touch()
+        if rank := run.ranks.get(pid):
+            self._forget_rank(lease, run, rank)
+        if not lease.processes:
+            run.empty_since = self.host.clock.monotonic()
+            if run.batch_ended:
+                self.drop(lease, "its batch script ended")
 
     def _forget_rank(self, lease: Lease, run: JobRun, rank: Rank) -> None:
         """Take a rank out of its job and out of a resume under way."""

@@ -132,7 +132,8 @@ class Tuner:
         for key, part in self._jobs.items():
             lease = self.host.leases.get(key)
             if part.limits is None and lease is not None:
-                part.limits = self._limits(lease)
+                with self.host.supervise(key, "its tuning"):
+                    part.limits = self._limits(lease)
         self._hold_others()
         self._save()
         if not self._jobs:
@@ -141,7 +142,8 @@ class Tuner:
         wanted = plan(self.topology, claims(self.host, self._scale, self._jobs, self._unregistered))
         had = {key: len(part.grant.cpus) if part.grant else 0 for key, part in self._jobs.items()}
         for key in sorted(wanted, key=lambda key: (len(wanted[key].cpus) - had[key], key)):
-            self._apply(key, self._jobs[key], wanted[key])
+            with self.host.supervise(key, "its tuning"):
+                self._apply(key, self._jobs[key], wanted[key])
         self._save()
 
     def _hold_others(self) -> None:
