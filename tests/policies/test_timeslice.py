@@ -151,6 +151,14 @@ def test_one_that_cannot_be_stopped_makes_way_for_an_unmanaged_job_by_a_requeue(
     assert acts(cluster(replace(stuck, nodes=("node1",)), plain)) == []
 
 
+def test_only_lane_0_is_for_one_job_alone():
+    """Job 2 has opted out while it waits on a further lane: it takes no turn from job 1, which keeps its own."""
+    out = replace(YIELDED, options=Options(share=False), lease=lease("yielded", 0, vtime_s=10.0, exclusive=True))
+    assert acts(cluster(HOLDER, out)) == []
+    lane0 = replace(out, nodes=("node1",))
+    assert acts(cluster(replace(HOLDER, nodes=("node1-l1",)), lane0)) == [(Yield, key(1))]
+
+
 def test_a_later_job_on_a_further_lane_does_not_prolong_the_wait_of_an_unmanaged_one():
     queued = job(3, options=None, state="PENDING", state_reason="Resources", submit_s=YIELDED.submit_s - 1)
     assert (Yield, key(1)) in acts(cluster(HOLDER, YIELDED))

@@ -13,7 +13,7 @@ from service_rig import books, job, lease, node, report, write_config
 
 from cadenza.policies.core.actions import Outcome, Resume, Suspend, Unsuspend, Yield
 from cadenza.policies.core.decision import Memory
-from cadenza.policies.core.model import Gpu, Host, JobKey, JobUsage
+from cadenza.policies.core.model import Gpu, Host, JobKey, JobUsage, Options
 from cadenza.policies.round import RoundReport
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import (
@@ -153,6 +153,17 @@ def test_a_host_changes_nothing_for_jobs_that_slurm_has_elsewhere(foreign: list[
 
     assert decided(*foreign) == decided(*(one for one in foreign if one.job == 3))
     assert any(isinstance(one, Yield) for one in decided()[0]) == over
+
+
+def test_a_job_that_opts_out_on_a_further_lane_shares_until_it_ends() -> None:
+    for changes in ({"options": None}, {"options": Options(share=False)}, {"options": None, "unmanageable": "bad"}):
+        slurm = books(job(1, "n1-l1", **changes), job(2, **changes))
+        found = {"n1": Agent(report("n1", lease(1, gpus=(0,)), lease(2, gpus=(1,))), True, 0.0)}
+        further, first = with_leases(slurm, found, parts_by_job(slurm, found)).jobs
+        assert further.opted_in, "root registered it as one that shares"
+        assert not first.opted_in
+        found = {"n1": Agent(report("n1", lease(1, gpus=(0,), managed=False)), True, 0.0)}
+        assert not with_leases(slurm, found, parts_by_job(slurm, found)).jobs[0].opted_in
 
 
 def test_gpus_beyond_the_grant_are_not_believed() -> None:

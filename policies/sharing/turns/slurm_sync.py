@@ -36,7 +36,7 @@ def take_turns(state: SharingState) -> None:
     # 1. The jobs that use GPUs or wait for them, packed ones with their partners.
     co_runners = partners(state.groups)
     contenders = [
-        _contender(job, priority, state.memory, settings, co_runners.get(job.key, frozenset()))
+        _contender(job, priority, state, co_runners.get(job.key, frozenset()))
         for job, priority in _by_priority(state)
         if job.lease is not None and (job.state in ("RUNNING", "SUSPENDED") or job.lease.state in ("held", "stopping"))
     ]
@@ -157,12 +157,14 @@ def _others(names: list[str]) -> str:
     return f" (takes turns with {jobs_called(names) if len(names) <= MAX_NAMED else f'{len(names)} jobs'})"
 
 
-def _contender(
-    job: Job, priority: int, memory: Memory, settings: SharingSettings, partners: frozenset[JobKey]
-) -> Contender:
-    """Return a job as a contender; one that is not ours to stop or start is only in the others' way."""
+def _contender(job: Job, priority: int, state: SharingState, partners: frozenset[JobKey]) -> Contender:
+    """Return a job as a contender; one that is not ours to stop or start is only in the others' way.
+
+    Only on lane 0 a job that does not share has its GPUs for itself: there Slurm has given them to it alone.
+    """
     lease = job.lease or Lease("waiting", ())
-    ours = job.state == "RUNNING" or (job.state == "SUSPENDED" and job.key in memory.suspended)
+    ours = job.state == "RUNNING" or (job.state == "SUSPENDED" and job.key in state.memory.suspended)
+    managed, first = state.settings.manages(job), state.further.isdisjoint(job.nodes)
     return Contender(
         key=job.key,
         gpus=frozenset(lease.gpus),
@@ -173,10 +175,10 @@ def _contender(
         vtime_s=lease.vtime_s,
         held_s=lease.held_s,
         waited_s=lease.waited_s,
-        ready=lease.ready and ours,
-        exclusive=lease.exclusive or not settings.manages(job),
+        ready=lease.ready and ours and managed,
+        exclusive=(lease.exclusive or not managed) and first,
         iteration_s=lease.iteration_s,
-        eligible=ours,
+        eligible=ours and (managed or first),
         packed_with=partners,
     )
 

@@ -65,6 +65,11 @@ def keys(facts: Facts) -> Iterator[Finding]:
             yield Finding("WARN", "keys", f"{key.host} still has its old key, which works until it has the new", advice)
         else:
             yield Finding("OK", "keys", key.path)
+    yield from _keys_of_hosts(facts)
+
+
+def _keys_of_hosts(facts: Facts) -> Iterator[Finding]:
+    """Check that there are keys of hosts, and that none serves several."""
     hosts_of: defaultdict[str, set[str]] = defaultdict(set)
     for key in facts.keys:
         if key.host and key.key:
@@ -131,7 +136,8 @@ RULES: tuple[tuple[Level, str, str, str, str], ...] = (
         "AccountingStorageTRES=gres/gpu",
     ),
     (
-        "WARN", "JobSubmitPlugins", r"\blua\b", "--cadenza does not reach the job's comment",
+        "FAIL", "JobSubmitPlugins", r"\blua\b",
+        "jobs that do not share may start on further lanes, and --cadenza does not reach the job's comment",
         "JobSubmitPlugins=lua with Cadenza's job_submit.lua",
     ),
     (

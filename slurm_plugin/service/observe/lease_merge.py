@@ -20,6 +20,7 @@ from cadenza.policies.core.model import (
     Lease,
     LeaseState,
     Node,
+    Options,
     StepRate,
 )
 from cadenza.policies.supervision import each
@@ -85,11 +86,21 @@ def _as_granted(lease: LeaseReport, host: str, job: Job, nodes: Mapping[str, Nod
 def with_leases(
     snapshot: ClusterSnapshot, agents: Mapping[str, Agent], parts: Mapping[JobKey, Parts]
 ) -> ClusterSnapshot:
-    """Return Slurm's snapshot with each job's lease and each host's agent."""
+    """Return Slurm's snapshot with each job's lease and each host's agent.
+
+    A job that root registered as one that shares, on a further lane, shares until it ends there, whatever its comment
+    has become: it has the lane because it opted in, and exclusive use needs lane 0.
+    """
     names = sorted({node.host for node in snapshot.nodes} | set(agents))
+    further = {node.name for node in snapshot.nodes if node.lane}
 
     def leased(job: Job) -> Job:
-        return replace(job, lease=merge(parts[job.key], agents, snapshot.time_s)) if job.key in parts else job
+        if job.key not in parts:
+            return job
+        lease = merge(parts[job.key], agents, snapshot.time_s)
+        if job.opted_in or lease.exclusive or further.isdisjoint(job.nodes):
+            return replace(job, lease=lease)
+        return replace(job, lease=lease, options=replace(job.options or Options(), share=True), unmanageable="")
 
     return replace(
         snapshot, jobs=each(snapshot.jobs, leased), hosts=tuple(_host(name, agents.get(name)) for name in names)
