@@ -22,12 +22,16 @@ from cadenza.sidecar.agent.handlers.service_side import Reporter, ServiceHandler
 from cadenza.sidecar.agent.ipc.peers import Peers
 from cadenza.sidecar.agent.ipc.processes import boot_id, open_pidfd, start_ticks
 from cadenza.sidecar.agent.ipc.service_link import Link, read_keys
+from cadenza.sidecar.agent.ipc.slurm_steps import steps
 from cadenza.sidecar.agent.ipc.transport import Listener, Session, notify_ready
 from cadenza.sidecar.agent.jobs.host_state import NO_FACTS, Host
+from cadenza.sidecar.agent.leases import handover
+from cadenza.sidecar.agent.leases.book import Book
 from cadenza.sidecar.agent.leases.lease_table import LeaseTable
 from cadenza.sidecar.agent.prefetch.prefetcher import Prefetcher
 from cadenza.sidecar.agent.state_files import LeaseFile, TuningFile
 from cadenza.sidecar.agent.telemetry.collector import Collector
+from cadenza.sidecar.agent.telemetry.gpu_watch import GpuWatch
 from cadenza.sidecar.agent.telemetry.gpus import nvml_devices
 from cadenza.sidecar.agent.telemetry.records import Records
 from cadenza.sidecar.agent.telemetry.sampler import Background, Sampler
@@ -59,9 +63,11 @@ class Daemon:
         self._file = LeaseFile(state_dir, boot_id())
         self.host = Host(settings, clock, settings.host_name, started_at=clock.monotonic())
         channel = Channel(clock, state_dir / "driver.lock", self._watch_helper)
+        self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._gpu_watch = GpuWatch(clock, nvml_devices, self._wake)
         self._driver = DriverController(self.host, _free_memory, channel)
-        self._coordinator = StopCoordinator(self.host, _free_memory, self._driver)
-        self._arbiter = Arbiter(self.host, self._coordinator)
+        self._coordinator = StopCoordinator(self.host, _free_memory, self._driver, self._gpu_watch)
+        self._arbiter = Arbiter(self.host, self._coordinator, watched=lambda: self._gpu_watch.sees)
         self._job_side = JobHandler(self.host, self._coordinator, self._arbiter, privileged, self._watch)
         self._tuner = Tuner(self.host, TuningFile(state_dir, boot_id()), topology.read())
         self._prefetcher = Prefetcher(self.host)
@@ -87,7 +93,6 @@ class Daemon:
         self._written = -1
         self._next_tick = self._next_sweep = 0.0
         self._stop = False
-        self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poller.register(self._wakeup[0], zmq.POLLIN)
         self._recover()
         self._tuner.recover()
@@ -98,17 +103,18 @@ class Daemon:
     # --- start and end -------------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        """Take over the leases of an earlier agent whose jobs still have a process here.
+        """Rebuild the book of leases from what is on the host; no lease is given before.
 
         A stop that was under way is void: ranks that had moved out are told to take their state back.
         """
         saved = self._file.read()
         self.host.facts = saved.facts or NO_FACTS
-        for lease in saved.leases:
-            lease.processes = lease.running_processes(start_ticks)
-            if lease.state == "stopping":
-                lease.state = "held"
-        self.host.leases = LeaseTable(lease for lease in saved.leases if lease.processes)
+        handovers = handover.read_all(Path(self._settings.socket).parent / "jobs")
+        book = Book(self.host.name, saved.leases, handovers, steps(), self._gpu_watch.start, self.host.clock.now())
+        book.rebuild()
+        self.host.leases, self.host.taken = LeaseTable(book.leases), book.taken
+        for taken in book.taken:
+            log.warning("GPU taken: %s", taken)
         for lease in self.host.leases:
             log.info("recovered JOBID=%s lease=%s gpus=%s", lease.key, lease.state, lease.gpus)
             for process in lease.processes:
@@ -142,6 +148,11 @@ class Daemon:
             signal.set_wakeup_fd(previous)
             self.close()
 
+    def _wake(self) -> None:
+        """Start the next pass of the event loop at once; called by threads."""
+        with contextlib.suppress(BlockingIOError):  # it is awake
+            os.write(self._wakeup[1], b"\0")
+
     def _on_signal(self, _number: int, _frame: object) -> None:
         self._stop = True
 
@@ -149,6 +160,7 @@ class Daemon:
         """Close everything that is open."""
         self._peers.listener.close()
         self._driver.close()
+        self._gpu_watch.close()
         self._tuner.restore()
         self._collector.close()
         self._prefetcher.close()
@@ -259,6 +271,9 @@ class Daemon:
         if now < self._next_sweep:
             return
         self._next_sweep = now + SWEEP_S
+        if len(left := [one for one in self.host.taken if one.there]) < len(self.host.taken):
+            log.info("GPUs free again: %d processes without a lease have ended", len(self.host.taken) - len(left))
+            self.host.taken = left
         for lease in self.host.leases:
             with self.host.supervise(lease.key, "its processes"):
                 alive = lease.running_processes(start_ticks)

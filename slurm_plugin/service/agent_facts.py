@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from cadenza.policies.core.actions import Suspend, Unsuspend
 from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.round import RoundReport
+from cadenza.policies.sharing.turns.lanes import hosts_to_leave
 from cadenza.sidecar.orders import VERSION, Facts, JobFacts
 from cadenza.slurm_plugin.service.settings import Settings, guard_settings, sharing_settings
 
@@ -51,7 +52,17 @@ def facts_of(
         for host in hosts:
             jobs_on.setdefault(host, []).append(facts)
     enforce = settings.applies and not guard_settings(settings).killed
+    leaving = hosts_to_leave(snapshot)  # there no job is suspended any more
+    suspending = enforce and rules.suspend and settings.policy.share != "none"
     return {
-        host: Facts(VERSION, tuple(jobs), rules.slice_s, rules.share_between_users, enforce, rules.min_run_s)
+        host: Facts(
+            VERSION,
+            tuple(jobs),
+            rules.slice_s,
+            rules.share_between_users,
+            enforce,
+            rules.min_run_s,
+            suspends=suspending and host not in leaving,
+        )
         for host, jobs in jobs_on.items()
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import TypeAlias
 
+from cadenza.policies.core.actions import Yield
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.core.move import Move, Ordered, Prefetching, Requeued
@@ -239,7 +240,8 @@ class Loop:
         load_s, moves = self._gateway.load_s, self._store.memory().moves
         due_s = began_s + pause_s(self.settings.service.poll_s, load_s, self.failures, self._rng)
         spacing_s = self.settings.service.min_round_spacing_s
-        earliest_s = began_s + early_s(spacing_s, load_s, self.failures, prompt=needs_prompt_round(moves))
+        prompt = needs_prompt_round(moves) or (self.last is not None and waits_for_suspend(self.last))
+        earliest_s = began_s + early_s(spacing_s, load_s, self.failures, prompt=prompt)
         leaving = jobs_in_transit(moves, self._clock.now())
         nap_s = TRANSIT_POLL_S if leaving else NAP_S
         while not (self.stop or self.reload) and (left_s := due_s - self._clock.monotonic()) > 0:
@@ -315,6 +317,11 @@ def early_s(spacing_s: float, load_s: float, failures: int, *, prompt: bool = Fa
 def needs_prompt_round(moves: Iterable[Move]) -> bool:
     """Return whether a job stands still, or soon will, until the next round (pure)."""
     return any(isinstance(move.phase, Prefetching | Ordered | Requeued) for move in moves)
+
+
+def waits_for_suspend(report: RoundReport) -> bool:
+    """Return whether GPUs stand idle between a yield that was ordered and the suspend of the next round (pure)."""
+    return any(isinstance(action, Yield) and outcome.ok for action, outcome in report.outcomes)
 
 
 def jobs_in_transit(moves: Iterable[Move], now_s: float) -> frozenset[int]:

@@ -3,7 +3,7 @@
  *
  * And the job's handover file, jobs/NODE.JOBID next to the agent's socket, written by root and for root. It has the
  * values that only Slurm's prolog knows and a task needs: restart count, this host's GPUs of the whole job, and the
- * comment's sharing and batch rule.
+ * comment's sharing and batch rule. An agent that starts later reads the user as well, and so knows the job.
  */
 #include "cadenza.h"
 
@@ -193,9 +193,9 @@ void handover_write(const struct config *config)
 	fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0600);
 	if (fd < 0)
 		return;
-	dprintf(fd, "%u %u %d %s %d\n", environment_number("SLURM_JOB_RESTART_COUNT"),
+	dprintf(fd, "%u %u %d %s %d %u\n", environment_number("SLURM_JOB_RESTART_COUNT"),
 		environment_number("SLURM_JOB_NUM_NODES"), (int)comment_sharing(getenv("SLURM_JOB_COMMENT")), gpus,
-		comment_batch_per_gpu(getenv("SLURM_JOB_COMMENT")));
+		comment_batch_per_gpu(getenv("SLURM_JOB_COMMENT")), environment_number("SLURM_JOB_UID"));
 	close(fd);
 }
 

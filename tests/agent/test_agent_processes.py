@@ -8,8 +8,9 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, cast, get_args
 
+import msgspec
 import pytest
 from agent_rig import until
 from cgroup_rig import SlurmTree, real_v1, slurm_tree
@@ -18,11 +19,18 @@ from cadenza.sidecar import orders
 from cadenza.sidecar.agent.driver.channel import Channel
 from cadenza.sidecar.agent.driver.process_control import DriverController
 from cadenza.sidecar.agent.ipc import cgroup_paths, slurm_steps
+from cadenza.sidecar.agent.ipc.messages import Attach, Yielded
+from cadenza.sidecar.agent.ipc.pages import Page
+from cadenza.sidecar.agent.ipc.processes import Peer
+from cadenza.sidecar.agent.ipc.transport import Session
 from cadenza.sidecar.agent.jobs.host_state import AMISS_S, Host
+from cadenza.sidecar.agent.jobs.job_run import Rank
 from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.leases.lease_table import Lease
-from cadenza.sidecar.agent.turns.arbiter import Arbiter
-from cadenza.sidecar.agent.turns.coordinator import StopCoordinator
+from cadenza.sidecar.agent.telemetry.gpu_watch import GpuWatch
+from cadenza.sidecar.agent.telemetry.gpus import GpuDevice
+from cadenza.sidecar.agent.turns.arbiter import SUSPEND_S, Arbiter
+from cadenza.sidecar.agent.turns.coordinator import LEAVE_S, StopCoordinator
 from cadenza.sidecar.agent_settings import AgentSettings
 
 
@@ -203,3 +211,117 @@ def test_processes_that_contradict_slurm_are_reported_once_that_lasts(
     seen.facts(j1=suspended)
     seen.time.passed += seen.host.settings.service_timeout_s + 1
     assert seen.host.lease_report(lease).amiss == "", "old facts are no word of Slurm's"
+
+
+def test_a_job_off_its_lease_must_be_frozen_before_the_next_one_runs() -> None:
+    """A rank may say that it has yielded, and compute on (B20): where Slurm suspends, the suspend is awaited."""
+    seen = Seen("tcp://ctl:6820")
+    out, following = seen.job(1), seen.job(2)
+    seen.facts(j1=False, j2=False)
+    seen.host.facts = msgspec.structs.replace(seen.host.facts, suspends=True)
+    out.state, out.vtime_s = "yielded", 50.0
+    seen.host.run(following.key).preferred_until = 1e9
+    seen.after(1.0)
+    assert (out.state, following.state) == ("yielded", "waiting"), "and it does not come back meanwhile"
+    seen.states[1] = "frozen"
+    seen.after(1.0)
+    assert following.state == "held"
+
+
+@pytest.mark.parametrize("way", ["gone", "silent", "no suspend", "driver"])
+def test_what_stands_for_a_suspend(way: str) -> None:
+    seen = Seen("tcp://ctl:6820")
+    out, following = seen.job(1), seen.job(2)
+    seen.facts(j1=True, j2=False)
+    seen.host.facts = msgspec.structs.replace(seen.host.facts, suspends=way != "no suspend")
+    out.state, out.vtime_s = "yielded", 50.0
+    seen.states = {1: "gone" if way == "gone" else "running", 2: "running"}
+    seen.host.run(following.key).preferred_until = 1e9
+    seen.arbiter.watched = lambda: way == "driver"
+    seen.after(seen.host.settings.service_timeout_s + 1 if way == "silent" else 1.0)
+    assert following.state == "held"
+
+
+def test_gpus_do_not_stand_idle_for_a_suspend_that_does_not_come() -> None:
+    """A guard may keep the service from suspending: the job goes on, and one without turns is not kept waiting."""
+    seen = Seen("tcp://ctl:6820")
+    out, following = seen.job(1), seen.job(2)
+    seen.facts(j1=False, j2=False)
+    seen.host.facts = msgspec.structs.replace(seen.host.facts, suspends=True)
+    out.state, out.vtime_s = "yielded", 50.0
+    seen.host.run(following.key).preferred_until = 1e9
+    seen.host.heard_at = 1e9
+    seen.after(SUSPEND_S + 1)
+    assert (out.state, following.state) == ("held", "waiting")
+    out.state, out.since_s, following.managed = "yielded", seen.time.now(), False
+    seen.after(1.0)
+    assert following.state == "held", "it has waited for longer"
+
+
+class Driver:
+    """A GPU as a driver would show it: what each process has there."""
+
+    index = 0
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int | None] = {}
+
+    def processes(self) -> dict[int, int | None]:
+        return dict(self.sizes)
+
+
+@pytest.fixture
+def leaving() -> Iterator[tuple[Seen, Driver, Lease, Lease]]:
+    """Return a host with a driver, its GPU, a job whose rank says that it has yielded, and the next job."""
+    seen, driver = Seen(), Driver()
+    watch = GpuWatch(seen.time, lambda: (cast("GpuDevice", driver),), lambda: None)
+    watch.start()
+    until(lambda: watch.sees, "a first look")
+    seen.arbiter.coordinator.gpus, seen.arbiter.watched = watch, lambda: watch.sees
+    job, following = seen.job(1), seen.job(2)
+    membership.add(job, os.getpid())
+    rank = Rank(Session(cast("Any", None), Peer(os.getpid(), 0)), os.getpid(), Attach(1), Page())
+    seen.host.run(job.key).ranks[rank.pid] = rank
+    seen.host.leases.grant(job, seen.time.now())
+    driver.sizes = {os.getpid(): 5 << 30}
+    assert seen.arbiter.coordinator.stop(job, "turn", 60.0) is None
+    stop = seen.host.run(job.key).stop
+    assert stop is not None
+    stop.on_all_arrived(seen.time.passed)
+    seen.arbiter.coordinator.yielded(job, rank, Yielded())
+    yield seen, driver, job, following
+    watch.close()
+    rank.page.close()
+
+
+def turn(seen: Seen, lease: Lease, seconds: float) -> None:
+    """Let the event loop pass, once the driver has been looked at."""
+    watch = seen.arbiter.coordinator.gpus
+    assert watch is not None
+    for _ in range(3):
+        seen.arbiter.coordinator.advance(lease)
+        seen.time.passed += 0.01
+        until(lambda: not watch.looking, "the look")
+    seen.after(seconds)
+    seen.host.outbox._queue.clear()
+
+
+def test_a_job_that_still_has_gpu_memory_does_not_let_the_next_one_in(
+    leaving: tuple[Seen, Driver, Lease, Lease],
+) -> None:
+    seen, _, job, following = leaving
+    turn(seen, job, 0.5)
+    assert (job.state, following.state) == ("stopping", "waiting")
+    seen.time.passed += LEAVE_S + 1
+    turn(seen, job, 0.5)
+    assert (job.state, following.state) == ("held", "waiting")
+    assert "say that they have yielded, but pid" in seen.host.run(job.key).note
+    assert "5120 MB on GPU 0" in seen.host.run(job.key).note
+
+
+def test_a_context_may_stay(leaving: tuple[Seen, Driver, Lease, Lease]) -> None:
+    seen, driver, job, following = leaving
+    driver.sizes = {os.getpid(): 400 << 20, 1: 9 << 30}
+    job.vtime_s = 50.0
+    turn(seen, job, 0.5)
+    assert (job.state, following.state) == ("yielded", "held"), "pid 1 is none of the job's"

@@ -193,7 +193,20 @@ def test_facts_per_host() -> None:
     assert [f.job for f in facts["n2"].jobs] == [1]
     assert facts["n3"].jobs == ()
     assert facts["n1"].enforce
-    assert not facts_of(snapshot, Settings(), frozenset())["n1"].enforce
+    assert facts["n1"].suspends
+    observing = facts_of(snapshot, Settings(), frozenset())["n1"]
+    assert not observing.enforce
+    assert not observing.suspends
+
+
+def test_on_a_host_that_is_to_be_left_no_suspend_is_announced() -> None:
+    """The agents there go by the ranks' word, because no suspend follows."""
+    snapshot = replace(
+        books(job(1), nodes=(node("n1", drained=True), node("n1-l1", 1), node("n2"))),
+        hosts=(Host("n1", agent_alive=True), Host("n2", agent_alive=True)),
+    )
+    facts = facts_of(snapshot, APPLY, frozenset())
+    assert (facts["n1"].suspends, facts["n2"].suspends) == (False, True)
 
 
 def test_agents_only_observe_while_the_kill_switch_is_set(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from spankstructs import ABSENT, GIVES_UP, GRANTED, SILENT, Config, Job, job
 
 from cadenza.sidecar import wire
 from cadenza.sidecar.agent.ipc.messages import End, Start, parse
+from cadenza.sidecar.agent.leases import handover
 
 REFUSAL = wire.encode("error", error="no")
 
@@ -260,7 +261,8 @@ def test_the_comments_batch(library: ctypes.CDLL, comment: str | None, *, per_gp
 def test_prolog_hands_over_to_the_task(library: ctypes.CDLL, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {
         "SLURMD_NODENAME": "node1-l1", "SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "1,3", "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_JOB_RESTART_COUNT": "4", "SLURM_JOB_COMMENT": '{"cadenza":{"v":1,"share":true,"batch":"per-gpu"}}',
+        "SLURM_JOB_RESTART_COUNT": "4", "SLURM_JOB_UID": "42",
+        "SLURM_JOB_COMMENT": '{"cadenza":{"v":1,"share":true,"batch":"per-gpu"}}',
     }  # fmt: skip
     for name, value in facts.items():
         monkeypatch.setenv(name, value)
@@ -272,6 +274,7 @@ def test_prolog_hands_over_to_the_task(library: ctypes.CDLL, path: Path, monkeyp
     assert library.handover_read(config, ctypes.byref(task), ctypes.byref(word))
     assert (task.restart, task.hosts, list(task.gpus[: task.gpu_count]), word.value) == (4, 2, [1, 3], 2)
     assert task.batch_per_gpu
+    assert handover.read_all(path.parent / "jobs") == {7: handover.Handover(7, 4, "node1-l1", 2, True, (1, 3), 42)}
     library.handover_remove(config)
     assert not list((path.parent / "jobs").iterdir())
 

@@ -100,11 +100,14 @@ class Groups:
 
 def members_of(group: str, root: Path = Path("/")) -> frozenset[int]:
     """Return the processes in a job's group, as :meth:`Groups.slurm_job` names it, without slurmstepd's own."""
+    return frozenset(pid for pid in processes_of(group, root) if _lines(root / f"proc/{pid}/comm")[:1] != [STEPD])
+
+
+def processes_of(group: str, root: Path = Path("/")) -> Iterator[int]:
+    """Yield the processes in a job's group, slurmstepd's own among them."""
     controller, _, inside = group.partition(":")
-    if not inside:
-        return frozenset()
-    folder = Groups(root).mount(controller) / inside
-    return frozenset(pid for pid in processes(folder) if _lines(root / f"proc/{pid}/comm")[:1] != [STEPD])
+    if inside:
+        yield from processes(Groups(root).mount(controller) / inside)
 
 
 def thawed_members_of(group: str, root: Path = Path("/")) -> Iterator[int]:

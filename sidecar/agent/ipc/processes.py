@@ -63,6 +63,14 @@ def parent_of(pid: int) -> int | None:
     return int(fields[1]) if fields else None
 
 
+def uid_of(pid: int) -> int:
+    """Return the user of a process; root's uid if it is gone."""
+    try:
+        return Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return 0
+
+
 def open_pidfd(pid: int) -> int | None:
     """Return a descriptor that becomes readable when the process ends, or None if the kernel gives none."""
     try:

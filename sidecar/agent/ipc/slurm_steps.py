@@ -7,6 +7,7 @@ control groups, its descendants.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ Shown: TypeAlias = Literal["running", "frozen", "gone"]
 STEPD = "slurmstepd"
 _TITLE = re.compile(rb"\[(?:StepId=)?(\d+)(?:[+_]\d+)*\.")
 """``slurmstepd: [7.batch]``, ``slurmstepd: [7+1.0]`` (slurmstepd.c, setproctitle)."""
+_DEVICE = re.compile(r"/dev/nvidia(\d{1,4})")
 HALTED = frozenset({"__refrigerator", "do_freezer_trap", "do_signal_stop"})
 """Kernel functions in which a process waits that a freezer or a signal has stopped."""
 MAX_DEPTH = 4096
@@ -99,6 +101,18 @@ def shown(pids: Iterable[int]) -> Shown:
     if not alive:
         return "gone"
     return "frozen" if all(map(is_halted, alive)) else "running"
+
+
+def devices_of(pids: Iterable[int]) -> frozenset[int]:
+    """Return the GPUs whose device files are open in any of these processes, by number (gres.conf(5), File)."""
+    found: set[int] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if device := _DEVICE.fullmatch(str(entry.readlink())):
+                        found.add(int(device[1]))
+    return frozenset(found)
 
 
 def _waits_in(pid: int) -> str:

@@ -13,6 +13,7 @@ from cadenza.sidecar.agent.ipc.slurm_steps import Shown
 from cadenza.sidecar.agent.ipc.transport import Outbox
 from cadenza.sidecar.agent.jobs.job_run import JobRun
 from cadenza.sidecar.agent.jobs.job_supervisor import Step, Supervisor
+from cadenza.sidecar.agent.leases.book import Taken
 from cadenza.sidecar.agent.leases.lease_table import Lease, LeaseTable, Stretch
 from cadenza.sidecar.agent.leases.membership import look_at
 from cadenza.sidecar.agent_settings import AgentSettings
@@ -53,6 +54,8 @@ class Host:
     heard_at: float | None = None
     """Monotonic time of the service's last message."""
     started_at: float = 0.0
+    taken: list[Taken] = field(default_factory=list)
+    """GPUs in use without a lease, as the agent found them when it started."""
     look: Callable[[Lease], Shown] = look_at
     """Returns the state of a job's processes now."""
     _clock_offset_s: float | None = None

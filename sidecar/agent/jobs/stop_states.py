@@ -64,6 +64,8 @@ class Stop:
     """Time of the last change of ``progress``."""
     service_step: int = 0
     """Stop step named by the service; this host may be beyond it."""
+    out_at: float | None = None
+    """Time at which all ranks said that they have moved out."""
     sent: tuple[int, bool, str] | None = None
     """Content of the last Steps message to the service."""
     sent_at: float = 0.0

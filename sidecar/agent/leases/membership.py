@@ -54,7 +54,7 @@ def look_at(lease: Lease) -> Shown:
     thawed = (pid for pid in cgroup_paths.thawed_members_of(lease.group) if not is_stepd(pid))
     if any(not is_halted(pid) for pid in thawed):
         return "running"
-    return "frozen" if pids_of(lease) else "gone"
+    return "frozen" if known or not all(map(is_stepd, cgroup_paths.processes_of(lease.group))) else "gone"
 
 
 def _with(processes: tuple[Process, ...], pid: int, *, batch: bool = False) -> tuple[Process, ...]:

@@ -42,6 +42,10 @@ class GpuDevice(Protocol):
         """Return its use since the last call, or lately; raise nothing."""
         ...
 
+    def processes(self) -> Mapping[int, int | None]:
+        """Return the bytes of each process with a context by pid, None where they are not told; raise nothing."""
+        ...
+
 
 class NvmlDevice:
     """A GPU through nvidia-ml-py; figures that a GPU does not support are None (MIG instances report little)."""
@@ -64,6 +68,11 @@ class NvmlDevice:
             memory_bytes=None if memory is None else int(memory.used),
             processes={one.pid: ProcessUse(percents.get(one.pid), one.usedGpuMemory) for one in running},
         )
+
+    def processes(self) -> Mapping[int, int | None]:
+        """Return NVML's processes on this GPU with their memory."""
+        running: list[Any] = self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, [])
+        return {int(one.pid): one.usedGpuMemory for one in running}
 
     def _percents(self) -> dict[int, float]:
         """Return each process's mean share of the SMs since the last call; NVML keeps about a minute of samples."""

@@ -6,7 +6,7 @@ memory fits; no further job joins them then.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from cadenza.policies.core.model import Gpu, JobKey
@@ -17,8 +17,8 @@ from cadenza.sidecar.agent.jobs.job_run import JobRun
 from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.turns.coordinator import StopCoordinator
 
-WATCH_S = 0.05
-"""Time between two looks at the processes of a job whose turn may come."""
+SUSPEND_S = 30.0
+"""Longest wait for Slurm's suspend of a job that has yielded. After it that job may have its GPUs back."""
 
 
 @dataclass
@@ -27,6 +27,8 @@ class Arbiter:
 
     host: Host
     coordinator: StopCoordinator
+    watched: Callable[[], bool] = lambda: False
+    """Returns True if the driver names the processes on the GPUs: then a yield ends only once they have left."""
     reasons: Mapping[JobKey, str] = field(default_factory=dict)
     """One sentence for each job, as of the last time."""
     _settled: int = -1
@@ -49,7 +51,8 @@ class Arbiter:
             min_run_s=facts.min_run_s,
             displace=displace,
         )
-        self.reasons = turn.reasons
+        used = {lease.key: self._in_use(lease) for lease in self.host.leases if not lease.occupying}
+        self.reasons = {**turn.reasons, **{key: reason for key, reason in used.items() if reason}}
         # 2. Free GPUs are granted, at the virtual time that the turn gives.
         for key in turn.resumes:
             if (lease := self.host.leases.get(key)) is not None:
@@ -101,7 +104,7 @@ class Arbiter:
             key=lease.key,
             gpus=frozenset(Gpu(self.host.name, index) for index in lease.gpus),
             user=lease.user or f"uid {lease.uid}",
-            state=lease.state,
+            state="stopping" if self._awaits_suspend(lease, run) else lease.state,
             priority=lease.priority,
             weight=lease.weight,
             vtime_s=lease.vtime(epoch),
@@ -122,14 +125,48 @@ class Arbiter:
         rivals = self.host.leases.rivals(lease)
         if run.stop is not None or any(self.host.run(other.key).runs_unleased(other) for other in rivals):
             return False
+        if self._in_use(lease) or not (self._is_overdue(lease) or all(map(self._has_left, rivals))):
+            return False
         return not lease.managed or self._may_run(lease, run, contended=bool(rivals))
+
+    def _in_use(self, lease: Lease) -> str:
+        """Return the reason why a GPU of a job is another process's, which has no lease on it; otherwise ""."""
+        others = (one for one in self.host.taken if one.job != lease.job and not one.gpus.isdisjoint(lease.gpus))
+        return next(map(str, others), "")
+
+    def _awaits_suspend(self, lease: Lease, run: JobRun) -> bool:
+        """Return True while a job that has yielded for another one is not yet seen to be off its GPUs."""
+        now, epoch = self.host.clock.monotonic(), self.host.clock.now()
+        if lease.state != "yielded" or now < run.preferred_until or epoch - lease.since_s > SUSPEND_S:
+            return False
+        rivals = [other for other in self.host.leases if other is not lease and other.overlaps(lease)]
+        wanted = any(
+            not other.occupying
+            and (not other.managed or self._may_run(other, self.host.run(other.key), contended=True))
+            for other in rivals
+        )
+        return wanted and not any(map(self._is_overdue, rivals)) and not self._has_left(lease)
+
+    def _is_overdue(self, lease: Lease) -> bool:
+        """Return True for a job that takes no turns and has waited for longer than any suspend takes."""
+        return not lease.managed and not lease.occupying and self.host.clock.now() - lease.since_s > SUSPEND_S
+
+    def _has_left(self, other: Lease) -> bool:
+        """Return True if a job that has given its lease back is seen to be off its GPUs, as far as that can be seen.
+
+        With a driver it was seen before the lease ended. Without one a rank's word is taken only where no suspend of
+        Slurm's follows; otherwise its processes are gone, or frozen.
+        """
+        if other.state != "yielded" or self.watched() or not self.host.facts.suspends or self.host.rotating():
+            return True
+        return self.host.shown(other, within_s=0.0) != "running"
 
     def _may_run(self, lease: Lease, run: JobRun, *, contended: bool) -> bool:
         """Return True if a managed job could use its lease, and may have it without the service's order."""
         if run.driver or any(is_stopped(one.pid) for one in lease.frozen):
             return False
         # Slurm's suspend is looked at: facts may be old, as after a service that died, or of a watchdog's resume.
-        seen, fact = self.host.shown(lease, WATCH_S), self.host.fact_of(lease)
+        seen, fact = self.host.shown(lease, within_s=0.0), self.host.fact_of(lease)
         suspended = fact is not None and fact.suspended
         if seen == "frozen" or (suspended and seen == "gone"):
             return False

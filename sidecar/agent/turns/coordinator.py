@@ -13,7 +13,9 @@ from cadenza.sidecar.agent.ipc.messages import Arrived, Checkpointed, Resumed, Y
 from cadenza.sidecar.agent.jobs.host_state import Host
 from cadenza.sidecar.agent.jobs.job_run import JobRun, Rank, Resume
 from cadenza.sidecar.agent.jobs.stop_states import CheckpointStop, Stop, UnleasedStop, YieldStop
+from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.leases.lease_table import Lease
+from cadenza.sidecar.agent.telemetry.gpu_watch import GpuWatch
 from cadenza.sidecar.bounds import MAX_TEXT
 from cadenza.sidecar.stop_step import Cancel, Commit, Plan, Raise
 
@@ -21,6 +23,8 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 15.0
 """Pause after a stop that failed, before the job is asked again."""
+LEAVE_S = 5.0
+"""Longest time until the driver must see that a job has left its GPUs, after all its ranks say so."""
 STEPS_SPACING_S = 0.05
 """Least time between two messages that only report a multi-node job's progress."""
 
@@ -37,6 +41,8 @@ class StopCoordinator:
     """Returns the bytes of host memory that can be taken now."""
     driver: DriverController
     """Takes over where ranks cannot stop by themselves; see *results of the driver path* below."""
+    gpus: GpuWatch | None = None
+    """Names the processes on the GPUs, where there is a driver."""
 
     def __post_init__(self) -> None:
         self.driver.ends = self
@@ -97,10 +103,22 @@ class StopCoordinator:
                 self._complete_checkpoint(lease, run, stop)
         # 5. All have moved their state out: the lease ends, after the driver path took the rest where that is wanted.
         elif all(rank.out for rank in run.ranks.values()):
-            if self.driver.wanted_always and run.may_freeze(lease):
-                self._freeze(lease, stop)
-            else:
-                self._release(lease, run, stop, "all offloaded")
+            self._leave_gpus(lease, run, stop)
+
+    def _leave_gpus(self, lease: Lease, run: JobRun, stop: Stop) -> None:
+        """Take the lease of a job whose ranks are out once the driver sees that too; otherwise the job keeps it."""
+        if self.driver.wanted_always and run.may_freeze(lease):
+            self._freeze(lease, stop)
+            return
+        now, busy = self.host.clock.monotonic(), ""
+        stop.out_at = now if stop.out_at is None else stop.out_at
+        if self.gpus is not None and self.gpus.sees:
+            looked = self.gpus.busy(lease.gpus, membership.pids_of(lease), stop.out_at)
+            busy = "the driver has not answered" if looked is None else looked
+        if not busy:
+            self._release(lease, run, stop, "all offloaded")
+        elif now - stop.out_at > LEAVE_S:
+            self._run_on(lease, run, "fail", f"its ranks say that they have yielded, but {busy}")
 
     def _align(self, lease: Lease, run: JobRun, stop: Stop) -> None:
         """Bring all ranks to one boundary, and commit the stop there."""

@@ -1,0 +1,179 @@
+"""The book of an agent that starts: what is on the host decides, and not what an earlier agent wrote."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from agent_rig import Agent, until
+from test_agent_processes import Seen
+
+from cadenza.sidecar.agent.ipc.processes import start_ticks
+from cadenza.sidecar.agent.ipc.slurm_steps import Step, devices_of
+from cadenza.sidecar.agent.leases.book import Book, Taken
+from cadenza.sidecar.agent.leases.handover import Handover, read_all
+from cadenza.sidecar.agent.leases.lease_table import Lease, LeaseTable, Process, State
+
+NOW = 1_700_000_000.0
+
+
+class Steps:
+    """Processes that stand for a step's slurmstepd, each with a program below it."""
+
+    def __init__(self) -> None:
+        self.found: list[Step] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def run(self, job: int, node: str = "n1") -> int:
+        """Run a step of a job, and return the pid of its program."""
+        process = subprocess.Popen(["/bin/sh", "-c", "echo $$; exec sleep 60"], stdout=subprocess.PIPE)
+        self.processes.append(process)
+        self.found.append(Step(job, node, process.pid, start_ticks(process.pid) or 0, ""))
+        return process.pid
+
+
+@pytest.fixture
+def steps() -> Iterator[Steps]:
+    made = Steps()
+    yield made
+    for process in made.processes:
+        process.kill()
+        process.communicate()
+
+
+def handover(job: int, gpus: tuple[int, ...] = (0,), *, node: str = "n1", shares: bool = False) -> Handover:
+    return Handover(job, 0, node, 1, shares, gpus, os.getuid())
+
+
+def written(job: int, state: State, *pids: int, gpus: tuple[int, ...] = (0,)) -> Lease:
+    """Return a lease as an earlier agent wrote it."""
+    processes = tuple(Process(pid, start_ticks(pid) or 0) for pid in pids)
+    return Lease(job, 0, os.getuid(), gpus, NOW, state=state, processes=processes, vtime_s=7.0)
+
+
+def book(
+    steps: Steps, *handovers: Handover, saved: tuple[Lease, ...] = (), on_gpu: dict[int, list[int]] | None = None
+) -> Book:
+    by_job = {one.job: one for one in handovers}
+    made = Book("n1", saved, by_job, tuple(steps.found), lambda: on_gpu or {}, NOW)
+    made.rebuild()
+    LeaseTable(made.leases)  # it never breaks the table's own rule
+    return made
+
+
+def states(made: Book) -> dict[int, tuple[str, bool]]:
+    return {lease.job: (lease.state, lease.managed) for lease in made.leases}
+
+
+def test_a_job_that_started_while_no_agent_was_there_has_its_gpus(steps: Steps) -> None:
+    """A lane-0 job that did not opt in starts without a lease (A7); the job of lane 1 gets nothing."""
+    waits = steps.run(2)
+    steps.run(3)
+    made = book(steps, handover(3), saved=(written(2, "yielded", waits),))
+    assert states(made) == {2: ("yielded", True), 3: ("held", False)}
+
+
+def test_the_disk_is_a_hint_of_states_and_virtual_times_only(steps: Steps) -> None:
+    gone = written(1, "held", 999_999_999)
+    lease = written(2, "stopping", steps.run(2))
+    made = book(steps, handover(2), saved=(gone, lease))
+    assert states(made) == {2: ("held", True)}
+    assert made.leases[0].vtime_s == 7.0
+
+
+def test_two_jobs_that_run_on_one_gpu_are_both_named(steps: Steps) -> None:
+    holder, late = steps.run(1), steps.run(2)
+    made = book(steps, handover(2), saved=(written(1, "held", holder),))
+    assert states(made) == {1: ("held", True), 2: ("waiting", False)}
+    assert [(one.job, one.pid, one.gpus) for one in made.taken] == [(2, late, frozenset({0}))]
+
+
+def test_leases_on_disk_that_contradict_each_other_do_not_end_the_agent(steps: Steps) -> None:
+    saved = (written(1, "held", steps.run(1)), written(2, "held", steps.run(2)))
+    assert states(book(steps, saved=saved)) == {1: ("held", True), 2: ("waiting", True)}
+
+
+def test_a_frozen_job_has_given_its_gpus_up(steps: Steps) -> None:
+    pid = steps.run(4)
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: Path(f"/proc/{pid}/stat").read_text().split()[2] == "T", "a stopped step")
+    assert states(book(steps, handover(4, shares=True))) == {4: ("yielded", True)}
+
+
+def test_steps_of_other_hosts_of_the_machine_are_left_aside(steps: Steps) -> None:
+    steps.run(3, "n2")
+    steps.run(4, "n1-l1")
+    assert set(states(book(steps, handover(4, node="n1-l1")))) == {4}
+    assert set(states(book(steps, handover(3, node="n2"), handover(4, node="n1-l1")))) == {3, 4}, "root says so"
+
+
+def test_a_process_that_the_driver_sees_takes_its_gpu(steps: Steps) -> None:
+    own = steps.run(1)
+    made = book(steps, saved=(written(1, "held", own),), on_gpu={0: [own], 1: [own, os.getpid()]})
+    assert [(one.pid, one.gpus, one.job) for one in made.taken] == [
+        (pid, frozenset({1}), 0) for pid in sorted((own, os.getpid()))
+    ]
+
+
+def test_the_device_files_of_a_process(tmp_path: Path) -> None:
+    assert devices_of([os.getpid()]) == frozenset()
+
+
+def test_a_taken_gpu_is_nobodys_until_its_process_has_ended() -> None:
+    seen = Seen()
+    lease, other = seen.job(1), seen.job(2)
+    other.gpus = (1,)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        seen.host.taken = [Taken(process.pid, start_ticks(process.pid) or 0, frozenset({0}))]
+        seen.after(1.0)
+        assert (lease.state, other.state) == ("waiting", "held")
+        assert "of no job that is known uses GPU 0 without a lease" in seen.arbiter.waiting_reason(lease)
+        process.kill()
+    assert not seen.host.taken[0].there
+    seen.host.taken.clear()
+    seen.after(1.0)
+    assert lease.state == "held"
+
+
+def test_a_job_that_runs_without_a_lease_is_not_kept_from_its_own_gpus() -> None:
+    seen = Seen()
+    lease = seen.job(1)
+    seen.host.taken = [Taken(1, start_ticks(1) or 0, frozenset({0}), job=1)]
+    seen.after(1.0)
+    assert lease.state == "held"
+
+
+def test_handover_files_of_others_than_root_are_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "jobs"
+    folder.mkdir(mode=0o700)
+    (folder / "n1-l1.7").write_text("1 2 2 0,2-3 1 42\n")
+    (folder / "n1.8").write_text("0 1 0 1 0\n")
+    for name, text in (("n1.9", "0 1 9 1 0\n"), ("n1.x", "0 1 0 1 0\n"), ("n1.10", "0 1 0 0-9999999 0 1\n" * 400)):
+        (folder / name).write_text(text)
+    found = read_all(folder)
+    assert found == {
+        7: Handover(7, 1, "n1-l1", 2, True, (0, 2, 3), 42),
+        8: Handover(8, 0, "n1", 1, False, (1,), None),
+    }
+    assert (found[7].lane, found[8].lane) == (1, 0)
+    folder.chmod(0o770)
+    assert read_all(folder) == {}
+    assert read_all(tmp_path / "none") == {}
+
+
+@pytest.mark.slow
+def test_a_stop_that_was_under_way_is_void_after_a_restart(new_agent: Callable[..., Agent]) -> None:
+    agent = new_agent().up()
+    holder = agent.rank(1, "--gpus", "[0]")
+    holder.wait_for("run")
+    agent.down(signal.SIGKILL)
+    saved = agent.state / "leases.json"
+    saved.write_text(saved.read_text().replace('"state":"held"', '"state":"stopping"'))
+    agent.up()
+    until(lambda: agent.leases()[1]["state"] == "held", "the stop to be void")
+    assert agent.plugin(2, [0]).wait_for("start")["state"] == "wait"
+    assert holder.running
