@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from cadenza.policies.core.actions import Action, Migrate, Pack, Requeue, Resize
+from cadenza.policies.core.actions import Action, Migrate, Pack, Requeue, Resize, Resume, Suspend, Unsuspend, Yield
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease, Relocating
 from cadenza.policies.core.move import Move, Ordered, Placed, Prefetching, Requeued, Wanted
@@ -45,9 +45,18 @@ class Relocation:
         wanted = [self._saving_first(action, moves, placed) for action in decision.actions]
         if not self.steps and not any(isinstance(action, Migrate | Resize) for action in wanted):
             return decision
-        # 2. Jobs on their way are left to their moves.
+        # 2. Jobs on their way are left to their moves; one that cannot be stopped yet goes on taking turns, or it would
+        #    never come to a stop.
         busy = {number for number, move in moves.items() if not move.over}
-        free = [action for action in wanted if busy.isdisjoint(_job_ids(action))]
+        leaving = busy - {step.move.job.id for step in self.steps if step.move is not None and _only_wanted(step)}
+        free = [
+            action
+            for action in wanted
+            if (leaving if isinstance(action, Yield | Resume | Suspend | Unsuspend) else busy).isdisjoint(
+                _job_ids(action)
+            )
+            or _repairs(action)
+        ]
         # 3. Moves begin, or are refused with a reason.
         actions: list[Action] = []
         refused: dict[JobKey, str] = {}
@@ -91,6 +100,16 @@ class Relocation:
         ):
             return action
         return Migrate(action.job, (), action.reason)
+
+
+def _only_wanted(step: Step) -> bool:
+    """Return True if a move has ordered nothing yet, and orders nothing now."""
+    return step.move is not None and isinstance(step.move.phase, Wanted) and step.action is None
+
+
+def _repairs(action: Action) -> bool:
+    """Return True if Slurm's word and a job's processes are brought together, which its move needs too."""
+    return isinstance(action, Suspend | Unsuspend) and action.repair
 
 
 def _relocating(move: Move) -> Relocating | None:

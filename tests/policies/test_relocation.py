@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from snapshots import NOW, cluster, job, key, lease, moving, node
 
-from cadenza.policies.core.actions import Migrate, Place, Release, Requeue, Save
+from cadenza.policies.core.actions import Migrate, Place, Release, Requeue, Resume, Save, Suspend, Unsuspend
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import Host, JobKey, Options, Share
 from cadenza.policies.core.move import Leaving, Move, Ordered, Over, Placed, Prefetching, Requeued, Wanted
@@ -260,3 +260,21 @@ def test_every_phase_of_a_move_ends_whatever_its_job_does(phase, by_hand, jobs):
         released = {action.job for action in actions if isinstance(action, Place | Release)}
         memory = replace(memory, placed=memory.placed | released)
     raise AssertionError(f"still {move.phase}")
+
+
+def test_a_job_that_is_to_go_once_it_can_be_stopped_takes_turns_until_then():
+    """It is suspended and has the next turn: without it no stop, and the jobs behind it would wait for ever."""
+    turns = (Unsuspend(key(1), "its turn has come"), Resume(key(1), "its turn has come"))
+    asked = Memory(moves=(replace(warming_move(by_hand=True), phase=Wanted(NOW)),))
+    waits = between_hosts(replace(job(1, state="SUSPENDED"), lease=replace(KEEPS, state="yielded")))
+    first, memory = round_of(deciding(*turns, Requeue(key(1), hold=False, reason="no")), waits, asked)
+    assert first.actions == turns
+    assert isinstance(memory.moves[0].phase, Wanted)
+
+
+@pytest.mark.parametrize("repair", [True, False])
+def test_only_a_repair_is_sent_to_a_job_whose_checkpoint_is_ordered(repair):
+    asked = Memory(moves=(replace(warming_move(by_hand=True), phase=Ordered(NOW)),))
+    suspend = Suspend(key(1), "frozen", repair=repair)
+    found, _ = round_of(deciding(suspend), between_hosts(job(1, lease=replace(KEEPS, state="stopping"))), asked)
+    assert (suspend in found.actions) == repair
