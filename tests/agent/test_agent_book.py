@@ -125,8 +125,7 @@ def test_the_device_files_of_a_process(tmp_path: Path) -> None:
 
 def test_a_taken_gpu_is_nobodys_until_its_process_has_ended() -> None:
     seen = Seen()
-    lease, other = seen.job(1), seen.job(2)
-    other.gpus = (1,)
+    lease, other = seen.job(1), seen.job(2, 1)
     with subprocess.Popen(["sleep", "60"]) as process:
         seen.host.taken = [Taken(process.pid, start_ticks(process.pid) or 0, frozenset({0}))]
         seen.after(1.0)

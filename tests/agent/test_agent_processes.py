@@ -155,8 +155,8 @@ class Seen:
         coordinator = StopCoordinator(self.host, lambda: 1 << 40, DriverController(self.host, lambda: 0, channel))
         self.arbiter = Arbiter(self.host, coordinator)
 
-    def job(self, number: int, **facts: bool) -> Lease:
-        return self.host.leases.register(Lease(number, 0, 0, (0,), 0.0), self.time.now())
+    def job(self, number: int, *gpus: int) -> Lease:
+        return self.host.leases.register(Lease(number, 0, 0, gpus or (0,), 0.0), self.time.now())
 
     def facts(self, **suspended: bool) -> None:
         jobs = tuple(
