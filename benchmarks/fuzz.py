@@ -39,7 +39,7 @@ from cadenza.policies.simulator.result_file import Saved, SavedRun, SweepPoint
 from cadenza.policies.simulator.result_file import decode as decode_result
 from cadenza.policies.simulator.result_file import encode as encode_result
 from cadenza.policies.simulator.run_values import Sample
-from cadenza.sidecar import agent_settings, bounds, orders, wire
+from cadenza.sidecar import agent_settings, bounds, frames, orders, wire
 from cadenza.sidecar.agent.errors import StateFileError
 from cadenza.sidecar.agent.ipc import messages
 from cadenza.sidecar.agent.ipc.pages import read_record
@@ -50,7 +50,6 @@ from cadenza.sidecar.agent.telemetry.collector import Stretch, joined
 from cadenza.sidecar.config import ConfigError
 from cadenza.slurm_plugin.cli.main import main as cadenza
 from cadenza.slurm_plugin.gateway.comment import BadOptions, opt_in_of
-from cadenza.slurm_plugin.service.agents import frames
 from cadenza.slurm_plugin.service.agents.agent_registry import AgentRegistry
 from cadenza.slurm_plugin.service.settings import load_settings
 from cadenza.slurm_plugin.sweep import errors as sweep_errors
@@ -184,7 +183,7 @@ def page(data: bytes) -> object:
 
 def report(data: bytes) -> object:
     """Return an agent's message, and the events that follow from a report."""
-    message, _ = frames.decode(data)
+    message, _ = frames.FROM_AGENT.decode(data)
     if isinstance(message, orders.Report):
         AgentRegistry(6.0).update(message, 1e9, 1e3)
     return msgspec.json.decode(msgspec.json.encode(message), type=orders.FromAgent)
@@ -197,7 +196,7 @@ def packet(data: bytes) -> object:
 
 def order(data: bytes) -> object:
     """Return an order of the service."""
-    return msgspec.json.encode(msgspec.json.decode(data, type=orders.ToAgent))
+    return msgspec.json.encode(frames.TO_AGENT.decode(data)[0])
 
 
 def file_of(folder: Path, name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:

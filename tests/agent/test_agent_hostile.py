@@ -18,7 +18,7 @@ from msgspec import inspect
 
 from cadenza.policies.core.model import JobKey
 from cadenza.policies.core.text import printable
-from cadenza.sidecar import bounds, orders, wire
+from cadenza.sidecar import bounds, frames, orders, wire
 from cadenza.sidecar.agent.handlers import job_side
 from cadenza.sidecar.agent.ipc import messages
 from cadenza.sidecar.agent.ipc.pages import Page
@@ -173,6 +173,17 @@ def test_no_order_within_its_bounds_leaves_a_fault(
         rig.service.obey(msgspec.json.decode(msgspec.json.encode(order), type=orders.ToAgent))
         rig.run_once(seconds)
     assert not rig.host.supervisor.faults
+
+
+@pytest.mark.parametrize("hostile", [{"priority": 2**63}, {"user": "a\nb"}, {"weight": "x"}, {"pack": None}], ids=str)
+def test_a_job_whose_facts_cannot_be_read_costs_the_others_nothing(hostile: dict[str, Any]) -> None:
+    rows = [orders.JobFacts(job, 0, managed=True, weight=1.0, priority=0, user="u", hosts=1) for job in (1, 2, 3)]
+    facts = orders.Facts(1, tuple(rows), 60.0, share_between_users=False, enforce=True)
+    frame = msgspec.to_builtins(facts)
+    frame["jobs"][1] |= hostile
+    read, errors = frames.TO_AGENT.decode(json.dumps(frame).encode())
+    assert read == msgspec.structs.replace(facts, jobs=(rows[0], rows[2]))
+    assert len(errors) == 1
 
 
 @pytest.mark.parametrize(

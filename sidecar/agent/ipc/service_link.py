@@ -14,6 +14,7 @@ from cadenza.policies.core.text import printable
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.errors import EnvironmentLacksError
 from cadenza.sidecar.config import ConfigError
+from cadenza.sidecar.frames import ERRORS, TO_AGENT
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +58,8 @@ class Link:
 
     def __init__(self, address: str, keys: tuple[bytes, bytes, bytes]) -> None:
         self._encoder = msgspec.json.Encoder()
-        self._decoder = msgspec.json.Decoder(orders.ToAgent)
         self.refused = 0
-        """Frames that this version could not read."""
+        """Frames, and rows of facts, that this version could not read."""
         self.dropped = 0
         """Messages that found the queue full."""
         self._context = zmq.Context()
@@ -114,10 +114,13 @@ class Link:
     def _decode(self, frame: bytes) -> orders.ToAgent | None:
         """Return an order, or None for a frame that holds none."""
         try:
-            order: orders.ToAgent = self._decoder.decode(frame)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            order, errors = TO_AGENT.decode(frame)
+        except ERRORS as error:
             reason = str(error)
         else:
+            for row_error in errors:
+                self.refused += 1
+                log.warning("facts on a job were refused: %s", printable(row_error))
             if order.v == orders.VERSION:
                 return order
             reason = f"version {order.v}, this agent speaks {orders.VERSION}"

@@ -26,6 +26,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from cadenza.policies.core.actions import Outcome
 from cadenza.policies.core.model import JobKey, Share
 from cadenza.sidecar.clock import SystemClock
+from cadenza.sidecar.frames import ERRORS, FROM_AGENT
 from cadenza.sidecar.orders import (
     VERSION,
     CheckpointOrder,
@@ -43,7 +44,6 @@ from cadenza.sidecar.orders import (
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent, AgentRegistry, Event
 from cadenza.slurm_plugin.service.agents.attribution import Attribution, ForRecord
 from cadenza.slurm_plugin.service.agents.curve_keys import AgentKeys, service_pair
-from cadenza.slurm_plugin.service.agents.frames import ERRORS, decode
 from cadenza.slurm_plugin.service.agents.prefetch_orders import PrefetchOrders
 from cadenza.slurm_plugin.service.agents.stop_barrier import Orders, StopBarrier
 from cadenza.slurm_plugin.service.errors import HubError
@@ -352,7 +352,7 @@ class Hub:
         if len(frames) != 2:  # noqa: PLR2004 (the connection and one struct)
             raise _RefusedError("shape", f"{len(frames)} frames, expected 2")
         try:
-            message, errors = decode(frames[1].buffer)
+            message, errors = FROM_AGENT.decode(frames[1].buffer)
         except ERRORS as error:
             raise _RefusedError("format", str(error)) from None
         if message.v != VERSION:
