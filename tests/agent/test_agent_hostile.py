@@ -179,7 +179,7 @@ def test_no_order_within_its_bounds_leaves_a_fault(
 def test_a_job_whose_facts_cannot_be_read_costs_the_others_nothing(hostile: dict[str, Any]) -> None:
     rows = [orders.JobFacts(job, 0, managed=True, weight=1.0, priority=0, user="u", hosts=1) for job in (1, 2, 3)]
     facts = orders.Facts(1, tuple(rows), 60.0, share_between_users=False, enforce=True)
-    frame = msgspec.to_builtins(facts)
+    frame = json.loads(msgspec.json.encode(facts))
     frame["jobs"][1] |= hostile
     read, errors = frames.TO_AGENT.decode(json.dumps(frame).encode())
     assert read == msgspec.structs.replace(facts, jobs=(rows[0], rows[2]))
