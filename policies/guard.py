@@ -12,7 +12,7 @@ from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Pack, Rel
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, Node
 from cadenza.policies.sharing.state.settings import held_for_us
-from cadenza.policies.sharing.turns.lanes import drained_by_us
+from cadenza.policies.sharing.turns.lanes import drained_by_us, reopens
 
 Names: TypeAlias = frozenset[Annotated[str, Meta(min_length=1)]]
 
@@ -118,6 +118,8 @@ class Guard:
     def _node(self, node: Node | None, action: DrainNode | OpenNode) -> str | None:
         if node is None:
             return f"scope: node {action.node} is gone"
+        if isinstance(action, OpenNode) and reopens(node, self.settings.partitions):
+            return None
         if node.lane == 0:
             return f"scope: {node.name} is lane 0, which is the admin's alone"
         if not drained_by_us(node, self.memory):

@@ -166,10 +166,12 @@ class DrainNode:
 
 @dataclass(frozen=True, slots=True)
 class OpenNode:
-    """Put a further lane that we drained back into service."""
+    """Put a further lane that we drained back into service, or any node that Slurm drained at a restart of its own."""
 
     node: str
     reason: str
+    drain: str = ""
+    """Reason of Slurm's own drain; the node stays as it is if another has taken its place. Empty: the drain is ours."""
 
 
 Action: TypeAlias = (

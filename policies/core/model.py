@@ -313,6 +313,8 @@ class Node:
     up: bool = True
     drained: bool = False
     drain_reason: str = ""
+    drained_at_restart: bool = False
+    """Slurm drained it by itself while slurmctld or its slurmd restarted: jobs were started twice, or not stopped."""
     cpus_used: int = 0
     memory_used_mb: int = 0
     gpus_used: int = 0

@@ -73,8 +73,8 @@ class SlurmGateway:
                 self._job(f"size job {key}", "modify", key, cpus=cpus, memory=memory_mb)
             case DrainNode(node=name, reason=reason):
                 self._worker.ask(f"drain node {name}", "drain", node=name, reason=reason)
-            case OpenNode(node=name):
-                self._worker.ask(f"open node {name}", "undrain", node=name)
+            case OpenNode(node=name, drain=drain):
+                self._worker.ask(f"open node {name}", "undrain", node=name, drain=drain)
             case _:
                 raise NotForSlurm(f"{type(action).__name__} of job {action.job} is for the agents, not Slurm")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, JobState, Node, Options, SlurmState
@@ -26,6 +27,15 @@ _NOT_NOW = frozenset({
     "NOT_RESPONDING", "FAIL", "FAILING", "POWERED_DOWN", "POWERING_DOWN", "POWERING_UP", "REBOOT_ISSUED",
     "INVALID_REG",
 })  # fmt: skip
+SLURMS_DRAINS = (
+    "Prolog error",
+    "Epilog error",
+    "Duplicate jobid",
+    "Kill task failed",
+    "batch job complete failure",
+)
+"""Beginnings of the reasons with which slurmctld and slurmd drain a node by themselves."""
+RESTART_S = 60.0
 HELD_NOTE = "cadenza: held"
 """Last line of the AdminComment of a job that job_submit.lua holds for us."""
 MAX_COMMAND, MAX_PARTITIONS = 4096, 4096
@@ -39,7 +49,7 @@ def snapshot(raw: Raw) -> ClusterSnapshot:
     jobs = (job(record, float(raw["time_s"])) for record in raw["jobs"])
     return ClusterSnapshot(
         time_s=float(raw["time_s"]),
-        nodes=nodes(raw["nodes"]),
+        nodes=nodes(raw["nodes"], raw.get("slurmctld_start_time")),
         jobs=tuple(sorted((one for one in jobs if one is not None), key=lambda one: one.key)),
     )
 
@@ -200,11 +210,17 @@ def job_memory_mb(raw: Raw) -> int:
 # --- Nodes ---------------------------------------------------------------------------------------------
 
 
-def nodes(raws: Sequence[Raw]) -> tuple[Node, ...]:
-    """Return all nodes by name, each with its host and lane."""
+def nodes(raws: Sequence[Raw], slurmctld_start_s: float | None = None) -> tuple[Node, ...]:
+    """Return all nodes by name, each with its host and lane; slurmctld's start is read where a node is drained."""
     lanes = {raw["name"]: lane_of(raw) for raw in raws}
     emulated = Counter(raw["hostname"] for raw in raws if lanes[raw["name"]] == 0)
-    translated = (node(raw, host_of(raw, emulated), lanes[raw["name"]]) for raw in raws)
+    translated = (
+        replace(
+            node(raw, host_of(raw, emulated), lanes[raw["name"]]),
+            drained_at_restart=drained_at_restart(raw, slurmctld_start_s),
+        )
+        for raw in raws
+    )
     return tuple(sorted(translated, key=lambda item: item.name))
 
 
@@ -227,6 +243,19 @@ def host_of(raw: Raw, first_lanes: Mapping[str, int]) -> str:
         return str(raw["hostname"] or raw["name"])
     suffix = _LANE_SUFFIX.fullmatch(raw["name"])
     return suffix["host"] if suffix else str(raw["name"])
+
+
+def drained_at_restart(raw: Raw, slurmctld_start_s: float | None) -> bool:
+    """Return True if a node's drain is Slurm's own, within ``RESTART_S`` of a start of slurmctld or of its slurmd.
+
+    A slurmctld that was killed forgets its last seconds and may start a job twice; a slurmd that was killed may fail a
+    start or an end. Slurm then drains the node and leaves it so.
+    """
+    drained_s = raw.get("reason_time")
+    if "DRAIN" not in raw["state"] or drained_s is None or not (raw["reason"] or "").startswith(SLURMS_DRAINS):
+        return False
+    starts = (slurmctld_start_s, raw.get("slurmd_start_time"))
+    return any(start_s is not None and abs(drained_s - start_s) <= RESTART_S for start_s in starts)
 
 
 def node(raw: Raw, host: str, lane: int) -> Node:

@@ -38,7 +38,7 @@ JOB_FIELDS = (
 NODE_FIELDS = (
     "name", "hostname", "state", "reason", "reason_user", "partitions", "available_features",
     "effective_cpus", "total_cpus", "real_memory", "allocated_cpus", "allocated_memory", "free_memory",
-    "configured_gres", "allocated_tres", "slurm_version", "weight",
+    "configured_gres", "allocated_tres", "slurm_version", "weight", "reason_time", "slurmd_start_time",
 )  # fmt: skip
 FINISHED = frozenset({
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "EXPEDITING", "FAILED", "LAUNCH_FAILED", "NODE_FAIL",
@@ -147,9 +147,11 @@ class Worker:
         """Return every job that is not finished and every node; times are seconds since the epoch."""
         jobs = self._slurm.Jobs.load(preload_passwd_info=True)
         nodes = self._slurm.Nodes.load()
+        drained = any("DRAIN" in node.state for node in nodes.values())
         return {
             "schema": "cadenza.recording/1",
             "time_s": clock.now(),
+            "slurmctld_start_time": self._slurm.slurmctld.Config.load().slurmctld_boot_time if drained else None,
             "jobs": [self._job(job) for job in jobs.values() if job.state not in FINISHED],
             "nodes": [read_fields(node, NODE_FIELDS) for node in nodes.values()],
         }
@@ -263,11 +265,12 @@ class Worker:
         self._change(node.name, state="DRAIN", reason=OUR_DRAIN + reason)
 
     def undrain(self, request: Request) -> None:
-        """Open a node that we drained."""
+        """Open a node that we drained, or that Slurm drained with the reason ``drain``."""
         node = self._slurm.Node.load(request["node"])
         if "DRAIN" not in node.state:
             return
-        if not (node.reason or "").startswith(OUR_DRAIN):
+        expected = str(request.get("drain") or "")
+        if node.reason != expected if expected else not (node.reason or "").startswith(OUR_DRAIN):
             raise Stale(f"node {node.name} was drained by {node.reason_user}: {node.reason}")
         self._change(node.name, state="UNDRAIN")
 

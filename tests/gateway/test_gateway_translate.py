@@ -109,6 +109,30 @@ def test_a_drained_lane() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "slurmctld_s", "at_restart"),
+    [
+        ({}, 950.0, True),
+        ({}, 1050.0, True),
+        ({}, 900.0, False),
+        ({}, None, False),
+        ({"slurmd_start_time": 1020}, None, True),
+        ({"reason": "Prolog error on node1"}, 1000.0, True),
+        ({"reason": "Not responding"}, 1000.0, False),
+        ({"reason": "broken fan"}, 1000.0, False),
+        ({"reason": None}, 1000.0, False),
+        ({"reason_time": None}, 1000.0, False),
+        ({"state": "IDLE"}, 1000.0, False),
+    ],
+)
+def test_a_drain_is_slurms_own_at_a_restart_by_its_reason_and_time(
+    changes: dict[str, Any], slurmctld_s: float | None, at_restart: bool
+) -> None:
+    drained = {"state": "IDLE+DRAIN", "reason": "Duplicate jobid", "reason_time": 1000, "slurmd_start_time": None}
+    [found] = nodes([raw_node(**(drained | changes))], slurmctld_s)
+    assert found.drained_at_restart == at_restart
+
+
+@pytest.mark.parametrize(
     ("number", "opted", "why"),
     [
         (36, False, ""),  # plain text in the comment

@@ -122,12 +122,21 @@ def test_a_job_that_is_not_held_is_not_released_again(gateway_with: MakeGateway,
         (Suspend(JobKey(9, 0), "r"), "Invalid job id"),
         (DrainNode("theirs", "r"), "drained already: bad fan"),
         (OpenNode("theirs", "r"), "drained by root: bad fan"),
+        (OpenNode("theirs", "r", drain="Duplicate jobid"), "drained by root: bad fan"),
+        (OpenNode("ours", "r", drain="Duplicate jobid"), "drained by root: cadenza: observing"),
     ],
 )
 def test_what_has_changed_is_left_alone(gateway_with: MakeGateway, calls: Calls, action: object, word: str) -> None:
     with pytest.raises(StaleState, match=re.escape(word)):
         gateway_with().act(action)  # type: ignore[arg-type]
     assert calls() == []
+
+
+def test_a_drain_of_slurms_own_is_undone_while_it_is_the_one_that_was_read(
+    gateway_with: MakeGateway, calls: Calls
+) -> None:
+    gateway_with().act(OpenNode("theirs", "r", drain="bad fan"))
+    assert calls() == ["node theirs {'state': 'UNDRAIN'}"]
 
 
 def test_opening_an_open_node_is_done_already(gateway_with: MakeGateway, calls: Calls) -> None:

@@ -99,6 +99,16 @@ def test_nodes_are_opened_only_where_the_drain_is_ours_and_lane_0_never():
     assert word(OpenNode("node1-l1", ""), nodes=nodes, rules=replace(APPLY, enforce=False)) == "observe-only"
 
 
+def test_a_drain_of_slurms_own_at_a_restart_is_undone_in_managed_partitions_only():
+    slurms = node(drained=True, drain_reason="Prolog error", drained_at_restart=True)
+    opens = OpenNode("node1", "", drain="Prolog error")
+    assert word(opens, nodes=(slurms,)) == ""
+    assert word(opens, nodes=(replace(slurms, partitions=("gpu", "short")),)) == "scope"
+    assert word(opens, nodes=(replace(slurms, drained_at_restart=False),)) == "scope"
+    assert word(opens, nodes=(slurms,), rules=replace(APPLY, enforce=False)) == "observe-only"
+    assert word(DrainNode("node1", ""), nodes=(slurms,)) == "scope"
+
+
 def test_the_rate_limit_counts_what_would_leave():
     jobs = [replace(RUNS, key=key(n)) for n in range(5)]
     actions = [Yield(found.key, "") for found in jobs]

@@ -273,6 +273,19 @@ def test_only_our_own_drains_are_opened():
     assert acts(cluster(nodes=(node(), *nodes)), memory) == [(OpenNode, "node1-l1"), (OpenNode, "node1-l3")]
 
 
+def test_what_slurm_drained_at_a_restart_of_its_own_is_opened_on_any_lane_once_no_job_ends_there():
+    slurms = {"drained": True, "drain_reason": "Duplicate jobid", "drained_at_restart": True}
+    nodes = (node(**slurms), node(lane=1, **slurms))
+    opened = [(OpenNode, "node1"), (OpenNode, "node1-l1")]
+    assert acts(cluster(nodes=nodes)) == opened
+    assert acts(cluster(job(1, state="OTHER"), nodes=nodes)) == opened[1:]
+    assert acts(cluster(nodes=nodes), settings=replace(APPLY, enforce=False)) == []
+    assert acts(cluster(nodes=nodes, dead=("node1",))) == opened[:1]
+    elsewhere = tuple(replace(one, partitions=("gpu", "short")) for one in nodes)
+    assert acts(cluster(nodes=elsewhere)) == []
+    assert acts(cluster(nodes=tuple(replace(one, drained_at_restart=False) for one in nodes))) == []
+
+
 def test_lanes_stay_shut_without_a_safe_host():
     ours = node(lane=1, drained=True, drain_reason="cadenza: observe-only")
     assert acts(cluster(nodes=(node(), ours), dead=("node1",))) == []

@@ -28,12 +28,15 @@ def close_lanes(state: SharingState) -> None:
 def lane_actions(
     snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings
 ) -> tuple[DrainNode | OpenNode, ...]:
-    """Return the lanes to drain and to open, in order of node names; lane 0 is never touched.
+    """Return the lanes to drain and to open, in order of node names.
 
     In observe-only every open further lane is drained, whoever opened it, because a job there would share a
-    GPU with another. A lane is opened only when its drain is ours.
+    GPU with another. A lane is opened only when its drain is ours, or Slurm's own at a restart; the latter is all that
+    is ever undone on lane 0.
     """
     closed = _closed_hosts(snapshot, memory, settings)
+    opens = settings.partitions if settings.enforce else frozenset()
+    leaving = {name for job in snapshot.jobs if job.state == "OTHER" for name in job.nodes}
     actions: list[DrainNode | OpenNode] = []
     for node in sorted(snapshot.nodes, key=lambda node: node.name):
         reason = closed.get(node.host, "")
@@ -41,6 +44,9 @@ def lane_actions(
             actions.append(DrainNode(node.name, f"{OUR_DRAIN} {reason}"))
         elif node.lane and not reason and node.drained and node.up and drained_by_us(node, memory):
             actions.append(OpenNode(node.name, f"sharing is on and the agent of {node.host} is alive"))
+        elif (not node.lane or not reason) and reopens(node, opens) and node.name not in leaving:
+            reason = f"Slurm drained it ({node.drain_reason}) as a daemon of its own restarted, and no job ends there"
+            actions.append(OpenNode(node.name, reason, drain=node.drain_reason))
     return tuple(actions)
 
 
@@ -49,9 +55,19 @@ def drained_by_us(node: Node, memory: Memory) -> bool:
     return node.name in memory.drained or node.drain_reason.startswith(OUR_DRAIN)
 
 
+def reopens(node: Node, partitions: frozenset[str]) -> bool:
+    """Return True if a node of these partitions alone was drained by Slurm at a restart of its own."""
+    managed = bool(node.partitions) and partitions.issuperset(node.partitions)
+    return managed and node.drained and node.up and node.drained_at_restart
+
+
 def hosts_to_leave(snapshot: ClusterSnapshot) -> frozenset[str]:
-    """Return the hosts whose lane 0 is drained: an admin wants the machine, or Slurm does not trust it."""
-    return frozenset(node.host for node in snapshot.nodes if node.lane == 0 and node.drained)
+    """Return the hosts whose lane 0 is drained: an admin wants the machine, or Slurm does not trust it.
+
+    A drain at a restart of Slurm's own does not count: it is undone as soon as no job ends there.
+    """
+    drained = (node for node in snapshot.nodes if node.lane == 0 and node.drained and not node.drained_at_restart)
+    return frozenset(node.host for node in drained)
 
 
 def _closed_hosts(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings) -> dict[str, str]:
