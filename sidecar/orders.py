@@ -101,6 +101,10 @@ class LeaseReport(msgspec.Struct, frozen=True):
     """Last refusal or time-out, for ``cadenza why``."""
     checkpoints: bool = False
     """True if every rank here can save a checkpoint on order."""
+    saves_away: bool = False
+    """True if every rank here can also save one while its state is in host memory."""
+    saving: bool = False
+    """True while the ranks of a yielded job here save one, until the requeue."""
     lost: Text = ""
     """Reason for which the job cannot go on here, so that only a requeue helps (the driver path, see ``Switched``)."""
     saved: bool = False
@@ -225,7 +229,8 @@ class CheckpointOrder(JobOrder, frozen=True):
     """Stop the job at a common boundary, save a checkpoint there, and wait for a requeue. Times in seconds.
 
     For a multi-node job StopAt and CommitOrder follow, as after a YieldOrder. A ResumeOrder, or ``hold_s``
-    without a requeue, lets the job go on.
+    without a requeue, lets the job go on. A job that has yielded saves without its GPUs where it waits: no other
+    order follows.
     """
 
     timeout_s: Seconds
@@ -233,6 +238,8 @@ class CheckpointOrder(JobOrder, frozen=True):
     save_s: Seconds
     """Longest time that saving may take."""
     hold_s: Seconds
+    away: bool = False
+    """The job has yielded; where it has its GPUs again by now, it is not stopped for this order."""
 
 
 class FilesOrder(JobOrder, frozen=True):

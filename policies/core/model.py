@@ -153,6 +153,8 @@ class Lease:
     """True if every rank can save a checkpoint on order, and no framework requeues the job."""
     saves_away: bool = False
     """True if every rank can also save it while its state is in host memory, that is after a yield."""
+    saving: bool = False
+    """Its ranks save one at this time although it has yielded, or have saved it and wait for the requeue."""
     lost: str = ""
     """Why the job cannot go on with what it has, if so: only a requeue helps."""
     saved: bool = False

@@ -270,6 +270,7 @@ class SimJob:
             step=int((self.done_s + self.rate * ran_s) / self.trace.iteration_s + ROUNDING),
             checkpoints=self.trace.checkpoints,
             saves_away=self.trace.checkpoints,
+            saving=lease.state == "yielded" and self.saved_s < inf,
             saved=lease.state in ("stopping", "yielded") and now_s >= self.saved_s,
             pace=self.pace(now_s),
         )

@@ -71,7 +71,7 @@ class Rank:
             sys.exit(4)
         self.words = memoryview(mmap.mmap(fds[0], wire.PAGE_BYTES)).cast("Q")
         self.words[wire.PAGE_STEP] = self.step
-        self.words[wire.PAGE_SAVES] = int(self.options.saves)
+        self.words[wire.PAGE_SAVES] = wire.SAVES_AWAY if self.options.saves_away else int(self.options.saves)
         self.sock = sock
         self.attached = True
         say("attached", state=message["state"])
@@ -225,6 +225,14 @@ class Rank:
         if self.state != "yielded":
             return
         while (message := self.receive()) is not None:
+            if message["type"] == "save":
+                say("saving away", step=self.step)
+                time.sleep(self.options.copy_s)
+                error = "No space left on device" if self.options.fail_copy else ""
+                fields = {"step": self.step, "bytes": 9, "seconds": 0.5, "path": f"/shared/{self.step}"}
+                self.send("checkpointed", order=message["order"], error=error, **fields)
+            if message["type"] == "cancel":
+                say("sent on", reason=message["reason"], step=self.step)
             if message["type"] == "resume":
                 self.state = "running"
                 self.words[wire.PAGE_STATE] = wire.STATE_RUNNING
@@ -257,6 +265,7 @@ def main() -> None:
     parser.add_argument("--anew", action="store_true")
     parser.add_argument("--stranger", action="store_true")
     parser.add_argument("--saves", action="store_true")
+    parser.add_argument("--saves-away", action="store_true")
     options = parser.parse_args()
     Rank(options).train(options.steps)
     say("done")

@@ -100,3 +100,72 @@ def test_a_rank_that_dies_while_the_others_stand_ends_the_job_as_ever(host: Agen
     until(lambda: not host.leases()[1]["processes"], "its process struck off")
     other = host.rank(2, "--gpus", "[0]")
     other.wait_for("run")
+
+
+# --- of a job that has yielded --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(host: Agent, service: Service) -> Callable[..., tuple[Child, Child]]:  # noqa: F811
+    """Jobs 1, which has yielded, and 2, which has their GPU."""
+
+    def start(*flags: str) -> tuple[Child, Child]:
+        first = host.rank(1, "--gpus", "[0]", *flags)
+        first.wait_for("run")
+        second = host.rank(2, "--gpus", "[0]")
+        service.facts(fact(1), fact(2))
+        service.lease(2, lambda lease: lease.ready)
+        service.lease(1, lambda lease: lease.step > 0 and lease.saves_away == ("--saves-away" in flags))
+        service.order(orders.ResumeOrder, 2)
+        service.order(orders.YieldOrder, 1, timeout_s=5.0)
+        second.wait_for("run")
+        service.lease(1, lambda lease: lease.state == "yielded")
+        return first, second
+
+    return start
+
+
+def test_a_yielded_job_saves_without_its_gpus_while_another_job_trains(
+    pair: Callable[..., tuple[Child, Child]], service: Service  # noqa: F811
+) -> None:  # fmt: skip
+    first, second = pair("--saves-away")
+    service.order(orders.CheckpointOrder, 1, **TERMS, away=True)
+    step = first.wait_for("saving away")["step"]
+    lease = service.lease(1, lambda lease: lease.saved)
+    assert (lease.state, lease.saving, lease.note) == ("yielded", True, f"checkpoint of step {step}: /shared/{step}")
+    done = service.wait_for(orders.Switched, lambda one: one.kind == "checkpoint")
+    assert (done.job, done.bytes) == (1, 9)
+    trained = service.lease(2, lambda lease: lease.state == "held").step
+    service.lease(2, lambda lease: lease.step > trained)
+    second.kill()  # its GPU is free, and the job that stands for its requeue does not take it
+    service.lease(1, lambda lease: lease.saved and lease.state == "yielded")
+    service.order(orders.ResumeOrder, 1)
+    assert first.wait_for("sent on")["step"] == step
+    first.wait_for("run")
+    service.lease(1, lambda lease: lease.state == "held" and not lease.saving and lease.step > step)
+
+
+@pytest.mark.parametrize(
+    ("flags", "terms", "why"),
+    [
+        (("--saves",), {}, "not all its ranks can save a checkpoint from host memory"),
+        (("--saves-away", "--copy-s", "3"), {"save_s": 0.2}, "its checkpoint was not complete after 0.2 s"),
+    ],
+    ids=["only at a boundary", "slow"],
+)
+def test_a_yielded_job_that_saves_nothing_goes_on_waiting_for_its_turn(
+    pair: Callable[..., tuple[Child, Child]], service: Service,  # noqa: F811
+    flags: tuple[str, ...], terms: dict[str, float], why: str,
+) -> None:  # fmt: skip
+    _, second = pair(*flags)
+    service.order(orders.CheckpointOrder, 1, **{**TERMS, **terms}, away=True)
+    assert why in service.wait_for(orders.Switched, lambda one: one.kind == "refused").note
+    second.kill()
+    service.lease(1, lambda lease: lease.state == "held" and not lease.saved)
+
+
+def test_an_order_to_save_away_does_not_stop_a_job_that_has_its_gpus_again(host: Agent, service: Service) -> None:  # noqa: F811
+    child = job(host, service, "--saves")
+    service.order(orders.CheckpointOrder, 1, **TERMS, away=True)
+    assert "its lease is held" in service.wait_for(orders.Switched).note
+    assert not child.said("saving")

@@ -10,7 +10,7 @@ import pytest
 from cadenza.sidecar.agent.driver import machine
 from cadenza.sidecar.agent.errors import LeaseConflictError
 from cadenza.sidecar.agent.jobs import stop_states
-from cadenza.sidecar.agent.jobs.stop_states import CheckpointStop, UnleasedStop, YieldStop
+from cadenza.sidecar.agent.jobs.stop_states import AwayStop, CheckpointStop, UnleasedStop, YieldStop
 from cadenza.sidecar.agent.leases import lease_table
 from cadenza.sidecar.agent.turns import coordinator
 
@@ -64,3 +64,11 @@ def test_a_checkpoint_has_a_limit_for_saving_and_one_for_the_requeue() -> None:
     stop.saved_at = 6.0
     assert stop.on_timeout(13.0) is None
     assert stop.on_timeout(13.1) == ("go on", "not requeued within 7 s of its checkpoint")
+
+
+def test_a_checkpoint_from_host_memory_needs_no_boundary_and_ends_where_it_began() -> None:
+    stop = AwayStop(1, "service", 10.0, 0.0, save_s=5.0, hold_s=7.0)
+    assert (stop.state, stop.committed, stop.on_timeout(15.0)) == ("saving away", True, None)
+    assert stop.on_timeout(15.1) == ("fail", "its checkpoint was not complete after 5 s")
+    stop.move("fail")
+    assert stop.state == "yielded"

@@ -152,6 +152,22 @@ def test_a_policy_sees_that_a_job_cannot_save_without_its_gpus_unless_it_saves_f
     assert seen == [[True, False, True, True]]
 
 
+def test_a_yielded_job_that_slurm_has_suspended_runs_to_save_and_is_then_requeued():
+    away = replace(KEEPS, state="yielded", saves_away=True)
+    memory = Memory(suspended=frozenset({key(1)}), moves=(Move(key(1), THERE, "r", Ordered(NOW)),))
+    (move,) = memory.moves
+    still = advance(move, cluster(job(1, state="SUSPENDED", lease=replace(away, saving=True))), memory)
+    assert isinstance(still.action, Unsuspend)
+    later = replace(cluster(job(1, lease=replace(away, saving=True))), time_s=NOW + 60)
+    assert advance(move, later, memory) == (move, None, "goes to node2: its checkpoint is being saved")
+    saved = advance(move, cluster(job(1, lease=replace(away, saving=True, saved=True))), memory)
+    assert isinstance(saved.action, Requeue)
+    failed = advance(move, replace(cluster(job(1, lease=away)), time_s=NOW + 60), memory)
+    assert "its checkpoint failed" in failed.move.outcome
+    others = advance(move, cluster(job(1, state="SUSPENDED", lease=away)), Memory())
+    assert others.action is None, "its owner has suspended it"
+
+
 def test_a_requeued_job_that_its_owner_changed_is_let_go():
     move = Move(key(1), (), "makes room", Requeued(NOW, 0.0))
     step = advance(move, cluster(held(required_nodes=("node3",))), Memory())

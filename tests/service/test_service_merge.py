@@ -93,6 +93,14 @@ def test_stopping_wins_and_yielded_needs_all() -> None:
     assert (both.state, both.waited_s) == ("yielded", 7.0)
 
 
+def test_a_yielded_job_saves_where_all_its_hosts_can_and_is_saved_once_all_have() -> None:
+    able, saved = {"checkpoints": True, "saves_away": True}, {"saving": True, "saved": True}
+    both = merged(n1=gang("yielded", **able, **saved), n2=gang("yielded", **able, saving=True))
+    assert (both.saves_away, both.saving, both.saved) == (True, True, False)
+    assert merged(n1=gang("yielded", **able, **saved), n2=gang("yielded", **able, **saved)).saved
+    assert not merged(n1=gang("yielded", **able), n2=gang("yielded", checkpoints=True)).saves_away
+
+
 def test_not_ready_says_why() -> None:
     assert "1 of its 2 hosts" in merged(n1=gang("held")).why_not_ready
     assert "n2 is silent" in merged("n2", n1=gang("held"), n2=gang("held")).why_not_ready

@@ -173,6 +173,15 @@ def test_what_a_killed_service_left_held_is_released_by_the_watchdog(site: Site)
     assert not held_for_us(owners, site.rig.store.memory())
 
 
+def test_a_yielded_job_is_asked_to_save_without_its_gpus_and_moves(site: Site) -> None:
+    site.says("yielded", saves_away=True)
+    site.request("n2")
+    assert isinstance(site.round().phase, Ordered)
+    assert site.agent.receive(CheckpointOrder).away
+    site.says("yielded", saves_away=True, saving=True, saved=True)
+    assert isinstance(site.round().phase, Requeued)
+
+
 def test_a_job_whose_checkpoint_fails_stays_and_nothing_is_requeued(site: Site) -> None:
     site.request("n2")
     site.round()

@@ -12,6 +12,7 @@ import msgspec
 from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.jobs.host_state import Host
+from cadenza.sidecar.agent.jobs.stop_states import AwayStop
 from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.prefetch.prefetcher import Prefetcher
 from cadenza.sidecar.agent.tuning.tuner import Tuner
@@ -72,12 +73,23 @@ class ServiceHandler:
 
     def _stop(self, lease: Lease, order: orders.YieldOrder | orders.CheckpointOrder) -> None:
         """Start a stop, or report a refusal at once; an order for a stop under way changes nothing."""
+        if isinstance(order, orders.CheckpointOrder) and order.away:
+            self._save_away(lease, order)
+            return
         if lease.state in {"stopping", "yielded"}:
             return
         self.host.run(lease.key).preferred_until = 0.0
         checkpoint = (order.save_s, order.hold_s) if isinstance(order, orders.CheckpointOrder) else None
         if reason := self.coordinator.stop(lease, "service", order.timeout_s, checkpoint):
             log.info("cannot stop JOBID=%s: %s", lease.key, reason)
+            self.host.report_switch(lease, "refused", note=reason)
+
+    def _save_away(self, lease: Lease, order: orders.CheckpointOrder) -> None:
+        """Have a job that has yielded save a checkpoint, or report a refusal; a second order changes nothing."""
+        if isinstance(self.host.run(lease.key).stop, AwayStop):
+            return
+        if reason := self.coordinator.save_away(lease, order.save_s, order.hold_s):
+            log.info("cannot save JOBID=%s: %s", lease.key, reason)
             self.host.report_switch(lease, "refused", note=reason)
 
     def _learn(self, facts: orders.Facts) -> None:
@@ -184,6 +196,8 @@ def _notable(report: orders.Report) -> Notable:
                 one.note,
                 one.requeue_owner,
                 one.checkpoints,
+                one.saves_away,
+                one.saving,
                 one.saved,
                 one.lost,
                 one.tuned,

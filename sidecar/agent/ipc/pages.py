@@ -124,6 +124,11 @@ class Page:
         """True if the rank can save a checkpoint on order."""
         return bool(self._words[wire.PAGE_SAVES])
 
+    @property
+    def saves_away(self) -> bool:
+        """True if the rank can also save one while its state is in host memory: it has made a step to save."""
+        return int(self._words[wire.PAGE_SAVES]) == wire.SAVES_AWAY and self.step > 0
+
     def order(self, number: int, stop: int, purpose: int = wire.PURPOSE_YIELD) -> None:
         """Write an order; its number goes before the stop, so that a rank that sees the stop sees its order too."""
         self._words[wire.PAGE_PURPOSE] = purpose

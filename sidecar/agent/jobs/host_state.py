@@ -13,6 +13,7 @@ from cadenza.sidecar.agent.ipc.slurm_steps import Shown
 from cadenza.sidecar.agent.ipc.transport import Outbox
 from cadenza.sidecar.agent.jobs.job_run import JobRun
 from cadenza.sidecar.agent.jobs.job_supervisor import Step, Supervisor
+from cadenza.sidecar.agent.jobs.stop_states import AwayStop
 from cadenza.sidecar.agent.leases.book import Taken
 from cadenza.sidecar.agent.leases.lease_table import Lease, LeaseTable, Stretch
 from cadenza.sidecar.agent.leases.membership import look_at
@@ -239,6 +240,8 @@ class Host:
             note=printable(run.note, MAX_TEXT),
             requeue_owner=run.requeue_owner,
             checkpoints=run.can_checkpoint,
+            saves_away=run.can_checkpoint_away and not lease.frozen,
+            saving=isinstance(run.stop, AwayStop),
             saved=run.checkpointed,
             lost=printable(run.lost, MAX_TEXT),
             pace=run.step_rate.measure(run.pages, self.clock.monotonic()),

@@ -120,6 +120,11 @@ class JobRun:
         return bool(self.ranks) and all(rank.page.saves for rank in self.ranks.values())
 
     @property
+    def can_checkpoint_away(self) -> bool:
+        """True if every rank here can save a checkpoint while its state is in host memory."""
+        return bool(self.ranks) and all(rank.page.saves_away for rank in self.ranks.values())
+
+    @property
     def checkpointed(self) -> bool:
         """True while the ranks here stand still after a complete checkpoint, ready for a requeue."""
         return isinstance(self.stop, CheckpointStop) and self.stop.saved_at is not None

@@ -30,12 +30,18 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
     ("saving", "fail", "running"),
     ("saved", "go on", "running"),
     ("saved", "fail", "running"),
+    ("running", "order away", "saving away"),
+    ("saving away", "all saved", "saved away"),
+    ("saving away", "fail", "yielded"),
+    ("saved away", "go on", "yielded"),
+    ("saved away", "fail", "yielded"),
     ("freezing", "all checkpointed by driver", "yielded"),
     ("freezing", "all offloaded", "yielded"),
     ("freezing", "fail", "running"),
     ("freezing", "lose", "lost"),
 )
-"""State, event, next state. A stop exists from *order* until it comes to *running*, *yielded* or *lost*."""
+"""State, event, next state. A stop exists from *order* until it comes to *running*, *yielded* or *lost*. A job
+that has yielded is ordered to save *away*, and is *yielded* again afterwards."""
 _NEXT: Mapping[tuple[str, str], str] = {(state, event): after for state, event, after in TRANSITIONS}
 REMOTE_EXTRA_S = 5.0
 """Extra time that an agent waits for the service in a multi-node stop, beyond the service's own time-out."""
@@ -72,6 +78,7 @@ class Stop:
 
     purpose: ClassVar[int] = wire.PURPOSE_YIELD
     """The wire's ``PURPOSE_…`` for the ranks' pages."""
+    begin: ClassVar[str] = "order"
     arrival: ClassVar[str] = "all arrived to yield"
     driver_may_help: ClassVar[bool] = True
     """A job whose ranks refuse to stop may be handed to the driver path."""
@@ -79,7 +86,7 @@ class Stop:
     def __post_init__(self) -> None:
         self.progress_at = self.began
         if self.state == "running":
-            self.move("order")
+            self.move(self.begin)
 
     @property
     def committed(self) -> bool:
@@ -168,9 +175,19 @@ class CheckpointStop(Stop):
         """Return event and reason if saving, or the requeue after it, takes too long."""
         if self.saved_at is not None and now - self.saved_at > self.hold_s:
             return "go on", f"not requeued within {self.hold_s:g} s of its checkpoint"
-        if self.state == "saving" and now - self.began - self.boundary_s > self.save_s:
+        if self.saved_at is None and self.committed and now - self.began - self.boundary_s > self.save_s:
             return "fail", f"its checkpoint was not complete after {self.save_s:g} s"
         return None
+
+
+@dataclass
+class AwayStop(CheckpointStop):
+    """The ranks of a job that has yielded save a checkpoint from host memory, each where it waits for the lease.
+
+    They stand at one boundary already. Until this stop ends the job gets no lease.
+    """
+
+    begin: ClassVar[str] = "order away"
 
 
 @dataclass

@@ -12,7 +12,7 @@ from cadenza.sidecar.agent.driver.process_control import DriverController
 from cadenza.sidecar.agent.ipc.messages import Arrived, Checkpointed, Resumed, Yielded
 from cadenza.sidecar.agent.jobs.host_state import Host
 from cadenza.sidecar.agent.jobs.job_run import JobRun, Rank, Resume
-from cadenza.sidecar.agent.jobs.stop_states import CheckpointStop, Stop, UnleasedStop, YieldStop
+from cadenza.sidecar.agent.jobs.stop_states import AwayStop, CheckpointStop, Stop, UnleasedStop, YieldStop
 from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.telemetry.gpu_watch import GpuWatch
@@ -77,6 +77,25 @@ class StopCoordinator:
             self._freeze(lease, run.stop)
         return None
 
+    def save_away(self, lease: Lease, save_s: float, hold_s: float) -> str | None:
+        """Have a job that has yielded save a checkpoint without its GPUs; return the reason if that is refused.
+
+        ``save_s`` and ``hold_s`` are the longest times for saving, and for the requeue after it.
+        """
+        run, now = self.host.run(lease.key), self.host.clock.monotonic()
+        if lease.state != "yielded" or run.stop is not None:
+            return f"its lease is {lease.state}"
+        if reason := run.not_ready_reason(lease, now) or run.unattached_reason(lease):
+            return reason
+        if lease.frozen or not run.can_checkpoint_away or not all(rank.out for rank in run.ranks.values()):
+            return "not all its ranks can save a checkpoint from host memory: see client.checkpoint()"
+        stop = AwayStop(self.host.next_order(), "service", now, 0.0, save_s=save_s, hold_s=hold_s)
+        run.stop = stop
+        for rank in run.ranks.values():
+            self.host.outbox.post(rank.session, "save", order=stop.order)
+        log.info("save JOBID=%s order=%d", lease.key, stop.order)
+        return None
+
     def advance(self, lease: Lease) -> None:
         """Move a job's turn on, from the order to stop to the end of its lease; called in each pass of the event loop.
 
@@ -95,11 +114,11 @@ class StopCoordinator:
         # 3. Saving, or the requeue after it, may take too long; all processes may end.
         elif expiry := stop.on_timeout(self.host.clock.monotonic()):
             self._run_on(lease, run, *expiry)
-        elif not run.ranks and stop.state != "saved":
+        elif not run.ranks and not run.checkpointed:
             self._run_on(lease, run, "fail", f"all its processes ended while {stop.state}")
         # 4. All have saved their part: the job stands still for its requeue.
         elif isinstance(stop, CheckpointStop):
-            if stop.state == "saving" and run.ranks.keys() <= stop.saved_pids:
+            if stop.saved_at is None and run.ranks.keys() <= stop.saved_pids:
                 self._complete_checkpoint(lease, run, stop)
         # 5. All have moved their state out: the lease ends, after the driver path took the rest where that is wanted.
         elif all(rank.out for rank in run.ranks.values()):
@@ -379,7 +398,7 @@ class StopCoordinator:
         elif not stop.committed:
             if stop.step:
                 self._tell_stop_step(rank, stop)
-        elif not reported_out:
+        elif not reported_out or isinstance(stop, AwayStop):
             self._run_on(lease, run, "fail", f"rank {rank.hello.rank} lost its connection and went on")
 
     # --- resume --------------------------------------------------------------------------------------------

@@ -171,9 +171,13 @@ class Hub:
         """Ask a job to stop and free its GPUs."""
         return self._stop(key, hosts, YieldOrder(VERSION, *key, self.settings.yield_timeout_s))
 
-    def checkpoint_job(self, key: JobKey, hosts: tuple[str, ...]) -> Outcome:
-        """Ask a job to save a checkpoint at a common boundary and to wait there until it is requeued."""
-        return self._stop(key, hosts, CheckpointOrder(VERSION, *key, self.settings.yield_timeout_s, SAVE_S, HOLD_S))
+    def checkpoint_job(self, key: JobKey, hosts: tuple[str, ...], *, away: bool = False) -> Outcome:
+        """Ask a job to save a checkpoint at a common boundary and to wait there until it is requeued.
+
+        ``away``: it has yielded, so that its ranks stand at one boundary and need no GPU to save.
+        """
+        order = CheckpointOrder(VERSION, *key, self.settings.yield_timeout_s, SAVE_S, HOLD_S, away)
+        return self.send([(host, order) for host in hosts]) if away else self._stop(key, hosts, order)
 
     def _stop(self, key: JobKey, hosts: tuple[str, ...], order: YieldOrder | CheckpointOrder) -> Outcome:
         """Send a stop order; for several hosts the thread then finds the common stop step."""

@@ -114,7 +114,8 @@ class ClusterGateway:
             case Migrate(prefetch=(_, *_)) | Resize(prefetch=(_, *_)):
                 outcome = self._prefetch(action, hosts)
             case _:
-                outcome = self._hub.checkpoint_job(action.job, hosts)
+                away = all(part.state == "yielded" for part in self._parts[action.job].values())
+                outcome = self._hub.checkpoint_job(action.job, hosts, away=away)
         return outcome if outcome.ok else Outcome(ok=False, error=f"job {action.job}: {outcome.error}")
 
     def _prefetch(self, action: Migrate | Resize, hosts: tuple[str, ...]) -> Outcome:

@@ -147,6 +147,8 @@ def merge(parts: Parts, agents: Mapping[str, Agent], now_s: float) -> Lease:
         use=use([lease.telemetry for lease in leases if lease.telemetry is not None]),
         requeue_owner=next((lease.requeue_owner for lease in leases if lease.requeue_owner), ""),
         checkpoints=all(lease.checkpoints and not lease.requeue_owner for lease in leases),
+        saves_away=all(lease.saves_away and not lease.requeue_owner for lease in leases),
+        saving=any(lease.saving for lease in leases),
         lost=next((f"{host}: {lease.lost}" for host, lease in sorted(parts.items()) if lease.lost), ""),
         pace=_pace(leases),
         cpus_per_gpu=min(
@@ -159,7 +161,9 @@ def merge(parts: Parts, agents: Mapping[str, Agent], now_s: float) -> Lease:
         ),
         shown=next((kind for kind in SHOWN if any(lease.shown == kind for lease in leases)), ""),
         amiss=next((f"{host}: {lease.amiss}" for host, lease in sorted(parts.items()) if lease.amiss), ""),
-        saved=state == "stopping" and len(parts) >= leases[0].hosts and all(lease.saved for lease in leases),
+        saved=state in ("stopping", "yielded")
+        and len(parts) >= leases[0].hosts
+        and all(lease.saved for lease in leases),
     )
 
 
