@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -17,6 +19,7 @@ from service_rig import books, job, lease, node, report
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import JobKey, StepRate
 from cadenza.sidecar.clock import SystemClock
+from cadenza.sidecar.frames import ERRORS, FROM_AGENT
 from cadenza.sidecar.orders import (
     VERSION,
     Files,
@@ -32,7 +35,6 @@ from cadenza.sidecar.orders import (
 from cadenza.slurm_plugin.service.agent_facts import facts_of
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent, AgentRegistry
 from cadenza.slurm_plugin.service.agents.attribution import Attribution
-from cadenza.slurm_plugin.service.agents.frames import ERRORS, decode
 from cadenza.slurm_plugin.service.agents.prefetch_orders import PrefetchOrders
 from cadenza.slurm_plugin.service.agents.stop_barrier import StopBarrier
 from cadenza.slurm_plugin.service.observe.enrichment import with_progress
@@ -120,7 +122,7 @@ def test_no_report_raises_past_its_decoder(store: SqliteStore, sent: list[bytes]
     # 1. Each frame as the hub takes it in; a refused one costs itself.
     for frame in sent:
         try:
-            message, _ = decode(frame)
+            message, _ = FROM_AGENT.decode(frame)
         except ERRORS:
             continue
         if isinstance(message, Report):
@@ -144,3 +146,13 @@ def test_no_report_raises_past_its_decoder(store: SqliteStore, sent: list[bytes]
     with StoreReader(Path(store.path)) as reader:
         assert reader.round(number).snapshot == snapshot
         reader.job_record(1)
+
+
+def test_each_value_that_the_decoder_takes_fits_into_the_record(store: SqliteStore) -> None:
+    taken = []
+    for frame in (frame for frame in FRAMES if isinstance(frame, Switched | LeaseLog)):
+        for name, value in itertools.product(frame.__struct_fields__, (*NUMBERS, *TEXTS, *LISTS, *BOOLS, *OTHERS)):
+            with contextlib.suppress(*ERRORS):
+                taken.append(FROM_AGENT.decode(msgspec.json.encode(msgspec.to_builtins(frame) | {name: value}))[0])
+    assert len(taken) > 100
+    assert store.record(taken) == 0
