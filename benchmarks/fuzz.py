@@ -257,7 +257,7 @@ def of_wire() -> list[Boundary]:
                 encode(orders.Switched(1, "n1", 1, 0, "yield", 1e9, 0.1, 0.1, 0.2, 5, note="n")),
                 encode(orders.Steps(1, "n1", 1, 0, 5, arrived=True)),
                 encode(orders.LeaseLog(1, "n1", 1, 0, (0,), 1e9, 1e9 + 5)),
-                encode(orders.Files(1, "n1", 1, 0, 1000, ("/a",))),
+                encode(orders.Files(1, "n1", 1, 0, ("/a",))),
             ),
         ),
         Boundary(

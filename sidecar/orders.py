@@ -201,10 +201,9 @@ class LeaseLog(JobMessage, frozen=True):
 class Files(JobMessage, frozen=True):
     """Files that a job's processes on one host use: the answer to FilesOrder, and later its new checkpoint.
 
-    A directory stands for its whole content.
+    A directory stands for its whole content. The user as whom they may be read is Slurm's to say, not the agent's.
     """
 
-    uid: Uid
     paths: Paths
 
 

@@ -98,10 +98,10 @@ def test_nothing_is_read_as_root() -> None:
 def test_lists_go_only_where_the_service_sent_the_job() -> None:
     prefetches = PrefetchOrders()
     assert prefetches.begin(A, ("n1", "n2"), ("n3",), 7) == [("n1", FilesOrder(VERSION, *A))]
-    files = Files(VERSION, "n1", *A, 0, ("/a",))
+    files = Files(VERSION, "n1", *A, ("/a",))
     assert prefetches.on_files(files) == [("n3", PrefetchOrder(VERSION, *A, 7, ("/a",)))]
-    assert prefetches.on_files(Files(VERSION, "n9", *A, 0, ("/etc/shadow",))) == []
-    assert prefetches.on_files(Files(VERSION, "n1", 2, 0, 7, ("/a",))) == []
+    assert prefetches.on_files(Files(VERSION, "n9", *A, ("/etc/shadow",))) == []
+    assert prefetches.on_files(Files(VERSION, "n1", 2, 0, ("/a",))) == []
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_the_agent_says_what_a_job_uses_then_its_checkpoint_and_reads_for_one_to
     job(host, service, "--saves")
     service.order(FilesOrder, 1)
     files = service.wait_for(Files)
-    assert (files.job, files.uid) == (1, os.geteuid())
+    assert files.job == 1
     assert any("libc.so" in path for path in files.paths)
     service.order(CheckpointOrder, 1, **TERMS)
     lease = service.lease(1, lambda lease: lease.saved)

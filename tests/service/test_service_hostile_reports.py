@@ -57,7 +57,7 @@ FRAMES = (
     Switched(VERSION, "n1", 1, 0, "yield", 1.0, 0.1, 0.1, 0.2, 5, 0.1, "note"),
     Steps(VERSION, "n1", 3, 0, 5, arrived=True),
     LeaseLog(VERSION, "n1", 1, 0, (0, 1), 1.0, 2.0),
-    Files(VERSION, "n1", 1, 0, 1000, ("/a", "/b")),
+    Files(VERSION, "n1", 1, 0, ("/a", "/b")),
 )
 NUMBERS = (
     -1, 0, 1, 2, 3, 2**31, 2**32, 2**60, 2**62, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**400, 0.5, -0.0, 1e12, 1e300,

@@ -169,7 +169,7 @@ class Host:
     def files(self, lease: Lease, paths: Iterable[str]) -> orders.Files:
         """Return the message that lists a job's files for other hosts; names that no line can hold are left out."""
         names = tuple(path for path in paths if path.isprintable() and len(path) <= MAX_TEXT)[:MAX_PATHS]
-        return orders.Files(orders.VERSION, self.name, lease.job, lease.restart, lease.uid, names)
+        return orders.Files(orders.VERSION, self.name, lease.job, lease.restart, names)
 
     def report_stretch(self, stretch: Stretch) -> None:
         """Tell the service of a stretch of holding GPUs."""
