@@ -201,7 +201,7 @@ class LeaseLog(JobMessage, frozen=True):
 class Files(JobMessage, frozen=True):
     """Files that a job's processes on one host use: the answer to FilesOrder, and later its new checkpoint.
 
-    A directory stands for its whole content. The user as whom they may be read is Slurm's to say, not the agent's.
+    A directory stands for its whole content. They are read as the user that Slurm names.
     """
 
     paths: Paths
