@@ -140,9 +140,7 @@ def derive(profiles: Iterable[Profile], kind: Kind, gpus: int, margin: float) ->
     return key
 
 
-def _axis(
-    grid: tuple[float, ...], gpus: int, scale: int, fair: int, most: int, units: Callable[[int], int]
-) -> _Axis:
+def _axis(grid: tuple[float, ...], gpus: int, scale: int, fair: int, most: int, units: Callable[[int], int]) -> _Axis:
     """Return the amounts from a grid of one GPU's, of which ``scale`` amounts make 1, and the proportional share."""
     amounts = sorted({fair} | {need for one in grid if (need := ceil(one * gpus * scale - TOLERANCE)) <= most})
     each = [amount / gpus / scale for amount in amounts]

@@ -265,6 +265,8 @@ class Job:
     nodes: tuple[str, ...] = ()
     """Slurm node names (lanes) of a running or suspended job."""
     required_nodes: tuple[str, ...] = ()
+    held_at_restart: bool = False
+    """Slurm itself requeued it into a hold as slurmctld restarted, because it started the job for the second time."""
     held_by_plugin: bool = False
     """True if its present hold is job_submit.lua's (held admission), by facts that no user can write."""
     gpu_type: str = ""

@@ -35,7 +35,10 @@ SLURMS_DRAINS = (
     "batch job complete failure",
 )
 """Beginnings of the reasons with which slurmctld and slurmd drain a node by themselves."""
+LAUNCH_FAILED = "launch failed requeued held"
+"""slurmctld's reason of a job that it requeued into a hold by itself."""
 RESTART_S = 60.0
+"""Time between a restart of slurmctld or slurmd and what it has done to jobs and nodes because of it, at most."""
 HELD_NOTE = "cadenza: held"
 """Last line of the AdminComment of a job that job_submit.lua holds for us."""
 MAX_COMMAND, MAX_PARTITIONS = 4096, 4096
@@ -46,10 +49,11 @@ _LANE_SUFFIX = re.compile(r"(?P<host>.+)-l(?P<lane>\d+)")
 
 def snapshot(raw: Raw) -> ClusterSnapshot:
     """Return the cluster of one answer of the worker: nodes, and jobs that are not finished; no leases."""
-    jobs = (job(record, float(raw["time_s"])) for record in raw["jobs"])
+    started_s = raw.get("slurmctld_start_time")
+    jobs = (job(record, float(raw["time_s"]), started_s) for record in raw["jobs"])
     return ClusterSnapshot(
         time_s=float(raw["time_s"]),
-        nodes=nodes(raw["nodes"], raw.get("slurmctld_start_time")),
+        nodes=nodes(raw["nodes"], started_s),
         jobs=tuple(sorted((one for one in jobs if one is not None), key=lambda one: one.key)),
     )
 
@@ -57,7 +61,7 @@ def snapshot(raw: Raw) -> ClusterSnapshot:
 # --- Jobs ----------------------------------------------------------------------------------------------
 
 
-def job(raw: Raw, now_s: float) -> Job | None:
+def job(raw: Raw, now_s: float, slurmctld_start_s: float | None = None) -> Job | None:
     """Return one job, or None when it is finished. CPUs, GPUs and memory are totals over the job's nodes."""
     state = job_state(raw["state"])
     if state is None:
@@ -86,6 +90,7 @@ def job(raw: Raw, now_s: float) -> Job | None:
         eligible_s=float(raw["eligible_time"]) if state == "PENDING" and raw.get("eligible_time") else None,
         nodes=tuple(raw["allocated_nodes"]) if state != "PENDING" else (),
         required_nodes=tuple(raw["required_nodes"]),
+        held_at_restart=state == "PENDING" and held_at_restart(raw, slurmctld_start_s),
         held_by_plugin=state == "PENDING" and held_by_plugin(raw),
         gpu_type=wanted_type(raw),
         options=options,
@@ -128,6 +133,17 @@ def options_of(raw: Raw) -> tuple[Options | None, str]:
     except BadOptions as error:
         return None, str(error)
     return (None, "") if opt_in is None else (opt_in.options, opt_in.reason or unmanageable_reason(raw) or "")
+
+
+def held_at_restart(raw: Raw, slurmctld_start_s: float | None) -> bool:
+    """Return True if Slurm held a job that it could not start again within ``RESTART_S`` of slurmctld's start.
+
+    A slurmctld that was killed forgets that it has started a job, starts it again, is refused by slurmd ("Duplicate
+    jobid"), and requeues the job into a hold that it never releases. A requeue sets the time of submission anew.
+    """
+    if slurmctld_start_s is None or raw["priority"] or raw["state_reason"] != LAUNCH_FAILED:
+        return False
+    return abs(float(raw["submit_time"] or 0) - slurmctld_start_s) <= RESTART_S
 
 
 def held_by_plugin(raw: Raw) -> bool:

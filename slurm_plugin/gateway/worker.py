@@ -148,10 +148,13 @@ class Worker:
         jobs = self._slurm.Jobs.load(preload_passwd_info=True)
         nodes = self._slurm.Nodes.load()
         drained = any("DRAIN" in node.state for node in nodes.values())
+        held = any(job.priority == 0 and job.state == "PENDING" and job.requeue_count for job in jobs.values())
         return {
             "schema": "cadenza.recording/1",
             "time_s": clock.now(),
-            "slurmctld_start_time": self._slurm.slurmctld.Config.load().slurmctld_boot_time if drained else None,
+            "slurmctld_start_time": self._slurm.slurmctld.Config.load().slurmctld_boot_time
+            if drained or held
+            else None,
             "jobs": [self._job(job) for job in jobs.values() if job.state not in FINISHED],
             "nodes": [read_fields(node, NODE_FIELDS) for node in nodes.values()],
         }

@@ -168,6 +168,26 @@ def test_kinds_of_job_that_cannot_be_shared(changes: dict[str, object], why: str
     assert bool(why) == (reason is not None)
 
 
+@pytest.mark.parametrize(
+    ("changes", "slurmctld_s", "at_restart"),
+    [
+        ({}, 940.0, True),
+        ({}, 900.0, False),
+        ({}, None, False),
+        ({"priority": 1}, 1000.0, False),
+        ({"state_reason": "JobHeldAdmin"}, 1000.0, False),
+        ({"state_reason": "job requeued in held state"}, 1000.0, False),
+    ],
+)
+def test_a_job_that_slurm_held_as_slurmctld_restarted_is_told_by_reason_and_time(
+    changes: dict[str, Any], slurmctld_s: float | None, at_restart: bool
+) -> None:
+    refused = {"state": "PENDING", "priority": 0, "state_reason": "launch failed requeued held", "submit_time": 1000}
+    found = job(raw_job(**(refused | changes)), NOW_S, slurmctld_s)
+    assert found is not None
+    assert found.held_at_restart == at_restart
+
+
 def test_what_the_submit_plugin_found_is_passed_on() -> None:
     found = job(raw_job(comment='{"cadenza":{"v":1,"share":false,"why":"cron jobs are not shared"}}'), NOW_S)
     assert found is not None

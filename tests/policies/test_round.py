@@ -361,6 +361,33 @@ def test_held_jobs_are_placed_once_and_a_later_hold_stays():
     assert report.decision.reasons[key(5)] == "left alone: held by its owner or an admin"
 
 
+@pytest.mark.parametrize(
+    ("reason", "has_run", "ours"),
+    [
+        ("job requeued in held state", False, True),
+        ("JobHeldAdmin", True, True),
+        ("JobHeldAdmin", False, False),
+        ("JobHeldUser", True, False),
+    ],
+)
+def test_a_hold_that_we_released_is_ours_again_once_slurmctld_forgot_the_release(reason, has_run, ours):
+    successor = JobKey(1, 1)
+    held = replace(job(1, state="PENDING", slurm_priority=0, state_reason=reason), key=successor)
+    memory = Memory(placed=frozenset({successor}), resumed=frozenset({successor} if has_run else ()))
+    assert held_for_us(held, memory) == ours
+    later = remember(memory, (), cluster(held))
+    assert held_for_us(held, later) == ours, "until it is released"
+
+
+def test_what_slurm_held_as_slurmctld_restarted_is_ours_until_it_is_released():
+    held = replace(job(1, state="PENDING", slurm_priority=0, held_at_restart=True), key=JobKey(1, 1))
+    assert held_for_us(held, Memory())
+    memory = remember(Memory(), (), cluster(held))
+    later = replace(held, held_at_restart=False)
+    assert held_for_us(later, memory), "also when that restart is long ago, or slurmctld has restarted since"
+    assert not held_for_us(later, remember(memory, (Release(held.key, ""),), cluster(later)))
+
+
 def test_the_hold_of_our_requeue_is_ours_until_it_is_released():
     """Only our own record says so; the next hold is the owner's."""
     requeue = (Requeue(key(5), hold=True, reason="makes room"),)

@@ -81,14 +81,33 @@ def exclusion_reason(job: Job, settings: SharingSettings) -> str | None:
     return None
 
 
+REQUEUE_HOLD = "job requeued in held state"
+"""Slurm's reason of a job that was requeued into a hold; any later hold has another."""
+
+
 def held_for_us(job: Job, memory: Memory) -> bool:
     """Return whether the job is held on our account: by job_submit.lua, by a requeue or after a suspend of ours.
 
-    Only Slurm's facts and our own record say so, never the job's comment. A hold after our release is its owner's.
+    Only Slurm's facts and our own record say so, never the job's comment. A hold after our release is its owner's,
+    unless it is the hold that we released: a slurmctld that is killed forgets its last seconds. What Slurm held by
+    itself when slurmctld restarted is ours to release too, because it releases it never.
     """
-    if not job.held or job.key in memory.placed:
+    if not job.held:
         return False
-    return job.held_by_plugin or job.key in memory.held or requeued_into_hold(job, memory)
+    if job.key in memory.placed:
+        return release_forgotten(job, memory)
+    ours = job.held_by_plugin or job.key in memory.held or requeued_into_hold(job, memory)
+    return ours or job.held_at_restart
+
+
+def release_forgotten(job: Job, memory: Memory) -> bool:
+    """Return whether a killed slurmctld forgot our release of a held job.
+
+    The hold of a requeue comes once in an incarnation, before our release. And an incarnation that has run does not
+    become pending again: only its successor does.
+    """
+    ran = job.key in memory.last_yield_s or job.key in memory.suspended or job.key in memory.resumed
+    return job.held and (job.state_reason == REQUEUE_HOLD or (ran and job.state_reason == "JobHeldAdmin"))
 
 
 def requeued_into_hold(job: Job, memory: Memory) -> bool:
