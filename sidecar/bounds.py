@@ -20,6 +20,8 @@ MAX_SECONDS = 1e12
 MAX_GPUS = 64
 MAX_JOBS = 2**16
 MAX_PATHS = 20_000
+MAX_TAKEN = 64
+"""Processes that a report names."""
 CLEAN = r"\A[^\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff]*\Z"
 """Text without control characters (Cc), separators of lines, marks of direction (UAX #9) and surrogates."""
 

@@ -17,6 +17,7 @@ from msgspec import Meta
 from cadenza.policies.core.model import JobUsage, StepRate
 from cadenza.sidecar.bounds import (
     MAX_JOBS,
+    MAX_TAKEN,
     Amount,
     Bytes,
     Count,
@@ -118,6 +119,8 @@ class LeaseReport(msgspec.Struct, frozen=True):
     """None: it has not run since it attached."""
     pack: Step = 0
     """The pack that the agent acts on, see ``JobFacts``."""
+    refusals: Count = 0
+    """Stops in a row that its ranks refused, slept through or only claimed to follow."""
     shown: Name = ""
     """State of its processes as the host shows it: running | frozen (by Slurm's suspend) | gone; "" not looked at."""
     amiss: Text = ""
@@ -151,6 +154,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     """Settings that this host cannot fulfill, each as a sentence with the reason."""
     prefetched: Annotated[tuple[Prefetched, ...], Meta(max_length=1024)] = ()
     """Results for the last jobs that were expected here."""
+    taken: Annotated[tuple[Text, ...], Meta(max_length=MAX_TAKEN)] = ()
+    """Processes that use GPUs without a lease, each as a sentence: their GPUs go to no job until they end."""
 
 
 class JobMessage(msgspec.Struct, frozen=True, tag=True):

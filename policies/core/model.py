@@ -161,6 +161,8 @@ class Lease:
     """Every rank stands at the same boundary with a complete checkpoint, ready to be requeued."""
     pace: StepRate | None = None
     """None: it has not run yet, or was not measured."""
+    refusals: int = 0
+    """Stops in a row that its ranks refused, slept through or only claimed to follow."""
     shown: str = ""
     """State of its processes as its hosts show it: running, frozen (on one host at least) or gone; "" not known."""
     amiss: str = ""
@@ -339,6 +341,8 @@ class Host:
     """Functions that its agent's settings ask for and the machine lacks."""
     prefetched: tuple[JobKey, ...] = ()
     """Jobs on their way to it whose files it has read, as far as it could."""
+    taken: tuple[str, ...] = ()
+    """Processes there that use GPUs without a lease, each as a sentence."""
 
 
 @dataclass(frozen=True)

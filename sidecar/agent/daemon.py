@@ -37,7 +37,7 @@ from cadenza.sidecar.agent.telemetry.records import Records
 from cadenza.sidecar.agent.telemetry.sampler import Background, Sampler
 from cadenza.sidecar.agent.tuning import topology
 from cadenza.sidecar.agent.tuning.tuner import Tuner
-from cadenza.sidecar.agent.turns.arbiter import Arbiter
+from cadenza.sidecar.agent.turns.arbiter import WATCH_S, Arbiter
 from cadenza.sidecar.agent.turns.coordinator import StopCoordinator
 from cadenza.sidecar.agent_settings import AgentSettings
 from cadenza.sidecar.clock import SystemClock
@@ -175,7 +175,8 @@ class Daemon:
     def turn(self) -> None:
         """Make one pass of the event loop: messages first, decisions next, and answers once the leases are on disk."""
         # 1. Wait for an event; while a job is being stopped its ranks' pages are read often.
-        events = self._poller.poll(int((STOPPING_TICK_S if self.host.stopping else TICK_S) * 1000))
+        tick_s = STOPPING_TICK_S if self.host.stopping else WATCH_S if self._arbiter.watching else TICK_S
+        events = self._poller.poll(int(tick_s * 1000))
         # 2. Move the leases' times along if the wall clock jumped, before anything is written into them.
         self.host.follow_clock()
         # 3. Record the messages of jobs, plugins and the service, and the ends of processes.
@@ -216,6 +217,7 @@ class Daemon:
             self._next_tick = now + TICK_S
             self._peers.tick()
             self._job_side.drop_gone()
+            self.host.release_taken()
         with self.host.supervise(None, "taking turns"):
             self._arbiter.settle()
         if ticking:
@@ -271,9 +273,6 @@ class Daemon:
         if now < self._next_sweep:
             return
         self._next_sweep = now + SWEEP_S
-        if len(left := [one for one in self.host.taken if one.there]) < len(self.host.taken):
-            log.info("GPUs free again: %d processes without a lease have ended", len(self.host.taken) - len(left))
-            self.host.taken = left
         for lease in self.host.leases:
             with self.host.supervise(lease.key, "its processes"):
                 alive = lease.running_processes(start_ticks)

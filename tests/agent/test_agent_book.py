@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 from agent_rig import Agent, until
+from cgroup_rig import real_v1, slurm_tree
 from test_agent_processes import Seen
 
+from cadenza.sidecar.agent.handlers.job_side import JobHandler
 from cadenza.sidecar.agent.ipc.processes import start_ticks
 from cadenza.sidecar.agent.ipc.slurm_steps import Step, devices_of
+from cadenza.sidecar.agent.jobs.host_state import FACTS_S, SURVIVORS_S
+from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.leases.book import Book, Taken
 from cadenza.sidecar.agent.leases.handover import Handover, read_all
 from cadenza.sidecar.agent.leases.lease_table import Lease, LeaseTable, Process, State
@@ -176,3 +180,41 @@ def test_a_stop_that_was_under_way_is_void_after_a_restart(new_agent: Callable[.
     until(lambda: agent.leases()[1]["state"] == "held", "the stop to be void")
     assert agent.plugin(2, [0]).wait_for("start")["state"] == "wait"
     assert holder.running
+
+
+@real_v1
+def test_processes_that_outlive_their_job_keep_its_gpus() -> None:
+    seen = Seen()
+    jobs = JobHandler(seen.host, seen.arbiter.coordinator, seen.arbiter, frozenset(), lambda _: None)
+    with slurm_tree("survivors") as tree:
+        process = tree.run(17, 0)
+        lease, following = seen.job(17), seen.job(18)
+        membership.enroll(lease, process.pid)
+        seen.host.leases.grant(lease, seen.time.now())
+        jobs.drop(lease, "ended")
+        seen.after(1.0)
+        assert following.state == "waiting"
+        assert seen.host.taken_report() == (), "Slurm kills them first"
+        seen.after(SURVIVORS_S)
+        assert seen.host.taken_report() == (f"pid {process.pid} of job 17 uses GPU 0 without a lease",)
+        process.kill()
+        process.wait()
+        seen.host.release_taken()
+        seen.after(1.0)
+        assert following.state == "held"
+
+
+def test_the_first_lease_waits_for_the_services_facts_but_not_for_long() -> None:
+    seen = Seen("tcp://ctl:6820")
+    seen.host.started_at = seen.time.passed
+    early = seen.job(1)
+    seen.after(FACTS_S / 2)
+    assert early.state == "waiting"
+    seen.after(FACTS_S)
+    assert early.state == "held"
+    told = Seen("tcp://ctl:6820")
+    told.host.started_at = told.time.passed
+    lease = told.job(1)
+    told.facts(j1=False)
+    told.after(0.1)
+    assert lease.state == "held"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zmq.auth
 from agent_rig import PATIENCE_S, Agent, Child, until
 from test_agent_link import FROM_AGENT, Service, fact, service  # noqa: F401 (a fixture)
 
@@ -26,6 +27,14 @@ class Pair:
         self.service, self.stops, self.clock = service, StopBarrier(), SystemClock()
         self.reports: dict[str, orders.LeaseReport] = {}
         self.switched: dict[str, orders.Switched] = {}
+        self.peers: dict[str, bytes] = {}
+        """Connection of each host."""
+        keys = folder / "keys"
+        for host in HOSTS:
+            if not (keys / "agents" / f"{host}.key_secret").exists():
+                zmq.auth.create_certificates(keys / "agents", host)
+                (keys / "agents" / f"{host}.key").rename(keys / "allowed" / f"{host}.key")
+        service.auth.configure_curve(domain="*", location=str(keys / "allowed"))
         self.agents = [self._agent(host, folder) for host in HOSTS]
 
     def _agent(self, host: str, folder: Path) -> Agent:
@@ -37,12 +46,14 @@ class Pair:
 
     def send(self, found: Orders) -> None:
         for host, order in found:
-            self.service.socket.send_multipart([host.encode(), msgspec.json.encode(order)])
+            self.service.socket.send_multipart([self.peers[host], msgspec.json.encode(order)])
 
     def pump(self) -> None:
         while self.service.socket.poll(20):
-            host, frame = self.service.socket.recv_multipart()
-            self.hear(host.decode(), FROM_AGENT.decode(frame))
+            peer, frame = self.service.socket.recv_multipart()
+            told = FROM_AGENT.decode(frame)
+            self.peers[told.host] = peer
+            self.hear(told.host, told)
         self.send(self.stops.tick(self.clock.monotonic()))
 
     def hear(self, host: str, told: orders.FromAgent) -> None:

@@ -241,14 +241,16 @@ def test_a_wrong_key_gets_nothing_in(new_agent: Callable[..., Agent], service: S
     (keys / "agents" / "n1.key_secret").unlink()
     zmq.auth.create_certificates(keys / "agents", "n1")
     agent = new_agent(service=f"tcp://127.0.0.1:{service.port}", service_timeout_s=0.5).up()
-    assert agent.talk().start(1, [0])["state"] == "granted"
+    root = agent.talk()
+    root.until_granted(root.start(1, [0]))
     service.pump(800)
     assert service.seen == []
 
 
 def test_without_keys_the_agent_serves_alone_and_says_so(new_agent: Callable[..., Agent]) -> None:
     agent = new_agent(service="tcp://127.0.0.1:9", service_timeout_s=0.1).up()
-    assert agent.talk().start(1, [0])["state"] == "granted"
+    root = agent.talk()
+    root.until_granted(root.start(1, [0]))
     assert "no link to the service, turns are local" in agent.log()
     assert PATIENCE_S > 0
 

@@ -317,6 +317,7 @@ def test_a_job_that_still_has_gpu_memory_does_not_let_the_next_one_in(
     assert (job.state, following.state) == ("held", "waiting")
     assert "say that they have yielded, but pid" in seen.host.run(job.key).note
     assert "5120 MB on GPU 0" in seen.host.run(job.key).note
+    assert seen.host.lease_report(job).refusals == 1
 
 
 def test_a_context_may_stay(leaving: tuple[Seen, Driver, Lease, Lease]) -> None:
@@ -325,3 +326,4 @@ def test_a_context_may_stay(leaving: tuple[Seen, Driver, Lease, Lease]) -> None:
     job.vtime_s = 50.0
     turn(seen, job, 0.5)
     assert (job.state, following.state) == ("yielded", "held"), "pid 1 is none of the job's"
+    assert seen.host.lease_report(job).refusals == 0

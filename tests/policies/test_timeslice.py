@@ -424,3 +424,25 @@ def test_a_decision_about_a_large_cluster_takes_milliseconds():
     lanes = tuple(node(host, lane) for host in hosts for lane in (0, 1))
     decision = decide(cluster(*jobs, nodes=lanes), Memory(), APPLY)
     assert sum(isinstance(action, Resume) for action in decision.actions) >= 64
+
+
+def test_a_job_on_a_further_lane_that_refuses_each_stop_gives_its_place_back():
+    holder = replace(HOLDER, nodes=("node1-l1",), lease=replace(HOLDER.lease, refusals=2))
+    assert (Requeue, key(1)) not in acts(cluster(holder, YIELDED))
+    refusing = replace(holder, lease=replace(holder.lease, refusals=3))
+    requeues = [a for a in decide(cluster(refusing, YIELDED), Memory(), APPLY).actions if isinstance(a, Requeue)]
+    assert [(one.job, one.reason) for one in requeues] == [
+        (key(1), "gives its place back: it did not stop 3 times, and job 2 waited")
+    ]
+    assert (Requeue, key(1)) not in acts(cluster(refusing)), "no other job waits"
+    assert (Requeue, key(1)) not in acts(cluster(replace(refusing, nodes=("node1",)), YIELDED))
+
+
+def test_a_gpu_that_a_process_has_without_a_lease_is_named_and_its_host_gets_no_more_sharers():
+    snapshot = cluster(HOLDER, YIELDED)
+    taken = "pid 7 of no job that is known uses GPU 0 without a lease"
+    snapshot = replace(snapshot, hosts=(replace(snapshot.hosts[0], taken=(taken,)),))
+    decision = decide(snapshot, Memory(), APPLY)
+    assert DrainNode("node1-l1", f"cadenza: {taken}") in decision.actions
+    assert decision.reasons[key(2)].endswith(taken)
+    assert taken not in decision.reasons[key(1)]

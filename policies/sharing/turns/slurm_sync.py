@@ -26,6 +26,8 @@ from cadenza.policies.sharing.turns.lanes import hosts_to_leave
 
 MAX_NAMED = 6
 """Number of jobs of a group that a reason names."""
+MAX_REFUSALS = 3
+"""Stops in a row that a job on a further lane may refuse before it gives its place back."""
 LAST_PRIORITY = -(10**9)
 """Priority of a job on a further lane that came after an unmanaged job which queues for lane 0."""
 
@@ -247,11 +249,19 @@ def _requeue_reason(
         late = waited_s > settings.lease_wait_s
         met = [other.key for other in snapshot.jobs if late and _cannot_stop(other, settings) and _meet(job, other)]
         return f"gives its place back after {waited_s:.0f} s: {job_names(met)} cannot be stopped" if met else None
+    # It refuses to stop, and another job waits for its GPUs.
+    waiting = [other.key for other in snapshot.jobs if _meet(job, other) and not _holds(other)]
+    if _holds(job) and lease.refusals >= MAX_REFUSALS and waiting:
+        return f"gives its place back: it did not stop {lease.refusals} times, and {job_names(waiting)} waited"
     # It cannot be stopped, and an unmanaged job has waited long enough for it.
     if not _cannot_stop(job, settings):
         return None
     kept = [other.key for other in snapshot.jobs if _meet(job, other) and _waits_unmanaged(other.lease, settings)]
     return f"cannot be stopped and is in the way of job {min(kept)}, which did not opt in" if kept else None
+
+
+def _holds(job: Job) -> bool:
+    return job.lease is not None and job.lease.state in ("held", "stopping")
 
 
 def _waits_unmanaged(lease: Lease | None, settings: SharingSettings) -> bool:
@@ -302,7 +312,14 @@ def _reason(job: Job, state: SharingState) -> str:
     if job.lease is None:
         return "no agent knows the job, so it runs as without Cadenza"
     turn = state.turn_reasons.get(job.key, "left alone: neither pending, running nor suspended")
-    return turn + _not_ready(job, job.lease)
+    return turn + _not_ready(job, job.lease) + _taken(job, job.lease, state.snapshot)
+
+
+def _taken(job: Job, lease: Lease, snapshot: ClusterSnapshot) -> str:
+    """Name the processes without a lease on the hosts of a job that waits for its GPUs."""
+    hosts = {node.host for node in snapshot.nodes if node.name in job.nodes} if lease.state != "held" else set()
+    found = [taken for host in snapshot.hosts if host.name in hosts for taken in host.taken]
+    return f"; {found[0]}" if found else ""
 
 
 def _not_ready(job: Job, lease: Lease) -> str:

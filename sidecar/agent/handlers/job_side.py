@@ -10,6 +10,7 @@ from cadenza.policies.core.model import JobKey
 from cadenza.policies.core.text import printable
 from cadenza.sidecar import wire
 from cadenza.sidecar.agent.errors import NotAuthorizedError, RefusedError
+from cadenza.sidecar.agent.ipc import cgroup_paths
 from cadenza.sidecar.agent.ipc.budgets import FileBudget, file_budget
 from cadenza.sidecar.agent.ipc.messages import (
     Arrived,
@@ -31,6 +32,7 @@ from cadenza.sidecar.agent.jobs import shm_cleanup
 from cadenza.sidecar.agent.jobs.host_state import Host
 from cadenza.sidecar.agent.jobs.job_run import JobRun, Rank, Waiter
 from cadenza.sidecar.agent.leases import membership
+from cadenza.sidecar.agent.leases.book import Taken
 from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.turns.arbiter import Arbiter
 from cadenza.sidecar.agent.turns.coordinator import StopCoordinator
@@ -269,8 +271,17 @@ class JobHandler:
             self.host.outbox.post(waiter.session, "lease", last=True, state="giveup", reason=reason)
         log.info("left JOBID=%s: %s", lease.key, reason)
         others = any(other.job == lease.job for other in self.host.leases)
+        if not others and lease.state != "waiting":
+            self._keep_gpus_of_survivors(lease)
         if not others and not lease.running_processes(start_ticks):
             shm_cleanup.remove_soon(lease.uid, lease.job)
+
+    def _keep_gpus_of_survivors(self, lease: Lease) -> None:
+        """Keep the GPUs of a job that has left from others while processes of it live on, as after a failed kill."""
+        now = self.host.clock.monotonic()
+        for pid in sorted(cgroup_paths.members_of(lease.group)):
+            if (ticks := start_ticks(pid)) is not None:
+                self.host.taken.append(Taken(pid, ticks, frozenset(lease.gpus), lease.job, now))
 
     # --- timers --------------------------------------------------------------------------------------------
 

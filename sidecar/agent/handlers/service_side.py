@@ -150,6 +150,7 @@ class Reporter:
             memory_free_mb=free,
             rotating=self.host.rotating(),
             leases=tuple(self._lease_report(lease) for lease in self.host.leases),
+            taken=self.host.taken_report(),
             lacks=self.lacks(),
             prefetched=self.prefetched(),
         )
@@ -184,6 +185,7 @@ def _notable(report: orders.Report) -> Notable:
     return (
         report.rotating,
         report.prefetched,
+        report.taken,
         *(
             (
                 one.job,

@@ -18,13 +18,17 @@ from cadenza.sidecar.agent.leases.book import Taken
 from cadenza.sidecar.agent.leases.lease_table import Lease, LeaseTable, Stretch
 from cadenza.sidecar.agent.leases.membership import look_at
 from cadenza.sidecar.agent_settings import AgentSettings
-from cadenza.sidecar.bounds import MAX_NAME, MAX_NUMBER, MAX_PATHS, MAX_TEXT
+from cadenza.sidecar.bounds import MAX_NAME, MAX_NUMBER, MAX_PATHS, MAX_TAKEN, MAX_TEXT
 from cadenza.sidecar.clock import Clock
 
 log = logging.getLogger(__name__)
 
 NO_FACTS = orders.Facts(orders.VERSION, jobs=(), slice_s=60.0, share_between_users=False, enforce=True)
 """Facts that hold until the service has sent some."""
+SURVIVORS_S = 5.0
+"""Age at which processes that outlive their job are reported: Slurm kills them first (slurm.conf(5), KillWait)."""
+FACTS_S = 2.0
+"""Longest wait of an agent that starts for the service's facts, before it gives the first lease."""
 LOOK_S = 1.0
 """Time between two looks at a job's processes for the report."""
 AMISS_S = 3.0
@@ -106,6 +110,26 @@ class Host:
     def handled(self) -> list[Lease]:
         """The leases of all jobs but those that are left alone after a fault."""
         return [lease for lease in self.leases if not self.run(lease.key).fault]
+
+    @property
+    def awaits_facts(self) -> bool:
+        """True for a moment after the start, until the service has been heard: no lease is given before."""
+        waiting = bool(self.settings.service) and self.heard_at is None and not self.rotating()
+        return waiting and self.clock.monotonic() - self.started_at < FACTS_S
+
+    def release_taken(self) -> None:
+        """Give GPUs free whose processes without a lease have ended."""
+        left = [one for one in self.taken if one.there]
+        for one in self.taken:
+            if one not in left:
+                log.info("GPU free again: %s", one)
+        self.taken = left
+
+    def taken_report(self) -> tuple[str, ...]:
+        """Return a sentence for each process that keeps GPUs without a lease."""
+        now = self.clock.monotonic()
+        lasting = (one for one in self.taken if now - one.since_s >= SURVIVORS_S)
+        return tuple(str(one) for one in lasting)[:MAX_TAKEN]
 
     def shown(self, lease: Lease, within_s: float = LOOK_S) -> Shown:
         """Return the state of a job's processes as the host shows it, at most ``within_s`` old."""
@@ -246,6 +270,7 @@ class Host:
             lost=printable(run.lost, MAX_TEXT),
             pace=run.step_rate.measure(run.pages, self.clock.monotonic()),
             pack=lease.pack,
+            refusals=run.refusals,
             shown=self.shown(lease),
             amiss=self.amiss(lease),
         )

@@ -97,6 +97,8 @@ class JobRun:
     lost: str = ""
     """Reason why the driver path cannot bring it back; otherwise empty."""
     step_rate: StepRateMeter = field(default_factory=StepRateMeter)
+    refusals: int = 0
+    """Stops in a row that its ranks refused, slept through or only claimed to follow."""
     seen: tuple[float, Shown] | None = None
     """Monotonic time and result of the last look at its processes."""
     amiss_since: float | None = None

@@ -25,6 +25,8 @@ class Taken:
     start_ticks: int
     gpus: frozenset[int]
     job: int = 0
+    since_s: float = float("-inf")
+    """Monotonic time at which its job left; long ago for a process that was found when the agent started."""
 
     @property
     def there(self) -> bool:

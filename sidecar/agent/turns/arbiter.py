@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from cadenza.policies.core.model import Gpu, JobKey
 from cadenza.policies.sharing.turns.fair_queue import Contender, next_turn
 from cadenza.sidecar.agent.ipc.processes import is_stopped
-from cadenza.sidecar.agent.jobs.host_state import Host
+from cadenza.sidecar.agent.jobs.host_state import LOOK_S, Host
 from cadenza.sidecar.agent.jobs.job_run import JobRun
 from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.turns.coordinator import StopCoordinator
 
+WATCH_S = 0.02
+"""Time between two looks at a job whose suspend or resume by Slurm is awaited."""
 SUSPEND_S = 30.0
 """Longest wait for Slurm's suspend of a job that has yielded. After it that job may have its GPUs back."""
 
@@ -31,6 +33,8 @@ class Arbiter:
     """Returns True if the driver names the processes on the GPUs: then a yield ends only once they have left."""
     reasons: Mapping[JobKey, str] = field(default_factory=dict)
     """One sentence for each job, as of the last time."""
+    watching: bool = False
+    """A suspend by Slurm is awaited, so that the next job may run, or a resume of the next job."""
     _settled: int = -1
     """State of the leases after the last time."""
 
@@ -44,6 +48,7 @@ class Arbiter:
         # 1. The same pure function as in the service decides who is next.
         facts, timeout_s = self.host.facts, self.host.settings.yield_timeout_s
         displace = self.host.rotating() and facts.enforce
+        self.watching = False
         turn = next_turn(
             [self._contender_or_left_alone(lease) for lease in self.host.leases],
             slice_s=facts.slice_s,
@@ -54,8 +59,9 @@ class Arbiter:
         used = {lease.key: self._in_use(lease) for lease in self.host.leases if not lease.occupying}
         self.reasons = {**turn.reasons, **{key: reason for key, reason in used.items() if reason}}
         # 2. Free GPUs are granted, at the virtual time that the turn gives.
-        for key in turn.resumes:
-            if (lease := self.host.leases.get(key)) is not None:
+        for key in turn.resumes if not self.host.awaits_facts else ():
+            lease = self.host.leases.get(key)
+            if lease is not None and not (lease.managed and self.host.shown(lease, 0.0) == "frozen"):
                 lease.vtime_s = turn.vtimes.get(key, lease.vtime_s)
                 with self.host.supervise(key, "granting its lease"):
                     self.coordinator.grant(lease)
@@ -159,14 +165,17 @@ class Arbiter:
         """
         if other.state != "yielded" or self.watched() or not self.host.facts.suspends or self.host.rotating():
             return True
-        return self.host.shown(other, within_s=0.0) != "running"
+        self.watching = True
+        return self.host.shown(other, WATCH_S) != "running"
 
     def _may_run(self, lease: Lease, run: JobRun, *, contended: bool) -> bool:
         """Return True if a managed job could use its lease, and may have it without the service's order."""
         if run.driver or any(is_stopped(one.pid) for one in lease.frozen):
             return False
         # Slurm's suspend is looked at: facts may be old, as after a service that died, or of a watchdog's resume.
-        seen, fact = self.host.shown(lease, within_s=0.0), self.host.fact_of(lease)
+        frozen = run.seen is not None and run.seen[1] == "frozen"
+        self.watching = self.watching or (frozen and self.host.clock.monotonic() < run.preferred_until)
+        seen, fact = self.host.shown(lease, WATCH_S if frozen else LOOK_S), self.host.fact_of(lease)
         suspended = fact is not None and fact.suspended
         if seen == "frozen" or (suspended and seen == "gone"):
             return False

@@ -137,6 +137,7 @@ class StopCoordinator:
         if not busy:
             self._release(lease, run, stop, "all offloaded")
         elif now - stop.out_at > LEAVE_S:
+            run.refusals += 1
             self._run_on(lease, run, "fail", f"its ranks say that they have yielded, but {busy}")
 
     def _align(self, lease: Lease, run: JobRun, stop: Stop) -> None:
@@ -154,6 +155,7 @@ class StopCoordinator:
             log.info("left to the driver JOBID=%s: %s", lease.key, plan.reason)
             self._freeze(lease, stop)
         elif isinstance(plan, Cancel):
+            run.refusals += 1
             self.withdraw(lease, plan.kind, plan.reason)
         # 4. All have arrived: they move their state out or save it, if the host has memory for it.
         elif shortage:
@@ -313,7 +315,7 @@ class StopCoordinator:
     def _release(self, lease: Lease, run: JobRun, stop: Stop, event: str) -> None:
         """Take the lease of a job that uses its GPUs no more."""
         stop.move(event)
-        run.stop = None
+        run.stop, run.refusals = None, 0
         for rank in run.ranks.values():
             rank.page.order(stop.order, 0)
         self._report_stop(lease, stop, "yield", run.note)
@@ -359,6 +361,7 @@ class StopCoordinator:
             if message.resident:
                 run.note = f"rank {rank.hello.rank} keeps on the GPU: {', '.join(message.resident)}"
             if message.error:
+                run.refusals += 1
                 self._run_on(lease, run, "fail", message.error)
         elif lease.state == "held":
             self.resume(lease)

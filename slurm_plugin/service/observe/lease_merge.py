@@ -119,6 +119,7 @@ def _host(name: str, agent: Agent | None) -> Host:
         report.memory_free_mb,
         report.lacks,
         tuple(JobKey(one.job, one.restart) for one in report.prefetched),
+        report.taken,
     )
 
 
@@ -159,6 +160,7 @@ def merge(parts: Parts, agents: Mapping[str, Agent], now_s: float) -> Lease:
             ),
             default=None,
         ),
+        refusals=max(lease.refusals for lease in leases),
         shown=next((kind for kind in SHOWN if any(lease.shown == kind for lease in leases)), ""),
         amiss=next((f"{host}: {lease.amiss}" for host, lease in sorted(parts.items()) if lease.amiss), ""),
         saved=state in ("stopping", "yielded")
