@@ -639,12 +639,18 @@ local function is_pending(record)
   return (record.job_state or 0) % 256 == 0 -- JOB_PENDING is 0; the higher bits are flags
 end
 
--- Returns the comment that an update leaves, with our key in its one form, or nil and the reason to refuse it.
+-- Returns the comment that an update leaves, with our key in its one form, or nil and the reason to refuse it. Without
+-- our key a job that had it shares no more: it says so, because otherwise the plugin would go by the flag.
 local function updated_comment(job, record)
   local comment, bad = read_comment(job.comment or record.comment or "")
   if not comment then
     return not job.comment and { text = "" } or nil, bad
-  elseif job.comment and comment.options then
+  end
+  local before = job.comment and not comment.options and read_comment(record.comment or "")
+  if before and before.options then
+    comment.options = { share = false }
+  end
+  if job.comment and comment.options then
     comment.options.v = 1
     local text = merge(comment, comment.options)
     if #text > COMMENT_BYTES then

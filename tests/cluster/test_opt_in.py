@@ -82,5 +82,6 @@ def test_an_owner_cannot_leave_lane_0_by_an_update_either(cluster: Cluster) -> N
     assert "unknown key" in update(cluster, shares, 'Comment={"cadenza":{"nice":1}}')
     assert not update(cluster, shares, "Comment=no more")
     assert cluster.job(shares)["Features"] == "lane0", "it no longer shares"
+    assert comment(cluster, shares) == {"cadenza": {"v": 1, "share": False}, "comment": "no more"}
     assert not update(cluster, plain, "Features=lane1", user="root"), "an admin may"
     assert cluster.job(plain)["Features"] == "lane1"

@@ -65,7 +65,6 @@ class Slurm:
         description.rc = self.lua.globals().slurm_job_submit(description, partitions, 1000)
         return description
 
-
     def update(self, changes: dict[str, Any], *, uid: int = 1000, **record: Any) -> Any:
         """Update a pending job of user 1000; return the request as the hook left it, with ``rc``."""
         unset = dict.fromkeys(("min_nodes", "max_nodes", "num_tasks"), NO_VAL)
@@ -137,9 +136,9 @@ def test_a_comment_opts_in_without_the_plugin(slurm: Slurm) -> None:
 
 def test_flag_and_comment_are_merged(slurm: Slurm) -> None:
     job = slurm.submit("max_gpus=4", comment='{"a":1e400, "cadenza" : {"min_gpus":2,"share":false}, "b":"\\u00e9"}')
-    assert job.comment == (
-        '{"cadenza":{"v":1,"share":true,"min_gpus":2,"max_gpus":4},"a":1e400,"b":"\\u00e9"}'
-    ), "our key comes first, the others keep their bytes"
+    assert job.comment == ('{"cadenza":{"v":1,"share":true,"min_gpus":2,"max_gpus":4},"a":1e400,"b":"\\u00e9"}'), (
+        "our key comes first, the others keep their bytes"
+    )
 
 
 def test_held_and_why_cannot_be_claimed(slurm: Slurm) -> None:
@@ -364,6 +363,8 @@ def test_an_owners_comment_has_the_one_form_and_claims_nothing(slurm: Slurm) -> 
     job = slurm.update({"comment": '{"x":1, "cadenza":{"held":true,"why":"x","priority":2,"share":true}}'})
     assert (job.rc, job.comment) == (SUCCESS, '{"cadenza":{"v":1,"share":true,"priority":2},"x":1}')
     assert slurm.update({"comment": "my own text"}).comment == "my own text"
+    left = slurm.update({"comment": "my own text"}, comment=SHARES).comment
+    assert left == '{"cadenza":{"v":1,"share":false},"comment":"my own text"}', "else the plugin would go by the flag"
     assert slurm.update({"comment": '{"cadenza":{"nice":1}}'}).rc == ERROR
     assert "unknown key 'nice'" in slurm.said[-1]
 
