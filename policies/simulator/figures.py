@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from math import sqrt
+from math import inf, sqrt
 from statistics import fmean, stdev
 from typing import Any
 
 from cadenza.policies.simulator.run_values import JobResult, Result, Sample
 
 HOUR = 3600.0
+SHORT_S = 60.0
+"""Run time below which a slowdown counts as if the job ran as long (Feitelson and Rudolph's bound)."""
 STUDENT = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
@@ -56,6 +58,15 @@ class Summary:
     gpu_busy: float
     """GPUs that compute, by the jobs' own utilization, as a share of all."""
     cpu_utilization: float
+    idle_waiting_gpus: float
+    """GPUs that are idle while a job waits that fits there; mean from the first to the last submission."""
+    mean_bounded_slowdown: float | None
+    """Completion time over the larger of run time and 60 s, at least 1."""
+    wait_1_gpu_h: float | None
+    """Mean wait of jobs of one GPU for their first start; None without such jobs."""
+    wait_2_to_7_gpus_h: float | None
+    wait_8_gpus_h: float | None
+    wait_more_gpus_h: float | None
     migrations: int
     yields: int
     tunes: int
@@ -100,6 +111,12 @@ def summarize(result: Result, window: tuple[int, int] | None = None, *, synergy:
         gpu_utilization=held,
         gpu_busy=_utilization(result, lambda sample: sample.busy, result.gpus),
         cpu_utilization=_utilization(result, lambda sample: sample.cpus_used, result.cpus),
+        idle_waiting_gpus=_idle_waiting(result),
+        mean_bounded_slowdown=fmean(slowdowns) if (slowdowns := bounded_slowdowns(jobs)) else None,
+        wait_1_gpu_h=_wait_h(jobs, 1, 1),
+        wait_2_to_7_gpus_h=_wait_h(jobs, 2, 7),
+        wait_8_gpus_h=_wait_h(jobs, 8, 8),
+        wait_more_gpus_h=_wait_h(jobs, 9, inf),
         migrations=counts.migrations,
         yields=counts.yields,
         tunes=counts.tunes,
@@ -112,6 +129,23 @@ def summarize(result: Result, window: tuple[int, int] | None = None, *, synergy:
         decision_ms=Quantiles(*(1e3 * quantile(decisions, q) if decisions else None for q in (0.5, 0.99, 1.0))),
         wall_s=result.wall_s,
     )
+
+
+def bounded_slowdowns(jobs: Iterable[JobResult]) -> list[float]:
+    """Return the bounded slowdown of each job that ended."""
+    return [max(1.0, job.jct_s / max(job.work_s, SHORT_S)) for job in jobs if job.jct_s is not None]
+
+
+def _wait_h(jobs: Iterable[JobResult], least: int, most: float) -> float | None:
+    waits = [job.start_s - job.submit_s for job in jobs if job.start_s is not None and least <= job.gpus <= most]
+    return fmean(waits) / HOUR if waits else None
+
+
+def _idle_waiting(result: Result) -> float:
+    if not result.jobs:
+        return 0.0
+    first_s, last_s = result.jobs[0].submit_s, result.jobs[-1].submit_s
+    return mean_over(result.samples, lambda sample: sample.idle_waiting, first_s, min(last_s, result.end_s))
 
 
 def quantile(ordered: Sequence[float], share: float, *, synergy: bool = False) -> float:

@@ -230,6 +230,10 @@ class Leases:
         busy = sum(min(1.0, sum(job.gpu_utilization for job in jobs if job.running)) for jobs in held)
         return len(held), busy
 
+    def held_by_host(self) -> Counter[str]:
+        """Return the number of GPUs that have a holder, by host."""
+        return Counter(gpu.host for gpu, jobs in self._holders.items() if jobs)
+
     def check(self) -> None:
         """Raise SimulationError when a host has less than its jobs were given.
 

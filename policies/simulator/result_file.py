@@ -87,6 +87,7 @@ def _mean_row(samples: Sequence[Sample], left: float, right: float) -> Sample:
         mean_over(samples, lambda sample: sample.running, left, right),
         mean_over(samples, lambda sample: sample.waiting, left, right),
         mean_over(samples, lambda sample: sample.busy, left, right),
+        mean_over(samples, lambda sample: sample.idle_waiting, left, right),
     )
 
 

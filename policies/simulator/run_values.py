@@ -91,6 +91,8 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     """Submitted, not ended, without GPUs now."""
     busy: float = 0.0
     """GPUs computing: each held GPU by its jobs' ``gpu_utilization`` (1 without), at most 1 a GPU."""
+    idle_waiting: float = 0.0
+    """GPUs without a holder while a job waits that fits there by its number of GPUs."""
 
 
 @dataclass(frozen=True, slots=True)

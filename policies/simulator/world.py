@@ -406,7 +406,21 @@ class World:
             self.samples.pop()
         held, busy = (self.held, self.busy) if self.leases is None else self.leases.use()
         waiting, cpus = len(self.live) - self.running, min(self.cpus_used, self._cpus)
-        self.samples.append(Sample(self.now_s, held, cpus, self.running, waiting, busy))
+        self.samples.append(
+            Sample(self.now_s, held, cpus, self.running, waiting, busy, self._idle_waiting() if waiting else 0.0)
+        )
+
+    def _idle_waiting(self) -> float:
+        """Return the GPUs that nothing holds, 0 unless a job waits whose number of GPUs is idle on a host."""
+        if self.leases is not None:
+            held = self.leases.held_by_host()
+            idle = [node.gpus - held.get(node.host, 0) for node in self.nodes.values() if node.lane == 0 and node.up]
+        else:
+            idle = [node.gpus - self._used[node.name][0] for node in self.nodes.values() if node.up]
+        narrowest = min((job.gpus for job in self.live.values() if not job.running), default=inf)
+        whole = sum(count for count in idle if count == self._widest)
+        fits = narrowest <= (max(idle, default=0) if narrowest <= self._widest else whole)
+        return float(sum(idle)) if fits else 0.0
 
     def results(self) -> tuple[JobResult, ...]:
         """Return every submitted job's result, the unfinished ones as of now."""
