@@ -74,6 +74,17 @@ class HostInMemory:
         )
         self.file = LeaseFile(directory, "boot")
 
+    def close(self) -> None:
+        """Close the pages of all ranks."""
+        for run in self.host.jobs.values():
+            for rank in run.ranks.values():
+                rank.page.close()
+
+    def begin_anew(self) -> None:
+        """Become another host, without jobs."""
+        self.close()
+        self.__init__(self.file.path.parent)  # type: ignore[misc]
+
     def session(self, uid: int = USER, pid: int | None = None) -> Session:
         """Return a connection of a process; the agent takes the test's own for alive."""
         return Session(cast("socket.socket", SilentSocket()), Peer(pid or os.getpid(), uid))

@@ -70,10 +70,12 @@ def told_by_pid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostInMemory:
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostInMemory]:
     """A host whose first processes belong to job 1."""
     told_by_pid(monkeypatch)
-    return HostInMemory(tmp_path)
+    made = HostInMemory(tmp_path)
+    yield made
+    made.close()
 
 
 # --- packets -----------------------------------------------------------------------------------------------------
@@ -84,7 +86,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HostInMemory:
 def test_no_packet_leaves_a_fault_or_a_word_that_the_service_or_a_new_agent_cannot_read(
     rig: HostInMemory, sent: list[bytes], asked: bool, uid: int
 ) -> None:
-    rig.__init__(rig.file.path.parent)  # a new host for each case
+    rig.begin_anew()
     rig.register(1, [0])
     rank = rig.attach(1, 10)
     rank.peer = type(rank.peer)(10, uid)
@@ -121,6 +123,7 @@ def neighbors(folder: Path, sent: list[bytes]) -> list[orders.LeaseReport]:
         for packet in sent[number : number + 1]:
             rig.jobs.handle(sessions[3], packet)
         report = rig.run_once()
+    rig.close()
     assert [answer["type"] for job in (1, 2) for answer in rig.said(sessions[job])] == ["attached", "attached"]
     return [lease for lease in report.leases if lease.job in {1, 2}]
 
@@ -165,7 +168,7 @@ ORDERS = st.one_of(
 def test_no_order_within_its_bounds_leaves_a_fault(
     rig: HostInMemory, given_orders: list[orders.ToAgent], seconds: float
 ) -> None:
-    rig.__init__(rig.file.path.parent)
+    rig.begin_anew()
     for job in (1, 2):
         rig.register(job, [0])
         rig.attach(job, 10 * job)
@@ -303,7 +306,7 @@ def test_no_page_is_more_than_figures_within_their_bounds(written: list[tuple[di
 def test_no_page_leaves_a_fault_or_a_report_that_the_service_cannot_read(
     rig: HostInMemory, written: list[tuple[dict[int, int], int]], fill: int, asked: bool
 ) -> None:
-    rig.__init__(rig.file.path.parent)
+    rig.begin_anew()
     for job in (1, 2):
         rig.register(job, [0])
         rig.attach(job, 10 * job)
