@@ -26,11 +26,12 @@ class Lane0Queue:
     """The unmanaged jobs that count, of one snapshot."""
 
     def __init__(self, snapshot: ClusterSnapshot, settings: SharingSettings) -> None:
+        waiting = [job for job in snapshot.jobs if _is_next(job, snapshot.time_s) and not settings.manages(job)]
         nodes = [node for node in snapshot.nodes if node.lane == 0]
-        free = _free_of_unmanaged(snapshot.jobs, nodes, settings)
+        free = _free_of_unmanaged(snapshot.jobs, nodes, settings) if waiting else {}
         counted: defaultdict[str, list[Job]] = defaultdict(list)
-        for job in snapshot.jobs:
-            if _is_next(job, snapshot.time_s) and not settings.manages(job) and _fits(job, nodes, free):
+        for job in waiting:
+            if _fits(job, nodes, free):
                 counted[job.partition].append(job)
         self._first: dict[str, tuple[float, JobKey]] = {}
         """Age of the first job of a partition that counts against the jobs of all users."""
