@@ -139,6 +139,13 @@ class Prefetched(msgspec.Struct, frozen=True):
     """Reason for which nothing was read; empty otherwise."""
 
 
+class AbsentJob(msgspec.Struct, frozen=True):
+    """A job that the service's facts have on a host where no step of it is left."""
+
+    job: JobId
+    restart: Restart
+
+
 class Report(msgspec.Struct, frozen=True, tag=True):
     """The whole state of an agent."""
 
@@ -156,6 +163,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     """Results for the last jobs that were expected here."""
     taken: Annotated[tuple[Text, ...], Meta(max_length=MAX_TAKEN)] = ()
     """Processes that use GPUs without a lease, each as a sentence: their GPUs go to no job until they end."""
+    absent: Annotated[tuple[AbsentJob, ...], Meta(max_length=MAX_JOBS)] = ()
+    """Jobs of the facts that have had no step here for some time."""
 
 
 class JobMessage(msgspec.Struct, frozen=True, tag=True):

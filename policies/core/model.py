@@ -280,6 +280,8 @@ class Job:
     requeueable: bool = True
     lease: Lease | None = None
     """None: no agent knows the job."""
+    absent: bool = False
+    """Slurm has it on its nodes, and the agents of all its hosts have not seen a step of it for some time."""
     profile: Profile | None = None
     """None: its model was not measured, so it gets its proportional share."""
     profile_note: str = ""

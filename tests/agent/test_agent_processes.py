@@ -23,7 +23,7 @@ from cadenza.sidecar.agent.ipc.messages import Attach, Yielded
 from cadenza.sidecar.agent.ipc.pages import Page
 from cadenza.sidecar.agent.ipc.processes import Peer
 from cadenza.sidecar.agent.ipc.transport import Session
-from cadenza.sidecar.agent.jobs.host_state import AMISS_S, Host
+from cadenza.sidecar.agent.jobs.host_state import ABSENT_S, AMISS_S, STEPS_LOOK_S, Host
 from cadenza.sidecar.agent.jobs.job_run import Rank
 from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.leases.lease_table import Lease
@@ -327,3 +327,27 @@ def test_a_context_may_stay(leaving: tuple[Seen, Driver, Lease, Lease]) -> None:
     turn(seen, job, 0.5)
     assert (job.state, following.state) == ("yielded", "held"), "pid 1 is none of the job's"
     assert seen.host.lease_report(job).refusals == 0
+
+
+def test_a_job_of_the_facts_without_a_step_is_reported_absent_once_that_lasts() -> None:
+    seen = Seen("tcp://ctl:6820")
+    here = [slurm_steps.Step(1, "n1", 100, 1, "")]
+    seen.host.steps = lambda: here
+    seen.facts(j1=False)
+
+    def absent_after(seconds: float) -> list[int]:
+        seen.time.passed += seconds
+        seen.facts(j1=False)
+        return [one.job for one in seen.host.absent()]
+
+    assert absent_after(0.0) == []
+    assert absent_after(ABSENT_S + STEPS_LOOK_S) == [], "its slurmstepd is there"
+    here.clear()
+    assert absent_after(STEPS_LOOK_S) == []
+    assert absent_after(ABSENT_S) == [1]
+    here.append(slurm_steps.Step(1, "n1", 101, 2, ""))
+    assert absent_after(STEPS_LOOK_S) == []
+    here.clear()
+    assert absent_after(STEPS_LOOK_S) == []
+    seen.time.passed += ABSENT_S + seen.host.settings.service_timeout_s + 1
+    assert seen.host.absent() == (), "old facts are no word of Slurm's"

@@ -12,7 +12,7 @@ from cadenza.policies.core.actions import DrainNode, Requeue, Resume, Suspend, U
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.guard import GuardSettings, guard
 from cadenza.policies.ledger import remember
-from cadenza.policies.sharing.turns.repair import MAX_REPAIRS
+from cadenza.policies.sharing.turns.repair import ABSENT, MAX_REPAIRS
 
 FROZEN = "node1: Slurm calls it running, and its processes are frozen"
 RUNS = "node1: Slurm calls it suspended, and its processes run"
@@ -96,3 +96,18 @@ def test_a_job_that_does_not_opt_in_is_not_repaired():
     unmanaged = replace(HOLDER, options=None)
     kinds = {Suspend, Unsuspend, Requeue, Yield, Resume}
     assert not kinds & {type(one) for one in of_job(after(cluster(unmanaged), Memory())[0], 1)}
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED"])
+def test_a_job_whose_end_slurmctld_forgot_is_requeued(state):
+    ended = job(1, state=state, lease=None, absent=True)
+    decision, _ = after(cluster(ended), Memory())
+    assert of_job(decision, 1) == [Requeue(key(1), False, ABSENT)]
+    assert "forgot its end" in decision.reasons[key(1)]
+    for other in (
+        replace(ended, absent=False),
+        replace(ended, requeueable=False),
+        replace(ended, options=None),
+        replace(ended, state="OTHER"),
+    ):
+        assert not any(isinstance(action, Requeue) for action in after(cluster(other), Memory())[0].actions)

@@ -18,10 +18,12 @@ from cadenza.policies.round import RoundReport
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import (
     VERSION,
+    AbsentJob,
     CancelOrder,
     CommitOrder,
     JobTelemetry,
     LeaseReport,
+    Report,
     Steps,
     StopAt,
     Switched,
@@ -161,6 +163,20 @@ def test_a_host_changes_nothing_for_jobs_that_slurm_has_elsewhere(foreign: list[
 
     assert decided(*foreign) == decided(*(one for one in foreign if one.job == 3))
     assert any(isinstance(one, Yield) for one in decided()[0]) == over
+
+
+def test_a_job_is_absent_where_the_agents_of_all_its_hosts_say_so() -> None:
+    slurm = books(replace(job(1), nodes=("n1", "n2")), job(2), nodes=(node("n1"), node("n2")))
+    gone = msgspec.structs.replace(report("n1"), absent=(AbsentJob(1, 0), AbsentJob(2, 1)))
+    also = msgspec.structs.replace(report("n2"), absent=(AbsentJob(1, 0), AbsentJob(2, 0)))
+
+    def absent(first: Report, second: Report, *, alive: bool = True) -> list[bool]:
+        found = {"n1": Agent(first, True, 0.0), "n2": Agent(second, alive, 0.0)}
+        return [one.absent for one in with_leases(slurm, found, parts_by_job(slurm, found)).jobs]
+
+    assert absent(gone, also) == [True, False], "job 2 is on n1, whose agent speaks of another incarnation"
+    assert absent(gone, report("n2")) == [False, False]
+    assert absent(gone, also, alive=False) == [False, False]
 
 
 def test_a_job_that_opts_out_on_a_further_lane_shares_until_it_ends() -> None:

@@ -4,7 +4,8 @@ A slurmd that is killed in the middle of a suspend or resume leaves a job frozen
 that is killed forgets its last seconds: it calls a job running that we suspended, or suspended that we resumed. Slurm
 repairs neither. A resume is refused while Slurm calls the job running, so a frozen one is suspended first, and then
 resumed when its turn comes. A suspend that is in force freezes the processes: where they run, Slurm's resume takes
-nothing from its owner or an admin, but only a suspend of ours is undone.
+nothing from its owner or an admin, but only a suspend of ours is undone. A slurmctld may also forget that a job has
+ended: once its slurmd registers Slurm requeues it, which is half an hour away, so it is requeued now.
 """
 
 from __future__ import annotations
@@ -21,11 +22,22 @@ MAX_REPAIRS = 3
 """Repairs of one job before its host's further lanes are closed and its place is given back."""
 
 
+ABSENT = (
+    "Slurm calls it running, and no step of it is left on its hosts: a killed slurmctld forgot its end, "
+    "and Slurm itself would requeue it once slurmd registers"
+)
+
+
 def repair_suspends(state: SharingState) -> None:
     """Bring Slurm's word and the processes together; a job that is repaired gets no other order in this round."""
     repairs: list[Suspend | Unsuspend | Requeue] = []
     for job in state.all_jobs:
-        if job.lease is None or not job.lease.amiss or not state.settings.manages(job):
+        if not state.settings.manages(job):
+            continue
+        if job.absent and job.state in ("RUNNING", "SUSPENDED") and job.requeueable:
+            repairs.append(Requeue(job.key, state.settings.places, ABSENT))
+            state.repair_reasons[job.key] = ABSENT
+        if job.absent or job.lease is None or not job.lease.amiss:
             continue
         action = _repair(job, state)
         if action is not None:

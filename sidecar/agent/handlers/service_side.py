@@ -153,6 +153,7 @@ class Reporter:
             taken=self.host.taken_report(),
             lacks=self.lacks(),
             prefetched=self.prefetched(),
+            absent=self.host.absent(),
         )
 
     def _lease_report(self, lease: Lease) -> orders.LeaseReport:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from cadenza.policies.core.model import JobKey
 from cadenza.policies.core.text import printable
 from cadenza.sidecar import orders
+from cadenza.sidecar.agent.ipc import slurm_steps
 from cadenza.sidecar.agent.ipc.slurm_steps import Shown
 from cadenza.sidecar.agent.ipc.transport import Outbox
 from cadenza.sidecar.agent.jobs.job_run import JobRun
@@ -31,6 +32,10 @@ FACTS_S = 2.0
 """Longest wait of an agent that starts for the service's facts, before it gives the first lease."""
 LOOK_S = 1.0
 """Time between two looks at a job's processes for the report."""
+STEPS_LOOK_S = 2.0
+"""Time between two looks at all steps on the host, which cost a look at each process."""
+ABSENT_S = 10.0
+"""Time without any step after which a job that Slurm calls running has ended."""
 AMISS_S = 3.0
 """Time for which processes may contradict Slurm's word, as during a suspend with its grace time of 2 s (slurm.conf(5),
 suspend_grace_time)."""
@@ -61,9 +66,13 @@ class Host:
     started_at: float = 0.0
     taken: list[Taken] = field(default_factory=list)
     """GPUs in use without a lease, as the agent found them when it started."""
+    steps: Callable[[], Iterable[slurm_steps.Step]] = slurm_steps.steps
+    """Returns the steps of all jobs that Slurm has on this host now."""
     look: Callable[[Lease], Shown] = look_at
     """Returns the state of a job's processes now."""
     _clock_offset_s: float | None = None
+    _steps_looked_at: float = float("-inf")
+    _absent_since: dict[JobKey, float] = field(default_factory=dict)
     _indexed: orders.Facts | None = None
     """Facts that ``_fact_of`` was made from."""
     _fact_of: dict[JobKey, orders.JobFacts] = field(default_factory=dict)
@@ -152,6 +161,26 @@ class Host:
         now = self.clock.monotonic()
         run.amiss_since = now if run.amiss_since is None else run.amiss_since
         return wrong if now - run.amiss_since >= AMISS_S else ""
+
+    def absent(self) -> tuple[orders.AbsentJob, ...]:
+        """Return the jobs of the facts of which no step has been here for ``ABSENT_S``.
+
+        A slurmctld that was killed forgets that a job has ended, and calls it running until slurmd registers again,
+        half an hour later. Until then a job that has only just come, or ends, has its slurmstepd.
+        """
+        now = self.clock.monotonic()
+        if self.rotating() or not self.facts.jobs:
+            self._absent_since.clear()
+        elif now - self._steps_looked_at >= STEPS_LOOK_S:
+            self._steps_looked_at = now
+            here = {step.job for step in self.steps()}
+            gone = {JobKey(fact.job, fact.restart) for fact in self.facts.jobs if fact.job not in here}
+            self._absent_since = {key: self._absent_since.get(key, now) for key in gone}
+        return tuple(
+            orders.AbsentJob(key.id, key.restart)
+            for key, since in sorted(self._absent_since.items())
+            if now - since >= ABSENT_S
+        )
 
     # --- in each pass of the event loop --------------------------------------------------------------------
 

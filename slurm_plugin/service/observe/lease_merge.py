@@ -93,8 +93,17 @@ def with_leases(
     """
     names = sorted({node.host for node in snapshot.nodes} | set(agents))
     further = {node.name for node in snapshot.nodes if node.lane}
+    host_of = {node.name: node.host for node in snapshot.nodes}
+    absent = {
+        (host, JobKey(one.job, one.restart))
+        for host, agent in agents.items()
+        if agent.alive
+        for one in agent.report.absent
+    }
 
     def leased(job: Job) -> Job:
+        if absent and job.nodes and all((host_of.get(name), job.key) in absent for name in job.nodes):
+            job = replace(job, absent=True)
         if job.key not in parts:
             return job
         lease = merge(parts[job.key], agents, snapshot.time_s)
