@@ -38,7 +38,7 @@ def build(order: str, allocate: str, share: str = "none", settings: PolicySettin
     ordering_entry, allocation_entry = entry("ordering", order), entry("allocation", allocate)
     entry("sharing", share)
     sharing, allocates = rules.effective_sharing, allocate != KEEP_REQUESTS
-    turns = "" if share == "none" or sharing.turns == "fair" else f", turns by {sharing.turns}"
+    turns = "" if share in ("none", "preemption") or sharing.turns == "fair" else f", turns by {sharing.turns}"
     name = f"{order}/{allocate}" + ("" if share == "none" else f"/{share}{turns}")
     sizes = rules.size_pending and allocation_entry.profiled
     if share == "none" and sharing.places and allocates:

@@ -50,7 +50,7 @@ class ServiceTable(msgspec.Struct, frozen=True):
     admission: Annotated[
         Literal["native", "held"],
         Meta(description="Who starts managed jobs: Slurm itself, or the service (job_submit.lua holds them)"),
-    ] = "native"
+    ] = "held"
     poll_s: Annotated[float, Meta(description="Time between rounds; longer when Slurm answers slowly", ge=0.1)] = 15.0
     min_round_spacing_s: Annotated[
         float, Meta(description="Least time between rounds that an agent's news starts early", ge=0)
@@ -112,9 +112,7 @@ class SharingTable(SharingOptions):
 class PolicyTable(msgspec.Struct, frozen=True):
     """``[policy]``: ordering, allocation and sharing; ``cadenza policies`` lists the names."""
 
-    order: Annotated[Text, Meta(description="Who goes first: fifo, srtf, las, ftf, tiresias, gavel, fairshare …")] = (
-        "fifo"
-    )
+    order: Annotated[Text, Meta(description="Who goes first: levels, fifo, srtf, las, ftf, fairshare …")] = "levels"
     allocate: Annotated[
         Text,
         Meta(
@@ -125,10 +123,10 @@ class PolicyTable(msgspec.Struct, frozen=True):
     share: Annotated[
         Text,
         Meta(
-            description="none: a GPU has one job; timeslice: jobs take turns; gandiva: they are also packed, moved "
-            "and resized, see [gandiva]"
+            description="preemption: the first in the order have the GPUs, by turns and moves; timeslice: jobs take "
+            "turns; gandiva: they are also packed, moved and resized, see [gandiva]; none: a GPU has one job"
         ),
-    ] = "timeslice"
+    ] = "preemption"
     size_pending: Annotated[
         bool,
         Meta(description="Let pending jobs with a profile ask for the CPUs and memory that it says they can use"),

@@ -111,7 +111,8 @@ def test_why_tells_of_profile_share_and_progress(config: Path) -> None:
     assert "proportional share, for its profile may not be used: x" in run("why", "2", "--config", str(config)).stdout
     shown = json.loads(run("why", "1", "--json", "--config", str(config)).stdout)["job"]
     assert (shown["profile"]["model"], shown["profile"]["siblings"]) == ("resnet", {})
-    assert json.loads(run("top", "--once", "--json", "--config", str(config)).stdout)["policy"] == "fifo/none/timeslice"
+    view = json.loads(run("top", "--once", "--json", "--config", str(config)).stdout)
+    assert view["policy"] == "levels/none/preemption"
 
 
 def test_why_tells_what_would_have_been_done_in_observe_only(config: Path) -> None:

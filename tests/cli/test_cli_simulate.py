@@ -153,17 +153,17 @@ def request(**words: str) -> Request:
 def test_without_options_the_service_as_it_ships_is_simulated() -> None:
     plain, shipped = request(), Settings()
     table = shipped.policy
-    assert plain.policy.name == f"{table.order}/{table.allocate}/{table.share}" == "fifo/none/timeslice"
-    assert plain.setup.admission == shipped.service.admission == "native"
+    assert plain.policy.name == f"{table.order}/{table.allocate}/{table.share}" == "levels/none/preemption"
+    assert plain.setup.admission == shipped.service.admission == "held"
     assert plain.setup.phased_moves
     assert plain.setup.guard.min_run_s == shipped.guard.min_run_s
     assert plain.setup.guard.max_actions_per_round == shipped.guard.max_actions_per_round
 
 
 def test_options_named_as_settings_change_those() -> None:
-    held = request(admission="held", share_between_users="yes", allocate="proportional")
-    assert held.setup.admission == "held"
-    assert held.policy.name == "fifo/proportional/timeslice"
+    native = request(admission="native", share_between_users="yes", allocate="proportional", share="timeslice")
+    assert native.setup.admission == "native"
+    assert native.policy.name == "levels/proportional/timeslice"
 
 
 @pytest.mark.parametrize("words", [{"share": "none"}, {"preset": "synergy"}])
@@ -180,7 +180,7 @@ def test_jobs_of_different_users_share_only_on_request(tmp_path: Path) -> None:
     trace.write_text("job,submit_s,gpus,duration_s,memory_gb_per_gpu,user\n" + rows)
 
     def yields(*words: str) -> int:
-        done = run("--trace", str(trace), "--nodes", "1x8:24:500", "--json", *words)
+        done = run("--trace", str(trace), "--nodes", "1x8:24:500", "--share", "timeslice", "--json", *words)
         return int(json.loads(done.stdout)["yields"])
 
     assert yields() == 0

@@ -288,7 +288,8 @@ def test_check_config_names_bad_profiles_and_idle_sections(tmp_path: Path) -> No
     (tmp_path / "resnet.json").write_text('{"schema": "cadenza.profile/1", "model": "resnet", "iteration_s": NaN}')
     path = tmp_path / "cadenza.toml"
     path.write_text(
-        f'[policy]\nshare = "none"\nallocate = "tune"\norder = "srtf"\n[gandiva]\npack = false\n'
+        '[service]\nadmission = "native"\n'
+        '[policy]\nshare = "none"\nallocate = "tune"\norder = "srtf"\n[gandiva]\npack = false\n'
         f'[profiles]\ndirectory = "{tmp_path}"\n'
     )
     done = run("check-config", str(path))

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 from gandiva_rig import SHARING, host, on
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from snapshots import NOW, cluster, job, key
 
@@ -140,6 +140,7 @@ def test_no_gpu_stays_idle_that_a_waiting_job_could_have(seed):
 
 @settings(max_examples=6)
 @given(seed=st.integers(0, 2**32))
+@example(seed=9162)  # a level's end that rounding puts into the present
 def test_rounds_left_out_change_nothing(seed):
     jobs = trace(Random(seed))  # noqa: S311
     every, few = (run(jobs, policy(), skip=skip) for skip in (False, True))
@@ -152,7 +153,7 @@ def test_rounds_left_out_change_nothing(seed):
 
 def test_a_job_without_a_turn_for_a_day_comes_first_for_an_hour(monkeypatch):
     """A long job of all GPUs meets newcomers without end; each of its waits ends with the bound and a first slice."""
-    stream = [TraceJob(n, n * 110.0, 4, 130.0, checkpoints=True) for n in range(1, 700)]
+    stream = [TraceJob(n, n * 110.0, 4, 130.0, checkpoints=True) for n in range(1, 250)]
     longest = {}
 
     def check(snapshot: ClusterSnapshot, memory: Memory, decision: Decision) -> None:
@@ -162,16 +163,17 @@ def test_a_job_without_a_turn_for_a_day_comes_first_for_an_hour(monkeypatch):
             since_s = one.progress.ran_s if one.progress.ran_s is not None else one.submit_s
             longest[0] = max(longest.get(0, 0.0), snapshot.time_s - since_s)
 
-    monkeypatch.setattr(starvation, "STARVING_S", 7200.0)
+    monkeypatch.setattr(starvation, "STARVING_S", 3600.0)
+    monkeypatch.setattr(starvation, "OWED_TURN_S", 1800.0)
     nodes = read_cluster("1x4:24:100", 2)
     setup = Setup(round_s=60.0, lanes=2, rounds_on_events=True, phased_moves=True, admission="held")
     result = simulate(
-        [TraceJob(0, 0.0, 4, 20_000.0, checkpoints=True), *stream], nodes, checked(policy(), check), setup
+        [TraceJob(0, 0.0, 4, 6000.0, checkpoints=True), *stream], nodes, checked(policy(), check), setup
     )
     first = next(one for one in result.jobs if one.id == 0)
     assert first.finish_s is not None
-    assert 3600.0 < longest[0] <= 7200.0 + 4 * 60.0
-    assert first.finish_s < 70_000.0, "without the bound it ends after the last newcomer, past 77,000 s"
+    assert 3500.0 < longest[0] <= 3600.0 + 4 * 60.0
+    assert first.finish_s < 25_000.0, "without the bound it ends after the last newcomer, past 27,500 s"
 
 
 # --- by hand ---------------------------------------------------------------------------------------------
@@ -252,6 +254,17 @@ def test_running_jobs_make_room_for_a_wider_one_that_waits():
     assert "makes room for job 3" in found.reasons[key(1)]
     lately = Memory(sharing=replace(Memory().sharing, moved_s=((1, NOW - 100.0), (2, NOW - 100.0))))
     assert kinds(decide(small, other, pending(3, 4), nodes=nodes, memory=lately)) == {}
+
+
+def test_an_unmanaged_job_and_one_that_has_half_its_gpus_get_them_at_once():
+    long = served(1, 5.0, on(1, "a", 0, 1))
+    other = on(2, "a", 0, state="waiting", lane=1)
+    other = replace(other, options=None, lease=replace(other.lease, exclusive=True))
+    assert kinds(decide(long, other, nodes=host("a", jobs=(long, other)))) == {1: Yield}
+    half = on(2, "a", 0, lane=1, ready=False)
+    half = replace(half, num_nodes=2, nodes=("a-l1", "b"))
+    nodes = (*host("a", jobs=(long, half)), *host("b"))
+    assert kinds(decide(long, half, nodes=nodes)) == {1: Yield}
 
 
 @pytest.mark.parametrize("admission", ["native", "held"])

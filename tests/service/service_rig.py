@@ -228,10 +228,14 @@ def eventually(check: Callable[[], object], timeout_s: float = 20.0) -> None:
         Event().wait(0.02)
 
 
-def write_config(folder: Path, **service: object) -> Path:
-    """Write a configuration that applies, with everything below ``folder``."""
+TURNS = "[policy]\norder = 'fifo'\nshare = 'timeslice'\n"
+
+
+def write_config(folder: Path, policy: str = TURNS, **service: object) -> Path:
+    """Write a configuration that applies, with everything below ``folder``; jobs take fair turns."""
     values = {
         "mode": "apply",
+        "admission": "native",
         "poll_s": 0.3,
         "min_round_spacing_s": 0.05,
         "bind": "tcp://127.0.0.1:*",
@@ -246,5 +250,5 @@ def write_config(folder: Path, **service: object) -> Path:
     lines += ["[guard]", 'partitions = ["gpu"]', f"kill_switch = {json.dumps(str(folder / 'STOP'))}"]
     lines += ["min_run_s = 0", "[sharing]", "slice_s = 1", "[agent]", "heartbeat_s = 0.2"]
     path = folder / "cadenza.toml"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path.write_text("\n".join(lines) + f"\n{policy}", encoding="utf-8")
     return path

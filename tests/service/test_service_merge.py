@@ -34,11 +34,15 @@ from cadenza.slurm_plugin.service.agents.agent_registry import Agent, AgentRegis
 from cadenza.slurm_plugin.service.agents.stop_barrier import StopBarrier
 from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway
 from cadenza.slurm_plugin.service.observe.lease_merge import half_given, merge, parts_by_job, with_leases
-from cadenza.slurm_plugin.service.settings import GuardTable, ServiceTable, Settings, load_settings, policy
+from cadenza.slurm_plugin.service.settings import GuardTable, PolicyTable, ServiceTable, Settings, load_settings, policy
 
 A = JobKey(1, 0)
 ORDER = YieldOrder(VERSION, 1, 0, 10.0)
-APPLY = Settings(service=ServiceTable(mode="apply"), guard=GuardTable(partitions=frozenset({"gpu"})))
+APPLY = Settings(
+    service=ServiceTable(mode="apply", admission="native"),
+    guard=GuardTable(partitions=frozenset({"gpu"})),
+    policy=PolicyTable(order="fifo", share="timeslice"),
+)
 
 
 def agents(*silent: str, **leases: LeaseReport) -> dict[str, Agent]:

@@ -29,9 +29,8 @@ ALL_GPUS = (0, 1, 2, 3)
 
 
 def settings(folder: Path, text: str = GANDIVA) -> Settings:
-    path = write_config(folder)
-    plain = path.read_text(encoding="utf-8").replace("slice_s = 1", "slice_s = 60")
-    path.write_text(f"{plain}{text}", encoding="utf-8")
+    path = write_config(folder, text)
+    path.write_text(path.read_text(encoding="utf-8").replace("slice_s = 1", "slice_s = 60"), encoding="utf-8")
     return load_settings(path)
 
 

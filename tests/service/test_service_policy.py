@@ -63,7 +63,7 @@ def of(kind: type[Action], decision: Decision) -> list[Action]:
     [
         ("[policy]\norder = 'strf'\n", 2, "policy.order: no ordering is called 'strf'; did you mean 'srtf'?"),
         ("\n[policy]\nallocate = 'tuned'\n", 3, "no allocation is called 'tuned'; did you mean 'tune'?"),
-        ("[policy]\nshare = 'packing'\n", 2, "policy.share: no sharing is called 'packing'; there are none, preemption"),
+        ("[policy]\nshare = 'packing'\n", 2, "policy.share: no sharing is called 'packing'; there are none, pr"),
         ("[policy]\nshare = 'time'\n", 2, "no sharing is called 'time'; did you mean 'timeslice'?"),
         ("policy.move_s = -1\n", 1, "policy.move_s: expected `float` >= 0"),
         ("[gandiva]\n# on\npacks = true\n", 3, "unknown key gandiva.packs; did you mean pack?"),

@@ -350,7 +350,10 @@ def busy_cluster() -> ClusterSnapshot:
 
 def test_replay_gives_the_same_decision_byte_for_byte(tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
-    config.write_text("[service]\nmode='apply'\n[guard]\npartitions=['gpu']\nmin_run_s=0\n", encoding="utf-8")
+    config.write_text(
+        "[service]\nmode='apply'\nadmission='native'\n[guard]\npartitions=['gpu']\nmin_run_s=0\n[policy]\norder='fifo'\nshare='timeslice'\n",
+        encoding="utf-8",
+    )
     settings = load_settings(config)
     store = open_store(tmp_path)
     store.use_settings(to_record(settings))

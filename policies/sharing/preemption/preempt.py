@@ -56,6 +56,8 @@ class _Board:
         for host in self.hosts:
             self._settle(host)
         self._note_departures()
+        self.awaited = self._await_gpus()
+        """GPUs that a job waits for which is not ours to order, starts, or has its part on other hosts."""
 
     def _settle(self, host: HostSeats) -> None:
         """Note the occupants of a host; GPUs that no agent has named yet are the lowest free ones of the lane."""
@@ -83,6 +85,18 @@ class _Board:
         if job.key not in state.jobs or lease is None:
             return "absent" if lease is not None and lease.state == "yielded" else "stays"
         return "stays" if lease.state == "held" and not (lease.ready and _can_leave(job)) else "turns"
+
+    def _await_gpus(self) -> dict[tuple[int, int], JobKey]:
+        """Return the GPUs that jobs which keep them do not have yet, with the job."""
+        found: dict[tuple[int, int], JobKey] = {}
+        for key, seats in self.fixed.items():
+            job = self.state.snapshot.by_key[key]
+            lease = job.lease
+            half = lease is not None and lease.state == "held" and not lease.ready and job.num_nodes > 1
+            holds = lease is not None and lease.state in ("held", "stopping") and not half
+            if not holds and key.id not in self.state.relocating:
+                found.update(dict.fromkeys(_gpus(seats), key))
+        return found
 
     def _note_departures(self) -> None:
         """Note the GPUs of jobs that are still where they move from."""
@@ -126,6 +140,12 @@ class _Board:
     def _movable(self, job: Job) -> bool:
         """Return True if a job can save a checkpoint now, and be requeued or moved with it."""
         lease = job.lease
+        if (
+            lease is not None
+            and lease.state == "held"
+            and not self.awaited.keys().isdisjoint(_gpus(self.seats[job.key]))
+        ):
+            return False  # it yields at once, for a checkpoint takes its time
         return (
             lease is not None
             and lease.checkpoints
@@ -166,7 +186,7 @@ def _carry_out(state: SharingState, board: _Board, plan: Plan) -> None:
         _migrate(state, state.jobs[key], seats, f"moves to {_nodes(seats)}: {cause}")
     # 3. Jobs that have GPUs in this turn, where they sit or where they start now.
     state.holders = frozenset((*plan.runs, *board.fixed, *plan.moves))
-    coming = _resume(state, board, plan) | _place(state, plan)
+    coming = board.awaited | _resume(state, board, plan) | _place(state, plan)
     # 4. Jobs whose GPUs others get now make way; those of jobs that come later are used until then.
     for key, other in plan.blocked.items():
         lease = _lease(state.jobs[key])

@@ -19,15 +19,15 @@ def note_quiet_time(state: SharingState) -> None:
     if state.giving_back or not all(_settled(state, job) for job in jobs):
         return
     now_s, sharing = state.now_s, state.memory.sharing
-    ends = [leaves_level_s(job, now_s) for job in jobs]
-    ends += [
+    ends = [
         (job.submit_s if progress.ran_s is None else progress.ran_s) + starvation.STARVING_S
         for job in jobs
         if not (progress := progress_of(job)).running
     ]
     ends += [began_s + starvation.OWED_TURN_S for _, began_s in sharing.owed_s]
     ends += [moved_s + ROOM_SLICES * state.settings.slice_s for _, moved_s in sharing.moved_s]
-    state.quiet_until_s = min((end_s for end_s in ends if end_s > now_s), default=0.0)
+    levels = [leaves_level_s(job, now_s) for job in jobs]  # by rounding it may be now, and the level still the old one
+    state.quiet_until_s = min([*levels, *(end_s for end_s in ends if end_s > now_s)], default=0.0)
 
 
 def _settled(state: SharingState, job: Job) -> bool:

@@ -23,7 +23,7 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "Policy (default: as the service ships)": (
         ("order", "NAME", "Who goes first; `cadenza policies` lists the names."),
         ("allocate", "NAME", "How CPUs and memory are given out; none: jobs keep what they asked for."),
-        ("share", "NAME", "How jobs share a GPU: none, timeslice or gandiva."),
+        ("share", "NAME", "How jobs share a GPU: preemption, timeslice, gandiva or none."),
         ("turns", "fair|order", "Whether jobs that share a GPU have equal parts, or --order holds there too."),
         ("share-between-users", "yes|no", "Whether jobs of different users may share a GPU."),
         ("admission", "native|held", "Who starts jobs: Slurm itself, or the policy."),

@@ -94,7 +94,7 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...]) -> Reques
     profiles = workload.profiles if workload else given or synergy_profiles()
     lanes = integer(words["lanes"] or ("2" if shared else "1"), "--lanes", 1, MAX_LANES)
     if names.through_slurm and not shared and lanes > 1:
-        raise InputError("--lanes: goes with --share timeslice or gandiva; without sharing the service closes them")
+        raise InputError("--lanes: goes with a --share other than none; without sharing the service closes them")
     nodes = _named("--nodes", read_cluster, words["nodes"] or KINDS[words["workload"].partition(":")[0]].cluster, lanes)
     trace = None if workload else _trace(words, profiles)
     # 3. Time, costs and faults.
@@ -174,7 +174,7 @@ def _names(words: Mapping[str, Any], *, synergy: bool) -> Names:
         raise InputError("--turns: goes with --share timeslice or gandiva; without sharing there are no turns")
     between = "yes" if SHIPPED.sharing.share_between_users or not through else "no"
     return Names(
-        order=words["order"] or SHIPPED.policy.order,
+        order=words["order"] or ("fifo" if published else SHIPPED.policy.order),
         allocate=words["allocate"] or (SHIPPED.policy.allocate if through else "cadenza"),
         share=share,
         turns=_one_of(words["turns"], "--turns", ("fair", "order"), SHIPPED.sharing.turns),
