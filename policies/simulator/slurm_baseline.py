@@ -304,7 +304,7 @@ class _Planner:
         return [free for begin_s, free in self._timeline(at) if begin_s <= time_s][-1]
 
     def _timeline(self, at: int) -> Sequence[tuple[float, tuple[int, ...]]]:
-        """Return what is free on a node from now on, and from each end by a time limit."""
+        """Return the free resources of a node from now on, and from each end by a time limit."""
         if self._freed is None:
             slurm = self._slurm
             self._freed = [[(slurm.now_s, tuple(free))] for free in slurm.free]

@@ -58,6 +58,40 @@ def test_the_example_as_a_table() -> None:
     assert done.stderr == ""
 
 
+def test_every_run_is_compared_with_slurm_and_the_presets_with_strict_order() -> None:
+    found = json.loads(example("--json").stdout)
+    assert found["baseline"]["name"] == "slurm"
+    assert found["ratio_to_baseline"]["avg_jct_h"] == pytest.approx(found["avg_jct_h"] / found["baseline"]["avg_jct_h"])
+    assert {"mean_bounded_slowdown", "wait_1_gpu_h", "idle_waiting_gpus"} <= found["baseline"].keys()
+    assert "RATIO" in example().stdout
+    few = ("--workload", "synergy:jobs=20", "--preset", "synergy", "--json")
+    assert json.loads(run(*few).stdout)["baseline"]["name"] == "strict"
+    assert json.loads(run(*few, "--baseline", "slurm").stdout)["baseline"]["name"] == "slurm"
+
+
+def test_without_sharing_and_names_slurm_alone_runs() -> None:
+    alone, shared = json.loads(example("--share", "none", "--json").stdout), json.loads(example("--json").stdout)
+    assert "baseline" not in alone
+    assert alone["avg_jct_h"] == shared["baseline"]["avg_jct_h"]
+    strict = json.loads(example("--share", "none", "--baseline", "strict", "--json").stdout)
+    assert strict["baseline"]["avg_jct_h"] >= strict["avg_jct_h"]
+
+
+def test_the_jobs_that_can_move_and_share_are_counted(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    rows = [f"{number},{number},1,9000,{'yes' if number % 2 else 'no'}" for number in range(20)]
+    trace.write_text("job,submit_s,gpus,duration_s,checkpoints\n" + "\n".join(rows) + "\n")
+    words = ("--trace", str(trace), "--nodes", "1x4:16:128", "--more-movable")
+    found = json.loads(run(*words, "--json").stdout)
+    assert found["movable_jobs"] == 0.5
+    assert found["unshareable"] == {"jobs": 20, "users": 0, "memory": 20, "host_memory": 0}
+    assert found["more_movable"]["avg_jct_h"] is not None
+    text = run(*words).stdout
+    assert "10 of 20 jobs can move" in text
+    assert "20 of 20 jobs can share no GPU" in text
+    assert "with a tenth more that can move" in text
+
+
 def test_failures_and_checkpoints_cost_time() -> None:
     failing = ("--failures", str(EXAMPLE / "failures.csv"), "--checkpoint", "300")
     plain = json.loads(example(*PROPORTIONAL, "--json").stdout)

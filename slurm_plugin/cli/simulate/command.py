@@ -28,6 +28,11 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("share-between-users", "yes|no", "Whether jobs of different users may share a GPU."),
         ("admission", "native|held", "Who starts jobs: Slurm itself, or the policy."),
         ("through-slurm", "yes|no", "Whether moves and requests go through Slurm (default: without sharing no)."),
+        (
+            "baseline",
+            "slurm|strict",
+            "What to compare with: Slurm's backfill (default), or jobs strictly in order.",
+        ),
         ("backfill", "yes|no", "Whether jobs past those that are to run may use what is left (default: yes)."),
     ),
     "Time": (
@@ -54,6 +59,7 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
     ),
     "Output": (
         ("json", "", "Print JSON."),
+        ("more-movable", "", "Run again with a tenth more of the jobs that keep checkpoints, and print the gain."),
         ("per-job", "FILE", "Write one row a job as CSV."),
         ("save", "FILE", "Save the simulation for `cadenza report`."),
         ("label", "TEXT", "Its name there (default: the policy's)."),
@@ -61,7 +67,7 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
     ),
 }
 """Heading: options with their metavar (none: a flag) and help."""
-OUTPUTS = ("json", "per_job", "save", "label", "quiet")
+OUTPUTS = ("json", "more_movable", "per_job", "save", "label", "quiet")
 
 
 class Grouped(click.Command):
@@ -109,9 +115,10 @@ def command(ctx: click.Context, /, **words: Any) -> None:
     """Simulate a policy on a trace or on a published workload.
 
     The simulator runs the round and the whole decision of the service. Without options of its own a policy is the
-    one that the service ships with. With --share none or --preset synergy it runs as in the published simulators:
-    --allocate cadenza, jobs held until they are placed, moves that take effect at once. Times are in seconds;
-    completion times are printed in hours.
+    one that the service ships with. --share none alone is Slurm without Cadenza; with --order or --allocate, and with
+    --preset synergy, a policy runs as in the published simulators: --allocate cadenza, jobs held until they are
+    placed, moves that take effect at once. Figures stand next to those of the baseline on the same jobs. Times are in
+    seconds; completion times are printed in hours.
 
     \b
     cadenza simulate --trace jobs.csv --nodes 4x8:24:500

@@ -6,6 +6,7 @@ import csv
 from dataclasses import fields
 from io import StringIO
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -17,10 +18,10 @@ from cadenza.policies.simulator.figures import flat, mean_and_half
 from cadenza.policies.simulator.load_sweep import FILL, highest_stable
 from cadenza.policies.simulator.result_file import Saved, encode
 from cadenza.policies.simulator.run_values import JobResult
-from cadenza.slurm_plugin.cli.simulate.runner import Results
+from cadenza.slurm_plugin.cli.simulate.runner import COMPARED, Results, ratios
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 def _plain(value: float) -> str:
@@ -35,7 +36,13 @@ ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("p50_jct_h", "median", _hours),
     ("p99_jct_h", "p99", _hours),
     ("p999_jct_h", "p99.9", _hours),
+    ("mean_bounded_slowdown", "bounded slowdown, mean", _plain),
     ("makespan_h", "last end", _hours),
+    ("wait_1_gpu_h", "wait for the first start, 1 GPU", _hours),
+    ("wait_2_to_7_gpus_h", "2 to 7 GPUs", _hours),
+    ("wait_8_gpus_h", "8 GPUs", _hours),
+    ("wait_more_gpus_h", "more", _hours),
+    ("idle_waiting_gpus", "GPUs idle while a job waits that fits", _plain),
     ("time_to_100_iterations_s", "time to 100 iterations, median", _seconds),
     ("mean_time_to_100_iterations_s", "mean", _seconds),
     ("gpu_utilization", "GPUs held", _percent),
@@ -70,15 +77,34 @@ def as_table(results: Results) -> RenderableType:
     head.append(f"  {results.gpus} GPUs, {results.cpus} CPUs", style="none")
     if request.workload is not None:
         head.append(f", seed{'s' * (len(request.seeds) > 1)} {', '.join(map(str, request.seeds))}", style="none")
-    return Group(head, _sweep(results) if results.points else _figures(results))
+    if results.points:
+        return Group(head, _sweep(results))
+    return Group(head, _figures(results), *(Text(line) for line in _remarks(results)))
+
+
+def _remarks(results: Results) -> Iterator[str]:
+    """Yield sentences on the jobs that can share and move."""
+    if results.request.shared:
+        movable, jobs = results.movable
+        yield f"{movable} of {jobs} jobs can move (they keep checkpoints)"
+    if results.more_movable:
+        gain = ratios(results.more_movable, results.summaries)
+        figures = (("mean", "avg_jct_h"), ("median", "p50_jct_h"), ("p99", "p99_jct_h"))
+        parts = [f"{name} {ratio:.2f}" for name, key in figures if (ratio := gain[key]) is not None]
+        yield f"with a tenth more that can move, completion times are {', '.join(parts)} times these"
+    if results.unshareable is not None and (text := results.unshareable.text()):
+        yield text
 
 
 def _figures(results: Results) -> Table:
     """Return one row a figure; over several seeds mean and half of the 95 % interval."""
     each = [flat(summary) for summary in results.summaries]
-    table = Table(box=None, pad_edge=False, show_header=False)
+    base = [flat(summary) for summary in results.baselines]
+    against = ratios(results.summaries, results.baselines) if base else {}
+    table = Table(box=None, pad_edge=False, show_header=bool(base), header_style="bold")
     table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
+    for name in ("", results.request.baseline or "", "RATIO") if base else ("",):
+        table.add_column(name, justify="right", no_wrap=True)
     for key, name, write in ROWS:
         known = [value for row in each if (value := row[key]) is not None]
         if len(known) < len(each) or (key in HIDDEN_IF_ZERO and not any(known)):
@@ -86,7 +112,13 @@ def _figures(results: Results) -> Table:
         if key == "p999_jct_h" and max(summary.jobs for summary in results.summaries) < MIN_JOBS_P999:
             continue
         mean, half = mean_and_half(known)
-        table.add_row(name, write(mean) if half is None else f"{write(mean)} ± {write(half)}")
+        theirs = [value for row in base if (value := row[key]) is not None] if key in COMPARED else []
+        ratio = against.get(key)
+        table.add_row(
+            name,
+            write(mean) if half is None else f"{write(mean)} ± {write(half)}",
+            *((write(fmean(theirs)) if theirs else "", "" if ratio is None else f"{ratio:.2f}") if base else ()),
+        )
     return table
 
 

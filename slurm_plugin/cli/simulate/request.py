@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -59,6 +59,10 @@ class Request:
     seeds: tuple[int, ...]
     loads: tuple[float, ...]
     window: tuple[int, int] | None
+    baseline: Literal["slurm", "strict"] | None
+    """The figures compare with it; None for a run that is the baseline, for sweeps, and with failures."""
+    shared: Literal["between users", "within users"] | None
+    """Jobs of which users share GPUs; None without sharing."""
 
     @property
     def json(self) -> bool:
@@ -68,7 +72,14 @@ class Request:
     @property
     def label(self) -> str:
         """Return the simulation's name."""
-        return str(self.words["label"] or self.policy.name)
+        return str(self.words["label"] or ("slurm" if self.alone else self.policy.name))
+
+    @property
+    def alone(self) -> bool:
+        """Return True if Slurm alone places the jobs: nothing is shared, and no order or allocation is named."""
+        words = self.words
+        named = words["order"] or words["allocate"] or words["preset"] or words["through_slurm"] or words["failures"]
+        return words["share"] == "none" and not named
 
     def jobs(self, seed: int, load: float | None = None) -> tuple[TraceJob, ...]:
         """Return the jobs of one run."""
@@ -127,7 +138,7 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...]) -> Reques
     policy = build(names.order, names.allocate, names.share, rules)
     warm(names.allocate)
     _check_writable(words)
-    return Request(
+    request = Request(
         words=words,
         arguments=arguments,
         nodes=nodes,
@@ -139,7 +150,13 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...]) -> Reques
         seeds=_seeds(words["seed"], workload),
         loads=read_loads(words["load_sweep"], "--load-sweep") if words["load_sweep"] else (),
         window=setup.until_done,
+        baseline=None,
+        shared=("between users" if names.share_between_users else "within users") if shared else None,
     )
+    kind = _one_of(words["baseline"], "--baseline", ("slurm", "strict"), "strict" if synergy else "slurm")
+    if request.loads or setup.failures or (request.alone and kind == "slurm"):
+        return request
+    return replace(request, baseline="strict" if kind == "strict" else "slurm")
 
 
 # --- Policy ----------------------------------------------------------------------------------------------

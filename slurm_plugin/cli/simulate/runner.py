@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from math import ceil
+from random import Random
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.core.errors import InputError
+from cadenza.policies.inputs.cluster import PARTITION
 from cadenza.policies.inputs.trace import TraceJob
-from cadenza.policies.simulator.figures import Summary, over_seeds, summarize
+from cadenza.policies.simulator.figures import Summary, flat, over_seeds, summarize
 from cadenza.policies.simulator.load_sweep import LoadRow, highest_stable, load_rows, sweep_point, too_short
 from cadenza.policies.simulator.result_file import SavedRun, SweepPoint, save_run
-from cadenza.policies.simulator.run_values import Result
+from cadenza.policies.simulator.run_values import GUARD, Result
+from cadenza.policies.simulator.shareable import Unshareable, unshareable_jobs
 from cadenza.policies.simulator.simulation import simulate
+from cadenza.policies.simulator.slurm_baseline import simulate_slurm
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.simulate.request import Request
 
@@ -23,6 +30,12 @@ if TYPE_CHECKING:
 PROGRESS_AFTER_S = 1.0
 """Seconds of wall time after which a run shows its progress."""
 PROGRESS_INTERVAL_S = 0.1
+COMPARED = (
+    "avg_jct_h", "p50_jct_h", "p99_jct_h", "p999_jct_h", "makespan_h", "mean_bounded_slowdown", "wait_1_gpu_h",
+    "wait_2_to_7_gpus_h", "wait_8_gpus_h", "wait_more_gpus_h", "idle_waiting_gpus", "time_to_100_iterations_s",
+    "mean_time_to_100_iterations_s",
+)  # fmt: skip
+"""Figures that are compared with the baseline's; less is better for all."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +50,14 @@ class Results:
     cpus: int
     short: bool = False
     """True if a sweep has too few arrivals to tell stable loads from others."""
+    baselines: tuple[Summary, ...] = ()
+    """The same jobs under the baseline; empty without one."""
+    movable: tuple[int, int] = (0, 0)
+    """Jobs that keep checkpoints, and all jobs."""
+    more_movable: tuple[Summary, ...] = ()
+    """With a tenth more of all jobs that keep checkpoints; empty unless asked for."""
+    unshareable: Unshareable | None = None
+    """The first run's; None without sharing."""
 
     @property
     def loads(self) -> tuple[LoadRow, ...]:
@@ -58,7 +79,27 @@ class Results:
                 "points": self.points,
             }
         runs = [{"seed": run.seed, **run.summary} for run in self.runs] if len(self.runs) > 1 else []
-        return {**over_seeds(self.summaries), **head, **({"runs": runs} if runs else {})}
+        found = {**over_seeds(self.summaries), **head, **({"runs": runs} if runs else {})}
+        movable, jobs = self.movable
+        found["movable_jobs"] = movable / jobs if jobs else None
+        if self.unshareable is not None:
+            found["unshareable"] = self.unshareable._asdict()
+        if self.baselines:
+            found["baseline"] = {"name": self.request.baseline, **over_seeds(self.baselines)}
+            found["ratio_to_baseline"] = ratios(self.summaries, self.baselines)
+        if self.more_movable:
+            found["more_movable"] = ratios(self.more_movable, self.summaries)
+        return found
+
+
+def ratios(ours: Sequence[Summary], theirs: Sequence[Summary]) -> dict[str, float | None]:
+    """Return each compared figure over the other's, of means over the seeds; None where one lacks it."""
+    found: dict[str, float | None] = {}
+    for key in COMPARED:
+        pair = [[value for row in rows if (value := flat(row)[key]) is not None] for rows in (ours, theirs)]
+        whole = all(len(values) == len(ours) for values in pair)
+        found[key] = fmean(pair[0]) / base if whole and (base := fmean(pair[1])) else None
+    return found
 
 
 def run_request(request: Request) -> Results:
@@ -66,6 +107,10 @@ def run_request(request: Request) -> Results:
     summaries: list[Summary] = []
     runs: list[SavedRun] = []
     points: list[SweepPoint] = []
+    baselines: list[Summary] = []
+    more: list[Summary] = []
+    movable = total = 0
+    unshareable = None
     short = False
     work = [(load, seed) for load in request.loads or (None,) for seed in request.seeds]
     for number, (load, seed) in enumerate(work, 1):
@@ -79,13 +124,44 @@ def run_request(request: Request) -> Results:
         summary = summarize(result, request.window, synergy=request.setup.synergy)
         summaries.append(summary)
         runs.append(save_run(result, seed if request.workload else None, asdict(summary)))
+        movable, total = movable + sum(job.checkpoints for job in jobs), total + len(jobs)
+        if request.baseline:
+            baselines.append(summarize(_baseline(request, jobs), request.window, synergy=request.setup.synergy))
+        if request.words["more_movable"]:
+            again = _simulated(request, _with_more_movable(jobs, seed), f"{title} with more jobs that move")
+            more.append(summarize(again, request.window, synergy=request.setup.synergy))
+        if unshareable is None and request.shared:
+            unshareable = unshareable_jobs(jobs, request.nodes, between_users=request.shared == "between users")
     whole = [node for node in request.nodes if node.lane == 0]
     gpus, cpus = sum(node.gpus for node in whole), sum(node.cpus for node in whole)
-    return Results(request, tuple(summaries), tuple(runs), tuple(points), gpus, cpus, short)
+    return Results(
+        request, tuple(summaries), tuple(runs), tuple(points), gpus, cpus, short, tuple(baselines), (movable, total),
+        tuple(more), unshareable,
+    )  # fmt: skip
+
+
+def _baseline(request: Request, jobs: tuple[TraceJob, ...]) -> Result:
+    """Return the baseline's run of the same jobs on the nodes without lanes."""
+    setup = replace(request.setup, lanes=1, phased_moves=False, admission="held", guard=GUARD)
+    if request.baseline == "slurm":
+        return simulate_slurm(jobs, request.nodes, setup)
+    whole = tuple(node for node in request.nodes if node.lane == 0)
+    rules = PolicySettings(partitions=frozenset({PARTITION}), backfill=False)
+    strict = build("fifo", "proportional" if setup.synergy else "none", "none", rules)
+    return simulate(jobs, whole, strict, replace(setup, rounds_on_events=not setup.synergy))
+
+
+def _with_more_movable(jobs: tuple[TraceJob, ...], seed: int) -> tuple[TraceJob, ...]:
+    """Return the jobs with a tenth of all, drawn among those that keep no checkpoints, that keep them now."""
+    stuck = [job.id for job in jobs if not job.checkpoints]
+    drawn = set(Random(seed).sample(stuck, min(ceil(len(jobs) / 10), len(stuck))))  # noqa: S311 (repeatable draws)
+    return tuple(replace(job, checkpoints=True) if job.id in drawn else job for job in jobs)
 
 
 def _simulated(request: Request, jobs: tuple[TraceJob, ...], title: str) -> Result:
     window = request.window
+    if request.alone:
+        return simulate_slurm(jobs, request.nodes, request.setup)
     if window is not None and window[1] > len(jobs):
         raise InputError(f"--window: ends at {window[1]}, and there are {len(jobs)} jobs")
     stopwatch = SystemClock().monotonic
