@@ -108,6 +108,8 @@ class SharingState:
     by_node: dict[str, HostState] = field(default_factory=dict)
     lanes: dict[str, int] = field(default_factory=dict)
     """Lane of each Slurm node."""
+    further: frozenset[str] = frozenset()
+    """Nodes that are further lanes of their host."""
     ranks: dict[JobKey, int] = field(default_factory=dict)
     """Place of each managed job in the ordering, 0 first."""
     _moved_s: dict[int, float] = field(default_factory=dict)
@@ -151,6 +153,7 @@ class SharingState:
         state.lanes = {node.name: node.lane for host in hosts.values() for node in host.lanes}
         state.ranks = _ranks(state)
         state._moved_s = dict(memory.sharing.moved_s)
+        state.further = frozenset(node.name for node in snapshot.nodes if node.lane > 0)
         state._asked = dict(memory.sharing.asked_gpus)
         state._asked_nodes = dict(memory.sharing.asked_nodes)
         return state
@@ -179,11 +182,6 @@ class SharingState:
             for job in self.all_jobs
             if job.state == state and job.lease is not None and self.settings.manages(job)
         ]
-
-    @property
-    def further(self) -> frozenset[str]:
-        """Return the nodes that are further lanes of their host."""
-        return frozenset(node.name for node in self.snapshot.nodes if node.lane > 0)
 
     def remember(self, **changes: object) -> None:
         """Change what sharing remembers; packs and moves are added by the ledger, once they have left."""

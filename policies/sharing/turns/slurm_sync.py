@@ -10,11 +10,13 @@ nothing but suspended jobs as drained, that is ready to be switched off.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 
 from cadenza.policies.core.actions import Action, Release, Requeue, Resize, Resume, Suspend, Unsuspend, Yield
 from cadenza.policies.core.decision import Memory
-from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, Lease
 from cadenza.policies.core.text import job_names, jobs_called, lost_text
 from cadenza.policies.sharing.state.groups import partners
 from cadenza.policies.sharing.state.settings import SharingSettings, exclusion_reason, held_for_us
@@ -72,10 +74,10 @@ def take_turns(state: SharingState) -> None:
 
 def list_departures(state: SharingState) -> None:
     """List the jobs that leave their hosts: they stay where they are until they have left."""
-    snapshot, settings, jobs, further = state.snapshot, state.settings, state.all_jobs, state.further
+    snapshot, jobs, rivals = state.snapshot, state.all_jobs, _jobs_by_gpu(state.snapshot)
     drained, host = hosts_to_leave(snapshot), {node.name: node.host for node in snapshot.nodes}
     state.leaving = frozenset(j.key for j in jobs if any(host.get(name) in drained for name in j.nodes))
-    state.giving_back = {j.key: reason for j in jobs if (reason := _requeue_reason(j, snapshot, settings, further))}
+    state.giving_back = {j.key: reason for j in jobs if (reason := _requeue_reason(j, state, rivals))}
     state.fixed |= state.leaving | state.giving_back.keys()
 
 
@@ -234,29 +236,38 @@ def _unsuspend_reason(job: Job, state: SharingState) -> str | None:
     return next((reason for applies, reason in checks if applies), None)
 
 
-def _requeue_reason(
-    job: Job, snapshot: ClusterSnapshot, settings: SharingSettings, further: frozenset[str]
-) -> str | None:
+def _jobs_by_gpu(snapshot: ClusterSnapshot) -> dict[Gpu, list[tuple[int, Job]]]:
+    """Return the jobs whose leases have each GPU, with their places in the snapshot."""
+    by_gpu: defaultdict[Gpu, list[tuple[int, Job]]] = defaultdict(list)
+    for place, job in enumerate(snapshot.jobs):
+        for gpu in job.lease.gpus if job.lease is not None else ():
+            by_gpu[gpu].append((place, job))
+    return by_gpu
+
+
+def _requeue_reason(job: Job, state: SharingState, by_gpu: Mapping[Gpu, list[tuple[int, Job]]]) -> str | None:
     """Return why a job that cannot go on, or that gives its further lane back, is requeued; None if it stays."""
-    lease = job.lease
+    lease, snapshot, settings = job.lease, state.snapshot, state.settings
     if lease is None or not job.requeueable or not settings.manages(job):
         return None
-    if lease.lost or further.isdisjoint(job.nodes):
+    if lease.lost or state.further.isdisjoint(job.nodes):
         return lost_text(lease, requeueable=True) if lease.lost else None
+    near = dict(rival for gpu in lease.gpus for rival in by_gpu[gpu] if rival[1].key != job.key)
+    rivals = [near[place] for place in sorted(near)]
     # It never ran, and has waited too long behind a job that cannot be stopped.
     if lease.state == "waiting":
         waited_s = snapshot.time_s - (job.start_s if job.start_s is not None else snapshot.time_s)
         late = waited_s > settings.lease_wait_s
-        met = [other.key for other in snapshot.jobs if late and _cannot_stop(other, settings) and _meet(job, other)]
+        met = [other.key for other in rivals if late and _cannot_stop(other, settings)]
         return f"gives its place back after {waited_s:.0f} s: {job_names(met)} cannot be stopped" if met else None
     # It refuses to stop, and another job waits for its GPUs.
-    waiting = [other.key for other in snapshot.jobs if _meet(job, other) and not _holds(other)]
+    waiting = [other.key for other in rivals if not _holds(other)]
     if _holds(job) and lease.refusals >= MAX_REFUSALS and waiting:
         return f"gives its place back: it did not stop {lease.refusals} times, and {job_names(waiting)} waited"
     # It cannot be stopped, and an unmanaged job has waited long enough for it.
     if not _cannot_stop(job, settings):
         return None
-    kept = [other.key for other in snapshot.jobs if _meet(job, other) and _waits_unmanaged(other.lease, settings)]
+    kept = [other.key for other in rivals if _waits_unmanaged(other.lease, settings)]
     return f"cannot be stopped and is in the way of job {min(kept)}, which did not opt in" if kept else None
 
 
