@@ -149,7 +149,10 @@ Cgroup Support Configuration:
 def healthy(tmp_path: Path) -> Facts:
     settings = load_settings(write_config(tmp_path))
     seen = cluster()
-    files = (KeyFile("/keys/service.key_secret", True, 0o600), KeyFile("/keys/agents/n1.key", False, 0o644, "n1", key="K"))
+    files = (
+        KeyFile("/keys/service.key_secret", True, 0o600),
+        KeyFile("/keys/agents/n1.key", False, 0o644, "n1", key="K"),
+    )
     return Facts(settings, "0.1.0", seen.time_s + 1, files, SLURM, "26.5.0", seen, seen, (26, 5))
 
 
@@ -217,6 +220,19 @@ def test_doctor_passes_on_what_agents_lack_and_warns_of_hosts_without_a_key(tmp_
     ]
 
 
+def test_doctor_names_gpus_that_are_taken_and_says_where_a_jobs_word_is_all_there_is(tmp_path: Path) -> None:
+    facts = healthy(tmp_path)
+    seen = facts.recorded
+    assert seen is not None
+    taken = replace(seen.hosts[0], taken=("pid 7 of no job that is known uses GPU 0 without a lease",))
+    (tmp_path / "word").mkdir()
+    believing = load_settings(write_config(tmp_path / "word", "\n[sharing]\nsuspend = false\n"))
+    found = examine(changed(facts, recorded=replace(seen, hosts=(taken,)), settings=believing))
+    warned = {one.about: one.observation for one in found if one.level == "WARN"}
+    assert warned["GPUs of n1"] == taken.taken[0]
+    assert "a job's word alone" in warned["sharing.suspend"]
+
+
 def test_doctor_reads_the_keys_and_says_which_one_serves_several_hosts(tmp_path: Path) -> None:
     facts = healthy(tmp_path)
     keys = Path(facts.settings.service.keys)
@@ -243,7 +259,6 @@ def test_doctor_counts_the_files_of_a_service_with_many_agents(tmp_path: Path) -
     for limit, warned in ((1024, True), (65536, False), (None, False)):
         found = examine(changed(facts, cluster=many, file_limit=limit))
         assert any(one.about == "connections" for one in found) is warned, limit
-
 
 
 def test_doctor_runs_where_nothing_is_installed(tmp_path: Path) -> None:

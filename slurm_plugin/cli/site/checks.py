@@ -221,6 +221,9 @@ def service(facts: Facts) -> Iterator[Finding]:
 
 def agents(facts: Facts) -> Iterator[Finding]:
     """Check that every managed host has an agent of this version and enough memory for its lanes."""
+    if not facts.settings.sharing.suspend:
+        text = "false: on hosts whose driver names no processes, a job's word alone says that it has left its GPUs"
+        yield Finding("WARN", "sharing.suspend", text, "set it to true, or install nvidia-ml-py on the GPU hosts")
     if facts.recorded is None:
         return
     managed = facts.settings.guard.partitions
@@ -237,6 +240,9 @@ def agents(facts: Facts) -> Iterator[Finding]:
         for lack in host.lacks:
             advice = "see docs/users/unmodified.md and docs/tuning.md, or switch it off"
             yield Finding("WARN", f"agent on {name}", lack, advice)
+        for taken in host.taken:
+            advice = "end the process, or wait for its end: until then no job gets these GPUs"
+            yield Finding("WARN", f"GPUs of {name}", taken, advice)
         if host.agent_version != facts.cadenza:
             text = f"version {host.agent_version}, the service's is {facts.cadenza}"
             yield Finding("WARN", f"agent on {name}", text, "install the same version")
