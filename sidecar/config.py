@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, get_args, get_type_hints
 
 import msgspec
+
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.inputs.strict_mapping import read_toml
 
 DEFAULT_PATH = Path("/etc/cadenza/cadenza.toml")
 SECTIONS = ("service", "guard", "sharing", "policy", "gandiva", "profiles", "agent")
@@ -72,11 +74,13 @@ def read(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], Path]]:
 def _parse(file: Path) -> dict[str, Any]:
     """Return one file's tables; raise ConfigError if it is missing, unreadable or not TOML."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return read_toml(file.read_text(encoding="utf-8"), str(file))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error.strerror}); create it or name another") from None
-    except (ValueError, RecursionError) as error:  # also UnicodeDecodeError, and numbers of thousands of digits
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not TOML: {error}") from None
+    except InputError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _merge(

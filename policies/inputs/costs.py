@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, fields
 from math import inf
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.csv_table import quoted
-from cadenza.policies.inputs.strict_mapping import unknown_key
+from cadenza.policies.inputs.strict_mapping import read_toml, unknown_key
 
 LONGEST_S = 1e6
 """Longest switch: about 12 days."""
@@ -45,10 +44,7 @@ def read_costs(text: str, source: str) -> SimCosts:
     Raise InputError, naming file and key, for unknown keys and for values that are not numbers from 0 (above 0
     for ``copy_gb_s``, which divides).
     """
-    try:
-        values = tomllib.loads(text.removeprefix("\ufeff").replace("\r\n", "\n"))
-    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
-        raise InputError(f"{source}: not TOML: {error}") from None
+    values = read_toml(text.removeprefix("\ufeff").replace("\r\n", "\n"), source)
     known = [item.name for item in fields(SimCosts)]
     for key, value in values.items():
         if key not in known:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterable
 from types import UnionType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
@@ -14,6 +15,8 @@ from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.csv_table import quoted, suggest
 
 T = TypeVar("T")
+SHOWN_BITS = 10_000
+"""Numbers with more are not written out: Python refuses to, from some 14,000 bits on."""
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """JSON's escape of half of a character; two of them make a whole one."""
 
@@ -45,6 +48,28 @@ def read_json(text: str, source: str) -> Any:
         raise InputError(f"{source}: not JSON of ours: nested too deeply") from None
     except ValueError as error:
         raise InputError(f"{source}: not JSON: {error}") from None
+
+
+def read_toml(text: str, source: str) -> dict[str, Any]:
+    """Return the tables of a TOML text.
+
+    Raise InputError for another text, and naming the key for an integer beyond 64 bits, which TOML does not have.
+    """
+    try:
+        tables = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: not TOML, or a number of thousands of digits
+        raise InputError(f"{source}: not TOML: {error}") from None
+    values: list[tuple[str, Any]] = [("", tables)]
+    while values:
+        key, value = values.pop()
+        if isinstance(value, dict):
+            values += [(f"{key}.{name}" if key else name, inner) for name, inner in value.items()]
+        elif isinstance(value, list):
+            values += [(key, inner) for inner in value]
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            shown = quoted(value) if value.bit_length() < SHOWN_BITS else f"a number of {value.bit_length()} bits"
+            raise InputError(f"{source}: {key}: {shown} does not fit into 64 bits")
+    return tables
 
 
 def convert(value: Any, kind: type[T], source: str, path: str = "") -> T:

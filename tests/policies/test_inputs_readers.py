@@ -228,6 +228,7 @@ def test_costs_left_out_keep_their_defaults() -> None:
         ("copy_gb_s = 0", "c.toml: copy_gb_s: must be above 0"),
         ("[tune_s]", "c.toml: tune_s: '{}' is not a number"),
         ("tune_s = 1\ntune_s = 2", "c.toml: not TOML"),
+        ("tune_s = 0x1" + "9" * 5000, "c.toml: tune_s: a number of 20001 bits"),
         ("x = " + "[" * 5000, "c.toml: not TOML"),
     ],
 )
