@@ -51,6 +51,10 @@ class Saved(msgspec.Struct, frozen=True):
     sweep: tuple[SweepPoint, ...] = ()
     classes: dict[str, str] = {}
     """Tasks of the models that have one."""
+    baseline: str = ""
+    """Name of the baseline that the runs were compared with; empty without one."""
+    baseline_runs: tuple[SavedRun, ...] = ()
+    """The same jobs under it, a run for each seed."""
     schema: Literal["cadenza.simulation/1"] = SCHEMA
 
 

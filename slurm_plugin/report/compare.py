@@ -26,10 +26,12 @@ MAX_MODELS = 12
 
 
 def compare(files: Sequence[Loaded], baseline: str | None) -> Comparison:
-    """Return the comparison of at least one file; the first label is the default baseline.
+    """Return the comparison of at least one file.
 
+    The default baseline is the one that the first simulation was compared with, else the first label.
     Raise InputError if no file has the label ``baseline``, or a file is given twice.
     """
+    files = (*_baselines(files), *files)
     files, warnings = distinct(files)
     results = grouped(files, baseline)
     by_model = _slices(results, lambda _run, job: job.model or "unknown")
@@ -43,6 +45,19 @@ def compare(files: Sequence[Loaded], baseline: str | None) -> Comparison:
         _slices(results, lambda run, job: run.classes.get(job.model, "unknown")),
         (*warnings, *notes(results)),
     )
+
+
+def _baselines(files: Sequence[Loaded]) -> Iterator[Loaded]:
+    """Yield the saved baseline of the first file that has one, and other files' runs of it with further seeds."""
+    labels, name, seeds = {file.label for file in files}, "", set[int | None]()
+    for baseline in (file.baseline for file in files):
+        if baseline is None or baseline.label in labels or baseline.label != (name or baseline.label):
+            continue
+        name = baseline.label
+        runs = tuple(run for run in baseline.runs if run.seed not in seeds)
+        seeds |= {run.seed for run in runs}
+        if runs:
+            yield replace(baseline, runs=runs)
 
 
 def distinct(files: Sequence[Loaded]) -> tuple[tuple[Loaded, ...], tuple[str, ...]]:

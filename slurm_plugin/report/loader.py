@@ -26,13 +26,18 @@ def load(data: bytes, source: str) -> Loaded:
     saved = decode(data, source)
     for problem in _problems(saved):
         raise InputError(f"{source}: {problem}")
-    runs = []
-    for run in saved.runs:
+    baseline = None
+    if saved.baseline_runs:
+        baseline = Loaded(source, saved.baseline, saved.arguments, tuple(_runs(saved, saved.baseline_runs, source)))
+    return Loaded(source, saved.label, saved.arguments, tuple(_runs(saved, saved.runs, source)), saved.sweep, baseline)
+
+
+def _runs(saved: Saved, runs: Sequence[SavedRun], source: str) -> Iterator[Run]:
+    for run in runs:
         ordered = sorted(run.jobs, key=lambda job: (job.submit_s, job.id))
         jobs = tuple(ordered[slice(*(window(saved.arguments) or (0, None)))])
         figures, size = dict(_figures(run.summary)), (saved.gpus, saved.cpus)
-        runs.append(Run(source, run.seed, jobs, run.samples, *size, run.end_s, figures, saved.classes))
-    return Loaded(source, saved.label, saved.arguments, tuple(runs), saved.sweep)
+        yield Run(source, run.seed, jobs, run.samples, *size, run.end_s, figures, saved.classes)
 
 
 def window(arguments: Sequence[str]) -> tuple[int, int] | None:
@@ -69,8 +74,11 @@ def _problems(saved: Saved) -> Iterator[str]:
     for key, value in (("gpus", saved.gpus), ("cpus", saved.cpus)):
         if not 1 <= value <= MAX_VALUE:
             yield f"{key}: {value} is not a number of {key.upper()[:-1]}s"
-    for at, run in enumerate(saved.runs):
-        yield from (f"runs[{at}].{problem}" for problem in _run_problems(run))
+    if saved.baseline_runs and not saved.baseline.strip():
+        yield "baseline: is empty, and there are baseline_runs"
+    for key, runs in (("runs", saved.runs), ("baseline_runs", saved.baseline_runs)):
+        for at, run in enumerate(runs):
+            yield from (f"{key}[{at}].{problem}" for problem in _run_problems(run))
     for at, point in enumerate(saved.sweep):
         if not _sound(point.load) or not _sound(point.mean_jct_h or 0.0) or point.load == 0:
             yield f"sweep[{at}]: load and mean_jct_h must be positive numbers"

@@ -41,6 +41,8 @@ class Loaded:
     arguments: tuple[str, ...]
     runs: tuple[Run, ...] = ()
     sweep: tuple[SweepPoint, ...] = ()
+    baseline: Loaded | None = None
+    """The same jobs under the baseline that the simulation was compared with."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import pytest
 from cli_rig import SNAPSHOT_FILE, cluster, fill, job, write_config
 from click.testing import CliRunner, Result
 
-from cadenza.policies.core.model import JobUsage, Progress, Share
+from cadenza.policies.core.model import Gpu, JobKey, JobUsage, Lease, Progress, Share
 from cadenza.policies.core.profile import Profile, linked
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.service.settings import load_settings
@@ -55,6 +55,20 @@ def test_top_shows_who_holds_and_who_waits(sharing: Path) -> None:
     assert (second["lane"], second["slurm_state"], second["step"]) == (1, "SUSPENDED", 700)
     assert (late["lease"], late["slurm_state"], late["gpus_wanted"]) == ("", "PENDING", 2)
     assert (view["yields"], view["yield_p50_s"]) == (1, 0.025)
+
+
+def test_top_shows_idle_gpus_and_the_jobs_that_could_use_them(config: Path) -> None:
+    one = Gpu("n1", 0)
+    holder = job(1, "first", "held")
+    holder = replace(holder, lease=replace(holder.lease or Lease("held", ()), gpus=(one,), checkpoints=True))
+    pending = job(3, "late", None, state="PENDING", nodes=())
+    fill(config, cluster(holder, replace(pending, gpus=1), replace(pending, key=JobKey(4, 0), gpus=2)), apply=True)
+    view = json.loads(run("top", "--once", "--json", "--config", str(config)).stdout)
+    assert (view["idle_gpus"], view["waiting_that_fit"]) == (1, [3])
+    assert (view["movable_jobs"], view["managed_jobs"]) == (1, 1)
+    text = " ".join(run("top", "--once", "--config", str(config)).stdout.split())
+    assert "idle GPUs 1, 1 jobs that fit wait" in text
+    assert "can move 1/1" in text
 
 
 def test_top_on_screen_names_every_job_without_color(sharing: Path) -> None:

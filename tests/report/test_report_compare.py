@@ -36,6 +36,23 @@ def test_the_first_label_is_the_baseline_unless_one_is_named():
         comparison(*saved, baseline="c")
 
 
+def test_a_saved_baseline_comes_first_with_each_seed_once():
+    def against(label, seeds):
+        theirs = toy("slurm", seeds=seeds, speed=0.5, jobs=20)
+        return changed(toy(label, seeds=seeds, jobs=20), baseline="slurm", baseline_runs=theirs.runs)
+
+    found = comparison(against("a", (1, 2)), against("b", (2, 3)))
+    assert [result.label for result in found.results] == ["slurm", "a", "b"]
+    assert found.baseline.seeds == (1, 2, 3)
+    assert found.cells["avg_jct_h"][1].ratio < 1
+    assert found.cells["mean_bounded_slowdown"][1].ratio < 1
+    assert comparison(against("a", (1,)), baseline="a").baseline.label == "a"
+    both = comparison(against("a", (1,)), toy("slurm", seeds=(1,), jobs=20))
+    assert [result.label for result in both.results] == ["a", "slurm"], "a file of this label is taken as it is"
+    with pytest.raises(InputError, match="baseline: is empty"):
+        comparison(changed(against("a", (1,)), baseline=" "))
+
+
 def test_files_of_one_label_with_other_seeds_become_one_result():
     parts = toy("a", seeds=(3,), jobs=20), toy("b", seeds=(1,), jobs=20), toy("a", seeds=(1, 2), jobs=20)
     files = [load(encode(item), f"{number}.json") for number, item in enumerate(parts)]

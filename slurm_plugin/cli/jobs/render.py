@@ -37,7 +37,7 @@ def screen(view: TopView) -> RenderableType:
 
 
 def headline(view: TopView) -> Text:
-    """Return the first line: mode, age of the round, agents, and durations of yields."""
+    """Return the first line: mode, age of the round, agents, durations of yields, idle GPUs, jobs that can move."""
     alive = sum(agent.alive for agent in view.agents)
     line = Text("cadenza ", style="bold")
     line.append(f"{view.mode} ", style="bold green" if view.mode == "apply" else "bold yellow")
@@ -47,6 +47,11 @@ def headline(view: TopView) -> Text:
     line.append(f"   {view.policy}   slice {view.slice_s:g} s   yields in the last minute {view.yields}")
     if view.yield_p50_s is not None and view.yield_p99_s is not None:
         line.append(f" (p50 {milliseconds(view.yield_p50_s)}, p99 {milliseconds(view.yield_p99_s)})")
+    line.append(f"   idle GPUs {view.idle_gpus}")
+    if view.waiting_that_fit and view.idle_gpus:
+        line.append(f", {len(view.waiting_that_fit)} jobs that fit wait", style="yellow")
+    if view.managed_jobs:
+        line.append(f"   can move {view.movable_jobs}/{view.managed_jobs}")
     return line
 
 

@@ -86,6 +86,13 @@ class TopView(msgspec.Struct, frozen=True):
     yield_p99_s: float | None = None
     effects: tuple[Effect, ...] = ()
     """Effects of the last decisions on iteration times, newest first."""
+    idle_gpus: int = 0
+    """GPUs that no job may use now."""
+    waiting_that_fit: tuple[int, ...] = ()
+    """Jobs that wait, in the queue or for a turn, and whose number of GPUs is idle on a host."""
+    managed_jobs: int = 0
+    movable_jobs: int = 0
+    """Managed jobs with a lease, and those of them that keep checkpoints, so that they can move."""
 
 
 class Recent(NamedTuple):
@@ -103,6 +110,8 @@ def build(last: Round | None, recent: Recent, now_s: float) -> TopView:
     settings = from_record(last.settings) if last.settings else Settings()
     snapshot = last.snapshot
     durations = sorted(row.total_s for row in recent.switches if row.kind == "yield")
+    idle, fit = idle_and_waiting(snapshot)
+    attached = [job.lease for job in snapshot.jobs if job.opted_in and job.lease is not None]
     return TopView(
         last.at_s,
         max(0.0, now_s - last.at_s),
@@ -117,7 +126,44 @@ def build(last: Round | None, recent: Recent, now_s: float) -> TopView:
         _percentile(durations, 0.5),
         _percentile(durations, 0.99),
         tuple(recent.effects),
+        idle,
+        fit,
+        len(attached),
+        sum(lease.checkpoints for lease in attached),
     )
+
+
+def idle_and_waiting(snapshot: ClusterSnapshot) -> tuple[int, tuple[int, ...]]:
+    """Return the number of idle GPUs, and the ids of the managed jobs that wait although as many are idle on a host.
+
+    A job of several nodes waits for as many hosts with an equal part of its GPUs idle.
+    """
+    # 1. Idle GPUs by host: without a holder, and without a job that no agent knows.
+    busy: dict[str, set[int]] = {}
+    unknown: dict[str, int] = {}
+    hosts = {node.name: node.host for node in snapshot.nodes}
+    for job in snapshot.jobs:
+        if job.lease is not None and (job.lease.exclusive or job.lease.state in ("held", "stopping")):
+            for host, index in job.lease.gpus:
+                busy.setdefault(host, set()).add(index)
+        elif job.lease is None and job.state == "RUNNING":
+            for share in job.placement:
+                host = hosts.get(share.node, "")
+                unknown[host] = unknown.get(host, 0) + share.gpus
+    idle = [
+        max(node.gpus - len(busy.get(node.host, ())) - unknown.get(node.host, 0), 0)
+        for node in snapshot.nodes
+        if node.lane == 0 and node.up
+    ]
+    # 2. Jobs that could use them.
+    fit = []
+    for job in snapshot.jobs:
+        queued = job.state == "PENDING" and (not job.held or job.held_by_plugin)
+        turn = job.lease is not None and not job.lease.exclusive and job.lease.state in ("waiting", "yielded")
+        parts = max(job.num_nodes, 1)
+        if job.opted_in and job.gpus and (queued or turn) and sum(n >= job.gpus / parts for n in idle) >= parts:
+            fit.append(job.key.id)
+    return sum(idle), tuple(sorted(fit))
 
 
 def gpu_rows(snapshot: ClusterSnapshot) -> tuple[GpuRow, ...]:

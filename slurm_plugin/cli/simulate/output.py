@@ -176,4 +176,7 @@ def saved(results: Results) -> Saved:
     """Return the result as ``cadenza report`` reads it."""
     request = results.request
     classes = {name: profile.task for name, profile in request.profiles.items() if profile.task}
-    return Saved(request.label, request.arguments, results.gpus, results.cpus, results.runs, results.points, classes)
+    return Saved(
+        request.label, request.arguments, results.gpus, results.cpus, results.runs, results.points, classes,
+        request.baseline or "", results.baseline_runs,
+    )  # fmt: skip

@@ -52,6 +52,7 @@ class Results:
     """True if a sweep has too few arrivals to tell stable loads from others."""
     baselines: tuple[Summary, ...] = ()
     """The same jobs under the baseline; empty without one."""
+    baseline_runs: tuple[SavedRun, ...] = ()
     movable: tuple[int, int] = (0, 0)
     """Jobs that keep checkpoints, and all jobs."""
     more_movable: tuple[Summary, ...] = ()
@@ -108,6 +109,7 @@ def run_request(request: Request) -> Results:
     runs: list[SavedRun] = []
     points: list[SweepPoint] = []
     baselines: list[Summary] = []
+    base_runs: list[SavedRun] = []
     more: list[Summary] = []
     movable = total = 0
     unshareable = None
@@ -126,7 +128,9 @@ def run_request(request: Request) -> Results:
         runs.append(save_run(result, seed if request.workload else None, asdict(summary)))
         movable, total = movable + sum(job.checkpoints for job in jobs), total + len(jobs)
         if request.baseline:
-            baselines.append(summarize(_baseline(request, jobs), request.window, synergy=request.setup.synergy))
+            base = _baseline(request, jobs)
+            baselines.append(summarize(base, request.window, synergy=request.setup.synergy))
+            base_runs.append(save_run(base, runs[-1].seed, asdict(baselines[-1])))
         if request.words["more_movable"]:
             again = _simulated(request, _with_more_movable(jobs, seed), f"{title} with more jobs that move")
             more.append(summarize(again, request.window, synergy=request.setup.synergy))
@@ -135,7 +139,8 @@ def run_request(request: Request) -> Results:
     whole = [node for node in request.nodes if node.lane == 0]
     gpus, cpus = sum(node.gpus for node in whole), sum(node.cpus for node in whole)
     return Results(
-        request, tuple(summaries), tuple(runs), tuple(points), gpus, cpus, short, tuple(baselines), (movable, total),
+        request, tuple(summaries), tuple(runs), tuple(points), gpus, cpus, short, tuple(baselines),
+        tuple(base_runs), (movable, total),
         tuple(more), unshareable,
     )  # fmt: skip
 
