@@ -89,9 +89,10 @@ PREEMPTION: tuple[Stage, ...] = (
     hold_until_startable,  # 6. placements that must wait for a move
     divide_hosts,  # 7. CPUs and memory of each host
     sync_slurm,  # 8. yields, resumes, and Slurm's allocation
-    drain_or_open_lanes,  # 9. further lanes
-    explain,  # 10. a sentence for every job
-    note_quiet_time,  # 11. rounds that may be left out
+    repair_suspends,  # 9. processes that contradict Slurm's word
+    drain_or_open_lanes,  # 10. further lanes
+    explain,  # 11. a sentence for every job
+    note_quiet_time,  # 12. rounds that may be left out
 )
 UNSHARED: tuple[Stage, ...] = (
     review_cpu_loans,  # 1. jobs that lend CPUs, compared with what they were promised

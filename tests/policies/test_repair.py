@@ -12,6 +12,8 @@ from cadenza.policies.core.actions import DrainNode, Requeue, Resume, Suspend, U
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.guard import GuardSettings, guard
 from cadenza.policies.ledger import remember
+from cadenza.policies.sharing.pipeline import Pipeline, stages_of
+from cadenza.policies.sharing.state.settings import GandivaSettings
 from cadenza.policies.sharing.turns.repair import ABSENT, MAX_REPAIRS
 
 FROZEN = "node1: Slurm calls it running, and its processes are frozen"
@@ -19,6 +21,13 @@ RUNS = "node1: Slurm calls it suspended, and its processes run"
 HOLDER = job(1, nodes=("node1-l1",), lease=lease("held", 0, held_s=70.0, vtime_s=70.0, shown="frozen", amiss=FROZEN))
 WAITS = job(2, lease=lease("yielded", 0, vtime_s=10.0, shown="frozen"))
 GUARD = GuardSettings(partitions=frozenset({"gpu"}), enforce=True)
+
+
+@pytest.mark.parametrize("share", ["gandiva", "timeslice", "preemption"])
+def test_every_way_to_share_repairs(share):
+    stages = stages_of(share, APPLY, GandivaSettings(), allocates=False)
+    decision = Pipeline(stages, APPLY).decide(cluster(HOLDER, WAITS), Memory())
+    assert [one.repair for one in of_job(decision, 1) if isinstance(one, Suspend)] == [True]
 
 
 def of_job(decision, number):
