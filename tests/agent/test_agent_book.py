@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from agent_rig import Agent, until
 from cgroup_rig import real_v1, slurm_tree
+from host_rig import HostInMemory
 from test_agent_processes import Seen
 
 from cadenza.sidecar.agent.handlers.job_side import JobHandler
@@ -218,3 +219,11 @@ def test_the_first_lease_waits_for_the_services_facts_but_not_for_long() -> None
     told.facts(j1=False)
     told.after(0.1)
     assert lease.state == "held"
+
+
+def test_root_s_word_on_a_jobs_user_stands(tmp_path: Path) -> None:
+    """A Slurm that lost its state gives numbers out again."""
+    rig = HostInMemory(tmp_path)
+    rig.register(7, [0], uid=5)
+    rig.register(7, [1], uid=6)
+    assert (rig.of(7).uid, rig.of(7).gpus) == (6, (1,))

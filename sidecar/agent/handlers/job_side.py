@@ -134,11 +134,17 @@ class JobHandler:
     def _registered(self, message: Start) -> Lease:
         """Return the job's lease, new or brought up to date."""
         lease = self.host.leases.get(JobKey(message.job, message.restart))
+        if lease is not None and lease.uid != message.uid:
+            log.warning("registered anew JOBID=%s uid=%d, was %d", lease.key, message.uid, lease.uid)
+            self.drop(lease, "Slurm gave its number to another user's job")
+            lease = None
         if lease is None:
             fresh = Lease(message.job, message.restart, message.uid, message.gpus, 0.0)
             fresh.managed = message.managed
             lease = self.host.leases.register(fresh, self.host.clock.now())
             log.info("registered JOBID=%s uid=%d gpus=%s", lease.key, lease.uid, lease.gpus)
+        elif self.host.fact_of(lease) is None:  # the prolog's file does not have the flag
+            lease.managed = message.managed
         lease.user, lease.node, lease.lane = message.user, message.node, message.lane
         lease.hosts, lease.options = max(message.hosts, 1), message.options
         lease.cpus, lease.memory_mb = message.cpus or lease.cpus, message.memory_mb or lease.memory_mb
