@@ -223,9 +223,13 @@ def test_a_job_off_its_lease_must_be_frozen_before_the_next_one_runs() -> None:
     seen.host.run(following.key).preferred_until = 1e9
     seen.after(1.0)
     assert (out.state, following.state) == ("yielded", "waiting"), "and it does not come back meanwhile"
+    assert "job 1 has yielded and its processes still run" in seen.arbiter.waiting_reason(following)
+    assert seen.arbiter.watching
     seen.states[1] = "frozen"
     seen.after(1.0)
     assert following.state == "held"
+    seen.after(1.0)
+    assert not seen.arbiter.watching, "a job that is frozen is not looked at all the time"
 
 
 @pytest.mark.parametrize("way", ["gone", "silent", "no suspend", "driver"])

@@ -56,12 +56,12 @@ class Arbiter:
             min_run_s=facts.min_run_s,
             displace=displace,
         )
-        used = {lease.key: self._in_use(lease) for lease in self.host.leases if not lease.occupying}
-        self.reasons = {**turn.reasons, **{key: reason for key, reason in used.items() if reason}}
+        obstacles = {lease.key: self._obstacle(lease) for lease in self.host.leases if not lease.occupying}
+        self.reasons = {**turn.reasons, **{key: reason for key, reason in obstacles.items() if reason}}
         # 2. Free GPUs are granted, at the virtual time that the turn gives.
         for key in turn.resumes if not self.host.awaits_facts else ():
             lease = self.host.leases.get(key)
-            if lease is not None and not (lease.managed and self.host.shown(lease, 0.0) == "frozen"):
+            if lease is not None and self._may_start(lease):
                 lease.vtime_s = turn.vtimes.get(key, lease.vtime_s)
                 with self.host.supervise(key, "granting its lease"):
                     self.coordinator.grant(lease)
@@ -135,6 +135,21 @@ class Arbiter:
             return False
         return not lease.managed or self._may_run(lease, run, contended=bool(rivals))
 
+    def _may_start(self, lease: Lease) -> bool:
+        """Return True if a fresh look at the processes confirms that a job may have its lease now."""
+        if lease.managed and self.host.shown(lease, 0.0) == "frozen":
+            return False
+        rivals = [other for other in self.host.leases.rivals(lease) if other.state == "yielded"]
+        for other in rivals:
+            self.host.run(other.key).seen = None
+        return self._is_overdue(lease) or all(map(self._has_left, rivals))
+
+    def _obstacle(self, lease: Lease) -> str:
+        """Return the reason why the GPUs of a waiting job are not free although no lease has them; otherwise ""."""
+        running = (other for other in self.host.leases.rivals(lease) if not self._has_left(other))
+        awaited = (f"job {other.key} has yielded and its processes still run: Slurm suspends it" for other in running)
+        return self._in_use(lease) or next(awaited, "")
+
     def _in_use(self, lease: Lease) -> str:
         """Return the reason why a GPU of a job is another process's, which has no lease on it; otherwise ""."""
         others = (one for one in self.host.taken if one.job != lease.job and not one.gpus.isdisjoint(lease.gpus))
@@ -165,8 +180,10 @@ class Arbiter:
         """
         if other.state != "yielded" or self.watched() or not self.host.facts.suspends or self.host.rotating():
             return True
-        self.watching = True
-        return self.host.shown(other, WATCH_S) != "running"
+        last = self.host.run(other.key).seen
+        running = self.host.shown(other, LOOK_S if last is not None and last[1] != "running" else WATCH_S) == "running"
+        self.watching = self.watching or running
+        return not running
 
     def _may_run(self, lease: Lease, run: JobRun, *, contended: bool) -> bool:
         """Return True if a managed job could use its lease, and may have it without the service's order."""
