@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from cluster import wait_for
 from harness import Cluster
 
 
@@ -85,3 +86,14 @@ def test_an_owner_cannot_leave_lane_0_by_an_update_either(cluster: Cluster) -> N
     assert comment(cluster, shares) == {"cadenza": {"v": 1, "share": False}, "comment": "no more"}
     assert not update(cluster, plain, "Features=lane1", user="root"), "an admin may"
     assert cluster.job(plain)["Features"] == "lane1"
+
+
+def test_a_hostile_name_is_text_in_every_view(cluster: Cluster) -> None:
+    name = "\x1b]0;x\x07\x1b[2J[/]"
+    job = cluster.sbatch("--gres=gpu:1", "--mem=500", "--hold", "--cadenza", f"--job-name={name}", command="true")
+    wait_for("the job in a round", lambda: any(row["id"] == job for row in cluster.top()["jobs"]))
+    for words in (("top", "--once"), ("why", str(job)), ("doctor",)):
+        done = cluster.cadenza(*words, check=False)
+        assert "Traceback" not in done.stderr
+        assert not {"\x1b", "\x07"} & set(done.stdout), words
+    assert "[/]" in cluster.cadenza("top", "--once").stdout, "markup is text"
