@@ -10,6 +10,7 @@ and load do, from seed 1 upwards. Exit code 1 when a row is missed.
 
     CADENZA_DATA=FOLDER benchmarks/philly.py
     CADENZA_DATA=FOLDER benchmarks/philly.py --days 14:28 --load 0.9 --samples 1
+    CADENZA_DATA=FOLDER benchmarks/philly.py --ablate --samples 1 # each part of the default changed once
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dataclasses import asdict, dataclass
 from math import floor, log10
 from pathlib import Path
 from subprocess import run
+from typing import Any
 
 import numpy as np
 from philly_sample import CLUSTER, DAY_S, PER_NODE, PhillyJob, draw_sample, read_philly, write_trace
@@ -40,11 +42,23 @@ COSTS = "migrate_s = 60.0\nrestart_s = 60.0\n"
 """A move takes 60 s of its GPUs; the other costs are the simulator's defaults."""
 MOVABLE = {"all": 1.0, "half": 0.5, "none": 0.0}
 LEAST_GAIN = 1.2
+MAX_SEEDS = 50
+"""Samples that are drawn of a window and load; where so many do not count, it has nothing to schedule."""
 CLASS_JOBS, USER_JOBS = 30, 20
 SOON_S = 120.0
 """Time to the hundredth iteration that is good enough whatever backfill's is."""
 LOADS = (0.9, 1.1)
 WINDOWS = ((14, 28), (28, 42))
+ABLATIONS: dict[str, tuple[str, ...]] = {
+    "native admission": ("--admission", "native"),
+    "users share": ("--share-between-users", "yes"),
+    "one lane: moves without turns": ("--lanes", "1"),
+    "three queues in place of the levels": ("--order", "tiresias"),
+    "no order: first come, first served": ("--order", "fifo"),
+    "no moves of blocked jobs: turns in the order": ("--share", "timeslice", "--turns", "order"),
+    "fair turns": ("--share", "timeslice", "--turns", "fair"),
+}
+"""Each changes one part of the default; that no job can move is a row of the table."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +119,8 @@ def outcome_of(jobs: Sequence[PhillyJob], times: Times) -> Outcome:
 
 def simulated(sample: Sample, movable: float, options: Sequence[str], folder: Path) -> Outcome:
     """Return the outcome under ``cadenza simulate``; end with its exit code when it fails."""
-    stem = folder / f"{sample.days[0]}-{sample.load}-{sample.seed}-{movable}"
+    folder = Path(tempfile.mkdtemp(dir=folder))
+    stem = folder / "sample"
     trace, costs, rows = stem.with_suffix(".trace.csv"), folder / "costs.toml", stem.with_suffix(".jobs.csv")
     write_trace(trace, sample.jobs, movable)
     costs.write_text(COSTS)
@@ -190,6 +205,8 @@ def samples_of(options: argparse.Namespace) -> Iterable[Sample]:
         for load in options.load:
             counted, seed = 0, 0
             while counted < options.samples:
+                if seed == MAX_SEEDS:
+                    raise SystemExit(f"days {days[0]}-{days[1]}, load {load}: {counted} of {MAX_SEEDS} samples count")
                 seed += 1
                 jobs = draw_sample(trace, days, load, seed, profiles)
                 ideals = {name: outcome_of(jobs, ideal(jobs, name, history)) for name in ("srtf", "las", "gittins")}
@@ -228,26 +245,38 @@ def main() -> int:
     parser.add_argument("--days", type=pair(int), action="append", help="FIRST:LAST day of a window; may be repeated")
     parser.add_argument("--load", type=float, action="append", help="offered load; may be repeated")
     parser.add_argument("--samples", type=int, default=2, help="samples of each window and load")
+    parser.add_argument("--ablate", action="store_true", help="repeat the table with each part of the default changed")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     parser.add_argument("simulate", nargs="*", help="after --: options of cadenza simulate, in place of the default's")
     options = parser.parse_args()
     options.days, options.load = options.days or WINDOWS, options.load or LOADS
-    began, found, missed, total = time.monotonic(), [], 0, 0
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-        asked = [
-            (sample, {name: pool.submit(simulated, sample, part, options.simulate, Path(folder))
-                      for name, part in MOVABLE.items()})
-            for sample in samples_of(options)
-        ]  # fmt: skip
-        for sample, runs in asked:
-            rows = rows_of(sample, {name: future.result() for name, future in runs.items()})
-            show(sample, rows)
-            missed, total = missed + sum(not row.ok for row in rows), total + len(rows)
-            found.append({"sample": sample.name, "gain": sample.gain, "rows": [asdict(row) for row in rows]})
-    print(f"\n{total - missed} of {total} rows met; {time.monotonic() - began:.0f} s")
+    samples = list(samples_of(options))
+    found = tables("the default", samples, options.simulate)
+    missed = sum(not row["ok"] for table in found for row in table["rows"])
+    for name, words in ABLATIONS.items() if options.ablate else ():
+        found += tables(name, samples, [*options.simulate, *words])
     if options.out:
         options.out.write_text(json.dumps(found, indent=1))
     return 1 if missed else 0
+
+
+def tables(variant: str, samples: Sequence[Sample], words: Sequence[str]) -> list[dict[str, Any]]:
+    """Print and return the tables of all samples with these options of ``cadenza simulate``."""
+    print(f"\n== {variant}{': ' if words else ''}{' '.join(words)}")
+    began, found, met, total = time.monotonic(), [], 0, 0
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        asked = [
+            {name: pool.submit(simulated, sample, part, words, Path(folder)) for name, part in MOVABLE.items()}
+            for sample in samples
+        ]
+        for sample, runs in zip(samples, asked, strict=True):
+            rows = rows_of(sample, {name: future.result() for name, future in runs.items()})
+            show(sample, rows)
+            met, total = met + sum(row.ok for row in rows), total + len(rows)
+            shown = [{**asdict(row), "ok": row.ok} for row in rows]
+            found.append({"variant": variant, "sample": sample.name, "gain": sample.gain, "rows": shown})
+    print(f"\n{variant}: {met} of {total} rows met; {time.monotonic() - began:.0f} s", flush=True)
+    return found
 
 
 if __name__ == "__main__":
