@@ -5,6 +5,11 @@ The policy is fifo with our allocation; "allocation" is that part alone. 512 GPU
 scratch with profiles never seen before, and 200 steady rounds, in each of which 5 % of the jobs have ended and as many
 are new. 10,000 nodes with 60,000 jobs from scratch, and smaller clusters for the growth: the exponent e of
 time ~ nodes^e, by least squares. Each profile is one of Synergy's published models with 3 % noise on every point.
+
+``--sharing`` measures the whole decision as the service ships it, with each way of sharing GPUs: 64 nodes of two lanes
+with 1,500 live jobs of 20 users and 1 to 16 GPUs, in rounds of a minute on the simulated cluster. In the first round
+all jobs are new; the steady rounds follow it.
+
 CPU time on one core (wall time as well; they differ where the machine is busy); from scratch the median of
 ``--repeat``. The exit code is 1 when a limit is missed.
 """
@@ -18,8 +23,10 @@ import resource
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from random import Random
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -27,18 +34,26 @@ import numpy as np
 from cadenza.policies.allocation.cadenza.allocate import cadenza
 from cadenza.policies.allocation.problem import Case, Server
 from cadenza.policies.composition import PolicySettings, build
-from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Options, Placement, Progress
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.published import synergy_profiles
+from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.registry import warm
+from cadenza.policies.simulator.simulation import simulate
+from cadenza.slurm_plugin.cli.simulate.request import read_request
 
 PARTITION = "gpu"
 GPUS, CPUS, MEMORY_MB = 8, 24, 512000
 NOISE = 0.03
 ROUND_S = 300.0
 CHANGED = 0.05
-STEADY_MS, SCRATCH_MS, LARGE_MS = 10.0, 100.0, 2000.0
+STEADY_MS, SCRATCH_MS, LARGE_MS, SHARED_MS = 10.0, 100.0, 2000.0, 50.0
+SHARINGS = ("timeslice", "gandiva", "preemption")
+LIVE_JOBS, USERS, SHARED_ROUND_S, ARRIVAL_S, GB_PER_GPU = 1500, 20, 60.0, 30.0, 30.0
+WIDTHS, WIDTH_WEIGHTS = (1, 2, 4, 8, 16), (60, 15, 12, 10, 3)
+RUN_LOG_MEAN, RUN_LOG_SIGMA, LEAST_RUN_S, MOST_RUN_S = 8.5, 1.6, 120.0, 2e6
+"""Log-normal run times: median 82 minutes, mean five hours."""
 SMALL_NODES, SMALL_JOBS = 64, 600
 LARGE_NODES, JOBS_A_NODE = 10000, 6
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -210,6 +225,47 @@ def small(name: str, decide: Decide, rounds: int, repeat: int, *, limited: bool 
     ], moves
 
 
+def shared_jobs(rounds: int, profiles: Mapping[str, Profile]) -> list[TraceJob]:
+    """Return jobs that are all there at the start, and a new one in each half minute."""
+    draw, models = Random(1), sorted(profiles.items())
+    jobs = []
+    for number in range(LIVE_JOBS + round(rounds * SHARED_ROUND_S / ARRIVAL_S)):
+        model, profile = draw.choice(models)
+        run_s = min(max(draw.lognormvariate(RUN_LOG_MEAN, RUN_LOG_SIGMA), LEAST_RUN_S), MOST_RUN_S)
+        submit_s = max(number - LIVE_JOBS, 0) * ARRIVAL_S
+        (gpus,) = draw.choices(WIDTHS, WIDTH_WEIGHTS)
+        user = f"user{draw.randrange(USERS)}"
+        jobs.append(
+            TraceJob(number + 1, submit_s, gpus, run_s, model, profile, user=user, memory_gb_per_gpu=GB_PER_GPU)
+        )
+    return jobs
+
+
+def shared(share: str, rounds: int) -> list[Figure]:
+    """Measure the shipped decision with one way of sharing, on a simulated cluster of 512 GPUs."""
+    words = defaultdict(lambda: None, share=share, nodes=f"{SMALL_NODES}x8:24:500", workload="synergy:load=8,jobs=10")
+    request = read_request(words, ())
+    cpu, wall, live = [], [], []
+
+    def decide(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
+        decision, cpu_ms, wall_ms = timed(lambda: request.policy.decide(snapshot, memory))
+        cpu.append(cpu_ms)
+        wall.append(wall_ms)
+        live.append(len(snapshot.jobs))
+        return decision
+
+    setup = replace(request.setup, rounds_on_events=False, skip=False, horizon_s=rounds * SHARED_ROUND_S)
+    jobs = shared_jobs(rounds, request.profiles)
+    simulate(jobs, request.nodes, replace(request.policy, decide=decide), setup)
+    what = f"512 GPUs, {min(live)} to {max(live)} jobs, {share}"
+    return [
+        Figure(f"{what}, from scratch", cpu[0], wall[0]),
+        Figure(f"{what}, steady, median", statistics.median(cpu[1:]), statistics.median(wall[1:])),
+        Figure(f"{what}, steady, p99", quantile(cpu[1:], 0.99), quantile(wall[1:], 0.99), SHARED_MS),
+        Figure(f"{what}, steady, most", max(cpu[1:]), max(wall[1:])),
+    ]
+
+
 def growth(largest: int, repeat: int) -> tuple[list[Figure], float]:
     """Measure decisions from scratch over cluster sizes, and return the exponent of their growth."""
     figures = []
@@ -229,8 +285,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=200, help="steady rounds; default: 200")
     parser.add_argument("--repeat", type=int, default=5, help="decisions from scratch, of which the median; default: 5")
     parser.add_argument("--largest", type=int, default=LARGE_NODES, help="nodes of the largest cluster; default: 10000")
+    parser.add_argument("--sharing", action="store_true", help="measure the ways of sharing GPUs instead")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
+    if arguments.sharing:
+        figures = [figure for share in SHARINGS for figure in shared(share, arguments.rounds)]
+        if arguments.json:
+            print(json.dumps({"figures": [asdict(figure) | {"ratio": figure.ratio} for figure in figures]}))
+        else:
+            show(figures)
+        return int(any(figure.ratio is not None and figure.ratio > 1 for figure in figures))
     warm("cadenza")
     figures, moves = small("decision", whole(SMALL_NODES), arguments.rounds, arguments.repeat, limited=True)
     figures += small("allocation", alone(SMALL_NODES), arguments.rounds, arguments.repeat)[0]
@@ -242,7 +306,11 @@ def main() -> int:
         rows = [asdict(figure) | {"ratio": figure.ratio} for figure in figures]
         print(json.dumps({"figures": rows, "exponent": exponent, "moves_per_job_hour": moves, "peak_mb": peaks}))
     else:
-        show(figures, exponent, moves, peaks)
+        show(figures)
+        print(f"time grows as nodes^{exponent:.2f}; {moves:.3f} moves a job and hour in the steady rounds")
+        print(
+            "peak memory, jobs and profiles included: " + ", ".join(f"{name} {mb:.0f} MB" for name, mb in peaks.items())
+        )
     return int(any(figure.ratio is not None and figure.ratio > 1 for figure in figures))
 
 
@@ -251,14 +319,12 @@ def peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def show(figures: Sequence[Figure], exponent: float, moves: float, peaks: Mapping[str, float]) -> None:
+def show(figures: Sequence[Figure]) -> None:
     """Print the table."""
     print(f"{'':58}{'CPU ms':>9}{'wall ms':>9}  limit")
     for one in figures:
         limit = f"{one.limit_ms:.0f} ms, {one.ratio:.2f} of it" if one.limit_ms is not None else ""
         print(f"{one.name:58}{one.cpu_ms:9.2f}{one.wall_ms:9.2f}  {limit}")
-    print(f"time grows as nodes^{exponent:.2f}; {moves:.3f} moves a job and hour in the steady rounds")
-    print("peak memory, jobs and profiles included: " + ", ".join(f"{name} {mb:.0f} MB" for name, mb in peaks.items()))
 
 
 if __name__ == "__main__":
