@@ -113,8 +113,9 @@ def _acted(move: Move, action: Action | None, placing: Action | None, now_s: flo
 
 def pinned_by_owner(job: Job, memory: Memory) -> bool:
     """Return True if a job's owner wants it on the nodes that it requires; those where we placed it do not count."""
-    moved = any(move.job.id == job.key.id and move.nodes == job.required_nodes for move in memory.moves)
-    return bool(job.required_nodes) and job.key not in memory.placed and not moved
+    if not job.required_nodes or job.key in memory.placed:
+        return False
+    return not any(move.job.id == job.key.id and move.nodes == job.required_nodes for move in memory.moves)
 
 
 def follows_size(job: Job) -> bool:

@@ -74,6 +74,8 @@ class Turn:
         self.share_between_users = share_between_users
         self.places = places
         self.plan = Plan()
+        self._left = sum(host.unclaimed.bit_count() for host in hosts if host.state.usable)
+        """GPUs that no job has claimed."""
         self._owner: dict[tuple[int, int], JobKey] = {}
         """The job that has claimed a GPU, by host and bit."""
         self._vain: set[tuple[object, ...]] = set()
@@ -84,24 +86,21 @@ class Turn:
     def claim(self, key: JobKey, seats: Iterable[tuple[HostSeats, int]]) -> None:
         """Give a job GPUs for this turn."""
         for host, mask in seats:
+            self._left -= (mask & ~host.claimed).bit_count() if host.state.usable else 0
             host.claimed |= mask
             for bit in _bits(mask):
                 self._owner[host.position, bit] = key
 
     def run(self) -> Plan:
         """Return the plan for all candidates, in order of rank."""
-        left = sum(host.unclaimed.bit_count() for host in self.hosts if host.state.usable)
         for candidate in self.candidates.values():
             if candidate.seats:
-                self._seated(candidate, left)
-            elif self.places and left >= candidate.gpus:
+                self._seated(candidate)
+            elif self.places and self._left >= candidate.gpus:
                 self._unseated(candidate)
-            else:
-                continue
-            left = sum(host.unclaimed.bit_count() for host in self.hosts if host.state.usable)
         return self.plan
 
-    def _seated(self, job: Candidate, left: int) -> None:
+    def _seated(self, job: Candidate) -> None:
         plan = self.plan
         gave_up = job.key in plan.evicted
         if not gave_up and not any(host.claimed & mask for host, mask in job.seats):
@@ -112,7 +111,7 @@ class Turn:
             host, mask = next((host, host.claimed & mask) for host, mask in job.seats if host.claimed & mask)
             plan.blocked[job.key] = self._owner[host.position, next(_bits(mask))]
         kind = (job.request, "moves")
-        if not job.movable or left < job.gpus or kind in self._vain:
+        if not job.movable or self._left < job.gpus or kind in self._vain:
             return
         seats = self.find(job, waits=False)
         if seats:
@@ -134,6 +133,7 @@ class Turn:
         """Take a running job's GPUs back, because it moves."""
         self.plan.runs.remove(job.key)
         for host, mask in job.seats:
+            self._left += mask.bit_count() if host.state.usable else 0
             host.claimed &= ~mask
 
     def place(self, job: Candidate, seats: tuple[Seat, ...]) -> None:
