@@ -26,7 +26,7 @@ def job(host: Agent, service: Service, *flags: str) -> Child:  # noqa: F811
     child = host.rank(1, "--gpus", "[0]", "--copy-s", "0.05", *flags)
     child.wait_for("run")
     service.facts(fact(1))
-    service.lease(1, lambda lease: lease.ready and lease.checkpoints == ("--saves" in flags))
+    service.lease(1, lambda lease: lease.ready and lease.step > 0 and lease.checkpoints == ("--saves" in flags))
     return child
 
 
@@ -37,7 +37,7 @@ def test_a_job_stands_after_its_checkpoint_until_it_is_let_go(host: Agent, servi
     assert lease.state == "stopping"
     step = child.wait_for("saving")["step"]
     assert lease.note == f"checkpoint of step {step}: /shared/{step}"
-    done = service.wait_for(orders.Switched)
+    done = service.wait_for(orders.Switched, lambda one: one.kind != "resume")
     assert (done.kind, done.copy_s, done.bytes, done.note) == ("checkpoint", 0.5, 9, lease.note)
     assert not child.said("sent on")
     service.order(orders.ResumeOrder, 1)
@@ -67,7 +67,7 @@ def test_without_a_checkpoint_the_job_keeps_its_lease_and_the_service_hears_why(
 ) -> None:  # fmt: skip
     job(host, service, *flags)
     service.order(orders.CheckpointOrder, 1, **{**TERMS, **terms})
-    done = service.wait_for(orders.Switched)
+    done = service.wait_for(orders.Switched, lambda one: one.kind != "resume")
     assert done.kind in {"refused", "timeout"}
     assert why in done.note
     assert not service.lease(1, lambda lease: lease.state == "held").saved
@@ -83,12 +83,12 @@ def test_two_ranks_save_at_one_step_and_a_failure_of_one_sends_both_on(
     for rank in ranks:
         rank.wait_for("run")
     service.facts(fact(1))
-    service.lease(1, lambda lease: lease.ready and lease.checkpoints)
+    service.lease(1, lambda lease: lease.ready and lease.step > 0 and lease.checkpoints)
     service.order(orders.CheckpointOrder, 1, **TERMS)
     steps = {rank.wait_for("saving")["step"] for rank in ranks}
     assert len(steps) == 1
     ranks[0].wait_for("sent on")
-    assert "rank 1 could not save" in service.wait_for(orders.Switched).note
+    assert "rank 1 could not save" in service.wait_for(orders.Switched, lambda one: one.kind != "resume").note
     service.lease(1, lambda lease: lease.state == "held" and lease.step > max(steps))
 
 
@@ -167,5 +167,5 @@ def test_a_yielded_job_that_saves_nothing_goes_on_waiting_for_its_turn(
 def test_an_order_to_save_away_does_not_stop_a_job_that_has_its_gpus_again(host: Agent, service: Service) -> None:  # noqa: F811
     child = job(host, service, "--saves")
     service.order(orders.CheckpointOrder, 1, **TERMS, away=True)
-    assert "its lease is held" in service.wait_for(orders.Switched).note
+    assert "its lease is held" in service.wait_for(orders.Switched, lambda one: one.kind != "resume").note
     assert not child.said("saving")
