@@ -89,7 +89,10 @@ class Loop:
         self._store = parts.store
         self._clock = clock
         self._rng = rng
-        self._gateway = ClusterGateway(parts.slurm, parts.hub, clock, parts.store.last_snapshot())
+        last = parts.store.last_snapshot()
+        if last is not None:
+            parts.hub.recall(last)
+        self._gateway = ClusterGateway(parts.slurm, parts.hub, clock, last)
         self._good_s = float("-inf")
         self._forget_s = clock.monotonic()
         move_requests.folder(parts.store.path).mkdir(mode=0o700, exist_ok=True)  # only we and root may write there

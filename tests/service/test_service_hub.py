@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from service_rig import eventually, lease, make_keys, peer, report
+from service_rig import books, eventually, job, lease, make_keys, peer, report
 
 from cadenza.policies.core.model import JobKey
 from cadenza.sidecar.clock import SystemClock
@@ -81,6 +81,19 @@ def test_the_record_has_a_hosts_word_only_on_jobs_that_slurm_has_there(hub: Hub,
         eventually(lambda: alive(hub) == {"n1", "n2"})
         told(hub, "n1", 1)
         foreign.send(Switched(VERSION, "n2", 1, 0, "lost", 1.0, 0.1, 0.1, 0.2, 5))
+        foreign.send(LeaseLog(VERSION, "n2", 1, 0, (0,), 1.0, 2.0))
+        agent.send(LeaseLog(VERSION, "n1", 1, 0, (0,), 1.0, 2.0))
+        found: list[object] = []
+        eventually(lambda: found.extend(hub.drain()) or any(isinstance(one, LeaseLog) for one in found))
+        assert {one.host for one in found if one.job == 1} == {"n1"}
+
+
+def test_a_host_may_speak_of_jobs_that_ended_while_the_service_was_away(hub: Hub, keys: Path) -> None:
+    hub.recall(books(job(1)))
+    with peer(hub.address, "n1", keys) as agent, peer(hub.address, "n2", keys) as foreign:
+        agent.report()
+        foreign.report()
+        eventually(lambda: alive(hub) == {"n1", "n2"})
         foreign.send(LeaseLog(VERSION, "n2", 1, 0, (0,), 1.0, 2.0))
         agent.send(LeaseLog(VERSION, "n1", 1, 0, (0,), 1.0, 2.0))
         found: list[object] = []

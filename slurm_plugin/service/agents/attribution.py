@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from cadenza.policies.core.model import JobKey
+from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.sidecar.orders import Facts, LeaseLog, Switched
 from cadenza.slurm_plugin.service.agents.agent_registry import NEW_JOB_MARGIN_S, Event
 
@@ -31,6 +31,13 @@ class Attribution:
     def knows(self, host: str, key: JobKey) -> bool:
         """Return whether Slurm has or lately had a job on a host."""
         return key in self._seen_s.get(host, ())
+
+    def recall(self, snapshot: ClusterSnapshot) -> None:
+        """Take in the jobs of the last recorded snapshot: agents may still speak of those that have ended since."""
+        host_of = {node.name: node.host for node in snapshot.nodes}
+        for job in snapshot.jobs:
+            for node in job.nodes:
+                self._seen_s.setdefault(host_of.get(node, node), {}).setdefault(job.key, snapshot.time_s)
 
     def take(self, message: ForRecord, now_s: float) -> list[ForRecord]:
         """Return a message if it counts; a message on a job that Slurm may have started since the facts must wait."""

@@ -75,7 +75,9 @@ class AgentKeys:
             return
         self._replaced.pop(host, None)
         self._hosts = {
-            key: hosts for key, all_hosts in self._hosts.items() if (hosts := all_hosts - {host} if key == old else all_hosts)
+            key: left
+            for key, hosts in self._hosts.items()
+            if (left := hosts - {host} if key == old else hosts)
         }
         path = self.folder / AGENT_FOLDER / f"{host}{REPLACED}"
         try:

@@ -24,7 +24,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from cadenza.policies.core.actions import Outcome
-from cadenza.policies.core.model import JobKey, Share
+from cadenza.policies.core.model import ClusterSnapshot, JobKey, Share
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.frames import ERRORS, FROM_AGENT
 from cadenza.sidecar.orders import (
@@ -204,6 +204,10 @@ class Hub:
                 for host, share in shares.items()
             ]
         )
+
+    def recall(self, snapshot: ClusterSnapshot) -> None:
+        """Let agents speak of the jobs of the last recorded snapshot, for the record; before the first facts."""
+        self._ask(lambda: self._attribution.recall(snapshot))
 
     def send_facts(self, sheet: FactSheet) -> None:
         """Send new facts to all agents now, and repeat them each heartbeat as long as they are good."""
