@@ -370,3 +370,8 @@ class ClusterSnapshot:
     def by_key(self) -> Mapping[JobKey, Job]:
         """Return the jobs by key; worked out once, since every part of a round asks for it."""
         return {job.key: job for job in self.jobs}
+
+    @cached_property
+    def by_id(self) -> Mapping[int, Job]:
+        """Return the jobs by id, of several incarnations the first."""
+        return {job.key.id: job for job in reversed(self.jobs)}

@@ -144,7 +144,7 @@ def refusal_reason(job: Job, before: Move | None = None, *, by_hand: bool = Fals
 
 def advance(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
     """Return the next step of a move (pure)."""
-    if not any(job.key.id == move.job.id for job in snapshot.jobs):
+    if move.job.id not in snapshot.by_id:
         return Step(None)  # it has ended, or its owner has cancelled it
     age_s = snapshot.time_s - move.phase.since_s
     match move.phase:
@@ -296,7 +296,7 @@ def _leaving(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
 
 def _over(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
     """Keep an outcome while the job lives; a later requeue by others must not stay pinned to nodes of ours."""
-    job = next((job for job in snapshot.jobs if job.key.id == move.job.id), None)
+    job = snapshot.by_id.get(move.job.id)
     if job is None or job.state != "PENDING" or job.held or job.key in (move.job, move.successor):
         return Step(move)
     if not move.shares or job.required_nodes != move.nodes or job.key in memory.placed:
