@@ -270,7 +270,8 @@ class Job:
     held_at_restart: bool = False
     """Slurm itself requeued it into a hold as slurmctld restarted, because it started the job for the second time."""
     held_by_plugin: bool = False
-    """True if its present hold is job_submit.lua's (held admission), by facts that no user can write."""
+    """True if its present hold is job_submit.lua's (held admission) and was not released by us, by facts that no user
+    can write."""
     gpu_type: str = ""
     """Type of GPU that it asked for; empty: any."""
     options: Options | None = None

@@ -242,7 +242,7 @@ class World:
 
     def release(self, job: SimJob) -> None:
         """Let Slurm start a pending job, now or once what it asks for is free."""
-        job.held = False
+        job.held = job.held_by_plugin = False
         self.queue.add(job)
         job.stale.append(job)
 

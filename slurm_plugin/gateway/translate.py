@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, JobState, Node, Options, SlurmState
 from cadenza.policies.core.text import printable
 from cadenza.slurm_plugin.gateway.comment import BadOptions, opt_in_of
+from cadenza.slurm_plugin.gateway.worker import HELD_NOTE
 
 Raw: TypeAlias = Mapping[str, Any]
 
@@ -39,8 +40,6 @@ LAUNCH_FAILED = "launch failed requeued held"
 """slurmctld's reason of a job that it requeued into a hold by itself."""
 RESTART_S = 60.0
 """Time between a restart of slurmctld or slurmd and what it has done to jobs and nodes because of it, at most."""
-HELD_NOTE = "cadenza: held"
-"""Last line of the AdminComment of a job that job_submit.lua holds for us."""
 MAX_COMMAND, MAX_PARTITIONS = 4096, 4096
 """Characters that are kept of a command, and of a list of partitions."""
 _LANE_FEATURE = re.compile(r"lane(\d+)")
@@ -149,8 +148,9 @@ def held_at_restart(raw: Raw, slurmctld_start_s: float | None) -> bool:
 def held_by_plugin(raw: Raw) -> bool:
     """Return True if a pending job's hold is the one that job_submit.lua gave it at its submission.
 
-    The script notes the hold in AdminComment, which only root, SlurmUser and administrators can write. Slurm calls
-    that hold JobHeldUser; a hold by an admin (JobHeldAdmin) or of a later incarnation is not ours.
+    The script notes the hold in AdminComment, which only root, SlurmUser and administrators can write, and our release
+    takes the note away. Slurm calls that hold JobHeldUser; a hold by an admin (JobHeldAdmin) or of a later incarnation
+    is not ours.
     """
     note = (raw.get("admin_comment") or "").rpartition("\n")[2]
     return note == HELD_NOTE and raw["state_reason"] == "JobHeldUser" and not raw["requeue_count"]

@@ -47,6 +47,11 @@ FINISHED = frozenset({
 OUR_DRAIN = "cadenza: "
 """Beginning of the reason of all our drains; the service does not undo the drains of others."""
 
+HELD_NOTE = "cadenza: held"
+"""Last line of the AdminComment of a job that job_submit.lua holds for us."""
+INFINITE = 0xFFFFFFFF
+"""The priority by which Slurm releases a held job."""
+
 Request = Mapping[str, Any]
 
 
@@ -217,11 +222,20 @@ class Worker:
         self._job_in(request, "RUNNING", "SUSPENDED", "CONFIGURING").requeue(hold=bool(request["hold"]))
 
     def release(self, request: Request) -> None:
-        """Release a held job, after clearing its node list if ``unpin``; a job that is not held stays as it is."""
+        """Release a held job, after clearing its node list if ``unpin``; a job that is not held stays as it is.
+
+        The note of job_submit.lua's hold goes by the same request: a slurmctld that is killed forgets both or neither,
+        so the note tells our hold from a later one of the owner's.
+        """
         job = self._job_in(request, "PENDING")
         if request.get("unpin") and job.required_nodes:
             job.modify(self._slurm.JobSubmitDescription(required_nodes=BLANK))
-        if job.priority == 0:
+        if job.priority:
+            return
+        own, _, note = (read_field(job, "admin_comment")[0] or "").rpartition("\n")
+        if note == HELD_NOTE:
+            job.modify(self._slurm.JobSubmitDescription(priority=INFINITE, admin_comment=own or BLANK))
+        else:
             job.release()
 
     def modify(self, request: Request) -> None:

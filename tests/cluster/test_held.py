@@ -16,6 +16,7 @@ def test_jobs_are_placed_by_affinity(cluster: Cluster) -> None:
     cluster.wait_state(large, "RUNNING")
     second = cluster.paced("held-second", iterations=100, options=ONE_GPU)
     cluster.wait_state(second, "RUNNING")
+    assert not cluster.job(second).get("AdminComment"), "the plugin's note goes with its hold"
     where = {job: cluster.job(job)["NodeList"] for job in (small, large, second)}
     assert where[large] != where[small], "a four-GPU job goes to a host of its own"
     assert where[second] == where[small], "a one-GPU job joins those of its size"

@@ -117,7 +117,8 @@ def test_cpus_memory_drains_and_dead_agents_count():
 
 def test_a_hold_after_our_release_is_its_owners():
     nodes = lanes("a", 0, 0)
-    assert placed(held(9), nodes=nodes, memory=Memory(placed=frozenset({key(9)}))) == {}
+    later = replace(held(9), held_by_plugin=False)
+    assert placed(later, nodes=nodes, memory=Memory(placed=frozenset({key(9)}))) == {}
     assert placed(held(9), nodes=nodes, rules=replace(HELD, admission="native")) == {}
     assert placed(held(9), nodes=nodes, rules=replace(HELD, enforce=False)) == {}
 

@@ -325,12 +325,12 @@ def fill_up(store: SqliteStore) -> None:
 # --- Pure parts ---
 
 
-def held_job(number: int) -> object:
-    return job(number, state="PENDING", slurm_priority=0, nodes=(), held_by_plugin=True)
+def held_job(number: int, *, note: bool = True) -> object:
+    return job(number, state="PENDING", slurm_priority=0, nodes=(), held_by_plugin=note)
 
 
 def test_release_plan_undoes_ours_only() -> None:
-    snapshot = books(job(1, state="SUSPENDED"), job(2, state="SUSPENDED"), held_job(3), held_job(4))  # type: ignore[arg-type]
+    snapshot = books(job(1, state="SUSPENDED"), job(2, state="SUSPENDED"), held_job(3), held_job(4, note=False))  # type: ignore[arg-type]
     memory = Memory(suspended=frozenset({A, JobKey(9, 0)}), placed=frozenset({JobKey(4, 0)}))
     assert release_plan(snapshot, memory, "end") == (Unsuspend(A, "end"), Release(JobKey(3, 0), "end"))
 

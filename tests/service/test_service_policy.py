@@ -232,7 +232,8 @@ def test_an_owners_hold_and_jobs_that_cannot_be_requeued_stay(tmp_path: Path) ->
     settings = settings_of(tmp_path, HELD)
     mine = pending(1)
     assert of(Place, policy(settings)(one_node(mine), Memory()))
-    assert not of(Place, policy(settings)(one_node(mine), Memory(placed=frozenset({mine.key}))))
+    theirs = one_node(replace(mine, held_by_plugin=False))
+    assert not of(Place, policy(settings)(theirs, Memory(placed=frozenset({mine.key}))))
     wide = {"gpus": 4, "requeueable": False}
     running = profiled(2, SATED, **wide)
     decision = policy(settings)(one_node(pending(1, gpus=4), replace(running, placement=placed(running))), Memory())

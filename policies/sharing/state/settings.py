@@ -89,19 +89,19 @@ def held_for_us(job: Job, memory: Memory) -> bool:
     """Return whether the job is held on our account: by job_submit.lua, by a requeue or after a suspend of ours.
 
     Only Slurm's facts and our own record say so, never the job's comment. A hold after our release is its owner's,
-    unless it is the hold that we released: a slurmctld that is killed forgets its last seconds. What Slurm held by
-    itself when slurmctld restarted is ours to release too, because it releases it never.
+    unless it is the hold that we released: a slurmctld that is killed forgets its last seconds. Of job_submit.lua's
+    hold Slurm itself knows whether we released it. What Slurm held by itself when slurmctld restarted is ours to
+    release too, because it releases it never.
     """
-    if not job.held:
-        return False
+    if not job.held or job.held_by_plugin:
+        return job.held
     if job.key in memory.placed:
         return release_forgotten(job, memory)
-    ours = job.held_by_plugin or job.key in memory.held or requeued_into_hold(job, memory)
-    return ours or job.held_at_restart
+    return job.key in memory.held or requeued_into_hold(job, memory) or job.held_at_restart
 
 
 def release_forgotten(job: Job, memory: Memory) -> bool:
-    """Return whether a killed slurmctld forgot our release of a held job.
+    """Return whether a killed slurmctld forgot our release of a hold that a requeue brought.
 
     The hold of a requeue comes once in an incarnation, before our release. And an incarnation that has run does not
     become pending again: only its successor does.

@@ -2,6 +2,7 @@
 
 ``PYSLURM_TROUBLE`` names what goes wrong (import, hang, segv, exit, print); with ``PYSLURM_TROUBLE_ONCE`` naming a
 file, only as long as that file does not exist. ``PYSLURM_LOG`` collects the calls that change something.
+``PYSLURM_ADMIN_COMMENT`` is every job's AdminComment.
 """
 
 from __future__ import annotations
@@ -80,6 +81,10 @@ class Job:
             raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
         return '{"cadenza":{"v":1}}'
 
+    @property
+    def admin_comment(self) -> str | None:
+        return os.environb.get(b"PYSLURM_ADMIN_COMMENT", b"").decode() or None
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "gres":
             raise AttributeError(name)
@@ -110,9 +115,9 @@ class Job:
         if nodes == ["nowhere"]:
             raise RPCError(2018, "Invalid node name specified")
         # What pyslurm's Cython does with the value: empty means "not set", and the first NUL ends it.
-        if isinstance(nodes, str):
-            changes = {**changes, "required_nodes": nodes and nodes[0] != "\0" and str.__str__(nodes).split("\0")[0]}
-        log("modify", self.id, changes)
+        texts = {name: value for name, value in changes.items() if isinstance(value, str)}
+        sent = {name: text and text[0] != "\0" and str.__str__(text).split("\0")[0] for name, text in texts.items()}
+        log("modify", self.id, changes | sent)
 
 
 class Jobs:
