@@ -2,7 +2,6 @@
 """Kill daemons and clients by a seeded schedule while jobs run on the container cluster, and judge what is left.
 
     benchmarks/faults.py --seed 1 --kills 100
-    benchmarks/faults.py --seed 1 --outages all
 
 The rules: no job is lost, every digest is that of the same job alone, no GPU has two users (locks on files of the
 host, looked at by root), no job stays held, suspended or frozen, no GPU is idle for more than 30 s while a job that
