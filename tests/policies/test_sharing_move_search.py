@@ -220,6 +220,18 @@ def test_a_job_on_a_further_lane_gets_the_gpus_that_it_waits_for():
     assert moves_of(world(*full, hosts=("a", "b"))) == {}, "room for one of the two is no use"
 
 
+def test_nothing_is_searched_where_fewer_gpus_are_free_than_jobs_would_arrive(monkeypatch):
+    """Who makes way for another needs as many GPUs as it gives back: no chain of moves helps."""
+    planned = []
+    monkeypatch.setattr(move_search._Search, "plan", lambda search: planned.append(search.wish.job.key))
+    wide = on(WAITS, "a", 0, 1, 2, 3, state="waiting", lane=1, ready=False, step=0)
+    jobs = [on(1, "a", 0), on(4, "a", 3), wide, on(2, "b", 0), on(10, "b", 1)]
+    moves_of(world(*jobs, hosts=("a", "b")))
+    assert planned == [key(WAITS)]
+    moves_of(world(*jobs, on(11, "b", 2), hosts=("a", "b")))
+    assert planned == [key(WAITS)], "one GPU for two jobs"
+
+
 def test_those_who_lose_by_it_or_may_not_move_stay():
     waits = held(WAITS, 4)
     assert moves_of(fragmented(waits)) == {1: "b"}

@@ -69,12 +69,9 @@ def room(state: SharingState, wish: Wish, movers: Sequence[Mover], evaluations: 
 
     ``movers``: jobs that it may move. The hosts are as before afterwards. A wish that needs no move has no plan.
     """
-    if (
-        sum(max(host.gpus - host.gpus_allocated, 0) for host in state.hosts.values()) < wish.request.gpus
-        and wish.home is None
-    ):
-        return None  # no move makes more GPUs free than there are
     search = _Search(state, wish, movers, evaluations)
+    if not search.enough_gpus():
+        return None
     try:
         return search.plan()
     except _Spent:
@@ -93,6 +90,14 @@ class _Search:
         """Evaluations that are left; None: no limit."""
         self.must = [mover for mover in movers if mover.home is wish.home and _overlap(mover.resident, wish)]
         self.targets = sorted(self._targets(), key=lambda row: (row[0], row[1].name))
+
+    def enough_gpus(self) -> bool:
+        """Return False if there are fewer free GPUs than arrive: who makes way for them needs as many elsewhere."""
+        _leave(self.must)
+        hosts = [host for host in self.state.hosts.values() if host.usable]
+        free = sum(min(host.idle(), max(host.gpus - host.gpus_allocated, 0)) for host in hosts)
+        _return(self.must)
+        return free >= (self.wish.request.gpus if self.wish.home is None else sum(mover.size for mover in self.must))
 
     def plan(self) -> Plan | None:
         """Return a plan with the fewest state."""

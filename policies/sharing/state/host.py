@@ -104,27 +104,24 @@ class HostState:
     """Memory of all jobs of all lanes, the GPU state that they may have to keep there included."""
     group_keys: Mapping[JobKey, JobKey] = field(default_factory=dict)
     """For a packed job the least key of those it is packed with: they are one as far as turns go."""
+    gpus: int = field(init=False)
+    """The host's real GPUs: every lane shows them all."""
+    memory_mb: int = field(init=False)
+    """The host's real memory: every lane shows it all, or the part that it may use."""
+    gpus_allocated: int = field(init=False)
+    """GPUs given out over all lanes."""
     _sharers_by_gpu: list[int] | None = None
 
-    @property
-    def gpus(self) -> int:
-        """Return the host's real GPUs: every lane shows them all."""
-        return max(node.gpus for node in self.lanes)
-
-    @property
-    def memory_mb(self) -> int:
-        """Return the host's real memory: every lane shows it all, or the part that it may use."""
-        return max(node.memory_mb for node in self.lanes)
+    def __post_init__(self) -> None:
+        """Sum up the lanes."""
+        self.gpus = max(node.gpus for node in self.lanes)
+        self.memory_mb = max(node.memory_mb for node in self.lanes)
+        self.gpus_allocated = sum(use.gpus for use in self.use.values())
 
     @property
     def usable(self) -> bool:
         """Return True if lane 0 takes jobs."""
         return self.lanes[0].lane == 0 and self.lanes[0].up and not self.lanes[0].drained
-
-    @property
-    def gpus_allocated(self) -> int:
-        """Return the GPUs given out over all lanes."""
-        return sum(use.gpus for use in self.use.values())
 
     @property
     def gpus_wanted(self) -> int:
@@ -203,6 +200,7 @@ class HostState:
         use = self.use[lane]
         use.gpus, use.cpus = use.gpus + sign * request.gpus, use.cpus + sign * request.cpus
         use.memory_mb += sign * request.memory_mb
+        self.gpus_allocated += sign * request.gpus
         self._count(request, sign)
 
     def _count(self, request: ResourceRequest, sign: int) -> None:
@@ -210,8 +208,10 @@ class HostState:
         self.users[request.user] += sign
         self.committed_mb += sign * (request.memory_mb + request.state_mb)
         self._sharers_by_gpu = None
-        if sign < 0:
-            self.sizes, self.users = +self.sizes, +self.users
+        if self.sizes[request.gpus] <= 0:
+            del self.sizes[request.gpus]
+        if self.users[request.user] <= 0:
+            del self.users[request.user]
 
     # --- GPUs ---------------------------------------------------------------------------------------
 
