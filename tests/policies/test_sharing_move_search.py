@@ -232,6 +232,19 @@ def test_nothing_is_searched_where_fewer_gpus_are_free_than_jobs_would_arrive(mo
     assert planned == [key(WAITS)], "one GPU for two jobs"
 
 
+def test_a_job_that_has_a_whole_host_makes_way_for_none_where_all_hosts_are_alike(monkeypatch):
+    """It would need another whole host, where the waiting job can go instead."""
+    movers = []
+    monkeypatch.setattr(move_search._Search, "plan", lambda search: movers.append({one.size for one in search.movers}))
+    snapshot = world(
+        *(on(1, "a", 0), on(2, "b", 0), on(3, "c", 0, 1, 2, 3)), held(WAITS, 4), hosts=("a", "b", "c"), lanes=1
+    )
+    moves_of(snapshot)
+    first, *others = snapshot.nodes
+    moves_of(replace(snapshot, nodes=(replace(first, cpus=first.cpus + 1), *others)))
+    assert movers == [{1}, {1, 4}]
+
+
 def test_those_who_lose_by_it_or_may_not_move_stay():
     waits = held(WAITS, 4)
     assert moves_of(fragmented(waits)) == {1: "b"}

@@ -10,7 +10,7 @@ first, each to the fullest host that has room.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from cadenza.policies.core.model import Job
 from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest, Seat
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
-MAX_EVALUATIONS = 4000
+MAX_EVALUATIONS = 1000
 """Seats and packings that the exact search looks at for one job."""
 MAX_GREEDY_HOSTS = 8
 """Hosts that are tried beyond it."""
@@ -85,10 +85,10 @@ class _Search:
     def __init__(self, state: SharingState, wish: Wish, movers: Sequence[Mover], evaluations: int) -> None:
         self.state = state
         self.wish = wish
-        self.movers = movers
         self.evaluations: int | None = evaluations
         """Evaluations that are left; None: no limit."""
         self.must = [mover for mover in movers if mover.home is wish.home and _overlap(mover.resident, wish)]
+        self.movers = self._useful(movers)
         self.targets = sorted(self._targets(), key=lambda row: (row[0], row[1].name))
 
     def enough_gpus(self) -> bool:
@@ -117,6 +117,21 @@ class _Search:
         return next((plan for plan in plans if plan is not None), None)
 
     # --- Which host, and who leaves ---------------------------------------------------------------------
+
+    def _useful(self, movers: Sequence[Mover]) -> Sequence[Mover]:
+        """Return the movers without those that have all GPUs of a host where all hosts are alike.
+
+        Such a job goes to a host that is empty by then; who would take its place can go there with a move less.
+        """
+        shapes = {
+            tuple((node.gpus, node.cpus, node.memory_mb, node.gpu_type, node.partitions) for node in host.lanes)
+            for host in self.state.hosts.values()
+        }
+        pinned = self.wish.home is None and self.wish.job.required_nodes
+        if len(shapes) > 1 or pinned:
+            return movers
+        must = {mover.resident.job.key for mover in self.must}
+        return [mover for mover in movers if mover.size < mover.home.gpus or mover.resident.job.key in must]
 
     def _targets(self) -> Iterator[tuple[int, HostState]]:
         """Return the hosts that may get room, and how many jobs must leave each at least."""
@@ -185,7 +200,12 @@ class _Search:
         self, leaving: Sequence[Mover], host: HostState, groups: Callable[[], Iterable[list[Mover]]], tries: int
     ) -> Plan | None:
         """Return a plan now that there is room: a place for each that left, with one of the groups on its way too."""
+        widest = max(leaving, key=lambda mover: mover.size)
+        free = {name: host.gpus - host.gpus_allocated for name, host in self.state.hosts.items()}
+        roomy = max(free.values()) >= widest.size
         for further in groups():
+            if not (roomy or self._frees_a_host(widest, free, further)):
+                continue
             _leave(further)
             try:
                 steps = self._seated(sorted([*leaving, *further], key=_largest), (), tries)
@@ -194,6 +214,16 @@ class _Search:
             if steps is not None:
                 return Plan(host, None, steps)
         return None
+
+    def _frees_a_host(self, widest: Mover, free: Mapping[str, int], further: Sequence[Mover]) -> bool:
+        """Return True if some host has the GPUs for a job once the others have left; ``free``: before they do."""
+        left: dict[str, int] = {}
+        for mover in further:
+            left[mover.home.name] = left.get(mover.home.name, 0) + mover.size
+        frees = any(free[name] + gpus >= widest.size for name, gpus in left.items())
+        if not frees:
+            self._spend()
+        return frees
 
     def _welcome(self, host: HostState) -> Seat | None:
         """Return GPUs that no job has or waits for, for the waiting job."""
