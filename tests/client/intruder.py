@@ -19,6 +19,9 @@ class Intruder(threading.Thread):
     def __init__(self, agent: Agent) -> None:
         super().__init__(daemon=True)
         self._agent = agent
+        self.visits = agent.folder / "visits"
+        """Holds a character for each yield of the trainer: the agent's log has so many lines a minute only."""
+        self.visits.touch()
         self._over = threading.Event()
 
     def __enter__(self) -> Self:
@@ -39,8 +42,11 @@ class Intruder(threading.Thread):
         facts: dict[str, Any] = {"job": JOB, "restart": 0, "uid": os.getuid(), "user": "u", "node": "n1", "lane": 0}
         with self._agent.say("start", **facts, gpus=[0], hosts=1, managed=False, step=0) as connection:
             connection.settimeout(0.05)
-            while not self._over.is_set() and not granted(connection):
-                pass
+            while not self._over.is_set():
+                if granted(connection):
+                    with self.visits.open("a") as visits:
+                        visits.write(".")
+                    break
         self._agent.say("end", job=JOB, restart=0).close()
 
 

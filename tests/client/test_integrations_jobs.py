@@ -30,9 +30,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     script = ["-m", "cadenza.sidecar.client.bootstrap.run_script", "--", sys.executable, str(SCRIPT)]
     command = registered(agent.socket, 4711, [0], sys.executable, *script)
     try:
-        with Intruder(agent):
+        with Intruder(agent) as intruder:
             done = subprocess.run(
-                [*command, str(agent.folder / "agent.log")],
+                [*command, str(intruder.visits)],
                 env=environment, capture_output=True, text=True, check=True, timeout=4 * PATIENCE_S,
             )  # fmt: skip
     finally:
