@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import signal
 from collections.abc import Iterator
@@ -99,8 +98,7 @@ def obliging(job: Peer, told: list[dict[str, Any]]) -> None:
             rank.say("commit", order=message["order"])
         elif message["type"] == "yielded":
             rank.page[wire.PAGE_STOP] = 0
-            with contextlib.suppress(BrokenPipeError):  # the rank followed an earlier one, and has detached
-                rank.say("resume", order=message["order"])
+            rank.say("resume", order=message["order"])
 
 
 def order(session: job_session.Session, number: int) -> None:
