@@ -157,7 +157,8 @@ class HostState:
         """Return True if one lane has room for the job's share."""
         use = self.use[node.name]
         return (
-            node.takes_jobs
+            node.up
+            and not node.drained
             and request.partition in node.partitions
             and request.gpu_type in ("", node.gpu_type)
             and use.gpus + request.gpus <= node.gpus
