@@ -107,6 +107,12 @@ def test_a_yielded_job_saves_where_all_its_hosts_can_and_is_saved_once_all_have(
     assert not merged(n1=gang("yielded", **able), n2=gang("yielded", checkpoints=True)).saves_away
 
 
+def test_a_job_that_is_half_suspended_is_shown_as_the_host_that_contradicts_slurm() -> None:
+    amiss = "Slurm calls it suspended, and its processes run"
+    found = merged(n1=gang("yielded", shown="running", amiss=amiss), n2=gang("yielded", shown="frozen"))
+    assert (found.shown, found.amiss) == ("running", f"n1: {amiss}")
+
+
 def test_not_ready_says_why() -> None:
     assert "1 of its 2 hosts" in merged(n1=gang("held")).why_not_ready
     assert "n2 is silent" in merged("n2", n1=gang("held"), n2=gang("held")).why_not_ready

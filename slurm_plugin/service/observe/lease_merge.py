@@ -34,7 +34,7 @@ STATES: tuple[LeaseState, ...] = ("stopping", "held", "yielded", "waiting")
 """The first of these that a host reports is the job's state: a lease that is half given still occupies GPUs."""
 
 SHOWN = ("frozen", "running", "gone")
-"""The first of these that a host shows is the state of the job's processes."""
+"""The first of these that a host shows is the state of the job's processes, unless a host contradicts Slurm's word."""
 
 OVER_HOSTS: Mapping[str, Callable[[Iterable[float]], float]] = {
     "samples_s": sum,
@@ -143,6 +143,7 @@ def merge(parts: Parts, agents: Mapping[str, Agent], now_s: float) -> Lease:
     state: LeaseState = next((state for state in STATES if state in reported), "waiting")
     occupying = state in ("stopping", "held")
     not_ready = _not_ready_reason(parts, agents)
+    wrong = next(((host, lease) for host, lease in sorted(parts.items()) if lease.amiss), None)
     return Lease(
         state=state,
         gpus=tuple(sorted(Gpu(host, index) for host, lease in parts.items() for index in lease.gpus)),
@@ -170,8 +171,8 @@ def merge(parts: Parts, agents: Mapping[str, Agent], now_s: float) -> Lease:
             default=None,
         ),
         refusals=max(lease.refusals for lease in leases),
-        shown=next((kind for kind in SHOWN if any(lease.shown == kind for lease in leases)), ""),
-        amiss=next((f"{host}: {lease.amiss}" for host, lease in sorted(parts.items()) if lease.amiss), ""),
+        shown=wrong[1].shown if wrong else next((kind for kind in SHOWN if kind in {one.shown for one in leases}), ""),
+        amiss=f"{wrong[0]}: {wrong[1].amiss}" if wrong else "",
         saved=state in ("stopping", "yielded")
         and len(parts) >= leases[0].hosts
         and all(lease.saved for lease in leases),
