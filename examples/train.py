@@ -41,6 +41,8 @@ LENGTH = 12
 """Words of a text."""
 MILESTONE = 100
 """The iteration whose time a waiting user cares about first."""
+NOTED = {number: f"iteration_{number}_s" for number in (1, MILESTONE)}
+"""Iterations whose times are kept, also in a checkpoint."""
 
 
 class Text(nn.Module):
@@ -119,8 +121,8 @@ class Log:
         """Note one finished iteration, counted from 1."""
         self.losses.append(loss.hex())
         self.last_loss = loss
-        if number in {1, MILESTONE}:
-            self.times[f"iteration_{number}_s"] = time.time()
+        if number in NOTED:
+            self.times[NOTED[number]] = time.time()
 
     def digest(self) -> str:
         """Return a digest of all losses."""
@@ -128,11 +130,13 @@ class Log:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        return {"losses": self.losses, "last": self.last_loss}
+        noted = {name: self.times[name] for name in NOTED.values() if name in self.times}
+        return {"losses": self.losses, "last": self.last_loss, "times": noted}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
         self.losses, self.last_loss = list(state["losses"]), state["last"]
+        self.times |= state["times"]
 
 
 class Claim:

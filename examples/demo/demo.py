@@ -131,7 +131,7 @@ def record(cluster: DemoCluster, progress: Progress, title: str) -> metrics.Run:
 
 
 def play_all(options: argparse.Namespace, lists: Mapping[str, Sequence[Job]]) -> dict[str, tuple[metrics.Run, ...]]:
-    """Start both clusters, play every list on both, and return the runs on plain Slurm and under Cadenza."""
+    """Start both clusters, play every list on both at once, and return the runs on plain Slurm and under Cadenza."""
     plain, shared = DemoCluster(f"{options.name}-plain", shared=False), DemoCluster(options.name, shared=True)
     with ThreadPoolExecutor(2) as pool:
         try:
@@ -140,12 +140,9 @@ def play_all(options: argparse.Namespace, lists: Mapping[str, Sequence[Job]]) ->
                 start.result()
             runs: dict[str, tuple[metrics.Run, ...]] = {}
             for name, jobs in lists.items():
-                if name == "favorable":
-                    runs[name] = play(plain, jobs, name), play(shared, jobs, name)
-                else:  # light enough for both at once
-                    other = pool.submit(play, plain, jobs, name, shown=False)
-                    under_cadenza = play(shared, jobs, name)
-                    runs[name] = other.result(), under_cadenza
+                other = pool.submit(play, plain, jobs, name, shown=False)
+                under_cadenza = play(shared, jobs, name)
+                runs[name] = other.result(), under_cadenza
             return runs
         finally:
             plain.down()
@@ -197,9 +194,9 @@ def run(options: argparse.Namespace) -> list[metrics.Check]:
     introduce(lists, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(1) as pool:
         prepared = pool.submit(prepare)
-        slice_s = tomllib.loads(SETTINGS.read_text())["sharing"]["slice_s"]
+        settings = tomllib.loads(SETTINGS.read_text())
         predicted = {
-            name: {PLAIN: predict(jobs), CADENZA: predict(jobs, lanes=options.lanes, slice_s=slice_s)}
+            name: {PLAIN: predict(jobs), CADENZA: predict(jobs, lanes=options.lanes, settings=settings)}
             for name, jobs in lists.items()
         }
         for name, sides in predicted.items():

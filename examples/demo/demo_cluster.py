@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from workload import Job
 
 MEMORY_MB = 1500
-TIME_LIMIT_MIN = 5
+TIME_LIMIT_MIN = 10
 """Without a limit Slurm's backfill lets small jobs pass large ones for ever."""
 QUEUE_FORMAT = "%i|%u|%j|%T|%N|%r"
 COPY_STORE = (
@@ -114,7 +114,8 @@ def command_of(job: Job) -> str:
     if job.ranks > 1:
         start = f"{TORCHRUN} --standalone --nproc-per-node={job.ranks}"
     arguments = f"--model {job.model} --iterations {job.iterations} --iteration-s {job.iteration_s} --seed {job.seed}"
-    return f"export OMP_NUM_THREADS=1; exec {start} {TRAIN} {arguments} --out {RESULTS}/{job.job}.json"
+    files = f"--checkpoint-dir {RESULTS}/{job.job} --out {RESULTS}/{job.job}.json"
+    return f"export OMP_NUM_THREADS=1; exec {start} {TRAIN} {arguments} {files}"
 
 
 def result_of(job: Job, report: dict[str, Any], submit_s: float) -> Result:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-MILESTONE_GAIN = 3.0
+MILESTONE_GAIN = 5.0
+MEAN_LIMIT = 1.0
 P95_LIMIT = 1.1
 RATE_LIMIT = 0.97
 UNFAVORABLE_LIMIT = 0.97
@@ -164,10 +165,12 @@ def different_losses(plain: Run, shared: Run) -> list[str]:
 def check_favorable(plain: Figures, shared: Figures) -> list[Check]:
     """Return the promises for a list with a queue."""
     gain = plain.time_to_100_s / shared.time_to_100_s
+    average = shared.jct_mean_s / plain.jct_mean_s
     tail = shared.jct_p95_s / plain.jct_p95_s
     rate = shared.iterations_per_s / plain.iterations_per_s
     return [
         Check(gain >= MILESTONE_GAIN, f"first 100 iterations {gain:.1f}x sooner (at least {MILESTONE_GAIN:g}x)"),
+        Check(average <= MEAN_LIMIT, f"mean completion time {average:.2f} of plain Slurm's (at most {MEAN_LIMIT:g})"),
         Check(tail <= P95_LIMIT, f"p95 completion time {tail:.2f} of plain Slurm's (at most {P95_LIMIT:g})"),
         Check(rate >= RATE_LIMIT, f"iterations per second {rate:.3f} of plain Slurm's (at least {RATE_LIMIT:g})"),
     ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 from metrics import mean, percentile
 
@@ -10,12 +11,12 @@ from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.costs import SimCosts
 from cadenza.policies.inputs.trace import TraceJob
-from cadenza.policies.sharing.state.settings import SharingSettings
+from cadenza.policies.sharing.state.settings import SharingOptions, SharingSettings
 from cadenza.policies.simulator.run_values import Result, Setup
 from cadenza.policies.simulator.simulation import simulate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from workload import Job
 
@@ -23,12 +24,17 @@ CLUSTER = "2x4:24:64"
 MEMORY_GB = 1.5
 STARTUP_S = 4.0
 """Seconds from a job's launch to its first step: Python's start and the import of PyTorch on a busy machine."""
-SWITCHES = SimCosts(dispatch_s=0.5, yield_s=0.02, resume_s=0.02)
-"""Slurm launches a job within half a second; the models of the demo are small."""
+SWITCHES = SimCosts(dispatch_s=0.5, yield_s=0.02, resume_s=0.02, restart_s=STARTUP_S, migrate_s=STARTUP_S)
+"""Slurm launches a job within half a second; the models of the demo are small, and so are their checkpoints."""
 
 
-def predict(jobs: Sequence[Job], *, lanes: int = 1, slice_s: float | None = None) -> dict[str, float]:
-    """Return the figures of a run on plain Slurm, or with turns of ``slice_s`` in several lanes, by their names."""
+def predict(
+    jobs: Sequence[Job], *, lanes: int = 1, settings: Mapping[str, Mapping[str, Any]] | None = None
+) -> dict[str, float]:
+    """Return the figures of a run by their names: on plain Slurm, or in several lanes with Cadenza's ``settings``.
+
+    The settings are those of ``cadenzad``'s file, by table.
+    """
     trace = [
         TraceJob(
             id=number, submit_s=job.submit_s, gpus=job.gpus, work_s=job.work_s, user=job.user,
@@ -37,14 +43,16 @@ def predict(jobs: Sequence[Job], *, lanes: int = 1, slice_s: float | None = None
         for number, job in enumerate(jobs)
     ]  # fmt: skip
     partitions = frozenset({PARTITION})
-    sharing = SharingSettings(
-        enforce=True, admission="native", partitions=partitions, share_between_users=True, slice_s=slice_s or 0.0
-    )
-    policy = build(
-        "fifo", "none", "timeslice" if slice_s else "none",
-        PolicySettings(partitions=partitions, sharing=sharing),
-    )  # fmt: skip
-    setup = Setup(round_s=1.0, rounds_on_events=True, lanes=lanes, costs=SWITCHES, admission="native")
+    if settings is None:
+        order, share, admission, turns = "fifo", "none", "native", SharingSettings(partitions=partitions)
+    else:
+        order, share = settings["policy"]["order"], settings["policy"]["share"]
+        admission = settings["service"]["admission"]
+        known = {field.name for field in fields(SharingOptions)}
+        own = {name: value for name, value in settings["sharing"].items() if name in known}
+        turns = SharingSettings(enforce=True, admission=admission, partitions=partitions, **own)
+    policy = build(order, "none", share, PolicySettings(partitions=partitions, sharing=turns))
+    setup = Setup(round_s=1.0, rounds_on_events=True, lanes=lanes, costs=SWITCHES, admission=admission)
     return figures(jobs, simulate(trace, read_cluster(CLUSTER, lanes), policy, setup))
 
 

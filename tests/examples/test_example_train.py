@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -34,3 +35,14 @@ def test_attaching_outside_slurm_changes_no_bit_and_the_pace_holds(tmp_path: Pat
     assert attached["started_s"] < attached["iteration_1_s"] < attached["iteration_100_s"] < attached["ended_s"]
     assert alone["iteration_100_s"] - alone["iteration_1_s"] >= 98 * 0.01
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_moved_job_keeps_the_times_of_its_iterations() -> None:
+    log_of = runpy.run_path(str(TRAIN))["Log"]
+    before, after = log_of({"started_s": 1.0}), log_of({"started_s": 2.0})
+    for number in range(1, 102):
+        before.step(number, 0.5)
+    after.load_state_dict(before.state_dict())
+    assert after.times["iteration_100_s"] == before.times["iteration_100_s"]
+    assert after.times == {**before.times, "started_s": 2.0}
+    assert after.digest() == before.digest()
