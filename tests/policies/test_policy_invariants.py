@@ -80,7 +80,10 @@ class Watch:
     def watched(self) -> Policy:
         def decide(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
             decision = self.policy.decide(snapshot, memory)
-            self.check(snapshot, memory, decision)
+            try:
+                self.check(snapshot, memory, decision)
+            except AssertionError as error:
+                pytest.fail(f"at {snapshot.time_s:.0f} s: {error}")  # no Exception: the round does not catch it
             return decision
 
         return replace(self.policy, decide=decide)
