@@ -15,7 +15,7 @@ from snapshots import NOW, cluster, job, key
 from cadenza.policies.composition import Policy, PolicySettings, build
 from cadenza.policies.core.actions import Migrate, Place, Requeue, Resume, Yield
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import ClusterSnapshot, Options, Progress
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Options, Progress
 from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.sharing.preemption import starvation
@@ -23,6 +23,7 @@ from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.simulation import simulate
 
 NODES = read_cluster("3x4:24:100", 2)
+DAY_S = starvation.STARVING_S
 
 
 def policy(*, share_between_users: bool = True) -> Policy:
@@ -68,9 +69,14 @@ def run(jobs, decide, *, skip: bool = True, **facts):
 
 
 def checked(inner: Policy, check) -> Policy:
+    """The policy with a check of each decision. A round takes an error for that of a job's data, and goes on."""
+
     def decide(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
         decision = inner.decide(snapshot, memory)
-        check(snapshot, memory, decision)
+        try:
+            check(snapshot, memory, decision)
+        except AssertionError as error:
+            pytest.fail(f"at {snapshot.time_s:.0f} s: {error}")  # no Exception: the round does not catch it
         return decision
 
     return replace(inner, decide=decide)
@@ -79,7 +85,7 @@ def checked(inner: Policy, check) -> Policy:
 def gpus_in_use(snapshot: ClusterSnapshot, decision: Decision) -> Counter:
     """The GPUs of the jobs that have them once the decision is carried out, by how many have each."""
     resumed = {action.job for action in decision.actions if isinstance(action, Resume)}
-    stopped = {action.job for action in decision.actions if isinstance(action, Yield)}
+    stopped = {action.job for action in decision.actions if isinstance(action, Yield | Migrate | Requeue)}
     used: Counter = Counter()
     for one in snapshot.jobs:
         if one.lease is not None and one.key not in stopped and (one.lease.state == "held" or one.key in resumed):
@@ -114,9 +120,12 @@ def test_a_gpu_has_one_job_and_a_job_one_place(seed, between):
 
 
 @settings(max_examples=12)
-@given(seed=st.integers(0, 2**32))
-def test_no_gpu_stays_idle_that_a_waiting_job_could_have(seed):
-    """In a round that orders nothing, with no job on its way, each waiting job lacks GPUs on every lane."""
+@given(seed=st.integers(0, 2**32), between=st.booleans(), movable=st.sampled_from((1.0, 0.7)))
+def test_no_gpu_stays_idle_that_a_waiting_job_could_have(seed, between, movable):
+    """In a round that orders nothing, with no job on its way, each waiting job lacks something on every lane.
+
+    That is GPUs that no job has, CPUs or memory of the lane, or memory of the host for all jobs that are there.
+    """
 
     def check(snapshot: ClusterSnapshot, memory: Memory, decision: Decision) -> None:
         if decision.actions or any(not move.over for move in memory.moves):
@@ -124,18 +133,22 @@ def test_no_gpu_stays_idle_that_a_waiting_job_could_have(seed):
         used = gpus_in_use(snapshot, decision)
         waiting = [one for one in snapshot.jobs if one.held and one.num_nodes == 1]
         for lane in snapshot.nodes:
-            there = [one for one in snapshot.jobs if lane.name in one.nodes]
-            taken = {gpu.index for one in there if one.lease for gpu in one.lease.gpus if gpu.host == lane.host}
-            free = [index for index in range(lane.gpus) if index not in taken]
-            idle = [index for index in free if all((gpu.host, gpu.index) != (lane.host, index) for gpu in used)]
+            names = {node.name for node in snapshot.nodes if node.host == lane.host}
+            there = [one for one in snapshot.jobs if not names.isdisjoint(one.nodes)]
+            mine = [gpu.index for one in there if lane.name in one.nodes for gpu in one.lease.gpus]
             for one in waiting:
-                fits = lane.memory_mb - sum(share.memory_mb for o in there for share in o.placement) >= one.memory_mb
-                seat = free[: one.gpus]
-                alone = not [o for o in snapshot.jobs if lane.host in {node.removesuffix("-l1") for node in o.nodes}]
-                assert not (alone and fits and len(seat) == one.gpus and set(seat) <= set(idle)), (one.key, lane.name)
+                seat = {Gpu(lane.host, index) for index in [i for i in range(lane.gpus) if i not in mine][: one.gpus]}
+                met = [other.user for other in there if not seat.isdisjoint(other.lease.gpus)]
+                lacks = (
+                    len(seat) < one.gpus or not seat.isdisjoint(used),
+                    lane.cpus - lane.cpus_used < one.cpus or lane.memory_mb - lane.memory_used_mb < one.memory_mb,
+                    bool(there) and sum(other.memory_mb for other in (one, *there)) > lane.memory_mb,
+                    not between and {one.user} != {one.user, *met},
+                )
+                assert any(lacks), (one.key, lane.name, decision.reasons[one.key])
 
-    jobs = trace(Random(seed), movable=1.0)  # noqa: S311
-    assert not run(jobs, checked(policy(), check)).unfinished
+    jobs = trace(Random(seed), movable=movable)  # noqa: S311
+    assert not run(jobs, checked(policy(share_between_users=between), check)).unfinished
 
 
 @settings(max_examples=6)
@@ -167,13 +180,69 @@ def test_a_job_without_a_turn_for_a_day_comes_first_for_an_hour(monkeypatch):
     monkeypatch.setattr(starvation, "OWED_TURN_S", 1800.0)
     nodes = read_cluster("1x4:24:100", 2)
     setup = Setup(round_s=60.0, lanes=2, rounds_on_events=True, phased_moves=True, admission="held")
-    result = simulate(
-        [TraceJob(0, 0.0, 4, 6000.0, checkpoints=True), *stream], nodes, checked(policy(), check), setup
-    )
+    result = simulate([TraceJob(0, 0.0, 4, 6000.0, checkpoints=True), *stream], nodes, checked(policy(), check), setup)
     first = next(one for one in result.jobs if one.id == 0)
     assert first.finish_s is not None
     assert 3500.0 < longest[0] <= 3600.0 + 4 * 60.0
     assert first.finish_s < 25_000.0, "without the bound it ends after the last newcomer, past 27,500 s"
+
+
+MARGIN_S = 300.0
+"""Time for a checkpoint, a requeue, a start and the rounds between them."""
+
+
+@settings(max_examples=12)
+@given(
+    sizes=st.lists(st.sampled_from((1, 2, 4)), min_size=2, max_size=6),
+    work_s=st.lists(st.sampled_from((200.0, 1500.0, 20_000.0)), min_size=6, max_size=6),
+    hosts=st.integers(1, 2),
+    between=st.booleans(),
+    seed=st.integers(0, 2**32),
+    stream=st.sampled_from((0, 1, 2, 4)),
+)
+@example(sizes=[4] * 6, work_s=[20_000.0] * 6, hosts=1, between=True, seed=0, stream=0)
+@example(sizes=[4, 2], work_s=[20_000.0] * 6, hosts=1, between=True, seed=0, stream=4)
+def test_a_job_waits_for_a_day_and_a_turn_of_each_other_that_is_owed_one(sizes, work_s, hosts, between, seed, stream):
+    """Whatever arrives, as long as all that are owed have their turns within a day: jobs that keep checkpoints.
+
+    A day stands for 3,600 s and an hour for 300 s.
+    """
+    bound_s, turn_s, others = 3600.0, 300.0, {}
+    rng = Random(seed)  # noqa: S311
+    jobs = [
+        TraceJob(n, rng.uniform(0, 1500), gpus, work_s[n], user=rng.choice(["ann", "bob"]), memory_gb_per_gpu=4.0)
+        for n, gpus in enumerate(sizes)
+    ]
+    if stream:  # newcomers without end, which take nearly all GPU time
+        gap_s = 110.0 * stream / (4 * hosts)
+        jobs += [TraceJob(10 + n, 1500.0 + n * gap_s, stream, 130.0) for n in range(int(8000.0 / gap_s))]
+
+    def check(snapshot: ClusterSnapshot, memory: Memory, decision: Decision) -> None:
+        del memory
+        owed = {number for number, _ in decision.memory.sharing.owed_s}
+        for one in snapshot.jobs:
+            progress = one.progress
+            if progress is None or progress.running:
+                others[one.key.id] = set()
+                continue
+            late_s = snapshot.time_s - starvation.waits_since(one, progress) - bound_s
+            if late_s >= 0:
+                others[one.key.id] |= owed - {one.key.id}
+                assert late_s <= MARGIN_S + len(others[one.key.id]) * (turn_s + MARGIN_S), one.key
+
+    setup = Setup(
+        round_s=60.0,
+        lanes=2,
+        rounds_on_events=True,
+        phased_moves=True,
+        admission="held",
+        horizon_s=9_500.0 if stream else 20_000.0,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(starvation, "STARVING_S", bound_s)
+        patch.setattr(starvation, "OWED_TURN_S", turn_s)
+        nodes = read_cluster(f"{hosts}x4:24:100", 2)
+        simulate(jobs, nodes, checked(policy(share_between_users=between), check), setup)
 
 
 # --- by hand ---------------------------------------------------------------------------------------------
@@ -219,6 +288,33 @@ def test_a_newcomer_has_its_first_slice_over_a_long_job():
     found = decide(long, pending(2, 2), nodes=host("a", jobs=(long,)))
     assert kinds(found) == {1: Yield, 2: Place}
     assert next(a for a in found.actions if isinstance(a, Place)).nodes == ("a-l1",)
+
+
+def test_a_wait_is_too_long_at_the_time_at_which_a_quiet_round_says_so():
+    """By rounding, the wait at that time is shorter than the bound."""
+    since_s = next(x for x in (50_000 + n / 7 for n in range(1000)) if x + DAY_S - x < DAY_S)
+    waits = pending(1, 4, submit_s=since_s)
+    owner = served(2, 5.0, on(2, "a", 0, 1, 2, 3, checkpoints=False))
+    built = build("levels", "none", "preemption", PolicySettings(frozenset({"gpu"}), sharing=SHARING))
+    found = replace(cluster(waits, owner, nodes=host("a", jobs=(owner,))), time_s=since_s + DAY_S)
+    assert [number for number, _ in built.decide(found, Memory()).memory.sharing.owed_s] == [1]
+
+
+def test_a_job_does_not_move_to_gpus_of_its_own_lane_that_it_would_not_get():
+    """Slurm has the job's own GPU back before it starts it again: the lowest of the lane, which another has claimed."""
+    blocked, runs = served(1, 5000.0, on(1, "a", 0)), served(2, 5000.0, on(2, "a", 1, 2))
+    first = served(3, 5.0, on(3, "a", 0, 1, state="yielded", lane=1))
+    full = changed_lane(host("a", jobs=(blocked, runs, first)))
+    assert kinds(decide(blocked, runs, first, nodes=full)) == {1: Yield, 2: Yield, 3: Resume}
+    last = served(1, 5000.0, on(1, "a", 3))
+    better = served(3, 5.0, on(3, "a", 2, 3, state="yielded", lane=1))
+    full = changed_lane(host("a", jobs=(last, better)))
+    assert kinds(decide(last, better, nodes=full)) == {1: Migrate, 3: Resume}, "of its own lane, and lower than its own"
+
+
+def changed_lane(nodes):
+    """Lane 1 closed to other jobs."""
+    return tuple(replace(node, drained=node.lane == 1, drain_reason="by an admin") for node in nodes)
 
 
 def test_users_who_do_not_share_make_way_by_checkpoint():

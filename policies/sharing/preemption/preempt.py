@@ -157,8 +157,7 @@ class _Board:
 
     def may_empty(self, key: JobKey) -> bool:
         """Return True if a running job has not moved lately, so that it may make room for a wider one."""
-        since_s = self.state.now_s - self._moved_s.get(key.id, -inf)
-        return since_s >= ROOM_SLICES * self.state.settings.slice_s
+        return self.state.now_s >= self._moved_s.get(key.id, -inf) + ROOM_SLICES * self.state.settings.slice_s
 
 
 def _can_leave(job: Job) -> bool:

@@ -181,7 +181,7 @@ class Turn:
             if not lane.admits(request):
                 continue
             seat = host.seat(number, request)
-            if seat is None or not self._may_share(seat, request):
+            if seat is None or not self._may_share(seat, request) or not host.keeps(seat, job.key):
                 continue
             stranded, displaced = self._stranded(seat)
             if displaced and job.steadfast:

@@ -20,7 +20,7 @@ def note_quiet_time(state: SharingState) -> None:
         return
     now_s, sharing = state.now_s, state.memory.sharing
     ends = [
-        (job.submit_s if progress.ran_s is None else progress.ran_s) + starvation.STARVING_S
+        starvation.waits_since(job, progress) + starvation.STARVING_S
         for job in jobs
         if not (progress := progress_of(job)).running
     ]

@@ -153,6 +153,17 @@ class HostSeats:
         waits = bool(given_up or at.leaving or self.leaving_mb)
         return Seat(self, lane, mask, waits) if mask and waits and not mask & self.claimed else None
 
+    def keeps(self, seat: Seat, key: JobKey) -> bool:
+        """Return True if a job gets the GPUs of a seat also where it leaves GPUs of the same lane for it.
+
+        Slurm has those back before it starts the job again: it would get the lowest of them, time and again.
+        """
+        own = self.occupants.get(key)
+        if own is None or own.lane != seat.lane:
+            return True
+        at = self.lanes[seat.lane]
+        return lowest(self.every & ~(at.taken & ~own.mask | at.leaving), seat.mask.bit_count()) == seat.mask
+
 
 def lowest(mask: int, count: int) -> int:
     """Return the lowest ``count`` bits that are set, 0 if there are fewer."""
