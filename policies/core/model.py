@@ -307,6 +307,10 @@ class Job:
         return SlurmState(self.state, self.held, (self.eligible_s or 0.0) <= now_s)
 
 
+LONG_END_S = 10.0
+"""Time after which a job that is ending counts as stuck: its node gets no other job."""
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """One Slurm node, that is one lane of a host. Memory in MB."""
@@ -329,6 +333,22 @@ class Node:
     gpus_used: int = 0
     gpu_memory_gb: float | None = None
     """Memory of each GPU, GB; None: not known."""
+    ending_s: float = 0.0
+    """Time for which a job has been ending there without an end, the longest of several, in seconds."""
+
+    @property
+    def takes_jobs(self) -> bool:
+        """Return True if Slurm starts jobs there, and no job has been ending there for long."""
+        return self.up and not self.drained and self.ending_s < LONG_END_S
+
+    @property
+    def closed_reason(self) -> str:
+        """Return why the node takes no jobs, after its name; empty if it does."""
+        if not self.up:
+            return "is down"
+        if self.drained:
+            return f"is drained: {self.drain_reason}"
+        return "" if self.takes_jobs else f"has a job that has been ending for {self.ending_s:.0f} s"
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,9 +50,13 @@ def snapshot(raw: Raw) -> ClusterSnapshot:
     """Return the cluster of one answer of the worker: nodes, and jobs that are not finished; no leases."""
     started_s = raw.get("slurmctld_start_time")
     jobs = (job(record, float(raw["time_s"]), started_s) for record in raw["jobs"])
+    ending = ending_s(raw["jobs"], float(raw["time_s"]))
     return ClusterSnapshot(
         time_s=float(raw["time_s"]),
-        nodes=nodes(raw["nodes"], started_s),
+        nodes=tuple(
+            replace(one, ending_s=ending[one.name]) if one.name in ending else one
+            for one in nodes(raw["nodes"], started_s)
+        ),
         jobs=tuple(sorted((one for one in jobs if one is not None), key=lambda one: one.key)),
     )
 
@@ -259,6 +263,20 @@ def host_of(raw: Raw, first_lanes: Mapping[str, int]) -> str:
         return str(raw["hostname"] or raw["name"])
     suffix = _LANE_SUFFIX.fullmatch(raw["name"])
     return suffix["host"] if suffix else str(raw["name"])
+
+
+def ending_s(raws: Sequence[Raw], now_s: float) -> dict[str, float]:
+    """Return how long jobs have been ending on each node where some are, the longest of several, in seconds.
+
+    Slurm sets a job's end time as the end begins, and calls the job COMPLETING until the last of its nodes has cleaned
+    up (scontrol(1), EndTime; squeue(1), JOB STATE CODES).
+    """
+    found: dict[str, float] = {}
+    for raw in raws:
+        if raw.get("end_time") and job_state(raw["state"]) == "OTHER":
+            since_s = max(now_s - raw["end_time"], 0.0)
+            found |= {name: max(since_s, found.get(name, 0.0)) for name in raw["allocated_nodes"]}
+    return found
 
 
 def drained_at_restart(raw: Raw, slurmctld_start_s: float | None) -> bool:

@@ -29,8 +29,8 @@ from cadenza.slurm_plugin.gateway.request_sizes import BadRequest
 JOB_FIELDS = (
     "id", "requeue_count", "name", "user_name", "account", "partition", "qos", "state", "state_reason",
     "priority", "cpus", "cpus_per_task", "ntasks", "num_nodes", "memory", "memory_per_node", "memory_per_cpu",
-    "submit_time", "eligible_time", "start_time", "suspend_time", "pre_suspension_time", "time_limit", "comment",
-    "admin_comment", "constraints", "command",
+    "submit_time", "eligible_time", "start_time", "end_time", "suspend_time", "pre_suspension_time", "time_limit",
+    "comment", "admin_comment", "constraints", "command",
     "reservation", "is_requeueable", "is_batch_job", "resource_sharing", "heterogeneous_id", "is_cronjob",
     "array_id", "array_task_id", "array_tasks_waiting", "gres_per_node", "requested_tres", "allocated_tres",
     "tres_per_job", "tres_per_node", "tres_per_task",

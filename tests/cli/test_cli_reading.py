@@ -71,6 +71,17 @@ def test_top_shows_idle_gpus_and_the_jobs_that_could_use_them(config: Path) -> N
     assert "can move 1/1" in text
 
 
+def test_top_names_a_lane_that_takes_no_jobs_while_its_hosts_other_lane_does(config: Path) -> None:
+    seen = cluster(job(1, "first", "held"))
+    first, second = seen.nodes
+    fill(config, replace(seen, nodes=(first, replace(second, up=False))), apply=True)
+    assert json.loads(run("top", "--once", "--json", "--config", str(config)).stdout)["closed"] == [
+        f"{second.name} is down"
+    ]
+    text = " ".join(run("top", "--once", "--config", str(config)).stdout.split())
+    assert f"{second.name} is down" in text
+
+
 def test_top_on_screen_names_every_job_without_color(sharing: Path) -> None:
     done = run("top", "--once", "--config", str(sharing))
     assert done.exit_code == 0

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq.auth
@@ -204,6 +205,19 @@ def test_doctor_names_what_is_wrong_and_what_to_do(tmp_path: Path, name: str, ab
     findings = examine(broken(name, healthy(tmp_path)))
     assert [finding.about for finding in findings if finding.level == "FAIL"] == [about]
     assert all(finding.advice for finding in findings if finding.level == "FAIL" and finding.about != "Slurm")
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"), [({"up": False}, "is down"), ({"ending_s": 34.0}, "has a job that has been ending for 34 s")]
+)
+def test_doctor_names_a_lane_that_takes_no_jobs(tmp_path: Path, facts: dict[str, Any], text: str) -> None:
+    site = healthy(tmp_path)
+    assert site.cluster is not None
+    first, second = site.cluster.nodes
+    found = examine(changed(site, cluster=with_nodes(site.cluster, first, replace(second, **facts))))
+    (warned,) = (one for one in found if one.about == "lanes of n1")
+    assert (warned.level, warned.observation) == ("WARN", f"{second.name} {text}")
+    assert f"scontrol show node {second.name}" in warned.advice
 
 
 def test_doctor_passes_on_what_agents_lack_and_warns_of_hosts_without_a_key(tmp_path: Path) -> None:

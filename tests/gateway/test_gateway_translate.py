@@ -21,6 +21,7 @@ from cadenza.slurm_plugin.gateway.translate import (
     snapshot,
     unmanageable_reason,
 )
+from cadenza.slurm_plugin.gateway.worker import JOB_FIELDS
 
 ANSWERS = [json.loads(line) for line in RECORDING.read_text().splitlines()]
 SUBMITTED, CHANGED, REQUEUED, PLACED = (snapshot(answer) for answer in ANSWERS)
@@ -130,6 +131,27 @@ def test_a_drain_is_slurms_own_at_a_restart_by_its_reason_and_time(
     drained = {"state": "IDLE+DRAIN", "reason": "Duplicate jobid", "reason_time": 1000, "slurmd_start_time": None}
     [found] = nodes([raw_node(**(drained | changes))], slurmctld_s)
     assert found.drained_at_restart == at_restart
+
+
+def test_a_node_tells_for_how_long_a_job_has_been_ending_there() -> None:
+    """The longest of several counts; the expected end of a running job says nothing."""
+    now_s = int(NOW_S)
+    jobs = [
+        raw_job(32, state="COMPLETING", end_time=now_s - 40, allocated_nodes=["node1", "node2"]),
+        raw_job(33, state="COMPLETING", end_time=now_s - 4, allocated_nodes=["node1"]),
+        raw_job(34, state="RUNNING", end_time=now_s - 90, allocated_nodes=["node1-l1"]),
+        raw_job(36, state="COMPLETING", end_time=None, allocated_nodes=["node2-l1"]),
+    ]
+    seen = {node.name: node for node in snapshot({**ANSWERS[0], "time_s": now_s, "jobs": jobs}).nodes}
+    assert {name: node.ending_s for name, node in seen.items()} == {
+        "node1": 40.0,
+        "node2": 40.0,
+        "node1-l1": 0.0,
+        "node2-l1": 0.0,
+    }
+    assert [name for name, node in seen.items() if node.takes_jobs] == ["node1-l1", "node2-l1"]
+    assert seen["node1"].closed_reason == "has a job that has been ending for 40 s"
+    assert "end_time" in JOB_FIELDS
 
 
 @pytest.mark.parametrize(

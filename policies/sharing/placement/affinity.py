@@ -30,16 +30,22 @@ from cadenza.policies.sharing.state.sharing_state import SharingState
 
 
 def list_pending(state: SharingState) -> None:
-    """List the held jobs that the service places, by priority, rank and submission, and those in Slurm's queue."""
+    """List the jobs that the service places, by priority, rank and submission, and those in Slurm's queue.
+
+    These are held, or were placed on nodes that take no jobs any more.
+    """
     settings, last = state.settings, len(state.ranks)
     held = [
         job
         for job in state.all_jobs
-        if settings.places and job.held and held_for_us(job, state.memory) and settings.manages(job)
+        if settings.places
+        and ((job.held and held_for_us(job, state.memory)) or job.key in state.stranded)
+        and settings.manages(job)
     ]
     held.sort(key=lambda job: (-settings.priority(job), state.ranks.get(job.key, last), job.submit_s, job.key))
     state.pending = [job for job in held if job.key.id not in state.relocating]
-    state.queued = [job for job in queued(state.snapshot, settings) if job.key.id not in state.relocating]
+    placed = state.relocating.keys() | {key.id for key in state.stranded}
+    state.queued = [job for job in queued(state.snapshot, settings) if job.key.id not in placed]
 
 
 def place_pending(state: SharingState) -> None:

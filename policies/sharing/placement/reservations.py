@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 
 from cadenza.policies.core.model import Gpu, Job, JobKey, Placement
 from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest, observe_hosts
-from cadenza.policies.sharing.state.pending import sized
+from cadenza.policies.sharing.state.pending import NODE_TAKEN, sized, starts, stranded
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
 
@@ -16,14 +16,19 @@ def reserve_pending_moves(state: SharingState) -> None:
         move = state.relocating.get(job.key.id)
         if move is not None and not (move.arriving and job.state != "PENDING"):
             _reserve(state, job, move.destination)
+    state.stranded = stranded(state)
     for job in state.all_jobs:
-        starting = job.state == "PENDING" and not job.held and job.key in state.memory.placed
-        if starting and job.key.id not in state.relocating:
-            request = ResourceRequest.under(job, state.settings)
-            for host in state.hosts.values():
-                seats = [seat for seat in host.seats(request) if seat.node.name in job.required_nodes]
-                if seats:
-                    host.enter(job, request, seats[0])
+        if job.key.id in state.relocating or job.key in state.stranded or not starts(job, state):
+            continue
+        request = ResourceRequest.under(job, state.settings)
+        promised = job.key in state.memory.placed or job.state_reason.startswith(NODE_TAKEN)
+        for host in state.hosts.values():
+            seats = {seat.node.name: seat.gpus for seat in host.seats(request)}
+            pins = [node.name for node in host.lanes if node.name in job.required_nodes]
+            pins.sort(key=lambda name: name not in seats)
+            # A job that is known to be promised its nodes has them also while others are still there.
+            if pins and (pins[0] in seats or promised):
+                host.stay(Resident(job, request, pins[0], seats.get(pins[0], frozenset())))
 
 
 def _reserve(state: SharingState, job: Job, destination: Placement) -> None:

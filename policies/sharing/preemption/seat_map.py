@@ -55,12 +55,7 @@ class LaneSeats:
     def admits(self, request: ResourceRequest) -> bool:
         """Return True if the lane is open for a request's partition and type of GPU."""
         node = self.node
-        return (
-            node.up
-            and not node.drained
-            and request.partition in node.partitions
-            and request.gpu_type in ("", node.gpu_type)
-        )
+        return node.takes_jobs and request.partition in node.partitions and request.gpu_type in ("", node.gpu_type)
 
 
 @dataclass(slots=True)

@@ -157,8 +157,7 @@ class HostState:
         """Return True if one lane has room for the job's share."""
         use = self.use[node.name]
         return (
-            node.up
-            and not node.drained
+            node.takes_jobs
             and request.partition in node.partitions
             and request.gpu_type in ("", node.gpu_type)
             and use.gpus + request.gpus <= node.gpus

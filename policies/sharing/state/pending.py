@@ -8,15 +8,20 @@ A job waits for GPUs when
 - Slurm has started it, as it does on a further lane when lane 0 is full, and it stands without a lease because
   another job has its GPUs: it never had one, or it waits for its next turn.
 
-A job that is being moved does not wait: its new place is kept for it.
+A job that is being moved does not wait: its new place is kept for it. Nor does one that Slurm is about to start where
+we have placed it, unless that node takes no jobs any more: then it is placed anew.
 """
 
 from __future__ import annotations
 
-from cadenza.policies.core.model import ClusterSnapshot, Job
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
+from cadenza.policies.relocation.phases import MAX_START_S
 from cadenza.policies.sharing.state.host import Resident, ResourceRequest
 from cadenza.policies.sharing.state.settings import SharingSettings
-from cadenza.policies.sharing.state.sharing_state import WAITING_REASONS
+from cadenza.policies.sharing.state.sharing_state import WAITING_REASONS, SharingState
+
+NODE_TAKEN = "ReqNodeNotAvail"
+"""Beginning of Slurm's reason of a job whose required nodes are promised to an earlier job, or are away."""
 
 
 def queued(snapshot: ClusterSnapshot, settings: SharingSettings) -> list[Job]:
@@ -26,6 +31,36 @@ def queued(snapshot: ClusterSnapshot, settings: SharingSettings) -> list[Job]:
     pending = (job for job in snapshot.jobs if job.state == "PENDING" and not job.held and job.gpus > 0)
     waiting = [job for job in pending if job.partition in shared and job.state_reason in WAITING_REASONS]
     return sorted(waiting, key=lambda job: (-job.slurm_priority, job.submit_s, job.key))
+
+
+def starts(job: Job, state: SharingState) -> bool:
+    """Return True if Slurm starts a job as soon as the nodes that it requires have its GPUs for it.
+
+    The memory of our placements may be lost: where the service places jobs, one that is not held and requires nodes has
+    been placed. A job that waits for something else than these nodes has no claim on them.
+    """
+    if job.state != "PENDING" or job.held or not job.required_nodes:
+        return False
+    if job.key in state.memory.placed:
+        return True
+    reason, settings = job.state_reason, state.settings
+    soon = (job.eligible_s or 0.0) <= state.now_s + MAX_START_S
+    lacks_nodes = reason in WAITING_REASONS or reason.startswith(NODE_TAKEN) or (reason == "BeginTime" and soon)
+    return settings.places and settings.manages(job) and lacks_nodes
+
+
+def stranded(state: SharingState) -> dict[JobKey, str]:
+    """Return the jobs that we have placed on nodes that take no jobs any more, each with the reason."""
+    nodes = {node.name: node for node in state.snapshot.nodes}
+    found: dict[JobKey, str] = {}
+    for job in state.all_jobs if state.settings.places else ():
+        ours = job.key in state.memory.placed and job.key.id not in state.relocating and state.settings.manages(job)
+        if ours and starts(job, state):
+            pins = [nodes[name] for name in job.required_nodes if name in nodes]
+            reasons = [f"{node.name}, where it was placed, {node.closed_reason}" for node in pins if node.closed_reason]
+            if reasons:
+                found[job.key] = reasons[0]
+    return found
 
 
 def lacks_lease(resident: Resident) -> bool:

@@ -74,7 +74,9 @@ class SharingState:
 
     # Queue
     pending: list[Job] = field(default_factory=list)
-    """Held jobs that the service places, in order."""
+    """Held jobs that the service places, and those that it places anew, in order."""
+    stranded: dict[JobKey, str] = field(default_factory=dict)
+    """Jobs that were placed on nodes that take no jobs any more, each with the reason."""
     queued: list[Job] = field(default_factory=list)
     """Jobs in Slurm's queue that lack free resources only."""
     make_room: Callable[[SharingState, Job], str] | None = None

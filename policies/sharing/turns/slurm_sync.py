@@ -132,7 +132,12 @@ def explain(state: SharingState) -> None:
     """Give every job that opted in a sentence; an action on a job says more than its turn."""
     for job in state.snapshot.jobs:
         if job.options is not None:
-            parts = (_reason(job, state), state.size_reasons.get(job.key), state.keeps_cpus.get(job.key))
+            parts = (
+                _reason(job, state),
+                state.stranded.get(job.key),
+                state.size_reasons.get(job.key),
+                state.keeps_cpus.get(job.key),
+            )
             state.reasons[job.key] = "; ".join(filter(None, parts))
     for key, reason in (
         *state.pack_reasons.items(),

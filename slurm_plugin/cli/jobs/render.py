@@ -52,6 +52,8 @@ def headline(view: TopView) -> Text:
         line.append(f", {len(view.waiting_that_fit)} jobs that fit wait", style="yellow")
     if view.managed_jobs:
         line.append(f"   can move {view.movable_jobs}/{view.managed_jobs}")
+    for sentence in view.closed:
+        line.append(f"   {printable(sentence)}", style="red")
     return line
 
 

@@ -93,6 +93,8 @@ class TopView(msgspec.Struct, frozen=True):
     managed_jobs: int = 0
     movable_jobs: int = 0
     """Managed jobs with a lease, and those of them that keep checkpoints, so that they can move."""
+    closed: tuple[str, ...] = ()
+    """Lanes that take no jobs while another lane of their host does, each with the reason."""
 
 
 class Recent(NamedTuple):
@@ -130,6 +132,18 @@ def build(last: Round | None, recent: Recent, now_s: float) -> TopView:
         fit,
         len(attached),
         sum(lease.checkpoints for lease in attached),
+        closed_lanes(snapshot),
+    )
+
+
+def closed_lanes(snapshot: ClusterSnapshot) -> tuple[str, ...]:
+    """Return a sentence for each lane that takes no jobs while another lane of its host does; drains are known."""
+    half = {node.host for node in snapshot.nodes if node.takes_jobs}
+    nodes = sorted(snapshot.nodes, key=lambda node: node.name)
+    return tuple(
+        f"{node.name} {node.closed_reason}"
+        for node in nodes
+        if node.gpus and node.host in half and node.closed_reason and not node.drained
     )
 
 

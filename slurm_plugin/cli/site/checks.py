@@ -188,7 +188,11 @@ def _lanes_of(host: str, nodes: Sequence[Node], facts: Facts) -> Iterator[Findin
         names = ", ".join(sorted(foreign))
         advice = "take the host out of it, or manage it: [guard] partitions"
         yield Finding("FAIL", f"lanes of {host}", f"it is in the unmanaged partition {names}", advice)
-    if not wrong and not foreign:
+    closed = [node for node in nodes if node.closed_reason and not node.drained]
+    for node in closed:
+        advice = f"no job is placed there until then: see `scontrol show node {node.name}` and the log of its slurmd"
+        yield Finding("WARN", f"lanes of {host}", f"{node.name} {node.closed_reason}", advice)
+    if not wrong and not foreign and not closed:
         yield Finding("OK", f"lanes of {host}", f"{len(nodes)} lanes of {first.gpus} GPUs")
 
 
