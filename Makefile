@@ -5,7 +5,7 @@ PYTHON ?= python3
 
 ARGS ?=
 
-.PHONY: install demo test test-fast measure faults fuzz lint docs clean
+.PHONY: install demo test test-fast measure faults soak fuzz lint docs clean
 
 install: $(BIN)/.installed
 
@@ -31,6 +31,10 @@ measure: install
 # Kills of daemons on the container cluster by a seeded schedule: make faults ARGS='--seed 2 --kills 100'
 faults: install
 	$(BIN)/python benchmarks/faults.py $(ARGS)
+
+# Thousands of short jobs on 16 hosts of a container cluster; no daemon may grow: make soak ARGS='--minutes 5 --hosts 4'
+soak: install
+	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 # A million hostile inputs through all decoders: make fuzz ARGS='--seed 2 --count 100000'
 fuzz: install
