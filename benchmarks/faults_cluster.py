@@ -25,7 +25,7 @@ from cluster import ENGINE, PYTHON, Cluster, ClusterError
 HERE = Path(__file__).resolve().parent
 PLACE = "/home/shared/faults"
 SCRIPTS = ("faults_job.py", "faults_watch.py")
-SETTINGS = HERE.parent / "tests" / "cluster" / "fast.toml"
+SETTINGS = HERE / "faults.toml"
 RETRY_S = 2.0
 SLURM_S = 8
 """Longest time of one of Slurm's commands; it is repeated."""
