@@ -124,7 +124,8 @@ enum verdict agent_wait(const struct job *job, const struct config *config)
 void agent_report_end(uint32_t id, const struct config *config)
 {
 	char packet[MAX_PACKET];
-	int fd = send_packet(config->socket, packet, end_message(id, packet, sizeof(packet)));
+	const char *node = getenv("SLURMD_NODENAME");
+	int fd = send_packet(config->socket, packet, end_message(id, node ? node : "", packet, sizeof(packet)));
 
 	if (fd >= 0)
 		close(fd);

@@ -68,7 +68,7 @@ int config_argument(struct config *config, const char *argument, char *reason, s
 int lane_of(const char *node);
 size_t parse_gpus(const char *list, int *gpus, size_t capacity);
 size_t start_message(const struct job *job, char *packet, size_t size);
-size_t end_message(uint32_t id, char *packet, size_t size);
+size_t end_message(uint32_t id, const char *node_name, char *packet, size_t size);
 
 /* job.c: fills in all but the user; false when the step has no GPU here. job_requeue returns 0 on success. */
 struct spank_handle;

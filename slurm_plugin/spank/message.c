@@ -72,8 +72,14 @@ size_t start_message(const struct job *job, char *packet, size_t size)
 				job->step, job->options, job->cpus, (unsigned long long)job->memory_mb);
 }
 
-/* Ends all incarnations of the job on this host: after a requeue, the epilog has the next restart count already. */
-size_t end_message(uint32_t id, char *packet, size_t size)
+/*
+ * Ends all incarnations of the job on this node: after a requeue, the epilog has the next restart count already. A
+ * slurmctld that was killed may have started the job anew on another lane of this host.
+ */
+size_t end_message(uint32_t id, const char *node_name, char *packet, size_t size)
 {
-	return (size_t)snprintf(packet, size, "{\"v\":1,\"type\":\"end\",\"job\":%u}", id);
+	char node[MAX_NAME];
+
+	return (size_t)snprintf(packet, size, "{\"v\":1,\"type\":\"end\",\"job\":%u,\"node\":\"%s\"}", id,
+				plain(node_name, node));
 }

@@ -14,6 +14,7 @@ from cgroup_rig import real_v1, slurm_tree
 from host_rig import HostInMemory
 from test_agent_processes import Seen
 
+from cadenza.sidecar import wire
 from cadenza.sidecar.agent.handlers.job_side import JobHandler
 from cadenza.sidecar.agent.ipc.processes import start_ticks
 from cadenza.sidecar.agent.ipc.slurm_steps import Step, devices_of
@@ -203,6 +204,43 @@ def test_processes_that_outlive_their_job_keep_its_gpus() -> None:
         seen.host.release_taken()
         seen.after(1.0)
         assert following.state == "held"
+
+
+def test_a_job_that_slurm_starts_twice_under_one_restart_count_keeps_the_gpus_of_both_starts(
+    steps: Steps, tmp_path: Path
+) -> None:
+    """A slurmctld that was killed forgets a start, and starts the job again on the other lane of the same host."""
+    agent = HostInMemory(tmp_path)
+
+    def state(job: int) -> str:
+        agent.host.release_taken()
+        agent.run_once()
+        return agent.of(job).state
+
+    def registers(job: int, node: str, gpu: int) -> None:
+        start = wire.encode(
+            "start", job=job, uid=1000, user="u", node=node, lane=int(node == "n1-l1"), gpus=[gpu], managed=True
+        )
+        agent.jobs.handle(agent.session(0, steps.run(job, node)), start)
+
+    def ends(job: int, node: str) -> None:
+        agent.jobs.handle(agent.session(0), wire.encode("end", job=job, node=node))
+
+    registers(5, "n1", 0)
+    assert state(5) == "held"
+    registers(5, "n1-l1", 1)
+    registers(6, "n1", 0)
+    registers(7, "n1", 1)
+    assert (state(5), agent.of(5).gpus) == ("held", (1,))
+    assert (state(6), state(7)) == ("waiting", "waiting")
+    steps.processes[0].kill()
+    steps.processes[0].wait()
+    ends(5, "n1")
+    assert (state(6), state(7)) == ("held", "waiting")
+    ends(5, "n1-l1")
+    steps.processes[1].kill()
+    steps.processes[1].wait()
+    assert state(7) == "held"
 
 
 def test_the_first_lease_waits_for_the_services_facts_but_not_for_long() -> None:

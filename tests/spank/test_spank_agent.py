@@ -212,14 +212,17 @@ def test_time_spent_stopped_is_no_silence(library_path: Path, path: Path) -> Non
             assert int(waiting.stdout.read()) == GRANTED
 
 
-def test_the_end_is_reported_once_without_a_wait(library: ctypes.CDLL, path: Path) -> None:
+def test_the_end_is_reported_once_without_a_wait(
+    library: ctypes.CDLL, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "node1-l1")
     config = ctypes.byref(Config(str(path).encode(), 1))
     library.agent_report_end(7, config)
     with peer(path, []) as agent:
         library.agent_report_end(7, config)
         while not agent.received:
             agent.closing.wait(0.01)
-        assert parse(agent.received[0]) == End(job=7)
+        assert parse(agent.received[0]) == End(job=7, node="node1-l1")
 
 
 @pytest.mark.parametrize(

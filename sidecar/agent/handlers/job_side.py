@@ -10,7 +10,6 @@ from cadenza.policies.core.model import JobKey
 from cadenza.policies.core.text import printable
 from cadenza.sidecar import wire
 from cadenza.sidecar.agent.errors import NotAuthorizedError, RefusedError
-from cadenza.sidecar.agent.ipc import cgroup_paths
 from cadenza.sidecar.agent.ipc.budgets import FileBudget, file_budget
 from cadenza.sidecar.agent.ipc.messages import (
     Arrived,
@@ -138,6 +137,10 @@ class JobHandler:
             log.warning("registered anew JOBID=%s uid=%d, was %d", lease.key, message.uid, lease.uid)
             self.drop(lease, "Slurm gave its number to another user's job")
             lease = None
+        if lease is not None and lease.node not in ("", message.node):
+            # A slurmctld that was killed forgets that it has started a job, and starts it again elsewhere.
+            self.drop(lease, f"Slurm has started it again, on {message.node}")
+            lease = None
         if lease is None:
             fresh = Lease(message.job, message.restart, message.uid, message.gpus, 0.0)
             fresh.managed = message.managed
@@ -155,7 +158,8 @@ class JobHandler:
         """Forget a job that has left the host."""
         self._require_privilege(session, "end")
         for lease in self.host.leases:
-            if lease.job == message.job and message.restart in {None, lease.restart}:
+            here = "" in (message.node, lease.node) or message.node == lease.node
+            if here and lease.job == message.job and message.restart in {None, lease.restart}:
                 lease.processes = ()  # the epilog runs when none is left (prolog_epilog.html)
                 self.drop(lease, "ended")
 
@@ -285,7 +289,7 @@ class JobHandler:
     def _keep_gpus_of_survivors(self, lease: Lease) -> None:
         """Keep the GPUs of a job that has left from others while processes of it live on, as after a failed kill."""
         now = self.host.clock.monotonic()
-        for pid in sorted(cgroup_paths.members_of(lease.group)):
+        for pid in sorted(membership.pids_of(lease)):
             if (ticks := start_ticks(pid)) is not None:
                 self.host.taken.append(Taken(pid, ticks, frozenset(lease.gpus), lease.job, now))
 

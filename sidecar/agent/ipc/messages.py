@@ -63,10 +63,14 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class End(msgspec.Struct, frozen=True):
-    """The epilog: the job has left this node (root). Without ``restart`` every incarnation is meant."""
+    """The epilog: the job has left this node (root).
+
+    Without ``restart`` every incarnation is meant, without ``node`` every lane of the host.
+    """
 
     job: JobId
     restart: Restart | None = None
+    node: Name = ""
 
 
 class Attach(msgspec.Struct, frozen=True):
