@@ -93,7 +93,7 @@ class SharingMemory:
     loans: tuple[Loan, ...] = ()
     """Jobs that lend CPUs, in order of keys."""
     owed_s: tuple[tuple[int, float], ...] = ()
-    """When jobs that had starved began the turn that they are owed, by id; infinite: not yet (preemption)."""
+    """When jobs that had starved began the turn that they are owed; infinite: not yet. By id, longest wait first."""
     growths: tuple[Growth, ...] = ()
     """Jobs that have grown, in order of ids: to be judged, or not to grow again for a while."""
 

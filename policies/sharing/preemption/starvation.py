@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from cadenza.policies.core.model import Job, Progress
+from cadenza.policies.ordering.ranking import progress_of
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
 STARVING_S = 24 * 3600.0
@@ -18,30 +19,29 @@ def waits_since(job: Job, progress: Progress) -> float:
     return progress.ran_s if progress.ran_s is not None else job.submit_s
 
 
-def owed_turns(state: SharingState) -> dict[int, float]:
-    """Return the jobs that come before all others of their priority, by id, each with its submission.
+def owed_turns(state: SharingState) -> dict[int, int]:
+    """Return the places of the jobs that come before all others of their priority, by id, 0 first.
 
-    Of those who are owed a turn, the first submitted comes first: as long as all that are owed have their turns within
-    a day, a job waits for a day and one turn of each other. The turn of such a job begins when it has its GPUs, and the
-    memory keeps when that was.
+    Of those who are owed a turn, the one that waits longest comes first, and keeps its place until the turn is over.
+    Then it is behind all that wait, so a job waits for a day and at most one turn of each job that waited longer, however
+    many there are. The turn of such a job begins when it has its GPUs; the memory keeps when that was, in order of the
+    places.
     """
     now_s, began = state.now_s, dict(state.memory.sharing.owed_s)
-    owed: dict[int, float] = {}
-    kept: dict[int, float] = {}
-    jobs = [*state.jobs.values(), *state.pending]
-    for job in jobs:
-        number, progress = job.key.id, job.progress
-        if progress is None:
-            continue
-        runs = progress.running
-        if not runs and now_s >= waits_since(job, progress) + STARVING_S and number not in began:
-            began[number] = inf
-        if number not in began:
-            continue
-        since_s = min(began[number], now_s) if runs else began[number]
-        if now_s < since_s + OWED_TURN_S:  # true of a turn that has not begun
-            kept[number] = since_s
-            owed[number] = job.submit_s
-    if kept != dict(state.memory.sharing.owed_s):
-        state.remember(owed_s=tuple(sorted(kept.items())))
-    return owed
+    live = {job.key.id: job for job in state.all_jobs}
+    # 1. Jobs whose wait has become too long.
+    waits = [
+        (waits_since(job, job.progress), job.key)
+        for job in (*state.jobs.values(), *state.pending)
+        if job.progress is not None and not job.progress.running and job.key.id not in began
+    ]
+    began |= {key.id: inf for since_s, key in sorted(waits) if now_s >= since_s + STARVING_S}
+    # 2. Turns that have not begun, or are not over.
+    kept = {
+        number: min(began_s, now_s) if progress_of(live[number]).running else began_s
+        for number, began_s in began.items()
+        if number in live and now_s < began_s + OWED_TURN_S
+    }
+    if tuple(kept.items()) != state.memory.sharing.owed_s:
+        state.remember(owed_s=tuple(kept.items()))
+    return {number: place for place, number in enumerate(kept)}
