@@ -51,6 +51,20 @@ def test_turns_between_two_rounds_are_seen_by_the_virtual_clock() -> None:
     assert half.attained_s == 52.0
 
 
+@pytest.mark.parametrize("report_s", [0.3, 1.3, 5.0])
+def test_a_turn_counts_in_full_whatever_the_time_between_reports(report_s: float) -> None:
+    """A round each second sees the last report. The turn lasts for 100 s; its end is reported at once."""
+    found = after(job(1, run_s=0.0, lease=held()))
+    for second in range(1, 101):
+        told_s = report_s * int(second / report_s)
+        found = after(job(1, run_s=float(second), lease=held(vtime_s=told_s, held_s=told_s)), found, NOW + second)
+    for second in range(101, 110):
+        lease = Lease("yielded", (Gpu("n1", 0),), vtime_s=100.0, waited_s=second - 100.0)
+        found = after(job(1, run_s=100.0, lease=lease), found, NOW + second)
+    assert found.progress is not None
+    assert found.progress.attained_s == pytest.approx(100.0, abs=report_s)
+
+
 def test_a_job_that_waits_for_its_first_turn_has_had_nothing() -> None:
     found = at(job(1, run_s=40.0, lease=Lease("waiting", (Gpu("n1", 0),))))
     assert (found.attained_s, found.running, found.rate) == (0.0, False, 0.0)

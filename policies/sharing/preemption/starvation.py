@@ -23,9 +23,9 @@ def owed_turns(state: SharingState) -> dict[int, int]:
     """Return the places of the jobs that come before all others of their priority, by id, 0 first.
 
     Of those who are owed a turn, the one that waits longest comes first, and keeps its place until the turn is over.
-    Then it is behind all that wait, so a job waits for a day and at most one turn of each job that waited longer, however
-    many there are. The turn of such a job begins when it has its GPUs; the memory keeps when that was, in order of the
-    places.
+    Then it is behind all that wait, so a job waits for a day and at most one turn of each job that waited longer,
+    however many there are. The turn of such a job begins when it has its GPUs; the memory keeps when that was, in order
+    of the places.
     """
     now_s, began = state.now_s, dict(state.memory.sharing.owed_s)
     live = {job.key.id: job for job in state.all_jobs}

@@ -11,7 +11,7 @@ import msgspec
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey
 from cadenza.policies.sharing.state.settings import held_for_us
-from cadenza.slurm_plugin.service.observe.progress import HOLDING
+from cadenza.slurm_plugin.service.observe.progress import held_within
 
 HOUR_S = 3600.0
 MAX_GAP_S = 300.0
@@ -140,7 +140,7 @@ def _times(job: Job, before: Job | None, stretch: tuple[float, float], memory: M
     began_s = min(max(since_s, job.start_s or since_s), now_s)
     queued = before is None or (before.state == "PENDING" and _queues(before, memory))
     queue_s = max(began_s - max(since_s, job.submit_s), 0.0) if queued else 0.0
-    held_s = _held(job, before, now_s - began_s)
+    held_s = held_within(job, before, now_s - began_s)
     ours = job.state == "RUNNING" or job.key in memory.suspended
     turn_s = now_s - began_s - held_s if job.lease is not None and ours else 0.0
     return _Times(queue_s, held_s, turn_s)
@@ -151,20 +151,6 @@ def _queues(job: Job, memory: Memory) -> bool:
     if job.held:
         return held_for_us(job, memory)
     return job.state_reason not in NOT_WAITING
-
-
-def _held(job: Job, before: Job | None, span_s: float) -> float:
-    """Return the part of the last ``span_s`` seconds in which a job could use its GPUs."""
-    lease = job.lease
-    if lease is None:
-        return span_s if job.state == "RUNNING" else 0.0
-    if lease.state in HOLDING and lease.held_s >= span_s:
-        return span_s
-    if lease.state not in HOLDING and lease.waited_s >= span_s:
-        return 0.0
-    if before is not None and before.lease is not None:  # the virtual clock misses no turn between two rounds
-        return min(max((lease.vtime_s - before.lease.vtime_s) * lease.weight, 0.0), span_s)
-    return min(lease.held_s, span_s)
 
 
 def _gpu_seconds(held: Sequence[tuple[Job, float]], span_s: float) -> dict[JobKey, float]:

@@ -46,6 +46,25 @@ def holds(job: Job) -> bool:
     return job.state == "RUNNING"
 
 
+def held_within(job: Job, before: Job | None, span_s: float) -> float:
+    """Return the part of the last ``span_s`` seconds in which a job could use its GPUs.
+
+    ``before`` is the job at the beginning of the span. A report of an agent may be older than the round that sees it:
+    then the virtual clock stands still in one round and makes up for it in the next, so it counts only where a turn has
+    begun or ended in the span.
+    """
+    lease = job.lease
+    if lease is None:
+        return span_s if job.state == "RUNNING" else 0.0
+    holding = lease.state in HOLDING
+    if holding and lease.held_s >= span_s:
+        return span_s
+    longest_s = span_s if holding else max(span_s - lease.waited_s, 0.0)
+    if before is not None and before.lease is not None:  # the virtual clock misses no turn between two rounds
+        return min(max((lease.vtime_s - before.lease.vtime_s) * lease.weight, 0.0), longest_s)
+    return min(lease.held_s, longest_s)
+
+
 def total_s(job: Job, done_s: float) -> float | None:
     """Return a job's whole work as its user states it, else its time limit; None without either.
 
@@ -77,11 +96,8 @@ def _held_s(job: Job, before: Job | None, now_s: float) -> float:
     lease, old = job.lease, _same(job, before)
     if old is None or old.progress is None:
         return 0.0 if job.run_s is None or (lease is not None and lease.state == "waiting") else job.run_s
-    since_s = old.progress.at_s
-    if lease is not None and old.lease is not None:  # the virtual clock misses no turn between two rounds
-        return min(max((lease.vtime_s - old.lease.vtime_s) * lease.weight, 0.0), max(now_s - since_s, 0.0))
     if lease is not None:
-        return min(lease.held_s, max(now_s - since_s, 0.0))
+        return held_within(job, old, max(now_s - old.progress.at_s, 0.0))
     return max((job.run_s or 0.0) - (old.run_s or 0.0), 0.0)
 
 
