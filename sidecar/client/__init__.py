@@ -9,8 +9,9 @@ Three lines let a training script take turns on its GPU::
         ...  # forward, backward, optimizer.step(), optimizer.zero_grad()
         session.boundary(len(batch))
 
-Importing this loads neither torch nor sockets and changes no signal handler. The client changes only one handler, and
-only for a while: a rank that waits with its requested checkpoint on the disk ends at once by SIGTERM.
+Importing this loads neither torch nor sockets and changes no signal handler. The client changes handlers only for a
+while: those of the script run after a move of its state, not in it, and a rank that waits with its requested checkpoint
+on the disk ends at once by SIGTERM.
 """
 
 from __future__ import annotations

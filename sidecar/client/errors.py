@@ -24,6 +24,10 @@ class MoveError(ClientError):
 
 
 class RestoreError(ClientError):
+    """The state cannot be brought back; it stays in host memory, or in its file, and the message gives the cause."""
+
+
+class NoRoomError(RestoreError):
     """The lease is there but the GPU is too full for the state; the admin must find the process that occupies it."""
 
 

@@ -91,7 +91,7 @@ class Histories(RuleBasedStateMachine):
             message = Arrived(order, step + ahead, bytes=9, refused=refused)
             self.coordinator.arrived(self.of(job), run.ranks[pid], message)
 
-    @rule(job=JOBS, pid=RANKS, error=FAILS, kind=st.sampled_from(["yielded", "checkpointed", "resumed"]))
+    @rule(job=JOBS, pid=RANKS, error=FAILS, kind=st.sampled_from(["yielded", "no room", "checkpointed", "resumed"]))
     def reports(self, job: int, pid: int, error: str, kind: str) -> None:
         run, lease = self.host.run(JobKey(job, 0)), self.of(job)
         rank = run.ranks.get(pid)
@@ -99,6 +99,8 @@ class Histories(RuleBasedStateMachine):
             return
         if kind == "yielded":
             self.coordinator.yielded(lease, rank, Yielded(error=error))
+        elif kind == "no room":
+            self.coordinator.yielded(lease, rank, Yielded(no_room="out of memory"))
         elif kind == "resumed":
             self.coordinator.resumed(lease, rank, Resumed())
         else:
@@ -175,3 +177,60 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+def resuming(histories: Histories) -> tuple[Lease, dict[int, Rank]]:
+    """Return job 1 with its lease and its two ranks, which have been told to resume."""
+    lease, run = histories.of(1), histories.host.run(JobKey(1, 0))
+    for pid in (10, 11):
+        histories.attach(1, pid, again=True, state="yielded")
+    histories.host.leases.grant(lease, histories.time.now())
+    histories.coordinator.resume(lease)
+    assert run.resume is not None
+    assert run.resume.pending == {10, 11}
+    return lease, run.ranks
+
+
+def test_a_job_without_room_on_its_gpus_gives_its_lease_back_once_all_ranks_say_so() -> None:
+    histories = Histories()
+    lease, ranks = resuming(histories)
+    histories.coordinator.yielded(lease, ranks[10], Yielded(no_room="out of memory"))
+    assert lease.state == "held"
+    histories.coordinator.yielded(lease, ranks[11], Yielded(no_room="out of memory"))
+    assert lease.state == "yielded"
+    assert histories.host.run(lease.key).note == "rank 1 waits for room on its GPU: out of memory"
+    histories.coordinator.grant(lease)  # a later turn
+    resume = histories.host.run(lease.key).resume
+    assert resume is not None
+    assert resume.pending == {10, 11}
+    histories.teardown()
+
+
+def test_a_rank_without_room_tries_again_when_the_others_have_resumed() -> None:
+    histories = Histories()
+    lease, ranks = resuming(histories)
+    histories.coordinator.yielded(lease, ranks[10], Yielded(no_room="out of memory"))
+    histories.coordinator.resumed(lease, ranks[11], Resumed())
+    for _ in range(2):
+        resume = histories.host.run(lease.key).resume
+        assert lease.state == "held"
+        assert resume is not None
+        assert resume.pending == {10}
+        histories.coordinator.yielded(lease, ranks[10], Yielded(no_room="out of memory"))
+    histories.teardown()
+
+
+def test_a_rank_that_arrives_after_the_commit_is_told_to_carry_it_out() -> None:
+    """An exception in its wait has lost the commit, and its next boundary arrives again."""
+    histories = Histories()
+    lease, ranks = resuming(histories)
+    for rank in ranks.values():
+        histories.coordinator.resumed(lease, rank, Resumed())
+    assert histories.coordinator.stop(lease, "service", 30.0) is None
+    stop = histories.host.run(lease.key).stop
+    assert stop is not None
+    stop.on_all_arrived(histories.time.passed)
+    histories.host.outbox._queue.clear()
+    histories.coordinator.arrived(lease, ranks[10], Arrived(stop.order, 6))
+    assert [wire.decode(packet)["type"] for _, packet, _, _ in histories.host.outbox._queue] == ["commit"]
+    histories.teardown()

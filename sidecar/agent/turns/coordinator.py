@@ -337,6 +337,9 @@ class StopCoordinator:
     def arrived(self, lease: Lease, rank: Rank, message: Arrived) -> None:
         """Record that a rank stands at a boundary; a rank that comes too late is sent on."""
         stop = self.host.run(lease.key).stop
+        if stop is not None and message.order == stop.order and stop.state == "offloading" and not rank.out:
+            self.host.outbox.post(rank.session, "commit", order=stop.order)  # an exception in its wait has lost it
+            return
         if stop is None or message.order != stop.order or stop.committed:
             log.debug("late arrival JOBID=%s rank=%d", lease.key, rank.hello.rank)
             self.host.outbox.post(rank.session, "cancel", order=message.order, reason="this stop is over")
@@ -364,7 +367,27 @@ class StopCoordinator:
                 run.refusals += 1
                 self._run_on(lease, run, "fail", message.error)
         elif lease.state == "held":
+            if run.resume is not None:  # the order to resume is lost, or cannot be followed
+                run.resume.pending.discard(rank.pid)
+            if message.no_room:
+                self._no_room(lease, run, rank, message.no_room)
+            else:
+                self.resume(lease)
+
+    def _no_room(self, lease: Lease, run: JobRun, rank: Rank, reason: str) -> None:
+        """Take the lease of a job whose state does not fit on its GPUs, once all its ranks have said so.
+
+        A rank that has its state back waits in a collective for this one, which therefore tries again.
+        """
+        run.note = f"rank {rank.hello.rank} waits for room on its GPU: {reason}"
+        log.warning("no room JOBID=%s rank=%d: %s", lease.key, rank.hello.rank, reason)
+        if lease.hosts > 1 or not all(one.out for one in run.ranks.values()):
             self.resume(lease)
+        elif run.resume is None or not run.resume.pending:
+            run.resume = None
+            self.host.leases.stop(lease, self.host.clock.now())
+            run.stop = YieldStop(0, "no room", self.host.clock.monotonic(), 0.0, state="offloading")
+            self._release(lease, run, run.stop, "all offloaded")
 
     def checkpointed(self, lease: Lease, rank: Rank, message: Checkpointed) -> None:
         """Record that a rank has saved its part; if one could not, the stop is over and the job runs on."""
@@ -461,6 +484,7 @@ class StopCoordinator:
             run.resume = None
             total = self.host.clock.monotonic() - resume.began
             self.host.report_switch(lease, "resume", (0.0, resume.copy_s, total))
+            self.resume(lease)  # ranks that had no room when the others had not answered yet
 
     # --- results of the driver path ------------------------------------------------------------------------
 

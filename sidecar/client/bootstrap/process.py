@@ -66,6 +66,7 @@ def attach(
         session.register(name, thing)
     if not session.active:
         _connect(session, socket or os.environ.get(wire.SOCKET_ENV) or wire.DEFAULT_SOCKET)
+    session.await_state()
     if session.active and "torch" in sys.modules:
         from cadenza.sidecar.client.offload import exports  # noqa: PLC0415
 

@@ -92,7 +92,8 @@ class Checkpoint:
         skipped, logged, and listed in ``skipped``. Raises MismatchError, with nothing changed, when a name, shape or
         dtype differs, DamagedError when none is intact, VersionError for a later format.
         """
-        # 1. Find the newest checkpoint that is intact on all ranks.
+        # 1. Find the newest checkpoint that is intact on all ranks, once the state has its memory.
+        self._session.await_state()
         self.wait()
         search = reading.newest(self._directory, self._ranks)
         self.skipped = tuple(search.skipped)

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from cadenza.sidecar.client.clock import monotonic_ns
-from cadenza.sidecar.client.errors import MoveError, RestoreError
+from cadenza.sidecar.client.errors import MoveError, NoRoomError, RestoreError
 from cadenza.sidecar.client.offload import copy_plan, memory_limits, spill
 from cadenza.sidecar.client.offload.copy_plan import Batch
+from cadenza.sidecar.client.offload.held_signals import HeldSignals
 from cadenza.sidecar.client.offload.host_copy import GuardedSavers, HostCopies
 from cadenza.sidecar.client.offload.host_memory import HostBuffer, allocate
 from cadenza.sidecar.client.offload.storages import Segment
 
-RESTORE_RETRIES = 120
-RESTORE_RETRY_S = 0.5
-"""Number of retries of a restore while the GPU is too full, and the seconds between them."""
-
-_log = logging.getLogger("cadenza.client")
+SHORTAGES = ("out of memory", "allocate memory", "not enough memory")
+"""Texts by which torch's errors name a shortage of device or host memory."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,6 @@ class Offload:
         """The GPUs that the state is on, or was on before the move."""
         self._move: Transfer | spill.SpillFile | None = None
         self._savers: GuardedSavers | None = None
-        self._pause = threading.Event()
 
     @property
     def away(self) -> bool:
@@ -72,7 +67,10 @@ class Offload:
         return f"{no_memory}; {no_disk}" if no_disk else None
 
     def offload(self, segments: Sequence[Segment]) -> Moved:
-        """Copy the segments away, then release their memory; raise MoveError with all where it was."""
+        """Copy the segments away, then release their memory; raise MoveError with all where it was.
+
+        Signal handlers run after it. Until the state is back, ``torch.save`` and its like read the host copy.
+        """
         started = monotonic_ns()
         # 1. Take the memory, or the file, that the state goes to.
         devices = (segment.storage.device for segment in segments)
@@ -85,11 +83,13 @@ class Offload:
             plan = plan_of(segments)
             move = Transfer(segments, plan, self._buffer.reserve(copy_plan.total(plan), pinned=self.needs_gpu))
         # 2. Copy, and release each storage whose copy is complete.
-        try:
-            move.offload()
-        except (RuntimeError, MemoryError) as error:
-            raise MoveError(f"the state could not be copied to host memory: {error}") from None
-        self._segments, self._move = tuple(segments), move
+        with HeldSignals():
+            try:
+                move.offload()
+            except (RuntimeError, MemoryError) as error:
+                raise MoveError(f"the state could not be copied to host memory: {error}") from None
+            self._segments, self._move = tuple(segments), move
+            self._savers = GuardedSavers(self.host_copies)
         # 3. Give the allocator's cached memory back to the devices.
         left = _empty_caches(self._devices)
         return Moved(_total(segments), (monotonic_ns() - started) / 1e9, left)
@@ -106,34 +106,28 @@ class Offload:
             ]
         return HostCopies({segment.storage._cdata: copy for segment, copy in copies})  # noqa: SLF001
 
-    def guard_savers(self) -> None:
-        """Let ``torch.save`` and its like read the host copy in the script, until the state is back."""
-        self._savers = self._savers or GuardedSavers(self.host_copies())
-
     def restore(self) -> Moved:
-        """Bring all back in place; raise RestoreError, with all still away, when the GPU stays too full.
+        """Bring all back in place; raise RestoreError with all still away, NoRoomError when the GPU is too full.
 
-        The other job on the GPU may still be moving out, so a full device is tried again for a while.
+        Signal handlers run after it.
         """
         started = monotonic_ns()
         nbytes = _total(self._segments)
-        if self._savers is not None:
-            self._savers.remove()
-            self._savers = None
-        for attempt in range(RESTORE_RETRIES + 1):
-            try:
-                if self._move is not None:
+        with HeldSignals():
+            if self._move is not None:
+                try:
                     self._move.restore()
-                break
-            except (RuntimeError, MemoryError) as error:
-                _empty_caches(self._devices)
-                if attempt == RESTORE_RETRIES:
-                    raise RestoreError(f"no room for {nbytes >> 20} MiB of state: {error}") from None
-                _log.warning("no room for this job's state yet: %s", error)
-                self._pause.wait(RESTORE_RETRY_S)
-        self._segments, self._move = (), None
-        if not self._devices:
-            self._buffer.free()
+                except (RuntimeError, MemoryError) as error:
+                    _empty_caches(self._devices)
+                    if isinstance(error, MemoryError) or any(text in str(error) for text in SHORTAGES):
+                        raise NoRoomError(f"no room for {nbytes >> 20} MiB of state: {error}") from None
+                    raise RestoreError(f"{nbytes >> 20} MiB of state cannot come back: {error}") from None
+            self._segments, self._move = (), None
+            if self._savers is not None:
+                self._savers.remove()
+                self._savers = None
+            if not self._devices:
+                self._buffer.free()
         return Moved(nbytes, (monotonic_ns() - started) / 1e9)
 
 
@@ -161,7 +155,7 @@ class Transfer:
                     complete.append(batch)
                     for index in batch.members:
                         self._segments[index].storage.resize_(0)
-        except (RuntimeError, MemoryError):
+        except BaseException:
             with self._open_streams():
                 self._refill(complete)
             raise
@@ -171,7 +165,7 @@ class Transfer:
         try:
             with self._open_streams():
                 self._refill(self._plan)
-        except (RuntimeError, MemoryError):
+        except BaseException:
             self._staging = 0
             for segment in self._segments:
                 segment.storage.resize_(0)

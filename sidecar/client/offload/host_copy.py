@@ -81,9 +81,9 @@ class HostCopies(TorchFunctionMode):
 
 
 class GuardedSavers:
-    """Savers that read host copies while a script goes on with its state away, as after a signal in the wait."""
+    """Savers that read host copies while the state is away, as in a signal handler or after one has ended the wait."""
 
-    def __init__(self, copies: HostCopies) -> None:
+    def __init__(self, copies: Callable[[], HostCopies]) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
         for module_name, name in SAVERS:
             module = sys.modules.get(module_name)
@@ -99,12 +99,12 @@ class GuardedSavers:
         self._originals.clear()
 
 
-def _reading(copies: HostCopies, saver: Callable[..., Any]) -> Callable[..., Any]:
+def _reading(copies: Callable[[], HostCopies], saver: Callable[..., Any]) -> Callable[..., Any]:
     """Return a saver that reads host copies."""
 
     @functools.wraps(saver)
     def save(*args: Any, **kwargs: Any) -> Any:
-        with copies:
+        with copies():
             return saver(*args, **kwargs)
 
     return save

@@ -67,7 +67,7 @@ class SpillFile:
         except OSError as error:
             self.close()
             raise MoveError(f"the state could not be written to disk: {error.strerror}") from None
-        except (RuntimeError, MemoryError):
+        except BaseException:
             self.close()
             raise
         for segment in self._segments:
@@ -85,11 +85,11 @@ class SpillFile:
             for place, raw, window in self._pieces():
                 _transfer(lambda data, at: os.preadv(file, [data], at), window, place)
                 raw.copy_(window)
-        except OSError as error:
-            raise RestoreError(f"the state cannot be read back from disk: {error.strerror}") from None
-        except (RuntimeError, MemoryError):
+        except BaseException as error:
             for segment in self._segments:
                 segment.storage.resize_(0)
+            if isinstance(error, OSError):
+                raise RestoreError(f"the state cannot be read back from disk: {error.strerror}") from None
             raise
         self.close()
 

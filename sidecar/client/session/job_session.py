@@ -7,12 +7,14 @@ import itertools
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cadenza.sidecar import wire
-from cadenza.sidecar.client.errors import ClientError, MoveError, UsageError
+from cadenza.sidecar.client.errors import ClientError, MoveError, NoRoomError, RestoreError, UsageError
+from cadenza.sidecar.client.offload.held_signals import HeldSignals
 from cadenza.sidecar.client.offload.pin_threads import pinning_paused
 from cadenza.sidecar.client.session import checkpoint_request, identity, resources
 from cadenza.sidecar.client.session.agent_link import Link, Message, Reply
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from cadenza.sidecar.client.offload.engine import Moved, Offload
     from cadenza.sidecar.client.offload.storages import Survey
 
+RESTORE_RETRIES = 120
+RESTORE_RETRY_S = 0.5
+"""Number of retries while the GPU is too full for the state, and the seconds between them; then the agent hears it."""
 VERDICT_S = 300.0
 """Longest wait of a rank at its boundary for the agent's decision, in seconds; then it continues."""
 MAX_NAMES = 32
@@ -61,6 +66,7 @@ class Session(StepCounters):
         self._who: identity.Identity | None = None
         self._cancelled = 0
         self._without_lease = False
+        self._pause = threading.Event()
         self._requeue_owner = identity.requeue_owner(os.environ)
 
     @property
@@ -159,7 +165,13 @@ class Session(StepCounters):
         if reply:
             self._adopt(reply)
             if self._without_lease:
-                self._wait_for_lease(link, order=0)
+                self._stand(self._wait_for_lease, link, 0)
+            self.restart_clock()
+
+    def await_state(self) -> None:
+        """Wait for the lease and the state if an exception left the state out; else return at once."""
+        if self.out:
+            self.on_stop_step()
             self.restart_clock()
 
     def detach(self) -> None:
@@ -196,15 +208,28 @@ class Session(StepCounters):
             self._adopt(reply)
         order = self.words[wire.PAGE_ORDER]
         if self._without_lease or self._state == wire.STATE_YIELDED:
-            self._wait_for_lease(link, order)
+            self._stand(self._wait_for_lease, link, order)
         elif 0 < self.words[STOP] <= self.step and link.alive and order != self._cancelled:
             saves = self.words[wire.PAGE_PURPOSE] == wire.PURPOSE_CHECKPOINT
             self._set_state(wire.STATE_ARRIVED)
-            try:
-                (self._save_checkpoint if saves else self._yield)(link, order)
-            finally:
-                if self._state == wire.STATE_ARRIVED:
-                    self._set_state(wire.STATE_RUNNING)
+            self._stand(self._save_checkpoint if saves else self._yield, link, order)
+
+    def _stand(self, stop: Callable[[Link, int], None], link: Link, order: int) -> None:
+        """Carry out a stop at this boundary.
+
+        An exception from a signal handler may leave it. State that came from host memory is put back first; device
+        state stays away, because another job may have the device, and the next boundary waits again.
+        """
+        try:
+            stop(link, order)
+        except BaseException:
+            if self._offload and self._offload.away and not self._offload.needs_gpu:
+                with contextlib.suppress(RestoreError):
+                    self._offload.restore()
+            raise
+        finally:
+            if self._state == wire.STATE_ARRIVED:
+                self._set_state(wire.STATE_RUNNING)
 
     @pinning_paused()
     def _yield(self, link: Link, order: int) -> None:
@@ -220,55 +245,71 @@ class Session(StepCounters):
         # 3. Wait until the agent has heard of all ranks, and commits.
         if not self._await_commit(link, order, since):
             return
-        # 4. Move the state to host memory. An agent that comes back hears either "running" or "yielded".
+        # 4. Move the state to host memory, and report it: the agent can then give the GPUs to another job. One that
+        #    comes back hears either "running" or "yielded".
         with link.steady:
             if link.losses != since:
                 return
             try:
-                moved = self._offload_state(survey)
+                self._call_on_yield()
+                with HeldSignals():
+                    moved = self._offload_state(survey)
+                    self._set_state(wire.STATE_YIELDED)
+                    self.order_done()
+                    resident = map(str, survey.resident) if survey else ()
+                    link.send("yielded", since=since, order=order, **_move_report(moved, resident))
             except ClientError as error:
                 _log.warning("this job could not yield and continues: %s", error)
                 self._cancelled = order
                 text = str(error)[:MAX_TEXT]
                 link.send("yielded", since=since, order=order, copy_s=0.0, bytes=0, error=text)
                 return
-            self._set_state(wire.STATE_YIELDED)
-        self.order_done()
-        # 5. Report the move; the agent can then give the GPUs to another job.
-        resident = map(str, survey.resident) if survey else ()
-        link.send("yielded", since=since, order=order, **_move_report(moved, resident))
-        # 6. Wait for the lease and bring the state back.
+        # 5. Wait for the lease and bring the state back.
         self._resume(link)
 
     def _resume(self, link: Link) -> None:
-        """Wait for the lease, through any loss of the agent, and bring the state back.
-
-        An exception from a signal handler leaves this wait. State that came from host memory is put back
-        first; device state stays away, because another job may have the device, and the next boundary waits
-        again.
-        """
-        # 1. Wait for the lease.
+        """Wait for the lease, through any loss of the agent, and bring the state back."""
+        order, moved = 0, None
         try:
-            with self.host_copies():
-                message = self._await_resume(link)
-        except BaseException:
-            self.words[STOP] = 1  # leads the next boundary here
-            if self._offload and not self._offload.needs_gpu:
-                self._offload.restore()
-            elif self._offload and self._offload.away:
-                self._offload.guard_savers()
-            raise
-        # 2. Bring the state back.
-        with link.steady:
-            since = link.losses
-            moved = self._offload.restore() if self._offload and self._offload.away else None
-            self._set_state(wire.STATE_RUNNING)
-        # 3. Let the script rebuild what it released, and follow the CPUs and the cache budget of this turn.
-        _call_all(self._after_restore)
-        resources.update_all()
-        # 4. Report.
-        copy_s = moved.seconds if moved else 0.0
-        link.send("resumed", since=since, order=_order_of(message or {}), copy_s=copy_s)
+            # 1. Wait for the lease, and bring the state back; as long as the GPU is too full, wait again.
+            while True:
+                with self.host_copies():
+                    order, since = _order_of(self._await_resume(link) or {}), link.losses
+                try:
+                    moved = self._restore_state(link)
+                    break
+                except NoRoomError as error:
+                    _log.warning("this job waits on with its state in host memory: %s", error)
+                    text = str(error)[:MAX_TEXT]
+                    link.send("yielded", since=since, order=order, no_room=text, **_move_report(None, ()))
+        finally:
+            # 2. Let the script rebuild what it released, follow the resources of this turn, and report.
+            if self._state == wire.STATE_RUNNING:
+                since = link.losses
+                try:
+                    _call_all(self._after_restore)
+                    resources.update_all()
+                finally:
+                    link.send("resumed", since=since, order=order, copy_s=moved.seconds if moved else 0.0)
+
+    def _restore_state(self, link: Link) -> Moved | None:
+        """Bring the state back and run on; raise RestoreError with all still away, NoRoomError for a full GPU.
+
+        The other job on the GPU may still be moving out, so a full device is tried again for a while.
+        """
+        retries = 0
+        while True:
+            try:
+                with link.steady, HeldSignals():
+                    moved = self._offload.restore() if self._offload and self._offload.away else None
+                    self._set_state(wire.STATE_RUNNING)
+                    return moved
+            except NoRoomError as error:
+                if retries == RESTORE_RETRIES:
+                    raise
+                retries += 1
+                _log.warning("this job's state cannot come back yet: %s", error)
+                self._pause.wait(RESTORE_RETRY_S)
 
     def host_copies(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which torch reads the host copy of state that is away; no state is, no effect."""
@@ -303,21 +344,28 @@ class Session(StepCounters):
     def _wait_for_lease(self, link: Link, order: int) -> None:
         """Move out the state that can be moved, because the job has no lease, and wait for it in any case."""
         self._without_lease = False
-        if self._state != wire.STATE_YIELDED:
+        if self._state == wire.STATE_YIELDED:  # the exception that ended the last wait may have met its end
+            link.send("yielded", order=order, **_move_report(None, ()))
+        else:
             with link.steady:
                 since = link.losses
-                moved: Moved | None = None
                 survey = self._survey()
-                refusal = survey.refusal if survey else None
+                moved, refusal = None, survey.refusal if survey else None
                 try:
-                    moved = None if refusal else self._offload_state(survey)
+                    if not refusal:
+                        self._call_on_yield()
                 except ClientError as error:
                     refusal = str(error)
-                self._set_state(wire.STATE_YIELDED)
+                with HeldSignals():
+                    try:
+                        moved = None if refusal else self._offload_state(survey)
+                    except ClientError as error:
+                        refusal = str(error)
+                    self._set_state(wire.STATE_YIELDED)
+                    resident = [refusal] if refusal else map(str, survey.resident if survey else ())
+                    link.send("yielded", since=since, order=order, **_move_report(moved, resident))
             if refusal:
                 _log.warning("waiting for the lease with this job's state still in place: %s", refusal)
-            resident = [refusal] if refusal else map(str, survey.resident if survey else ())
-            link.send("yielded", since=since, order=order, **_move_report(moved, resident))
         self._resume(link)
 
     def _save_checkpoint(self, link: Link, order: int) -> None:
@@ -385,12 +433,15 @@ class Session(StepCounters):
         refusal = result.refusal or self._offload.memory_refusal(result.segments, ranks or 1, self.spill_to)
         return replace(result, refusal=refusal, spilled=bool(self._offload.spill_to))
 
-    def _offload_state(self, survey: Survey | None) -> Moved | None:
-        """Call the script's functions and move out the surveyed state; raise MoveError with all where it was."""
+    def _call_on_yield(self) -> None:
+        """Call the script's functions for a yield; raise MoveError when one of them fails."""
         try:
             _call_all(self._before_offload)
         except Exception as error:  # the user's own code may raise anything
             raise MoveError(f"on_yield failed: {error}") from error
+
+    def _offload_state(self, survey: Survey | None) -> Moved | None:
+        """Move out the surveyed state; raise MoveError with all where it was."""
         if survey is None or self._offload is None:
             return None
         try:
@@ -416,6 +467,7 @@ class Session(StepCounters):
     def _set_state(self, state: int) -> None:
         """Set this rank's state here and in the page, where the agent reads it."""
         self._state = state
+        self.out = state == wire.STATE_YIELDED
         self.words[wire.PAGE_STATE] = state
 
 

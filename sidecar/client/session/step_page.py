@@ -91,6 +91,9 @@ class StepCounters:
         self.waited_ns = 0
         self.sequence = 0
         self.memory_step = 1
+        self.out = False
+        """True while this rank has no lease and its state is out: each boundary leads to the wait, whatever the page
+        says."""
         """Step of the next reading of memory."""
         self.order = 0
         self.order_at = 0
@@ -130,7 +133,7 @@ class StepCounters:
             words[SAMPLES] = self.samples
         words[SEQUENCE] = self.sequence = sequence + 1
         stop = words[STOP]
-        if stop and step >= stop:
+        if (stop and step >= stop) or self.out:
             self._begin_order()
             self.on_stop_step()
             self.last_ns = monotonic_ns()
@@ -143,7 +146,7 @@ class StepCounters:
         self.waited_ns = self.words[WAITED_NS]
         self.last_ns = monotonic_ns()
         self._write((STEP, self.step), (LAST_NS, self.last_ns))
-        if 0 < self.words[STOP] <= self.step:
+        if 0 < self.words[STOP] <= self.step or self.out:
             self._begin_order()
             self.on_stop_step()
             self.last_ns = monotonic_ns()

@@ -1,0 +1,69 @@
+"""Interrupts of the main thread at a chosen instruction, as signals come: between any two of them."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Self
+
+CLIENT = "cadenza.sidecar.client."
+
+
+class Interrupted(BaseException):
+    """Raised by the handler of SIGUSR1."""
+
+
+def raising(number: int, frame: FrameType | None) -> None:
+    raise Interrupted
+
+
+@contextlib.contextmanager
+def raising_handlers() -> Iterator[None]:
+    """Give SIGUSR1 a handler that raises, and SIGINT the interpreter's, which raises KeyboardInterrupt."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGINT)}
+    signal.signal(signal.SIGUSR1, raising)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+        assert signal.getsignal(signal.SIGUSR1) is raising
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Instructions:
+    """Count of the instructions of functions called within; before the one of number ``at``, a signal arrives.
+
+    With ``moves``, only the client's own instructions count, without those that hold signals back: most of a move's
+    others belong to that.
+    """
+
+    def __init__(self, at: int = -1, number: int = signal.SIGUSR1, *, moves: bool = False) -> None:
+        self.count = 0
+        self._at, self._number, self._moves = at, number, moves
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        self._before = sys.gettrace()
+        sys.settrace(self._follow)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self._before)
+
+    def _follow(self, frame: FrameType, event: str, argument: object) -> Any:
+        name = frame.f_globals["__name__"]
+        if frame.f_code is Instructions.__exit__.__code__ or (
+            self._moves and (not name.startswith(CLIENT) or name.endswith(".held_signals"))
+        ):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            self.count += 1
+            if self.count == self._at:
+                signal.raise_signal(self._number)
+        return self._follow
