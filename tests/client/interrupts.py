@@ -1,4 +1,4 @@
-"""Interrupts of the main thread at a chosen instruction, as signals come: between any two of them."""
+"""Interrupts of the main thread at a chosen line; CPython runs no handler between a lock and its "with"."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def raising_handlers() -> Iterator[None]:
 
 
 class Instructions:
-    """Count of the instructions of functions called within; before the one of number ``at``, a signal arrives.
+    """Count of the lines of functions called within; before the one of number ``at``, a signal arrives.
 
-    With ``moves``, only the client's own instructions count, without those that hold signals back: most of a move's
+    With ``moves``, only the client's own lines count, without those that hold signals back: most of a move's
     others belong to that.
     """
 
@@ -61,8 +61,7 @@ class Instructions:
             self._moves and (not name.startswith(CLIENT) or name.endswith(".held_signals"))
         ):
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode":
+        if event == "line":
             self.count += 1
             if self.count == self._at:
                 signal.raise_signal(self._number)

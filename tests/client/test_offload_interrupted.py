@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 from collections.abc import Iterator
@@ -98,7 +99,8 @@ def obliging(job: Peer, told: list[dict[str, Any]]) -> None:
             rank.say("commit", order=message["order"])
         elif message["type"] == "yielded":
             rank.page[wire.PAGE_STOP] = 0
-            rank.say("resume", order=message["order"])
+            with contextlib.suppress(BrokenPipeError):  # the rank followed an earlier one, and has detached
+                rank.say("resume", order=message["order"])
 
 
 def order(session: job_session.Session, number: int) -> None:

@@ -300,7 +300,7 @@ class Session(StepCounters):
         retries = 0
         while True:
             try:
-                with link.steady, HeldSignals():
+                with HeldSignals(), link.steady:
                     moved = self._offload.restore() if self._offload and self._offload.away else None
                     self._set_state(wire.STATE_RUNNING)
                     return moved
