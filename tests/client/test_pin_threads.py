@@ -85,6 +85,7 @@ def test_an_exception_in_the_wait_lets_the_thread_go_on(pinner: Pinner, job: Pee
         return rank
 
     def resumed(rank: Rank) -> None:
+        rank.hear("yielded")
         rank.say("resume", order=1)
         rank.hear("resumed")
 

@@ -91,10 +91,9 @@ class StepCounters:
         self.waited_ns = 0
         self.sequence = 0
         self.memory_step = 1
-        self.out = False
-        """True while this rank has no lease and its state is out: each boundary leads to the wait, whatever the page
-        says."""
         """Step of the next reading of memory."""
+        self.out = False
+        """True while this rank's state is out: each boundary leads to the wait for the lease, whatever the page says."""
         self.order = 0
         self.order_at = 0
         """Last order that stopped this rank, and the first word of its entry in the page."""
