@@ -65,9 +65,12 @@ class Daemon:
         channel = Channel(clock, state_dir / "driver.lock", self._watch_helper)
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._gpu_watch = GpuWatch(clock, nvml_devices, self._wake)
+        self.host.gpu_faults = lambda: self._gpu_watch.last.faults
         self._driver = DriverController(self.host, _free_memory, channel)
         self._coordinator = StopCoordinator(self.host, _free_memory, self._driver, self._gpu_watch)
-        self._arbiter = Arbiter(self.host, self._coordinator, watched=lambda: self._gpu_watch.sees)
+        self._arbiter = Arbiter(
+            self.host, self._coordinator, watched=lambda lease: self._gpu_watch.names_processes(lease.gpus)
+        )
         self._job_side = JobHandler(self.host, self._coordinator, self._arbiter, privileged, self._watch)
         self._tuner = Tuner(self.host, TuningFile(state_dir, boot_id()), topology.read())
         self._prefetcher = Prefetcher(self.host)
@@ -85,6 +88,7 @@ class Daemon:
         self._ticks = {
             "tuning": self._tuner.tick,
             "telemetry": self._collector.tick,
+            "looking at the GPUs": self._gpu_watch.tick,
             "prefetching": self._prefetcher.tick,
         }
         self._poller = zmq.Poller()

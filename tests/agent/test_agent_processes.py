@@ -15,11 +15,11 @@ import pytest
 from agent_rig import until
 from cgroup_rig import SlurmTree, real_v1, slurm_tree
 
-from cadenza.sidecar import orders
+from cadenza.sidecar import orders, wire
 from cadenza.sidecar.agent.driver.channel import Channel
 from cadenza.sidecar.agent.driver.process_control import DriverController
 from cadenza.sidecar.agent.ipc import cgroup_paths, slurm_steps
-from cadenza.sidecar.agent.ipc.messages import Attach, Yielded
+from cadenza.sidecar.agent.ipc.messages import Attach, Resumed, Yielded, parse
 from cadenza.sidecar.agent.ipc.pages import Page
 from cadenza.sidecar.agent.ipc.processes import Peer
 from cadenza.sidecar.agent.ipc.transport import Session
@@ -29,7 +29,7 @@ from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.telemetry.gpu_watch import GpuWatch
 from cadenza.sidecar.agent.telemetry.gpus import GpuDevice
-from cadenza.sidecar.agent.turns.arbiter import SUSPEND_S, Arbiter
+from cadenza.sidecar.agent.turns.arbiter import NO_ROOM_S, SUSPEND_S, Arbiter
 from cadenza.sidecar.agent.turns.coordinator import LEAVE_S, StopCoordinator
 from cadenza.sidecar.agent_settings import AgentSettings
 
@@ -241,7 +241,7 @@ def test_what_stands_for_a_suspend(way: str) -> None:
     out.state, out.vtime_s = "yielded", 50.0
     seen.states = {1: "gone" if way == "gone" else "running", 2: "running"}
     seen.host.run(following.key).preferred_until = 1e9
-    seen.arbiter.watched = lambda: way == "driver"
+    seen.arbiter.watched = lambda _: way == "driver"
     seen.after(seen.host.settings.service_timeout_s + 1 if way == "silent" else 1.0)
     assert following.state == "held"
 
@@ -269,9 +269,17 @@ class Driver:
 
     def __init__(self) -> None:
         self.sizes: dict[int, int | None] = {}
+        self.nbytes = 80 << 30
+        self.error = ""
 
     def processes(self) -> dict[int, int | None]:
         return dict(self.sizes)
+
+    def free_bytes(self) -> int:
+        return self.nbytes - sum(size or 0 for size in self.sizes.values())
+
+    def fault(self) -> str:
+        return self.error
 
 
 @pytest.fixture
@@ -281,7 +289,8 @@ def leaving() -> Iterator[tuple[Seen, Driver, Lease, Lease]]:
     watch = GpuWatch(seen.time, lambda: (cast("GpuDevice", driver),), lambda: None)
     watch.start()
     until(lambda: watch.sees, "a first look")
-    seen.arbiter.coordinator.gpus, seen.arbiter.watched = watch, lambda: watch.sees
+    seen.host.gpu_faults = lambda: watch.last.faults
+    seen.arbiter.coordinator.gpus, seen.arbiter.watched = watch, lambda lease: watch.names_processes(lease.gpus)
     job, following = seen.job(1), seen.job(2)
     membership.add(job, os.getpid())
     rank = Rank(Session(cast("Any", None), Peer(os.getpid(), 0)), os.getpid(), Attach(1), Page())
@@ -331,6 +340,57 @@ def test_a_context_may_stay(leaving: tuple[Seen, Driver, Lease, Lease]) -> None:
     turn(seen, job, 0.5)
     assert (job.state, following.state) == ("yielded", "held"), "pid 1 is none of the job's"
     assert seen.host.lease_report(job).refusals == 0
+
+
+def test_memory_that_a_job_keeps_is_on_its_lease_and_in_its_note(leaving: tuple[Seen, Driver, Lease, Lease]) -> None:
+    """NVML's figure counts if it is more than torch's, which does not see the context."""
+    seen, driver, job, _ = leaving
+    driver.sizes = {os.getpid(): 700 << 20}
+    (rank,) = seen.host.run(job.key).ranks.values()
+    rank.page._words[wire.PAGE_MEMORY_KIND] = wire.MEMORY_GPU
+    rank.page._words[wire.PAGE_MEMORY_PEAK] = 30 << 30
+    packet = wire.encode("yielded", bytes=20 << 30, left=2 << 20)
+    seen.arbiter.coordinator.yielded(job, rank, cast("Yielded", parse(packet)))
+    job.vtime_s = 50.0
+    turn(seen, job, 0.5)
+    assert job.state == "yielded"
+    assert (job.left_bytes, job.gpu_bytes) == (700 << 20, (30 << 30) - (2 << 20))
+    assert "keeps 700 MB on its GPUs" in seen.host.lease_report(job).note
+
+
+def test_a_job_whose_gpu_is_full_gets_no_lease_and_the_other_goes_on(
+    leaving: tuple[Seen, Driver, Lease, Lease],
+) -> None:
+    """A process that belongs to no job has the memory: the lease waits for room, with the process's name."""
+    seen, driver, job, following = leaving
+    driver.sizes, following.gpu_bytes, job.gpu_bytes = {1: 60 << 30}, 30 << 30, 10 << 30
+    job.vtime_s = 50.0
+    turn(seen, job, 0.1)
+    assert (job.state, following.state) == ("yielded", "waiting"), "one look does not decide"
+    for _ in range(4):
+        turn(seen, job, 0.1)
+    assert (job.state, following.state) == ("held", "waiting")
+    text = "GPU 0 has 20480 MB free of the 30720 MB that the job needs: pid 1 has 61440 MB"
+    assert seen.arbiter.waiting_reason(following) == text
+    (rank,) = seen.host.run(job.key).ranks.values()
+    seen.arbiter.coordinator.resumed(job, rank, Resumed())
+    seen.after(seen.host.facts.slice_s + NO_ROOM_S)
+    assert job.state == "held", "the job that has the GPU does not stop for it"
+    driver.sizes = {}
+    cast("GpuWatch", seen.arbiter.coordinator.gpus).tick()
+    turn(seen, job, NO_ROOM_S)
+    assert job.state == "stopping"
+
+
+def test_no_lease_is_given_on_a_gpu_that_has_failed(leaving: tuple[Seen, Driver, Lease, Lease]) -> None:
+    seen, driver, job, following = leaving
+    driver.sizes, driver.error = {}, "GPU is lost"
+    job.vtime_s = 50.0
+    turn(seen, job, 0.5)
+    turn(seen, job, 0.5)
+    assert (job.state, following.state) == ("yielded", "waiting")
+    assert seen.arbiter.waiting_reason(following) == "GPU 0 has failed: GPU is lost"
+    assert seen.host.taken_report() == ("GPU 0 has failed: GPU is lost",)
 
 
 def test_a_job_of_the_facts_without_a_step_is_reported_absent_once_that_lasts() -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -24,7 +25,7 @@ from cadenza.sidecar.agent.jobs.host_state import Host
 from cadenza.sidecar.agent.leases.lease_table import Lease, Process
 from cadenza.sidecar.agent.telemetry import gpus
 from cadenza.sidecar.agent.telemetry.collector import Collector, Stretch, joined
-from cadenza.sidecar.agent.telemetry.gpus import GpuUse, ProcessUse, nvml_devices
+from cadenza.sidecar.agent.telemetry.gpus import FIND_AGAIN_S, GpuFinder, GpuUse, ProcessUse, nvml_devices
 from cadenza.sidecar.agent.telemetry.records import Records
 from cadenza.sidecar.agent.telemetry.sampler import Background, Sampler, Target, Usage
 from cadenza.sidecar.agent_settings import AgentSettings
@@ -149,6 +150,75 @@ def test_where_processes_are_not_told_apart_only_a_sole_job_has_it_all(
     gpu = FakeGpu(0, GpuUse(60.0, 8 * MIB, {os.getpid(): ProcessUse(), **others}))
     used = sampler(gpu).sample([Target(KEY, (os.getpid(),), gpus=(0,))])[KEY]
     assert (used.gpu_percent, used.gpu_memory_bytes) == (percent, memory)
+
+
+@pytest.mark.parametrize("uses", [None, {2**22 + 1: ProcessUse(99.0, MIB)}])
+def test_processes_that_are_not_named_are_no_idle_gpu(uses: dict[int, ProcessUse] | None) -> None:
+    """Packing takes a job without use for an idle one; NVML may fail, or name pids of another namespace."""
+    used = sampler(FakeGpu(0, GpuUse(97.0, 8 * MIB, uses))).sample([Target(KEY, (os.getpid(),), gpus=(0,))])[KEY]
+    assert (used.gpu_percent, used.gpu_memory_bytes) == (None, None)
+
+
+def test_gpus_are_searched_for_again_while_there_are_none() -> None:
+    """An agent may start before the driver has."""
+    clock, found = Moving(), list[Any]()
+    finder = GpuFinder(clock, lambda: tuple(found))
+    assert finder.devices() == ()
+    found.append(FakeGpu(0))
+    assert finder.devices() == ()
+    clock.time_s += FIND_AGAIN_S
+    assert finder.devices() == tuple(found)
+    found.clear()
+    clock.time_s += FIND_AGAIN_S
+    assert len(finder.devices()) == 1
+
+
+class TestLostGpus:
+    """NVML with three GPUs, of which it loses some; handles are the device files' numbers."""
+
+    @pytest.fixture
+    def nvml(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        pynvml = pytest.importorskip("pynvml")
+        lost = set[int]()
+
+        def answer(value: Any) -> Callable[..., Any]:
+            def ask(handle: int, *_: object) -> Any:
+                if handle in lost:
+                    raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+                return value(handle)
+
+            return ask
+
+        for name, value in {
+            "HandleByIndex": lambda handle: handle,
+            "MinorNumber": lambda handle: handle,
+            "UtilizationRates": lambda _: SimpleNamespace(gpu=50),
+            "MemoryInfo": lambda _: SimpleNamespace(used=3 * MIB, free=5 * MIB),
+            "ComputeRunningProcesses": lambda _: [SimpleNamespace(pid=os.getpid(), usedGpuMemory=2 * MIB)],
+            "ProcessUtilization": lambda _: [SimpleNamespace(pid=os.getpid(), timeStamp=1, smUtil=40)],
+        }.items():
+            monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", answer(value))
+        monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 3)
+        return lost
+
+    def test_one_lost_gpu_hides_no_other(self, nvml: set[int], tmp_path: Path) -> None:
+        for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl"):
+            (tmp_path / name).touch()
+        nvml.add(1)
+        found = {device.index: device for device in nvml_devices(tmp_path)}
+        assert sorted(found) == [0, 1, 2]
+        assert "lost" in found[1].fault().lower()
+        assert (found[1].processes(), found[1].free_bytes(), found[1].look().processes) == (None, None, None)
+        assert found[2].fault() == ""
+        assert (found[2].processes(), found[2].free_bytes()) == ({os.getpid(): 2 * MIB}, 5 * MIB)
+        assert found[2].look() == GpuUse(50.0, 3 * MIB, {os.getpid(): ProcessUse(40.0, 2 * MIB)})
+
+    def test_a_gpu_that_is_lost_later_is_not_idle(self, nvml: set[int], tmp_path: Path) -> None:
+        (gpu, *_) = nvml_devices(tmp_path)
+        nvml.add(0)
+        assert "lost" in gpu.fault().lower()
+        assert gpu.look() == GpuUse(None, None, None)
 
 
 class TestWithoutNvml:

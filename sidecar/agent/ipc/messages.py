@@ -121,6 +121,8 @@ class Yielded(msgspec.Struct, frozen=True):
     copy_s: Seconds = 0.0
     order: Step = 0
     bytes: Bytes = 0
+    left: Bytes = 0
+    """Device memory that torch keeps in this process."""
     resident: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_RESIDENT)] = ()
     error: Text = ""
     no_room: Text = ""

@@ -70,6 +70,8 @@ class Host:
     """Returns the steps of all jobs that Slurm has on this host now."""
     look: Callable[[Lease], Shown] = look_at
     """Returns the state of a job's processes now."""
+    gpu_faults: Callable[[], Mapping[int, str]] = dict
+    """Returns the driver's word on each GPU that has failed."""
     _clock_offset_s: float | None = None
     _steps_looked_at: float = float("-inf")
     _absent_since: dict[JobKey, float] = field(default_factory=dict)
@@ -135,10 +137,11 @@ class Host:
         self.taken = left
 
     def taken_report(self) -> tuple[str, ...]:
-        """Return a sentence for each process that keeps GPUs without a lease."""
+        """Return a sentence for each GPU that has failed, and each process that keeps GPUs without a lease."""
         now = self.clock.monotonic()
+        failed = [printable(f"GPU {gpu} has failed: {fault}", MAX_TEXT) for gpu, fault in self.gpu_faults().items()]
         lasting = (one for one in self.taken if now - one.since_s >= SURVIVORS_S)
-        return tuple(str(one) for one in lasting)[:MAX_TAKEN]
+        return (*failed, *map(str, lasting))[:MAX_TAKEN]
 
     def shown(self, lease: Lease, within_s: float = LOOK_S) -> Shown:
         """Return the state of a job's processes as the host shows it, at most ``within_s`` old."""
@@ -290,7 +293,7 @@ class Host:
             step=counters.step,
             iteration_s=counters.iteration_s,
             iteration_p99_s=counters.iteration_p99_s,
-            note=printable(run.note, MAX_TEXT),
+            note=printable("; ".join(filter(None, (run.note, _kept(lease)))), MAX_TEXT),
             requeue_owner=run.requeue_owner,
             checkpoints=run.can_checkpoint,
             saves_away=run.can_checkpoint_away and not lease.frozen,
@@ -325,3 +328,10 @@ class Host:
             note=fault,
             pack=lease.pack,
         )
+
+
+def _kept(lease: Lease) -> str:
+    """Return the sentence about GPU memory that a job keeps while it is out, "" for none."""
+    if lease.state != "yielded" or not lease.left_bytes:
+        return ""
+    return f"it keeps {lease.left_bytes >> 20} MB on its GPUs while it is out"

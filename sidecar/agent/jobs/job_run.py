@@ -14,6 +14,7 @@ from cadenza.sidecar.agent.ipc.transport import Session
 from cadenza.sidecar.agent.jobs.step_rate import StepRateMeter
 from cadenza.sidecar.agent.jobs.stop_states import CheckpointStop, Stop
 from cadenza.sidecar.agent.leases.lease_table import Lease
+from cadenza.sidecar.bounds import MAX_NUMBER
 from cadenza.sidecar.stop_step import Progress
 
 
@@ -30,6 +31,10 @@ class Rank:
     arrived: int | None = None
     """Boundary at which it stands."""
     bytes: int = 0
+    moved: int = 0
+    """Bytes of state that its last yield moved out."""
+    left: int = 0
+    """Bytes that torch kept on the GPU after it."""
     refused: str = ""
     requeue_owner: str = ""
     """Other software that requeues the job, as this rank reports."""
@@ -97,6 +102,14 @@ class JobRun:
     lost: str = ""
     """Reason why the driver path cannot bring it back; otherwise empty."""
     step_rate: StepRateMeter = field(default_factory=StepRateMeter)
+    no_room: str = ""
+    """Reason why the driver sees no room for it on its GPUs; otherwise empty."""
+    no_room_until: float = 0.0
+    """Monotonic time until which that reason counts."""
+    grant_at: float | None = None
+    """Monotonic time at which its lease was ready but for a look at its GPUs' memory."""
+    short_at: float | None = None
+    """Monotonic time at which such a look found too little."""
     refusals: int = 0
     """Stops in a row that its ranks refused, slept through or only claimed to follow."""
     seen: tuple[float, Shown] | None = None
@@ -130,6 +143,24 @@ class JobRun:
     def checkpointed(self) -> bool:
         """True while the ranks here stand still after a complete checkpoint, ready for a requeue."""
         return isinstance(self.stop, CheckpointStop) and self.stop.saved_at is not None
+
+    @property
+    def left_bytes(self) -> int:
+        """GPU memory that torch kept in all ranks after their last yield."""
+        return min(sum(rank.left for rank in self.ranks.values()), MAX_NUMBER)
+
+    @property
+    def gpu_bytes(self) -> int:
+        """GPU memory that the ranks need to go on after their last yield: their peak, or at least their state.
+
+        0 for ranks without a GPU.
+        """
+        needed = 0
+        for rank in self.ranks.values():
+            record = rank.page.record()
+            if record is not None and record.memory_kind == wire.MEMORY_GPU:
+                needed += max(rank.moved, record.memory_peak - rank.left)
+        return min(needed, MAX_NUMBER)
 
     def may_freeze(self, lease: Lease) -> bool:
         """Return True if the driver path may take over: it frees the GPUs of holders only."""

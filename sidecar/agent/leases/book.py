@@ -46,7 +46,7 @@ class Book:
     saved: tuple[Lease, ...]
     handovers: Mapping[int, Handover]
     steps: tuple[Step, ...]
-    on_gpu: Callable[[], Mapping[int, Iterable[int]]]
+    on_gpu: Callable[[], Mapping[int, Iterable[int] | None]]
     now_s: float
     leases: list[Lease] = field(default_factory=list)
     taken: list[Taken] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Book:
         members = {lease.job: pids_of(lease) for lease in self.leases}
         for gpu, pids in sorted(self.on_gpu().items()):
             owners = {pid for lease in self.leases if gpu in lease.gpus for pid in members[lease.job]}
-            for pid in sorted(set(pids) - owners):
+            for pid in sorted(set(pids or ()) - owners):
                 self._take(pid, frozenset({gpu}))
 
     def _keep(self, lease: Lease) -> None:

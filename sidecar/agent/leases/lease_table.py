@@ -81,6 +81,10 @@ class Lease(msgspec.Struct):
     memory_mb: int = 0
     frozen: tuple[GpuProcess, ...] = ()
     """Processes that the driver path works on: locked, checkpointed, or about to be."""
+    gpu_bytes: int = 0
+    """Memory that it needs on each of its GPUs to go on, as of its last yield; 0 if unknown."""
+    left_bytes: int = 0
+    """Memory that its processes kept on its GPUs after its last yield, by torch or by NVML, whichever is more."""
     pack: int = 0
     """Jobs with the same number above 0 may have the same GPUs at once, by the service's order."""
     loose: bool = False

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from cadenza.sidecar.agent.telemetry.gpus import GpuDevice
+from cadenza.sidecar.agent.telemetry.gpus import GpuDevice, GpuFinder
 from cadenza.sidecar.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -19,8 +19,13 @@ driver path frees."""
 FIRST_LOOK_S = 5.0
 """Longest wait for the driver when the agent starts."""
 
-OnGpu: TypeAlias = Mapping[int, Mapping[int, int | None]]
-"""Bytes of each process (None: not told), by GPU and pid."""
+LOOK_EVERY_S = 10.0
+"""Time between two looks in which nothing is expected but a GPU that fails, in seconds."""
+MAX_KEEPERS = 3
+"""Processes that a text names as those that have a GPU's memory."""
+
+OnGpu: TypeAlias = Mapping[int, Mapping[int, int | None] | None]
+"""Bytes of each process (None: not told), by GPU and pid; None for a GPU whose processes the driver does not name."""
 
 
 class Look(NamedTuple):
@@ -28,6 +33,34 @@ class Look(NamedTuple):
 
     began_s: float
     on_gpu: OnGpu
+    free: Mapping[int, int | None]
+    """Free bytes of each GPU, None where they are not told."""
+    faults: Mapping[int, str]
+    """The driver's word on each GPU that has failed."""
+
+    def bytes_of(self, gpus: Iterable[int], pids: Iterable[int]) -> int:
+        """Return the memory of processes on some GPUs, as far as the driver reports it."""
+        mine = set(pids)
+        sizes = (size for gpu in gpus for pid, size in (self.on_gpu.get(gpu) or {}).items() if pid in mine)
+        return sum(size or 0 for size in sizes)
+
+    def shortage(self, gpus: Iterable[int], needed: int, leaving: Iterable[int] = ()) -> str | None:
+        """Return the reason why some GPUs have less than ``needed`` bytes free each; None if all have them.
+
+        The memory of the processes ``leaving`` counts as free.
+        """
+        gone = set(leaving)
+        for gpu in sorted(gpus):
+            free = self.free.get(gpu)
+            there = {pid: size or 0 for pid, size in (self.on_gpu.get(gpu) or {}).items()}
+            if free is None or free + sum(size for pid, size in there.items() if pid in gone) >= needed:
+                continue
+            keepers = sorted(((size, pid) for pid, size in there.items() if pid not in gone), reverse=True)
+            names = ", ".join(f"pid {pid} has {size >> 20} MB" for size, pid in keepers[:MAX_KEEPERS])
+            return f"GPU {gpu} has {free >> 20} MB free of the {needed >> 20} MB that the job needs" + (
+                f": {names}" if names else ""
+            )
+        return None
 
 
 class GpuWatch:
@@ -37,13 +70,15 @@ class GpuWatch:
         self, clock: Clock, find_devices: Callable[[], Sequence[GpuDevice]], wake: Callable[[], object]
     ) -> None:
         self._clock = clock
-        self._find_devices = find_devices
+        self._gpus = GpuFinder(clock, find_devices)
         self._wake = wake
         self._asked: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._done = threading.Event()
         self.looking = False
         """True while an answer is still to come."""
-        self._last = Look(float("-inf"), {})
+        self.asked_s = float("-inf")
+        """Monotonic time of the last request."""
+        self.last = Look(float("-inf"), {}, {}, {})
         self._thread = threading.Thread(target=self._serve, name="cadenza-gpu-watch", daemon=True)
 
     def start(self) -> OnGpu:
@@ -52,17 +87,26 @@ class GpuWatch:
         self._thread.start()
         if not self._done.wait(FIRST_LOOK_S):
             log.error("the GPU driver has not answered within %g s: processes on the GPUs are not known", FIRST_LOOK_S)
-        return self._last.on_gpu
+        return self.last.on_gpu
 
     @property
     def sees(self) -> bool:
         """True if there is a driver that names the processes on the GPUs."""
-        return bool(self._last.on_gpu)
+        return any(there is not None for there in self.last.on_gpu.values())
+
+    def names_processes(self, gpus: Iterable[int]) -> bool:
+        """Return True if the driver names the processes on all of these GPUs."""
+        return self.sees and all(self.last.on_gpu.get(gpu) is not None for gpu in gpus)
+
+    def tick(self) -> None:
+        """Ask for a look if the last one is old."""
+        if self._clock.monotonic() - self.asked_s >= LOOK_EVERY_S:
+            self.ask()
 
     def ask(self) -> None:
         """Ask for a look, unless one is under way."""
         if not self.looking:
-            self.looking = True
+            self.looking, self.asked_s = True, self._clock.monotonic()
             self._asked.put("look")
 
     def busy(self, gpus: Iterable[int], pids: Iterable[int], since_s: float) -> str | None:
@@ -70,12 +114,12 @@ class GpuWatch:
 
         ``since_s``: monotonic time after which a look must begin to count.
         """
-        if self._last.began_s <= since_s:
+        if self.last.began_s <= since_s:
             self.ask()
             return None
         mine = set(pids)
         for gpu in sorted(gpus):
-            for pid, size in sorted(self._last.on_gpu.get(gpu, {}).items()):
+            for pid, size in sorted((self.last.on_gpu.get(gpu) or {}).items()):
                 if pid in mine and (size is None or size > FLOOR_BYTES):
                     kept = "memory" if size is None else f"{size >> 20} MB"
                     self.ask()
@@ -88,16 +132,16 @@ class GpuWatch:
 
     def _serve(self) -> None:
         """Look until the end; a look that fails sees nothing, which frees nothing."""
-        devices: Sequence[GpuDevice] = ()
-        try:
-            devices = self._find_devices()
-        except Exception:
-            log.exception("the GPUs cannot be watched")
         while self._asked.get():
             began = self._clock.monotonic()
             try:
-                seen = {device.index: device.processes() for device in devices}
-                self._last = Look(began, seen)
+                devices = self._gpus.devices()
+                self.last = Look(
+                    began,
+                    {device.index: device.processes() for device in devices},
+                    {device.index: device.free_bytes() for device in devices},
+                    {device.index: fault for device in devices if (fault := device.fault())},
+                )
             except Exception:
                 log.exception("the GPUs could not be looked at")
             self.looking = False

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
+
+from cadenza.sidecar.clock import Clock
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+FAILED = frozenset({15, 16, 999})
+"""NVML's errors of a device that has failed: NVML_ERROR_GPU_IS_LOST, _RESET_REQUIRED and _UNKNOWN (nvmlReturn_t)."""
+FIND_AGAIN_S = 60.0
+"""Time between two searches for GPUs while none has been found, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +34,8 @@ class GpuUse:
 
     percent: float | None = None
     memory_bytes: int | None = None
-    processes: Mapping[int, ProcessUse] = field(default_factory=dict)
-    """Every process with a context, by pid."""
+    processes: Mapping[int, ProcessUse] | None = field(default_factory=dict)
+    """Every process with a context, by pid; None where the driver does not name them."""
 
 
 class GpuDevice(Protocol):
@@ -42,8 +50,19 @@ class GpuDevice(Protocol):
         """Return its use since the last call, or lately; raise nothing."""
         ...
 
-    def processes(self) -> Mapping[int, int | None]:
-        """Return the bytes of each process with a context by pid, None where they are not told; raise nothing."""
+    def processes(self) -> Mapping[int, int | None] | None:
+        """Return the bytes of each process with a context by pid, None where they are not told; raise nothing.
+
+        None instead of a mapping: the driver does not name the processes.
+        """
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Return the free memory; None where the driver does not report it. Raise nothing."""
+        ...
+
+    def fault(self) -> str:
+        """Return the driver's word on a GPU that has failed, "" for one that answers. Raise nothing."""
         ...
 
 
@@ -61,18 +80,31 @@ class NvmlDevice:
         nvml = self._nvml
         utilization = self._ask(nvml.nvmlDeviceGetUtilizationRates, None)
         memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, None)
-        running: list[Any] = self._ask(nvml.nvmlDeviceGetComputeRunningProcesses, [])
-        percents = self._percents()
+        sizes, percents = self.processes(), self._percents()
         return GpuUse(
             percent=None if utilization is None else float(utilization.gpu),
             memory_bytes=None if memory is None else int(memory.used),
-            processes={one.pid: ProcessUse(percents.get(one.pid), one.usedGpuMemory) for one in running},
-        )
+            processes=None if sizes is None else
+            {pid: ProcessUse(percents.get(pid), size) for pid, size in sizes.items()},
+        )  # fmt: skip
 
-    def processes(self) -> Mapping[int, int | None]:
+    def processes(self) -> Mapping[int, int | None] | None:
         """Return NVML's processes on this GPU with their memory."""
-        running: list[Any] = self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, [])
-        return {int(one.pid): one.usedGpuMemory for one in running}
+        running: list[Any] | None = self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, None)
+        return None if running is None else {int(one.pid): one.usedGpuMemory for one in running}
+
+    def free_bytes(self) -> int | None:
+        """Return NVML's free memory."""
+        memory = self._ask(self._nvml.nvmlDeviceGetMemoryInfo, None)
+        return None if memory is None else int(memory.free)
+
+    def fault(self) -> str:
+        """Return NVML's error if it has lost this GPU."""
+        try:
+            self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+        except self._nvml.NVMLError as error:
+            return str(error) if error.value in FAILED else ""
+        return ""
 
     def _percents(self) -> dict[int, float]:
         """Return each process's mean share of the SMs since the last call; NVML keeps about a minute of samples."""
@@ -92,16 +124,71 @@ class NvmlDevice:
             return otherwise
 
 
-def nvml_devices() -> tuple[GpuDevice, ...]:
-    """Return the host's GPUs; without nvidia-ml-py or a driver none, and one line in the log tells it."""
+class LostDevice:
+    """A GPU of which NVML reports nothing, because it has failed."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        self.index = index
+        self._reason = reason
+
+    def look(self) -> GpuUse:
+        """Return a use without figures."""
+        return GpuUse(processes=None)
+
+    def processes(self) -> None:
+        """Return None: NVML does not name its processes."""
+
+    def free_bytes(self) -> None:
+        """Return None: NVML does not report its memory."""
+
+    def fault(self) -> str:
+        """Return NVML's error."""
+        return self._reason
+
+
+class GpuFinder:
+    """The host's GPUs, searched for again while there are none: an agent may start before the driver has."""
+
+    def __init__(self, clock: Clock, find: Callable[[], Sequence[GpuDevice]]) -> None:
+        self._clock = clock
+        self._find = find
+        self._found: Sequence[GpuDevice] = ()
+        self._next_s = float("-inf")
+
+    def devices(self) -> Sequence[GpuDevice]:
+        """Return the GPUs that were found."""
+        now = self._clock.monotonic()
+        if not self._found and now >= self._next_s:
+            self._next_s = now + FIND_AGAIN_S
+            self._found = self._find()
+        return self._found
+
+
+def nvml_devices(dev: Path = Path("/dev")) -> tuple[GpuDevice, ...]:
+    """Return the host's GPUs; without nvidia-ml-py or a driver none, and one line in the log tells it.
+
+    A GPU that NVML has lost is the one whose device file in ``dev`` belongs to no other.
+    """
     try:
         import pynvml  # noqa: PLC0415 - the module of nvidia-ml-py, which hosts without GPUs need not have
     except ImportError:
         log.info("GPUs are not sampled: nvidia-ml-py is not installed (pip install 'cadenza[gpu]')")
         return ()
+    devices: list[GpuDevice] = []
+    errors: list[str] = []
     try:
         pynvml.nvmlInit()
-        return tuple(NvmlDevice(pynvml, position) for position in range(pynvml.nvmlDeviceGetCount()))
+        for position in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                devices.append(NvmlDevice(pynvml, position))
+            except pynvml.NVMLError as error:
+                errors.append(str(error))
     except pynvml.NVMLError as error:
         log.info("GPUs are not sampled: NVML: %s", error)
         return ()
+    files = (path.name.removeprefix("nvidia") for path in dev.glob("nvidia[0-9]*"))
+    unknown = sorted({int(number) for number in files if number.isdigit()} - {device.index for device in devices})
+    lost = [LostDevice(index, error) for index, error in zip(unknown, errors, strict=False)]
+    for device in lost:
+        log.error("GPU %d has failed: %s", device.index, device.fault())
+    return (*devices, *lost)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import psutil  # type: ignore[import-untyped]
 
 from cadenza.policies.core.model import JobKey
-from cadenza.sidecar.agent.telemetry.gpus import GpuDevice, GpuUse
+from cadenza.sidecar.agent.telemetry.gpus import GpuDevice, GpuFinder, GpuUse
 from cadenza.sidecar.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -56,20 +56,17 @@ Processes: TypeAlias = Mapping[psutil.Process, Counters]
 
 
 class Sampler:
-    """Keeps the last counters to compute rates. ``find_devices`` is called once, at the first sample."""
+    """Keeps the last counters to compute rates. ``find_devices`` is called at the first sample, see GpuFinder."""
 
     def __init__(self, clock: Clock, find_devices: Callable[[], Sequence[GpuDevice]]) -> None:
         self._clock = clock
-        self._find_devices = find_devices
-        self._devices: Sequence[GpuDevice] | None = None
+        self._gpus = GpuFinder(clock, find_devices)
         self._before: dict[JobKey, tuple[float, Processes]] = {}
 
     def sample(self, targets: Sequence[Target]) -> dict[JobKey, Usage]:
         """Return each job's use; one pass over the host's processes and one over its GPUs serve all jobs."""
-        if self._devices is None:
-            self._devices = self._find_devices()
         children = _children()
-        looks = {device.index: device.look() for device in self._devices}
+        looks = {device.index: device.look() for device in self._gpus.devices()}
         before, self._before = self._before, {}
         usage = {}
         for target in targets:
@@ -149,9 +146,7 @@ def _usage(
     )
 
 
-def _gpu_use(
-    target: Target, processes: Processes, looks: Mapping[int, GpuUse]
-) -> tuple[float | None, int | None]:
+def _gpu_use(target: Target, processes: Processes, looks: Mapping[int, GpuUse]) -> tuple[float | None, int | None]:
     """Return the mean use and the memory of the job's GPUs by its own processes; None where not reported."""
     pids = {process.pid for process in processes}
     each = [_own(looks[index], pids) for index in target.gpus if index in looks]
@@ -163,11 +158,14 @@ def _gpu_use(
 def _own(look: GpuUse, pids: set[int]) -> tuple[float | None, int | None]:
     """Return the use of one GPU by ``pids``.
 
-    If the driver does not tell processes apart, all of it is theirs as long as no other process is on the GPU.
+    If the driver does not tell processes apart, all of it is theirs as long as no other process is on the GPU. If it
+    names none, or some by pids of another namespace, their use is not known.
     """
+    if look.processes is None:
+        return None, None
     own = [use for pid, use in look.processes.items() if pid in pids]
     if not own:
-        return 0.0, 0
+        return (0.0, 0) if all(map(psutil.pid_exists, look.processes)) else (None, None)
     alone = len(own) == len(look.processes)
     percents = [use.percent for use in own if use.percent is not None]
     memories = [use.memory_bytes for use in own if use.memory_bytes is not None]

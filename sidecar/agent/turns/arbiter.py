@@ -6,6 +6,8 @@ memory fits; no further job joins them then.
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -14,13 +16,20 @@ from cadenza.policies.sharing.turns.fair_queue import Contender, next_turn
 from cadenza.sidecar.agent.ipc.processes import is_stopped
 from cadenza.sidecar.agent.jobs.host_state import LOOK_S, Host
 from cadenza.sidecar.agent.jobs.job_run import JobRun
+from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.turns.coordinator import StopCoordinator
+
+log = logging.getLogger(__name__)
 
 WATCH_S = 0.02
 """Time between two looks at a job whose suspend or resume by Slurm is awaited."""
 SUSPEND_S = 30.0
 """Longest wait for Slurm's suspend of a job that has yielded. After it that job may have its GPUs back."""
+DRIVER_S = 5.0
+"""Longest wait for the driver's look at the GPUs before a lease, in seconds; then the lease is given without it."""
+NO_ROOM_S = 15.0
+"""Time for which a job whose GPUs had no room for it gets no lease, in seconds; then the driver is asked again."""
 
 
 @dataclass
@@ -29,8 +38,8 @@ class Arbiter:
 
     host: Host
     coordinator: StopCoordinator
-    watched: Callable[[], bool] = lambda: False
-    """Returns True if the driver names the processes on the GPUs: then a yield ends only once they have left."""
+    watched: Callable[[Lease], bool] = lambda _: False
+    """Returns True if the driver names the processes on a job's GPUs: then a yield ends only once they have left."""
     reasons: Mapping[JobKey, str] = field(default_factory=dict)
     """One sentence for each job, as of the last time."""
     watching: bool = False
@@ -47,6 +56,9 @@ class Arbiter:
         """Give out free GPUs, and ask jobs to yield whose turn, or whose pack, is over."""
         # 1. The same pure function as in the service decides who is next.
         facts, timeout_s = self.host.facts, self.host.settings.yield_timeout_s
+        for waiting in self.host.leases:
+            if not waiting.occupying:
+                self._look_for_room(waiting)
         displace = self.host.rotating() and facts.enforce
         self.watching = False
         turn = next_turn(
@@ -131,7 +143,7 @@ class Arbiter:
         rivals = self.host.leases.rivals(lease)
         if run.stop is not None or any(self.host.run(other.key).runs_unleased(other) for other in rivals):
             return False
-        if self._in_use(lease) or not (self._is_overdue(lease) or all(map(self._has_left, rivals))):
+        if self._in_use(lease) or run.no_room or not (self._is_overdue(lease) or all(map(self._has_left, rivals))):
             return False
         return not lease.managed or self._may_run(lease, run, contended=bool(rivals))
 
@@ -142,18 +154,55 @@ class Arbiter:
         rivals = [other for other in self.host.leases.rivals(lease) if other.state == "yielded"]
         for other in rivals:
             self.host.run(other.key).seen = None
-        return self._is_overdue(lease) or all(map(self._has_left, rivals))
+        return self._is_overdue(lease) or (all(map(self._has_left, rivals)) and self._has_room(lease))
+
+    def _has_room(self, lease: Lease) -> bool:
+        """Return True if the driver sees room for a job on its GPUs, or does not say in time.
+
+        Memory of a process that has just ended is free a moment later, so two looks must find too little.
+        """
+        watch, run, now = self.coordinator.gpus, self.host.run(lease.key), self.host.clock.monotonic()
+        if watch is None or not lease.gpu_bytes or any(map(lease.packed_with, self.host.leases.rivals(lease))):
+            return True
+        since = run.grant_at = now if run.grant_at is None else run.grant_at
+        if watch.last.began_s <= since:
+            watch.ask()
+            return now - since > DRIVER_S
+        shortage = watch.last.shortage(lease.gpus, lease.gpu_bytes)
+        if shortage and run.short_at is None:
+            run.grant_at = run.short_at = now
+            return False
+        run.grant_at = run.short_at = None
+        if shortage:
+            run.no_room, run.no_room_until = shortage, now + NO_ROOM_S
+            log.warning("no room JOBID=%s: %s", lease.key, shortage)
+        return not shortage
 
     def _obstacle(self, lease: Lease) -> str:
         """Return the reason why the GPUs of a waiting job are not free although no lease has them; otherwise ""."""
         running = (other for other in self.host.leases.rivals(lease) if not self._has_left(other))
         awaited = (f"job {other.key} has yielded and its processes still run: Slurm suspends it" for other in running)
-        return self._in_use(lease) or next(awaited, "")
+        return self._in_use(lease) or self.host.run(lease.key).no_room or next(awaited, "")
 
     def _in_use(self, lease: Lease) -> str:
         """Return the reason why a GPU of a job is another process's, which has no lease on it; otherwise ""."""
+        failed = (
+            f"GPU {gpu} has failed: {fault}" for gpu, fault in self.host.gpu_faults().items() if gpu in lease.gpus
+        )
         others = (one for one in self.host.taken if one.job != lease.job and not one.gpus.isdisjoint(lease.gpus))
-        return next(map(str, others), "")
+        return next(itertools.chain(failed, map(str, others)), "")
+
+    def _look_for_room(self, lease: Lease) -> None:
+        """Note a job that would have no room even if the present holders of its GPUs left; forget an old note."""
+        watch, run, now = self.coordinator.gpus, self.host.run(lease.key), self.host.clock.monotonic()
+        if now >= run.no_room_until:
+            run.no_room = ""
+        holders = self.host.leases.blockers(lease)
+        if watch is None or run.no_room or not lease.gpu_bytes or not holders:
+            return
+        leaving = {pid for holder in holders for pid in membership.pids_of(holder)}
+        if shortage := watch.last.shortage(lease.gpus, lease.gpu_bytes, leaving):
+            run.no_room, run.no_room_until = shortage, now + NO_ROOM_S
 
     def _awaits_suspend(self, lease: Lease, run: JobRun) -> bool:
         """Return True while a job that has yielded for another one is not yet seen to be off its GPUs."""
@@ -178,7 +227,7 @@ class Arbiter:
         With a driver it was seen before the lease ended. Without one a rank's word is taken only where no suspend of
         Slurm's follows; otherwise its processes are gone, or frozen.
         """
-        if other.state != "yielded" or self.watched() or not self.host.facts.suspends or self.host.rotating():
+        if other.state != "yielded" or self.watched(other) or not self.host.facts.suspends or self.host.rotating():
             return True
         last = self.host.run(other.key).seen
         running = self.host.shown(other, LOOK_S if last is not None and last[1] != "running" else WATCH_S) == "running"

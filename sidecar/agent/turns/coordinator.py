@@ -129,12 +129,15 @@ class StopCoordinator:
         if self.driver.wanted_always and run.may_freeze(lease):
             self._freeze(lease, stop)
             return
-        now, busy = self.host.clock.monotonic(), ""
+        now, busy, left_bytes = self.host.clock.monotonic(), "", run.left_bytes
         stop.out_at = now if stop.out_at is None else stop.out_at
-        if self.gpus is not None and self.gpus.sees:
-            looked = self.gpus.busy(lease.gpus, membership.pids_of(lease), stop.out_at)
+        if self.gpus is not None and self.gpus.names_processes(lease.gpus):
+            pids = membership.pids_of(lease)
+            looked = self.gpus.busy(lease.gpus, pids, stop.out_at)
             busy = "the driver has not answered" if looked is None else looked
+            left_bytes = max(left_bytes, self.gpus.last.bytes_of(lease.gpus, pids))
         if not busy:
+            lease.gpu_bytes, lease.left_bytes = run.gpu_bytes // max(len(lease.gpus), 1), left_bytes
             self._release(lease, run, stop, "all offloaded")
         elif now - stop.out_at > LEAVE_S:
             run.refusals += 1
@@ -355,6 +358,8 @@ class StopCoordinator:
         run = self.host.run(lease.key)
         stop = run.stop
         rank.out, rank.arrived = not message.error, None
+        if message.bytes:  # a rank that says again that it is out has moved nothing since
+            rank.moved, rank.left = message.bytes, message.left
         if message.error:
             log.warning("yield failed JOBID=%s rank=%d: %s", lease.key, rank.hello.rank, printable(message.error))
         if run.driver:
