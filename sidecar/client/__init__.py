@@ -33,13 +33,14 @@ _ticks: list[Callable[..., None]] = []
 """Boundary of the session that attach() made; empty before it and after detach()."""
 
 
-def attach(
+def attach(  # noqa: PLR0913 - one for each kind of state, and what may happen to it
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     *others: object,
     tensors: Iterable[torch.Tensor] | Mapping[str, torch.Tensor] | Callable[[], object] = (),
     socket: str | None = None,
     refuse_resident: bool = False,
+    everything: bool = False,
     spill: str | None = None,
 ) -> Session:
     """Let this process take turns on its GPU; return its session, whose ``boundary()`` ends each step.
@@ -54,7 +55,9 @@ def attach(
     Outside Slurm, or without an agent (``socket``, else ``$CADENZA_SOCKET``, else the default path), this does
     nothing and logs it once. When the job has no lease yet, the call returns once it has one. A second call adds to
     the same session. With ``refuse_resident`` any storage that cannot be released refuses the yield; otherwise only
-    such a storage on a GPU does, and one in host memory stays. ``spill`` (else ``$CADENZA_SPILL_DIR``) is a
+    such a storage on a GPU does, and one in host memory stays. Memory of a GPU that belongs to nothing given here
+    refuses it too, above 256 MiB and 2 % of the GPU; with ``everything`` all tensors there that Python can see move as
+    well, as under `cadenza run`. ``spill`` (else ``$CADENZA_SPILL_DIR``) is a
     directory on a disk of the node to which state goes when host memory is short.
     """
     from cadenza.sidecar.client.bootstrap import process  # noqa: PLC0415
@@ -63,7 +66,7 @@ def attach(
     named: list[tuple[str, object]] = [("model", model), ("optimizer", optimizer), ("tensors", extra or None)]
     sources = [(name, thing) for name, thing in named if thing is not None]
     sources += [(f"others[{index}]", thing) for index, thing in enumerate(others)]
-    joined = process.attach(sources, socket=socket, refuse_resident=refuse_resident, spill=spill)
+    joined = process.attach(sources, socket=socket, refuse_resident=refuse_resident, everything=everything, spill=spill)
     joined.automatic, joined.explicit = False, True
     _ticks[:] = [joined.boundary]
     return joined

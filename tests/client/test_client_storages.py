@@ -14,6 +14,7 @@ from torch import nn
 
 from cadenza.sidecar import client
 from cadenza.sidecar.client.errors import MoveError
+from cadenza.sidecar.client.offload import unregistered
 from cadenza.sidecar.client.offload.engine import Offload
 from cadenza.sidecar.client.offload.storages import Segment, survey
 
@@ -128,6 +129,76 @@ def test_a_release_that_fails_brings_back_the_others(tmp_path: Path) -> None:
         offload.offload([Segment(str(index), storage, storage.nbytes()) for index, storage in enumerate(storages)])
     assert not offload.away
     assert all(torch.equal(now, then) for now, then in zip(tensors, copies, strict=True))
+
+
+def test_tensors_in_containers_of_modules_and_on_tensors_are_found() -> None:
+    """Python keeps such tensors in no parameter list: banks of features, scales of quantized weights."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    model[0].bank = [torch.ones(3), {"old": torch.ones(4)}]
+    model[0].weight.scales = torch.ones(5)
+    model[0].weight.states = (torch.ones(6),)
+    model[0].weight.scales.weight = model[0].weight  # a circle
+    assert [segment.name for segment in survey([("model", model)]).segments] == [
+        "model.0.weight",
+        "model.0.weight.scales",
+        "model.0.weight.states[0]",
+        "model.0.bank[0]",
+        "model.0.bank[1][old]",
+    ]
+
+
+class TestUnregisteredMemory:
+    """The CPU stands for a GPU, on which the allocator has given out more than the registered tensors take."""
+
+    @pytest.fixture(autouse=True)
+    def full(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        memory = unregistered.DeviceMemory(4096 + 512 + (48 << 20), 1 << 30)
+        monkeypatch.setattr(unregistered, "in_use", lambda: {torch.device("cpu"): memory})
+        monkeypatch.setattr(unregistered, "LIMIT_BYTES", 32 << 20)
+
+    def test_it_refuses_with_the_tensors_that_python_can_see(self) -> None:
+        logits = torch.empty(3, 16 << 20, dtype=torch.uint8)
+        refusal = survey([("tensors", [torch.ones(1024), torch.ones(1)])]).refusal
+        assert refusal is not None
+        assert refusal.startswith(
+            "48 MiB of memory on cpu belong to nothing that was given to attach(), such as uint8 [3,"
+        )
+        assert "uint8 [3, 16777216] (48 MiB)" in refusal
+        assert survey([("tensors", [torch.ones(1024), torch.ones(1), logits])]).refusal is None
+
+    def test_a_little_may_stay(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(unregistered, "LIMIT_SHARE", 0.1)
+        assert survey([("tensors", [torch.ones(1024)])]).refusal is None
+
+    def test_with_everything_it_moves(self) -> None:
+        logits = torch.ones(3, 16 << 20, dtype=torch.uint8)
+        exported = torch.ones(9)
+        exported.numpy()
+        found = survey([("tensors", [torch.ones(1024)])], everything=True)
+        assert found.refusal is None
+        storages = {segment.storage.data_ptr(): segment.name for segment in found.segments}
+        assert storages[logits.data_ptr()] == "uint8 [3, 16777216]"
+        assert exported.data_ptr() not in storages
+
+
+def test_a_survey_that_fails_refuses_the_stop(job: Peer) -> None:
+    """The allocator may not describe its memory, or a function of the script fail."""
+
+    def agent() -> str:
+        rank = job.rank(stop=1)
+        refused: str = rank.hear("arrived")["refused"]
+        rank.clear()
+        rank.say("cancel", order=1, reason="refused")
+        return refused
+
+    def broken() -> object:
+        raise LookupError("gone")
+
+    script = Script(agent, job)
+    session = client.attach(tensors=broken)
+    session.boundary()
+    session.boundary()
+    assert script.finish() == "the state cannot be examined: LookupError: gone"
 
 
 def test_refused_state_is_named_to_the_agent_and_stays(job: Peer) -> None:

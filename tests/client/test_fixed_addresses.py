@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 from cadenza.sidecar.client.offload import fixed_addresses
@@ -48,6 +51,43 @@ def test_graphs_are_named_with_their_possible_origin() -> None:
     plain = fixed_addresses.graph_refusal([1, Traced()], Graph, compiled=False)
     assert plain == "captured CUDA graphs replay fixed device addresses, which a move would change"
     assert "torch.compile with mode reduce-overhead" in fixed_addresses.graph_refusal([Graph()], Graph, compiled=True)
+
+
+class TestProcessWithGpu:
+    """A process in which torch's allocator shows ``segments``, and frees ``freed`` with its cache."""
+
+    @pytest.fixture
+    def segments(self, monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        held, freed = list[dict[str, Any]](), list[dict[str, Any]]()
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [*held, *freed])
+        monkeypatch.setattr(torch.cuda, "empty_cache", freed.clear)
+        return held, freed
+
+    @pytest.mark.parametrize("name", ["cudaMallocAsync", ""])
+    def test_other_allocators_refuse_by_name(
+        self, segments: object, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: name)
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: pytest.fail("it would raise"))
+        ranges, refusal = fixed_addresses.inspect_process()
+        assert ranges == []
+        assert refusal is not None
+        assert (name or "one that was plugged in") in refusal
+
+    def test_an_idle_pool_refuses_only_if_it_outlives_the_cache(
+        self, segments: tuple[list[dict[str, Any]], list[dict[str, Any]]]
+    ) -> None:
+        """A graph that gc.freeze() has hidden keeps its pool, and would replay on addresses of others."""
+        held, freed = segments
+        freed.append(SNAPSHOT[3])
+        assert fixed_addresses.inspect_process() == ([], None)
+        held.append(SNAPSHOT[3])
+        ranges, refusal = fixed_addresses.inspect_process()
+        assert [one.start for one in ranges] == [0x6000]
+        assert refusal is not None
+        assert "whose graph still lives" in refusal
 
 
 def test_a_process_that_has_used_no_gpu_is_not_searched() -> None:

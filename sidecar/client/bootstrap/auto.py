@@ -118,7 +118,8 @@ class OptimizerFollower:
             self._session = existing or process.prepare()
             self._session.automatic = True
             os.environ[ATTACHED_ENV] = str(os.getpid())
-            process.attach([("modules", self._live_others), ("optimizers", lambda: list(self._optimizers))])
+            sources = [("modules", self._live_others), ("optimizers", lambda: list(self._optimizers))]
+            process.attach(sources, everything=True)
 
     def _live_others(self) -> dict[str, object]:
         """Return the modules and scalers that still live, by name."""

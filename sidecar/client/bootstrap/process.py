@@ -53,6 +53,7 @@ def attach(
     *,
     socket: str | None = None,
     refuse_resident: bool = False,
+    everything: bool = False,
     spill: str | None = None,
 ) -> Session:
     """Register the sources in this process's session, connect it if there is an agent, and return it.
@@ -61,6 +62,7 @@ def attach(
     """
     session = prepare()
     session.refuse_resident |= refuse_resident
+    session.everything |= everything
     session.spill_to = spill or session.spill_to or os.environ.get(SPILL_ENV, "")
     for name, thing in sources:
         session.register(name, thing)

@@ -14,6 +14,11 @@ import torch
 DEFAULT_POOL = (0, 0)
 """The caching allocator's own pool (``segment_pool_id`` in ``torch.cuda.memory_snapshot()``)."""
 COMPILED = "torch._inductor.cudagraph_trees"
+NATIVE = "native"
+"""Torch's own caching allocator, by ``torch.cuda.get_allocator_backend()``."""
+GRAPH = "a CUDA graph's private pool"
+POOL = "a torch.cuda.MemPool, as NCCL registers"
+"""Owners of private pools."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ def private_ranges(snapshot: Iterable[Mapping[str, Any]], pools: Iterable[tuple[
     for segment in snapshot:
         pool = tuple(segment.get("segment_pool_id", DEFAULT_POOL))
         if pool != DEFAULT_POOL:
-            owner = "a torch.cuda.MemPool, as NCCL registers" if pool in mem_pools else "a CUDA graph's private pool"
+            owner = POOL if pool in mem_pools else GRAPH
             ranges.append(PrivateRange(segment["address"], segment["total_size"], segment["allocated_size"], owner))
     return sorted(ranges, key=lambda one: one.start)
 
@@ -67,16 +72,47 @@ def pool_refusal(ranges: Iterable[PrivateRange]) -> str | None:
     return f"memory at fixed device addresses: {', '.join(parts)}" if parts else None
 
 
+def allocator_refusal(name: str) -> str | None:
+    """Return the reason why torch's allocator of this name forbids a move; None for the native one.
+
+    Others, ``cudaMallocAsync`` and those that are plugged in, do not say which memory is at fixed addresses, and their
+    memory does not go back to the GPU when torch empties its caches.
+    """
+    if name == NATIVE:
+        return None
+    return f"torch's allocator is {name or 'one that was plugged in'}: only the native one gives memory back"
+
+
+def idle_pool_refusal(ranges: Iterable[PrivateRange]) -> str | None:
+    """Return the reason why graphs' pools that outlive an emptied cache forbid a move; None without any.
+
+    Nothing in such a pool is in use, but a graph replays there that the search for graphs has not found: gc.freeze()
+    hides objects from it.
+    """
+    nbytes = sum(one.nbytes for one in ranges if one.owner == GRAPH)
+    return (
+        f"{nbytes / 2**20:.1f} MiB at fixed device addresses belong to {GRAPH}, whose graph still lives"
+        if nbytes
+        else None
+    )
+
+
 def inspect_process() -> tuple[list[PrivateRange], str | None]:
-    """Return this process's private ranges, and the reason why its graphs or pools forbid a move, if they do.
+    """Return this process's private ranges, and the reason why its allocator, graphs or pools forbid a move, if any do.
 
     Not run on a GPU yet. Costs nothing in a process that has not used one.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return [], None
+    if refusal := allocator_refusal(torch.cuda.get_allocator_backend()):
+        return [], refusal
     objects = gc.get_objects()
     mempool = getattr(torch.cuda, "MemPool", None)  # since torch 2.5
     pools = [thing.id for thing in objects if type(thing) is mempool]
     ranges = private_ranges(torch.cuda.memory_snapshot(), pools)  # type: ignore[no-untyped-call]
-    refusal = graph_refusal(objects, torch.cuda.CUDAGraph, compiled=COMPILED in sys.modules)
-    return ranges, refusal or pool_refusal(ranges)
+    refusal = graph_refusal(objects, torch.cuda.CUDAGraph, compiled=COMPILED in sys.modules) or pool_refusal(ranges)
+    if refusal is None and any(one.owner == GRAPH for one in ranges):
+        torch.cuda.empty_cache()  # frees the pools whose graphs are gone
+        ranges = private_ranges(torch.cuda.memory_snapshot(), pools)  # type: ignore[no-untyped-call]
+        refusal = idle_pool_refusal(ranges)
+    return ranges, refusal

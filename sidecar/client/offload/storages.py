@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from cadenza.sidecar.client.offload import exports, fixed_addresses
+from cadenza.sidecar.client.offload import exports, fixed_addresses, unregistered
+from cadenza.sidecar.client.offload.copy_plan import aligned
 
 Named: TypeAlias = tuple[str, torch.Tensor]
 
@@ -28,8 +29,10 @@ SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-UNKNOWN_LIMIT_BYTES = 256 * 2**20
-"""GPU memory that may be in use without any known state; above it, a stop is refused."""
+OWN_ATTRIBUTES = frozenset(vars(torch.nn.Module()))
+"""Attributes of every module, which hold its parts and hooks."""
+OPENED = (list, tuple, set, frozenset, dict)
+"""Containers that are searched where they are attributes of modules and tensors."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,14 @@ class Survey:
         return sum(segment.nbytes for segment in self.segments)
 
 
-def survey(sources: Iterable[tuple[str, object]], *, refuse_resident: bool = False) -> Survey:
+def survey(sources: Iterable[tuple[str, object]], *, refuse_resident: bool = False, everything: bool = False) -> Survey:
     """Find all storages of the sources and check each, moving nothing.
 
     If any storage is on a GPU, only device storages count: host memory gains nothing from a move. Otherwise host
     storages move, on the same path. A storage that cannot be released stays where it is; on a GPU, or with
-    ``refuse_resident``, it refuses the stop, because the memory would not be free for the next job.
+    ``refuse_resident``, it refuses the stop, because the memory would not be free for the next job. So does memory
+    of a GPU that belongs to nothing in the sources, above a limit; with ``everything`` all tensors that Python can see
+    there move as well.
     """
     # 1. Find each storage once, under the name of the first tensor in it.
     segments: dict[int, Segment] = {}
@@ -91,7 +96,14 @@ def survey(sources: Iterable[tuple[str, object]], *, refuse_resident: bool = Fal
         if storage is not None and storage._cdata not in segments:  # noqa: SLF001
             segments[storage._cdata] = Segment(name, storage, storage.nbytes())  # noqa: SLF001
             reasons[storage._cdata] = _reason_to_stay(storage, tensor)  # noqa: SLF001
-    # 2. Keep storages to which others have a pointer, and those that share memory or lie at fixed addresses.
+    # 2. Find the other tensors on the GPUs in use, if they move too or are too much to stay.
+    memory = unregistered.in_use()
+    others = _others(segments, memory) if everything else {}
+    segments |= others
+    reasons |= dict.fromkeys(others)
+    unknown = unregistered.excess(memory, _known_bytes(segments.values(), walk.buckets, memory))
+    named = {one.name: one.nbytes for one in (_others(segments, memory) if unknown else {}).values()}
+    # 3. Keep storages to which others have a pointer, and those that share memory or lie at fixed addresses.
     exported = exports.reasons()
     overlaps = _overlaps(segments)
     private, refusal = fixed_addresses.inspect_process()
@@ -100,16 +112,17 @@ def survey(sources: Iterable[tuple[str, object]], *, refuse_resident: bool = Fal
         if private and _device(segment) == "cuda":
             owner = fixed_addresses.owner_of(private, segment.storage.data_ptr())
         reasons[key] = reasons[key] or exported.get(key) or overlaps.get(key) or (f"in {owner}" if owner else None)
-    # 3. With a GPU in use, leave host storages out.
+    # 4. With a GPU in use, leave host storages out.
     on_gpu = any(_device(segment) == "cuda" for segment in segments.values())
     entries = [(one, reasons[key]) for key, one in segments.items() if not (on_gpu and _device(one) == "cpu")]
-    # 4. Divide them into those that move and those that stay, and decide whether the stop is refused.
+    # 5. Divide them into those that move and those that stay, and decide whether the stop is refused.
     moving = tuple(segment for segment, reason in entries if not reason)
     resident = (
         *(Resident(one.name, reason, one.nbytes, _device(one)) for one, reason in entries if reason),
         *walk.buckets,
     )
-    return Survey(moving, resident, refusal or _refusal(moving, resident, refuse_resident=refuse_resident))
+    refusal = refusal or _refusal(resident, refuse_resident=refuse_resident)
+    return Survey(moving, resident, refusal or unregistered.refusal(unknown, named))
 
 
 class Walk:
@@ -134,6 +147,12 @@ class Walk:
         """Yield the tensors in modules, optimizers and containers; other objects only at the top level."""
         if isinstance(thing, torch.Tensor):
             yield name, thing
+            attributes = getattr(thing, "__dict__", None)
+            if attributes and id(thing) not in self._visited:
+                self._visited.add(id(thing))
+                for key, value in list(attributes.items()):
+                    if isinstance(value, (torch.Tensor, *OPENED)):
+                        yield from self._inside(f"{name}.{key}", value)
         elif id(thing) not in self._visited:
             self._visited.add(id(thing))
             for path, child in self._children(name, thing, top=top):
@@ -154,7 +173,7 @@ class Walk:
         return ()
 
     def _module(self, name: str, module: torch.nn.Module) -> Iterator[tuple[str, object]]:
-        """Yield parameters, buffers and tensors that are plain attributes of a module or its children."""
+        """Yield a module's and its children's parameters, buffers, and attributes that are tensors or containers."""
         for path, child in module.named_modules(prefix=name):
             for part in (child._parameters, child._buffers, vars(child)):  # noqa: SLF001
                 for key, value in part.items():
@@ -167,6 +186,10 @@ class Walk:
                 reason = "owned by the reducer; gradient_as_bucket_view=True makes it movable while gradients exist"
                 nbytes = sum(parameter.nbytes for parameter in parameters)
                 self.buckets.append(Resident(f"{path}: gradient buckets", reason, nbytes, REDUCER))
+        for path, child in module.named_modules(prefix=name):
+            for key, value in list(vars(child).items()):
+                if key not in OWN_ATTRIBUTES and isinstance(value, OPENED):
+                    yield f"{path}.{key}", value
 
     def _mapping(self, name: str, mapping: Mapping[Any, Any]) -> Iterator[tuple[str, object]]:
         """Yield a mapping's values, and keys that are tensors: optimizer state is named by its parameter."""
@@ -241,15 +264,38 @@ def _device(segment: Segment) -> str:
     return str(segment.storage.device.type)
 
 
-def _refusal(segments: tuple[Segment, ...], resident: tuple[Resident, ...], *, refuse_resident: bool) -> str | None:
-    """Return the reason why nothing may move, if there is one."""
+def _others(
+    segments: Mapping[int, Segment], devices: Mapping[torch.device, unregistered.DeviceMemory]
+) -> dict[int, Segment]:
+    """Return the storages on some devices that Python can see, can be moved and are none of the segments."""
+    found: dict[int, Segment] = {}
+    for thing in unregistered.live_tensors() if devices else ():
+        for part, tensor in _plain("", thing):
+            storage = _storage_of(tensor)
+            if storage is None or storage.device not in devices:
+                continue
+            key = storage._cdata  # noqa: SLF001
+            if key not in segments and not _reason_to_stay(storage, tensor):
+                name = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{part}"
+                found.setdefault(key, Segment(name, storage, storage.nbytes()))
+    return found
+
+
+def _known_bytes(
+    segments: Iterable[Segment], buckets: Iterable[Resident], devices: Iterable[torch.device]
+) -> dict[torch.device, int]:
+    """Return the memory of each device that belongs to segments, as the allocator rounds it, and to DDP's buckets."""
+    known = dict.fromkeys(devices, sum(bucket.nbytes for bucket in buckets))
+    for segment in segments:
+        if segment.storage.device in known:
+            known[segment.storage.device] += aligned(segment.nbytes)
+    return known
+
+
+def _refusal(resident: tuple[Resident, ...], *, refuse_resident: bool) -> str | None:
+    """Return the reason why storages that stay forbid a move, if they do."""
     stuck = [one for one in resident if refuse_resident or one.device not in HARMLESS_PLACES]
-    if stuck:
-        more = f" and {len(stuck) - 3} more" if stuck[3:] else ""
-        return f"cannot release {', '.join(map(str, stuck[:3]))}{more}"
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not stuck:
         return None
-    used = torch.cuda.memory_allocated()
-    if not segments and used > UNKNOWN_LIMIT_BYTES:
-        return f"{used >> 20} MiB of GPU memory belong to nothing that was given to attach(): pass the model"
-    return None
+    more = f" and {len(stuck) - 3} more" if stuck[3:] else ""
+    return f"cannot release {', '.join(map(str, stuck[:3]))}{more}"

@@ -50,6 +50,8 @@ class Session(StepCounters):
         self.explicit = False
         """The script called attach(); a script that only keeps checkpoints has a session too."""
         self.refuse_resident = False
+        self.everything = False
+        """All tensors on the GPU that Python can see move too."""
         self.spill_to = ""
         """A directory on a disk of this node for state that does not fit into host memory; "": none."""
         self.files = FileList()
@@ -425,10 +427,13 @@ class Session(StepCounters):
         if not self._sources or "torch" not in sys.modules:
             return None
         from cadenza.sidecar.client.offload.engine import Offload  # noqa: PLC0415
-        from cadenza.sidecar.client.offload.storages import survey  # noqa: PLC0415
+        from cadenza.sidecar.client.offload.storages import Survey, survey  # noqa: PLC0415
 
         self._offload = self._offload or Offload()
-        result = survey(self._sources, refuse_resident=self.refuse_resident)
+        try:
+            result = survey(self._sources, refuse_resident=self.refuse_resident, everything=self.everything)
+        except Exception as error:  # noqa: BLE001 - torch, its extensions and the user's functions raise anything
+            return Survey((), (), f"the state cannot be examined: {type(error).__name__}: {error}")
         ranks = self._who.local_world_size if self._who else None
         refusal = result.refusal or self._offload.memory_refusal(result.segments, ranks or 1, self.spill_to)
         return replace(result, refusal=refusal, spilled=bool(self._offload.spill_to))

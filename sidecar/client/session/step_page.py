@@ -93,7 +93,7 @@ class StepCounters:
         self.memory_step = 1
         """Step of the next reading of memory."""
         self.out = False
-        """True while this rank's state is out: each boundary leads to the wait for the lease, whatever the page says."""
+        """True while this rank's state is out: each boundary leads to the wait for the lease."""
         self.order = 0
         self.order_at = 0
         """Last order that stopped this rank, and the first word of its entry in the page."""
