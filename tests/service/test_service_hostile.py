@@ -276,3 +276,40 @@ def test_nothing_that_a_user_writes_undoes_an_admins_hold(
         assert held
         touched = {getattr(action, "job", None) for action, _ in report.outcomes}
         assert held.isdisjoint(touched)
+
+
+JOBS = [raw["id"] for raw in CLUSTER["jobs"]]
+UNBELIEVED = st.fixed_dictionaries(
+    {}, optional={"held": st.booleans(), "name": st.sampled_from(TEXTS), "command": st.sampled_from(TEXTS)}
+)
+"""Words of a job's owner that no daemon may act on: the comment's ``held``, the job's name and its command."""
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(JOBS), UNBELIEVED, min_size=1, max_size=4),
+    st.sampled_from(NAMES["ordering"]),
+    st.sampled_from(NAMES["sharing"]),
+    st.sampled_from(["native", "held"]),
+)
+def test_words_without_authority_change_no_action(
+    claims: dict[int, dict[str, object]], order: str, share: str, admission: str
+) -> None:
+    """The same actions, byte for byte, in the recorded cluster with and without them."""
+
+    def decided(claimed: dict[int, dict[str, object]]) -> bytes:
+        jobs = [claiming(raw, dict(claimed.get(raw["id"], {}))) for raw in CLUSTER["jobs"]]
+        seen = snapshot(CLUSTER | {"jobs": jobs})
+        seen = replace(seen, jobs=tuple(map(leased, seen.jobs)))
+        return msgspec.json.encode(policy(configured(order, "none", share, admission))(seen, Memory()).actions)
+
+    assert decided(claims) == decided({})
+
+
+def claiming(raw: dict[str, object], claim: dict[str, object]) -> dict[str, object]:
+    """Return a recorded job with another name and command, and with ``held`` in its comment if that is claimed."""
+    comment = json.loads(str(raw["comment"])) if str(raw["comment"]).startswith("{") else {}
+    if "held" in claim and "cadenza" in comment:
+        claim["comment"] = json.dumps({"cadenza": comment["cadenza"] | {"held": claim.pop("held")}})
+    claim.pop("held", None)
+    return raw | claim
