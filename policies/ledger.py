@@ -47,7 +47,11 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
         for key, at_s in memory.held.items()
         if any(_still_held(key, snapshot.time_s - at_s, job) for job in by_id.get(key.id, ()))
     }
-    held |= {job.key: snapshot.time_s for job in snapshot.jobs if job.held_at_restart and job.key not in memory.placed}
+    held |= {
+        job.key: snapshot.time_s
+        for job in snapshot.jobs
+        if job.held_at_restart and (job.noted_by_plugin or job.key not in memory.placed)
+    }
     requeued = [action.job for action in acted if isinstance(action, Requeue) and action.hold]
     drained = {node.name for node in snapshot.nodes if node.drained} & memory.drained
     opened = {action.node for action in acted if isinstance(action, OpenNode)}

@@ -93,8 +93,9 @@ def job(raw: Raw, now_s: float, slurmctld_start_s: float | None = None) -> Job |
         eligible_s=float(raw["eligible_time"]) if state == "PENDING" and raw.get("eligible_time") else None,
         nodes=tuple(raw["allocated_nodes"]) if state != "PENDING" else (),
         required_nodes=tuple(raw["required_nodes"]),
-        held_at_restart=state == "PENDING" and held_at_restart(raw, slurmctld_start_s),
+        held_at_restart=state == "PENDING" and held_at_restart(raw, slurmctld_start_s, now_s),
         held_by_plugin=state == "PENDING" and held_by_plugin(raw),
+        noted_by_plugin=state == "PENDING" and noted_by_plugin(raw),
         gpu_type=wanted_type(raw),
         options=options,
         unmanageable=unmanageable,
@@ -138,15 +139,20 @@ def options_of(raw: Raw) -> tuple[Options | None, str]:
     return (None, "") if opt_in is None else (opt_in.options, opt_in.reason or unmanageable_reason(raw) or "")
 
 
-def held_at_restart(raw: Raw, slurmctld_start_s: float | None) -> bool:
-    """Return True if Slurm held a job that it could not start again within ``RESTART_S`` of slurmctld's start.
+def held_at_restart(raw: Raw, slurmctld_start_s: float | None, now_s: float) -> bool:
+    """Return True if Slurm itself holds a job within ``RESTART_S`` of slurmctld's start, and never releases it.
 
     A slurmctld that was killed forgets that it has started a job, starts it again, is refused by slurmd ("Duplicate
-    jobid"), and requeues the job into a hold that it never releases. A requeue sets the time of submission anew.
+    jobid"), and requeues the job into a hold. A requeue sets the time of submission anew. Or it forgets the start of a
+    job and our release before it; then the forgotten start's prolog reports its end late (slurmd tries every 15 s),
+    which takes the reason of the plugin's hold away, and the scheduler calls it JobHeldAdmin.
     """
-    if slurmctld_start_s is None or raw["priority"] or raw["state_reason"] != LAUNCH_FAILED:
+    if slurmctld_start_s is None or raw["priority"]:
         return False
-    return abs(float(raw["submit_time"] or 0) - slurmctld_start_s) <= RESTART_S
+    if raw["state_reason"] == "JobHeldAdmin":
+        return noted_by_plugin(raw) and 0 <= now_s - slurmctld_start_s <= RESTART_S
+    requeued_s = float(raw["submit_time"] or 0)
+    return raw["state_reason"] == LAUNCH_FAILED and abs(requeued_s - slurmctld_start_s) <= RESTART_S
 
 
 def held_by_plugin(raw: Raw) -> bool:
@@ -156,8 +162,12 @@ def held_by_plugin(raw: Raw) -> bool:
     takes the note away. Slurm calls that hold JobHeldUser; a hold by an admin (JobHeldAdmin) or of a later incarnation
     is not ours.
     """
-    note = (raw.get("admin_comment") or "").rpartition("\n")[2]
-    return note == HELD_NOTE and raw["state_reason"] == "JobHeldUser" and not raw["requeue_count"]
+    return noted_by_plugin(raw) and raw["state_reason"] == "JobHeldUser"
+
+
+def noted_by_plugin(raw: Raw) -> bool:
+    """Return True if AdminComment still has the note of job_submit.lua's hold, and no requeue came since."""
+    return (raw.get("admin_comment") or "").rpartition("\n")[2] == HELD_NOTE and not raw["requeue_count"]
 
 
 def unmanageable_reason(raw: Raw) -> str | None:

@@ -210,6 +210,33 @@ def test_a_job_that_slurm_held_as_slurmctld_restarted_is_told_by_reason_and_time
     assert found.held_at_restart == at_restart
 
 
+@pytest.mark.parametrize(
+    ("changes", "started_s_ago", "at_restart"),
+    [
+        ({}, 20.0, True),
+        ({}, 61.0, False),
+        ({}, None, False),
+        ({"admin_comment": ""}, 20.0, False),
+        ({"requeue_count": 1}, 20.0, False),
+        ({"priority": 1}, 20.0, False),
+    ],
+)
+def test_a_hold_of_the_plugin_that_slurmctld_calls_an_admins_after_its_restart_is_told_by_note_and_time(
+    changes: dict[str, Any], started_s_ago: float | None, at_restart: bool
+) -> None:
+    facts = {
+        "state": "PENDING",
+        "priority": 0,
+        "state_reason": "JobHeldAdmin",
+        "requeue_count": 0,
+        "admin_comment": "cadenza: held",
+    }
+    found = job(raw_job(**(facts | changes)), NOW_S, None if started_s_ago is None else NOW_S - started_s_ago)
+    assert found is not None
+    assert found.held_at_restart == at_restart
+    assert not found.held_by_plugin
+
+
 def test_what_the_submit_plugin_found_is_passed_on() -> None:
     found = job(raw_job(comment='{"cadenza":{"v":1,"share":false,"why":"cron jobs are not shared"}}'), NOW_S)
     assert found is not None

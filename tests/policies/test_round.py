@@ -392,6 +392,21 @@ def test_what_slurm_held_as_slurmctld_restarted_is_ours_until_it_is_released():
     assert not held_for_us(later, remember(memory, (Release(held.key, ""),), cluster(later)))
 
 
+def test_a_release_that_slurmctld_forgot_is_repeated_also_where_it_calls_the_hold_an_admins():
+    """A forgotten start's late prolog takes the reason of the plugin's hold away; the note stays until we release."""
+    forgot = job(1, state="PENDING", slurm_priority=0, state_reason="JobHeldAdmin", noted_by_plugin=True)
+    placed = Memory(placed=frozenset({forgot.key}))
+    assert not held_for_us(forgot, placed), "an admin's, without a restart of slurmctld"
+    assert not held_for_us(forgot, remember(placed, (), cluster(forgot)))
+    fresh = replace(forgot, held_at_restart=True)
+    assert held_for_us(fresh, placed)
+    memory = remember(placed, (), cluster(fresh))
+    assert held_for_us(forgot, memory), "also while it waits for GPUs, long after that restart"
+    memory = remember(memory, (Place(forgot.key, ("a",), ""),), cluster(forgot))
+    assert held_for_us(forgot, memory), "a release that failed is tried again"
+    assert not held_for_us(replace(forgot, noted_by_plugin=False), memory), "a hold after our release is an admin's"
+
+
 def test_the_hold_of_our_requeue_is_ours_until_it_is_released():
     """Only our own record says so; the next hold is the owner's."""
     requeue = (Requeue(key(5), hold=True, reason="makes room"),)

@@ -332,6 +332,19 @@ def test_users_who_do_not_share_make_way_by_checkpoint():
     assert "their GPUs are promised to it" in found.reasons[key(2)]
 
 
+@pytest.mark.parametrize("waited_s", [0.0, 1000.0])
+def test_a_job_that_slurm_started_where_another_user_is_does_not_keep_that_job_from_its_gpus(waited_s):
+    """No agent lets it have its first turn there; so the better rank would stand both still."""
+    theirs = served(1, 5000.0, on(1, "a", 1, 2, state="yielded", user="ann"))
+    stranger = served(2, 0.0, on(2, "a", 0, 1, 2, 3, state="waiting", lane=1, user="bob", waited_s=waited_s))
+    nodes = host("a", jobs=(theirs, stranger))
+    found = decide(theirs, stranger, nodes=nodes, share_between_users=False)
+    assert kinds(found) == {1: Resume} | ({2: Requeue} if waited_s else {}), found.reasons
+    assert kinds(decide(theirs, stranger, nodes=nodes)) == {2: Resume}, "where users share, the better one is first"
+    native = decide(theirs, stranger, nodes=nodes, share_between_users=False, admission="native")
+    assert kinds(native) == {1: Resume}
+
+
 def test_a_job_that_keeps_no_checkpoints_stays():
     long = served(1, 5000.0, on(1, "a", 0, 1, 2, 3, checkpoints=False))
     found = decide(long, pending(2, 2), nodes=host("a", jobs=(long,)))

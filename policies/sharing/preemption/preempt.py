@@ -135,7 +135,17 @@ class _Board:
             holding,
             bool(seats) and self._movable(job),
             not _can_leave(job),
+            self._barred(job),
         )
+
+    def _barred(self, job: Job) -> JobKey | None:
+        """Return a job of another user for which the agents keep a job from its first turn, where users are apart."""
+        if self.state.settings.share_between_users or job.lease is None or job.lease.state != "waiting":
+            return None
+        by_key = self.state.snapshot.by_key
+        there = (other for host, mask in self.seats.get(job.key, ()) for other in host.on(mask))
+        strangers = (other.key for other in there if other.user != job.user)
+        return next((key for key in strangers if (found := by_key[key].lease) and found.state != "waiting"), None)
 
     def _movable(self, job: Job) -> bool:
         """Return True if a job can save a checkpoint now, and be requeued or moved with it."""

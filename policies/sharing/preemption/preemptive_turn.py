@@ -34,6 +34,8 @@ class Candidate(NamedTuple):
     """True if it can save a checkpoint now, and leave or move without a loss."""
     steadfast: bool = False
     """True if it keeps no checkpoints: once it has GPUs it may have to stay there until its end."""
+    barred: JobKey | None = None
+    """A job of another user that has used its GPUs and is still there, so that no agent lets this one start."""
 
 
 @dataclass(slots=True)
@@ -103,6 +105,9 @@ class Turn:
     def _seated(self, job: Candidate) -> None:
         plan = self.plan
         gave_up = job.key in plan.evicted
+        if job.barred is not None:
+            plan.blocked[job.key] = job.barred
+            return
         if not gave_up and not any(host.claimed & mask for host, mask in job.seats):
             self.claim(job.key, job.seats)
             plan.runs.append(job.key)
@@ -213,6 +218,7 @@ class Turn:
         return (
             candidate is not None
             and bool(candidate.seats)
+            and candidate.barred is None
             and key not in self.plan.evicted
             and not any(host.claimed & mask for host, mask in candidate.seats)
         )

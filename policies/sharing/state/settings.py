@@ -101,13 +101,15 @@ def held_for_us(job: Job, memory: Memory) -> bool:
 
 
 def release_forgotten(job: Job, memory: Memory) -> bool:
-    """Return whether a killed slurmctld forgot our release of a hold that a requeue brought.
+    """Return whether a killed slurmctld forgot our release of a hold that a requeue or job_submit.lua brought.
 
     The hold of a requeue comes once in an incarnation, before our release. And an incarnation that has run does not
-    become pending again: only its successor does.
+    become pending again: only its successor does. The note of job_submit.lua's hold goes with our release, but a hold
+    by an admin may have come on top: only one that Slurm's restart explains is ours.
     """
     ran = job.key in memory.last_yield_s or job.key in memory.suspended or job.key in memory.resumed
-    return job.held and (job.state_reason == REQUEUE_HOLD or (ran and job.state_reason == "JobHeldAdmin"))
+    noted = job.noted_by_plugin and (job.held_at_restart or job.key in memory.held)
+    return job.held and (noted or job.state_reason == REQUEUE_HOLD or (ran and job.state_reason == "JobHeldAdmin"))
 
 
 def requeued_into_hold(job: Job, memory: Memory) -> bool:

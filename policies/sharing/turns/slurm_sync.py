@@ -77,7 +77,11 @@ def list_departures(state: SharingState) -> None:
     snapshot, jobs, rivals = state.snapshot, state.all_jobs, _jobs_by_gpu(state.snapshot)
     drained, host = hosts_to_leave(snapshot), {node.name: node.host for node in snapshot.nodes}
     state.leaving = frozenset(j.key for j in jobs if any(host.get(name) in drained for name in j.nodes))
-    state.giving_back = {j.key: reason for j in jobs if (reason := _requeue_reason(j, state, rivals))}
+    state.giving_back = {
+        j.key: reason
+        for j in jobs
+        if (reason := _apart_reason(j, state.settings, rivals) or _requeue_reason(j, state, rivals))
+    }
     state.fixed |= state.leaving | state.giving_back.keys()
 
 
@@ -274,6 +278,21 @@ def _requeue_reason(job: Job, state: SharingState, by_gpu: Mapping[Gpu, list[tup
         return None
     kept = [other.key for other in rivals if _waits_unmanaged(other.lease, settings)]
     return f"cannot be stopped and is in the way of job {min(kept)}, which did not opt in" if kept else None
+
+
+def _apart_reason(job: Job, settings: SharingSettings, by_gpu: Mapping[Gpu, list[tuple[int, Job]]]) -> str | None:
+    """Return why a job is requeued that Slurm itself has started on GPUs of another user; None if it stays.
+
+    Where users do not share, no agent gives it its first turn there, so it is placed anew once it has waited for a
+    slice. Where the service places no jobs, Slurm would start it there again.
+    """
+    lease, apart = job.lease, settings.places and not settings.share_between_users
+    if not apart or lease is None or lease.state != "waiting" or not (job.requeueable and settings.manages(job)):
+        return None
+    near = {rival.key: rival for gpu in lease.gpus for _, rival in by_gpu[gpu] if rival.user != job.user}
+    met = [key for key, rival in near.items() if rival.lease is not None and rival.lease.state != "waiting"]
+    late = lease.waited_s > max(settings.slice_s, settings.min_run_s)
+    return f"gives its place back: {job_names(met)} of another user had its GPUs first" if met and late else None
 
 
 def _holds(job: Job) -> bool:
