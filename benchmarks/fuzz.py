@@ -49,6 +49,9 @@ from cadenza.sidecar.agent.state_files import LeaseFile
 from cadenza.sidecar.agent.telemetry.collector import Stretch, joined
 from cadenza.sidecar.config import ConfigError
 from cadenza.slurm_plugin.cli.main import main as cadenza
+from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_nodes
+from cadenza.slurm_plugin.cli.whatif.history import read_history
+from cadenza.slurm_plugin.cli.whatif.job_records import read_job_records
 from cadenza.slurm_plugin.gateway.comment import BadOptions, opt_in_of
 from cadenza.slurm_plugin.service.agents.agent_registry import AgentRegistry
 from cadenza.slurm_plugin.service.settings import load_settings
@@ -57,6 +60,8 @@ from cadenza.slurm_plugin.sweep.configs import read_request
 from cadenza.slurm_plugin.sweep.controller import read_head
 from cadenza.slurm_plugin.sweep.journal import Reports, TrialState, read_state
 
+ANSWERS = Path(__file__).resolve().parents[1] / "tests" / "cli"
+"""Folder of recorded answers of Slurm's commands."""
 USAGE = 2
 COMMAND_EVERY = 1000
 """Refused files of which one is given to its command."""
@@ -300,6 +305,15 @@ def of_files(folder: Path) -> list[Boundary]:
         ),
         Boundary(
             "settings of an agent", file_of(folder, "agent.toml", agent_settings.load_settings), (ConfigError,), (toml,)
+        ),
+        Boundary(
+            "accounting of Slurm", lambda data: read_history(read_job_records(data, "F"), nodes, None), inputs,
+            ((ANSWERS / "sacct_26_05.json").read_bytes(),),
+            lambda path: ["whatif", "--sacct", str(path), "--nodes", "1x1:1:1"], ".json",
+        ),
+        Boundary(
+            "nodes of Slurm", lambda data: read_nodes(data, "F", 2), inputs,
+            ((ANSWERS / "scontrol_node_26_05.json").read_bytes(),),
         ),
         Boundary(
             "traces", lambda data: read_trace(text_in(data, "F"), "F", synergy_profiles()), inputs, (trace,),

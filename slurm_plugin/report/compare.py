@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -22,7 +23,11 @@ T = TypeVar("T", int, str)
 SCHEMA = "cadenza.report/1"
 MIN_RELATIVE_DIFFERENCE = 0.005
 """Least difference that counts as better or worse."""
-MAX_MODELS = 12
+MAX_ROWS = 12
+"""Models and users that a table shows: those with the most jobs."""
+WIDTHS = ((1, "1 GPU"), (7, "2 to 7 GPUs"), (8, "8 GPUs"), (inf, "more GPUs"))
+LENGTHS = ((600.0, "under 10 min"), (HOUR_S, "to 1 h"), (10 * HOUR_S, "to 10 h"), (inf, "longer"))
+"""Largest number of GPUs, and largest run time in seconds, of each class."""
 
 
 def compare(files: Sequence[Loaded], baseline: str | None) -> Comparison:
@@ -34,15 +39,15 @@ def compare(files: Sequence[Loaded], baseline: str | None) -> Comparison:
     files = (*_baselines(files), *files)
     files, warnings = distinct(files)
     results = grouped(files, baseline)
-    by_model = _slices(results, lambda _run, job: job.model or "unknown")
-    largest = sorted(by_model, key=lambda item: (-max(item.jobs), item.name))[:MAX_MODELS]
     return Comparison(
         results,
         dict(_table(results)),
         {result.label: paired_speed_up(result, results[0]) for result in results[1:]},
         _slices(results, lambda _run, job: job.gpus),
-        tuple(item for item in by_model if item in largest),
+        _largest(_slices(results, lambda _run, job: job.model or "unknown")),
         _slices(results, lambda run, job: run.classes.get(job.model, "unknown")),
+        _largest(_slices(results, lambda _run, job: job.user or "unknown")),
+        _named(_slices(results, lambda _run, job: size_class(job))),
         (*warnings, *notes(results)),
     )
 
@@ -184,6 +189,26 @@ def _slices(results: Sequence[Result], kind: Callable[[Run, JobResult], T]) -> t
             kinds[-1].append(hours)
     names = sorted({name for runs in kinds for run in runs for name in run})
     return tuple(_slice(name, results, kinds) for name in names)
+
+
+def _largest(slices: Sequence[Slice]) -> tuple[Slice, ...]:
+    """Return the slices with the most jobs, in their own order."""
+    kept = sorted(slices, key=lambda item: (-max(item.jobs), item.name))[:MAX_ROWS]
+    return tuple(item for item in slices if item in kept)
+
+
+def _named(slices: Sequence[Slice]) -> tuple[Slice, ...]:
+    """Return the slices of size classes with the names of their widths and lengths."""
+    places = [divmod(int(item.name), len(LENGTHS)) for item in slices]
+    names = [f"{WIDTHS[width][1]}, {LENGTHS[length][1]}" for width, length in places]
+    return tuple(item._replace(name=name) for item, name in zip(slices, names, strict=True))
+
+
+def size_class(job: JobResult) -> int:
+    """Return the number of a job's class: widths times lengths, from few GPUs and short to many and long."""
+    width = next(at for at, (most, _) in enumerate(WIDTHS) if job.gpus <= most)
+    length = next(at for at, (most, _) in enumerate(LENGTHS) if job.work_s <= most)
+    return width * len(LENGTHS) + length
 
 
 def _slice(name: T, results: Sequence[Result], kinds: Sequence[Sequence[dict[T, list[float]]]]) -> Slice:

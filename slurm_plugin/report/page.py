@@ -50,8 +50,8 @@ def document(template: str, title: str, results: Sequence[Result] = (), **values
     return page.render(title=title, results=results, script=script, script_digest=digest, **values)
 
 
-def render(comparison: Comparison, title: str) -> str:
-    """Return the page. Raise EnvironmentLacks without matplotlib."""
+def render(comparison: Comparison, title: str, remarks: Sequence[str] = ()) -> str:
+    """Return the page, with remarks ahead of its own notes. Raise EnvironmentLacks without matplotlib."""
     results = comparison.results
     several = len(results) > 1
     # 1. The facts below the title.
@@ -67,13 +67,15 @@ def render(comparison: Comparison, title: str) -> str:
     # 3. The tables by kind of job.
     kinds = (
         ("by-gpus", "Completion time by number of GPUs", "GPUs", comparison.by_gpus),
+        ("by-size", "Completion time by size and length", "GPUs and run time", comparison.by_size),
+        ("by-user", "Completion time by user", "User", comparison.by_user),
         ("by-class", "Completion time by class of model", "Class", comparison.by_class),
         ("by-model", "Completion time by model", "Model", comparison.by_model),
     )
     slices = [slice_table(*names, results) for names in kinds if len(names[-1]) > 1]
     # 4. The document.
     return document(
-        "comparison.html", title, results, facts=facts, notes=comparison.notes,
+        "comparison.html", title, results, facts=facts, notes=(*remarks, *comparison.notes),
         cards=[_card(result, comparison) for result in results], sections=sections(comparison), charts=drawings,
         slices=slices, commands=[_command(result) for result in results],
         most_seeds=max(len(result.runs) for result in results),
@@ -92,7 +94,7 @@ def _card(result: Result, comparison: Comparison) -> CardText:
 
 def _command(result: Result) -> dict[str, Any]:
     """Return the commands that made one result, and its files and seeds."""
-    lines = list(dict.fromkeys(shlex.join(("cadenza", "simulate", *file.arguments)) for file in result.files))
+    lines = list(dict.fromkeys(shlex.join(("cadenza", file.command, *file.arguments)) for file in result.files))
     source = f"from {', '.join(file.source for file in result.files)}"
     seeds = sorted({run.seed for run in result.runs if run.seed is not None} | {point.seed for point in result.sweep})
     if seeds:

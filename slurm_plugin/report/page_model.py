@@ -43,6 +43,8 @@ class Loaded:
     sweep: tuple[SweepPoint, ...] = ()
     baseline: Loaded | None = None
     """The same jobs under the baseline that the simulation was compared with."""
+    command: str = "simulate"
+    """Command of ``cadenza`` that the arguments belong to."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,10 @@ class Comparison:
     by_gpus: tuple[Slice, ...]
     by_model: tuple[Slice, ...]
     by_class: tuple[Slice, ...]
+    by_user: tuple[Slice, ...]
+    """The users with the most jobs."""
+    by_size: tuple[Slice, ...]
+    """By number of GPUs and length, in classes."""
     notes: tuple[str, ...]
     """Warnings about results that are not fully comparable."""
 

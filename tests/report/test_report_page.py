@@ -78,7 +78,7 @@ def test_every_part_is_there_and_well_formed():
     assert not found.open
     assert not found.wrong
     assert [attrs["id"] for attrs in found.all("section")] == [
-        "summary", "comparison", "charts", "by-gpus", "by-class", "by-model", "commands",
+        "summary", "comparison", "charts", "by-gpus", "by-size", "by-class", "by-model", "commands",
     ]  # fmt: skip
     assert [attrs["id"] for attrs in found.all("figure")] == [
         f"chart-{key}" for key in ("jct", "speedup", "load", "held", "busy", "cpus", "queue")

@@ -91,10 +91,19 @@ class Request:
         return workload.generate(Random(seed))  # noqa: S311 (a simulation wants repeatable draws)
 
 
-def read_request(words: Mapping[str, Any], arguments: tuple[str, ...]) -> Request:
+@dataclass(frozen=True)
+class Site:
+    """Jobs and nodes of a real cluster, in place of --trace and --nodes."""
+
+    jobs: tuple[TraceJob, ...]
+    nodes: tuple[Node, ...]
+
+
+def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Site | None = None) -> Request:
     """Return the request that the command's words make; raise InputError naming the option that is wrong."""
     # 1. The policy's names, and whether its actions go through Slurm as on a cluster.
-    _check_together(words)
+    if site is None:
+        _check_together(words)
     synergy = _one_of(words["preset"], "--preset", ("synergy",), "") == "synergy"
     names = _names(words, synergy=synergy)
     shared = names.share != "none"
@@ -106,8 +115,13 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...]) -> Reques
     lanes = integer(words["lanes"] or ("2" if shared else "1"), "--lanes", 1, MAX_LANES)
     if names.through_slurm and not shared and lanes > 1:
         raise InputError("--lanes: goes with a --share other than none; without sharing the service closes them")
-    nodes = _named("--nodes", read_cluster, words["nodes"] or KINDS[words["workload"].partition(":")[0]].cluster, lanes)
-    trace = None if workload else _trace(words, profiles)
+    trace: tuple[TraceJob, ...] | None
+    if site is not None:
+        nodes, trace = site.nodes, site.jobs
+    else:
+        shape = words["nodes"] or KINDS[words["workload"].partition(":")[0]].cluster
+        nodes = _named("--nodes", read_cluster, shape, lanes)
+        trace = None if workload else _trace(words, profiles)
     # 3. Time, costs and faults.
     events = _one_of(words["events"], "--events", YES_NO, "yes" if shared else "no") == "yes"
     failures, costs, interference = words["failures"], words["costs"], words["interference"]

@@ -1,0 +1,1 @@
+"""``cadenza whatif``: a cluster's own history under Slurm alone and under Cadenza."""

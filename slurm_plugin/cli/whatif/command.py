@@ -1,0 +1,59 @@
+"""``cadenza whatif``: what a cluster's own jobs would have waited under Cadenza, from Slurm's accounting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cadenza.slurm_plugin.cli.common import console, emit, json_option, say
+
+
+@click.command("whatif")
+@click.option("--sacct", metavar="FILE", type=click.Path(path_type=Path),
+              help="Accounting: sacct --allusers --duplicates --json, or sacct -P.")  # fmt: skip
+@click.option("--since", metavar="WHEN", help="Ask this cluster instead: jobs since 28d ago, or since a date.")
+@click.option("--nodes", metavar="TEXT|FILE",
+              help="The cluster as 16x8:24:500, or a file of scontrol show node --json.")  # fmt: skip
+@click.option("--partition", metavar="NAME", help="Jobs and nodes of this partition only.")
+@click.option(
+    "--lanes", metavar="N", default="2", help="Lanes per node: jobs that can take turns on a GPU (default: 2)."
+)
+@click.option("--movable", metavar="PERCENT,…", default="0,50",
+              help="Part of the jobs that keep checkpoints and can move; a run for each (default: 0,50).")  # fmt: skip
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("whatif.html"), help="Page to write.")
+@click.option("--quiet", is_flag=True, help="No progress bar.")
+@json_option
+def command(*, output: Path, as_json: bool, **words: Any) -> None:
+    """Show what this cluster's jobs would have waited under Cadenza.
+
+    Three answers stand next to each other on one HTML page: the jobs as they ran, the same jobs in a simulation of
+    Slurm's own scheduler, and in one of Cadenza as it ships. The difference of the first two is the simulation's
+    error, and it is printed. Jobs that the accounting cannot tell are left out and counted, by reason. Nothing has to
+    be installed on the cluster: two files are enough.
+
+    \b
+    sacct --allusers --duplicates --json --starttime now-28days > jobs.json
+    scontrol show node --json > nodes.json
+    cadenza whatif --sacct jobs.json --nodes nodes.json
+    """  # noqa: D301 (the escape tells click to keep the lines)
+    from cadenza.policies.core.errors import InputError  # noqa: PLC0415 (slow, like all below)
+    from cadenza.slurm_plugin.cli.whatif.runs import run_whatif  # noqa: PLC0415
+    from cadenza.slurm_plugin.cli.whatif.whatif_output import as_json as plain  # noqa: PLC0415
+    from cadenza.slurm_plugin.cli.whatif.whatif_output import as_text, page  # noqa: PLC0415
+    from cadenza.slurm_plugin.report.draw import require  # noqa: PLC0415
+
+    require()
+    if not output.parent.is_dir() or output.is_dir():
+        raise InputError(f"--output: {str(output)!r} is not a file in a folder that exists")
+    found = run_whatif(words)
+    try:
+        output.write_text(page(found), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--output: {str(output)!r} cannot be written: {error.strerror}") from None
+    if as_json:
+        emit(plain(found, str(output)))
+        return
+    console().print(as_text(found))
+    say(f"written: {output}")

@@ -1,0 +1,153 @@
+"""A cluster's past from its accounting: jobs for a simulation, and the run of them as it was (pure)."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from random import Random
+
+from cadenza.policies.core.model import Node
+from cadenza.policies.core.profile import MB_PER_GB
+from cadenza.policies.inputs.trace import TraceJob
+from cadenza.policies.simulator.run_values import Counts, JobResult, Result, Sample
+from cadenza.slurm_plugin.cli.whatif.job_records import JobRecord
+
+SHORTEST_S = 1.0
+"""Shorter runs are no work."""
+MOVABLE_SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PastJob:
+    """One job that ran to its end. Times in seconds since the first submission."""
+
+    id: int
+    user: str
+    submit_s: float
+    start_s: float
+    """Its first start."""
+    end_s: float
+    """The end of its last run."""
+    work_s: float
+    """Sum of its runs, without the time for which it was suspended."""
+    gpus: int
+    memory_gb_per_gpu: float | None
+    limit_s: float | None
+    runs: int
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Jobs in order of submission, and the number of those that were left out, by reason."""
+
+    jobs: tuple[PastJob, ...]
+    left_out: Counter[str]
+    begin_s: float
+    """First submission, in seconds since the epoch."""
+
+    def trace(self, movable: float) -> tuple[TraceJob, ...]:
+        """Return the jobs for a simulation; a fraction of them, drawn at random, keeps checkpoints and can move."""
+        chance = Random(MOVABLE_SEED)  # noqa: S311 (repeatable draws)
+        drawn = set(chance.sample(range(len(self.jobs)), round(movable * len(self.jobs))))
+        return tuple(
+            TraceJob(
+                id=job.id, submit_s=job.submit_s, gpus=job.gpus, work_s=job.work_s, user=job.user,
+                memory_gb_per_gpu=job.memory_gb_per_gpu, time_limit_s=job.limit_s, checkpoints=at in drawn,
+            )
+            for at, job in enumerate(self.jobs)
+        )  # fmt: skip
+
+
+def read_history(records: Sequence[JobRecord], nodes: Sequence[Node], partition: str | None) -> History:
+    """Return the jobs that ended on GPUs which these nodes have; the runs of a job that was requeued are one job."""
+    runs: defaultdict[int, list[JobRecord]] = defaultdict(list)
+    for record in records:
+        runs[record.job].append(record)
+    whole = [node for node in nodes if node.lane == 0]
+    gpus, each_gb = sum(node.gpus for node in whole), max(node.memory_mb / node.gpus for node in whole) / MB_PER_GB
+    left_out: Counter[str] = Counter()
+    found: list[tuple[float, int, list[JobRecord]]] = []
+    for job, rows in runs.items():
+        rows.sort(key=lambda row: (row.submit_s, row.start_s or row.submit_s))
+        if reason := _left_out(rows, gpus, each_gb, partition):
+            left_out[reason] += 1
+        else:
+            found.append((rows[0].submit_s, job, rows))
+    found.sort(key=lambda item: item[:2])
+    begin_s = found[0][0] if found else 0.0
+    return History(tuple(_past_job(job, rows, begin_s) for _, job, rows in found), left_out, begin_s)
+
+
+def _left_out(rows: Sequence[JobRecord], gpus: int, each_gb: float, partition: str | None) -> str:
+    """Return the reason for which a job is left out; empty for one that counts."""
+    last = rows[-1]
+    each_is_gb = (last.memory_mb or 0.0) / max(last.gpus, 1) / MB_PER_GB
+    reasons = (
+        (partition is not None and last.partition != partition, "in other partitions"),
+        (not last.gpus, "without GPUs"),
+        (all(row.start_s is None for row in rows), "never started"),
+        (last.end_s is None, "not over"),
+        (_work_s(rows) < SHORTEST_S, f"ran for less than {SHORTEST_S:.0f} s"),
+        (last.gpus > gpus, "wider than the cluster"),
+        (each_is_gb > each_gb, "with more memory for each GPU than a host has"),
+    )
+    return next((reason for holds, reason in reasons if holds), "")
+
+
+def _work_s(rows: Sequence[JobRecord]) -> float:
+    return sum(
+        max(row.end_s - row.start_s - row.suspended_s, 0.0)
+        for row in rows
+        if row.start_s is not None and row.end_s is not None
+    )
+
+
+def _past_job(job: int, rows: Sequence[JobRecord], begin_s: float) -> PastJob:
+    last = rows[-1]
+    starts = [row.start_s for row in rows if row.start_s is not None]
+    ends = [row.end_s for row in rows if row.end_s is not None]
+    memory_gb = None if last.memory_mb is None else last.memory_mb / last.gpus / MB_PER_GB
+    return PastJob(
+        job, last.user, rows[0].submit_s - begin_s, min(starts) - begin_s, max(ends) - begin_s, _work_s(rows),
+        last.gpus, memory_gb, last.limit_s, len(starts),
+    )  # fmt: skip
+
+
+# --- As it was -------------------------------------------------------------------------------------------
+
+
+def as_it_was(history: History, nodes: Sequence[Node]) -> Result:
+    """Return the past as the result of a simulation: GPUs count as held from a job's first start to its last end."""
+    whole = [node for node in nodes if node.lane == 0]
+    jobs = tuple(
+        JobResult(
+            job.id, job.submit_s, job.start_s, job.end_s, job.gpus, "", job.user, job.work_s, job.work_s, None,
+            restarts=job.runs - 1,
+        )
+        for job in history.jobs
+    )  # fmt: skip
+    gpus, cpus = sum(node.gpus for node in whole), sum(node.cpus for node in whole)
+    return Result(
+        jobs, tuple(_samples(history.jobs, gpus)), Counts(restarts=sum(job.runs - 1 for job in history.jobs)), gpus,
+        cpus, max((job.end_s for job in history.jobs), default=0.0),
+    )  # fmt: skip
+
+
+def _samples(jobs: Sequence[PastJob], gpus: int) -> Iterator[Sample]:
+    """Yield the GPUs held and the jobs that run and wait, at each change."""
+    changes: defaultdict[float, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for job in jobs:
+        for at_s, held, running, waiting in (
+            (job.submit_s, 0, 0, 1),
+            (job.start_s, job.gpus, 1, -1),
+            (job.end_s, -job.gpus, -1, 0),
+        ):
+            change = changes[at_s]
+            change[:] = change[0] + held, change[1] + running, change[2] + waiting
+    times = sorted(changes)
+    totals = [list(accumulate(changes[at_s][kind] for at_s in times)) for kind in range(3)]
+    for at_s, held_gpus, active, queued in zip(times, *totals, strict=True):
+        shown = float(min(held_gpus, gpus))
+        yield Sample(at_s, shown, 0.0, active, queued, shown)

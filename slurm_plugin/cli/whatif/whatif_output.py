@@ -1,0 +1,107 @@
+"""Output of ``cadenza whatif``: a table, sentences, JSON and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cadenza.policies.simulator.figures import Summary, flat
+from cadenza.slurm_plugin.cli.whatif.runs import AS_IT_WAS, SLURM, WhatIf
+from cadenza.slurm_plugin.report.compare import compare, plain
+from cadenza.slurm_plugin.report.page import render
+from cadenza.slurm_plugin.report.units import HOUR_S, NARROW, about, duration
+
+DAY_S = 86_400.0
+
+
+def _hours(value: float) -> str:
+    return duration(value * HOUR_S).replace(NARROW, " ")
+
+
+ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("avg_jct_h", "completion time, mean", _hours),
+    ("p50_jct_h", "median", _hours),
+    ("p99_jct_h", "p99", _hours),
+    ("mean_bounded_slowdown", "bounded slowdown, mean", "{:.1f}".format),
+    ("wait_1_gpu_h", "wait for the first start, 1 GPU", _hours),
+    ("wait_2_to_7_gpus_h", "2 to 7 GPUs", _hours),
+    ("wait_8_gpus_h", "8 GPUs", _hours),
+    ("wait_more_gpus_h", "more", _hours),
+    ("gpu_utilization", "GPUs held", "{:.1%}".format),
+    ("idle_waiting_gpus", "GPUs idle while a job waits that fits", "{:.1f}".format),
+    ("migrations", "moves", "{:,.0f}".format),
+)
+
+
+def title(found: WhatIf) -> str:
+    """Return a sentence with the number of jobs, the days and the GPUs."""
+    last_s = max(job.submit_s for job in found.history.jobs)
+    gpus = sum(node.gpus for node in found.nodes if node.lane == 0)
+    return f"{len(found.history.jobs):,} jobs in {last_s / DAY_S:.1f} days on {gpus:,} GPUs"
+
+
+def remarks(found: WhatIf) -> Iterator[str]:
+    """Yield sentences on the error of the simulation, on the jobs left out, and on the assumptions."""
+    was, slurm = (_mean_wait_s(found, label) for label in (AS_IT_WAS, SLURM))
+    error = f", {(slurm - was) / was:+.0%}" if was else ""
+    yield (
+        f"The simulation's error: under Slurm alone it has jobs wait {about(slurm)} on average, and they "
+        f"really waited {about(was)}{error}."
+    )
+    if found.history.left_out:
+        counts = "; ".join(f"{count:,} {reason}" for reason, count in found.history.left_out.most_common())
+        yield f"Jobs that are left out: {counts}."
+    if found.unshareable is not None and (text := found.unshareable.text()):
+        yield f"{text}."
+    yield (
+        "Accounting does not say which jobs keep checkpoints, so it is drawn at random, and all of a job's CPUs and "
+        "partitions count as its part of a host and as one. A job that was requeued counts with the sum of its runs."
+    )
+
+
+def _mean_wait_s(found: WhatIf, label: str) -> float:
+    """Return the mean time from submission to the first start in one of the results."""
+    jobs = next(file for file in found.results if file.label == label).runs[0].jobs
+    waits = [job.start_s - job.submit_s for job in jobs if job.start_s is not None]
+    return sum(waits) / len(waits) if waits else 0.0
+
+
+def as_text(found: WhatIf) -> RenderableType:
+    """Return the printed table and the remarks."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(no_wrap=True)
+    for file in found.results:
+        table.add_column(file.label, justify="right", no_wrap=True)
+    for key, name, write in ROWS:
+        values = [
+            _figure(summary, file.label, key) for summary, file in zip(found.summaries, found.results, strict=True)
+        ]
+        if any(value is not None for value in values):
+            table.add_row(name, *("" if value is None else write(value) for value in values))
+    return Group(Text(title(found), style="bold"), table, *(Text(line) for line in remarks(found)))
+
+
+def _figure(summary: Summary, label: str, key: str) -> float | None:
+    if label == AS_IT_WAS and key in ("idle_waiting_gpus", "migrations"):
+        return None
+    return flat(summary)[key]
+
+
+def page(found: WhatIf) -> str:
+    """Return the HTML page; Slurm's simulation is the baseline of the others."""
+    comparison = compare(found.results, SLURM)
+    return render(comparison, f"What if: {title(found)}", tuple(remarks(found)))
+
+
+def as_json(found: WhatIf, path: str) -> dict[str, Any]:
+    """Return the comparison as ``cadenza report --json`` has it, with the mean waits and the jobs left out."""
+    return {
+        **plain(compare(found.results, SLURM), path),
+        "jobs": len(found.history.jobs),
+        "left_out": dict(found.history.left_out),
+        "mean_wait_s": {file.label: _mean_wait_s(found, file.label) for file in found.results},
+    }

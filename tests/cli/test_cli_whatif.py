@@ -1,0 +1,200 @@
+"""whatif: the past from Slurm's own answers, what is left out, and the runs next to it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cadenza.policies.core.errors import InputError
+from cadenza.policies.inputs.cluster import read_cluster
+from cadenza.slurm_plugin.cli.main import main
+from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_nodes
+from cadenza.slurm_plugin.cli.whatif.history import as_it_was, read_history
+from cadenza.slurm_plugin.cli.whatif.job_records import FIELDS, read_job_records
+
+HERE = Path(__file__).resolve().parent
+SACCT, SCONTROL = HERE / "sacct_26_05.json", HERE / "scontrol_node_26_05.json"
+HEAD = "|".join(FIELDS)
+TABLE = f"""{HEAD}
+1|bob|shared|2026-11-24T22:41:21|2026-11-24T22:41:22|2026-11-24T22:41:48|2026-11-24T22:41:21|60|00:00:00|billing=1,cpu=1,gres/gpu=3,mem=300M,node=1|billing=1,cpu=1,gres/gpu=3,mem=300M,node=1
+1.batch|||||||||cpu=1,mem=300M,node=1|
+2|alice|shared|2026-11-24T22:41:35|2026-11-24T22:41:36|2026-11-24T22:42:25|2026-11-24T22:41:36|60|00:00:00|billing=2,cpu=2,gres/gpu=2,mem=600M,node=2|
+4|bob|shared|2026-11-24T22:41:44|2026-11-24T22:41:51|2026-11-24T22:41:56|2026-11-24T22:41:51|60|00:00:00|billing=1,cpu=1,gres/gpu=3,mem=300M,node=1|
+"""
+"""What sacct -P printed for three of the runs in SACCT."""
+
+
+def whatif(*words: str) -> Result:
+    return CliRunner().invoke(main, ["whatif", "--quiet", *words])
+
+
+def row(job: int, submit: int, start: int, end: int, gpus: int = 1, user: str = "ada") -> str:
+    """Return a line of sacct -P in seconds since the epoch; 0 stands for a time that has not come."""
+    times = [str(1_000_000 + at) if at >= 0 else "Unknown" for at in (submit, start, end)]
+    tres = f"cpu=1,gres/gpu={gpus},mem={gpus}G" if gpus else "cpu=1"
+    return f"{job}|{user}|gpu|{times[0]}|{times[1]}|{times[2]}|{times[0]}|600|00:00:00|{tres}|{tres}"
+
+
+def table(folder: Path, *rows: str) -> str:
+    file = folder / "jobs.txt"
+    file.write_text("\n".join((HEAD, *rows)) + "\n")
+    return str(file)
+
+
+# --- Slurm's answers -------------------------------------------------------------------------------------
+
+
+def test_json_and_table_say_the_same(monkeypatch):
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    runs = {(run.job, run.submit_s): run for run in read_job_records(SACCT.read_bytes(), "F")}
+    listed = read_job_records(TABLE.encode(), "F")
+    assert [run.job for run in listed] == [1, 2, 4]
+    for run in listed:
+        same = runs[run.job, run.submit_s]
+        assert (run.user, run.start_s, run.end_s, run.gpus, run.memory_mb, run.limit_s) == (
+            same.user, same.start_s, same.end_s, same.gpus, same.memory_mb, same.limit_s,
+        )  # fmt: skip
+
+
+def test_a_requeued_job_is_one_job_with_the_sum_of_its_runs():
+    nodes = read_nodes(SCONTROL.read_bytes(), "F", 2)
+    history = read_history(read_job_records(SACCT.read_bytes(), "F"), nodes, None)
+    jobs = {job.id: job for job in history.jobs}
+    assert sorted(jobs) == [1, 2, 3, 4, 5]
+    assert (jobs[4].runs, jobs[4].work_s, jobs[4].end_s - jobs[4].start_s) == (2, 15.0, 22.0)
+    # Job 8 runs, 611 waits, and 594 has 32 GPUs of the eight that these nodes have.
+    assert history.left_out == {"not over": 2, "never started": 1}
+
+
+def test_lanes_of_a_host_are_one_host():
+    nodes = read_nodes(SCONTROL.read_bytes(), "F", 3)
+    assert [(node.name, node.host, node.lane, node.gpus) for node in nodes if node.host == "node1"] == [
+        ("node1", "node1", 0, 4), ("node1-l1", "node1", 1, 4), ("node1-l2", "node1", 2, 4),
+    ]  # fmt: skip
+    assert len(nodes) == 6
+    with pytest.raises(InputError, match="no node of partition 'other' has GPUs"):
+        read_nodes(SCONTROL.read_bytes(), "F", 2, "other")
+
+
+def test_what_is_left_out_is_counted_by_reason(tmp_path):
+    file = table(
+        tmp_path, row(1, 0, 5, 105), row(2, 0, -1, -1), row(3, 0, -1, 7), row(4, 0, 5, 9, gpus=0), row(5, 0, 5, 9, 99),
+        row(6, 0, 5, 5), row(7, 1, 5, -1),
+    )  # fmt: skip
+    history = read_history(read_job_records(Path(file).read_bytes(), "F"), read_cluster("2x4:16:64"), None)
+    assert [job.id for job in history.jobs] == [1]
+    assert history.left_out == {
+        "never started": 2, "without GPUs": 1, "wider than the cluster": 1, "ran for less than 1 s": 1, "not over": 1,
+    }  # fmt: skip
+
+
+def test_the_past_as_it_was_counts_what_was_held_and_waited(tmp_path):
+    file = table(tmp_path, row(1, 0, 0, 100, 4), row(2, 10, 100, 150, 2), row(3, 20, 20, 30, 2))
+    nodes = read_cluster("1x8:16:64")
+    past = as_it_was(read_history(read_job_records(Path(file).read_bytes(), "F"), nodes, None), nodes)
+    seen = [(sample.time_s, sample.gpus_held, sample.running, sample.waiting) for sample in past.samples]
+    assert seen == [(0, 4, 1, 0), (10, 4, 1, 1), (20, 6, 2, 1), (30, 4, 1, 1), (100, 2, 1, 0), (150, 0, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "column 'JobIDRaw' is missing"),
+        ("{", "not the JSON of sacct"),
+        ('{"jobs":[{"job_id":-1,"time":{}}]}', r"jobs\[0\]"),
+        ('{"jobs":[{"job_id":1,"time":{}}]}', "job 1 has no time of submission"),
+        (f"{HEAD}\n1|a", "has 2 cells where the first line names 11"),
+        (f"{HEAD}\n{row(1, 9, 8, 5)}", "job 1 ends before it starts"),
+        (f"{HEAD}\n{row(1, 0, 1, 2).replace('gpu=1', 'gpu=x')}", r":2: TRES: 'gres/gpu=x' is not NAME=COUNT"),
+        (f"{HEAD}\n{row(1, 0, 1, 2).replace('1000000', 'today')}", "'today' is not a time"),
+        (f"{HEAD}\n{row(1, 0, 1, 2).replace('1|ada', '1_5|ada')}", "JobIDRaw: '1_5' is not a whole number"),
+    ],
+)
+def test_a_wrong_file_is_named_with_its_place(text, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        read_job_records(text.encode(), "F")
+    file = tmp_path / "bad"
+    file.write_text(text)
+    result = whatif("--sacct", str(file), "--nodes", "1x8:16:64", "-o", str(tmp_path / "o.html"))
+    assert (result.exit_code, result.output.count("\n")) == (2, 1)
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+                    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.sampled_from(
+                        ["jobs", "nodes", "job_id", "time", "tres", "name", "cpus", "gres", "state", "number", "user"]),
+                        values, max_size=4), max_leaves=8))  # fmt: skip
+def test_hostile_answers_raise_the_decoders_error_only(value):
+    data = json.dumps({"jobs": [value], "nodes": [value]}).encode()
+    for read in (lambda: read_job_records(data, "F"), lambda: read_nodes(data, "F", 2)):
+        try:
+            read()
+        except InputError:
+            continue
+
+
+@given(st.text(alphabet="0123456789|:-.,=KMGT_ \n\u0660gresgpu/", max_size=60))
+def test_hostile_lines_raise_the_decoders_error_only(text):
+    try:
+        read_history(read_job_records(f"{HEAD}\n{text}".encode(), "F"), read_cluster("1x8:16:64"), None)
+    except InputError:
+        return
+
+
+# --- The command -----------------------------------------------------------------------------------------
+
+
+def test_the_command_puts_the_past_slurm_and_cadenza_next_to_each_other(tmp_path):
+    # Two wide jobs of one user, and short ones that really waited for their ends.
+    wide = [row(1, 0, 0, 20_000, 4), row(2, 5, 20_000, 40_000, 4)]
+    short = [row(3 + n, 100 + n, 40_000, 40_300, 1, f"u{n % 2}") for n in range(4)]
+    page = tmp_path / "page.html"
+    result = whatif("--sacct", table(tmp_path, *wide, *short), "--nodes", "1x4:16:64", "--movable", "100",
+                    "-o", str(page), "--json")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert [item["label"] for item in found["results"]] == ["slurm", "as it was", "cadenza, 100 % can move"]
+    waits = found["mean_wait_s"]
+    assert waits["as it was"] == fmean([0, 19_995, *(39_900 - n for n in range(4))])
+    assert waits["slurm"] == pytest.approx(waits["as it was"], rel=0.01)
+    assert waits["cadenza, 100 % can move"] < waits["slurm"] / 5
+    text = page.read_text()
+    assert "The simulation&#39;s error" in text
+    assert "Completion time by user" in text
+    assert "cadenza whatif --sacct=" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "give either --sacct FILE, or --since"),
+        (("--sacct", str(SACCT), "--since", "7d"), "give either"),
+        (("--sacct", str(SACCT)), "--nodes: is missing"),
+        (("--sacct", str(SACCT), "--nodes", "x"), "'x' is no file, and"),
+        (("--sacct", "none.json", "--nodes", "1x4:16:64"), "--sacct: 'none.json' cannot be read"),
+        (("--sacct", str(SACCT), "--nodes", "1x4:16:64", "--movable", "101"), "--movable: '101' is not from 0 to 100"),
+        (("--sacct", str(SACCT), "--nodes", "1x4:16:64", "--lanes", "1"), "--lanes"),
+        (("--sacct", str(SACCT), "--nodes", "1x4:16:64", "--partition", "x"), "no job is left to simulate: "),
+        (("--sacct", str(SACCT), "--nodes", "1x4:16:64", "-o", "no/folder/x.html"), "--output: "),
+    ],
+)
+def test_wrong_words_are_one_line_and_exit_code_2(words, message):
+    result = whatif(*words)
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert result.output.count("\n") == 1
+
+
+def test_a_machine_without_slurm_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = whatif("--since", "7d", "-o", str(tmp_path / "page.html"))
+    assert (result.exit_code, result.output) == (
+        3, "cadenza: sacct is missing: run this where jobs are submitted, or give files\n",
+    )  # fmt: skip
