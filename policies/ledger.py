@@ -26,6 +26,7 @@ from cadenza.policies.relocation.phases import HOLD_S, MAX_LEAVE_S
 from cadenza.policies.relocation.phases import acted as moves_after
 from cadenza.policies.sharing.elastic.feedback import noted
 from cadenza.policies.sharing.state.groups import after
+from cadenza.policies.sharing.state.settings import REQUEUE_HOLD
 from cadenza.policies.sharing.turns.repair import shows
 
 
@@ -47,11 +48,9 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
         for key, at_s in memory.held.items()
         if any(_still_held(key, snapshot.time_s - at_s, job) for job in by_id.get(key.id, ()))
     }
-    held |= {
-        job.key: snapshot.time_s
-        for job in snapshot.jobs
-        if job.held_at_restart and (job.noted_by_plugin or job.key not in memory.placed)
-    }
+    held |= {job.key: snapshot.time_s for job in snapshot.jobs if job.held_at_restart or _forgotten(job, memory)}
+    released = {action.job for action in acted if isinstance(action, Place | Release)}
+    held = {key: at_s for key, at_s in held.items() if key not in released or alive[key].noted_by_plugin}
     requeued = [action.job for action in acted if isinstance(action, Requeue) and action.hold]
     drained = {node.name for node in snapshot.nodes if node.drained} & memory.drained
     opened = {action.node for action in acted if isinstance(action, OpenNode)}
@@ -90,6 +89,11 @@ def _repairs(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
         if isinstance(action, Suspend | Unsuspend) and action.repair:
             tried[action.job] = tried.get(action.job, 0) + 1
     return tried
+
+
+def _forgotten(job: Job, memory: Memory) -> bool:
+    """Return True if slurmctld shows the hold of a requeue that we have released: it has forgotten that."""
+    return job.held and job.key in memory.placed and job.state_reason == REQUEUE_HOLD
 
 
 def _still_ours(key: JobKey, job: Job) -> bool:

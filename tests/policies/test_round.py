@@ -30,7 +30,7 @@ from cadenza.policies.guard import GuardSettings
 from cadenza.policies.ledger import remember
 from cadenza.policies.round import Live, run_round
 from cadenza.policies.sharing.pipeline import Pipeline, stages_of
-from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings, held_for_us
+from cadenza.policies.sharing.state.settings import REQUEUE_HOLD, GandivaSettings, SharingSettings, held_for_us
 
 
 @dataclass
@@ -405,6 +405,19 @@ def test_a_release_that_slurmctld_forgot_is_repeated_also_where_it_calls_the_hol
     memory = remember(memory, (Place(forgot.key, ("a",), ""),), cluster(forgot))
     assert held_for_us(forgot, memory), "a release that failed is tried again"
     assert not held_for_us(replace(forgot, noted_by_plugin=False), memory), "a hold after our release is an admin's"
+
+
+def test_a_release_of_a_requeue_that_slurmctld_forgot_is_repeated_also_where_it_calls_the_hold_an_admins():
+    successor = JobKey(1, 1)
+    requeued = replace(job(1, state="PENDING", slurm_priority=0, state_reason=REQUEUE_HOLD), key=successor)
+    admins = replace(requeued, state_reason="JobHeldAdmin")
+    placed = Memory(placed=frozenset({successor}))
+    assert not held_for_us(admins, placed), "slurmctld forgot nothing"
+    forgotten = remember(placed, (), cluster(requeued))
+    assert held_for_us(admins, forgotten)
+    assert held_for_us(admins, remember(forgotten, (), cluster(admins))), "for as long as it waits for GPUs"
+    again = remember(forgotten, (Place(successor, ("a",), ""),), cluster(admins))
+    assert not held_for_us(admins, again), "a hold after our second release is an admin's"
 
 
 def test_the_hold_of_our_requeue_is_ours_until_it_is_released():

@@ -105,11 +105,13 @@ def release_forgotten(job: Job, memory: Memory) -> bool:
 
     The hold of a requeue comes once in an incarnation, before our release. And an incarnation that has run does not
     become pending again: only its successor does. The note of job_submit.lua's hold goes with our release, but a hold
-    by an admin may have come on top: only one that Slurm's restart explains is ours.
+    by an admin may have come on top: only one that Slurm's restart explains is ours. ``Memory.held`` has the jobs whose
+    release was seen to be forgotten, until they are released again.
     """
     ran = job.key in memory.last_yield_s or job.key in memory.suspended or job.key in memory.resumed
-    noted = job.noted_by_plugin and (job.held_at_restart or job.key in memory.held)
-    return job.held and (noted or job.state_reason == REQUEUE_HOLD or (ran and job.state_reason == "JobHeldAdmin"))
+    seen = job.key in memory.held and (job.noted_by_plugin or job.key.restart > 0)
+    at_restart = job.held_at_restart or job.state_reason == REQUEUE_HOLD
+    return job.held and (at_restart or ((ran or seen) and job.state_reason == "JobHeldAdmin"))
 
 
 def requeued_into_hold(job: Job, memory: Memory) -> bool:
