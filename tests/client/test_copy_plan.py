@@ -59,7 +59,7 @@ def test_a_move_through_staging_is_the_same_move(staging: int, monkeypatch: pyte
     copies = [tensor.clone() for tensor in tensors]
     versions = [tensor._version for tensor in tensors]
     plan = engine.plan_of(segments)
-    memory = host_memory.HostBuffer().reserve(copy_plan.total(plan), pinned=False)
+    memory = host_memory.HostBuffer().reserve(copy_plan.total(plan), None)
     original = engine.CopyStream.__init__
     monkeypatch.setattr(engine.CopyStream, "__init__", lambda stream, device, _: original(stream, device, staging))
     transfer = Transfer(segments, plan, memory)

@@ -10,7 +10,7 @@ import torch
 
 from cadenza.sidecar.client.clock import monotonic_ns
 from cadenza.sidecar.client.errors import MoveError, NoRoomError, RestoreError
-from cadenza.sidecar.client.offload import copy_plan, memory_limits, spill
+from cadenza.sidecar.client.offload import copy_plan, device, memory_limits, spill
 from cadenza.sidecar.client.offload.copy_plan import Batch
 from cadenza.sidecar.client.offload.held_signals import HeldSignals
 from cadenza.sidecar.client.offload.host_copy import GuardedSavers, HostCopies
@@ -73,15 +73,15 @@ class Offload:
         """
         started = monotonic_ns()
         # 1. Take the memory, or the file, that the state goes to.
-        devices = (segment.storage.device for segment in segments)
-        self._devices = list(dict.fromkeys(device for device in devices if device.type == "cuda"))
+        self._devices = list(dict.fromkeys(one.storage.device for one in segments if device.of(one.storage.device)))
         move: Transfer | spill.SpillFile
         if self.spill_to:
             self._buffer.free()
             move = spill.SpillFile(segments, self.spill_to)
         else:
             plan = plan_of(segments)
-            move = Transfer(segments, plan, self._buffer.reserve(copy_plan.total(plan), pinned=self.needs_gpu))
+            accelerator = device.of(self._devices[0]) if self._devices else None
+            move = Transfer(segments, plan, self._buffer.reserve(copy_plan.total(plan), accelerator))
         # 2. Copy, and release each storage whose copy is complete.
         with HeldSignals():
             try:
@@ -145,7 +145,7 @@ class Transfer:
         try:
             with self._open_streams():
                 # On a GPU all copies are started at once; on the CPU each starts when the one before was released.
-                copies: Iterable[tuple[Batch, torch.cuda.Event | None]]
+                copies: Iterable[tuple[Batch, torch.Event | None]]
                 copies = ((batch, self._copy(batch, out=True)) for batch in self._plan)
                 if any(batch.device.type != "cpu" for batch in self._plan):
                     copies = list(copies)
@@ -175,8 +175,8 @@ class Transfer:
     def _open_streams(self) -> Iterator[None]:
         """Open a stream to each device; at the end, complete all copies that were started."""
         try:
-            for device in dict.fromkeys(batch.device for batch in self._plan):
-                self._streams[device] = CopyStream(device, self._staging if device.type == "cuda" else 0)
+            for place in dict.fromkeys(batch.device for batch in self._plan):
+                self._streams[place] = CopyStream(place, self._staging)
             yield
         finally:
             for stream in self._streams.values():
@@ -192,7 +192,7 @@ class Transfer:
                     segment.storage.resize_(segment.nbytes)
             self._copy(batch, out=False)
 
-    def _copy(self, batch: Batch, *, out: bool) -> torch.cuda.Event | None:
+    def _copy(self, batch: Batch, *, out: bool) -> torch.Event | None:
         """Copy a batch; return the event of its completion, None if it is complete already."""
         storages = [self._segments[index].storage for index in batch.members]
         place = self._memory[batch.offset : batch.offset + batch.nbytes]
@@ -204,20 +204,20 @@ class Transfer:
 class CopyStream:
     """Copies of one device in one stream; small storages go through a staging buffer if there is memory for one."""
 
-    def __init__(self, device: torch.device, staging: int) -> None:
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._staging = allocate(0, device)
-        with contextlib.suppress(RuntimeError):  # a full device: its small storages are copied one by one
-            self._staging = allocate(staging, device)
+    def __init__(self, place: torch.device, staging: int) -> None:
+        self._stream: torch.Stream | None = None
+        self._context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        self._staging = allocate(0, place)
+        if accelerator := device.of(place):
+            accelerator.synchronize(place)
+            self._stream = accelerator.new_stream(place)
+            self._context = accelerator.using(self._stream)
+            with contextlib.suppress(RuntimeError):  # a full device: its small storages are copied one by one
+                self._staging = allocate(staging, place)
 
-    def copy(
-        self, raws: list[torch.Tensor], batch: Batch, place: torch.Tensor, *, out: bool
-    ) -> torch.cuda.Event | None:
+    def copy(self, raws: list[torch.Tensor], batch: Batch, place: torch.Tensor, *, out: bool) -> torch.Event | None:
         """Copy storages to their common place in host memory, or back."""
-        with torch.no_grad(), contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with torch.no_grad(), self._context:
             staged = batch.gathered and self._staging.nbytes >= batch.nbytes
             staging = self._staging[: batch.nbytes] if staged else place
             if staged and not out:
@@ -258,10 +258,12 @@ def plan_of(segments: Sequence[Segment]) -> list[Batch]:
 
 def _empty_caches(devices: Sequence[torch.device]) -> int:
     """Give the allocator's cached memory back to the devices; return the bytes that it still reserves."""
-    if not devices:
-        return 0
-    torch.cuda.empty_cache()
-    return sum(torch.cuda.memory_reserved(device) for device in devices)
+    held = 0
+    for place in devices:
+        if accelerator := device.of(place):
+            accelerator.empty_cache()
+            held += accelerator.reserved(place)
+    return held
 
 
 def _total(segments: Sequence[Segment]) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from cadenza.sidecar.client.offload import device
 
 DEFAULT_POOL = (0, 0)
 """The caching allocator's own pool (``segment_pool_id`` in ``torch.cuda.memory_snapshot()``)."""
@@ -102,17 +102,20 @@ def inspect_process() -> tuple[list[PrivateRange], str | None]:
 
     Not run on a GPU yet. Costs nothing in a process that has not used one.
     """
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    accelerator = device.in_use()
+    if accelerator is None:
         return [], None
-    if refusal := allocator_refusal(torch.cuda.get_allocator_backend()):
+    if refusal := allocator_refusal(accelerator.module.get_allocator_backend()):
         return [], refusal
     objects = gc.get_objects()
-    mempool = getattr(torch.cuda, "MemPool", None)  # since torch 2.5
+    mempool = getattr(accelerator.module, "MemPool", None)  # since torch 2.5
     pools = [thing.id for thing in objects if type(thing) is mempool]
-    ranges = private_ranges(torch.cuda.memory_snapshot(), pools)  # type: ignore[no-untyped-call]
-    refusal = graph_refusal(objects, torch.cuda.CUDAGraph, compiled=COMPILED in sys.modules) or pool_refusal(ranges)
+    ranges = private_ranges(accelerator.snapshot(), pools)
+    graph = getattr(accelerator.module, "CUDAGraph", None)
+    refusal = graph_refusal(objects, graph, compiled=COMPILED in sys.modules) if graph else None
+    refusal = refusal or pool_refusal(ranges)
     if refusal is None and any(one.owner == GRAPH for one in ranges):
-        torch.cuda.empty_cache()  # frees the pools whose graphs are gone
-        ranges = private_ranges(torch.cuda.memory_snapshot(), pools)  # type: ignore[no-untyped-call]
+        accelerator.empty_cache()  # frees the pools whose graphs are gone
+        ranges = private_ranges(accelerator.snapshot(), pools)
         refusal = idle_pool_refusal(ranges)
     return ranges, refusal

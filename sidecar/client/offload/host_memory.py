@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-from typing import Any
 
 import torch
 
 from cadenza.sidecar.client.errors import MoveError
+from cadenza.sidecar.client.offload.device import Accelerator
 
 _log = logging.getLogger("cadenza.client")
 
@@ -20,7 +20,7 @@ class HostBuffer:
     def __init__(self) -> None:
         self._mapping: mmap.mmap | None = None
         self._memory = allocate(0)
-        self._for_device = False
+        self._accelerator: Accelerator | None = None
         self._pinned = False
 
     @property
@@ -28,23 +28,23 @@ class HostBuffer:
         """Its size now."""
         return self._memory.nbytes
 
-    def reserve(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        """Return at least ``nbytes`` bytes; raise MoveError when the host has too few."""
-        if self._memory.nbytes < nbytes or pinned != self._for_device:
+    def reserve(self, nbytes: int, accelerator: Accelerator | None) -> torch.Tensor:
+        """Return at least ``nbytes`` bytes, pinned for an accelerator; raise MoveError when the host has too few."""
+        if self._memory.nbytes < nbytes or accelerator is not self._accelerator:
             self.free()
             try:
-                self._mapping = map_memory(nbytes, huge=pinned)
+                self._mapping = map_memory(nbytes, huge=accelerator is not None)
             except (OSError, OverflowError) as error:
                 raise MoveError(f"no {nbytes >> 20} MiB of host memory: {error}") from None
             if self._mapping is not None:
                 self._memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
-            self._for_device = pinned
-            if pinned and nbytes:
+            self._accelerator = accelerator
+            if accelerator and nbytes:
                 # Pin the exact size: torch's own pinned allocator rounds up to a power of two.
-                error_code = int(_cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0))
+                error_code = accelerator.register_host(self._memory.data_ptr(), self._memory.nbytes)
                 self._pinned = not error_code
                 if error_code:
-                    _log.warning("host memory could not be pinned (CUDA error %d): moves are slower", error_code)
+                    _log.warning("host memory could not be pinned (error %d): moves are slower", error_code)
         return self._memory
 
     def part(self, offset: int, nbytes: int) -> torch.UntypedStorage:
@@ -55,8 +55,8 @@ class HostBuffer:
 
     def free(self) -> None:
         """Free the memory."""
-        if self._pinned and self._memory.nbytes:
-            _cudart().cudaHostUnregister(self._memory.data_ptr())
+        if self._accelerator and self._pinned and self._memory.nbytes:
+            self._accelerator.unregister_host(self._memory.data_ptr())
         self._memory, self._mapping = allocate(0), None
         self._pinned = False
 
@@ -89,8 +89,3 @@ def allocate(nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return a storage as a new tensor of bytes, so that no existing tensor's version counter moves."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _cudart() -> Any:
-    """Return the CUDA runtime that torch uses."""
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from cadenza.sidecar.client.errors import MoveError, RestoreError
+from cadenza.sidecar.client.offload import device
 from cadenza.sidecar.client.offload.host_memory import HostBuffer, as_bytes, storage_in
 from cadenza.sidecar.client.offload.storages import Segment
 
@@ -43,7 +44,7 @@ class SpillFile:
         """Allocate the whole file; raise MoveError when the disk is too full."""
         self._segments = segments
         self._window = HostBuffer()
-        self._pinned = any(segment.storage.device.type == "cuda" for segment in segments)
+        self._accelerator = next(filter(None, (device.of(segment.storage.device) for segment in segments)), None)
         nbytes = sum(segment.nbytes for segment in segments)
         with contextlib.ExitStack() as undo:
             try:
@@ -107,7 +108,7 @@ class SpillFile:
 
     def _pieces(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Yield the pieces of all storages: offset in the file, bytes, and a window of that size."""
-        window, place = self._window.reserve(WINDOW_BYTES, pinned=self._pinned), 0
+        window, place = self._window.reserve(WINDOW_BYTES, self._accelerator), 0
         with torch.no_grad():
             for segment in self._segments:
                 for piece in torch.split(as_bytes(segment.storage), WINDOW_BYTES):

@@ -10,12 +10,11 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from cadenza.sidecar.client.offload import exports, fixed_addresses, unregistered
+from cadenza.sidecar.client.offload import device, exports, fixed_addresses, unregistered
 from cadenza.sidecar.client.offload.copy_plan import aligned
 
 Named: TypeAlias = tuple[str, torch.Tensor]
 
-MOVED_DEVICES = frozenset({"cpu", "cuda"})
 NO_MEMORY = frozenset({"meta"})
 SEARCHED_TYPES = (torch.optim.Optimizer, torch.amp.GradScaler)
 """Classes whose objects are searched wherever they occur; other objects only when they were given themselves."""
@@ -109,11 +108,11 @@ def survey(sources: Iterable[tuple[str, object]], *, refuse_resident: bool = Fal
     private, refusal = fixed_addresses.inspect_process()
     for key, segment in segments.items():
         owner = None
-        if private and _device(segment) == "cuda":
+        if private and device.of(segment.storage.device):
             owner = fixed_addresses.owner_of(private, segment.storage.data_ptr())
         reasons[key] = reasons[key] or exported.get(key) or overlaps.get(key) or (f"in {owner}" if owner else None)
     # 4. With a GPU in use, leave host storages out.
-    on_gpu = any(_device(segment) == "cuda" for segment in segments.values())
+    on_gpu = any(device.of(segment.storage.device) for segment in segments.values())
     entries = [(one, reasons[key]) for key, one in segments.items() if not (on_gpu and _device(one) == "cpu")]
     # 5. Divide them into those that move and those that stay, and decide whether the stop is refused.
     moving = tuple(segment for segment, reason in entries if not reason)
@@ -235,10 +234,10 @@ def _reason_to_stay(storage: torch.UntypedStorage, tensor: torch.Tensor) -> str 
     release crashes the process. Storages from NumPy, ``frombuffer``, files, ``torch.load`` and DLPack, and any
     that was exported to NumPy once, are not resizable. A CUDA storage always calls itself shared.
     """
-    device = storage.device.type
-    if device not in MOVED_DEVICES:
-        return f"a device of type {device}"
-    if device == "cpu" and storage.is_shared():
+    kind = storage.device.type
+    if kind != "cpu" and device.of(storage.device) is None:
+        return f"a device of type {kind}"
+    if kind == "cpu" and storage.is_shared():
         return "in shared memory or mapped from a file"
     if torch._C._is_cow_tensor(tensor):  # type: ignore[attr-defined]  # noqa: SLF001
         tensor.data_ptr()  # asking for the address makes a lazy clone's memory its own

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from cadenza.sidecar.client.offload import device as accelerators
+
 LIMIT_BYTES = 256 * 2**20
 LIMIT_SHARE = 0.02
 """Memory that may stay unregistered: the larger of these bytes and this share of the device's memory. It holds the
@@ -27,15 +29,11 @@ class DeviceMemory(NamedTuple):
 
 def in_use() -> dict[torch.device, DeviceMemory]:
     """Return the memory of each GPU that this process has tensors on; nothing before it uses one."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    accelerator = accelerators.in_use()
+    if accelerator is None:
         return {}
-    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    allocated = {device: torch.cuda.memory_allocated(device) for device in devices}
-    return {
-        device: DeviceMemory(nbytes, torch.cuda.get_device_properties(device).total_memory)
-        for device, nbytes in allocated.items()
-        if nbytes
-    }
+    allocated = {device: accelerator.allocated(device) for device in accelerator.devices()}
+    return {device: DeviceMemory(nbytes, accelerator.total(device)) for device, nbytes in allocated.items() if nbytes}
 
 
 def excess(memory: Mapping[torch.device, DeviceMemory], known: Mapping[torch.device, int]) -> dict[torch.device, int]:

@@ -1,0 +1,61 @@
+"""Process with a simulated GPU that runs tests by name: ``device_process.py FOLDER DESCRIPTOR`` (see conftest.py)."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import socket
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import simulated_gpu
+import torch
+
+HERE = Path(__file__).resolve().parent
+CAPACITY = 64 << 20
+CONTEXT = 1 << 20
+NORMAL = {"capacity": CAPACITY, "context_bytes": CONTEXT}
+
+
+def prepare(gpu: simulated_gpu.Gpu) -> None:
+    """Leave nothing of the test before: no fault, no error, no memory."""
+    for name in [name for name, _ in simulated_gpu.Gpu._fields_ if name not in ("magic", "owners")]:
+        setattr(gpu, name, NORMAL.get(name, 0))
+    gc.collect()
+    simulated_gpu.library().simulated_last_error()
+    simulated_gpu.library().simulated_forget_errors()
+    torch.accelerator.empty_cache()
+    torch.manual_seed(4)
+
+
+def run(test: dict[str, Any], gpu: simulated_gpu.Gpu) -> str:
+    """Run a test; return the traceback of its failure, "" for success."""
+    try:
+        prepare(gpu)
+        given = {name: Path(value) if name == "tmp_path" else value for name, value in test["given"].items()}
+        getattr(importlib.import_module(test["module"]), test["name"])(**given)
+    except BaseException:  # noqa: BLE001 - the other process reports it
+        return traceback.format_exc()
+    return ""
+
+
+def main() -> None:
+    """Answer each test with its failure, until the other end closes."""
+    sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks"), str(HERE.parent / "client")]
+    torch.set_num_threads(1)
+    channel = socket.socket(fileno=int(sys.argv[2]))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, channel.makefile("rw") as tests:
+        gpu = simulated_gpu.create(Path(folder) / "gpu0", **NORMAL)
+        simulated_gpu.load([Path(folder) / "gpu0"])
+        simulated_gpu.GPU = gpu
+        for line in tests:
+            tests.write(json.dumps(run(json.loads(line), gpu)) + "\n")
+            tests.flush()
+
+
+if __name__ == "__main__":
+    main()

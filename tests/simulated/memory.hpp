@@ -1,0 +1,263 @@
+// Memory of a simulated GPU: segments from the GPU's capacity, cached and divided for each stream as by torch's
+// caching allocator. Freed blocks are filled in the order of their stream; released segments become unreadable, and
+// no address comes twice: the use of stale memory shows as wrong content or a signal, never as luck.
+#pragma once
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "gpu_file.h"
+#include "streams.hpp"
+
+namespace simulated {
+
+constexpr size_t ROUNDING = 512, SMALL = 1 << 20, SMALL_SEGMENT = 2 << 20, LARGE_SEGMENT = 20 << 20;
+constexpr size_t ADDRESSES = size_t(1) << 40;
+constexpr int FREED = 0xDD;
+
+struct Block {
+    char *address;
+    size_t size;
+    size_t segment;     // start of its segment
+    int64_t stream;
+    bool used = false;  // also while other streams may still read it
+    bool small = false;
+    std::vector<std::shared_ptr<Event>> readers; // marks of other streams after their last use
+    std::set<int64_t> recorded;
+};
+
+struct Figures {
+    int64_t allocated = 0, allocated_peak = 0, reserved = 0, reserved_peak = 0;
+};
+
+class Memory {
+  public:
+    // `mark` puts an event into a stream; `fill` overwrites a range in a stream's order; `drain` waits for the device.
+    Memory(GpuFile *gpu, std::function<void(int64_t, std::shared_ptr<Event>)> mark,
+           std::function<void(int64_t, char *, size_t)> fill, std::function<void()> drain)
+        : gpu_(gpu), mark_(std::move(mark)), fill_(std::move(fill)), drain_(std::move(drain))
+    {
+        void *range = mmap(nullptr, ADDRESSES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        start_ = next_ = range == MAP_FAILED ? nullptr : static_cast<char *>(range);
+    }
+
+    // Return memory for a stream, nullptr when the GPU is full.
+    char *allocate(size_t bytes, int64_t stream)
+    {
+        const size_t size = std::max(ROUNDING, (bytes + ROUNDING - 1) / ROUNDING * ROUNDING);
+        if (gpu_fault(&gpu_->fail_allocation))
+            return nullptr;
+        collect();
+        char *address = from_cache(size, stream);
+        if (!address && (add_segment(size, stream) || (release(), add_segment(size, stream))))
+            address = from_cache(size, stream);
+        return address;
+    }
+
+    void free(char *address)
+    {
+        std::lock_guard<std::mutex> guard(mutex_);
+        auto found = blocks_.find(address);
+        if (found == blocks_.end())
+            return;
+        Block &block = found->second;
+        figures_.allocated -= int64_t(block.size);
+        for (int64_t stream : block.recorded) {
+            auto event = std::make_shared<Event>();
+            mark_(stream, event);
+            block.readers.push_back(event);
+        }
+        block.recorded.clear();
+        if (block.readers.empty())
+            give_back(found);
+        else
+            waiting_.push_back(address);
+    }
+
+    // Keep a block from reuse until a stream has come to where it is now when the block is freed.
+    void record(char *address, int64_t stream)
+    {
+        std::lock_guard<std::mutex> guard(mutex_);
+        auto found = blocks_.find(address);
+        if (found != blocks_.end() && found->second.stream != stream)
+            found->second.recorded.insert(stream);
+    }
+
+    // Give all segments without a block in use back to the GPU; waits for the device first, as cudaFree.
+    void release()
+    {
+        drain_();
+        collect();
+        drain_(); // the fills of the blocks that were collected
+        std::lock_guard<std::mutex> guard(mutex_);
+        for (auto block = blocks_.begin(); block != blocks_.end();) {
+            const auto segment = segments_.find(block->second.segment);
+            if (!block->second.used && block->second.size == segment->second) {
+                mmap(block->first, block->second.size, PROT_NONE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+                gpu_take(gpu_, getpid(), -int64_t(segment->second));
+                figures_.reserved -= int64_t(segment->second);
+                segments_.erase(segment);
+                block = blocks_.erase(block);
+            } else {
+                ++block;
+            }
+        }
+    }
+
+    Figures figures()
+    {
+        std::lock_guard<std::mutex> guard(mutex_);
+        return figures_;
+    }
+
+    void reset_peaks()
+    {
+        std::lock_guard<std::mutex> guard(mutex_);
+        figures_.allocated_peak = figures_.allocated;
+        figures_.reserved_peak = figures_.reserved;
+    }
+
+    bool holds(const void *address) const { return address >= start_ && address < start_ + ADDRESSES; }
+
+    // Return the segments as JSON, in the form of torch.cuda.memory_snapshot().
+    std::string snapshot(int device)
+    {
+        std::lock_guard<std::mutex> guard(mutex_);
+        std::ostringstream text;
+        text << "[";
+        const char *between = "";
+        for (const auto &[start, total] : segments_) {
+            std::ostringstream blocks;
+            size_t allocated = 0;
+            int64_t stream = 0;
+            const char *comma = "";
+            for (auto block = blocks_.find(reinterpret_cast<char *>(start));
+                 block != blocks_.end() && block->second.segment == start; ++block) {
+                stream = block->second.stream;
+                allocated += block->second.used ? block->second.size : 0;
+                blocks << comma << "{\"address\":" << reinterpret_cast<size_t>(block->first)
+                       << ",\"size\":" << block->second.size << ",\"state\":\""
+                       << (block->second.used ? "active_allocated" : "inactive") << "\"}";
+                comma = ",";
+            }
+            text << between << "{\"device\":" << device << ",\"address\":" << start << ",\"total_size\":" << total
+                 << ",\"allocated_size\":" << allocated << ",\"stream\":" << stream
+                 << ",\"segment_pool_id\":[0,0],\"blocks\":[" << blocks.str() << "]}";
+            between = ",";
+        }
+        text << "]";
+        return text.str();
+    }
+
+  private:
+    using Place = std::map<char *, Block>::iterator;
+
+    char *from_cache(size_t size, int64_t stream)
+    {
+        std::lock_guard<std::mutex> guard(mutex_);
+        Place best = blocks_.end();
+        for (Place block = blocks_.begin(); block != blocks_.end(); ++block) {
+            const Block &one = block->second;
+            if (!one.used && one.stream == stream && one.size >= size && one.small == (size <= SMALL) &&
+                (best == blocks_.end() || one.size < best->second.size))
+                best = block;
+        }
+        if (best == blocks_.end())
+            return nullptr;
+        Block &block = best->second;
+        const size_t rest = block.size - size;
+        if (rest >= (block.small ? ROUNDING : SMALL)) {
+            Block left = block;
+            left.address += size;
+            left.size = rest;
+            block.size = size;
+            blocks_.emplace(left.address, left);
+        }
+        block.used = true;
+        figures_.allocated += int64_t(block.size);
+        figures_.allocated_peak = std::max(figures_.allocated_peak, figures_.allocated);
+        return block.address;
+    }
+
+    bool add_segment(size_t size, int64_t stream)
+    {
+        const size_t whole = size <= SMALL ? SMALL_SEGMENT
+                             : size < LARGE_SEGMENT / 2 ? LARGE_SEGMENT
+                                                        : (size + SMALL_SEGMENT - 1) / SMALL_SEGMENT * SMALL_SEGMENT;
+        std::lock_guard<std::mutex> guard(mutex_);
+        if (!start_ || next_ + whole > start_ + ADDRESSES || gpu_take(gpu_, getpid(), int64_t(whole)))
+            return false;
+        if (mprotect(next_, whole, PROT_READ | PROT_WRITE)) {
+            gpu_take(gpu_, getpid(), -int64_t(whole));
+            return false;
+        }
+        Block block{next_, whole, reinterpret_cast<size_t>(next_), stream};
+        block.small = size <= SMALL;
+        segments_[block.segment] = whole;
+        blocks_.emplace(next_, block);
+        next_ += whole;
+        figures_.reserved += int64_t(whole);
+        figures_.reserved_peak = std::max(figures_.reserved_peak, figures_.reserved);
+        return true;
+    }
+
+    // Take back the freed blocks that no other stream can still read.
+    void collect()
+    {
+        std::lock_guard<std::mutex> guard(mutex_);
+        for (auto address = waiting_.begin(); address != waiting_.end();) {
+            auto found = blocks_.find(*address);
+            auto &readers = found->second.readers;
+            if (std::all_of(readers.begin(), readers.end(), [](auto &one) { return one->complete(); })) {
+                readers.clear();
+                give_back(found);
+                address = waiting_.erase(address);
+            } else {
+                ++address;
+            }
+        }
+    }
+
+    void give_back(Place block)
+    {
+        fill_(block->second.stream, block->first, block->second.size);
+        block->second.used = false;
+        auto next = std::next(block);
+        if (next != blocks_.end() && joins(block, next)) {
+            block->second.size += next->second.size;
+            blocks_.erase(next);
+        }
+        if (block != blocks_.begin() && joins(std::prev(block), block)) {
+            std::prev(block)->second.size += block->second.size;
+            blocks_.erase(block);
+        }
+    }
+
+    static bool joins(Place first, Place second)
+    {
+        return !first->second.used && !second->second.used && first->second.segment == second->second.segment;
+    }
+
+    GpuFile *gpu_;
+    std::function<void(int64_t, std::shared_ptr<Event>)> mark_;
+    std::function<void(int64_t, char *, size_t)> fill_;
+    std::function<void()> drain_;
+    char *start_, *next_;
+    std::mutex mutex_;
+    std::map<char *, Block> blocks_;
+    std::map<size_t, size_t> segments_;
+    std::vector<char *> waiting_;
+    Figures figures_;
+};
+
+} // namespace simulated
