@@ -11,12 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq.auth
-from cli_rig import cluster, write_config
+from cli_rig import cluster, job, write_config
 from click.testing import CliRunner, Result
 
-from cadenza.policies.core.model import ClusterSnapshot, Host, Node
+from cadenza.policies.core.model import ClusterSnapshot, Host, Job, Node
 from cadenza.slurm_plugin.cli.main import COMMANDS, main
 from cadenza.slurm_plugin.cli.site.checks import examine, failed
 from cadenza.slurm_plugin.cli.site.facts import Facts, KeyFile, _keys
@@ -163,6 +164,31 @@ def changed(facts: Facts, **changes: object) -> Facts:
 
 def with_nodes(seen: ClusterSnapshot, *nodes: Node) -> ClusterSnapshot:
     return ClusterSnapshot(seen.time_s, nodes, seen.jobs, seen.hosts)
+
+
+def test_doctor_says_when_nothing_in_the_queue_can_share(tmp_path: Path) -> None:
+    facts = healthy(tmp_path)
+    lean = [job(number, f"j{number}", None, memory_mb=4000) for number in (1, 2)]
+    wide = [replace(one, memory_mb=20_000) for one in lean]
+    others = [lean[0], replace(lean[1], user="bob")]
+
+    def found(jobs: list[Job], *, between_users: bool = True) -> list[tuple[str, str]]:
+        sharing = replace(facts.settings.sharing, share_between_users=between_users)
+        seen = changed(
+            facts,
+            recorded=replace(facts.recorded, jobs=tuple(jobs)),
+            settings=msgspec.structs.replace(facts.settings, sharing=sharing),
+        )
+        return [(one.level, one.observation) for one in examine(seen) if one.about == "sharing"]
+
+    assert found(lean) == [("OK", "all 2 jobs of the queue that opted in can share")]
+    assert found(lean[:1]) == []
+    ((level, text),) = found(wide)
+    assert level == "WARN"
+    assert "nothing in the queue can share: 2 of 2 jobs can share no GPU: 2 ask for so much memory" in text
+    assert found(others) == found(lean)
+    ((level, text),) = found(others, between_users=False)
+    assert (level, "2 have no other job of their user" in text) == ("WARN", True)
 
 
 def test_doctor_finds_nothing_on_a_healthy_site(tmp_path: Path) -> None:

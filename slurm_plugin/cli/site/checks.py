@@ -5,17 +5,22 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 import msgspec
 
 from cadenza.policies.core.model import Node
+from cadenza.policies.core.profile import MB_PER_GB
+from cadenza.policies.inputs.trace import TraceJob
+from cadenza.policies.simulator.shareable import unshareable_jobs
 from cadenza.slurm_plugin.cli.site.facts import Facts
 
 Level: TypeAlias = Literal["OK", "WARN", "FAIL"]
 
 STALE_AFTER_ROUNDS = 4
 MIN_STALE_AFTER_S = 30.0
+MIN_JOBS_TO_SHARE = 2
 OWN_FILES, FILES_A_HOST = 256, 2
 """Files that cadenzad needs for itself, and for each agent: a connection, and one that a restarted agent opens."""
 
@@ -257,6 +262,34 @@ def agents(facts: Facts) -> Iterator[Finding]:
             yield Finding("OK", f"agent on {name}", f"version {host.agent_version}")
 
 
+def sharing(facts: Facts) -> Iterator[Finding]:
+    """Check that jobs of the queue that opted in can share GPUs, by their memory and their users."""
+    cluster, settings = facts.recorded or facts.cluster, facts.settings
+    managed = settings.guard.partitions
+    jobs = [job for job in cluster.jobs if job.options and job.gpus and job.partition in managed] if cluster else []
+    lanes: defaultdict[str, list[Node]] = defaultdict(list)
+    for node in cluster.nodes if cluster else ():
+        if node.gpus and managed & set(node.partitions):
+            lanes[node.host].append(node)
+    if len(jobs) < MIN_JOBS_TO_SHARE or not lanes:
+        return
+    whole = [replace(nodes[0], memory_mb=sum(node.memory_mb for node in nodes)) for nodes in lanes.values()]
+    rows = [
+        TraceJob(job.key.id, 0.0, job.gpus, 1.0, user=job.user, memory_gb_per_gpu=job.memory_mb / job.gpus / MB_PER_GB)
+        for job in jobs
+    ]
+    found = unshareable_jobs(rows, whole, between_users=settings.sharing.share_between_users)
+    if found.users + found.memory + found.host_memory == len(rows):
+        advice = (
+            "ask users for less memory (--mem), or set share_between_users = true"
+            if found.users
+            else ("ask users for less memory (--mem): sharing jobs have the host's memory together")
+        )
+        yield Finding("WARN", "sharing", f"nothing in the queue can share: {found.text()}", advice)
+    else:
+        yield Finding("OK", "sharing", found.text() or f"all {len(rows)} jobs of the queue that opted in can share")
+
+
 def _missing_agent_advice(name: str, facts: Facts) -> str:
     """Return the advice for a host whose agent does not report."""
     if all(key.host != name for key in facts.keys):
@@ -274,4 +307,16 @@ def connections(facts: Facts) -> Iterator[Finding]:
         yield Finding("WARN", "connections", text, "LimitNOFILE=65536 in its unit, see docs/systemd/cadenzad.service")
 
 
-CHECKS = (configuration, keys, versions, slurm_settings, lanes, partitions, profiles, service, agents, connections)
+CHECKS = (
+    configuration,
+    keys,
+    versions,
+    slurm_settings,
+    lanes,
+    partitions,
+    profiles,
+    service,
+    agents,
+    sharing,
+    connections,
+)
