@@ -257,8 +257,8 @@ def of_wire() -> list[Boundary]:
         Boundary(
             "reports of agents", report, frames.ERRORS,
             (
-                encode(orders.Report(1, "n1", "1", 100, 50, rotating=False, leases=(lease, lease), lacks=("l",),
-                                     prefetched=(orders.Prefetched(1, 0, 2, 3, 0.5),))),
+                encode(orders.Report(1, "n1", "1", 100, 50, rotating=False, at_s=1e9, leases=(lease, lease),
+                                     lacks=("l",), faults=("f",), prefetched=(orders.Prefetched(1, 0, 2, 3, 0.5),))),
                 encode(orders.Switched(1, "n1", 1, 0, "yield", 1e9, 0.1, 0.1, 0.2, 5, note="n")),
                 encode(orders.Steps(1, "n1", 1, 0, 5, arrived=True)),
                 encode(orders.LeaseLog(1, "n1", 1, 0, (0,), 1e9, 1e9 + 5)),
@@ -289,7 +289,7 @@ def of_files(folder: Path) -> list[Boundary]:
     simulated = encode_result(Saved("a", ("--nodes", "1x1:1:1"), 1, 1, (ran,), (point,)))
     nodes = read_cluster("2x8:24:500")
     sweep = b'name = "s"\ngoal = "max"\n[grid]\nlr = [0.1, 0.2]\nwidth = [1, 2]\n'
-    leases = LeaseFile(folder, "boot")
+    leases = LeaseFile(folder, "boot", folder / "run")
     leases.write((Lease(1, 0, 1000, (0,), 1e9, user="u", processes=(Process(1, 2),)),), None)
     saved = leases.path.read_bytes()
     (folder / "reports").mkdir()

@@ -156,6 +156,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     memory_free_mb: Megabytes
     rotating: bool
     """True while the agent takes turns by itself because the service is away."""
+    at_s: Moment
+    """Time of the report by the host's own clock, by which all of its moments are; the service sets them right."""
     leases: Annotated[tuple[LeaseReport, ...], Meta(max_length=MAX_JOBS)]
     lacks: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
     """Settings that this host cannot fulfill, each as a sentence with the reason."""
@@ -165,6 +167,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     """Processes that use GPUs without a lease, each as a sentence: their GPUs go to no job until they end."""
     absent: Annotated[tuple[AbsentJob, ...], Meta(max_length=MAX_JOBS)] = ()
     """Jobs of the facts that have had no step here for some time."""
+    faults: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
+    """Faults of this host that it goes on with, each as a sentence."""
 
 
 class JobMessage(msgspec.Struct, frozen=True, tag=True):

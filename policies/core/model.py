@@ -368,6 +368,8 @@ class Host:
     """Jobs on their way to it whose files it has read, as far as it could."""
     taken: tuple[str, ...] = ()
     """Processes there that use GPUs without a lease, each as a sentence."""
+    faults: tuple[str, ...] = ()
+    """Faults of the machine that its agent goes on with, each as a sentence."""
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ STOPPING_TICK_S = 0.004
 """Time between two looks at the pages while a job is being stopped."""
 TICK_S = 0.2
 """Longest time between two passes of the event loop, and time between two looks at the timers of jobs."""
+RETRY_S = 1.0
+"""Time between two attempts to write the leases to a full disk."""
 SWEEP_S = 1.0
 """Time between two searches for ended processes without a pidfd."""
 
@@ -60,7 +62,7 @@ class Daemon:
         clock, state_dir = SystemClock(), Path(settings.state_dir)
         self._settings = settings
         self._lock = _lock(state_dir)
-        self._file = LeaseFile(state_dir, boot_id())
+        self._file = LeaseFile(state_dir, boot_id(), Path(settings.socket).parent)
         self.host = Host(settings, clock, settings.host_name, started_at=clock.monotonic())
         channel = Channel(clock, state_dir / "driver.lock", self._watch_helper)
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -95,7 +97,7 @@ class Daemon:
         self._watched: dict[int, int] = {}
         """Pid by pidfd."""
         self._written = -1
-        self._next_tick = self._next_sweep = 0.0
+        self._next_tick = self._next_sweep = self._next_retry = 0.0
         self._stop = False
         self._poller.register(self._wakeup[0], zmq.POLLIN)
         self._recover()
@@ -287,15 +289,23 @@ class Daemon:
     # --- output --------------------------------------------------------------------------------------------
 
     def _write_leases(self) -> bool:
-        """Bring leases.json up to date; while that fails, no job hears of a lease."""
-        leases = self.host.leases
-        if leases.changed == self._written:
+        """Bring leases.json up to date; while that fails, no job hears of a lease.
+
+        While its disk is full, the spare file takes the leases, and the disk is tried once a second.
+        """
+        leases, now = self.host.leases, self.host.clock.monotonic()
+        if leases.changed == self._written and not (self._file.fault and now >= self._next_retry):
             return True
+        self._next_retry = now + RETRY_S
+        before = self._file.fault
         try:
             self._file.write(tuple(leases), None if self.host.facts is NO_FACTS else self.host.facts)
         except StateFileError as error:
             log.error("leases are held back: %s", error)  # noqa: TRY400 - the message is complete
             return False
+        if self._file.fault != before:
+            self.host.faults = (f"{self._file.fault}; leases are kept in memory",) if self._file.fault else ()
+            log.warning("%s", self.host.faults[0] if self.host.faults else "leases are on the disk again")
         self._written = leases.changed
         return True
 

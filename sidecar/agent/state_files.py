@@ -23,10 +23,14 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 class SavedLeases(Saved, frozen=True):
-    """Content of leases.json: every lease that was granted, and the service's last facts."""
+    """Content of leases.json: every lease that was granted, and the service's last facts.
+
+    ``write``: number of this write, by which the newer of two files is found.
+    """
 
     leases: tuple[Lease, ...] = ()
     facts: Facts | None = None
+    write: int = 0
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -102,24 +106,45 @@ class StateFile(Generic[S]):
 
 
 class LeaseFile(StateFile[SavedLeases]):
-    """leases.json, for one boot."""
+    """leases.json, for one boot.
 
-    def __init__(self, directory: Path, boot: str) -> None:
+    While ``directory`` cannot be written to (a full disk), the file is in ``spare``: a directory in memory that
+    outlives the agent but not the boot, as the leases themselves do.
+    """
+
+    def __init__(self, directory: Path, boot: str, spare: Path) -> None:
         super().__init__(directory / "leases.json", SavedLeases)
+        self.fault = ""
+        """Reason for which the last leases are in the spare file; empty if they are not."""
+        self._spare = StateFile(spare / "leases.json", SavedLeases)
         self._boot = boot
+        self._write = 0
 
     def read(self) -> SavedLeases:
         """Return the leases of this boot; after a reboot only the facts are left."""
-        saved = self.load() or SavedLeases(VERSION, self._boot)
+        both = (self.load(), self._spare.load())
+        saved = max(
+            (one for one in both if one is not None),
+            key=lambda one: (one.boot == self._boot, one.write),
+            default=SavedLeases(VERSION, self._boot),
+        )
+        self._write = saved.write
         return saved if saved.boot == self._boot else SavedLeases(VERSION, self._boot, (), saved.facts)
 
     def write(self, leases: tuple[Lease, ...], facts: Facts | None) -> None:
-        """Write everything to disk; of a lease that could not be read back, what a restarted agent needs."""
-        content = SavedLeases(VERSION, self._boot, leases, facts)
+        """Write everything down; of a lease that could not be read back, what a restarted agent needs."""
+        self._write += 1
+        content = SavedLeases(VERSION, self._boot, leases, facts, self._write)
         if not _can_be_read_back(content):
             leases = tuple(one if _can_be_read_back(one) else _bare(one) for one in leases)
-            content = SavedLeases(VERSION, self._boot, leases, facts)
-        self.save(content)
+            content = SavedLeases(VERSION, self._boot, leases, facts, self._write)
+        try:
+            self.save(content)
+        except StateFileError as error:
+            self._spare.save(content)
+            self.fault = str(error)
+        else:
+            self.fault = ""
 
 
 def _can_be_read_back(content: SavedLeases | Lease) -> bool:

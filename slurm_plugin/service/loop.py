@@ -299,7 +299,7 @@ class Loop:
 def pause_s(poll_s: float, load_s: float, failures: int, rng: Random) -> float:
     """Return the time between the starts of two rounds, seconds.
 
-    ``load_s`` is the time that Slurm took for its last answer. Each failure in a row doubles the pause, up to
+    ``load_s`` is the time that Slurm takes for an answer. Each failure in a row doubles the pause, up to
     ``MAX_BACK_OFF_S`` or the regular pause if that is longer.
     """
     base = max(poll_s, LOAD_FACTOR * load_s)

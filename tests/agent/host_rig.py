@@ -72,7 +72,7 @@ class HostInMemory:
             lacks=tuple,
             prefetched=tuple,
         )
-        self.file = LeaseFile(directory, "boot")
+        self.file = LeaseFile(directory, "boot", directory / "run")
 
     def close(self) -> None:
         """Close the pages of all ranks."""

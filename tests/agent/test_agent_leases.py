@@ -186,7 +186,7 @@ def test_held_time_counts_by_weight() -> None:
 
 
 def test_the_file_keeps_everything(tmp_path: Path) -> None:
-    file = LeaseFile(tmp_path / "deep", "boot")
+    file = LeaseFile(tmp_path / "deep", "boot", tmp_path)
     one = lease(1, 0, 3)
     one.processes = (Process(12, 345, batch=True),)
     one.state = "yielded"
@@ -197,9 +197,24 @@ def test_the_file_keeps_everything(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["leases.json"]
 
 
+def test_while_the_disk_is_full_the_leases_are_in_memory_and_a_restarted_agent_finds_the_newest(tmp_path: Path) -> None:
+    state, memory = tmp_path / "state", tmp_path / "run"
+    LeaseFile(state, "boot", memory).write((lease(1, 0),), FACTS)
+    (state / "leases.tmp").mkdir()  # as a full disk: no new file can be written
+    file = LeaseFile(state, "boot", memory)
+    assert [one.job for one in file.read().leases] == [1]
+    file.write((lease(2, 0),), FACTS)
+    assert "cannot be written" in file.fault
+    assert [one.job for one in LeaseFile(state, "boot", memory).read().leases] == [2]
+    (state / "leases.tmp").rmdir()
+    file.write((lease(3, 0),), FACTS)
+    assert file.fault == ""
+    assert [one.job for one in LeaseFile(state, "boot", memory).read().leases] == [3]
+
+
 def test_after_a_reboot_no_lease_is_left_but_the_rules_are(tmp_path: Path) -> None:
-    LeaseFile(tmp_path, "yesterday").write((lease(1, 0),), FACTS)
-    saved = LeaseFile(tmp_path, "today").read()
+    LeaseFile(tmp_path, "yesterday", tmp_path / "run").write((lease(1, 0),), FACTS)
+    saved = LeaseFile(tmp_path, "today", tmp_path / "run").read()
     assert saved.leases == ()
     assert saved.facts == FACTS
 
@@ -208,13 +223,13 @@ def test_after_a_reboot_no_lease_is_left_but_the_rules_are(tmp_path: Path) -> No
 def test_a_spoilt_file_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "leases.json").write_bytes(content)
     with pytest.raises(StateFileError, match=r"leases\.json: .*move it away"):
-        LeaseFile(tmp_path, "b").read()
+        LeaseFile(tmp_path, "b", tmp_path / "run").read()
 
 
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StateFileError, match="cannot be written"):
-        LeaseFile(tmp_path / "file", "b").write((), None)
+        LeaseFile(tmp_path / "file", "b", tmp_path / "file").write((), None)
 
 
 def test_a_process_with_the_same_pid_and_another_start_is_another_one() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 import subprocess
 import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cli_rig import SNAPSHOT_FILE, cluster, fill, job, write_config
@@ -80,6 +82,24 @@ def test_top_names_a_lane_that_takes_no_jobs_while_its_hosts_other_lane_does(con
     ]
     text = " ".join(run("top", "--once", "--config", str(config)).stdout.split())
     assert f"{second.name} is down" in text
+
+
+def test_top_and_why_name_a_silent_agent_a_fault_of_a_host_and_a_full_disk(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = cluster(job(1, "first", "held"))
+    fault = "the clock of n1 is 3600 s ahead of the service's"
+    fill(config, replace(seen, hosts=(replace(seen.hosts[0], faults=(fault,)),)), apply=True)
+    for command in (("top", "--once"), ("why", "1")):
+        text = run(*command, "--config", str(config)).stdout
+        assert f"n1: {fault}" in text
+        assert "disk" not in text
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    for command in (("top", "--once"), ("why", "1")):
+        assert "cadenza.db is full" in " ".join(run(*command, "--config", str(config)).stdout.split())
+    fill(config, replace(seen, hosts=(replace(seen.hosts[0], agent_alive=False),)), apply=True)
+    for command in (("top", "--once"), ("why", "1")):
+        assert "the agent of n1 is silent" in run(*command, "--config", str(config)).stdout
 
 
 def test_top_on_screen_names_every_job_without_color(sharing: Path) -> None:

@@ -215,6 +215,10 @@ def broken(name: str, facts: Facts) -> Facts:
         ),
         "agent": lambda: changed(facts, recorded=ClusterSnapshot(seen.time_s, seen.nodes, (), (Host("n1", False),))),
         "service": lambda: changed(facts, now_s=seen.time_s + 3600),
+        "disk": lambda: changed(facts, store_faults=("the disk of the store is full",)),
+        "host": lambda: changed(
+            facts, recorded=replace(seen, hosts=(replace(seen.hosts[0], faults=("its clock is an hour ahead",)),))
+        ),
         "slurm": lambda: changed(facts, slurm=None, problems={"slurm": "slurmctld is down"}),
     }[name]()
 
@@ -224,7 +228,8 @@ def broken(name: str, facts: Facts) -> Facts:
     [
         ("gang", "PreemptMode"), ("select", "SelectType"), ("pyslurm", "pyslurm"), ("secret", "keys"),
         ("no key", "keys"), ("lane gpus", "lanes of n1"), ("lane 0", "lanes of n1"), ("foreign", "lanes of n1"),
-        ("agent", "agent on n1"), ("service", "service"), ("slurm", "Slurm"),
+        ("agent", "agent on n1"), ("service", "service"), ("slurm", "Slurm"), ("disk", "store"),
+        ("host", "agent on n1"),
     ],
 )  # fmt: skip
 def test_doctor_names_what_is_wrong_and_what_to_do(tmp_path: Path, name: str, about: str) -> None:

@@ -160,8 +160,8 @@ def lease(number: int, state: str = "held", gpus: tuple[int, ...] = (0,), **chan
     return msgspec.structs.replace(base, **changes)
 
 
-def report(host: str, *leases: LeaseReport, version: int = VERSION) -> Report:
-    return Report(version, host, "0.1.0", 64000, 32000, rotating=False, leases=leases)
+def report(host: str, *leases: LeaseReport, version: int = VERSION, at_s: float = 100.0) -> Report:
+    return Report(version, host, "0.1.0", 64000, 32000, rotating=False, at_s=at_s, leases=leases)
 
 
 def make_keys(folder: Path) -> Path:

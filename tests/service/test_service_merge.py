@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
@@ -22,6 +25,7 @@ from cadenza.sidecar.orders import (
     CancelOrder,
     CommitOrder,
     JobTelemetry,
+    LeaseLog,
     LeaseReport,
     Report,
     Steps,
@@ -30,8 +34,10 @@ from cadenza.sidecar.orders import (
     YieldOrder,
 )
 from cadenza.slurm_plugin.service.agent_facts import facts_of, suspended_after
-from cadenza.slurm_plugin.service.agents.agent_registry import Agent, AgentRegistry
+from cadenza.slurm_plugin.service.agents.agent_registry import CLOCK_REPORTS, Agent, AgentRegistry
+from cadenza.slurm_plugin.service.agents.hub import by_our_clock
 from cadenza.slurm_plugin.service.agents.stop_barrier import StopBarrier
+from cadenza.slurm_plugin.service.loop import pause_s
 from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway
 from cadenza.slurm_plugin.service.observe.lease_merge import half_given, merge, parts_by_job, with_leases
 from cadenza.slurm_plugin.service.settings import GuardTable, PolicyTable, ServiceTable, Settings, load_settings, policy
@@ -58,7 +64,7 @@ def merged(*silent: str, **leases: LeaseReport):
     slurm = books(
         job(1, nodes=("n1", "n2") if leases["n1"].hosts > 1 else ("n1",), gpus=4), nodes=(node("n1"), node("n2"))
     )
-    return merge(parts_by_job(slurm, found)[A], found, 100.0)
+    return merge(parts_by_job(slurm, found)[A], found)
 
 
 def test_all_hosts_hold() -> None:
@@ -313,6 +319,25 @@ class Books:
         pass
 
 
+def test_an_answer_that_slurm_stalls_on_is_no_load() -> None:
+    seconds = iter((0.1, 9.5, 9.5, 9.5, 0.1))
+
+    class Slow(Books):
+        def read(self):
+            clock.seconds += next(seconds)
+            return super().read()
+
+    clock = SimpleNamespace(seconds=0.0)
+    clock.monotonic = lambda: clock.seconds
+    cluster = ClusterGateway(Slow(), Link({}), clock, None)  # type: ignore[arg-type]
+    loads = []
+    for _ in range(5):
+        cluster.read()
+        loads.append(round(cluster.load_s, 6))
+    assert loads == [0.1, 0.1, 0.1, 9.5, 0.1]
+    assert pause_s(0.2, loads[1], 0, Random(1)) < 3.0, "the next round is minutes away"  # noqa: S311
+
+
 def test_actions_go_to_the_side_they_concern() -> None:
     link, slurm = Link(agents(n1=gang("held"), n2=gang("held"))), Books()
     cluster = ClusterGateway(slurm, link, SystemClock(), None)
@@ -425,6 +450,33 @@ def test_only_changes_are_events() -> None:
     assert registry.newly_silent(121.0, 13.0) == ()
     assert not registry.agents(13.0)["n1"].alive
     assert [event.kind for event in registry.update(report("n1", lease(2)), 122.0, 14.0)] == ["agent-up"]
+
+
+@pytest.mark.parametrize("ahead_s", [3600.0, -3600.0])
+def test_a_clock_that_is_an_hour_off_is_named_and_changes_no_time(ahead_s: float) -> None:
+    registry, reported = AgentRegistry(alive_s=6.0), lease(1, "yielded", since_s=90.0 + ahead_s)
+    registry.update(report("n1", reported, at_s=100.0 + ahead_s), 100.0, 0.0)
+    registry.update(report("n1", reported, at_s=100.0 + ahead_s), 104.0, 4.0)  # under way for four seconds
+    found = registry.agents(7.0)
+    snapshot = books(job(1, nodes=("n1",), gpus=1), nodes=(node("n1"),))
+    seen = with_leases(snapshot, found, parts_by_job(snapshot, found))
+    assert seen.jobs[0].lease is not None
+    assert seen.jobs[0].lease.waited_s == 13.0, "10 s by its own clock, and 3 s of silence"
+    assert seen.hosts[0].faults == (
+        f"the clock of n1 is 3600 s {'ahead of' if ahead_s > 0 else 'behind'} the service's",
+    )
+    log = by_our_clock(LeaseLog(VERSION, "n1", 1, 0, (0,), 50.0 + ahead_s, 60.0 + ahead_s), registry.ahead_s("n1"))
+    assert (log.from_s, log.to_s) == (50.0, 60.0)
+    for number in range(CLOCK_REPORTS):
+        registry.update(report("n1", reported, at_s=110.0 + number), 110.0 + number, 10.0 + number)
+    assert registry.ahead_s("n1") == 0.0
+
+
+def test_a_report_that_came_late_is_no_wrong_clock() -> None:
+    registry = AgentRegistry(alive_s=6.0)
+    registry.update(report("n1", at_s=100.0), 100.0, 0.0)
+    registry.update(report("n1", at_s=101.0), 119.0, 19.0)
+    assert registry.ahead_s("n1") == 0.0
 
 
 def test_new_jobs_are_added_to_older_facts() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from profile_files import HUNGRY, write_profile
-from service_rig import books, gateway_without_agents, job, lease, node
+from service_rig import books, gateway_without_agents, job, lease, node, report
 
 from cadenza.policies.core.actions import Action, Outcome, Tune
 from cadenza.policies.core.decision import Memory
@@ -216,8 +216,8 @@ def test_a_restarted_agent_or_another_incarnation_begins_anew() -> None:
 def test_agents_say_what_a_job_really_has() -> None:
     def with_tune(tuned: orders.InForce | None) -> float | None:
         part = lease(1, gpus=(0, 1), tuned=tuned)
-        agent = Agent(orders.Report(1, "n1", "", 1, 1, rotating=False, leases=(part,)), alive=True, silent_s=0.0)
-        return merge({"n1": part}, {"n1": agent}, 10.0).cpus_per_gpu
+        agent = Agent(report("n1", part), alive=True, silent_s=0.0)
+        return merge({"n1": part}, {"n1": agent}).cpus_per_gpu
 
     assert with_tune(None) is None
     assert with_tune(orders.InForce(7.0, 0, None, "0-6", "cgroup v2")) == 3.5

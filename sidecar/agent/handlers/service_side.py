@@ -149,11 +149,13 @@ class Reporter:
             memory_mb=total,
             memory_free_mb=free,
             rotating=self.host.rotating(),
+            at_s=self.host.clock.now(),
             leases=tuple(self._lease_report(lease) for lease in self.host.leases),
             taken=self.host.taken_report(),
             lacks=self.lacks(),
             prefetched=self.prefetched(),
             absent=self.host.absent(),
+            faults=self.host.faults,
         )
 
     def _lease_report(self, lease: Lease) -> orders.LeaseReport:
@@ -187,6 +189,7 @@ def _notable(report: orders.Report) -> Notable:
         report.rotating,
         report.prefetched,
         report.taken,
+        report.faults,
         *(
             (
                 one.job,

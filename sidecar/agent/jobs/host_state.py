@@ -66,6 +66,8 @@ class Host:
     started_at: float = 0.0
     taken: list[Taken] = field(default_factory=list)
     """GPUs in use without a lease, as the agent found them when it started."""
+    faults: tuple[str, ...] = ()
+    """Faults of this host that the agent goes on with, each as a sentence for ``cadenza doctor``."""
     steps: Callable[[], Iterable[slurm_steps.Step]] = slurm_steps.steps
     """Returns the steps of all jobs that Slurm has on this host now."""
     look: Callable[[Lease], Shown] = look_at

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cadenza.policies.core.text import gpu_names, printable
-from cadenza.slurm_plugin.cli.jobs.view import JobRow, TopView
+from cadenza.slurm_plugin.cli.jobs.view import STALE_AFTER_S, JobRow, TopView
 from cadenza.slurm_plugin.cli.jobs.why import effect_sentence
 from cadenza.slurm_plugin.report.units import about
 
@@ -20,7 +20,6 @@ MARKS = {
     "yielded": ("‖", "cyan"),
     "waiting": ("…", "dim"),
 }
-STALE_AFTER_S = 60.0
 MAX_REASON = 1000
 COLUMNS: tuple[tuple[str, int, Literal["left", "right"]], ...] = (
     ("JOB", 4, "left"), ("USER", 5, "left"), ("NAME", 9, "left"), ("STATE", 8, "left"), ("STEP", 5, "right"),
@@ -33,7 +32,8 @@ def screen(view: TopView) -> RenderableType:
     """Return the whole screen for one moment."""
     if not view.round:
         return Text("no round on record yet: is cadenzad running?")
-    return Group(headline(view), gpu_map(view), job_table(view.jobs), *effect_lines(view), legend())
+    faults = (Text(printable(fault, MAX_REASON), style="red") for fault in view.faults)
+    return Group(headline(view), *faults, gpu_map(view), job_table(view.jobs), *effect_lines(view), legend())
 
 
 def headline(view: TopView) -> Text:

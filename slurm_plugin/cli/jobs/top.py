@@ -77,7 +77,7 @@ def look(source: StoreReader | Path) -> TopView:
         return build(latest.round(), Recent(latest.actions, latest.switches, latest.effects[:MAX_EFFECTS]), now_s)
     reader = source
     switches = reader.switches(since_s=now_s - SWITCHES_SINCE_S)
-    recent = Recent(reader.actions(limit=MAX_ACTIONS), switches, reader.effects(limit=MAX_EFFECTS))
+    recent = Recent(reader.actions(limit=MAX_ACTIONS), switches, reader.effects(limit=MAX_EFFECTS), reader.faults())
     return build(reader.round(), recent, now_s)
 
 

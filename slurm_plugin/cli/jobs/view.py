@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -10,8 +10,10 @@ import msgspec
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, JobUsage, Lease, Placement
 from cadenza.slurm_plugin.service.accounting.effects import Effect
 from cadenza.slurm_plugin.service.settings import Settings, from_record
-from cadenza.slurm_plugin.service.store.reader import ActionRow, Round, SwitchRow
+from cadenza.slurm_plugin.service.store.reader import ActionRow, Round, SwitchRow, host_faults
 
+STALE_AFTER_S = 30.0
+"""Age of the last round from which it says that none followed."""
 NO_LEASE = Lease("waiting", ())
 
 
@@ -78,6 +80,8 @@ class TopView(msgspec.Struct, frozen=True):
     policy: str = ""
     """Ordering, allocation and sharing."""
     agents: tuple[Agent, ...] = ()
+    faults: tuple[str, ...] = ()
+    """Faults of the service and the hosts, each as a sentence."""
     gpus: tuple[GpuRow, ...] = ()
     jobs: tuple[JobRow, ...] = ()
     yields: int = 0
@@ -103,6 +107,8 @@ class Recent(NamedTuple):
     actions: Sequence[ActionRow] = ()
     switches: Sequence[SwitchRow] = ()
     effects: Sequence[Effect] = ()
+    faults: Sequence[str] = ()
+    """Faults of the store's file system."""
 
 
 def build(last: Round | None, recent: Recent, now_s: float) -> TopView:
@@ -122,6 +128,7 @@ def build(last: Round | None, recent: Recent, now_s: float) -> TopView:
         settings.sharing.slice_s,
         f"{settings.policy.order}/{settings.policy.allocate}/{settings.policy.share}",
         _agents(snapshot),
+        (*_overdue(now_s - last.at_s), *recent.faults, *host_faults(snapshot)),
         gpu_rows(snapshot),
         job_rows(last, recent.actions),
         len(durations),
@@ -145,6 +152,11 @@ def closed_lanes(snapshot: ClusterSnapshot) -> tuple[str, ...]:
         for node in nodes
         if node.gpus and node.host in half and node.closed_reason and not node.drained
     )
+
+
+def _overdue(age_s: float) -> Iterator[str]:
+    if age_s > STALE_AFTER_S:
+        yield f"no round for {age_s:.0f} s: `cadenza doctor` looks for the cause"
 
 
 def idle_and_waiting(snapshot: ClusterSnapshot) -> tuple[int, tuple[int, ...]]:

@@ -81,6 +81,7 @@ def summary(record: JobRecord) -> str:
 def lines(record: JobRecord) -> Iterator[str]:
     """Yield the whole record as text, newest first."""
     yield f"job {record.id}: {summary(record)}"
+    yield from (f"  {fault}" for fault in record.faults)
     yield from (f"  {line}" for line in (_state(record.job) if record.job else ()))
     yield from _section("decisions", [_action(row) for row in record.actions])
     yield from _section("measured", [f"{_time(row.at_s)} {effect_sentence(row)}" for row in record.effects])

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from cadenza.policies.core.model import Node
+from cadenza.policies.core.model import Host, Node
 from cadenza.policies.core.profile import MB_PER_GB
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.shareable import unshareable_jobs
@@ -217,7 +217,9 @@ def profiles(facts: Facts) -> Iterator[Finding]:
 
 
 def service(facts: Facts) -> Iterator[Finding]:
-    """Check that the service completes rounds."""
+    """Check that the service completes rounds and has room for its record."""
+    for fault in facts.store_faults:
+        yield Finding("FAIL", "store", fault, "make room there; [service] retention_gb bounds the record")
     if facts.recorded is None:
         problem = facts.problems.get("recorded", "no round is on record")
         yield Finding("FAIL", "service", problem, "start cadenzad on this machine")
@@ -246,12 +248,7 @@ def agents(facts: Facts) -> Iterator[Finding]:
         if host is None or not host.agent_alive:
             yield Finding("FAIL", f"agent on {name}", "it does not report", _missing_agent_advice(name, facts))
             continue
-        for lack in host.lacks:
-            advice = "see docs/users/unmodified.md and docs/tuning.md, or switch it off"
-            yield Finding("WARN", f"agent on {name}", lack, advice)
-        for taken in host.taken:
-            advice = "end the process, or wait for its end: until then no job gets these GPUs"
-            yield Finding("WARN", f"GPUs of {name}", taken, advice)
+        yield from _reported_by(host)
         if host.agent_version != facts.cadenza:
             text = f"version {host.agent_version}, the service's is {facts.cadenza}"
             yield Finding("WARN", f"agent on {name}", text, "install the same version")
@@ -288,6 +285,19 @@ def sharing(facts: Facts) -> Iterator[Finding]:
         yield Finding("WARN", "sharing", f"nothing in the queue can share: {found.text()}", advice)
     else:
         yield Finding("OK", "sharing", found.text() or f"all {len(rows)} jobs of the queue that opted in can share")
+
+
+def _reported_by(host: Host) -> Iterator[Finding]:
+    """Yield what a host's agent reports of its machine."""
+    for fault in host.faults:
+        advice = f"on {host.name}: make room for the agent's state, set the clock by NTP"
+        yield Finding("FAIL", f"agent on {host.name}", fault, advice)
+    for lack in host.lacks:
+        advice = "see docs/users/unmodified.md and docs/tuning.md, or switch it off"
+        yield Finding("WARN", f"agent on {host.name}", lack, advice)
+    for taken in host.taken:
+        advice = "end the process, or wait for its end: until then no job gets these GPUs"
+        yield Finding("WARN", f"GPUs of {host.name}", taken, advice)
 
 
 def _missing_agent_advice(name: str, facts: Facts) -> str:

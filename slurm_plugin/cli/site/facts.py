@@ -65,6 +65,8 @@ class Facts(msgspec.Struct, frozen=True):
     profiles: int = 0
     """Number of usable profiles."""
     profile_problems: tuple[str, ...] = ()
+    store_faults: tuple[str, ...] = ()
+    """Faults of the file system that has the store."""
     file_limit: int | None = None
     """Files that the running cadenzad may have open; None: not known."""
 
@@ -92,6 +94,7 @@ def gather(config: Path | None) -> Facts:
         cluster, attempt("recorded", lambda: _recorded(settings)),
         attempt("plugin", lambda: built_for(slurm or {})), problems,
         sum(entry.profile is not None for entry in profiles.library.entries), tuple(profiles.library.problems),
+        attempt("store", lambda: _store_faults(settings)) or (),
         attempt("file limit", lambda: _file_limit(settings)),
     )  # fmt: skip
 
@@ -100,6 +103,11 @@ def _recorded(settings: Settings) -> ClusterSnapshot | None:
     with StoreReader(Path(settings.service.store)) as reader:
         last = reader.round()
     return last.snapshot if last else None
+
+
+def _store_faults(settings: Settings) -> tuple[str, ...]:
+    with StoreReader(Path(settings.service.store)) as reader:
+        return reader.faults()
 
 
 def _keys(settings: Settings) -> tuple[KeyFile, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -11,6 +12,10 @@ from cadenza.sidecar.orders import JobFacts, LeaseReport, Report
 
 NEW_JOB_MARGIN_S = 5.0
 """A job that registered this long before a snapshot may still be missing in it."""
+CLOCK_TOLERANCE_S = 2.0
+"""Clocks of hosts that differ by less count as equal: what they date is not more exact."""
+CLOCK_REPORTS = 5
+"""Reports that show a host's clock."""
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -29,17 +34,23 @@ class Event(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """One host's agent as the service sees it; ``silent_s`` is the age of its last report."""
+    """One host's agent as the service sees it; ``silent_s`` is the age of its last report.
+
+    ``ahead_s``: seconds by which the host's clock is ahead of the service's.
+    """
 
     report: Report
     alive: bool
     silent_s: float
+    ahead_s: float = 0.0
 
 
 @dataclass
 class _Entry:
     report: Report
     arrived_s: float
+    aheads_s: deque[float]
+    """Each of the last reports' time by the host's clock less that of its arrival."""
     up: bool = True
     first_seen_s: dict[tuple[int, int], float] = field(default_factory=dict)
     """Epoch time at which each lease was first reported to this service."""
@@ -59,7 +70,9 @@ class AgentRegistry:
         events = changes(old.report if old else None, report, epoch_s)
         before = old.first_seen_s if old else {}
         first_seen_s = {key: before.get(key, epoch_s) for key in ((one.job, one.restart) for one in report.leases)}
-        self._entries[report.host] = _Entry(report, monotonic_s, first_seen_s=first_seen_s)
+        aheads_s = old.aheads_s if old else deque(maxlen=CLOCK_REPORTS)
+        aheads_s.append(report.at_s - epoch_s)
+        self._entries[report.host] = _Entry(report, monotonic_s, aheads_s, first_seen_s=first_seen_s)
         if old is None or not old.up:
             events = (Event(epoch_s, "agent-up", report.host, detail=report.version), *events)
         return events
@@ -76,10 +89,20 @@ class AgentRegistry:
 
     def agents(self, monotonic_s: float) -> Mapping[str, Agent]:
         """Return every agent that ever reported, by host."""
+        silent_s = {host: monotonic_s - entry.arrived_s for host, entry in self._entries.items()}
         return {
-            host: Agent(entry.report, monotonic_s - entry.arrived_s <= self._alive_s, monotonic_s - entry.arrived_s)
+            host: Agent(entry.report, silent_s[host] <= self._alive_s, silent_s[host], self.ahead_s(host))
             for host, entry in self._entries.items()
         }
+
+    def ahead_s(self, host: str) -> float:
+        """Return the seconds by which a host's clock is ahead of the service's; 0 if it is about right, or unknown.
+
+        A report may come late, never early: the one that was under way for the shortest time shows the clock.
+        """
+        entry = self._entries.get(host)
+        ahead_s = max(entry.aheads_s) if entry is not None else 0.0
+        return ahead_s if abs(ahead_s) >= CLOCK_TOLERANCE_S else 0.0
 
     def new_jobs(self, host: str, in_facts: frozenset[tuple[int, int]], snapshot_s: float) -> tuple[JobFacts, ...]:
         """Return facts on a host's jobs that are too new for a snapshot of ``snapshot_s``."""

@@ -33,6 +33,7 @@ from cadenza.sidecar.orders import (
     Facts,
     Files,
     FromAgent,
+    LeaseLog,
     Report,
     ResumeOrder,
     Steps,
@@ -392,7 +393,7 @@ class Hub:
         else:
             if isinstance(message, Switched):
                 self._send_all(self._stops.on_switched(message))
-            self._note(message)
+            self._note(by_our_clock(message, self._registry.ahead_s(message.host)))
 
     def _note(self, message: ForRecord) -> None:
         """Pass a message on for the record if it is on a job of its host; news of a job start a round early."""
@@ -422,3 +423,12 @@ class Hub:
                 return NOT_CONNECTED
             return f"{error.strerror}; its agent does not read"
         return None
+
+
+def by_our_clock(message: Switched | LeaseLog, ahead_s: float) -> Switched | LeaseLog:
+    """Return a message with its moments by the service's clock; its host's clock is ``ahead_s`` seconds ahead of it."""
+    if not ahead_s:
+        return message
+    if isinstance(message, Switched):
+        return msgspec.structs.replace(message, at_s=message.at_s - ahead_s)
+    return msgspec.structs.replace(message, from_s=message.from_s - ahead_s, to_s=message.to_s - ahead_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pwd
+from collections import deque
 from collections.abc import Mapping
 
 from cadenza.policies.core.actions import (
@@ -33,14 +34,17 @@ from cadenza.slurm_plugin.service.profiles.refiner import Refiner
 
 log = logging.getLogger(__name__)
 
+STALL_ANSWERS = 2
+"""Slow answers in a row that are no load: slurmctld stands still for seconds when it cannot resolve a lost host."""
+
 
 class ClusterGateway:
     """``policies.round.Gateway`` over Slurm and the agents; one thread at a time."""
 
     def __init__(self, slurm: SlurmGateway, hub: Hub, clock: SystemClock, before: ClusterSnapshot | None) -> None:
         """``before``: the snapshot of the last round on record."""
-        self.load_s = 0.0
-        """Time that Slurm took for its last answer, seconds."""
+        self._answers_s: deque[float] = deque(maxlen=STALL_ANSWERS + 1)
+        """Times that Slurm took for its last answers, seconds."""
         self.profiles = ProfileDirectory(None)
         self.gpu_memory_gb: Mapping[str, float] = {}
         """By GPU type, "" for the types that are not named."""
@@ -53,12 +57,17 @@ class ClusterGateway:
         self._before = before
         self._tunes = {job.key: job.placement for job in before.jobs} if before is not None else {}
 
+    @property
+    def load_s(self) -> float:
+        """Time that Slurm takes for an answer at present, seconds; an answer or two that it stalled on do not count."""
+        return min(self._answers_s, default=0.0)
+
     def read(self) -> ClusterSnapshot:
         """Observe the cluster in four steps; errors of the Slurm gateway pass through."""
         # 1. Jobs and nodes as Slurm has them.
         began_s = self._clock.monotonic()
         snapshot = self._slurm.read()
-        self.load_s = self._clock.monotonic() - began_s
+        self._answers_s.append(self._clock.monotonic() - began_s)
         # 2. One lease for each job out of the reports of its hosts' agents.
         agents = self._hub.agents()
         self._parts = parts_by_job(snapshot, agents)
@@ -149,7 +158,7 @@ class ClusterGateway:
         agents = self._hub.agents()
         seen = self._before or ClusterSnapshot(self._clock.now(), (), ())
         parts = parts_by_job(seen, agents).get(action.job)
-        if parts and not action.repair and merge(parts, agents, self._clock.now()).state in ("held", "stopping"):
+        if parts and not action.repair and merge(parts, agents).state in ("held", "stopping"):
             outcome = Outcome(ok=False, error=f"job {action.job}: it has got its GPUs since; left running")
         else:
             outcome = self._slurm.apply(action)

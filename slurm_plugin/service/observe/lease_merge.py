@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import TypeAlias
@@ -106,7 +106,7 @@ def with_leases(
             job = replace(job, absent=True)
         if job.key not in parts:
             return job
-        lease = merge(parts[job.key], agents, snapshot.time_s)
+        lease = merge(parts[job.key], agents)
         if job.opted_in or lease.exclusive or further.isdisjoint(job.nodes):
             return replace(job, lease=lease)
         return replace(job, lease=lease, options=replace(job.options or Options(), share=True), unmanageable="")
@@ -129,11 +129,18 @@ def _host(name: str, agent: Agent | None) -> Host:
         report.lacks,
         tuple(JobKey(one.job, one.restart) for one in report.prefetched),
         report.taken,
+        (*report.faults, *_clock_faults(name, agent)),
     )
 
 
-def merge(parts: Parts, agents: Mapping[str, Agent], now_s: float) -> Lease:
-    """Return the job's lease as of ``now_s`` (epoch seconds); ``parts`` must not be empty.
+def _clock_faults(name: str, agent: Agent) -> Iterator[str]:
+    if agent.ahead_s:
+        way = "ahead of" if agent.ahead_s > 0 else "behind"
+        yield f"the clock of {name} is {abs(agent.ahead_s):.0f} s {way} the service's"
+
+
+def merge(parts: Parts, agents: Mapping[str, Agent]) -> Lease:
+    """Return the job's present lease; ``parts`` must not be empty.
 
     A job counts as holding while any of its hosts does, because its GPUs there are in use. It can be asked to yield
     only when all its hosts report, hold, and have all their ranks attached.
@@ -149,7 +156,7 @@ def merge(parts: Parts, agents: Mapping[str, Agent], now_s: float) -> Lease:
         gpus=tuple(sorted(Gpu(host, index) for host, lease in parts.items() for index in lease.gpus)),
         vtime_s=max(lease.vtime_s for lease in leases),
         held_s=min((lease.held_s for lease in leases if lease.state in ("held", "stopping")), default=0.0),
-        waited_s=0.0 if occupying else max(0.0, now_s - max(lease.since_s for lease in leases)),
+        waited_s=0.0 if occupying else min(_waited_s(lease, agents[host]) for host, lease in parts.items()),
         ready=not_ready is None,
         why_not_ready=not_ready or "",
         iteration_s=max((one.iteration_s for one in leases if one.iteration_s is not None), default=None),
@@ -177,6 +184,11 @@ def merge(parts: Parts, agents: Mapping[str, Agent], now_s: float) -> Lease:
         and len(parts) >= leases[0].hosts
         and all(lease.saved for lease in leases),
     )
+
+
+def _waited_s(lease: LeaseReport, agent: Agent) -> float:
+    """Return the seconds since a lease's last change: by its host's clock until the report, by ours since then."""
+    return max(0.0, agent.report.at_s - lease.since_s) + agent.silent_s
 
 
 def use(hosts: Sequence[JobTelemetry]) -> JobUsage | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -93,6 +95,8 @@ class JobRecord(msgspec.Struct, frozen=True):
     switches: tuple[SwitchRow, ...]
     events: tuple[Event, ...]
     effects: tuple[Effect, ...] = ()
+    faults: tuple[str, ...] = ()
+    """Faults of the service's disk and of the job's hosts, each as a sentence."""
 
     @property
     def exists(self) -> bool:
@@ -100,6 +104,20 @@ class JobRecord(msgspec.Struct, frozen=True):
         return bool(self.reason or self.job or self.actions or self.switches or self.events)
 
 
+def host_faults(snapshot: ClusterSnapshot, nodes: Collection[str] | None = None) -> tuple[str, ...]:
+    """Return the faults of the hosts of these nodes, by default of all: silent agents, and what agents report."""
+    hosts = {node.host for node in snapshot.nodes if (node.lane if nodes is None else node.name in nodes)}
+    faults: list[str] = []
+    for host in snapshot.hosts:
+        if not host.agent_alive and host.name in hosts:
+            faults.append(f"the agent of {host.name} is silent")
+        elif nodes is None or host.name in hosts:
+            faults += (f"{host.name}: {fault}" for fault in host.faults)
+    return tuple(faults)
+
+
+FULL_BYTES = 1 << 20
+"""A file system with less room than this is full."""
 ROUNDS = "SELECT rounds.*, settings.text AS text FROM rounds LEFT JOIN settings ON settings.id = settings"
 
 
@@ -153,7 +171,14 @@ class StoreReader:
             self.switches(job=job, limit=limit),
             self.events(job=job, limit=limit),
             self.effects(job=job, limit=limit),
+            (*self.faults(), *(host_faults(last.snapshot, newest.nodes) if last and newest else ())),
         )
+
+    def faults(self) -> tuple[str, ...]:
+        """Return the faults of the record's file system, each as a sentence."""
+        if shutil.disk_usage(self.path.parent).free >= FULL_BYTES:
+            return ()
+        return (f"the disk of {self.path} is full: cadenzad does nothing that it cannot write down",)
 
     def owner(self, job: int) -> str | None:
         """Return the user of a job that runs now, else of the one that last had this id; None if it was never seen."""
