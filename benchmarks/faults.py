@@ -2,22 +2,31 @@
 """Kill daemons and clients by a seeded schedule while jobs run on the container cluster, and judge what is left.
 
     benchmarks/faults.py --seed 1 --kills 100
+    benchmarks/faults.py --outages [--only network,clock]
 
 The rules: no job is lost, every digest is that of the same job alone, no GPU has two users (locks on files of the
 host, looked at by root), no job stays held, suspended or frozen, no GPU is idle for more than 30 s while a job that
 could use it waits, and Slurm, the service, the agents and the hosts have the same jobs. Exit code 1, with a timeline of
 all journals, where a rule is broken.
+
+With --outages, one fault at a time holds for its length on a fresh cluster, until all is well again: a network that is
+cut, a host that is lost and comes back, a full disk, a clock that is an hour off, a slurmctld that is away. The same
+rules hold, and `cadenza top`, `why` or `doctor` must name the fault in words.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import faults_outages
 from faults_cluster import FaultRun
+from faults_outage_run import OutageRun
 from faults_schedule import VICTIMS, Schedule, plan
 from faults_timeline import timeline
 from faults_verdict import Finding, Record, judge, load
@@ -67,13 +76,21 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--victims", default=",".join(VICTIMS), help=f"some of {','.join(VICTIMS)}")
+    parser.add_argument("--outages", action="store_true", help="one outage after the other instead of kills")
+    parser.add_argument(
+        "--only", default=",".join(faults_outages.KINDS), help=f"some of {','.join(faults_outages.KINDS)}"
+    )
+    parser.add_argument("--slurmctld-s", type=float, default=300.0, help="time that slurmctld is away, seconds")
     parser.add_argument("--name", default="cadenzafaults", help="name of the container cluster")
     parser.add_argument("--out", type=Path, help="folder for everything that was seen (default: build/faults/seed-N)")
     options = parser.parse_args()
-    options.victims = options.victims.split(",")
-    if unknown := sorted(set(options.victims) - set(VICTIMS)):
-        parser.error(f"--victims: unknown {', '.join(unknown)}")
-    options.out = (options.out or HERE.parent / "build" / "faults" / f"seed-{options.seed}").resolve()
+    for name, known in (("victims", VICTIMS), ("only", faults_outages.KINDS)):
+        chosen = getattr(options, name).split(",")
+        if unknown := sorted(set(chosen) - set(known)):
+            parser.error(f"--{name}: unknown {', '.join(unknown)}")
+        setattr(options, name, chosen)
+    part = f"outages-{options.seed}" if options.outages else f"seed-{options.seed}"
+    options.out = (options.out or HERE.parent / "build" / "faults" / part).resolve()
     return options
 
 
@@ -83,6 +100,11 @@ def main() -> int:
     if options.out.exists():
         options.out.rename(options.out.with_name(f"{options.out.name}.{int(time.time())}"))
     options.out.mkdir(parents=True)
+    return play_outages(options) if options.outages else play_kills(options)
+
+
+def play_kills(options: argparse.Namespace) -> int:
+    """Play the kills of a seed and print the verdict; return the exit code."""
     schedule = plan(options.seed, options.kills, options.hosts, GPUS, LANES, options.victims)
     run = FaultRun(options.name, schedule, options.hosts, GPUS, LANES, options.out)
     with run.cluster():
@@ -91,18 +113,46 @@ def main() -> int:
     record = load(options.out, schedule.jobs, run.hosts)
     findings = judge(record)
     print(table(record, schedule, findings, options))
+    show(findings, options.out)
+    return 1 if findings else 0
+
+
+def play_outages(options: argparse.Namespace) -> int:
+    """Play each outage on a fresh cluster and print the verdicts; return the exit code."""
+    rows: list[tuple[faults_outages.Outage, dict[str, Any], list[Finding]]] = []
+    for outage in faults_outages.outages(options.only, options.slurmctld_s):
+        folder = options.out / outage.name
+        folder.mkdir()
+        schedule = faults_outages.plan_outage(options.seed, outage, options.hosts, GPUS)
+        run = OutageRun(options.name, outage, schedule, (options.hosts, GPUS, LANES), folder)
+        with run.cluster():
+            run.play()
+            run.collect()
+        record = load(folder, schedule.jobs, run.hosts)
+        seen = json.loads((folder / "outage.json").read_text())
+        findings = judge(record)
+        findings += faults_outages.untold(outage, run.told, record.end_s)
+        findings += faults_outages.unwell(outage, seen, record.end_s)
+        rows.append((outage, seen, findings))
+        print(f"=== {outage.name}")
+        show(findings, folder)
+        print(faults_outages.table(rows), flush=True)
+    return 1 if any(findings for _, _, findings in rows) else 0
+
+
+def show(findings: list[Finding], folder: Path) -> None:
+    """Print the findings, and a timeline for the first ones of each rule."""
     for finding in findings:
         print(f"{finding.rule}: {finding.text}")
     shown: set[str] = set()
     for finding in findings:
         if finding.rule not in shown and len(shown) < TIMELINES:
             shown.add(finding.rule)
-            lines = timeline(options.out, finding.at_s)
-            path = options.out / f"timeline-{finding.rule.replace(' ', '-')}.txt"
+            lines = timeline(folder, finding.at_s)
+            path = folder / f"timeline-{finding.rule.replace(' ', '-')}.txt"
             path.write_text("\n".join(lines) + "\n")
             print(f"--- the last 60 s before {finding.rule}: {finding.text} ({path})")
             print("\n".join(lines[-40:]))
-    return 1 if findings else 0
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class FaultRun:
     def cluster(self) -> Iterator[None]:
         """Start a fresh cluster with the scripts in place, watched from the beginning to the end; remove it after."""
         sizes = ("--nodes", len(self.hosts), "--gpus-per-node", self.gpus, "--lanes", self.lanes)
-        self._owner.up(*sizes, "--config", SETTINGS)
+        self._owner.up(*sizes, *self.up_options(), "--config", SETTINGS)
         try:
             for part in ("", "checkpoints", "results", "logs"):
                 (self.place / part).mkdir(exist_ok=True)
@@ -95,11 +95,19 @@ class FaultRun:
             with ExitStack() as stack:
                 for container in ("ctl", *self.hosts):
                     stack.enter_context(self._watched(container))
+                self.prepare()
                 yield
                 self._stop.set()
         finally:
             self._stop.set()
             self._owner.down()
+
+    def up_options(self) -> tuple[object, ...]:
+        """Return further options of ``container/up``."""
+        return ()
+
+    def prepare(self) -> None:
+        """Change the cluster before the first job."""
 
     @contextmanager
     def _watched(self, container: str) -> Iterator[None]:

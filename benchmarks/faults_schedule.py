@@ -64,18 +64,20 @@ def plan(seed: int, kills: int, hosts: int, gpus: int, lanes: int, victims: Coll
     Equal arguments give equal schedules; the jobs do not depend on ``victims``.
     """
     until_s = kills * KILL_SPACING_S
-    jobs, owners = _jobs(Random(f"{seed} jobs"), until_s, hosts, gpus)
+    jobs, owners = workload(Random(f"{seed} jobs"), until_s, hosts, gpus)
     deaths = _kills(Random(f"{seed} kills"), kills, hosts, lanes, victims)
     events = sorted((*owners, *deaths), key=lambda event: (event.at_s, event.kind, event.target))
     return Schedule(jobs, tuple(events), until_s)
 
 
-def _jobs(rng: Random, until_s: float, hosts: int, gpus: int) -> tuple[dict[str, PlannedJob], list[Event]]:
-    """Return jobs for ``LOAD`` of the GPUs until ``until_s``, and what their owners do."""
+def workload(
+    rng: Random, until_s: float, hosts: int, gpus: int, load: float = LOAD
+) -> tuple[dict[str, PlannedJob], list[Event]]:
+    """Return jobs for ``load`` of the GPUs until ``until_s``, and what their owners do."""
     sizes = [(size, weight) for size, weight in SIZES if size[0] <= hosts and size[1] <= gpus]
     jobs: dict[str, PlannedJob] = {}
     events: list[Event] = []
-    left_s = LOAD * until_s * hosts * gpus
+    left_s = load * until_s * hosts * gpus
     while left_s > 0:
         spread, each = rng.choices([size for size, _ in sizes], [weight for _, weight in sizes])[0]
         run_s = rng.uniform(LEAST_S, MOST_S)

@@ -227,13 +227,14 @@ def _expand(nodes: str) -> list[str]:
 
 
 def _up_s(record: Record, host: str, at_s: float) -> float:
-    """Return how long slurmctld and a host's slurmds have been up, seconds."""
-    since_s = 0.0
+    """Return how long slurmctld and a host's slurmds have been up and in reach, seconds; 0 while they are not."""
+    since_s, away = 0.0, set()
     for row in record.journal:
         mine = row["target"] == "ctl:slurmctld" or row["target"].startswith(f"{host}:slurmd")
-        if row["kind"] in {"kill", "outage", "well"} and (mine or row["kind"] != "kill") and row["t"] <= at_s:
+        if row["kind"] in {"kill", "down", "up"} and mine and row["t"] <= at_s:
             since_s = max(since_s, row["t"])
-    return at_s - since_s
+            away = away | {row["target"]} if row["kind"] == "down" else away - {row["target"]}
+    return 0.0 if away else at_s - since_s
 
 
 # --- The end -------------------------------------------------------------------------------------------

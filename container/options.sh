@@ -7,6 +7,7 @@ lanes=2
 cpus=24
 memory_mb=64000
 unmanaged=0
+state_mb=0
 autostart=true
 extra_configs=()
 
@@ -40,6 +41,7 @@ while (($#)); do
     --cpus) cpus=$(number "$1" "${2:-}" 1) ;;
     --memory-mb) memory_mb=$(number "$1" "${2:-}" 1000) ;;
     --unmanaged-nodes) unmanaged=$(number "$1" "${2:-}" 0) ;;
+    --state-mb) state_mb=$(number "$1" "${2:-}" 1) ;;
     --config) [[ -r ${2:-} ]] || die 2 "--config: cannot read '${2:-}'" && extra_configs+=("$2") ;;
     --no-cadenza) autostart=false && shift && continue ;;
     --help) usage 0 ;;

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from faults_job import digest_after
+from faults_outages import KINDS, LEAD_S, outages, plan_outage, table, untold, unwell
 from faults_schedule import SLURMCTLD_SPACING_S, PlannedJob, plan
 from faults_verdict import Record, judge
 
@@ -89,3 +90,49 @@ def test_a_gpu_that_another_job_uses_is_not_idle() -> None:
     used = [host(0.0, {"0": [8], "1": [8], "2": [8], "3": [8]})]
     findings = judge(record(hosts={"node1": used}, slurm=[*WAITS, slurm(100.0)]))
     assert [finding for finding in findings if finding.rule == "GPU idle"] == []
+
+
+# --- Outages -----------------------------------------------------------------------------------------------
+
+
+def test_outages_are_one_of_each_kind_and_their_jobs_are_the_seeds_alone() -> None:
+    every = outages()
+    assert {outage.kind for outage in every} == set(KINDS)
+    assert len({outage.name for outage in every}) == len(every)
+    assert {outage.target for outage in every if outage.kind == "network"} == {"node1", "ctl"}
+    assert [outage.kind for outage in outages(["clock", "host"])] == ["host", "clock"]
+    (away,) = outages(["slurmctld"], 20.0)
+    assert away.length_s == 20.0
+    first = plan_outage(3, away, 2, 4)
+    assert first == plan_outage(3, away, 2, 4)
+    assert first != plan_outage(4, away, 2, 4)
+    assert first.kills_until_s == LEAD_S + 20.0
+    assert {event.kind for event in first.events} <= {"submit", "cancel", "requeue", "move"}
+    assert any(event.at_s < LEAD_S for event in first.events), "no job runs when the fault begins"
+
+
+def test_a_gpu_is_not_idle_while_slurm_cannot_reach_its_host_nor_shortly_after() -> None:
+    def findings(*journal: tuple[float, str, str]) -> list[str]:
+        rows = [
+            {"t": at_s, "kind": kind, "target": target, "note": ""}
+            for at_s, kind, target in (*journal, (100.0, "end", ""))
+        ]
+        found = judge(record(hosts={"node1": [host(0.0, {})]}, slurm=[*WAITS, slurm(100.0)], journal=rows))
+        return [finding.rule for finding in found]
+
+    assert "GPU idle" in findings((10.0, "down", "node2:slurmd"))
+    assert "GPU idle" not in findings((10.0, "down", "node1:slurmd"))
+    assert "GPU idle" not in findings((10.0, "down", "ctl:slurmctld"), (50.0, "up", "ctl:slurmctld"))
+    assert "GPU idle" in findings((1.0, "down", "node1:slurmd"), (3.0, "up", "node1:slurmd"))
+
+
+def test_an_outage_that_is_not_named_or_not_over_is_a_finding_and_a_row() -> None:
+    (cut,) = outages(["host"])
+    seen = {"well_s": 4.2, "settled_s": None, "ill": ["node2 DOWN"], "jobs": 9}
+    assert list(untold(cut, "the agent of node2 is silent", 1.0)) == []
+    found = [*untold(cut, "agents 2/2", 1.0), *unwell(cut, seen, 2.0)]
+    assert [finding.rule for finding in found] == ["not told", "not over"]
+    assert "node2 DOWN" in found[1].text
+    assert table([(cut, seen, found)]).splitlines()[-1] == (
+        "| host | node2 | 90 s | 4 s | never | 9 | 2: not over, not told |"
+    )

@@ -288,7 +288,7 @@ def sharing(facts: Facts) -> Iterator[Finding]:
 
 
 def _reported_by(host: Host) -> Iterator[Finding]:
-    """Yield what a host's agent reports of its machine."""
+    """Yield the faults of a host that its agent reports, functions that it lacks, and GPUs in use without a lease."""
     for fault in host.faults:
         advice = f"on {host.name}: make room for the agent's state, set the clock by NTP"
         yield Finding("FAIL", f"agent on {host.name}", fault, advice)
