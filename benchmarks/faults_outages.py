@@ -58,7 +58,7 @@ def outages(only: Collection[str] = KINDS, slurmctld_s: float = 300.0) -> tuple[
         Outage("host", "node2", 3.0 * SLURMD_TIMEOUT_S, silent.format("node2")),
         Outage("disk-store", "ctl", 45.0, r"(?i)disk of \S+ is full"),
         Outage("disk-agents", "node1", 45.0, r"(?i)node1\b.*no space left"),
-        Outage("clock", "node1", 40.0 * len(CLOCK_STEPS), r"(?i)clock (of|on) node1\b|node1\b.*clock"),
+        Outage("clock", "node1", 40.0 * len(CLOCK_STEPS), r"node1\b.*\bclock"),
         Outage("slurmctld", "ctl", slurmctld_s, "(?i)slurmctld.*not answer|unable to contact slurm"),
     )
     return tuple(outage for outage in every if outage.kind in only)

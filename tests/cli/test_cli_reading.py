@@ -88,7 +88,7 @@ def test_top_and_why_name_a_silent_agent_a_fault_of_a_host_and_a_full_disk(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = cluster(job(1, "first", "held"))
-    fault = "the clock of n1 is 3600 s ahead of the service's"
+    fault = "its clock is 3600 s ahead of the service's"
     fill(config, replace(seen, hosts=(replace(seen.hosts[0], faults=(fault,)),)), apply=True)
     for command in (("top", "--once"), ("why", "1")):
         text = run(*command, "--config", str(config)).stdout

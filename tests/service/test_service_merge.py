@@ -463,7 +463,7 @@ def test_a_clock_that_is_an_hour_off_is_named_and_changes_no_time(ahead_s: float
     assert seen.jobs[0].lease is not None
     assert seen.jobs[0].lease.waited_s == 13.0, "10 s by its own clock, and 3 s of silence"
     assert seen.hosts[0].faults == (
-        f"the clock of n1 is 3600 s {'ahead of' if ahead_s > 0 else 'behind'} the service's",
+        f"its clock is 3600 s {'ahead of' if ahead_s > 0 else 'behind'} the service's",
     )
     log = by_our_clock(LeaseLog(VERSION, "n1", 1, 0, (0,), 50.0 + ahead_s, 60.0 + ahead_s), registry.ahead_s("n1"))
     assert (log.from_s, log.to_s) == (50.0, 60.0)

@@ -129,14 +129,14 @@ def _host(name: str, agent: Agent | None) -> Host:
         report.lacks,
         tuple(JobKey(one.job, one.restart) for one in report.prefetched),
         report.taken,
-        (*report.faults, *_clock_faults(name, agent)),
+        (*report.faults, *_clock_faults(agent)),
     )
 
 
-def _clock_faults(name: str, agent: Agent) -> Iterator[str]:
+def _clock_faults(agent: Agent) -> Iterator[str]:
     if agent.ahead_s:
         way = "ahead of" if agent.ahead_s > 0 else "behind"
-        yield f"the clock of {name} is {abs(agent.ahead_s):.0f} s {way} the service's"
+        yield f"its clock is {abs(agent.ahead_s):.0f} s {way} the service's"
 
 
 def merge(parts: Parts, agents: Mapping[str, Agent]) -> Lease:
