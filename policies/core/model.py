@@ -169,6 +169,8 @@ class Lease:
     """Difference between the processes and Slurm's word that has lasted, as an agent saw it; empty if there is none."""
     cpus_per_gpu: float | None = None
     """CPUs for each GPU that the agents have set, on the host with the fewest; 0: they could not. None: not tuned."""
+    waiting_on: tuple[str, ...] = ()
+    """Hosts where it has never had its GPUs, while it has them on others."""
 
 
 @dataclass(frozen=True, slots=True)

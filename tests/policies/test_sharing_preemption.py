@@ -10,7 +10,7 @@ import pytest
 from gandiva_rig import SHARING, host, on
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from snapshots import NOW, cluster, job, key
+from snapshots import NOW, cluster, job, key, lease
 
 from cadenza.policies.composition import Policy, PolicySettings, build
 from cadenza.policies.core.actions import Migrate, Place, Requeue, Resume, Yield
@@ -343,6 +343,17 @@ def test_a_job_that_slurm_started_where_another_user_is_does_not_keep_that_job_f
     assert kinds(decide(theirs, stranger, nodes=nodes)) == {2: Resume}, "where users share, the better one is first"
     native = decide(theirs, stranger, nodes=nodes, share_between_users=False, admission="native")
     assert kinds(native) == {1: Resume}
+
+
+def test_a_job_of_two_hosts_is_placed_anew_where_one_has_another_users_job():
+    """Its agents hold its GPUs on one host and cannot give it those on the other."""
+    theirs = served(1, 5000.0, on(1, "b", 0, 1, state="yielded", user="ann"))
+    half = replace(lease("held", 0, 1, hosts=("a", "b"), ready=False, held_s=1000.0), waiting_on=("b",))
+    stranger = job(2, user="bob", gpus=4, num_nodes=2, nodes=("a-l1", "b-l1"), lease=half, progress=Progress(NOW))
+    nodes = host("a", jobs=(stranger,)) + host("b", jobs=(theirs, stranger))
+    assert kinds(decide(theirs, stranger, nodes=nodes, share_between_users=False)) == {1: Resume, 2: Requeue}
+    whole = replace(stranger, lease=replace(half, waiting_on=()))
+    assert 2 not in kinds(decide(theirs, whole, nodes=nodes, share_between_users=False))
 
 
 def test_a_job_that_keeps_no_checkpoints_stays():

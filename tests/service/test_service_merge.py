@@ -94,6 +94,8 @@ def test_half_given_occupies_and_cannot_stop() -> None:
     one = merged(**parts)
     assert (one.state, one.ready) == ("held", False)
     assert "n2" in one.why_not_ready
+    assert one.waiting_on == ("n2",)
+    assert merged(n1=gang("waiting"), n2=gang("waiting")).waiting_on == ()
     assert half_given(parts) == ("n2",)
     assert half_given({"n1": gang("held"), "n2": gang("held")}) == ()
     assert half_given({"n1": gang("yielded"), "n2": gang("stopping")}) == ()

@@ -284,14 +284,15 @@ def _apart_reason(job: Job, settings: SharingSettings, by_gpu: Mapping[Gpu, list
     """Return why a job is requeued that Slurm itself has started on GPUs of another user; None if it stays.
 
     Where users do not share, no agent gives it its first turn there, so it is placed anew once it has waited for a
-    slice. Where the service places no jobs, Slurm would start it there again.
+    slice, on one host at least. Where the service places no jobs, Slurm would start it there again.
     """
     lease, apart = job.lease, settings.places and not settings.share_between_users
-    if not apart or lease is None or lease.state != "waiting" or not (job.requeueable and settings.manages(job)):
+    if not apart or lease is None or not (job.requeueable and settings.manages(job)):
         return None
-    near = {rival.key: rival for gpu in lease.gpus for _, rival in by_gpu[gpu] if rival.user != job.user}
+    waits = [gpu for gpu in lease.gpus if lease.state == "waiting" or gpu.host in lease.waiting_on]
+    near = {rival.key: rival for gpu in waits for _, rival in by_gpu[gpu] if rival.user != job.user}
     met = [key for key, rival in near.items() if rival.lease is not None and rival.lease.state != "waiting"]
-    late = lease.waited_s > max(settings.slice_s, settings.min_run_s)
+    late = max(lease.waited_s, lease.held_s) > max(settings.slice_s, settings.min_run_s)
     return f"gives its place back: {job_names(met)} of another user had its GPUs first" if met and late else None
 
 

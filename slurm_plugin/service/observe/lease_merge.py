@@ -179,6 +179,7 @@ def merge(parts: Parts, agents: Mapping[str, Agent]) -> Lease:
         ),
         refusals=max(lease.refusals for lease in leases),
         shown=wrong[1].shown if wrong else next((kind for kind in SHOWN if kind in {one.shown for one in leases}), ""),
+        waiting_on=tuple(sorted(host for host, one in parts.items() if one.state == "waiting" != state)),
         amiss=f"{wrong[0]}: {wrong[1].amiss}" if wrong else "",
         saved=state in ("stopping", "yielded")
         and len(parts) >= leases[0].hosts
