@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-SACCT = "JobID,JobName,State,Submit,Start,End"
+SACCT = "JobID,JobName,State,Submit,Start,End,NodeList"
 """Fields of sacct that ``read_sacct`` takes, with times in seconds since the epoch."""
 RPC = re.compile(r"\s+(\S+)\s+\(\s*\d+\)\s+count:(\d+)\s+ave_time:(\d+)\s+total_time:(\d+)")
 
@@ -27,6 +27,8 @@ class Record:
     start_s: float | None
     end_s: float | None
     restarts: int
+    nodes: str = ""
+    """Nodes of the last incarnation, as Slurm writes them."""
 
     @property
     def completed(self) -> bool:
@@ -78,6 +80,7 @@ def _record(lines: Sequence[Sequence[str]]) -> Record:
         min(starts, default=None),
         _epoch(last[5]),
         len(lines) - 1,
+        last[6],
     )
 
 

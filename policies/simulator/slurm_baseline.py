@@ -1,12 +1,13 @@
 """Slurm without Cadenza on a trace: the main scheduler and backfill, no preemption; what completion times compare with.
 
-Sources: slurm.conf, ``SchedulerParameters`` (sched/backfill); EASY backfill after Lifka (JSSPP 1995).
+Sources: slurm.conf, ``SchedulerParameters``; Slurm 25.11, ``_attempt_backfill`` in sched/backfill and
+``_future_run_test`` in select/cons_tres. ``benchmarks/calibration.py`` compares with a real slurmctld.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Sequence
+from bisect import bisect_right, insort
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import ceil, inf
@@ -26,25 +27,28 @@ NOTHING: Amount = (0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Backfill:
-    """Limits of a backfill scheduler; the defaults are those of sched/backfill. Times in seconds."""
+    """Scheduling parameters of a Slurm; the defaults are its own. Times in seconds."""
 
     interval_s: float = 30.0
     """``bf_interval``: time between two passes."""
     window_s: float = 86_400.0
     """``bf_window``: a job that could only start later than this gets no reservation."""
-    max_jobs: int = 100
+    max_jobs: int = 500
     """``bf_max_job_test``: jobs in order of priority that a pass looks at."""
-    max_reservations: int = 1_000_000
-    """Jobs that get a reservation in a pass."""
-    whole_nodes: bool = True
-    """True if a reservation keeps other jobs off its nodes, as Slurm's does; else only off what it will use there."""
+    precision_s: float = 0.0
+    """``bf_window_linear``: growth of the time over which running jobs count as ending at once; 0: it doubles."""
+    batch_delay_s: float = 3.0
+    """``batch_sched_delay``: least time between two looks at the queue for submissions."""
+    full_interval_s: float = 60.0
+    """``sched_interval``: time between two looks at the queue without an event."""
     size_s: float = 0.0
     """Age in queue that asking for all GPUs is worth: the ratio of PriorityWeightJobSize to Age, times MaxAge."""
 
 
 SLURM = Backfill()
-EASY = Backfill(window_s=inf, max_jobs=1_000_000, max_reservations=1, whole_nodes=False)
-"""One reservation, for the first job that does not fit."""
+FIRST_WINDOW_S = 30.0
+"""Jobs that end, by their limits, within so long are taken as ending at once (cons_tres, ``time_window``)."""
+LAST_WINDOW_S = 365 * 86_400.0
 
 
 class Pending(NamedTuple):
@@ -56,12 +60,12 @@ class Pending(NamedTuple):
     limit_s: float
 
 
-class Reservation(NamedTuple):
-    """A time in which a node is kept for a job; ``left`` is what others may use there."""
+class Slot(NamedTuple):
+    """A stretch of time in a pass of backfill, and the nodes that no reservation has in it, as bits."""
 
-    start_s: float
+    begin_s: float
     end_s: float
-    left: list[int]
+    nodes: int
 
 
 def time_limit_s(job: TraceJob) -> float:
@@ -72,9 +76,8 @@ def time_limit_s(job: TraceJob) -> float:
 def simulate_slurm(jobs: Sequence[TraceJob], nodes: Sequence[Node], setup: Setup, rules: Backfill = SLURM) -> Result:
     """Return the result of Slurm alone: jobs start in order of priority, and later ones where they delay none.
 
-    A job of up to a node's GPUs lies within one node, the fullest that has room; a wider one has an even part on each
-    of the fewest nodes. All jobs are taken from their submission to their end, or to the setup's horizon. Time limits
-    end no job.
+    A job of up to a node's GPUs lies within one node; a wider one has an even part on each of the fewest nodes. All
+    jobs are taken from their submission to their end, or to the setup's horizon. Time limits end no job.
     """
     return _Slurm(jobs, [node for node in nodes if node.lane == 0], setup, rules).run()
 
@@ -84,6 +87,7 @@ class _Slurm:
         self.nodes, self.setup, self.rules = nodes, setup, rules
         self.types = {node.name: node.gpu_type for node in nodes}
         self.free = [[node.gpus, node.cpus, node.memory_mb] for node in nodes]
+        self.all_nodes = (1 << len(nodes)) - 1
         self.gpus = sum(node.gpus for node in nodes)
         first = max(nodes, key=lambda node: (node.gpus, node.cpus, node.name))
         self.fair, self.widest = (first.cpus / first.gpus, first.memory_mb / first.gpus), first.gpus
@@ -97,28 +101,39 @@ class _Slurm:
         self.now_s = 0.0
 
     def run(self) -> Result:
-        """Run all events; a pass of backfill follows a change at the next multiple of its interval."""
-        arrived, pass_s, horizon_s = 0, inf, self.setup.horizon_s or inf
-        while arrived < len(self.arrivals) or self.running:
+        """Run all events; backfill follows a change at the next multiple of its interval."""
+        arrived, head_s, pass_s, horizon_s = 0, inf, inf, self.setup.horizon_s or inf
+        looked_s, rules = -inf, self.rules
+        while arrived < len(self.arrivals) or self.running or self.queue:
             # 1. The next event.
             arrival_s = self.arrivals[arrived].submit_s if arrived < len(self.arrivals) else inf
-            next_s = min(arrival_s, self.ends[0][0] if self.ends else inf, pass_s)
-            if next_s >= horizon_s:
+            next_s = min(arrival_s, self.ends[0][0] if self.ends else inf, head_s, pass_s)
+            if next_s >= horizon_s or next_s == inf:
                 break
             self.now_s = next_s
-            # 2. Ends and arrivals, after which the main scheduler starts jobs from the head of the queue.
-            changed = self._end_jobs()
+            # 2. Ends and arrivals.
+            ended = self._end_jobs()
+            before = arrived
             while arrived < len(self.arrivals) and self.arrivals[arrived].submit_s <= self.now_s:
                 insort(self.queue, self._pending(self.arrivals[arrived]))
-                arrived, changed = arrived + 1, True
-            if changed:
+                arrived += 1
+            if arrived > before:
+                head_s = min(
+                    head_s,
+                    max(self.now_s, min(looked_s + rules.batch_delay_s, _next(self.now_s, rules.full_interval_s))),
+                )
+            # 3. The main scheduler starts jobs from the head of the queue: after each end, and soon after a submission.
+            if head_s <= self.now_s:
+                looked_s, head_s = self.now_s, inf
                 self._start_head()
-                every_s = self.rules.interval_s
-                pass_s = min(pass_s, ceil(self.now_s / every_s) * every_s) if self.queue else inf
-            # 3. Backfill.
+            elif ended:
+                self._start_head()
+            # 4. Backfill.
             if pass_s <= self.now_s:
                 self._backfill()
                 pass_s = inf
+            elif ended or arrived > before:
+                pass_s = min(pass_s, _next(self.now_s, rules.interval_s)) if self.queue else inf
             self._sample()
         return self._result(min(self.now_s if horizon_s == inf else horizon_s, horizon_s))
 
@@ -145,7 +160,7 @@ class _Slurm:
         return ended
 
     def _start_head(self) -> None:
-        while self.queue and (spot := self._place(self.queue[0], ())):
+        while self.queue and (spot := self._place(self.queue[0], self.free, self.all_nodes)):
             self._start(self.queue.pop(0), spot)
 
     def _start(self, pending: Pending, spot: Sequence[int]) -> None:
@@ -158,43 +173,159 @@ class _Slurm:
         self.running[job.id] = (self.now_s + pending.limit_s, shares, self.now_s)
         heappush(self.ends, (self.now_s + self._start_up_s(job) + job.work_s / self._speed(job, shares), job.id, job))
 
-    def _place(self, pending: Pending, reserved: Sequence[Sequence[Reservation]]) -> list[int]:
-        """Return the nodes on which a job can start now without delay to a reservation, the fullest first."""
-        end_s, chosen = self.now_s + pending.limit_s, []
-        need = pending.each[0]
-        for at in sorted(range(len(self.free)), key=lambda at: (self.free[at][0], at)):
-            if _fits(need, self.free[at]) and all(
-                _fits(need, one.left) for one in (reserved[at] if reserved else ()) if one.start_s < end_s
-            ):
-                chosen.append(at)
-                if len(chosen) == len(pending.each):
-                    return chosen
-        return []
+    def _place(self, pending: Pending, free: Sequence[Sequence[int]], among: int) -> list[int]:
+        """Return the nodes of ``among`` that a job gets, or nothing: one node is the first with room.
+
+        Several are taken from the smallest run of adjacent nodes with room that has as many, or else from the largest.
+        """
+        need, count = pending.each[0], len(pending.each)
+        runs: list[list[int]] = []
+        for at, room in enumerate(free):
+            if not among >> at & 1 or not _fits(need, room):
+                continue
+            if count == 1:
+                return [at]
+            if runs and runs[-1][-1] == at - 1:
+                runs[-1].append(at)
+            else:
+                runs.append([at])
+        if sum(map(len, runs)) < count:
+            return []
+        chosen: list[int] = []
+        while len(chosen) < count:
+            left = count - len(chosen)
+            best = min(runs, key=lambda run: len(run) if len(run) >= left else inf)
+            if len(best) < left:
+                best = max(runs, key=len)
+            chosen += best[:left]
+            runs.remove(best)
+        return sorted(chosen)
 
     # --- Backfill ---------------------------------------------------------------------------------------
 
     def _backfill(self) -> None:
-        """Look at the jobs in order of priority: each starts now, or gets a reservation for its earliest start."""
-        rules, made = self.rules, 0
-        reserved: list[list[Reservation]] = [[] for _ in self.nodes]
-        planner = _Planner(self)
-        kept: list[Pending] = []
-        for number, pending in enumerate(self.queue):
-            if number >= rules.max_jobs or not any(free[0] for free in self.free):
-                kept.extend(self.queue[number:])
+        """Look at the jobs in order of priority: each starts now, or gets a reservation for its earliest start.
+
+        A reservation keeps all other jobs off its nodes. Jobs behind the last one that fits now are left out: they
+        cannot start, and nothing else comes of a reservation.
+        """
+        slots = [Slot(self.now_s, self.now_s + self.rules.window_s, self.all_nodes)]
+        tested = self.queue[: self.rules.max_jobs]
+        fitting = self._last_fitting(tested)
+        for number, pending in enumerate(tested):
+            if number > fitting:
                 break
-            if spot := self._place(pending, reserved):
+            start_s, spot = self._earliest(pending, slots)
+            if spot and start_s <= self.now_s:
                 self._start(pending, spot)
-                planner = _Planner(self)
-                for at, need in zip(spot, pending.each, strict=True):
-                    for one in reserved[at]:
-                        if one.start_s < self.now_s + pending.limit_s:
-                            one.left[:] = [left - amount for left, amount in zip(one.left, need, strict=True)]
+                self.queue.remove(pending)
+                fitting = self._last_fitting(tested[: fitting + 1])
+            elif spot:
+                _reserve(slots, start_s, start_s + pending.limit_s, _bits(spot))
+
+    def _last_fitting(self, tested: Sequence[Pending]) -> int:
+        vain: set[tuple[Amount, ...]] = set()
+        last = -1
+        for number in range(len(tested) - 1, -1, -1):
+            each = tested[number].each
+            if each not in vain:
+                if tested[number].job.id not in self.running and self._place(tested[number], self.free, self.all_nodes):
+                    return number
+                vain.add(each)
+        return last
+
+    def _earliest(self, pending: Pending, slots: Sequence[Slot]) -> tuple[float, list[int]]:
+        """Return a job's earliest start that no reservation forbids, and its nodes; none where it is past the window.
+
+        The start is sought from the beginning of one slot after the other, on nodes that no reservation has until the
+        job's limit.
+        """
+        later_s: float | None = self.now_s
+        last_s = self.now_s + self.rules.window_s
+        while later_s is not None and later_s <= last_s:
+            from_s = later_s
+            nodes, later_s = self._free_of_reservations(slots, from_s, from_s + pending.limit_s)
+            if nodes.bit_count() < len(pending.each):
                 continue
-            kept.append(pending)
-            if made < rules.max_reservations:
-                made += planner.reserve(pending, reserved)
-        self.queue[:] = kept
+            start_s, spot = self._future_start(pending, nodes, from_s, later_s)
+            if not spot:
+                continue
+            if start_s > self.now_s:
+                taken = any(
+                    one.end_s > start_s and one.begin_s < start_s + pending.limit_s and _bits(spot) & ~one.nodes
+                    for one in slots
+                )
+                if taken:
+                    later_s = start_s + (start_s <= from_s)
+                    continue
+                if later_s is not None and start_s > later_s:
+                    continue
+            return (start_s, spot) if start_s <= last_s else (inf, [])
+        return inf, []
+
+    def _free_of_reservations(self, slots: Sequence[Slot], from_s: float, to_s: float) -> tuple[int, float | None]:
+        """Return the nodes without a reservation in this time, and the time from which further ones are free."""
+        nodes, later_s = self.all_nodes, None
+        for number, one in enumerate(slots):
+            after = slots[number + 1] if number + 1 < len(slots) else None
+            if one.end_s > from_s and after is not None and later_s is None and after.nodes & ~(one.nodes & nodes):
+                later_s = one.end_s
+            if one.end_s <= from_s:
+                continue
+            if one.begin_s > to_s:
+                if later_s is None and number + 2 < len(slots):
+                    later_s = slots[number + 1].end_s
+                break
+            nodes &= one.nodes
+        return nodes, later_s
+
+    def _future_start(self, pending: Pending, among: int, from_s: float, to_s: float | None) -> tuple[float, list[int]]:
+        """Return a job's start on these nodes once running jobs have ended by their limits, and its nodes.
+
+        Jobs whose limits end in one window of time are taken away together, and each window is longer than the one
+        before it; jobs whose limits end after ``to_s`` stay.
+        """
+        if from_s <= self.now_s and (spot := self._place(pending, self.free, among)):
+            return self.now_s, spot
+        # 1. Running jobs over by then are gone.
+        free = [list(room) for room in self.free]
+        coming = []
+        for end_s, shares in self._by_limit():
+            if end_s <= from_s:
+                _give_back(free, shares)
+            elif any(among >> at & 1 for at, _ in shares):
+                coming.append((end_s, shares))
+        if spot := self._place(pending, free, among):
+            return max(from_s, self.now_s), spot
+        # 2. The others go by windows.
+        if to_s is not None:
+            coming = [one for one in coming if one[0] <= to_s]
+        gone = 0
+        for until in self._windows([end_s for end_s, _ in coming]):
+            for _, shares in coming[gone:until]:
+                _give_back(free, shares)
+            gone = until
+            if spot := self._place(pending, free, among):
+                last_s = max(end_s for end_s, shares in coming[:gone] if any(at in spot for at, _ in shares))
+                return max(last_s, from_s), spot
+        return inf, []
+
+    def _windows(self, ends_s: Sequence[float]) -> Iterator[int]:
+        """Yield how many of the running jobs, in order of their ends, are gone after each window."""
+        window_s = FIRST_WINDOW_S
+        bound_s = (ends_s[0] // window_s + 1) * window_s if ends_s else 0.0
+        gone = 0
+        while gone < len(ends_s):
+            gone = max(gone + 1, bisect_right(ends_s, bound_s + window_s))
+            yield gone
+            while gone < len(ends_s) and window_s < LAST_WINDOW_S:
+                window_s = window_s + self.rules.precision_s if self.rules.precision_s else 2 * window_s
+                if ends_s[gone] <= bound_s + window_s:
+                    break
+
+    def _by_limit(self) -> list[tuple[float, tuple[tuple[int, Amount], ...]]]:
+        """Return the running jobs' ends by their limits, the first first, with what they hold."""
+        return sorted((max(end_s, self.now_s + 1), shares) for end_s, shares, _ in self.running.values())
 
     # --- Results ----------------------------------------------------------------------------------------
 
@@ -219,7 +350,10 @@ class _Slurm:
     def _sample(self) -> None:
         used = [node.gpus - free[0] for node, free in zip(self.nodes, self.free, strict=True)]
         cpus = sum(node.cpus - free[1] for node, free in zip(self.nodes, self.free, strict=True))
-        fits = any(self._place(pending, ()) for pending in {one.each: one for one in self.queue}.values())
+        fits = any(
+            self._place(pending, self.free, self.all_nodes)
+            for pending in {one.each: one for one in self.queue}.values()
+        )
         if self.samples and self.samples[-1].time_s == self.now_s:
             self.samples.pop()
         held = sum(used)
@@ -250,70 +384,37 @@ class _Slurm:
         )
 
 
-class _Planner:
-    """Earliest starts by the time limits of the jobs that run; made anew once another job runs."""
+def _next(now_s: float, every_s: float) -> float:
+    """Return the next multiple of an interval, from now on."""
+    return ceil(now_s / every_s) * every_s
 
-    def __init__(self, slurm: _Slurm) -> None:
-        self._slurm = slurm
-        self._freed: list[list[tuple[float, tuple[int, ...]]]] | None = None
-        self._earliest: dict[tuple[int, Amount], float] = {}
 
-    def reserve(self, pending: Pending, reserved: list[list[Reservation]]) -> bool:
-        """Reserve nodes for a job at its earliest start; return False if that is beyond the window."""
-        slurm, rules = self._slurm, self._slurm.rules
-        need, length_s = pending.each[0], pending.limit_s
-        # 1. On each node the first gap that is long enough; the job starts once it has as many nodes as it needs.
-        gaps = sorted((self._gap_s(at, need, length_s, reserved[at], 0.0), at) for at in range(len(slurm.nodes)))
-        start_s = gaps[len(pending.each) - 1][0] if len(gaps) >= len(pending.each) else inf
-        horizon_s = slurm.now_s + rules.window_s
-        while start_s < horizon_s:
-            # 2. A gap that begins sooner has to reach there too.
-            gaps = sorted((self._gap_s(at, need, length_s, reserved[at], start_s), at) for _, at in gaps)
-            later_s = gaps[len(pending.each) - 1][0]
-            if later_s <= start_s:
-                break
-            start_s = later_s
-        if not start_s < horizon_s:
-            return False
-        # 3. On the fullest of the nodes.
-        able = sorted((self._free_at(at, start_s), at) for gap_s, at in gaps if gap_s <= start_s)
-        for (free, at), amount in zip(able, pending.each, strict=False):
-            left = [0, 0, 0] if rules.whole_nodes else [a - b for a, b in zip(free, amount, strict=True)]
-            reserved[at].append(Reservation(start_s, start_s + length_s, left))
-            reserved[at].sort(key=lambda one: one.start_s)
-        return True
+def _bits(spot: Sequence[int]) -> int:
+    """Return nodes as bits."""
+    return sum(1 << at for at in spot)
 
-    def _gap_s(self, at: int, need: Amount, length_s: float, reserved: Sequence[Reservation], from_s: float) -> float:
-        """Return the first time from which a node has what a job needs for as long as its time limit."""
-        start_s = max(self._first_fit_s(at, need), from_s)
-        for one in reserved:
-            if one.end_s <= start_s or _fits(need, one.left):
-                continue
-            if start_s + length_s <= one.start_s:
-                break
-            start_s = one.end_s
-        return start_s
 
-    def _first_fit_s(self, at: int, need: Amount) -> float:
-        if (at, need) not in self._earliest:
-            times = self._timeline(at)
-            self._earliest[at, need] = next((time_s for time_s, free in times if _fits(need, free)), inf)
-        return self._earliest[at, need]
+def _give_back(free: Sequence[list[int]], shares: Sequence[tuple[int, Amount]]) -> None:
+    """Add to the free resources what a job holds."""
+    for at, amount in shares:
+        for kind, value in enumerate(amount):
+            free[at][kind] += value
 
-    def _free_at(self, at: int, time_s: float) -> tuple[int, ...]:
-        return [free for begin_s, free in self._timeline(at) if begin_s <= time_s][-1]
 
-    def _timeline(self, at: int) -> Sequence[tuple[float, tuple[int, ...]]]:
-        """Return the free resources of a node from now on, and from each end by a time limit."""
-        if self._freed is None:
-            slurm = self._slurm
-            self._freed = [[(slurm.now_s, tuple(free))] for free in slurm.free]
-            for end_s, shares, _ in sorted(slurm.running.values()):
-                for node, amount in shares:
-                    before = self._freed[node][-1][1]
-                    after = tuple(a + b for a, b in zip(before, amount, strict=True))
-                    self._freed[node].append((max(end_s, slurm.now_s), after))
-        return self._freed[at]
+def _reserve(slots: list[Slot], start_s: float, end_s: float, nodes: int) -> None:
+    """Take nodes out of the slots in this time; a slot that it cuts becomes two or three."""
+    cut = []
+    for one in slots:
+        begin_s, stop_s = max(one.begin_s, start_s), min(one.end_s, end_s)
+        if begin_s >= stop_s:
+            cut.append(one)
+            continue
+        parts = [
+            Slot(one.begin_s, begin_s, one.nodes), Slot(begin_s, stop_s, one.nodes & ~nodes),
+            Slot(stop_s, one.end_s, one.nodes),
+        ]  # fmt: skip
+        cut += [part for part in parts if part.begin_s < part.end_s]
+    slots[:] = cut
 
 
 def _fits(need: Sequence[int], free: Sequence[int]) -> bool:

@@ -6,11 +6,11 @@ import pytest
 from replay_figures import Decided, costs, figures, held_s, intervals, loads, read_sacct, read_sdiag
 
 SACCT = """\
-1|a|COMPLETED|100|110|150
-2|b|REQUEUED|100|110|120
-2|b|COMPLETED|120|130|190
-3|c|TIMEOUT|105|130|200
-4|d|RUNNING|105|Unknown|Unknown
+1|a|COMPLETED|100|110|150|node1
+2|b|REQUEUED|100|110|120|node1
+2|b|COMPLETED|120|130|190|node[1-2]
+3|c|TIMEOUT|105|130|200|node2
+4|d|RUNNING|105|Unknown|Unknown|node3
 """
 SDIAG = """\
 Main schedule statistics (microseconds):
@@ -35,6 +35,7 @@ def event(at: float, what: str, gpus: tuple[int, ...] = (0,), node: str = "node1
 def test_a_requeued_job_counts_from_its_first_submission_to_its_last_end() -> None:
     found = read_sacct(SACCT)
     assert (found["b"].submit_s, found["b"].start_s, found["b"].end_s, found["b"].restarts) == (100, 110, 190, 1)
+    assert found["b"].nodes == "node[1-2]"
     assert [name for name, record in found.items() if record.completed] == ["a", "b"]
 
 
