@@ -128,8 +128,9 @@ def idle(record: Record) -> Iterator[Finding]:
     reported: set[Gpu] = set()
     for sample in record.slurm:
         at_s = sample["t"]
-        wanted = _wanted(sample, {host: seen.at(at_s) for host, seen in users.items()}, record) if sample["up"] else {}
-        wanted = {gpu: name for gpu, name in wanted.items() if _up_s(record, gpu[0], at_s) >= UP_S}
+        # A job of two hosts can use neither host's GPUs while Slurm has one of them for less than that time.
+        here = {host: seen.at(at_s) for host, seen in users.items() if _up_s(record, host, at_s) >= UP_S}
+        wanted = _wanted(sample, here, record) if sample["up"] else {}
         for gpu in since_s.keys() - wanted.keys():
             del since_s[gpu]
             reported.discard(gpu)

@@ -53,6 +53,13 @@ def test_turns_are_charged_for_time_that_passed(set_by: float) -> None:
     assert host.next_order() < host.next_order()
 
 
+def test_an_agent_that_restarts_after_the_clock_was_set_back_repeats_no_order() -> None:
+    clock = Jumping()
+    before = Host(AgentSettings(), clock, "n1").next_order()
+    clock.after(2.0, set_by=-3600.0)
+    assert Host(AgentSettings(), clock, "n1").next_order() > before
+
+
 def test_small_steps_move_nothing() -> None:
     clock = Jumping()
     host = Host(AgentSettings(), clock, "n1")

@@ -9,7 +9,7 @@ import pytest
 from faults_job import digest_after
 from faults_outages import KINDS, LEAD_S, outages, plan_outage, table, untold, unwell
 from faults_schedule import SLURMCTLD_SPACING_S, PlannedJob, plan
-from faults_verdict import Record, judge
+from faults_verdict import Finding, Record, judge
 
 JOB = PlannedJob("one", "alice", 1, 2, 40, "")
 ON_NODE1 = {
@@ -124,6 +124,22 @@ def test_a_gpu_is_not_idle_while_slurm_cannot_reach_its_host_nor_shortly_after()
     assert "GPU idle" not in findings((10.0, "down", "node1:slurmd"))
     assert "GPU idle" not in findings((10.0, "down", "ctl:slurmctld"), (50.0, "up", "ctl:slurmctld"))
     assert "GPU idle" in findings((1.0, "down", "node1:slurmd"), (3.0, "up", "node1:slurmd"))
+
+
+def test_a_pending_job_of_two_hosts_waits_for_no_gpu_while_one_host_is_away() -> None:
+    def findings(*journal: dict[str, Any]) -> list[Finding]:
+        both = [*NODES, *(node | {"NodeName": node["NodeName"].replace("node1", "node2")} for node in NODES)]
+        pending = ON_NODE1 | {"JobState": "PENDING", "Reason": "Resources", "NodeList": "", "gpus": {}}
+        seen = [slurm(at_s, pending, nodes=both) for at_s in range(40, 90, 2)]
+        found = record(
+            jobs={"one": PlannedJob("one", "alice", 2, 2, 40, "")}, slurm=[*seen, slurm(100.0, nodes=both)],
+            hosts={"node1": [host(0.0, {})], "node2": [host(0.0, {})]}, leases={},
+            journal=[*journal, {"t": 100.0, "kind": "end", "target": "", "note": ""}],
+        )  # fmt: skip
+        return [finding for finding in judge(found) if finding.rule == "GPU idle"]
+
+    assert len(findings()) == 8
+    assert findings({"t": 10.0, "kind": "down", "target": "node1:slurmd", "note": ""}) == []
 
 
 def test_an_outage_that_is_not_named_or_not_over_is_a_finding_and_a_row() -> None:

@@ -94,8 +94,8 @@ class Host:
         return any(run.stop is not None and not run.stop.committed for run in self.jobs.values())
 
     def next_order(self) -> int:
-        """Return a new number for an order; a restarted agent does not repeat one."""
-        self.last_order = max(self.last_order + 1, int(self.clock.now() * 1000))
+        """Return a new number for an order; a restarted agent does not repeat one, and no job outlives the boot."""
+        self.last_order = max(self.last_order + 1, int(self.clock.monotonic() * 1000))
         return self.last_order
 
     def run(self, key: JobKey) -> JobRun:
