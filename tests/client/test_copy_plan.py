@@ -61,7 +61,8 @@ def test_a_move_through_staging_is_the_same_move(staging: int, monkeypatch: pyte
     plan = engine.plan_of(segments)
     memory = host_memory.HostBuffer().reserve(copy_plan.total(plan), None)
     original = engine.CopyStream.__init__
-    monkeypatch.setattr(engine.CopyStream, "__init__", lambda stream, device, _: original(stream, device, staging))
+    staged = lambda stream, device, _, bounds: original(stream, device, staging, bounds)  # noqa: E731
+    monkeypatch.setattr(engine.CopyStream, "__init__", staged)
     transfer = Transfer(segments, plan, memory)
     transfer.offload()
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * len(tensors)

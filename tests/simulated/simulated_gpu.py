@@ -129,6 +129,10 @@ class Simulated(devices.Accelerator):
         """Undo it."""
         return int(library().simulated_unregister(address))
 
+    def clear_error(self) -> None:
+        """Clear the last error."""
+        library().simulated_last_error()
+
 
 def snapshot() -> list[dict[str, Any]]:
     """Return the allocator's segments in the form of ``torch.cuda.memory_snapshot()``."""
@@ -168,6 +172,7 @@ def _module() -> ModuleType:
     module._lazy_init = lambda: None
     module.device_count = lambda: len(paths)
     module.current_device = torch.accelerator.current_device_index
+    module.device = lambda place: torch.accelerator.device_index(place.index or 0)
     module.set_device = torch.accelerator.set_device_index
     module.synchronize = torch.accelerator.synchronize
     module.Stream = torch.Stream

@@ -137,6 +137,7 @@ class StopCoordinator:
             busy = "the driver has not answered" if looked is None else looked
             left_bytes = max(left_bytes, self.gpus.last.bytes_of(lease.gpus, pids))
         if not busy:
+            stop.bytes = max(stop.bytes, sum(rank.moved for rank in run.ranks.values()))
             lease.gpu_bytes, lease.left_bytes = run.gpu_bytes // max(len(lease.gpus), 1), left_bytes
             self._release(lease, run, stop, "all offloaded")
         elif now - stop.out_at > LEAVE_S:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+
+CUDA_RUNTIME = re.compile(r"(/\S*/libcudart[^/\s]*\.so[^/\s]*)$")
+"""Path of the runtime in /proc/self/maps (proc_pid_maps(5)); wheels put a hash into its name."""
 
 
 class Accelerator:
@@ -75,6 +81,22 @@ class Accelerator:
     def unregister_host(self, address: int) -> int:
         """Undo ``register_host``; return CUDA's error code."""
         return int(self.module.cudart().cudaHostUnregister(address))
+
+    def clear_error(self) -> None:
+        """Clear the error of a call that this thread has made outside of torch.
+
+        CUDA keeps it, and reports it again at the thread's next kernel, which has nothing to do with it (CUDA Runtime
+        API, error handling). Torch's binding of the runtime lacks the call, so that it goes to the library itself.
+        """
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+            if match := CUDA_RUNTIME.search(line):
+                ctypes.CDLL(match.group(1)).cudaGetLastError()
+                return
+
+    def on(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which a device is this thread's."""
+        context: contextlib.AbstractContextManager[object] = self.module.device(device)
+        return context
 
 
 ACCELERATORS: dict[str, Accelerator] = {"cuda": Accelerator("cuda")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -53,6 +54,21 @@ class Offload:
         """True if bringing the state back takes GPU memory."""
         return bool(self._devices)
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that it has now, for this move or for the next."""
+        return self._buffer.nbytes
+
+    def pin_ahead(self, nbytes: int, ranks: int) -> None:
+        """Begin to pin host memory for the next move of ``nbytes`` bytes, as far as ``ranks`` such processes may."""
+        if accelerator := device.in_use():
+            place = torch.device(accelerator.kind, accelerator.module.current_device())
+            self._buffer.pin_ahead(nbytes, place, lambda chunk: memory_limits.refusal(chunk, ranks) is None)
+
+    def close(self) -> None:
+        """Free the host memory; the state must be on its device."""
+        self._buffer.free()
+
     def memory_refusal(self, segments: Sequence[Segment], ranks: int, spill_to: str = "") -> str | None:
         """Return the reason why ``ranks`` processes like this one cannot move out, if they cannot.
 
@@ -81,7 +97,8 @@ class Offload:
         else:
             plan = plan_of(segments)
             accelerator = device.of(self._devices[0]) if self._devices else None
-            move = Transfer(segments, plan, self._buffer.reserve(copy_plan.total(plan), accelerator))
+            memory = self._buffer.reserve(copy_plan.total(plan), accelerator)
+            move = Transfer(segments, plan, memory, self._buffer.bounds)
         # 2. Copy, and release each storage whose copy is complete.
         with HeldSignals():
             try:
@@ -134,8 +151,10 @@ class Offload:
 class Transfer:
     """A move to host memory by a plan; small storages are gathered on their device before they cross the bus."""
 
-    def __init__(self, segments: Sequence[Segment], plan: Sequence[Batch], memory: torch.Tensor) -> None:
-        self._segments, self._plan, self._memory = segments, plan, memory
+    def __init__(
+        self, segments: Sequence[Segment], plan: Sequence[Batch], memory: torch.Tensor, bounds: Sequence[int] = ()
+    ) -> None:
+        self._segments, self._plan, self._memory, self._bounds = segments, plan, memory, bounds
         self._staging = max((batch.nbytes for batch in plan if batch.gathered), default=0)
         self._streams: dict[torch.device, CopyStream] = {}
 
@@ -176,7 +195,7 @@ class Transfer:
         """Open a stream to each device; at the end, complete all copies that were started."""
         try:
             for place in dict.fromkeys(batch.device for batch in self._plan):
-                self._streams[place] = CopyStream(place, self._staging)
+                self._streams[place] = CopyStream(place, self._staging, self._bounds)
             yield
         finally:
             for stream in self._streams.values():
@@ -204,7 +223,9 @@ class Transfer:
 class CopyStream:
     """Copies of one device in one stream; small storages go through a staging buffer if there is memory for one."""
 
-    def __init__(self, place: torch.device, staging: int) -> None:
+    def __init__(self, place: torch.device, staging: int, bounds: Sequence[int]) -> None:
+        """``bounds`` are the offsets in host memory that no copy crosses."""
+        self._bounds = bounds
         self._stream: torch.Stream | None = None
         self._context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         self._staging = allocate(0, place)
@@ -221,10 +242,10 @@ class CopyStream:
             staged = batch.gathered and self._staging.nbytes >= batch.nbytes
             staging = self._staging[: batch.nbytes] if staged else place
             if staged and not out:
-                staging.copy_(place, non_blocking=True)
-            _copy_each(_pieces(batch, staging), raws, out=out)
+                _copy_within(staging, place, self._bounds)
+            _copy_each(_pieces(batch, staging), raws, self._bounds, out=out)
             if staged and out:
-                place.copy_(staging, non_blocking=True)
+                _copy_within(place, staging, self._bounds)
             return None if self._stream is None else self._stream.record_event()
 
     def drain(self) -> None:
@@ -233,14 +254,23 @@ class CopyStream:
             self._stream.synchronize()
 
 
-def _copy_each(pieces: list[torch.Tensor], raws: list[torch.Tensor], *, out: bool) -> None:
+def _copy_within(target: torch.Tensor, source: torch.Tensor, bounds: Sequence[int]) -> None:
+    """Copy between a device and host memory, in parts that cross no bound."""
+    host = target if target.device.type == "cpu" else source
+    start = host.storage_offset()
+    cuts = [0, *(bound - start for bound in bounds if start < bound < start + host.nbytes), host.nbytes]
+    for first, last in itertools.pairwise(cuts):
+        target[first:last].copy_(source[first:last], non_blocking=True)
+
+
+def _copy_each(pieces: list[torch.Tensor], raws: list[torch.Tensor], bounds: Sequence[int], *, out: bool) -> None:
     """Copy storages to their pieces, or back; within one device in a single call, because each call has a cost."""
     targets, sources = (pieces, raws) if out else (raws, pieces)
     if targets[0].device == sources[0].device:
         torch._foreach_copy_(targets, sources)
         return
     for target, source in zip(targets, sources, strict=True):
-        target.copy_(source, non_blocking=True)
+        _copy_within(target, source, bounds)
 
 
 def _pieces(batch: Batch, place: torch.Tensor) -> list[torch.Tensor]:

@@ -1,51 +1,90 @@
-"""Host memory for a job's state: pinned once and kept for a GPU, unpinned and freed for the CPU."""
+"""Host memory for a job's state: pinned in chunks and kept for a GPU, unpinned and freed for the CPU."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable
 
 import torch
 
 from cadenza.sidecar.client.errors import MoveError
-from cadenza.sidecar.client.offload.device import Accelerator
+from cadenza.sidecar.client.offload.device import Accelerator, of
+
+CHUNK_BYTES = 2**30
+"""Bytes that are pinned in one call, which takes some tenths of a second."""
+HUGE_PAGE = 2 * 2**20
+"""Granularity of chunks, in bytes."""
+GROWTH = 4
+"""Address space for a device's state, as a multiple of the bytes first needed: gradients and optimizer state come."""
+NO_RESERVE = 0x4000
+"""MAP_NORESERVE (mmap(2)), which Python's module lacks on some versions."""
 
 _log = logging.getLogger("cadenza.client")
 
 
 class HostBuffer:
-    """One piece of host memory that grows on demand."""
+    """Host memory that grows on demand without moving; for a device it is pinned, in chunks."""
 
     def __init__(self) -> None:
         self._mapping: mmap.mmap | None = None
         self._memory = allocate(0)
         self._accelerator: Accelerator | None = None
-        self._pinned = False
+        self._chunks = Chunks()
+        self._release = weakref.finalize(self, Chunks.free, self._chunks)
+        self._release.atexit = False  # the kernel frees all at the process's end
+        self._lock = threading.Lock()
+        self._ahead: threading.Thread | None = None
+        self._ahead_ends = threading.Event()
 
     @property
     def nbytes(self) -> int:
-        """Its size now."""
-        return self._memory.nbytes
+        """Bytes that it takes on the host now."""
+        return max(self._memory.nbytes, self._chunks.nbytes)
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Offsets at which pinned chunks end; one copy of a device must not cross any (CUDA takes them as invalid)."""
+        return tuple(self._chunks.ends)
 
     def reserve(self, nbytes: int, accelerator: Accelerator | None) -> torch.Tensor:
         """Return at least ``nbytes`` bytes, pinned for an accelerator; raise MoveError when the host has too few."""
-        if self._memory.nbytes < nbytes or accelerator is not self._accelerator:
+        self._end_pinning()
+        if accelerator is not self._accelerator or self._capacity < nbytes:
+            self.free()
+        if self._mapping is None:
+            self._map(nbytes, accelerator)
+        if self._mapping is not None and self._memory.nbytes < nbytes:
+            self._memory = torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes)
+        if accelerator is not None and self._mapping is not None:
+            while self._chunks.pin_next(self._mapping, nbytes, accelerator):
+                pass
+        return self._memory
+
+    def pin_ahead(self, nbytes: int, device: torch.device, may_pin: Callable[[int], bool]) -> None:
+        """Begin to pin ``nbytes`` bytes for a device in a thread, chunk by chunk, as long as ``may_pin`` allows it.
+
+        ``may_pin`` takes a chunk's bytes. ``reserve`` and ``free`` end the thread.
+        """
+        if (self._ahead is not None and self._ahead.is_alive()) or nbytes <= self._chunks.nbytes or self._chunks.failed:
+            return
+        accelerator = of(device)
+        if accelerator is None:
+            return
+        if accelerator is not self._accelerator or self._capacity < nbytes:
             self.free()
             try:
-                self._mapping = map_memory(nbytes, huge=accelerator is not None)
-            except (OSError, OverflowError) as error:
-                raise MoveError(f"no {nbytes >> 20} MiB of host memory: {error}") from None
-            if self._mapping is not None:
-                self._memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
-            self._accelerator = accelerator
-            if accelerator and nbytes:
-                # Pin the exact size: torch's own pinned allocator rounds up to a power of two.
-                error_code = accelerator.register_host(self._memory.data_ptr(), self._memory.nbytes)
-                self._pinned = not error_code
-                if error_code:
-                    _log.warning("host memory could not be pinned (error %d): moves are slower", error_code)
-        return self._memory
+                self._map(nbytes, accelerator)
+            except MoveError:
+                return
+        self._ahead_ends.clear()
+        arguments = (nbytes, accelerator, device, may_pin)
+        self._ahead = threading.Thread(target=self._pin_chunks, args=arguments, name="cadenza-pinning", daemon=True)
+        self._ahead.start()
 
     def part(self, offset: int, nbytes: int) -> torch.UntypedStorage:
         """Return a part of the memory as a storage of its own, which keeps the memory for as long as it lives."""
@@ -55,10 +94,90 @@ class HostBuffer:
 
     def free(self) -> None:
         """Free the memory."""
-        if self._accelerator and self._pinned and self._memory.nbytes:
-            self._accelerator.unregister_host(self._memory.data_ptr())
+        self._end_pinning()
+        self._chunks.free()
         self._memory, self._mapping = allocate(0), None
-        self._pinned = False
+
+    @property
+    def _capacity(self) -> int:
+        """Bytes of address space."""
+        return 0 if self._mapping is None else len(self._mapping)
+
+    def _map(self, nbytes: int, accelerator: Accelerator | None) -> None:
+        """Map new memory; for a device with room to grow, which takes no memory until it is pinned or written."""
+        self._accelerator = accelerator
+        if accelerator is not None:
+            with contextlib.suppress(OSError, OverflowError):  # a limit on address space leaves no room to grow
+                self._mapping = map_memory(nbytes * GROWTH, huge=True)
+                return
+        try:
+            self._mapping = map_memory(nbytes, huge=accelerator is not None)
+        except (OSError, OverflowError) as error:
+            raise MoveError(f"no {nbytes >> 20} MiB of host memory: {error}") from None
+
+    def _pin_chunks(
+        self, nbytes: int, accelerator: Accelerator, device: torch.device, may_pin: Callable[[int], bool]
+    ) -> None:
+        """Pin chunks until all bytes are pinned, the host is short, or the thread is to end."""
+        with accelerator.on(device):  # a registration takes place in the context of the thread's device
+            while not self._ahead_ends.is_set() and may_pin(min(CHUNK_BYTES, nbytes - self._chunks.nbytes)):
+                with self._lock:
+                    if self._mapping is None or not self._chunks.pin_next(self._mapping, nbytes, accelerator):
+                        return
+
+    def _end_pinning(self) -> None:
+        """End the thread that pins ahead; it finishes its chunk first."""
+        self._ahead_ends.set()
+        if self._ahead is not None:
+            self._ahead.join()
+            self._ahead = None
+
+
+class Chunks:
+    """The pinned chunks at the beginning of a mapping, one after the other."""
+
+    def __init__(self) -> None:
+        self.ends: list[int] = []
+        self.failed = False
+        """CUDA has refused a chunk: the rest stays unpinned."""
+        self._addresses: list[tuple[Accelerator, int]] = []
+        self._mapping: mmap.mmap | None = None
+        self._pid = os.getpid()
+
+    @property
+    def nbytes(self) -> int:
+        """Pinned bytes."""
+        return self.ends[-1] if self.ends else 0
+
+    def pin_next(self, mapping: mmap.mmap, nbytes: int, accelerator: Accelerator) -> bool:
+        """Pin a further chunk of a mapping towards ``nbytes`` pinned bytes; return False if there is none to pin.
+
+        A refused one leaves an error that the thread's next kernel would report, and which is therefore cleared.
+        """
+        start = self.nbytes
+        end = min(start + CHUNK_BYTES, -(-nbytes // HUGE_PAGE) * HUGE_PAGE, len(mapping))
+        if self.failed or start >= min(nbytes, end):
+            return False
+        address = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr() + start
+        if code := accelerator.register_host(address, end - start):
+            accelerator.clear_error()
+            self.failed = True
+            _log.warning("host memory could not be pinned (error %d): moves are slower", code)
+            return False
+        self._mapping = mapping
+        self._addresses.append((accelerator, address))
+        self.ends.append(end)
+        return True
+
+    def free(self) -> None:
+        """Unpin all, before the mapping goes; a forked child has no registration of its own."""
+        if os.getpid() == self._pid:
+            for accelerator, address in self._addresses:
+                if accelerator.unregister_host(address):
+                    accelerator.clear_error()
+        self._addresses.clear()
+        self.ends.clear()
+        self._mapping, self.failed = None, False
 
 
 def map_memory(nbytes: int, *, huge: bool) -> mmap.mmap | None:
@@ -69,7 +188,8 @@ def map_memory(nbytes: int, *, huge: bool) -> mmap.mmap | None:
     """
     if not nbytes:
         return None
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    lazily = NO_RESERVE if huge else 0
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | lazily)
     if huge:
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -19,7 +19,7 @@ from cadenza.sidecar.client.offload.pin_threads import pinning_paused
 from cadenza.sidecar.client.session import checkpoint_request, identity, resources
 from cadenza.sidecar.client.session.agent_link import Link, Message, Reply
 from cadenza.sidecar.client.session.prefetch_hints import FileList
-from cadenza.sidecar.client.session.step_page import STOP, StepCounters, private_page
+from cadenza.sidecar.client.session.step_page import STOP, StepCounters, gpu_memory, private_page
 
 if TYPE_CHECKING:
     from cadenza.sidecar.client.offload.engine import Moved, Offload
@@ -103,6 +103,7 @@ class Session(StepCounters):
         resources.update_all()
         if self._saver is not None:
             self.files.publish()
+        self._pin_ahead()
 
     def register(self, name: str, thing: object) -> None:
         """Add state that moves when the job yields.
@@ -185,6 +186,9 @@ class Session(StepCounters):
         self._before_offload.clear()
         self._after_restore.clear()
         self._saver = None
+        if self._offload is not None:
+            self._offload.close()
+            self._offload = None
         self.files.close()
         self.words = private_page()
         if link:
@@ -242,7 +246,7 @@ class Session(StepCounters):
         self.order_arrived()
         # 2. Report that this rank stands at its boundary; a refusal cancels the order for all ranks.
         refused = (survey.refusal or "")[:MAX_TEXT] if survey else ""
-        nbytes = survey.host_bytes if survey else 0
+        nbytes = max(0, survey.host_bytes - self._offload.host_bytes) if survey and self._offload else 0
         link.send("arrived", since=since, order=order, step=self.step, bytes=nbytes, refused=refused)
         # 3. Wait until the agent has heard of all ranks, and commits.
         if not self._await_commit(link, order, since):
@@ -437,6 +441,15 @@ class Session(StepCounters):
         ranks = self._who.local_world_size if self._who else None
         refusal = result.refusal or self._offload.memory_refusal(result.segments, ranks or 1, self.spill_to)
         return replace(result, refusal=refusal, spilled=bool(self._offload.spill_to))
+
+    def _pin_ahead(self) -> None:
+        """Begin to pin host memory for the GPU state of a job that takes turns; all that it has there may move."""
+        sample = gpu_memory() if self.active and self._sources and not self.spill_to else None
+        if sample is not None:
+            from cadenza.sidecar.client.offload.engine import Offload  # noqa: PLC0415
+
+            self._offload = self._offload or Offload()
+            self._offload.pin_ahead(sample[0], (self._who.local_world_size if self._who else None) or 1)
 
     def _call_on_yield(self) -> None:
         """Call the script's functions for a yield; raise MoveError when one of them fails."""
