@@ -31,6 +31,8 @@ BUILD = HERE.parents[1] / "build" / "simulated"
 PATHS = "SIMULATED_GPUS"
 """Environment variable with the files of the GPUs that a process sees, separated by colons."""
 OWNERS = 64
+PRIVATE_USE = 20
+"""Type of the device in C++ (c10::DeviceType::PrivateUse1)."""
 
 
 class Owner(ctypes.Structure):
@@ -120,6 +122,10 @@ def open_file(path: Path) -> Gpu:
 
 class Simulated(devices.Accelerator):
     """The simulated GPU as an accelerator of the client."""
+
+    def stream(self, device: torch.device, address: int) -> torch.Stream:
+        """Return the stream with a number."""
+        return torch.Stream(stream_id=address, device_index=device.index or 0, device_type=PRIVATE_USE)
 
     def register_host(self, address: int, nbytes: int) -> int:
         """Pin host memory; return the error code, 0 for success."""

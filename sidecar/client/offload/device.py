@@ -48,6 +48,13 @@ class Accelerator:
         stream: torch.Stream = self.module.Stream(device)
         return stream
 
+    def stream(self, device: torch.device, address: int) -> torch.Stream:
+        """Return the stream with an address (``cudaStream_t``), as the snapshot names it; 0 is the default stream."""
+        found: torch.Stream = (
+            self.module.ExternalStream(address, device) if address else self.module.default_stream(device)
+        )
+        return found
+
     def using(self, stream: torch.Stream) -> contextlib.AbstractContextManager[object]:
         """Return a context in which operators and copies go to a stream."""
         context: contextlib.AbstractContextManager[object] = self.module.stream(stream)

@@ -11,7 +11,7 @@ import torch
 
 from cadenza.sidecar.client.clock import monotonic_ns
 from cadenza.sidecar.client.errors import MoveError, NoRoomError, RestoreError
-from cadenza.sidecar.client.offload import copy_plan, device, memory_limits, spill
+from cadenza.sidecar.client.offload import copy_plan, device, device_streams, memory_limits, spill
 from cadenza.sidecar.client.offload.copy_plan import Batch
 from cadenza.sidecar.client.offload.held_signals import HeldSignals
 from cadenza.sidecar.client.offload.host_copy import GuardedSavers, HostCopies
@@ -208,7 +208,8 @@ class Transfer:
             for index in batch.members:
                 segment = self._segments[index]
                 if segment.storage.nbytes() != segment.nbytes:
-                    segment.storage.resize_(segment.nbytes)
+                    with device_streams.allocating_on(segment.storage.device, segment.stream):
+                        segment.storage.resize_(segment.nbytes)
             self._copy(batch, out=False)
 
     def _copy(self, batch: Batch, *, out: bool) -> torch.Event | None:

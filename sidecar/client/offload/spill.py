@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from cadenza.sidecar.client.errors import MoveError, RestoreError
-from cadenza.sidecar.client.offload import device
+from cadenza.sidecar.client.offload import device, device_streams
 from cadenza.sidecar.client.offload.host_memory import HostBuffer, as_bytes, storage_in
 from cadenza.sidecar.client.offload.storages import Segment
 
@@ -82,7 +82,8 @@ class SpillFile:
         file = self._file.fileno()
         try:
             for segment in self._segments:
-                segment.storage.resize_(segment.nbytes)
+                with device_streams.allocating_on(segment.storage.device, segment.stream):
+                    segment.storage.resize_(segment.nbytes)
             for place, raw, window in self._pieces():
                 _transfer(lambda data, at: os.preadv(file, [data], at), window, place)
                 raw.copy_(window)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from cadenza.sidecar.client.offload import device, exports, fixed_addresses, unregistered
+from cadenza.sidecar.client.offload import device, device_streams, exports, fixed_addresses, unregistered
 from cadenza.sidecar.client.offload.copy_plan import aligned
 
 Named: TypeAlias = tuple[str, torch.Tensor]
@@ -41,6 +41,8 @@ class Segment:
     name: str
     storage: torch.UntypedStorage
     nbytes: int
+    stream: int = 0
+    """Device stream whose blocks hold it (``cudaStream_t``); the allocator hands a freed block on in its order."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def survey(sources: Iterable[tuple[str, object]], *, refuse_resident: bool = Fal
     on_gpu = any(device.of(segment.storage.device) for segment in segments.values())
     entries = [(one, reasons[key]) for key, one in segments.items() if not (on_gpu and _device(one) == "cpu")]
     # 5. Divide them into those that move and those that stay, and decide whether the stop is refused.
-    moving = tuple(segment for segment, reason in entries if not reason)
+    side = device_streams.side_streams() if refusal is None else []
+    moving = tuple(_with_stream(segment, side) for segment, reason in entries if not reason)
     resident = (
         *(Resident(one.name, reason, one.nbytes, _device(one)) for one, reason in entries if reason),
         *walk.buckets,
@@ -256,6 +259,12 @@ def _overlaps(segments: Mapping[int, Segment]) -> dict[int, str]:
             reasons.setdefault(key, f"shares memory with {second.name}")
             reasons.setdefault(next_key, f"shares memory with {first.name}")
     return reasons
+
+
+def _with_stream(segment: Segment, side: list[tuple[int, int, int]]) -> Segment:
+    """Return a segment with the side stream whose blocks hold it, if any does."""
+    stream = device_streams.stream_of(side, segment.storage.data_ptr()) if side else 0
+    return replace(segment, stream=stream) if stream else segment
 
 
 def _device(segment: Segment) -> str:
