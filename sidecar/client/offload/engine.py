@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,12 +12,14 @@ import torch
 
 from cadenza.sidecar.client.clock import monotonic_ns
 from cadenza.sidecar.client.errors import MoveError, NoRoomError, RestoreError
-from cadenza.sidecar.client.offload import copy_plan, device, device_streams, memory_limits, spill
+from cadenza.sidecar.client.offload import copy_plan, device, device_streams, library_caches, memory_limits, spill
 from cadenza.sidecar.client.offload.copy_plan import Batch
 from cadenza.sidecar.client.offload.held_signals import HeldSignals
 from cadenza.sidecar.client.offload.host_copy import GuardedSavers, HostCopies
 from cadenza.sidecar.client.offload.host_memory import HostBuffer, allocate
 from cadenza.sidecar.client.offload.storages import Segment
+
+_log = logging.getLogger("cadenza.client")
 
 SHORTAGES = ("out of memory", "allocate memory", "not enough memory")
 """Texts by which torch's errors name a shortage of device or host memory."""
@@ -288,12 +291,20 @@ def plan_of(segments: Sequence[Segment]) -> list[Batch]:
 
 
 def _empty_caches(devices: Sequence[torch.device]) -> int:
-    """Give the allocator's cached memory back to the devices; return the bytes that it still reserves."""
+    """Give cached memory back to the devices; return the bytes that the allocator still reserves.
+
+    A device that fails here is noticed by the next move: the state has left it, or is still away.
+    """
     held = 0
-    for place in devices:
-        if accelerator := device.of(place):
-            accelerator.empty_cache()
-            held += accelerator.reserved(place)
+    if devices:
+        library_caches.release(devices)
+    try:
+        for place in devices:
+            if accelerator := device.of(place):
+                accelerator.empty_cache()
+                held += accelerator.reserved(place)
+    except RuntimeError as error:
+        _log.warning("cached GPU memory could not be given back: %s", error)
     return held
 
 
