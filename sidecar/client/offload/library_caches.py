@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
@@ -28,6 +29,11 @@ def _givers(devices: Sequence[torch.device]) -> Iterator[tuple[str, Callable[[],
     if clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None):  # noqa: SLF001
         yield "cuBLAS workspaces", clear
     for device in devices:
-        yield "cuFFT plans", lambda device=device: torch.backends.cuda.cufft_plan_cache[device].clear()
+        yield "cuFFT plans", functools.partial(_clear_plans, device)
     if empty := getattr(getattr(torch, "accelerator", None), "empty_host_cache", None):  # since torch 2.11
         yield "pinned blocks", empty
+
+
+def _clear_plans(device: torch.device) -> None:
+    """Drop a device's cuFFT plans with their workspaces."""
+    torch.backends.cuda.cufft_plan_cache[device].clear()
