@@ -28,8 +28,9 @@ def _givers(devices: Sequence[torch.device]) -> Iterator[tuple[str, Callable[[],
     """Yield the functions that this version of torch has, by the name of what they give back."""
     if clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None):  # noqa: SLF001
         yield "cuBLAS workspaces", clear
-    for device in devices:
-        yield "cuFFT plans", functools.partial(_clear_plans, device)
+    for place in devices:
+        if place.type == "cuda":
+            yield "cuFFT plans", functools.partial(_clear_plans, place)
     if empty := getattr(getattr(torch, "accelerator", None), "empty_host_cache", None):  # since torch 2.11
         yield "pinned blocks", empty
 
