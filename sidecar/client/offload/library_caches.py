@@ -25,12 +25,14 @@ def release(devices: Sequence[torch.device]) -> None:
 
 
 def _givers(devices: Sequence[torch.device]) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield the functions that this version of torch has, by the name of what they give back."""
+    """Yield the functions of CUDA that this version of torch has, by the name of what they give back."""
+    own = [device for device in devices if device.type == "cuda"]
+    if not own:
+        return
     if clear := getattr(torch._C, "_cuda_clearCublasWorkspaces", None):  # noqa: SLF001
         yield "cuBLAS workspaces", clear
-    for place in devices:
-        if place.type == "cuda":
-            yield "cuFFT plans", functools.partial(_clear_plans, place)
+    for device in own:
+        yield "cuFFT plans", functools.partial(_clear_plans, device)
     if empty := getattr(getattr(torch, "accelerator", None), "empty_host_cache", None):  # since torch 2.11
         yield "pinned blocks", empty
 

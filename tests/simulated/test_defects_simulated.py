@@ -1,0 +1,95 @@
+"""The client's care for GPU memory on the simulated GPU: what is unregistered, pinned, cached or on a side stream."""
+
+from __future__ import annotations
+
+import pytest
+import simulated_gpu
+import torch
+
+from cadenza.sidecar.client.offload import host_memory, unregistered
+from cadenza.sidecar.client.offload.engine import Offload
+from cadenza.sidecar.client.offload.storages import survey
+
+pytestmark = pytest.mark.slow
+
+MIB = 1 << 20
+
+
+def filled(nbytes: int, value: int) -> torch.Tensor:
+    return torch.full((nbytes,), value, dtype=torch.uint8, device="simulated")
+
+
+def test_unregistered_memory_refuses_or_moves_too() -> None:
+    given, logits = filled(2 * MIB, 1), filled(24 * MIB, 2)
+    unregistered.LIMIT_BYTES = 4 * MIB
+    refusal = survey([("tensors", [given])]).refusal
+    assert refusal is not None
+    assert "24 MiB of memory on simulated:0 belong to nothing that was given to attach()" in refusal
+    assert "uint8 [25165824] (24 MiB)" in refusal
+    found = survey([("tensors", [given])], everything=True)
+    assert (found.refusal, found.nbytes) == (None, 26 * MIB)
+    offload = Offload()
+    assert offload.offload(found.segments).left == 0
+    assert next(iter(simulated_gpu.GPU.bytes_of.values())) == simulated_gpu.GPU.context_bytes
+    offload.restore()
+    assert (int(given.cpu().sum()), int(logits.cpu().sum())) == (2 * MIB, 48 * MIB)
+
+
+def test_a_refused_registration_is_an_unpinned_move_and_no_error_of_the_script() -> None:
+    tensors = [filled(3 * MIB, 3), filled(1000, 4)]
+    offload = Offload()
+    simulated_gpu.GPU.fail_registration = 1
+    offload.offload(survey([("tensors", tensors)]).segments)
+    offload.restore()
+    tensors[0].add_(1)
+    assert [int(tensor.cpu()[-1]) for tensor in tensors] == [4, 4]
+    offload.close()
+
+
+def test_a_storage_larger_than_a_chunk_is_copied_across_its_ends() -> None:
+    host_memory.CHUNK_BYTES = 4 * MIB
+    tensor = torch.arange(3 * MIB, dtype=torch.int32, device="simulated")
+    expected = tensor.cpu()
+    offload = Offload()
+    for _ in range(2):
+        offload.offload(survey([("tensors", [tensor])]).segments)
+        assert len(offload._buffer.bounds) == 3
+        offload.restore()
+        assert torch.equal(tensor.cpu(), expected)
+    host_memory.CHUNK_BYTES = 1 << 30
+    offload.close()
+
+
+def test_memory_is_pinned_ahead_on_a_thread() -> None:
+    tensor = filled(8 * MIB, 5)
+    offload = Offload()
+    offload.pin_ahead(8 * MIB, 1)
+    assert offload._buffer._ahead is not None
+    offload._buffer._ahead.join(10)
+    assert offload.host_bytes == 8 * MIB
+    simulated_gpu.GPU.fail_registration = 1  # the move registers nothing more
+    offload.offload(survey([("tensors", [tensor])]).segments)
+    offload.restore()
+    assert simulated_gpu.GPU.fail_registration == 1
+    simulated_gpu.GPU.fail_registration = 0
+    assert int(tensor.cpu().max()) == 5
+    offload.close()
+
+
+def test_a_prefetched_tensor_comes_back_on_its_stream() -> None:
+    """Freed, its block goes to the next tensor of that stream and to no other."""
+    stream = torch.Stream("simulated")
+    with stream:
+        tensor = filled(4 * MIB, 6)
+    torch.accelerator.synchronize()
+    offload = Offload()
+    (segment,) = survey([("tensors", [tensor])]).segments
+    offload.offload([segment])
+    offload.restore()
+    address = tensor.data_ptr()
+    assert int(tensor.cpu()[7]) == 6
+    del tensor, segment
+    offload.close()
+    assert filled(4 * MIB, 0).data_ptr() != address
+    with stream:
+        assert filled(4 * MIB, 0).data_ptr() == address
