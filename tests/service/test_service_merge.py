@@ -321,8 +321,15 @@ class Books:
         pass
 
 
-def test_an_answer_that_slurm_stalls_on_is_no_load() -> None:
-    seconds = iter((0.1, 9.5, 9.5, 9.5, 0.1))
+@pytest.mark.parametrize(
+    ("answers_s", "expected"),
+    [
+        ((0.1, 9.5, 9.5, 9.5, 0.1), [0.0, 0.0, 0.1, 9.5, 0.1]),
+        ((9.5, 9.5, 0.1), [0.0, 0.0, 0.1]),  # a service and a slurmctld that start together
+    ],
+)
+def test_an_answer_that_slurm_stalls_on_is_no_load(answers_s: tuple[float, ...], expected: list[float]) -> None:
+    seconds = iter(answers_s)
 
     class Slow(Books):
         def read(self):
@@ -333,11 +340,11 @@ def test_an_answer_that_slurm_stalls_on_is_no_load() -> None:
     clock.monotonic = lambda: clock.seconds
     cluster = ClusterGateway(Slow(), Link({}), clock, None)  # type: ignore[arg-type]
     loads = []
-    for _ in range(5):
+    for _ in answers_s:
         cluster.read()
         loads.append(round(cluster.load_s, 6))
-    assert loads == [0.1, 0.1, 0.1, 9.5, 0.1]
-    assert pause_s(0.2, loads[1], 0, Random(1)) < 3.0, "the next round is minutes away"  # noqa: S311
+    assert loads == expected
+    assert max(pause_s(0.2, load_s, 0, Random(1)) for load_s in loads[:3]) < 3.0, "the next round is minutes away"  # noqa: S311
 
 
 def test_actions_go_to_the_side_they_concern() -> None:
@@ -464,9 +471,7 @@ def test_a_clock_that_is_an_hour_off_is_named_and_changes_no_time(ahead_s: float
     seen = with_leases(snapshot, found, parts_by_job(snapshot, found))
     assert seen.jobs[0].lease is not None
     assert seen.jobs[0].lease.waited_s == 13.0, "10 s by its own clock, and 3 s of silence"
-    assert seen.hosts[0].faults == (
-        f"its clock is 3600 s {'ahead of' if ahead_s > 0 else 'behind'} the service's",
-    )
+    assert seen.hosts[0].faults == (f"its clock is 3600 s {'ahead of' if ahead_s > 0 else 'behind'} the service's",)
     log = by_our_clock(LeaseLog(VERSION, "n1", 1, 0, (0,), 50.0 + ahead_s, 60.0 + ahead_s), registry.ahead_s("n1"))
     assert (log.from_s, log.to_s) == (50.0, 60.0)
     for number in range(CLOCK_REPORTS):

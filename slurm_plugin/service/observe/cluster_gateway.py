@@ -59,8 +59,11 @@ class ClusterGateway:
 
     @property
     def load_s(self) -> float:
-        """Time that Slurm takes for an answer at present, seconds; an answer or two that it stalled on do not count."""
-        return min(self._answers_s, default=0.0)
+        """Time that Slurm takes for an answer at present, seconds; an answer or two that it stalled on do not count.
+
+        0 until there are more: the first answer may be one that a slurmctld which has just started gave late.
+        """
+        return min(self._answers_s) if len(self._answers_s) > STALL_ANSWERS else 0.0
 
     def read(self) -> ClusterSnapshot:
         """Observe the cluster in four steps; errors of the Slurm gateway pass through."""
