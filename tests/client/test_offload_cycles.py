@@ -43,10 +43,12 @@ NAMES = [
 ]
 
 
-def train(jobs: Any, name: str, stops: Turns | None = None, steps: int = STEPS) -> tuple[list[str], str]:
+def train(
+    jobs: Any, name: str, stops: Turns | None = None, steps: int = STEPS, device: str = "cpu"
+) -> tuple[list[str], str]:
     """Train from a fixed seed; as an attached job when there are stops."""
     torch.manual_seed(4)
-    job = jobs.JOBS[name](jobs.Place(torch.device("cpu"), 0.05))
+    job = jobs.JOBS[name](jobs.Place(torch.device(device), 0.05))
     if stops:
         client.attach(*(thing for _, thing in job.sources))
     losses = []

@@ -20,6 +20,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 PATIENCE_S = 120.0
+sys.path.append(str(HERE.parent / "client"))  # its agent and its training loop serve here, too
 
 
 class DeviceProcess:

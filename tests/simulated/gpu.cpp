@@ -3,6 +3,7 @@
 // Operators run on the CPU, on the thread of their stream, over views of device memory: nothing is copied, so work
 // that runs too early, too late or on freed memory reads and writes what a GPU would.
 #include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/TensorShape.h>
@@ -197,8 +198,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     bool queryEvent(void *event) const override { return !event || shared(event)->complete(); }
     void synchronizeEvent(void *event) const override
     {
-        if (event)
-            shared(event)->wait();
+        if (!event)
+            return;
+        shared(event)->wait();
+        for (Device *one : devices())
+            if (one->initialized)
+                check(*one);
     }
     double elapsedTime(void *first, void *second, const c10::DeviceIndex) const override
     {
@@ -729,6 +734,20 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
     m.impl("convolution_overrideable", convolution);
     m.impl("convolution_backward_overrideable", convolution_backward);
     m.impl("record_stream", record_stream);
+}
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m)
+{
+    using namespace at::autocast;
+    KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(bmm, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(scaled_dot_product_attention, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(layer_norm, fp32)
+    KERNEL_PRIVATEUSEONE(cross_entropy_loss, fp32)
 }
 
 const int registered = [] {

@@ -196,19 +196,6 @@ def _module() -> ModuleType:
     return module
 
 
-@contextmanager
-def words(gpu: Gpu, **values: int) -> Iterator[None]:
-    """Set words of a GPU's file, and put them back."""
-    before = {name: getattr(gpu, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(gpu, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(gpu, name, value)
-
-
 GPU: Gpu
 """The GPU of the tests' process (device_process.py)."""
 OPERATOR_NS = 2_000_000
