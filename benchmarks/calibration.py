@@ -142,7 +142,7 @@ def plan_of(jobs: Sequence[Listed], label: str) -> Plan:
 def run_list(cluster: Cluster, jobs: Sequence[Listed], label: str) -> Run:
     """Run a list on an idle cluster; raise ClusterError for a job that did not complete."""
     plan = plan_of(jobs, label)
-    cluster.hand_over(plan, "{}")
+    cluster.hand_over(plan)
     began = cluster.replay(patience_s=1800)
     records = cluster.accounts()
     found = [records[entry["name"]] for entry in plan]

@@ -54,7 +54,7 @@ def read_philly(path: Path) -> list[PhillyJob]:
 
 
 def draw_sample(
-    trace: Sequence[PhillyJob], days: tuple[int, int], load: float, seed: int, profiles: dict[str, Profile]
+    trace: Sequence[PhillyJob], days: tuple[float, float], load: float, seed: int, profiles: dict[str, Profile]
 ) -> list[PhillyJob]:
     """Return jobs of the window of ``days``, in random order until their GPU time offers ``load``; by submission.
 

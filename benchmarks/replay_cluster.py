@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replay_figures import SACCT, Decided, Record, read_sacct
-from replay_week import MEMORY_GB
+from replay_figures import SACCT, Record, read_sacct
+from replay_sample import ITERATION_S, MEMORY_GB, Submission
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "container"))
 
@@ -26,8 +26,14 @@ SCRIPTS = ("replay_job.py", "replay_submit.py", "replay_probe.py")
 USER = "alice"
 BOOKS_S = 60.0
 """Longest time until slurmdbd has the last jobs."""
-PLACED = "select job, min(at_s) as at_s from actions where kind = 'Place' and ok = 1 group by job"
-LEASED = "select job, min(from_s) as from_s from leases group by job"
+
+TIMES = {
+    "cadenza.policies.ordering.levels": {"THRESHOLDS": "tuple(one / {factor} for one in {name})"},
+    "cadenza.policies.sharing.preemption.starvation": {
+        "STARVING_S": "{name} / {factor}", "OWED_TURN_S": "{name} / {factor}",
+    },
+}  # fmt: skip
+"""The shipped policy's times that are no settings, by module, and what becomes of each."""
 
 Plan = Sequence[Mapping[str, Any]]
 
@@ -73,15 +79,22 @@ class Cluster(driver.Cluster):
         """Path of the replay's files on this machine."""
         return self.home / "replay"
 
-    def hand_over(self, plan: Plan, profiles: str) -> None:
-        """Put the scripts, the plan and the profiles where the containers find them."""
+    def compress(self, factor: float) -> None:
+        """Divide the times that are no settings by a factor, and start the service anew with them."""
+        for module, names in TIMES.items():
+            lines = "".join(f"{name} = {form.format(name=name, factor=factor)}\n" for name, form in names.items())
+            code = f"import {module} as module; open(module.__file__, 'a').write({lines!r})"
+            self.run("ctl", PYTHON, "-c", code)
+        self.service("ctl", "restart", "cadenzad")
+
+    def hand_over(self, plan: Plan) -> None:
+        """Put the scripts and the plan where the containers find them."""
         for folder in (self.place, self.place / "events", self.place / "progress", self.place / "logs"):
             folder.mkdir(parents=True, exist_ok=True)
             folder.chmod(0o1777)
         for script in SCRIPTS:
             shutil.copy(HERE / script, self.place)
         (self.place / "plan.json").write_text(json.dumps(plan))
-        (self.place / "profiles.json").write_text(profiles)
 
     def replay(self, patience_s: float) -> float:
         """Submit everything and wait for the queue to be empty; return the seconds since the epoch of the beginning.
@@ -115,35 +128,28 @@ class Cluster(driver.Cluster):
         files = sorted((self.place / "events").glob("*.jsonl"))
         return {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
 
-    def decided(self) -> dict[int, Decided]:
-        """Return when each job, by its id, was placed and had its GPUs first; nothing without a service."""
-        if self.settings is None:
-            return {}
-        rows = self.sql(f"select job, at_s, from_s from ({PLACED}) join ({LEASED}) using (job)")  # noqa: S608 (constants)
-        return {job: Decided(*times) for job, *times in rows}
-
     def look(self) -> list[dict[str, list[float]]]:
         """Return what the daemons have used so far, a container an entry."""
         hosts = ["ctl", *(f"node{number}" for number in range(1, self.size.nodes + 1))]
         return [json.loads(self.run(host, "python3", f"{PLACE}/replay_probe.py")) for host in hosts]
 
 
-def commands(jobs: Sequence[Any], size: Size, iteration_s: float, *, managed: bool) -> Plan:
+def commands(jobs: Sequence[Submission], size: Size, *, managed: bool) -> Plan:
     """Return the plan: each job's time and its sbatch, with its share of a node's CPUs and 1 GB a GPU."""
     return [
-        {"name": job.name, "submit_s": job.submit_s, "command": _sbatch(job, size, iteration_s, managed=managed)}
-        for job in jobs
+        {"name": job.name, "submit_s": job.submit_s, "command": _sbatch(job, size, managed=managed)} for job in jobs
     ]
 
 
-def _sbatch(job: Any, size: Size, iteration_s: float, *, managed: bool) -> list[str]:
+def _sbatch(job: Submission, size: Size, *, managed: bool) -> list[str]:
     start = (
-        f"exec {PYTHON} {PLACE}/replay_job.py --name {job.name} --model {job.model} --iterations {job.iterations} "
-        f"--iteration-s {iteration_s:g} --node-cpus {size.cpus}"
+        f"{PYTHON} {PLACE}/replay_job.py --name {job.name} --iterations {job.iterations} --iteration-s {ITERATION_S:g}"
     )
-    opted = [f"--cadenza=model={job.model},iterations={job.iterations}"] if managed else []
+    each = job.gpus // job.nodes
+    opted = ["--cadenza=share"] if managed else []
     return [
         "sbatch", "--parsable", "--requeue", f"--job-name={job.name}", f"--output={PLACE}/logs/{job.name}.log",
-        "--nodes=1", "--ntasks=1", f"--cpus-per-task={size.cpus * job.gpus // size.gpus}", f"--gres=gpu:{job.gpus}",
-        f"--mem={MEMORY_GB * job.gpus}G", f"--time={job.limit_min}", "--open-mode=append", *opted, f"--wrap={start}",
+        f"--nodes={job.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={size.cpus * each // size.gpus}",
+        f"--gres=gpu:{each}", f"--mem={MEMORY_GB * each}G", f"--time={job.limit_min}", "--open-mode=append", *opted,
+        f"--wrap=exec {'srun ' if job.nodes > 1 else ''}{start}",
     ]  # fmt: skip

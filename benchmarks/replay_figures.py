@@ -1,11 +1,12 @@
-"""Figures of a replay's records: completion times, GPUs held, RPCs, load. Pure: texts in, figures out."""
+"""Figures of a replay's records: completion times, first starts, RPCs, load. Pure: texts in, figures out."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import nan
 from statistics import fmean, median
 from typing import Any
 
@@ -13,9 +14,7 @@ SACCT = "JobID,JobName,State,Submit,Start,End,NodeList"
 """Fields of sacct that ``read_sacct`` takes, with times in seconds since the epoch."""
 RPC = re.compile(r"\s+(\S+)\s+\(\s*\d+\)\s+count:(\d+)\s+ave_time:(\d+)\s+total_time:(\d+)")
 
-MOVED = ("saved", "up")
-
-Interval = tuple[float, float]
+MOVED = ("saved", "runs")
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Figures:
-    """One side's figures; seconds, and shares from 0 to 1."""
+    """One side's figures; seconds."""
 
     jobs: int
     lost: tuple[str, ...]
@@ -46,15 +45,15 @@ class Figures:
     mean_jct_s: float
     p50_jct_s: float
     p99_jct_s: float
-    mean_wait_s: float
-    """From submission until Slurm started it first."""
+    mean_first_s: float
+    """From submission until the job first ran."""
     makespan_s: float
-    holding: float
-    """GPU seconds that a job held over those of the cluster, until the last job's end."""
-    holding_window: float
-    """The same while jobs arrived."""
     restarts: int
     yields: int
+    start_up_s: float
+    """From Slurm's first start of a job until it ran."""
+    move_s: float
+    """From a checkpoint until the same job ran again after a requeue; nan without any."""
     jct_s: Mapping[str, float] = field(repr=False)
 
 
@@ -88,105 +87,35 @@ def _epoch(text: str) -> float | None:
     return float(text) if text.isdigit() else None
 
 
-def intervals(events: Sequence[Mapping[str, Any]]) -> Iterable[tuple[tuple[str, int], Interval]]:
-    """Yield each stretch in which a job held a GPU: (node, GPU) and from when to when.
-
-    An incarnation that was killed said no more: it counts as having held nothing since it said so last.
-    """
-    began: Mapping[str, Any] | None = None
-    for event in events:
-        if event["what"] in {"up", "runs"}:
-            began = event if event["what"] == "runs" else None
-        elif began is not None and event["what"] != "saved":
-            for gpu in began["gpus"]:
-                yield (began["node"], gpu), (began["at"], event["at"])
-            began = None
-
-
-def held_s(stretches: Iterable[tuple[tuple[str, int], Interval]], first: float, last: float) -> float:
-    """Return the GPU seconds between two times in which at least one job held a GPU."""
-    by_gpu: dict[tuple[str, int], list[Interval]] = {}
-    for gpu, (begin, end) in stretches:
-        by_gpu.setdefault(gpu, []).append((max(begin, first), min(end, last)))
-    return sum(_union(sorted(found)) for found in by_gpu.values())
-
-
-def _union(found: Iterable[Interval]) -> float:
-    total, reached = 0.0, float("-inf")
-    for begin, end in found:
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total
-
-
 def figures(
     planned: Sequence[str],
     records: Mapping[str, Record],
     events: Mapping[str, Sequence[Mapping[str, Any]]],
-    gpus: int,
-    window: Interval,
+    began: float,
 ) -> Figures:
-    """Return one side's figures; ``window`` is when jobs arrived."""
+    """Return one side's figures; ``began``: the first submission, seconds since the epoch."""
     good = [name for name in planned if name in records and records[name].completed and _ended(events.get(name, ()))]
     jct = {name: (records[name].end_s or 0.0) - records[name].submit_s for name in good}
-    waits = [(record.start_s or 0.0) - record.submit_s for name in good for record in [records[name]]]
-    ordered = sorted(jct.values()) or [float("nan")]
-    last = max((records[name].end_s or 0.0 for name in good), default=window[1])
-    stretches = [one for found in events.values() for one in intervals(found)]
+    ran = {name: next(event["at"] for event in events[name] if event["what"] == "runs") for name in good}
+    ordered = sorted(jct.values()) or [nan]
+    kept = [[event for event in found if event["what"] in MOVED] for found in events.values()]
+    moves = [
+        new["at"] - old["at"] for found in kept for old, new in pairwise(found) if (old["what"], new["what"]) == MOVED
+    ]
     return Figures(
         jobs=len(planned),
         lost=tuple(sorted(set(planned) - set(good))),
         mean_jct_s=fmean(ordered),
         p50_jct_s=median(ordered),
         p99_jct_s=ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
-        mean_wait_s=fmean(waits or [float("nan")]),
-        makespan_s=last - window[0],
-        holding=held_s(stretches, window[0], last) / (gpus * (last - window[0])),
-        holding_window=held_s(stretches, *window) / (gpus * (window[1] - window[0])),
+        mean_first_s=fmean([ran[name] - records[name].submit_s for name in good] or [nan]),
+        makespan_s=max((records[name].end_s or 0.0 for name in good), default=began) - began,
         restarts=sum(record.restarts for record in records.values()),
         yields=sum(event["what"] == "waits" for found in events.values() for event in found),
+        start_up_s=fmean([ran[name] - (records[name].start_s or 0.0) for name in good] or [nan]),
+        move_s=fmean(moves or [nan]),
         jct_s=jct,
     )
-
-
-@dataclass(frozen=True)
-class Decided:
-    """Times of a job in the service's store, seconds since the epoch."""
-
-    placed_s: float
-    leased_s: float
-    """When it had its GPUs first."""
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Waits of the jobs for other things than GPUs, seconds, one number each time."""
-
-    dispatches_s: tuple[float, ...]
-    """From the decision to place a job until Slurm started it; of whole seconds."""
-    startups_s: tuple[float, ...]
-    """From a job's first lease, for which its launch waits, until its process stood in its script."""
-    restarts_s: tuple[float, ...]
-    """From a checkpoint until the next process of the same job stood in its script: moves."""
-    endings_s: tuple[float, ...]
-    """From the last iteration until Slurm noted the end; of whole seconds."""
-
-
-def costs(
-    records: Mapping[str, Record], events: Mapping[str, Sequence[Mapping[str, Any]]], decided: Mapping[int, Decided]
-) -> Costs:
-    """Return what one side's jobs waited for; ``decided`` has them by their ids."""
-    dispatches, startups, restarts, endings = [], [], [], []
-    for name, found in events.items():
-        record, noted = records.get(name), decided.get(found[0]["job"]) if found else None
-        if record is not None and record.start_s is not None and noted is not None:
-            dispatches.append(record.start_s - int(noted.placed_s))
-            startups.append(found[0]["at"] - noted.leased_s)
-        kept = [event for event in found if event["what"] in {"saved", "up"}]
-        restarts += [new["at"] - old["at"] for old, new in pairwise(kept) if (old["what"], new["what"]) == MOVED]
-        if record is not None and record.end_s is not None:
-            endings += [record.end_s - int(event["at"]) for event in found if event["what"] == "ended"]
-    return Costs(tuple(dispatches), tuple(startups), tuple(restarts), tuple(endings))
 
 
 def _ended(events: Sequence[Mapping[str, Any]]) -> bool:

@@ -1,167 +1,106 @@
-#!/usr/bin/env python3
-"""The simulator's prediction of a replay's mean completion time under Cadenza, with costs measured on another replay.
+"""The simulator's figures of a replay's list: the ideal's gain, plain Slurm, and Cadenza's shipped default.
 
-The jobs are drawn again as the replay's command says, and the policy is built from its settings. What a launch, a
-start-up and a move cost is what the jobs of the other replay (another seed) noted. One simulation says little: a second
-more puts a wide job behind another one, and all that follows is different. So there are several, in which each job has
-the start-up of some job of the other replay, and their mean counts. Exit code 1 when it is off by more than 10 %.
-
-    benchmarks/replay.py --only cadenza --seed 2 --out results/replay_costs.json …
-    benchmarks/replay_predict.py results/replay.json --costs results/replay_costs.json
+All times of the replay and of the policy are divided by one factor, so Cadenza is simulated in the trace's time, with
+what a start and a move take multiplied by it. Plain Slurm is simulated in the replay's own time.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import csv
 import sys
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from math import ceil
-from multiprocessing import Pool
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from random import Random
-from statistics import fmean, median, stdev
-from typing import Any
+from statistics import fmean, median
+from subprocess import run
 
-from replay import arguments, drawn
-from replay_figures import Costs
-from replay_week import MEMORY_GB
+import numpy as np
+from philly_sample import CLUSTER
+from philly_yardsticks import Easy, ideal
+from replay_sample import MEMORY_GB, ReplaySample, in_trace_time, write_replay_trace
 
-from cadenza.policies.composition import Policy, build
-from cadenza.policies.inputs.cluster import PARTITION, read_cluster
+from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.inputs.costs import SimCosts
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.run_values import Setup
-from cadenza.policies.simulator.simulation import simulate
-from cadenza.slurm_plugin.service.settings import load_settings, policy_settings
+from cadenza.policies.simulator.slurm_baseline import Backfill, simulate_slurm
 
-OFF = 0.10
-DRAWS = 8
-"""Simulations."""
-TURN_COSTS = SimCosts(yield_s=0.01, resume_s=0.01)
-"""The jobs of a replay have no GPU state."""
+CADENZA = Path(sys.executable).with_name("cadenza")
+RULES = Backfill(interval_s=1.0, full_interval_s=1.0)
+"""``bf_interval`` and ``sched_interval`` of the container cluster."""
 
 
 @dataclass(frozen=True)
-class Replay:
-    """One replay's Cadenza side: its command line, and what was measured."""
+class Costs:
+    """What jobs wait for besides GPUs, seconds of the replay; and the time between two polls of the service."""
 
-    options: argparse.Namespace
-    jct_s: dict[str, float]
-    costs: Costs | None
+    start_s: float
+    """From Slurm's start of a job until it runs."""
+    move_s: float
+    """From a checkpoint until the job runs again."""
+    poll_s: float
 
-    @classmethod
-    def read(cls, path: Path) -> Replay:
-        """Return what replay.py wrote."""
-        found: dict[str, Any] = json.loads(path.read_text())
-        if "cadenza" not in found:
-            raise SystemExit(f"{path}: it has no side of Cadenza's")
-        side = found["cadenza"]
-        costs = Costs(**side["costs"]) if "costs" in side else None
-        return cls(arguments(found["command"][1:]), side["figures"]["jct_s"], costs)
 
-    @property
-    def mean_s(self) -> float:
-        """Return the mean completion time as measured, seconds."""
-        return fmean(self.jct_s.values())
+@dataclass(frozen=True)
+class Forecast:
+    """Predicted figures of one side; seconds of the replay."""
 
-    @cached_property
-    def jobs(self) -> tuple[TraceJob, ...]:
-        """Return the jobs as the simulator takes them, without their start-up."""
-        taken, scale, profiles = drawn(self.options)
-        return tuple(
-            TraceJob(
-                id=number,
-                submit_s=job.submit_s,
-                gpus=job.gpus,
-                work_s=job.iterations * scale.iteration_s,
-                model=job.model,
-                profile=profiles[job.model],
-                iterations=job.iterations,
-                memory_gb_per_gpu=MEMORY_GB,
-            )
-            for number, job in enumerate(taken.jobs)
+    mean_jct_s: float
+    p50_jct_s: float
+    p99_jct_s: float
+    mean_first_s: float
+
+
+def ideal_gain(sample: ReplaySample) -> float:
+    """Return the mean completion time under EASY backfill over that under preemptive LAS at no cost."""
+    jobs = in_trace_time(sample)
+    means = [
+        fmean(times.end_s[job.id] - job.submit_s for job in jobs)
+        for times in (Easy(jobs).run(), ideal(jobs, "las", np.zeros(1)))
+    ]
+    return means[0] / means[1]
+
+
+def plain_forecast(sample: ReplaySample, costs: Costs) -> Forecast:
+    """Return the figures of plain Slurm."""
+    jobs = [
+        TraceJob(
+            number, job.submit_s, job.gpus, job.work_s, memory_gb_per_gpu=MEMORY_GB, startup_s=costs.start_s,
+            time_limit_s=60.0 * job.limit_min,
         )
-
-    @property
-    def policy(self) -> Policy:
-        """Return the policy of the settings that the replay ran under."""
-        settings = load_settings(self.options.settings)
-        rules, parts = policy_settings(settings), frozenset({PARTITION})
-        sharing = replace(rules.sharing, enforce=True, partitions=parts)
-        table = settings.policy
-        return build(table.order, table.allocate, table.share, replace(rules, partitions=parts, sharing=sharing))
-
-    @property
-    def shape(self) -> str:
-        """Return the cluster as ``cadenza simulate`` takes it."""
-        reference = self.jobs[0].profile.reference if self.jobs[0].profile is not None else None
-        if reference is None:
-            raise SystemExit("the replay's jobs have no profiles")
-        return f"{self.options.nodes}x{self.options.gpus_per_node}:{int(reference.cpus)}:{int(reference.memory_gb)}"
-
-    def simulated_s(self, costs: Costs, seed: int) -> float:
-        """Return one simulation's mean completion time, seconds."""
-        lanes, service = self.options.lanes, load_settings(self.options.settings).service
-        poll_s = service.poll_s
-        setup = Setup(
-            round_s=poll_s,
-            rounds_on_events=True,
-            lanes=lanes,
-            costs=switches(costs),
-            admission=service.admission,
-            phased_moves=True,
-        )
-        random = Random(seed)
-        # The service sees a job when it polls.
-        seen = [
-            replace(job, submit_s=ceil(job.submit_s / poll_s) * poll_s, startup_s=random.choice(costs.startups_s))
-            for job in self.jobs
-        ]
-        result = simulate(seen, read_cluster(self.shape, lanes), self.policy, setup)
-        submitted = {job.id: job.submit_s for job in self.jobs}
-        jct_s = [job.finish_s - submitted[job.id] for job in result.jobs if job.finish_s is not None]
-        return fmean(jct_s) + fmean(costs.endings_s)
+        for number, job in enumerate(sample.jobs)
+    ]  # fmt: skip
+    found = simulate_slurm(jobs, read_cluster(CLUSTER), Setup(costs=SimCosts()), RULES).jobs
+    first_s = [(job.start_s or 0.0) + costs.start_s - job.submit_s for job in found]
+    return _forecast([(job.finish_s or 0.0) - job.submit_s for job in found], first_s)
 
 
-def switches(costs: Costs) -> SimCosts:
-    """Return measured costs as the simulator takes them; a job that moves or is resized is requeued."""
-    dispatch_s, startup_s = fmean(costs.dispatches_s), fmean(costs.startups_s)
-    again_s = max(median(costs.restarts_s) - dispatch_s, 0.0) if costs.restarts_s else startup_s
-    return replace(TURN_COSTS, dispatch_s=dispatch_s, restart_s=again_s, migrate_s=again_s, resize_s=again_s)
+def cadenza_forecast(sample: ReplaySample, costs: Costs) -> Forecast:
+    """Return the figures of the shipped default; end with the exit code of ``cadenza simulate`` when it fails."""
+    factor = sample.factor
+    with tempfile.TemporaryDirectory() as folder:
+        trace, rows, file = (Path(folder) / name for name in ("trace.csv", "jobs.csv", "costs.toml"))
+        write_replay_trace(trace, sample)
+        moves = "".join(f"{name} = {costs.move_s * factor}\n" for name in ("restart_s", "migrate_s", "resize_s"))
+        file.write_text(f"start_s = {costs.start_s * factor}\n{moves}")
+        words = [
+            str(CADENZA), "simulate", "--trace", str(trace), "--nodes", CLUSTER, "--costs", str(file), "--per-job",
+            str(rows), "--round", str(costs.poll_s * factor), "--quiet", "--json",
+        ]  # fmt: skip
+        done = run(words, capture_output=True, text=True, check=False)
+        if done.returncode:
+            print(done.stderr, file=sys.stderr)
+            raise SystemExit(done.returncode)
+        with rows.open(newline="") as table:
+            found = list(csv.DictReader(table))
+    jct_s = [(float(row["finish_s"]) - float(row["submit_s"])) / factor for row in found]
+    first_s = [(float(row["start_s"]) - float(row["submit_s"])) / factor + costs.start_s for row in found]
+    return _forecast(jct_s, first_s)
 
 
-def said(costs: Costs) -> str:
-    """Return measured costs in words."""
-    paid = switches(costs)
-    return (
-        f"launched after {paid.dispatch_s:.1f} s, started up after {fmean(costs.startups_s):.1f} s more, "
-        f"away for {paid.dispatch_s + paid.migrate_s:.1f} s in each of {len(costs.restarts_s)} moves (median)"
+def _forecast(jct_s: Sequence[float], first_s: Sequence[float]) -> Forecast:
+    ordered = sorted(jct_s)
+    return Forecast(
+        fmean(ordered), median(ordered), ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], fmean(first_s)
     )
-
-
-def main() -> int:
-    """Simulate a replay with the costs of another one, print, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("replay", type=Path, help="what is predicted: results of replay.py")
-    parser.add_argument("--costs", type=Path, required=True, help="results of another one, of another seed")
-    words = parser.parse_args()
-    replay, other = Replay.read(words.replay), Replay.read(words.costs)
-    if replay.options.seed == other.options.seed:
-        raise SystemExit(f"{words.costs}: it has the seed of {words.replay}, so it is no other run")
-    if other.costs is None or not other.costs.startups_s:
-        raise SystemExit(f"{words.costs}: it says nothing of what its jobs waited for")
-    with Pool() as pool:
-        means_s = pool.map(partial(replay.simulated_s, other.costs), range(DRAWS), chunksize=1)
-    print(f"{len(other.jct_s)} jobs of {words.costs.name}: {said(other.costs)}")
-    print(f"{DRAWS} simulations: {min(means_s):.1f} to {max(means_s):.1f} s, standard deviation {stdev(means_s):.1f} s")
-    predicted_s = fmean(means_s)
-    off = predicted_s / replay.mean_s - 1
-    print(f"mean completion time of {len(replay.jct_s)} jobs: measured {replay.mean_s:.1f} s, ", end="")
-    print(f"predicted {predicted_s:.1f} s: {off:+.1%} (limit {OFF:.0%})")
-    return 0 if abs(off) <= OFF else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -26,18 +26,16 @@ from typing import Any
 
 from replay_cluster import PLACE, Cluster, Size, commands
 from replay_figures import figures
-from replay_week import Submission, cpu_profiles
-
-from cadenza.policies.inputs.profiles import write_profiles
-from cadenza.policies.inputs.published import synergy_profiles
+from replay_sample import ITERATION_S, Submission
 
 from cluster import ROOT, prepare
 
 SETTINGS = Path(__file__).with_name("soak.toml")
 GPUS, LANES = 8, 2
+CPUS, MEMORY_MB = 24, 500_000
+"""Hardware that each host claims to have."""
 WIDTHS, WEIGHTS = (1, 2, 4, 8), (50, 25, 15, 10)
 """GPUs of a job, and how many of a hundred jobs ask for them."""
-ITERATION_S = 0.5
 SHORTEST, LONGEST = 0.5, 1.5
 """Lengths of the jobs over their mean."""
 LIMIT_MIN = 15
@@ -66,10 +64,9 @@ def plan_jobs(count: int, minutes: float, gpus: int, load: float, seed: int) -> 
     seconds = 60 * minutes
     width = sum(map(int.__mul__, WIDTHS, WEIGHTS)) / sum(WEIGHTS)
     mean_s = load * gpus * seconds / (count * width)
-    model = next(iter(synergy_profiles()))
     return tuple(
         Submission(
-            f"soak{number}", at_s, dice.choices(WIDTHS, WEIGHTS)[0], model,
+            f"soak{number}", at_s, dice.choices(WIDTHS, WEIGHTS)[0],
             max(1, round(mean_s * dice.uniform(SHORTEST, LONGEST) / ITERATION_S)), LIMIT_MIN,
         )
         for number, at_s in enumerate(sorted(dice.uniform(0, seconds) for _ in range(count)))
@@ -211,20 +208,17 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 def run(options: argparse.Namespace) -> tuple[Any, list[Course], float]:
     """Run the jobs on a fresh cluster; return the replay's figures, the daemons' courses and the seconds it took."""
     jobs = plan_jobs(options.jobs, options.minutes, GPUS * options.hosts, options.load, options.seed)
-    profiles = cpu_profiles(synergy_profiles(), ITERATION_S)
-    share = next(iter(synergy_profiles().values())).reference
-    size = Size(options.hosts, GPUS, int(share.cpus), 1000 * int(share.memory_gb))
+    size = Size(options.hosts, GPUS, CPUS, MEMORY_MB)
     cluster = Cluster(options.name, size, LANES, options.settings)
     watch = Watch(Cluster(options.name, size, LANES, options.settings), max(2.0, 60 * options.minutes / LOOKS))
     try:
         up_s = cluster.start({})
         print(f"{size.nodes} hosts of {GPUS} GPUs in {LANES} lanes up in {up_s:.0f} s; {len(jobs)} jobs", flush=True)
-        cluster.hand_over(commands(jobs, size, ITERATION_S, managed=True), write_profiles(profiles, note="the soak's"))
+        cluster.hand_over(commands(jobs, size, managed=True))
         started = time.monotonic()
         with watch.watching(options.out / "looks.jsonl"):
             began = cluster.replay(patience_s=60 * options.minutes + SETTLE_S)
-        names, window = [job.name for job in jobs], (began, began + 60 * options.minutes)
-        found = figures(names, cluster.accounts(), cluster.events(), GPUS * options.hosts, window)
+        found = figures([job.name for job in jobs], cluster.accounts(), cluster.events(), began)
         return found, courses(watch.seen, 60 * options.minutes), time.monotonic() - started
     finally:
         cluster.down()
@@ -240,7 +234,7 @@ def main() -> int:
     print(f"{' '.join(sys.argv)}\n{table(daemons)}")
     print(
         f"{found.jobs} jobs in {seconds:.0f} s, {len(found.lost)} lost; {found.yields} turns given up, "
-        f"{found.restarts} requeues; GPUs held while jobs arrived: {found.holding_window:.1%}; "
+        f"{found.restarts} requeues; "
         f"{len(growing)} of {sum(course.daemon in JUDGED for course in daemons)} daemons grow"
     )
     for course in growing:
