@@ -43,6 +43,7 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
     for job in snapshot.jobs if memory.suspended or memory.held else ():
         by_id.setdefault(job.key.id, []).append(job)
     suspended = {key for key in memory.suspended if any(_still_ours(key, job) for job in by_id.get(key.id, ()))}
+    suspended |= {job.key for job in snapshot.jobs if _resume_forgotten(job, memory)}
     held = {
         key: at_s
         for key, at_s in memory.held.items()
@@ -62,9 +63,8 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
             {key for key in memory.placed if key in alive}
             | {action.job for action in acted if isinstance(action, Place | Release)}
         ),
-        resumed=frozenset(
-            {key for key in memory.resumed if key in alive} | {one.job for one in acted if isinstance(one, Unsuspend)}
-        ),
+        resumed={key: at_s for key, at_s in memory.resumed.items() if key in alive}
+        | {action.job: snapshot.time_s for action in acted if isinstance(action, Unsuspend)},
         repairs=_repairs(memory, acted, snapshot),
         held={**held, **{JobKey(key.id, key.restart + 1): snapshot.time_s for key in requeued}},
         sized={
@@ -94,6 +94,14 @@ def _repairs(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
 def _forgotten(job: Job, memory: Memory) -> bool:
     """Return True if slurmctld shows the hold of a requeue that we have released: it has forgotten that."""
     return job.held and job.key in memory.placed and job.state_reason == REQUEUE_HOLD
+
+
+def _resume_forgotten(job: Job, memory: Memory) -> bool:
+    """Return True if Slurm calls a job suspended since before we resumed it; its times are whole seconds."""
+    resumed_s = memory.resumed.get(job.key)
+    if job.state != "SUSPENDED" or job.suspended_s is None or resumed_s is None:
+        return False
+    return job.suspended_s + 1.0 <= resumed_s
 
 
 def _still_ours(key: JobKey, job: Job) -> bool:

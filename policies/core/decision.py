@@ -119,8 +119,8 @@ class Memory:
     """CPUs and MB that pending jobs asked for before we changed that; a later change is the owner's and stays."""
     moves: tuple[Move, ...] = ()
     """Jobs that are being moved or resized, and how the last move of each live job ended; in order of keys."""
-    resumed: frozenset[JobKey] = frozenset()
-    """Live jobs that we resumed in Slurm: a slurmctld that forgets its last seconds calls them suspended again."""
+    resumed: Mapping[JobKey, float] = field(default_factory=dict)
+    """When we last resumed each live job in Slurm: a slurmctld that forgets its last seconds calls them suspended."""
     repairs: Mapping[JobKey, int] = field(default_factory=dict)
     """Repairs that were tried on live jobs whose processes contradict Slurm's word, until they run as they should."""
     held: Mapping[JobKey, float] = field(default_factory=dict)

@@ -258,6 +258,8 @@ class Job:
     start_s: float | None = None
     run_s: float | None = None
     """Time that this incarnation has run, suspends excluded, as Slurm counts it; None: not started, or not known."""
+    suspended_s: float | None = None
+    """Begin of its suspend in Slurm; None: not suspended, or not known."""
     time_limit_s: float | None = None
     """None: no limit, or the partition's."""
     command: str = ""
@@ -287,6 +289,8 @@ class Job:
     """None: no agent knows the job."""
     absent: bool = False
     """Slurm has it on its nodes, and the agents of all its hosts have not seen a step of it for some time."""
+    prolog_lost: bool = False
+    """Slurm waits for the end of its prolog from a slurmd that has been started anew since."""
     profile: Profile | None = None
     """None: its model was not measured, so it gets its proportional share."""
     profile_note: str = ""

@@ -38,6 +38,8 @@ SLURMS_DRAINS = (
 """Beginnings of the reasons with which slurmctld and slurmd drain a node by themselves."""
 LAUNCH_FAILED = "launch failed requeued held"
 """slurmctld's reason of a job that it requeued into a hold by itself."""
+PROLOG_S = 10.0
+"""Time after the start of a slurmd from which on it would have reported a prolog of the slurmd before it."""
 RESTART_S = 60.0
 """Time between a restart of slurmctld or slurmd and what it has done to jobs and nodes because of it, at most."""
 MAX_COMMAND, MAX_PARTITIONS = 4096, 4096
@@ -51,13 +53,19 @@ def snapshot(raw: Raw) -> ClusterSnapshot:
     started_s = raw.get("slurmctld_start_time")
     jobs = (job(record, float(raw["time_s"]), started_s) for record in raw["jobs"])
     ending = ending_s(raw["jobs"], float(raw["time_s"]))
+    lost = prologs_lost(raw)
     return ClusterSnapshot(
         time_s=float(raw["time_s"]),
         nodes=tuple(
             replace(one, ending_s=ending[one.name]) if one.name in ending else one
             for one in nodes(raw["nodes"], started_s)
         ),
-        jobs=tuple(sorted((one for one in jobs if one is not None), key=lambda one: one.key)),
+        jobs=tuple(
+            sorted(
+                (replace(one, prolog_lost=one.key.id in lost) for one in jobs if one is not None),
+                key=lambda one: one.key,
+            )
+        ),
     )
 
 
@@ -86,6 +94,7 @@ def job(raw: Raw, now_s: float, slurmctld_start_s: float | None = None) -> Job |
         state_reason="" if raw["state_reason"] in {None, "None"} else printable(raw["state_reason"]),
         start_s=float(raw["start_time"]) if state != "PENDING" and raw["start_time"] else None,
         run_s=run_s(raw, now_s) if state != "PENDING" else None,
+        suspended_s=float(raw["suspend_time"]) if state == "SUSPENDED" and raw["suspend_time"] else None,
         time_limit_s=60.0 * raw["time_limit"] if raw.get("time_limit") else None,
         command=printable(raw.get("command") or "", MAX_COMMAND),
         tasks=raw["ntasks"] or 1,
@@ -273,6 +282,23 @@ def host_of(raw: Raw, first_lanes: Mapping[str, int]) -> str:
         return str(raw["hostname"] or raw["name"])
     suffix = _LANE_SUFFIX.fullmatch(raw["name"])
     return suffix["host"] if suffix else str(raw["name"])
+
+
+def prologs_lost(raw: Raw) -> frozenset[int]:
+    """Return the jobs whose prolog Slurm waits for although the slurmd that ran it is gone, by id.
+
+    With PrologFlags=Alloc slurmctld launches a job once each slurmd has reported the end of its prolog (slurm.conf(5)).
+    One that was killed before it could never does, and the slurmd that follows it does not know of the prolog.
+    """
+    started_s = {node["name"]: node.get("slurmd_start_time") or 0 for node in raw["nodes"]}
+    oldest_s = float(raw["time_s"]) - PROLOG_S
+    return frozenset(
+        job["id"]
+        for job in raw["jobs"]
+        if job["state"] == "RUNNING" and job["state_reason"] == "Prolog" and job["start_time"]
+        for name in job["allocated_nodes"]
+        if job["start_time"] < started_s.get(name, 0) <= oldest_s
+    )
 
 
 def ending_s(raws: Sequence[Raw], now_s: float) -> dict[str, float]:

@@ -237,6 +237,26 @@ def test_a_hold_of_the_plugin_that_slurmctld_calls_an_admins_after_its_restart_i
     assert not found.held_by_plugin
 
 
+@pytest.mark.parametrize(
+    ("changes", "slurmd_s", "lost"),
+    [
+        ({}, 1001, True),
+        ({}, 999, False),
+        ({}, 1095, False),
+        ({}, None, False),
+        ({"state_reason": "None"}, 1001, False),
+        ({"state": "SUSPENDED"}, 1001, False),
+    ],
+)
+def test_a_prolog_is_lost_once_its_slurmd_has_started_anew(
+    changes: dict[str, Any], slurmd_s: int | None, lost: bool
+) -> None:
+    one = raw_job(state="RUNNING", state_reason="Prolog", start_time=1000, allocated_nodes=["node1", "node2"])
+    nodes = [raw_node("node1", slurmd_start_time=900), raw_node("node2", slurmd_start_time=slurmd_s)]
+    found = snapshot({"time_s": 1100.0, "jobs": [one | changes], "nodes": nodes})
+    assert found.jobs[0].prolog_lost == lost
+
+
 def test_what_the_submit_plugin_found_is_passed_on() -> None:
     found = job(raw_job(comment='{"cadenza":{"v":1,"share":false,"why":"cron jobs are not shared"}}'), NOW_S)
     assert found is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from snapshots import cluster, job, key, lease
+from snapshots import NOW, cluster, job, key, lease
 from test_timeslice import APPLY, decide
 
 from cadenza.policies.core.actions import DrainNode, Requeue, Resume, Suspend, Unsuspend, Yield
@@ -14,7 +14,7 @@ from cadenza.policies.guard import GuardSettings, guard
 from cadenza.policies.ledger import remember
 from cadenza.policies.sharing.pipeline import Pipeline, stages_of
 from cadenza.policies.sharing.state.settings import GandivaSettings
-from cadenza.policies.sharing.turns.repair import ABSENT, MAX_REPAIRS
+from cadenza.policies.sharing.turns.repair import ABSENT, MAX_REPAIRS, PROLOG_LOST
 
 FROZEN = "node1: Slurm calls it running, and its processes are frozen"
 RUNS = "node1: Slurm calls it suspended, and its processes run"
@@ -65,12 +65,28 @@ def test_a_job_that_has_yielded_stays_suspended_after_its_repair():
     assert of_job(decision, 2) == []
 
 
-@pytest.mark.parametrize("ours", ["suspended", "resumed"])
+@pytest.mark.parametrize("ours", [{"suspended": frozenset({key(1)})}, {"resumed": {key(1): 0.0}}])
 def test_a_suspend_of_ours_that_is_not_in_force_is_taken_back(ours):
     runs = replace(HOLDER, state="SUSPENDED", lease=replace(HOLDER.lease, shown="running", amiss=RUNS))
-    decision, _ = after(cluster(runs, WAITS), Memory(**{ours: frozenset({key(1)})}))
+    decision, _ = after(cluster(runs, WAITS), Memory(**ours))
     assert [type(one) for one in of_job(decision, 1)] == [Unsuspend]
     assert of_job(decision, 1)[0].repair
+
+
+def test_a_resume_that_slurmctld_forgot_is_repeated():
+    """Slurm names the begin of the suspend: one from before our resume is our own, one after it is not."""
+    frozen = replace(HOLDER, state="SUSPENDED", lease=lease("yielded", 0, shown="frozen"))
+    _, memory = after(cluster(replace(frozen, suspended_s=NOW - 30)), Memory(suspended=frozenset({key(1)})))
+    assert memory.resumed == {key(1): NOW}
+    runs = replace(HOLDER, lease=lease("held", 0, shown="running"))
+    _, memory = after(cluster(runs), memory)
+    assert key(1) not in memory.suspended
+    for suspended_s, ours in ((NOW - 30, True), (NOW + 5, False), (None, False)):
+        forgot = cluster(replace(frozen, suspended_s=suspended_s))
+        _, later = after(forgot, memory)
+        assert (key(1) in later.suspended) == ours
+        decision, _ = after(forgot, later)
+        assert (Unsuspend in map(type, of_job(decision, 1))) == ours
 
 
 def test_a_suspend_of_somebody_else_is_left_alone():
@@ -79,14 +95,14 @@ def test_a_suspend_of_somebody_else_is_left_alone():
     assert of_job(decision, 1) == []
     assert decision.reasons[key(1)] == f"left alone: {RUNS}"
     frozen = replace(runs, lease=replace(HOLDER.lease, amiss=""))
-    assert of_job(after(cluster(frozen, WAITS), Memory(resumed=frozenset({key(1)})))[0], 1) == []
+    assert of_job(after(cluster(frozen, WAITS), Memory(resumed={key(1): 0.0}))[0], 1) == []
 
 
 def test_a_resume_of_ours_is_remembered_while_the_job_lives():
     suspended = replace(HOLDER, state="SUSPENDED", lease=replace(HOLDER.lease, amiss=""))
     _, memory = after(cluster(suspended, WAITS), Memory(suspended=frozenset({key(1)})))
-    assert memory.resumed == {key(1)}
-    assert after(cluster(WAITS), memory)[1].resumed == frozenset()
+    assert memory.resumed == {key(1): NOW}
+    assert after(cluster(WAITS), memory)[1].resumed == {}
 
 
 def test_after_the_last_repair_the_lane_is_closed_and_the_place_given_back():
@@ -105,6 +121,15 @@ def test_a_job_that_does_not_opt_in_is_not_repaired():
     unmanaged = replace(HOLDER, options=None)
     kinds = {Suspend, Unsuspend, Requeue, Yield, Resume}
     assert not kinds & {type(one) for one in of_job(after(cluster(unmanaged), Memory())[0], 1)}
+
+
+def test_a_job_whose_prologs_end_was_never_reported_is_requeued():
+    waits = job(1, lease=None, state_reason="Prolog", prolog_lost=True)
+    decision, _ = after(cluster(waits), Memory())
+    assert of_job(decision, 1) == [Requeue(key(1), False, PROLOG_LOST)]
+    assert decision.reasons[key(1)] == PROLOG_LOST
+    for other in (replace(waits, prolog_lost=False), replace(waits, requeueable=False), replace(waits, options=None)):
+        assert of_job(after(cluster(other), Memory())[0], 1) == []
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED"])

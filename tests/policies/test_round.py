@@ -377,7 +377,7 @@ def test_held_jobs_are_placed_once_and_a_later_hold_stays():
 def test_a_hold_that_we_released_is_ours_again_once_slurmctld_forgot_the_release(reason, has_run, ours):
     successor = JobKey(1, 1)
     held = replace(job(1, state="PENDING", slurm_priority=0, state_reason=reason), key=successor)
-    memory = Memory(placed=frozenset({successor}), resumed=frozenset({successor} if has_run else ()))
+    memory = Memory(placed=frozenset({successor}), resumed={successor: 0.0} if has_run else {})
     assert held_for_us(held, memory) == ours
     later = remember(memory, (), cluster(held))
     assert held_for_us(held, later) == ours, "until it is released"

@@ -5,7 +5,8 @@ that is killed forgets its last seconds: it calls a job running that we suspende
 repairs neither. A resume is refused while Slurm calls the job running, so a frozen one is suspended first, and then
 resumed when its turn comes. A suspend that is in force freezes the processes: where they run, Slurm's resume takes
 nothing from its owner or an admin, but only a suspend of ours is undone. A slurmctld may also forget that a job has
-ended: once its slurmd registers Slurm requeues it, which is half an hour away, so it is requeued now.
+ended: once its slurmd registers Slurm requeues it, which is half an hour away, so it is requeued now. So is a job
+whose prolog's end a slurmd that was killed never reported: Slurm waits for that until the job's time is over.
 """
 
 from __future__ import annotations
@@ -28,16 +29,20 @@ ABSENT = (
 )
 
 
+PROLOG_LOST = "Slurm waits for the end of its prolog, which a killed slurmd never reported"
+
+
 def repair_suspends(state: SharingState) -> None:
     """Bring Slurm's word and the processes together; a job that is repaired gets no other order in this round."""
     repairs: list[Suspend | Unsuspend | Requeue] = []
     for job in state.all_jobs:
         if not state.settings.manages(job):
             continue
-        if job.absent and job.state in ("RUNNING", "SUSPENDED") and job.requeueable:
-            repairs.append(Requeue(job.key, state.settings.places, ABSENT))
-            state.repair_reasons[job.key] = ABSENT
-        if job.absent or job.lease is None or not job.lease.amiss:
+        lost = ABSENT if job.absent else PROLOG_LOST if job.prolog_lost else ""
+        if lost and job.state in ("RUNNING", "SUSPENDED") and job.requeueable:
+            repairs.append(Requeue(job.key, state.settings.places, lost))
+            state.repair_reasons[job.key] = lost
+        if lost or job.lease is None or not job.lease.amiss:
             continue
         action = _repair(job, state)
         if action is not None:

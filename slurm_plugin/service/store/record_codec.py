@@ -32,7 +32,7 @@ class _MemoryRow(msgspec.Struct, frozen=True):
     sized: tuple[tuple[JobKey, tuple[int, int]], ...]
     moves: tuple[Move, ...]
     held: tuple[tuple[JobKey, float], ...] = ()
-    resumed: frozenset[JobKey] = frozenset()
+    resumed: tuple[tuple[JobKey, float], ...] = ()
     repairs: tuple[tuple[JobKey, int], ...] = ()
 
 
@@ -43,10 +43,10 @@ class _UndoRow(msgspec.Struct, frozen=True):
     placed: frozenset[JobKey]
     held: tuple[tuple[JobKey, float], ...]
     drained: frozenset[str]
-    resumed: frozenset[JobKey] = frozenset()
+    resumed: tuple[tuple[JobKey, float], ...] = ()
 
 
-PAIRS = ("held", "last_yield_s", "repairs", "sized")
+PAIRS = ("held", "last_yield_s", "repairs", "resumed", "sized")
 """Fields of a Memory whose keys are no strings."""
 
 
@@ -148,15 +148,15 @@ def decode_memory(data: bytes) -> Memory:
 
 def encode_undo(memory: Memory) -> bytes:
     """Return the holds, suspends and drains of a memory as JSON."""
-    held = tuple(sorted(memory.held.items()))
-    return _encode(_UndoRow(memory.suspended, memory.placed, held, memory.drained, memory.resumed))
+    held, resumed = tuple(sorted(memory.held.items())), tuple(sorted(memory.resumed.items()))
+    return _encode(_UndoRow(memory.suspended, memory.placed, held, memory.drained, resumed))
 
 
 def decode_undo(data: bytes, rest: Memory) -> Memory:
     """Return ``rest`` with the holds, suspends and drains of :func:`encode_undo`."""
     row = msgspec.json.decode(data, type=_UndoRow)
-    undo = {name: getattr(row, name) for name in ("suspended", "placed", "drained", "resumed")}
-    return replace(rest, held=dict(row.held), **undo)
+    undo = {name: getattr(row, name) for name in ("suspended", "placed", "drained")}
+    return replace(rest, held=dict(row.held), resumed=dict(row.resumed), **undo)
 
 
 def encode_decision(decision: Decision) -> bytes:

@@ -12,7 +12,7 @@ from cadenza.policies.core.decision import Memory
 from cadenza.slurm_plugin.service.errors import StoreError
 from cadenza.slurm_plugin.service.store.record_codec import UNREADABLE, decode_undo
 
-VERSION = 1
+VERSION = 2
 MODE = 0o640
 """The record names jobs, users and commands: the service's user and its group read it."""
 
