@@ -73,6 +73,36 @@ def test_a_process_is_told_with_its_memory_and_its_jobs_room(tree: Tree) -> None
     assert (inspection.free, inspection.headroom, inspection.refused) == (((0, 5),), 600, "")
 
 
+def test_page_cache_is_room_in_both_versions_of_control_groups(tree: Tree) -> None:
+    """A job that reads its data set sits at its limit, and nearly all of that is cache."""
+    tree.write("cgroup", "5:cpu,memory:/slurm/job_7\n0::/job_7/step_0\n")
+    (tree.group / "memory.max").write_text("900\n")
+    (tree.group / "memory.current").write_text("890\n")
+    (tree.group / "memory.stat").write_text("anon 90\ninactive_file 800\n")
+    assert tree.inspect().headroom == 810
+    first = tree.group.parent / "memory" / "slurm"
+    (first / "job_7").mkdir(parents=True)
+    for group, limit, used in ((first / "job_7", 1000, 990), (first, 2000, 1990)):
+        (group / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (group / "memory.usage_in_bytes").write_text(f"{used}\n")
+    (first / "job_7" / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 500\n")
+    (first / "memory.stat").write_text("total_inactive_file 600\n")
+    assert tree.inspect().headroom == 510
+
+
+def test_a_watchdog_of_nccl_refuses_unless_its_limits_are_off(tree: Tree) -> None:
+    """Frozen for longer than its limits, the process would be ended at its first step after them."""
+    (tree.process / "task" / "12").mkdir(parents=True)
+    (tree.process / "task" / "12" / "comm").write_text("python\n")
+    assert tree.inspect().refused == ""
+    (tree.process / "task" / "13").mkdir()
+    (tree.process / "task" / "13" / "comm").write_text("pt_nccl_watchdg\n")
+    tree.write("environ", "A=1\0TORCH_NCCL_ENABLE_MONITORING=0\0")
+    assert "started without TORCH_NCCL_ASYNC_ERROR_HANDLING=0" in tree.inspect().refused
+    tree.write("environ", "TORCH_NCCL_ENABLE_MONITORING=0\0TORCH_NCCL_ASYNC_ERROR_HANDLING=0\0")
+    assert tree.inspect().refused == ""
+
+
 @pytest.mark.parametrize("other", [{"pids": (1,)}, {"uid": 4242}])
 def test_processes_of_others_are_not_the_jobs(tree: Tree, other: dict[str, Any]) -> None:
     assert tree.inspect(**other).processes == ()

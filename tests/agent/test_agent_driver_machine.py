@@ -21,7 +21,7 @@ from cadenza.sidecar.agent.driver.events import (
     Thaw,
     Tick,
 )
-from cadenza.sidecar.agent.driver.machine import GPU_MARGIN_BYTES, MAX_TRIES, Limits, Machine
+from cadenza.sidecar.agent.driver.machine import GPU_MARGIN_BYTES, MAX_LEFT_BYTES, MAX_TRIES, Limits, Machine
 from cadenza.sidecar.agent.leases.lease_table import GpuProcess
 
 GB = 1 << 30
@@ -279,6 +279,17 @@ def test_a_process_that_came_meanwhile_keeps_the_lease() -> None:
     one.extra = [11]
     assert one.settle() == "running"
     assert one.machine.reason == "pid 11 of the job came to its GPUs later"
+
+
+def test_a_checkpoint_that_leaves_memory_on_the_gpu_keeps_the_lease() -> None:
+    """The next job would start into it; what NVML shows counts, and not the driver's word."""
+    one = world(10, 11)
+    while one.machine.inspection_due is None or not one.machine.inspected:
+        one.finish(0, "good")
+    one.under_way.clear()
+    one.tell(Inspected((process(10, MAX_LEFT_BYTES), process(11, GB)), {0: one.free}))
+    assert one.settle() == "running"
+    assert one.machine.reason == "pid 11 still has 1024 MB on its GPUs after its checkpoint"
 
 
 def test_a_job_that_must_be_left_alone_is_not_touched() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cadenza.sidecar.agent.driver.protocol import InspectCall, Inspection
 from cadenza.sidecar.agent.ipc.processes import start_ticks
@@ -14,6 +14,24 @@ MIN_UVM_BYTES = 32 << 20
 """Mappings of /dev/nvidia-uvm above this size count as managed memory; the driver's own pools are smaller."""
 NCCL_WITHOUT_SHARING = (b"NCCL_P2P_DISABLE=1", b"NCCL_SHM_DISABLE=1", b"NCCL_NVLS_ENABLE=0")
 """Settings with which NCCL creates no peer mappings, IPC or multicast objects, which checkpoints do not support."""
+WATCHDOG = b"pt_nccl_watchdg"
+"""Name of the thread in which torch's ProcessGroupNCCL waits for collectives."""
+NCCL_WITHOUT_LIMITS = (b"TORCH_NCCL_ENABLE_MONITORING=0", b"TORCH_NCCL_ASYNC_ERROR_HANDLING=0")
+"""Settings with which that thread ends no process that was frozen for longer than its limits (torch: ProcessGroupNCCL,
+480 s without a heartbeat and 600 s for a collective, both by a clock that does not stop with the process)."""
+
+
+class _MemoryFiles(NamedTuple):
+    """File names of one version of the memory controller, and the controller's folder below the mount."""
+
+    mount: str
+    limit: str
+    usage: str
+    cache: str
+
+
+V1 = _MemoryFiles("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = _MemoryFiles("", "memory.max", "memory.current", "inactive_file")
 
 
 class Inspector:
@@ -94,6 +112,12 @@ class Inspector:
             if any(path.startswith("/dev/shm/cuda.shm.") for _, _, path in maps):  # noqa: S108 - CUDA's own name
                 return f"pid {pid} shares GPU memory with other processes (CUDA IPC)"
             environment = _read(self._proc / str(pid) / "environ").split(b"\0")
+            limited = next((one.decode() for one in NCCL_WITHOUT_LIMITS if one not in environment), None)
+            if limited and self._has_thread(pid, WATCHDOG):
+                return (
+                    f"NCCL's watchdog in pid {pid} would end it after a stop of some minutes: it was started without "
+                    f"{limited}; set {' '.join(one.decode() for one in NCCL_WITHOUT_LIMITS)} in the batch script"
+                )
             missing = next((one.decode() for one in NCCL_WITHOUT_SHARING if one not in environment), None)
             if len(own) > 1 and missing:
                 return (
@@ -101,6 +125,10 @@ class Inspector:
                     "set NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NVLS_ENABLE=0 in the batch script"
                 )
         return None
+
+    def _has_thread(self, pid: int, name: bytes) -> bool:
+        """Return True if a process has a thread of this name (proc_pid_comm(5))."""
+        return any(_read(path).strip() == name for path in (self._proc / str(pid) / "task").glob("*/comm"))
 
     def _maps(self, pid: int) -> Iterator[tuple[int, int, str]]:
         """Yield start, end and file of a process's mappings (proc_pid_maps(5))."""
@@ -111,15 +139,23 @@ class Inspector:
                 yield int(start, 16), int(end, 16), fields[5]
 
     def _headroom(self, pid: int) -> Iterator[int]:
-        """Yield the bytes left under each memory limit above a process (kernel documentation, cgroup v2)."""
-        lines = _read(self._proc / str(pid) / "cgroup").decode(errors="replace").splitlines()
-        path = next((line[3:] for line in lines if line.startswith("0::")), "/")
-        group = self._cgroup / path.lstrip("/")
-        while group != self._cgroup and self._cgroup in group.parents:
-            limit, used = (_read(group / name).strip() for name in ("memory.max", "memory.current"))
-            if limit.isdigit() and used.isdigit():
-                yield int(limit) - int(used)
-            group = group.parent
+        """Yield the bytes left under each memory limit above a process (kernel documentation, cgroup v1 and v2).
+
+        Page cache that the kernel can drop counts as free: a job that reads its data fills its limit with it.
+        """
+        for line in _read(self._proc / str(pid) / "cgroup").decode(errors="replace").splitlines():
+            number, _, rest = line.partition(":")
+            controllers, _, path = rest.partition(":")
+            files = V1 if "memory" in controllers.split(",") else V2 if number == "0" and not controllers else None
+            if files is None:
+                continue
+            top = self._cgroup / files.mount
+            group = top / path.lstrip("/")
+            while group != top and top in group.parents:
+                limit, used = (_read(group / name).strip() for name in (files.limit, files.usage))
+                if limit.isdigit() and used.isdigit():
+                    yield int(limit) - int(used) + _statistic(group / "memory.stat", files.cache)
+                group = group.parent
 
 
 def _supported(nvml: Any, ask: Any, handle: Any, otherwise: Any) -> Any:
@@ -128,6 +164,12 @@ def _supported(nvml: Any, ask: Any, handle: Any, otherwise: Any) -> Any:
         return ask(handle)
     except nvml.NVMLError:
         return otherwise
+
+
+def _statistic(path: Path, name: str) -> int:
+    """Return a number of a file of lines ``NAME NUMBER``, 0 without it."""
+    lines = (line.split() for line in _read(path).decode(errors="replace").splitlines())
+    return next((int(line[1]) for line in lines if line[:1] == [name] and line[1].isdigit()), 0)
 
 
 def _read(path: Path) -> bytes:

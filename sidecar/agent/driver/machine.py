@@ -33,6 +33,8 @@ MAX_TRIES = 3
 """Attempts at an operation that may be repeated, and helpers that a job may use up."""
 GPU_MARGIN_BYTES = 256 << 20
 """Free memory that a restore needs on each GPU beyond the processes' former memory: contexts differ a little."""
+MAX_LEFT_BYTES = 64 << 20
+"""GPU memory that NVML may report of a process after its checkpoint."""
 INSPECT_INTERVAL_S = 2.0
 """Time between two inspections while a restore waits for GPU memory."""
 TRANSITIONS: tuple[tuple[str, Operation, str], ...] = (
@@ -204,7 +206,7 @@ class Machine:
                 self._back(event.refused or "no process of the job is on its GPUs")
             else:
                 self.members = {one.pid: Member(one) for one in event.processes}
-        elif reason := event.refused or self._newcomer(event):
+        elif reason := event.refused or self._newcomer(event) or self._leftover(event):
             self._back(reason)
         else:
             self.resting = True
@@ -232,6 +234,12 @@ class Machine:
         """Name a process of the job that is on its GPUs and was not there at the first inspection."""
         pid = next((one.pid for one in event.processes if one.pid not in self.members), None)
         return None if pid is None else f"pid {pid} of the job came to its GPUs later"
+
+    def _leftover(self, event: Inspected) -> str | None:
+        """Name a process that still has GPU memory although the driver calls it checkpointed."""
+        sizes = {one.pid: sum(size for _, size in one.gpu_bytes) for one in event.processes}
+        pid = next((pid for pid, size in sizes.items() if size > MAX_LEFT_BYTES), None)
+        return None if pid is None else f"pid {pid} still has {sizes[pid] >> 20} MB on its GPUs after its checkpoint"
 
     def _shortage(self, free: Mapping[int, int]) -> str | None:
         """Name a GPU without enough free memory for the processes that must come back to it."""
