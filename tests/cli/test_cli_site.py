@@ -103,6 +103,19 @@ def test_check_config_names_file_and_key(tmp_path: Path, text: str, said: str) -
     assert said in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("driver", "slice_s", "warned"), [("unattached", 60, True), ("unattached", 20, False), ("off", 60, False)]
+)
+def test_stops_that_nccls_watchdog_would_not_survive_are_named(
+    tmp_path: Path, driver: str, slice_s: int, warned: bool
+) -> None:
+    path = tmp_path / "cadenza.toml"
+    path.write_text(f'[agent]\ndriver_checkpoint = "{driver}"\n[sharing]\nslice_s = {slice_s}\n')
+    done = run("check-config", str(path))
+    assert done.exit_code == 0
+    assert ("may be frozen for 960 s, and NCCL's watchdog ends processes after 480 s" in done.output) == warned
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     done = run("check-config", str(tmp_path / "none.toml"))
     assert done.exit_code == 2

@@ -13,10 +13,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cadenza.sidecar import wire
+from cadenza.sidecar.client.clock import monotonic_ns
 from cadenza.sidecar.client.errors import ClientError, MoveError, NoRoomError, RestoreError, UsageError
 from cadenza.sidecar.client.offload.held_signals import HeldSignals
 from cadenza.sidecar.client.offload.pin_threads import pinning_paused
-from cadenza.sidecar.client.session import checkpoint_request, identity, resources
+from cadenza.sidecar.client.session import checkpoint_request, identity, nccl_watchdog, resources
 from cadenza.sidecar.client.session.agent_link import Link, Message, Reply
 from cadenza.sidecar.client.session.prefetch_hints import FileList
 from cadenza.sidecar.client.session.step_page import STOP, StepCounters, gpu_memory, private_page
@@ -259,8 +260,10 @@ class Session(StepCounters):
             try:
                 self._call_on_yield()
                 with HeldSignals():
+                    quiet_at_ns = nccl_watchdog.quiet_at_ns()
                     moved = self._offload_state(survey)
                     self._set_state(wire.STATE_YIELDED)
+                    self._pause.wait(max(0, quiet_at_ns - monotonic_ns()) / 1e9)
                     self.order_done()
                     resident = map(str, survey.resident) if survey else ()
                     link.send("yielded", since=since, order=order, **_move_report(moved, resident))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
+from cadenza.policies.sharing.turns.fair_queue import MAX_FAIR_WAITS_BEHIND
 from cadenza.sidecar.config import DEFAULT_PATH
 from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, say
 
@@ -15,6 +16,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from cadenza.slurm_plugin.service.settings import Settings
+
+
+NCCL_LIMIT_S = 480.0
+"""Shortest limit of NCCL's watchdog by default (torch: TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC)."""
+PAIR = 2
+"""Jobs that share a GPU at least."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -78,6 +85,13 @@ def advice(settings: Settings) -> Iterator[str]:
         yield "[guard] cool_down_s exceeds [sharing] slice_s: it delays yields"
     if settings.service.poll_s > settings.sharing.slice_s:
         yield "[service] poll_s exceeds [sharing] slice_s: turns last poll_s"
+    longest_s = 2 * MAX_FAIR_WAITS_BEHIND * PAIR * settings.sharing.slice_s
+    if settings.agent.driver_checkpoint != "off" and longest_s > NCCL_LIMIT_S:
+        yield (
+            f"[agent] driver_checkpoint = {settings.agent.driver_checkpoint!r}: with [sharing] slice_s = "
+            f"{settings.sharing.slice_s:g} one of two jobs may be frozen for {longest_s:.0f} s, and NCCL's watchdog "
+            f"ends processes after {NCCL_LIMIT_S:g} s: jobs with NCCL are frozen only if they turn it off"
+        )
     if settings.service.admission == "held" and not settings.applies:
         yield '[service] admission = "held" has no effect while mode = "observe"'
     if Path(settings.guard.kill_switch).exists():
