@@ -28,7 +28,7 @@ measure: install
 	$(BIN)/python tests/rings.py measure
 	$(BIN)/python benchmarks/turns.py
 
-# Kills of daemons on the container cluster by a seeded schedule: make faults ARGS='--seed 2 --kills 100'
+# Faults on the container cluster by a seeded schedule: make faults ARGS='--seed 2 --kills 100', ARGS='--outages'
 faults: install
 	$(BIN)/python benchmarks/faults.py $(ARGS)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any, TypeAlias
 
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, JobState, Node, Options, SlurmState
@@ -36,6 +37,8 @@ SLURMS_DRAINS = (
     "batch job complete failure",
 )
 """Beginnings of the reasons with which slurmctld and slurmd drain a node by themselves."""
+STARTED_TWICE = "Duplicate jobid"
+"""The one of them that has no other cause than Slurm itself: it starts a job where slurmd still runs it."""
 LAUNCH_FAILED = "launch failed requeued held"
 """slurmctld's reason of a job that it requeued into a hold by itself."""
 PROLOG_S = 10.0
@@ -51,7 +54,8 @@ _LANE_SUFFIX = re.compile(r"(?P<host>.+)-l(?P<lane>\d+)")
 def snapshot(raw: Raw) -> ClusterSnapshot:
     """Return the cluster of one answer of the worker: nodes, and jobs that are not finished; no leases."""
     started_s = raw.get("slurmctld_start_time")
-    jobs = (job(record, float(raw["time_s"]), started_s) for record in raw["jobs"])
+    twice_s = [float(one["reason_time"]) for one in raw["nodes"] if one.get("reason_time") and started_twice(one)]
+    jobs = (job(record, float(raw["time_s"]), started_s, twice_s) for record in raw["jobs"])
     ending = ending_s(raw["jobs"], float(raw["time_s"]))
     lost = prologs_lost(raw)
     return ClusterSnapshot(
@@ -72,8 +76,11 @@ def snapshot(raw: Raw) -> ClusterSnapshot:
 # --- Jobs ----------------------------------------------------------------------------------------------
 
 
-def job(raw: Raw, now_s: float, slurmctld_start_s: float | None = None) -> Job | None:
-    """Return one job, or None when it is finished. CPUs, GPUs and memory are totals over the job's nodes."""
+def job(raw: Raw, now_s: float, slurmctld_start_s: float | None = None, twice_s: Collection[float] = ()) -> Job | None:
+    """Return one job, or None when it is finished. CPUs, GPUs and memory are totals over the job's nodes.
+
+    ``twice_s``: the times at which Slurm drained nodes where it had started a job twice.
+    """
     state = job_state(raw["state"])
     if state is None:
         return None
@@ -102,7 +109,7 @@ def job(raw: Raw, now_s: float, slurmctld_start_s: float | None = None) -> Job |
         eligible_s=float(raw["eligible_time"]) if state == "PENDING" and raw.get("eligible_time") else None,
         nodes=tuple(raw["allocated_nodes"]) if state != "PENDING" else (),
         required_nodes=tuple(raw["required_nodes"]),
-        held_at_restart=state == "PENDING" and held_at_restart(raw, slurmctld_start_s, now_s),
+        held_at_restart=state == "PENDING" and held_at_restart(raw, slurmctld_start_s, now_s, twice_s),
         held_by_plugin=state == "PENDING" and held_by_plugin(raw),
         noted_by_plugin=state == "PENDING" and noted_by_plugin(raw),
         gpu_type=wanted_type(raw),
@@ -148,20 +155,24 @@ def options_of(raw: Raw) -> tuple[Options | None, str]:
     return (None, "") if opt_in is None else (opt_in.options, opt_in.reason or unmanageable_reason(raw) or "")
 
 
-def held_at_restart(raw: Raw, slurmctld_start_s: float | None, now_s: float) -> bool:
+def held_at_restart(raw: Raw, slurmctld_start_s: float | None, now_s: float, twice_s: Collection[float] = ()) -> bool:
     """Return True if Slurm itself holds a job within ``RESTART_S`` of slurmctld's start, and never releases it.
 
     A slurmctld that was killed forgets that it has started a job, starts it again, is refused by slurmd ("Duplicate
-    jobid"), and requeues the job into a hold. A requeue sets the time of submission anew. Or it forgets the start of a
+    jobid"), and requeues the job into a hold. It does the same with a job that it had requeued because its node did not
+    answer, and starts there as soon as the node answers again, before slurmd knows: then the time of that node's drain
+    (``twice_s``) is the witness. A requeue sets the time of submission anew. Or it forgets the start of a
     job and our release before it; then the forgotten start's prolog reports its end late (slurmd tries every 15 s),
     which takes the reason of the plugin's hold away, and the scheduler calls it JobHeldAdmin.
     """
-    if slurmctld_start_s is None or raw["priority"]:
+    if raw["priority"]:
         return False
+    started_s = -inf if slurmctld_start_s is None else slurmctld_start_s
     if raw["state_reason"] == "JobHeldAdmin":
-        return noted_by_plugin(raw) and 0 <= now_s - slurmctld_start_s <= RESTART_S
+        return noted_by_plugin(raw) and 0 <= now_s - started_s <= RESTART_S
     requeued_s = float(raw["submit_time"] or 0)
-    return raw["state_reason"] == LAUNCH_FAILED and abs(requeued_s - slurmctld_start_s) <= RESTART_S
+    failed = raw["state_reason"] == LAUNCH_FAILED
+    return failed and any(abs(requeued_s - at_s) <= RESTART_S for at_s in (started_s, *twice_s))
 
 
 def held_by_plugin(raw: Raw) -> bool:
@@ -319,13 +330,21 @@ def drained_at_restart(raw: Raw, slurmctld_start_s: float | None) -> bool:
     """Return True if a node's drain is Slurm's own, within ``RESTART_S`` of a start of slurmctld or of its slurmd.
 
     A slurmctld that was killed forgets its last seconds and may start a job twice; a slurmd that was killed may fail a
-    start or an end. Slurm then drains the node and leaves it so.
+    start or an end. Slurm then drains the node and leaves it so. A job that was started twice is Slurm's own doing at
+    any time: also a network that was cut leads to it.
     """
+    if started_twice(raw):
+        return True
     drained_s = raw.get("reason_time")
     if "DRAIN" not in raw["state"] or drained_s is None or not (raw["reason"] or "").startswith(SLURMS_DRAINS):
         return False
     starts = (slurmctld_start_s, raw.get("slurmd_start_time"))
     return any(start_s is not None and abs(drained_s - start_s) <= RESTART_S for start_s in starts)
+
+
+def started_twice(raw: Raw) -> bool:
+    """Return True if Slurm drained a node because it had started a job there that slurmd still ran."""
+    return "DRAIN" in raw["state"] and (raw["reason"] or "").startswith(STARTED_TWICE)
 
 
 def node(raw: Raw, host: str, lane: int) -> Node:

@@ -97,6 +97,7 @@ def test_top_and_why_name_a_silent_agent_a_fault_of_a_host_and_a_full_disk(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     for command in (("top", "--once"), ("why", "1")):
         assert "cadenza.db is full" in " ".join(run(*command, "--config", str(config)).stdout.split())
+    assert "cadenza.db is full" in run("why", "77", "--config", str(config)).output
     fill(config, replace(seen, hosts=(replace(seen.hosts[0], agent_alive=False),)), apply=True)
     for command in (("top", "--once"), ("why", "1")):
         assert "the agent of n1 is silent" in run(*command, "--config", str(config)).stdout

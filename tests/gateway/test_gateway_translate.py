@@ -128,9 +128,38 @@ def test_a_drained_lane() -> None:
 def test_a_drain_is_slurms_own_at_a_restart_by_its_reason_and_time(
     changes: dict[str, Any], slurmctld_s: float | None, at_restart: bool
 ) -> None:
-    drained = {"state": "IDLE+DRAIN", "reason": "Duplicate jobid", "reason_time": 1000, "slurmd_start_time": None}
+    drained = {"state": "IDLE+DRAIN", "reason": "Epilog error", "reason_time": 1000, "slurmd_start_time": None}
     [found] = nodes([raw_node(**(drained | changes))], slurmctld_s)
     assert found.drained_at_restart == at_restart
+
+
+@pytest.mark.parametrize("slurmctld_s", [None, 900.0, 1000.0])
+def test_a_drain_for_a_job_that_was_started_twice_is_slurms_own_at_any_time(slurmctld_s: float | None) -> None:
+    drained = raw_node(state="IDLE+DRAIN", reason="Duplicate jobid", reason_time=1000, slurmd_start_time=None)
+    assert nodes([drained], slurmctld_s)[0].drained_at_restart
+    assert not nodes([drained | {"state": "IDLE"}], slurmctld_s)[0].drained_at_restart
+
+
+def test_a_job_that_was_started_twice_when_its_node_answered_again_is_held_by_slurm() -> None:
+    """Slurm gave the node up, requeued the job, and started it again beside its first start."""
+    refused = raw_job(
+        36, state="PENDING", priority=0, state_reason="launch failed requeued held", submit_time=int(NOW_S) - 5
+    )
+    twice = raw_node(state="IDLE+DRAIN", reason="Duplicate jobid", reason_time=int(NOW_S) - 6)
+
+    def held(node: dict[str, Any]) -> bool:
+        answer = {
+            **ANSWERS[0],
+            "time_s": NOW_S,
+            "slurmctld_start_time": NOW_S - 4000,
+            "jobs": [refused],
+            "nodes": [node],
+        }
+        return snapshot(answer).jobs[0].held_at_restart
+
+    assert held(twice)
+    assert not held(twice | {"reason": "broken fan"})
+    assert not held(twice | {"reason_time": int(NOW_S) - 600})
 
 
 def test_a_node_tells_for_how_long_a_job_has_been_ending_there() -> None:

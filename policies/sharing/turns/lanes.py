@@ -45,7 +45,7 @@ def lane_actions(
         elif node.lane and not reason and node.drained and node.up and drained_by_us(node, memory):
             actions.append(OpenNode(node.name, f"sharing is on and the agent of {node.host} is alive"))
         elif (not node.lane or not reason) and reopens(node, opens) and node.name not in leaving:
-            reason = f"Slurm drained it ({node.drain_reason}) as a daemon of its own restarted, and no job ends there"
+            reason = f"Slurm drained it by itself ({node.drain_reason}), and no job ends there"
             actions.append(OpenNode(node.name, reason, drain=node.drain_reason))
     return tuple(actions)
 

@@ -44,7 +44,8 @@ def command(*, job_id: int, last: int, as_json: bool, store: Path | None, config
     """
     record = _record(job_id, last, store, config)
     if not record.exists:
-        raise click.ClickException(f"job {job_id}: nothing on record; Cadenza never saw it or has deleted its record")
+        text = f"job {job_id}: nothing on record; Cadenza never saw it or has deleted its record"
+        raise click.ClickException("; ".join((text, *record.faults)))
     if as_json:
         emit({**msgspec.to_builtins(record), "summary": summary(record)})
     else:
