@@ -254,7 +254,8 @@ class FaultRun:
             f"{PYTHON} {PLACE}/faults_job.py --name {job.name} --iterations {job.iterations} "
             f"--iteration-s {ITERATION_S} --folder {PLACE}"
         )
-        launch = f"srun --kill-on-bad-exit=1 {start}" if job.hosts > 1 else start
+        # A killed slurmctld forgets that a step has ended; without --overlap the next srun waits for that step's GPUs.
+        launch = f"srun --overlap --kill-on-bad-exit=1 {start}" if job.hosts > 1 else start
         once = f"export ATTEMPT=$ATTEMPT-$RANDOM; {launch} && exit 0; sleep 0.5"
         script = f"for ATTEMPT in $(seq {ATTEMPTS}); do {once}; done; exit 1"
         return (
