@@ -151,6 +151,32 @@ def test_one_that_cannot_be_stopped_makes_way_for_an_unmanaged_job_by_a_requeue(
     assert acts(cluster(replace(stuck, nodes=("node1",)), plain)) == []
 
 
+def test_one_that_cannot_be_stopped_on_a_further_lane_gives_its_place_back():
+    """A job that detaches, or never attaches, has its GPUs no longer than the longest wait while another one waits."""
+    stuck = replace(HOLDER, nodes=("node1-l1",), lease=replace(HOLDER.lease, ready=False))
+    late = replace(YIELDED, nodes=("node1",), lease=replace(YIELDED.lease, waited_s=601.0))
+    ours = Memory(suspended=frozenset({key(2)}))
+    for waiting, memory in (
+        (late, Memory()),
+        (replace(late, lease=replace(late.lease, state="waiting")), Memory()),
+        (replace(late, state="SUSPENDED"), ours),
+        (replace(late, nodes=("node1-l2",)), Memory()),
+    ):
+        requeues = [a for a in decide(cluster(stuck, waiting), memory, APPLY).actions if isinstance(a, Requeue)]
+        assert [(one.job, one.reason) for one in requeues] == [
+            (key(1), "gives its place back: it cannot be stopped, and job 2 waited")
+        ]
+    for held, waiting in (
+        (stuck, replace(late, lease=replace(late.lease, waited_s=599.0))),
+        (stuck, replace(late, state="SUSPENDED")),
+        (stuck, replace(late, lease=replace(lease("yielded", 1), waited_s=601.0))),
+        (replace(stuck, nodes=("node1",)), late),
+        (replace(stuck, requeueable=False), late),
+        (HOLDER, late),
+    ):
+        assert (Requeue, key(1)) not in acts(cluster(held, waiting))
+
+
 def test_only_lane_0_is_for_one_job_alone():
     """Job 2 has opted out while it waits on a further lane: it takes no turn from job 1, which keeps its own."""
     out = replace(YIELDED, options=Options(share=False), lease=lease("yielded", 0, vtime_s=10.0, exclusive=True))

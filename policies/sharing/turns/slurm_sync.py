@@ -273,11 +273,12 @@ def _requeue_reason(job: Job, state: SharingState, by_gpu: Mapping[Gpu, list[tup
     waiting = [other.key for other in rivals if not _holds(other)]
     if _holds(job) and lease.refusals >= MAX_REFUSALS and waiting:
         return f"gives its place back: it did not stop {lease.refusals} times, and {job_names(waiting)} waited"
-    # It cannot be stopped, and an unmanaged job has waited long enough for it.
-    if not _cannot_stop(job, settings):
-        return None
-    kept = [other.key for other in rivals if _waits_unmanaged(other.lease, settings)]
-    return f"cannot be stopped and is in the way of job {min(kept)}, which did not opt in" if kept else None
+    # It cannot be stopped, and another job has waited long enough for it.
+    stuck = _cannot_stop(job, settings)
+    if kept := [other.key for other in rivals if stuck and _waits_unmanaged(other.lease, settings)]:
+        return f"cannot be stopped and is in the way of job {min(kept)}, which did not opt in"
+    behind = [other.key for other in rivals if stuck and _waits_too_long(other, state)]
+    return f"gives its place back: it cannot be stopped, and {job_names(behind)} waited" if behind else None
 
 
 def _apart_reason(job: Job, settings: SharingSettings, by_gpu: Mapping[Gpu, list[tuple[int, Job]]]) -> str | None:
@@ -303,6 +304,15 @@ def _holds(job: Job) -> bool:
 def _waits_unmanaged(lease: Lease | None, settings: SharingSettings) -> bool:
     waits = lease is not None and lease.exclusive and lease.state == "waiting"
     return waits and lease is not None and lease.waited_s > settings.unmanaged_wait_s
+
+
+def _waits_too_long(job: Job, state: SharingState) -> bool:
+    """Return True if a job that keeps its place, because it ran there or has lane 0, is past the longest wait."""
+    lease = job.lease
+    stays = lease is not None and (lease.state == "yielded" or state.further.isdisjoint(job.nodes))
+    ours = job.state == "RUNNING" or _suspended_by_us(job, state)
+    waits = lease is not None and not _holds(job) and lease.waited_s > state.settings.lease_wait_s
+    return stays and ours and waits and state.settings.manages(job)
 
 
 def _cannot_stop(job: Job, settings: SharingSettings) -> bool:
