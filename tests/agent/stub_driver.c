@@ -1,7 +1,10 @@
 /* A libcuda.so.1 and libnvidia-ml.so.1 for tests: a process "uses a GPU" when $CUDA_STUB/gpu/PID says how many MB it
  * has, and its checkpoint state is the word in $CUDA_STUB/state/PID. A file $CUDA_STUB/fail/OPERATION.PID makes that
  * call fail with the number in it; -1 makes it hang for as long as the file is there, and $CUDA_STUB/hanging names it
- * then. Total memory is $CUDA_STUB/total in MB. Each call is a line in $CUDA_STUB/log. */
+ * then. Total memory is $CUDA_STUB/total in MB. Each call is a line in $CUDA_STUB/log.
+ *
+ * With $SIMULATED_GPUS the GPUs are those of tests/simulated instead: NVML's processes and bytes are those of their
+ * files, and a checkpoint takes a process's bytes off them. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
@@ -11,6 +14,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+
+#include "../simulated/gpu_file.h"
 
 enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, OPERATING_SYSTEM = 304, ILLEGAL_STATE = 401, NOT_FOUND = 500 };
 enum { RUNNING, LOCKED, CHECKPOINTED, FAILED };
@@ -79,8 +84,56 @@ static int injected(const char *operation, int pid)
     return result;
 }
 
+static GpuFile *simulated(unsigned index)
+{
+    static GpuFile *files[8];
+    static int count = -1;
+    const char *paths = getenv("SIMULATED_GPUS");
+    if (count < 0)
+        for (count = 0; paths && *paths && count < 8; paths += strcspn(paths, ":"), paths += *paths == ':') {
+            char path[512];
+            snprintf(path, sizeof path, "%.*s", (int)strcspn(paths, ":"), paths);
+            if (!(files[count++] = gpu_open(path)))
+                abort();
+        }
+    return index < (unsigned)count ? files[index] : NULL;
+}
+
+/* Move a process on the simulated GPUs from one state to another; a failed restore is for good. */
+static int move_simulated(int pid, int before, int after)
+{
+    int result = INVALID_VALUE;
+    GpuFile *gpu;
+    for (unsigned index = 0; (gpu = simulated(index)); index++) {
+        gpu_lock(gpu);
+        int64_t used = gpu_used(gpu);
+        GpuOwner *owner = gpu_owner(gpu, pid, 0);
+        if (owner && owner->state != before) {
+            result = ILLEGAL_STATE;
+        } else if (owner && before == CHECKPOINTED && used + owner->saved > gpu->capacity) {
+            owner->state = FAILED;
+            result = OUT_OF_MEMORY;
+        } else if (owner) {
+            if (after == CHECKPOINTED)
+                owner->saved = owner->bytes, owner->bytes = 0;
+            else if (before == CHECKPOINTED)
+                owner->bytes = owner->saved, owner->saved = 0;
+            __atomic_store_n(&owner->state, after, __ATOMIC_RELEASE);
+            result = OK;
+        }
+        gpu_unlock(gpu);
+    }
+    return result;
+}
+
 static int state_of(int pid)
 {
+    GpuFile *gpu;
+    for (unsigned index = 0; (gpu = simulated(index)); index++) {
+        GpuOwner *owner = gpu_owner(gpu, pid, 0);
+        if (owner)
+            return (int)owner->state;
+    }
     char what[64], text[64];
     snprintf(what, sizeof what, "state/%d", pid);
     if (!read_text(what, text, sizeof text))
@@ -102,6 +155,8 @@ static int move(const char *operation, int pid, int before, int after)
 {
     char what[64];
     int result = injected(operation, pid);
+    if (simulated(0))
+        return result == OK ? move_simulated(pid, before, after) : result;
     if (result == OK && megabytes_of(pid) < 0)
         result = INVALID_VALUE;
     if (result == OK && state_of(pid) != before)
@@ -126,7 +181,7 @@ int cuDriverGetVersion(int *version)
 int cuCheckpointProcessGetState(int pid, int *state)
 {
     int result = injected("state", pid);
-    if (result == OK && megabytes_of(pid) < 0)
+    if (result == OK && !simulated(0) && megabytes_of(pid) < 0)
         result = INVALID_VALUE;
     *state = state_of(pid);
     return result;
@@ -181,14 +236,29 @@ int cuGetProcAddress(const char *name, void **function, int version, uint64_t fl
 
 /* --- libnvidia-ml ----------------------------------------------------------------------------------------------- */
 
-enum { NVML_NOT_SUPPORTED = 3, NVML_INSUFFICIENT_SIZE = 7, MOST = 64 };
+enum { NVML_NOT_SUPPORTED = 3, NVML_INSUFFICIENT_SIZE = 7, NVML_GPU_IS_LOST = 15, MOST = GPU_OWNERS };
 struct memory { unsigned long long total, free, used; };
 struct process { unsigned pid; unsigned long long used; unsigned instance, compute; };
 
-static unsigned processes(struct process *found)
+static unsigned simulated_processes(GpuFile *gpu, struct process *found)
+{
+    unsigned count = 0;
+    gpu_lock(gpu);
+    gpu_used(gpu); /* without the dead */
+    for (GpuOwner *owner = gpu->owners; owner < gpu->owners + GPU_OWNERS; owner++)
+        if (owner->pid && owner->state != CHECKPOINTED)
+            found[count++] = (struct process){(unsigned)owner->pid, (unsigned long long)owner->bytes, ~0u, ~0u};
+    gpu_unlock(gpu);
+    return count;
+}
+
+static unsigned processes(void *device, struct process *found)
 {
     char path[512];
     unsigned count = 0;
+    GpuFile *gpu = simulated((unsigned)(uintptr_t)device - 1);
+    if (gpu)
+        return simulated_processes(gpu, found);
     path_of(path, sizeof path, "gpu");
     DIR *directory = opendir(path);
     for (struct dirent *entry; directory && (entry = readdir(directory)) && count < MOST;) {
@@ -203,7 +273,13 @@ static unsigned processes(struct process *found)
 
 int nvmlInitWithFlags(unsigned flags) { return (int)(flags & 0); }
 const char *nvmlErrorString(int result) { return result == NVML_NOT_SUPPORTED ? "Not Supported" : "Unknown Error"; }
-int nvmlDeviceGetCount_v2(unsigned *count) { return *count = 1, OK; }
+int nvmlDeviceGetCount_v2(unsigned *count)
+{
+    for (*count = 0; simulated(*count); ++*count) {
+    }
+    *count += *count == 0;
+    return OK;
+}
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { return *device = (void *)(uintptr_t)(index + 1), OK; }
 int nvmlDeviceGetMinorNumber(void *device, unsigned *minor) { return *minor = (uintptr_t)device - 1, OK; }
 int nvmlDeviceGetMigMode(void *device, unsigned *now, unsigned *later)
@@ -216,10 +292,12 @@ int nvmlDeviceGetMigMode(void *device, unsigned *now, unsigned *later)
 int nvmlDeviceGetMemoryInfo(void *device, struct memory *memory)
 {
     struct process found[MOST];
-    (void)device;
-    memory->total = read_number("total", 81920) << 20;
+    GpuFile *gpu = simulated((unsigned)(uintptr_t)device - 1);
+    if (gpu && gpu_word(&gpu->lost))
+        return NVML_GPU_IS_LOST;
+    memory->total = gpu ? (unsigned long long)gpu->capacity : (unsigned long long)read_number("total", 81920) << 20;
     memory->used = 0;
-    for (unsigned count = processes(found); count--;)
+    for (unsigned count = processes(device, found); count--;)
         memory->used += found[count].used;
     memory->free = memory->total > memory->used ? memory->total - memory->used : 0;
     return OK;
@@ -228,8 +306,7 @@ int nvmlDeviceGetMemoryInfo(void *device, struct memory *memory)
 int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *room, struct process *list)
 {
     struct process found[MOST];
-    unsigned count = processes(found), had = *room;
-    (void)device;
+    unsigned count = processes(device, found), had = *room;
     *room = count;
     if (count > had)
         return NVML_INSUFFICIENT_SIZE;

@@ -100,6 +100,13 @@ class Queue {
     }
 
   private:
+    // Return whether the driver has locked this process, as before a checkpoint.
+    bool locked()
+    {
+        GpuOwner *owner = gpu_owner(gpu_, getpid(), 0);
+        return owner && gpu_word(&owner->state) != OWNER_RUNNING;
+    }
+
     void run()
     {
         for (;;) {
@@ -110,7 +117,7 @@ class Queue {
                 work = std::move(work_.front());
                 work_.pop_front();
             }
-            while (gpu_word(&gpu_->hang))
+            while (gpu_word(&gpu_->hang) || locked())
                 gpu_sleep(1000000);
             try {
                 work();

@@ -20,13 +20,13 @@ pytestmark = pytest.mark.slow
 def test_operators_run_later_and_in_the_order_of_their_stream() -> None:
     gpu = simulated_gpu.GPU
     tensor = torch.zeros(1000, device="simulated")
-    gpu.operator_ns = 20_000_000
+    gpu.operator_ns = 100_000_000
     began = time.monotonic()
     for _ in range(5):
         tensor.add_(1)
-    assert time.monotonic() - began < 0.08, "an operator does not wait for the one before"
+    assert time.monotonic() - began < 0.4, "an operator does not wait for the one before"
     assert tensor.cpu().tolist() == [5.0] * 1000
-    assert time.monotonic() - began > 0.1
+    assert time.monotonic() - began > 0.5
 
 
 def test_two_streams_do_not_wait_for_each_other_without_an_event() -> None:
@@ -38,7 +38,7 @@ def test_two_streams_do_not_wait_for_each_other_without_an_event() -> None:
         gpu.operator_ns = 0
         source.zero_(), target.zero_()
         torch.accelerator.synchronize()
-        gpu.operator_ns = 5_000_000
+        gpu.operator_ns = 30_000_000
         for _ in range(10):
             source.add_(1)
         done = torch.accelerator.current_stream().record_event()
@@ -55,13 +55,13 @@ def test_a_copy_between_pinned_memory_and_the_gpu_takes_the_time_of_the_link() -
     tensor, host = torch.ones(4 << 20, dtype=torch.uint8, device="simulated"), torch.empty(4 << 20, dtype=torch.uint8)
     pinned = torch.empty(4 << 20, dtype=torch.uint8, pin_memory=True)
     torch.accelerator.synchronize()
-    gpu.bytes_per_s = 40 << 20
+    gpu.bytes_per_s = 8 << 20
     for target, waits in ((host, True), (pinned, False)):
         began = time.monotonic()
         target.copy_(tensor, non_blocking=True)
-        assert (time.monotonic() - began > 0.09) == waits
+        assert (time.monotonic() - began > 0.4) == waits
         torch.accelerator.synchronize()
-        assert time.monotonic() - began > 0.09
+        assert time.monotonic() - began > 0.4
         assert int(target.sum()) == 4 << 20
 
 

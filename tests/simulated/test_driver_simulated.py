@@ -1,0 +1,108 @@
+"""NVML and the driver's process checkpoint on the simulated GPU: the agent sees what jobs have there, and moves it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import simulated_gpu
+import torch
+from simulated_gpu import occupied
+
+from cadenza.sidecar.client.offload.engine import Offload
+from cadenza.sidecar.client.offload.storages import survey
+
+pytestmark = pytest.mark.slow
+
+STUB = Path(__file__).resolve().parents[1] / "agent" / "stub_driver.c"
+LOOK = """
+import json
+from cadenza.sidecar.agent.telemetry.gpus import nvml_devices
+(gpu,) = nvml_devices()
+print(json.dumps([gpu.index, gpu.fault(), gpu.free_bytes(), gpu.look().memory_bytes, gpu.processes()]))
+"""
+RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
+OUT_OF_MEMORY, ILLEGAL_STATE = 2, 401
+
+
+@functools.cache
+def libraries() -> Path:
+    """Return a directory with the stand-in under the names of the driver's libraries."""
+    folder = Path(tempfile.mkdtemp(dir=Path(os.environ[simulated_gpu.PATHS]).parent))
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(folder / name), str(STUB), "-ldl"], check=True)
+    return folder
+
+
+def seen_by_the_agent() -> dict[str, Any]:
+    """Return the GPU as the agent sees it through NVML."""
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(libraries())}
+    output = subprocess.check_output([sys.executable, "-c", LOOK], env=environment, text=True)
+    index, fault, free, used, processes = json.loads(output)
+    assert index == 0
+    return {
+        "fault": fault,
+        "free": free,
+        "used": used,
+        "processes": {int(pid): size for pid, size in processes.items()},
+    }
+
+
+def test_the_agent_sees_the_processes_and_bytes_of_jobs_and_that_a_yield_frees_the_gpu() -> None:
+    gpu, offload, me = simulated_gpu.GPU, Offload(), os.getpid()
+    tensors = [torch.ones(24 << 20, dtype=torch.uint8, device="simulated")]
+    with occupied(gpu, 10 << 20) as neighbor:
+        here = gpu.context_bytes + (24 << 20)
+        seen = seen_by_the_agent()
+        assert seen["processes"] == {me: here, neighbor.pid: 10 << 20}
+        assert seen["used"] == here + (10 << 20) == gpu.capacity - seen["free"]
+        offload.offload(survey([("tensors", tensors)]).segments)
+        neighbor.kill()
+        neighbor.wait()
+        assert seen_by_the_agent()["processes"] == {me: gpu.context_bytes}
+    offload.restore()
+    assert int(tensors[0].cpu().min()) == 1
+    offload.close()
+    gpu.lost = 1
+    assert "lost" in seen_by_the_agent()["fault"].lower()
+
+
+def test_a_process_checkpoint_stops_the_queues_and_takes_the_bytes_away() -> None:
+    gpu, me = simulated_gpu.GPU, os.getpid()
+    driver = ctypes.CDLL(str(libraries() / "libcuda.so.1"))
+    tensor = torch.zeros(24 << 20, dtype=torch.uint8, device="simulated")
+    torch.accelerator.synchronize()
+    before = gpu.bytes_of[me]
+    assert driver.cuCheckpointProcessLock(me, ctypes.byref(ctypes.c_uint(1000))) == 0
+    tensor.add_(1)
+    done = torch.accelerator.current_stream().record_event()
+    assert driver.cuCheckpointProcessCheckpoint(me, None) == 0
+    assert gpu.bytes_of[me] == 0
+    assert driver.cuCheckpointProcessCheckpoint(me, None) == ILLEGAL_STATE
+    with occupied(gpu, gpu.capacity):  # another process has the whole GPU in between
+        assert not done.query()
+    assert driver.cuCheckpointProcessRestore(me, None) == 0
+    assert driver.cuCheckpointProcessUnlock(me, None) == 0
+    done.synchronize()
+    assert (gpu.bytes_of[me], int(tensor.cpu().min())) == (before, 1)
+
+
+def test_a_restore_without_room_is_a_failure_for_good() -> None:
+    gpu = simulated_gpu.GPU
+    driver = ctypes.CDLL(str(libraries() / "libcuda.so.1"))
+    with occupied(gpu, 40 << 20) as victim:
+        assert driver.cuCheckpointProcessLock(victim.pid, ctypes.byref(ctypes.c_uint(1000))) == 0
+        assert driver.cuCheckpointProcessCheckpoint(victim.pid, None) == 0
+        with occupied(gpu, 40 << 20):
+            assert driver.cuCheckpointProcessRestore(victim.pid, None) == OUT_OF_MEMORY
+        assert driver.cuCheckpointProcessRestore(victim.pid, None) == ILLEGAL_STATE
+        state = ctypes.c_int()
+        assert (driver.cuCheckpointProcessGetState(victim.pid, ctypes.byref(state)), state.value) == (0, FAILED)
