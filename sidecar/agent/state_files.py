@@ -73,7 +73,7 @@ class StateFile(Generic[S]):
         """Return the content, None without a file; raise StateFileError if it cannot be read."""
         try:
             content = msgspec.json.decode(self.path.read_bytes(), type=self._kind)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise StateFileError(f"{self.path}: cannot be read: {error}; move it away to start afresh") from None
