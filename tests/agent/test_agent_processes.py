@@ -382,6 +382,20 @@ def test_a_job_whose_gpu_is_full_gets_no_lease_and_the_other_goes_on(
     assert job.state == "stopping"
 
 
+def test_a_resume_without_room_names_who_has_the_memory(leaving: tuple[Seen, Driver, Lease, Lease]) -> None:
+    seen, driver, job, following = leaving
+    seen.host.leases.drop(following, seen.time.now())
+    driver.sizes = {os.getpid(): 400 << 20, 1: 70 << 30}
+    for _ in range(3):
+        turn(seen, job, 0.5)
+    assert job.state == "held"
+    (rank,) = seen.host.run(job.key).ranks.values()
+    seen.arbiter.coordinator.yielded(job, rank, Yielded(no_room="out of memory"))
+    assert job.state == "yielded"
+    note = "rank 0 waits for room on its GPU: out of memory (pid 1 has 71680 MB)"
+    assert seen.host.lease_report(job).note.startswith(note)
+
+
 def test_no_lease_is_given_on_a_gpu_that_has_failed(leaving: tuple[Seen, Driver, Lease, Lease]) -> None:
     seen, driver, job, following = leaving
     driver.sizes, driver.error = {}, "GPU is lost"

@@ -52,15 +52,18 @@ class Look(NamedTuple):
         gone = set(leaving)
         for gpu in sorted(gpus):
             free = self.free.get(gpu)
-            there = {pid: size or 0 for pid, size in (self.on_gpu.get(gpu) or {}).items()}
-            if free is None or free + sum(size for pid, size in there.items() if pid in gone) >= needed:
+            if free is None or free + self.bytes_of((gpu,), gone) >= needed:
                 continue
-            keepers = sorted(((size, pid) for pid, size in there.items() if pid not in gone), reverse=True)
-            names = ", ".join(f"pid {pid} has {size >> 20} MB" for size, pid in keepers[:MAX_KEEPERS])
-            return f"GPU {gpu} has {free >> 20} MB free of the {needed >> 20} MB that the job needs" + (
-                f": {names}" if names else ""
-            )
+            keepers = self.keepers(gpu, gone)
+            text = f"GPU {gpu} has {free >> 20} MB free of the {needed >> 20} MB that the job needs"
+            return f"{text}: {keepers}" if keepers else text
         return None
+
+    def keepers(self, gpu: int, but: Iterable[int]) -> str:
+        """Return the processes with most memory on a GPU, other than ``but``; "" for none."""
+        others = (self.on_gpu.get(gpu) or {}).keys() - set(but)
+        sizes = sorted(((self.bytes_of((gpu,), (pid,)), pid) for pid in others), reverse=True)
+        return ", ".join(f"pid {pid} has {size >> 20} MB" for size, pid in sizes[:MAX_KEEPERS])
 
 
 class GpuWatch:

@@ -385,7 +385,9 @@ class StopCoordinator:
 
         A rank that has its state back waits in a collective for this one, which therefore tries again.
         """
-        run.note = f"rank {rank.hello.rank} waits for room on its GPU: {reason}"
+        look, pids = self.gpus and self.gpus.last, membership.pids_of(lease)
+        others = "; ".join(filter(None, (look.keepers(gpu, pids) for gpu in lease.gpus))) if look else ""
+        run.note = f"rank {rank.hello.rank} waits for room on its GPU: {reason}{f' ({others})' if others else ''}"
         log.warning("no room JOBID=%s rank=%d: %s", lease.key, rank.hello.rank, reason)
         if lease.hosts > 1 or not all(one.out for one in run.ranks.values()):
             self.resume(lease)
