@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from client_peer import Peer, Rank, Script
 from torch import nn
 
@@ -16,6 +17,7 @@ from cadenza.sidecar.client.checkpoints import SaveError
 from cadenza.sidecar.client.errors import UsageError
 from cadenza.sidecar.client.offload import memory_limits
 from cadenza.sidecar.client.offload.engine import Offload
+from cadenza.sidecar.client.offload.storages import survey
 from cadenza.sidecar.client.session import checkpoint_request
 
 
@@ -308,3 +310,17 @@ def test_a_script_that_saves_while_its_state_is_away_writes_the_host_copy(
     before = {name: value.clone() for name, value in training.model.state_dict().items()}
     assert training.keeper.restore() == 3
     torch.testing.assert_close(training.model.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_distributed_checkpoint_is_written_from_the_host_copy_by_all_threads(tmp_path: Path, threads: int) -> None:
+    state = {"small": torch.arange(1000.0), "square": torch.ones(3, 3), "large": torch.full((70_000,), 2.0)}
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    offload = Offload()
+    offload.offload(survey([("state", state)]).segments)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, thread_count=threads), no_dist=True)
+    offload.restore()
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    torch.testing.assert_close(loaded, expected, rtol=0, atol=0)
+    torch.testing.assert_close(state, expected, rtol=0, atol=0)

@@ -18,6 +18,7 @@ SAVERS = (
     ("torch.serialization", "_save"),
     ("torch.serialization", "_legacy_save"),
     ("torch.distributed.checkpoint.state_dict_saver", "_save_state_dict"),
+    ("torch.distributed.checkpoint.filesystem", "_write_files_from_queue"),  # in each of the writer's threads
     ("safetensors.torch", "save"),
     ("safetensors.torch", "save_file"),
 )
