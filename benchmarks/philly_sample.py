@@ -38,6 +38,11 @@ class PhillyJob:
     """A number in [0, 1) drawn by the seed; the jobs below 0.5 are the half that can move."""
 
     @property
+    def limit_s(self) -> float:
+        """Return the time limit that its user gives it."""
+        return 2 * self.run_s + 300
+
+    @property
     def iterations(self) -> int:
         """Return the number of whole iterations in its run time."""
         return int(self.run_s / self.iteration_s)
@@ -92,13 +97,11 @@ def write_trace(path: Path, sample: Sequence[PhillyJob], movable: float) -> None
     A job's model says how long an iteration takes. It is not named in the file, for the published run times are those
     with the resources that the jobs ask for, and not those at the profile's proportional share of memory.
     """
+    names = ("job", "submit_s", "gpus", "iterations", "duration_s", "memory_gb_per_gpu", "user", "checkpoints")
     with path.open("w", newline="") as file:
         out = csv.writer(file)
-        out.writerow(
-            ("job", "submit_s", "gpus", "iterations", "duration_s", "memory_gb_per_gpu", "user", "checkpoints")
-        )
+        out.writerow((*names, "time_limit_s"))
         for job in sample:
             keeps = "yes" if job.draw < movable else "no"
-            out.writerow(
-                (job.id, job.submit_s, job.gpus, max(job.iterations, 1), job.run_s, MEMORY_GB, job.user, keeps)
-            )
+            facts = (job.id, job.submit_s, job.gpus, max(job.iterations, 1), job.run_s, MEMORY_GB, job.user, keeps)
+            out.writerow((*facts, job.limit_s))

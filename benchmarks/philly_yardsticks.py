@@ -32,11 +32,6 @@ class Times:
 # --- EASY backfill (Lifka 1995; Mu'alem and Feitelson 2001) --------------------------------------------------------
 
 
-def limit_s(job: PhillyJob) -> float:
-    """Return the time limit that a job's user gives it."""
-    return 2 * job.run_s + 300
-
-
 def room(free: Sequence[int], gpus: int) -> dict[int, int] | None:
     """Return GPUs by node for a job, None without room: on the fullest node that fits, or wide jobs on whole nodes."""
     if gpus <= PER_NODE:
@@ -97,7 +92,7 @@ class Easy:
             return
         # 1. The head's reservation: when, and what is left at that time.
         later, shadow_s = list(self.free), inf
-        limits = sorted((self.times.start_s[key] + limit_s(self.by_id[key]), key) for _, key in self.running)
+        limits = sorted((self.times.start_s[key] + self.by_id[key].limit_s, key) for _, key in self.running)
         for end_s, key in limits:
             for node, count in self.where[key].items():
                 later[node] += count
@@ -109,7 +104,7 @@ class Easy:
         # 2. Each job in order; a width without room is not tried again.
         kept, widest, widest_over = [self.queue[0]], GPUS + 1, GPUS + 1
         for job in self.queue[1:]:
-            over = now_s + limit_s(job) > shadow_s
+            over = now_s + job.limit_s > shadow_s
             if job.gpus >= widest or (over and job.gpus >= widest_over):
                 kept.append(job)
                 continue

@@ -18,7 +18,7 @@ from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Options, Progress
 from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.trace import TraceJob
-from cadenza.policies.sharing.preemption import starvation
+from cadenza.policies.sharing.preemption import reservation, starvation
 from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.simulation import simulate
 
@@ -39,8 +39,8 @@ def policy(*, share_between_users: bool = True) -> Policy:
     )
 
 
-def trace(rng: Random, count: int = 14, *, movable: float = 0.7) -> list[TraceJob]:
-    return [
+def trace(rng: Random, count: int = 14, *, movable: float = 0.7, limits: bool = False) -> list[TraceJob]:
+    jobs = [
         TraceJob(
             number,
             float(rng.randrange(0, 6000)),
@@ -52,6 +52,7 @@ def trace(rng: Random, count: int = 14, *, movable: float = 0.7) -> list[TraceJo
         )
         for number in range(count)
     ]
+    return [replace(one, time_limit_s=2 * one.work_s + 300) for one in jobs] if limits else jobs
 
 
 def run(jobs, decide, *, skip: bool = True, **facts):
@@ -97,8 +98,8 @@ def gpus_in_use(snapshot: ClusterSnapshot, decision: Decision) -> Counter:
 
 
 @settings(max_examples=12)
-@given(seed=st.integers(0, 2**32), between=st.booleans())
-def test_a_gpu_has_one_job_and_a_job_one_place(seed, between):
+@given(seed=st.integers(0, 2**32), between=st.booleans(), limits=st.booleans())
+def test_a_gpu_has_one_job_and_a_job_one_place(seed, between, limits):
     keeps = {}
 
     def check(snapshot: ClusterSnapshot, memory: Memory, decision: Decision) -> None:
@@ -113,7 +114,7 @@ def test_a_gpu_has_one_job_and_a_job_one_place(seed, between):
         }
         assert {one.key.id for one in snapshot.jobs} == {one.id for one in decision.reasons}
 
-    jobs = trace(Random(seed))  # noqa: S311
+    jobs = trace(Random(seed), limits=limits)  # noqa: S311
     keeps.update({one.id: one.checkpoints for one in jobs})
     result = run(jobs, checked(policy(share_between_users=between), check))
     assert not result.unfinished
@@ -152,10 +153,10 @@ def test_no_gpu_stays_idle_that_a_waiting_job_could_have(seed, between, movable)
 
 
 @settings(max_examples=6)
-@given(seed=st.integers(0, 2**32))
-@example(seed=9162)  # a level's end that rounding puts into the present
-def test_rounds_left_out_change_nothing(seed):
-    jobs = trace(Random(seed))  # noqa: S311
+@given(seed=st.integers(0, 2**32), limits=st.booleans())
+@example(seed=9162, limits=False)  # a level's end that rounding puts into the present
+def test_rounds_left_out_change_nothing(seed, limits):
+    jobs = trace(Random(seed), limits=limits)  # noqa: S311
     every, few = (run(jobs, policy(), skip=skip) for skip in (False, True))
     assert few.jobs == every.jobs
     assert few.counts.decided < every.counts.decided
@@ -243,13 +244,30 @@ def test_a_job_waits_for_a_day_and_a_turn_of_each_job_that_waited_longer(sizes, 
         rounds_on_events=True,
         phased_moves=True,
         admission="held",
-        horizon_s=9_500.0 if stream else 30_000.0,
+        horizon_s=9_500.0 if stream else 20_000.0,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(starvation, "STARVING_S", bound_s)
         patch.setattr(starvation, "OWED_TURN_S", turn_s)
         nodes = read_cluster(f"{hosts}x4:24:100", 2)
         simulate(jobs, nodes, checked(policy(share_between_users=between), check), setup)
+
+
+@settings(max_examples=3)
+@given(seed=st.integers(0, 2**32), wide=st.sampled_from((3, 4)), factor=st.sampled_from((1.2, 3.0)))
+def test_a_wide_job_that_cannot_move_waits_for_an_hour_and_the_time_limits_of_others(seed, wide, factor):
+    """Narrow jobs without checkpoints come without end, and need all GPU time that there is."""
+    rng, stream = Random(seed), []  # noqa: S311
+    for number in range(1, 110):
+        work_s = rng.uniform(300.0, 1500.0)
+        limit_s = factor * work_s + 300.0
+        gpus = rng.choice((1, 1, 2))
+        stream.append(TraceJob(number, number * 90.0, gpus, work_s, checkpoints=False, time_limit_s=limit_s))
+    late = TraceJob(0, 1000.0, wide, 600.0, checkpoints=False, time_limit_s=200_000.0)
+    result = run([late, *stream], policy(), horizon_s=10_000.0)
+    found = next(one for one in result.jobs if one.id == 0)
+    assert found.start_s is not None
+    assert found.start_s <= 1000.0 + reservation.RESERVED_AFTER_S + factor * 1500.0 + 300.0 + MARGIN_S
 
 
 # --- by hand ---------------------------------------------------------------------------------------------
@@ -317,6 +335,44 @@ def test_a_job_does_not_move_to_gpus_of_its_own_lane_that_it_would_not_get():
     better = served(3, 5.0, on(3, "a", 2, 3, state="yielded", lane=1))
     full = changed_lane(host("a", jobs=(last, better)))
     assert kinds(decide(last, better, nodes=full)) == {1: Migrate, 3: Resume}, "of its own lane, and lower than its own"
+
+
+def staying(number: int, where: str, *gpus: int, limit_s: float, **facts):
+    """A job without checkpoints that has run for 1,000 s."""
+    one = on(number, where, *gpus, checkpoints=False, time_limit_s=limit_s, run_s=1000.0, **facts)
+    return served(number, 5000.0, one)
+
+
+def test_a_job_that_cannot_move_does_not_delay_one_that_waits_for_long():
+    """GPUs 0 and 1 of host a are free in 1,000 s at the latest, those of b in 4,000 s: the wide job is to have a."""
+    first, second = staying(1, "a", 0, 1, limit_s=2000.0), staying(2, "b", 0, limit_s=5000.0)
+    nodes = host("a", lanes=1, jobs=(first,)) + host("b", lanes=1, jobs=(second,))
+    wide = pending(3, 4, keeps=False, submit_s=NOW - 4000, time_limit_s=90_000.0)
+
+    def placed(**facts):
+        found = decide(first, second, wide, pending(4, 2, **facts), nodes=nodes)
+        return [action.nodes for action in found.actions if isinstance(action, Place)]
+
+    full = staying(5, "b", 1, 2, 3, limit_s=5000.0)
+    assert placed(keeps=False, time_limit_s=900.0) == [("a",)], "it is gone by then"
+    assert placed(keeps=False, time_limit_s=1100.0) == [("b",)]
+    nodes = host("a", lanes=1, jobs=(first,)) + host("b", lanes=1, jobs=(second, full))
+    found = decide(first, second, full, wide, pending(4, 2, keeps=False, time_limit_s=1100.0), nodes=nodes)
+    assert kinds(found) == {}
+    found = decide(first, second, full, wide, pending(4, 2), nodes=nodes)
+    assert kinds(found) == {4: Place}, "one that keeps checkpoints makes way when the time comes"
+    fresh = replace(wide, submit_s=NOW - 3000)
+    found = decide(first, second, full, fresh, pending(4, 2, keeps=False, time_limit_s=1100.0), nodes=nodes)
+    assert kinds(found) == {4: Place}, "the wide job does not wait for long yet"
+
+
+@pytest.mark.parametrize(("limit_s", "goes"), [(600.0, True), (10_000.0, False), (None, False)])
+def test_a_job_that_cannot_move_ranks_by_what_it_may_attain(limit_s, goes):
+    """The other has attained 5,000 GPU seconds, which is the third level."""
+    runs = served(1, 5000.0, on(1, "a", 0, 1, 2, 3))
+    found = decide(runs, pending(2, 4, keeps=False, time_limit_s=limit_s), nodes=host("a", jobs=(runs,)))
+    assert kinds(found) == ({1: Migrate} if goes else {}), found.reasons
+    assert goes or "by its time limit, because it keeps no checkpoints" in found.reasons[key(2)]
 
 
 def changed_lane(nodes):

@@ -11,6 +11,13 @@ from cadenza.policies.ordering.levels import THRESHOLDS, level
 from cadenza.policies.relocation.phases import refusal_reason
 from cadenza.policies.sharing.preemption.host_emptying import ROOM_SLICES, empty_for_waiting
 from cadenza.policies.sharing.preemption.preemptive_turn import Candidate, Plan, Turn
+from cadenza.policies.sharing.preemption.reservation import (
+    can_leave,
+    latest_end_s,
+    longest_waiting,
+    ranks_by_limit,
+    served_by_limit,
+)
 from cadenza.policies.sharing.preemption.seat_map import HostSeats, Occupant, Seat, lowest
 from cadenza.policies.sharing.preemption.starvation import owed_turns
 from cadenza.policies.sharing.state.host import ResourceRequest
@@ -34,6 +41,7 @@ def preempt(state: SharingState) -> None:
     )
     for key, seats in board.fixed.items():
         turn.claim(key, seats)
+    turn.lasting.update(board.lasting())
     plan = turn.run()
     # 4. Jobs that run make room for wider ones that wait.
     empty_for_waiting(turn, board.may_empty)
@@ -84,7 +92,7 @@ class _Board:
             return "leaves"
         if job.key not in state.jobs or lease is None:
             return "absent" if lease is not None and lease.state == "yielded" else "stays"
-        return "stays" if lease.state == "held" and not (lease.ready and _can_leave(job)) else "turns"
+        return "stays" if lease.state == "held" and not (lease.ready and can_leave(job)) else "turns"
 
     def _await_gpus(self) -> dict[tuple[int, int], JobKey]:
         """Return the GPUs that jobs which keep them do not have yet, with the job."""
@@ -113,18 +121,28 @@ class _Board:
                     host.stay_behind(at, mask, request)
 
     def candidates(self) -> list[Candidate]:
-        """Return the jobs that want GPUs in this turn, by priority and rank; those that are owed a turn come first."""
-        state = self.state
-        owed = owed_turns(state)
-        jobs = [state.jobs[key] for key in self.seats] + state.pending
-        last = len(state.ranks)
-        priority = state.settings.priority
-        jobs.sort(
-            key=lambda j: (-priority(j), owed.get(j.key.id, inf), state.ranks.get(j.key, last), j.submit_s, j.key)
-        )
-        return [self._candidate(job) for job in jobs]
+        """Return the jobs that want GPUs in this turn, by priority and rank.
 
-    def _candidate(self, job: Job) -> Candidate:
+        Those that are owed a turn come first, then the one that GPUs are reserved for.
+        """
+        state = self.state
+        owed, ranks, reserved = owed_turns(state), ranks_by_limit(state), longest_waiting(state)
+        jobs = [state.jobs[key] for key in self.seats] + state.pending
+        last, priority = len(ranks), state.settings.priority
+
+        def place(job: Job) -> tuple[float | JobKey, ...]:
+            standing = owed.get(job.key.id, inf), job.key != reserved, ranks.get(job.key, last)
+            return -priority(job), *standing, job.submit_s, job.key
+
+        return [self._candidate(job, reserve=job.key == reserved) for job in sorted(jobs, key=place)]
+
+    def lasting(self) -> dict[JobKey, float]:
+        """Return the latest ends of the jobs that keep their GPUs until then."""
+        by_key, ours = self.state.snapshot.by_key, self.state.settings.manages
+        staying = [by_key[key] for key in self.fixed if not (ours(by_key[key]) and can_leave(by_key[key]))]
+        return {job.key: latest_end_s(job, self.state.now_s) for job in staying}
+
+    def _candidate(self, job: Job, *, reserve: bool) -> Candidate:
         seats = tuple(self.seats.get(job.key, ()))
         holding = job.lease is not None and job.lease.state == "held"
         return Candidate(
@@ -134,7 +152,9 @@ class _Board:
             seats,
             holding,
             bool(seats) and self._movable(job),
-            not _can_leave(job),
+            not can_leave(job),
+            latest_end_s(job, self.state.now_s),
+            reserve,
             self._barred(job),
         )
 
@@ -168,17 +188,6 @@ class _Board:
     def may_empty(self, key: JobKey) -> bool:
         """Return True if a running job has not moved lately, so that it may make room for a wider one."""
         return self.state.now_s >= self._moved_s.get(key.id, -inf) + ROOM_SLICES * self.state.settings.slice_s
-
-
-def _can_leave(job: Job) -> bool:
-    """Return True for a job that keeps checkpoints, or may: its ranks say so once they are ready, before that its user.
-
-    Jobs that wait on the GPUs of such a job can go on elsewhere, or have it leave.
-    """
-    lease, options = job.lease, job.options
-    if lease is not None and lease.ready:
-        return lease.checkpoints and job.requeueable
-    return job.requeueable and not (options is not None and options.checkpoints is False)
 
 
 # --- The plan in actions -----------------------------------------------------------------------------------------
@@ -248,7 +257,9 @@ def _nodes(seats: tuple[Seat, ...]) -> str:
 
 
 def _standing(job: Job, now_s: float) -> str:
-    return f"level {level(job, now_s) + 1} of {len(THRESHOLDS) + 1}"
+    seen = served_by_limit(job)
+    by = "" if seen is job else " by its time limit, because it keeps no checkpoints"
+    return f"level {level(seen, now_s) + 1} of {len(THRESHOLDS) + 1}{by}"
 
 
 def _lease(job: Job) -> Lease:

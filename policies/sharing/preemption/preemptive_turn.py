@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 from cadenza.policies.core.model import JobKey
+from cadenza.policies.sharing.preemption.reservation import Reservation
 from cadenza.policies.sharing.preemption.seat_map import HostSeats, Occupant, Seat
 from cadenza.policies.sharing.state.host import ResourceRequest
 
@@ -34,6 +36,10 @@ class Candidate(NamedTuple):
     """True if it can save a checkpoint now, and leave or move without a loss."""
     steadfast: bool = False
     """True if it keeps no checkpoints: once it has GPUs it may have to stay there until its end."""
+    ends_s: float = inf
+    """Latest end by its time limit, if it starts now; on the clock of the round."""
+    reserve: bool = False
+    """True if GPUs are reserved for it where it finds none now."""
     barred: JobKey | None = None
     """A job of another user that has used its GPUs and is still there, so that no agent lets this one start."""
 
@@ -82,6 +88,9 @@ class Turn:
         """The job that has claimed a GPU, by host and bit."""
         self._vain: set[tuple[object, ...]] = set()
         """Requests for which no seat was found: claims only grow, so there is none for a later one either."""
+        self.lasting: dict[JobKey, float] = {}
+        """Latest ends of the jobs that keep their GPUs until then."""
+        self._reservation: Reservation | None = None
 
     # --- Claims ---------------------------------------------------------------------------------------
 
@@ -98,7 +107,7 @@ class Turn:
         for candidate in self.candidates.values():
             if candidate.seats:
                 self._seated(candidate)
-            elif self.places and self._left >= candidate.gpus:
+            elif self.places:
                 self._unseated(candidate)
         return self.plan
 
@@ -144,6 +153,10 @@ class Turn:
     def place(self, job: Candidate, seats: tuple[Seat, ...]) -> None:
         """Give a job that has no seat one, or promise it."""
         self.plan.placed[job.key] = seats
+        if job.steadfast:
+            self.lasting[job.key] = job.ends_s
+        if job.steadfast and self._reservation is not None:
+            self._reservation.use((seat.host.position for seat in seats), job.request.gpus, job.ends_s)
         self._take(job, seats)
 
     def _take(self, job: Candidate, seats: tuple[Seat, ...]) -> None:
@@ -152,14 +165,17 @@ class Turn:
         self.claim(job.key, [(seat.host, seat.mask) for seat in seats])
 
     def _unseated(self, job: Candidate) -> None:
-        kind = (job.request, job.steadfast)
-        if kind in self._vain:
-            return
-        seats = self.find(job) or self._make_room(job)
-        if seats:
-            self.place(job, seats)
-        else:
+        reserved = self._reservation
+        outlasts = job.steadfast and reserved is not None and job.ends_s > reserved.at_s
+        kind = (job.request, job.steadfast, outlasts)
+        if self._left >= job.gpus and kind not in self._vain:
+            seats = self.find(job) or self._make_room(job)
+            if seats:
+                self.place(job, seats)
+                return
             self._vain.add(kind)
+        if job.reserve:
+            self._reservation = Reservation.of(self.hosts, job.request, self.lasting)
 
     # --- Seats ----------------------------------------------------------------------------------------
 
@@ -189,7 +205,7 @@ class Turn:
             if seat is None or not self._may_share(seat, request) or not host.keeps(seat, job.key):
                 continue
             stranded, displaced = self._stranded(seat)
-            if displaced and job.steadfast:
+            if job.steadfast and (displaced or self._is_reserved(host, job)):
                 continue
             yield _Offer((stranded, displaced, seat.waits, host.unclaimed.bit_count(), number, host.position), seat)
 
@@ -282,9 +298,14 @@ class Turn:
         keys = frozenset(other.key for other in gone)
         if seat is None or not self._may_share(seat, job.request, keys):
             return None
-        if job.steadfast and self._stranded(seat, keys)[1]:
+        if job.steadfast and (self._stranded(seat, keys)[1] or self._is_reserved(host, job)):
             return None
         return seat
+
+    def _is_reserved(self, host: HostSeats, job: Candidate) -> bool:
+        """Return True if a job that stays until its end would delay the job that GPUs are reserved for."""
+        reserved = self._reservation
+        return reserved is not None and reserved.delayed(host.position, job.request.gpus, job.ends_s)
 
 
 def _cheapest(offers: list[_Offer], nodes: int) -> list[_Offer]:

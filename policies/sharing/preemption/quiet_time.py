@@ -7,11 +7,12 @@ from cadenza.policies.ordering.levels import leaves_level_s
 from cadenza.policies.ordering.ranking import progress_of
 from cadenza.policies.sharing.preemption import starvation
 from cadenza.policies.sharing.preemption.host_emptying import ROOM_SLICES
+from cadenza.policies.sharing.preemption.reservation import RESERVED_AFTER_S, can_leave
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
 
 def note_quiet_time(state: SharingState) -> None:
-    """Note when time alone can next change the decision: a level is left, a wait is too long, a job may move again.
+    """Note when time alone can next change the decision: a level is left, a wait is long, a job may move again.
 
     While a job is on its way, starts, stops or is not ours, each round has to look.
     """
@@ -24,6 +25,7 @@ def note_quiet_time(state: SharingState) -> None:
         for job in jobs
         if not (progress := progress_of(job)).running
     ]
+    ends += [job.submit_s + RESERVED_AFTER_S for job in jobs if job.state == "PENDING" and not can_leave(job)]
     ends += [began_s + starvation.OWED_TURN_S for _, began_s in sharing.owed_s]
     ends += [moved_s + ROOM_SLICES * state.settings.slice_s for _, moved_s in sharing.moved_s]
     levels = [leaves_level_s(job, now_s) for job in jobs]  # by rounding it may be now, and the level still the old one

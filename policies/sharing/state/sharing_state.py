@@ -153,7 +153,7 @@ class SharingState:
         state.packed = group_keys(groups)
         state.by_node = {node.name: host for host in hosts.values() for node in host.lanes}
         state.lanes = {node.name: node.lane for host in hosts.values() for node in host.lanes}
-        state.ranks = _ranks(state)
+        state.ranks = ranks_of(state)
         state._moved_s = dict(memory.sharing.moved_s)
         state.further = frozenset(node.name for node in snapshot.nodes if node.lane > 0)
         state._asked = dict(memory.sharing.asked_gpus)
@@ -308,17 +308,21 @@ def _is_managed(job: Job, memory: Memory, settings: SharingSettings) -> bool:
     return job.lease is not None and ours and settings.manages(job) and not job.lease.exclusive
 
 
-def _ranks(state: SharingState) -> dict[JobKey, int]:
-    """Return each managed job's place in the ordering; those without a record of progress have made none."""
+def ranks_of(state: SharingState, seen: Callable[[Job], Job] | None = None) -> dict[JobKey, int]:
+    """Return each managed job's place in the ordering; those without a record of progress have made none.
+
+    ``seen``: a job as the ordering is to see it.
+    """
     snapshot, settings = state.snapshot, state.settings
-    jobs = tuple(
+    jobs = [
         job if job.progress is not None else replace(job, progress=Progress(snapshot.time_s))
         for job in state.all_jobs
         if job.state in ("PENDING", "RUNNING", "SUSPENDED") and settings.manages(job)
-    )
+    ]
+    jobs = [seen(job) for job in jobs] if seen is not None else jobs
     gpus: dict[str, int] = {}
     for node in sorted(snapshot.nodes, key=lambda node: node.name):
         if node.lane == 0 and node.up and not node.drained:
             gpus[node.gpu_type] = gpus.get(node.gpu_type, 0) + node.gpus
-    ranking = state.order(Queue(snapshot.time_s, jobs, gpus, usage=state.memory.usage, shares=settings.shares))
+    ranking = state.order(Queue(snapshot.time_s, tuple(jobs), gpus, usage=state.memory.usage, shares=settings.shares))
     return {job.key: rank for rank, job in enumerate(ranking.jobs)}
