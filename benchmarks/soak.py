@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any
 
 from replay_cluster import PLACE, Cluster, Size, commands
-from replay_figures import figures
+from replay_figures import Figures, figures
 from replay_sample import ITERATION_S, Submission
 
 from cluster import ROOT, prepare
@@ -156,7 +155,7 @@ def courses(seen: Sequence[tuple[float, Mapping[str, Look]]], seconds: float) ->
     found = []
     for host in quarters[0][0]:
         kind = host.rstrip("0123456789")
-        names = {name for look in quarters[3] for name in look[host]} | {n for n, k in JUDGED.items() if k == kind}
+        names = set(seen[-1][1][host]) | {name for name, where in JUDGED.items() if where == kind}
         for name in sorted(names):
             entries = [[look[host][name] for look in quarter if name in look[host]] for quarter in quarters]
             if all(any(entry[PSS] for entry in quarter) for quarter in entries):
@@ -205,8 +204,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def run(options: argparse.Namespace) -> tuple[Any, list[Course], float]:
-    """Run the jobs on a fresh cluster; return the replay's figures, the daemons' courses and the seconds it took."""
+def run(options: argparse.Namespace) -> tuple[Figures, Sequence[tuple[float, Mapping[str, Look]]], float]:
+    """Run the jobs on a fresh cluster; return the replay's figures, the looks, and the seconds that it took."""
     jobs = plan_jobs(options.jobs, options.minutes, GPUS * options.hosts, options.load, options.seed)
     size = Size(options.hosts, GPUS, CPUS, MEMORY_MB)
     cluster = Cluster(options.name, size, LANES, options.settings)
@@ -219,7 +218,7 @@ def run(options: argparse.Namespace) -> tuple[Any, list[Course], float]:
         with watch.watching(options.out / "looks.jsonl"):
             began = cluster.replay(patience_s=60 * options.minutes + SETTLE_S)
         found = figures([job.name for job in jobs], cluster.accounts(), cluster.events(), began)
-        return found, courses(watch.seen, 60 * options.minutes), time.monotonic() - started
+        return found, watch.seen, time.monotonic() - started
     finally:
         cluster.down()
 
@@ -229,14 +228,14 @@ def main() -> int:
     options = arguments()
     options.out.mkdir(parents=True, exist_ok=True)
     prepare()
-    found, daemons, seconds = run(options)
-    growing = [course for course in daemons if course.daemon in JUDGED and course.grows]
-    print(f"{' '.join(sys.argv)}\n{table(daemons)}")
+    found, seen, seconds = run(options)
     print(
-        f"{found.jobs} jobs in {seconds:.0f} s, {len(found.lost)} lost; {found.yields} turns given up, "
-        f"{found.restarts} requeues; "
-        f"{len(growing)} of {sum(course.daemon in JUDGED for course in daemons)} daemons grow"
+        f"{' '.join(sys.argv)}\n{found.jobs} jobs in {seconds:.0f} s, {len(found.lost)} lost; {found.yields} "
+        f"turns given up, {found.restarts} requeues; GPUs held while jobs arrived: {found.holding_window:.1%}"
     )
+    daemons = courses(seen, 60 * options.minutes)
+    growing = [course for course in daemons if course.daemon in JUDGED and course.grows]
+    print(f"{table(daemons)}\n{len(growing)} of {sum(one.daemon in JUDGED for one in daemons)} daemons grow")
     for course in growing:
         print(f"grows: {course}")
     if found.lost:

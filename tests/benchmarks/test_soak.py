@@ -17,6 +17,8 @@ def looks(growth: float = 0.0, left: int = 0, jobs: int = 5) -> Seen:
         memory = 20.0 if number < 5 else 24.0 * (1 + growth * number / 40)
         files = 15 + 4 * busy if number < 40 else 15 + left
         node = {"cadenza-agent": [1, 0.0, 36.0, memory, files], "slurmd": [2, 0.0, 35.0, 1.0 + number, 26]}
+        if number < 40:  # there are none any more at the last look
+            node["replay_job"] = [busy, 0.1, 20.0 * busy, 10.0 * busy, 8 * busy]
         ctl = {name: [1, 0.0, 40.0, 30.0, 29] for name, kind in soak.JUDGED.items() if kind == "ctl"}
         seen.append((number * SECONDS / 40, {"node1": node, "ctl": ctl}))
     return seen
