@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
+
 import pytest
 import simulated_gpu
 import torch
@@ -15,14 +19,25 @@ pytestmark = pytest.mark.slow
 MIB = 1 << 20
 
 
+@contextlib.contextmanager
+def setting(module: ModuleType, name: str, value: int) -> Iterator[None]:
+    """Set a constant of a module; these tests share a process."""
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
 def filled(nbytes: int, value: int) -> torch.Tensor:
     return torch.full((nbytes,), value, dtype=torch.uint8, device="simulated")
 
 
 def test_unregistered_memory_refuses_or_moves_too() -> None:
     given, logits = filled(2 * MIB, 1), filled(24 * MIB, 2)
-    unregistered.LIMIT_BYTES = 4 * MIB
-    refusal = survey([("tensors", [given])]).refusal
+    with setting(unregistered, "LIMIT_BYTES", 4 * MIB):
+        refusal = survey([("tensors", [given])]).refusal
     assert refusal is not None
     assert "24 MiB of memory on simulated:0 belong to nothing that was given to attach()" in refusal
     assert "uint8 [25165824] (24 MiB)" in refusal
@@ -47,16 +62,15 @@ def test_a_refused_registration_is_an_unpinned_move_and_no_error_of_the_script()
 
 
 def test_a_storage_larger_than_a_chunk_is_copied_across_its_ends() -> None:
-    host_memory.CHUNK_BYTES = 4 * MIB
     tensor = torch.arange(3 * MIB, dtype=torch.int32, device="simulated")
     expected = tensor.cpu()
     offload = Offload()
-    for _ in range(2):
-        offload.offload(survey([("tensors", [tensor])]).segments)
-        assert len(offload._buffer.bounds) == 3
-        offload.restore()
-        assert torch.equal(tensor.cpu(), expected)
-    host_memory.CHUNK_BYTES = 1 << 30
+    with setting(host_memory, "CHUNK_BYTES", 4 * MIB):
+        for _ in range(2):
+            offload.offload(survey([("tensors", [tensor])]).segments)
+            assert len(offload._buffer.bounds) == 3
+            offload.restore()
+            assert torch.equal(tensor.cpu(), expected)
     offload.close()
 
 
