@@ -214,3 +214,7 @@ def occupied(gpu: Gpu, nbytes: int) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.kill()
         process.wait()
+
+
+if __name__ == "__main__":  # simulated_gpu.py FILE BYTES: make a GPU for other processes
+    create(Path(sys.argv[1]), int(sys.argv[2]), context_bytes=1 << 20)
