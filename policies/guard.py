@@ -168,6 +168,7 @@ class Guard:
         return any(
             other.lease is not None
             and other.lease.state in ("waiting", "yielded")
+            and not other.lease.late
             and (other.lease.exclusive or _priority(other) > _priority(job))
             and not gpus.isdisjoint(other.lease.gpus)
             for other in self.jobs.values()

@@ -125,6 +125,10 @@ class LeaseReport(msgspec.Struct, frozen=True):
     """State of its processes as the host shows it: running | frozen (by Slurm's suspend) | gone; "" not looked at."""
     amiss: Text = ""
     """Difference between ``shown`` and Slurm's word that has lasted for ``AMISS_S``; empty if there is none."""
+    late: bool = False
+    """The job has started without its lease and has not asked for it yet."""
+    early: Text = ""
+    """The process that was seen on a GPU before the job had asked for its lease; empty if there was none."""
 
 
 class Prefetched(msgspec.Struct, frozen=True):

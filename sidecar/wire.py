@@ -8,6 +8,7 @@ Socket
 Messages, job side to agent
     ``start``     the SPANK plugin, as root, before a task is executed: registers the job, then waits
     ``end``       the SPANK plugin's epilog, as root: the job has left this node
+    ``ask``       a process of a job that started without its lease: it waits for it before it uses a GPU
     ``attach``    the client of one rank of a registered job; answered by ``attached`` with the page's memfd as
                   SCM_RIGHTS. It makes no lease: job and restart name one that root has registered
     ``arrived``   a rank stands at its stop boundary; ``refused`` names state that cannot be moved
@@ -17,7 +18,8 @@ Messages, job side to agent
     ``detach``    the rank will not stop any more
     ``requeued_by``  other software requeues this job by a signal handler; the rank noticed it after ``attach``
 Messages, agent to job side
-    ``lease``     to ``start``: ``state`` is ``granted``, ``wait`` (repeated every few seconds) or ``giveup``
+    ``lease``     to ``start`` and ``ask``: ``state`` is ``granted``, ``wait`` (repeated every few seconds) or
+                  ``giveup``; to ``start`` of a job that asks by itself ``late``: it may start, and use no GPU yet
     ``attached``  ``state`` is ``held`` (go on), or ``yielded`` (move your state out and wait for ``resume``)
     ``stop``      stop at the first boundary whose step is at least ``step`` (also in the page)
     ``commit``    all ranks have arrived: move the state out
@@ -27,8 +29,9 @@ Messages, agent to job side
     ``error``     the message was refused; ``error`` gives the reason
 
 Fields (those in brackets may be missing; an unknown one is ignored)
-    ``start``     job restart uid user node lane gpus hosts managed step [options cpus memory_mb]
+    ``start``     job restart uid user node lane gpus hosts managed step [options cpus memory_mb late]
     ``end``       job [restart]
+    ``ask``       job [restart]
     ``attach``    job restart rank world_size local_world_size state (running | arrived | yielded) step
                   [gpus] (list of int) [node] [hosts] [requeue_owner] (as the owner of ``requeued_by``)
     ``arrived``   order step bytes [refused]
@@ -38,7 +41,7 @@ Fields (those in brackets may be missing; an unknown one is ignored)
     ``checkpointed``  order step bytes seconds [path] [error] (it failed: nothing is lost, the rank runs on)
     ``requeued_by``  owner (``lightning``, ``submitit``; "" takes it back)
     ``lease``     state [reason]
-    ``attached``  state rank, and the page's descriptor
+    ``attached``  state rank [reason] (the wait's), and the page's descriptor
     ``stop``      order step;  ``commit``, ``save`` and ``resume``: order;  ``cancel``: order reason;  ``error``: error
 
 Rules

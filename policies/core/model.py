@@ -74,6 +74,9 @@ class Options:
     """The whole job's run time with what it asked for, seconds; ``iterations`` says more where both are there."""
     checkpoints: bool | None = None
     """True if the job keeps checkpoints, as its user says; None: not said. Its ranks say it, once they attach."""
+    late: bool = False
+    """The job starts without its lease and asks for it when it needs its GPUs; one of several nodes waits at the start
+    all the same."""
 
 
 class JobUsage(msgspec.Struct, frozen=True):
@@ -171,6 +174,10 @@ class Lease:
     """CPUs for each GPU that the agents have set, on the host with the fewest; 0: they could not. None: not tuned."""
     waiting_on: tuple[str, ...] = ()
     """Hosts where it has never had its GPUs, while it has them on others."""
+    late: bool = False
+    """The job has started without its lease and has not asked for it yet: it takes no turns and uses no GPU."""
+    early: str = ""
+    """The process that was seen on a GPU before the job had asked for its lease; empty if there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +311,13 @@ class Job:
     def opted_in(self) -> bool:
         """Return True if the user asked for sharing and the job can be managed."""
         return self.options is not None and self.options.share and not self.unmanageable
+
+    @property
+    def starts_unleased(self) -> bool:
+        """Return True if the job uses no GPU yet: its lease begins once it asks for it."""
+        if self.lease is not None:
+            return self.lease.late
+        return self.opted_in and self.options is not None and self.options.late and self.num_nodes == 1
 
     @property
     def held(self) -> bool:

@@ -39,6 +39,7 @@ from cadenza.sidecar.agent.tuning import topology
 from cadenza.sidecar.agent.tuning.tuner import Tuner
 from cadenza.sidecar.agent.turns.arbiter import WATCH_S, Arbiter
 from cadenza.sidecar.agent.turns.coordinator import StopCoordinator
+from cadenza.sidecar.agent.turns.early_use import EarlyUse
 from cadenza.sidecar.agent_settings import AgentSettings
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import JobOrder
@@ -92,6 +93,7 @@ class Daemon:
             "telemetry": self._collector.tick,
             "looking at the GPUs": self._gpu_watch.tick,
             "prefetching": self._prefetcher.tick,
+            "watching for early use": EarlyUse(self.host, self._gpu_watch).tick,
         }
         self._poller = zmq.Poller()
         self._watched: dict[int, int] = {}

@@ -3,7 +3,7 @@
  *
  * And the job's handover file, jobs/NODE.JOBID next to the agent's socket, written by root and for root. It has the
  * values that only Slurm's prolog knows and a task needs: restart count, this host's GPUs of the whole job, and the
- * comment's sharing and batch rule. An agent that starts later reads the user as well, and so knows the job.
+ * comment's sharing, batch rule and late lease. An agent that starts later reads the user as well, and so knows the job.
  */
 #include "cadenza.h"
 
@@ -50,7 +50,7 @@ static enum answer read_state(const char *packet)
 		return REFUSED;
 	state += strlen("\"state\"");
 	state += strspn(state, " :");
-	if (!strncmp(state, "\"granted\"", 9))
+	if (!strncmp(state, "\"granted\"", 9) || !strncmp(state, "\"late\"", 6))
 		return GRANTED;
 	return strncmp(state, "\"giveup\"", 8) ? WAIT : GIVEUP;
 }
@@ -169,13 +169,22 @@ enum sharing comment_sharing(const char *comment)
 	return SHARING_UNSET;
 }
 
-/* The members before it are numbers, so the first brace ends our object. */
+/* The members before it are numbers and plain names, so the first brace ends our object. */
+static bool comment_has(const char *comment, const char *form)
+{
+	const char *share = share_of(comment), *member = share ? strstr(share, form) : NULL;
+
+	return member && member < share + strcspn(share, "}");
+}
+
 bool comment_batch_per_gpu(const char *comment)
 {
-	static const char form[] = ",\"batch\":\"per-gpu\"";
-	const char *share = share_of(comment), *batch = share ? strstr(share, form) : NULL;
+	return comment_has(comment, ",\"batch\":\"per-gpu\"");
+}
 
-	return batch && batch < share + strcspn(share, "}");
+bool comment_late(const char *comment)
+{
+	return comment_has(comment, ",\"late\":true");
 }
 
 /* Does not make the socket's directory: a host without it has no agent. */
@@ -194,9 +203,10 @@ void handover_write(const struct config *config)
 	fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0600);
 	if (fd < 0)
 		return;
-	dprintf(fd, "%u %u %d %s %d %u\n", environment_number("SLURM_JOB_RESTART_COUNT"),
+	dprintf(fd, "%u %u %d %s %d %u %d\n", environment_number("SLURM_JOB_RESTART_COUNT"),
 		environment_number("SLURM_JOB_NUM_NODES"), (int)comment_sharing(getenv("SLURM_JOB_COMMENT")), gpus,
-		comment_batch_per_gpu(getenv("SLURM_JOB_COMMENT")), environment_number("SLURM_JOB_UID"));
+		comment_batch_per_gpu(getenv("SLURM_JOB_COMMENT")), environment_number("SLURM_JOB_UID"),
+		comment_late(getenv("SLURM_JOB_COMMENT")));
 	close(fd);
 }
 
@@ -204,7 +214,7 @@ bool handover_read(const struct config *config, struct job *job, enum sharing *s
 {
 	char path[512], gpus[512];
 	uint32_t hosts;
-	int code, batch_per_gpu = 0;
+	int code, batch_per_gpu = 0, late = 0;
 	FILE *file;
 	bool read;
 
@@ -212,13 +222,14 @@ bool handover_read(const struct config *config, struct job *job, enum sharing *s
 	file = fopen(path, "re");
 	if (!file)
 		return false;
-	read = fscanf(file, "%u %u %d %511s %d", &job->restart, &hosts, &code, gpus, &batch_per_gpu) >= 4;
+	read = fscanf(file, "%u %u %d %511s %d %*u %d", &job->restart, &hosts, &code, gpus, &batch_per_gpu, &late) >= 4;
 	fclose(file);
 	if (!read)
 		return false;
 	job->hosts = hosts ? hosts : job->hosts;
 	job->gpu_count = parse_gpus(gpus, job->gpus, MAX_GPUS);
 	job->batch_per_gpu = batch_per_gpu;
+	job->late = late;
 	*sharing = (enum sharing)code;
 	return true;
 }

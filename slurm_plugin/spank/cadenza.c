@@ -51,7 +51,7 @@ struct spank_option cadenza_option = {
 	.name = "cadenza",
 	.arginfo = "[key=value,...]",
 	.usage = "[cadenza] share GPUs with other jobs in turns; keys: share=yes|no min_gpus=N max_gpus=N "
-		 "batch=global|per-gpu model=NAME priority=N; 'off' opts out; CADENZA in the environment does the same",
+		 "late=yes|no batch=global|per-gpu model=NAME priority=N; 'off' opts out; CADENZA in the environment does the same",
 	.has_arg = 2,
 	.cb = option_given,
 };
@@ -190,6 +190,8 @@ int slurm_spank_task_init_privileged(spank_t spank, int count, char **arguments)
 		plugin.gate->managed = job.managed;
 	if (job.managed) /* the user's rule for the batch of a job that may be resized; client.batch() reads it */
 		spank_setenv(spank, "CADENZA_BATCH", job.batch_per_gpu ? "per-gpu" : "global", 1);
+	if (job.managed && job.late) /* cadenza run then asks for the lease before the first use of a GPU */
+		spank_setenv(spank, "CADENZA_LATE", "1", 1);
 	enter(spank, &job);
 	sigprocmask(SIG_SETMASK, &mask, NULL);
 	sigaction(SIGTERM, &action, NULL);

@@ -24,6 +24,7 @@ struct options {
 	long iterations;
 	long duration_s;
 	bool batch_per_gpu;
+	bool late;
 };
 
 /* Arguments of the plugstack line. */
@@ -49,10 +50,11 @@ struct job {
 	char node[MAX_NAME];
 	char options[MAX_OPTIONS]; /* the text, if options_parse has accepted it */
 	bool batch_per_gpu; /* rule for the script's batch on another number of GPUs */
+	bool late; /* it asks for its lease by itself, when it needs its GPUs */
 };
 
 enum verdict {
-	LEASE_GRANTED,
+	LEASE_GRANTED, /* or the job asks for it later */
 	AGENT_ABSENT,  /* no socket: this host runs no agent */
 	AGENT_SILENT,  /* the time limit is over */
 	AGENT_GIVES_UP /* the agent wants the job to be requeued */
@@ -85,6 +87,7 @@ enum verdict agent_wait(const struct job *job, const struct config *config);
 void agent_report_end(uint32_t id, const struct config *config);
 enum sharing comment_sharing(const char *comment);
 bool comment_batch_per_gpu(const char *comment);
+bool comment_late(const char *comment);
 void handover_write(const struct config *config);
 bool handover_read(const struct config *config, struct job *job, enum sharing *sharing);
 void handover_remove(const struct config *config);

@@ -51,6 +51,7 @@ static void read_options(spank_t spank, struct job *job, enum sharing sharing)
 	if (sharing == SHARING_UNSET) {
 		job->managed = options.share;
 		job->batch_per_gpu = options.batch_per_gpu;
+		job->late = options.late;
 	}
 	snprintf(job->options, sizeof(job->options), "%s", flag && strcmp(flag, "(null)") ? flag : "");
 }

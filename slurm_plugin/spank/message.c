@@ -66,10 +66,11 @@ size_t start_message(const struct job *job, char *packet, size_t size)
 	return (size_t)snprintf(packet, size,
 				"{\"v\":1,\"type\":\"start\",\"job\":%u,\"restart\":%u,\"uid\":%u,\"user\":\"%s\","
 				"\"node\":\"%s\",\"lane\":%d,\"gpus\":[%s],\"hosts\":%u,\"managed\":%s,\"step\":%u,"
-				"\"options\":\"%s\",\"cpus\":%u,\"memory_mb\":%llu}",
+				"\"options\":\"%s\",\"cpus\":%u,\"memory_mb\":%llu,\"late\":%s}",
 				job->id, job->restart, (unsigned)job->uid, plain(job->user, user),
 				plain(job->node, node), job->lane, gpus, job->hosts, job->managed ? "true" : "false",
-				job->step, job->options, job->cpus, (unsigned long long)job->memory_mb);
+				job->step, job->options, job->cpus, (unsigned long long)job->memory_mb,
+				job->late ? "true" : "false");
 }
 
 /*

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define KEYS "share, min_gpus, max_gpus, batch, model, priority, iterations, duration_s, or off alone"
+#define KEYS "share, late, min_gpus, max_gpus, batch, model, priority, iterations, duration_s, or off alone"
 
 static int refuse(char *reason, size_t size, const char *key, const char *rule, const char *value)
 {
@@ -32,12 +32,12 @@ static bool model_name(const char *value)
 	return length >= 1 && length <= 64 && !value[length];
 }
 
-static int set_share(struct options *options, const char *value, char *reason, size_t size)
+static int set_flag(bool *flag, const char *key, const char *value, char *reason, size_t size)
 {
-	options->share = !strcmp(value, "yes");
-	if (options->share || !strcmp(value, "no"))
+	*flag = !strcmp(value, "yes");
+	if (*flag || !strcmp(value, "no"))
 		return 0;
-	return refuse(reason, size, "share", "is yes or no", value);
+	return refuse(reason, size, key, "is yes or no", value);
 }
 
 static int set_batch(struct options *options, const char *value, char *reason, size_t size)
@@ -59,7 +59,9 @@ static int set_model(struct options *options, const char *value, char *reason, s
 static int set_option(struct options *options, const char *key, const char *value, char *reason, size_t size)
 {
 	if (!strcmp(key, "share"))
-		return set_share(options, value ? value : "yes", reason, size);
+		return set_flag(&options->share, key, value ? value : "yes", reason, size);
+	if (!strcmp(key, "late"))
+		return set_flag(&options->late, key, value ? value : "yes", reason, size);
 	if (!value)
 		value = "";
 	if (!strcmp(key, "model"))

@@ -23,12 +23,12 @@ from cadenza.sidecar.agent.leases.lease_table import Lease
 
 GRANT: dict[str, Any] = {
     "uid": USER, "user": "u", "node": "n1", "lane": 1, "hosts": 1, "gpus": [0], "managed": True, "cpus": 4.0,
-    "memory_mb": 1000, "options": "share",
+    "memory_mb": 1000, "options": "share", "late": False,
 }  # fmt: skip
 """What root registers."""
 CLAIMED: dict[str, Any] = {
     "uid": USER + 1, "user": "root", "node": "n9", "lane": 0, "hosts": 4, "gpus": [0, 1, 2, 3], "managed": False,
-    "cpus": 64.0, "memory_mb": 10**6, "options": "max_gpus=4",
+    "cpus": 64.0, "memory_mb": 10**6, "options": "max_gpus=4", "late": True,
 }  # fmt: skip
 """Another value of each."""
 OWN, STRANGER = 10, 99
@@ -82,6 +82,8 @@ OTHERS: dict[str, Source] = {
     "an attach of a process that is none of it": says("attach", USER, STRANGER),
     "an attach of another user": says("attach", USER + 1, OWN),
     "an attach of root outside of the job": says("attach", ROOT, STRANGER),
+    "a process of the job that asks for the lease": says("ask", USER, OWN),
+    "a process of another user that asks for the lease": says("ask", USER + 1, STRANGER),
     "a word of its rank on a stop": rank_says("arrived", order=1, step=3, bytes=0),
     "a word of its rank that it has yielded": rank_says("yielded"),
     "a word of its rank that it goes on": rank_says("resumed"),
@@ -101,7 +103,7 @@ def as_kept(facts: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("fact", GRANT)
 def test_root_s_registration_sets_each_fact_of_a_lease(rig: HostInMemory, fact: str) -> None:
     wanted = GRANT | {fact: CLAIMED[fact]}
-    if fact == "gpus":  # of one incarnation they never change: Slurm gives others to the next one
+    if fact in {"gpus", "late"}:  # of one incarnation they never widen: Slurm gives others to the next one
         ROOTS(rig, {**wanted, "restart": 1})
         found = rig.host.leases.get(JobKey(1, 1))
         assert found is not None

@@ -50,6 +50,7 @@ WELL_FORMED: dict[str, dict[str, Any]] = {
     "requeued_by": {},
     "start": {"job": 1, "uid": 1000, "user": "u", "node": "n1", "managed": True},
     "end": {"job": 1},
+    "ask": {"job": 1},
 }
 
 

@@ -187,3 +187,20 @@ def test_a_page_cannot_be_pulled_away(agent: Agent) -> None:
     with open(fd, "r+b") as page, pytest.raises(PermissionError):
         page.truncate(0)
     until(lambda: agent.talk().start(2, [1])["state"] == "granted", "the agent lives")
+
+
+def test_a_late_job_stays_late_through_a_restart_and_gets_its_lease_when_it_asks(agent: Agent) -> None:
+    root, plugin = agent.talk(), agent.talk()
+    assert plugin.start(1, [0, 1], late=True)["state"] == "late"
+    plugin.close()
+    assert root.start(2, [0])["state"] == "granted"
+    agent.down()
+    agent.up()
+    assert (agent.leases()[1]["state"], agent.leases()[1]["late"]) == ("waiting", True)
+    process = agent.talk()
+    answer = process.ask("ask", job=1)
+    assert answer["state"] == "wait"
+    assert "job 2" in answer["reason"]
+    agent.talk().send("end", job=2)
+    process.until_granted(answer)
+    assert (agent.leases()[1]["state"], agent.leases()[1]["late"]) == ("held", False)

@@ -22,7 +22,9 @@ PATIENCE_S = 60.0
 class Rank:
     """The agent's end of one rank: its page and its messages."""
 
-    def __init__(self, connection: socket.socket, hello: dict[str, Any], answer: str, stop: int, purpose: int) -> None:
+    def __init__(
+        self, connection: socket.socket, hello: dict[str, Any], answer: dict[str, str], stop: int, purpose: int
+    ) -> None:
         self.connection = connection
         self.hello = hello
         descriptor = os.memfd_create("page")
@@ -31,7 +33,7 @@ class Rank:
         self.page[wire.PAGE_STEP] = hello["step"]
         self.page[wire.PAGE_PURPOSE] = purpose
         self.page[wire.PAGE_ORDER], self.page[wire.PAGE_STOP] = 1, stop
-        packet = wire.encode("attached", state=answer, rank=hello["rank"])
+        packet = wire.encode("attached", **answer, rank=hello["rank"])
         socket.send_fds(connection, [packet], [descriptor])
         os.close(descriptor)
 
@@ -70,6 +72,7 @@ class Peer:
     def __init__(self, path: Path, answer: str = "held") -> None:
         self.path = path
         self.answer = answer
+        self.reason = ""
         self._open: list[socket.socket] = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(PATIENCE_S)
@@ -83,7 +86,7 @@ class Peer:
         self._open.append(connection)
         hello = wire.decode(connection.recv(wire.MAX_PACKET))
         assert hello["type"] == "attach"
-        return Rank(connection, hello, self.answer, stop, purpose)
+        return Rank(connection, hello, {"state": self.answer, "reason": self.reason}, stop, purpose)
 
     def refuse(self, why: str) -> None:
         """Answer the next attach by an error."""

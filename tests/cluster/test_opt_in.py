@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from cluster import wait_for
-from harness import Cluster
+from cluster import PYTHON, wait_for
+from harness import PACED_JOB, Cluster
 
 
 def comment(cluster: Cluster, job_id: int) -> dict[str, object]:
@@ -97,3 +97,25 @@ def test_a_hostile_name_is_text_in_every_view(cluster: Cluster) -> None:
         assert "Traceback" not in done.stderr
         assert not {"\x1b", "\x07"} & set(done.stdout), words
     assert "[/]" in cluster.cadenza("top", "--once").stdout, "markup is text"
+
+
+def test_a_late_job_leaves_its_gpus_to_others_until_it_attaches(cluster: Cluster, kept: str) -> None:
+    # 1. A job has the GPUs, and one on a further lane starts all the same.
+    holder = cluster.paced("late-holder", iterations=3000, options=("--gres=gpu:4", "--cadenza", "--nodelist=node1"))
+    wait_for("the holder's lease", lambda: cluster.lease(holder).get("state") == "held")
+    begin = f"{kept}/begin"
+    late = cluster.sbatch(
+        "--gres=gpu:4", "--mem=500", "--cadenza=late", "--nodelist=node1-l1",
+        command=f"echo imports; while [ ! -e {begin} ]; do sleep 0.05; done; exec {PYTHON} {PACED_JOB} --iterations 20",
+    )  # fmt: skip
+    wait_for("the late job's own output", lambda: "imports" in cluster.log(late))
+    # 2. It takes no turns, so that the holder goes on beyond its slice.
+    wait_for("a job that has not asked", lambda: cluster.lease(late).get("late"))
+    assert "has not asked for it yet" in cluster.why(late)["summary"]
+    since_s = cluster.lease(holder)["held_s"]
+    wait_for("two slices", lambda: cluster.lease(holder).get("held_s", 0.0) > since_s + 2.0)
+    # 3. Once it attaches it says on its output who has the GPUs, and gets its turn.
+    cluster.ctl("touch", begin)
+    wait_for("what it waits for", lambda: f"job {late} waits for GPU 0,1,2,3 of node1" in cluster.log(late))
+    assert f"job {holder}" in cluster.log(late)
+    cluster.wait_done(late)

@@ -132,6 +132,13 @@ def test_unmanaged_is_exclusive() -> None:
     assert merged(n1=lease(1, managed=False)).exclusive
 
 
+def test_a_job_that_has_not_asked_is_late_until_it_has_its_gpus() -> None:
+    late = merged(n1=lease(1, "waiting", late=True))
+    assert (late.state, late.late, late.early) == ("waiting", True, "")
+    seen = merged(n1=lease(1, "held", late=True, early="pid 7 used GPU 0"))
+    assert (seen.late, seen.early) == (False, "n1: pid 7 used GPU 0")
+
+
 def test_compose_names_hosts_without_agents() -> None:
     snapshot = books(job(1), job(2, "n2"), nodes=(node("n1"), node("n2")))
     found = agents(n1=lease(1))

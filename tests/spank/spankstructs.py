@@ -17,6 +17,7 @@ class Options(ctypes.Structure):
         ("iterations", ctypes.c_long),
         ("duration_s", ctypes.c_long),
         ("batch_per_gpu", ctypes.c_bool),
+        ("late", ctypes.c_bool),
     )
 
 
@@ -41,6 +42,7 @@ class Job(ctypes.Structure):
         ("node", ctypes.c_char * 256),
         ("options", ctypes.c_char * 256),
         ("batch_per_gpu", ctypes.c_bool),
+        ("late", ctypes.c_bool),
     )
 
 

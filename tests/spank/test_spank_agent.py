@@ -93,6 +93,16 @@ def test_the_agent_reads_what_the_plugin_writes(library: ctypes.CDLL) -> None:
     )  # fmt: skip
 
 
+def test_a_job_that_asks_by_itself_starts_at_once(library: ctypes.CDLL, path: Path) -> None:
+    wanted = job(lane=1)
+    wanted.late = True
+    with peer(path, [lease("late")]) as agent:
+        assert wait(library, path, wanted) == GRANTED
+    message = parse(agent.received[0])
+    assert isinstance(message, Start)
+    assert message.late
+
+
 @given(user=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=40))
 def test_no_user_name_breaks_a_packet(library: ctypes.CDLL, user: str) -> None:
     packet = wire.decode(start_packet(library, job(user=user)))
@@ -265,7 +275,7 @@ def test_prolog_hands_over_to_the_task(library: ctypes.CDLL, path: Path, monkeyp
     facts = {
         "SLURMD_NODENAME": "node1-l1", "SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "1,3", "SLURM_JOB_NUM_NODES": "2",
         "SLURM_JOB_RESTART_COUNT": "4", "SLURM_JOB_UID": "42",
-        "SLURM_JOB_COMMENT": '{"cadenza":{"v":1,"share":true,"batch":"per-gpu"}}',
+        "SLURM_JOB_COMMENT": '{"cadenza":{"v":1,"share":true,"late":true,"batch":"per-gpu"}}',
     }  # fmt: skip
     for name, value in facts.items():
         monkeypatch.setenv(name, value)
@@ -277,6 +287,7 @@ def test_prolog_hands_over_to_the_task(library: ctypes.CDLL, path: Path, monkeyp
     assert library.handover_read(config, ctypes.byref(task), ctypes.byref(word))
     assert (task.restart, task.hosts, list(task.gpus[: task.gpu_count]), word.value) == (4, 2, [1, 3], 2)
     assert task.batch_per_gpu
+    assert task.late
     assert handover.read_all(path.parent / "jobs") == {7: handover.Handover(7, 4, "node1-l1", 2, True, (1, 3), 42)}
     library.handover_remove(config)
     assert not list((path.parent / "jobs").iterdir())

@@ -50,8 +50,17 @@ def test_the_batch_is_global_unless_said_otherwise(library: ctypes.CDLL, text: s
 
 
 @pytest.mark.parametrize(
+    ("text", "late"), [("", False), ("late", True), ("late=yes", True), ("late=no", False), ("model=a,late", True)]
+)
+def test_a_job_asks_for_its_lease_by_itself_only_if_it_says_so(library: ctypes.CDLL, text: str, *, late: bool) -> None:
+    options, why = parse(library, text)
+    assert (options.late, options.share, why) == (late, True, "")
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("late=1", "late is yes or no, not '1'"),
         ("batch=all", "batch is global or per-gpu, not 'all'"),
         ("foo=1", "unknown key 'foo' (known: share,"),
         ("share=maybe", "share is yes or no, not 'maybe'"),
@@ -101,6 +110,8 @@ items = st.one_of(
 @example(items=["priority=1e3"])
 @example(items=["v=1"])
 @example(items=["batch=per-gpu"])
+@example(items=["late"])
+@example(items=["late=no"])
 @example(items=["batch=2"])
 @example(items=["share=", "share"])
 def test_both_ends_agree(library: ctypes.CDLL, lua: lua51.LuaRuntime, items: list[str]) -> None:

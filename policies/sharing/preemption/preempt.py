@@ -90,6 +90,8 @@ class _Board:
             return "stays"
         if job.relocating is not None or job.state == "OTHER" or job.key in state.giving_back:
             return "leaves"
+        if job.starts_unleased:
+            return "absent"
         if job.key not in state.jobs or lease is None:
             return "absent" if lease is not None and lease.state == "yielded" else "stays"
         return "stays" if lease.state == "held" and not (lease.ready and can_leave(job)) else "turns"
@@ -246,7 +248,8 @@ def _place(state: SharingState, plan: Plan) -> dict[tuple[int, int], JobKey]:
             continue
         reason = state.placement_reasons[key] = f"placed on {_nodes(seats)}: its turn by the order"
         placements.append(Place(key, tuple(sorted(seat.node for seat in seats)), reason))
-        coming.update(dict.fromkeys(_gpus([(seat.host, seat.mask) for seat in seats]), key))
+        if not state.snapshot.by_key[key].starts_unleased:
+            coming.update(dict.fromkeys(_gpus([(seat.host, seat.mask) for seat in seats]), key))
         _enter(state, key, seats)
     state.placements = tuple(placements)
     return coming

@@ -66,7 +66,7 @@ def stranded(state: SharingState) -> dict[JobKey, str]:
 def lacks_lease(resident: Resident) -> bool:
     """Return True if a job stands without a lease where Slurm started it."""
     lease = resident.job.lease
-    return lease is not None and lease.state in ("waiting", "yielded")
+    return lease is not None and lease.state in ("waiting", "yielded") and not lease.late
 
 
 def sized(request: ResourceRequest, gpus: int) -> ResourceRequest:

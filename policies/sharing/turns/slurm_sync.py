@@ -32,6 +32,7 @@ MAX_REFUSALS = 3
 """Stops in a row that a job on a further lane may refuse before it gives its place back."""
 LAST_PRIORITY = -(10**9)
 """Priority of a job on a further lane that came after an unmanaged job which queues for lane 0."""
+NOT_ASKED = "has started without its lease, as its option `late` says, and has not asked for it yet"
 
 
 def take_turns(state: SharingState) -> None:
@@ -42,7 +43,9 @@ def take_turns(state: SharingState) -> None:
     contenders = [
         _contender(job, priority, state, co_runners.get(job.key, frozenset()))
         for job, priority in _by_priority(state)
-        if job.lease is not None and (job.state in ("RUNNING", "SUSPENDED") or job.lease.state in ("held", "stopping"))
+        if (lease := job.lease) is not None
+        and not lease.late
+        and (job.state in ("RUNNING", "SUSPENDED") or lease.state in ("held", "stopping"))
     ]
     contenders = [replace(c, state="stopping") if c.key in state.stopping else c for c in contenders]
     # 2. Where turns follow the ordering, the first in it comes first on its GPUs.
@@ -222,7 +225,7 @@ def _halves(state: SharingState) -> list[Yield]:
 def _waits_long(job: Job, lease: Lease, state: SharingState) -> bool:
     """Return True if a job that never ran is past its launch, in which Slurm should not be asked to suspend it."""
     started = job.start_s if job.start_s is not None else state.now_s
-    return lease.state == "waiting" and state.now_s - started > state.settings.min_run_s
+    return lease.state == "waiting" and not lease.late and state.now_s - started > state.settings.min_run_s
 
 
 def _suspended_by_us(job: Job, state: SharingState) -> bool:
@@ -257,12 +260,12 @@ def _jobs_by_gpu(snapshot: ClusterSnapshot) -> dict[Gpu, list[tuple[int, Job]]]:
 def _requeue_reason(job: Job, state: SharingState, by_gpu: Mapping[Gpu, list[tuple[int, Job]]]) -> str | None:
     """Return why a job that cannot go on, or that gives its further lane back, is requeued; None if it stays."""
     lease, snapshot, settings = job.lease, state.snapshot, state.settings
-    if lease is None or not job.requeueable or not settings.manages(job):
+    if lease is None or lease.late or not job.requeueable or not settings.manages(job):
         return None
     if lease.lost or state.further.isdisjoint(job.nodes):
         return lost_text(lease, requeueable=True) if lease.lost else None
     near = dict(rival for gpu in lease.gpus for rival in by_gpu[gpu] if rival[1].key != job.key)
-    rivals = [near[place] for place in sorted(near)]
+    rivals = [near[place] for place in sorted(near) if not near[place].starts_unleased]
     # It never ran, and has waited too long behind a job that cannot be stopped.
     if lease.state == "waiting":
         waited_s = snapshot.time_s - (job.start_s if job.start_s is not None else snapshot.time_s)
@@ -358,7 +361,9 @@ def _reason(job: Job, state: SharingState) -> str:
     if job.lease is None:
         return "no agent knows the job, so it runs as without Cadenza"
     turn = state.turn_reasons.get(job.key, "left alone: neither pending, running nor suspended")
-    return turn + _not_ready(job, job.lease) + _taken(job, job.lease, state.snapshot)
+    turn = NOT_ASKED if job.lease.late else turn
+    early = f"; {job.lease.early}: it waits at the start from now on" if job.lease.early else ""
+    return turn + early + _not_ready(job, job.lease) + _taken(job, job.lease, state.snapshot)
 
 
 def _taken(job: Job, lease: Lease, snapshot: ClusterSnapshot) -> str:

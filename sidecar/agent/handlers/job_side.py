@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 from cadenza.policies.core.model import JobKey
 from cadenza.policies.core.text import printable
@@ -13,6 +14,7 @@ from cadenza.sidecar.agent.errors import NotAuthorizedError, RefusedError
 from cadenza.sidecar.agent.ipc.budgets import FileBudget, file_budget
 from cadenza.sidecar.agent.ipc.messages import (
     Arrived,
+    Ask,
     Attach,
     Checkpointed,
     Detach,
@@ -70,6 +72,8 @@ class JobHandler:
                     self._start(session, message)
                 case End():
                     self._end(session, message)
+                case Ask():
+                    self._ask(session, message)
                 case Attach():
                     self._attach(session, message)
                 case _:
@@ -118,8 +122,8 @@ class JobHandler:
         self.watch(session.peer.pid)
         run = self.host.run(lease.key)
         run.empty_since = None
-        if lease.state == "held":
-            self.host.outbox.post(session, "lease", state="granted")
+        if lease.state == "held" or lease.unasked:
+            self.host.outbox.post(session, "lease", state="late" if lease.unasked else "granted")
             return
         now = self.host.clock.monotonic()
         session.key, session.joined = lease.key, True
@@ -144,6 +148,8 @@ class JobHandler:
         if lease is None:
             fresh = Lease(message.job, message.restart, message.uid, message.gpus, 0.0)
             fresh.managed = message.managed
+            fresh.early = self.host.early.get(message.job, "")
+            fresh.late = message.late and message.managed and message.hosts <= 1 and not fresh.early
             lease = self.host.leases.register(fresh, self.host.clock.now())
             log.info("registered JOBID=%s uid=%d gpus=%s", lease.key, lease.uid, lease.gpus)
         elif self.host.fact_of(lease) is None:  # the prolog's file does not have the flag
@@ -163,10 +169,31 @@ class JobHandler:
                 lease.processes = ()  # the epilog runs when none is left (prolog_epilog.html)
                 self.drop(lease, "ended")
 
+    def _ask(self, session: Session, message: Ask) -> None:
+        """Let a process of a job wait for the job's lease, which it needs before it uses a GPU."""
+        lease = self._own_lease(session, message)
+        run = self.host.run(lease.key)
+        self._note_request(lease)
+        if lease.state == "held":
+            self.host.outbox.post(session, "lease", state="granted")
+            return
+        others = [waiter for waiter in run.waiters if waiter.session is not session]
+        if len(others) >= _max_ranks(lease):
+            raise RefusedError(f"ask: {len(others)} processes of job {lease.key} wait already, as many as may")
+        session.key, session.joined = lease.key, True
+        run.waiters = [*others, Waiter(session, inf, self.host.clock.monotonic())]
+
+    def _note_request(self, lease: Lease) -> None:
+        """Have a job that started without its lease take turns from now on."""
+        if lease.late:
+            self.host.leases.ask(lease, self.host.clock.now())
+            log.info("asks for its lease JOBID=%s gpus=%s", lease.key, lease.gpus)
+
     def _attach(self, session: Session, message: Attach) -> None:
         """Take in one rank; its identity comes from the kernel, not from the message."""
         lease = self._own_lease(session, message)
         run = self.host.run(lease.key)
+        self._note_request(lease)
         self._replace(run, session)
         if not lease.occupying and not self.arbiter.up_to_date:
             self.arbiter.settle()  # the answer says whether it has a lease; no message goes before it without the rank
@@ -180,13 +207,14 @@ class JobHandler:
             self.host.leases.touch()
         self.watch(rank.pid)
         state = "held" if lease.occupying or message.in_step else "yielded"
-        self.host.outbox.post(session, "attached", fds=(page.fd,), state=state, rank=message.rank)
+        reason = "" if lease.occupying else self.arbiter.waiting_reason(lease)
+        self.host.outbox.post(session, "attached", fds=(page.fd,), state=state, rank=message.rank, reason=reason)
         log.info("attached JOBID=%s rank=%d pid=%d lease=%s", lease.key, message.rank, rank.pid, lease.state)
         self.coordinator.joined(lease, rank)
 
     def _new_page(self, run: JobRun, lease: Lease) -> Page:
         """Return the page of one more rank; raise RefusedError beyond the job's number, or the agent's files."""
-        most = max(MIN_RANKS, int(lease.cpus))
+        most = _max_ranks(lease)
         if len(run.ranks) >= most:
             raise RefusedError(f"attach: job {lease.key} has {most} ranks on this host already, as many as it may")
         try:
@@ -194,19 +222,20 @@ class JobHandler:
         except OSError as error:
             raise RefusedError(f"attach: the agent has no file for its page: {error.strerror or error}") from None
 
-    def _own_lease(self, session: Session, message: Attach) -> Lease:
+    def _own_lease(self, session: Session, message: Attach | Ask) -> Lease:
         """Return the lease that root registered for the peer's job; raise NotAuthorizedError if it has none.
 
         The message says which job it is; that the process is one of it must be seen.
         """
         key, peer = JobKey(message.job, message.restart), session.peer
+        kind = type(message).__name__.lower()
         lease = self.host.leases.get(key)
         if lease is None:
-            raise NotAuthorizedError(f"attach: job {key} is not registered on this host; root's plugin does that")
+            raise NotAuthorizedError(f"{kind}: job {key} is not registered on this host; root's plugin does that")
         if lease.uid != peer.uid:
-            raise NotAuthorizedError(f"attach: job {key} is uid {lease.uid}'s, not uid {peer.uid}'s")
+            raise NotAuthorizedError(f"{kind}: job {key} is uid {lease.uid}'s, not uid {peer.uid}'s")
         if not membership.belongs(peer.pid, lease):
-            raise NotAuthorizedError(f"attach: pid {peer.pid} is no process of job {key}")
+            raise NotAuthorizedError(f"{kind}: pid {peer.pid} is no process of job {key}")
         return lease
 
     def _replace(self, run: JobRun, session: Session) -> None:
@@ -333,3 +362,8 @@ class JobHandler:
             return "Slurm does not list it any more and none of its processes lives"
         limit = EMPTY_MANAGED_S if lease.managed else EMPTY_S
         return f"none of its processes has lived for {limit:g} s" if now - run.empty_since > limit else None
+
+
+def _max_ranks(lease: Lease) -> int:
+    """Return the number of processes of a job that may have a connection here, of one kind."""
+    return max(MIN_RANKS, int(lease.cpus))

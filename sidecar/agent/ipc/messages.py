@@ -55,6 +55,8 @@ class Start(msgspec.Struct, frozen=True):
     cpus: Amount = 0.0
     """CPUs of Slurm's allocation on this host; 0: unknown."""
     memory_mb: Megabytes = 0
+    late: bool = False
+    """The job starts without its lease and asks for it by itself."""
 
     @property
     def batch(self) -> bool:
@@ -95,6 +97,13 @@ class Attach(msgspec.Struct, frozen=True):
     def in_step(self) -> bool:
         """True if other ranks may already be in a collective with it, so that it must not stop alone."""
         return self.again and self.state != "yielded" and self.world_size > 1
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """A process of a job asks for the job's lease, which it needs before it uses a GPU."""
+
+    job: JobId
+    restart: Restart = 0
 
 
 class RequeuedBy(msgspec.Struct, frozen=True):
@@ -152,11 +161,12 @@ class Detach(msgspec.Struct, frozen=True):
     reason: Text = ""
 
 
-Message: TypeAlias = Start | End | Attach | Arrived | Yielded | Resumed | Checkpointed | Detach | RequeuedBy
+Message: TypeAlias = Start | End | Ask | Attach | Arrived | Yielded | Resumed | Checkpointed | Detach | RequeuedBy
 
 KINDS: dict[str, type[Message]] = {
     "start": Start,
     "end": End,
+    "ask": Ask,
     "attach": Attach,
     "arrived": Arrived,
     "yielded": Yielded,

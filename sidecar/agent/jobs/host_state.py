@@ -65,9 +65,11 @@ class Host:
     """Monotonic time of the service's last message."""
     started_at: float = 0.0
     taken: list[Taken] = field(default_factory=list)
-    """GPUs in use without a lease, as the agent found them when it started."""
+    """GPUs in use without a lease: as the agent found them when it started, or by jobs that had not asked for one."""
     faults: tuple[str, ...] = ()
     """Faults of this host that the agent goes on with, each as a sentence for ``cadenza doctor``."""
+    early: dict[int, str] = field(default_factory=dict)
+    """Jobs that used a GPU before they had asked for their lease, with what was seen: they wait where they start."""
     steps: Callable[[], Iterable[slurm_steps.Step]] = slurm_steps.steps
     """Returns the steps of all jobs that Slurm has on this host now."""
     look: Callable[[Lease], Shown] = look_at
@@ -307,6 +309,8 @@ class Host:
             refusals=run.refusals,
             shown=self.shown(lease),
             amiss=self.amiss(lease),
+            late=lease.unasked,
+            early=printable(lease.early, MAX_TEXT),
         )
 
     def _plain_report(self, lease: Lease, now: float, fault: str) -> orders.LeaseReport:

@@ -27,6 +27,8 @@ class Taken:
     job: int = 0
     since_s: float = float("-inf")
     """Monotonic time at which its job left; long ago for a process that was found when the agent started."""
+    early: bool = False
+    """Its job has not had its lease yet, and frees the GPUs like any other job once it has had it."""
 
     @property
     def there(self) -> bool:

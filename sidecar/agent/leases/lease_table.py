@@ -90,10 +90,20 @@ class Lease(msgspec.Struct):
     loose: bool = False
     """Its pack is over and another job of it still has the same GPUs: all but one must yield."""
 
+    late: bool = False
+    """The job has started without its lease, as its user wanted, and has not asked for it yet."""
+    early: str = ""
+    """The process that was seen on a GPU before the job had asked; from then on the job waits where it starts."""
+
     @property
     def key(self) -> JobKey:
         """The incarnation that this lease belongs to."""
         return JobKey(self.job, self.restart)
+
+    @property
+    def unasked(self) -> bool:
+        """True while the job takes no turns, because it has not asked for its lease yet."""
+        return self.late and self.managed
 
     @property
     def occupying(self) -> bool:
@@ -153,14 +163,25 @@ class LeaseTable:
 
     def register(self, lease: Lease, now: float) -> Lease:
         """Enter a job as *waiting*; it starts at the least vtime of the managed jobs that it overlaps."""
-        rivals = [other.vtime(now) for other in self.rivals(lease) if other.managed]
         lease.state = "waiting"
-        lease.vtime_s = min(rivals, default=0.0)
-        lease.registered_s = lease.since_s = now
+        lease.registered_s = now
+        self._begin_wait(lease, now)
         self._leases[lease.key] = lease
         self._index(lease)
         self.touch()
         return lease
+
+    def ask(self, lease: Lease, now: float) -> None:
+        """Let a job that started without its lease wait for it from now on, as if it had come only now."""
+        lease.late = False
+        self._begin_wait(lease, now)
+        self.touch()
+
+    def _begin_wait(self, lease: Lease, now: float) -> None:
+        """Set the time and the virtual time at which a job begins to wait."""
+        rivals = [other.vtime(now) for other in self.rivals(lease) if other.managed and not other.unasked]
+        lease.vtime_s = min(rivals, default=0.0)
+        lease.since_s = now
 
     def touch(self) -> None:
         """Record that other fields of a lease changed and must be written to disk."""
@@ -206,7 +227,7 @@ class LeaseTable:
             holders = ", ".join(str(other.key) for other in taken)
             raise LeaseConflictError(f"job {lease.key}: GPUs {lease.gpus} are still held by {holders}")
         self._move(lease, "grant", now)
-        lease.held_since_s = now
+        lease.held_since_s, lease.late = now, False
 
     def stop(self, lease: Lease, now: float) -> None:
         """Record that a holder was asked to yield."""

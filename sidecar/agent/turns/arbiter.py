@@ -62,7 +62,7 @@ class Arbiter:
         displace = self.host.rotating() and facts.enforce
         self.watching = False
         turn = next_turn(
-            [self._contender_or_left_alone(lease) for lease in self.host.leases],
+            [self._contender_or_left_alone(lease) for lease in self.host.leases if not lease.unasked],
             slice_s=facts.slice_s,
             share_between_users=facts.share_between_users,
             min_run_s=facts.min_run_s,
@@ -180,6 +180,8 @@ class Arbiter:
 
     def _obstacle(self, lease: Lease) -> str:
         """Return the reason why the GPUs of a waiting job are not free although no lease has them; otherwise ""."""
+        if lease.unasked:
+            return "it has not asked for its lease yet"
         running = (other for other in self.host.leases.rivals(lease) if not self._has_left(other))
         awaited = (f"job {other.key} has yielded and its processes still run: Slurm suspends it" for other in running)
         return self._in_use(lease) or self.host.run(lease.key).no_room or next(awaited, "")
@@ -236,7 +238,7 @@ class Arbiter:
 
     def _may_run(self, lease: Lease, run: JobRun, *, contended: bool) -> bool:
         """Return True if a managed job could use its lease, and may have it without the service's order."""
-        if run.driver or any(is_stopped(one.pid) for one in lease.frozen):
+        if lease.unasked or run.driver or any(is_stopped(one.pid) for one in lease.frozen):
             return False
         # Slurm's suspend is looked at: facts may be old, as after a service that died, or of a watchdog's resume.
         frozen = run.seen is not None and run.seen[1] == "frozen"

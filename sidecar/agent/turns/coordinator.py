@@ -442,6 +442,7 @@ class StopCoordinator:
         self.host.leases.grant(lease, self.host.clock.now())
         run = self.host.run(lease.key)
         run.preferred_until = 0.0
+        self.host.taken = [taken for taken in self.host.taken if not (taken.early and taken.job == lease.job)]
         log.info("lease granted JOBID=%s gpus=%s managed=%s", lease.key, lease.gpus, lease.managed)
         for waiter in run.waiters:
             self.host.outbox.post(waiter.session, "lease", state="granted")

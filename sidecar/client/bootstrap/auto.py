@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from cadenza.sidecar.client.session.job_session import Session
 
 OPTIMIZER_MODULE = "torch.optim.optimizer"
+LATE_ENV = "CADENZA_LATE"
+"""Set to 1 by the SPANK plugin in the tasks of a job that starts without its lease."""
 ATTACHED_ENV = "CADENZA_ATTACHED_PID"
 """Set by a process that attached automatically, because its child processes are not ranks of the job."""
 
@@ -42,6 +44,29 @@ def uninstall() -> None:
 def _follow(module: ModuleType) -> None:
     """Call a follower after every step of every optimizer."""
     _hooks.append(module.register_optimizer_step_post_hook(OptimizerFollower().stepped))
+    if os.environ.get(LATE_ENV) == "1":
+        _hold_cuda_back()
+
+
+def _hold_cuda_back() -> None:
+    """Let CUDA initialize in this process only once the job has its lease; torch without CUDA needs no hook.
+
+    All of torch comes by ``torch._C._cuda_init`` before its first use of a GPU (torch.cuda._lazy_init).
+    """
+    import torch  # noqa: PLC0415
+
+    initialize = getattr(torch._C, "_cuda_init", None)  # noqa: SLF001
+    if initialize is None:
+        return
+
+    def initialize_with_lease() -> None:
+        from cadenza.sidecar.client.bootstrap import process  # noqa: PLC0415
+
+        process.wait_for_lease()
+        torch._C._cuda_init = initialize  # noqa: SLF001
+        initialize()
+
+    torch._C._cuda_init = initialize_with_lease  # noqa: SLF001
 
 
 _hooks: list[Any] = []

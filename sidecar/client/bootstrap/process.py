@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from cadenza.sidecar import wire
 from cadenza.sidecar.client.errors import AgentRefusedError
 from cadenza.sidecar.client.offload import pin_threads
-from cadenza.sidecar.client.session import identity
+from cadenza.sidecar.client.session import identity, lease_request
 from cadenza.sidecar.client.session.job_session import Session
 
 SPILL_ENV = "CADENZA_SPILL_DIR"
@@ -67,7 +67,7 @@ def attach(
     for name, thing in sources:
         session.register(name, thing)
     if not session.active:
-        _connect(session, socket or os.environ.get(wire.SOCKET_ENV) or wire.DEFAULT_SOCKET)
+        _reach_agent(_agent_socket(socket), session.connect)
     session.await_state()
     if session.active and "torch" in sys.modules:
         from cadenza.sidecar.client.offload import exports  # noqa: PLC0415
@@ -90,8 +90,18 @@ def detach() -> None:
     pin_threads.unwatch()
 
 
-def _connect(session: Session, path: str) -> None:
-    """Connect a session, or warn once with the reason why this process runs without Cadenza."""
+def wait_for_lease() -> None:
+    """Wait for the lease of a job that started without it; return at once where there is no job or no agent."""
+    _reach_agent(_agent_socket(None), lease_request.wait_for_lease)
+
+
+def _agent_socket(given: str | None) -> str:
+    """Return the path of the agent's socket."""
+    return given or os.environ.get(wire.SOCKET_ENV) or wire.DEFAULT_SOCKET
+
+
+def _reach_agent(path: str, talk: Callable[[str, identity.Identity], None]) -> None:
+    """Talk to the agent, or warn once with the reason why this process runs without Cadenza."""
     who = identity.here()
     if who is None:
         _warn_once("not in a Slurm job: attach() does nothing")
@@ -99,7 +109,7 @@ def _connect(session: Session, path: str) -> None:
         _warn_once(f"no Cadenza agent on this host ({path}): attach() does nothing")
     else:
         try:
-            session.connect(path, who)
+            talk(path, who)
         except AgentRefusedError as error:
             _warn_once(f"the Cadenza agent does not accept this process, which runs as without it: {error}")
 

@@ -36,6 +36,8 @@ class Reply:
 
     words: memoryview
     held: bool
+    reason: str = ""
+    """Reason of the wait for a lease that the job does not hold."""
 
 
 class Link:
@@ -162,7 +164,7 @@ class Link:
             packet, descriptors, _, _ = socket.recv_fds(connection, wire.MAX_PACKET, 1)
             message = wire.decode(packet) if packet else {"type": "eof"}
             if message["type"] == "attached" and descriptors:
-                return Reply(map_page(descriptors[0]), message.get("state") == "held")
+                return Reply(map_page(descriptors[0]), message.get("state") == "held", str(message.get("reason", "")))
             for descriptor in descriptors:
                 os.close(descriptor)
             if message["type"] == "error":

@@ -17,7 +17,7 @@ from cadenza.sidecar.client.clock import monotonic_ns
 from cadenza.sidecar.client.errors import ClientError, MoveError, NoRoomError, RestoreError, UsageError
 from cadenza.sidecar.client.offload.held_signals import HeldSignals
 from cadenza.sidecar.client.offload.pin_threads import pinning_paused
-from cadenza.sidecar.client.session import checkpoint_request, identity, nccl_watchdog, resources
+from cadenza.sidecar.client.session import checkpoint_request, identity, lease_request, nccl_watchdog, resources
 from cadenza.sidecar.client.session.agent_link import Link, Message, Reply
 from cadenza.sidecar.client.session.prefetch_hints import FileList
 from cadenza.sidecar.client.session.step_page import STOP, StepCounters, gpu_memory, private_page
@@ -169,6 +169,7 @@ class Session(StepCounters):
         if reply:
             self._adopt(reply)
             if self._without_lease:
+                _log.warning("%s", lease_request.waiting_text(who, reply.reason))
                 self._stand(self._wait_for_lease, link, 0)
             self.restart_clock()
 

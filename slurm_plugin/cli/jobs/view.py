@@ -185,7 +185,8 @@ def idle_and_waiting(snapshot: ClusterSnapshot) -> tuple[int, tuple[int, ...]]:
     fit = []
     for job in snapshot.jobs:
         queued = job.state == "PENDING" and (not job.held or job.held_by_plugin)
-        turn = job.lease is not None and not job.lease.exclusive and job.lease.state in ("waiting", "yielded")
+        lease = job.lease
+        turn = lease is not None and not (lease.exclusive or lease.late) and lease.state in ("waiting", "yielded")
         parts = max(job.num_nodes, 1)
         if job.opted_in and job.gpus and (queued or turn) and sum(n >= job.gpus / parts for n in idle) >= parts:
             fit.append(job.key.id)

@@ -181,6 +181,8 @@ def merge(parts: Parts, agents: Mapping[str, Agent]) -> Lease:
         shown=wrong[1].shown if wrong else next((kind for kind in SHOWN if kind in {one.shown for one in leases}), ""),
         waiting_on=tuple(sorted(host for host, one in parts.items() if one.state == "waiting" != state)),
         amiss=f"{wrong[0]}: {wrong[1].amiss}" if wrong else "",
+        late=state == "waiting" and any(lease.late for lease in leases),
+        early=next((f"{host}: {lease.early}" for host, lease in sorted(parts.items()) if lease.early), ""),
         saved=state in ("stopping", "yielded")
         and len(parts) >= leases[0].hosts
         and all(lease.saved for lease in leases),
