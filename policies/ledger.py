@@ -50,8 +50,6 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
         if any(_still_held(key, snapshot.time_s - at_s, job) for job in by_id.get(key.id, ()))
     }
     held |= {job.key: snapshot.time_s for job in snapshot.jobs if job.held_at_restart or _forgotten(job, memory)}
-    released = {action.job for action in acted if isinstance(action, Place | Release)}
-    held = {key: at_s for key, at_s in held.items() if key not in released or alive[key].noted_by_plugin}
     requeued = [action.job for action in acted if isinstance(action, Requeue) and action.hold]
     drained = {node.name for node in snapshot.nodes if node.drained} & memory.drained
     opened = {action.node for action in acted if isinstance(action, OpenNode)}

@@ -417,7 +417,19 @@ def test_a_release_of_a_requeue_that_slurmctld_forgot_is_repeated_also_where_it_
     assert held_for_us(admins, forgotten)
     assert held_for_us(admins, remember(forgotten, (), cluster(admins))), "for as long as it waits for GPUs"
     again = remember(forgotten, (Place(successor, ("a",), ""),), cluster(admins))
-    assert not held_for_us(admins, again), "a hold after our second release is an admin's"
+    assert held_for_us(admins, again), "a release that failed is tried again"
+    free = replace(cluster(replace(admins, slurm_priority=1, state_reason="Resources")), time_s=NOW + 10)
+    assert not held_for_us(admins, remember(again, (), free)), "a hold after our second release is an admin's"
+
+
+@pytest.mark.parametrize("reason", [REQUEUE_HOLD, "JobHeldAdmin"])
+def test_a_requeue_of_ours_stays_ours_after_a_release_that_failed(reason):
+    """A killed slurmctld answers no release, and ``settled`` takes back that we placed the job."""
+    running, successor = job(5), JobKey(5, 1)
+    memory = remember(Memory(), (Requeue(key(5), hold=True, reason=""),), cluster(running))
+    held = replace(job(5, state="PENDING", slurm_priority=0, state_reason=reason), key=successor)
+    tried = remember(memory, (Place(successor, ("a",), ""),), cluster(held))
+    assert held_for_us(held, replace(tried, placed=memory.placed))
 
 
 def test_the_hold_of_our_requeue_is_ours_until_it_is_released():
