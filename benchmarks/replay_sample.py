@@ -20,6 +20,8 @@ SHORTEST_S = 5.0
 ITERATION_S = 0.5
 """One iteration of each job after compression."""
 LOAD_OFF = 0.02
+START_MIN = 1
+"""Added to each time limit: a start takes as long as ever, and no limit may end a job because of it."""
 MEMORY_GB = 1
 """Memory that each job requests for each GPU: lanes divide a node's memory in Slurm's books."""
 
@@ -74,8 +76,8 @@ class ReplaySample:
             f"are left out, {short} would run for less than {SHORTEST_S:g} s and are dropped; others make up the load\n"
             f"run time before: {_spread(self.before)}; after: {_spread(self.kept)}\n"
             f"{len(self.jobs)} jobs in {self.minutes:g} minutes, jobs x GPUs: {shown}; all times divided by "
-            f"{self.factor:g} (time limits: 2 x run time + 300 s, then up to whole minutes, as Slurm keeps them); "
-            f"offered load {load:.2f}"
+            f"{self.factor:g} (time limits: 2 x run time + 300 s, then up to whole minutes, as Slurm keeps them, "
+            f"and one for the start); offered load {load:.2f}"
         )
 
 
@@ -116,7 +118,7 @@ def replay_sample(trace: Sequence[PhillyJob], window: Window, seed: int, profile
 def _submission(job: PhillyJob, factor: float) -> Submission:
     nodes = -(-job.gpus // PER_NODE)
     gpus = nodes * ceil(job.gpus / nodes)
-    limit_min = ceil((2 * job.run_s + 300) / factor / 60)
+    limit_min = ceil((2 * job.run_s + 300) / factor / 60) + START_MIN
     return Submission(f"r{job.id:04}", job.submit_s / factor, gpus, ceil(job.run_s / factor / ITERATION_S), limit_min)
 
 

@@ -35,7 +35,7 @@ def test_one_factor_divides_all_times_and_others_make_up_the_load(sample: Replay
     assert sample.minutes == 15.0
     for job, kept in zip(sample.jobs, sample.kept, strict=True):
         assert job.submit_s == kept.submit_s / 48
-        assert (job.work_s, job.limit_min) == (75.0, 3)
+        assert (job.work_s, job.limit_min) == (75.0, 4)
 
 
 def test_a_job_of_several_nodes_has_even_parts_of_them(sample: ReplaySample) -> None:
@@ -64,7 +64,7 @@ def test_the_simulator_takes_the_list_in_the_traces_time(sample: ReplaySample, t
     with (tmp_path / "trace.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == len(sample.jobs)
-    assert {(float(row["duration_s"]), float(row["time_limit_s"])) for row in rows} == {(3600.0, 3 * 60 * 48.0)}
+    assert {(float(row["duration_s"]), float(row["time_limit_s"])) for row in rows} == {(3600.0, 4 * 60 * 48.0)}
     assert max(float(row["submit_s"]) for row in rows) < DAY_S / 2
     assert [job.run_s for job in in_trace_time(sample)] == [3600.0] * len(rows)
 
