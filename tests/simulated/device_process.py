@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import os
 import socket
 import sys
-import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,11 @@ def main() -> None:
     sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks"), str(HERE.parent / "client")]
     torch.set_num_threads(1)
     channel = socket.socket(fileno=int(sys.argv[2]))
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, channel.makefile("rw") as tests:
-        gpu = simulated_gpu.create(Path(folder) / "gpu0", **NORMAL)
-        simulated_gpu.load([Path(folder) / "gpu0"])
-        simulated_gpu.GPU = gpu
+    path = Path(sys.argv[1]) / f"gpu-{os.getpid()}"
+    gpu = simulated_gpu.create(path, **NORMAL)
+    simulated_gpu.load([path])
+    simulated_gpu.GPU = gpu
+    with channel.makefile("rw") as tests:
         for line in tests:
             tests.write(json.dumps(run(json.loads(line), gpu)) + "\n")
             tests.flush()
