@@ -136,7 +136,7 @@ def test_no_copy_crosses_the_end_of_a_chunk() -> None:
             super().__init__()
             self.sizes: list[int] = []
 
-        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             if func is torch.Tensor.copy_:
                 self.sizes.append(args[0].nbytes)
             return func(*args, **(kwargs or {}))
