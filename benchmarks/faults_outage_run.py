@@ -156,7 +156,7 @@ class OutageRun(FaultRun):
         shown = []
         for words in commands:
             try:
-                done = self._killer.exec("ctl", "env", "COLUMNS=200", "timeout", "20", "cadenza", *words, check=False)
+                done = self._killer.exec("ctl", "env", "COLUMNS=200", "timeout", "90", "cadenza", *words, check=False)
                 shown.append(f"$ cadenza {' '.join(words)}\n{done.stdout}{done.stderr}")
             except ClusterError as error:
                 shown.append(f"$ cadenza {' '.join(words)}\n{error}")
