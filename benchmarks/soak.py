@@ -231,7 +231,7 @@ def main() -> int:
     found, seen, seconds = run(options)
     print(
         f"{' '.join(sys.argv)}\n{found.jobs} jobs in {seconds:.0f} s, {len(found.lost)} lost; {found.yields} "
-        f"turns given up, {found.restarts} requeues; GPUs held while jobs arrived: {found.holding_window:.1%}"
+        f"turns given up, {found.restarts} requeues"
     )
     daemons = courses(seen, 60 * options.minutes)
     growing = [course for course in daemons if course.daemon in JUDGED and course.grows]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import soak
+from replay_figures import Record, figures
 
 SECONDS = 400.0
 Seen = list[tuple[float, dict[str, soak.Look]]]
@@ -49,6 +53,25 @@ def test_a_daemon_that_cannot_be_read_is_no_flat_one() -> None:
         soak.courses(seen, SECONDS)
     with pytest.raises(ValueError, match="a quarter of the run has none"):
         soak.courses(seen[:10], SECONDS)
+
+
+def test_a_lost_job_and_a_daemon_that_grows_end_it_with_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The report of a run: the real one's figures and looks, without its cluster."""
+    monkeypatch.setattr(soak, "prepare", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["soak.py", f"--minutes={SECONDS / 60}", f"--out={tmp_path}"])
+    records = {"soak0": Record("COMPLETED", 0.0, 1.0, 9.0, 0)}
+    events = {"soak0": [{"at": 1.0, "what": "runs"}, {"at": 9.0, "what": "ended"}]}
+    for planned, growth, said, code in (
+        (["soak0"], 0.0, "1 jobs in 9 s, 0 lost", 0),
+        (["soak0", "soak1"], 0.0, "lost: soak1", 1),
+        (["soak0"], 0.2, "1 of 4 daemons grow", 1),
+    ):
+        ended = figures(planned, records, events, 0.0), looks(growth), 9.0
+        monkeypatch.setattr(soak, "run", lambda _, ended=ended: ended)
+        assert soak.main() == code
+        assert said in capsys.readouterr().out
 
 
 def test_jobs_arrive_in_the_window_and_offer_the_load() -> None:
