@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cadenza.policies.core.model import JobKey
@@ -142,6 +142,13 @@ def test_plans_depend_on_the_claims_alone(case: tuple[Topology, list[Claim]], ra
 
 @settings(max_examples=60)
 @given(cases())
+@example(
+    # The CPU that both share was at times the second job's own in the next plan, which then shared another one.
+    (
+        Topology((Cpu(0, 0, 0), Cpu(1, 1, 0), Cpu(2, 0, 0), Cpu(3, 1, 0)), 64_000, {0: 0, 1: 1}),
+        [job(1, 0.25, 1.5), job(2, None, 3, own=frozenset({0}), has=frozenset({1}))],
+    )
+)
 def test_a_plan_in_force_is_the_next_plan(case: tuple[Topology, list[Claim]]) -> None:
     where, found = case
     plans = plan(where, found)

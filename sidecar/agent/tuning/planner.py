@@ -148,6 +148,9 @@ class _CpuAssignment:
         """The job that has a CPU for itself."""
         self.threads: dict[int, list[int]] = {}
         """Hardware threads by core."""
+        had = [cpu for claim in running for cpu in claim.has]
+        self.pooled = {cpu for cpu in had if had.count(cpu) > 1}
+        """CPUs that several jobs have from an earlier plan: they stay the shared ones."""
         for cpu in topology.cpus:
             self.threads.setdefault(cpu.core, []).append(cpu.id)
 
@@ -176,7 +179,7 @@ class _CpuAssignment:
             free = [cpu for cpu in among if cpu in self.cpus and cpu not in self.holder]
             if not free:
                 return
-            best = min(free, key=lambda cpu: self._order(claim, self.cpus[cpu]))
+            best = min(free, key=lambda cpu: (cpu in self.pooled, self._order(claim, self.cpus[cpu])))
             self.taken[claim.key].add(best)
             self.holder[best] = claim.key
 
@@ -196,8 +199,11 @@ class _CpuAssignment:
         for claim in self.running:
             if claim.key in sharing and len(pool) < size:  # its earlier CPUs first, then the best
                 free = [cpu for cpu in self.cpus if cpu not in self.holder and cpu not in pool]
-                ranked = sorted((cpu not in claim.has, self._order(claim, self.cpus[cpu]), cpu) for cpu in free)
-                pool.update(cpu for _, _, cpu in ranked[: size - len(pool)])
+                ranked = sorted(
+                    (cpu not in claim.has, cpu not in self.pooled, self._order(claim, self.cpus[cpu]), cpu)
+                    for cpu in free
+                )
+                pool.update(cpu for *_, cpu in ranked[: size - len(pool)])
         return {
             key: (frozenset(mine | pool if key in sharing else mine), key in sharing)
             for key, mine in self.taken.items()
