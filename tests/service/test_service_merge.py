@@ -34,7 +34,7 @@ from cadenza.sidecar.orders import (
     YieldOrder,
 )
 from cadenza.slurm_plugin.service.agent_facts import facts_of, suspended_after
-from cadenza.slurm_plugin.service.agents.agent_registry import CLOCK_REPORTS, Agent, AgentRegistry
+from cadenza.slurm_plugin.service.agents.agent_registry import CLOCK_WINDOW_S, Agent, AgentRegistry
 from cadenza.slurm_plugin.service.agents.hub import by_our_clock
 from cadenza.slurm_plugin.service.agents.stop_barrier import StopBarrier
 from cadenza.slurm_plugin.service.loop import pause_s
@@ -468,6 +468,15 @@ def test_only_changes_are_events() -> None:
     assert [event.kind for event in registry.update(report("n1", lease(2)), 122.0, 14.0)] == ["agent-up"]
 
 
+def test_reports_that_waited_for_the_service_tell_nothing_of_the_clock() -> None:
+    registry = AgentRegistry(alive_s=6.0)
+    for at_s in (90.0, 92.0, 94.0, 95.0, 96.0):  # all of them come when the service is back
+        registry.update(report("n1", at_s=at_s), 100.0, 50.0)
+        assert registry.ahead_s("n1") == 0.0
+    registry.update(report("n1", at_s=102.0), 102.0, 52.0)
+    assert registry.ahead_s("n1") == 0.0
+
+
 @pytest.mark.parametrize("ahead_s", [3600.0, -3600.0])
 def test_a_clock_that_is_an_hour_off_is_named_and_changes_no_time(ahead_s: float) -> None:
     registry, reported = AgentRegistry(alive_s=6.0), lease(1, "yielded", since_s=90.0 + ahead_s)
@@ -481,8 +490,9 @@ def test_a_clock_that_is_an_hour_off_is_named_and_changes_no_time(ahead_s: float
     assert seen.hosts[0].faults == (f"its clock is 3600 s {'ahead of' if ahead_s > 0 else 'behind'} the service's",)
     log = by_our_clock(LeaseLog(VERSION, "n1", 1, 0, (0,), 50.0 + ahead_s, 60.0 + ahead_s), registry.ahead_s("n1"))
     assert (log.from_s, log.to_s) == (50.0, 60.0)
-    for number in range(CLOCK_REPORTS):
-        registry.update(report("n1", reported, at_s=110.0 + number), 110.0 + number, 10.0 + number)
+    for number in range(3):
+        later_s = 6.0 + number * CLOCK_WINDOW_S / 2
+        registry.update(report("n1", reported, at_s=100.0 + later_s), 100.0 + later_s, later_s)
     assert registry.ahead_s("n1") == 0.0
 
 

@@ -14,8 +14,11 @@ NEW_JOB_MARGIN_S = 5.0
 """A job that registered this long before a snapshot may still be missing in it."""
 CLOCK_TOLERANCE_S = 2.0
 """Clocks of hosts that differ by less count as equal: what they date is not more exact."""
-CLOCK_REPORTS = 5
-"""Reports that show a host's clock."""
+CLOCK_WINDOW_S = 10.0
+"""Reports that came in the last seconds show a host's clock."""
+BACKLOG_S = 4.0
+"""What an agent had to say while the service was away comes at once, late: a clock that is behind is seen for longer."""
+MAX_CLOCK_REPORTS = 100
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -49,8 +52,8 @@ class Agent:
 class _Entry:
     report: Report
     arrived_s: float
-    aheads_s: deque[float]
-    """Each of the last reports' time by the host's clock less that of its arrival."""
+    aheads_s: deque[tuple[float, float]]
+    """Of the last reports: arrival (monotonic), and time by the host's clock less that of the arrival."""
     up: bool = True
     first_seen_s: dict[tuple[int, int], float] = field(default_factory=dict)
     """Epoch time at which each lease was first reported to this service."""
@@ -70,8 +73,10 @@ class AgentRegistry:
         events = changes(old.report if old else None, report, epoch_s)
         before = old.first_seen_s if old else {}
         first_seen_s = {key: before.get(key, epoch_s) for key in ((one.job, one.restart) for one in report.leases)}
-        aheads_s = old.aheads_s if old else deque(maxlen=CLOCK_REPORTS)
-        aheads_s.append(report.at_s - epoch_s)
+        aheads_s = old.aheads_s if old else deque(maxlen=MAX_CLOCK_REPORTS)
+        aheads_s.append((monotonic_s, report.at_s - epoch_s))
+        while aheads_s[0][0] < monotonic_s - CLOCK_WINDOW_S:
+            aheads_s.popleft()
         self._entries[report.host] = _Entry(report, monotonic_s, aheads_s, first_seen_s=first_seen_s)
         if old is None or not old.up:
             events = (Event(epoch_s, "agent-up", report.host, detail=report.version), *events)
@@ -101,8 +106,13 @@ class AgentRegistry:
         A report may come late, never early: the one that was under way for the shortest time shows the clock.
         """
         entry = self._entries.get(host)
-        ahead_s = max(entry.aheads_s) if entry is not None else 0.0
-        return ahead_s if abs(ahead_s) >= CLOCK_TOLERANCE_S else 0.0
+        if entry is None:
+            return 0.0
+        ahead_s = max(ahead_s for _, ahead_s in entry.aheads_s)
+        may_be_late = entry.aheads_s[-1][0] - entry.aheads_s[0][0] < BACKLOG_S
+        if abs(ahead_s) < CLOCK_TOLERANCE_S or (ahead_s < 0 and may_be_late):
+            return 0.0
+        return ahead_s
 
     def new_jobs(self, host: str, in_facts: frozenset[tuple[int, int]], snapshot_s: float) -> tuple[JobFacts, ...]:
         """Return facts on a host's jobs that are too new for a snapshot of ``snapshot_s``."""
