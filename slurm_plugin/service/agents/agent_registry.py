@@ -17,7 +17,7 @@ CLOCK_TOLERANCE_S = 2.0
 CLOCK_WINDOW_S = 10.0
 """Reports that came in the last seconds show a host's clock."""
 BACKLOG_S = 4.0
-"""What an agent had to say while the service was away comes at once, late: a clock that is behind is seen for longer."""
+"""Reports that waited for the service come late, all at once; a clock that is behind shows for longer."""
 MAX_CLOCK_REPORTS = 100
 
 
@@ -53,7 +53,7 @@ class _Entry:
     report: Report
     arrived_s: float
     aheads_s: deque[tuple[float, float]]
-    """Of the last reports: arrival (monotonic), and time by the host's clock less that of the arrival."""
+    """Arrival (monotonic) of each of the last reports, and its time by the host's clock less that of the arrival."""
     up: bool = True
     first_seen_s: dict[tuple[int, int], float] = field(default_factory=dict)
     """Epoch time at which each lease was first reported to this service."""
