@@ -307,12 +307,13 @@ def of_files(folder: Path) -> list[Boundary]:
             "settings of an agent", file_of(folder, "agent.toml", agent_settings.load_settings), (ConfigError,), (toml,)
         ),
         Boundary(
-            "accounting of Slurm", lambda data: read_history(read_job_records(data, "F"), nodes, None), inputs,
+            "accounting of Slurm",
+            lambda data: read_history(read_job_records(text_in(data, "F"), "F"), nodes, None), inputs,
             ((ANSWERS / "sacct_26_05.json").read_bytes(),),
             lambda path: ["whatif", "--sacct", str(path), "--nodes", "1x1:1:1"], ".json",
         ),
         Boundary(
-            "nodes of Slurm", lambda data: read_nodes(data, "F", 2), inputs,
+            "nodes of Slurm", lambda data: read_nodes(text_in(data, "F"), "F", 2), inputs,
             ((ANSWERS / "scontrol_node_26_05.json").read_bytes(),),
         ),
         Boundary(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol, cast
 
 from cadenza.policies.core.actions import Action, Outcome
@@ -47,21 +47,27 @@ def open_gateway(name: str) -> SlurmGateway:
 
 
 def slurm_config() -> dict[str, str]:
-    """Return ``scontrol show config`` by key, as the controller has it in force.
+    """Return ``scontrol show config`` by key, as the controller has it in force; raise as ``answer_of`` does."""
+    return parse(answer_of(("scontrol", "show", "config"), TIMEOUT_S))
 
-    Raise EnvironmentLacks without Slurm's commands on this machine, SlurmUnavailable without an answer.
+
+def answer_of(words: Sequence[str], timeout_s: float) -> str:
+    """Return the output of one of Slurm's commands that only read.
+
+    Raise EnvironmentLacks without the command on this machine, SlurmUnavailable without an answer.
     """
     try:
         done = subprocess.run(
-            ["scontrol", "show", "config"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
+            words, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=timeout_s,
+            check=False,
+        )  # fmt: skip
     except FileNotFoundError:
-        raise EnvironmentLacks("scontrol is not installed here; run this on the controller") from None
+        raise EnvironmentLacks(f"{words[0]} is not installed here; run this on the controller") from None
     except subprocess.TimeoutExpired:
-        raise SlurmUnavailable(f"scontrol show config: no answer within {TIMEOUT_S:g} s") from None
+        raise SlurmUnavailable(f"{' '.join(words)}: no answer within {timeout_s:g} s") from None
     if done.returncode:
-        raise SlurmUnavailable(f"scontrol show config: {done.stderr.strip() or 'failed'}")
-    return parse(done.stdout)
+        raise SlurmUnavailable(f"{' '.join(words)}: {done.stderr.strip() or 'failed'}")
+    return done.stdout
 
 
 def parse(text: str) -> dict[str, str]:

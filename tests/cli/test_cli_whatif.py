@@ -54,8 +54,8 @@ def table(folder: Path, *rows: str) -> str:
 def test_json_and_table_say_the_same(monkeypatch):
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
-    runs = {(run.job, run.submit_s): run for run in read_job_records(SACCT.read_bytes(), "F")}
-    listed = read_job_records(TABLE.encode(), "F")
+    runs = {(run.job, run.submit_s): run for run in read_job_records(SACCT.read_text(), "F")}
+    listed = read_job_records(TABLE, "F")
     assert [run.job for run in listed] == [1, 2, 4]
     for run in listed:
         same = runs[run.job, run.submit_s]
@@ -65,8 +65,8 @@ def test_json_and_table_say_the_same(monkeypatch):
 
 
 def test_a_requeued_job_is_one_job_with_the_sum_of_its_runs():
-    nodes = read_nodes(SCONTROL.read_bytes(), "F", 2)
-    history = read_history(read_job_records(SACCT.read_bytes(), "F"), nodes, None)
+    nodes = read_nodes(SCONTROL.read_text(), "F", 2)
+    history = read_history(read_job_records(SACCT.read_text(), "F"), nodes, None)
     jobs = {job.id: job for job in history.jobs}
     assert sorted(jobs) == [1, 2, 3, 4, 5]
     assert (jobs[4].runs, jobs[4].work_s, jobs[4].end_s - jobs[4].start_s) == (2, 15.0, 22.0)
@@ -75,13 +75,13 @@ def test_a_requeued_job_is_one_job_with_the_sum_of_its_runs():
 
 
 def test_lanes_of_a_host_are_one_host():
-    nodes = read_nodes(SCONTROL.read_bytes(), "F", 3)
+    nodes = read_nodes(SCONTROL.read_text(), "F", 3)
     assert [(node.name, node.host, node.lane, node.gpus) for node in nodes if node.host == "node1"] == [
         ("node1", "node1", 0, 4), ("node1-l1", "node1", 1, 4), ("node1-l2", "node1", 2, 4),
     ]  # fmt: skip
     assert len(nodes) == 6
     with pytest.raises(InputError, match="no node of partition 'other' has GPUs"):
-        read_nodes(SCONTROL.read_bytes(), "F", 2, "other")
+        read_nodes(SCONTROL.read_text(), "F", 2, "other")
 
 
 def test_what_is_left_out_is_counted_by_reason(tmp_path):
@@ -89,7 +89,7 @@ def test_what_is_left_out_is_counted_by_reason(tmp_path):
         tmp_path, row(1, 0, 5, 105), row(2, 0, -1, -1), row(3, 0, -1, 7), row(4, 0, 5, 9, gpus=0), row(5, 0, 5, 9, 99),
         row(6, 0, 5, 5), row(7, 1, 5, -1),
     )  # fmt: skip
-    history = read_history(read_job_records(Path(file).read_bytes(), "F"), read_cluster("2x4:16:64"), None)
+    history = read_history(read_job_records(Path(file).read_text(), "F"), read_cluster("2x4:16:64"), None)
     assert [job.id for job in history.jobs] == [1]
     assert history.left_out == {
         "never started": 2, "without GPUs": 1, "wider than the cluster": 1, "ran for less than 1 s": 1, "not over": 1,
@@ -99,7 +99,7 @@ def test_what_is_left_out_is_counted_by_reason(tmp_path):
 def test_the_past_as_it_was_counts_what_was_held_and_waited(tmp_path):
     file = table(tmp_path, row(1, 0, 0, 100, 4), row(2, 10, 100, 150, 2), row(3, 20, 20, 30, 2))
     nodes = read_cluster("1x8:16:64")
-    past = as_it_was(read_history(read_job_records(Path(file).read_bytes(), "F"), nodes, None), nodes)
+    past = as_it_was(read_history(read_job_records(Path(file).read_text(), "F"), nodes, None), nodes)
     seen = [(sample.time_s, sample.gpus_held, sample.running, sample.waiting) for sample in past.samples]
     assert seen == [(0, 4, 1, 0), (10, 4, 1, 1), (20, 6, 2, 1), (30, 4, 1, 1), (100, 2, 1, 0), (150, 0, 0, 0)]
 
@@ -120,7 +120,7 @@ def test_the_past_as_it_was_counts_what_was_held_and_waited(tmp_path):
 )
 def test_a_wrong_file_is_named_with_its_place(text, message, tmp_path):
     with pytest.raises(InputError, match=message):
-        read_job_records(text.encode(), "F")
+        read_job_records(text, "F")
     file = tmp_path / "bad"
     file.write_text(text)
     result = whatif("--sacct", str(file), "--nodes", "1x8:16:64", "-o", str(tmp_path / "o.html"))
@@ -132,7 +132,7 @@ def test_a_wrong_file_is_named_with_its_place(text, message, tmp_path):
                         ["jobs", "nodes", "job_id", "time", "tres", "name", "cpus", "gres", "state", "number", "user"]),
                         values, max_size=4), max_leaves=8))  # fmt: skip
 def test_hostile_answers_raise_the_decoders_error_only(value):
-    data = json.dumps({"jobs": [value], "nodes": [value]}).encode()
+    data = json.dumps({"jobs": [value], "nodes": [value]})
     for read in (lambda: read_job_records(data, "F"), lambda: read_nodes(data, "F", 2)):
         try:
             read()
@@ -143,7 +143,7 @@ def test_hostile_answers_raise_the_decoders_error_only(value):
 @given(st.text(alphabet="0123456789|:-.,=KMGT_ \n\u0660gresgpu/", max_size=60))
 def test_hostile_lines_raise_the_decoders_error_only(text):
     try:
-        read_history(read_job_records(f"{HEAD}\n{text}".encode(), "F"), read_cluster("1x8:16:64"), None)
+        read_history(read_job_records(f"{HEAD}\n{text}", "F"), read_cluster("1x8:16:64"), None)
     except InputError:
         return
 
@@ -196,5 +196,5 @@ def test_a_machine_without_slurm_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     result = whatif("--since", "7d", "-o", str(tmp_path / "page.html"))
     assert (result.exit_code, result.output) == (
-        3, "cadenza: sacct is missing: run this where jobs are submitted, or give files\n",
+        3, "cadenza: sacct is not installed here; run this on the controller\n",
     )  # fmt: skip

@@ -67,6 +67,8 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
     ),
 }
 """Heading: options with their metavar (none: a flag) and help."""
+VARIABLES = tuple(name.replace("-", "_") for options in GROUPS.values() for name, _, _ in options)
+"""The options as ``read_request`` takes them."""
 OUTPUTS = ("json", "more_movable", "per_job", "save", "label", "quiet")
 
 

@@ -31,14 +31,14 @@ class _Answer(msgspec.Struct, frozen=True):
     nodes: Annotated[tuple[_Node, ...], msgspec.Meta(max_length=MAX_NODES)]
 
 
-def read_nodes(data: bytes, source: str, lanes: int, partition: str | None = None) -> tuple[Node, ...]:
+def read_nodes(text: str, source: str, lanes: int, partition: str | None = None) -> tuple[Node, ...]:
     """Return the hosts with GPUs of a file of ``scontrol show node --json``, each with its lanes.
 
     Several nodes of one host, as lanes are, count once. Raise InputError for another file, for one without GPUs, and
     for a host with fewer CPUs than GPUs.
     """
     try:
-        answer = msgspec.json.decode(data, type=_Answer)
+        answer = msgspec.json.decode(text, type=_Answer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{source}: not the JSON of scontrol show node --json: {error}") from None
     hosts: dict[str, Node] = {}

@@ -11,7 +11,7 @@ from cadenza.slurm_plugin.cli.common import console, emit, json_option, say
 
 
 @click.command("whatif")
-@click.option("--sacct", metavar="FILE", type=click.Path(path_type=Path),
+@click.option("--sacct", metavar="FILE",
               help="Accounting: sacct --allusers --duplicates --json, or sacct -P.")  # fmt: skip
 @click.option("--since", metavar="WHEN", help="Ask this cluster instead: jobs since 28d ago, or since a date.")
 @click.option("--nodes", metavar="TEXT|FILE",

@@ -44,8 +44,6 @@ class History:
 
     jobs: tuple[PastJob, ...]
     left_out: Counter[str]
-    begin_s: float
-    """First submission, in seconds since the epoch."""
 
     def trace(self, movable: float) -> tuple[TraceJob, ...]:
         """Return the jobs for a simulation; a fraction of them, drawn at random, keeps checkpoints and can move."""
@@ -77,7 +75,7 @@ def read_history(records: Sequence[JobRecord], nodes: Sequence[Node], partition:
             found.append((rows[0].submit_s, job, rows))
     found.sort(key=lambda item: item[:2])
     begin_s = found[0][0] if found else 0.0
-    return History(tuple(_past_job(job, rows, begin_s) for _, job, rows in found), left_out, begin_s)
+    return History(tuple(_past_job(job, rows, begin_s) for _, job, rows in found), left_out)
 
 
 def _left_out(rows: Sequence[JobRecord], gpus: int, each_gb: float, partition: str | None) -> str:

@@ -107,27 +107,20 @@ class _Answer(msgspec.Struct, frozen=True):
     jobs: tuple[msgspec.Raw, ...]
 
 
-def read_job_records(data: bytes, source: str) -> tuple[JobRecord, ...]:
+def read_job_records(text: str, source: str) -> tuple[JobRecord, ...]:
     """Return the runs of a file of ``sacct --json`` or ``sacct -P``; steps are left out.
 
     Raise InputError with file, and line or job, for a file that is neither, or that holds an impossible value.
     """
-    if data.lstrip()[:1] == b"{":
-        return tuple(_of_json(data, source))
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise InputError(f"{source}:{line}: not UTF-8 text, and not JSON") from None
-    return tuple(_of_table(text, source))
+    return tuple(_of_json(text, source) if text.lstrip().startswith("{") else _of_table(text, source))
 
 
 # --- JSON ------------------------------------------------------------------------------------------------
 
 
-def _of_json(data: bytes, source: str) -> Iterator[JobRecord]:
+def _of_json(text: str, source: str) -> Iterator[JobRecord]:
     try:
-        rows = msgspec.json.decode(data, type=_Answer).jobs
+        rows = msgspec.json.decode(text, type=_Answer).jobs
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{source}: not the JSON of sacct --json: {error}") from None
     for at, row in enumerate(rows):

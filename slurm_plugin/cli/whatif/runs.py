@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,25 +17,20 @@ from cadenza.policies.simulator.result_file import Saved, encode, save_run
 from cadenza.policies.simulator.shareable import Unshareable
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.common import moment
+from cadenza.slurm_plugin.cli.simulate.command import VARIABLES
 from cadenza.slurm_plugin.cli.simulate.output import saved
-from cadenza.slurm_plugin.cli.simulate.request import Site, read_request
+from cadenza.slurm_plugin.cli.simulate.request import Site, read_file, read_request
 from cadenza.slurm_plugin.cli.simulate.runner import run_request
 from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_nodes
 from cadenza.slurm_plugin.cli.whatif.history import History, as_it_was, read_history
 from cadenza.slurm_plugin.cli.whatif.job_records import read_job_records
+from cadenza.slurm_plugin.gateway.slurm_gateway import answer_of
 from cadenza.slurm_plugin.report.loader import load
 from cadenza.slurm_plugin.report.page_model import Loaded
-from cadenza.slurm_plugin.sweep.errors import SlurmUnavailable
 
 AS_IT_WAS, SLURM = "as it was", "slurm"
-COMMAND_TIMEOUT_S = 600.0
+TIMEOUT_S = 600.0
 MAX_RUNS = 5
-SIMULATE_OPTIONS = (
-    "trace", "workload", "profiles", "nodes", "assign", "order", "allocate", "share", "turns", "share_between_users",
-    "admission", "through_slurm", "baseline", "backfill", "round", "events", "preset", "window", "horizon", "costs",
-    "lanes", "interference", "failures", "checkpoint", "seed", "load_sweep", "json", "more_movable", "per_job", "save",
-    "label", "quiet",
-)  # fmt: skip
 NOT_IN_ACCOUNTING = ("idle_waiting_gpus", "cpu_utilization", "decision_ms", "decisions", "rounds", "wall_s", "gpu_busy")
 """Figures of a simulation that the accounting of a cluster does not have."""
 
@@ -53,7 +47,7 @@ class WhatIf:
 
 
 def run_whatif(words: Mapping[str, Any]) -> WhatIf:
-    """Read the accounting and the nodes, and run the simulations; raise InputError, or SlurmUnavailable."""
+    """Read the accounting and the nodes, and run the simulations; raise InputError, or an error of the gateway."""
     # 1. The accounting and the nodes, from files or from this cluster.
     lanes = integer(words["lanes"], "--lanes", 2, MAX_LANES)
     movable = _parts(words["movable"])
@@ -71,7 +65,7 @@ def run_whatif(words: Mapping[str, Any]) -> WhatIf:
     it_was = Saved(AS_IT_WAS, arguments, past.gpus, past.cpus, (save_run(past, None, known),))
     files = [load(encode(it_was), source)]
     # 3. Slurm alone, and Cadenza with each part of movable jobs.
-    options: dict[str, Any] = dict.fromkeys(SIMULATE_OPTIONS) | {"lanes": words["lanes"], "quiet": words["quiet"]}
+    options: dict[str, Any] = dict.fromkeys(VARIABLES) | {"lanes": words["lanes"], "quiet": words["quiet"]}
     unshareable = None
     for number_of, part in enumerate(movable):
         label = f"cadenza, {100 * part:.0f} % can move"
@@ -97,53 +91,30 @@ def _parts(text: str) -> tuple[float, ...]:
     return parts
 
 
-def _accounting(words: Mapping[str, Any]) -> tuple[bytes, str]:
+def _accounting(words: Mapping[str, Any]) -> tuple[str, str]:
     """Return the accounting and its name in messages."""
     sacct, since = words["sacct"], words["since"]
     if bool(sacct) == bool(since):
         raise InputError("whatif: give either --sacct FILE, or --since WHEN on a cluster")
     if sacct:
-        return _read(sacct, "--sacct"), str(sacct)
+        return read_file(sacct, "--sacct"), str(sacct)
     begin = datetime.fromtimestamp(moment(since, SystemClock().now(), "--since"), UTC).astimezone()
     start = begin.strftime("%FT%T")
-    return _answer(("sacct", "--allusers", "--duplicates", "--json", "--starttime", start)), "sacct"
+    return answer_of(("sacct", "--allusers", "--duplicates", "--json", "--starttime", start), TIMEOUT_S), "sacct"
 
 
 def _nodes(words: Mapping[str, Any], lanes: int) -> tuple[Node, ...]:
     """Return the nodes; a text is their shape, or the name of a file where such a file is there."""
     text = words["nodes"]
     if text is None and words["since"]:
-        return read_nodes(_answer(("scontrol", "show", "node", "--json")), "scontrol", lanes, words["partition"])
+        return read_nodes(
+            answer_of(("scontrol", "show", "node", "--json"), TIMEOUT_S), "scontrol", lanes, words["partition"]
+        )
     if text is None:
         raise InputError("--nodes: is missing; a file of scontrol show node --json, or a shape such as 4x8:24:500")
     if Path(text).is_file():
-        return read_nodes(_read(Path(text), "--nodes"), text, lanes, words["partition"])
+        return read_nodes(read_file(text, "--nodes"), text, lanes, words["partition"])
     try:
         return read_cluster(text, lanes)
     except InputError as error:
         raise InputError(f"--nodes: {quoted(text)} is no file, and {error}") from None
-
-
-def _read(path: Path, option: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{option}: {str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from None
-
-
-def _answer(words: Sequence[str]) -> bytes:
-    """Return the output of one of Slurm's programs; raise SlurmUnavailable where it does not answer."""
-    try:
-        done = subprocess.run(
-            words, capture_output=True, stdin=subprocess.DEVNULL, timeout=COMMAND_TIMEOUT_S, check=False
-        )
-    except FileNotFoundError:
-        raise SlurmUnavailable(f"{words[0]} is missing: run this where jobs are submitted, or give files") from None
-    except subprocess.TimeoutExpired:
-        raise SlurmUnavailable(f"{words[0]} has not answered for {COMMAND_TIMEOUT_S:.0f} s") from None
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip()
-        raise SlurmUnavailable(f"{words[0]}: {said or f'exit code {done.returncode}'}")
-    return done.stdout
