@@ -98,7 +98,7 @@ def require() -> None:
         import matplotlib.figure  # noqa: F401, PLC0415
     except ImportError:
         raise EnvironmentLacks(
-            "cadenza report needs matplotlib to draw: install the extra 'plots' (pip install 'cadenza[plots]')"
+            "the page needs matplotlib to draw: install the extra 'plots' (pip install 'cadenza[plots]')"
         ) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from statistics import fmean
@@ -169,6 +170,18 @@ def test_the_command_puts_the_past_slurm_and_cadenza_next_to_each_other(tmp_path
     assert "The simulation&#39;s error" in text
     assert "Completion time by user" in text
     assert "cadenza whatif --sacct=" in text
+
+
+def test_without_matplotlib_there_is_the_table_and_no_page(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.chdir(tmp_path)
+    words = ("--sacct", table(tmp_path, row(1, 0, 0, 50)), "--nodes", "1x4:16:64", "--movable", "0")
+    result = whatif(*words)
+    assert result.exit_code == 0, result.output
+    assert "no page: the page needs matplotlib" in result.output
+    assert "completion time, mean" in result.output
+    assert not Path("whatif.html").exists()
+    assert whatif(*words, "-o", "page.html").exit_code == 3
 
 
 @pytest.mark.parametrize(

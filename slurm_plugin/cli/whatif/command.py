@@ -22,10 +22,10 @@ from cadenza.slurm_plugin.cli.common import console, emit, json_option, say
 )
 @click.option("--movable", metavar="PERCENT,…", default="0,50",
               help="Part of the jobs that keep checkpoints and can move; a run for each (default: 0,50).")  # fmt: skip
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("whatif.html"), help="Page to write.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Page to write (default: whatif.html).")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @json_option
-def command(*, output: Path, as_json: bool, **words: Any) -> None:
+def command(*, output: Path | None, as_json: bool, **words: Any) -> None:
     """Show what this cluster's jobs would have waited under Cadenza.
 
     Three answers stand next to each other on one HTML page: the jobs as they ran, the same jobs in a simulation of
@@ -42,18 +42,29 @@ def command(*, output: Path, as_json: bool, **words: Any) -> None:
     from cadenza.slurm_plugin.cli.whatif.runs import run_whatif  # noqa: PLC0415
     from cadenza.slurm_plugin.cli.whatif.whatif_output import as_json as plain  # noqa: PLC0415
     from cadenza.slurm_plugin.cli.whatif.whatif_output import as_text, page  # noqa: PLC0415
-    from cadenza.slurm_plugin.report.draw import require  # noqa: PLC0415
+    from cadenza.slurm_plugin.report.draw import EnvironmentLacks, require  # noqa: PLC0415
 
-    require()
-    if not output.parent.is_dir() or output.is_dir():
-        raise InputError(f"--output: {str(output)!r} is not a file in a folder that exists")
+    # 1. Without matplotlib there is no page, and the table says as much as it can.
+    lacks = ""
+    try:
+        require()
+    except EnvironmentLacks as error:
+        if output is not None:
+            raise
+        lacks = str(error)
+    place = output or Path("whatif.html")
+    if not place.parent.is_dir() or place.is_dir():
+        raise InputError(f"--output: {str(place)!r} is not a file in a folder that exists")
+    # 2. The runs, and the page.
     found = run_whatif(words)
     try:
-        output.write_text(page(found), encoding="utf-8")
+        if not lacks:
+            place.write_text(page(found), encoding="utf-8")
     except OSError as error:
-        raise InputError(f"--output: {str(output)!r} cannot be written: {error.strerror}") from None
+        raise InputError(f"--output: {str(place)!r} cannot be written: {error.strerror}") from None
+    # 3. The same in short.
     if as_json:
-        emit(plain(found, str(output)))
+        emit(plain(found, "" if lacks else str(place)))
         return
     console().print(as_text(found))
-    say(f"written: {output}")
+    say(f"no page: {lacks}" if lacks else f"written: {place}")
