@@ -27,10 +27,10 @@ ROWS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("p50_jct_h", "median", _hours),
     ("p99_jct_h", "p99", _hours),
     ("mean_bounded_slowdown", "bounded slowdown, mean", "{:.1f}".format),
-    ("wait_1_gpu_h", "wait for the first start, 1 GPU", _hours),
-    ("wait_2_to_7_gpus_h", "2 to 7 GPUs", _hours),
-    ("wait_8_gpus_h", "8 GPUs", _hours),
-    ("wait_more_gpus_h", "more", _hours),
+    ("wait_1_gpu_h", "wait, 1 GPU", _hours),
+    ("wait_2_to_7_gpus_h", "wait, 2 to 7 GPUs", _hours),
+    ("wait_8_gpus_h", "wait, 8 GPUs", _hours),
+    ("wait_more_gpus_h", "wait, more GPUs", _hours),
     ("gpu_utilization", "GPUs held", "{:.1%}".format),
     ("idle_waiting_gpus", "GPUs idle while a job waits that fits", "{:.1f}".format),
     ("migrations", "moves", "{:,.0f}".format),
@@ -58,8 +58,8 @@ def remarks(found: WhatIf) -> Iterator[str]:
     if found.unshareable is not None and (text := found.unshareable.text()):
         yield f"{text}."
     yield (
-        "Accounting does not say which jobs keep checkpoints, so it is drawn at random, and all of a job's CPUs and "
-        "partitions count as its part of a host and as one. A job that was requeued counts with the sum of its runs."
+        "Accounting does not say which jobs keep checkpoints: they are drawn at random. Each job has its GPUs' part of a "
+        "host's CPUs. Without --partition all partitions count as one. A requeued job counts with the sum of its runs."
     )
 
 
@@ -82,7 +82,7 @@ def as_text(found: WhatIf) -> RenderableType:
         ]
         if any(value is not None for value in values):
             table.add_row(name, *("" if value is None else write(value) for value in values))
-    return Group(Text(title(found), style="bold"), table, *(Text(line) for line in remarks(found)))
+    return Group(Text(title(found), style="bold"), table, *(Text(line.replace(NARROW, " ")) for line in remarks(found)))
 
 
 def _figure(summary: Summary, label: str, key: str) -> float | None:
