@@ -58,8 +58,9 @@ def remarks(found: WhatIf) -> Iterator[str]:
     if found.unshareable is not None and (text := found.unshareable.text()):
         yield f"{text}."
     yield (
-        "Accounting does not say which jobs keep checkpoints: they are drawn at random. Each job has its GPUs' part "
-        "of a host's CPUs. Without --partition all partitions count as one. A requeued job counts with the sum of its runs."
+        "Accounting does not say which jobs keep checkpoints: they are drawn at random. "
+        "Each job has its GPUs' part of a host's CPUs. Without --partition all partitions count as one. "
+        "A requeued job counts with the sum of its runs."
     )
 
 
