@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,13 @@ IDLE_S = 30.0
 """Longest time that a GPU may be idle while a job that could use it waits."""
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
 HELD = {"JobHeldUser", "JobHeldAdmin", "Dependency", "BeginTime"}
+STARTS = ("stays queued", "placed on")
+"""Beginnings of the service's reasons of a job that it holds and would start where GPUs are free."""
+_PROMISED = re.compile(r"(?:waits until jobs have left|goes to) ([\w, -]+)")
+"""The service's reason of a job that waits for GPUs which it has chosen: they are kept for it."""
+_AWAY = re.compile("DOWN|NOT_RESPONDING|UNKNOWN")
+_CLOSED = re.compile("DOWN|NOT_RESPONDING|UNKNOWN|DRAIN|FAIL")
+"""States of a node that Slurm cannot reach, and of one where it starts no job."""
 Sample = Mapping[str, Any]
 Gpu = tuple[str, int]
 
@@ -126,10 +134,19 @@ def idle(record: Record) -> Iterator[Finding]:
     users = {host: _Users(seen) for host, seen in record.hosts.items()}
     since_s: dict[Gpu, float] = {}
     reported: set[Gpu] = set()
+    away_s: dict[str, float] = {}
+    """When Slurm last had all lanes of a host down or not responding."""
     for sample in record.slurm:
         at_s = sample["t"]
+        if sample["up"]:
+            up = {_host(node["NodeName"]) for node in sample["nodes"] if not _AWAY.search(node["State"])}
+            away_s |= dict.fromkeys(users.keys() - up, at_s)
         # A job of two hosts can use neither host's GPUs while Slurm has one of them for less than that time.
-        here = {host: seen.at(at_s) for host, seen in users.items() if _up_s(record, host, at_s) >= UP_S}
+        here = {
+            host: seen.at(at_s)
+            for host, seen in users.items()
+            if _up_s(record, host, at_s) >= UP_S and at_s - away_s.get(host, -inf) >= UP_S
+        }
         wanted = _wanted(sample, here, record) if sample["up"] else {}
         for gpu in since_s.keys() - wanted.keys():
             del since_s[gpu]
@@ -176,7 +193,46 @@ def _wanted(sample: Sample, users: Mapping[str, Mapping[str, Sequence[int]]], re
         ]
         if len(room) >= planned.hosts:
             wanted |= {(host, gpu): planned.name for host in room for gpu in free[host]}
+    # 3. Every job that the service holds and would start, where a lane's next GPUs are nobody's.
+    reasons = sample.get("reasons", {})
+    live = [job for job in sample["jobs"] if job["JobState"] not in ENDED]
+    given = {gpu for job in live for gpu in _gpus_of(job)}
+    promised = {host for job in live for host in _promised(reasons.get(job["JobId"], ""))}
+    unused = {
+        host: {gpu for gpu in gpus if (host, gpu) not in given} for host, gpus in free.items() if host not in promised
+    }
+    for job in live:
+        planned = record.jobs.get(job["JobName"])
+        held = job["JobState"] == "PENDING" and job["Priority"] == "0"
+        if planned is not None and held and reasons.get(job["JobId"], "").startswith(STARTS):
+            wanted |= dict.fromkeys(_seats(sample["nodes"], live, unused, planned), planned.name)
     return wanted
+
+
+def _promised(reason: str) -> set[str]:
+    """Return the hosts whose GPUs the service keeps for a job, by its reason."""
+    found = _PROMISED.match(reason)
+    return {_host(name) for name in found[1].split(", ")} if found else set()
+
+
+def _seats(
+    nodes: Iterable[Sample], live: Sequence[Sample], unused: Mapping[str, set[int]], planned: PlannedJob
+) -> set[Gpu]:
+    """Return the GPUs that a job would get on one lane of as many hosts as it needs, if nobody has one of them.
+
+    Slurm gives a job the lowest GPUs that are free on its lane.
+    """
+    by_lane: dict[str, list[set[Gpu]]] = {}
+    for node in nodes:
+        host = _host(node["NodeName"])
+        if _CLOSED.search(node["State"]) or host not in unused:
+            continue
+        given = {gpu for job in live for gpu in _gpus_of(job, node["NodeName"])}
+        next_gpus = [gpu for gpu in range(_count(node["Gres"])) if (host, gpu) not in given][: planned.gpus]
+        if len(next_gpus) == planned.gpus and unused[host].issuperset(next_gpus):
+            by_lane.setdefault(node["NodeName"].removeprefix(host), []).append({(host, gpu) for gpu in next_gpus})
+    enough = (seats for seats in by_lane.values() if len(seats) >= planned.hosts)
+    return set().union(*next(enough, []))
 
 
 def _free_gpus(sample: Sample, users: Mapping[str, Mapping[str, Sequence[int]]]) -> dict[str, set[int]]:
@@ -185,7 +241,7 @@ def _free_gpus(sample: Sample, users: Mapping[str, Mapping[str, Sequence[int]]])
 
 
 def _free_in_books(sample: Sample, host: str) -> int:
-    lanes = [node for node in sample["nodes"] if _host(node["NodeName"]) == host]
+    lanes = [n for n in sample["nodes"] if _host(n["NodeName"]) == host and not _AWAY.search(n["State"])]
     return max((_count(node["Gres"]) - _allocated(node["AllocTRES"]) for node in lanes), default=0)
 
 
@@ -203,12 +259,15 @@ def _allocated(tres: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _gpus_of(job: Mapping[str, Any]) -> set[Gpu]:
-    """Return a job's GPUs by the indices that Slurm shows, such as ``gpu:a100:3(IDX:0-1,3)`` on ``node[1-2]``."""
+def _gpus_of(job: Mapping[str, Any], lane: str = "") -> set[Gpu]:
+    """Return a job's GPUs by the indices that Slurm shows, such as ``gpu:a100:3(IDX:0-1,3)`` on ``node[1-2]``.
+
+    ``lane``: only those of this node.
+    """
     found: set[Gpu] = set()
     for nodes, gres in job["gpus"].items():
         indices = re.search(r"\(IDX:([\d,-]+)\)", gres)
-        for node in _expand(nodes):
+        for node in (one for one in _expand(nodes) if lane in ("", one)):
             for part in indices[1].split(",") if indices else ():
                 low, _, high = part.partition("-")
                 found |= {(_host(node), gpu) for gpu in range(int(low), int(high or low) + 1)}

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Root's own look at one container of a fault run, a JSON object a line: it believes no job and no daemon.
 
-``node``: which jobs have a lock on which GPU, which are frozen, which have processes. ``ctl``: Slurm's jobs and nodes.
+``node``: which jobs have a lock on which GPU, which are frozen, which have processes. ``ctl``: Slurm's jobs and nodes,
+and the service's reason for each job.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ _FIELD = re.compile(r"(?:^| )([A-Za-z]+(?:/[A-Za-z]+)?)=(\S*)")
 _GRES = re.compile(r"Nodes=(\S+) CPU_IDs=\S* Mem=\d+ GRES=(\S*)")
 JOB_FIELDS = ("JobId", "JobName", "JobState", "Reason", "Restarts", "NodeList", "ReqNodeList", "Priority", "StartTime")
 NODE_FIELDS = ("NodeName", "State", "Gres", "AllocTRES")
+STORE = "file:/var/lib/cadenzad/cadenza.db?mode=ro"
 
 
 def say(**values: Any) -> None:
@@ -145,8 +149,20 @@ def watch_slurm() -> None:
         if jobs is None or nodes is None:
             say(up=False)
         else:
-            say(up=True, jobs=[job(line) for line in jobs if "JobId=" in line], nodes=[_node(line) for line in nodes])
+            found = [job(line) for line in jobs if "JobId=" in line]
+            say(up=True, jobs=found, nodes=[_node(line) for line in nodes], reasons=reasons())
         time.sleep(SLURM_PERIOD_S)
+
+
+def reasons() -> dict[int, str]:
+    """Return the service's last reason for each job; empty while its record cannot be read."""
+    try:
+        with closing(sqlite3.connect(STORE, uri=True, timeout=1.0)) as store:
+            return dict(
+                store.execute("SELECT job, reason FROM (SELECT job, reason, max(at_s) FROM reasons GROUP BY job)")
+            )
+    except sqlite3.Error:
+        return {}
 
 
 def _node(line: str) -> Mapping[str, str]:

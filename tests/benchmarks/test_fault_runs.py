@@ -92,6 +92,50 @@ def test_a_gpu_that_another_job_uses_is_not_idle() -> None:
     assert [finding for finding in findings if finding.rule == "GPU idle"] == []
 
 
+HELD_BY_US = ON_NODE1 | {
+    "JobId": "8", "JobName": "two", "JobState": "PENDING", "Reason": "JobHeldUser", "NodeList": "", "Priority": "0",
+    "gpus": {},
+}  # fmt: skip
+QUEUED = "stays queued: better-ranked jobs have the GPUs; level 1 of 3"
+
+
+def idle_gpus(reasons: dict[str, str], *others: dict[str, Any], nodes: list[dict[str, str]] = NODES) -> list[str]:
+    """Return the idle GPUs that the verdict finds while job 8 (two GPUs) is held for the service's reason."""
+    seen = [slurm(at_s, HELD_BY_US, *others, nodes=nodes) | {"reasons": reasons} for at_s in range(40, 90, 2)]
+    jobs = {"one": JOB, "two": PlannedJob("two", "alice", 1, 2, 40, "")}
+    found = judge(record(jobs=jobs, hosts={"node1": [host(0.0, {"3": [7]})]}, slurm=[*seen, slurm(100.0)]))
+    return [finding.text.partition(" for ")[0] for finding in found if finding.rule == "GPU idle"]
+
+
+def test_a_job_that_the_service_holds_waits_for_idle_gpus() -> None:
+    both = ["GPU 0 of node1", "GPU 1 of node1"]
+    assert idle_gpus({"8": QUEUED}) == both
+    assert idle_gpus({"8": "placed on node1: its turn by the order"}) == both
+    down = [NODES[0] | {"State": "DOWN+NOT_RESPONDING"}, NODES[1]]
+    assert idle_gpus({"8": QUEUED}, nodes=down) == both, "the other lane of its host has room"
+
+
+@pytest.mark.parametrize("reason", ["left alone: held by its owner or an admin", "", "waits until its checkpoint"])
+def test_a_job_that_others_hold_waits_for_no_gpu(reason: str) -> None:
+    assert idle_gpus({"8": reason}) == []
+
+
+def test_gpus_that_are_given_promised_or_closed_are_no_room_for_a_held_job() -> None:
+    runs = ON_NODE1 | {"JobName": "other", "gpus": {"node1-l1": "gpu:a100:2(IDX:1,3)"}}
+    assert idle_gpus({"8": QUEUED}, runs) == ["GPU 0 of node1", "GPU 2 of node1"], "the next two of its lane"
+    assert idle_gpus({"8": QUEUED}, runs | {"gpus": {"node1-l1": "gpu:a100:2(IDX:0,3)"}}) == [
+        "GPU 1 of node1",
+        "GPU 2 of node1",
+    ]
+    assert idle_gpus({"8": QUEUED}, runs | {"gpus": {"node1": "gpu:a100:3(IDX:1-3)"}}) == []
+    assert len(idle_gpus({"8": QUEUED}, runs | {"JobState": "COMPLETED"})) == 2
+    wide = HELD_BY_US | {"JobId": "9", "JobName": "wide"}
+    promised = "waits until jobs have left node1-l1: their GPUs are promised to it"
+    assert idle_gpus({"8": QUEUED, "9": promised}, wide) == []
+    assert len(idle_gpus({"8": QUEUED, "9": promised})) == 2, "job 9 is over, and its reason is still on record"
+    assert idle_gpus({"8": QUEUED}, nodes=[node | {"State": "IDLE+DRAIN"} for node in NODES]) == []
+
+
 # --- Outages -----------------------------------------------------------------------------------------------
 
 
@@ -124,6 +168,18 @@ def test_a_gpu_is_not_idle_while_slurm_cannot_reach_its_host_nor_shortly_after()
     assert "GPU idle" not in findings((10.0, "down", "node1:slurmd"))
     assert "GPU idle" not in findings((10.0, "down", "ctl:slurmctld"), (50.0, "up", "ctl:slurmctld"))
     assert "GPU idle" in findings((1.0, "down", "node1:slurmd"), (3.0, "up", "node1:slurmd"))
+
+
+def test_a_gpu_is_not_idle_while_slurm_has_its_host_down_nor_shortly_after() -> None:
+    def findings(*down_s: int, lanes: tuple[int, ...] = (0, 1)) -> list[Finding]:
+        away = [node | {"State": "DOWN+NOT_RESPONDING"} if at in lanes else node for at, node in enumerate(NODES)]
+        waits = [sample | {"nodes": away} if sample["t"] in down_s else sample for sample in WAITS]
+        found = judge(record(hosts={"node1": [host(0.0, {})]}, slurm=[*waits, slurm(100.0)]))
+        return [finding for finding in found if finding.rule == "GPU idle"]
+
+    assert findings(*range(40, 50)) == []
+    assert len(findings(*range(40, 50), lanes=(1,))) == 2, "a lane of its host is in reach"
+    assert len(findings()) == 2
 
 
 def test_a_pending_job_of_two_hosts_waits_for_no_gpu_while_one_host_is_away() -> None:
