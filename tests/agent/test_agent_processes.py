@@ -232,6 +232,39 @@ def test_a_job_off_its_lease_must_be_frozen_before_the_next_one_runs() -> None:
     assert not seen.arbiter.watching, "a job that is frozen is not looked at all the time"
 
 
+@pytest.mark.parametrize("watched", [False, True], ids=["no driver", "driver"])
+def test_a_job_that_has_yielded_does_not_come_back_before_slurm_resumes_the_next_one(*, watched: bool) -> None:
+    """The service resumes some jobs only once their GPUs are free, so the next one is still frozen at that moment."""
+    seen = Seen("tcp://ctl:6820")
+    out, following = seen.job(1), seen.job(2)
+    seen.facts(j1=False, j2=True)
+    seen.host.facts = msgspec.structs.replace(seen.host.facts, suspends=True)
+    seen.arbiter.watched = lambda _: watched
+    out.state, out.vtime_s = "yielded", 50.0
+    seen.states[2] = "frozen"
+    seen.host.run(following.key).preferred_until = 1e9
+    seen.after(1.0)
+    assert (out.state, following.state) == ("yielded", "waiting")
+    assert seen.arbiter.watching
+    seen.facts(j1=True, j2=False)
+    seen.states.update({1: "frozen", 2: "running"})
+    seen.after(1.0)
+    assert (out.state, following.state) == ("yielded", "held")
+
+
+def test_gpus_do_not_stand_idle_for_a_resume_that_does_not_come() -> None:
+    seen = Seen("tcp://ctl:6820")
+    out, following = seen.job(1), seen.job(2)
+    seen.facts(j1=False, j2=True)
+    out.state, out.vtime_s, out.since_s = "yielded", 50.0, seen.time.now()
+    seen.states[2] = "frozen"
+    seen.host.run(following.key).preferred_until = seen.host.heard_at = 1e9
+    seen.after(SUSPEND_S - 1)
+    assert (out.state, following.state) == ("yielded", "waiting")
+    seen.after(2.0)
+    assert (out.state, following.state) == ("held", "waiting")
+
+
 @pytest.mark.parametrize("way", ["gone", "silent", "no suspend", "driver"])
 def test_what_stands_for_a_suspend(way: str) -> None:
     seen = Seen("tcp://ctl:6820")

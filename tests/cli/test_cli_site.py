@@ -291,6 +291,21 @@ def test_doctor_names_gpus_that_are_taken_and_says_where_a_jobs_word_is_all_ther
     assert "a job's word alone" in warned["sharing.suspend"]
 
 
+@pytest.mark.parametrize(
+    ("slice_s", "sharing_s", "agent_s", "about"),
+    [(10, 20, 20, []), (10, 21, 20, ["sharing"]), (10, 20, 60, ["agent"]), (60, 121, 121, ["sharing", "agent"])],
+)
+def test_doctor_warns_where_a_job_that_stops_late_wins_gpu_time(
+    tmp_path: Path, slice_s: int, sharing_s: int, agent_s: int, about: list[str]
+) -> None:
+    more = f"\n[sharing]\nslice_s = {slice_s}\nyield_timeout_s = {sharing_s}\n[agent]\nyield_timeout_s = {agent_s}\n"
+    (tmp_path / "late").mkdir()
+    settings = load_settings(write_config(tmp_path / "late", more))
+    warned = [one for one in examine(changed(healthy(tmp_path), settings=settings)) if one.level == "WARN"]
+    assert [one.about for one in warned] == [f"{table}.yield_timeout_s" for table in about]
+    assert all(f"at most {2 * slice_s}" in one.advice for one in warned)
+
+
 def test_doctor_reads_the_keys_and_says_which_one_serves_several_hosts(tmp_path: Path) -> None:
     facts = healthy(tmp_path)
     keys = Path(facts.settings.service.keys)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshots import NOW, cluster, job, key, lease, node
@@ -43,6 +44,44 @@ def test_a_suspended_job_is_resumed_in_slurm_before_it_gets_its_lease():
     snapshot = cluster(HOLDER, replace(YIELDED, state="SUSPENDED"))
     found = acts(snapshot, Memory(suspended=frozenset({key(2)})))
     assert found == [(Unsuspend, key(2)), (Yield, key(1)), (Resume, key(2))]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"user": "bob"},
+        {"lease": lease("yielded", 0, vtime_s=10.0, ready=False)},
+        {"lease": lease("waiting", 0, vtime_s=10.0)},
+    ],
+    ids=["another user", "does not obey", "never had its lease"],
+)
+def test_a_job_whose_word_is_not_enough_stays_suspended_until_its_gpus_are_free(facts):
+    """Slurm's resume would let it compute on the GPU together with the holder, which still has to yield."""
+    asleep, ours = replace(YIELDED, state="SUSPENDED", **facts), Memory(suspended=frozenset({key(2)}))
+    assert acts(cluster(HOLDER, asleep), ours) == [(Yield, key(1)), (Resume, key(2))]
+    stopping = replace(HOLDER, lease=replace(HOLDER.lease, state="stopping"))
+    assert acts(cluster(stopping, asleep), ours) == [(Resume, key(2))]
+    left = replace(HOLDER, lease=replace(HOLDER.lease, state="yielded"))
+    assert acts(cluster(left, asleep), ours) == [(Unsuspend, key(2)), (Resume, key(2)), (Suspend, key(1))]
+
+
+def test_a_suspended_gang_of_another_user_is_resumed_once_both_hosts_are_free():
+    """No yield waits for Slurm's resume, and a holder that has yielded is suspended before the other one has."""
+    both, ours = ("node1", "node2"), Memory(suspended=frozenset({key(3)}))
+    lanes = (node(), node("node2"), node(lane=1), node("node2", 1))
+    gang = job(
+        3, user="bob", state="SUSPENDED", num_nodes=2, nodes=both, lease=lease("yielded", 0, hosts=both, vtime_s=1.0)
+    )
+    held = [
+        job(n, nodes=(f"{host}-l1",), lease=lease("held", 0, hosts=(host,), held_s=70.0, vtime_s=70.0))
+        for n, host in ((1, "node1"), (2, "node2"))
+    ]
+    left = [replace(one, lease=replace(one.lease, state="yielded", held_s=0.0)) for one in held]
+    assert acts(cluster(gang, *held, nodes=lanes), ours) == [(Yield, key(1)), (Yield, key(2)), (Resume, key(3))]
+    stopping = replace(held[1], lease=replace(held[1].lease, state="stopping"))
+    assert acts(cluster(gang, left[0], stopping, nodes=lanes), ours) == [(Resume, key(3)), (Suspend, key(1))]
+    free = [(Unsuspend, key(3)), (Resume, key(3)), (Suspend, key(1)), (Suspend, key(2))]
+    assert acts(cluster(gang, *left, nodes=lanes), ours) == free
 
 
 def test_a_job_that_has_yielded_is_suspended_in_slurm():

@@ -94,13 +94,11 @@ def sync_slurm(state: SharingState) -> None:
     running = state.managed("RUNNING")
     moved = {action.job for action in state.moves}
     resized = {action.job for action in state.moves if isinstance(action, Resize)}
-    # 1. Slurm's resume comes before the yields: a job that is still stopped when its GPUs are free loses them to the
-    #    job that has just left.
-    unsuspends = [
-        Unsuspend(job.key, reason)
-        for job in state.all_jobs
-        if _suspended_by_us(job, state) and (reason := _unsuspend_reason(job, state))
-    ]
+    # 1. Slurm's resume comes before the yields, so that a job stands ready when its GPUs are free. A job whose word is
+    #    not enough for that comes later: it stays suspended until they are free.
+    suspended = [job for job in state.all_jobs if _suspended_by_us(job, state)]
+    rivals = _jobs_by_gpu(state.snapshot) if suspended else {}
+    unsuspends = [Unsuspend(job.key, reason) for job in suspended if (reason := _unsuspend_reason(job, state, rivals))]
     # 2. Yields, but for jobs that stop anyway to be resized.
     yields = [action for action in state.yields if action.job not in resized]
     # 3. Suspends of jobs whose turn is over, but for those that move: they may get GPUs at once where they go.
@@ -232,20 +230,34 @@ def _suspended_by_us(job: Job, state: SharingState) -> bool:
     return job.state == "SUSPENDED" and job.key in state.memory.suspended
 
 
-def _unsuspend_reason(job: Job, state: SharingState) -> str | None:
+def _unsuspend_reason(job: Job, state: SharingState, by_gpu: Mapping[Gpu, list[tuple[int, Job]]]) -> str | None:
     """Return why Slurm resumes a job that we suspended, None if it stays suspended."""
     settings = state.settings
+    turn = job.key in state.holders and not _must_find_free(job, state, by_gpu)
     checks = (
         (not settings.enforce or not settings.suspend, "jobs are not to be suspended any more"),
         (not settings.manages(job), exclusion_reason(job, settings) or "left alone: the job does not opt in any more"),
         (job.lease is None, "no agent knows the job any more, so none would give it a turn"),
         (job.lease is not None and job.lease.state in ("held", "stopping"), "its turn has come"),
-        (job.key in state.holders, "its turn has come"),
+        (turn, "its turn has come"),
         (job.key in state.leaving, "its host is drained, which must not look finished while the job is there"),
         (job.key in state.giving_back, "it gives its place back"),
         (any(action.job == job.key for action in state.moves), "it moves, and saves its checkpoint before"),
     )
     return next((reason for applies, reason in checks if applies), None)
+
+
+def _must_find_free(job: Job, state: SharingState, by_gpu: Mapping[Gpu, list[tuple[int, Job]]]) -> bool:
+    """Return True if a job whose turn has come stays suspended, because others still have its GPUs.
+
+    Resumed before they have yielded, it could compute on these GPUs together with them. Only a job of the same user
+    that has given its lease back before, and whose ranks all obey, is trusted to wait.
+    """
+    lease, packed = job.lease, partners(state.groups).get(job.key, frozenset())
+    near = {rival.key: rival for gpu in (lease.gpus if lease else ()) for _, rival in by_gpu[gpu]}
+    holders = [rival for key, rival in near.items() if key != job.key and key not in packed and _holds(rival)]
+    obeys = lease is not None and lease.state == "yielded" and lease.ready
+    return bool(holders) and not (obeys and all(rival.user == job.user for rival in holders))
 
 
 def _jobs_by_gpu(snapshot: ClusterSnapshot) -> dict[Gpu, list[tuple[int, Job]]]:

@@ -207,7 +207,10 @@ class Arbiter:
             run.no_room, run.no_room_until = shortage, now + NO_ROOM_S
 
     def _awaits_suspend(self, lease: Lease, run: JobRun) -> bool:
-        """Return True while a job that has yielded for another one is not yet seen to be off its GPUs."""
+        """Return True while Slurm has to act before the job for which another one has yielded may run.
+
+        The one that has yielded is not yet seen to be off its GPUs, or the next one is still suspended.
+        """
         now, epoch = self.host.clock.monotonic(), self.host.clock.now()
         if lease.state != "yielded" or now < run.preferred_until or epoch - lease.since_s > SUSPEND_S:
             return False
@@ -217,7 +220,13 @@ class Arbiter:
             and (not other.managed or self._may_run(other, self.host.run(other.key), contended=True))
             for other in rivals
         )
-        return wanted and not any(map(self._is_overdue, rivals)) and not self._has_left(lease)
+        resumes = not self.host.rotating() and any(map(self._awaits_resume, rivals))
+        return not any(map(self._is_overdue, rivals)) and (resumes or (wanted and not self._has_left(lease)))
+
+    def _awaits_resume(self, lease: Lease) -> bool:
+        """Return True for a job that is frozen while the service has ordered its turn: Slurm resumes it."""
+        ordered = lease.managed and self.host.clock.monotonic() < self.host.run(lease.key).preferred_until
+        return ordered and not lease.occupying and self.host.shown(lease, WATCH_S) == "frozen"
 
     def _is_overdue(self, lease: Lease) -> bool:
         """Return True for a job that takes no turns and has waited for longer than any suspend takes."""

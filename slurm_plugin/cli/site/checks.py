@@ -21,6 +21,8 @@ Level: TypeAlias = Literal["OK", "WARN", "FAIL"]
 STALE_AFTER_ROUNDS = 4
 MIN_STALE_AFTER_S = 30.0
 MIN_JOBS_TO_SHARE = 2
+MAX_SLICES_TO_STOP = 2
+"""Longest stop, in slices, that leaves a job that stops as late as it may without much more time than its share."""
 OWN_FILES, FILES_A_HOST = 256, 2
 """Files that cadenzad needs for itself, and for each agent: a connection, and one that a restarted agent opens."""
 
@@ -53,6 +55,14 @@ def configuration(facts: Facts) -> Iterator[Finding]:
     yield Finding("OK", "configuration", f"mode {table.service.mode}, admission {table.service.admission}")
     if not table.guard.partitions:
         yield Finding("WARN", "partitions", "none is managed", 'name some: [guard] partitions = ["…"]')
+    slice_s = table.sharing.slice_s
+    for name, timeout_s in (("sharing", table.sharing.yield_timeout_s), ("agent", table.agent.yield_timeout_s)):
+        if timeout_s > MAX_SLICES_TO_STOP * slice_s:
+            seen = (
+                f"{timeout_s:g} s exceed {MAX_SLICES_TO_STOP} slices of {slice_s:g} s: a job that stops late wins time"
+            )
+            advice = f"set it to at most {MAX_SLICES_TO_STOP * slice_s:g}, and to more than the longest iteration"
+            yield Finding("WARN", f"{name}.yield_timeout_s", seen, advice)
 
 
 def keys(facts: Facts) -> Iterator[Finding]:
