@@ -15,6 +15,7 @@ from cadenza.policies.relocation.executor import Relocation
 from cadenza.policies.request_sizing import as_sized, requests
 from cadenza.policies.round import Decide
 from cadenza.policies.sharing.pipeline import Pipeline, stages_of
+from cadenza.policies.sharing.turns.repair import requeue_forgotten
 
 __all__ = ["Policy", "PolicySettings", "build"]
 
@@ -84,4 +85,7 @@ class _Composed:
             reasons = {**decision.reasons, **{key: "; ".join(filter(None, texts)) for key, texts in texts_of.items()}}
             decision = replace(decision, actions=(*asking, *decision.actions), reasons=reasons)
         # 5. Moves begin; while a job is on its way, nothing else is ordered of it.
-        return decision if relocation is None else relocation.join(decision, prefetch=self.settings.prefetch)
+        if relocation is not None:
+            decision = relocation.join(decision, prefetch=self.settings.prefetch)
+        # 6. Requeues that a killed slurmctld forgot are ordered again.
+        return requeue_forgotten(decision, snapshot, memory, self.settings.effective_sharing)

@@ -50,7 +50,7 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
         if any(_still_held(key, snapshot.time_s - at_s, job) for job in by_id.get(key.id, ()))
     }
     held |= {job.key: snapshot.time_s for job in snapshot.jobs if job.held_at_restart or _forgotten(job, memory)}
-    requeued = [action.job for action in acted if isinstance(action, Requeue) and action.hold]
+    requeues = [action for action in acted if isinstance(action, Requeue)]
     drained = {node.name for node in snapshot.nodes if node.drained} & memory.drained
     opened = {action.node for action in acted if isinstance(action, OpenNode)}
     yields = {action.job: snapshot.time_s for action in acted if isinstance(action, Yield)}
@@ -64,7 +64,18 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
         resumed={key: at_s for key, at_s in memory.resumed.items() if key in alive}
         | {action.job: snapshot.time_s for action in acted if isinstance(action, Unsuspend)},
         repairs=_repairs(memory, acted, snapshot),
-        held={**held, **{JobKey(key.id, key.restart + 1): snapshot.time_s for key in requeued}},
+        held={
+            **held,
+            **{JobKey(one.job.id, one.job.restart + 1): snapshot.time_s for one in requeues if one.hold},
+        },
+        requeued={
+            **{
+                key: at_s
+                for key, at_s in memory.requeued.items()
+                if key.id in snapshot.by_id and snapshot.time_s - at_s <= MAX_LEAVE_S
+            },
+            **{one.job: snapshot.time_s for one in requeues},
+        },
         sized={
             **{key: (alive[key].cpus, alive[key].memory_mb) for key in sizes},
             **{key: asked for key, asked in memory.sized.items() if key in alive},
@@ -84,7 +95,7 @@ def _repairs(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
         if (job := snapshot.job(key)) is not None and not (job.state == "RUNNING" and shows(job, "running"))
     }
     for action in actions:
-        if isinstance(action, Suspend | Unsuspend) and action.repair:
+        if isinstance(action, Suspend | Unsuspend | Requeue) and action.repair:
             tried[action.job] = tried.get(action.job, 0) + 1
     return tried
 

@@ -51,6 +51,8 @@ class Requeue:
     job: JobKey
     hold: bool
     reason: str
+    repair: bool = False
+    """It has ended by the SIGTERM of an earlier requeue of ours, which a killed slurmctld forgot."""
 
 
 @dataclass(frozen=True, slots=True)

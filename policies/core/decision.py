@@ -125,6 +125,8 @@ class Memory:
     """Repairs that were tried on live jobs whose processes contradict Slurm's word, until they run as they should."""
     held: Mapping[JobKey, float] = field(default_factory=dict)
     """Incarnations that requeues of ours put into a hold, with the time of the requeue, seconds since the epoch."""
+    requeued: Mapping[JobKey, float] = field(default_factory=dict)
+    """When we last requeued each incarnation, seconds since the epoch: a slurmctld that is killed may forget that."""
 
 
 @dataclass(frozen=True, slots=True)

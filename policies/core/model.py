@@ -298,6 +298,8 @@ class Job:
     """Slurm has it on its nodes, and the agents of all its hosts have not seen a step of it for some time."""
     prolog_lost: bool = False
     """Slurm waits for the end of its prolog from a slurmd that has been started anew since."""
+    terminated_s: float | None = None
+    """When Slurm called it failed, by SIGTERM, shortly after a start of slurmctld; None: it did not end so."""
     profile: Profile | None = None
     """None: its model was not measured, so it gets its proportional share."""
     profile_note: str = ""

@@ -63,8 +63,8 @@ class SlurmGateway:
                 self._job(f"suspend job {key}", "suspend", key)
             case Unsuspend(job=key):
                 self._job(f"resume job {key}", "unsuspend", key)
-            case Requeue(job=key, hold=hold):
-                self._job(f"requeue job {key}", "requeue", key, hold=hold)
+            case Requeue(job=key, hold=hold, repair=repair):
+                self._job(f"requeue job {key}", "requeue", key, hold=hold, failed=repair)
             case Release(job=key, unpin=unpin):
                 self._job(f"release job {key}", "release", key, unpin=unpin)
             case Place():

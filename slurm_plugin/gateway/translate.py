@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -52,7 +53,10 @@ _LANE_SUFFIX = re.compile(r"(?P<host>.+)-l(?P<lane>\d+)")
 
 
 def snapshot(raw: Raw) -> ClusterSnapshot:
-    """Return the cluster of one answer of the worker: nodes, and jobs that are not finished; no leases."""
+    """Return the cluster of one answer of the worker: nodes, and jobs that are not finished; no leases.
+
+    A job that slurmctld calls failed because of a stop that it ordered before it was killed is shown as ending.
+    """
     started_s = raw.get("slurmctld_start_time")
     twice_s = [float(one["reason_time"]) for one in raw["nodes"] if one.get("reason_time") and started_twice(one)]
     jobs = (job(record, float(raw["time_s"]), started_s, twice_s) for record in raw["jobs"])
@@ -81,7 +85,8 @@ def job(raw: Raw, now_s: float, slurmctld_start_s: float | None = None, twice_s:
 
     ``twice_s``: the times at which Slurm drained nodes where it had started a job twice.
     """
-    state = job_state(raw["state"])
+    ended_s = terminated_s(raw, slurmctld_start_s, now_s)
+    state = job_state(raw["state"]) if ended_s is None else "OTHER"
     if state is None:
         return None
     options, unmanageable = options_of(raw)
@@ -107,7 +112,7 @@ def job(raw: Raw, now_s: float, slurmctld_start_s: float | None = None, twice_s:
         tasks=raw["ntasks"] or 1,
         slurm_priority=raw["priority"] or 0,
         eligible_s=float(raw["eligible_time"]) if state == "PENDING" and raw.get("eligible_time") else None,
-        nodes=tuple(raw["allocated_nodes"]) if state != "PENDING" else (),
+        nodes=tuple(raw["allocated_nodes"]) if state != "PENDING" and ended_s is None else (),
         required_nodes=tuple(raw["required_nodes"]),
         held_at_restart=state == "PENDING" and held_at_restart(raw, slurmctld_start_s, now_s, twice_s),
         held_by_plugin=state == "PENDING" and held_by_plugin(raw),
@@ -116,6 +121,7 @@ def job(raw: Raw, now_s: float, slurmctld_start_s: float | None = None, twice_s:
         options=options,
         unmanageable=unmanageable,
         requeueable=bool(raw["is_requeueable"] and raw["is_batch_job"]),
+        terminated_s=ended_s,
     )
 
 
@@ -153,6 +159,19 @@ def options_of(raw: Raw) -> tuple[Options | None, str]:
     except BadOptions as error:
         return None, str(error)
     return (None, "") if opt_in is None else (opt_in.options, opt_in.reason or unmanageable_reason(raw) or "")
+
+
+def terminated_s(raw: Raw, slurmctld_start_s: float | None, now_s: float) -> float | None:
+    """Return when Slurm called a job failed by SIGTERM, less than ``RESTART_S`` after slurmctld's start and ago.
+
+    A slurmctld that is killed forgets that it has requeued a job. The job's script ends by the stop that came with it,
+    and the next slurmctld takes that for a failure. A job that its owner cancels is CANCELLED instead.
+    """
+    ended_s, stopped = raw.get("end_time"), raw["state"] == "FAILED" and raw.get("exit_code_signal") == signal.SIGTERM
+    if not stopped or not ended_s or slurmctld_start_s is None or not (raw["is_requeueable"] and raw["is_batch_job"]):
+        return None
+    recent = 0 <= ended_s - int(slurmctld_start_s) <= RESTART_S and now_s - ended_s <= RESTART_S
+    return float(ended_s) if recent else None
 
 
 def held_at_restart(raw: Raw, slurmctld_start_s: float | None, now_s: float, twice_s: Collection[float] = ()) -> bool:

@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import pwd
+import signal
 import socket
 import subprocess
 import sys
@@ -29,8 +30,8 @@ from cadenza.slurm_plugin.gateway.request_sizes import BadRequest
 JOB_FIELDS = (
     "id", "requeue_count", "name", "user_name", "account", "partition", "qos", "state", "state_reason",
     "priority", "cpus", "cpus_per_task", "ntasks", "num_nodes", "memory", "memory_per_node", "memory_per_cpu",
-    "submit_time", "eligible_time", "start_time", "end_time", "suspend_time", "pre_suspension_time", "time_limit",
-    "comment", "admin_comment", "constraints", "command",
+    "submit_time", "eligible_time", "start_time", "end_time", "exit_code_signal",
+    "suspend_time", "pre_suspension_time", "time_limit", "comment", "admin_comment", "constraints", "command",
     "reservation", "is_requeueable", "is_batch_job", "resource_sharing", "heterogeneous_id", "is_cronjob",
     "array_id", "array_task_id", "array_tasks_waiting", "gres_per_node", "requested_tres", "allocated_tres",
     "tres_per_job", "tres_per_node", "tres_per_task",
@@ -51,6 +52,8 @@ HELD_NOTE = "cadenza: held"
 """Last line of the AdminComment of a job that job_submit.lua holds for us."""
 INFINITE = 0xFFFFFFFF
 """The priority by which Slurm releases a held job."""
+TERMINATED = ("FAILED", signal.SIGTERM)
+"""State and signal of a job whose requeue slurmctld forgot: it calls the job failed by the stop that it had ordered."""
 
 Request = Mapping[str, Any]
 
@@ -149,18 +152,22 @@ class Worker:
         return {"host": answer.hostname, "responding": answer.is_responding, "latency_ms": answer.latency}
 
     def read(self, _request: Request) -> dict[str, Any]:
-        """Return every job that is not finished and every node; times are seconds since the epoch."""
+        """Return every node and every job that has not finished or was terminated; times are seconds of the epoch."""
         jobs = self._slurm.Jobs.load(preload_passwd_info=True)
         nodes = self._slurm.Nodes.load()
         drained = any("DRAIN" in node.state for node in nodes.values())
         held = any(job.priority == 0 and job.state == "PENDING" and job.requeue_count for job in jobs.values())
+        terminated = [job for job in jobs.values() if (job.state, job.exit_code_signal) == TERMINATED]
         return {
             "schema": "cadenza.recording/1",
             "time_s": clock.now(),
             "slurmctld_start_time": self._slurm.slurmctld.Config.load().slurmctld_boot_time
-            if drained or held
+            if drained or held or terminated
             else None,
-            "jobs": [self._job(job) for job in jobs.values() if job.state not in FINISHED],
+            "jobs": [
+                *(self._job(job) for job in jobs.values() if job.state not in FINISHED),
+                *(self._job(job) for job in terminated),
+            ],
             "nodes": [read_fields(node, NODE_FIELDS) for node in nodes.values()],
         }
 
@@ -218,8 +225,12 @@ class Worker:
         self._job_in(request, "SUSPENDED").unsuspend()
 
     def requeue(self, request: Request) -> None:
-        """Requeue a job, with ``hold`` into held state; Slurm kills it with no grace but KillWait."""
-        self._job_in(request, "RUNNING", "SUSPENDED", "CONFIGURING").requeue(hold=bool(request["hold"]))
+        """Requeue a job, with ``hold`` into held state; Slurm kills it with no grace but KillWait.
+
+        With ``failed`` only one that has failed.
+        """
+        states = ("FAILED",) if request.get("failed") else ("RUNNING", "SUSPENDED", "CONFIGURING")
+        self._job_in(request, *states).requeue(hold=bool(request["hold"]))
 
     def release(self, request: Request) -> None:
         """Release a held job, after clearing its node list if ``unpin``; a job that is not held stays as it is.

@@ -286,6 +286,33 @@ def test_a_prolog_is_lost_once_its_slurmd_has_started_anew(
     assert found.jobs[0].prolog_lost == lost
 
 
+@pytest.mark.parametrize(
+    ("changes", "slurmctld_s", "ended"),
+    [
+        ({}, 1000.9, True),
+        ({}, 941.0, True),
+        ({}, 939.0, False),
+        ({}, 1002.0, False),
+        ({}, None, False),
+        ({"end_time": 930}, 900.0, False),
+        ({"end_time": None}, 1000.0, False),
+        ({"exit_code_signal": 9}, 1000.0, False),
+        ({"exit_code_signal": None}, 1000.0, False),
+        ({"state": "CANCELLED"}, 1000.0, False),
+        ({"state": "COMPLETED"}, 1000.0, False),
+        ({"is_requeueable": False}, 1000.0, False),
+        ({"is_batch_job": False}, 1000.0, False),
+    ],
+)
+def test_a_job_that_failed_by_sigterm_as_slurmctld_restarted_is_shown_as_ending(
+    changes: dict[str, Any], slurmctld_s: float | None, ended: bool
+) -> None:
+    failed = {"state": "FAILED", "exit_code_signal": 15, "end_time": 1001, "is_requeueable": True, "is_batch_job": True}
+    found = job(raw_job(**(failed | changes)), 1030.0, slurmctld_s)
+    assert (found is not None) == ended
+    assert found is None or (found.state, found.nodes, found.terminated_s) == ("OTHER", (), 1001.0)
+
+
 def test_what_the_submit_plugin_found_is_passed_on() -> None:
     found = job(raw_job(comment='{"cadenza":{"v":1,"share":false,"why":"cron jobs are not shared"}}'), NOW_S)
     assert found is not None

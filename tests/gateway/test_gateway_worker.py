@@ -37,7 +37,7 @@ from cadenza.slurm_plugin.gateway.errors import (
 )
 from cadenza.slurm_plugin.gateway.supervisor import Supervisor, WorkerSettings
 
-RUNNING, SUSPENDED, HELD, WAITING = JobKey(1, 0), JobKey(2, 0), JobKey(3, 0), JobKey(5, 0)
+RUNNING, SUSPENDED, HELD, WAITING, TERMINATED = (JobKey(number, 0) for number in (1, 2, 3, 5, 6))
 RELEASE = 0xFFFFFFFF
 """The priority by which Slurm releases a job."""
 Calls = Callable[[], list[str]]
@@ -57,6 +57,7 @@ def is_alive(pid: int) -> bool:
         (Suspend(RUNNING, "r"), "suspend 1"),
         (Unsuspend(SUSPENDED, "r"), "unsuspend 2"),
         (Requeue(RUNNING, hold=True, reason="r"), "requeue 1 True"),
+        (Requeue(TERMINATED, hold=False, reason="r", repair=True), "requeue 6 False"),
         (Release(HELD, "r"), "release 3"),
         (DrainNode("n-l1", "observing"), "node n-l1 {'state': 'DRAIN', 'reason': 'cadenza: observing'}"),
         (DrainNode("n-l1", "cadenza: off"), "node n-l1 {'state': 'DRAIN', 'reason': 'cadenza: off'}"),
@@ -143,6 +144,8 @@ def test_a_release_without_the_plugins_note_changes_no_admin_comment(
     ("action", "word"),
     [
         (Suspend(JobKey(1, 1), "r"), "has been requeued"),
+        (Requeue(TERMINATED, hold=True, reason="r"), "is FAILED, not RUNNING"),
+        (Requeue(RUNNING, hold=True, reason="r", repair=True), "is RUNNING, not FAILED"),
         (Suspend(SUSPENDED, "r"), "is SUSPENDED, not RUNNING"),
         (Unsuspend(RUNNING, "r"), "is RUNNING, not SUSPENDED"),
         (Suspend(JobKey(9, 0), "r"), "Invalid job id"),
@@ -184,14 +187,17 @@ def test_the_agents_actions_are_refused(gateway_with: MakeGateway, action: Yield
     assert gateway.workers_started == 0
 
 
-def test_a_read_drops_finished_jobs_and_survives_unreadable_ones(gateway_with: MakeGateway) -> None:
+def test_a_read_drops_finished_jobs_but_those_that_were_terminated_and_survives_unreadable_ones(
+    gateway_with: MakeGateway,
+) -> None:
     gateway = gateway_with()
     raw = gateway.read_raw()
-    assert [job["id"] for job in raw["jobs"]] == [1, 2, 3, 5]
+    assert [job["id"] for job in raw["jobs"]] == [1, 2, 3, 5, 6]
     assert raw["jobs"][0]["allocated_nodes"] == ["node1", "node2"]
     assert raw["jobs"][3]["unreadable"] == ["comment"]
     snapshot = gateway.read()
     assert [job.unmanageable for job in snapshot.jobs][3] == "the comment is not UTF-8"
+    assert [(job.key.id, job.state) for job in snapshot.jobs if job.terminated_s] == [(6, "OTHER")]
     assert snapshot.time_s >= raw["time_s"] > 1.7e9
 
 

@@ -14,7 +14,7 @@ from snapshots import cluster, job
 from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.core.actions import Place
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import LONG_END_S, ClusterSnapshot, Job, Share
+from cadenza.policies.core.model import LONG_END_S, ClusterSnapshot, Job, JobKey, Share
 
 RESERVED = "ReqNodeNotAvail, May be reserved for other job"
 SHARES = ("preemption", "gandiva", "timeslice")
@@ -98,6 +98,15 @@ def test_a_pinned_job_that_waits_for_something_else_has_no_claim():
         assert goals(decide(cluster(waits, held(2, 4), nodes=host("a")), "preemption")) == {2: ("a",)}
     soon = placed(1, "a", gpus=4, state_reason="BeginTime", eligible_s=NOW + 1.0)
     assert goals(decide(cluster(soon, held(2, 4), nodes=host("a")), "preemption")) == {}
+
+
+def test_a_pinned_job_of_two_hosts_keeps_no_gpus_of_one_while_the_other_takes_no_jobs():
+    """A job that Slurm requeues from a lost host has the pins of its last start, which may be its owner's."""
+    waits = placed(1, "a", "b", gpus=8, num_nodes=2, state_reason="ReqNodeNotAvail, UnavailableNodes:a")
+    waits = replace(waits, key=JobKey(1, 1))
+    lost = (*changed(host("a"), "a", up=False), *host("b"))
+    assert goals(decide(cluster(waits, held(2, 4), nodes=lost), "preemption")) == {2: ("b",)}
+    assert goals(decide(cluster(waits, held(2, 4), nodes=(*host("a"), *host("b"))), "preemption")) == {}
 
 
 @st.composite

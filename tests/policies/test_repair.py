@@ -5,20 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from snapshots import NOW, cluster, job, key, lease
+from snapshots import NOW, cluster, job, key, lease, node
 from test_timeslice import APPLY, decide
 
-from cadenza.policies.core.actions import DrainNode, Requeue, Resume, Suspend, Unsuspend, Yield
+from cadenza.policies.composition import PolicySettings, build
+from cadenza.policies.core.actions import DrainNode, Outcome, Place, Requeue, Resume, Suspend, Unsuspend, Yield
 from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.model import JobKey, Share
+from cadenza.policies.core.move import Move, Requeued
 from cadenza.policies.guard import GuardSettings, guard
 from cadenza.policies.ledger import remember
 from cadenza.policies.sharing.pipeline import Pipeline, stages_of
-from cadenza.policies.sharing.state.settings import GandivaSettings
-from cadenza.policies.sharing.turns.repair import ABSENT, MAX_REPAIRS, PROLOG_LOST
+from cadenza.policies.sharing.state.settings import REQUEUE_HOLD, GandivaSettings
+from cadenza.policies.sharing.turns.repair import ABSENT, MAX_REPAIRS, PROLOG_LOST, REQUEUE_FORGOTTEN
+from cadenza.slurm_plugin.service.failover.release_round import settled
 
 FROZEN = "node1: Slurm calls it running, and its processes are frozen"
 RUNS = "node1: Slurm calls it suspended, and its processes run"
 HOLDER = job(1, nodes=("node1-l1",), lease=lease("held", 0, held_s=70.0, vtime_s=70.0, shown="frozen", amiss=FROZEN))
+HELD = replace(APPLY, admission="held")
 WAITS = job(2, lease=lease("yielded", 0, vtime_s=10.0, shown="frozen"))
 GUARD = GuardSettings(partitions=frozenset({"gpu"}), enforce=True)
 
@@ -130,6 +135,76 @@ def test_a_job_whose_prologs_end_was_never_reported_is_requeued():
     assert decision.reasons[key(1)] == PROLOG_LOST
     for other in (replace(waits, prolog_lost=False), replace(waits, requeueable=False), replace(waits, options=None)):
         assert of_job(after(cluster(other), Memory())[0], 1) == []
+
+
+TERMINATED = job(1, state="OTHER", nodes=(), lease=None, terminated_s=NOW)
+
+
+@pytest.mark.parametrize("share", ["gandiva", "timeslice", "preemption", "none"])
+@pytest.mark.parametrize(("admission", "hold"), [("held", True), ("native", False)])
+def test_a_requeue_that_slurmctld_took_for_a_failure_is_ordered_again(share, admission, hold):
+    sharing = replace(APPLY, admission=admission)
+    policy = build(
+        "fifo", "none", share, PolicySettings(sharing=sharing, partitions=APPLY.partitions, phased_moves=True)
+    )
+    running = cluster(job(1))
+    memory = remember(Memory(), (Requeue(key(1), hold=hold, reason="makes room"),), running)
+    for tries in range(MAX_REPAIRS):
+        decision = policy.decide(cluster(TERMINATED), memory)
+        assert of_job(decision, 1) == [Requeue(key(1), hold, REQUEUE_FORGOTTEN, repair=True)]
+        assert f"{tries} of 3 repairs tried" in decision.reasons[key(1)]
+        judged = guard(decision.actions, cluster(TERMINATED), decision.memory, GUARD)
+        assert [one.allowed for one in judged if one.action in decision.actions[:1]] == [True]
+        memory = remember(decision.memory, decision.actions, cluster(TERMINATED))
+    assert of_job(policy.decide(cluster(TERMINATED), memory), 1) == [], "it is not tried for ever"
+
+
+def test_a_failure_is_left_alone_where_our_record_does_not_explain_it():
+    def orders(failed, requeued):
+        policy = build("fifo", "none", "timeslice", PolicySettings(sharing=APPLY, partitions=APPLY.partitions))
+        return of_job(policy.decide(cluster(failed), Memory(requeued=requeued)), 1)
+
+    assert orders(TERMINATED, {key(1): NOW - 5})
+    assert orders(TERMINATED, {key(1): NOW + 0.9}), "Slurm's times are whole seconds"
+    assert not orders(TERMINATED, {})
+    assert not orders(TERMINATED, {JobKey(1, 1): NOW - 5}), "another incarnation was requeued"
+    assert not orders(TERMINATED, {key(1): NOW + 2}), "it ended before the order"
+    assert not orders(TERMINATED, {key(1): NOW - 3600})
+    assert not orders(replace(TERMINATED, options=None), {key(1): NOW - 5})
+    assert not orders(replace(TERMINATED, terminated_s=None), {key(1): NOW - 5}), "it is only ending"
+
+
+def test_a_move_goes_on_after_its_requeue_was_forgotten_and_ordered_again():
+    policy = build(
+        "fifo", "none", "timeslice", PolicySettings(sharing=HELD, partitions=HELD.partitions, phased_moves=True)
+    )
+    move = Move(key(1), (Share("node2", 1, 2, 1000),), "by hand", Requeued(NOW - 5, NOW - 9, ("node1",)))
+    memory = Memory(moves=(move,), requeued={key(1): NOW - 5}, held={JobKey(1, 1): NOW - 5})
+    decision = policy.decide(cluster(TERMINATED), memory)
+    assert of_job(decision, 1) == [Requeue(key(1), True, REQUEUE_FORGOTTEN, repair=True)]
+    memory = remember(decision.memory, decision.actions, cluster(TERMINATED))
+    held = replace(job(1, state="PENDING", slurm_priority=0, state_reason=REQUEUE_HOLD), key=JobKey(1, 1), nodes=())
+    placed = policy.decide(cluster(held, nodes=(node("node1"), node("node2"))), memory)
+    assert [action.nodes for action in placed.actions if isinstance(action, Place)] == [("node2",)]
+
+
+def test_our_record_of_a_requeue_outlives_its_success_for_a_while():
+    """A slurmctld that is killed may show the old incarnation again although its successor was seen."""
+    memory = remember(Memory(), (Requeue(key(1), hold=True, reason=""),), cluster(job(1)))
+    successor = cluster(replace(job(1, state="PENDING", slurm_priority=0), key=JobKey(1, 1)))
+    assert remember(memory, (), successor).requeued == {key(1): NOW}
+    assert remember(memory, (), replace(successor, time_s=NOW + 3600)).requeued == {}
+    assert remember(memory, (), cluster()).requeued == {}
+
+
+def test_a_requeue_that_never_left_leaves_the_record_of_the_one_before():
+    before = Memory(requeued={key(1): 5.0}, held={JobKey(1, 1): 5.0})
+    requeue = Requeue(key(1), hold=True, reason="", repair=True)
+    memory = remember(before, (requeue,), cluster(TERMINATED))
+    kept = settled(memory, before, [(requeue, Outcome(ok=False, left=False))])
+    assert (kept.requeued, kept.held) == (before.requeued, before.held)
+    assert settled(memory, Memory(), [(requeue, Outcome(ok=False, left=False))]).requeued == {}
+    assert settled(memory, before, [(requeue, Outcome(ok=False))]).requeued == {key(1): NOW}, "it may have happened"
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED"])

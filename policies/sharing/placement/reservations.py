@@ -17,9 +17,12 @@ def reserve_pending_moves(state: SharingState) -> None:
         if move is not None and not (move.arriving and job.state != "PENDING"):
             _reserve(state, job, move.destination)
     state.stranded = stranded(state)
+    closed = {node.name for node in state.snapshot.nodes if not node.takes_jobs}
     for job in state.all_jobs:
         if job.key.id in state.relocating or job.key in state.stranded or not starts(job, state):
             continue
+        if not closed.isdisjoint(job.required_nodes):
+            continue  # Slurm starts it on none of its nodes while one of them takes no jobs
         request = ResourceRequest.under(job, state.settings)
         promised = job.key in state.memory.placed or job.state_reason.startswith(NODE_TAKEN)
         for host in state.hosts.values():

@@ -7,16 +7,21 @@ resumed when its turn comes. A suspend that is in force freezes the processes: w
 nothing from its owner or an admin, but only a suspend of ours is undone. A slurmctld may also forget that a job has
 ended: once its slurmd registers Slurm requeues it, which is half an hour away, so it is requeued now. So is a job
 whose prolog's end a slurmd that was killed never reported: Slurm waits for that until the job's time is over.
+A slurmctld may forget a requeue of ours whose stop has reached the job: it calls the job failed, and would start it
+never again. Where our own record has the order and Slurm's facts fit it, the requeue is ordered again.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from cadenza.policies.core.actions import Requeue, Suspend, Unsuspend
-from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
 from cadenza.policies.core.text import job_names
+from cadenza.policies.relocation.phases import MAX_LEAVE_S
+from cadenza.policies.sharing.state.settings import SharingSettings
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
 MAX_REPAIRS = 3
@@ -27,6 +32,13 @@ ABSENT = (
     "Slurm calls it running, and no step of it is left on its hosts: a killed slurmctld forgot its end, "
     "and Slurm itself would requeue it once slurmd registers"
 )
+
+
+REQUEUE_FORGOTTEN = (
+    "Cadenza requeued it, a killed slurmctld forgot that, and Slurm calls it failed by the SIGTERM of that requeue"
+)
+TICK_S = 1.0
+"""Slurm's times are whole seconds, rounded down."""
 
 
 PROLOG_LOST = "Slurm waits for the end of its prolog, which a killed slurmd never reported"
@@ -51,6 +63,36 @@ def repair_suspends(state: SharingState) -> None:
     repaired = {action.job for action in repairs}
     others = (action for action in state.slurm_actions if getattr(action, "job", None) not in repaired)
     state.slurm_actions = (*repairs, *others)
+
+
+def requeue_forgotten(
+    decision: Decision, snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings
+) -> Decision:
+    """Return the decision with the requeues of ours ordered again that a killed slurmctld took for failures.
+
+    Our own record has the order, and Slurm the end of that incarnation after it, by SIGTERM as slurmctld restarted.
+    """
+    lost = [
+        job
+        for job in (snapshot.by_key[key] for key in sorted(memory.requeued.keys() & snapshot.by_key.keys()))
+        if job.terminated_s is not None and settings.manages(job)
+        if 0.0 <= job.terminated_s + TICK_S - memory.requeued[job.key] <= MAX_LEAVE_S
+    ]
+    if not lost:
+        return decision
+    tries = {job.key: memory.repairs.get(job.key, 0) for job in lost}
+    again = (
+        Requeue(key, settings.places or JobKey(key.id, key.restart + 1) in memory.held, REQUEUE_FORGOTTEN, repair=True)
+        for key, count in tries.items()
+        if count < MAX_REPAIRS
+    )
+    shown = {key: f"{REQUEUE_FORGOTTEN} ({count} of {MAX_REPAIRS} repairs tried)" for key, count in tries.items()}
+    return replace(
+        decision,
+        actions=(*again, *decision.actions),
+        reasons={**decision.reasons, **shown},
+        quiet_until_s=0.0,
+    )
 
 
 def beyond_repair(snapshot: ClusterSnapshot, memory: Memory) -> dict[JobKey, Job]:

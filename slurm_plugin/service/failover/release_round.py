@@ -69,12 +69,16 @@ def settled(memory: Memory, before: Memory, outcomes: Iterable[tuple[Action, Out
     owner's later hold follows, or the job would stay held for ever. A suspend that failed stays: it may have
     happened all the same, and the next snapshot shows it. One that never left is not ours.
     """
-    suspended, placed, held, drained = set(memory.suspended), set(memory.placed), dict(memory.held), set(memory.drained)
+    suspended, placed, drained = set(memory.suspended), set(memory.placed), set(memory.drained)
+    held, requeued = dict(memory.held), dict(memory.requeued)
     for action, outcome in outcomes:
         if isinstance(action, Suspend) and not outcome.left and action.job not in before.suspended:
             suspended.discard(action.job)
         elif isinstance(action, Requeue) and not outcome.left:
-            held.pop(JobKey(action.job.id, action.job.restart + 1), None)
+            successor = JobKey(action.job.id, action.job.restart + 1)
+            for times_s, earlier, key in ((held, before.held, successor), (requeued, before.requeued, action.job)):
+                times_s.pop(key, None)
+                times_s.update({key: earlier[key]} if key in earlier else {})
         elif isinstance(action, DrainNode) and not outcome.left and action.node not in before.drained:
             drained.discard(action.node)
         elif isinstance(action, Unsuspend) and outcome.ok:
@@ -82,5 +86,10 @@ def settled(memory: Memory, before: Memory, outcomes: Iterable[tuple[Action, Out
         elif isinstance(action, Place | Release) and not outcome.ok and action.job not in before.placed:
             placed.discard(action.job)
     return replace(
-        memory, suspended=frozenset(suspended), placed=frozenset(placed), held=held, drained=frozenset(drained)
+        memory,
+        suspended=frozenset(suspended),
+        placed=frozenset(placed),
+        held=held,
+        requeued=requeued,
+        drained=frozenset(drained),
     )

@@ -34,6 +34,7 @@ class _MemoryRow(msgspec.Struct, frozen=True):
     held: tuple[tuple[JobKey, float], ...] = ()
     resumed: tuple[tuple[JobKey, float], ...] = ()
     repairs: tuple[tuple[JobKey, int], ...] = ()
+    requeued: tuple[tuple[JobKey, float], ...] = ()
 
 
 class _UndoRow(msgspec.Struct, frozen=True):
@@ -46,7 +47,7 @@ class _UndoRow(msgspec.Struct, frozen=True):
     resumed: tuple[tuple[JobKey, float], ...] = ()
 
 
-PAIRS = ("held", "last_yield_s", "repairs", "resumed", "sized")
+PAIRS = ("held", "last_yield_s", "repairs", "requeued", "resumed", "sized")
 """Fields of a Memory whose keys are no strings."""
 
 

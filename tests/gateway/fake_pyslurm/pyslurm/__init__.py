@@ -53,7 +53,8 @@ def log(*what: object) -> None:
 if trouble("import"):
     raise ImportError("libslurmfull.so: cannot open shared object file")
 
-STATES = {1: "RUNNING", 2: "SUSPENDED", 3: "PENDING", 4: "COMPLETED", 5: "PENDING"}
+BOOT_S = int(time.time())
+STATES = {1: "RUNNING", 2: "SUSPENDED", 3: "PENDING", 4: "COMPLETED", 5: "PENDING", 6: "FAILED"}
 
 
 class JobSubmitDescription:
@@ -74,6 +75,9 @@ class Job:
         self.state = STATES[number]
         self.requeue_count = 0
         self.priority = 0 if number == 3 else 1
+        self.exit_code_signal = 15 if number == 6 else 0
+        self.end_time = BOOT_S if number == 6 else None
+        self.is_requeueable = self.is_batch_job = number == 6
 
     @property
     def comment(self) -> str:
@@ -161,5 +165,7 @@ def _ping() -> SimpleNamespace:
     return SimpleNamespace(hostname="ctl", is_responding=True, latency=0.5)
 
 
-slurmctld = SimpleNamespace(ping_primary=_ping)
+slurmctld = SimpleNamespace(
+    ping_primary=_ping, Config=SimpleNamespace(load=lambda: SimpleNamespace(slurmctld_boot_time=BOOT_S))
+)
 utils = SimpleNamespace(helpers=SimpleNamespace(nodelist_from_range_str=lambda _: ["node1", "node2"]))
