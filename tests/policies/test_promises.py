@@ -100,6 +100,20 @@ def test_a_pinned_job_that_waits_for_something_else_has_no_claim():
     assert goals(decide(cluster(soon, held(2, 4), nodes=host("a")), "preemption")) == {}
 
 
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED"])
+def test_a_job_is_placed_anew_once_slurm_has_given_its_place_to_a_job_that_was_not_held(share, state):
+    """A job that was submitted while the service was away is in Slurm's own queue, and may be first there."""
+    other, memory = on(1, "a", 0, 1, state=state), Memory(placed=frozenset({key(2)}))
+    lanes = (*host("a", lanes=1, jobs=(other,)), *host("b", lanes=1))
+    crowded = placed(2, "a", gpus=4)
+    assert goals(decide(cluster(other, crowded, nodes=lanes), share, memory)) == {2: ("b",)}
+    assert goals(decide(cluster(other, placed(2, "a", gpus=2), nodes=lanes), share, memory)) == {}, "it has room"
+    assert goals(decide(cluster(other, crowded, nodes=lanes), share)) == {}, "the pin may be its owner's"
+    there = decide(cluster(other, crowded, nodes=lanes[:1]), share, memory)
+    assert "a, where it was placed, has been given to other jobs" in there.reasons[key(2)]
+
+
 def test_a_pinned_job_of_two_hosts_keeps_no_gpus_of_one_while_the_other_takes_no_jobs():
     """A job that Slurm requeues from a lost host has the pins of its last start, which may be its owner's."""
     waits = placed(1, "a", "b", gpus=8, num_nodes=2, state_reason="ReqNodeNotAvail, UnavailableNodes:a")

@@ -9,10 +9,12 @@ A job waits for GPUs when
   another job has its GPUs: it never had one, or it waits for its next turn.
 
 A job that is being moved does not wait: its new place is kept for it. Nor does one that Slurm is about to start where
-we have placed it, unless that node takes no jobs any more: then it is placed anew.
+we have placed it, unless that node takes no jobs any more or has others on its GPUs: then it is placed anew.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
 from cadenza.policies.relocation.phases import MAX_START_S
@@ -20,6 +22,7 @@ from cadenza.policies.sharing.state.host import Resident, ResourceRequest
 from cadenza.policies.sharing.state.settings import SharingSettings
 from cadenza.policies.sharing.state.sharing_state import WAITING_REASONS, SharingState
 
+OTHERS = "has been given to other jobs by Slurm"
 NODE_TAKEN = "ReqNodeNotAvail"
 """Beginning of Slurm's reason of a job whose required nodes are promised to an earlier job, or are away."""
 
@@ -50,16 +53,24 @@ def starts(job: Job, state: SharingState) -> bool:
 
 
 def stranded(state: SharingState) -> dict[JobKey, str]:
-    """Return the jobs that we have placed on nodes that take no jobs any more, each with the reason."""
+    """Return the jobs that Slurm cannot start where we have placed them, each with the reason.
+
+    The nodes take no jobs any more, or Slurm has given their GPUs to jobs that we did not hold, and that stay there.
+    """
     nodes = {node.name: node for node in state.snapshot.nodes}
+    given: Counter[str] = Counter()
+    for job in state.all_jobs if state.settings.places else ():
+        if job.state in ("RUNNING", "SUSPENDED") and job.key.id not in state.relocating:
+            given.update(dict.fromkeys(job.nodes, job.gpus // max(len(job.nodes), 1)))
     found: dict[JobKey, str] = {}
     for job in state.all_jobs if state.settings.places else ():
         ours = job.key in state.memory.placed and job.key.id not in state.relocating and state.settings.manages(job)
         if ours and starts(job, state):
             pins = [nodes[name] for name in job.required_nodes if name in nodes]
-            reasons = [f"{node.name}, where it was placed, {node.closed_reason}" for node in pins if node.closed_reason]
-            if reasons:
-                found[job.key] = reasons[0]
+            gone = [(node.name, node.closed_reason) for node in pins if node.closed_reason]
+            gone += [(node.name, OTHERS) for node in pins if given[node.name] + job.gpus // job.num_nodes > node.gpus]
+            if gone:
+                found[job.key] = f"{gone[0][0]}, where it was placed, {gone[0][1]}"
     return found
 
 
