@@ -6,11 +6,12 @@ Sources: slurm.conf, ``SchedulerParameters``; Slurm 25.11, ``_attempt_backfill``
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import ceil, inf
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from cadenza.policies.allocation.problem import placement_speed
@@ -23,6 +24,8 @@ from cadenza.policies.simulator.run_values import Counts, JobResult, Result, Sam
 Amount: TypeAlias = tuple[int, int, int]
 """GPUs, CPUs and MB."""
 NOTHING: Amount = (0, 0, 0)
+Shares: TypeAlias = tuple[tuple[int, Amount], ...]
+"""Positions of nodes, and what a job has there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +76,68 @@ def time_limit_s(job: TraceJob) -> float:
     return 2 * job.work_s + 300 if job.time_limit_s is None else job.time_limit_s
 
 
-def simulate_slurm(jobs: Sequence[TraceJob], nodes: Sequence[Node], setup: Setup, rules: Backfill = SLURM) -> Result:
+def simulate_slurm(
+    jobs: Sequence[TraceJob],
+    nodes: Sequence[Node],
+    setup: Setup,
+    rules: Backfill = SLURM,
+    *,
+    progress: Callable[[float, int], None] | None = None,
+) -> Result:
     """Return the result of Slurm alone: jobs start in order of priority, and later ones where they delay none.
 
     A job of up to a node's GPUs lies within one node; a wider one has an even part on each of the fewest nodes. All
-    jobs are taken from their submission to their end, or to the setup's horizon. Time limits end no job.
+    jobs are taken from their submission to their end, or to the setup's horizon. Time limits end no job. ``progress``
+    is called after each event with the simulated time in seconds and the jobs that have ended.
     """
-    return _Slurm(jobs, [node for node in nodes if node.lane == 0], setup, rules).run()
+    return _Slurm(jobs, [node for node in nodes if node.lane == 0], setup, rules).run(progress)
+
+
+class _Future:
+    """Resources that become free as running jobs end by their limits; answers are kept for the next call."""
+
+    def __init__(
+        self, now_s: float, free: Sequence[Sequence[int]], running: Iterable[tuple[float, Shares, float]]
+    ) -> None:
+        self.now_s = now_s
+        self.free = free
+        ends = sorted((max(end_s, now_s + 1), shares) for end_s, shares, _ in running)
+        self.ends_s = [end_s for end_s, _ in ends]
+        self.shares = [shares for _, shares in ends]
+        self.nodes = [_bits([at for at, _ in shares]) for shares in self.shares]
+        """By job in the order of their ends: its nodes, as bits."""
+        self._steps: dict[Amount, tuple[list[int], list[int]]] = {}
+        self._on: dict[int, tuple[list[int], list[float]]] = {}
+
+    def fitting(self, need: Amount, ended: int) -> int:
+        """Return the nodes, as bits, with room for ``need`` once so many of the jobs have ended."""
+        if need not in self._steps:
+            self._steps[need] = self._steps_of(need)
+        counts, nodes = self._steps[need]
+        return nodes[bisect_right(counts, ended)]
+
+    def _steps_of(self, need: Amount) -> tuple[list[int], list[int]]:
+        """Return the numbers of ended jobs at which nodes come to have room, and all nodes with room before each."""
+        free = [list(room) for room in self.free]
+        counts, nodes = [], [sum(1 << at for at, room in enumerate(free) if _fits(need, room))]
+        for ended, shares in enumerate(self.shares, 1):
+            more = 0
+            for at, amount in shares:
+                for kind, value in enumerate(amount):
+                    free[at][kind] += value
+                if not nodes[-1] >> at & 1 and _fits(need, free[at]):
+                    more |= 1 << at
+            if more:
+                counts.append(ended)
+                nodes.append(nodes[-1] | more)
+        return counts, nodes
+
+    def on(self, nodes: int) -> tuple[list[int], list[float]]:
+        """Return the positions of the jobs on any of these nodes, and their ends."""
+        if nodes not in self._on:
+            positions = [at for at, own in enumerate(self.nodes) if own & nodes]
+            self._on[nodes] = positions, [self.ends_s[at] for at in positions]
+        return self._on[nodes]
 
 
 class _Slurm:
@@ -94,13 +152,14 @@ class _Slurm:
         self.arrivals = sorted(jobs, key=lambda job: (job.submit_s, job.id))
         self.queue: list[Pending] = []
         self.ends: list[tuple[float, int, TraceJob]] = []
-        self.running: dict[int, tuple[float, tuple[tuple[int, Amount], ...], float]] = {}
+        self.running: dict[int, tuple[float, Shares, float]] = {}
         """By job: the end by its time limit, what it has on which nodes, and its start."""
+        self.future: _Future | None = None
         self.done: dict[int, JobResult] = {}
         self.samples: list[Sample] = []
         self.now_s = 0.0
 
-    def run(self) -> Result:
+    def run(self, progress: Callable[[float, int], None] | None) -> Result:
         """Run all events; backfill follows a change at the next multiple of its interval."""
         arrived, head_s, pass_s, horizon_s = 0, inf, inf, self.setup.horizon_s or inf
         looked_s, rules = -inf, self.rules
@@ -135,6 +194,8 @@ class _Slurm:
             elif ended or arrived > before:
                 pass_s = min(pass_s, _next(self.now_s, rules.interval_s)) if self.queue else inf
             self._sample()
+            if progress is not None:
+                progress(self.now_s, len(self.done))
         return self._result(min(self.now_s if horizon_s == inf else horizon_s, horizon_s))
 
     # --- The queue --------------------------------------------------------------------------------------
@@ -152,6 +213,7 @@ class _Slurm:
         while self.ends and self.ends[0][0] <= self.now_s:
             finish_s, _, job = heappop(self.ends)
             _, shares, start_s = self.running.pop(job.id)
+            self.future = None
             for at, amount in shares:
                 for kind, value in enumerate(amount):
                     self.free[at][kind] += value
@@ -171,6 +233,7 @@ class _Slurm:
             for kind, value in enumerate(amount):
                 self.free[at][kind] -= value
         self.running[job.id] = (self.now_s + pending.limit_s, shares, self.now_s)
+        self.future = None
         heappush(self.ends, (self.now_s + self._start_up_s(job) + job.work_s / self._speed(job, shares), job.id, job))
 
     def _place(self, pending: Pending, free: Sequence[Sequence[int]], among: int) -> list[int]:
@@ -178,28 +241,13 @@ class _Slurm:
 
         Several are taken from the smallest run of adjacent nodes with room that has as many, or else from the largest.
         """
-        need, count = pending.each[0], len(pending.each)
-        runs: list[list[int]] = []
+        need, fitting = pending.each[0], 0
         for at, room in enumerate(free):
-            if not among >> at & 1 or not _fits(need, room):
-                continue
-            if count == 1:
-                return [at]
-            if runs and runs[-1][-1] == at - 1:
-                runs[-1].append(at)
-            else:
-                runs.append([at])
-        if sum(map(len, runs)) < count:
-            return []
-        chosen: list[int] = []
-        while len(chosen) < count:
-            left = count - len(chosen)
-            best = min(runs, key=lambda run: len(run) if len(run) >= left else inf)
-            if len(best) < left:
-                best = max(runs, key=len)
-            chosen += best[:left]
-            runs.remove(best)
-        return sorted(chosen)
+            if among >> at & 1 and _fits(need, room):
+                fitting |= 1 << at
+                if len(pending.each) == 1:
+                    break
+        return _choose(fitting, len(pending.each))
 
     # --- Backfill ---------------------------------------------------------------------------------------
 
@@ -266,17 +314,18 @@ class _Slurm:
     def _free_of_reservations(self, slots: Sequence[Slot], from_s: float, to_s: float) -> tuple[int, float | None]:
         """Return the nodes without a reservation in this time, and the time from which further ones are free."""
         nodes, later_s = self.all_nodes, None
-        for number, one in enumerate(slots):
-            after = slots[number + 1] if number + 1 < len(slots) else None
-            if one.end_s > from_s and after is not None and later_s is None and after.nodes & ~(one.nodes & nodes):
-                later_s = one.end_s
-            if one.end_s <= from_s:
-                continue
-            if one.begin_s > to_s:
-                if later_s is None and number + 2 < len(slots):
+        last = len(slots) - 1
+        for number in range(bisect_right(slots, from_s, key=attrgetter("end_s")), len(slots)):
+            begin_s, end_s, own = slots[number]
+            if later_s is None and number < last and slots[number + 1].nodes & ~(own & nodes):
+                later_s = end_s
+            if begin_s > to_s:
+                if later_s is None and number + 1 < last:
                     later_s = slots[number + 1].end_s
                 break
-            nodes &= one.nodes
+            nodes &= own
+            if not nodes and later_s is not None:
+                break
         return nodes, later_s
 
     def _future_start(self, pending: Pending, among: int, from_s: float, to_s: float | None) -> tuple[float, list[int]]:
@@ -285,29 +334,23 @@ class _Slurm:
         Jobs whose limits end in one window of time are taken away together, and each window is longer than the one
         before it; jobs whose limits end after ``to_s`` stay.
         """
-        if from_s <= self.now_s and (spot := self._place(pending, self.free, among)):
+        future, need, count = self._future(), pending.each[0], len(pending.each)
+        if from_s <= self.now_s and (spot := _choose(future.fitting(need, 0) & among, count)):
             return self.now_s, spot
         # 1. Running jobs over by then are gone.
-        free = [list(room) for room in self.free]
-        coming = []
-        for end_s, shares in self._by_limit():
-            if end_s <= from_s:
-                _give_back(free, shares)
-            elif any(among >> at & 1 for at, _ in shares):
-                coming.append((end_s, shares))
-        if spot := self._place(pending, free, among):
+        first = bisect_right(future.ends_s, from_s)
+        if spot := _choose(future.fitting(need, first) & among, count):
             return max(from_s, self.now_s), spot
-        # 2. The others go by windows.
-        if to_s is not None:
-            coming = [one for one in coming if one[0] <= to_s]
-        gone = 0
-        for until in self._windows([end_s for end_s, _ in coming]):
-            for _, shares in coming[gone:until]:
-                _give_back(free, shares)
-            gone = until
-            if spot := self._place(pending, free, among):
-                last_s = max(end_s for end_s, shares in coming[:gone] if any(at in spot for at, _ in shares))
-                return max(last_s, from_s), spot
+        # 2. The others on these nodes go by windows.
+        coming, ends_s = future.on(among)
+        begin = bisect_left(coming, first)
+        end = len(coming) if to_s is None else bisect_right(ends_s, to_s)
+        for gone in self._windows(ends_s[begin:end]):
+            until = begin + gone
+            if spot := _choose(future.fitting(need, coming[until - 1] + 1) & among, count):
+                there = _bits(spot)
+                last = next(one for one in reversed(coming[:until]) if future.nodes[one] & there)
+                return max(future.ends_s[last], from_s), spot
         return inf, []
 
     def _windows(self, ends_s: Sequence[float]) -> Iterator[int]:
@@ -323,9 +366,11 @@ class _Slurm:
                 if ends_s[gone] <= bound_s + window_s:
                     break
 
-    def _by_limit(self) -> list[tuple[float, tuple[tuple[int, Amount], ...]]]:
-        """Return the running jobs' ends by their limits, the first first, with what they hold."""
-        return sorted((max(end_s, self.now_s + 1), shares) for end_s, shares, _ in self.running.values())
+    def _future(self) -> _Future:
+        """Return the ends of the running jobs by their limits; the same object until a job starts or time passes."""
+        if self.future is None or self.future.now_s != self.now_s:
+            self.future = _Future(self.now_s, self.free, self.running.values())
+        return self.future
 
     # --- Results ----------------------------------------------------------------------------------------
 
@@ -394,11 +439,30 @@ def _bits(spot: Sequence[int]) -> int:
     return sum(1 << at for at in spot)
 
 
-def _give_back(free: Sequence[list[int]], shares: Sequence[tuple[int, Amount]]) -> None:
-    """Add to the free resources what a job holds."""
-    for at, amount in shares:
-        for kind, value in enumerate(amount):
-            free[at][kind] += value
+def _choose(fitting: int, count: int) -> list[int]:
+    """Return so many of the nodes with room, given as bits, or nothing; see ``_Slurm._place``."""
+    if count == 1:
+        return [(fitting & -fitting).bit_length() - 1] if fitting else []
+    if fitting.bit_count() < count:
+        return []
+    # 1. Runs of adjacent nodes.
+    runs: list[list[int]] = []
+    for at in range(fitting.bit_length()):
+        if fitting >> at & 1:
+            if runs and runs[-1][-1] == at - 1:
+                runs[-1].append(at)
+            else:
+                runs.append([at])
+    # 2. The smallest run that has as many as are left, or else the largest.
+    chosen: list[int] = []
+    while len(chosen) < count:
+        left = count - len(chosen)
+        best = min(runs, key=lambda run: len(run) if len(run) >= left else inf)
+        if len(best) < left:
+            best = max(runs, key=len)
+        chosen += best[:left]
+        runs.remove(best)
+    return sorted(chosen)
 
 
 def _reserve(slots: list[Slot], start_s: float, end_s: float, nodes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -170,6 +171,35 @@ def test_the_command_puts_the_past_slurm_and_cadenza_next_to_each_other(tmp_path
     assert "The simulation&#39;s error" in text
     assert "Completion time by user" in text
     assert "cadenza whatif --sacct=" in text
+
+
+def test_a_long_history_says_its_time_beforehand_and_its_runs_apart_give_the_same(tmp_path, monkeypatch):
+    file = table(tmp_path, *(row(n, 60 * n, 60 * n, 60 * n + 200 + n % 7, 1 + n % 3) for n in range(20)))
+    words = ("--sacct", file, "--nodes", "1x4:16:64", "--movable", "50", "-o", str(tmp_path / "page.html"), "--json")
+    alone = whatif(*words)
+    for name, value in (("runs.LARGE_JOBS", 10), ("runs.TIMED_JOBS", 5), ("run_pool.MIN_JOBS_APART", 10)):
+        monkeypatch.setattr(f"cadenza.slurm_plugin.cli.whatif.{name}", value)
+    monkeypatch.setattr("cadenza.slurm_plugin.cli.whatif.run_pool._cpus", lambda: 2)
+    apart = whatif(*words)
+    assert re.fullmatch(r"20 jobs: about .+, estimated from 5 of them; longer .+\n", apart.stderr)
+    assert alone.stderr == ""
+    found = [json.loads(result.stdout) for result in (alone, apart)]
+    waits = found[0]["mean_wait_s"]
+    assert waits["cadenza, 50 % can move"] > 0
+    assert found[1]["mean_wait_s"] == waits
+
+
+def test_a_sample_is_a_stretch_of_time_and_says_what_was_drawn(tmp_path):
+    file = table(tmp_path, *(row(n, 6 * 3600 * n, 6 * 3600 * n + 60, 6 * 3600 * n + 90) for n in range(40)))
+    result = whatif("--sacct", file, "--nodes", "1x4:16:64", "--sample", "0.2", "--movable", "0",
+                    "-o", str(tmp_path / "page.html"))  # fmt: skip
+    assert "8 jobs in 1.8 days" in result.output
+    assert re.search(r"8 of 40 jobs were drawn: those that follow each other from day (\d+\.\d) to day", result.output)
+    history = read_history(read_job_records(Path(file).read_text(), "F"), read_cluster("1x4:16:64"), None)
+    drawn = history.sample(0.2).jobs
+    assert [job.id - drawn[0].id for job in drawn] == list(range(8))
+    assert [(job.submit_s, job.start_s - job.submit_s) for job in drawn[:2]] == [(0, 60), (6 * 3600, 60)]
+    assert history.sample(1) is history
 
 
 def test_without_matplotlib_there_is_the_table_and_no_page(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import ceil
@@ -103,8 +103,11 @@ def ratios(ours: Sequence[Summary], theirs: Sequence[Summary]) -> dict[str, floa
     return found
 
 
-def run_request(request: Request) -> Results:
-    """Run everything and return the results; raise InputError where jobs and cluster do not go together."""
+def run_request(request: Request, progress: Callable[[float, int], None] | None = None) -> Results:
+    """Run everything and return the results; raise InputError where jobs and cluster do not go together.
+
+    ``progress`` is called in place of a progress bar, with the simulated time in seconds and the jobs that have ended.
+    """
     summaries: list[Summary] = []
     runs: list[SavedRun] = []
     points: list[SweepPoint] = []
@@ -118,7 +121,7 @@ def run_request(request: Request) -> Results:
     for number, (load, seed) in enumerate(work, 1):
         jobs = request.jobs(seed, load)
         title = f"run {number} of {len(work)}" if len(work) > 1 else "simulating"
-        result = _simulated(request, jobs, title)
+        result = _simulated(request, jobs, title, progress)
         if load is not None:
             short = short or too_short(jobs)
             points.append(sweep_point(load, seed, jobs, result, request.window))
@@ -163,24 +166,28 @@ def _with_more_movable(jobs: tuple[TraceJob, ...], seed: int) -> tuple[TraceJob,
     return tuple(replace(job, checkpoints=True) if job.id in drawn else job for job in jobs)
 
 
-def _simulated(request: Request, jobs: tuple[TraceJob, ...], title: str) -> Result:
+def _simulated(
+    request: Request, jobs: tuple[TraceJob, ...], title: str, report: Callable[[float, int], None] | None = None
+) -> Result:
     window = request.window
-    if request.alone:
-        return simulate_slurm(jobs, request.nodes, request.setup)
-    if window is not None and window[1] > len(jobs):
+    if not request.alone and window is not None and window[1] > len(jobs):
         raise InputError(f"--window: ends at {window[1]}, and there are {len(jobs)} jobs")
     stopwatch = SystemClock().monotonic
-    with _progress(quiet=bool(request.words["quiet"])) as bar:
+    with progress_bar(quiet=bool(request.words["quiet"])) as bar:
         watch = _Watch(bar, title, window[1] if window else len(jobs), stopwatch())
 
         def progress(time_s: float, ended: int) -> None:
             watch.at(stopwatch(), time_s, ended)
 
-        return simulate(jobs, request.nodes, request.policy, request.setup, stopwatch=stopwatch, progress=progress)
+        if request.alone:
+            return simulate_slurm(jobs, request.nodes, request.setup, progress=report or progress)
+        return simulate(
+            jobs, request.nodes, request.policy, request.setup, stopwatch=stopwatch, progress=report or progress
+        )
 
 
 @contextmanager
-def _progress(*, quiet: bool) -> Iterator[Progress | None]:
+def progress_bar(*, quiet: bool) -> Iterator[Progress | None]:
     """Yield a progress bar on standard error, removed at the end; None without a terminal or with --quiet."""
     from rich.progress import Progress  # noqa: PLC0415
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from random import Random
 
@@ -16,7 +16,8 @@ from cadenza.slurm_plugin.cli.whatif.job_records import JobRecord
 
 SHORTEST_S = 1.0
 """Shorter runs are no work."""
-MOVABLE_SEED = 1
+MOVABLE_SEED, SAMPLE_SEED = 1, 1
+DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,31 @@ class History:
 
     jobs: tuple[PastJob, ...]
     left_out: Counter[str]
+    drawn: str = ""
+    """A sentence on the part that was drawn of it; empty for all of it."""
+
+    def consecutive(self, first: int, count: int) -> History:
+        """Return jobs that follow each other in order of submission, with times since the first of them."""
+        jobs = self.jobs[first : first + count]
+        begin_s = jobs[0].submit_s
+        return replace(self, jobs=tuple(
+            replace(job, submit_s=job.submit_s - begin_s, start_s=job.start_s - begin_s, end_s=job.end_s - begin_s)
+            for job in jobs
+        ))  # fmt: skip
+
+    def sample(self, part: float) -> History:
+        """Return a part of the jobs, from a stretch of time that is drawn at random, so that they queue as they did."""
+        total = len(self.jobs)
+        count = max(round(part * total), min(total, 1))
+        if count == total:
+            return self
+        first = Random(SAMPLE_SEED).randrange(total - count + 1)  # noqa: S311 (repeatable draws)
+        days = [self.jobs[at].submit_s / DAY_S for at in (first, first + count - 1)]
+        drawn = (
+            f"{count:,} of {total:,} jobs were drawn: those that follow each other from day {days[0]:.1f} to day "
+            f"{days[1]:.1f}, on the whole cluster, which is empty at first."
+        )
+        return replace(self.consecutive(first, count), drawn=drawn)
 
     def trace(self, movable: float) -> tuple[TraceJob, ...]:
         """Return the jobs for a simulation; a fraction of them, drawn at random, keeps checkpoints and can move."""

@@ -16,21 +16,25 @@ from cadenza.policies.simulator.figures import Summary, summarize
 from cadenza.policies.simulator.result_file import Saved, encode, save_run
 from cadenza.policies.simulator.shareable import Unshareable
 from cadenza.sidecar.clock import SystemClock
-from cadenza.slurm_plugin.cli.common import moment
+from cadenza.slurm_plugin.cli.common import moment, say
 from cadenza.slurm_plugin.cli.simulate.command import VARIABLES
-from cadenza.slurm_plugin.cli.simulate.output import saved
-from cadenza.slurm_plugin.cli.simulate.request import Site, read_file, read_request
-from cadenza.slurm_plugin.cli.simulate.runner import run_request
+from cadenza.slurm_plugin.cli.simulate.request import Site, read_file
 from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_nodes
 from cadenza.slurm_plugin.cli.whatif.history import History, as_it_was, read_history
 from cadenza.slurm_plugin.cli.whatif.job_records import read_job_records
+from cadenza.slurm_plugin.cli.whatif.run_pool import Task, estimate_s, run_task, run_tasks
 from cadenza.slurm_plugin.gateway.slurm_gateway import answer_of
 from cadenza.slurm_plugin.report.loader import load
 from cadenza.slurm_plugin.report.page_model import Loaded
+from cadenza.slurm_plugin.report.units import about
 
 AS_IT_WAS, SLURM = "as it was", "slurm"
 TIMEOUT_S = 600.0
+HISTORY_OPTIONS = ("sacct", "since", "nodes", "partition", "sample")
 MAX_RUNS = 5
+MIN_SAMPLE = 0.001
+LARGE_JOBS, TIMED_JOBS = 5_000, 500
+"""Number of jobs above which a run says how long it will take, and number of those that are timed for it."""
 NOT_IN_ACCOUNTING = ("idle_waiting_gpus", "cpu_utilization", "decision_ms", "decisions", "rounds", "wall_s", "gpu_busy")
 """Figures of a simulation that the accounting of a cluster does not have."""
 
@@ -55,32 +59,43 @@ def run_whatif(words: Mapping[str, Any]) -> WhatIf:
     nodes = _nodes(words, lanes)
     # 2. The past as it was.
     history = read_history(read_job_records(accounting, source), nodes, words["partition"])
+    if words["sample"] is not None:
+        history = history.sample(number(words["sample"], "--sample", MIN_SAMPLE, 1))
     if not history.jobs:
         counts = "; ".join(f"{count} {reason}" for reason, count in history.left_out.most_common())
         raise InputError(f"{source}: no job is left to simulate" + (f": {counts}" if counts else ""))
-    arguments = tuple(f"--{name}={words[name]}" for name in ("sacct", "since", "nodes", "partition") if words[name])
+    arguments = tuple(f"--{name}={words[name]}" for name in HISTORY_OPTIONS if words[name])
     past = as_it_was(history, nodes)
     summaries = [summarize(past)]
     known = {key: value for key, value in asdict(summaries[0]).items() if key not in NOT_IN_ACCOUNTING}
     it_was = Saved(AS_IT_WAS, arguments, past.gpus, past.cpus, (save_run(past, None, known),))
     files = [load(encode(it_was), source)]
     # 3. Slurm alone, and Cadenza with each part of movable jobs.
-    options: dict[str, Any] = dict.fromkeys(VARIABLES) | {"lanes": words["lanes"], "quiet": words["quiet"]}
+    labels = (SLURM, *(f"cadenza, {100 * part:.0f} % can move" for part in movable))
+
+    def tasks(jobs: History) -> list[Task]:
+        options = dict.fromkeys(VARIABLES) | {"lanes": words["lanes"], "quiet": words["quiet"]}
+        shares = ({"share": "none", "lanes": None}, *({} for _ in movable))
+        return [
+            Task({**options, **share, "label": label}, arguments, Site(jobs.trace(part), nodes))
+            for label, share, part in zip(labels, shares, (0.0, *movable), strict=True)
+        ]
+
+    if len(history.jobs) > LARGE_JOBS:
+        few = history.consecutive(len(history.jobs) // 2, TIMED_JOBS)
+        whole_s = estimate_s([run_task(task) for task in tasks(few)], TIMED_JOBS / len(history.jobs))
+        say(
+            f"{len(history.jobs):,} jobs: about {about(whole_s)}, estimated from {TIMED_JOBS:,} of them; "
+            "longer where the queue is longer",
+            err=True,
+        )
     unshareable = None
-    for number_of, part in enumerate(movable):
-        label = f"cadenza, {100 * part:.0f} % can move"
-        request = read_request({**options, "label": label}, arguments, Site(history.trace(part), nodes))
-        results = run_request(request if number_of == 0 else replace(request, baseline=None))
-        loaded = load(encode(saved(results)), source)
-        if loaded.baseline is not None:
-            files.append(replace(loaded.baseline, label=SLURM))
-            summaries += results.baselines
-            unshareable = results.unshareable
-        files.append(replace(loaded, baseline=None))
-        summaries += results.summaries
-    return WhatIf(
-        history, nodes, tuple(replace(file, command="whatif") for file in files), tuple(summaries), unshareable
-    )
+    for label, outcome in zip(labels, run_tasks(tasks(history), quiet=words["quiet"]), strict=True):
+        files.append(replace(load(outcome.saved, source), label=label))
+        summaries.append(outcome.summary)
+        unshareable = unshareable or outcome.unshareable
+    results = tuple(replace(file, command="whatif") for file in files)
+    return WhatIf(history, nodes, results, tuple(summaries), unshareable)
 
 
 def _parts(text: str) -> tuple[float, ...]:

@@ -10,12 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from cadenza.policies.simulator.figures import Summary, flat
+from cadenza.slurm_plugin.cli.whatif.history import DAY_S
 from cadenza.slurm_plugin.cli.whatif.runs import AS_IT_WAS, SLURM, WhatIf
 from cadenza.slurm_plugin.report.compare import compare, plain
 from cadenza.slurm_plugin.report.page import render
 from cadenza.slurm_plugin.report.units import HOUR_S, NARROW, about, duration
-
-DAY_S = 86_400.0
 
 
 def _hours(value: float) -> str:
@@ -52,6 +51,8 @@ def remarks(found: WhatIf) -> Iterator[str]:
         f"The simulation's error: under Slurm alone it has jobs wait {about(slurm)} on average, and they "
         f"really waited {about(was)}{error}."
     )
+    if found.history.drawn:
+        yield found.history.drawn
     if found.history.left_out:
         counts = "; ".join(f"{count:,} {reason}" for reason, count in found.history.left_out.most_common())
         yield f"Jobs that are left out: {counts}."

@@ -1,0 +1,110 @@
+"""Runs of a what-if next to each other, one process each, with one progress bar and an estimate of the time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any
+
+from cadenza.policies.simulator.figures import Summary
+from cadenza.policies.simulator.result_file import encode
+from cadenza.policies.simulator.shareable import Unshareable
+from cadenza.sidecar.clock import SystemClock
+from cadenza.slurm_plugin.cli.simulate.output import saved
+from cadenza.slurm_plugin.cli.simulate.request import Site, read_request
+from cadenza.slurm_plugin.cli.simulate.runner import progress_bar, run_request
+
+if TYPE_CHECKING:
+    from multiprocessing.queues import SimpleQueue
+
+MIN_JOBS_APART = 2_000
+"""Shorter runs are over before another process has started."""
+REPORT_S = 0.5
+
+
+@dataclass(frozen=True)
+class Task:
+    """One simulation: the options of ``cadenza simulate``, and the site that it runs on."""
+
+    options: Mapping[str, Any]
+    arguments: tuple[str, ...]
+    site: Site
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a task as ``cadenza simulate --save`` writes it, its figures, and the wall time of the run."""
+
+    saved: bytes
+    summary: Summary
+    unshareable: Unshareable | None
+    wall_s: float
+
+
+def run_task(task: Task, progress: Callable[[float, int], None] | None = None) -> Outcome:
+    """Return the outcome of one simulation; raise InputError where jobs and cluster do not go together."""
+    began_s = SystemClock().monotonic()
+    request = replace(read_request(task.options, task.arguments, task.site), baseline=None)
+    results = run_request(request, progress)
+    wall_s = SystemClock().monotonic() - began_s
+    return Outcome(encode(saved(results)), results.summaries[0], results.unshareable, wall_s)
+
+
+def run_tasks(tasks: Sequence[Task], *, quiet: bool) -> list[Outcome]:
+    """Return the outcomes of simulations of the same jobs; long ones run at once, as far as there are CPUs."""
+    jobs = len(tasks[0].site.jobs)
+    if jobs < MIN_JOBS_APART or _cpus() == 1:
+        return [run_task(task) for task in tasks]
+    context = get_context("spawn")
+    reports: SimpleQueue[tuple[int, int]] = context.SimpleQueue()
+    with (
+        ProcessPoolExecutor(
+            min(_cpus(), len(tasks)), mp_context=context, initializer=_report_to, initargs=(reports,)
+        ) as pool,
+        progress_bar(quiet=quiet) as bar,
+    ):
+        futures: list[Future[Outcome]] = [pool.submit(_run_apart, *row) for row in enumerate(tasks)]
+        bars = [bar.add_task(str(task.options["label"]), total=jobs) for task in tasks] if bar is not None else []
+        if bar is not None:
+            bar.start()
+        while wait(futures, REPORT_S).not_done or not reports.empty():
+            while not reports.empty():
+                number, ended = reports.get()
+                if bar is not None:
+                    bar.update(bars[number], completed=ended)
+        return [future.result() for future in futures]
+
+
+def estimate_s(outcomes: Sequence[Outcome], part: float) -> float:
+    """Return the wall time of ``run_tasks``, estimated from the same tasks with a part of the jobs."""
+    spent_s = [outcome.wall_s / part for outcome in outcomes]
+    return max(*spent_s, sum(spent_s) / _cpus())
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+# --- In a process of its own -----------------------------------------------------------------------------
+
+_reports: list[SimpleQueue[tuple[int, int]]] = []
+
+
+def _report_to(reports: SimpleQueue[tuple[int, int]]) -> None:
+    _reports[:] = [reports]
+
+
+def _run_apart(number: int, task: Task) -> Outcome:
+    """Run a task, and report how many of its jobs have ended, a few times a second."""
+    clock, next_s = SystemClock(), 0.0
+
+    def progress(_time_s: float, ended: int) -> None:
+        nonlocal next_s
+        if (now_s := clock.monotonic()) >= next_s:
+            next_s = now_s + REPORT_S
+            _reports[0].put((number, ended))
+
+    return run_task(replace(task, options={**task.options, "quiet": True}), progress)
