@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 from cadenza.policies.core.errors import InputError
@@ -43,6 +44,14 @@ def read_cluster(text: str, lanes: int = 1) -> tuple[Node, ...]:
             names = [host, *(f"{host}-l{lane}" for lane in range(1, lanes))]
             nodes += [replace(kind, name=name, host=host, lane=lane) for lane, name in enumerate(names)]
     return tuple(nodes)
+
+
+def widest_nodes(nodes: Iterable[Node]) -> dict[str, Node]:
+    """Return the node with the most GPUs of each partition: its parts for each GPU are what a job gets unasked."""
+    found: dict[str, Node] = {}
+    for node in sorted(nodes, key=lambda node: (node.gpus, node.cpus, node.name)):
+        found.update(dict.fromkeys(node.partitions, node))
+    return found
 
 
 def _kind(part: str, where: str) -> tuple[int, Node]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.profile import Profile
-from cadenza.policies.inputs.cluster import MAX_GPUS
+from cadenza.policies.inputs.cluster import MAX_GPUS, PARTITION
 from cadenza.policies.inputs.csv_table import (
     MAX_QUANTITY,
     Table,
@@ -63,6 +63,8 @@ class TraceJob:
     """Time limit that its user asks for; None: not said. Backfill plans with it, and it ends no simulated job."""
     checkpoints: bool = True
     """True if the job keeps checkpoints, so that it can move and a requeue loses a part of its work only."""
+    partition: str = PARTITION
+    """The job runs on nodes of this partition only."""
     tags: Mapping[str, str] = field(default_factory=dict)
     """The trace's other columns, as they are."""
 

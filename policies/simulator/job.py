@@ -17,7 +17,6 @@ from cadenza.policies.core.model import (
     StepRate,
 )
 from cadenza.policies.core.profile import MB_PER_GB, Profile
-from cadenza.policies.inputs.cluster import PARTITION
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.run_values import JobResult
 
@@ -215,7 +214,7 @@ class SimJob:
             key=self.key,
             user=trace.user,
             account=trace.account,
-            partition=PARTITION,
+            partition=trace.partition,
             qos="",
             state=self.state,
             gpus=self.gpus,

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 from cadenza.policies.allocation.problem import placement_speed
 from cadenza.policies.core.model import JobKey, Node, Share
 from cadenza.policies.core.profile import MB_PER_GB
+from cadenza.policies.inputs.cluster import widest_nodes
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.job import FIRST_ITERATIONS
 from cadenza.policies.simulator.run_values import Counts, JobResult, Result, Sample, Setup
@@ -147,8 +148,11 @@ class _Slurm:
         self.free = [[node.gpus, node.cpus, node.memory_mb] for node in nodes]
         self.all_nodes = (1 << len(nodes)) - 1
         self.gpus = sum(node.gpus for node in nodes)
-        first = max(nodes, key=lambda node: (node.gpus, node.cpus, node.name))
-        self.fair, self.widest = (first.cpus / first.gpus, first.memory_mb / first.gpus), first.gpus
+        self.widest = widest_nodes(nodes)
+        self.nodes_of = {
+            name: sum(1 << at for at, node in enumerate(nodes) if name in node.partitions) for name in self.widest
+        }
+        """By partition: its nodes, as bits."""
         self.arrivals = sorted(jobs, key=lambda job: (job.submit_s, job.id))
         self.queue: list[Pending] = []
         self.ends: list[tuple[float, int, TraceJob]] = []
@@ -201,10 +205,13 @@ class _Slurm:
     # --- The queue --------------------------------------------------------------------------------------
 
     def _pending(self, job: TraceJob) -> Pending:
-        count = -(-job.gpus // self.widest)
-        memory_mb = self.fair[1] if job.memory_gb_per_gpu is None else job.memory_gb_per_gpu * MB_PER_GB
+        widest = self.widest[job.partition]
+        count = -(-job.gpus // widest.gpus)
+        cpus, memory_mb = widest.cpus / widest.gpus, widest.memory_mb / widest.gpus
+        if job.memory_gb_per_gpu is not None:
+            memory_mb = job.memory_gb_per_gpu * MB_PER_GB
         widths = [job.gpus * (at + 1) // count - job.gpus * at // count for at in range(count)]
-        each = tuple((gpus, int(self.fair[0] * gpus), int(memory_mb * gpus)) for gpus in sorted(widths, reverse=True))
+        each = tuple((gpus, int(cpus * gpus), int(memory_mb * gpus)) for gpus in sorted(widths, reverse=True))
         order = (job.submit_s - self.rules.size_s * job.gpus / self.gpus, job.submit_s, job.id)
         return Pending(order, job, each, time_limit_s(job))
 
@@ -222,8 +229,16 @@ class _Slurm:
         return ended
 
     def _start_head(self) -> None:
-        while self.queue and (spot := self._place(self.queue[0], self.free, self.all_nodes)):
-            self._start(self.queue.pop(0), spot)
+        """Start jobs in order; a job that waits keeps those of its partition waiting, and no others."""
+        blocked: set[str] = set()
+        at = 0
+        while at < len(self.queue) and len(blocked) < len(self.nodes_of):
+            pending = self.queue[at]
+            if pending.job.partition not in blocked and (spot := self._place(pending, self.free, self.all_nodes)):
+                self._start(self.queue.pop(at), spot)
+            else:
+                blocked.add(pending.job.partition)
+                at += 1
 
     def _start(self, pending: Pending, spot: Sequence[int]) -> None:
         """Start a job with its parts on these nodes."""
@@ -237,11 +252,12 @@ class _Slurm:
         heappush(self.ends, (self.now_s + self._start_up_s(job) + job.work_s / self._speed(job, shares), job.id, job))
 
     def _place(self, pending: Pending, free: Sequence[Sequence[int]], among: int) -> list[int]:
-        """Return the nodes of ``among`` that a job gets, or nothing: one node is the first with room.
+        """Return the nodes of ``among`` that a job gets, or nothing: one node is the first of its partition with room.
 
         Several are taken from the smallest run of adjacent nodes with room that has as many, or else from the largest.
         """
         need, fitting = pending.each[0], 0
+        among &= self.nodes_of[pending.job.partition]
         for at, room in enumerate(free):
             if among >> at & 1 and _fits(need, room):
                 fitting |= 1 << at
@@ -272,14 +288,14 @@ class _Slurm:
                 _reserve(slots, start_s, start_s + pending.limit_s, _bits(spot))
 
     def _last_fitting(self, tested: Sequence[Pending]) -> int:
-        vain: set[tuple[Amount, ...]] = set()
+        vain: set[tuple[str, tuple[Amount, ...]]] = set()
         last = -1
         for number in range(len(tested) - 1, -1, -1):
-            each = tested[number].each
-            if each not in vain:
+            kind = tested[number].job.partition, tested[number].each
+            if kind not in vain:
                 if tested[number].job.id not in self.running and self._place(tested[number], self.free, self.all_nodes):
                     return number
-                vain.add(each)
+                vain.add(kind)
         return last
 
     def _earliest(self, pending: Pending, slots: Sequence[Slot]) -> tuple[float, list[int]]:
@@ -293,6 +309,7 @@ class _Slurm:
         while later_s is not None and later_s <= last_s:
             from_s = later_s
             nodes, later_s = self._free_of_reservations(slots, from_s, from_s + pending.limit_s)
+            nodes &= self.nodes_of[pending.job.partition]
             if nodes.bit_count() < len(pending.each):
                 continue
             start_s, spot = self._future_start(pending, nodes, from_s, later_s)
@@ -397,7 +414,7 @@ class _Slurm:
         cpus = sum(node.cpus - free[1] for node, free in zip(self.nodes, self.free, strict=True))
         fits = any(
             self._place(pending, self.free, self.all_nodes)
-            for pending in {one.each: one for one in self.queue}.values()
+            for pending in {(one.job.partition, one.each): one for one in self.queue}.values()
         )
         if self.samples and self.samples[-1].time_s == self.now_s:
             self.samples.pop()

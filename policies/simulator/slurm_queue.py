@@ -12,6 +12,7 @@ from cadenza.policies.simulator.job import SimJob
 class Request(NamedTuple):
     """Resources and nodes that a job asks Slurm for; jobs that ask alike start or wait alike."""
 
+    partition: str
     required_nodes: tuple[str, ...]
     promised: Placement
     num_nodes: int
@@ -56,7 +57,13 @@ class SlurmQueue:
                 lanes.setdefault(node.lane, []).append(node)
         for job in sorted(self._jobs, key=lambda job: (job.trace.submit_s, job.key)):
             request = Request(
-                job.required_nodes, job.promised, max(job.num_nodes, 1), job.gpus, job.cpus, job.memory_mb
+                job.trace.partition,
+                job.required_nodes,
+                job.promised,
+                max(job.num_nodes, 1),
+                job.gpus,
+                job.cpus,
+                job.memory_mb,
             )
             placement = () if request in vain else self._place(request, lanes)
             if placement:
@@ -80,6 +87,8 @@ class SlurmQueue:
                 if len(chosen) == request.num_nodes:
                     break
                 share = even_share(request, len(chosen), node.name)
+                if request.partition not in node.partitions:
+                    continue
                 if request.required_nodes and node.name not in request.required_nodes:
                     continue
                 if self._fits(node, share):

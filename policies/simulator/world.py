@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
@@ -11,6 +12,7 @@ from cadenza.policies.allocation.problem import placement_speed
 from cadenza.policies.core.errors import InputError, SimulationError
 from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node, Placement
 from cadenza.policies.core.profile import MB_PER_GB
+from cadenza.policies.inputs.cluster import widest_nodes
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.job import SimJob, best_or_one, whole_iterations
 from cadenza.policies.simulator.leases import Changes, Leases
@@ -61,6 +63,7 @@ class World:
         first = max(nodes, key=lambda node: (node.gpus, node.cpus, node.name))
         self._fair = (first.cpus / first.gpus, first.memory_mb / first.gpus)
         self._widest = first.gpus
+        self._by_partition = widest_nodes(nodes)
         self._check_fits(nodes)
         self._cpus = sum(node.cpus for node in nodes if node.lane == 0)
         self._touched: set[str] = set()
@@ -73,12 +76,16 @@ class World:
         self.busy = 0.0
 
     def _check_fits(self, nodes: Sequence[Node]) -> None:
-        gpus = sum(node.gpus for node in nodes if node.lane == 0)
-        most_gb = max(node.memory_mb for node in nodes) / MB_PER_GB
+        gpus, most_mb = Counter[str](), defaultdict[str, int](int)
+        for node in nodes:
+            for partition in node.partitions:
+                gpus[partition] += node.gpus if node.lane == 0 else 0
+                most_mb[partition] = max(most_mb[partition], node.memory_mb)
         for job in self._arrivals:
-            if job.gpus > gpus:
-                raise InputError(f"job {job.id} asks for {job.gpus} GPUs, the cluster has {gpus}")
-            on_node = min(job.gpus, self._widest)
+            if job.gpus > gpus[job.partition]:
+                raise InputError(f"job {job.id} asks for {job.gpus} GPUs, the cluster has {gpus[job.partition]}")
+            on_node = min(job.gpus, self._by_partition[job.partition].gpus)
+            most_gb = most_mb[job.partition] / MB_PER_GB
             if (job.memory_gb_per_gpu or 0.0) * on_node > most_gb:
                 each = f"{job.memory_gb_per_gpu:g} GB for each of {on_node} GPUs on a node"
                 raise InputError(f"job {job.id} asks for {each}, the largest node has {most_gb:g}")
@@ -133,10 +140,11 @@ class World:
 
     def _request(self, trace: TraceJob) -> tuple[int, int, int]:
         """Return the CPUs, MB and nodes that a job's user asks for: in proportion to its GPUs unless the trace says."""
-        cpus, memory_mb = self._fair
+        widest = self._by_partition[trace.partition]
+        cpus, memory_mb = widest.cpus / widest.gpus, widest.memory_mb / widest.gpus
         if trace.memory_gb_per_gpu is not None:
             memory_mb = trace.memory_gb_per_gpu * MB_PER_GB
-        return int(cpus * trace.gpus), int(memory_mb * trace.gpus), -(-trace.gpus // self._widest)
+        return int(cpus * trace.gpus), int(memory_mb * trace.gpus), -(-trace.gpus // widest.gpus)
 
     def _drop_stale(self) -> None:
         while self._ends:
@@ -414,13 +422,24 @@ class World:
         """Return the GPUs that nothing holds, 0 unless a job waits whose number of GPUs is idle on a host."""
         if self.leases is not None:
             held = self.leases.held_by_host()
-            idle = [node.gpus - held.get(node.host, 0) for node in self.nodes.values() if node.lane == 0 and node.up]
+            nodes = [node for node in self.nodes.values() if node.lane == 0 and node.up]
+            idle = [node.gpus - held.get(node.host, 0) for node in nodes]
         else:
-            idle = [node.gpus - self._used[node.name][0] for node in self.nodes.values() if node.up]
-        narrowest = min((job.gpus for job in self.live.values() if not job.running), default=inf)
-        whole = sum(count for count in idle if count == self._widest)
-        fits = narrowest <= (max(idle, default=0) if narrowest <= self._widest else whole)
-        return float(sum(idle)) if fits else 0.0
+            nodes = [node for node in self.nodes.values() if node.up]
+            idle = [node.gpus - self._used[node.name][0] for node in nodes]
+        narrowest: dict[str, int] = {}
+        for job in self.live.values():
+            if not job.running:
+                partition = job.trace.partition
+                narrowest[partition] = min(narrowest.get(partition, job.gpus), job.gpus)
+        counted: set[int] = set()
+        for name, gpus in narrowest.items():
+            here = [at for at, node in enumerate(nodes) if name in node.partitions]
+            whole = self._by_partition[name].gpus
+            room = max((idle[at] for at in here), default=0)
+            if gpus <= (room if gpus <= whole else sum(idle[at] for at in here if idle[at] == whole)):
+                counted.update(here)
+        return float(sum(idle[at] for at in counted))
 
     def results(self) -> tuple[JobResult, ...]:
         """Return every submitted job's result, the unfinished ones as of now."""

@@ -16,6 +16,9 @@ from hypothesis import strategies as st
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.cluster import read_cluster
+from cadenza.policies.inputs.trace import TraceJob
+from cadenza.policies.simulator.run_values import Setup
+from cadenza.policies.simulator.world import World
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_nodes
 from cadenza.slurm_plugin.cli.whatif.history import as_it_was, read_history
@@ -148,6 +151,52 @@ def test_hostile_lines_raise_the_decoders_error_only(text):
         read_history(read_job_records(f"{HEAD}\n{text}", "F"), read_cluster("1x8:16:64"), None)
     except InputError:
         return
+
+
+def two_partitions() -> str:
+    """Return an answer of scontrol with one node for each of two partitions."""
+    return json.dumps({"nodes": [
+        {"name": name, "cpus": 8 * gpus, "real_memory": 65536, "gres": f"gpu:{gpus}", "partitions": [partition]}
+        for name, gpus, partition in (("a", 4, "fast"), ("b", 2, "slow"))
+    ]})  # fmt: skip
+
+
+def test_a_job_runs_on_nodes_of_its_partition_only(tmp_path):
+    # Three jobs of "slow", which has two GPUs; the four of "fast" stay idle but for one job.
+    nodes = tmp_path / "nodes.json"
+    nodes.write_text(two_partitions())
+    rows = [row(n, n, 1000, 11_000, 2).replace("|gpu|", "|slow|") for n in (1, 2, 3)]
+    rows.append(row(4, 4, 1000, 11_000, 4).replace("|gpu|", "|fast|"))
+    rows.append(row(5, 5, 1000, 11_000, 4).replace("|gpu|", "|slow|"))
+    result = whatif("--sacct", table(tmp_path, *rows), "--nodes", str(nodes), "--movable", "0",
+                    "-o", str(tmp_path / "page.html"), "--json")  # fmt: skip
+    found = json.loads(result.stdout)
+    assert found["left_out"] == {"wider than the cluster": 1}
+    waits = found["mean_wait_s"]
+    # In one cluster of six GPUs no job would wait; in "slow" the second waits for the first, the third for the second.
+    assert waits["slurm"] == pytest.approx((10_000 + 20_000) / 4, rel=0.02)
+    assert waits["cadenza, 0 % can move"] == pytest.approx(waits["slurm"], rel=0.02)
+    both = read_cluster("1x4:16:64,1x2:16:64")
+    assert len(read_history(read_job_records(Path(table(tmp_path, *rows)).read_text(), "F"), both, None).jobs) == 5
+
+
+def test_slurms_own_queue_starts_a_job_in_its_partition():
+    nodes = read_nodes(two_partitions(), "F", 1)
+    world = World([TraceJob(1, 0.0, 2, 9.0, partition="slow")], nodes, Setup(admission="native"))
+    world.advance(0.0)
+    assert [share.node for job in world.live.values() for share in job.placement] == ["b"]
+
+
+def test_jobs_without_gpus_are_counted_with_their_part_of_the_cpu_time(tmp_path):
+    nodes = read_nodes(two_partitions(), "F", 2)
+    load = [
+        row(n, 0, start, end, 0).replace("|gpu|", f"|{partition}|").replace("cpu=1", "cpu=8")
+        for n, start, end, partition in ((2, 0, 50, "fast"), (3, 90, 200, "slow"), (4, 0, 100, "other"))
+    ]
+    text = "\n".join((HEAD, row(1, 0, 0, 100, 2).replace("|gpu|", "|fast|"), *load))
+    history = read_history(read_job_records(text, "F"), nodes, None)
+    assert history.left_out == {"without GPUs": 2, "in other partitions": 1}
+    assert history.cpu_load == pytest.approx((8 * 50 + 8 * 10) / (48 * 100))
 
 
 # --- The command -----------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -145,7 +145,7 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Sit
         phased_moves=names.through_slurm,
     )
     # 4. The policy, with the costs of the simulation as those that it expects.
-    settings = service_settings(names, setup)
+    settings = service_settings(names, setup, {name for node in nodes for name in node.partitions})
     if names.through_slurm:
         setup = replace(setup, guard=replace(guard_settings(settings), killed=False))
     rules = _policy_settings(words, names, setup, settings)
@@ -217,12 +217,12 @@ def _names(words: Mapping[str, Any], *, synergy: bool) -> Names:
     )
 
 
-def service_settings(names: Names, setup: Setup) -> Settings:
-    """Return the service's settings with these names: it acts on the simulated partition, and the rest is shipped."""
+def service_settings(names: Names, setup: Setup, partitions: Collection[str] = (PARTITION,)) -> Settings:
+    """Return the service's settings with these names: it acts on the simulated partitions, and the rest is shipped."""
     return msgspec.convert(
         {
             "service": {"mode": "apply", "admission": names.admission, "poll_s": setup.round_s},
-            "guard": {"partitions": [PARTITION]},
+            "guard": {"partitions": sorted(partitions)},
             "sharing": {"turns": names.turns, "share_between_users": names.share_between_users},
             "policy": {
                 "order": names.order,

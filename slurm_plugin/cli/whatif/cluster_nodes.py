@@ -10,7 +10,7 @@ import msgspec
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.model import Node
-from cadenza.policies.inputs.cluster import GPU_MEMORY_GB, MAX_CPUS, MAX_GPUS, MAX_NODES, PARTITION
+from cadenza.policies.inputs.cluster import GPU_MEMORY_GB, MAX_CPUS, MAX_GPUS, MAX_NODES
 
 GPUS = re.compile(r"gpu(?::([A-Za-z0-9][A-Za-z0-9_.-]{0,63}))?:(\d{1,6})(?:\([^)]*\))?", re.ASCII)
 GONE = frozenset({"FUTURE", "CLOUD", "POWERED_DOWN"})
@@ -34,7 +34,8 @@ class _Answer(msgspec.Struct, frozen=True):
 def read_nodes(text: str, source: str, lanes: int, partition: str | None = None) -> tuple[Node, ...]:
     """Return the hosts with GPUs of a file of ``scontrol show node --json``, each with its lanes.
 
-    Several nodes of one host, as lanes are, count once. Raise InputError for another file, for one without GPUs, and
+    They are in the partitions that Slurm names, or in ``partition`` alone. Several nodes of one host, as lanes are,
+    count once. Raise InputError for another file, for one without GPUs, and
     for a host with fewer CPUs than GPUs.
     """
     try:
@@ -55,7 +56,8 @@ def read_nodes(text: str, source: str, lanes: int, partition: str | None = None)
             host,
             Node(
                 name=host, host=host, lane=0, gpus=gpus, cpus=node.cpus, memory_mb=node.real_memory, gpu_type=kind,
-                gpu_memory_gb=GPU_MEMORY_GB.get(kind.upper()), partitions=(PARTITION,),
+                gpu_memory_gb=GPU_MEMORY_GB.get(kind.upper()),
+                partitions=(partition,) if partition else node.partitions,
             ),
         )  # fmt: skip
     if not hosts:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from random import Random
 
 from cadenza.policies.core.model import Node
 from cadenza.policies.core.profile import MB_PER_GB
+from cadenza.policies.inputs.cluster import PARTITION
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.run_values import Counts, JobResult, Result, Sample
 from cadenza.slurm_plugin.cli.whatif.job_records import JobRecord
@@ -37,6 +38,8 @@ class PastJob:
     memory_gb_per_gpu: float | None
     limit_s: float | None
     runs: int
+    partition: str
+    """One of the nodes'; ``PARTITION`` where these have no partitions of a site."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class History:
 
     jobs: tuple[PastJob, ...]
     left_out: Counter[str]
+    cpu_load: float = 0.0
+    """Part of the nodes' CPU time that jobs without GPUs had; they are left out."""
     drawn: str = ""
     """A sentence on the part that was drawn of it; empty for all of it."""
 
@@ -79,42 +84,62 @@ class History:
             TraceJob(
                 id=job.id, submit_s=job.submit_s, gpus=job.gpus, work_s=job.work_s, user=job.user,
                 memory_gb_per_gpu=job.memory_gb_per_gpu, time_limit_s=job.limit_s, checkpoints=at in drawn,
+                partition=job.partition,
             )
             for at, job in enumerate(self.jobs)
         )  # fmt: skip
 
 
 def read_history(records: Sequence[JobRecord], nodes: Sequence[Node], partition: str | None) -> History:
-    """Return the jobs that ended on GPUs which these nodes have; the runs of a job that was requeued are one job."""
+    """Return the jobs that ended on GPUs which their partition has; the runs of a job that was requeued are one job."""
     runs: defaultdict[int, list[JobRecord]] = defaultdict(list)
     for record in records:
         runs[record.job].append(record)
+    # 1. The size of each partition. Nodes that were given as a text have none of a site: all jobs are theirs.
+    gpus, each_gb = Counter[str](), defaultdict[str, float](float)
     whole = [node for node in nodes if node.lane == 0]
-    gpus, each_gb = sum(node.gpus for node in whole), max(node.memory_mb / node.gpus for node in whole) / MB_PER_GB
+    for node in whole:
+        for name in node.partitions:
+            gpus[name] += node.gpus
+            each_gb[name] = max(each_gb[name], node.memory_mb / node.gpus / MB_PER_GB)
+    if PARTITION in gpus:
+        for rows in runs.values():
+            rows[:] = [replace(row, partition=PARTITION) if partition in (None, row.partition) else row for row in rows]
+    # 2. The jobs that count.
     left_out: Counter[str] = Counter()
     found: list[tuple[float, int, list[JobRecord]]] = []
     for job, rows in runs.items():
         rows.sort(key=lambda row: (row.submit_s, row.start_s or row.submit_s))
-        if reason := _left_out(rows, gpus, each_gb, partition):
+        name = rows[-1].partition
+        if reason := _left_out(rows, gpus, each_gb[name]):
             left_out[reason] += 1
         else:
             found.append((rows[0].submit_s, job, rows))
     found.sort(key=lambda item: item[:2])
     begin_s = found[0][0] if found else 0.0
-    return History(tuple(_past_job(job, rows, begin_s) for _, job, rows in found), left_out)
+    jobs = tuple(_past_job(job, rows, begin_s) for _, job, rows in found)
+    # 3. The load of jobs without GPUs on these nodes, in the time of the others.
+    span_s, cpus = max((job.end_s for job in jobs), default=0.0), sum(node.cpus for node in whole)
+    cpu_s = sum(
+        row.cpus * max(min(row.end_s - begin_s, span_s) - max(row.start_s - begin_s, 0.0), 0.0)
+        for rows in runs.values()
+        for row in rows
+        if not row.gpus and row.partition in gpus and row.start_s is not None and row.end_s is not None
+    )
+    return History(jobs, left_out, min(cpu_s / (cpus * span_s), 1.0) if span_s else 0.0)
 
 
-def _left_out(rows: Sequence[JobRecord], gpus: int, each_gb: float, partition: str | None) -> str:
+def _left_out(rows: Sequence[JobRecord], gpus: Mapping[str, int], each_gb: float) -> str:
     """Return the reason for which a job is left out; empty for one that counts."""
     last = rows[-1]
     each_is_gb = (last.memory_mb or 0.0) / max(last.gpus, 1) / MB_PER_GB
     reasons = (
-        (partition is not None and last.partition != partition, "in other partitions"),
+        (last.partition not in gpus, "in other partitions"),
         (not last.gpus, "without GPUs"),
         (all(row.start_s is None for row in rows), "never started"),
         (last.end_s is None, "not over"),
         (_work_s(rows) < SHORTEST_S, f"ran for less than {SHORTEST_S:.0f} s"),
-        (last.gpus > gpus, "wider than the cluster"),
+        (last.gpus > gpus[last.partition], "wider than the cluster"),
         (each_is_gb > each_gb, "with more memory for each GPU than a host has"),
     )
     return next((reason for holds, reason in reasons if holds), "")
@@ -135,7 +160,7 @@ def _past_job(job: int, rows: Sequence[JobRecord], begin_s: float) -> PastJob:
     memory_gb = None if last.memory_mb is None else last.memory_mb / last.gpus / MB_PER_GB
     return PastJob(
         job, last.user, rows[0].submit_s - begin_s, min(starts) - begin_s, max(ends) - begin_s, _work_s(rows),
-        last.gpus, memory_gb, last.limit_s, len(starts),
+        last.gpus, memory_gb, last.limit_s, len(starts), last.partition,
     )  # fmt: skip
 
 

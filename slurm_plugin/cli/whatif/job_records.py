@@ -48,6 +48,7 @@ class JobRecord:
     limit_s: float | None
     gpus: int
     memory_mb: float | None
+    cpus: int = 0
 
 
 class _Number(msgspec.Struct, frozen=True):
@@ -205,7 +206,7 @@ def _tres(text: str, where: str) -> dict[str, float]:
             raise InputError(f"{where}: {quoted(part)} is not NAME=COUNT")
         if name == "mem":
             found[name] = number(amount[1], where) * MEMORY_MB[amount[2]]
-        elif name.startswith("gres/gpu"):
+        elif name == "cpu" or name.startswith("gres/gpu"):
             found[name] = number(amount[1], where, 0, MAX_COUNT)
     return found
 
@@ -230,5 +231,5 @@ def _record(row: _Row, limit_s: float | None, where: str) -> JobRecord:
     memory_mb = tres.get("mem", 0.0)
     return JobRecord(
         row.job, row.user or "unknown", row.partition, began_s, start_s, end_s, row.suspended_s, limit_s or None,
-        int(gpus), memory_mb if 0 < memory_mb <= MAX_QUANTITY else None,
+        int(gpus), memory_mb if 0 < memory_mb <= MAX_QUANTITY else None, int(min(tres.get("cpu", 0.0), MAX_COUNT)),
     )  # fmt: skip

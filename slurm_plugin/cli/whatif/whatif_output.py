@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from cadenza.policies.inputs.cluster import PARTITION
 from cadenza.policies.simulator.figures import Summary, flat
 from cadenza.slurm_plugin.cli.whatif.history import DAY_S
 from cadenza.slurm_plugin.cli.whatif.runs import AS_IT_WAS, SLURM, WhatIf
@@ -56,13 +57,24 @@ def remarks(found: WhatIf) -> Iterator[str]:
     if found.history.left_out:
         counts = "; ".join(f"{count:,} {reason}" for reason, count in found.history.left_out.most_common())
         yield f"Jobs that are left out: {counts}."
+    if found.history.cpu_load:
+        yield (
+            f"Jobs without GPUs had up to {found.history.cpu_load:.1%} of the CPU time of these nodes; in the "
+            "simulations these CPUs are free."
+        )
     if found.unshareable is not None and (text := found.unshareable.text()):
         yield f"{text}."
+    apart = "Jobs run on nodes of their partition only." if _partitions(found) else "All partitions count as one."
     yield (
         "Accounting does not say which jobs keep checkpoints: they are drawn at random. "
-        "Each job has its GPUs' part of a host's CPUs. Without --partition all partitions count as one. "
+        f"Each job has its GPUs' part of a host's CPUs. {apart} "
         "A requeued job counts with the sum of its runs."
     )
+
+
+def _partitions(found: WhatIf) -> bool:
+    """Return True if the nodes are in a site's own partitions."""
+    return not any(PARTITION in node.partitions for node in found.nodes)
 
 
 def _mean_wait_s(found: WhatIf, label: str) -> float:
@@ -105,5 +117,6 @@ def as_json(found: WhatIf, path: str) -> dict[str, Any]:
         **plain(compare(found.results, SLURM), path),
         "jobs": len(found.history.jobs),
         "left_out": dict(found.history.left_out),
+        "cpu_load": found.history.cpu_load,
         "mean_wait_s": {file.label: _mean_wait_s(found, file.label) for file in found.results},
     }
