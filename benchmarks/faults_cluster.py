@@ -255,7 +255,8 @@ class FaultRun:
             f"--iteration-s {ITERATION_S} --folder {PLACE}"
         )
         # A killed slurmctld forgets that a step has ended; without --overlap the next srun waits for that step's GPUs.
-        launch = f"srun --overlap --kill-on-bad-exit=1 {start}" if job.hosts > 1 else start
+        # One that has just started knows no node yet, and an srun that asks then asks again after more than a minute.
+        launch = f"srun --overlap --immediate=5 --kill-on-bad-exit=1 {start}" if job.hosts > 1 else start
         once = f"export ATTEMPT=$ATTEMPT-$RANDOM; {launch} && exit 0; sleep 0.5"
         script = f"for ATTEMPT in $(seq {ATTEMPTS}); do {once}; done; exit 1"
         return (
