@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -272,6 +273,17 @@ def test_a_job_or_user_has_its_lines_a_minute_and_the_next_line_counts_the_missi
     later = record(JobKey(1, 0), "x", at=61.0)
     assert lines.filter(later)
     assert later.getMessage() == f"1 x ({LINES_A_MINUTE} more lines about this in the minute before)"
+
+
+def test_connections_that_a_user_drops_count_as_the_users_lines(caplog: pytest.LogCaptureFixture) -> None:
+    closed = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    closed.close()
+    outbox, lines = transport.Outbox(), ForeignText()
+    with caplog.at_level(logging.INFO):
+        for _ in range(2 * LINES_A_MINUTE):
+            outbox.post(Session(closed, Peer(7, USER)), "error", error="x")
+        outbox.flush()
+    assert [lines.filter(line) for line in caplog.records].count(True) == LINES_A_MINUTE
 
 
 # --- a real agent ------------------------------------------------------------------------------------------------

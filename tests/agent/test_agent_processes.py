@@ -29,7 +29,7 @@ from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.telemetry.gpu_watch import GpuWatch
 from cadenza.sidecar.agent.telemetry.gpus import GpuDevice
-from cadenza.sidecar.agent.turns.arbiter import NO_ROOM_S, SUSPEND_S, Arbiter
+from cadenza.sidecar.agent.turns.arbiter import NO_ROOM_S, ORDER_S, SUSPEND_S, Arbiter
 from cadenza.sidecar.agent.turns.coordinator import LEAVE_S, StopCoordinator
 from cadenza.sidecar.agent_settings import AgentSettings
 
@@ -250,6 +250,19 @@ def test_a_job_that_has_yielded_does_not_come_back_before_slurm_resumes_the_next
     seen.states.update({1: "frozen", 2: "running"})
     seen.after(1.0)
     assert (out.state, following.state) == ("yielded", "held")
+
+
+def test_a_job_that_has_yielded_does_not_come_back_before_the_order_to_resume_the_next_one_is_here() -> None:
+    """The service sends it after the order to yield, which a job with short iterations may have followed by then."""
+    seen = Seen("tcp://ctl:6820")
+    out, following = seen.job(1), seen.job(2)
+    seen.facts(j1=False, j2=True)
+    out.state, out.vtime_s, out.since_s = "yielded", 50.0, seen.time.now()
+    seen.states[2] = "frozen"
+    seen.after(ORDER_S / 2)
+    assert (out.state, following.state) == ("yielded", "waiting")
+    seen.after(ORDER_S)
+    assert (out.state, following.state) == ("held", "waiting"), "no such order came"
 
 
 def test_gpus_do_not_stand_idle_for_a_resume_that_does_not_come() -> None:

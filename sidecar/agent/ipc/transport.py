@@ -106,7 +106,7 @@ def _send(session: Session, packet: bytes, fds: tuple[int, ...]) -> bool:
     except (BrokenPipeError, ConnectionResetError):
         return True
     except OSError as error:
-        log.info("peer lost pid=%d: %s", session.peer.pid, error)
+        log.info("peer lost pid=%d: %s", session.peer.pid, error, extra={"uid": session.peer.uid})
         return False
     return True
 

@@ -26,6 +26,8 @@ WATCH_S = 0.02
 """Time between two looks at a job whose suspend or resume by Slurm is awaited."""
 SUSPEND_S = 30.0
 """Longest wait for Slurm's suspend of a job that has yielded. After it that job may have its GPUs back."""
+ORDER_S = 1.0
+"""Longest time between the service's order to yield and its order to resume the next job, which follows it."""
 DRIVER_S = 5.0
 """Longest wait for the driver's look at the GPUs before a lease, in seconds; then the lease is given without it."""
 NO_ROOM_S = 15.0
@@ -220,13 +222,14 @@ class Arbiter:
             and (not other.managed or self._may_run(other, self.host.run(other.key), contended=True))
             for other in rivals
         )
-        resumes = not self.host.rotating() and any(map(self._awaits_resume, rivals))
+        recent = epoch - lease.since_s < ORDER_S
+        resumes = not self.host.rotating() and any(self._awaits_resume(other, ordered=recent) for other in rivals)
         return not any(map(self._is_overdue, rivals)) and (resumes or (wanted and not self._has_left(lease)))
 
-    def _awaits_resume(self, lease: Lease) -> bool:
-        """Return True for a job that is frozen while the service has ordered its turn: Slurm resumes it."""
-        ordered = lease.managed and self.host.clock.monotonic() < self.host.run(lease.key).preferred_until
-        return ordered and not lease.occupying and self.host.shown(lease, WATCH_S) == "frozen"
+    def _awaits_resume(self, lease: Lease, *, ordered: bool) -> bool:
+        """Return True for a frozen job whose turn the service has ordered, or may be about to: Slurm resumes it."""
+        ordered = ordered or self.host.clock.monotonic() < self.host.run(lease.key).preferred_until
+        return ordered and lease.managed and not lease.occupying and self.host.shown(lease, WATCH_S) == "frozen"
 
     def _is_overdue(self, lease: Lease) -> bool:
         """Return True for a job that takes no turns and has waited for longer than any suspend takes."""
