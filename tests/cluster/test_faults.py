@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cadenza.policies.sharing.turns.repair import REQUEUE_FORGOTTEN
-
-from cluster import PYTHON, wait_for
+from cluster import wait_for
 from harness import FOUR_GPUS, Cluster
 
 
@@ -97,37 +95,6 @@ def test_jobs_outlive_a_restart_of_slurmctld(cluster: Cluster) -> None:
     wait_for("slurmctld", lambda: "UP" in cluster.exec("ctl", "scontrol", "ping", check=False).stdout, 60)
     cluster.wait_done(*jobs, timeout=120)
     assert overlaps(cluster, jobs[0]) == []
-
-
-FORGET = """
-import os, sqlite3, sys
-job, slurmctld = int(sys.argv[1]), int(sys.argv[2])
-store = sqlite3.connect("file:/var/lib/cadenzad/cadenza.db?mode=ro", uri=True, timeout=10)
-query = "select 1 from actions where kind = 'Requeue' and ok = 1 and job = ?"
-while not store.execute(query, (job,)).fetchall():
-    pass
-os.kill(slurmctld, 9)
-"""
-"""Kill slurmctld as soon as it has accepted the service's requeue of a job."""
-
-
-def test_a_requeue_of_ours_that_a_killed_slurmctld_forgot_is_ordered_again(cluster: Cluster, kept: str) -> None:
-    """It calls the job failed by the SIGTERM that came with the requeue, and would start it never again."""
-    job = cluster.paced(
-        "fault-forgotten", "--checkpoint", f"{kept}/step", iterations=400, options=("--gres=gpu:1", "--cadenza")
-    )
-    wait_for("a job that saves checkpoints", lambda: cluster.lease(job).get("checkpoints"), 60)
-    cluster.service("ctl", "restart", "slurmctld")  # it saves its state
-    wait_for("slurmctld", lambda: "UP" in cluster.exec("ctl", "scontrol", "ping", check=False).stdout, 60)
-    slurmctld = cluster.exec("ctl", "supervisorctl", "pid", "slurmctld").stdout.strip()
-    cluster.cadenza("move", str(job), "--to", "node2")
-    cluster.exec("ctl", "timeout", "60", PYTHON, "-c", FORGET, str(job), slurmctld)
-    wait_for(
-        f"job {job} on the other host; {cluster.why(job).get('summary')}",
-        lambda: cluster.job(job).get("Restarts") == "1" and cluster.job(job).get("NodeList") == "node2", 60,
-    )  # fmt: skip
-    cluster.wait_done(job)
-    assert REQUEUE_FORGOTTEN in {reason for (reason,) in cluster.sql(f"select reason from actions where job = {job}")}
 
 
 def test_a_lost_host_costs_its_jobs_a_restart_as_without_us_and_no_others(cluster: Cluster) -> None:
