@@ -25,6 +25,8 @@ MIN_RELATIVE_DIFFERENCE = 0.005
 """Least difference that counts as better or worse."""
 MAX_ROWS = 12
 """Models and users that a table shows: those with the most jobs."""
+MIN_JOBS, MOST_CHANGED = 10, 6
+"""Jobs of a user or class whose mean says something; users and classes in the list of each direction."""
 WIDTHS = ((1, "1 GPU"), (7, "2 to 7 GPUs"), (8, "8 GPUs"), (inf, "more GPUs"))
 LENGTHS = ((600.0, "under 10 min"), (HOUR_S, "to 1 h"), (10 * HOUR_S, "to 10 h"), (inf, "longer"))
 """Largest number of GPUs, and largest run time in seconds, of each class."""
@@ -195,6 +197,24 @@ def _largest(slices: Sequence[Slice]) -> tuple[Slice, ...]:
     """Return the slices with the most jobs, in their own order."""
     kept = sorted(slices, key=lambda item: (-max(item.jobs), item.name))[:MAX_ROWS]
     return tuple(item for item in slices if item in kept)
+
+
+def most_changed(comparison: Comparison, label: str) -> tuple[Slice, ...]:
+    """Return the users and the classes by size that one result changes most: those that win, then those that lose.
+
+    Kinds of fewer than ``MIN_JOBS`` jobs are left out.
+    """
+    position = next(result.index for result in comparison.results if result.label == label)
+    users = _slices(comparison.results, lambda _run, job: job.user or "unknown")
+    changes = [
+        (ratio, item.name, item)
+        for item in (*(user._replace(name=f"user {user.name}") for user in users), *comparison.by_size)
+        if min(item.jobs) >= MIN_JOBS and (ratio := item.cells[position].ratio) is not None
+    ]
+    ordered = sorted(changes, key=lambda change: change[:2])
+    wins = [item for ratio, _, item in ordered if ratio < 1 - MIN_RELATIVE_DIFFERENCE]
+    losses = [item for ratio, _, item in ordered if ratio > 1 + MIN_RELATIVE_DIFFERENCE]
+    return (*wins[:MOST_CHANGED], *losses[-MOST_CHANGED:])
 
 
 def _named(slices: Sequence[Slice]) -> tuple[Slice, ...]:

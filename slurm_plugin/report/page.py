@@ -13,7 +13,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from cadenza.slurm_plugin.report.charts import charts
 from cadenza.slurm_plugin.report.draw import DARK, LIGHT, NARROW, WIDE, draw, look
-from cadenza.slurm_plugin.report.page_model import Comparison, Result
+from cadenza.slurm_plugin.report.heat_map import heat_maps
+from cadenza.slurm_plugin.report.page_model import Comparison, Result, Slice
 from cadenza.slurm_plugin.report.sentences import summary
 from cadenza.slurm_plugin.report.tables import VersusText, sections, slice_table, versus
 from cadenza.slurm_plugin.report.units import HOUR_S, count, number, unit_of
@@ -50,8 +51,11 @@ def document(template: str, title: str, results: Sequence[Result] = (), **values
     return page.render(title=title, results=results, script=script, script_digest=digest, **values)
 
 
-def render(comparison: Comparison, title: str, remarks: Sequence[str] = ()) -> str:
-    """Return the page, with remarks ahead of its own notes. Raise EnvironmentLacks without matplotlib."""
+def render(comparison: Comparison, title: str, remarks: Sequence[str] = (), extremes: Sequence[Slice] = ()) -> str:
+    """Return the page, with remarks ahead of its own notes, and a table of the kinds of jobs that changed most.
+
+    Raise EnvironmentLacks without matplotlib.
+    """
     results = comparison.results
     several = len(results) > 1
     # 1. The facts below the title.
@@ -66,6 +70,7 @@ def render(comparison: Comparison, title: str, remarks: Sequence[str] = ()) -> s
     ]
     # 3. The tables by kind of job.
     kinds = (
+        ("by-change", "Users and classes that win and lose most", "User or class", extremes),
         ("by-gpus", "Completion time by number of GPUs", "GPUs", comparison.by_gpus),
         ("by-size", "Completion time by size and length", "GPUs and run time", comparison.by_size),
         ("by-user", "Completion time by user", "User", comparison.by_user),
@@ -77,7 +82,7 @@ def render(comparison: Comparison, title: str, remarks: Sequence[str] = ()) -> s
     return document(
         "comparison.html", title, results, facts=facts, notes=(*remarks, *comparison.notes),
         cards=[_card(result, comparison) for result in results], sections=sections(comparison), charts=drawings,
-        slices=slices, commands=[_command(result) for result in results],
+        slices=slices, heat_maps=heat_maps(comparison), commands=[_command(result) for result in results],
         most_seeds=max(len(result.runs) for result in results),
     )  # fmt: skip
 

@@ -226,11 +226,11 @@ def test_a_long_history_says_its_time_beforehand_and_its_runs_apart_give_the_sam
     file = table(tmp_path, *(row(n, 60 * n, 60 * n, 60 * n + 200 + n % 7, 1 + n % 3) for n in range(20)))
     words = ("--sacct", file, "--nodes", "1x4:16:64", "--movable", "50", "-o", str(tmp_path / "page.html"), "--json")
     alone = whatif(*words)
-    for name, value in (("runs.LARGE_JOBS", 10), ("runs.TIMED_JOBS", 5), ("run_pool.MIN_JOBS_APART", 10)):
+    for name, value in (("runs.LARGE_JOBS", 10), ("run_pool.TIMED_JOBS", 5), ("run_pool.MIN_JOBS_APART", 10)):
         monkeypatch.setattr(f"cadenza.slurm_plugin.cli.whatif.{name}", value)
     monkeypatch.setattr("cadenza.slurm_plugin.cli.whatif.run_pool._cpus", lambda: 2)
     apart = whatif(*words)
-    assert re.fullmatch(r"20 jobs: about .+, estimated from 5 of them; longer .+\n", apart.stderr)
+    assert re.fullmatch(r"20 jobs: .+ to .+, estimated from 10 of them\n", apart.stderr)
     assert alone.stderr == ""
     found = [json.loads(result.stdout) for result in (alone, apart)]
     waits = found[0]["mean_wait_s"]
@@ -273,6 +273,8 @@ def test_without_matplotlib_there_is_the_table_and_no_page(tmp_path, monkeypatch
         (("--sacct", "none.json", "--nodes", "1x4:16:64"), "--sacct: 'none.json' cannot be read"),
         (("--sacct", str(SACCT), "--nodes", "1x4:16:64", "--movable", "101"), "--movable: '101' is not from 0 to 100"),
         (("--sacct", str(SACCT), "--nodes", "1x4:16:64", "--lanes", "1"), "--lanes"),
+        (("--sacct", str(SACCT), "--nodes", "1x4:16:64", "--sample", "2"), "--sample: '2' is not from 0.001 to 1"),
+        (("--sacct", str(SACCT), "--nodes", "1x4:16:64", "--more", "x"), "--more: 'x' is not lane or memory"),
         (("--sacct", str(SACCT), "--nodes", "1x4:16:64", "--partition", "x"), "no job is left to simulate: "),
         (("--sacct", str(SACCT), "--nodes", "1x4:16:64", "-o", "no/folder/x.html"), "--output: "),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Annotated
 
@@ -63,8 +64,14 @@ def read_nodes(text: str, source: str, lanes: int, partition: str | None = None)
     if not hosts:
         place = f" of partition {partition!r}" if partition else ""
         raise InputError(f"{source}: no node{place} has GPUs")
+    return with_lanes(tuple(hosts.values()), lanes)
+
+
+def with_lanes(nodes: Iterable[Node], lanes: int) -> tuple[Node, ...]:
+    """Return the hosts among the nodes, each with as many lanes."""
     return tuple(
         replace(host, name=f"{host.name}-l{lane}", lane=lane) if lane else host
-        for host in hosts.values()
+        for host in nodes
+        if host.lane == 0
         for lane in range(lanes)
     )

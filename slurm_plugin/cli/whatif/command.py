@@ -23,6 +23,8 @@ from cadenza.slurm_plugin.cli.common import console, emit, json_option, say
 @click.option("--movable", metavar="PERCENT,…", default="0,50",
               help="Part of the jobs that keep checkpoints and can move; a run for each (default: 0,50).")  # fmt: skip
 @click.option("--sample", metavar="PART", help="A stretch of time with this part of the jobs, such as 0.2.")
+@click.option("--more", metavar="lane,memory",
+              help="Run again with one more lane, and with twice the memory, to show what they bring.")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Page to write (default: whatif.html).")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @json_option

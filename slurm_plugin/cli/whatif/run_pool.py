@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
+from math import log2
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 MIN_JOBS_APART = 2_000
 """Shorter runs are over before another process has started."""
 REPORT_S = 0.5
+TIMED_JOBS, TIMED_S = 500, 10.0
+"""Jobs of the first run that is timed for an estimate; seconds after which no longer one follows."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,22 @@ def run_tasks(tasks: Sequence[Task], *, quiet: bool) -> list[Outcome]:
         return [future.result() for future in futures]
 
 
-def estimate_s(outcomes: Sequence[Outcome], part: float) -> float:
-    """Return the wall time of ``run_tasks``, estimated from the same tasks with a part of the jobs."""
-    spent_s = [outcome.wall_s / part for outcome in outcomes]
-    return max(*spent_s, sum(spent_s) / _cpus())
+def estimate_s(tasks_of: Callable[[int], Sequence[Task]], jobs: int) -> tuple[float, float, int]:
+    """Return the least and the most wall seconds that ``run_tasks`` is expected to take, and the jobs timed for it.
+
+    ``tasks_of`` returns the tasks with as many of the jobs. Their number is doubled until the runs take long enough to
+    tell. The least grows with the number of jobs; the most as the time did with the last doubling, because each round
+    looks at the whole queue, and at most with the square.
+    """
+    count, before_s, growth = min(TIMED_JOBS, jobs), 0.0, 1.0
+    while True:
+        spent_s = [run_task(replace(task, options={**task.options, "quiet": True})).wall_s for task in tasks_of(count)]
+        whole_s = max(*spent_s, sum(spent_s) / _cpus())
+        if before_s:
+            growth = min(max(log2(whole_s / before_s), 1.0), 2.0)
+        if sum(spent_s) > TIMED_S or count > jobs / 4:
+            return whole_s * jobs / count, whole_s * (jobs / count) ** growth, count
+        count, before_s = 2 * count, whole_s
 
 
 def _cpus() -> int:

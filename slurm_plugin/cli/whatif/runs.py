@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.model import Node
@@ -19,22 +19,23 @@ from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.common import moment, say
 from cadenza.slurm_plugin.cli.simulate.command import VARIABLES
 from cadenza.slurm_plugin.cli.simulate.request import Site, read_file
-from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_nodes
+from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_nodes, with_lanes
 from cadenza.slurm_plugin.cli.whatif.history import History, as_it_was, read_history
 from cadenza.slurm_plugin.cli.whatif.job_records import read_job_records
-from cadenza.slurm_plugin.cli.whatif.run_pool import Task, estimate_s, run_task, run_tasks
+from cadenza.slurm_plugin.cli.whatif.run_pool import Task, estimate_s, run_tasks
 from cadenza.slurm_plugin.gateway.slurm_gateway import answer_of
 from cadenza.slurm_plugin.report.loader import load
 from cadenza.slurm_plugin.report.page_model import Loaded
-from cadenza.slurm_plugin.report.units import about
+from cadenza.slurm_plugin.report.units import NARROW, about
 
 AS_IT_WAS, SLURM = "as it was", "slurm"
 TIMEOUT_S = 600.0
 HISTORY_OPTIONS = ("sacct", "since", "nodes", "partition", "sample")
 MAX_RUNS = 5
+LANE, MEMORY = MORE = ("lane", "memory")
 MIN_SAMPLE = 0.001
-LARGE_JOBS, TIMED_JOBS = 5_000, 500
-"""Number of jobs above which a run says how long it will take, and number of those that are timed for it."""
+LARGE_JOBS = 5_000
+"""Number of jobs above which a run says how long it will take."""
 NOT_IN_ACCOUNTING = ("idle_waiting_gpus", "cpu_utilization", "decision_ms", "decisions", "rounds", "wall_s", "gpu_busy")
 """Figures of a simulation that the accounting of a cluster does not have."""
 
@@ -48,6 +49,19 @@ class WhatIf:
     results: tuple[Loaded, ...]
     summaries: tuple[Summary, ...]
     unshareable: Unshareable | None
+    last: str
+    """Label of the run with the last part of movable jobs."""
+    more: int
+    """Number of runs after that one, each on a cluster with more of something."""
+
+
+class Variant(NamedTuple):
+    """One simulation: its label, the part of the jobs that can move, the nodes, and options of ``cadenza simulate``."""
+
+    label: str
+    movable: float
+    nodes: tuple[Node, ...]
+    options: Mapping[str, str]
 
 
 def run_whatif(words: Mapping[str, Any]) -> WhatIf:
@@ -55,6 +69,7 @@ def run_whatif(words: Mapping[str, Any]) -> WhatIf:
     # 1. The accounting and the nodes, from files or from this cluster.
     lanes = integer(words["lanes"], "--lanes", 2, MAX_LANES)
     movable = _parts(words["movable"])
+    more = _one_more(words["more"], lanes)
     accounting, source = _accounting(words)
     nodes = _nodes(words, lanes)
     # 2. The past as it was.
@@ -71,31 +86,32 @@ def run_whatif(words: Mapping[str, Any]) -> WhatIf:
     it_was = Saved(AS_IT_WAS, arguments, past.gpus, past.cpus, (save_run(past, None, known),))
     files = [load(encode(it_was), source)]
     # 3. Slurm alone, and Cadenza with each part of movable jobs.
-    labels = (SLURM, *(f"cadenza, {100 * part:.0f} % can move" for part in movable))
+    variants = [
+        Variant(SLURM, 0.0, nodes, {"share": "none"}),
+        *(Variant(_label(part), part, nodes, {"lanes": str(lanes)}) for part in movable),
+        *(_more(name, movable[-1], nodes, lanes) for name in more),
+    ]
 
     def tasks(jobs: History) -> list[Task]:
-        options = dict.fromkeys(VARIABLES) | {"lanes": words["lanes"], "quiet": words["quiet"]}
-        shares = ({"share": "none", "lanes": None}, *({} for _ in movable))
+        options = dict.fromkeys(VARIABLES) | {"quiet": words["quiet"]}
         return [
-            Task({**options, **share, "label": label}, arguments, Site(jobs.trace(part), nodes))
-            for label, share, part in zip(labels, shares, (0.0, *movable), strict=True)
+            Task({**options, **one.options, "label": one.label}, arguments, Site(jobs.trace(one.movable), one.nodes))
+            for one in variants
         ]
 
     if len(history.jobs) > LARGE_JOBS:
-        few = history.consecutive(len(history.jobs) // 2, TIMED_JOBS)
-        whole_s = estimate_s([run_task(task) for task in tasks(few)], TIMED_JOBS / len(history.jobs))
-        say(
-            f"{len(history.jobs):,} jobs: about {about(whole_s)}, estimated from {TIMED_JOBS:,} of them; "
-            "longer where the queue is longer",
-            err=True,
+        low_s, high_s, timed = estimate_s(
+            lambda count: tasks(history.consecutive((len(history.jobs) - count) // 2, count)), len(history.jobs)
         )
+        line = f"{len(history.jobs):,} jobs: {about(low_s)} to {about(high_s)}, estimated from {timed:,} of them"
+        say(line.replace(NARROW, " "), err=True)
     unshareable = None
-    for label, outcome in zip(labels, run_tasks(tasks(history), quiet=words["quiet"]), strict=True):
-        files.append(replace(load(outcome.saved, source), label=label))
+    for variant, outcome in zip(variants, run_tasks(tasks(history), quiet=words["quiet"]), strict=True):
+        files.append(replace(load(outcome.saved, source), label=variant.label))
         summaries.append(outcome.summary)
         unshareable = unshareable or outcome.unshareable
     results = tuple(replace(file, command="whatif") for file in files)
-    return WhatIf(history, nodes, results, tuple(summaries), unshareable)
+    return WhatIf(history, nodes, results, tuple(summaries), unshareable, _label(movable[-1]), len(more))
 
 
 def _parts(text: str) -> tuple[float, ...]:
@@ -104,6 +120,30 @@ def _parts(text: str) -> tuple[float, ...]:
     if len(parts) > MAX_RUNS:
         raise InputError(f"--movable: {len(parts)} parts are more than {MAX_RUNS}")
     return parts
+
+
+def _one_more(text: str | None, lanes: int) -> tuple[str, ...]:
+    """Return the names in --more, each once."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(","))) if text else ()
+    for name in names:
+        if name not in MORE:
+            raise InputError(f"--more: {quoted(name)} is not {' or '.join(MORE)}")
+    if LANE in names and lanes == MAX_LANES:
+        raise InputError(f"--more: {lanes} lanes are the most there can be")
+    return names
+
+
+def _label(part: float) -> str:
+    return f"cadenza, {100 * part:.0f} % can move"
+
+
+def _more(name: str, part: float, nodes: tuple[Node, ...], lanes: int) -> Variant:
+    """Return the run on a cluster with one more lane, or with twice the memory."""
+    if name == LANE:
+        lanes += 1
+        return Variant(f"{_label(part)}, {lanes} lanes", part, with_lanes(nodes, lanes), {"lanes": str(lanes)})
+    larger = tuple(replace(node, memory_mb=2 * node.memory_mb) for node in nodes)
+    return Variant(f"{_label(part)}, twice the memory", part, larger, {"lanes": str(lanes)})
 
 
 def _accounting(words: Mapping[str, Any]) -> tuple[str, str]:

@@ -13,9 +13,9 @@ from cadenza.policies.inputs.cluster import PARTITION
 from cadenza.policies.simulator.figures import Summary, flat
 from cadenza.slurm_plugin.cli.whatif.history import DAY_S
 from cadenza.slurm_plugin.cli.whatif.runs import AS_IT_WAS, SLURM, WhatIf
-from cadenza.slurm_plugin.report.compare import compare, plain
+from cadenza.slurm_plugin.report.compare import compare, most_changed, plain
 from cadenza.slurm_plugin.report.page import render
-from cadenza.slurm_plugin.report.units import HOUR_S, NARROW, about, duration
+from cadenza.slurm_plugin.report.units import HOUR_S, NARROW, about, duration, percent
 
 
 def _hours(value: float) -> str:
@@ -52,6 +52,14 @@ def remarks(found: WhatIf) -> Iterator[str]:
         f"The simulation's error: under Slurm alone it has jobs wait {about(slurm)} on average, and they "
         f"really waited {about(was)}{error}."
     )
+    times_h = {file.label: flat(one)["avg_jct_h"] for file, one in zip(found.results, found.summaries, strict=True)}
+    base_h = times_h[found.last]
+    for label in list(times_h)[len(times_h) - found.more :]:
+        if base_h and (time_h := times_h[label]) is not None:
+            yield (
+                f"{label.removeprefix(found.last + ', ').capitalize()}: completion time {percent(time_h / base_h - 1)} "
+                f"on average, compared with “{found.last}”."
+            )
     if found.history.drawn:
         yield found.history.drawn
     if found.history.left_out:
@@ -108,15 +116,21 @@ def _figure(summary: Summary, label: str, key: str) -> float | None:
 def page(found: WhatIf) -> str:
     """Return the HTML page; Slurm's simulation is the baseline of the others."""
     comparison = compare(found.results, SLURM)
-    return render(comparison, f"What if: {title(found)}", tuple(remarks(found)))
+    return render(comparison, f"What if: {title(found)}", tuple(remarks(found)), most_changed(comparison, found.last))
 
 
 def as_json(found: WhatIf, path: str) -> dict[str, Any]:
     """Return the comparison as ``cadenza report --json`` has it, with the mean waits and the jobs left out."""
+    comparison = compare(found.results, SLURM)
+    last = next(result.index for result in comparison.results if result.label == found.last)
     return {
-        **plain(compare(found.results, SLURM), path),
+        **plain(comparison, path),
         "jobs": len(found.history.jobs),
         "left_out": dict(found.history.left_out),
         "cpu_load": found.history.cpu_load,
         "mean_wait_s": {file.label: _mean_wait_s(found, file.label) for file in found.results},
+        "most_changed": [
+            {"name": item.name, "jobs": item.jobs[last], "ratio": item.cells[last].ratio}
+            for item in most_changed(comparison, found.last)
+        ],
     }
