@@ -12,6 +12,7 @@ they start when they are submitted, so that the column "as it was" says nothing 
 from __future__ import annotations
 
 import argparse
+import resource
 import subprocess
 import sys
 import tempfile
@@ -70,7 +71,8 @@ def main() -> int:
         began_s = time.monotonic()
         done = subprocess.run([CADENZA, *map(str, words)], check=False)
         took_s = time.monotonic() - began_s
-    print(f"{options.jobs} jobs: {took_s:.0f} s, limit {LIMIT_S:.0f} s")
+    cpu_s = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    print(f"{options.jobs} jobs: {took_s:.0f} s, limit {LIMIT_S:.0f} s; {cpu_s:.0f} s of CPU time")
     return done.returncode or int(took_s > LIMIT_S)
 
 

@@ -36,6 +36,14 @@ def test_a_short_job_passes_a_wide_one_that_it_does_not_delay_and_a_long_one_wai
     assert starts(jobs, "1x8:24:500") == {1: 0.0, 2: 1000.0, 3: 1100.0, 4: 30.0}
 
 
+def test_progress_counts_the_jobs_that_have_ended() -> None:
+    seen: list[tuple[float, int]] = []
+    jobs = [TraceJob(1, 0.0, 8, 100.0), TraceJob(2, 0.0, 8, 100.0)]
+    simulate_slurm(jobs, read_cluster("1x8:24:500"), Setup(), progress=lambda *now: seen.append(now))
+    assert [ended for _, ended in seen] == sorted(ended for _, ended in seen)
+    assert (seen[0][1], seen[-1][1]) == (0, 2)
+
+
 def test_slurm_reserves_for_several_jobs() -> None:
     jobs = [
         TraceJob(1, 0.0, 8, 1000.0, time_limit_s=1000.0),
