@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from cluster import script, wait_for
-from harness import KEPT, PACED_JOB, SOURCE, Cluster
+from harness import DAEMONS, KEPT, PACED_JOB, SOURCE, Cluster
 
 HERE = Path(__file__).parent
-DAEMONS = (("ctl", "cadenzad"), ("node1", "cadenza-agent"), ("node2", "cadenza-agent"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

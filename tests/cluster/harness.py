@@ -11,6 +11,7 @@ KEPT = f"{SHARED}/checkpoints"
 PACED_JOB = f"{SHARED}/paced_job.py"
 FOUR_GPUS = ("--gres=gpu:4", "--cadenza")
 HELD = '[service]\nadmission = "held"\n'
+DAEMONS = (("ctl", "cadenzad"), ("node1", "cadenza-agent"), ("node2", "cadenza-agent"))
 SOURCE = Path(__file__).with_name("paced_job.py")
 
 
