@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cluster import wait_for
-from harness import FOUR_GPUS, Cluster
+from cadenza.policies.sharing.turns.repair import REQUEUE_FORGOTTEN
+
+from cluster import PYTHON, wait_for
+from harness import FOUR_GPUS, PACED_JOB, Cluster
 
 
 def pair(cluster: Cluster, iterations: int = 250) -> tuple[int, int]:
@@ -95,6 +97,47 @@ def test_jobs_outlive_a_restart_of_slurmctld(cluster: Cluster) -> None:
     wait_for("slurmctld", lambda: "UP" in cluster.exec("ctl", "scontrol", "ping", check=False).stdout, 60)
     cluster.wait_done(*jobs, timeout=120)
     assert overlaps(cluster, jobs[0]) == []
+
+
+PULSE = """
+import os, signal, sqlite3, sys, time
+job, slurmctld = map(int, sys.argv[1:])
+store = sqlite3.connect("file:/var/lib/cadenzad/cadenza.db?mode=ro", uri=True, timeout=10)
+query = "select 1 from actions where kind = 'Requeue' and ok = 1 and job = ?"
+while not store.execute(query, (job,)).fetchall():
+    pass
+while True:
+    os.kill(slurmctld, signal.SIGSTOP)
+    time.sleep(0.5)
+    os.kill(slurmctld, signal.SIGCONT)
+    time.sleep(0.005)
+"""
+"""Let slurmctld run for a moment at a time once it has accepted the service's requeue of a job."""
+UNSAVED = "/var/spool/slurmctld/job_state.new"
+"""The file that slurmctld writes before it becomes its state of the jobs: where a directory is, it saves nothing."""
+
+
+def test_a_requeue_of_ours_that_a_killed_slurmctld_forgot_is_ordered_again(cluster: Cluster, kept: str) -> None:
+    """The stop has reached the job, but not its end slurmctld: it calls the job failed, and would start it no more."""
+    job = cluster.paced(
+        "fault-forgotten", "--checkpoint", f"{kept}/step", iterations=250, options=("--gres=gpu:1", "--cadenza")
+    )
+    wait_for("a job that saves checkpoints", lambda: cluster.lease(job).get("checkpoints"), 60)
+    cluster.service("ctl", "restart", "slurmctld")  # it saves its state
+    wait_for("slurmctld", lambda: "UP" in cluster.exec("ctl", "scontrol", "ping", check=False).stdout, 60)
+    slurmctld = cluster.exec("ctl", "supervisorctl", "pid", "slurmctld").stdout.strip()
+    cluster.exec("ctl", "mkdir", UNSAVED)
+    try:
+        with cluster.stream("ctl", PYTHON, "-c", PULSE, str(job), slurmctld):
+            cluster.cadenza("move", str(job), "--to", "node2")
+            runs = ("pgrep", "-f", f"^{PYTHON} {PACED_JOB}")
+            wait_for("its end", lambda: not cluster.exec("node1", *runs, check=False).stdout, 60, interval=0.05)
+            kill(cluster, "ctl", "slurmctld")  # which ends the pulses as well
+    finally:
+        cluster.exec("ctl", "rmdir", UNSAVED)
+    wait_for(f"job {job} requeued again", lambda: cluster.job(job).get("Restarts") == "1", 30)
+    cluster.wait_done(job)
+    assert REQUEUE_FORGOTTEN in {reason for (reason,) in cluster.sql(f"select reason from actions where job = {job}")}
 
 
 def test_a_lost_host_costs_its_jobs_a_restart_as_without_us_and_no_others(cluster: Cluster) -> None:
