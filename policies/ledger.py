@@ -29,6 +29,9 @@ from cadenza.policies.sharing.state.groups import after
 from cadenza.policies.sharing.state.settings import REQUEUE_HOLD
 from cadenza.policies.sharing.turns.repair import shows
 
+FORGETS_S = 60.0
+"""A killed slurmctld forgets what it had not saved, which is a few seconds (SaveInterval of its own)."""
+
 
 def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapshot) -> Memory:
     """Return ``memory`` with this round's allowed actions added and everything that is over dropped.
@@ -61,6 +64,14 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
             {key for key in memory.placed if key in alive}
             | {action.job for action in acted if isinstance(action, Place | Release)}
         ),
+        departed={
+            **{
+                key: at_s
+                for key, at_s in memory.departed.items()
+                if key not in alive and snapshot.time_s - at_s <= FORGETS_S
+            },
+            **{key: snapshot.time_s for key in memory.placed if key not in alive},
+        },
         resumed={key: at_s for key, at_s in memory.resumed.items() if key in alive}
         | {action.job: snapshot.time_s for action in acted if isinstance(action, Unsuspend)},
         repairs=_repairs(memory, acted, snapshot),
@@ -101,8 +112,12 @@ def _repairs(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
 
 
 def _forgotten(job: Job, memory: Memory) -> bool:
-    """Return True if slurmctld shows the hold of a requeue that we have released: it has forgotten that."""
-    return job.held and job.key in memory.placed and job.state_reason == REQUEUE_HOLD
+    """Return True if slurmctld shows the hold of a requeue that we have released: it has forgotten that.
+
+    It may have forgotten the job's start, and its end or next requeue, as well.
+    """
+    released = job.key in memory.placed or job.key in memory.departed
+    return released and job.held and job.state_reason == REQUEUE_HOLD
 
 
 def _resume_forgotten(job: Job, memory: Memory) -> bool:

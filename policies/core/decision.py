@@ -127,6 +127,8 @@ class Memory:
     """Incarnations that requeues of ours put into a hold, with the time of the requeue, seconds since the epoch."""
     requeued: Mapping[JobKey, float] = field(default_factory=dict)
     """When we last requeued each incarnation, seconds since the epoch: a slurmctld that is killed may forget that."""
+    departed: Mapping[JobKey, float] = field(default_factory=dict)
+    """When incarnations that we had released were first gone: a slurmctld that is killed may show them held again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -422,6 +422,29 @@ def test_a_release_of_a_requeue_that_slurmctld_forgot_is_repeated_also_where_it_
     assert not held_for_us(admins, remember(again, (), free)), "a hold after our second release is an admin's"
 
 
+@pytest.mark.parametrize("then", ["it ended", "we requeued it again"])
+def test_a_hold_that_we_released_is_ours_again_where_slurmctld_forgot_the_start_and_its_end_too(then):
+    """A killed slurmctld shows the released incarnation in its old hold, after the next one or none was shown."""
+    again = replace(job(1, state="PENDING", slurm_priority=0, state_reason=REQUEUE_HOLD), key=JobKey(1, 2))
+    after = () if then == "it ended" else (again,)
+    memory = remember(Memory(), (Place(JobKey(1, 1), ("a",), ""),), cluster(replace(job(1), key=JobKey(1, 1))))
+    memory = remember(memory, (), cluster(*after))
+    forgot = replace(again, key=JobKey(1, 1))
+    early = remember(memory, (), replace(cluster(forgot), time_s=NOW + 10))
+    assert held_for_us(forgot, early)
+    owners = replace(forgot, state_reason="JobHeldUser")
+    free = replace(cluster(replace(forgot, slurm_priority=1, state_reason="Resources")), time_s=NOW + 20)
+    released = remember(remember(early, (Release(forgot.key, ""),), cluster(forgot)), (), free)
+    assert not held_for_us(owners, released), "a hold after our second release is the owner's"
+    other = replace(forgot, key=JobKey(1, 3))
+    assert not held_for_us(other, remember(memory, (), cluster(other))), (
+        "a hold of an incarnation that we never released"
+    )
+    memory = remember(memory, (), replace(cluster(*after), time_s=NOW + 100))
+    late = replace(cluster(forgot), time_s=NOW + 101)
+    assert not held_for_us(forgot, remember(memory, (), late)), "no slurmctld forgets that much"
+
+
 @pytest.mark.parametrize("reason", [REQUEUE_HOLD, "JobHeldAdmin"])
 def test_a_requeue_of_ours_stays_ours_after_a_release_that_failed(reason):
     """A killed slurmctld answers no release, and ``settled`` takes back that we placed the job."""

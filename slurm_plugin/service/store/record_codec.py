@@ -35,6 +35,7 @@ class _MemoryRow(msgspec.Struct, frozen=True):
     resumed: tuple[tuple[JobKey, float], ...] = ()
     repairs: tuple[tuple[JobKey, int], ...] = ()
     requeued: tuple[tuple[JobKey, float], ...] = ()
+    departed: tuple[tuple[JobKey, float], ...] = ()
 
 
 class _UndoRow(msgspec.Struct, frozen=True):
@@ -47,7 +48,7 @@ class _UndoRow(msgspec.Struct, frozen=True):
     resumed: tuple[tuple[JobKey, float], ...] = ()
 
 
-PAIRS = ("held", "last_yield_s", "repairs", "requeued", "resumed", "sized")
+PAIRS = ("departed", "held", "last_yield_s", "repairs", "requeued", "resumed", "sized")
 """Fields of a Memory whose keys are no strings."""
 
 
