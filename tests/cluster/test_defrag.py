@@ -44,6 +44,9 @@ def fill(cluster: Cluster, node: str, *sizes: int) -> list[int]:
     open_all(cluster)
     others = next(lanes for name, lanes in LANES.items() if name != node)
     cluster.ctl("scontrol", "update", f"NodeName={others}", "State=DRAIN", "Reason=set-up")
+    wait_for(  # while a job of an earlier test ends there, Slurm starts the next one on the other lane
+        f"{node} to be idle", lambda: set(cluster.ctl("sinfo", "-hN", "-n", node, "-o", "%T").split()) == {"idle"}, 60
+    )
     jobs = [submit(cluster, size) for size in sizes]
     for job in jobs:
         cluster.wait_state(job, "RUNNING")

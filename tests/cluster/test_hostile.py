@@ -151,6 +151,7 @@ def cluster(scene: Scene) -> Cluster:
     return scene.cluster
 
 
+@pytest.mark.measurement
 @pytest.mark.parametrize("mode", LASTING)
 def test_an_honest_job_keeps_its_share_of_the_gpu(cluster: Cluster, scene: Scene, mode: str) -> None:
     assert scene.share(mode) >= (1 - MAX_LOSS) * scene.share("idle"), cluster.log(scene.hostile[mode])
