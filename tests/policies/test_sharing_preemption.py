@@ -113,6 +113,7 @@ def test_a_gpu_has_one_job_and_a_job_one_place(seed, between, limits):
             action.job.id for action in decision.actions if isinstance(action, Requeue)
         }
         assert {one.key.id for one in snapshot.jobs} == {one.id for one in decision.reasons}
+        assert not [text for text in decision.reasons.values() if "neither pending, running nor suspended" in text]
 
     jobs = trace(Random(seed), limits=limits)  # noqa: S311
     keeps.update({one.id: one.checkpoints for one in jobs})
@@ -417,6 +418,28 @@ def test_a_job_that_keeps_no_checkpoints_stays():
     found = decide(long, pending(2, 2), nodes=host("a", jobs=(long,)))
     assert kinds(found) == {}
     assert "stays queued" in found.reasons[key(2)]
+
+
+@pytest.mark.parametrize(
+    ("one", "says"),
+    [
+        (on(1, "a", 0, 1, checkpoints=False), "holds a:gpu0-1 until it ends, because it keeps no checkpoints"),
+        (on(1, "a", 0, 1, requeueable=False), "holds a:gpu0-1 until it ends, because Slurm may not requeue it"),
+        (on(1, "a", 0, ready=False), "holds a:gpu0: level 1 of 6"),
+        (on(1, "a", 0, state="waiting", ready=False), "gets a:gpu0: level 1 of 6"),
+        (
+            on(1, "a", 0, lease=replace(lease("waiting", 0, hosts=("a",)), exclusive=True)),
+            "waits for a:gpu0, which other jobs leave at once",
+        ),
+        (
+            on(1, "a", 0, lease=replace(lease("held", 0, hosts=("a",)), lost="its ranks are gone"), lane=1),
+            "cannot go on, is requeued: its ranks are gone",
+        ),
+    ],
+)
+def test_a_job_that_stays_whatever_its_rank_has_its_reason(one, says):
+    found = decide(one, nodes=host("a", jobs=(one,)))
+    assert found.reasons[key(1)] == says
 
 
 def test_a_blocked_job_moves_to_idle_gpus():

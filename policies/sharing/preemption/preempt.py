@@ -207,6 +207,7 @@ def _carry_out(state: SharingState, board: _Board, plan: Plan) -> None:
     # 3. Jobs that have GPUs in this turn, where they sit or where they start now.
     state.holders = frozenset((*plan.runs, *board.fixed, *plan.moves))
     coming = board.awaited | _resume(state, board, plan) | _place(state, plan)
+    reasons.update({key: _staying_reason(state.snapshot.by_key[key], state) for key in board.fixed})
     # 4. Jobs whose GPUs others get now make way; those of jobs that come later are used until then.
     for key, other in plan.blocked.items():
         lease = _lease(state.jobs[key])
@@ -222,6 +223,19 @@ def _carry_out(state: SharingState, board: _Board, plan: Plan) -> None:
     for job in state.pending:
         waits = f"stays queued: better-ranked jobs have the GPUs; {_standing(job, state.now_s)}"
         state.placement_reasons.setdefault(job.key, waits)
+
+
+def _staying_reason(job: Job, state: SharingState) -> str:
+    """Return why a job keeps its GPUs in this turn, or waits for them, whatever its rank."""
+    lease = _lease(job)
+    if job.key.id in state.relocating:
+        return "moves to other GPUs"
+    if lease.state == "waiting" or (lease.state == "held" and lease.waiting_on):
+        return f"waits for {gpu_names(lease.gpus)}, which other jobs leave at once"
+    if lease.ready and not can_leave(job):
+        cause = "it keeps no checkpoints" if not lease.checkpoints else "Slurm may not requeue it"
+        return f"holds {gpu_names(lease.gpus)} until it ends, because {cause}"
+    return f"holds {gpu_names(lease.gpus)}: {_standing(job, state.now_s)}"
 
 
 def _resume(state: SharingState, board: _Board, plan: Plan) -> dict[tuple[int, int], JobKey]:

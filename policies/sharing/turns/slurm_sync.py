@@ -375,7 +375,8 @@ def _reason(job: Job, state: SharingState) -> str:
     turn = state.turn_reasons.get(job.key, "left alone: neither pending, running nor suspended")
     turn = NOT_ASKED if job.lease.late else turn
     early = f"; {job.lease.early}: it waits at the start from now on" if job.lease.early else ""
-    return turn + early + _not_ready(job, job.lease) + _taken(job, job.lease, state.snapshot)
+    turn += early + _not_ready(job, job.lease) + _taken(job, job.lease, state.snapshot)
+    return state.giving_back.get(job.key, turn)
 
 
 def _taken(job: Job, lease: Lease, snapshot: ClusterSnapshot) -> str:
