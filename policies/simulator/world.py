@@ -62,7 +62,6 @@ class World:
         self._broken = 0
         first = max(nodes, key=lambda node: (node.gpus, node.cpus, node.name))
         self._fair = (first.cpus / first.gpus, first.memory_mb / first.gpus)
-        self._widest = first.gpus
         self._by_partition = widest_nodes(nodes)
         self._check_fits(nodes)
         self._cpus = sum(node.cpus for node in nodes if node.lane == 0)

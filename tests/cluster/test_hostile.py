@@ -7,7 +7,7 @@ an honest neighbor, for comparison. The flood attacks the agent of node1, so the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ HOSTS = {"refuse": "node2", "flood": "node1", "lie": "node1", "comment": "node1"
 """Mode of each hostile job, and its host; the mode of the honest neighbor on node2 is ``idle``."""
 LASTING = ("flood", "lie", "comment", "leave", "forge")
 """Modes whose attack lasts; the job that refuses every stop has its GPU until it must give back its place."""
-TURNS = 9
+TURNS = 14
 """Turns of each honest job that are compared."""
 MAX_LOSS = 0.1
 MAX_ANSWER_S = 0.5
@@ -151,10 +151,13 @@ def cluster(scene: Scene) -> Cluster:
     return scene.cluster
 
 
-@pytest.mark.measurement
 @pytest.mark.parametrize("mode", LASTING)
-def test_an_honest_job_keeps_its_share_of_the_gpu(cluster: Cluster, scene: Scene, mode: str) -> None:
-    assert scene.share(mode) >= (1 - MAX_LOSS) * scene.share("idle"), cluster.log(scene.hostile[mode])
+def test_an_honest_job_keeps_its_share_of_the_gpu(
+    cluster: Cluster, scene: Scene, mode: str, measured: Callable[[str], None]
+) -> None:
+    share, idle = scene.share(mode), scene.share("idle")
+    measured(f"{mode}: an honest job has {share / idle:.3f} of its share next to an honest neighbor ({idle:.3f})")
+    assert share >= (1 - MAX_LOSS) * idle, cluster.log(scene.hostile[mode])
 
 
 def test_no_daemon_ends(cluster: Cluster, scene: Scene) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import inf
 from typing import Self
 
@@ -23,9 +22,6 @@ RESERVED_AFTER_S = 3600.0
 """Wait since its submission after which a job that cannot leave its GPUs may have some reserved, in seconds."""
 NO_LIMIT_S = 366 * 86400.0
 """A job without a time limit counts as one with this: the longest that Slurm knows, in seconds."""
-
-MAX_JOBS_CACHED = 20_000
-"""Pending jobs whose copies for the ordering are kept for the next round."""
 
 
 def can_leave(job: Job) -> bool:
@@ -59,29 +55,6 @@ def served_by_limit(job: Job) -> Job:
     """
     if job.state != "PENDING" or can_leave(job):
         return job
-    return _served_by_limit(_SameJob(job))
-
-
-class _SameJob:
-    """A job as a key by its identity: a record that is unchanged since the last round is the same object."""
-
-    __slots__ = ("job",)
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-
-    def __eq__(self, other: object) -> bool:
-        """Return True for the same object."""
-        return isinstance(other, _SameJob) and self.job is other.job
-
-    def __hash__(self) -> int:
-        """Return the object's identity."""
-        return id(self.job)
-
-
-@lru_cache(MAX_JOBS_CACHED)
-def _served_by_limit(same: _SameJob) -> Job:
-    job = same.job
     progress, limit_s = progress_of(job), NO_LIMIT_S if job.time_limit_s is None else job.time_limit_s
     return replace(job, progress=replace(progress, attained_s=max(progress.attained_s, limit_s)))
 
