@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import inf, sqrt
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from cadenza.policies.simulator.run_values import JobResult, Result, Sample
 
@@ -19,6 +19,21 @@ STUDENT = (
 )  # fmt: skip
 """Student's t at 97.5 % for 1 to 30 degrees of freedom."""
 NORMAL = 1.959964
+
+
+class Width(NamedTuple):
+    """A class of jobs by their number of GPUs."""
+
+    name: str
+    least: int
+    most: float
+
+    def holds(self, gpus: int) -> bool:
+        """Return whether a job of so many GPUs belongs to the class."""
+        return self.least <= gpus <= self.most
+
+
+WIDTHS = (Width("1 GPU", 1, 1), Width("2 to 7 GPUs", 2, 7), Width("8 GPUs", 8, 8), Width("more GPUs", 9, inf))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +108,7 @@ def summarize(result: Result, window: tuple[int, int] | None = None, *, synergy:
     held = _utilization(result, lambda sample: sample.gpus_held, result.gpus)
     counts = result.counts
     decisions = sorted(result.decision_s)
+    waits_h = [_wait_h(jobs, width) for width in WIDTHS]
 
     def jct_h(share: float) -> float | None:
         return quantile(jct_s, share, synergy=synergy) / HOUR if jct_s else None
@@ -113,10 +129,10 @@ def summarize(result: Result, window: tuple[int, int] | None = None, *, synergy:
         cpu_utilization=_utilization(result, lambda sample: sample.cpus_used, result.cpus),
         idle_waiting_gpus=_idle_waiting(result),
         mean_bounded_slowdown=fmean(slowdowns) if (slowdowns := bounded_slowdowns(jobs)) else None,
-        wait_1_gpu_h=_wait_h(jobs, 1, 1),
-        wait_2_to_7_gpus_h=_wait_h(jobs, 2, 7),
-        wait_8_gpus_h=_wait_h(jobs, 8, 8),
-        wait_more_gpus_h=_wait_h(jobs, 9, inf),
+        wait_1_gpu_h=waits_h[0],
+        wait_2_to_7_gpus_h=waits_h[1],
+        wait_8_gpus_h=waits_h[2],
+        wait_more_gpus_h=waits_h[3],
         migrations=counts.migrations,
         yields=counts.yields,
         tunes=counts.tunes,
@@ -133,11 +149,16 @@ def summarize(result: Result, window: tuple[int, int] | None = None, *, synergy:
 
 def bounded_slowdowns(jobs: Iterable[JobResult]) -> list[float]:
     """Return the bounded slowdown of each job that ended."""
-    return [max(1.0, job.jct_s / max(job.work_s, SHORT_S)) for job in jobs if job.jct_s is not None]
+    return [bounded_slowdown(job.jct_s, job.work_s) for job in jobs if job.jct_s is not None]
 
 
-def _wait_h(jobs: Iterable[JobResult], least: int, most: float) -> float | None:
-    waits = [job.start_s - job.submit_s for job in jobs if job.start_s is not None and least <= job.gpus <= most]
+def bounded_slowdown(jct_s: float, work_s: float) -> float:
+    """Return completion time over the larger of run time and ``SHORT_S``, at least 1."""
+    return max(1.0, jct_s / max(work_s, SHORT_S))
+
+
+def _wait_h(jobs: Iterable[JobResult], width: Width) -> float | None:
+    waits = [job.start_s - job.submit_s for job in jobs if job.start_s is not None and width.holds(job.gpus)]
     return fmean(waits) / HOUR if waits else None
 
 

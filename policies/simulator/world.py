@@ -10,6 +10,7 @@ from math import inf
 
 from cadenza.policies.allocation.problem import placement_speed
 from cadenza.policies.core.errors import InputError, SimulationError
+from cadenza.policies.core.idle_gpus import HostGpus, idle_waiting_gpus, narrowest_jobs
 from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node, Placement
 from cadenza.policies.core.profile import MB_PER_GB
 from cadenza.policies.inputs.cluster import widest_nodes
@@ -418,27 +419,15 @@ class World:
         )
 
     def _idle_waiting(self) -> float:
-        """Return the GPUs that nothing holds, 0 unless a job waits whose number of GPUs is idle on a host."""
-        if self.leases is not None:
-            held = self.leases.held_by_host()
-            nodes = [node for node in self.nodes.values() if node.lane == 0 and node.up]
-            idle = [node.gpus - held.get(node.host, 0) for node in nodes]
-        else:
-            nodes = [node for node in self.nodes.values() if node.up]
-            idle = [node.gpus - self._used[node.name][0] for node in nodes]
-        narrowest: dict[str, int] = {}
-        for job in self.live.values():
-            if not job.running:
-                partition = job.trace.partition
-                narrowest[partition] = min(narrowest.get(partition, job.gpus), job.gpus)
-        counted: set[int] = set()
-        for name, gpus in narrowest.items():
-            here = [at for at, node in enumerate(nodes) if name in node.partitions]
-            whole = self._by_partition[name].gpus
-            room = max((idle[at] for at in here), default=0)
-            if gpus <= (room if gpus <= whole else sum(idle[at] for at in here if idle[at] == whole)):
-                counted.update(here)
-        return float(sum(idle[at] for at in counted))
+        """Return the GPUs that no job holds where a waiting job fits."""
+        held = self.leases.held_by_host() if self.leases is not None else None
+        hosts = []
+        for node in self.nodes.values():
+            if node.lane == 0:
+                used = self._used[node.name][0] if held is None else held.get(node.host, 0)
+                hosts.append(HostGpus(node.gpus, node.gpus - used if node.up else 0, node.partitions))
+        waiting = ((job.trace.partition, job.gpus) for job in self.live.values() if not job.running)
+        return float(idle_waiting_gpus(hosts, narrowest_jobs(waiting)))
 
     def results(self) -> tuple[JobResult, ...]:
         """Return every submitted job's result, the unfinished ones as of now."""

@@ -64,6 +64,30 @@ def cluster_jobs(number: int, end_s: float) -> tuple[Job, ...]:
     return first, *(() if number == 0 else (pends if number < 2 else runs,)), other
 
 
+def test_idle_gpus_waits_and_slowdown_by_number_of_gpus(tmp_path: Path) -> None:
+    """A job waits for 100 s while both GPUs are idle, and runs for 200 s."""
+    end_s = SystemClock().now() - 5.0
+    times = [end_s - (4 - number) * STEP_S for number in range(5)]
+    waits = job(1, "first", None, gpus=1, state="PENDING", nodes=(), start_s=None, submit_s=times[0])
+    runs = replace(waits, state="RUNNING", nodes=("n1",), start_s=times[1])
+    store, gateway = SqliteStore(tmp_path / "cadenza.db", SystemClock()), Refusing(tmp_path / "snapshot.json")
+    for now_s, jobs in zip(times, ((waits,), (waits,), (runs,), (runs,), ()), strict=True):
+        gateway.path.write_bytes(encode_snapshot(replace(cluster(*jobs), time_s=now_s)))
+        run_round(gateway, SystemClock(), store, lambda _snapshot, _memory: Decision((), Memory()), GuardSettings())
+    store.close()
+    config = write_config(tmp_path)
+    found = json.loads(run("report", "--since", "1d", "--config", config, "--json").stdout)
+    assert found["idle_gpu_s"] == pytest.approx(200.0)
+    assert found["idle_waiting_gpus"] == pytest.approx(200.0 / 400.0)
+    (width,) = found["widths"]
+    assert (width["width"], width["started"], width["ended"]) == ("1 GPU", 1, 1)
+    assert width["wait_s"] == pytest.approx(100.0)
+    assert width["bounded_slowdown"] == pytest.approx(300.0 / 200.0)
+    shown = " ".join(run("report", "--since", "1d", "--config", config).stdout.split())
+    assert "0.500 GPUs on average, 0.056 GPU hours, were idle while a job waited that fits" in shown
+    assert "By number of GPUs, all jobs" in shown
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     fill(tmp_path, SystemClock().now() - 5.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from cluster import wait_for
 from harness import Cluster
 
@@ -23,3 +25,13 @@ def test_nothing_but_the_further_lanes_drain(cluster: Cluster) -> None:
                           "(select max(number) from rounds) - 5")  # fmt: skip
     assert allowed == [[0]]
     assert cluster.why(jobs[2])["reason"]
+    # The report has the third job's wait and its slowdown.
+    row = f"select wait_s, slowdown from first_starts where job = {jobs[2]} and ended_s is not null"
+    ((wait_s, slowdown),) = wait_for("the end of the third job on record", lambda: cluster.sql(row))
+    assert wait_s > 1.0
+    assert slowdown >= 1.0
+    report = json.loads(cluster.cadenza("report", "--since", "1h", "--json").stdout)
+    assert report["idle_gpu_s"] >= 0.0
+    width = next(row for row in report["widths"] if row["width"] == "2 to 7 GPUs")
+    assert min(width["started"], width["ended"]) >= 3
+    assert width["wait_s"] > 0.0

@@ -19,6 +19,7 @@ from cadenza.slurm_plugin.service.accounting.usage import (
     by_hour,
     counts,
     given_up,
+    idle_waiting_s,
     spent,
     started,
     watched,
@@ -105,6 +106,34 @@ def test_a_gap_in_the_record_is_not_counted() -> None:
     assert not counts(None, at(100.0))
 
 
+IDLE = job(1, gpus=2, lease=on("held", 50.0, (0, 1)))
+PENDING = job(2, state="PENDING", nodes=(), gpus=2, start_s=None)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "lane0", "idle"),
+    [
+        ((IDLE, PENDING), {}, 2),
+        ((IDLE, replace(PENDING, gpus=3)), {}, 0),
+        ((IDLE,), {}, 0),
+        ((IDLE, replace(PENDING, partition="other")), {}, 0),
+        ((IDLE, replace(PENDING, partition="other,gpu")), {}, 2),
+        ((IDLE, replace(PENDING, state_reason="QOSMaxGRESPerUser")), {}, 0),
+        ((IDLE, replace(PENDING, slurm_priority=0)), {}, 0),
+        ((IDLE, replace(PENDING, slurm_priority=0, held_by_plugin=True)), {}, 2),
+        ((IDLE, PENDING), {"drained": True}, 0),
+        ((replace(IDLE, lease=None), PENDING), {}, 2),
+        ((replace(IDLE, lease=None), replace(IDLE, key=JobKey(3, 0), lease=None), PENDING), {}, 0),
+        # One waits for its turn on GPUs that another one shares with it in part: the rest is idle.
+        ((IDLE, job(3, "n1-l1", gpus=2, lease=on("yielded", 1.0, (1, 2)))), {}, 2),
+        ((IDLE, job(3, "n1-l1", gpus=2, state="SUSPENDED", lease=on("yielded", 1.0, (1, 2)))), {}, 0),
+    ],
+)
+def test_gpus_are_idle_while_a_job_waits_that_fits(jobs, lane0, idle) -> None:
+    assert idle_waiting_s(at(100.0, *jobs, **lane0), at(110.0, *jobs, **lane0), Memory()) == 10.0 * idle
+    assert idle_waiting_s(at(100.0, *jobs, **lane0), at(110.0, IDLE), Memory()) == 0.0
+
+
 STATES = st.sampled_from(["waiting", "held", "stopping", "yielded"])
 LEASES = st.builds(
     on, STATES, st.floats(0, 500), st.sets(st.integers(0, 3), min_size=1).map(tuple),
@@ -156,14 +185,14 @@ HOURS = st.lists(
 @given(HOURS)
 def test_users_add_up_to_jobs_and_the_total_to_users(rows) -> None:
     mine = [HourRow(**{**{n: getattr(r, n) for n in r.__struct_fields__}, "user": "ae"[r.job % 2]}) for r in rows]
-    found = sharing_report(Record(0.0, 14400.0, {0: 3600.0}, mine, (), ()))
+    found = sharing_report(Record(0.0, 14400.0, {0: (3600.0, 0.0)}, mine, (), (), ()))
     for name in ("jobs", "gpu_s", "further_gpu_s", "queue_s", "turn_s", "saved_s", "yields"):
         by_user = {row.user: getattr(row.sums, name) for row in found.users}
         by_job = {user: sum(getattr(j.sums, name) for j in found.jobs if j.user == user) for user in by_user}
         assert by_user == pytest.approx(by_job)
         assert getattr(found.total, name) == pytest.approx(sum(by_user.values()))
     assert found.total.gpu_s + found.others.gpu_s == pytest.approx(sum(row.gpu_s for row in mine))
-    alone = [sharing_report(Record(0.0, 14400.0, {}, mine, (), ()), user).total.gpu_s for user in "ae"]
+    alone = [sharing_report(Record(0.0, 14400.0, {}, mine, (), (), ()), user).total.gpu_s for user in "ae"]
     assert sum(alone) == pytest.approx(found.total.gpu_s)
 
 

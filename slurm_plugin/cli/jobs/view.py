@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from cadenza.policies.core.idle_gpus import free_gpus
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, JobUsage, Lease, Placement
 from cadenza.slurm_plugin.service.accounting.effects import Effect
 from cadenza.slurm_plugin.service.settings import Settings, from_record
@@ -164,24 +165,7 @@ def idle_and_waiting(snapshot: ClusterSnapshot) -> tuple[int, tuple[int, ...]]:
 
     A job of several nodes waits for as many hosts with an equal part of its GPUs idle.
     """
-    # 1. Idle GPUs by host: without a holder, and without a job that no agent knows.
-    busy: dict[str, set[int]] = {}
-    unknown: dict[str, int] = {}
-    hosts = {node.name: node.host for node in snapshot.nodes}
-    for job in snapshot.jobs:
-        if job.lease is not None and (job.lease.exclusive or job.lease.state in ("held", "stopping")):
-            for host, index in job.lease.gpus:
-                busy.setdefault(host, set()).add(index)
-        elif job.lease is None and job.state == "RUNNING":
-            for share in job.placement:
-                host = hosts.get(share.node, "")
-                unknown[host] = unknown.get(host, 0) + share.gpus
-    idle = [
-        max(node.gpus - len(busy.get(node.host, ())) - unknown.get(node.host, 0), 0)
-        for node in snapshot.nodes
-        if node.lane == 0 and node.up
-    ]
-    # 2. Jobs that could use them.
+    idle = [host.idle for host in free_gpus(snapshot)]
     fit = []
     for job in snapshot.jobs:
         queued = job.state == "PENDING" and (not job.held or job.held_by_plugin)

@@ -33,12 +33,20 @@ NOTES = (
         "submitted later), less the longest wait for turns of a job on lane 0 until then."
     ),
     "Net: waiting saved less waiting for turns; below zero, sharing cost more waiting than it saved.",
+    (
+        "Wait: in the queue before the first start. Bounded slowdown: completion time over the larger of run time and "
+        "60 s."
+    ),
 )
 JOB, USER = Column("Job"), Column("User", text=True)
 FIGURES = (
     Column("GPU hours"), Column("on further lanes"), Column("Queued", "h"), Column("Saved", "h"),
     Column("Turns", "h waited"), Column("Net", "h saved"), Column("Yields"), Column("Moves"), Column("Packs"),
     Column("Tunes"),
+)  # fmt: skip
+WIDTH_COLUMNS = (
+    Column("Jobs", text=True), Column("First starts"), Column("Wait", "h, mean"), Column("Ended"),
+    Column("Bounded slowdown", "mean"),
 )  # fmt: skip
 KIND_COLUMNS = (
     Column("Kind", text=True), Column("Decided"), Column("Kept"), Column("Undone"), Column("Not measured"),
@@ -54,7 +62,7 @@ def gather(reader: StoreReader, since_s: float, until_s: float, user: str | None
     """
     watched = reader.watched()
     from_s, to_s = floor(since_s / HOUR_S) * HOUR_S, min(ceil(until_s / HOUR_S) * HOUR_S, reader.last_round_s())
-    within = {hour: seconds for hour, seconds in watched.items() if from_s <= hour * HOUR_S < to_s}
+    within = {hour: parts for hour, parts in watched.items() if from_s <= hour * HOUR_S < to_s}
     if not within:
         hint = "is cadenzad running?"
         if watched:
@@ -67,7 +75,8 @@ def gather(reader: StoreReader, since_s: float, until_s: float, user: str | None
             f"--user {user}: no job of this user from {local(from_s)} to {local(to_s)}; on record: {', '.join(users)}"
         )
     starts, effects = reader.starts(from_s, to_s), reader.effects(from_s, to_s)
-    return sharing_report(Record(from_s, to_s, within, hours, starts, effects), user)
+    first_starts = reader.first_starts(from_s, to_s)
+    return sharing_report(Record(from_s, to_s, within, hours, starts, effects, first_starts), user)
 
 
 def summary(report: SharingReport) -> str:
@@ -78,7 +87,8 @@ def summary(report: SharingReport) -> str:
         f"{_many(total.jobs, 'job')} of {_many(len(report.users), 'user')} had {_h(total.gpu_s)} GPU hours, "
         f"{_h(total.further_gpu_s)} of them{part} on further lanes. {_many(total.early_starts, 'early start')} there "
         f"saved {_h(total.saved_s)} hours in the queue; jobs waited {_h(total.turn_s)} hours for turns: "
-        f"{_h(total.net_s)} hours net."
+        f"{_h(total.net_s)} hours net. {number(report.idle_waiting_gpus)} GPUs on average, "
+        f"{_h(report.idle_gpu_s)} GPU hours, were idle while a job waited that fits."
     )
 
 
@@ -94,6 +104,8 @@ def sheet(report: SharingReport, title: str) -> Sheet:
              f"further lanes; {_h(total.queue_s)} hours of queueing were left."),
         Card("Waiting for turns", _h(total.turn_s), "h", "the price", f"in {total.yields} yields."),
         Card("Net", _h(total.net_s), "h", "saved less price", summary(report)),
+        Card("Idle GPUs", number(report.idle_waiting_gpus), "GPUs", "while a job waited that fits",
+             f"{_h(report.idle_gpu_s)} GPU hours, of all users."),
     )  # fmt: skip
     return Sheet(title, facts, cards, tuple(_tables(report)), NOTES)
 
@@ -101,6 +113,17 @@ def sheet(report: SharingReport, title: str) -> Sheet:
 def _tables(report: SharingReport) -> Iterator[Table]:
     users = [(Cell(row.user), _count(row.sums.jobs), *_figures(row.sums)) for row in report.users]
     yield Table("users", "By user", (USER, Column("Jobs"), *FIGURES), tuple(users))
+    widths = [
+        (
+            Cell(row.width),
+            _count(row.started),
+            _mean(row.wait_s, HOUR_S),
+            _count(row.ended),
+            _mean(row.bounded_slowdown),
+        )
+        for row in report.widths
+    ]
+    yield Table("widths", "By number of GPUs, all jobs", WIDTH_COLUMNS, tuple(widths))
     kinds = [
         (
             Cell(row.kind),
@@ -126,6 +149,10 @@ def _figures(sums: Sums) -> Iterator[Cell]:
     for seconds in (sums.gpu_s, sums.further_gpu_s, sums.queue_s, sums.saved_s, sums.turn_s, sums.net_s):
         yield Cell(_h(seconds), round(seconds, 3))
     yield from map(_count, (sums.yields, sums.moves, sums.packs, sums.tunes))
+
+
+def _mean(value: float | None, unit: float = 1.0) -> Cell:
+    return Cell("") if value is None else Cell(number(value / unit), value)
 
 
 def _count(value: int) -> Cell:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import TypeVar
 
 import msgspec
 
+from cadenza.policies.simulator.figures import WIDTHS, Width
 from cadenza.slurm_plugin.service.accounting.effects import KINDS, Effect, Kind
-from cadenza.slurm_plugin.service.accounting.usage import HourRow, Start
+from cadenza.slurm_plugin.service.accounting.usage import FirstStart, HourRow, Start
 
 SCHEMA = "cadenza.sharing/1"
 MAX_UNDONE = 50
@@ -67,6 +68,17 @@ class KindRow(msgspec.Struct, frozen=True):
     """Measured median; for packs that of all their jobs together, where turns are 1."""
 
 
+class WidthRow(msgspec.Struct, frozen=True):
+    """First starts and ends of the jobs of one number of GPUs; means, None without any."""
+
+    width: str
+    started: int
+    wait_s: float | None
+    """Time in the queue before the first start."""
+    ended: int
+    bounded_slowdown: float | None
+
+
 class SharingReport(msgspec.Struct, frozen=True):
     """Benefit and price of sharing between two moments, seconds since the epoch."""
 
@@ -80,6 +92,12 @@ class SharingReport(msgspec.Struct, frozen=True):
     jobs: tuple[Row, ...]
     others: Sums
     """Jobs that did not opt in."""
+    idle_gpu_s: float
+    """GPU seconds idle while a job waited that fits; of all users."""
+    idle_waiting_gpus: float
+    """The same as a mean number of GPUs, over the time on record."""
+    widths: tuple[WidthRow, ...]
+    """All jobs, also those that did not opt in."""
     kinds: tuple[KindRow, ...]
     undone: tuple[Effect, ...]
     """Newest first."""
@@ -87,14 +105,15 @@ class SharingReport(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """The store's rows of a period; ``watched``: seconds on record by hour."""
+    """The store's rows of a period; ``watched``: seconds on record, and idle GPU seconds, by hour."""
 
     since_s: float
     until_s: float
-    watched: Mapping[int, float]
+    watched: Mapping[int, tuple[float, float]]
     hours: Sequence[HourRow]
     starts: Sequence[Start]
     effects: Sequence[Effect]
+    first_starts: Sequence[FirstStart]
 
 
 def sharing_report(record: Record, user: str | None = None) -> SharingReport:
@@ -105,18 +124,23 @@ def sharing_report(record: Record, user: str | None = None) -> SharingReport:
             hours=[row for row in record.hours if row.user == user],
             starts=[row for row in record.starts if row.user == user],
             effects=[row for row in record.effects if row.user == user],
+            first_starts=[row for row in record.first_starts if row.user == user],
         )
     jobs = _by_job(record)
     names = sorted({row.user for row in jobs})
     users = [Row(name, _sum(row.sums for row in jobs if row.user == name)) for name in names]
+    watched_s, idle_gpu_s = (sum(parts[at] for parts in record.watched.values()) for at in (0, 1))
     return SharingReport(
         record.since_s,
         record.until_s,
-        sum(record.watched.values()),
+        watched_s,
         _sum(row.sums for row in users),
         tuple(sorted(users, key=lambda row: -row.sums.gpu_s)),
         jobs,
         _job_sums([row for row in record.hours if not row.managed], (), (), record),
+        idle_gpu_s,
+        idle_gpu_s / watched_s if watched_s else 0.0,
+        tuple(row for width in WIDTHS if (row := _width(width, record)).started or row.ended),
         tuple(_kind(kind, record.effects) for kind in KINDS.values()),
         tuple(one for one in record.effects if one.verdict == "undone")[:MAX_UNDONE],
     )
@@ -166,6 +190,21 @@ def _count(effects: Iterable[Effect], *kinds: Kind) -> int:
 def _sum(parts: Iterable[Sums]) -> Sums:
     rows = [msgspec.structs.astuple(part) for part in parts]
     return Sums(*map(sum, zip(*rows, strict=True))) if rows else Sums()
+
+
+def _width(width: Width, record: Record) -> WidthRow:
+    rows = [row for row in record.first_starts if width.holds(row.gpus)]
+    waits_s = [row.wait_s for row in rows if row.at_s >= record.since_s]
+    slowdowns = [
+        row.slowdown
+        for row in rows
+        if row.slowdown is not None and row.ended_s is not None and record.since_s <= row.ended_s <= record.until_s
+    ]
+    return WidthRow(width.name, len(waits_s), _mean(waits_s), len(slowdowns), _mean(slowdowns))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
 
 
 def _kind(kind: Kind, effects: Sequence[Effect]) -> KindRow:

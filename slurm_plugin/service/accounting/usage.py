@@ -1,4 +1,4 @@
-"""GPU time and waiting time of jobs between two rounds, and the moment when lane 0 had room for them (pure)."""
+"""GPU time, waiting and starts of jobs between two rounds, and the moment when lane 0 had room for them (pure)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.idle_gpus import free_gpus, gpus_on, idle_waiting_gpus, narrowest_jobs
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey
 from cadenza.policies.sharing.state.settings import held_for_us
-from cadenza.slurm_plugin.service.observe.progress import held_within
+from cadenza.slurm_plugin.service.observe.progress import held_within, holds
 
 HOUR_S = 3600.0
 MAX_GAP_S = 300.0
@@ -20,6 +21,8 @@ NOT_WAITING = frozenset(
     {"Dependency", "DependencyNeverSatisfied", "BeginTime", "JobHeldUser", "JobHeldAdmin", "JobArrayTaskLimit"}
 )
 """Slurm's reasons of pending jobs that would not start even on free GPUs (squeue(1), JOB REASON CODES)."""
+WAITS_FOR_GPUS = frozenset({"", "Resources", "Priority"})
+"""Slurm's reasons of pending jobs that start once GPUs are free; other ones, such as limits, may keep them waiting."""
 STARTED = ("RUNNING", "SUSPENDED")
 SLURM_TICK_S = 1.0
 """Slurm's times are whole seconds."""
@@ -41,6 +44,8 @@ class Spent(NamedTuple):
     queue_s: float = 0.0
     turn_s: float = 0.0
     """Started, and waiting for its turn on the GPUs."""
+    held_s: float = 0.0
+    """Time in which it could use its GPUs."""
 
 
 class HourRow(msgspec.Struct, frozen=True):
@@ -57,6 +62,20 @@ class HourRow(msgspec.Struct, frozen=True):
     turn_s: float
     yields: int
     """Finished yields, one for each of its hosts."""
+
+
+class FirstStart(msgspec.Struct, frozen=True):
+    """A job's first start on GPUs, and its end once it is known; epoch seconds."""
+
+    job: int
+    user: str
+    at_s: float
+    gpus: int
+    wait_s: float
+    """Its time in the queue until then, as far as it is on record."""
+    ended_s: float | None = None
+    slowdown: float | None = None
+    """Bounded slowdown: its time in the queue, with its GPUs and without its turn, over that with its GPUs."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -115,7 +134,7 @@ def spent(before: ClusterSnapshot, after: ClusterSnapshot, memory: Memory) -> tu
     for key, own in times.items():
         job, gpu_s = after.by_key[key], shares.get(key, 0.0)
         further_s = gpu_s if on_further_lane(job, lanes) else 0.0
-        rows.append(Spent(key, job.user, job.opted_in, gpu_s, further_s, own.queue_s, own.turn_s))
+        rows.append(Spent(key, job.user, job.opted_in, gpu_s, further_s, own.queue_s, own.turn_s, own.held_s))
     return tuple(rows)
 
 
@@ -141,9 +160,13 @@ def _times(job: Job, before: Job | None, stretch: tuple[float, float], memory: M
     queued = before is None or (before.state == "PENDING" and _queues(before, memory))
     queue_s = max(began_s - max(since_s, job.submit_s), 0.0) if queued else 0.0
     held_s = held_within(job, before, now_s - began_s)
-    ours = job.state == "RUNNING" or job.key in memory.suspended
-    turn_s = now_s - began_s - held_s if job.lease is not None and ours else 0.0
+    turn_s = now_s - began_s - held_s if _takes_turns(job, memory) else 0.0
     return _Times(queue_s, held_s, turn_s)
+
+
+def _takes_turns(job: Job, memory: Memory) -> bool:
+    """Return whether a started job has its GPUs by leases, and is not suspended by others."""
+    return job.lease is not None and (job.state == "RUNNING" or job.key in memory.suspended)
 
 
 def _queues(job: Job, memory: Memory) -> bool:
@@ -167,24 +190,65 @@ def _gpu_seconds(held: Sequence[tuple[Job, float]], span_s: float) -> dict[JobKe
     return seconds
 
 
-# --- Starts on further lanes ---------------------------------------------------------------------------------
+# --- Idle GPUs -------------------------------------------------------------------------------------------------
 
 
-def started(before: ClusterSnapshot, after: ClusterSnapshot) -> tuple[Start, ...]:
-    """Return the managed jobs that Slurm has started on a further lane since the first round.
+def idle_waiting_s(before: ClusterSnapshot, after: ClusterSnapshot, memory: Memory) -> float:
+    """Return the GPU seconds between two rounds in which GPUs were idle while a job waited that fits.
+
+    The smaller number of the two rounds counts, so that a job that starts at once is none that waited.
+    """
+    return (after.time_s - before.time_s) * min(_idle_waiting(before, memory), _idle_waiting(after, memory))
+
+
+def _idle_waiting(snapshot: ClusterSnapshot, memory: Memory) -> int:
+    waiting = [
+        (partition, job.gpus)
+        for job in snapshot.jobs
+        if job.gpus and _waits(job, memory)
+        for partition in job.partition.split(",")
+    ]
+    return idle_waiting_gpus(free_gpus(snapshot), narrowest_jobs(waiting))
+
+
+def _waits(job: Job, memory: Memory) -> bool:
+    """Return whether a job would go on if GPUs were free."""
+    if job.held:
+        return held_for_us(job, memory)
+    if job.state == "PENDING":
+        return job.state_reason in WAITS_FOR_GPUS
+    return _takes_turns(job, memory) and not (holds(job) or job.starts_unleased)
+
+
+# --- Starts ------------------------------------------------------------------------------------------------------
+
+
+def first_starts(before: ClusterSnapshot, after: ClusterSnapshot) -> Iterator[tuple[Job, float]]:
+    """Yield the jobs with GPUs that Slurm has started since the first round, with the time of the start.
 
     Only a job's first incarnation counts, because a requeued job was started before.
     """
-    lanes, starts = {node.name: node.lane for node in after.nodes}, []
     for job in after.jobs:
-        if not (job.opted_in and job.gpus and job.state in STARTED) or job.key.restart or job.start_s is None:
+        if not (job.gpus and job.state in STARTED) or job.key.restart or job.start_s is None:
             continue
         old = before.job(job.key)
-        new = old.state == "PENDING" if old is not None else job.submit_s >= before.time_s - SLURM_TICK_S
-        if new and on_further_lane(job, lanes):
-            size = (job.gpus, max(job.num_nodes, 1))
-            starts.append(Start(job.key.id, job.user, job.start_s, job.submit_s, job.partition, *size))
-    return tuple(starts)
+        if old.state == "PENDING" if old is not None else job.submit_s >= before.time_s - SLURM_TICK_S:
+            yield job, job.start_s
+
+
+def started(before: ClusterSnapshot, after: ClusterSnapshot) -> tuple[Start, ...]:
+    """Return the managed jobs that Slurm has started on a further lane since the first round, for the first time."""
+    lanes = {node.name: node.lane for node in after.nodes}
+    return tuple(
+        Start(job.key.id, job.user, at_s, job.submit_s, job.partition, job.gpus, max(job.num_nodes, 1))
+        for job, at_s in first_starts(before, after)
+        if job.opted_in and on_further_lane(job, lanes)
+    )
+
+
+def ended(before: ClusterSnapshot, after: ClusterSnapshot) -> Iterator[int]:
+    """Yield the ids of the jobs that Slurm no longer has in any incarnation."""
+    yield from {job.key.id for job in before.jobs} - {job.key.id for job in after.jobs}
 
 
 def watched(
@@ -238,7 +302,7 @@ class _Lane0:
         self.delays_s: defaultdict[str, float] = defaultdict(float)
         """By partition, the longest wait for turns so far of a job on lane 0."""
         for node in nodes:
-            taken = tuple(((job.submit_s, job.key.id), _gpus_on(job, node.name)) for job in jobs[node.name])
+            taken = tuple(((job.submit_s, job.key.id), gpus_on(job, node.name)) for job in jobs[node.name])
             used = max(node.gpus_used, sum(gpus for _, gpus in taken))
             room = _Room(node.gpus - used, taken, max((mark for mark, _ in taken), default=(0.0, 0)))
             delay_s = max((turns.get(job.key, 0.0) for job in jobs[node.name]), default=0.0)
@@ -250,8 +314,3 @@ class _Lane0:
         """Return whether as many nodes as the job has could give it its GPUs."""
         each, mark = -(-start.gpus // start.num_nodes), (start.submit_s, start.job)
         return sum(room.for_job(mark) >= each for room in self._rooms[start.partition]) >= start.num_nodes
-
-
-def _gpus_on(job: Job, node: str) -> int:
-    placed = next((share.gpus for share in job.placement if share.node == node), 0)
-    return placed or -(-job.gpus // max(len(job.nodes), 1))

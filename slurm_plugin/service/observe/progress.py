@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cadenza.policies.allocation.problem import placement_speed
+from cadenza.policies.core.idle_gpus import HOLDING
 from cadenza.policies.core.model import Job, Progress
-
-HOLDING = ("held", "stopping")
 
 
 def progress(job: Job, before: Job | None, now_s: float, gpu_types: Mapping[str, str]) -> Progress:

@@ -12,6 +12,7 @@ import msgspec
 from cadenza.policies.core.actions import Action
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, JobKey
+from cadenza.policies.simulator.figures import bounded_slowdown
 from cadenza.sidecar.orders import Switched
 from cadenza.slurm_plugin.service.accounting import effects, usage
 from cadenza.slurm_plugin.service.accounting.effects import Effect, Marks
@@ -63,6 +64,7 @@ class JobAccounting:
         turns, starts = base.turns, base.starts
         if usage.counts(base.snapshot, snapshot) and base.snapshot is not None:
             turns = self._spend(base.snapshot, snapshot, memory)
+            self._write_first_starts(base.snapshot, snapshot)
             starts = self._watch((*starts, *usage.started(base.snapshot, snapshot)), snapshot, turns)
         elif base.snapshot is not None and snapshot.time_s > base.snapshot.time_s:
             self._write_starts(usage.given_up(starts, base.snapshot.time_s))
@@ -92,15 +94,31 @@ class JobAccounting:
     # --- inside --------------------------------------------------------------------------------------------
 
     def _spend(self, before: ClusterSnapshot, after: ClusterSnapshot, memory: Memory) -> dict[JobKey, float]:
-        rows = usage.spent(before, after, memory)
+        rows, idle_s = usage.spent(before, after, memory), usage.idle_waiting_s(before, after, memory)
         for hour, part in usage.by_hour(before.time_s, after.time_s):
             self._link.execute(
-                "INSERT INTO watched VALUES (?, ?) ON CONFLICT DO UPDATE SET seconds = seconds + excluded.seconds",
-                (hour, part * (after.time_s - before.time_s)),
+                "INSERT INTO watched VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET seconds = seconds + excluded.seconds,"
+                " idle_gpu_s = idle_gpu_s + excluded.idle_gpu_s",
+                (hour, part * (after.time_s - before.time_s), part * idle_s),
             )
             shares = [(hour, *row.key, row.user, row.managed, *(part * each for each in row[3:])) for row in rows]
             self._link.executemany(ADD, shares)
         return {row.key: self.baseline.turns.get(row.key, 0.0) + row.turn_s for row in rows}
+
+    def _write_first_starts(self, before: ClusterSnapshot, after: ClusterSnapshot) -> None:
+        for job, at_s in usage.first_starts(before, after):
+            self._link.execute(
+                "INSERT OR REPLACE INTO first_starts (job, user, at_s, gpus, wait_s)"
+                " SELECT ?, ?, ?, ?, coalesce(sum(queue_s), 0) FROM hours WHERE job = ?",
+                (job.key.id, job.user, at_s, job.gpus, job.key.id),
+            )
+        for ended in usage.ended(before, after):
+            query = "SELECT coalesce(sum(queue_s + turn_s), 0), coalesce(sum(held_s), 0) FROM hours WHERE job = ?"
+            waited_s, held_s = self._link.execute(query, (ended,)).fetchone()
+            self._link.execute(
+                "UPDATE first_starts SET ended_s = ?, slowdown = ? WHERE job = ? AND ended_s IS NULL",
+                (after.time_s, bounded_slowdown(waited_s + held_s, held_s), ended),
+            )
 
     def _watch(
         self, starts: tuple[Start, ...], snapshot: ClusterSnapshot, turns: Mapping[JobKey, float]
@@ -133,10 +151,10 @@ class JobAccounting:
 
 
 ADD = (
-    "INSERT INTO hours (hour, job, restart, user, managed, gpu_s, further_gpu_s, queue_s, turn_s)"
-    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET managed = excluded.managed,"
+    "INSERT INTO hours (hour, job, restart, user, managed, gpu_s, further_gpu_s, queue_s, turn_s, held_s)"
+    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET managed = excluded.managed,"
     " gpu_s = gpu_s + excluded.gpu_s, further_gpu_s = further_gpu_s + excluded.further_gpu_s,"
-    " queue_s = queue_s + excluded.queue_s, turn_s = turn_s + excluded.turn_s"
+    " queue_s = queue_s + excluded.queue_s, turn_s = turn_s + excluded.turn_s, held_s = held_s + excluded.held_s"
 )
 PUT = (
     f"INSERT OR REPLACE INTO effects ({', '.join(Effect.__struct_fields__)})"  # noqa: S608 (names are ours)

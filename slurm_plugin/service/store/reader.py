@@ -15,7 +15,7 @@ import msgspec
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job
 from cadenza.slurm_plugin.service.accounting.effects import Effect
-from cadenza.slurm_plugin.service.accounting.usage import HOUR_S, HourRow, Start
+from cadenza.slurm_plugin.service.accounting.usage import HOUR_S, FirstStart, HourRow, Start
 from cadenza.slurm_plugin.service.agents.agent_registry import Event
 from cadenza.slurm_plugin.service.errors import StoreError
 from cadenza.slurm_plugin.service.store import record_codec, schema
@@ -233,13 +233,22 @@ class StoreReader:
         )
         return tuple(_struct(row, Start) for row in rows)
 
+    def first_starts(self, since_s: float, until_s: float) -> tuple[FirstStart, ...]:
+        """Return the jobs that started for the first time, or ended, within a period."""
+        rows = self._rows(
+            "SELECT * FROM first_starts WHERE at_s < ? AND (at_s >= ? OR ended_s >= ?) ORDER BY job",
+            (until_s, since_s, since_s),
+        )
+        return tuple(_struct(row, FirstStart) for row in rows)
+
     def last_round_s(self) -> float:
         """Return the time of the last round on record; 0 before the first."""
         return float(self._rows("SELECT coalesce(max(at_s), 0) AS at_s FROM rounds", ())[0]["at_s"])
 
-    def watched(self) -> dict[int, float]:
-        """Return the seconds on record of each hour since the epoch."""
-        return {row["hour"]: row["seconds"] for row in self._rows("SELECT * FROM watched ORDER BY hour", ())}
+    def watched(self) -> dict[int, tuple[float, float]]:
+        """Return the seconds on record of each hour since the epoch, with the idle GPU seconds while a job waited."""
+        rows = self._rows("SELECT * FROM watched ORDER BY hour", ())
+        return {row["hour"]: (row["seconds"], row["idle_gpu_s"]) for row in rows}
 
     # --- inside -----------------------------------------------------------------------------------------------
 

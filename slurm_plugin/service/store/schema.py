@@ -12,7 +12,7 @@ from cadenza.policies.core.decision import Memory
 from cadenza.slurm_plugin.service.errors import StoreError
 from cadenza.slurm_plugin.service.store.record_codec import UNREADABLE, decode_undo
 
-VERSION = 2
+VERSION = 3
 MODE = 0o640
 """The record names jobs, users and commands: the service's user and its group read it."""
 
@@ -47,12 +47,15 @@ CREATE INDEX leases_job ON leases (job, id);
 CREATE TABLE events (
     id INTEGER PRIMARY KEY, at_s REAL NOT NULL, kind TEXT NOT NULL, host TEXT NOT NULL,
     job INTEGER, restart INTEGER, detail TEXT NOT NULL);
-CREATE TABLE watched (hour INTEGER PRIMARY KEY, seconds REAL NOT NULL);
+CREATE TABLE watched (hour INTEGER PRIMARY KEY, seconds REAL NOT NULL, idle_gpu_s REAL NOT NULL);
+CREATE TABLE first_starts (
+    job INTEGER PRIMARY KEY, user TEXT NOT NULL, at_s REAL NOT NULL, gpus INTEGER NOT NULL, wait_s REAL NOT NULL,
+    ended_s REAL, slowdown REAL);
 CREATE TABLE hours (
     hour INTEGER NOT NULL, job INTEGER NOT NULL, restart INTEGER NOT NULL, user TEXT NOT NULL,
     managed INTEGER NOT NULL, gpu_s REAL NOT NULL DEFAULT 0, further_gpu_s REAL NOT NULL DEFAULT 0,
     queue_s REAL NOT NULL DEFAULT 0, turn_s REAL NOT NULL DEFAULT 0, yields INTEGER NOT NULL DEFAULT 0,
-    PRIMARY KEY (job, restart, hour)) WITHOUT ROWID;
+    held_s REAL NOT NULL DEFAULT 0, PRIMARY KEY (job, restart, hour)) WITHOUT ROWID;
 CREATE INDEX hours_hour ON hours (hour);
 CREATE TABLE starts (
     job INTEGER PRIMARY KEY, user TEXT NOT NULL, at_s REAL NOT NULL, submit_s REAL NOT NULL,
@@ -81,7 +84,13 @@ TIMED = {
 }
 """The column with the age of each table's rows."""
 
-KEPT = {"watched": "hour < ? / 3600.0", "hours": "hour < ? / 3600.0", "starts": "at_s < ?", "effects": "at_s < ?"}
+KEPT = {
+    "watched": "hour < ? / 3600.0",
+    "hours": "hour < ? / 3600.0",
+    "first_starts": "at_s < ?",
+    "starts": "at_s < ?",
+    "effects": "at_s < ?",
+}
 """The condition for deleting rows of the tables for reports, which are kept longer."""
 
 
