@@ -52,10 +52,8 @@ class Relocation:
         free = [
             action
             for action in wanted
-            if (leaving if isinstance(action, Yield | Resume | Suspend | Unsuspend) else busy).isdisjoint(
-                _job_ids(action)
-            )
-            or _repairs(action)
+            if (leaving if isinstance(action, Yield | Resume | Suspend) else busy).isdisjoint(_job_ids(action))
+            or _wakes(action)
         ]
         # 3. Moves begin, or are refused with a reason.
         actions: list[Action] = []
@@ -107,9 +105,9 @@ def _only_wanted(step: Step) -> bool:
     return step.move is not None and isinstance(step.move.phase, Wanted) and step.action is None
 
 
-def _repairs(action: Action) -> bool:
-    """Return True if Slurm's word and a job's processes are brought together, which its move needs too."""
-    return isinstance(action, Suspend | Unsuspend) and action.repair
+def _wakes(action: Action) -> bool:
+    """Return True if a job's processes are to run, or Slurm's word is to be true of them, which its move needs too."""
+    return isinstance(action, Unsuspend) or (isinstance(action, Suspend) and action.repair)
 
 
 def _relocating(move: Move) -> Relocating | None:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from cadenza.policies.core.actions import Action, Migrate, Place, Release, Requeue, Resize, Resume, Save, Unsuspend
+from cadenza.policies.core.actions import Action, Migrate, Place, Release, Requeue, Resize, Resume, Save
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease, Placement, Share
 from cadenza.policies.core.move import Leaving, Move, Ordered, Over, Phase, Placed, Prefetching, Requeued, Wanted
@@ -153,7 +153,7 @@ def advance(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
         case Prefetching():
             step = _prefetching(move, snapshot, age_s)
         case Ordered():
-            step = _ordered(move, snapshot, memory, age_s)
+            step = _ordered(move, snapshot, age_s)
         case Requeued() as phase:
             step = _requeued(move, phase, snapshot, age_s)
         case Placed() as phase:
@@ -194,7 +194,7 @@ def _prefetching(move: Move, snapshot: ClusterSnapshot, age_s: float) -> Step:
     return Step(move, Save(move.job, f"{_goes(move)}: {move.reason}"), f"{_goes(move)}: a checkpoint is ordered")
 
 
-def _ordered(move: Move, snapshot: ClusterSnapshot, memory: Memory, age_s: float) -> Step:
+def _ordered(move: Move, snapshot: ClusterSnapshot, age_s: float) -> Step:
     job = snapshot.job(move.job)
     if job is None:
         return _end(move, snapshot, REQUEUED_BY_OTHERS)
@@ -202,9 +202,6 @@ def _ordered(move: Move, snapshot: ClusterSnapshot, memory: Memory, age_s: float
     if job.state == "RUNNING" and lease is not None and lease.saved:
         sentence = f"{_goes(move)}: its checkpoint is complete, it is requeued"
         return Step(replace(move, phase=Ordered(move.phase.since_s, job.nodes)), _requeue(move), sentence)
-    if job.state == "SUSPENDED" and job.key in memory.suspended:
-        reason = "is to save a checkpoint, for which its processes must run"
-        return Step(move, Unsuspend(job.key, reason), f"{_goes(move)}: Slurm resumes it, so that it saves a checkpoint")
     stopping = lease is not None and (lease.state == "stopping" or lease.saving)
     if age_s > (MAX_SAVE_S if stopping or lease is None else MAX_ORDER_S):
         return _end(move, snapshot, "not moved: its checkpoint failed or was refused, see its yields and resumes")

@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from snapshots import NOW, cluster, job, key, lease, moving, node
 
+from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.core.actions import Migrate, Place, Release, Requeue, Resume, Save, Suspend, Unsuspend
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import Host, JobKey, Options, Share
 from cadenza.policies.core.move import Leaving, Move, Ordered, Over, Placed, Prefetching, Requeued, Wanted
 from cadenza.policies.relocation.phases import MAX_PREFETCH_S, acted, advance
+from cadenza.policies.sharing.state.settings import SharingSettings
 
 KEEPS = lease("held", 0, checkpoints=True)
 THERE = (Share("node2", 1, 6, 9000),)
@@ -156,8 +158,11 @@ def test_a_yielded_job_that_slurm_has_suspended_runs_to_save_and_is_then_requeue
     away = replace(KEEPS, state="yielded", saves_away=True)
     memory = Memory(suspended=frozenset({key(1)}), moves=(Move(key(1), THERE, "r", Ordered(NOW)),))
     (move,) = memory.moves
-    still = advance(move, cluster(job(1, state="SUSPENDED", lease=replace(away, saving=True))), memory)
-    assert isinstance(still.action, Unsuspend)
+    asleep = cluster(job(1, state="SUSPENDED", lease=replace(away, saving=True)))
+    moves = PolicySettings(partitions=frozenset({"gpu"}), sharing=SharingSettings(enforce=True), phased_moves=True)
+    for share in ("timeslice", "none"):
+        still = build("fifo", "none", share, moves).decide(asleep, memory)
+        assert [type(one) for one in still.actions if getattr(one, "job", None) == key(1)] == [Unsuspend]
     later = replace(cluster(job(1, lease=replace(away, saving=True))), time_s=NOW + 60)
     assert advance(move, later, memory) == (move, None, "goes to node2: its checkpoint is being saved")
     saved = advance(move, cluster(job(1, lease=replace(away, saving=True, saved=True))), memory)

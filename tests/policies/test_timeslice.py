@@ -307,14 +307,6 @@ def test_a_job_that_slurm_requeued_out_of_our_suspend_is_released():
     assert remember(ours, (), cluster(replace(back, slurm_priority=1))).suspended == frozenset()
 
 
-def test_a_suspended_job_wakes_up_before_it_gives_its_place_back():
-    """Slurm would requeue a suspended job into a hold."""
-    stuck = replace(HOLDER, lease=lease("held", 0, ready=False))
-    waiting = replace(YIELDED, state="SUSPENDED", lease=lease("waiting", 0))
-    found = acts(cluster(stuck, waiting), Memory(suspended=frozenset({key(2)})))
-    assert found == [(Unsuspend, key(2))]
-
-
 def test_unmanaged_jobs_are_never_acted_on():
     plain = job(3, options=None, lease=lease("waiting", 0, ready=False, exclusive=True))
     found = acts(cluster(HOLDER, YIELDED, plain))

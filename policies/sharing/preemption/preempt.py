@@ -184,6 +184,7 @@ class _Board:
             and (lease.ready or lease.state == "yielded")
             and lease.state in ("held", "yielded")
             and job.key not in self.state.fixed
+            and self.state.may_wake(job)
             and not refusal_reason(job, self._moves.get(job.key.id), placed=job.key in self.state.memory.placed)
         )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -21,10 +22,10 @@ from cadenza.policies.core.actions import (
     Yield,
 )  # fmt: skip
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease, Placement, Progress, Relocating, Share
+from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, Lease, Placement, Progress, Relocating, Share
 from cadenza.policies.ordering.ranking import Order, Queue
 from cadenza.policies.relocation.phases import pinned_by_owner
-from cadenza.policies.sharing.state.groups import Group, group_keys, standing
+from cadenza.policies.sharing.state.groups import Group, group_keys, partners, standing
 from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest, Seat, observe_hosts
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 
@@ -114,6 +115,7 @@ class SharingState:
     """Nodes that are further lanes of their host."""
     ranks: dict[JobKey, int] = field(default_factory=dict)
     """Place of each managed job in the ordering, 0 first."""
+    _by_gpu: dict[Gpu, list[tuple[int, Job]]] | None = None
     _moved_s: dict[int, float] = field(default_factory=dict)
     _asked: dict[int, int] = field(default_factory=dict)
     _asked_nodes: dict[int, int] = field(default_factory=dict)
@@ -185,6 +187,44 @@ class SharingState:
             if job.state == state and job.lease is not None and self.settings.manages(job)
         ]
 
+    @property
+    def by_gpu(self) -> Mapping[Gpu, list[tuple[int, Job]]]:
+        """Return the jobs whose leases have each GPU, with their places in the snapshot."""
+        if self._by_gpu is None:
+            self._by_gpu = defaultdict(list)
+            for place, job in enumerate(self.snapshot.jobs):
+                for gpu in job.lease.gpus if job.lease is not None else ():
+                    self._by_gpu[gpu].append((place, job))
+        return self._by_gpu
+
+    def sharers_of(self, job: Job) -> list[Job]:
+        """Return the jobs with which a job takes turns on its GPUs."""
+        apart = partners(self.groups).get(job.key, frozenset()) | {job.key}
+        near = {rival.key: rival for gpu in (job.lease.gpus if job.lease else ()) for _, rival in self.by_gpu[gpu]}
+        return [rival for key, rival in near.items() if key not in apart]
+
+    def stays_frozen(self, job: Job) -> bool:
+        """Return True if Slurm must not let a job's processes run, because other jobs have its GPUs in this round.
+
+        Awake it could compute on these GPUs together with them. Only its word keeps it from that, which is enough
+        where the admin has switched suspends off, and among jobs of one user: see ``is_trusted``.
+        """
+        settings = self.settings
+        if not (settings.enforce and settings.suspend and job.partition in settings.partitions):
+            return False
+        coming = frozenset() if holds(job) or job.key in self.holders else self.holders
+        others = [one for one in self.sharers_of(job) if holds(one) or one.key in coming]
+        return not self.is_trusted(job, others)
+
+    @staticmethod
+    def is_trusted(job: Job, others: Iterable[Job]) -> bool:
+        """Return True if a job without a lease may be awake while ``others`` have its GPUs.
+
+        Only a job of the same user that has given its lease back before, and whose ranks all obey, is trusted to wait.
+        """
+        obeys = job.lease is not None and job.lease.state == "yielded" and job.lease.ready
+        return all(obeys and other.user == job.user for other in others)
+
     def remember(self, **changes: object) -> None:
         """Change what sharing remembers; packs and moves are added by the ledger, once they have left."""
         self.memory = replace(self.memory, sharing=replace(self.memory.sharing, **changes))  # type: ignore[arg-type]
@@ -200,8 +240,13 @@ class SharingState:
             and lease.checkpoints
             and lease.state != "stopping"
             and (lease.ready or lease.state == "yielded")
+            and self.may_wake(job)
             and self.now_s - self._moved_s.get(job.key.id, float("-inf")) >= self.gandiva.move_every_s
         )
+
+    def may_wake(self, job: Job) -> bool:
+        """Return True if a job runs, or may be resumed for its move whoever gets its GPUs before it has left."""
+        return job.state != "SUSPENDED" or self.is_trusted(job, self.sharers_of(job))
 
     def residents(self, host: HostState) -> Iterator[Resident]:
         """Return a host's tenants that may move, in order of keys; those of several hosts do not."""
@@ -300,6 +345,11 @@ def sizes(job: Job, asked: int) -> tuple[int, ...]:
     low, high = min(options.min_gpus or asked, job.gpus), max(options.max_gpus or asked, job.gpus)
     powers = (1 << bit for bit in range(high.bit_length()))
     return tuple(sorted({low, high, asked, job.gpus, *(size for size in powers if low < size < high)}))
+
+
+def holds(job: Job) -> bool:
+    """Return True while a job has its GPUs."""
+    return job.lease is not None and job.lease.state in ("held", "stopping")
 
 
 def _is_managed(job: Job, memory: Memory, settings: SharingSettings) -> bool:

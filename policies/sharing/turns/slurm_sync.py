@@ -5,22 +5,23 @@ only what the snapshot cannot show (whose suspend, hold or drain it was), so a l
 
 Before maintenance, that is once lane 0 of a host is drained, its further lanes are drained too, its jobs go
 on taking turns until they end, and none of them stays suspended in Slurm, because Slurm shows a node with
-nothing but suspended jobs as drained, that is ready to be switched off.
+nothing but suspended jobs as drained, that is ready to be switched off. One whose word is not enough is suspended
+while others have its GPUs, and so run on that host.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
 from cadenza.policies.core.actions import Action, Release, Requeue, Resize, Resume, Suspend, Unsuspend, Yield
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, Lease
+from cadenza.policies.core.move import Ordered
 from cadenza.policies.core.text import job_names, jobs_called, lost_text
 from cadenza.policies.sharing.state.groups import partners
 from cadenza.policies.sharing.state.settings import SharingSettings, exclusion_reason, held_for_us
-from cadenza.policies.sharing.state.sharing_state import SharingState
+from cadenza.policies.sharing.state.sharing_state import SharingState, holds
 from cadenza.policies.sharing.turns.contender import preferred
 from cadenza.policies.sharing.turns.fair_queue import Contender, groups, next_turn
 from cadenza.policies.sharing.turns.lane0_queue import Lane0Queue
@@ -77,7 +78,7 @@ def take_turns(state: SharingState) -> None:
 
 def list_departures(state: SharingState) -> None:
     """List the jobs that leave their hosts: they stay where they are until they have left."""
-    snapshot, jobs, rivals = state.snapshot, state.all_jobs, _jobs_by_gpu(state.snapshot)
+    snapshot, jobs, rivals = state.snapshot, state.all_jobs, state.by_gpu
     drained, host = hosts_to_leave(snapshot), {node.name: node.host for node in snapshot.nodes}
     state.leaving = frozenset(j.key for j in jobs if any(host.get(name) in drained for name in j.nodes))
     state.giving_back = {
@@ -94,26 +95,32 @@ def sync_slurm(state: SharingState) -> None:
     running = state.managed("RUNNING")
     moved = {action.job for action in state.moves}
     resized = {action.job for action in state.moves if isinstance(action, Resize)}
-    # 1. Slurm's resume comes before the yields, so that a job stands ready when its GPUs are free. A job whose word is
-    #    not enough for that comes later: it stays suspended until they are free.
+    # 1. Slurm's resume comes before the yields, so that a job stands ready when its GPUs are free. Whatever the reason,
+    #    a job whose word is not enough for that comes later: it stays suspended until they are free.
     suspended = [job for job in state.all_jobs if _suspended_by_us(job, state)]
-    rivals = _jobs_by_gpu(state.snapshot) if suspended else {}
-    unsuspends = [Unsuspend(job.key, reason) for job in suspended if (reason := _unsuspend_reason(job, state, rivals))]
+    frozen = {job.key for job in suspended if state.stays_frozen(job)}
+    unsuspends = [
+        Unsuspend(job.key, reason)
+        for job in suspended
+        if job.key not in frozen and (reason := _unsuspend_reason(job, state))
+    ]
     # 2. Yields, but for jobs that stop anyway to be resized.
     yields = [action for action in state.yields if action.job not in resized]
     # 3. Suspends of jobs whose turn is over, but for those that move: they may get GPUs at once where they go.
     going = {job.key for job, _ in running if job.relocating is not None}
-    spared = state.holders | state.leaving | state.giving_back.keys() | moved | going
+    staying = {job.key for job, _ in running if job.key in state.leaving and not state.stays_frozen(job)}
+    spared = state.holders | staying | state.giving_back.keys() | moved | going
     suspends = [
         Suspend(job.key, "its turn is over, so Slurm stops its time limit and frees its CPUs")
         for job, lease in running
         if settings.suspend and job.key not in spared and (lease.state == "yielded" or _waits_long(job, lease, state))
     ]
-    # 4. Requeues of jobs that cannot go on, or that give their lane back.
+    # 4. Requeues of jobs that cannot go on, or that give their lane back. Slurm brings a suspended one back held, so it
+    #    is resumed before, unless others have its GPUs.
     requeues = [
         Requeue(job.key, settings.places, state.giving_back[job.key])
-        for job, _ in running
-        if job.key in state.giving_back
+        for job in (*(job for job, _ in running), *suspended)
+        if job.key in state.giving_back and (job.state == "RUNNING" or job.key in frozen)
     ]
     # 5. Releases of jobs that were held for us and that we do not place.
     releases = [
@@ -230,43 +237,22 @@ def _suspended_by_us(job: Job, state: SharingState) -> bool:
     return job.state == "SUSPENDED" and job.key in state.memory.suspended
 
 
-def _unsuspend_reason(job: Job, state: SharingState, by_gpu: Mapping[Gpu, list[tuple[int, Job]]]) -> str | None:
+def _unsuspend_reason(job: Job, state: SharingState) -> str | None:
     """Return why Slurm resumes a job that we suspended, None if it stays suspended."""
     settings = state.settings
-    turn = job.key in state.holders and not _must_find_free(job, state, by_gpu)
+    saving = any(move.job == job.key and isinstance(move.phase, Ordered) for move in state.memory.moves)
     checks = (
         (not settings.enforce or not settings.suspend, "jobs are not to be suspended any more"),
         (not settings.manages(job), exclusion_reason(job, settings) or "left alone: the job does not opt in any more"),
         (job.lease is None, "no agent knows the job any more, so none would give it a turn"),
         (job.lease is not None and job.lease.state in ("held", "stopping"), "its turn has come"),
-        (turn, "its turn has come"),
+        (job.key in state.holders, "its turn has come"),
         (job.key in state.leaving, "its host is drained, which must not look finished while the job is there"),
         (job.key in state.giving_back, "it gives its place back"),
         (any(action.job == job.key for action in state.moves), "it moves, and saves its checkpoint before"),
+        (saving, "is to save a checkpoint, for which its processes must run"),
     )
     return next((reason for applies, reason in checks if applies), None)
-
-
-def _must_find_free(job: Job, state: SharingState, by_gpu: Mapping[Gpu, list[tuple[int, Job]]]) -> bool:
-    """Return True if a job whose turn has come stays suspended, because others still have its GPUs.
-
-    Resumed before they have yielded, it could compute on these GPUs together with them. Only a job of the same user
-    that has given its lease back before, and whose ranks all obey, is trusted to wait.
-    """
-    lease, packed = job.lease, partners(state.groups).get(job.key, frozenset())
-    near = {rival.key: rival for gpu in (lease.gpus if lease else ()) for _, rival in by_gpu[gpu]}
-    holders = [rival for key, rival in near.items() if key != job.key and key not in packed and _holds(rival)]
-    obeys = lease is not None and lease.state == "yielded" and lease.ready
-    return bool(holders) and not (obeys and all(rival.user == job.user for rival in holders))
-
-
-def _jobs_by_gpu(snapshot: ClusterSnapshot) -> dict[Gpu, list[tuple[int, Job]]]:
-    """Return the jobs whose leases have each GPU, with their places in the snapshot."""
-    by_gpu: defaultdict[Gpu, list[tuple[int, Job]]] = defaultdict(list)
-    for place, job in enumerate(snapshot.jobs):
-        for gpu in job.lease.gpus if job.lease is not None else ():
-            by_gpu[gpu].append((place, job))
-    return by_gpu
 
 
 def _requeue_reason(job: Job, state: SharingState, by_gpu: Mapping[Gpu, list[tuple[int, Job]]]) -> str | None:
@@ -285,8 +271,8 @@ def _requeue_reason(job: Job, state: SharingState, by_gpu: Mapping[Gpu, list[tup
         met = [other.key for other in rivals if late and _cannot_stop(other, settings)]
         return f"gives its place back after {waited_s:.0f} s: {job_names(met)} cannot be stopped" if met else None
     # It refuses to stop, and another job waits for its GPUs.
-    waiting = [other.key for other in rivals if not _holds(other)]
-    if _holds(job) and lease.refusals >= MAX_REFUSALS and waiting:
+    waiting = [other.key for other in rivals if not holds(other)]
+    if holds(job) and lease.refusals >= MAX_REFUSALS and waiting:
         return f"gives its place back: it did not stop {lease.refusals} times, and {job_names(waiting)} waited"
     # It cannot be stopped, and another job has waited long enough for it.
     stuck = _cannot_stop(job, settings)
@@ -312,10 +298,6 @@ def _apart_reason(job: Job, settings: SharingSettings, by_gpu: Mapping[Gpu, list
     return f"gives its place back: {job_names(met)} of another user had its GPUs first" if met and late else None
 
 
-def _holds(job: Job) -> bool:
-    return job.lease is not None and job.lease.state in ("held", "stopping")
-
-
 def _waits_unmanaged(lease: Lease | None, settings: SharingSettings) -> bool:
     waits = lease is not None and lease.exclusive and lease.state == "waiting"
     return waits and lease is not None and lease.waited_s > settings.unmanaged_wait_s
@@ -326,7 +308,7 @@ def _waits_too_long(job: Job, state: SharingState) -> bool:
     lease = job.lease
     stays = lease is not None and (lease.state == "yielded" or state.further.isdisjoint(job.nodes))
     ours = job.state == "RUNNING" or _suspended_by_us(job, state)
-    waits = lease is not None and not _holds(job) and lease.waited_s > state.settings.lease_wait_s
+    waits = lease is not None and not holds(job) and lease.waited_s > state.settings.lease_wait_s
     return stays and ours and waits and state.settings.manages(job)
 
 
