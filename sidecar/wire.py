@@ -34,7 +34,7 @@ Fields (those in brackets may be missing; an unknown one is ignored)
     ``ask``       job [restart]
     ``attach``    job restart rank world_size local_world_size state (running | arrived | yielded) step
                   [gpus] (list of int) [node] [hosts] [requeue_owner] (as the owner of ``requeued_by``)
-    ``arrived``   order step bytes [refused]
+    ``arrived``   order step bytes [held] (device bytes of torch's allocator in this process) [refused]
     ``yielded``   [order] copy_s bytes [left] (device bytes this process keeps) [resident] [error] (the move
                   failed and was undone: the rank runs on) [no_room] (after ``resume``: the GPU is too full)
     ``resumed``   copy_s [order]

@@ -19,12 +19,13 @@ from cadenza.sidecar import orders, wire
 from cadenza.sidecar.agent.driver.channel import Channel
 from cadenza.sidecar.agent.driver.process_control import DriverController
 from cadenza.sidecar.agent.ipc import cgroup_paths, slurm_steps
-from cadenza.sidecar.agent.ipc.messages import Attach, Resumed, Yielded, parse
+from cadenza.sidecar.agent.ipc.messages import Arrived, Attach, Resumed, Yielded, parse
 from cadenza.sidecar.agent.ipc.pages import Page
 from cadenza.sidecar.agent.ipc.processes import Peer
 from cadenza.sidecar.agent.ipc.transport import Session
 from cadenza.sidecar.agent.jobs.host_state import ABSENT_S, AMISS_S, STEPS_LOOK_S, Host
 from cadenza.sidecar.agent.jobs.job_run import Rank
+from cadenza.sidecar.agent.jobs.stop_states import Stop
 from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.telemetry.gpu_watch import GpuWatch
@@ -378,6 +379,51 @@ def test_a_context_may_stay(leaving: tuple[Seen, Driver, Lease, Lease]) -> None:
     turn(seen, job, 0.5)
     assert (job.state, following.state) == ("yielded", "held"), "pid 1 is none of the job's"
     assert seen.host.lease_report(job).refusals == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "held", "left", "after", "free"),
+    [
+        (21_300, 20_000, 0, 1_340, True),  # a large context
+        (20_300, 20_000, 0, 1_000, False),  # a small one, with data
+        (20_300, 20_000, 700, 1_000, True),  # data that torch says to have left
+        (20_300, 0, 0, 2_100, True),  # a job that says nothing about its memory has the most that a context takes
+        (20_300, 0, 0, 2_200, False),
+        (20_300, 20_000, 90_000, 2_400, True),  # and what it says to have left is bounded, too
+        (20_300, 20_000, 90_000, 2_500, False),
+        (None, 20_000, 700, 2_048, True),  # no look at its boundary
+        (None, 20_000, 700, 2_100, False),
+    ],
+)
+def test_a_process_may_keep_its_measured_context_and_what_torch_has_left(
+    leaving: tuple[Seen, Driver, Lease, Lease], before: int | None, held: int, left: int, after: int, free: bool
+) -> None:
+    seen, driver, job, following = leaving
+    coordinator, watch, me, job.vtime_s = seen.arbiter.coordinator, seen.arbiter.coordinator.gpus, os.getpid(), 50.0
+    assert watch is not None
+    # 1. The rank arrives; it does not move out before the driver was looked at.
+    run = seen.host.run(job.key)
+    (rank,) = run.ranks.values()
+    job.state, rank.out, run.stop = "held", False, None
+    assert coordinator.stop(job, "turn", 60.0) is None
+    stop = cast("Stop", run.stop)
+    coordinator.advance(job)
+    until(lambda: not watch.looking, "the look before")
+    driver.sizes = {me: None if before is None else before << 20}
+    packet = wire.encode("arrived", order=stop.order, step=stop.step, held=held << 20)
+    coordinator.arrived(job, rank, cast("Arrived", parse(packet)))
+    for _ in range(3):
+        until(lambda: not watch.looking, "the look at its boundary")
+        seen.time.passed += 0.01
+        coordinator.advance(job)
+    assert stop.state == "offloading"
+    # 2. It says that it has moved out.
+    driver.sizes = {me: after << 20}
+    coordinator.yielded(job, rank, Yielded(bytes=1, left=left << 20))
+    turn(seen, job, 0.5)
+    seen.time.passed += LEAVE_S
+    turn(seen, job, 0.5)
+    assert (job.state, following.state) == (("yielded", "held") if free else ("held", "waiting"))
 
 
 def test_memory_that_a_job_keeps_is_on_its_lease_and_in_its_note(leaving: tuple[Seen, Driver, Lease, Lease]) -> None:

@@ -88,6 +88,8 @@ def test_a_job_that_yields_computes_the_same(tmp_path: Path, name: str) -> None:
         turns.finish()
     assert [message["step"] for message in turns.arrived] == STOPS
     assert all(message["bytes"] > 0 and not message["resident"] for message in turns.yielded)
+    for arrived, yielded in zip(turns.arrived, turns.yielded, strict=True):
+        assert simulated_gpu.GPU.capacity > arrived["held"] >= yielded["bytes"] + yielded["left"]
     assert max(seen) <= 22 << 20, "at most a segment of each size stays, for the loop's own tensors"
 
 

@@ -113,11 +113,15 @@ class RequeuedBy(msgspec.Struct, frozen=True):
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """The rank stands at boundary ``step``; ``bytes`` is the host memory its state would take."""
+    """The rank stands at boundary ``step``; ``bytes`` is the host memory its state would take.
+
+    ``held`` is the device memory that torch holds in this process, its allocator's cache included.
+    """
 
     order: Step
     step: RankStep
     bytes: Bytes = 0
+    held: Bytes = 0
     refused: Text = ""
 
 

@@ -35,6 +35,10 @@ class Rank:
     """Bytes of state that its last yield moved out."""
     left: int = 0
     """Bytes that torch kept on the GPU after it."""
+    held: int = 0
+    """Bytes that torch held on its GPUs when it last stood at a boundary."""
+    context: int | None = None
+    """Bytes of its CUDA contexts, as measured at its last stop; None if they were not."""
     refused: str = ""
     requeue_owner: str = ""
     """Other software that requeues the job, as this rank reports."""

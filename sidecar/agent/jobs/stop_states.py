@@ -71,6 +71,8 @@ class Stop:
     """Time of the last change of ``progress``."""
     service_step: int = 0
     """Stop step named by the service; this host may be beyond it."""
+    arrived_at: float = 0.0
+    """Time at which a rank has last said that it stands at a boundary."""
     out_at: float | None = None
     """Time at which all ranks said that they have moved out."""
     sent: tuple[int, bool, str] | None = None

@@ -13,9 +13,11 @@ from cadenza.sidecar.clock import Clock
 
 log = logging.getLogger(__name__)
 
-FLOOR_BYTES = 1 << 30
-"""GPU memory that a process may keep after a yield: its CUDA context with the handles of its libraries, which only the
-driver path frees."""
+MAX_CONTEXT_BYTES = 2 << 30
+"""Most memory of each GPU that a process may keep after a yield as its CUDA context, with the handles of its libraries,
+which only the driver path frees; and most that it may keep as what torch says to have left."""
+SLACK_BYTES = 64 << 20
+"""Growth of a process's CUDA context in a yield that is no fault, in bytes."""
 FIRST_LOOK_S = 5.0
 """Longest wait for the driver when the agent starts."""
 
@@ -44,6 +46,19 @@ class Look(NamedTuple):
         sizes = (size for gpu in gpus for pid, size in (self.on_gpu.get(gpu) or {}).items() if pid in mine)
         return sum(size or 0 for size in sizes)
 
+    def sizes(self, gpus: Iterable[int], pid: int) -> dict[int, int | None]:
+        """Return a process's bytes on each of some GPUs that it is on; None where they are not told."""
+        return {gpu: there[pid] for gpu in sorted(gpus) if pid in (there := self.on_gpu.get(gpu) or {})}
+
+    def context_bytes(self, gpus: Iterable[int], pid: int, held: int) -> int | None:
+        """Return the memory of a process beyond the ``held`` bytes of torch's allocator: its CUDA contexts.
+
+        At most ``MAX_CONTEXT_BYTES`` on each GPU, because ``held`` is the process's own word. None where the driver
+        does not tell the memory.
+        """
+        known = [size for size in self.sizes(gpus, pid).values() if size is not None]
+        return min(max(sum(known) - held, 0), MAX_CONTEXT_BYTES * len(known)) if known else None
+
     def shortage(self, gpus: Iterable[int], needed: int, leaving: Iterable[int] = ()) -> str | None:
         """Return the reason why some GPUs have less than ``needed`` bytes free each; None if all have them.
 
@@ -64,6 +79,14 @@ class Look(NamedTuple):
         others = (self.on_gpu.get(gpu) or {}).keys() - set(but)
         sizes = sorted(((self.bytes_of((gpu,), (pid,)), pid) for pid in others), reverse=True)
         return ", ".join(f"pid {pid} has {size >> 20} MB" for size, pid in sizes[:MAX_KEEPERS])
+
+
+def may_keep(context: int | None, left: int) -> int | None:
+    """Return the bytes that a process may keep after a yield: a measured context, and what torch says to have left.
+
+    None for a context that was not measured: then ``MAX_CONTEXT_BYTES`` on each GPU is all that it may keep.
+    """
+    return None if context is None else context + min(left, MAX_CONTEXT_BYTES) + SLACK_BYTES
 
 
 class GpuWatch:
@@ -112,21 +135,26 @@ class GpuWatch:
             self.looking, self.asked_s = True, self._clock.monotonic()
             self._asked.put("look")
 
-    def busy(self, gpus: Iterable[int], pids: Iterable[int], since_s: float) -> str | None:
-        """Return the reason why GPUs are not free of these processes, "" if they are; None without a later look.
-
-        ``since_s``: monotonic time after which a look must begin to count.
-        """
+    def looked_since(self, since_s: float) -> bool:
+        """Return True if the last look began after a monotonic time; else ask for one."""
         if self.last.began_s <= since_s:
             self.ask()
+        return self.last.began_s > since_s
+
+    def busy(self, gpus: Sequence[int], allowed: Mapping[int, int | None], since_s: float) -> str | None:
+        """Return the reason why GPUs are not free of processes, "" if they are; None without a look since ``since_s``.
+
+        ``allowed`` has the bytes that each process may keep, None for ``MAX_CONTEXT_BYTES`` on each GPU.
+        """
+        if not self.looked_since(since_s):
             return None
-        mine = set(pids)
-        for gpu in sorted(gpus):
-            for pid, size in sorted((self.last.on_gpu.get(gpu) or {}).items()):
-                if pid in mine and (size is None or size > FLOOR_BYTES):
-                    kept = "memory" if size is None else f"{size >> 20} MB"
-                    self.ask()
-                    return f"pid {pid} still has {kept} on GPU {gpu}"
+        for pid, limit in sorted(allowed.items()):
+            sizes = self.last.sizes(gpus, pid)
+            size, unknown = self.last.bytes_of(gpus, (pid,)), None in sizes.values()
+            if unknown or size > (MAX_CONTEXT_BYTES * len(sizes) if limit is None else limit):
+                self.ask()
+                kept = "memory" if unknown else f"{size >> 20} MB"
+                return f"pid {pid} still has {kept} on GPU {', '.join(map(str, sizes))}"
         return ""
 
     def close(self) -> None:

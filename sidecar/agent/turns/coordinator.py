@@ -15,7 +15,7 @@ from cadenza.sidecar.agent.jobs.job_run import JobRun, Rank, Resume
 from cadenza.sidecar.agent.jobs.stop_states import AwayStop, CheckpointStop, Stop, UnleasedStop, YieldStop
 from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.leases.lease_table import Lease
-from cadenza.sidecar.agent.telemetry.gpu_watch import GpuWatch
+from cadenza.sidecar.agent.telemetry.gpu_watch import GpuWatch, may_keep
 from cadenza.sidecar.bounds import MAX_TEXT
 from cadenza.sidecar.stop_step import Cancel, Commit, Plan, Raise
 
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 15.0
 """Pause after a stop that failed, before the job is asked again."""
+MEASURE_S = 1.0
+"""Longest wait for the driver's look at the ranks' memory before they move it out, in seconds."""
 LEAVE_S = 5.0
 """Longest time until the driver must see that a job has left its GPUs, after all its ranks say so."""
 STEPS_SPACING_S = 0.05
@@ -133,7 +135,8 @@ class StopCoordinator:
         stop.out_at = now if stop.out_at is None else stop.out_at
         if self.gpus is not None and self.gpus.names_processes(lease.gpus):
             pids = membership.pids_of(lease)
-            looked = self.gpus.busy(lease.gpus, pids, stop.out_at)
+            allowed = {pid: may_keep(rank.context, rank.left) if (rank := run.ranks.get(pid)) else None for pid in pids}
+            looked = self.gpus.busy(lease.gpus, allowed, stop.out_at)
             busy = "the driver has not answered" if looked is None else looked
             left_bytes = max(left_bytes, self.gpus.last.bytes_of(lease.gpus, pids))
         if not busy:
@@ -164,7 +167,7 @@ class StopCoordinator:
         # 4. All have arrived: they move their state out or save it, if the host has memory for it.
         elif shortage:
             self.withdraw(lease, "refused", shortage)
-        elif isinstance(plan, Commit):
+        elif isinstance(plan, Commit) and self._measured(lease, stop):
             self.commit(lease)
 
     # --- steps of a stop -----------------------------------------------------------------------------------
@@ -236,12 +239,26 @@ class StopCoordinator:
             f"(margin {self.host.settings.memory_margin:g})"
         )
 
+    def _measured(self, lease: Lease, stop: Stop) -> bool:
+        """Return True once the driver has shown the memory of the ranks at their boundary, where it names processes."""
+        if isinstance(stop, CheckpointStop) or self.gpus is None or not self.gpus.names_processes(lease.gpus):
+            return True
+        late = self.host.clock.monotonic() - stop.arrived_at > MEASURE_S
+        return self.gpus.looked_since(stop.arrived_at) or late
+
     def commit(self, lease: Lease) -> None:
-        """Let all ranks move their state out, or save it; from here on only a resume leads back."""
+        """Let all ranks move their state out, or save it; from here on only a resume leads back.
+
+        The driver's look since all stand at the boundary tells the CUDA context of each rank.
+        """
         run = self.host.run(lease.key)
         stop = run.stop
         if stop is None or stop.committed:
             return
+        look = None if self.gpus is None else self.gpus.last
+        measured = look is not None and look.began_s > stop.arrived_at
+        for rank in run.ranks.values():
+            rank.context = look.context_bytes(lease.gpus, rank.pid, rank.held) if look and measured else None
         stop.on_all_arrived(self.host.clock.monotonic())
         stop.bytes = sum(rank.bytes for rank in run.ranks.values())
         for rank in run.ranks.values():
@@ -348,7 +365,11 @@ class StopCoordinator:
             log.debug("late arrival JOBID=%s rank=%d", lease.key, rank.hello.rank)
             self.host.outbox.post(rank.session, "cancel", order=message.order, reason="this stop is over")
             return
-        rank.bytes, rank.refused = message.bytes, message.refused
+        rank.bytes, rank.held, rank.refused = message.bytes, message.held, message.refused
+        if rank.arrived is None:
+            stop.arrived_at = self.host.clock.monotonic()
+            if self.gpus is not None:
+                self.gpus.ask()
         if message.step < stop.step:
             self._tell_stop_step(rank, stop)
         else:

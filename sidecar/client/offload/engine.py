@@ -62,6 +62,12 @@ class Offload:
         """Host memory that it has now, for this move or for the next."""
         return self._buffer.nbytes
 
+    @staticmethod
+    def held_bytes() -> int:
+        """Return the device memory that torch holds in this process, its allocator's cache included."""
+        accelerator = device.in_use()
+        return sum(map(accelerator.reserved, accelerator.devices())) if accelerator else 0
+
     def pin_ahead(self, nbytes: int, ranks: int) -> None:
         """Begin to pin host memory for the next move of ``nbytes`` bytes, as far as ``ranks`` such processes may."""
         if accelerator := device.in_use():

@@ -249,7 +249,8 @@ class Session(StepCounters):
         # 2. Report that this rank stands at its boundary; a refusal cancels the order for all ranks.
         refused = (survey.refusal or "")[:MAX_TEXT] if survey else ""
         nbytes = max(0, survey.host_bytes - self._offload.host_bytes) if survey and self._offload else 0
-        link.send("arrived", since=since, order=order, step=self.step, bytes=nbytes, refused=refused)
+        held = self._offload.held_bytes() if survey and self._offload and not refused else 0
+        link.send("arrived", since=since, order=order, step=self.step, bytes=nbytes, held=held, refused=refused)
         # 3. Wait until the agent has heard of all ranks, and commits.
         if not self._await_commit(link, order, since):
             return
