@@ -45,6 +45,7 @@ lint: install
 	$(BIN)/python -m mypy -p cadenza
 	$(BIN)/lint-imports --config setup.cfg
 	$(BIN)/python tests/lint/house_rules.py
+	$(BIN)/vermin --quiet --violations --target=3.9- sidecar/client sidecar/wire.py
 
 # The site goes to build/site; a dead link or a page outside the navigation fails.
 docs: $(BIN)/.docs

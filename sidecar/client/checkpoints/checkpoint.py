@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -54,7 +54,7 @@ class Checkpoint:
         """A step that the script named, and the session's count of training steps at that time."""
         self._named_step: int | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Checkpoint:  # noqa: PYI034 - typing.Self came with Python 3.11
         return self
 
     def __exit__(

@@ -9,6 +9,7 @@ import torch
 
 from cadenza.sidecar.client.checkpoints.staging import SHARDED, as_shards, is_shard, is_sharded
 from cadenza.sidecar.client.errors import MismatchError
+from cadenza.sidecar.client.zip_equal import zip_equal
 
 
 class OptimizerPart:
@@ -34,8 +35,8 @@ class OptimizerPart:
         if [len(group["params"]) for group in groups] != [len(group) for group in shapes]:
             there, counted = [len(group) for group in shapes], [len(group["params"]) for group in groups]
             raise MismatchError(f"{self._name}: the checkpoint has groups of {there} parameters, this job {counted}")
-        for number, (group, saved_shapes) in enumerate(zip(groups, shapes, strict=True)):
-            for index, (param, shape) in enumerate(zip(group["params"], saved_shapes, strict=True)):
+        for number, (group, saved_shapes) in enumerate(zip_equal(groups, shapes)):
+            for index, (param, shape) in enumerate(zip_equal(group["params"], saved_shapes)):
                 if list(param.shape) != shape:
                     key = f"{self._name}: group {number}, parameter {index}"
                     raise MismatchError(f"{key}: the checkpoint has shape {shape}, this job {list(param.shape)}")
@@ -69,17 +70,17 @@ class OptimizerPart:
                 if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
                     loaded[key] = value.to(loaded[key].device)
         state.update(optimizer.state)
-        for old, new in zip(groups, optimizer.param_groups, strict=True):
+        for old, new in zip_equal(groups, optimizer.param_groups):
             _replace_items(old, new)
         optimizer.state, optimizer.param_groups = state, groups
 
     def _params(self, saved: Mapping[str, Any]) -> list[tuple[Any, torch.Tensor]]:
         """Return the parameters with the indices of their saved state."""
-        pairs = zip(self._optimizer.param_groups, saved["state"]["param_groups"], strict=True)
+        pairs = zip_equal(self._optimizer.param_groups, saved["state"]["param_groups"])
         return [
             (index, param)
             for group, saved_group in pairs
-            for param, index in zip(group["params"], saved_group["params"], strict=True)
+            for param, index in zip_equal(group["params"], saved_group["params"])
         ]
 
     def _placed(

@@ -39,7 +39,8 @@ def save(folder: Path, tensors: Mapping[str, torch.Tensor], group: distributed.P
     Raises SaveError on every rank when one fails.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # its warnings are about its own directory layout
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its warnings are about its own directory layout
             save_state_dict(dict(tensors), storage_writer=_Writer(folder), process_group=group)
     except CheckpointException as error:
         causes = [f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()]
@@ -48,7 +49,8 @@ def save(folder: Path, tensors: Mapping[str, torch.Tensor], group: distributed.P
 
 def load(folder: Path, targets: dict[str, torch.Tensor], group: distributed.ProcessGroup | None) -> None:
     """Read the targets in place, each rank its shards; a collective call of the group."""
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         load_state_dict(dict(targets), storage_reader=_Reader(folder), process_group=group)
 
 

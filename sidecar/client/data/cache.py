@@ -17,6 +17,7 @@ from cadenza.sidecar.client.data.item_store import Stats, Store, create
 from cadenza.sidecar.client.data.shm_dirs import SHARED_MEMORY, CacheDirectory, job_key
 from cadenza.sidecar.client.errors import DataUsageError, NotStorableError
 from cadenza.sidecar.client.session import resources
+from cadenza.sidecar.client.zip_equal import zip_equal
 
 MIB = 1 << 20
 
@@ -114,7 +115,7 @@ class CachedDataset(Dataset[Any]):
         wanted = [indices[at] for at in missing]
         fresh = read_together(wanted) if read_together and wanted else [self.dataset[index] for index in wanted]
         unfit = 0
-        for at, item in zip(missing, fresh, strict=True):
+        for at, item in zip_equal(missing, fresh):
             items[at] = item
             unfit += not self._keep(numbers[at], item)
         # 4. Count hits and misses, and apply the transform.

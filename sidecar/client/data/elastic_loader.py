@@ -9,7 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -21,6 +21,7 @@ from cadenza.sidecar.client.data.loader_worker import Reader, Task
 from cadenza.sidecar.client.data.worker_pool import WorkerPool
 from cadenza.sidecar.client.errors import DataUsageError, WorkerDiedError
 from cadenza.sidecar.client.session import resources
+from cadenza.sidecar.client.zip_equal import zip_equal
 
 STATE_VERSION = 1
 DYING_S = 0.2
@@ -28,7 +29,7 @@ DYING_S = 0.2
 
 _log = logging.getLogger("cadenza.client")
 
-Rule: TypeAlias = Callable[[float], int]
+Rule = Callable[[float], int]
 """Returns the workers for the CPUs that one rank has."""
 T_co = TypeVar("T_co", covariant=True)
 
@@ -318,7 +319,7 @@ def _at(state: EpochState, generators: list[torch.Generator]) -> Iterator[None]:
 
 
 def _set(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
-    for generator, state in zip(generators, states, strict=True):
+    for generator, state in zip_equal(generators, states):
         generator.set_state(state.cpu())
 
 

@@ -11,21 +11,22 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from cadenza.sidecar.client.data.item_store import HEAD, Buffer
 from cadenza.sidecar.client.data.seeds import np
 from cadenza.sidecar.client.errors import NotStorableError
+from cadenza.sidecar.client.zip_equal import zip_equal
 
 ALIGNMENT = 16
 SIZE = struct.Struct("=Q")
 PLAIN_KINDS = frozenset("biufcSUmM")
 """Kinds of numpy types without references to objects, https://numpy.org/doc/stable/reference/arrays.dtypes.html."""
 
-Outline: TypeAlias = Any
-Read: TypeAlias = Callable[[list[Any], memoryview], Any]
+Outline = Any
+Read = Callable[[list[Any], memoryview], Any]
 
 
 def encode(item: object) -> list[Buffer]:
@@ -135,5 +136,5 @@ _READERS: dict[str, Read] = {
     "bytearray": lambda fields, raw: bytearray(_cut(fields, raw)),
     "tuple": lambda fields, raw: tuple(_values(fields, raw)),
     "list": _values,
-    "dict": lambda fields, raw: dict(zip(_values(fields[::2], raw), _values(fields[1::2], raw), strict=True)),
+    "dict": lambda fields, raw: dict(zip_equal(_values(fields[::2], raw), _values(fields[1::2], raw))),
 }

@@ -19,12 +19,12 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Union
 
 from cadenza.sidecar.client.data.shm_dirs import locked
 from cadenza.sidecar.client.errors import DataUsageError
 
-Buffer: TypeAlias = bytes | bytearray | memoryview
+Buffer = Union[bytes, bytearray, memoryview]
 
 MAGIC = 0x43414431  # "CAD1"
 HEAD = struct.Struct("=IIQQ")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch.utils.data import get_worker_info
 
 from cadenza.sidecar.client.data.seeds import BatchKey, generators_preserved
 
-Task: TypeAlias = tuple[BatchKey, Any]
+Task = tuple[BatchKey, Any]
 """A batch's key and the sampler's indices: a list, or one index when batching is off."""
-Numbered: TypeAlias = tuple[int, Any]
+Numbered = tuple[int, Any]
 """A batch's number in its epoch, and the batch."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals meant for the training process only."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -20,7 +21,7 @@ def streams(snapshot: Iterable[Mapping[str, Any]]) -> list[tuple[int, int, int]]
 
 def stream_of(ranges: list[tuple[int, int, int]], address: int) -> int:
     """Return the stream that memory at an address belongs to; 0, the default stream, outside of all ranges."""
-    index = bisect_right(ranges, address, key=lambda one: one[0]) - 1
+    index = bisect_right(ranges, (address, sys.maxsize, 0)) - 1
     return ranges[index][2] if index >= 0 and address < ranges[index][0] + ranges[index][1] else 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from cadenza.sidecar.client.offload.held_signals import HeldSignals
 from cadenza.sidecar.client.offload.host_copy import GuardedSavers, HostCopies
 from cadenza.sidecar.client.offload.host_memory import HostBuffer, allocate
 from cadenza.sidecar.client.offload.storages import Segment
+from cadenza.sidecar.client.zip_equal import zip_equal
 
 _log = logging.getLogger("cadenza.client")
 
@@ -128,7 +128,7 @@ class Offload:
             copies = [
                 (self._segments[index], self._buffer.part(offset, size))
                 for batch in plan_of(self._segments)
-                for index, size, offset in zip(batch.members, batch.sizes, batch.offsets, strict=True)
+                for index, (size, offset) in zip_equal(batch.members, [*zip_equal(batch.sizes, batch.offsets)])
             ]
         return HostCopies({segment.storage._cdata: copy for segment, copy in copies})  # noqa: SLF001
 
@@ -269,7 +269,7 @@ def _copy_within(target: torch.Tensor, source: torch.Tensor, bounds: Sequence[in
     host = target if target.device.type == "cpu" else source
     start = host.storage_offset()
     cuts = [0, *(bound - start for bound in bounds if start < bound < start + host.nbytes), host.nbytes]
-    for first, last in itertools.pairwise(cuts):
+    for first, last in zip(cuts, cuts[1:]):
         target[first:last].copy_(source[first:last], non_blocking=True)
 
 
@@ -279,7 +279,7 @@ def _copy_each(pieces: list[torch.Tensor], raws: list[torch.Tensor], bounds: Seq
     if targets[0].device == sources[0].device:
         torch._foreach_copy_(targets, sources)
         return
-    for target, source in zip(targets, sources, strict=True):
+    for target, source in zip_equal(targets, sources):
         _copy_within(target, source, bounds)
 
 
@@ -288,7 +288,7 @@ def _pieces(batch: Batch, place: torch.Tensor) -> list[torch.Tensor]:
     whole = place.split_with_sizes(batch.spans)
     if batch.spans == batch.sizes:
         return list(whole)
-    return [piece if piece.nbytes == size else piece[:size] for piece, size in zip(whole, batch.sizes, strict=True)]
+    return [piece if piece.nbytes == size else piece[:size] for piece, size in zip_equal(whole, batch.sizes)]
 
 
 def plan_of(segments: Sequence[Segment]) -> list[Batch]:

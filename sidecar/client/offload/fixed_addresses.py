@@ -6,8 +6,7 @@ import gc
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cadenza.sidecar.client.offload import device
 
@@ -21,8 +20,7 @@ POOL = "a torch.cuda.MemPool, as NCCL registers"
 """Owners of private pools."""
 
 
-@dataclass(frozen=True)
-class PrivateRange:
+class PrivateRange(NamedTuple):
     """A range of a device's memory that belongs to a private pool, and the bytes in use there."""
 
     start: int
@@ -57,7 +55,7 @@ def private_ranges(snapshot: Iterable[Mapping[str, Any]], pools: Iterable[tuple[
 
 def owner_of(ranges: list[PrivateRange], address: int) -> str | None:
     """Return the owner of the range in which an address lies; None outside of all."""
-    index = bisect_right(ranges, address, key=lambda one: one.start) - 1
+    index = bisect_right(ranges, PrivateRange(address, sys.maxsize, 0, "")) - 1
     inside = index >= 0 and address < ranges[index].start + ranges[index].nbytes
     return ranges[index].owner if inside else None
 

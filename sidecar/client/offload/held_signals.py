@@ -7,8 +7,9 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import Optional
 
-Handler = Callable[[int, FrameType | None], object]
+Handler = Callable[[int, Optional[FrameType]], object]
 
 
 class HeldSignals:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -13,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from cadenza.sidecar.client.offload import device, device_streams, exports, fixed_addresses, unregistered
 from cadenza.sidecar.client.offload.copy_plan import aligned
 
-Named: TypeAlias = tuple[str, torch.Tensor]
+Named = tuple[str, torch.Tensor]
 
 NO_MEMORY = frozenset({"meta"})
 SEARCHED_TYPES = (torch.optim.Optimizer, torch.amp.GradScaler)
@@ -253,7 +252,7 @@ def _overlaps(segments: Mapping[int, Segment]) -> dict[int, str]:
     """Return the storages that share memory with another one (DLPack), which a release would leave dangling."""
     reasons: dict[int, str] = {}
     order = sorted((segment.storage.data_ptr(), key) for key, segment in segments.items())
-    for (start, key), (next_start, next_key) in itertools.pairwise(order):
+    for (start, key), (next_start, next_key) in zip(order, order[1:]):
         first, second = segments[key], segments[next_key]
         if start + first.nbytes > next_start and first.storage.device == second.storage.device:
             reasons.setdefault(key, f"shares memory with {second.name}")

@@ -30,7 +30,7 @@ Message = dict[str, Any]
 _log = logging.getLogger("cadenza.client")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reply:
     """An agent's answer to ``attach``: the rank's page, and whether the job holds its lease."""
 

@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from cadenza.sidecar.client.clock import monotonic_ns
 
@@ -38,7 +38,7 @@ class Saved:
         return {"step": self.step, "bytes": self.nbytes, "seconds": seconds, "path": path, "error": ""}
 
 
-Saver: TypeAlias = Callable[[], object]
+Saver = Callable[[], object]
 """Saves on every rank; returns a Saved, a path, None, or DEFERRED, and raises when nothing complete was saved."""
 
 
