@@ -104,12 +104,28 @@ def changed(text: str, pairs: tuple[str, ...]) -> str:
     return text
 
 
-def noticed(package: Path, name: str) -> str:
-    """Return the first test that fails with a change of the engine, "" if none does."""
+def copied(folder: Path) -> Path:
+    """Return the package in a folder, which PYTHONPATH can name: the sidecar is a copy, and the rest are links."""
+    package = folder / "cadenza"
+    package.mkdir()
+    shutil.copytree(ROOT / "sidecar", package / "sidecar", ignore=shutil.ignore_patterns("__pycache__"))
+    for other in ("policies", "profiler", "slurm_plugin"):
+        (package / other).symlink_to(ROOT / other)
+    return package
+
+
+def change(package: Path, name: str) -> tuple[Path, str]:
+    """Make a change in a copy of the package; return the file and its text before."""
     file, *pairs = MUTANTS[name]
     path = package / "sidecar" / "client" / "offload" / file
     original = path.read_text()
     path.write_text(changed(original, tuple(pairs)))
+    return path, original
+
+
+def noticed(package: Path, name: str) -> str:
+    """Return the first test that fails with a change of the engine, "" if none does."""
+    path, original = change(package, name)
     command = [
         sys.executable,
         "-m",
@@ -138,11 +154,7 @@ def main() -> int:
     """Try the changes that the command line names, all by default; the package of a temporary folder comes first."""
     missed = 0
     with tempfile.TemporaryDirectory() as folder:
-        package = Path(folder) / "cadenza"
-        package.mkdir()
-        shutil.copytree(ROOT / "sidecar", package / "sidecar", ignore=shutil.ignore_patterns("__pycache__"))
-        for other in ("policies", "profiler", "slurm_plugin"):
-            (package / other).symlink_to(ROOT / other)
+        package = copied(Path(folder))
         for name in sys.argv[1:] or MUTANTS:
             test = noticed(package, name)
             print(f"{name}: {test or 'NOT NOTICED'}", flush=True)

@@ -102,6 +102,21 @@ def _build(target: Path) -> None:
     Path(f"{target}.new").rename(target)
 
 
+@functools.cache
+def driver_libraries() -> Path:
+    """Return a directory with the stand-in for the driver under the names of its libraries, for LD_LIBRARY_PATH."""
+    source = HERE.parent / "agent" / "stub_driver.c"
+    text = source.read_bytes() + (HERE / "gpu_file.h").read_bytes()
+    folder = BUILD / f"driver-{hashlib.sha256(text).hexdigest()[:16]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        if not (folder / name).exists():
+            built = folder / f"{name}.{os.getpid()}"
+            subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(built), str(source), "-ldl"], check=True)
+            built.rename(folder / name)
+    return folder
+
+
 def create(path: Path, capacity: int = 64 << 20, **words: int) -> Gpu:
     """Make a GPU of a capacity in bytes; further words of its file by name."""
     if error := library().simulated_create(os.fsencode(path)):

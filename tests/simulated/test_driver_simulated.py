@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import json
 import os
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +19,6 @@ from cadenza.sidecar.client.offload.storages import survey
 
 pytestmark = pytest.mark.slow
 
-STUB = Path(__file__).resolve().parents[1] / "agent" / "stub_driver.c"
 LOOK = """
 import json
 from cadenza.sidecar.agent.telemetry.gpus import nvml_devices
@@ -33,18 +29,9 @@ RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
 OUT_OF_MEMORY, ILLEGAL_STATE = 2, 401
 
 
-@functools.cache
-def libraries() -> Path:
-    """Return a directory with the stand-in under the names of the driver's libraries."""
-    folder = Path(tempfile.mkdtemp(dir=Path(os.environ[simulated_gpu.PATHS]).parent))
-    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
-        subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(folder / name), str(STUB), "-ldl"], check=True)
-    return folder
-
-
 def seen_by_the_agent() -> dict[str, Any]:
     """Return the GPU as the agent sees it through NVML."""
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(libraries())}
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(simulated_gpu.driver_libraries())}
     output = subprocess.check_output([sys.executable, "-c", LOOK], env=environment, text=True)
     index, fault, free, used, processes = json.loads(output)
     assert index == 0
@@ -77,7 +64,7 @@ def test_the_agent_sees_the_processes_and_bytes_of_jobs_and_that_a_yield_frees_t
 
 def test_a_process_checkpoint_stops_the_queues_and_takes_the_bytes_away() -> None:
     gpu, me = simulated_gpu.GPU, os.getpid()
-    driver = ctypes.CDLL(str(libraries() / "libcuda.so.1"))
+    driver = ctypes.CDLL(str(simulated_gpu.driver_libraries() / "libcuda.so.1"))
     tensor = torch.zeros(24 << 20, dtype=torch.uint8, device="simulated")
     torch.accelerator.synchronize()
     before = gpu.bytes_of[me]
@@ -97,7 +84,7 @@ def test_a_process_checkpoint_stops_the_queues_and_takes_the_bytes_away() -> Non
 
 def test_a_restore_without_room_is_a_failure_for_good() -> None:
     gpu = simulated_gpu.GPU
-    driver = ctypes.CDLL(str(libraries() / "libcuda.so.1"))
+    driver = ctypes.CDLL(str(simulated_gpu.driver_libraries() / "libcuda.so.1"))
     with occupied(gpu, 40 << 20) as victim:
         assert driver.cuCheckpointProcessLock(victim.pid, ctypes.byref(ctypes.c_uint(1000))) == 0
         assert driver.cuCheckpointProcessCheckpoint(victim.pid, None) == 0

@@ -1,0 +1,245 @@
+#!/usr/bin/env python3
+"""The block *turns* of ``gpu_acceptance.py``: two training jobs take turns on one GPU under a real agent.
+
+``gpu_alternation.py turns TEXT`` prints a JSON line for each row whose name has TEXT. ``gpu_alternation.py job OUT
+[STEPS]`` is one of the jobs; it writes a line for each boundary, with the moments at which it began and ended, and the
+loss in hexadecimal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpu_rows import Figures, NotRunError, check, require, tell
+from registered_job import registered
+
+from cadenza.sidecar import orders, wire
+from cadenza.sidecar.agent.telemetry.gpus import nvml_devices
+
+SIMULATED = bool(os.environ.get("SIMULATED_GPUS"))
+SLICE_S = 0.15 if SIMULATED else 2.0
+TURNS = 2
+"""Turns of the other that each job waits for."""
+PATIENCE_S = 90.0
+POLL_S = 0.005
+AWAY_S = SLICE_S / 2
+"""A boundary that takes longer was a turn of the other job."""
+SWITCH_S = 2.0 if SIMULATED else 0.6
+"""The most time between one job's last step and the other's first: 1 % of a slice of 60 s."""
+OVERHEAD = 0.1 if SIMULATED else 0.02
+KEPT_BYTES = (2 if SIMULATED else 64) << 20
+WIDTH, LAYERS = (1280, 1) if SIMULATED else (4096, 64)
+"""Hidden layers; with the momentum they take 31 MiB of the simulated GPU's 64, and 8 GiB of a GPU's."""
+INPUTS = 2048
+
+
+@dataclass
+class Job:
+    """One job: its process, what it has written, and the fewest bytes that NVML has seen of it."""
+
+    out: Path
+    process: subprocess.Popen[bytes]
+    fewest_bytes: int | None = None
+    context: int = 0
+    rows: list[tuple[float, float, str]] = field(default_factory=list)
+    """When each boundary began and ended, and the loss before it."""
+
+    def read(self) -> None:
+        """Take what the job has written so far."""
+        lines = self.out.read_text().splitlines(keepends=True) if self.out.exists() else []
+        whole = [line.split() for line in lines if line.endswith("\n")]
+        self.context = int(whole[0][1]) if whole else 0
+        self.rows = [(float(began), float(ended), loss) for began, ended, loss in whole[1:]]
+
+    @property
+    def turns(self) -> int:
+        """Return the finished turns of the other."""
+        return sum(ended - began > AWAY_S for began, ended, _ in self.rows)
+
+
+def train(out: str, steps: str = "1000000000") -> None:
+    """Be one of the jobs."""
+    import torch  # noqa: PLC0415 - only the jobs need it
+    from gpu_checks import Gpu  # noqa: PLC0415
+
+    from cadenza.sidecar import client  # noqa: PLC0415
+
+    gpu = Gpu()
+    torch.manual_seed(4)
+    layers = [torch.nn.Linear(INPUTS, WIDTH), *(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS - 1))]
+    model = torch.nn.Sequential(*layers, torch.nn.ReLU(), torch.nn.Linear(WIDTH, 10)).to(gpu.place)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    client.attach(model, optimizer)
+    with Path(out).open("a", buffering=1) as file:
+        print("context", gpu.context, file=file)
+        for _ in range(int(steps)):
+            inputs, labels = torch.randn(4, INPUTS).to(gpu.place), torch.randint(0, 10, (4,)).to(gpu.place)
+            loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            value = loss.item().hex()
+            del loss, inputs, labels
+            began = time.monotonic()
+            client.boundary()
+            print(began, time.monotonic(), value, file=file)
+
+
+@contextlib.contextmanager
+def agent(folder: Path) -> Iterator[Path]:
+    """Run an agent without a service and with short slices; yield its socket."""
+    place, state = folder / "agent.sock", folder / "state"
+    settings = {"socket": str(place), "state_dir": str(state), "keys": str(folder), "host": "bench"}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
+    (folder / "cadenza.toml").write_text("\n".join(["[agent]", *lines, ""]))
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    facts = {"jobs": [], "slice_s": SLICE_S, "min_run_s": SLICE_S / 3, "share_between_users": True, "enforce": True}
+    state.mkdir()
+    (state / "leases.json").write_text(json.dumps({"v": 1, "boot": boot, "facts": {"v": orders.VERSION, **facts}}))
+    command = [sys.executable, "-m", "cadenza.sidecar.agent", "--config", str(folder / "cadenza.toml")]
+    with (folder / "agent.log").open("ab") as log, subprocess.Popen(command, stderr=log) as process:
+        try:
+            until(place.exists, "an answer of the agent")
+            yield place
+        finally:
+            process.terminate()
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    """Poll until a condition holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        require(time.monotonic() < deadline, f"not within {PATIENCE_S:.0f} s: {what}")
+        time.sleep(POLL_S)
+
+
+class Alternation:
+    """Two jobs that have taken turns, and the losses of the same job alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._devices = nvml_devices()
+        self.jobs: list[Job] = []
+
+    def run(self, row: Figures) -> None:
+        """Let the jobs take turns, and see that they never trained at once."""
+        if os.geteuid():
+            raise NotRunError("needs root, as only root registers jobs with an agent")
+        if missing := [name for name in ("msgspec", "zmq") if importlib.util.find_spec(name) is None]:
+            raise NotRunError(f"the agent needs {' and '.join(missing)}")
+        with agent(self._folder) as place:
+            try:
+                self.jobs = [self._start(number, place) for number in (1, 2)]
+                until(self._have_turned, f"{TURNS} turns of each job: {self._log()}")
+            finally:
+                for job in self.jobs:
+                    job.process.kill()
+                    job.process.wait()
+        row |= {"steps": sum(len(job.rows) for job in self.jobs), "turns": sum(job.turns for job in self.jobs)}
+        for (_, end), (start, _) in itertools.pairwise(self._trained()):
+            require(start >= end - 1e-3, "both trained at once")
+
+    def _start(self, number: int, place: Path) -> Job:
+        out = self._folder / f"job{number}"
+        variables = {"SLURM_JOB_ID": str(number), wire.SOCKET_ENV: str(place)}
+        command = registered(place, number, [0], sys.executable, __file__, "job", str(out))
+        return Job(out, subprocess.Popen(command, env={**os.environ, **variables}, stdout=subprocess.DEVNULL))
+
+    def _have_turned(self) -> bool:
+        for job in self.jobs:
+            job.read()
+            require(job.process.poll() is None, f"a job has ended with {job.process.returncode}: {self._log()}")
+        for gpu in self._devices:
+            for pid, nbytes in (gpu.processes() or {}).items():
+                job = next((one for one in self.jobs if one.process.pid == pid and one.rows), None)
+                if job is not None and nbytes is not None:
+                    job.fewest_bytes = nbytes if job.fewest_bytes is None else min(job.fewest_bytes, nbytes)
+        return all(job.turns >= TURNS for job in self.jobs)
+
+    def _log(self) -> str:
+        path = self._folder / "agent.log"
+        return path.read_text()[-300:] if path.exists() else ""
+
+    def _trained(self) -> list[tuple[float, float]]:
+        """Return the stretches from one boundary to the next in which either job trained, by time."""
+        pairs = (pair for job in self.jobs for pair in itertools.pairwise(job.rows))
+        return sorted((first[1], second[0]) for first, second in pairs)
+
+    def finished(self) -> Sequence[Job]:
+        """Return the jobs; raise NotRunError unless they have taken their turns."""
+        if not self.jobs or any(job.turns < TURNS for job in self.jobs):
+            raise NotRunError("the jobs have not taken their turns")
+        return self.jobs
+
+    def same(self, row: Figures) -> None:
+        """Compare the losses with those of the job alone."""
+        steps = max(len(job.rows) for job in self.finished())
+        alone = self._folder / "alone"
+        subprocess.run([sys.executable, __file__, "job", str(alone), str(steps)], check=True, stdout=subprocess.DEVNULL)
+        losses = [line.split()[2] for line in alone.read_text().splitlines()[1:]]
+        row["steps"] = steps
+        for job in self.jobs:
+            require([loss for _, _, loss in job.rows] == losses[: len(job.rows)], "the losses differ")
+
+    def left(self, row: Figures) -> None:
+        """Look at what NVML saw of a job while it waited."""
+        for number, job in enumerate(self.finished(), 1):
+            if job.fewest_bytes is None:
+                raise NotRunError("NVML lists no process of the jobs")
+            row |= {f"job{number}_MiB": job.fewest_bytes / 2**20, f"context{number}_MiB": job.context / 2**20}
+            require(job.fewest_bytes <= job.context + KEPT_BYTES, f"over {KEPT_BYTES >> 20} MiB of job {number} stay")
+
+    def switch(self, row: Figures) -> None:
+        """Take the time from the last step of one job to the first of the other."""
+        stretches = sorted((first[1], second[0], job.out.name) for job in self.finished()
+                           for first, second in itertools.pairwise(job.rows))  # fmt: skip
+        gaps = [later[0] - before[1] for before, later in itertools.pairwise(stretches) if before[2] != later[2]]
+        row |= {
+            "switches": len(gaps),
+            "median_s": statistics.median(gaps),
+            "of_a_60_s_slice": statistics.median(gaps) / 60,
+        }
+        require(statistics.median(gaps) <= SWITCH_S, f"over {SWITCH_S:g} s")
+
+    def overhead(self, row: Figures) -> None:
+        """Compare the boundaries at which no job yields with the training between them."""
+        boundaries = sum(end - began for job in self.finished() for began, end, _ in job.rows if end - began <= AWAY_S)
+        trained = sum(end - start for start, end in self._trained())
+        row |= {
+            "ratio": boundaries / trained,
+            "boundary_us": 1e6 * boundaries / sum(len(job.rows) for job in self.jobs),
+        }
+        require(row["ratio"] <= OVERHEAD, f"over {OVERHEAD:.0%} of an iteration")
+
+
+def main(part: str) -> None:
+    """Run the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        turns = Alternation(Path(folder))
+        rows = {
+            "two processes alternate on one GPU": turns.run,
+            "both compute what they compute alone": turns.same,
+            "the GPU is free of the one that waits": turns.left,
+            "seconds from one job to the other": turns.switch,
+            "overhead of the client an iteration": turns.overhead,
+        }
+        chosen = {name: look for name, look in rows.items() if part in name or look == turns.run}
+        tell(rows=list(chosen))
+        for name, look in chosen.items():
+            check(name, look)
+
+
+if __name__ == "__main__":
+    train(*sys.argv[2:]) if sys.argv[1] == "job" else main(sys.argv[2])

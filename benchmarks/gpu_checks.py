@@ -1,0 +1,517 @@
+#!/usr/bin/env python3
+"""The checks of ``gpu_acceptance.py``, one block a process.
+
+``gpu_checks.py BLOCK TEXT`` prints a JSON line for each row whose name has TEXT. With $SIMULATED_GPUS the GPU is the
+simulated one. Other first words of the command line are processes that a check starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from gpu_rows import Figures, MissedError, NotRunError, check, require, tell
+
+from cadenza.sidecar.agent.driver.cuda import Cuda, CudaError
+from cadenza.sidecar.agent.errors import EnvironmentLacksError
+from cadenza.sidecar.agent.telemetry.gpus import nvml_devices
+from cadenza.sidecar.client.errors import NoRoomError
+from cadenza.sidecar.client.offload import device as devices
+from cadenza.sidecar.client.offload import unregistered
+from cadenza.sidecar.client.offload.engine import Offload
+from cadenza.sidecar.client.offload.storages import Segment, survey
+
+SEED = 4
+MIB = 1 << 20
+PATIENCE_S = 60.0
+SIMULATED = "SIMULATED_GPUS"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes in MiB and limits of one type of GPU."""
+
+    kind: str
+    speeds: tuple[tuple[int, int, float], ...]
+    """MiB of state, KiB of a tensor, and the least share of a plain pinned copy's speed."""
+    state: int
+    kept: int
+    """The most memory that may stay beyond that of a process which has only multiplied two matrices."""
+    rounds: int
+    """Times that each speed is measured; the best counts."""
+    cycles: int
+    grown: int
+    """The most growth in these cycles."""
+    models: float
+    """Factor of the widths of the trained models."""
+    yields: int
+    """Yields of each trained model."""
+    interrupts: int
+
+
+SCALES = {
+    "cuda": Scale(
+        "cuda", ((1 << 10, 1 << 16, 0.8), (10 << 10, 1 << 16, 0.9), (40 << 10, 1 << 16, 0.9), (1 << 10, 32, 0.5)),
+        state=8 << 10, kept=64, rounds=5, cycles=10, grown=16, models=1.0, yields=20, interrupts=20,
+    ),
+    "simulated": Scale(
+        "simulated", ((24, 1 << 12, 0.5), (4, 32, 0.2)),
+        state=12, kept=2, rounds=3, cycles=3, grown=16, models=0.05, yields=2, interrupts=5,
+    ),
+}  # fmt: skip
+
+
+class Gpu:
+    """The GPU of this process, with the sizes and limits of its type."""
+
+    def __init__(self) -> None:
+        if os.environ.get(SIMULATED):
+            sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "simulated"))
+            import simulated_gpu  # noqa: PLC0415
+
+            simulated_gpu.load()
+            self.scale = SCALES["simulated"]
+        else:
+            self.scale = SCALES["cuda"]
+        torch.set_num_threads(1)
+        self.place = torch.device(self.scale.kind, 0)
+        self.accelerator = devices.ACCELERATORS[self.scale.kind]
+        if not self.accelerator.module.is_available():
+            tell(machine={"no_gpu": f"torch {torch.__version__} finds none"})
+            raise SystemExit(1)
+        ones = torch.ones(64, 64, device=self.place)
+        (ones @ ones).sum().item()
+        del ones
+        self.accelerator.empty_cache()
+        self.nvml = next((one for one in nvml_devices() if os.getpid() in (one.processes() or {})), None)
+        self.context = self.bytes_by_nvml() if self.nvml else 0
+        """What a process has on the GPU that has only multiplied two matrices."""
+
+    def bytes_by_nvml(self, pid: int = 0) -> int:
+        """Return a process's bytes on the GPU by NVML, this one's by default."""
+        if self.nvml is None:
+            raise NotRunError("NVML lists no process with this pid: no nvidia-ml-py, MIG, or a container's pids")
+        return (self.nvml.processes() or {}).get(pid or os.getpid()) or 0
+
+    def tensors(self, mib: int, kib: int = 1 << 12) -> list[torch.Tensor]:
+        """Return tensors of random content, and a few small ones."""
+        generator = torch.Generator().manual_seed(SEED)
+        block = torch.randint(0, 255, (min(kib, mib << 10) << 10,), dtype=torch.uint8, generator=generator)
+        count = (mib << 20) // block.nbytes
+        small = [block[: 104 * (number + 1)].roll(number).to(self.place) for number in range(20)]
+        return [block.to(self.place).add_(number) for number in range(count)] + small
+
+    def facts(self) -> Figures:
+        """Return what identifies the machine."""
+        cuda = self.scale.kind == "cuda"
+        return {
+            "device": torch.cuda.get_device_name(0) if cuda else "simulated GPU, whose speeds are those of no GPU",
+            "GPUs": self.accelerator.module.device_count(),
+            "memory_MiB": self.accelerator.total(self.place) >> 20,
+            "torch": torch.__version__,
+            "CUDA": torch.version.cuda or "none",
+            "driver": driver_version(),
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none",  # type: ignore[no-untyped-call]
+        }
+
+
+def driver_version() -> str:
+    """Return the driver's version by NVML."""
+    try:
+        import pynvml  # noqa: PLC0415
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception as error:  # noqa: BLE001 - no module, no library, no driver
+        return f"unknown ({error})"
+
+
+def segments_of(tensors: Sequence[torch.Tensor]) -> tuple[Segment, ...]:
+    """Return the storages of tensors, all of which must be able to move."""
+    plan = survey([("tensors", list(tensors))])
+    require(plan.refusal is None, f"refused: {plan.refusal}")
+    require(not plan.resident, f"stays: {', '.join(map(str, plan.resident))}")
+    return plan.segments
+
+
+def sums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return a sum over each tensor's bytes that depends on their order."""
+    words = [tensor.view(torch.int64) for tensor in tensors]
+    weights = torch.arange(1, 1 + max(map(len, words)), device=words[0].device)
+    return [int((each * weights[: len(each)]).sum()) for each in words]
+
+
+# --- moves: the engine in this process -------------------------------------------------------------------
+
+
+def identical(gpu: Gpu, row: Figures) -> None:
+    """Train each of offload_jobs alone, and with yields at random boundaries."""
+    import offload_jobs  # noqa: PLC0415
+    from sidecar_offload import compared  # noqa: PLC0415
+
+    place = offload_jobs.Place(gpu.place, gpu.scale.models)
+    rows = [compared(name, make, place, gpu.scale.yields) for name, make in offload_jobs.JOBS.items()]
+    row |= {"jobs": len(rows), "yields": gpu.scale.yields * len(rows), "MiB": max(one["bytes"] for one in rows) / MIB}
+    different = [one["case"] for one in rows if not one["identical"]]
+    require(not different, f"differ: {', '.join(different)}")
+
+
+def free(gpu: Gpu, row: Figures) -> None:
+    """Look at NVML before and after a yield."""
+    tensors = gpu.tensors(gpu.scale.state)
+    held = gpu.bytes_by_nvml()
+    offload = Offload()
+    moved = offload.offload(segments_of(tensors))
+    away = gpu.bytes_by_nvml()
+    offload.restore()
+    offload.close()
+    row |= {
+        "context_MiB": gpu.context / MIB,
+        "held_MiB": held / MIB,
+        "away_MiB": away / MIB,
+        "left_MiB": moved.left / MIB,
+    }
+    require(held >= gpu.context + moved.nbytes, "NVML does not show what the process holds")
+    require(away <= gpu.context + gpu.scale.kept * MIB, f"over {gpu.scale.kept} MiB stay by NVML")
+    require(moved.left <= gpu.scale.kept * MIB, f"over {gpu.scale.kept} MiB stay by torch's allocator")
+
+
+class PlainCopy:
+    """One pinned copy of some bytes, without the engine; at most 4 GiB, since its rate does not grow beyond."""
+
+    def __init__(self, gpu: Gpu, nbytes: int) -> None:
+        self._gpu = gpu
+        self._there = torch.ones(min(nbytes, 4 << 30), dtype=torch.uint8, device=gpu.place)
+        self._host = torch.ones_like(self._there, device="cpu")
+        code = gpu.accelerator.register_host(self._host.data_ptr(), self._host.nbytes)
+        require(code == 0, f"host memory cannot be pinned: CUDA error {code}")
+
+    def rate(self, *, out: bool) -> float:
+        """Copy once; return bytes a second."""
+        target, source = (self._host, self._there) if out else (self._there, self._host)
+        started = time.monotonic()
+        target.copy_(source, non_blocking=True)
+        self._gpu.accelerator.synchronize(self._gpu.place)
+        return self._host.nbytes / (time.monotonic() - started)
+
+    def close(self) -> None:
+        """Unpin the host's part."""
+        self._gpu.accelerator.unregister_host(self._host.data_ptr())
+
+
+def speed(gpu: Gpu, row: Figures, mib: int, kib: int, share: float) -> None:
+    """Yield and resume some MiB in tensors of some KiB, in turns with a plain copy; the best of each is compared."""
+    room = [gpu.accelerator.total(gpu.place) >> 20, available_mib()]
+    needed = 1.1 * mib + min(mib, 4096) + 1024
+    if gpu.scale.kind == "cuda" and needed > min(room):
+        raise NotRunError(f"takes {needed:.0f} MiB, and there are {room[0]} on the GPU and {room[1]} of host memory")
+    tensors, offload = gpu.tensors(mib, kib), Offload()
+    plain, segments = PlainCopy(gpu, mib << 20), segments_of(tensors)
+    rounds = []
+    for _ in range(1 + gpu.scale.rounds):  # the first pins the memory
+        plain_out, out = plain.rate(out=True), offload.offload(segments)
+        plain_back, back = plain.rate(out=False), offload.restore()
+        rounds.append((out.nbytes / out.seconds, plain_out, back.nbytes / back.seconds, plain_back))
+    best = [max(column) for column in zip(*rounds[1:], strict=True)]
+    row |= {"out_s": out.nbytes / best[0], "out_GB_s": best[0] / 1e9, "out_ratio": best[0] / best[1]}
+    row |= {"back_s": out.nbytes / best[2], "back_GB_s": best[2] / 1e9, "back_ratio": best[2] / best[3]}
+    row["pinning_s"] = out.nbytes / rounds[0][0] - out.nbytes / best[0]
+    plain.close()
+    offload.close()
+    require(min(row["out_ratio"], row["back_ratio"]) >= share, f"below {share:.0%} of the plain copy")
+
+
+def available_mib() -> int:
+    """Return the host memory that is available (proc_meminfo(5))."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) >> 10 for line in lines if line.startswith("MemAvailable"))
+
+
+def full(gpu: Gpu, row: Figures) -> None:
+    """Let a neighbor take the memory while the state is away."""
+    tensors = gpu.tensors(gpu.scale.state)
+    before, offload, began = sums(tensors), Offload(), gpu.accelerator.allocated(gpu.place)
+    offload.offload(segments_of(tensors))
+    with helper("fill"):
+        for _ in range(2):
+            try:
+                offload.restore()
+            except NoRoomError as error:
+                row["said"] = str(error)[:60]
+            else:
+                raise MissedError("the state came back to a full GPU")
+            require(offload.away, "the state is not away after a resume without room")
+    offload.restore()
+    require(sums(tensors) == before, "the content differs after the resume")
+    require(gpu.accelerator.allocated(gpu.place) <= began, "failed resumes have left memory behind")
+    offload.close()
+
+
+@contextlib.contextmanager
+def helper(*words: str) -> Iterator[subprocess.Popen[str]]:
+    """Run another process of this file until the end of the context; it is ready when it has said a line."""
+    command = [sys.executable, __file__, *words]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            require(process.stdout and process.stdout.readline(), f"the process {' '.join(words)} has ended")
+            yield process
+        finally:
+            process.kill()
+
+
+def fill() -> None:
+    """Be a neighbor that takes all of the GPU's memory, until it is killed."""
+    gpu, kept, size = Gpu(), [], 1 << 30
+    while size >= MIB:
+        try:
+            kept.append(torch.empty(size, dtype=torch.uint8, device=gpu.place))
+        except RuntimeError:
+            size //= 2
+    print("full", flush=True)
+    sys.stdin.read()
+
+
+def checkpoint(gpu: Gpu, row: Figures) -> None:
+    """Save tensors whose storages are away, as a preempted job does."""
+    tensors, offload, file = gpu.tensors(min(gpu.scale.state, 1 << 10)), Offload(), io.BytesIO()
+    before = [tensor.cpu() for tensor in tensors]
+    offload.offload(segments_of(tensors))
+    torch.save(tensors, file)
+    row["MiB"] = file.tell() / MIB
+    file.seek(0)
+    same = all(map(torch.equal, torch.load(file, map_location="cpu"), before))
+    offload.restore()
+    offload.close()
+    require(same, "the checkpoint's content differs")
+
+
+def interrupts(gpu: Gpu, row: Figures) -> None:
+    """Let a signal's handler raise at random moments of both ways."""
+    tensors, offload, moments = gpu.tensors(gpu.scale.state), Offload(), random.Random(SEED)
+    before, segments = sums(tensors), segments_of(tensors)
+    for _ in range(2):
+        cycle_s = offload.offload(segments).seconds + offload.restore().seconds
+    previous = signal.signal(signal.SIGALRM, raise_interrupt)
+    away = 0
+    try:
+        for number in range(gpu.scale.interrupts):
+            struck(offload, segments, moments.uniform(0.0, cycle_s))
+            away += offload.away
+            if offload.away:
+                offload.restore()
+            require(all(one.storage.nbytes() == one.nbytes for one in segments), f"interrupt {number} lost memory")
+            require(sums(tensors) == before, f"the content differs after interrupt {number}")
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    offload.close()
+    row |= {"interrupts": gpu.scale.interrupts, "on_the_way_out": away}
+
+
+def raise_interrupt(*_: object) -> None:
+    """Interrupt the program as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
+def struck(offload: Offload, segments: Sequence[Segment], after_s: float) -> None:
+    """Move out and back, and be interrupted once meanwhile or afterwards."""
+    try:
+        signal.setitimer(signal.ITIMER_REAL, max(after_s, 1e-4))
+        offload.offload(segments)
+        offload.restore()
+        while True:
+            time.sleep(0.01)
+    except KeyboardInterrupt:
+        return
+
+
+def counted(gpu: Gpu, row: Figures) -> None:
+    """Keep a tensor that was not registered, below the limit."""
+    tensors, offload = gpu.tensors(gpu.scale.state), Offload()
+    segments = segments_of(tensors)
+    kept = torch.ones(2 * gpu.scale.kept << 20, dtype=torch.uint8, device=gpu.place)
+    moved = offload.offload(segments)
+    row |= {"kept_MiB": kept.nbytes / MIB, "left_MiB": moved.left / MIB}
+    stays = gpu.bytes_by_nvml() - gpu.context if gpu.nvml else moved.left
+    offload.restore()
+    offload.close()
+    require(min(moved.left, stays) >= kept.nbytes, "the figures do not show what stays")
+
+
+def refused(gpu: Gpu, row: Figures) -> None:
+    """Keep more than the limit."""
+    limit = max(unregistered.LIMIT_BYTES, int(unregistered.LIMIT_SHARE * gpu.accelerator.total(gpu.place)))
+    tensors = gpu.tensors(1)
+    kept = torch.empty(limit + (8 << 20), dtype=torch.uint8, device=gpu.place)
+    refusal = survey([("tensors", tensors)]).refusal or ""
+    row["said"] = refusal[:120]
+    require(f"uint8 [{kept.numel()}]" in refusal, "the tensor is not named")
+
+
+def cycles(gpu: Gpu, row: Figures) -> None:
+    """Yield and resume some times, and compare what the process has with the first."""
+    tensors, offload = gpu.tensors(gpu.scale.state), Offload()
+    before, rows = sums(tensors), []
+    for _ in range(1 + gpu.scale.cycles):
+        offload.offload(segments_of(tensors))
+        offload.restore()
+        statm = Path("/proc/self/statm").read_text(encoding="ascii").split()
+        rows.append((int(statm[1]) * os.sysconf("SC_PAGE_SIZE"), gpu.accelerator.reserved(gpu.place)))
+    host, there = (last - first for first, last in zip(rows[0], rows[-1], strict=True))
+    row |= {"cycles": gpu.scale.cycles, "host_grew_MiB": host / MIB, "GPU_grew_MiB": there / MIB}
+    require(max(host, there) <= gpu.scale.grown * MIB, f"grown by over {gpu.scale.grown} MiB")
+    require(sums(tensors) == before, "the content differs")
+    offload.close()
+
+
+# --- processes: another, unmodified one, and a job's ranks ------------------------------------------------
+
+
+def process_checkpoint(gpu: Gpu, row: Figures) -> None:
+    """Take an unmodified process off the GPU by the driver, and bring it back."""
+    try:
+        cuda = Cuda()
+    except EnvironmentLacksError as error:
+        raise NotRunError(str(error)) from None
+    plain = PlainCopy(gpu, gpu.scale.state << 20)
+    peer = {way: max(plain.rate(out=out) for _ in range(3)) for way, out in (("checkpoint", True), ("restore", False))}
+    plain.close()
+    with helper("hold", str(gpu.scale.state)) as holder:
+        held = gpu.bytes_by_nvml(holder.pid) if gpu.nvml else 0
+        try:
+            for call in (lambda pid: cuda.lock(pid, 10_000), cuda.checkpoint, cuda.restore, cuda.unlock):
+                name = getattr(call, "__name__", "lock").replace("<lambda>", "lock")
+                began = time.monotonic()
+                call(holder.pid)
+                seconds = time.monotonic() - began
+                row[f"{name}_s"] = seconds
+                if name in peer:
+                    row[f"{name}_ratio"] = held / seconds / peer[name]
+                if name == "checkpoint" and gpu.nvml:
+                    row |= {"held_MiB": held / MIB, "kept_MiB": gpu.bytes_by_nvml(holder.pid) / MIB}
+        except CudaError as error:
+            raise MissedError(f"{name}: {error}") from None
+        print("on", file=holder.stdin, flush=True)
+        same = holder.stdout.readline().strip() if holder.stdout else ""
+    require(same == "same", f"the content differs: {same}")
+    require(row.get("kept_MiB", 0) <= 1, "the process keeps GPU memory while it is checkpointed")
+
+
+def hold(mib: str) -> None:
+    """Be a training process that knows nothing of Cadenza, and compares its state after a line on standard input."""
+    gpu = Gpu()
+    tensors = gpu.tensors(int(mib))
+    before = sums(tensors)
+    print("holding", flush=True)
+    sys.stdin.readline()
+    print("same" if sums(tensors) == before else "different", flush=True)
+
+
+def managed_memory(gpu: Gpu, row: Figures) -> None:
+    """Compare a torch process's mappings with the size from which on they count as managed memory."""
+    if not Path("/dev/nvidia-uvm").exists():
+        raise NotRunError("there is no /dev/nvidia-uvm")
+    try:
+        from cadenza.sidecar.agent.driver.inspection import MIN_UVM_BYTES  # noqa: PLC0415
+    except ImportError as error:
+        raise NotRunError(str(error)) from None
+    plain = PlainCopy(gpu, 1 << 30)
+    mapped = 0
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        if "/dev/nvidia-uvm" in line:
+            start, end = (int(part, 16) for part in line.split()[0].split("-"))
+            mapped += end - start
+    plain.close()
+    row |= {"mapped_MiB": mapped / MIB, "limit_MiB": MIN_UVM_BYTES / MIB}
+    require(mapped <= MIN_UVM_BYTES, "the agent would take a plain torch process for one with managed memory")
+
+
+def two_ranks(gpu: Gpu, row: Figures) -> None:
+    """Train with two ranks over NCCL, alone and with yields."""
+    count = gpu.accelerator.module.device_count()
+    if gpu.scale.kind != "cuda" or count < 2:  # noqa: PLR2004
+        raise NotRunError(f"needs two GPUs of NVIDIA, and there are {count if gpu.scale.kind == 'cuda' else 0}")
+    import tempfile  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory() as folder:
+        commands = [[sys.executable, __file__, "rank", str(rank), folder, "nccl"] for rank in range(2)]
+        ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+        found = [json.loads(rank.communicate(timeout=PATIENCE_S)[0].splitlines()[-1]) for rank in ranks]
+    row |= found[0]
+    require(all(one["identical"] for one in found), "the ranks computed something else than without yields")
+
+
+def rank(number: str, folder: str, backend: str) -> None:
+    """Be one of two ranks; without NCCL on the CPU."""
+    import offload_jobs  # noqa: PLC0415
+    from sidecar_offload import compared  # noqa: PLC0415
+    from torch import distributed  # noqa: PLC0415
+
+    place = torch.device("cuda", int(number)) if backend == "nccl" else torch.device("cpu")
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    distributed.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=int(number), world_size=2)
+    rows = [compared(name, make, offload_jobs.Place(place, 0.5), 10) for name, make in offload_jobs.RANKED.items()]
+    tell(jobs=len(rows), yields=10 * len(rows), identical=all(one["identical"] for one in rows))
+    distributed.barrier()
+    os._exit(0)  # gloo's threads may abort an interpreter that ends (pytorch/pytorch#179291)
+
+
+Check = Callable[[Gpu, Figures], None]
+
+
+def checks_of(block: str, scale: Scale) -> dict[str, Check]:
+    """Return the checks of a block by the names of their rows."""
+    if block == "processes":
+        return {
+            "process checkpoint by the driver": process_checkpoint,
+            "mappings of managed memory": managed_memory,
+            "NCCL with two ranks": two_ranks,
+        }
+    speeds: dict[str, Check] = {
+        f"speed of {mib} MiB in tensors of {kib} KiB": functools.partial(speed, mib=mib, kib=kib, share=share)
+        for mib, kib, share in scale.speeds
+    }
+    return {
+        "training that yields is bit-identical": identical,
+        "the GPU is free after a yield": free,
+        **speeds,
+        "a full GPU at the resume": full,
+        "a checkpoint while the state is away": checkpoint,
+        "interrupts in the copy": interrupts,
+        "unregistered memory is counted": counted,
+        "unregistered memory above the limit refuses": refused,
+        "cycle after cycle keeps nothing": cycles,
+    }
+
+
+def main(block: str, *words: str) -> None:
+    """Run a block, or be one of the processes that a check starts."""
+    if role := {"fill": fill, "hold": hold, "rank": rank}.get(block):
+        role(*words)
+        return
+    gpu = Gpu()
+    found = {name: look for name, look in checks_of(block, gpu.scale).items() if words[0] in name}
+    tell(machine=gpu.facts(), rows=list(found))
+    if gpu.scale.kind == "cuda":  # the simulated GPU has no others, and the call takes a second
+        torch.use_deterministic_algorithms(mode=True)
+    for name, look in found.items():
+        check(name, lambda row, look=look: look(gpu, row))  # type: ignore[misc]
+        gc.collect()
+        gpu.accelerator.empty_cache()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
