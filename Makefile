@@ -5,7 +5,7 @@ PYTHON ?= python3
 
 ARGS ?=
 
-.PHONY: install demo test test-fast measure faults soak fuzz lint docs clean
+.PHONY: install demo test test-fast test-packages measure faults soak fuzz lint wheels docs clean
 
 install: $(BIN)/.installed
 
@@ -22,6 +22,15 @@ test: install
 
 test-fast: install
 	$(BIN)/python tests/rings.py fast
+
+# The wheels of cadenza-client, cadenza-agent and cadenza, in dist/.
+wheels: install
+	rm -rf dist
+	$(BIN)/python packaging/wheels.py dist
+
+# Each wheel in an environment of its own, without a network; the client's on every Python from 3.9 on that is found.
+test-packages: install
+	$(BIN)/python -m pytest tests/packages -m packages
 
 # Figures that depend on the machine; minutes each.
 measure: install
@@ -57,4 +66,4 @@ $(BIN)/.docs: $(BIN)/.installed
 
 clean:
 	container/down --all || true
-	rm -rf $(VENV) .cluster build *.egg-info
+	rm -rf $(VENV) .cluster build dist *.egg-info

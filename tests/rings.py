@@ -36,7 +36,7 @@ class Ring:
 
 # Importing the frameworks takes longer than many a test, and all of their tests are slow.
 FAST = Ring(
-    "fast", "not cluster and not browser and not slow",
+    "fast", "not cluster and not browser and not slow and not packages",
     ("-n", "logical", "--dist", "worksteal", "--ignore-glob=*/test_integrations_*.py", "--hypothesis-profile=quick"),
 )  # fmt: skip
 THOROUGH = Ring("fast, more random cases", FAST.marks, (*FAST.options[:-1], "--hypothesis-profile=thorough"))

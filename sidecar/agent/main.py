@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -18,11 +19,11 @@ from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
 
 
 def _version() -> str:
-    """Return the installed version, or "unknown" in a bare checkout."""
-    try:
-        return version("cadenza")
-    except PackageNotFoundError:
-        return "unknown"
+    """Return the version of the agent's wheel or of the whole tree, or "unknown" in a bare checkout."""
+    for distribution in ("cadenza-agent", "cadenza"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(distribution)
+    return "unknown"
 
 
 @click.command()

@@ -232,7 +232,7 @@ class TestWithoutNvml:
         for _ in range(2):
             assert taken.sample([Target(KEY, (os.getpid(),), (0,))])[KEY].gpu_percent is None
         assert [record.message for record in caplog.records] == [
-            "GPUs are not sampled: nvidia-ml-py is not installed (pip install 'cadenza[gpu]')"
+            "GPUs are not sampled: nvidia-ml-py is not installed (pip install nvidia-ml-py)"
         ]
 
     def test_no_driver_is_one_line(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("policies", "profiler", "sidecar", "slurm_plugin")
-TEXTS = (*PRODUCT, "examples", "benchmarks", "container", "docs", "tests")
+TEXTS = (*PRODUCT, "examples", "benchmarks", "container", "docs", "packaging", "tests")
 MAX_MODULES = 15
 CONVENTIONAL = frozenset({"__init__", "__main__", "main", "errors", "settings", "clock", "command"})
 """Module names with one meaning wherever they stand: entry point, exceptions, settings, time, a click command."""

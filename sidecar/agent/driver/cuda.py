@@ -87,7 +87,7 @@ def _bindings() -> Any:
         from cuda.bindings import driver  # noqa: PLC0415 - an optional extra, and only the helper's
     except ImportError as error:
         raise EnvironmentLacksError(
-            f"cuda-bindings is not installed (pip install 'cadenza[driver]'): {error}"
+            f"cuda-bindings is not installed (pip install 'cadenza-agent[driver]'): {error}"
         ) from None
     names = ("cuCheckpointProcessLock", "CUcheckpointLockArgs", "CUcheckpointRestoreArgs", "CUcheckpointGpuPair")
     if missing := [name for name in names if not hasattr(driver, name)]:

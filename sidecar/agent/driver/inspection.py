@@ -46,7 +46,7 @@ class Inspector:
         try:
             devices = self._devices()
         except Exception as error:  # noqa: BLE001 - NVML's errors have no base before it is imported
-            return Inspection(asked.id, refused=f"NVML: {error} (pip install 'cadenza[gpu]')")
+            return Inspection(asked.id, refused=f"NVML: {error} (pip install nvidia-ml-py)")
         try:
             return self._inspected(asked, {gpu: devices[gpu] for gpu in asked.gpus})
         except KeyError as error:

@@ -172,7 +172,7 @@ def nvml_devices(dev: Path = Path("/dev")) -> tuple[GpuDevice, ...]:
     try:
         import pynvml  # noqa: PLC0415 - the module of nvidia-ml-py, which hosts without GPUs need not have
     except ImportError:
-        log.info("GPUs are not sampled: nvidia-ml-py is not installed (pip install 'cadenza[gpu]')")
+        log.info("GPUs are not sampled: nvidia-ml-py is not installed (pip install nvidia-ml-py)")
         return ()
     devices: list[GpuDevice] = []
     errors: list[str] = []

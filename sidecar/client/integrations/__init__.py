@@ -17,5 +17,5 @@ class MissingFrameworkError(ClientError, ImportError):
     def __init__(self, framework: str, cause: ImportError) -> None:
         super().__init__(
             f"this callback needs {framework}, which cannot be imported here ({cause}): "
-            f"pip install {framework}, or Cadenza's extra: pip install 'cadenza[frameworks]'"
+            f"pip install {framework}, or Cadenza's extra: pip install 'cadenza-client[frameworks]'"
         )

@@ -1,0 +1,208 @@
+"""The three wheels: their files, their dependencies, and each of them alone in an environment of its own."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from client_peer import PATIENCE_S, Peer, Turns, running, slurm_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from wheels import imported
+
+ROOT = Path(__file__).resolve().parents[2]
+CLIENT, AGENT, WHOLE = "cadenza-client", "cadenza-agent", "cadenza"
+OLDEST = 9
+"""Minor version of the oldest Python that the client supports."""
+CLIENT_BYTES = 500_000
+
+pytestmark = pytest.mark.packages
+
+
+def pythons() -> Iterator[str]:
+    """Yield an interpreter for each Python from 3.9 on that starts here, those of pyenv included."""
+    for minor in range(OLDEST, 30):
+        name = f"python3.{minor}"
+        others = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(f"versions/*/bin/{name}")
+        for python in (shutil.which(name), *map(str, sorted(others))):
+            if (
+                python
+                and subprocess.run([python, "-c", "import venv"], capture_output=True, check=False).returncode == 0
+            ):
+                yield python
+                break
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The wheels by distribution."""
+    command = [sys.executable, ROOT / "packaging/wheels.py", tmp_path_factory.mktemp("dist")]
+    built = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return dict(zip((CLIENT, AGENT, WHOLE), map(Path, built.splitlines()), strict=True))
+
+
+class Environment:
+    """A virtual environment without pip, network or packages."""
+
+    def __init__(self, folder: Path, python: str = sys.executable) -> None:
+        subprocess.run([python, "-m", "venv", "--without-pip", folder], check=True)
+        self.bin = folder / "bin"
+
+    def install(self, *wheels: Path) -> None:
+        """Install wheels without their dependencies, by the pip of the environment that runs the tests."""
+        self._pip("install", "--quiet", "--no-index", "--no-deps", *map(str, wheels))
+
+    def installed(self) -> set[str]:
+        """Return the names of the distributions."""
+        return {one["name"] for one in json.loads(self._pip("list", "--format", "json"))}
+
+    def consistent(self) -> str:
+        """Return pip's word on the requirements of all distributions; it fails when one is not met."""
+        return self._pip("check")
+
+    def borrow(self, requirements: Iterable[str]) -> None:
+        """Link distributions, and what they require, from the environment that runs the tests."""
+        (site,) = self.bin.parent.glob("lib/python*/site-packages")
+        waiting, known = list(requirements), set[str]()
+        while waiting:
+            wanted = Requirement(waiting.pop())
+            name = canonicalize_name(wanted.name)
+            if name in known or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+                continue
+            known.add(name)
+            distribution = metadata.distribution(name)
+            waiting += distribution.requires or ()
+            for name in {
+                file.parts[0] for file in distribution.files or () if file.parts[0] not in {"..", "__pycache__"}
+            }:
+                (site / name).symlink_to(Path(str(distribution.locate_file(name))))
+
+    def run(self, *command: str) -> str:
+        """Return the output of a command of the environment, which succeeds."""
+        done = subprocess.run(
+            [self.bin / command[0], *command[1:]], capture_output=True, text=True, env=clean(), check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    def _pip(self, *arguments: str) -> str:
+        command = [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def clean() -> dict[str, str]:
+    """Return this process's environment without what would lead a Python or a job to other places."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "SLURM_", "CADENZA_"))}
+
+
+def files(wheel: Path) -> set[str]:
+    return {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
+
+
+def required(wheel: Path) -> list[Requirement]:
+    (name,) = (name for name in ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA"))
+    text = ZipFile(wheel).read(name).decode()
+    return [Requirement(found) for found in re.findall(r"^Requires-Dist: (.+)$", text, re.MULTILINE)]
+
+
+def test_each_file_of_the_tree_is_in_one_wheel(wheels: dict[str, Path]) -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files", "policies", "profiler", "sidecar", "slurm_plugin"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    installed = {
+        f"cadenza/{file}" for file in tracked if not file.startswith(("slurm_plugin/spank", "slurm_plugin/lua"))
+    }
+    together = [file for wheel in wheels.values() for file in files(wheel)]
+    assert sorted(together) == sorted(installed)
+
+
+def test_the_clients_wheel_is_small_and_has_the_client_alone(wheels: dict[str, Path]) -> None:
+    shared = {f"cadenza/sidecar/{name}" for name in ("__init__.py", "wire.py", "py.typed")}
+    assert {file for file in files(wheels[CLIENT]) if not file.startswith("cadenza/sidecar/client/")} == shared
+    assert wheels[CLIENT].stat().st_size < CLIENT_BYTES
+    assert [one for one in required(wheels[CLIENT]) if not one.marker] == []
+
+
+@pytest.mark.parametrize("name", [CLIENT, AGENT, WHOLE])
+def test_the_dependencies_are_the_modules_that_are_imported(name: str, wheels: dict[str, Path]) -> None:
+    of = metadata.packages_distributions()
+    top = {
+        module.partition(".")[0]
+        for file in files(wheels[name]) if file.endswith(".py")
+        for module in imported(ROOT / file.removeprefix("cadenza/"))
+    }  # fmt: skip
+    foreign = {module for module in top if module not in sys.stdlib_module_names and module != "cadenza"}
+    wanted = {frozenset(map(str.lower, of.get(module, [module]))) for module in foreign}
+    declared = {one.name for one in required(wheels[name]) if not one.name.startswith("cadenza")}
+    assert [names for names in wanted if not names & declared] == []
+    assert [one for one in declared if not any(one in names for names in wanted)] == []
+
+
+def test_the_wheels_take_the_versions_of_the_tree(wheels: dict[str, Path]) -> None:
+    tree = configparser.ConfigParser()
+    tree.read(ROOT / "setup.cfg")
+    text = tree["options"]["install_requires"] + "".join(tree["options.extras_require"].values())
+    ranges = {one.name: one.specifier for one in map(Requirement, text.split())}
+    version = tree["metadata"]["version"]
+    for wheel in wheels.values():
+        for one in required(wheel):
+            ours = one.name.startswith("cadenza")
+            assert (
+                str(one.specifier) == f"=={version}" if ours else one.specifier == ranges.get(one.name, one.specifier)
+            )
+
+
+@pytest.mark.parametrize("python", list(pythons()), ids=lambda python: Path(python).name)
+def test_the_client_takes_turns_on_every_python(python: str, wheels: dict[str, Path], tmp_path: Path) -> None:
+    alone = Environment(tmp_path / "venv", python)
+    alone.install(wheels[CLIENT])
+    assert alone.installed() == {CLIENT}
+    assert "offload.engine torch" in alone.run("python", str(Path(__file__).with_name("installed_client.py")))
+    assert "does nothing" in alone.run("python", "-c", "from cadenza.sidecar import client; client.attach().boundary()")
+    # A job without torch yields twice.
+    peer, end = Peer(tmp_path / "agent.sock"), tmp_path / "end"
+    turns = Turns(peer, [3, 6])
+    job = [str(alone.bin / "python"), str(ROOT / "tests/client/client_job.py"), str(end)]
+    with running(job, envs=[slurm_environment(peer.path)]) as (process,):
+        turns.finish()
+        end.touch()
+        out, errors = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, errors) == (0, "")
+    assert [one["step"] for one in turns.arrived] == [3, 6]
+    assert len(turns.yielded) == 2
+    assert int(out) >= 6
+
+
+def test_the_agents_wheel_starts_the_agent(wheels: dict[str, Path], tmp_path: Path) -> None:
+    alone = Environment(tmp_path / "venv")
+    alone.install(wheels[CLIENT], wheels[AGENT])
+    alone.borrow([str(one) for one in required(wheels[AGENT]) if not one.marker and one.name != CLIENT])
+    assert "No broken requirements" in alone.consistent()
+    assert not {"numpy", "scipy", "torch"} & alone.installed()
+    assert "agent of this host" in alone.run("cadenza-agent", "--help")
+    assert metadata.version("cadenza") in alone.run("cadenza-agent", "--version")
+
+
+def test_cadenzas_wheel_starts_the_commands_and_the_service(wheels: dict[str, Path], tmp_path: Path) -> None:
+    alone = Environment(tmp_path / "venv")
+    alone.install(*wheels.values())
+    needed = [one for wheel in wheels.values() for one in required(wheel) if not one.marker]
+    alone.borrow([str(one) for one in needed if not one.name.startswith("cadenza")])
+    assert "No broken requirements" in alone.consistent()
+    assert "Share GPUs between Slurm jobs" in alone.run("cadenza", "--help")
+    assert "gandiva" in alone.run("cadenza", "policies")
+    assert "Usage: cadenzad" in alone.run("cadenzad", "--help")
+    simulate = ("simulate", "--trace", str(ROOT / "examples/simulate/jobs.csv"), "--nodes", "2x4:16:128")
+    profiles = ("--profiles", str(ROOT / "examples/simulate/profiles.json"))
+    assert "avg_jct_h" in alone.run("cadenza", *simulate, *profiles, "--allocate", "opt", "--json")
