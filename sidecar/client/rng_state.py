@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from cadenza.sidecar.client.offload import device
+
 SEED_STRIDE = 1 << 20
 """Distance between a new rank's seeds of two steps; between two ranks it is 1."""
 
 
-def capture(*, cuda: bool = True) -> dict[str, Any]:
-    """Return the states of Python's generator, torch's CPU generator and, if in use, numpy's and the CUDA ones."""
+def capture(*, devices: bool = True) -> dict[str, Any]:
+    """Return the states of Python's generator, torch's CPU generator and, if in use, numpy's and the devices'."""
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {"python": [version, list(internal), gauss], "seed": torch.initial_seed()}
     state["torch"] = bytes(torch.get_rng_state().tolist()).hex()
@@ -24,9 +26,9 @@ def capture(*, cuda: bool = True) -> dict[str, Any]:
         numpy = sys.modules["numpy"].random.get_state(legacy=False)
         inner = {key: getattr(value, "tolist", lambda value=value: value)() for key, value in numpy["state"].items()}
         state["numpy"] = {**numpy, "state": inner}  # MT19937's key is the one array
-    if cuda and torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states = [bytes(one.tolist()).hex() for one in torch.cuda.get_rng_state_all()]
-        state["cuda"] = {"current": torch.cuda.current_device(), "states": states}
+    if devices and (accelerator := device.in_use()):
+        states = [bytes(one.tolist()).hex() for one in accelerator.module.get_rng_state_all()]
+        state[accelerator.kind] = {"current": accelerator.module.current_device(), "states": states}
     return state
 
 
@@ -42,12 +44,15 @@ def restore(saved: Mapping[str, Any]) -> None:
             if "key" in inner:
                 inner["key"] = numpy.array(inner["key"], dtype=numpy.uint32)
             numpy.random.set_state({**saved["numpy"], "state": inner})
-    if "cuda" in saved and torch.cuda.is_available():
-        states, current = [_tensor(text) for text in saved["cuda"]["states"]], saved["cuda"]["current"]
-        if len(states) == torch.cuda.device_count() and torch.cuda.current_device() == current:
-            torch.cuda.set_rng_state_all(states)
+    for kind in saved.keys() & device.ACCELERATORS.keys():
+        module = device.ACCELERATORS[kind].module
+        if not module.is_available():
+            continue
+        states, current = [_tensor(text) for text in saved[kind]["states"]], saved[kind]["current"]
+        if len(states) == module.device_count() and module.current_device() == current:
+            module.set_rng_state_all(states)
         else:  # with other devices, only the current one's state has a meaning
-            torch.cuda.set_rng_state(states[current], torch.cuda.current_device())
+            module.set_rng_state(states[current], module.current_device())
 
 
 def seed_new_rank(saved: Mapping[str, Any], step: int, rank: int) -> None:

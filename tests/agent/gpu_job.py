@@ -1,10 +1,12 @@
-"""A job on the simulated GPU, 31 MiB of state: ``gpu_job.py OUT [STEPS]`` writes a line for each boundary.
+"""A job on the simulated GPU, 31 MiB of state: ``gpu_job.py OUT`` writes a line for each boundary.
 
-A line has the moments at which the boundary began and ended, the step, and the loss in hexadecimal.
+A line has the moments at which the boundary began and ended, the step, and the loss in hexadecimal. ``--hidden`` makes
+the state larger or smaller; ``--kept`` MiB of GPU memory are given to nothing and stay at each yield.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from pathlib import Path
@@ -16,15 +18,22 @@ import torch
 
 from cadenza.sidecar import client
 
+parser = argparse.ArgumentParser()
+parser.add_argument("out", type=Path)
+parser.add_argument("--steps", type=int, default=10**9)
+parser.add_argument("--hidden", type=int, default=1280)
+parser.add_argument("--kept", type=int, default=0)
+options = parser.parse_args()
 torch.set_num_threads(1)
 torch.manual_seed(4)
 simulated_gpu.load()
-model = torch.nn.Sequential(torch.nn.Linear(2048, 1280), torch.nn.ReLU(), torch.nn.Linear(1280, 10)).to("simulated")
+kept = torch.empty(options.kept << 20, dtype=torch.uint8, device="simulated")
+layers = (torch.nn.Linear(2048, options.hidden), torch.nn.ReLU(), torch.nn.Linear(options.hidden, 10))
+model = torch.nn.Sequential(*layers).to("simulated")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 client.attach(model, optimizer)
-steps = int(sys.argv[2]) if sys.argv[2:] else 10**9
-with Path(sys.argv[1]).open("a", buffering=1) as out:
-    for step in range(1, steps + 1):
+with options.out.open("a", buffering=1) as out:
+    for step in range(1, options.steps + 1):
         inputs, labels = torch.randn(4, 2048).to("simulated"), torch.randint(0, 10, (4,)).to("simulated")
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(inputs), labels)

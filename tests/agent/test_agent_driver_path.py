@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,18 +21,6 @@ pytestmark = pytest.mark.slow
 
 VICTIM = Path(__file__).with_name("gpu_victim.py")
 QUIET = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
-
-
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with the stub under the names of the driver's libraries."""
-    directory = tmp_path_factory.mktemp("libraries")
-    source = Path(__file__).with_name("stub_driver.c")
-    library = directory / "libcuda.so.1"
-    flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror"]
-    subprocess.run(["gcc", *flags, "-o", library, source, "-ldl"], check=True)
-    shutil.copy(library, directory / "libnvidia-ml.so.1")
-    return directory
 
 
 class Gpu:

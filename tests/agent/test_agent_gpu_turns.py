@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,33 +33,45 @@ def boundaries(path: Path) -> list[tuple[float, float, str]]:
     return [(float(began), float(ended), loss) for began, ended, _, loss in rows]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler to build the simulated GPU")
-def test_two_jobs_that_do_not_fit_together_take_turns_and_compute_the_same(
-    new_agent: Callable[..., Agent], tmp_path: Path
-) -> None:
+@pytest.fixture
+def new_job(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Start jobs on a GPU of 64 MiB, each with the path of its boundaries; they end with the test."""
     pytest.importorskip("torch", reason="needs the extra `client`")
+    if shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler to build the simulated GPU")
     subprocess.run([sys.executable, str(MAKER), str(tmp_path / "gpu"), str(64 << 20)], check=True)
-    environment = {**os.environ, "SIMULATED_GPUS": str(tmp_path / "gpu")}
+    jobs: list[subprocess.Popen[bytes]] = []
+
+    def start(agent: Agent, job: int, out: Path, *options: str) -> subprocess.Popen[bytes]:
+        own = {"SIMULATED_GPUS": str(tmp_path / "gpu"), "CADENZA_SOCKET": str(agent.socket), "SLURM_JOB_ID": str(job)}
+        command = registered(agent.socket, job, [0], sys.executable, str(JOB), str(out), *options)
+        jobs.append(subprocess.Popen(command, env={**os.environ, **own}))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.kill()
+        job.wait()
+
+
+def test_two_jobs_that_do_not_fit_together_take_turns_and_compute_the_same(
+    new_agent: Callable[..., Agent], new_job: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
     agent = facts(new_agent())
     outs = [tmp_path / f"job{job}" for job in (1, 2)]
-    jobs = []
-    for job, out in enumerate(outs, 1):
-        own = {**environment, "CADENZA_SOCKET": str(agent.socket), "SLURM_JOB_ID": str(job)}
-        jobs.append(subprocess.Popen(registered(agent.socket, job, [0], sys.executable, str(JOB), str(out)), env=own))
-    try:
-        for job, out in zip(jobs, outs, strict=True):
-            until(
-                lambda job=job, out=out: (
-                    job.poll() is not None or sum(ended - began > AWAY_S for began, ended, _ in boundaries(out)) >= 2
-                ),
-                "two turns of the other",
-                PATIENCE_S,
-            )
-        assert [job.poll() for job in jobs] == [None, None]
-    finally:
-        for job in jobs:
-            job.kill()
-            job.wait()
+    jobs = [new_job(agent, job, out) for job, out in enumerate(outs, 1)]
+    for job, out in zip(jobs, outs, strict=True):
+        until(
+            lambda job=job, out=out: (
+                job.poll() is not None or sum(ended - began > AWAY_S for began, ended, _ in boundaries(out)) >= 2
+            ),
+            "two turns of the other",
+            PATIENCE_S,
+        )
+    assert [job.poll() for job in jobs] == [None, None]
+    for job in jobs:
+        job.kill()
+        job.wait()
     # 1. They never trained at the same time.
     training = sorted((first[1], second[0]) for out in outs for first, second in itertools.pairwise(boundaries(out)))
     for (_, end), (start, _) in itertools.pairwise(training):
@@ -66,7 +79,37 @@ def test_two_jobs_that_do_not_fit_together_take_turns_and_compute_the_same(
     # 2. Both computed what the job computes alone.
     losses = [[loss for _, _, loss in boundaries(out)] for out in outs]
     steps = str(max(map(len, losses)))
-    subprocess.run([sys.executable, str(JOB), str(tmp_path / "alone"), steps], env=environment, check=True)
+    environment = {**os.environ, "SIMULATED_GPUS": str(tmp_path / "gpu")}
+    subprocess.run([sys.executable, str(JOB), str(tmp_path / "alone"), "--steps", steps], env=environment, check=True)
     alone = [loss for _, _, loss in boundaries(tmp_path / "alone")]
     for one in losses:
         assert one == alone[: len(one)]
+
+
+def test_a_job_that_does_not_fit_next_to_what_the_other_keeps_waits_and_the_reason_names_its_process(
+    new_agent: Callable[..., Agent],
+    new_job: Callable[..., subprocess.Popen[bytes]],
+    libraries: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The agent knows what each needs and keeps from the client's reports and from NVML."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(libraries))
+    monkeypatch.setenv("SIMULATED_GPUS", str(tmp_path / "gpu"))
+    agent = facts(new_agent())
+    new_job(agent, 1, tmp_path / "large")
+    until(lambda: boundaries(tmp_path / "large"), f"a first step: {agent.log()}", PATIENCE_S)
+    keeper = new_job(agent, 2, tmp_path / "keeper", "--hidden", "256", "--kept", "36")
+    until(lambda: "no room JOBID=1" in agent.log(), f"a refusal: {agent.log()}", PATIENCE_S)
+    text = agent.log().partition("no room JOBID=1: ")[2].partition("\n")[0]
+    found = re.match(r"GPU 0 has (\d+) MB free of the (\d+) MB that the job needs: pid (\d+) has (\d+) MB, ", text)
+    assert found, text
+    free, needed, pid, kept = map(int, found.groups())
+    assert free < needed
+    assert 30 <= needed < 40
+    assert 37 <= kept < 44
+    assert pid == keeper.pid
+    steps = len(boundaries(tmp_path / "keeper"))
+    until(lambda: len(boundaries(tmp_path / "keeper")) > steps + 3, "the other job goes on", PATIENCE_S)
+    until(lambda: agent.leases()[1]["state"] == "yielded", "its lease")
+    assert agent.leases()[2]["left_bytes"] >> 20 == kept

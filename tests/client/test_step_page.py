@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -197,10 +194,11 @@ def test_gpu_memory_is_sampled_at_fixed_steps(monkeypatch: pytest.MonkeyPatch) -
 def test_the_statistics_of_torchs_allocator_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shape is that of torch.cuda.memory_stats_as_nested_dict; no GPU is needed."""
     told = {"allocated_bytes": {"all": {"current": 3, "peak": 8, "allocated": 20, "freed": 17}}}
-    cuda = SimpleNamespace(is_initialized=lambda: True, memory_stats_as_nested_dict=lambda: told)
-    monkeypatch.setitem(sys.modules, "torch.cuda", cuda)
+    cuda = pytest.importorskip("torch.cuda", reason="needs the extra `client`")
+    monkeypatch.setattr(cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(cuda, "memory_stats_as_nested_dict", lambda: told)
     assert step_page.gpu_memory() == (3, 8)
     told.clear()
     assert step_page.gpu_memory() is None
-    cuda.is_initialized = lambda: False
+    monkeypatch.setattr(cuda, "is_initialized", lambda: False)
     assert step_page.gpu_memory() is None

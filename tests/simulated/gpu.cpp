@@ -3,6 +3,7 @@
 // Operators run on the CPU, on the thread of their stream, over views of device memory: nothing is copied, so work
 // that runs too early, too late or on freed memory reads and writes what a GPU would.
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -87,7 +88,23 @@ struct Device {
     std::atomic<int> next{0};
     std::string error; // of work that ran; it stays, as an error of a kernel does
     std::mutex to_host, to_device;
+    at::Generator random = at::detail::createCPUGenerator();
     Memory memory;
+};
+
+// While it lives, operators of the CPU draw from a device's random numbers.
+struct Draws {
+    explicit Draws(Device &device) : random(device.random), host(at::detail::getDefaultCPUGenerator())
+    {
+        host.set_state(random.get_state());
+    }
+    ~Draws()
+    {
+        random.set_state(host.get_state());
+        host.set_state(before);
+    }
+    at::Generator random, host;
+    at::Tensor before = host.get_state();
 };
 
 // Never destroyed: threads of streams may run until the process is gone.
@@ -586,7 +603,12 @@ void run_operator(const c10::OperatorHandle &op, torch::jit::Stack *stack)
 
     // 3. Or run it with a wait, and give outputs that got another shape their memory.
     auto run = std::make_shared<torch::jit::Stack>(views);
-    submit(place.index(), [op, run] { op.callBoxed(*run); }, true);
+    submit(place.index(), [op, run, seeded, place] {
+        std::optional<Draws> draws;
+        if (seeded)
+            draws.emplace(device(place.index()));
+        op.callBoxed(*run);
+    }, true);
     torch::jit::drop(*stack, count);
     for (size_t index = 0; index < changed.size(); index++) {
         if (!changed[index]) {
@@ -806,6 +828,27 @@ void simulated_forget_errors()
         std::lock_guard<std::mutex> guard(one->mutex);
         one->error.clear();
     }
+}
+
+// Seed the random numbers of all devices.
+void simulated_seed(uint64_t seed)
+{
+    for (simulated::Device *one : simulated::devices())
+        one->random.set_current_seed(seed);
+}
+
+// Read or set the state of a device's random numbers; return its size.
+size_t simulated_random(int index, char *state, int set)
+{
+    at::Generator &random = simulated::devices().at(size_t(index))->random;
+    at::Tensor now = random.get_state();
+    if (state && set) {
+        std::memcpy(now.data_ptr(), state, now.nbytes());
+        random.set_state(now);
+    } else if (state) {
+        std::memcpy(state, now.data_ptr(), now.nbytes());
+    }
+    return now.nbytes();
 }
 
 // Write the snapshot of all devices into `text`; return its length, which may be more than `size`.

@@ -81,7 +81,8 @@ def library() -> ctypes.CDLL:
         if not target.exists():
             _build(target)
     found = ctypes.CDLL(str(target))
-    found.simulated_snapshot.restype = ctypes.c_size_t
+    found.simulated_snapshot.restype = found.simulated_random.restype = ctypes.c_size_t
+    found.simulated_seed.argtypes = [ctypes.c_uint64]
     found.simulated_register.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     found.simulated_unregister.argtypes = [ctypes.c_void_p]
     return found
@@ -165,6 +166,18 @@ def snapshot() -> list[dict[str, Any]]:
             return [segment for one in json.loads(text.value) for segment in one]
 
 
+def random_state(index: int) -> torch.Tensor:
+    """Return the state of a device's random numbers."""
+    state = torch.empty(library().simulated_random(index, None, 0), dtype=torch.uint8)
+    library().simulated_random(index, ctypes.c_void_p(state.data_ptr()), 0)
+    return state
+
+
+def set_random_state(state: torch.Tensor, index: int) -> None:
+    """Set it."""
+    library().simulated_random(index, ctypes.c_void_p(state.data_ptr()), 1)
+
+
 def load(paths: Sequence[Path] | None = None) -> None:
     """Make the simulated GPUs devices of this process, those of the environment by default; once, before their use."""
     if paths is not None:
@@ -206,7 +219,18 @@ def _module() -> ModuleType:
     module.get_device_properties = lambda place: SimpleNamespace(
         total_memory=open_file(paths[place.index or 0]).capacity
     )
-    module.manual_seed_all = lambda seed: None  # its operators draw from the CPU's generator
+    module.memory_stats_as_nested_dict = lambda: {
+        "allocated_bytes": {
+            "all": {
+                "current": torch.accelerator.memory_allocated(),
+                "peak": torch.accelerator.max_memory_allocated(),
+            }
+        }
+    }
+    module.manual_seed_all = library().simulated_seed
+    module.get_rng_state_all = lambda: [random_state(index) for index in range(len(paths))]
+    module.set_rng_state_all = lambda states: [*map(set_random_state, states, range(len(states)))]
+    module.set_rng_state = set_random_state
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     return module
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import simulated_gpu
 import torch
 
+from cadenza.sidecar.client.checkpoints import checkpoint
 from cadenza.sidecar.client.offload import host_memory, unregistered
 from cadenza.sidecar.client.offload.engine import Offload
 from cadenza.sidecar.client.offload.storages import survey
@@ -88,6 +90,31 @@ def test_memory_is_pinned_ahead_on_a_thread() -> None:
     simulated_gpu.GPU.fail_registration = 0
     assert int(tensor.cpu().max()) == 5
     offload.close()
+
+
+def test_a_checkpoint_has_the_random_numbers_of_the_device(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2).to("simulated")
+    with checkpoint(tmp_path, model=model) as keeper:
+        keeper.save(1)
+        drawn = [torch.rand(4, device=place).cpu() for place in ("simulated", "cpu")]
+        assert keeper.restore() == 1
+    again = [torch.rand(4, device=place).cpu() for place in ("simulated", "cpu")]
+    assert all(map(torch.equal, drawn, again))
+    assert not torch.equal(*drawn)
+
+
+def test_a_background_checkpoint_is_copied_to_pinned_memory_before_the_script_goes_on(tmp_path: Path) -> None:
+    module = torch.nn.Module()
+    module.register_buffer("state", filled(4 * MIB, 1))
+    before = simulated_gpu.library().simulated_pinned()
+    with checkpoint(tmp_path, model=module, background=True) as keeper:
+        simulated_gpu.GPU.bytes_per_s = 100 * MIB
+        keeper.save(1)
+        simulated_gpu.GPU.bytes_per_s = 0
+        module.state.fill_(2)
+        assert simulated_gpu.library().simulated_pinned() == before + 1
+        keeper.restore()
+    assert int(module.state.cpu().max()) == 1
 
 
 def test_a_prefetched_tensor_comes_back_on_its_stream() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cadenza.sidecar.client.errors import UsageError
+from cadenza.sidecar.client.offload import device
 
 SHARDED = "cadenza.sharded"
 """Key of a mapping that stands for a sharded tensor, which is saved elsewhere under the key's value."""
@@ -36,9 +37,9 @@ class Staging:
 
     def finish(self) -> None:
         """Wait until all copies are complete."""
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            for device in {key[0] for key in self._taken if key[0].type == "cuda"}:
-                torch.cuda.synchronize(device)
+        for place in {key[0] for key in self._taken}:
+            if accelerator := device.of(place):
+                accelerator.synchronize(place)
         self._taken = {}
 
     def take(self, value: Any, name: str) -> Any:
@@ -74,7 +75,7 @@ class Staging:
             return tensor if tensor.device.type == "cpu" and whole else tensor.to("cpu", copy=True)
         copy = self._copies.get(name)
         if copy is None or (copy.shape, copy.stride(), copy.dtype) != (tensor.shape, tensor.stride(), tensor.dtype):
-            pinned = tensor.device.type == "cuda"
+            pinned = device.of(tensor.device) is not None
             copy = self._copies[name] = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
         return copy.copy_(tensor, non_blocking=True)
 

@@ -157,7 +157,7 @@ class ElasticDataLoader(DataLoader[T_co]):
     def _begin(self, coming: NextEpoch) -> EpochState:
         """Return a new epoch with the state of all random numbers."""
         generators = [generator.get_state() for generator in self._generators()]
-        return EpochState(coming.base, coming.round, generators, rng_state.capture(cuda=False))
+        return EpochState(coming.base, coming.round, generators, rng_state.capture(devices=False))
 
     def _generators(self) -> list[torch.Generator]:
         """Return the loader's generator and the samplers' own, each once."""

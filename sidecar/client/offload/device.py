@@ -72,6 +72,11 @@ class Accelerator:
         """Return the bytes that the allocator holds on a device, its cache included."""
         return int(self.module.memory_reserved(device))
 
+    def in_use_and_peak(self) -> tuple[int, int] | None:
+        """Return the bytes that the allocator has given out on the current device, now and at the peak."""
+        stats = self.module.memory_stats_as_nested_dict().get("allocated_bytes", {}).get("all")
+        return (int(stats["current"]), int(stats["peak"])) if stats else None
+
     def total(self, device: torch.device) -> int:
         """Return a device's memory in bytes."""
         return int(self.module.get_device_properties(device).total_memory)

@@ -56,17 +56,18 @@ def map_page(descriptor: int) -> memoryview:
 def gpu_memory() -> tuple[int, int] | None:
     """Return the current device's allocated bytes, now and at the peak; None before the process uses a GPU.
 
-    The figures are those of torch's caching allocator (``allocated_bytes``), read under its lock and without a
-    system call or a wait for the device. Neither torch nor CUDA is loaded for it.
+    The figures are those of torch's caching allocator, read under its lock and without a system call or a wait for the
+    device. Neither torch nor CUDA is loaded for it.
     """
-    cuda = sys.modules.get("torch.cuda")
-    if cuda is None or not cuda.is_initialized():
+    if "torch" not in sys.modules:
         return None
+    from cadenza.sidecar.client.offload import device  # noqa: PLC0415 - it imports torch
+
+    accelerator = device.in_use()
     try:
-        allocated = cuda.memory_stats_as_nested_dict().get("allocated_bytes", {}).get("all")
+        return accelerator.in_use_and_peak() if accelerator else None
     except RuntimeError:  # the training step reports a device that has failed
         return None
-    return (int(allocated["current"]), int(allocated["peak"])) if allocated else None
 
 
 def host_memory() -> tuple[int, int] | None:
