@@ -59,26 +59,29 @@ class Cancel:
 Plan: TypeAlias = Wait | Raise | Commit | Cancel
 
 
-def plan_stop(ranks: Sequence[Progress], *, stop: int, waited_s: float, timeout_s: float, quiet_s: float) -> Plan:
+def plan_stop(
+    ranks: Sequence[Progress], *, stop: int, waited_s: float, timeout_s: float, quiet_s: float, in_step: bool = True
+) -> Plan:
     """Return the next action of a stop under way.
 
     ``stop`` is the present stop step (0: none yet), ``waited_s`` the time since the order, ``quiet_s`` the time since
-    ``ranks`` last changed; all in seconds. An arrival below ``stop`` is over: that rank goes on.
+    ``ranks`` last changed; all in seconds. An arrival below ``stop`` is over: that rank goes on. Ranks that are not
+    ``in_step`` train apart: each stops at its own next boundary.
     """
     refused = next((rank.refused for rank in ranks if rank.refused), "")
     if refused:
         return Cancel("refused", refused)
     here = [rank.arrived and rank.step >= stop for rank in ranks]
     steps = {rank.step for rank in ranks}
-    if ranks and stop and all(here) and len(steps) == 1:
-        return Commit(steps.pop())
+    if ranks and stop and all(here) and (len(steps) == 1 or not in_step):
+        return Commit(max(steps))
     if waited_s >= timeout_s:
         return Cancel("timeout", _late(ranks, here, waited_s))
     if not ranks:
         return Wait()
     if not stop:
-        return Raise(max(steps) + 1)
-    return _raise(ranks, here, stop, quiet_s)
+        return Raise((max(steps) if in_step else min(steps)) + 1)
+    return _raise(ranks, here, stop, quiet_s) if in_step else Wait()
 
 
 def _raise(ranks: Sequence[Progress], here: Sequence[bool], stop: int, quiet_s: float) -> Plan:

@@ -12,8 +12,8 @@ from cadenza.sidecar.agent.jobs.stop_states import YieldStop
 from cadenza.sidecar.stop_step import GRACE_S, Cancel, Commit, Plan, Progress, Raise, Wait, plan_stop
 
 
-def plan(*ranks: Progress, stop: int = 0, waited: float = 0.0, quiet: float = 0.0) -> Plan:
-    return plan_stop(ranks, stop=stop, waited_s=waited, timeout_s=10.0, quiet_s=quiet)
+def plan(*ranks: Progress, stop: int = 0, waited: float = 0.0, quiet: float = 0.0, in_step: bool = True) -> Plan:
+    return plan_stop(ranks, stop=stop, waited_s=waited, timeout_s=10.0, quiet_s=quiet, in_step=in_step)
 
 
 def at(step: int) -> Progress:
@@ -47,6 +47,13 @@ def test_a_refusal_or_the_end_of_patience_cancels() -> None:
     assert late == Cancel("timeout", "1 of 2 had not arrived after 10.0 s (steps 3 to 6): 1")
     assert plan(waited=10.0) == Cancel("timeout", "no rank answered within 10.0 s")
     assert plan() == Wait()
+
+
+def test_ranks_that_train_apart_stop_each_at_its_next_boundary() -> None:
+    assert plan(Progress(900), Progress(5), in_step=False) == Raise(6)
+    assert plan(at(901), Progress(5), stop=6, quiet=1.0, in_step=False) == Wait()
+    assert plan(at(901), at(6), stop=6, in_step=False) == Commit(901)
+    assert isinstance(plan(at(901), Progress(5), stop=6, waited=10.0, in_step=False), Cancel)
 
 
 @dataclass

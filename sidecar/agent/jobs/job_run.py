@@ -134,14 +134,19 @@ class JobRun:
         return {pid: rank.page for pid, rank in self.ranks.items()}
 
     @property
+    def in_step(self) -> bool:
+        """True unless several processes attached as the same rank: these train apart, and stop each by itself."""
+        return len({rank.hello.rank for rank in self.ranks.values()}) == len(self.ranks)
+
+    @property
     def can_checkpoint(self) -> bool:
         """True if every rank here can save a checkpoint on order."""
-        return bool(self.ranks) and all(rank.page.saves for rank in self.ranks.values())
+        return bool(self.ranks) and self.in_step and all(rank.page.saves for rank in self.ranks.values())
 
     @property
     def can_checkpoint_away(self) -> bool:
         """True if every rank here can save a checkpoint while its state is in host memory."""
-        return bool(self.ranks) and all(rank.page.saves_away for rank in self.ranks.values())
+        return bool(self.ranks) and self.in_step and all(rank.page.saves_away for rank in self.ranks.values())
 
     @property
     def checkpointed(self) -> bool:
@@ -207,10 +212,11 @@ class JobRun:
         if disconnected := sorted(rank.hello.rank for rank in self.ranks.values() if rank.session is None):
             return f"rank {disconnected[0]} has lost its connection to the agent"
         numbers = Counter(rank.hello.rank for rank in self.ranks.values())
-        if double := [number for number, count in numbers.items() if count > 1]:
-            return f"{numbers[double[0]]} processes attached as rank {double[0]}: they cannot stop together"
+        number, count = numbers.most_common(1)[0]
+        if count > 1 and lease.hosts > 1:
+            return f"{count} processes attached as rank {number}: hosts that train apart cannot stop together"
         expected = max(rank.expected_here(lease.hosts) for rank in self.ranks.values())
-        return None if len(self.ranks) >= expected else f"{len(self.ranks)} of {expected} ranks have attached"
+        return None if len(numbers) >= expected else f"{len(numbers)} of {expected} ranks have attached"
 
     @property
     def telemetry(self) -> Telemetry:

@@ -43,6 +43,11 @@ TRANSITIONS: tuple[tuple[str, str, str], ...] = (
 """State, event, next state. A stop exists from *order* until it comes to *running*, *yielded* or *lost*. A job
 that has yielded is ordered to save *away*, and is *yielded* again afterwards."""
 _NEXT: Mapping[tuple[str, str], str] = {(state, event): after for state, event, after in TRANSITIONS}
+MIN_OFFLOAD_S = 60.0
+MAX_OFFLOAD_S = 600.0
+"""Bounds of the time in which ranks must have moved their state."""
+OFFLOAD_BYTES_S = float(128 << 20)
+"""Bytes a second that every host moves, also to a disk as a fallback."""
 REMOTE_EXTRA_S = 5.0
 """Extra time that an agent waits for the service in a multi-node stop, beyond the service's own time-out."""
 
@@ -103,8 +108,11 @@ class Stop:
             raise LeaseConflictError(f"order {self.order}: {event!r} does not follow {self.state!r}")
         self.state = after
 
-    def plan(self, progress: tuple[Progress, ...], now: float) -> Plan:
-        """Return the next step toward one common boundary, given the progress of this host's ranks."""
+    def plan(self, progress: tuple[Progress, ...], now: float, *, in_step: bool) -> Plan:
+        """Return the next step toward one common boundary, given the progress of this host's ranks.
+
+        Ranks that are not ``in_step`` each stop at a boundary of their own.
+        """
         if progress != self.progress:
             self.progress, self.progress_at = progress, now
         return plan_stop(
@@ -113,6 +121,7 @@ class Stop:
             waited_s=now - self.began,
             timeout_s=self.timeout_s + REMOTE_EXTRA_S * self.multi_node,
             quiet_s=now - self.progress_at,
+            in_step=in_step,
         )
 
     def host_progress(self, plan: Plan) -> tuple[int, bool]:
@@ -136,7 +145,7 @@ class Stop:
         self.boundary_s = now - self.began
 
     def on_timeout(self, now: float) -> tuple[str, str] | None:
-        """Return event and reason if the ranks stand longer than allowed; only a checkpoint has such limits."""
+        """Return event and reason if the ranks stand longer than allowed."""
         del now
         return None
 
@@ -153,6 +162,13 @@ class Stop:
 @dataclass
 class YieldStop(Stop):
     """The ranks move their state to host memory, and the lease ends."""
+
+    def on_timeout(self, now: float) -> tuple[str, str] | None:
+        """Return event and reason if the ranks take too long to move their state, or do not say that they have."""
+        limit_s = min(MIN_OFFLOAD_S + self.bytes / OFFLOAD_BYTES_S, MAX_OFFLOAD_S)
+        if self.state == "offloading" and self.out_at is None and now - self.began - self.boundary_s > limit_s:
+            return "fail", f"its ranks had not moved their state after {limit_s:.0f} s"
+        return None
 
 
 @dataclass

@@ -113,8 +113,9 @@ class StopCoordinator:
         # 2. The ranks train on until all of them stand at one boundary.
         if not stop.committed:
             self._align(lease, run, stop)
-        # 3. Saving, or the requeue after it, may take too long; all processes may end.
+        # 3. Moving out, saving, or the requeue after it, may take too long; all processes may end.
         elif expiry := stop.on_timeout(self.host.clock.monotonic()):
+            run.refusals += isinstance(stop, YieldStop)
             self._run_on(lease, run, *expiry)
         elif not run.ranks and not run.checkpointed:
             self._run_on(lease, run, "fail", f"all its processes ended while {stop.state}")
@@ -150,7 +151,8 @@ class StopCoordinator:
     def _align(self, lease: Lease, run: JobRun, stop: Stop) -> None:
         """Bring all ranks to one boundary, and commit the stop there."""
         # 1. The ranks' progress decides on one stop step for all of them.
-        plan = stop.plan(tuple(rank.progress for rank in run.ranks.values()), self.host.clock.monotonic())
+        progress = tuple(rank.progress for rank in run.ranks.values())
+        plan = stop.plan(progress, self.host.clock.monotonic(), in_step=run.in_step)
         shortage = self._memory_shortage(run) if isinstance(plan, Commit) else None
         if isinstance(plan, Raise) and (stop.service_step or not stop.multi_node):
             self.raise_stop_step(lease, plan.step)
@@ -439,6 +441,7 @@ class StopCoordinator:
         """Bring a rank that has just attached, perhaps not for the first time, to the state of its job."""
         run = self.host.run(lease.key)
         if not rank.hello.again:  # a new client: forget the failures of the one before, and a stop by its steps
+            run.refusals += run.stop is not None and not run.stop.committed
             self.withdraw(lease, "refused", "its process attached anew")
             run.retry_at = 0.0
         reported_out = rank.hello.state == "yielded"
@@ -454,6 +457,7 @@ class StopCoordinator:
             if stop.step:
                 self._tell_stop_step(rank, stop)
         elif not reported_out or isinstance(stop, AwayStop):
+            run.refusals += isinstance(stop, YieldStop)
             self._run_on(lease, run, "fail", f"rank {rank.hello.rank} lost its connection and went on")
 
     # --- resume --------------------------------------------------------------------------------------------

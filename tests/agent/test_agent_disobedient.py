@@ -1,0 +1,112 @@
+"""Jobs that do not follow a stop: each stop ends within its time, counts as refused, and is tried again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from agent_rig import Agent
+from host_rig import HostInMemory
+from test_agent_hostile import told_by_pid
+from test_agent_turns import facts, never_together
+
+from cadenza.sidecar import wire
+from cadenza.sidecar.agent.jobs.stop_states import MIN_OFFLOAD_S
+from cadenza.sidecar.agent.turns.coordinator import RETRY_S
+
+TIMEOUT_S = 30.0
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostInMemory]:
+    """A host on which a job holds GPU 0, and whose first processes belong to it."""
+    told_by_pid(monkeypatch)
+    made = HostInMemory(tmp_path)
+    made.register(1, [0])
+    yield made
+    made.close()
+
+
+def arrive(rig: HostInMemory) -> None:
+    """Let the first process arrive at the stop step."""
+    rig.run_once()
+    run = rig.host.run(rig.of(1).key)
+    first = run.ranks[10].session
+    assert first is not None
+    assert run.stop is not None
+    rig.jobs.handle(first, wire.encode("arrived", order=run.stop.order, step=run.stop.step, bytes=0))
+    rig.run_once()
+
+
+def obey_in_part(rig: HostInMemory) -> None:
+    """Of two processes that call themselves rank 0 one arrives."""
+    arrive(rig)
+    rig.run_once(TIMEOUT_S)
+
+
+def attach_anew(rig: HostInMemory) -> None:
+    rig.run_once()
+    rig.attach(1, 10)
+
+
+def return_after_the_commit(rig: HostInMemory) -> None:
+    arrive(rig)
+    rig.attach(1, 10, again=True)
+
+
+def never_move_out(rig: HostInMemory) -> None:
+    arrive(rig)
+    rig.run_once(MIN_OFFLOAD_S)
+    assert rig.of(1).state == "stopping"
+    rig.run_once(1.0)
+
+
+@pytest.mark.parametrize(
+    ("evade", "pids"),
+    [(obey_in_part, (10, 11)), (attach_anew, (10,)), (return_after_the_commit, (10,)), (never_move_out, (10,))],
+)
+def test_who_does_not_follow_a_stop_is_asked_again_and_each_time_counts(
+    rig: HostInMemory, evade: Callable[[HostInMemory], None], pids: tuple[int, ...]
+) -> None:
+    for pid in pids:
+        rig.attach(1, pid)
+    for number in (1, 2, 3):
+        rig.run_once(RETRY_S)
+        assert rig.coordinator.stop(rig.of(1), "service", TIMEOUT_S) is None
+        evade(rig)
+        (report,) = rig.run_once().leases
+        assert (report.state, report.refusals) == ("held", number)
+    assert not rig.host.supervisor.faults
+
+
+def test_two_processes_of_one_rank_yield_each_at_a_boundary_of_its_own(new_agent: Callable[..., Agent]) -> None:
+    """As two trainings that one job runs next to each other."""
+    agent = facts(new_agent())
+    both = [agent.rank(1, "--gpus", "[0]", "--first-step", first, "--saves") for first in ("1000000", "0")]
+    for one in both:
+        one.wait_for("run")
+    other = agent.rank(2, "--gpus", "[0]")
+    for one in both:
+        one.wait_for("stopped", 2)
+        one.wait_for("run", 3)
+    for one in both:
+        never_together([one, other])
+
+
+def test_two_processes_of_one_rank_are_not_asked_for_one_checkpoint(rig: HostInMemory) -> None:
+    for pid in (10, 11):
+        rig.attach(1, pid)
+    for rank in rig.host.run(rig.of(1).key).ranks.values():
+        rank.page._words[wire.PAGE_SAVES] = wire.SAVES_AWAY
+    refused = rig.coordinator.stop(rig.of(1), "service", TIMEOUT_S, (5.0, 7.0))
+    assert refused is not None
+    assert "save a checkpoint" in refused
+
+
+def test_ranks_of_several_hosts_stop_together_only(rig: HostInMemory) -> None:
+    rig.register(2, [1], hosts=2)
+    for pid in (20, 21):
+        rig.attach(2, pid, world_size=2)
+    refused = rig.coordinator.stop(rig.of(2), "service", TIMEOUT_S)
+    assert refused == "2 processes attached as rank 0: hosts that train apart cannot stop together"
