@@ -3,6 +3,8 @@
  * call fail with the number in it; -1 makes it hang for as long as the file is there, and $CUDA_STUB/hanging names it
  * then. Total memory is $CUDA_STUB/total in MB. Each call is a line in $CUDA_STUB/log.
  *
+ * The files mig, mps, compute (mode), persistence and driver (version) say what NVML tells of the machine.
+ *
  * With $SIMULATED_GPUS the GPUs are those of tests/simulated instead: NVML's processes and bytes are those of their
  * files, and a checkpoint takes a process's bytes off them. */
 #define _GNU_SOURCE
@@ -287,6 +289,31 @@ int nvmlDeviceGetMigMode(void *device, unsigned *now, unsigned *later)
     (void)device;
     *now = *later = (unsigned)read_number("mig", 0);
     return OK;
+}
+
+static int copy_text(const char *what, const char *otherwise, char *text, unsigned size)
+{
+    if (!read_text(what, text, size))
+        snprintf(text, size, "%s", otherwise);
+    return OK;
+}
+
+int nvmlSystemGetDriverVersion(char *text, unsigned size) { return copy_text("driver", "580.65.06", text, size); }
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { return cuDriverGetVersion(version); }
+int nvmlDeviceGetName(void *device, char *text, unsigned size)
+{
+    (void)device;
+    return copy_text("name", "stand-in", text, size);
+}
+int nvmlDeviceGetComputeMode(void *device, unsigned *mode)
+{
+    (void)device;
+    return *mode = (unsigned)read_number("compute", 0), OK;
+}
+int nvmlDeviceGetPersistenceMode(void *device, unsigned *mode)
+{
+    (void)device;
+    return *mode = (unsigned)read_number("persistence", 1), OK;
 }
 
 int nvmlDeviceGetMemoryInfo(void *device, struct memory *memory)

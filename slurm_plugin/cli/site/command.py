@@ -12,17 +12,25 @@ COLORS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
 
 
 @click.command("doctor")
+@click.option("--gpu", is_flag=True, help="Check this machine's GPUs and driver instead, on a GPU host.")
 @json_option
 @config_option
-def doctor(*, as_json: bool, config: Path | None) -> None:
+def doctor(*, gpu: bool, as_json: bool, config: Path | None) -> None:
     """Check this site: versions, lanes, partitions, keys, agents.
 
-    Run it on the machine of cadenzad. It changes nothing. The exit code is 1 if a problem keeps Cadenza from working.
+    Run it on the machine of cadenzad, and with --gpu on each GPU host. It changes nothing. The exit code is 1 if a
+    problem keeps Cadenza from working.
     """
     from cadenza.slurm_plugin.cli.site.checks import examine, failed  # noqa: PLC0415
     from cadenza.slurm_plugin.cli.site.facts import gather  # noqa: PLC0415
 
-    findings = examine(gather(config))
+    if gpu:
+        from cadenza.sidecar.agent_settings import load_settings  # noqa: PLC0415
+        from cadenza.slurm_plugin.cli.site.node_gpus import examine_gpus, gather_gpus  # noqa: PLC0415
+
+        findings = tuple(examine_gpus(gather_gpus(), load_settings(config).driver_checkpoint))
+    else:
+        findings = examine(gather(config))
     if as_json:
         emit(findings)
     else:
