@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -64,8 +65,7 @@ def written(job: int, state: State, *pids: int, gpus: tuple[int, ...] = (0,)) ->
 def book(
     steps: Steps, *handovers: Handover, saved: tuple[Lease, ...] = (), on_gpu: dict[int, list[int]] | None = None
 ) -> Book:
-    by_job = {one.job: one for one in handovers}
-    made = Book("n1", saved, by_job, tuple(steps.found), lambda: on_gpu or {}, NOW)
+    made = Book("n1", saved, handovers, tuple(steps.found), lambda: on_gpu or {}, NOW)
     made.rebuild()
     LeaseTable(made.leases)  # it never breaks the table's own rule
     return made
@@ -81,6 +81,40 @@ def test_a_job_that_started_while_no_agent_was_there_has_its_gpus(steps: Steps) 
     steps.run(3)
     made = book(steps, handover(3), saved=(written(2, "yielded", waits),))
     assert states(made) == {2: ("yielded", True), 3: ("held", False)}
+
+
+@pytest.mark.parametrize("nodes", [("n1", "n1-l1"), ("n1-l1", "n1")])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_job_that_was_started_on_two_lanes_has_the_lease_of_its_last_start(
+    steps: Steps, nodes: tuple[str, str], on_disk: bool
+) -> None:
+    """Its first start keeps its own GPUs, whichever lane's handover file comes first."""
+    early = steps.run(5, nodes[0])
+    ticks = os.sysconf("SC_CLK_TCK")
+    until(lambda: time.clock_gettime(time.CLOCK_BOOTTIME) * ticks > steps.found[0].start_ticks + 1, "a later tick")
+    late = steps.run(5, nodes[1])
+    lease = written(5, "held", early)
+    lease.node = nodes[0]
+    files = sorted((handover(5, (0,), node=nodes[0]), handover(5, (1,), node=nodes[1])))
+    made = book(steps, *files, saved=(lease,) if on_disk else (), on_gpu={0: [early], 1: [late]})
+    assert [(one.gpus, one.node, [process.pid for process in one.processes]) for one in made.leases] == [
+        ((1,), nodes[1], [late])
+    ]
+    assert [(one.job, one.pid, one.gpus) for one in made.taken] == [(5, early, frozenset({0}))]
+
+
+def test_an_earlier_incarnation_on_another_lane_keeps_its_own_lease(steps: Steps) -> None:
+    """Its handover file stays where a killed slurmd ran no epilog."""
+    early, late = steps.run(5, "n1"), steps.run(5, "n1-l1")
+    lease = written(5, "held", early)
+    lease.node = "n1"
+    files = handover(5, (0,)), handover(5, (1,), node="n1-l1")._replace(restart=1)
+    made = book(steps, *files, saved=(lease,), on_gpu={0: [early], 1: [late]})
+    assert [(one.key, one.gpus) for one in made.leases] == [((5, 0), (0,)), ((5, 1), (1,))]
+    assert made.taken == []
+    late_only = book(steps, *reversed(files), on_gpu={0: [early], 1: [late]})
+    assert [(one.key, one.gpus) for one in late_only.leases] == [((5, 1), (1,))]
+    assert [(one.pid, one.gpus) for one in late_only.taken] == [(early, frozenset({0}))]
 
 
 def test_the_disk_is_a_hint_of_states_and_virtual_times_only(steps: Steps) -> None:
@@ -159,15 +193,17 @@ def test_handover_files_of_others_than_root_are_not_read(tmp_path: Path) -> None
     (folder / "n1.8").write_text("0 1 0 1 0\n")
     for name, text in (("n1.9", "0 1 9 1 0\n"), ("n1.x", "0 1 0 1 0\n"), ("n1.10", "0 1 0 0-9999999 0 1\n" * 400)):
         (folder / name).write_text(text)
+    (folder / "n1.7").write_text("0 2 2 1 1 42\n")
     found = read_all(folder)
-    assert found == {
-        7: Handover(7, 1, "n1-l1", 2, True, (0, 2, 3), 42),
-        8: Handover(8, 0, "n1", 1, False, (1,), None),
-    }
-    assert (found[7].lane, found[8].lane) == (1, 0)
+    assert found == (
+        Handover(7, 1, "n1-l1", 2, True, (0, 2, 3), 42),
+        Handover(7, 0, "n1", 2, True, (1,), 42),
+        Handover(8, 0, "n1", 1, False, (1,), None),
+    )
+    assert [one.lane for one in found] == [1, 0, 0]
     folder.chmod(0o770)
-    assert read_all(folder) == {}
-    assert read_all(tmp_path / "none") == {}
+    assert read_all(folder) == ()
+    assert read_all(tmp_path / "none") == ()
 
 
 @pytest.mark.slow

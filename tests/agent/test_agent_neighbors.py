@@ -319,7 +319,7 @@ class Neighbors(RuleBasedStateMachine):
         found = book.Book(
             "n1",
             self.rig.file.read().leases,
-            {number: Handover(number, 0, "n1", 1, job.managed, job.gpus, job.uid) for number, job in alive.items()},
+            tuple(Handover(number, 0, "n1", 1, job.managed, job.gpus, job.uid) for number, job in alive.items()),
             tuple(Step(number, "n1", PIDS[number], start_ticks(PIDS[number]) or 0, "") for number in alive),
             dict,
             self.rig.time.now(),

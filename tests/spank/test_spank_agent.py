@@ -288,7 +288,7 @@ def test_prolog_hands_over_to_the_task(library: ctypes.CDLL, path: Path, monkeyp
     assert (task.restart, task.hosts, list(task.gpus[: task.gpu_count]), word.value) == (4, 2, [1, 3], 2)
     assert task.batch_per_gpu
     assert task.late
-    assert handover.read_all(path.parent / "jobs") == {7: handover.Handover(7, 4, "node1-l1", 2, True, (1, 3), 42)}
+    assert handover.read_all(path.parent / "jobs") == (handover.Handover(7, 4, "node1-l1", 2, True, (1, 3), 42),)
     library.handover_remove(config)
     assert not list((path.parent / "jobs").iterdir())
 

@@ -7,6 +7,7 @@ their GPUs; the driver names the processes on each GPU. A process that belongs t
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -46,7 +47,7 @@ class Book:
 
     host: str
     saved: tuple[Lease, ...]
-    handovers: Mapping[int, Handover]
+    handovers: tuple[Handover, ...]
     steps: tuple[Step, ...]
     on_gpu: Callable[[], Mapping[int, Iterable[int] | None]]
     now_s: float
@@ -59,36 +60,52 @@ class Book:
         for lease in self.saved:
             self._keep(lease)
         # 2. Jobs that Slurm runs here and that no lease on disk knows: root's prolog says which GPUs they have.
-        by_job: dict[int, list[Step]] = {}
+        starts: defaultdict[int, defaultdict[str, list[Step]]] = defaultdict(lambda: defaultdict(list))
         for step in self.steps:
             if self._is_here(step):
-                by_job.setdefault(step.job, []).append(step)
-        for job in sorted(by_job.keys() - {lease.job for lease in self.leases}):
-            self._add(job, by_job[job])
+                starts[step.job][step.node].append(step)
+        for job, steps_by_node in sorted(starts.items()):
+            *earlier, latest = sorted(steps_by_node, key=lambda node: self._start_order(steps_by_node[node]))
+            self._leave(job, latest, [steps_by_node[node] for node in earlier])
+            if not any(lease.job == job and _same(lease.node, latest) for lease in self.leases):
+                self._add(job, steps_by_node[latest])
         # 3. Processes that the driver sees on a GPU, and that belong to no lease there.
-        members = {lease.job: pids_of(lease) for lease in self.leases}
+        members = {lease.key: pids_of(lease) for lease in self.leases}
         for gpu, pids in sorted(self.on_gpu().items()):
-            owners = {pid for lease in self.leases if gpu in lease.gpus for pid in members[lease.job]}
+            owners = {pid for lease in self.leases if gpu in lease.gpus for pid in members[lease.key]}
+            owners |= {taken.pid for taken in self.taken if gpu in taken.gpus}
             for pid in sorted(set(pids or ()) - owners):
                 self._take(pid, frozenset({gpu}))
 
     def _keep(self, lease: Lease) -> None:
         """Take over a lease from the disk if its job is still there; a stop that was under way is void."""
-        handover = self.handovers.get(lease.job)
         lease.processes = lease.running_processes(start_ticks)
-        later = handover is not None and handover.restart > lease.restart
+        later = any(one.job == lease.job and one.restart > lease.restart for one in self.handovers)
         if not lease.processes and (later or not pids_of(lease)):
             return
         lease.processes = lease.processes or _processes(pids_of(lease))
         lease.state = "held" if lease.state == "stopping" else lease.state
         self._enter(lease)
 
+    def _leave(self, job: int, latest: str, earlier: list[list[Step]]) -> None:
+        """Leave their GPUs to the processes of a job's earlier starts until they end: the lease is the latest start's.
+
+        A slurmctld that was killed forgets a start, and starts the job again, maybe on another lane of this host.
+        """
+        current = self._handover(job, latest)
+        kept = [lease for lease in self.leases if lease.job == job and not _same(lease.node, latest)]
+        for lease in kept:
+            if current is not None and lease.restart == current.restart:
+                self.leases.remove(lease)
+                self._take_all(pids_of(lease), lease.gpus, job)
+        for steps in earlier:
+            if not any(lease.node == steps[0].node for lease in kept):
+                pids, handover = pids_of(self._of_steps(job, steps)), self._handover(job, steps[0].node)
+                self._take_all(pids, handover.gpus if handover is not None else devices_of(pids), job)
+
     def _add(self, job: int, steps: list[Step]) -> None:
         """Enter a job that started while no agent was there."""
-        handover = self.handovers.get(job)
-        stepds = tuple(Process(step.pid, step.start_ticks) for step in steps)
-        group = next((step.group for step in steps if step.group), "")
-        found = Lease(job, 0, 0, (), self.now_s, group=group, stepds=stepds)
+        handover, found = self._handover(job, steps[0].node), self._of_steps(job, steps)
         pids = pids_of(found)
         if not pids:
             return  # its first task waits in the plugin, which registers it
@@ -104,31 +121,55 @@ class Book:
         found.state = "yielded" if look_at(found) == "frozen" else "held"
         self._enter(found)
 
+    def _of_steps(self, job: int, steps: list[Step]) -> Lease:
+        """Return a lease on no GPU, with a job's processes below some steps."""
+        stepds = tuple(Process(step.pid, step.start_ticks) for step in steps)
+        group = next((step.group for step in steps if step.group), "")
+        return Lease(job, 0, 0, (), self.now_s, group=group, stepds=stepds)
+
     def _enter(self, lease: Lease) -> None:
         """Enter a lease; where another one holds its GPUs already, the job runs there without."""
         others = [other for other in self.leases if other.occupying and other.overlaps(lease)]
         if lease.occupying and any(not (other.packed_with(lease) or (other.loose and lease.loose)) for other in others):
             lease.state = "waiting"
-            for pid in pids_of(lease):
-                self._take(pid, frozenset(lease.gpus), lease.job)
+            self._take_all(pids_of(lease), lease.gpus, lease.job)
         self.leases.append(lease)
+
+    def _take_all(self, pids: Iterable[int], gpus: Iterable[int], job: int) -> None:
+        """Note that processes of a job have its GPUs without a lease."""
+        for pid in sorted(pids):
+            self._take(pid, frozenset(gpus), job)
 
     def _take(self, pid: int, gpus: frozenset[int], job: int = 0) -> None:
         """Note that a process has GPUs without a lease."""
         if (ticks := start_ticks(pid)) is not None:
             self.taken.append(Taken(pid, ticks, gpus, job))
 
+    def _handover(self, job: int, node: str) -> Handover | None:
+        """Return the prolog's word on a job's start on a node, or on any where the node is not known."""
+        found = [one for one in self.handovers if one.job == job and _same(one.node, node)]
+        return max(found, key=lambda one: one.restart, default=None)
+
+    def _start_order(self, steps: list[Step]) -> tuple[int, int]:
+        """Return the order of a job's starts: its restart count, then the time of the last step in ticks."""
+        handover = self._handover(steps[0].job, steps[0].node)
+        return handover.restart if handover is not None else -1, max(step.start_ticks for step in steps)
+
     def _is_here(self, step: Step) -> bool:
         """Return True for a step of one of this host's nodes: daemons of several hosts may share a machine."""
-        handover = self.handovers.get(step.job)
         name = step.node
         return (
             not name
             or name == self.host
             or name.startswith(f"{self.host}-l")
-            or (handover is not None and handover.node == name)
+            or any(one.job == step.job and one.node == name for one in self.handovers)
             or any(lease.node == name for lease in self.saved)
         )
+
+
+def _same(node: str, other: str) -> bool:
+    """Return True if two names of nodes may be one node's: an unknown name is empty."""
+    return node == other or "" in (node, other)
 
 
 def _processes(pids: Iterable[int]) -> tuple[Process, ...]:

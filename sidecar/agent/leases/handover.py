@@ -39,18 +39,21 @@ class Handover(NamedTuple):
         return int(found[1]) if found else 0
 
 
-def read_all(directory: Path) -> dict[int, Handover]:
-    """Return the handover files in ``directory`` by job; none if others than root could have written there."""
+def read_all(directory: Path) -> tuple[Handover, ...]:
+    """Return the handover files in ``directory``; none if others than root could have written there.
+
+    A job has one on each lane of the host where Slurm has started it, if it was started twice.
+    """
     try:
         status = directory.stat()
         paths = sorted(directory.iterdir())
     except OSError:
-        return {}
+        return ()
     if status.st_uid not in {0, os.geteuid()} or status.st_mode & 0o022:
         log.error("%s: not used: others than root may write there", directory)
-        return {}
+        return ()
     found = (_read(path) for path in paths)
-    return {one.job: one for one in found if one is not None}
+    return tuple(one for one in found if one is not None)
 
 
 def _read(path: Path) -> Handover | None:
