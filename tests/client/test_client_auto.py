@@ -106,6 +106,14 @@ def test_steps_inside_the_backward_pass_are_no_boundaries(job: Peer, follower: a
     assert steps() == -1
 
 
+def test_an_old_torch_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    hooks = dict(sys.modules[auto.OPTIMIZER_MODULE]._global_optimizer_post_hooks)
+    monkeypatch.setattr(torch, "__version__", "2.3.1+cu121")
+    auto.install()
+    assert hooks == sys.modules[auto.OPTIMIZER_MODULE]._global_optimizer_post_hooks
+    assert "PyTorch 2.3.1+cu121 is older than 2.4" in caplog.text
+
+
 def test_detaching_takes_the_hook_away() -> None:
     hooks = sys.modules[auto.OPTIMIZER_MODULE]._global_optimizer_post_hooks
     before = dict(hooks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -70,11 +71,25 @@ def test_torchrun_ranks_attach_without_code(
         assert found["True"] == alone["True"]
 
 
-def test_a_script_attaches_without_code(peer: Peer, tmp_path: Path) -> None:
+@pytest.fixture(params=["of Cadenza's environment", "of another one"])
+def python(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A Python with torch; that of another environment has no Cadenza."""
+    if request.param == "of Cadenza's environment":
+        return sys.executable
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    (site,) = tmp_path.glob("venv/lib/python*/site-packages")
+    (site / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    other = str(tmp_path / "venv/bin/python")
+    alone = subprocess.run([other, "-c", "import torch, cadenza.sidecar"], capture_output=True, text=True, check=False)
+    assert "No module named 'cadenza'" in alone.stderr
+    return other
+
+
+def test_a_script_attaches_without_code(peer: Peer, python: str, tmp_path: Path) -> None:
     """It also runs the sitecustomize that was there before, and the losses are those of the script alone."""
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.stderr.write('the site has spoken ')\n")
     environment = slurm_environment(peer.path, PYTHONPATH=str(tmp_path))
-    command = [*RUN, sys.executable, str(HERE / "client_train.py")]
+    command = [*RUN, python, str(HERE / "client_train.py")]
     with running(command, envs=[environment]) as jobs:
         turns = Turns(peer, [1, 2, 11, 20])
         turns.finish()

@@ -43,12 +43,25 @@ def pythons() -> Iterator[str]:
                 break
 
 
+PYTHONS = list(pythons())
+
+
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The wheels by distribution."""
     command = [sys.executable, ROOT / "packaging/wheels.py", tmp_path_factory.mktemp("dist")]
     built = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return dict(zip((CLIENT, AGENT, WHOLE), map(Path, built.splitlines()), strict=True))
+
+
+@pytest.fixture(scope="session")
+def whole(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An environment with all three wheels and what they require."""
+    one = Environment(tmp_path_factory.mktemp("whole") / "venv")
+    one.install(*wheels.values())
+    needed = [str(need) for wheel in wheels.values() for need in required(wheel) if not need.marker]
+    one.borrow([need for need in needed if not need.startswith("cadenza")])
+    return one
 
 
 class Environment:
@@ -163,18 +176,28 @@ def test_the_wheels_take_the_versions_of_the_tree(wheels: dict[str, Path]) -> No
             )
 
 
-@pytest.mark.parametrize("python", list(pythons()), ids=lambda python: Path(python).name)
+@pytest.mark.parametrize("python", PYTHONS, ids=lambda python: Path(python).name)
 def test_the_client_takes_turns_on_every_python(python: str, wheels: dict[str, Path], tmp_path: Path) -> None:
     alone = Environment(tmp_path / "venv", python)
     alone.install(wheels[CLIENT])
     assert alone.installed() == {CLIENT}
     assert "offload.engine torch" in alone.run("python", str(Path(__file__).with_name("installed_client.py")))
     assert "does nothing" in alone.run("python", "-c", "from cadenza.sidecar import client; client.attach().boundary()")
-    # A job without torch yields twice.
-    peer, end = Peer(tmp_path / "agent.sock"), tmp_path / "end"
+    takes_turns([str(alone.bin / "python")], tmp_path)
+
+
+@pytest.mark.parametrize("python", PYTHONS, ids=lambda python: Path(python).name)
+def test_cadenza_run_brings_the_client_to_a_python_without_it(python: str, whole: Environment, tmp_path: Path) -> None:
+    takes_turns([str(whole.bin / "cadenza"), "run", "--", python], tmp_path)
+
+
+def takes_turns(python: list[str], folder: Path) -> None:
+    """Let a job without torch yield twice."""
+    peer, end = Peer(folder / "agent.sock"), folder / "end"
     turns = Turns(peer, [3, 6])
-    job = [str(alone.bin / "python"), str(ROOT / "tests/client/client_job.py"), str(end)]
-    with running(job, envs=[slurm_environment(peer.path)]) as (process,):
+    with running(
+        [*python, str(ROOT / "tests/client/client_job.py"), str(end)], envs=[slurm_environment(peer.path)]
+    ) as (process,):
         turns.finish()
         end.touch()
         out, errors = process.communicate(timeout=PATIENCE_S)
@@ -194,15 +217,10 @@ def test_the_agents_wheel_starts_the_agent(wheels: dict[str, Path], tmp_path: Pa
     assert metadata.version("cadenza") in alone.run("cadenza-agent", "--version")
 
 
-def test_cadenzas_wheel_starts_the_commands_and_the_service(wheels: dict[str, Path], tmp_path: Path) -> None:
-    alone = Environment(tmp_path / "venv")
-    alone.install(*wheels.values())
-    needed = [one for wheel in wheels.values() for one in required(wheel) if not one.marker]
-    alone.borrow([str(one) for one in needed if not one.name.startswith("cadenza")])
-    assert "No broken requirements" in alone.consistent()
-    assert "Share GPUs between Slurm jobs" in alone.run("cadenza", "--help")
-    assert "gandiva" in alone.run("cadenza", "policies")
-    assert "Usage: cadenzad" in alone.run("cadenzad", "--help")
+def test_cadenzas_wheel_starts_the_commands_and_the_service(whole: Environment) -> None:
+    assert "No broken requirements" in whole.consistent()
+    assert "Share GPUs between Slurm jobs" in whole.run("cadenza", "--help")
+    assert "Usage: cadenzad" in whole.run("cadenzad", "--help")
     simulate = ("simulate", "--trace", str(ROOT / "examples/simulate/jobs.csv"), "--nodes", "2x4:16:128")
     profiles = ("--profiles", str(ROOT / "examples/simulate/profiles.json"))
-    assert "avg_jct_h" in alone.run("cadenza", *simulate, *profiles, "--allocate", "opt", "--json")
+    assert "avg_jct_h" in whole.run("cadenza", *simulate, *profiles, "--allocate", "opt", "--json")
