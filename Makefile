@@ -5,7 +5,7 @@ PYTHON ?= python3
 
 ARGS ?=
 
-.PHONY: install demo test test-fast test-packages measure faults soak fuzz lint wheels docs clean
+.PHONY: install demo test test-fast test-packages test-sites measure faults soak fuzz lint wheels docs clean
 
 install: $(BIN)/.installed
 
@@ -31,6 +31,10 @@ wheels: install
 # Each wheel in an environment of its own, without a network; the client's on every Python from 3.9 on that is found.
 test-packages: install
 	$(BIN)/python -m pytest tests/packages -m packages
+
+# A site's rarer cases on the container cluster, too long for a ring.
+test-sites: install
+	$(BIN)/python tests/rings.py sites
 
 # Figures that depend on the machine; minutes each.
 measure: install

@@ -89,7 +89,7 @@ def _possible(job: Job, nodes: Sequence[Node]) -> Iterator[Node]:
     """Return the nodes where the job may start: of its partition, up, wide enough, and named if it names some."""
     gpus = -(-job.gpus // max(job.num_nodes, 1))
     for node in nodes:
-        named = not job.required_nodes or node.name in job.required_nodes
+        named = node.name not in job.barred and (not job.required_nodes or node.name in job.required_nodes)
         if named and node.up and not node.drained and node.gpus >= gpus and job.partition in node.partitions:
             yield node
 

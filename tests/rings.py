@@ -2,7 +2,8 @@
 """Run the rings of tests one after the other, stop with the first that fails, and print the time of each.
 
 ``tests/rings.py fast`` runs the ring that needs no container, no browser and few seconds a test; ``all`` runs every
-ring, and builds the image of the cluster while the first ones run; ``measure`` takes figures of the machine.
+ring, and builds the image of the cluster while the first ones run; ``measure`` takes figures of the machine, and
+``sites`` runs a site's rarer cases.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ SLOW = Ring(
     "slow", "(slow or browser) and not cluster",
     ("-n", "2", "--dist", "loadscope", "--hypothesis-profile=thorough"), "browser",
 )  # fmt: skip
-CLUSTER = Ring("cluster", "cluster and not measurement", ("-n", "2", "--dist", "loadscope"), "image")
+CLUSTER = Ring("cluster", "cluster and not measurement and not sites", ("-n", "2", "--dist", "loadscope"), "image")
+SITES = Ring("sites", "sites", ("-n", "0"), "image")
 MEASURE = Ring("measure", "measurement", ("-n", "0"), "image")
-RINGS = {"fast": (FAST,), "all": (THOROUGH, SLOW, CLUSTER), "measure": (MEASURE,)}
+RINGS = {"fast": (FAST,), "all": (THOROUGH, SLOW, CLUSTER), "measure": (MEASURE,), "sites": (SITES,)}
 PREPARATIONS = {"browser": ("ensure-browser",), "image": ("ensure-docker", "build")}
 """Scripts of container/; in this order, since two package managers at once would wait for each other."""
 

@@ -278,6 +278,8 @@ class Job:
     nodes: tuple[str, ...] = ()
     """Slurm node names (lanes) of a running or suspended job."""
     required_nodes: tuple[str, ...] = ()
+    barred: frozenset[str] = frozenset()
+    """Nodes on which Slurm would not start it now: by its constraint, nodes that it excludes, and reservations."""
     held_at_restart: bool = False
     """Slurm itself holds it as slurmctld restarted: it has started it for the second time, or forgotten its start."""
     held_by_plugin: bool = False

@@ -34,6 +34,29 @@ UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 TIME_AGO = re.compile(r"(\d+(?:\.\d+)?)([mhdw])")
 
 
+class JobId(click.ParamType[int]):
+    """The number of a job, or ``ARRAY_TASK`` as squeue prints a task of an array, which Slurm is asked about."""
+
+    name = "JOBID"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the job's own number."""
+        text = str(value)
+        if re.fullmatch(r"[1-9]\d{0,9}", text, re.ASCII):
+            return int(text)
+        task = re.fullmatch(r"\d{1,10}_(\d{1,10})", text, re.ASCII)
+        if task is None:
+            self.fail(f"{text!r} is neither a job's number nor ARRAY_TASK", param, ctx)
+        from cadenza.slurm_plugin.gateway.slurm_gateway import TIMEOUT_S, answer_of  # noqa: PLC0415
+        from cadenza.slurm_plugin.gateway.worker import JSON  # noqa: PLC0415
+
+        jobs = json.loads(answer_of(("scontrol", "show", "job", text, JSON), TIMEOUT_S))["jobs"]
+        numbers = [job["job_id"] for job in jobs if job["array_task_id"]["number"] == int(task[1])]
+        if not numbers:
+            self.fail(f"Slurm shows no job {text}", param, ctx)
+        return int(numbers[0])
+
+
 def emit(value: Any) -> None:
     """Print one value as one line of JSON, in ASCII where a terminal would obey a character."""
     text = msgspec.json.encode(value).decode()

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, JobState, Node, Options, SlurmState
 from cadenza.policies.core.text import printable
 from cadenza.slurm_plugin.gateway.comment import BadOptions, opt_in_of
+from cadenza.slurm_plugin.gateway.eligibility import Site, unreadable_reason
 from cadenza.slurm_plugin.gateway.worker import HELD_NOTE
 
 Raw: TypeAlias = Mapping[str, Any]
@@ -59,15 +60,14 @@ def snapshot(raw: Raw) -> ClusterSnapshot:
     """
     started_s = raw.get("slurmctld_start_time")
     twice_s = [float(one["reason_time"]) for one in raw["nodes"] if one.get("reason_time") and started_twice(one)]
-    jobs = (job(record, float(raw["time_s"]), started_s, twice_s) for record in raw["jobs"])
+    found = nodes(raw["nodes"], started_s)
+    site = Site.of(raw, found)
+    jobs = (job(record, float(raw["time_s"]), started_s, twice_s, site) for record in raw["jobs"])
     ending = ending_s(raw["jobs"], float(raw["time_s"]))
     lost = prologs_lost(raw)
     return ClusterSnapshot(
         time_s=float(raw["time_s"]),
-        nodes=tuple(
-            replace(one, ending_s=ending[one.name]) if one.name in ending else one
-            for one in nodes(raw["nodes"], started_s)
-        ),
+        nodes=tuple(replace(one, ending_s=ending[one.name]) if one.name in ending else one for one in found),
         jobs=tuple(
             sorted(
                 (replace(one, prolog_lost=one.key.id in lost) for one in jobs if one is not None),
@@ -80,10 +80,17 @@ def snapshot(raw: Raw) -> ClusterSnapshot:
 # --- Jobs ----------------------------------------------------------------------------------------------
 
 
-def job(raw: Raw, now_s: float, slurmctld_start_s: float | None = None, twice_s: Collection[float] = ()) -> Job | None:
+def job(
+    raw: Raw,
+    now_s: float,
+    slurmctld_start_s: float | None = None,
+    twice_s: Collection[float] = (),
+    site: Site | None = None,
+) -> Job | None:
     """Return one job, or None when it is finished. CPUs, GPUs and memory are totals over the job's nodes.
 
-    ``twice_s``: the times at which Slurm drained nodes where it had started a job twice.
+    ``twice_s``: the times at which Slurm drained nodes where it had started a job twice; ``site``: what bars jobs from
+    nodes.
     """
     ended_s = terminated_s(raw, slurmctld_start_s, now_s)
     state = job_state(raw["state"]) if ended_s is None else "OTHER"
@@ -114,6 +121,7 @@ def job(raw: Raw, now_s: float, slurmctld_start_s: float | None = None, twice_s:
         eligible_s=float(raw["eligible_time"]) if state == "PENDING" and raw.get("eligible_time") else None,
         nodes=tuple(raw["allocated_nodes"]) if state != "PENDING" and ended_s is None else (),
         required_nodes=tuple(raw["required_nodes"]),
+        barred=site.barred(raw) if site is not None and options is not None else frozenset(),
         held_at_restart=state == "PENDING" and held_at_restart(raw, slurmctld_start_s, now_s, twice_s),
         held_by_plugin=state == "PENDING" and held_by_plugin(raw),
         noted_by_plugin=state == "PENDING" and noted_by_plugin(raw),
@@ -220,7 +228,7 @@ def unmanageable_reason(raw: Raw) -> str | None:
         ("," in (raw["partition"] or ""), "it waits in several partitions; it can be shared once it runs in one"),
         (job_gpus(raw) == 0, "it has no GPUs that Slurm reports; AccountingStorageTRES must list gres/gpu"),
     )
-    return next((reason for applies, reason in checks if applies), None)
+    return next((reason for applies, reason in checks if applies), None) or unreadable_reason(raw)
 
 
 def job_gpus(raw: Raw) -> int:

@@ -152,7 +152,7 @@ class Worker:
         return {"host": answer.hostname, "responding": answer.is_responding, "latency_ms": answer.latency}
 
     def read(self, _request: Request) -> dict[str, Any]:
-        """Return every node and every job that has not finished or was terminated; times are seconds of the epoch."""
+        """Return nodes, reservations, and jobs that have not finished or were terminated; times in s of the epoch."""
         jobs = self._slurm.Jobs.load(preload_passwd_info=True)
         nodes = self._slurm.Nodes.load()
         drained = any("DRAIN" in node.state for node in nodes.values())
@@ -169,6 +169,10 @@ class Worker:
                 *(self._job(job) for job in terminated),
             ],
             "nodes": [read_fields(node, NODE_FIELDS) for node in nodes.values()],
+            "reservations": [
+                {"name": one.name, "start_time": one.start_time, "nodes": self._hosts(one.nodes)}
+                for one in self._slurm.Reservations.load().values()
+            ],
         }
 
     def look(self, request: Request) -> list[dict[str, Any]]:
@@ -191,8 +195,8 @@ class Worker:
         }
 
     def _job(self, job: Any) -> dict[str, Any]:
-        lists = {"allocated_nodes": job.allocated_nodes, "required_nodes": job.required_nodes}
-        return read_fields(job, JOB_FIELDS) | {name: self._hosts(text) for name, text in lists.items()}
+        lists = ("allocated_nodes", "required_nodes", "excluded_nodes")
+        return read_fields(job, JOB_FIELDS) | {name: self._hosts(getattr(job, name)) for name in lists}
 
     def _hosts(self, text: str | None) -> list[str]:
         if not text:

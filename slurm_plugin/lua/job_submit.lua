@@ -457,10 +457,10 @@ local function may_get_several_nodes(job)
 end
 
 local function refusal_reason(job, names, managed)
-  if is_set(job.het_job_offset) then
-    return "heterogeneous jobs are not shared"
-  elseif job.cron_job then
+  if job.cron_job then -- before the next: scrontab sets the offset to 0
     return "cron jobs are not shared"
+  elseif is_set(job.het_job_offset) then
+    return "heterogeneous jobs are not shared"
   elseif WHOLE_NODES[job.shared] then
     return "--exclusive asks for whole nodes"
   elseif not asks_for_gpus(job) then
@@ -548,18 +548,21 @@ local function keep_to_lane_0(job, settings)
 end
 
 -- The hold is noted where users cannot write. Slurm would call it an admin's once a dependency or a begin time is over.
+-- A node list is the owner's own choice of place: Slurm starts the job there.
 local function hold(job)
   local waits = (job.dependency or "") ~= "" or (is_set(job.begin_time) and job.begin_time > cadenza.now())
-  if job.priority ~= 0 and not waits and admission_is_held() then
+  if job.priority ~= 0 and not waits and (job.req_nodes or "") == "" and admission_is_held() then
     job.priority = 0
     local note = job.admin_comment or ""
     job.admin_comment = note .. (note ~= "" and "\n" or "") .. HELD_NOTE
   end
 end
 
--- Pins and holds a job that shares; returns the reason if it cannot be pinned.
+-- Pins and holds a job that shares; returns the reason if it cannot be pinned. One without a script has its user at a
+-- terminal: it starts in lane 0, where it need not wait for a lease, unless it names another lane.
 local function admit(job, settings)
-  if may_get_several_nodes(job) and pin(job, one_lane(settings.lanes), "^lane%d+$") then
+  local wanted = not job.script and "lane0" or (may_get_several_nodes(job) and one_lane(settings.lanes))
+  if wanted and pin(job, wanted, "^lane%d+$") then
     return "its constraint cannot be combined with a lane"
   end
   hold(job)

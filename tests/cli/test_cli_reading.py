@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
 import subprocess
@@ -12,12 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 import pytest
 from cli_rig import SNAPSHOT_FILE, cluster, fill, job, write_config
 from click.testing import CliRunner, Result
 
 from cadenza.policies.core.model import Gpu, JobKey, JobUsage, Lease, Progress, Share
 from cadenza.policies.core.profile import Profile, linked
+from cadenza.slurm_plugin.cli.common import JobId
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.service.settings import load_settings
 from cadenza.slurm_plugin.service.store.record_codec import encode_snapshot
@@ -249,3 +252,17 @@ def test_releasing_everything_pauses_a_service_that_acts(sharing: Path, tmp_path
 @pytest.mark.parametrize("words", [("release",), ("release", "7", "--all"), ("why",), ("top", "--interval", "0")])
 def test_bad_usage_is_exit_code_2(words: tuple[str, ...], config: Path) -> None:
     assert run(*words, "--config", str(config)).exit_code == 2
+
+
+def test_a_task_of_an_array_is_called_as_squeue_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """int() reads 7_3 as 73: another job. Slurm knows the task's own number."""
+    scontrol = tmp_path / "scontrol"
+    answer = {"jobs": [{"job_id": 9, "array_job_id": {"number": 7}, "array_task_id": {"number": 3}}]}
+    scontrol.write_text(f"#!/bin/sh\n[ \"$*\" = 'show job 7_3 --json=v0.0.42' ] && echo '{json.dumps(answer)}'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert JobId().convert("7_3", None, None) == 9
+    assert JobId().convert("73", None, None) == 73
+    for wrong in ("0", "7_", "x", "-1", "1_000_000", "٣"):
+        with pytest.raises(click.BadParameter):
+            JobId().convert(wrong, None, None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster import script, wait_for
-from harness import DAEMONS, KEPT, PACED_JOB, SOURCE, Cluster
+from harness import DAEMONS, DEFAULT_POLICY, KEPT, PACED_JOB, SOURCE, Cluster
 
 HERE = Path(__file__).parent
 
@@ -64,9 +64,19 @@ def cluster(running_cluster: Cluster) -> Cluster:
 
 
 @pytest.fixture
-def kept(cluster: Cluster) -> Iterator[str]:
+def shipped(running_cluster: Cluster) -> Cluster:
+    """The cluster with an empty queue and the shipped policy; only its times are those of fast.toml."""
+    running_cluster.reset()
+    if running_cluster.settings != DEFAULT_POLICY:
+        running_cluster.configure(DEFAULT_POLICY)
+    wait_for("four idle lane nodes", running_cluster.ready, 60)
+    return running_cluster
+
+
+@pytest.fixture
+def kept(running_cluster: Cluster) -> Iterator[str]:
     """An empty directory for the files of alice's jobs: checkpoints, lists of samples."""
-    cluster.exec("ctl", "rm", "-rf", KEPT)
-    cluster.exec("ctl", "mkdir", "-m", "777", KEPT)
+    running_cluster.exec("ctl", "rm", "-rf", KEPT)
+    running_cluster.exec("ctl", "mkdir", "-m", "777", KEPT)
     yield KEPT
-    cluster.exec("ctl", "rm", "-rf", KEPT)
+    running_cluster.exec("ctl", "rm", "-rf", KEPT)

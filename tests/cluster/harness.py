@@ -11,6 +11,8 @@ KEPT = f"{SHARED}/checkpoints"
 PACED_JOB = f"{SHARED}/paced_job.py"
 FOUR_GPUS = ("--gres=gpu:4", "--cadenza")
 HELD = '[service]\nadmission = "held"\n'
+DEFAULT_POLICY = HELD + ('[sharing]\nshare_between_users = false\n[policy]\norder = "levels"\nshare = "preemption"\n')
+"""The policy and the admission that are shipped, in place of those of fast.toml."""
 DAEMONS = (("ctl", "cadenzad"), ("node1", "cadenza-agent"), ("node2", "cadenza-agent"))
 SOURCE = Path(__file__).with_name("paced_job.py")
 
@@ -33,9 +35,7 @@ class Cluster(driver.Cluster):
         """Submit a job that only sleeps, an iteration after the other."""
         command = f"exec {PYTHON} {PACED_JOB} --iterations {iterations} --iteration-s {iteration_s}"
         return int(
-            self.sbatch(
-                f"--job-name={name}", "--mem=500", *options, user=user, command=" ".join((command, *arguments))
-            )
+            self.sbatch(f"--job-name={name}", "--mem=500", *options, user=user, command=" ".join((command, *arguments)))
         )
 
     def reset(self) -> None:

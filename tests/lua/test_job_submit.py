@@ -455,3 +455,18 @@ def test_the_reader_agrees_with_pythons(shared: Slurm, text: str) -> None:
     assert json.loads(job.comment).get("comment", None if isinstance(python, dict) else "") == (
         python.get("comment") if isinstance(python, dict) else text
     )
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_job_at_a_terminal_starts_in_lane_0_unless_it_names_another(slurm: Slurm, nodes: int) -> None:
+    slurm.manage()
+    assert slurm.submit("", script=None, max_nodes=nodes).features == "lane0"
+    assert slurm.submit("", script=None, max_nodes=nodes, features="a100").features == "a100&lane0"
+    assert slurm.submit("", script=None, max_nodes=nodes, features="lane1").features == "lane1"
+
+
+def test_a_job_whose_owner_names_its_nodes_is_left_to_slurm(slurm: Slurm) -> None:
+    slurm.manage()
+    (slurm.files / "admission").write_text(f"held {NOW}\n")
+    assert slurm.submit("", req_nodes="node2").priority != 0
+    assert slurm.submit("", req_nodes="").priority == 0

@@ -480,3 +480,36 @@ def test_with_native_admission_jobs_only_take_turns_and_move(admission):
         long, pending(2, 2, user="bob"), nodes=host("a", jobs=(long,)), admission=admission, share_between_users=False
     )
     assert (Migrate in kinds(found).values()) == (admission == "held")
+
+
+# --- nodes that a job's own request rules out ---------------------------------------------------------------
+
+
+def test_a_job_is_placed_on_nodes_that_slurm_lets_it_have():
+    lanes = host("node1", 2) + host("node2", 2)
+    waiting = job(1, state="PENDING", slurm_priority=0, held_by_plugin=True, partition=PARTITION)
+    lanes = tuple(replace(lane, partitions=(PARTITION,)) for lane in lanes)
+
+    def placed(barred: set[str]) -> tuple[tuple[str, ...] | None, str]:
+        decision = policy().decide(cluster(replace(waiting, barred=frozenset(barred)), nodes=lanes), Memory())
+        places = [action.nodes for action in decision.actions if isinstance(action, Place)]
+        return places[0] if places else None, decision.reasons[waiting.key]
+
+    assert placed(set())[0] == ("node1",)
+    assert placed({"node1", "node1-l1"})[0] == ("node2",)
+    assert placed({"node1", "node2"})[0] == ("node1-l1",)
+    assert placed({lane.name for lane in lanes}) == (
+        None,
+        "stays queued: no node of its partition meets its constraint, its excluded nodes and reservations",
+    )
+
+
+def test_a_job_is_placed_anew_when_its_node_is_reserved():
+    lanes = tuple(replace(lane, partitions=(PARTITION,)) for lane in host("node1", 2) + host("node2", 2))
+    waiting = job(1, state="PENDING", state_reason="Resources", partition=PARTITION, required_nodes=("node1",))
+    reserved = replace(waiting, barred=frozenset({"node1", "node1-l1"}))
+    memory = Memory(placed=frozenset({waiting.key}))
+    assert not [a for a in policy().decide(cluster(waiting, nodes=lanes), memory).actions if isinstance(a, Place)]
+    (action,) = policy().decide(cluster(reserved, nodes=lanes), memory).actions
+    assert isinstance(action, Place)
+    assert action.nodes == ("node2",)

@@ -223,6 +223,10 @@ def _carry_out(state: SharingState, board: _Board, plan: Plan) -> None:
     # 5. A sentence for each job that stays in the queue.
     for job in state.pending:
         waits = f"stays queued: better-ranked jobs have the GPUs; {_standing(job, state.now_s)}"
+        if job.barred and all(
+            node.name in job.barred for node in state.snapshot.nodes if job.partition in node.partitions
+        ):
+            waits = "stays queued: no node of its partition meets its constraint, its excluded nodes and reservations"
         state.placement_reasons.setdefault(job.key, waits)
 
 

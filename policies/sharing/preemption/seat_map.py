@@ -53,9 +53,10 @@ class LaneSeats:
     still_used: tuple[int, int, int] = (0, 0, 0)
 
     def admits(self, request: ResourceRequest) -> bool:
-        """Return True if the lane is open for a request's partition and type of GPU."""
+        """Return True if the lane is open for a request's partition, type of GPU and constraint."""
         node = self.node
-        return node.takes_jobs and request.partition in node.partitions and request.gpu_type in ("", node.gpu_type)
+        fits = request.partition in node.partitions and request.gpu_type in ("", node.gpu_type)
+        return node.takes_jobs and fits and node.name not in request.barred
 
 
 @dataclass(slots=True)

@@ -26,6 +26,8 @@ class ResourceRequest(NamedTuple):
     """GPU state that a yield moves to the host's memory."""
     gpu_type: str = ""
     """Type of GPU that it asked for; empty: any."""
+    barred: frozenset[str] = frozenset()
+    """Nodes on which Slurm would not start it."""
 
     @classmethod
     def of(cls, job: Job) -> ResourceRequest:
@@ -34,7 +36,7 @@ class ResourceRequest(NamedTuple):
         gpus, cpus, memory_mb = (-(-total // nodes) for total in (job.gpus, job.cpus, job.memory_mb))
         low_gb = job.profile.gpu_memory_low_gb if job.profile is not None else None  # at a boundary, a GPU
         state_mb = ceil(gpus * MB_PER_GB * (low_gb or 0.0))
-        return cls(job.user, job.partition, nodes, gpus, cpus, memory_mb, state_mb, job.gpu_type)
+        return cls(job.user, job.partition, nodes, gpus, cpus, memory_mb, state_mb, job.gpu_type, job.barred)
 
     @classmethod
     def trimmed(cls, job: Job) -> ResourceRequest:
@@ -158,6 +160,7 @@ class HostState:
         use = self.use[node.name]
         return (
             node.takes_jobs
+            and node.name not in request.barred
             and request.partition in node.partitions
             and request.gpu_type in ("", node.gpu_type)
             and use.gpus + request.gpus <= node.gpus
@@ -274,7 +277,16 @@ def observe_hosts(
             if group_keys is None or not managed or settings.floor:
                 host.add_resident(_resident(job, ResourceRequest.of(job), name, host.name), unmanaged=not managed)
                 continue
-            asked = (job.gpus, job.cpus, job.memory_mb, job.num_nodes, job.user, job.partition, job.gpu_type)
+            asked = (
+                job.gpus,
+                job.cpus,
+                job.memory_mb,
+                job.num_nodes,
+                job.user,
+                job.partition,
+                job.gpu_type,
+                job.barred,
+            )
             kind = (id(job.profile), *asked)
             if kind not in trimmed:
                 trimmed[kind] = ResourceRequest.trimmed(job)

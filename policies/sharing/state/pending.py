@@ -23,6 +23,7 @@ from cadenza.policies.sharing.state.settings import SharingSettings
 from cadenza.policies.sharing.state.sharing_state import WAITING_REASONS, SharingState
 
 OTHERS = "has been given to other jobs by Slurm"
+BARRED = "is reserved or does not meet its constraint any more"
 NODE_TAKEN = "ReqNodeNotAvail"
 """Beginning of Slurm's reason of a job whose required nodes are promised to an earlier job, or are away."""
 
@@ -55,7 +56,8 @@ def starts(job: Job, state: SharingState) -> bool:
 def stranded(state: SharingState) -> dict[JobKey, str]:
     """Return the jobs that Slurm cannot start where we have placed them, each with the reason.
 
-    The nodes take no jobs any more, or Slurm has given their GPUs to jobs that we did not hold, and that stay there.
+    The nodes take no jobs any more, or not this one, or Slurm has given their GPUs to jobs that we did not hold, and
+    that stay there.
     """
     nodes = {node.name: node for node in state.snapshot.nodes}
     given: Counter[str] = Counter()
@@ -68,6 +70,7 @@ def stranded(state: SharingState) -> dict[JobKey, str]:
         if ours and starts(job, state):
             pins = [nodes[name] for name in job.required_nodes if name in nodes]
             gone = [(node.name, node.closed_reason) for node in pins if node.closed_reason]
+            gone += [(node.name, BARRED) for node in pins if node.name in job.barred]
             gone += [(node.name, OTHERS) for node in pins if given[node.name] + job.gpus // job.num_nodes > node.gpus]
             if gone:
                 found[job.key] = f"{gone[0][0]}, where it was placed, {gone[0][1]}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, say
+from cadenza.slurm_plugin.cli.common import JobId, config_option, emit, json_option, say
 
 if TYPE_CHECKING:
     from cadenza.policies.core.actions import Action, Outcome
@@ -24,7 +24,7 @@ RELEASE_REASON = "released by hand"
 
 
 @click.command("move")
-@click.argument("job_id", metavar="JOBID", type=click.IntRange(min=1))
+@click.argument("job_id", metavar="JOBID", type=JobId())
 @click.option("--to", "nodes", required=True, metavar="NODE[,NODE…]", help="Slurm's names of the target nodes.")
 @click.option("--gpus", type=click.IntRange(min=1), help="Resize: GPUs over all nodes, within the job's min and max.")
 @json_option
@@ -56,7 +56,7 @@ def move(*, job_id: int, nodes: str, gpus: int | None, as_json: bool, config: Pa
 
 
 @click.command("release")
-@click.argument("job_id", metavar="[JOBID]", type=click.IntRange(min=1), required=False)
+@click.argument("job_id", metavar="[JOBID]", type=JobId(), required=False)
 @click.option("--all", "everything", is_flag=True, help="Release all jobs and pause a service in apply mode.")
 @json_option
 @config_option

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, open_store, say, store_option
+from cadenza.slurm_plugin.cli.common import JobId, config_option, emit, json_option, open_store, say, store_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +31,7 @@ MESSAGES = {
 
 
 @click.command("why")
-@click.argument("job_id", metavar="JOBID", type=click.IntRange(min=1))
+@click.argument("job_id", metavar="JOBID", type=JobId())
 @click.option("--last", default=20, show_default=True, type=click.IntRange(min=1), help="Rows per section.")
 @json_option
 @store_option

@@ -160,6 +160,12 @@ class Nodes:
         return {}
 
 
+class Reservations:
+    @staticmethod
+    def load() -> dict[str, SimpleNamespace]:
+        return {"r1": SimpleNamespace(name="r1", start_time=100, nodes="node1")}
+
+
 def _ping() -> SimpleNamespace:
     misbehave()
     return SimpleNamespace(hostname="ctl", is_responding=True, latency=0.5)
