@@ -37,6 +37,7 @@ Fields (those in brackets may be missing; an unknown one is ignored)
     ``arrived``   order step bytes [held] (device bytes of torch's allocator in this process) [refused]
     ``yielded``   [order] copy_s bytes [left] (device bytes this process keeps) [resident] [error] (the move
                   failed and was undone: the rank runs on) [no_room] (after ``resume``: the GPU is too full)
+                  [failed] (after ``resume``: the GPU fails)
     ``resumed``   copy_s [order]
     ``checkpointed``  order step bytes seconds [path] [error] (it failed: nothing is lost, the rank runs on)
     ``requeued_by``  owner (``lightning``, ``submitit``; "" takes it back)
@@ -47,7 +48,7 @@ Fields (those in brackets may be missing; an unknown one is ignored)
 Rules
     Only ``resume`` moves state back: it follows an ``attached`` with ``held`` to a rank that sent ``yielded``. A rank
     that is out sends ``yielded`` again when a signal handler's exception has ended its wait, or when it could not
-    follow a ``resume`` because its GPU is too full; a holder's rank is then sent ``resume`` again. A rank
+    follow a ``resume`` because its GPU is too full or fails; a holder's rank is then sent ``resume`` again. A rank
     sets PAGE_STATE to STATE_ARRIVED before it examines the state to move, and then sends ``arrived``. A connection
     that ends before ``commit`` withdraws the stop. A second ``attach`` of a process replaces its first. ``cancel`` and
     ``stop`` with another order than the current one are out of date. PAGE_PURPOSE is the purpose of a stop. After

@@ -23,7 +23,7 @@ from cadenza.sidecar.agent.jobs.job_run import Rank
 from cadenza.sidecar.agent.jobs.stop_states import CheckpointStop, UnleasedStop
 from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.turns.arbiter import Arbiter
-from cadenza.sidecar.agent.turns.coordinator import StopCoordinator
+from cadenza.sidecar.agent.turns.coordinator import FAILED_HOLD_S, StopCoordinator
 from cadenza.sidecar.agent_settings import AgentSettings
 
 JOBS = st.sampled_from([1, 2])
@@ -91,7 +91,12 @@ class Histories(RuleBasedStateMachine):
             message = Arrived(order, step + ahead, bytes=9, refused=refused)
             self.coordinator.arrived(self.of(job), run.ranks[pid], message)
 
-    @rule(job=JOBS, pid=RANKS, error=FAILS, kind=st.sampled_from(["yielded", "no room", "checkpointed", "resumed"]))
+    @rule(
+        job=JOBS,
+        pid=RANKS,
+        error=FAILS,
+        kind=st.sampled_from(["yielded", "no room", "failed", "checkpointed", "resumed"]),
+    )
     def reports(self, job: int, pid: int, error: str, kind: str) -> None:
         run, lease = self.host.run(JobKey(job, 0)), self.of(job)
         rank = run.ranks.get(pid)
@@ -101,6 +106,8 @@ class Histories(RuleBasedStateMachine):
             self.coordinator.yielded(lease, rank, Yielded(error=error))
         elif kind == "no room":
             self.coordinator.yielded(lease, rank, Yielded(no_room="out of memory"))
+        elif kind == "failed":
+            self.coordinator.yielded(lease, rank, Yielded(failed="the GPU is lost"))
         elif kind == "resumed":
             self.coordinator.resumed(lease, rank, Resumed())
         else:
@@ -217,6 +224,47 @@ def test_a_rank_without_room_tries_again_when_the_others_have_resumed() -> None:
         assert resume is not None
         assert resume.pending == {10}
         histories.coordinator.yielded(lease, ranks[10], Yielded(no_room="out of memory"))
+    histories.teardown()
+
+
+def test_a_job_whose_gpu_fails_saves_its_host_copy_gives_its_lease_back_and_is_reported_as_lost() -> None:
+    histories = Histories()
+    histories.host.leases.drop(histories.of(2), 0.0)
+    lease, ranks = resuming(histories)
+    for rank in ranks.values():
+        rank.page._words[wire.PAGE_SAVES], rank.page._words[wire.PAGE_STEP] = wire.SAVES_AWAY, 4
+    histories.coordinator.yielded(lease, ranks[10], Yielded(failed="the GPU is lost"))
+    histories.coordinator.yielded(lease, ranks[11], Yielded(failed="the GPU is lost"))
+    sent = [wire.decode(packet) for _, packet, _, _ in histories.host.outbox._queue]
+    assert [message["type"] for message in sent[-2:]] == ["save"] * 2
+    report = histories.host.lease_report(lease)
+    assert (report.state, report.saving, report.lost) == ("yielded", True, "")
+    assert report.note == "rank 1 cannot use its GPU: the GPU is lost"
+    for rank in ranks.values():
+        histories.coordinator.checkpointed(lease, rank, Checkpointed(sent[-1]["order"], 4, path="/kept/4"))
+    histories.event_loop(0.01)
+    report = histories.host.lease_report(lease)
+    assert (report.state, report.saved, report.lost) == ("yielded", True, "the GPU is lost")
+    # Nothing requeues it: it tries its GPUs again.
+    histories.event_loop(FAILED_HOLD_S + 1)
+    histories.event_loop(0.01)
+    assert histories.host.lease_report(lease).state == "held"
+    histories.teardown()
+
+
+def test_a_job_without_a_checkpoint_waits_for_a_while_when_its_gpu_fails() -> None:
+    histories = Histories()
+    histories.host.leases.drop(histories.of(2), 0.0)
+    lease, ranks = resuming(histories)
+    for rank in ranks.values():
+        histories.coordinator.yielded(lease, rank, Yielded(failed="the GPU is lost"))
+    histories.event_loop(1.0)
+    assert lease.state == "yielded"
+    note = "rank 1 cannot use its GPU: the GPU is lost"
+    assert histories.arbiter.waiting_reason(lease) == note
+    assert histories.host.run(lease.key).note.startswith(f"{note}; not all its ranks can save a checkpoint")
+    histories.event_loop(FAILED_HOLD_S)
+    assert lease.state == "held"
     histories.teardown()
 
 

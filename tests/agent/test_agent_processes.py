@@ -474,7 +474,13 @@ def test_a_resume_without_room_names_who_has_the_memory(leaving: tuple[Seen, Dri
         turn(seen, job, 0.5)
     assert job.state == "held"
     (rank,) = seen.host.run(job.key).ranks.values()
+    watch = cast("GpuWatch", seen.arbiter.coordinator.gpus)
     seen.arbiter.coordinator.yielded(job, rank, Yielded(no_room="out of memory"))
+    for _ in range(2):
+        assert job.state == "stopping", "the driver has not been looked at since"
+        until(lambda: not watch.looking, "the look")
+        seen.time.passed += 0.01
+        seen.arbiter.coordinator.advance(job)
     assert job.state == "yielded"
     note = "rank 0 waits for room on its GPU: out of memory (pid 1 has 71680 MB)"
     assert seen.host.lease_report(job).note.startswith(note)

@@ -199,8 +199,14 @@ def test_a_gpu_without_room_lets_the_job_wait_on(job: Peer, monkeypatch: pytest.
     assert told[2]["no_room"].startswith("no room for 1 MiB of state: CUDA out of memory")
 
 
-def test_an_error_that_is_no_lack_of_room_leaves_the_boundary(job: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_is_no_lack_of_room_leaves_the_boundary_of_one_of_several_ranks(
+    job: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others may have their state back, and wait for this one."""
+    monkeypatch.setattr(job_session, "RESTORE_RETRY_S", 0.001)
     tensors, told = content(), list[dict[str, Any]]()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setattr(Offload, "needs_gpu", property(lambda offload: offload.away))
     finish = Script(lambda: obliging(job, told), job).finish
     session = client.attach(tensors=tensors)
@@ -210,6 +216,9 @@ def test_an_error_that_is_no_lack_of_room_leaves_the_boundary(job: Peer, monkeyp
         with pytest.raises(RestoreError, match="cannot come back: shape"):
             session.boundary()
     assert session.out
+    failures = [message["failed"] for message in told if message.get("failed")]
+    assert len(failures) == 2, "in between all ranks could save a checkpoint"
+    assert failures[0].startswith("1 MiB of state cannot come back: shape")
     client.attach()  # waits, as a boundary does
     assert complete(tensors)
     client.detach()

@@ -16,7 +16,7 @@ import offload_jobs
 import pytest
 import simulated_gpu
 import torch
-from client_peer import Peer, Turns, slurm_environment
+from client_peer import Peer, Script, Turns, slurm_environment
 from simulated_gpu import occupied
 from test_offload_cycles import NAMES, STOPS, train
 
@@ -228,6 +228,38 @@ def test_an_allocation_or_copy_that_fails_on_the_way_back_leaves_the_state_away(
     gpu.fail_allocation = gpu.fail_copy = 0
     offload.restore()
     assert_complete(tensors)
+
+
+def test_a_job_whose_gpu_fails_at_the_resume_saves_its_host_copy_and_waits_on(tmp_path: Path) -> None:
+    gpu, state = simulated_gpu.GPU, torch.nn.Module()
+    state.register_buffer("large", on_gpu()[-1])
+    with attached(tmp_path) as agent, client.checkpoint(tmp_path / "kept", model=state) as keeper:
+
+        def script() -> list[dict[str, Any]]:
+            rank = agent.rank(stop=1)
+            rank.hear("arrived")
+            rank.say("commit", order=1)
+            rank.hear("yielded")
+            gpu.lost = 1
+            rank.say("resume", order=2)
+            failed = rank.hear("yielded")
+            rank.say("save", order=3)
+            saved = rank.hear("checkpointed")
+            gpu.lost = 0
+            rank.clear()
+            rank.say("resume", order=4)
+            return [failed, saved, rank.hear("resumed")]
+
+        finish = Script(script, agent).finish
+        client.attach(state)
+        client.boundary()
+        failed, saved, _ = finish()
+        assert "the GPU is lost" in failed["failed"]
+        assert (saved["error"], saved["step"]) == ("", 1)
+        assert torch.equal(state.large.cpu(), content()[-1])
+        state.large.zero_()
+        assert keeper.restore() == 1
+        assert torch.equal(state.large.cpu(), content()[-1])
 
 
 def test_a_full_gpu_copies_small_storages_one_by_one() -> None:

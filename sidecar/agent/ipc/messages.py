@@ -31,7 +31,7 @@ MAX_RESIDENT = 64
 """Names of tensors that stay on the GPU which one message may list."""
 MAX_WORDS = 1000
 """Characters that are kept of a text for people."""
-WORDS = frozenset({"refused", "error", "reason", "path", "resident", "no_room"})
+WORDS = frozenset({"refused", "error", "reason", "path", "resident", "no_room", "failed"})
 """Fields for people: they may hold whatever an exception or a path holds, and are made clean instead of refused."""
 
 BATCH_STEPS = frozenset({"batch", "4294967291", "-5"})
@@ -128,7 +128,7 @@ class Arrived(msgspec.Struct, frozen=True):
 class Yielded(msgspec.Struct, frozen=True):
     """The rank's state is in host memory; with ``error`` the move failed and the rank runs on.
 
-    With ``no_room`` it could not be brought back, because the GPU is too full.
+    With ``no_room`` it could not be brought back, because the GPU is too full; with ``failed``, because the GPU failed.
     """
 
     copy_s: Seconds = 0.0
@@ -139,6 +139,7 @@ class Yielded(msgspec.Struct, frozen=True):
     resident: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_RESIDENT)] = ()
     error: Text = ""
     no_room: Text = ""
+    failed: Text = ""
 
 
 class Resumed(msgspec.Struct, frozen=True):

@@ -303,7 +303,7 @@ class Host:
             saves_away=run.can_checkpoint_away and not lease.frozen,
             saving=isinstance(run.stop, AwayStop),
             saved=run.checkpointed,
-            lost=printable(run.lost, MAX_TEXT),
+            lost=printable(run.lost or run.failed, MAX_TEXT),
             pace=run.step_rate.measure(run.pages, self.clock.monotonic()),
             pack=lease.pack,
             refusals=run.refusals,

@@ -40,6 +40,8 @@ class Rank:
     context: int | None = None
     """Bytes of its CUDA contexts, as measured at its last stop; None if they were not."""
     refused: str = ""
+    failed: str = ""
+    """Reason why its state could not come back to its GPU, which has failed; "" once it is back."""
     requeue_owner: str = ""
     """Other software that requeues the job, as this rank reports."""
 
@@ -152,6 +154,11 @@ class JobRun:
     def checkpointed(self) -> bool:
         """True while the ranks here stand still after a complete checkpoint, ready for a requeue."""
         return isinstance(self.stop, CheckpointStop) and self.stop.saved_at is not None
+
+    @property
+    def failed(self) -> str:
+        """Reason why it cannot go on with GPUs of which one fails, once its checkpoint is on the disk; else ""."""
+        return next((rank.failed for rank in self.ranks.values() if rank.failed), "") if self.checkpointed else ""
 
     @property
     def left_bytes(self) -> int:

@@ -59,8 +59,8 @@ class Stop:
     order: int
     origin: str
     """Cause: *service*, *turn* (local rotation), *exclusive* (a job that did not opt in starts), *driver*, *unpack*
-    (the service ended its pack), *unleased* (its ranks run without a lease), or *no room* (its state did not fit on its
-    GPUs when it had its lease back)."""
+    (the service ended its pack), *unleased* (its ranks run without a lease), *no room* (its state did not fit on its
+    GPUs when it had its lease back), *failed* or *failed again* (one of these GPUs fails)."""
     began: float
     timeout_s: float
     multi_node: bool = False

@@ -27,6 +27,10 @@ MEASURE_S = 1.0
 """Longest wait for the driver's look at the ranks' memory before they move it out, in seconds."""
 LEAVE_S = 5.0
 """Longest time until the driver must see that a job has left its GPUs, after all its ranks say so."""
+FAILED_SAVE_S = 900.0
+FAILED_HOLD_S = 60.0
+"""Longest times for the checkpoint of a job whose GPU fails, and for the requeue after it, in seconds; without a
+requeue it tries its GPUs again."""
 STEPS_SPACING_S = 0.05
 """Least time between two messages that only report a multi-node job's progress."""
 
@@ -79,7 +83,7 @@ class StopCoordinator:
             self._freeze(lease, run.stop)
         return None
 
-    def save_away(self, lease: Lease, save_s: float, hold_s: float) -> str | None:
+    def save_away(self, lease: Lease, save_s: float, hold_s: float, origin: str = "service") -> str | None:
         """Have a job that has yielded save a checkpoint without its GPUs; return the reason if that is refused.
 
         ``save_s`` and ``hold_s`` are the longest times for saving, and for the requeue after it.
@@ -91,7 +95,7 @@ class StopCoordinator:
             return reason
         if lease.frozen or not run.can_checkpoint_away or not all(rank.out for rank in run.ranks.values()):
             return "not all its ranks can save a checkpoint from host memory: see client.checkpoint()"
-        stop = AwayStop(self.host.next_order(), "service", now, 0.0, save_s=save_s, hold_s=hold_s)
+        stop = AwayStop(self.host.next_order(), origin, now, 0.0, save_s=save_s, hold_s=hold_s)
         run.stop = stop
         for rank in run.ranks.values():
             self.host.outbox.post(rank.session, "save", order=stop.order)
@@ -144,6 +148,9 @@ class StopCoordinator:
             stop.bytes = max(stop.bytes, sum(rank.moved for rank in run.ranks.values()))
             lease.gpu_bytes, lease.left_bytes = run.gpu_bytes // max(len(lease.gpus), 1), left_bytes
             self._release(lease, run, stop, "all offloaded")
+            if stop.origin == "failed":
+                refusal = self.save_away(lease, FAILED_SAVE_S, FAILED_HOLD_S, "failed")
+                run.note = f"{run.note}; {refusal}" if refusal else run.note
         elif now - stop.out_at > LEAVE_S:
             run.refusals += 1
             self._run_on(lease, run, "fail", f"its ranks say that they have yielded, but {busy}")
@@ -398,27 +405,37 @@ class StopCoordinator:
         elif lease.state == "held":
             if run.resume is not None:  # the order to resume is lost, or cannot be followed
                 run.resume.pending.discard(rank.pid)
-            if message.no_room:
-                self._no_room(lease, run, rank, message.no_room)
+            if message.no_room or message.failed:
+                self._not_restored(lease, run, rank, message)
             else:
                 self.resume(lease)
 
-    def _no_room(self, lease: Lease, run: JobRun, rank: Rank, reason: str) -> None:
-        """Take the lease of a job whose state does not fit on its GPUs, once all its ranks have said so.
+    def _not_restored(self, lease: Lease, run: JobRun, rank: Rank, message: Yielded) -> None:
+        """Take the lease of a job whose state cannot come back to its GPUs, once all its ranks have said so.
 
-        A rank that has its state back waits in a collective for this one, which therefore tries again.
+        A rank that has its state back waits in a collective for this one, which therefore tries again. A job whose GPU
+        fails saves a checkpoint from host memory, and gets no lease for a while.
         """
-        look, pids = self.gpus and self.gpus.last, membership.pids_of(lease)
-        others = "; ".join(filter(None, (look.keepers(gpu, pids) for gpu in lease.gpus))) if look else ""
-        run.note = f"rank {rank.hello.rank} waits for room on its GPU: {reason}{f' ({others})' if others else ''}"
-        log.warning("no room JOBID=%s rank=%d: %s", lease.key, rank.hello.rank, reason)
+        # 1. Say what is wrong: who has the memory of a GPU that is full, or the error of one that fails.
+        repeated, rank.failed = bool(rank.failed), message.failed
+        if message.failed:
+            run.note = f"rank {rank.hello.rank} cannot use its GPU: {message.failed}"
+            run.no_room, run.no_room_until = run.note, self.host.clock.monotonic() + FAILED_HOLD_S
+        else:
+            look, pids = self.gpus and self.gpus.last, membership.pids_of(lease)
+            others = "; ".join(filter(None, (look.keepers(gpu, pids) for gpu in lease.gpus))) if look else ""
+            reason = f"{message.no_room}{f' ({others})' if others else ''}"
+            run.note = f"rank {rank.hello.rank} waits for room on its GPU: {reason}"
+        log.warning("not restored JOBID=%s gpus=%s: %s", lease.key, lease.gpus, run.note)
+        # 2. Take the lease, as after a yield.
         if lease.hosts > 1 or not all(one.out for one in run.ranks.values()):
             self.resume(lease)
         elif run.resume is None or not run.resume.pending:
             run.resume = None
             self.host.leases.stop(lease, self.host.clock.now())
-            run.stop = YieldStop(0, "no room", self.host.clock.monotonic(), 0.0, state="offloading")
-            self._release(lease, run, run.stop, "all offloaded")
+            origin = "no room" if not message.failed else "failed again" if repeated else "failed"
+            run.stop = YieldStop(0, origin, self.host.clock.monotonic(), 0.0, state="offloading")
+            self._leave_gpus(lease, run, run.stop)
 
     def checkpointed(self, lease: Lease, rank: Rank, message: Checkpointed) -> None:
         """Record that a rank has saved its part; if one could not, the stop is over and the job runs on."""
@@ -502,7 +519,7 @@ class StopCoordinator:
     def resumed(self, lease: Lease, rank: Rank, message: Resumed) -> None:
         """Record that a rank has its state back."""
         run = self.host.run(lease.key)
-        rank.out = False
+        rank.out, rank.failed = False, ""
         if run.resume is not None:
             run.resume.copy_s = max(run.resume.copy_s, message.copy_s)
             self.left_resume(lease, rank.pid)

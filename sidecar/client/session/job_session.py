@@ -280,19 +280,24 @@ class Session(StepCounters):
 
     def _resume(self, link: Link) -> None:
         """Wait for the lease, through any loss of the agent, and bring the state back."""
-        order, moved = 0, None
+        order, moved, failed = 0, None, False
         try:
-            # 1. Wait for the lease, and bring the state back; as long as the GPU is too full, wait again.
+            # 1. Wait for the lease, and bring the state back; where the GPU is too full, or fails, wait again.
             while True:
                 with self.host_copies():
                     order, since = _order_of(self._await_resume(link) or {}), link.losses
                 try:
                     moved = self._restore_state(link)
                     break
-                except NoRoomError as error:
+                except RestoreError as error:
+                    full, again = isinstance(error, NoRoomError), failed
+                    reason = {"no_room" if full else "failed": str(error)[:MAX_TEXT]}
+                    link.send("yielded", since=since, order=order, **reason, **_move_report(None, ()))
+                    failed = not full
+                    if failed and again and self._who and self._who.world_size > 1:
+                        raise  # the other ranks have their state back, and wait for this one
                     _log.warning("this job waits on with its state in host memory: %s", error)
-                    text = str(error)[:MAX_TEXT]
-                    link.send("yielded", since=since, order=order, no_room=text, **_move_report(None, ()))
+                    self._pause.wait(RESTORE_RETRY_S)
         finally:
             # 2. Let the script rebuild what it released, follow the resources of this turn, and report.
             if self._state == wire.STATE_RUNNING:
