@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "keygen": ("site.keygen:keygen", "Create or rotate the keys of the connection between service and agents."),
     "simulate": ("simulate.command:command", "Simulate a policy on a trace or a published workload."),
     "whatif": ("whatif.command:command", "Show what this cluster's own jobs would have waited under Cadenza."),
+    "watch": ("watch.command:command", "Show idle GPUs and what sharing would do, with a user's rights."),
     "policies": ("simulate.policies:command", "List the policies and their sources."),
     "profile": ("profile.measure:command", "Measure how a job's speed depends on CPUs and memory."),
     "sweep": ("sweep.command:command", "Search over configurations and stop the weak ones early."),

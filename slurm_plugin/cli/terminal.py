@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
@@ -33,6 +34,20 @@ class Terminal(Console):
                 yield segment
             else:
                 yield Segment(clean(segment.text), segment.style)
+
+
+def show(out: Console, screens: Iterable[RenderableType], *, live: bool) -> None:
+    """Print each screen, or on a terminal show one after the other until the user stops it."""
+    if not live or not out.is_terminal:
+        for screen in screens:
+            out.print(screen)
+        return
+    try:
+        with Live(console=out, screen=True, auto_refresh=False) as display:
+            for screen in screens:
+                display.update(screen, refresh=True)
+    except KeyboardInterrupt:
+        return
 
 
 def clean(text: str) -> str:

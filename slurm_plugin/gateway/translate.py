@@ -374,6 +374,11 @@ def started_twice(raw: Raw) -> bool:
     return "DRAIN" in raw["state"] and (raw["reason"] or "").startswith(STARTED_TWICE)
 
 
+def is_up(state: Sequence[str]) -> bool:
+    """Return whether slurmctld would start jobs on a node if it were not drained; ``state``: the base and its flags."""
+    return bool(state) and state[0] in _UP and _NOT_NOW.isdisjoint(state)
+
+
 def node(raw: Raw, host: str, lane: int) -> Node:
     """Return one node; ``up`` means that slurmctld would start jobs on it if it were not drained."""
     base, *flags = raw["state"].split("+")
@@ -387,7 +392,7 @@ def node(raw: Raw, host: str, lane: int) -> Node:
         gpus=gpu_count(gres),
         gpu_type=gpu_type(gres),
         partitions=tuple(sorted(raw["partitions"] or ())),
-        up=base in _UP and _NOT_NOW.isdisjoint(flags),
+        up=is_up((base, *flags)),
         drained="DRAIN" in flags,
         drain_reason=printable(raw["reason"] or "") if "DRAIN" in flags else "",
         cpus_used=raw["allocated_cpus"] or 0,

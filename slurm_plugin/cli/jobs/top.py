@@ -44,7 +44,10 @@ def command(*, once: bool, interval: float, as_json: bool, store: Path | None, c
             for view in views:
                 emit(view)
         else:
-            _show(views, live=not once)
+            from cadenza.slurm_plugin.cli.jobs.render import screen  # noqa: PLC0415 (slow, and not needed for JSON)
+            from cadenza.slurm_plugin.cli.terminal import show  # noqa: PLC0415
+
+            show(console(), map(screen, views), live=not once)
 
 
 def _source(store: Path | None, config: Path | None) -> StoreReader | Path:
@@ -86,21 +89,3 @@ def _views(source: StoreReader | Path, interval: float) -> Iterator[TopView]:
     while True:
         yield look(source)
         never.wait(interval)
-
-
-def _show(views: Iterator[TopView], *, live: bool) -> None:
-    from rich.live import Live  # noqa: PLC0415
-
-    from cadenza.slurm_plugin.cli.jobs.render import screen  # noqa: PLC0415
-
-    out = console()
-    if not live or not out.is_terminal:
-        for view in views:
-            out.print(screen(view))
-        return
-    try:
-        with Live(console=out, screen=True, auto_refresh=False) as display:
-            for view in views:
-                display.update(screen(view), refresh=True)
-    except KeyboardInterrupt:
-        return

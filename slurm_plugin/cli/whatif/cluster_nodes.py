@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.model import Node
+from cadenza.policies.core.text import printable
 from cadenza.policies.inputs.cluster import GPU_MEMORY_GB, MAX_CPUS, MAX_GPUS, MAX_NODES
+from cadenza.slurm_plugin.cli.whatif.job_records import gpus_in, tres_of
+from cadenza.slurm_plugin.gateway.translate import is_up
 
 GPUS = re.compile(r"gpu(?::([A-Za-z0-9][A-Za-z0-9_.-]{0,63}))?:(\d{1,6})(?:\([^)]*\))?", re.ASCII)
 GONE = frozenset({"FUTURE", "CLOUD", "POWERED_DOWN"})
@@ -26,6 +30,9 @@ class _Node(msgspec.Struct, frozen=True):
     gres: Word = ""
     partitions: tuple[Word, ...] = ()
     state: tuple[Word, ...] = ()
+    alloc_memory: Annotated[int, msgspec.Meta(ge=0, le=10**12)] = 0
+    tres_used: Word | None = ""
+    reason: Word = ""
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -39,14 +46,57 @@ def read_nodes(text: str, source: str, lanes: int, partition: str | None = None)
     count once. Raise InputError for another file, for one without GPUs, and
     for a host with fewer CPUs than GPUs.
     """
+    return with_lanes(_hosts(_decode(text, source), source, partition).values(), lanes)
+
+
+class LiveHosts(NamedTuple):
+    """Hosts with GPUs as they are now: lane 0 with what Slurm has given out of the host, and the host of each node."""
+
+    nodes: tuple[Node, ...]
+    host_of: dict[str, str]
+
+    @property
+    def has_lanes(self) -> bool:
+        """Return True if a host has several nodes."""
+        return len(self.host_of) > len(set(self.host_of.values()))
+
+
+def read_live_hosts(text: str, source: str, partition: str | None = None) -> LiveHosts:
+    """Return the hosts with GPUs of an answer of ``scontrol show node --json``; raise InputError as ``read_nodes``."""
+    rows = _decode(text, source)
+    hosts = _hosts(rows, source, partition)
+    used: Counter[str] = Counter()
+    memory_mb: Counter[str] = Counter()
+    first: dict[str, _Node] = {}
+    host_of = {}
+    for row in sorted(rows, key=lambda row: row.name):
+        name = row.hostname or row.name
+        host_of[row.name] = name
+        used[name] += round(gpus_in(tres_of(row.tres_used or "", f"{source}: node {row.name!r}: tres_used")))
+        memory_mb[name] += row.alloc_memory
+        first.setdefault(name, row)
+    nodes = tuple(
+        replace(
+            host, gpus_used=min(used[name], host.gpus), memory_used_mb=memory_mb[name], up=is_up(first[name].state),
+            drained="DRAIN" in first[name].state, drain_reason=printable(first[name].reason),
+        )
+        for name, host in hosts.items()
+    )  # fmt: skip
+    return LiveHosts(nodes, {name: host for name, host in host_of.items() if host in hosts})
+
+
+def _decode(text: str, source: str) -> tuple[_Node, ...]:
     try:
-        answer = msgspec.json.decode(text, type=_Answer)
+        return msgspec.json.decode(text, type=_Answer).nodes
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{source}: not the JSON of scontrol show node --json: {error}") from None
+
+
+def _hosts(rows: Iterable[_Node], source: str, partition: str | None) -> dict[str, Node]:
+    """Return lane 0 of each host with GPUs."""
     hosts: dict[str, Node] = {}
-    for node in sorted(answer.nodes, key=lambda node: node.name):
-        kinds = GPUS.findall(node.gres)
-        gpus = sum(int(count) for _, count in kinds)
+    for node in sorted(rows, key=lambda node: node.name):
+        kinds, gpus = GPUS.findall(node.gres), gpus_of(node.gres)
         if not gpus or GONE & set(node.state) or (partition and partition not in node.partitions):
             continue
         if gpus > MAX_GPUS or gpus > node.cpus:
@@ -64,7 +114,12 @@ def read_nodes(text: str, source: str, lanes: int, partition: str | None = None)
     if not hosts:
         place = f" of partition {partition!r}" if partition else ""
         raise InputError(f"{source}: no node{place} has GPUs")
-    return with_lanes(tuple(hosts.values()), lanes)
+    return hosts
+
+
+def gpus_of(gres: str) -> int:
+    """Return the GPUs of a list such as gpu:a100:4(IDX:0-3),gpu:v100:2."""
+    return sum(int(count) for _, count in GPUS.findall(gres))
 
 
 def with_lanes(nodes: Iterable[Node], lanes: int) -> tuple[Node, ...]:

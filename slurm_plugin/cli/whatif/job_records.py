@@ -51,7 +51,7 @@ class JobRecord:
     cpus: int = 0
 
 
-class _Number(msgspec.Struct, frozen=True):
+class SlurmNumber(msgspec.Struct, frozen=True):
     """A number of Slurm's JSON, which may be unset or infinite."""
 
     set: bool = False
@@ -70,7 +70,7 @@ class _Times(msgspec.Struct, frozen=True):
     start: Count = 0
     end: Count = 0
     suspended: Count = 0
-    limit: _Number = _Number()
+    limit: SlurmNumber = SlurmNumber()
 
 
 class _Resource(msgspec.Struct, frozen=True):
@@ -93,7 +93,7 @@ class _Job(msgspec.Struct, frozen=True):
     tres: _Resources = _Resources()
 
 
-class _Row(NamedTuple):
+class RecordRow(NamedTuple):
     """One record before its times are checked: submission, eligibility, start and end, 0 for unknown."""
 
     job: int
@@ -134,8 +134,8 @@ def _of_json(text: str, source: str) -> Iterator[JobRecord]:
         tres = job.tres.allocated or job.tres.requested
         counts = {f"{item.type}/{item.name}" if item.name else item.type: float(max(item.count, 0)) for item in tres}
         moments = (times.submission, times.eligible, times.start, times.end)
-        row_of = _Row(job.job_id, job.user or "", job.partition, moments, float(times.suspended), counts)
-        yield _record(row_of, None if limit_min is None else 60 * limit_min, f"{source}: jobs[{at}]")
+        row_of = RecordRow(job.job_id, job.user or "", job.partition, moments, float(times.suspended), counts)
+        yield record_of(row_of, None if limit_min is None else 60 * limit_min, f"{source}: jobs[{at}]")
 
 
 # --- Table -----------------------------------------------------------------------------------------------
@@ -164,13 +164,13 @@ def _of_table(text: str, source: str) -> Iterator[JobRecord]:
             _moment(cell.get(name, ""), f"{where}: {name}") for name in ("Submit", "Eligible", "Start", "End")
         )
         limit = cell.get("TimelimitRaw", "")
-        row_of = _Row(
+        row_of = RecordRow(
             integer(cell["JobIDRaw"], f"{where}: JobIDRaw", 0, 2**63 - 1), cell["User"], cell["Partition"], times,
             _span(cell.get("Suspended", ""), f"{where}: Suspended"),
-            _tres(cell.get("AllocTRES") or cell.get("ReqTRES", ""), f"{where}: TRES"),
+            tres_of(cell.get("AllocTRES") or cell.get("ReqTRES", ""), f"{where}: TRES"),
         )  # fmt: skip
         limited = limit[:1].isdigit()
-        yield _record(row_of, 60 * number(limit, f"{where}: TimelimitRaw", 0, 1e9) if limited else None, where)
+        yield record_of(row_of, 60 * number(limit, f"{where}: TimelimitRaw", 0, 1e9) if limited else None, where)
 
 
 def _moment(text: str, where: str) -> float:
@@ -196,8 +196,8 @@ def _span(text: str, where: str) -> float:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-def _tres(text: str, where: str) -> dict[str, float]:
-    """Return counts by name, memory in MB."""
+def tres_of(text: str, where: str) -> dict[str, float]:
+    """Return the counts of a list such as cpu=1,mem=300M,gres/gpu=3 by name, memory in MB."""
     found: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, equals, value = part.partition("=")
@@ -211,10 +211,15 @@ def _tres(text: str, where: str) -> dict[str, float]:
     return found
 
 
+def gpus_in(tres: Mapping[str, float]) -> float:
+    """Return the GPUs among counted resources; Slurm lists a typed GPU twice, with and without its type."""
+    return tres.get("gres/gpu") or sum(count for name, count in tres.items() if name.startswith("gres/gpu:"))
+
+
 # --- Both ------------------------------------------------------------------------------------------------
 
 
-def _record(row: _Row, limit_s: float | None, where: str) -> JobRecord:
+def record_of(row: RecordRow, limit_s: float | None, where: str) -> JobRecord:
     """Return a run; raise InputError for times in an impossible order or a count without bounds."""
     submit_s, eligible_s, start_s, end_s = (float(at) if 0 < at < NEVER_S else None for at in row.times)
     if submit_s is None:
@@ -225,7 +230,7 @@ def _record(row: _Row, limit_s: float | None, where: str) -> JobRecord:
     if end_s is not None and start_s is not None and end_s < start_s:
         raise InputError(f"{where}: job {row.job} ends before it starts")
     tres = row.tres
-    gpus = tres.get("gres/gpu") or sum(count for name, count in tres.items() if name.startswith("gres/gpu:"))
+    gpus = gpus_in(tres)
     if not 0 <= gpus <= MAX_COUNT:
         raise InputError(f"{where}: job {row.job}: {gpus:g} is no number of GPUs")
     memory_mb = tres.get("mem", 0.0)

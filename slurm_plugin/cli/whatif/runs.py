@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +21,7 @@ from cadenza.slurm_plugin.cli.simulate.command import VARIABLES
 from cadenza.slurm_plugin.cli.simulate.request import Site, read_file
 from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_nodes, with_lanes
 from cadenza.slurm_plugin.cli.whatif.history import History, as_it_was, read_history
-from cadenza.slurm_plugin.cli.whatif.job_records import read_job_records
+from cadenza.slurm_plugin.cli.whatif.job_records import JobRecord, read_job_records
 from cadenza.slurm_plugin.cli.whatif.run_pool import Task, estimate_s, run_tasks
 from cadenza.slurm_plugin.gateway.slurm_gateway import answer_of
 from cadenza.slurm_plugin.report.loader import load
@@ -53,6 +53,23 @@ class WhatIf:
     """Label of the run with the last part of movable jobs."""
     more: int
     """Number of runs after that one, each on a cluster with more of something."""
+    remarks: tuple[str, ...] = ()
+    """Sentences ahead of those on the runs."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs of a what-if."""
+
+    movable: tuple[float, ...] = (0.0, 0.5)
+    """Fractions of the jobs that can move; a run for each."""
+    lanes: int = 2
+    more: tuple[str, ...] = ()
+    partition: str | None = None
+    quiet: bool = True
+    command: str = "whatif"
+    arguments: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 class Variant(NamedTuple):
@@ -66,34 +83,46 @@ class Variant(NamedTuple):
 
 def run_whatif(words: Mapping[str, Any]) -> WhatIf:
     """Read the accounting and the nodes, and run the simulations; raise InputError, or an error of the gateway."""
-    # 1. The accounting and the nodes, from files or from this cluster.
     lanes = integer(words["lanes"], "--lanes", 2, MAX_LANES)
-    movable = _parts(words["movable"])
-    more = _one_more(words["more"], lanes)
+    plan = Plan(
+        _parts(words["movable"]), lanes, _one_more(words["more"], lanes), words["partition"], quiet=words["quiet"],
+        arguments=tuple(f"--{name}={words[name]}" for name in HISTORY_OPTIONS if words[name]),
+    )  # fmt: skip
     accounting, source = _accounting(words)
     nodes = _nodes(words, lanes)
-    # 2. The past as it was.
-    history = read_history(read_job_records(accounting, source), nodes, words["partition"])
-    if words["sample"] is not None:
-        history = history.sample(number(words["sample"], "--sample", MIN_SAMPLE, 1))
+    sample = number(words["sample"], "--sample", MIN_SAMPLE, 1) if words["sample"] is not None else None
+    return run_plan(plan, read_job_records(accounting, source), nodes, source, sample)
+
+
+def run_plan(
+    plan: Plan, records: Sequence[JobRecord], nodes: tuple[Node, ...], source: str, sample: float | None = None
+) -> WhatIf:
+    """Run the simulations; raise InputError where no job is left, or jobs and nodes do not go together.
+
+    ``source``: name of the records in messages; ``sample``: part of the jobs.
+    """
+    movable, lanes, arguments = plan.movable, plan.lanes, plan.arguments
+    # 1. The past as it was.
+    history = read_history(records, nodes, plan.partition)
+    if sample is not None:
+        history = history.sample(sample)
     if not history.jobs:
         counts = "; ".join(f"{count} {reason}" for reason, count in history.left_out.most_common())
         raise InputError(f"{source}: no job is left to simulate" + (f": {counts}" if counts else ""))
-    arguments = tuple(f"--{name}={words[name]}" for name in HISTORY_OPTIONS if words[name])
     past = as_it_was(history, nodes)
     summaries = [summarize(past)]
     known = {key: value for key, value in asdict(summaries[0]).items() if key not in NOT_IN_ACCOUNTING}
     it_was = Saved(AS_IT_WAS, arguments, past.gpus, past.cpus, (save_run(past, None, known),))
     files = [load(encode(it_was), source)]
-    # 3. Slurm alone, and Cadenza with each part of movable jobs.
+    # 2. Slurm alone, and Cadenza with each part of movable jobs.
     variants = [
         Variant(SLURM, 0.0, nodes, {"share": "none"}),
         *(Variant(_label(part), part, nodes, {"lanes": str(lanes)}) for part in movable),
-        *(_more(name, movable[-1], nodes, lanes) for name in more),
+        *(_more(name, movable[-1], nodes, lanes) for name in plan.more),
     ]
 
     def tasks(jobs: History) -> list[Task]:
-        options = dict.fromkeys(VARIABLES) | {"quiet": words["quiet"]}
+        options = dict.fromkeys(VARIABLES) | {"quiet": plan.quiet}
         return [
             Task({**options, **one.options, "label": one.label}, arguments, Site(jobs.trace(one.movable), one.nodes))
             for one in variants
@@ -106,12 +135,13 @@ def run_whatif(words: Mapping[str, Any]) -> WhatIf:
         line = f"{len(history.jobs):,} jobs: {about(low_s)} to {about(high_s)}, estimated from {timed:,} of them"
         say(line.replace(NARROW, " "), err=True)
     unshareable = None
-    for variant, outcome in zip(variants, run_tasks(tasks(history), quiet=words["quiet"]), strict=True):
+    for variant, outcome in zip(variants, run_tasks(tasks(history), quiet=plan.quiet), strict=True):
         files.append(replace(load(outcome.saved, source), label=variant.label))
         summaries.append(outcome.summary)
         unshareable = unshareable or outcome.unshareable
-    results = tuple(replace(file, command="whatif") for file in files)
-    return WhatIf(history, nodes, results, tuple(summaries), unshareable, _label(movable[-1]), len(more))
+    results = tuple(replace(file, command=plan.command) for file in files)
+    last = _label(movable[-1])
+    return WhatIf(history, nodes, results, tuple(summaries), unshareable, last, len(plan.more), plan.remarks)
 
 
 def _parts(text: str) -> tuple[float, ...]:

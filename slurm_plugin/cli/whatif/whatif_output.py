@@ -46,6 +46,7 @@ def title(found: WhatIf) -> str:
 
 def remarks(found: WhatIf) -> Iterator[str]:
     """Yield sentences on the error of the simulation, on the jobs left out, and on the assumptions."""
+    yield from found.remarks
     was, slurm = (_mean_wait_s(found, label) for label in (AS_IT_WAS, SLURM))
     error = f", {(slurm - was) / was:+.0%}" if was else ""
     yield (

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from cadenza.policies.simulator.figures import WIDTHS, Width
+from cadenza.policies.simulator.figures import WIDTHS
 from cadenza.slurm_plugin.service.accounting.effects import KINDS, Effect, Kind
 from cadenza.slurm_plugin.service.accounting.usage import FirstStart, HourRow, Start
 
@@ -140,7 +140,7 @@ def sharing_report(record: Record, user: str | None = None) -> SharingReport:
         _job_sums([row for row in record.hours if not row.managed], (), (), record),
         idle_gpu_s,
         idle_gpu_s / watched_s if watched_s else 0.0,
-        tuple(row for width in WIDTHS if (row := _width(width, record)).started or row.ended),
+        width_rows(record.first_starts, record.since_s, record.until_s),
         tuple(_kind(kind, record.effects) for kind in KINDS.values()),
         tuple(one for one in record.effects if one.verdict == "undone")[:MAX_UNDONE],
     )
@@ -192,15 +192,17 @@ def _sum(parts: Iterable[Sums]) -> Sums:
     return Sums(*map(sum, zip(*rows, strict=True))) if rows else Sums()
 
 
-def _width(width: Width, record: Record) -> WidthRow:
-    rows = [row for row in record.first_starts if width.holds(row.gpus)]
-    waits_s = [row.wait_s for row in rows if row.at_s >= record.since_s]
-    slowdowns = [
-        row.slowdown
-        for row in rows
-        if row.slowdown is not None and row.ended_s is not None and record.since_s <= row.ended_s <= record.until_s
-    ]
-    return WidthRow(width.name, len(waits_s), _mean(waits_s), len(slowdowns), _mean(slowdowns))
+def width_rows(jobs: Sequence[FirstStart], since_s: float, until_s: float) -> tuple[WidthRow, ...]:
+    """Return the waits of the jobs that started, and the slowdowns of those that ended, between two moments."""
+    rows = []
+    for width in WIDTHS:
+        mine = [job for job in jobs if width.holds(job.gpus)]
+        waits_s = [job.wait_s for job in mine if since_s <= job.at_s <= until_s]
+        ends = [(job.slowdown, job.ended_s) for job in mine]
+        slowdowns = [slowdown for slowdown, at_s in ends if slowdown and at_s and since_s <= at_s <= until_s]
+        if waits_s or slowdowns:
+            rows.append(WidthRow(width.name, len(waits_s), _mean(waits_s), len(slowdowns), _mean(slowdowns)))
+    return tuple(rows)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -1,0 +1,208 @@
+"""One look at a cluster with a user's rights: idle GPUs, waiting jobs, and what sharing would do (pure)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+import msgspec
+
+from cadenza.policies.core.idle_gpus import HostGpus, idle_waiting_gpus, narrowest_jobs
+from cadenza.policies.simulator.figures import bounded_slowdown
+from cadenza.slurm_plugin.cli.watch.queue_answer import QueueJob
+from cadenza.slurm_plugin.cli.watch.virtual_lanes import (
+    Step,
+    hidden_gpus,
+    shipped_settings,
+    steps,
+    who_could_share,
+    with_virtual_lanes,
+)
+from cadenza.slurm_plugin.cli.watch.watch_record import WatchRecord
+from cadenza.slurm_plugin.cli.whatif.cluster_nodes import LiveHosts
+from cadenza.slurm_plugin.service.accounting.sharing_report import WidthRow, width_rows
+from cadenza.slurm_plugin.service.accounting.usage import FirstStart
+
+SCHEMA = "cadenza.watch/1"
+ASSUMPTIONS = (
+    "Slurm does not say which jobs could take part: all are taken to opt in. It does not say which keep checkpoints "
+    "either: the policy's first decision is shown for none and for all of them. A job fits where its GPUs are idle, or "
+    "where its memory is left; CPUs and constraints are not considered. The waiting tasks of an array count as one job."
+)
+
+
+class Look(NamedTuple):
+    """Slurm's answers of one moment, seconds since the epoch."""
+
+    at_s: float
+    cluster: str
+    private: str
+    """Slurm's PrivateData."""
+    hosts: LiveHosts
+    jobs: tuple[QueueJob, ...]
+    """Those in the partitions of the hosts, and on the hosts."""
+
+    @property
+    def free(self) -> list[HostGpus]:
+        """Return the hosts with their idle GPUs; a host that takes no jobs has none."""
+        return [
+            HostGpus(node.gpus, node.gpus - node.gpus_used if node.takes_jobs else 0, node.partitions)
+            for node in self.hosts.nodes
+        ]
+
+    @property
+    def idle_waiting(self) -> int:
+        """Return the GPUs that are idle while a job waits that fits there."""
+        waiting = ((name, job.record.gpus) for job in self.jobs if job.waits for name in partitions_of(job))
+        return idle_waiting_gpus(self.free, narrowest_jobs(waiting))
+
+
+def partitions_of(job: QueueJob) -> list[str]:
+    """Return the partitions that a job may start in."""
+    return job.record.partition.split(",")
+
+
+class HostRow(msgspec.Struct, frozen=True):
+    """One host: its GPUs, those that Slurm could give to a job now, and those of jobs that this user may not see."""
+
+    name: str
+    gpus: int
+    idle: int
+    hidden: int
+    closed: str
+    """Why it takes no jobs; empty if it does."""
+
+
+class WaitingRow(msgspec.Struct, frozen=True):
+    """A job that would start on free GPUs."""
+
+    job: int
+    user: str
+    partition: str
+    gpus: int
+    waited_s: float
+    reason: str
+    fits: bool
+    """As many GPUs as it needs are idle."""
+    share_with: tuple[int, ...]
+    """Running jobs with which it could take turns now; empty for none."""
+
+
+class Totals(msgspec.Struct, frozen=True):
+    """Sums since the watch began, seconds; of all jobs that this user may see."""
+
+    since_s: float
+    watched_s: float
+    idle_gpu_s: float
+    """GPUs idle while a job waited that fits."""
+    waiting_job_s: float
+    ended: int
+    mean_bounded_slowdown: float | None
+    widths: tuple[WidthRow, ...]
+    dropped: int
+
+
+class WatchView(msgspec.Struct, frozen=True):
+    """The figures of one look."""
+
+    at_s: float
+    cluster: str
+    gpus: int
+    held_gpus: int
+    idle_gpus: int
+    idle_waiting_gpus: int
+    hidden_gpus: int
+    hosts: tuple[HostRow, ...]
+    waiting: tuple[WaitingRow, ...]
+    immovable: tuple[Step, ...]
+    """The policy's first decision with virtual lanes, if no job keeps checkpoints."""
+    movable: tuple[Step, ...]
+    """The same if all do."""
+    totals: Totals
+    notes: tuple[str, ...]
+    schema: str = SCHEMA
+
+
+def view(look: Look, record: WatchRecord) -> WatchView:
+    """Return the figures of a look, with the sums of a record that has it already."""
+    nodes, free = look.hosts.nodes, look.free
+    hidden = hidden_gpus(look.jobs, look.hosts)
+    # 1. What sharing would do, unless lanes are there already.
+    settings = shipped_settings(nodes)
+    snapshot = with_virtual_lanes(look.jobs, look.hosts, hidden, look.at_s)
+    between, lanes = settings.sharing.share_between_users, look.hosts.has_lanes
+    none, every = (() if lanes else tuple(steps(snapshot, settings, movable=movable)) for movable in (False, True))
+    sharers = {} if lanes else who_could_share(snapshot, between_users=between)
+    # 2. The jobs that wait, the longest wait first.
+    waiting = []
+    for job in sorted((job for job in look.jobs if job.waits), key=lambda job: (job.record.submit_s, job.record.job)):
+        one, names = job.record, partitions_of(job)
+        here = [host for host in free if set(names) & set(host.partitions)]
+        waiting.append(
+            WaitingRow(
+                one.job, one.user, one.partition, one.gpus, max(look.at_s - one.submit_s, 0.0), job.reason,
+                fits=idle_waiting_gpus(here, dict.fromkeys(names, one.gpus)) > 0, share_with=sharers.get(one.job, ()),
+            )
+        )  # fmt: skip
+    # 3. All of it.
+    return WatchView(
+        look.at_s, look.cluster, sum(node.gpus for node in nodes), sum(node.gpus_used for node in nodes),
+        sum(host.idle for host in free), look.idle_waiting, sum(hidden.values()),
+        tuple(
+            HostRow(node.host, node.gpus, host.idle, hidden.get(node.host, 0), node.closed_reason)
+            for node, host in zip(nodes, free, strict=True)
+        ),
+        tuple(waiting), none, every, totals(record), tuple(_notes(look, sum(hidden.values()))),
+    )  # fmt: skip
+
+
+def totals(record: WatchRecord) -> Totals:
+    """Return the sums of a record."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    for hour in record.hours:
+        for name in ("watched_s", "idle_gpu_s", "waiting_job_s"):
+            sums[name] += getattr(hour, name)
+    runs = [run.record for run in (*record.runs, *record.running)]
+    jobs = [
+        FirstStart(run.job, run.user, run.start_s, run.gpus, run.start_s - run.submit_s, run.end_s, slowdown)
+        for run in runs
+        if run.start_s is not None
+        for slowdown in (
+            [bounded_slowdown(run.end_s - run.submit_s, run.end_s - run.start_s - run.suspended_s)]
+            if run.end_s is not None
+            else [None]
+        )
+    ]
+    slowdowns = [job.slowdown for job in jobs if job.slowdown is not None]
+    return Totals(
+        record.since_s, sums["watched_s"], sums["idle_gpu_s"], sums["waiting_job_s"], len(record.runs),
+        fmean(slowdowns) if slowdowns else None, width_rows(jobs, record.since_s, record.at_s), record.dropped,
+    )  # fmt: skip
+
+
+def _notes(look: Look, hidden: int) -> Iterator[str]:
+    """Yield sentences on the limits of a user's sight."""
+    private = "jobs" in look.private.lower().split(",") or "all" in look.private.lower().split(",")
+    if private or hidden:
+        cause = f"Slurm's PrivateData = {look.private} may hide" if private else "Slurm hides"
+        yield (
+            f"{cause} jobs of other users: {hidden} of the GPUs in use are theirs. Their waiting jobs are not counted, "
+            "so that the idle GPUs while a job waits, and all waits, are those of the jobs that you see."
+        )
+    if look.hosts.has_lanes:
+        yield "This cluster has further lanes already: cadenza top, why and report say what Cadenza does there."
+    yield ASSUMPTIONS
+
+
+def remarks(sums: Totals, notes: Sequence[str]) -> tuple[str, ...]:
+    """Return the sentences of the page on what was watched."""
+    hours, idle_h, waiting_h = (value / 3600.0 for value in (sums.watched_s, sums.idle_gpu_s, sums.waiting_job_s))
+    lost = f" The oldest {sums.dropped:,} runs are no longer kept." if sums.dropped else ""
+    watched = (
+        f"Watched for {hours:,.1f} hours: {idle_h:,.1f} GPU hours, {idle_h / max(hours, 1e-9):.1f} GPUs on average, "
+        f"were idle while a job waited that fits, and jobs waited for {waiting_h:,.1f} hours in all. The runs below "
+        f"are those that ended in that time.{lost}"
+    )
+    return watched, *(note for note in notes if note != ASSUMPTIONS)

@@ -1,0 +1,36 @@
+"""An ordinary user watches nodes that nothing of Cadenza is on."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from cluster import CADENZA, wait_for
+from harness import Cluster
+
+PLAIN = ("--partition=plain", "--mem=500")
+
+
+def watch(cluster: Cluster, *words: str) -> dict[str, Any]:
+    """Return one look of alice's at the plain partition."""
+    command = (CADENZA, "watch", "--once", "--json", "--partition=plain", "--state=/tmp/alice-watch.json", *words)
+    return dict(json.loads(cluster.exec("ctl", *command, user="alice").stdout))
+
+
+def test_a_user_sees_idle_gpus_waits_and_what_sharing_would_do(cluster: Cluster) -> None:
+    cluster.ctl("rm", "-f", "/tmp/alice-watch.json")
+    holder = cluster.sbatch(*PLAIN, "--gres=gpu:3", command="sleep 60")
+    cluster.wait_state(holder, "RUNNING")
+    waits = cluster.sbatch(*PLAIN, "--gres=gpu:2", command="sleep 1")
+    wait_for("Slurm's reason", lambda: cluster.job(waits).get("Reason") in {"Resources", "Priority"})
+    seen = watch(cluster)
+    assert (seen["gpus"], seen["held_gpus"], seen["idle_gpus"], seen["idle_waiting_gpus"]) == (4, 3, 1, 0)
+    (row,) = seen["waiting"]
+    assert (row["job"], row["gpus"], row["fits"], row["share_with"]) == (waits, 2, False, [holder])
+    # The sums grow from look to look, and hold the jobs that have ended.
+    cluster.ctl("scancel", str(holder))
+    cluster.wait_done(waits)
+    sums = wait_for("both runs on record", lambda: (found := watch(cluster)["totals"])["ended"] == 2 and found)
+    assert sums["watched_s"] > 0.0
+    assert {row["width"]: row["started"] for row in sums["widths"]} == {"2 to 7 GPUs": 1}, "one began before the watch"
+    assert not cluster.ctl("squeue", "-h", "--partition=plain").strip(), "a watch submits nothing"

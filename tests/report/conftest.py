@@ -1,0 +1,6 @@
+"""Recorded answers of Slurm serve here, too."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "cli"))
