@@ -1,7 +1,8 @@
 """Register this process as a job's, as root's SPANK plugin does before the program starts, and become the program.
 
 ``registered_job.py SOCKET FIELDS [COMMAND …]``: FIELDS is the JSON of a ``start`` message; those that a job needs have
-defaults. Without a command it prints the agent's answers as the plugin reads them, one a line, until it ends.
+defaults. With ``granted`` among them the command starts once the job has its lease. Without a command it prints the
+agent's answers as the plugin reads them, one a line, until it ends.
 """
 
 from __future__ import annotations
@@ -34,8 +35,12 @@ def register(path: str, **fields: Any) -> tuple[socket.socket, dict[str, Any]]:
 
 def main() -> None:
     """Register, and become the command or print the agent's answers."""
-    path, fields, *command = sys.argv[1:]
-    sock, answer = register(path, **json.loads(fields))
+    path, text, *command = sys.argv[1:]
+    fields = json.loads(text)
+    granted = fields.pop("granted", False)
+    sock, answer = register(path, **fields)
+    while granted and answer["state"] == "wait":
+        answer = wire.decode(sock.recv(wire.MAX_PACKET))
     if command:
         sock.close()
         os.execvp(command[0], command)  # noqa: S606 - the caller's own command

@@ -124,6 +124,13 @@ static int move_simulated(int pid, int before, int after)
             result = OK;
         }
         gpu_unlock(gpu);
+        const int64_t *memory = owner ? &owner->memory : NULL;
+        const int64_t wanted = after == CHECKPOINTED ? MEMORY_AWAY : MEMORY_PRESENT;
+        for (int tries = 0; result == OK && memory && gpu_word(memory) != MEMORY_UNKNOWN && gpu_word(memory) != wanted;) {
+            usleep(1000);
+            if (++tries == 10000)
+                result = OPERATING_SYSTEM;
+        }
     }
     return result;
 }

@@ -48,7 +48,29 @@ struct Device {
             TORCH_CHECK_WITH(OutOfMemoryError, !gpu_take(gpu, getpid(), gpu_word(&gpu->context_bytes)),
                              "simulated GPU out of memory: no room for a context");
             initialized = true;
+            std::thread([this] { watch(); }).detach();
         });
+    }
+
+    // Take the memory away and bring it back as the driver orders checkpoints of this process; work waits.
+    [[noreturn]] void watch()
+    {
+        const auto row = [this] { return gpu_owner(gpu, getpid(), 0); };
+        const auto away = [&] {
+            const int64_t state = row() ? gpu_word(&row()->state) : int64_t(OWNER_RUNNING);
+            return state == OWNER_CHECKPOINTED || state == OWNER_FAILED;
+        };
+        const auto say = [&](int64_t where) { __atomic_store_n(&row()->memory, where, __ATOMIC_RELEASE); };
+        for (say(MEMORY_PRESENT);; gpu_sleep(2000000)) {
+            if (!away())
+                continue;
+            std::unique_lock<std::shared_mutex> held(working);
+            memory.leave();
+            for (say(MEMORY_AWAY); away();)
+                gpu_sleep(1000000);
+            memory.come_back();
+            say(MEMORY_PRESENT);
+        }
     }
 
     Queue &queue(int64_t stream)
@@ -56,7 +78,7 @@ struct Device {
         std::lock_guard<std::mutex> guard(mutex);
         auto &queue = queues.at(size_t(stream));
         if (!queue)
-            queue = std::make_unique<Queue>(gpu, [this](const std::string &text) { fail(text); });
+            queue = std::make_unique<Queue>(gpu, working, [this](const std::string &text) { fail(text); });
         return *queue;
     }
 
@@ -88,6 +110,7 @@ struct Device {
     std::atomic<int> next{0};
     std::string error; // of work that ran; it stays, as an error of a kernel does
     std::mutex to_host, to_device;
+    std::shared_mutex working; // held by all while work runs, and by one while the memory is away
     at::Generator random = at::detail::createCPUGenerator();
     Memory memory;
 };

@@ -114,6 +114,27 @@ class Memory {
         }
     }
 
+    // Copy all segments to host memory and let their pages go, as the driver's checkpoint of a process does.
+    void leave()
+    {
+        std::lock_guard<std::mutex> guard(mutex_);
+        for (const auto &[start, total] : segments_) {
+            auto *address = reinterpret_cast<char *>(start);
+            away_[start].assign(address, address + total);
+            mmap(address, total, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+        }
+    }
+
+    void come_back()
+    {
+        std::lock_guard<std::mutex> guard(mutex_);
+        for (const auto &[start, content] : away_) {
+            mprotect(reinterpret_cast<char *>(start), content.size(), PROT_READ | PROT_WRITE);
+            std::memcpy(reinterpret_cast<char *>(start), content.data(), content.size());
+        }
+        away_.clear();
+    }
+
     Figures figures()
     {
         std::lock_guard<std::mutex> guard(mutex_);
@@ -194,6 +215,8 @@ class Memory {
         const size_t whole = size <= SMALL ? SMALL_SEGMENT
                              : size < LARGE_SEGMENT / 2 ? LARGE_SEGMENT
                                                         : (size + SMALL_SEGMENT - 1) / SMALL_SEGMENT * SMALL_SEGMENT;
+        while (locked(gpu_))
+            gpu_sleep(1000000);
         std::lock_guard<std::mutex> guard(mutex_);
         if (!start_ || next_ + whole > start_ + ADDRESSES || gpu_take(gpu_, getpid(), int64_t(whole)))
             return false;
@@ -256,6 +279,7 @@ class Memory {
     std::mutex mutex_;
     std::map<char *, Block> blocks_;
     std::map<size_t, size_t> segments_;
+    std::map<size_t, std::vector<char>> away_;
     std::vector<char *> waiting_;
     Figures figures_;
 };

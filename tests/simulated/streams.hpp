@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -14,6 +15,13 @@
 #include "gpu_file.h"
 
 namespace simulated {
+
+// Return whether the driver has locked this process, as before a checkpoint.
+inline bool locked(GpuFile *gpu)
+{
+    GpuOwner *owner = gpu_owner(gpu, getpid(), 0);
+    return owner && gpu_word(&owner->state) != OWNER_RUNNING;
+}
 
 // A marker in a stream's queue, as cudaEvent_t: complete once the stream has come to the last place where it was put.
 class Event {
@@ -72,8 +80,9 @@ class Event {
 // One stream. Work that raises leaves its text in `error`, and later work is dropped, as after an error of CUDA.
 class Queue {
   public:
-    Queue(GpuFile *gpu, std::function<void(const std::string &)> failed)
-        : gpu_(gpu), failed_(std::move(failed)), thread_([this] { run(); })
+    // `memory` is held while work runs.
+    Queue(GpuFile *gpu, std::shared_mutex &memory, std::function<void(const std::string &)> failed)
+        : gpu_(gpu), memory_(memory), failed_(std::move(failed)), thread_([this] { run(); })
     {
         thread_.detach();
     }
@@ -100,13 +109,6 @@ class Queue {
     }
 
   private:
-    // Return whether the driver has locked this process, as before a checkpoint.
-    bool locked()
-    {
-        GpuOwner *owner = gpu_owner(gpu_, getpid(), 0);
-        return owner && gpu_word(&owner->state) != OWNER_RUNNING;
-    }
-
     void run()
     {
         for (;;) {
@@ -117,12 +119,18 @@ class Queue {
                 work = std::move(work_.front());
                 work_.pop_front();
             }
-            while (gpu_word(&gpu_->hang) || locked())
-                gpu_sleep(1000000);
-            try {
-                work();
-            } catch (const std::exception &error) {
-                failed_(error.what());
+            {
+                std::shared_lock<std::shared_mutex> held(memory_);
+                while (gpu_word(&gpu_->hang) || locked(gpu_)) {
+                    held.unlock();
+                    gpu_sleep(1000000);
+                    held.lock();
+                }
+                try {
+                    work();
+                } catch (const std::exception &error) {
+                    failed_(error.what());
+                }
             }
             work = nullptr; // what it holds goes before anyone may take the work for done
             std::lock_guard<std::mutex> guard(mutex_);
@@ -132,6 +140,7 @@ class Queue {
     }
 
     GpuFile *gpu_;
+    std::shared_mutex &memory_;
     std::function<void(const std::string &)> failed_;
     std::mutex mutex_;
     std::condition_variable changed_;

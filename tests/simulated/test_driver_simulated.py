@@ -65,8 +65,9 @@ def test_the_agent_sees_the_processes_and_bytes_of_jobs_and_that_a_yield_frees_t
 def test_a_process_checkpoint_stops_the_queues_and_takes_the_bytes_away() -> None:
     gpu, me = simulated_gpu.GPU, os.getpid()
     driver = ctypes.CDLL(str(simulated_gpu.driver_libraries() / "libcuda.so.1"))
-    tensor = torch.zeros(24 << 20, dtype=torch.uint8, device="simulated")
+    tensor = torch.full((24 << 20,), 6, dtype=torch.uint8, device="simulated")
     torch.accelerator.synchronize()
+    place = tensor.data_ptr()
     before = gpu.bytes_of[me]
     assert driver.cuCheckpointProcessLock(me, ctypes.byref(ctypes.c_uint(1000))) == 0
     tensor.add_(1)
@@ -76,10 +77,13 @@ def test_a_process_checkpoint_stops_the_queues_and_takes_the_bytes_away() -> Non
     assert driver.cuCheckpointProcessCheckpoint(me, None) == ILLEGAL_STATE
     with occupied(gpu, gpu.capacity):  # another process has the whole GPU in between
         assert not done.query()
+        with open("/proc/self/mem", "rb") as memory:
+            memory.seek(place)
+            assert memory.read(24 << 20).strip(b"\0") == b"", "the content has left the device"
     assert driver.cuCheckpointProcessRestore(me, None) == 0
     assert driver.cuCheckpointProcessUnlock(me, None) == 0
     done.synchronize()
-    assert (gpu.bytes_of[me], int(tensor.cpu().min())) == (before, 1)
+    assert (gpu.bytes_of[me], int(tensor.cpu().min())) == (before, 7)
 
 
 def test_a_restore_without_room_is_a_failure_for_good() -> None:
