@@ -210,11 +210,13 @@ def _ordered(move: Move, snapshot: ClusterSnapshot, age_s: float) -> Step:
 
 def _requeued(move: Move, phase: Requeued, snapshot: ClusterSnapshot, age_s: float) -> Step:
     old, job = snapshot.job(move.job), snapshot.job(move.successor)
-    # 1. It has not left, as after a service that died just then: requeue it once more, then let it go on.
-    if old is not None and old.state == "RUNNING":
+    # 1. It has not left, as after a service or slurmctld that died just then: requeue it once more, then let it go on.
+    #    A slurmctld that forgot its last seconds may show it as suspended, although it was resumed to save.
+    if old is not None and old.state in ("RUNNING", "SUSPENDED"):
         saved = old.lease is not None and old.lease.saved
         if age_s > MAX_REQUEUE_S:
-            action = Resume(move.job, "was not requeued, so it goes on") if saved else None
+            goes_on = saved and old.state == "RUNNING"
+            action = Resume(move.job, "was not requeued, so it goes on") if goes_on else None
             return _end(move, snapshot, "not moved: Slurm did not requeue it", action)
         again = saved and age_s > HOLD_S
         return Step(move, _requeue(move) if again else None, f"{_goes(move)}: it is requeued")

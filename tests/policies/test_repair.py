@@ -208,6 +208,20 @@ def test_a_requeue_that_never_left_leaves_the_record_of_the_one_before():
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED"])
+def test_a_job_on_its_way_whose_requeue_slurmctld_forgot_is_requeued_once_its_processes_are_gone(state):
+    """It forgot that the job had been resumed to save, too: the job is suspended, and its hosts have no step of it."""
+    move = Move(key(1), (), "makes way", Requeued(NOW, NOW))
+    memory, orders = Memory(moves=(move,), suspended={key(1)}), []
+    settings = PolicySettings(sharing=HELD, partitions=HELD.partitions, phased_moves=True)
+    for seconds in range(0, 40, 2):
+        found = replace(cluster(job(1, state=state, lease=None, absent=True)), time_s=NOW + seconds)
+        decision = build("levels", "none", "preemption", settings).decide(found, memory)
+        memory = decision.memory
+        orders += of_job(decision, 1)
+    assert set(orders) == {Requeue(key(1), True, ABSENT)}
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED"])
 def test_a_job_whose_end_slurmctld_forgot_is_requeued(state):
     ended = job(1, state=state, lease=None, absent=True)
     decision, _ = after(cluster(ended), Memory())
