@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -324,3 +325,22 @@ def test_a_distributed_checkpoint_is_written_from_the_host_copy_by_all_threads(t
     dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
     torch.testing.assert_close(loaded, expected, rtol=0, atol=0)
     torch.testing.assert_close(state, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["away", "back before it is written"])
+def test_an_asynchronous_distributed_checkpoint_has_the_host_copy(tmp_path: Path, back: bool) -> None:
+    module = nn.Linear(70, 1000)
+    state = {"model": module.state_dict(), "own": [module.weight, torch.arange(5.0)]}
+    expected = {"model": copy.deepcopy(module.state_dict()), "own": [module.weight.detach().clone(), torch.arange(5.0)]}
+    offload = Offload()
+    offload.offload(survey([("state", state)]).segments)
+    future = dcp.async_save(state, checkpoint_id=tmp_path, no_dist=True)
+    if back:
+        offload.restore()
+        nn.init.zeros_(module.weight)
+    future.result()
+    loaded = {"model": nn.Linear(70, 1000).state_dict(), "own": [torch.zeros(1000, 70), torch.zeros(5)]}
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    torch.testing.assert_close(loaded, expected, rtol=0, atol=0)
+    if not back:
+        offload.restore()

@@ -16,6 +16,7 @@ import offload_jobs
 import pytest
 import simulated_gpu
 import torch
+import torch.distributed.checkpoint as dcp
 from client_peer import Peer, Script, Turns, slurm_environment
 from simulated_gpu import occupied
 from test_offload_cycles import NAMES, STOPS, train
@@ -286,6 +287,11 @@ def test_a_checkpoint_of_state_that_is_away_has_its_content(tmp_path: Path) -> N
     offload.offload(segments_of(tensors))
     torch.save(tensors, tmp_path / "away.pt")
     loaded = torch.load(tmp_path / "away.pt", map_location="cpu")
+    assert all(torch.equal(one, other) for one, other in zip(loaded, content(), strict=True))
+    parameters = [torch.nn.Parameter(tensor, requires_grad=False) for tensor in tensors]
+    dcp.async_save({"state": parameters}, checkpoint_id=tmp_path / "away", no_dist=True).result()
+    loaded = [torch.zeros_like(tensor) for tensor in content()]
+    dcp.load({"state": loaded}, checkpoint_id=tmp_path / "away", no_dist=True)
     assert all(torch.equal(one, other) for one, other in zip(loaded, content(), strict=True))
     offload.restore()
     assert_complete(tensors)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 
 from cadenza.sidecar.client.errors import UsageError
 from cadenza.sidecar.client.offload.storages import SPARSE_PARTS
@@ -17,6 +18,7 @@ from cadenza.sidecar.client.offload.storages import SPARSE_PARTS
 SAVERS = (
     ("torch.serialization", "_save"),
     ("torch.serialization", "_legacy_save"),
+    ("torch.distributed.checkpoint.state_dict_saver", "_stateful_to_state_dict"),  # async_save stages its result
     ("torch.distributed.checkpoint.state_dict_saver", "_save_state_dict"),
     ("torch.distributed.checkpoint.filesystem", "_write_files_from_queue"),  # in each of the writer's threads
     ("safetensors.torch", "save"),
@@ -51,22 +53,22 @@ class HostCopies(TorchFunctionMode):
     def _present(self, value: Any) -> Any:
         """Return an argument with host copies in it."""
         if isinstance(value, torch.Tensor):
-            return self._of(value)
+            return self.of(value)
         return type(value)(map(self._present, value)) if type(value) in (list, tuple) else value
 
-    def _of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's host copy, the tensor itself if it is not away; UsageError for a sparse one that is."""
         wrapped: Any = tensor
         if is_traceable_wrapper_subclass(wrapped):
             names, context = wrapped.__tensor_flatten__()
-            inner = {name: self._of(getattr(wrapped, name)) for name in names}
+            inner = {name: self.of(getattr(wrapped, name)) for name in names}
             same = all(part is getattr(wrapped, name) for name, part in inner.items())
             whole = (inner, context, tensor.size(), tensor.stride())
             return tensor if same else type(wrapped).__tensor_unflatten__(*whole)
         if tensor.layout in SPARSE_PARTS:
             plain = tensor.detach()
             parts = [getattr(plain, name)() for name in SPARSE_PARTS[tensor.layout]]
-            if any(self._of(part) is not part for part in parts):
+            if any(self.of(part) is not part for part in parts):
                 raise UsageError(f"a tensor of layout {tensor.layout} cannot be read while the job's state is away")
             return tensor
         try:
@@ -101,11 +103,13 @@ class GuardedSavers:
 
 
 def _reading(copies: Callable[[], HostCopies], saver: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a saver that reads host copies."""
+    """Return a saver that reads host copies, and returns them for tensors that are away."""
 
     @functools.wraps(saver)
     def save(*args: Any, **kwargs: Any) -> Any:
-        with copies():
-            return saver(*args, **kwargs)
+        mode = copies()
+        with mode:
+            result = saver(*args, **kwargs)
+        return tree_map_only(torch.Tensor, mode.of, result)
 
     return save
