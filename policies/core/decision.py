@@ -72,6 +72,18 @@ class Growth(NamedTuple):
     """Measurement of a growth that did not pay; empty before that."""
 
 
+class Debt(NamedTuple):
+    """GPU time that a job had too much, which its later starts count; seconds."""
+
+    id: int
+    restart: int
+    """The start that ``owed_s`` counts for."""
+    owed_s: float = 0.0
+    """Last stretch of the start before, which was longer than a slice while others waited."""
+    next_s: float = 0.0
+    """Seconds that the next start would owe."""
+
+
 @dataclass(frozen=True, slots=True)
 class SharingMemory:
     """Memory of Gandiva's introspective functions: pairs instead of mappings, so that any store can keep it."""
@@ -96,6 +108,8 @@ class SharingMemory:
     """When jobs that had starved began the turn that they are owed; infinite: not yet. By id, longest wait first."""
     growths: tuple[Growth, ...] = ()
     """Jobs that have grown, in order of ids: to be judged, or not to grow again for a while."""
+    debts: tuple[Debt, ...] = ()
+    """Live jobs that kept their GPUs too long before they started anew, or do so now; in order of ids."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,8 @@ class Contender:
     """False: it may not get the GPUs now (suspended by its owner, a part of a job on other hosts …)."""
     packed_with: frozenset[JobKey] = frozenset()
     """Jobs that may have its GPUs with it; without effect unless both name each other and have the same GPUs."""
+    in_debt: bool = False
+    """An earlier start of it had its GPUs too long, which its virtual time counts."""
     together_s: float = 0.0
     """The longest current stretch among those it is packed with; ``together`` fills it in."""
 
@@ -83,7 +85,9 @@ def preferred(contenders: Iterable[Contender], ranks: Mapping[JobKey, int]) -> f
             place = (gpu, contender.priority)
             first[place] = min(first.get(place, len(ranks)), ranks[contender.key])
     return frozenset(
-        c.key for c in ranked if not c.started or all(first[gpu, c.priority] == ranks[c.key] for gpu in c.gpus)
+        c.key
+        for c in ranked
+        if not (c.started or c.in_debt) or all(first[gpu, c.priority] == ranks[c.key] for gpu in c.gpus)
     )
 
 

@@ -23,6 +23,7 @@ from cadenza.policies.sharing.state.groups import partners
 from cadenza.policies.sharing.state.settings import SharingSettings, exclusion_reason, held_for_us
 from cadenza.policies.sharing.state.sharing_state import SharingState, holds
 from cadenza.policies.sharing.turns.contender import preferred
+from cadenza.policies.sharing.turns.debts import with_debts
 from cadenza.policies.sharing.turns.fair_queue import Contender, groups, next_turn
 from cadenza.policies.sharing.turns.lane0_queue import Lane0Queue
 from cadenza.policies.sharing.turns.lanes import hosts_to_leave
@@ -49,6 +50,7 @@ def take_turns(state: SharingState) -> None:
         and (job.state in ("RUNNING", "SUSPENDED") or lease.state in ("held", "stopping"))
     ]
     contenders = [replace(c, state="stopping") if c.key in state.stopping else c for c in contenders]
+    contenders = with_debts(contenders, state)
     # 2. Where turns follow the ordering, the first in it comes first on its GPUs.
     if settings.turns == "order":
         first = preferred(contenders, state.ranks)
@@ -357,8 +359,13 @@ def _reason(job: Job, state: SharingState) -> str:
     turn = state.turn_reasons.get(job.key, "left alone: neither pending, running nor suspended")
     turn = NOT_ASKED if job.lease.late else turn
     early = f"; {job.lease.early}: it waits at the start from now on" if job.lease.early else ""
-    turn += early + _not_ready(job, job.lease) + _taken(job, job.lease, state.snapshot)
+    turn += early + _in_debt(job, state) + _not_ready(job, job.lease) + _taken(job, job.lease, state.snapshot)
     return state.giving_back.get(job.key, turn)
+
+
+def _in_debt(job: Job, state: SharingState) -> str:
+    owed_s = next((debt.owed_s for debt in state.memory.sharing.debts if debt[:2] == job.key), 0.0)
+    return f"; its last start had its GPUs for {owed_s:.0f} s while others waited, which counts" if owed_s else ""
 
 
 def _taken(job: Job, lease: Lease, snapshot: ClusterSnapshot) -> str:

@@ -1,0 +1,52 @@
+"""Debts of jobs that have started anew: an earlier start kept its GPUs beyond its slice while others waited.
+
+Agents count virtual time from a job's start, and a newcomer begins with the least of those it meets. So a requeue would
+forgive a job what it had too much, and one that refuses stops until it is requeued would gain by it. The next start
+therefore counts the last stretch of the one before, and its wait begins once that is paid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cadenza.policies.core.decision import Debt
+from cadenza.policies.sharing.state.settings import SharingSettings
+from cadenza.policies.sharing.state.sharing_state import SharingState
+from cadenza.policies.sharing.turns.contender import Contender
+
+
+def with_debts(contenders: Sequence[Contender], state: SharingState) -> list[Contender]:
+    """Return the contenders with what they owe, and remember what the next start of each would owe."""
+    debts = {debt.id: debt for debt in state.memory.sharing.debts}
+    latest = {c.key.id: c for c in sorted(contenders, key=lambda c: c.key)}
+    waiting = {gpu for c in contenders if not c.holding and c.eligible for gpu in c.gpus}
+    for number, contender in latest.items():
+        contested = not waiting.isdisjoint(contender.gpus)
+        debts[number] = _updated(debts.get(number), contender, state.settings, contested=contested)
+    ids = {job.key.id for job in state.all_jobs}
+    kept = tuple(debts[number] for number in sorted(debts.keys() & ids) if debts[number].owed_s or debts[number].next_s)
+    if kept != state.memory.sharing.debts:
+        state.remember(debts=kept)
+    owed_s = {latest[debt.id].key: debt.owed_s for debt in kept if debt.owed_s and debt.id in latest}
+    return [_in_debt(c, owed_s[c.key]) if c.key in owed_s else c for c in contenders]
+
+
+def _updated(before: Debt | None, job: Contender, settings: SharingSettings, *, contested: bool) -> Debt:
+    """Return a job's debt as of this round; ``contested``: others wait for its GPUs."""
+    debt = before if before is not None else Debt(job.key.id, job.key.restart)
+    if debt.restart != job.key.restart:
+        # No more than half of what a starting job waits for its first lease.
+        owed_s = min(debt.next_s, settings.lease_wait_s / 2)
+        debt = Debt(job.key.id, job.key.restart, owed_s, owed_s)
+    if not job.started:
+        return debt
+    if not job.holding or job.held_s <= settings.slice_s:
+        return debt._replace(next_s=0.0)
+    return debt._replace(next_s=job.held_s) if contested else debt
+
+
+def _in_debt(job: Contender, owed_s: float) -> Contender:
+    """Return a job that owes seconds with its GPUs."""
+    waited_s = job.waited_s if job.started else max(0.0, job.waited_s - owed_s)
+    return replace(job, vtime_s=job.vtime_s + owed_s / job.weight, waited_s=waited_s, in_debt=True)
