@@ -124,6 +124,12 @@ def test_no_answer_makes_a_file_that_cannot_be_read_again(first, second):
         assert decode(encode(record), "F") == record
 
 
+def test_a_start_in_the_second_in_which_the_watch_began_counts():
+    record = add(begin("c", None, 1000.9), 1000.9, queue(job(1, 990.0)), 0)
+    record = add(record, 1060.0, queue(job(1, 990.0, 1000.0)), 0)
+    assert [row.started for row in totals(record).widths] == [1]
+
+
 def test_a_submission_that_slurm_dates_after_the_start_is_kept_readable():
     late = job(1, 1200.0, 1100.0)
     record = add(begin("c", None, 1000.0), 1200.0, queue(late), 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, replace
+from math import floor
 from typing import Annotated, Literal
 
 import msgspec
@@ -95,8 +96,8 @@ def decode(data: bytes, source: str) -> WatchRecord:
 
 
 def begin(cluster: str, partition: str | None, at_s: float) -> WatchRecord:
-    """Return an empty record."""
-    return WatchRecord(cluster, partition, at_s, at_s)
+    """Return an empty record; Slurm's times, with which its beginning is compared, are whole seconds."""
+    return WatchRecord(cluster, partition, floor(at_s), at_s)
 
 
 def add(record: WatchRecord, at_s: float, jobs: Sequence[QueueJob], idle: int) -> WatchRecord:
