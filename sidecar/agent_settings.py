@@ -19,7 +19,7 @@ class AgentSettings(msgspec.Struct, frozen=True):
     service: Annotated[
         str,
         Meta(
-            description="Address of the policy service, such as tcp://ctl:6820; empty: none, jobs take turns locally",
+            description="Address of the policy service, such as tcp://ctl:6850; empty: none, jobs take turns locally",
             pattern=r"^((tcp|ipc)://.+)?$",
         ),
     ] = ""

@@ -1,6 +1,6 @@
 """The link between the agents and the policy service: ZeroMQ with CURVE, one msgspec struct a frame.
 
-An agent is a DEALER whose key says which host it is; the service is a ROUTER (port 6820). An agent sends a
+An agent is a DEALER whose key says which host it is; the service is a ROUTER (port 6850). An agent sends a
 ``Report`` at each change and every heartbeat, ``Switched`` after every yield and resume, ``Steps`` while a
 multi-node job is being stopped; the service answers with orders. All are JSON (readable on the wire in tests)
 with a tag and a version; an unknown tag, another version or a value out of its bounds is refused and counted, never

@@ -23,7 +23,7 @@ from cadenza.sidecar.agent.ipc.peers import Peers
 from cadenza.sidecar.agent.ipc.processes import boot_id, open_pidfd, start_ticks
 from cadenza.sidecar.agent.ipc.service_link import Link, read_keys
 from cadenza.sidecar.agent.ipc.slurm_steps import steps
-from cadenza.sidecar.agent.ipc.transport import Listener, Session, notify_ready
+from cadenza.sidecar.agent.ipc.transport import Listener, Session
 from cadenza.sidecar.agent.jobs.host_state import NO_FACTS, Host
 from cadenza.sidecar.agent.leases import handover
 from cadenza.sidecar.agent.leases.book import Book
@@ -43,6 +43,7 @@ from cadenza.sidecar.agent.turns.early_use import EarlyUse
 from cadenza.sidecar.agent_settings import AgentSettings
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import JobOrder
+from cadenza.sidecar.sd_notify import notify
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,8 @@ TICK_S = 0.2
 """Longest time between two passes of the event loop, and time between two looks at the timers of jobs."""
 RETRY_S = 1.0
 """Time between two attempts to write the leases to a full disk."""
+ALIVE_S = 5.0
+"""Time between two notifications of systemd's watchdog; the unit's WatchdogSec is several times as long."""
 SWEEP_S = 1.0
 """Time between two searches for ended processes without a pidfd."""
 
@@ -145,11 +148,15 @@ class Daemon:
         """Serve until SIGTERM or SIGINT; leases stay on disk and jobs run on."""
         previous = signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
         handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-        notify_ready()
+        notify("READY=1")
         log.info("ready host=%s socket=%s jobs=%d", self.host.name, self._settings.socket, len(self.host.leases))
         try:
+            alive_at = 0.0
             while not self._stop:
                 self.turn()
+                if self.host.clock.monotonic() >= alive_at + ALIVE_S:
+                    alive_at = self.host.clock.monotonic()
+                    notify("WATCHDOG=1")
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)

@@ -19,6 +19,7 @@ from cadenza.policies.registry import warm
 from cadenza.policies.round import Live, RoundReport, run_round
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import ConfigError
+from cadenza.sidecar.sd_notify import notify
 from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway
 from cadenza.slurm_plugin.service import move_requests
 from cadenza.slurm_plugin.service.agent_facts import facts_of, suspended_after
@@ -30,7 +31,7 @@ from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory
 from cadenza.slurm_plugin.service.profiles.refiner import Refiner
 from cadenza.slurm_plugin.service.settings import Settings, gpu_memory, guard_settings, hub_settings, policy, to_record
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
-from cadenza.slurm_plugin.service.systemd import action_line, notify
+from cadenza.slurm_plugin.service.systemd import action_line
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ import click
 
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
+from cadenza.sidecar.sd_notify import notify
 from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks, GatewayError
 from cadenza.slurm_plugin.gateway.slurm_gateway import open_gateway
 from cadenza.slurm_plugin.service.admission import Heartbeat
@@ -26,7 +27,7 @@ from cadenza.slurm_plugin.service.loop import Loop, Parts
 from cadenza.slurm_plugin.service.owner_socket import OwnerSocket, socket_path
 from cadenza.slurm_plugin.service.settings import Settings, hub_settings, load_settings
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
-from cadenza.slurm_plugin.service.systemd import notify, set_up_logging
+from cadenza.slurm_plugin.service.systemd import set_up_logging
 
 log = logging.getLogger(__name__)
 

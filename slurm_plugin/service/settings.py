@@ -56,7 +56,7 @@ class ServiceTable(msgspec.Struct, frozen=True):
         float, Meta(description="Least time between rounds that an agent's news starts early", ge=0)
     ] = 2.0
     bind: Annotated[str, Meta(description="Where the agents connect", pattern=r"^(tcp://.+:(\d+|\*)|ipc://.+)$")] = (
-        "tcp://*:6820"
+        "tcp://*:6850"
     )
     store: Annotated[Text, Meta(description="The record of rounds, actions and switches (sqlite)")] = (
         "/var/lib/cadenzad/cadenza.db"

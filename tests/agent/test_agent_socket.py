@@ -166,14 +166,14 @@ def test_a_second_agent_on_the_same_state_is_refused(agent: Agent) -> None:
     assert agent.talk().start(1, [0])["state"] == "granted"
 
 
-def test_ready_is_told_to_systemd(new_agent: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_systemd_hears_from_the_agent(new_agent: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch) -> None:
     agent = new_agent()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
         notified.settimeout(8)
         notified.bind(str(agent.directory / "notify"))
         monkeypatch.setenv("NOTIFY_SOCKET", str(agent.directory / "notify"))
         agent.up()
-        assert notified.recv(100) == b"READY=1"
+        assert [notified.recv(100) for _ in range(2)] == [b"READY=1", b"WATCHDOG=1"]
 
 
 def test_a_page_cannot_be_pulled_away(agent: Agent) -> None:

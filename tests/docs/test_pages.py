@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,6 +14,7 @@ import pytest
 
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot
+from cadenza.sidecar.agent.daemon import ALIVE_S
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.service.settings import Settings, policy, to_record
@@ -22,7 +24,7 @@ from cadenza.slurm_plugin.service.store.writer import SqliteStore
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(ROOT.glob("docs/**/*.md"))
 FOLDERS = "policies|profiler|sidecar|slurm_plugin|examples|benchmarks|container|tests|docs"
-PATH = re.compile(rf"(?<![\w/.\]-])((?:{FOLDERS})/[\w./*-]*\w(?:\.\w+)?/?)")
+PATH = re.compile(rf"(?<![\w/.\]-])((?:{FOLDERS})/[\w./*@-]*\w(?:\.\w+)?/?)")
 SETTINGS = {(row.section, row.key) for row in rows()}
 SECTIONS = "|".join(sorted({section for section, _ in SETTINGS}))
 KEY = re.compile(rf"\[({SECTIONS})\]`?,? `?([a-z_]+)\b(?= =|`)|`({SECTIONS})\.((?!key)[a-z_]+)`")
@@ -108,5 +110,32 @@ def test_each_daemon_has_directories_of_its_own_and_files_enough() -> None:
         assert any(path.startswith(f"{root}/{agent[key]}/") for path in theirs)
     assert agent["RuntimeDirectoryPreserve"] == "yes", "jobs and the plugin find the socket's directory in a restart"
     assert service["LimitNOFILE"] == agent["LimitNOFILE"] == "65536"
+    assert float(agent["WatchdogSec"]) >= 10 * ALIVE_S
     script = (ROOT / "slurm_plugin" / "lua" / "job_submit.lua").read_text(encoding="utf-8")
     assert f'admission_file = "{defaults.service.heartbeat}"' in script
+
+
+def test_no_port_is_one_of_slurms_daemons() -> None:
+    """In order: slurmctld, slurmd, slurmdbd, slurmrestd; lane 0 is a slurmd."""
+    guide = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    used = [*re.findall(r"Port=(\d+)", guide), *re.findall(r"tcp://\S+:(\d+)", guide + Settings().service.bind)]
+    assert len(used) >= 4
+    assert {int(port) for port in used} & {6817, 6818, 6819, 6820} == {6818}
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd's tools")
+def test_systemd_accepts_the_units_and_how_they_are_confined(tmp_path: Path) -> None:
+    """The commands of the units need not be installed here."""
+    names = []
+    for file in (ROOT / "docs" / "systemd").iterdir():
+        text = re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        (tmp_path / file.name).write_text(text)
+        names.append(str(tmp_path / file.name.replace("@", "@gpu1-l1")))
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *names], capture_output=True, text=True, check=False
+    )
+    assert (checked.returncode, checked.stderr) == (0, "")
+    for name, exposure in (("cadenzad", 40), ("cadenza-agent", 60)):
+        command = ["systemd-analyze", "security", "--offline=true", f"--threshold={exposure}"]
+        rated = subprocess.run([*command, tmp_path / f"{name}.service"], capture_output=True, text=True, check=False)
+        assert rated.returncode == 0, rated.stdout

@@ -30,6 +30,7 @@ from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.sharing.turns.slurm_sync import release_plan
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import CancelOrder, Facts, ResumeOrder, YieldOrder
+from cadenza.sidecar.sd_notify import notify
 from cadenza.slurm_plugin.service.admission import Heartbeat, write_admission
 from cadenza.slurm_plugin.service.agents.hub import Hub
 from cadenza.slurm_plugin.service.failover.release_round import adopted, settled
@@ -38,7 +39,6 @@ from cadenza.slurm_plugin.service.loop import Loop, Parts, early_s, pause_s
 from cadenza.slurm_plugin.service.settings import guard_settings, hub_settings, load_settings
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
-from cadenza.slurm_plugin.service.systemd import notify
 
 A, B = JobKey(1, 0), JobKey(2, 0)
 TWO = (job(1), job(2, "n1-l1"))

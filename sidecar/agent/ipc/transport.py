@@ -147,13 +147,3 @@ class Listener:
         self.socket.close()
         with contextlib.suppress(OSError):
             self.path.unlink()
-
-
-def notify_ready(state: str = "READY=1") -> None:
-    """Notify systemd if it wants to be notified (sd_notify(3))."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if not address:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier, contextlib.suppress(OSError):
-        notifier.connect("\0" + address[1:] if address.startswith("@") else address)
-        notifier.sendall(state.encode())
