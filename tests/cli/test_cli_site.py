@@ -24,6 +24,7 @@ from cadenza.slurm_plugin.cli.site.facts import Facts, KeyFile, _keys
 from cadenza.slurm_plugin.cli.site.keygen import make_keys
 from cadenza.slurm_plugin.gateway.slurm_gateway import parse
 from cadenza.slurm_plugin.service.settings import load_settings
+from cadenza.slurm_plugin.service.store.reader import LargestState
 
 
 def run(*words: str) -> Result:
@@ -289,6 +290,26 @@ def test_doctor_names_gpus_that_are_taken_and_says_where_a_jobs_word_is_all_ther
     warned = {one.about: one.observation for one in found if one.level == "WARN"}
     assert warned["GPUs of n1"] == taken.taken[0]
     assert "a job's word alone" in warned["sharing.suspend"]
+
+
+@pytest.mark.parametrize(
+    ("saved_bytes_s", "level", "text"),
+    [
+        (None, "OK", "30 s: enough to save the largest state so far (job 7, 61440 MB) at 2048 MB/s; no checkpoint was"),
+        (2.0 * (1 << 30), "OK", "30 s; a checkpoint of the largest state so far (job 7, 61440 MB) takes 30 s at the"),
+        (1.5 * (1 << 30), "WARN", "30 s; a checkpoint of the largest state so far (job 7, 61440 MB) takes 40 s at the"),
+    ],
+)
+def test_doctor_compares_kill_wait_with_a_checkpoint_of_the_largest_state(
+    tmp_path: Path, saved_bytes_s: float | None, level: str, text: str
+) -> None:
+    largest = LargestState(7, 60 << 30, saved_bytes_s)
+    facts = changed(healthy(tmp_path), slurm={**SLURM, "KillWait": "30 sec"}, largest_state=largest)
+    (found,) = (one for one in examine(facts) if one.about == "KillWait")
+    assert found.level == level
+    assert found.observation.startswith(text)
+    assert found.advice.startswith("KillWait=40, or" if level == "WARN" else "")
+    assert all(one.about != "KillWait" for one in examine(changed(facts, largest_state=None)))
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from cadenza.slurm_plugin.service.errors import AlreadyRunningError, StoreError
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
 from cadenza.slurm_plugin.service.settings import Settings, from_record, load_settings, policy, to_record
 from cadenza.slurm_plugin.service.store import record_codec, schema
-from cadenza.slurm_plugin.service.store.reader import StoreReader
+from cadenza.slurm_plugin.service.store.reader import LargestState, StoreReader
 from cadenza.slurm_plugin.service.store.verification import verdict
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
@@ -95,6 +95,24 @@ def test_blocked_actions_are_recorded_once(tmp_path: Path) -> None:
         store.begin(books(job(1)), Decision((blocked[0].action,), Memory()), blocked, Memory())
     with StoreReader(tmp_path / "cadenza.db") as reader:
         assert [(row.allowed, row.rule) for row in reader.actions()] == [(False, "observe-only")]
+
+
+def test_the_largest_state_is_of_a_yield_or_a_checkpoint_and_the_speed_of_all_checkpoints(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+
+    def switched(job: int, kind: str, copy_s: float, nbytes: int) -> Switched:
+        return Switched(VERSION, "n1", job, 0, kind, 50.0, 0.1, copy_s, 4.0, nbytes, 0.3, "")
+
+    def largest() -> LargestState | None:
+        with StoreReader(tmp_path / "cadenza.db") as reader:
+            return reader.largest_state()
+
+    store.record([switched(1, "resume", 0.5, 0)])
+    assert largest() is None
+    store.record([switched(2, "yield", 1.0, 2**62), switched(3, "yield", 1.0, 1 << 30)])
+    assert largest() == LargestState(2, 2**62, None)
+    store.record([switched(4, "checkpoint", 3.0, 2 << 30), switched(5, "checkpoint", 1.0, 2 << 30)])
+    assert largest() == LargestState(2, 2**62, float(1 << 30))
 
 
 def test_agents_messages_are_on_record(tmp_path: Path) -> None:

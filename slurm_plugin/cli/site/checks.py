@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -136,6 +137,28 @@ def slurm_settings(facts: Facts) -> Iterator[Finding]:
             yield Finding("OK", key, value)
         else:
             yield Finding(level, key, f"{value or 'unset'}: {effect}", advice)
+
+
+def kill_wait(facts: Facts) -> Iterator[Finding]:
+    """Compare the time that Slurm leaves a job after its SIGTERM with that of a checkpoint of the largest state."""
+    match = re.match(r"(\d+)", (facts.slurm or {}).get("KillWait", ""))
+    largest = facts.largest_state
+    if match is None or largest is None:
+        return
+    limit_s, size = int(match[1]), f"the largest state so far (job {largest.job}, {largest.bytes >> 20} MB)"
+    if largest.saved_bytes_s is None:
+        speed = f"{largest.bytes / max(limit_s, 1) / (1 << 20):.0f} MB/s"
+        yield Finding(
+            "OK", "KillWait", f"{limit_s} s: enough to save {size} at {speed}; no checkpoint was measured yet"
+        )
+        return
+    needed_s = math.ceil(largest.bytes / largest.saved_bytes_s)
+    text = f"{limit_s} s; a checkpoint of {size} takes {needed_s} s at the measured speed"
+    if needed_s <= limit_s:
+        yield Finding("OK", "KillWait", text)
+    else:
+        advice = f"KillWait={needed_s}, or faster storage: a job that saves at its SIGTERM is killed before the end"
+        yield Finding("WARN", "KillWait", text, advice)
 
 
 RULES: tuple[tuple[Level, str, str, str, str], ...] = (
@@ -332,6 +355,7 @@ CHECKS = (
     keys,
     versions,
     slurm_settings,
+    kill_wait,
     lanes,
     partitions,
     profiles,

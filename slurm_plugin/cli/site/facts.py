@@ -23,7 +23,7 @@ from cadenza.slurm_plugin.service.errors import ServiceError
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
 from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory
 from cadenza.slurm_plugin.service.settings import Settings, load_settings
-from cadenza.slurm_plugin.service.store.reader import StoreReader
+from cadenza.slurm_plugin.service.store.reader import LargestState, StoreReader
 
 T = TypeVar("T")
 
@@ -69,6 +69,8 @@ class Facts(msgspec.Struct, frozen=True):
     """Faults of the file system that has the store."""
     file_limit: int | None = None
     """Files that the running cadenzad may have open; None: not known."""
+    largest_state: LargestState | None = None
+    """The largest state of a job in the store."""
 
 
 def gather(config: Path | None) -> Facts:
@@ -96,6 +98,7 @@ def gather(config: Path | None) -> Facts:
         sum(entry.profile is not None for entry in profiles.library.entries), tuple(profiles.library.problems),
         attempt("store", lambda: _store_faults(settings)) or (),
         attempt("file limit", lambda: _file_limit(settings)),
+        attempt("largest state", lambda: _largest_state(settings)),
     )  # fmt: skip
 
 
@@ -108,6 +111,11 @@ def _recorded(settings: Settings) -> ClusterSnapshot | None:
 def _store_faults(settings: Settings) -> tuple[str, ...]:
     with StoreReader(Path(settings.service.store)) as reader:
         return reader.faults()
+
+
+def _largest_state(settings: Settings) -> LargestState | None:
+    with StoreReader(Path(settings.service.store)) as reader:
+        return reader.largest_state()
 
 
 def _keys(settings: Settings) -> tuple[KeyFile, ...]:

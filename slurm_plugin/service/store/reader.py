@@ -73,6 +73,15 @@ class SwitchRow(msgspec.Struct, frozen=True):
     note: str
 
 
+class LargestState(msgspec.Struct, frozen=True):
+    """Largest state that a job has moved out or saved on one host, in bytes, and the speed of all checkpoints."""
+
+    job: int
+    bytes: int
+    saved_bytes_s: float | None
+    """Bytes written in a second; None before a checkpoint was saved by order."""
+
+
 class LeaseRow(msgspec.Struct, frozen=True):
     """One stretch in which a job held GPUs of a host."""
 
@@ -196,6 +205,16 @@ class StoreReader:
     def switches(self, since_s: float = 0.0, job: int | None = None, limit: int = 1000) -> tuple[SwitchRow, ...]:
         """Return yields and resumes, newest first."""
         return self._table("switches", "at_s", SwitchRow, (since_s, job, limit))
+
+    def largest_state(self) -> LargestState | None:
+        """Return the largest state on record; None before a job has yielded."""
+        rows = self._rows(
+            "SELECT job, bytes, (SELECT total(bytes) / total(copy_s) FROM switches"
+            " WHERE kind = 'checkpoint' AND bytes > 0 AND copy_s > 0) AS saved_bytes_s"
+            " FROM switches WHERE kind IN ('yield', 'checkpoint') AND bytes > 0 ORDER BY bytes DESC LIMIT 1",
+            (),
+        )
+        return _struct(rows[0], LargestState) if rows else None
 
     def leases(self, since_s: float = 0.0, job: int | None = None, limit: int = 100_000) -> tuple[LeaseRow, ...]:
         """Return ended lease stretches that reach past ``since_s``, newest first."""
