@@ -55,10 +55,9 @@ static enum answer read_state(const char *packet)
 	return strncmp(state, "\"giveup\"", 8) ? WAIT : GIVEUP;
 }
 
-static enum answer next_answer(int fd)
+static enum answer next_answer(int fd, char *packet)
 {
 	struct pollfd entry = {.fd = fd, .events = POLLIN};
-	char packet[MAX_PACKET];
 	ssize_t length;
 	int ready = poll(&entry, fd < 0 ? 0 : 1, TICK_MS);
 
@@ -66,7 +65,7 @@ static enum answer next_answer(int fd)
 		return SILENCE;
 	if (ready < 0)
 		return errno == EINTR ? WAIT : LOST;
-	length = recv(fd, packet, sizeof(packet) - 1, MSG_DONTWAIT);
+	length = recv(fd, packet, MAX_PACKET - 1, MSG_DONTWAIT);
 	if (length <= 0)
 		return LOST;
 	packet[length] = '\0';
@@ -83,13 +82,14 @@ static int limit_ms(const struct job *job, const struct config *config, bool rea
 
 /*
  * Time is counted in ticks of silence and not read from a clock, so that a suspend does not use up the time limit: when
- * the job continues, its lease is in the socket.
+ * the job continues, its lease is in the socket. A wait for longer than a tick is announced by `tell`, before Slurm
+ * suspends the job because it waits.
  */
-enum verdict agent_wait(const struct job *job, const struct config *config)
+enum verdict agent_wait(const struct job *job, const struct config *config, waiting_teller *tell)
 {
-	char packet[MAX_PACKET];
+	char packet[MAX_PACKET], reply[MAX_PACKET] = "", reason[MAX_REASON];
 	size_t length = start_message(job, packet, sizeof(packet));
-	bool reached = false;
+	bool reached = false, waits = false, told = false;
 	int fd = -1;
 	enum verdict verdict = AGENT_SILENT;
 
@@ -101,11 +101,18 @@ enum verdict agent_wait(const struct job *job, const struct config *config)
 		if (fd < 0 && errno == ENOENT && job->lane == 0 && !reached)
 			return AGENT_ABSENT;
 		reached = reached || fd >= 0;
-		answer = next_answer(fd);
+		answer = next_answer(fd, reply);
+		if (answer == SILENCE && waits && !told) {
+			tell(job, reason_of(reply, reason, sizeof(reason)));
+			told = true;
+		}
 		if (answer == GRANTED || answer == GIVEUP) {
+			if (answer == GRANTED && told)
+				tell(job, NULL);
 			verdict = answer == GRANTED ? LEASE_GRANTED : AGENT_GIVES_UP;
 			break;
 		}
+		waits = waits || (answer == WAIT && fd >= 0);
 		if (answer == WAIT && job->managed)
 			silent_ms = 0;
 		else

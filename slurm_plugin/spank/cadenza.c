@@ -138,12 +138,25 @@ static bool starts_unleased(const struct job *job, enum verdict verdict)
 	return true;
 }
 
+/* slurm_spank_log reaches the terminal of srun and the output file of a batch script; slurm_info does not. */
+static void tell_waiting(const struct job *job, const char *reason)
+{
+	char gpus[MAX_GPUS * 6];
+
+	put_gpus(job, gpus, sizeof(gpus));
+	if (reason)
+		slurm_spank_log("cadenza: job %u waits for GPU %s of %s: %s. It goes on by itself; `scancel %u` gives up",
+				job->id, gpus, job->node, *reason ? reason : "its turn has not come", job->id);
+	else
+		slurm_spank_log("cadenza: job %u has its GPUs and goes on", job->id);
+}
+
 static void wait_for_lease(const struct job *job)
 {
 	struct config config = plugin.config;
 	enum verdict verdict;
 
-	while ((verdict = agent_wait(job, &config)) != LEASE_GRANTED && !starts_unleased(job, verdict)) {
+	while ((verdict = agent_wait(job, &config, tell_waiting)) != LEASE_GRANTED && !starts_unleased(job, verdict)) {
 		requeue(job, verdict == AGENT_SILENT ? "no answer from the agent" : "the agent gives up");
 		config.wait_s = LONG_WAIT_S;
 	}

@@ -66,9 +66,11 @@ int options_parse(const char *text, struct options *options, char *reason, size_
 /* config.c: sets one plugstack argument and returns 0, or writes the reason and returns -1. */
 int config_argument(struct config *config, const char *argument, char *reason, size_t size);
 
-/* message.c: the packets of the wire, and the parsing of node names and GPU lists. */
+/* message.c: the packets of the wire, and the parsing of node names and GPU lists. put_gpus writes "0,2". */
 int lane_of(const char *node);
 size_t parse_gpus(const char *list, int *gpus, size_t capacity);
+void put_gpus(const struct job *job, char *out, size_t size);
+const char *reason_of(const char *packet, char *out, size_t size);
 size_t start_message(const struct job *job, char *packet, size_t size);
 size_t end_message(uint32_t id, const char *node_name, char *packet, size_t size);
 
@@ -83,7 +85,9 @@ void leftover_end(void);
 
 /* agent.c: messages to the agent, and the handover from the prolog to the job's tasks. */
 enum sharing { SHARING_UNSET, SHARING_NO, SHARING_YES };
-enum verdict agent_wait(const struct job *job, const struct config *config);
+/* Announces that a job waits and the agent's reason; without a reason that it goes on. */
+typedef void waiting_teller(const struct job *job, const char *reason);
+enum verdict agent_wait(const struct job *job, const struct config *config, waiting_teller *tell);
 void agent_report_end(uint32_t id, const struct config *config);
 enum sharing comment_sharing(const char *comment);
 bool comment_batch_per_gpu(const char *comment);

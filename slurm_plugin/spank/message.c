@@ -49,7 +49,7 @@ static const char *plain(const char *name, char *out)
 	return out;
 }
 
-static void put_gpus(const struct job *job, char *out, size_t size)
+void put_gpus(const struct job *job, char *out, size_t size)
 {
 	size_t used = 0;
 
@@ -71,6 +71,36 @@ size_t start_message(const struct job *job, char *packet, size_t size)
 				plain(job->node, node), job->lane, gpus, job->hosts, job->managed ? "true" : "false",
 				job->step, job->options, job->cpus, (unsigned long long)job->memory_mb,
 				job->late ? "true" : "false");
+}
+
+/*
+ * Copies the reason of the agent's answer, which is JSON in ASCII. Escaped characters other than quotes and backslashes
+ * become '?'; an answer without a reason gives an empty text.
+ */
+const char *reason_of(const char *packet, char *out, size_t size)
+{
+	static const char name[] = "\"reason\"";
+	const char *at = strstr(packet, name);
+	size_t length = 0;
+
+	*out = '\0';
+	at = at ? strchr(at + sizeof(name) - 1, '"') : NULL;
+	if (!at)
+		return out;
+	for (at++; *at && *at != '"' && length + 1 < size; at++) {
+		char letter = *at;
+
+		if (letter == '\\') {
+			letter = *++at == '"' || *at == '\\' ? *at : '?';
+			if (!*at)
+				break;
+			if (*at == 'u')
+				at += strnlen(at + 1, 4);
+		}
+		out[length++] = letter >= ' ' && letter <= '~' ? letter : '?';
+	}
+	out[length] = '\0';
+	return out;
 }
 
 /*

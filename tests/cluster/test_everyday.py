@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 
 from cluster import CONTAINER, wait_for
-from harness import PACED_JOB, PYTHON, Cluster
+from harness import DEFAULT_POLICY, PACED_JOB, PYTHON, Cluster
 
 ONE_GPU = ("--gres=gpu:1", "--cadenza")
 
@@ -141,11 +142,30 @@ def test_steps_have_parts_of_the_jobs_gpus(shipped: Cluster) -> None:
 
 
 def test_users_of_one_account_have_gpus_of_their_own(shipped: Cluster) -> None:
-    jobs = [
-        shipped.paced("own", iterations=60, options=("--gres=gpu:2", "--cadenza"), user=u) for u in ("alice", "bob")
-    ]
-    for job in jobs:
-        wait_for(f"the lease of job {job}", lambda job=job: shipped.lease(job).get("state") == "held")
-    first, second = ({tuple(gpu) for gpu in shipped.lease(job)["gpus"]} for job in jobs)
-    assert not first & second
-    shipped.wait_done(*jobs)
+    gpus = []
+    for user in ("alice", "bob"):
+        job = shipped.paced("own", iterations=400, options=("--gres=gpu:2", "--cadenza"), user=user)
+        lease = wait_for(
+            f"the lease of job {job}", lambda job=job: (found := shipped.lease(job)).get("state") == "held" and found
+        )
+        gpus.append({tuple(gpu) for gpu in lease["gpus"]})
+    assert not gpus[0] & gpus[1]
+
+
+def test_a_task_that_waits_for_its_first_lease_says_so_where_its_user_looks(shipped: Cluster) -> None:
+    """In a batch script's output file and at the terminal of srun; the holder never attaches, so it cannot yield."""
+    shipped.configure(f"{DEFAULT_POLICY}[guard]\nmin_run_s = 5.0\n")  # as shipped: no waiting job is suspended sooner
+    holder = shipped.sbatch("--nodelist=node1", "--gres=gpu:4", "--mem=100", "--cadenza", command="sleep 4")
+    wait_for("the holder's lease", lambda: shipped.lease(holder).get("state") == "held")
+    options = ("--nodelist=node1-l1", "--gres=gpu:2", "--mem=100", "--cadenza")
+    batch = shipped.sbatch(*options, command="echo mine")
+    shipped.wait_state(batch, "RUNNING")
+    terminal = background(shipped, "srun", *options, "--constraint=lane1", "echo", "mine")
+    said = terminal.communicate(timeout=60)[0]
+    shipped.wait_done(batch)
+    for output, number, gpus in ((shipped.log(batch), batch, "0,1"), (said, r"\d+", "2,3")):
+        waits = rf"cadenza: job ({number}) waits for GPU {gpus} of node1-l1: .*job {holder}.* `scancel \1` gives up"
+        announced = re.search(waits, output)
+        assert announced, output
+        assert f"cadenza: job {announced[1]} has its GPUs and goes on\n" in output[announced.end() :]
+        assert "mine\n" in output[announced.end() :]

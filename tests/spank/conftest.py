@@ -27,5 +27,6 @@ def library_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def library(library_path: Path) -> ctypes.CDLL:
     parts = ctypes.CDLL(str(library_path))
     parts.parse_gpus.restype = parts.start_message.restype = parts.end_message.restype = ctypes.c_size_t
+    parts.reason_of.restype = ctypes.c_void_p
     parts.handover_read.restype = parts.comment_batch_per_gpu.restype = parts.comment_late.restype = ctypes.c_bool
     return parts

@@ -46,6 +46,9 @@ class Job(ctypes.Structure):
     )
 
 
+TELLER = ctypes.CFUNCTYPE(None, ctypes.POINTER(Job), ctypes.c_char_p)
+
+
 def job(*, lane: int = 0, managed: bool = True, user: str = "alice", options: str = "") -> Job:
     """Return job 7.2 with GPUs 0 and 3."""
     node = f"node1-l{lane}" if lane else "node1"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from spankstructs import ABSENT, GIVES_UP, GRANTED, SILENT, Config, Job, job
+from spankstructs import ABSENT, GIVES_UP, GRANTED, SILENT, TELLER, Config, Job, job
 
 from cadenza.sidecar import wire
 from cadenza.sidecar.agent.ipc.messages import End, Start, parse
@@ -75,8 +75,12 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "agent.sock"
 
 
-def wait(library: ctypes.CDLL, path: Path, wanted: Job, *, wait_s: int = 1) -> int:
-    return library.agent_wait(ctypes.byref(wanted), ctypes.byref(Config(str(path).encode(), wait_s)))
+def wait(
+    library: ctypes.CDLL, path: Path, wanted: Job, *, wait_s: int = 1, told: list[bytes | None] | None = None
+) -> int:
+    said: list[bytes | None] = [] if told is None else told
+    teller = TELLER(lambda _, reason: said.append(reason))
+    return library.agent_wait(ctypes.byref(wanted), ctypes.byref(Config(str(path).encode(), wait_s)), teller)
 
 
 def start_packet(library: ctypes.CDLL, wanted: Job) -> bytes:
@@ -153,6 +157,32 @@ def test_the_agent_may_write_spaces(library: ctypes.CDLL, path: Path) -> None:
         assert wait(library, path, job()) == GRANTED
 
 
+def test_a_wait_is_announced_once_with_its_reason_and_its_end(library: ctypes.CDLL, path: Path) -> None:
+    told: list[bytes | None] = []
+    answers = [wire.encode("lease", state="wait", reason=f'job {number} "a\\b" has it: ä\n') for number in (1, 2, 3)]
+    with peer(path, [answers[0], 0.6, *answers[1:], 0.3, lease("granted")]):
+        assert wait(library, path, job(), told=told) == GRANTED
+    assert told == [b'job 1 "a\\b" has it: ??', None]
+
+
+def test_a_short_wait_is_not_announced(library: ctypes.CDLL, path: Path) -> None:
+    told: list[bytes | None] = []
+    with peer(path, [lease("wait"), lease("granted")]):
+        assert wait(library, path, job(), told=told) == GRANTED
+    assert not told
+
+
+@given(text=st.text(), rest=st.text(max_size=5), size=st.integers(1, 80))
+def test_any_reason_is_one_bounded_line(library: ctypes.CDLL, text: str, rest: str, size: int) -> None:
+    room = ctypes.create_string_buffer(b"x" * (size + 3), size + 4)
+    packet = wire.encode("lease", state="wait", reason=text) + rest.replace("\0", "").encode(errors="replace")
+    for end in (len(packet), len(packet) // 2):
+        library.reason_of(packet[:end], room, ctypes.c_size_t(size))
+        assert len(room.value) < size
+        assert room.value.decode("ascii").isprintable()
+        assert room.raw[size:] == b"xxx\0"
+
+
 def test_giveup(library: ctypes.CDLL, path: Path) -> None:
     with peer(path, [lease("giveup")]):
         assert wait(library, path, job()) == GIVES_UP
@@ -200,10 +230,10 @@ def test_an_agent_that_dies_meanwhile_is_asked_again(library: ctypes.CDLL, path:
 STOPPED = """
 import ctypes, sys
 sys.path.insert(0, sys.argv[1])
-from spankstructs import Config, job
+from spankstructs import TELLER, Config, job
 print("ready", flush=True)
 config = Config(sys.argv[3].encode(), 1)
-print(ctypes.CDLL(sys.argv[2]).agent_wait(ctypes.byref(job(lane=1)), ctypes.byref(config)))
+print(ctypes.CDLL(sys.argv[2]).agent_wait(ctypes.byref(job(lane=1)), ctypes.byref(config), TELLER(lambda *_: None)))
 """
 
 
