@@ -473,6 +473,18 @@ def test_an_unmanaged_job_and_one_that_has_half_its_gpus_get_them_at_once():
     assert kinds(decide(long, half, nodes=nodes)) == {1: Yield}
 
 
+def test_gpus_of_a_host_where_a_job_has_no_process_left_go_to_the_next_job():
+    """As when its task there died and Slurm calls it running: the agent there has dropped it."""
+    half = replace(on(1, "a", 0, 1, ready=False), num_nodes=2, gpus=4, nodes=("a", "b"))
+    waits = on(2, "b", 0, 1, state="yielded", lane=1)
+    nodes = (*host("a", jobs=(half,)), *host("b", jobs=(half, waits)))
+    assert kinds(decide(half, waits, nodes=nodes)) == {2: Resume}
+    launched = replace(half, start_s=NOW - 1)
+    assert kinds(decide(launched, waits, nodes=nodes)) == {}, "its task is about to come"
+    known = replace(half, lease=replace(half.lease, gpus=lease("held", 0, 1, hosts=("a", "b")).gpus))
+    assert kinds(decide(known, waits, nodes=nodes)) == {}
+
+
 @pytest.mark.parametrize("admission", ["native", "held"])
 def test_with_native_admission_jobs_only_take_turns_and_move(admission):
     long = served(1, 5000.0, on(1, "a", 0, 1, 2, 3))

@@ -61,6 +61,7 @@ class _Board:
         self.seats: dict[JobKey, list[tuple[HostSeats, int]]] = {}
         self._moves = {move.job.id: move for move in state.memory.moves}
         self._moved_s = dict(state.memory.sharing.moved_s)
+        self._alive = {host.name for host in state.snapshot.hosts if host.agent_alive}
         for host in self.hosts:
             self._settle(host)
         self._note_departures()
@@ -78,10 +79,19 @@ class _Board:
             role = self._role(resident.job)
             if role == "leaves":
                 host.vacate(key)
-            elif role == "stays":
+            elif role == "stays" and not self._has_no_task(resident.job, host):
                 self.fixed.setdefault(key, []).append((host, mask))
             elif role == "turns":
                 self.seats.setdefault(key, []).append((host, mask))
+
+    def _has_no_task(self, job: Job, host: HostSeats) -> bool:
+        """Return True if a job uses no GPU of one of its hosts: the agent there knows none of its processes.
+
+        They have ended, or its batch script has not started them yet; while Slurm starts the job they may just come.
+        """
+        lease, launched = job.lease, self.state.now_s - (job.start_s or self.state.now_s)
+        known = lease is None or any(gpu.host == host.state.name for gpu in lease.gpus)
+        return not known and host.state.name in self._alive and launched > self.state.settings.min_run_s
 
     def _role(self, job: Job) -> str:
         """Return a job's part in this turn: *leaves*, *stays*, takes *turns*, or is *absent* and uses no GPU."""
