@@ -19,6 +19,7 @@ from cadenza.sidecar.client.offload.held_signals import HeldSignals
 from cadenza.sidecar.client.offload.pin_threads import pinning_paused
 from cadenza.sidecar.client.session import checkpoint_request, identity, lease_request, nccl_watchdog, resources
 from cadenza.sidecar.client.session.agent_link import Link, Message, Reply
+from cadenza.sidecar.client.session.communicators import Communicators
 from cadenza.sidecar.client.session.prefetch_hints import FileList
 from cadenza.sidecar.client.session.step_page import STOP, StepCounters, gpu_memory, private_page
 
@@ -65,6 +66,7 @@ class Session(StepCounters):
         """A requested checkpoint that the framework saves after the boundary: link, order, losses."""
         self._link: Link | None = None
         self._offload: Offload | None = None
+        self._communicators = Communicators()
         self._state = wire.STATE_RUNNING
         self._who: identity.Identity | None = None
         self._cancelled = 0
@@ -263,6 +265,7 @@ class Session(StepCounters):
                 self._call_on_yield()
                 with HeldSignals():
                     quiet_at_ns = nccl_watchdog.quiet_at_ns()
+                    self._communicators.suspend(f"{order}.{self.step}")
                     moved = self._offload_state(survey)
                     self._set_state(wire.STATE_YIELDED)
                     self._pause.wait(max(0, quiet_at_ns - monotonic_ns()) / 1e9)
@@ -274,7 +277,9 @@ class Session(StepCounters):
                 self._cancelled = order
                 text = str(error)[:MAX_TEXT]
                 link.send("yielded", since=since, order=order, copy_s=0.0, bytes=0, error=text)
-                return
+        if self._state != wire.STATE_YIELDED:
+            self._communicators.resume()  # the other ranks come once the agent has told them to go on
+            return
         # 5. Wait for the lease and bring the state back.
         self._resume(link)
 
@@ -299,14 +304,14 @@ class Session(StepCounters):
                     _log.warning("this job waits on with its state in host memory: %s", error)
                     self._pause.wait(RESTORE_RETRY_S)
         finally:
-            # 2. Let the script rebuild what it released, follow the resources of this turn, and report.
+            # 2. Report, since other ranks may still wait for memory; then let NCCL and the script rebuild what they
+            #    released, and follow the resources of this turn.
             if self._state == wire.STATE_RUNNING:
-                since = link.losses
-                try:
-                    _call_all(self._after_restore)
-                    resources.update_all()
-                finally:
-                    link.send("resumed", since=since, order=order, copy_s=moved.seconds if moved else 0.0)
+                link.send("resumed", since=link.losses, order=order, copy_s=moved.seconds if moved else 0.0)
+                with HeldSignals():
+                    self._communicators.resume()
+                _call_all(self._after_restore)
+                resources.update_all()
 
     def _restore_state(self, link: Link) -> Moved | None:
         """Bring the state back and run on; raise RestoreError with all still away, NoRoomError for a full GPU.
