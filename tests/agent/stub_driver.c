@@ -245,7 +245,10 @@ int cuGetProcAddress(const char *name, void **function, int version, uint64_t fl
 
 /* --- libnvidia-ml ----------------------------------------------------------------------------------------------- */
 
-enum { NVML_NOT_SUPPORTED = 3, NVML_INSUFFICIENT_SIZE = 7, NVML_GPU_IS_LOST = 15, MOST = GPU_OWNERS };
+enum { NVML_NOT_SUPPORTED = 3, NVML_NOT_FOUND = 6, NVML_INSUFFICIENT_SIZE = 7, NVML_GPU_IS_LOST = 15 };
+enum { MOST = GPU_OWNERS };
+struct utilization { unsigned gpu, memory; };
+struct sample { unsigned pid; unsigned long long time_us; unsigned sm, memory, encoder, decoder; };
 struct memory { unsigned long long total, free, used; };
 struct process { unsigned pid; unsigned long long used; unsigned instance, compute; };
 
@@ -354,4 +357,58 @@ int nvmlDeviceGetMPSComputeRunningProcesses_v3(void *device, unsigned *room, str
     if (read_number("mps", 0))
         return nvmlDeviceGetComputeRunningProcesses_v3(device, room, list);
     return *room = 0, OK;
+}
+
+/* The time since the last look of this process, in which work of one process ran, or of any. */
+struct look { int64_t pid, at_ns, busy_ns; };
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+/* Return the percentage of the time since a look, -1 for a process that it did not see, and look again. */
+static int percent_since(struct look *last, int64_t pid, int64_t busy_ns)
+{
+    struct look now = {pid, now_ns(), busy_ns};
+    int64_t span = now.at_ns - last->at_ns, busy = busy_ns - last->busy_ns;
+    int known = last->at_ns && last->pid == pid && span > 0;
+    *last = now;
+    return !known ? -1 : busy >= span ? 100 : (int)(100 * busy / span);
+}
+
+int nvmlDeviceGetUtilizationRates(void *device, struct utilization *found)
+{
+    static struct look looks[8];
+    unsigned index = (unsigned)(uintptr_t)device - 1;
+    GpuFile *gpu = simulated(index);
+    int64_t busy_ns = 0;
+    if (!gpu)
+        return NVML_NOT_SUPPORTED;
+    for (GpuOwner *owner = gpu->owners; owner < gpu->owners + GPU_OWNERS; owner++)
+        busy_ns += gpu_word(&owner->busy_ns);
+    int percent = percent_since(&looks[index], 0, busy_ns);
+    return *found = (struct utilization){percent < 0 ? 0 : (unsigned)percent, 0}, OK;
+}
+
+/* One sample of each process since the last call; the caller asks for their number first. */
+int nvmlDeviceGetProcessUtilization(void *device, struct sample *list, unsigned *room, unsigned long long since_us)
+{
+    static struct look looks[8][GPU_OWNERS];
+    unsigned index = (unsigned)(uintptr_t)device - 1, count = 0;
+    GpuFile *gpu = simulated(index);
+    if (!gpu)
+        return NVML_NOT_SUPPORTED;
+    if (!list)
+        return *room = GPU_OWNERS, NVML_INSUFFICIENT_SIZE;
+    for (unsigned row = 0; row < GPU_OWNERS && count < *room; row++) {
+        int64_t pid = gpu_word(&gpu->owners[row].pid);
+        int percent = pid ? percent_since(&looks[index][row], pid, gpu_word(&gpu->owners[row].busy_ns)) : -1;
+        unsigned long long at_us = (unsigned long long)looks[index][row].at_ns / 1000;
+        if (percent >= 0 && at_us > since_us)
+            list[count++] = (struct sample){(unsigned)pid, at_us, (unsigned)percent, 0, 0, 0};
+    }
+    return *room = count, count ? OK : NVML_NOT_FOUND;
 }

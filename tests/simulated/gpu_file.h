@@ -26,6 +26,7 @@ typedef struct {
     int64_t bytes;   /* on the GPU: context and segments */
     int64_t saved;   /* bytes that a process checkpoint took away */
     int64_t state;
+    int64_t busy_ns; /* time in which its operators and copies ran */
     int64_t memory;  /* where the process has its device memory now; unknown for one that only has a row here */
 } GpuOwner;
 
@@ -130,7 +131,7 @@ static inline int64_t gpu_used(GpuFile *gpu)
     int64_t used = 0;
     for (GpuOwner *owner = gpu->owners; owner < gpu->owners + GPU_OWNERS; owner++) {
         if (owner->pid && gpu_started(owner->pid) != owner->started)
-            *owner = (GpuOwner){0, 0, 0, 0, 0, 0};
+            *owner = (GpuOwner){0, 0, 0, 0, 0, 0, 0};
         used += owner->bytes;
     }
     return used;
@@ -148,7 +149,7 @@ static inline GpuOwner *gpu_owner(GpuFile *gpu, int64_t pid, int add)
     }
     if (!add || !empty)
         return NULL;
-    *empty = (GpuOwner){0, gpu_started(pid), 0, 0, OWNER_RUNNING, MEMORY_UNKNOWN};
+    *empty = (GpuOwner){0, gpu_started(pid), 0, 0, OWNER_RUNNING, 0, MEMORY_UNKNOWN};
     empty->pid = pid;
     return empty;
 }

@@ -38,7 +38,7 @@ PRIVATE_USE = 20
 class Owner(ctypes.Structure):
     """GpuOwner of gpu_file.h: one process and its bytes."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("pid", "started", "bytes", "saved", "state", "memory")]
+    _fields_ = [(name, ctypes.c_int64) for name in ("pid", "started", "bytes", "saved", "state", "busy_ns", "memory")]
 
 
 class Gpu(ctypes.Structure):

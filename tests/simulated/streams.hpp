@@ -126,11 +126,15 @@ class Queue {
                     gpu_sleep(1000000);
                     held.lock();
                 }
+                const auto began = std::chrono::steady_clock::now();
                 try {
                     work();
                 } catch (const std::exception &error) {
                     failed_(error.what());
                 }
+                const std::chrono::nanoseconds spent = std::chrono::steady_clock::now() - began;
+                if (GpuOwner *owner = gpu_owner(gpu_, getpid(), 0))
+                    __atomic_add_fetch(&owner->busy_ns, spent.count(), __ATOMIC_RELAXED);
             }
             work = nullptr; // what it holds goes before anyone may take the work for done
             std::lock_guard<std::mutex> guard(mutex_);

@@ -25,6 +25,18 @@ from cadenza.sidecar.agent.telemetry.gpus import nvml_devices
 (gpu,) = nvml_devices()
 print(json.dumps([gpu.index, gpu.fault(), gpu.free_bytes(), gpu.look().memory_bytes, gpu.processes()]))
 """
+SAMPLE = """
+import json, sys
+from cadenza.policies.core.model import JobKey
+from cadenza.sidecar.agent.telemetry.gpus import nvml_devices
+from cadenza.sidecar.agent.telemetry.sampler import Sampler, Target
+from cadenza.sidecar.clock import SystemClock
+sampler = Sampler(SystemClock(), nvml_devices)
+jobs = [Target(JobKey(pid, 0), (int(pid),), (0,)) for pid in sys.argv[1:]]
+for line in sys.stdin:
+    print(json.dumps([[one.gpu_percent, one.gpu_memory_bytes] for one in sampler.sample(jobs).values()]), flush=True)
+"""
+"""A sampler that looks at the jobs whose pids it is given, at each line that it reads."""
 RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
 OUT_OF_MEMORY, ILLEGAL_STATE = 2, 401
 
@@ -60,6 +72,41 @@ def test_the_agent_sees_the_processes_and_bytes_of_jobs_and_that_a_yield_frees_t
     offload.close()
     gpu.lost = 1
     assert "lost" in seen_by_the_agent()["fault"].lower()
+
+
+def test_the_sampler_tells_a_busy_job_from_an_idle_one() -> None:
+    gpu, me, tensor = simulated_gpu.GPU, os.getpid(), torch.zeros(1 << 20, dtype=torch.uint8, device="simulated")
+    torch.accelerator.synchronize()
+    with occupied(gpu, 10 << 20) as neighbor:
+        sampling = subprocess.Popen(
+            [sys.executable, "-c", SAMPLE, str(me), str(neighbor.pid)],
+            env={**os.environ, "LD_LIBRARY_PATH": str(simulated_gpu.driver_libraries())},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+        def sampled() -> Any:
+            assert sampling.stdin is not None
+            assert sampling.stdout is not None
+            print(file=sampling.stdin, flush=True)
+            return json.loads(sampling.stdout.readline())
+
+        try:
+            # The neighbor is a child of this process, whose job therefore has all of the GPU.
+            sizes = [gpu.bytes_of[me] + (10 << 20), 10 << 20]
+            assert sampled() == [[0.0, sizes[0]], [None, sizes[1]]]
+            gpu.operator_ns = 20_000_000
+            for _ in range(20):
+                tensor.add_(1)
+            torch.accelerator.synchronize()
+            (busy, size), idle = sampled()
+            assert busy > 50
+            assert (size, idle) == (sizes[0], [0.0, sizes[1]])
+            assert sampled() == [[0.0, size] for size in sizes]
+        finally:
+            sampling.kill()
+            sampling.communicate()
 
 
 def test_a_process_checkpoint_stops_the_queues_and_takes_the_bytes_away() -> None:
