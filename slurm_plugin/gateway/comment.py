@@ -94,6 +94,7 @@ def _shown(value: Raw) -> str:
 _TYPES: Mapping[str, tuple[Any, str]] = {
     "share": (bool, "true or false"),
     "late": (bool, "true or false"),
+    "checkpoints": (bool, "true or false"),
     "min_gpus": (GpuCount, "a whole number from 1 to 65535"),
     "max_gpus": (GpuCount, "a whole number from 1 to 65535"),
     "batch": (Literal["global", "per-gpu"], "global or per-gpu"),

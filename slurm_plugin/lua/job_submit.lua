@@ -222,12 +222,14 @@ end
 
 -- In the order of writing; `why` is set here and never taken from a user.
 local KEYS = {
-  "v", "share", "late", "min_gpus", "max_gpus", "batch", "model", "priority", "iterations", "duration_s", "why",
+  "v", "share", "late", "checkpoints", "min_gpus", "max_gpus", "batch", "model", "priority", "iterations",
+  "duration_s", "why",
 }
 local RULES = {
   v = { is_integer(1, 1), "must be 1" },
   share = { is_boolean, "must be true or false (yes or no in the flag)" },
   late = { is_boolean, "must be true or false (yes or no in the flag)" },
+  checkpoints = { is_boolean, "must be true or false (yes or no in the flag)" },
   min_gpus = { is_integer(1, 65535), "must be a number from 1 to 65535" },
   max_gpus = { is_integer(1, 65535), "must be a number from 1 to 65535" },
   batch = { is_batch, "must be global or per-gpu" },
@@ -237,7 +239,7 @@ local RULES = {
   duration_s = { is_integer(1, 2000000000), "must be a number from 1 to 2000000000" },
 }
 local function unknown(key)
-  local keys = "share, late, min_gpus, max_gpus, batch, model, priority, iterations, duration_s"
+  local keys = "share, late, checkpoints, min_gpus, max_gpus, batch, model, priority, iterations, duration_s"
   return string.format("unknown key '%s' (known: %s)", key, keys)
 end
 
@@ -255,13 +257,14 @@ local function check(options)
 end
 
 local YES_NO = { yes = true, no = false }
+local FLAGS = { share = true, late = true, checkpoints = true }
 
 -- Returns the key and the value of "key=value"; `check` refuses a text that is not a value of its key.
 local function read_item(item)
   local key, text = item:match("^([^=]*)=(.*)$")
   if not key then
-    return item, item == "share" or item == "late" or ""
-  elseif (key == "share" or key == "late") and YES_NO[text] ~= nil then
+    return item, FLAGS[item] or ""
+  elseif FLAGS[key] and YES_NO[text] ~= nil then
     return key, YES_NO[text]
   elseif key ~= "model" and text:find("^-?%d+$") then
     return key, tonumber(text)

@@ -51,7 +51,7 @@ struct spank_option cadenza_option = {
 	.name = "cadenza",
 	.arginfo = "[key=value,...]",
 	.usage = "[cadenza] share GPUs with other jobs in turns; keys: share=yes|no min_gpus=N max_gpus=N "
-		 "late=yes|no batch=global|per-gpu model=NAME priority=N; 'off' opts out; CADENZA in the environment does the same",
+		 "late=yes|no checkpoints=yes|no batch=global|per-gpu model=NAME priority=N; 'off' opts out; CADENZA in the environment does the same",
 	.has_arg = 2,
 	.cb = option_given,
 };

@@ -25,6 +25,7 @@ struct options {
 	long duration_s;
 	bool batch_per_gpu;
 	bool late;
+	bool checkpoints; /* only checked here: the service reads the comment, where it may be absent */
 };
 
 /* Arguments of the plugstack line. */

@@ -17,12 +17,16 @@ def comment(cluster: Cluster, job_id: int) -> dict[str, object]:
 
 def test_the_flag_becomes_json_in_the_comment(cluster: Cluster) -> None:
     job = cluster.sbatch(
-        "--gres=gpu:1", "--mem=500", "--hold", "--cadenza=min_gpus=1,max_gpus=2,model=res18",
+        "--gres=gpu:1", "--mem=500", "--hold", "--cadenza=min_gpus=1,max_gpus=2,model=res18,checkpoints=no",
         '--comment={"site":{"ticket":7}}', command="true",
     )  # fmt: skip
     options = comment(cluster, job)
     assert options["site"] == {"ticket": 7}
-    assert options["cadenza"] == {"v": 1, "share": True, "min_gpus": 1, "max_gpus": 2, "model": "res18"}
+    assert options["cadenza"] == {
+        "v": 1, "share": True, "checkpoints": False, "min_gpus": 1, "max_gpus": 2, "model": "res18",
+    }  # fmt: skip
+    seen = wait_for("the job in a round", lambda: (cluster.why(job).get("job") or {}).get("options"))
+    assert seen["checkpoints"] is False, "the policy counts it as one that stays"
 
 
 def test_a_job_without_the_flag_keeps_its_comment(cluster: Cluster) -> None:

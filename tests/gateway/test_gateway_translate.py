@@ -551,6 +551,15 @@ def test_limit_command_and_tasks() -> None:
     assert find(SUBMITTED, 34).command == ""  # recorded before commands were read
 
 
+def test_a_user_says_whether_a_job_keeps_checkpoints() -> None:
+    for text, said in (("", None), (',"checkpoints":true', True), (',"checkpoints":false', False)):
+        opt_in = opt_in_of('{"cadenza":{"v":1,"share":true' + text + "}}")
+        assert opt_in is not None
+        assert opt_in.options.checkpoints is said
+    with pytest.raises(BadOptions, match='"checkpoints" in the comment'):
+        opt_in_of('{"cadenza":{"checkpoints":1}}')
+
+
 def test_how_long_a_job_is_can_be_stated() -> None:
     opt_in = opt_in_of('{"cadenza":{"v":1,"share":true,"iterations":900,"duration_s":3600}}')
     assert opt_in is not None

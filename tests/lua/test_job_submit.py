@@ -91,10 +91,11 @@ def test_a_bare_flag_opts_in(slurm: Slurm, flag: str) -> None:
 
 
 def test_every_key_arrives_in_the_comment(slurm: Slurm) -> None:
-    job = slurm.submit("min_gpus=1,max_gpus=4,batch=per-gpu,model=res18,priority=-3,iterations=900,duration_s=60,late")
+    job = slurm.submit("min_gpus=1,max_gpus=4,batch=per-gpu,model=res18,priority=-3,iterations=900,duration_s=60,late,"
+                       "checkpoints=no")  # fmt: skip
     assert options(job) == {
-        "v": 1, "share": True, "late": True, "min_gpus": 1, "max_gpus": 4, "batch": "per-gpu", "model": "res18",
-        "priority": -3, "iterations": 900, "duration_s": 60,
+        "v": 1, "share": True, "late": True, "checkpoints": False, "min_gpus": 1, "max_gpus": 4, "batch": "per-gpu",
+        "model": "res18", "priority": -3, "iterations": 900, "duration_s": 60,
     }  # fmt: skip
 
 
@@ -152,6 +153,7 @@ def test_held_and_why_cannot_be_claimed(slurm: Slurm) -> None:
         ("share,foo", "unknown key 'foo'"),
         ("share=maybe", "share must be true or false"),
         ("late=1", "late must be true or false"),
+        ("checkpoints=1", "checkpoints must be true or false"),
         ("batch=all", "batch must be global or per-gpu"),
         ("batch=4", "batch must be global or per-gpu"),
         ("min_gpus=0", "min_gpus must be a number"),

@@ -39,6 +39,25 @@ def policy(*, share_between_users: bool = True) -> Policy:
     )
 
 
+@pytest.mark.parametrize(
+    ("said", "ranks", "leaves"),
+    [
+        (None, None, True),  # nothing is known yet
+        (True, None, True),
+        (False, None, False),
+        (True, False, False),  # the ranks know better, whatever the user has said
+        (False, True, True),
+        (None, False, False),
+    ],
+)
+def test_a_users_word_on_checkpoints_counts_until_the_ranks_attach(said, ranks, leaves):
+    pends = job(1, state="PENDING", nodes=(), options=Options(checkpoints=said))
+    runs = on(1, "a", 0, options=Options(checkpoints=said), ready=ranks is not None, checkpoints=bool(ranks))
+    assert reservation.can_leave(pends if ranks is None else runs) is leaves
+    if ranks is None:
+        assert reservation.can_leave(runs) is leaves, "its ranks have not attached"
+
+
 def trace(rng: Random, count: int = 14, *, movable: float = 0.7, limits: bool = False) -> list[TraceJob]:
     jobs = [
         TraceJob(

@@ -18,6 +18,7 @@ class Options(ctypes.Structure):
         ("duration_s", ctypes.c_long),
         ("batch_per_gpu", ctypes.c_bool),
         ("late", ctypes.c_bool),
+        ("checkpoints", ctypes.c_bool),
     )
 
 

@@ -19,7 +19,7 @@ WORDS = {0: None, 1: False, 2: True}
 
 KEYS = st.sampled_from(['"cadenza"', '"c\\u0061denza"', '"x"', '"share"', '"comment"'])
 OPTIONS = st.dictionaries(
-    st.sampled_from(["share", "v", "late", "batch", "why", "held", "model", "cadenza", "min_gpus"]),
+    st.sampled_from(["share", "v", "late", "checkpoints", "batch", "why", "held", "model", "cadenza", "min_gpus"]),
     st.sampled_from([True, False, 1, 2, "per-gpu", "}", '"share":false', {"cadenza": {}}, None]),
     max_size=3,
 ).map(json.dumps)

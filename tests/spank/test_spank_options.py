@@ -50,6 +50,15 @@ def test_the_batch_is_global_unless_said_otherwise(library: ctypes.CDLL, text: s
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [("", False), ("checkpoints", True), ("checkpoints=yes", True), ("checkpoints=no", False)],
+)
+def test_a_job_says_whether_it_keeps_checkpoints(library: ctypes.CDLL, text: str, *, said: bool) -> None:
+    options, why = parse(library, text)
+    assert (options.checkpoints, options.share, why) == (said, True, "")
+
+
+@pytest.mark.parametrize(
     ("text", "late"), [("", False), ("late", True), ("late=yes", True), ("late=no", False), ("model=a,late", True)]
 )
 def test_a_job_asks_for_its_lease_by_itself_only_if_it_says_so(library: ctypes.CDLL, text: str, *, late: bool) -> None:
@@ -61,6 +70,7 @@ def test_a_job_asks_for_its_lease_by_itself_only_if_it_says_so(library: ctypes.C
     ("text", "message"),
     [
         ("late=1", "late is yes or no, not '1'"),
+        ("checkpoints=", "checkpoints is yes or no, not ''"),
         ("batch=all", "batch is global or per-gpu, not 'all'"),
         ("foo=1", "unknown key 'foo' (known: share,"),
         ("share=maybe", "share is yes or no, not 'maybe'"),
@@ -99,7 +109,9 @@ items = st.one_of(
     st.just("batch=global"),
     st.builds(
         "{}={}".format,
-        st.sampled_from(["share", "min_gpus", "max_gpus", "batch", "model", "priority", "iterations", "duration_s"]),
+        st.sampled_from(
+            ["share", "checkpoints", "min_gpus", "max_gpus", "batch", "model", "priority", "iterations", "duration_s"]
+        ),
         st.text('0123456789-+.aEx _"\\é', max_size=7),
     ),
 )
@@ -112,6 +124,9 @@ items = st.one_of(
 @example(items=["batch=per-gpu"])
 @example(items=["late"])
 @example(items=["late=no"])
+@example(items=["checkpoints"])
+@example(items=["checkpoints=no"])
+@example(items=["checkpoints=true"])
 @example(items=["batch=2"])
 @example(items=["share=", "share"])
 def test_both_ends_agree(library: ctypes.CDLL, lua: lua51.LuaRuntime, items: list[str]) -> None:
