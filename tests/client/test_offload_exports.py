@@ -59,6 +59,23 @@ def test_an_export_to_another_process_is_found() -> None:
     assert tensor.untyped_storage()._cdata in exports.reasons()
 
 
+def test_all_tensors_that_cuda_shares_out_of_one_block_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch remembers the last of them only: its key is the handle of cudaMalloc's block."""
+    handle = (0, b"handle", 8, 0, b"counter", 0, b"event", False)
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda self: handle)
+    exports.watch()
+    try:
+        first, second, other = torch.ones(2), torch.ones(3), torch.ones(4)
+        for tensor in (first, second):
+            assert tensor._typed_storage()._share_cuda_() == handle
+        found = survey([("tensors", [first, second, other])], refuse_resident=True)
+    finally:
+        exports.unwatch()
+    assert [segment.name for segment in found.segments] == ["tensors[2]"]
+    reason = "shared with another process by CUDA IPC"
+    assert found.refusal == f"cannot release tensors[0] ({reason}), tensors[1] ({reason})"
+
+
 def test_a_job_that_exports_goes_on_with_its_export(job: Peer) -> None:
     method = torch.Tensor.__dlpack__
     model = torch.nn.Linear(4, 4)
