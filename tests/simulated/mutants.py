@@ -126,21 +126,8 @@ def change(package: Path, name: str) -> tuple[Path, str]:
 def noticed(package: Path, name: str) -> str:
     """Return the first test that fails with a change of the engine, "" if none does."""
     path, original = change(package, name)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-n0",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "not computes_the_same",
-    ]
-    command += [
-        str(Path(__file__).with_name(name)) for name in ("test_offload_simulated.py", "test_defects_simulated.py")
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", "-k", QUICK]
+    command += [str(Path(__file__).with_name(f"test_{kind}_simulated.py")) for kind in ("offload", "defects")]
     environment = {**os.environ, "PYTHONPATH": str(package.parent)}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     path.write_text(original)

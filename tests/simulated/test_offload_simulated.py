@@ -94,23 +94,12 @@ def test_a_job_that_yields_computes_the_same(tmp_path: Path, name: str) -> None:
     assert max(seen) <= 22 << 20, "at most a segment of each size stays, for the loop's own tensors"
 
 
-def test_a_move_waits_for_the_work_before_it() -> None:
+@pytest.mark.parametrize("stream", ["own", "other"])
+def test_a_move_waits_for_the_work_before_it_in_all_streams(stream: str) -> None:
     gpu, tensors, offload = simulated_gpu.GPU, on_gpu(), Offload()
     segments = segments_of(tensors)
     gpu.operator_ns = LATE_NS
-    for tensor in tensors * 3:
-        tensor.add_(1)
-    offload.offload(segments)
-    gpu.operator_ns = 0
-    offload.restore()
-    assert_complete(tensors, added=3)
-
-
-def test_a_move_waits_for_work_in_other_streams() -> None:
-    gpu, tensors, offload = simulated_gpu.GPU, on_gpu(), Offload()
-    segments = segments_of(tensors)
-    gpu.operator_ns = LATE_NS
-    with torch.Stream("simulated"):
+    with torch.Stream("simulated") if stream == "other" else contextlib.nullcontext():
         for tensor in tensors * 3:
             tensor.add_(1)
     offload.offload(segments)
