@@ -185,14 +185,14 @@ HOURS = st.lists(
 @given(HOURS)
 def test_users_add_up_to_jobs_and_the_total_to_users(rows) -> None:
     mine = [HourRow(**{**{n: getattr(r, n) for n in r.__struct_fields__}, "user": "ae"[r.job % 2]}) for r in rows]
-    found = sharing_report(Record(0.0, 14400.0, {0: (3600.0, 0.0)}, mine, (), (), ()))
+    found = sharing_report(Record(0.0, 14400.0, {0: 3600.0}, mine, (), ()))
     for name in ("jobs", "gpu_s", "further_gpu_s", "queue_s", "turn_s", "saved_s", "yields"):
         by_user = {row.user: getattr(row.sums, name) for row in found.users}
         by_job = {user: sum(getattr(j.sums, name) for j in found.jobs if j.user == user) for user in by_user}
         assert by_user == pytest.approx(by_job)
         assert getattr(found.total, name) == pytest.approx(sum(by_user.values()))
     assert found.total.gpu_s + found.others.gpu_s == pytest.approx(sum(row.gpu_s for row in mine))
-    alone = [sharing_report(Record(0.0, 14400.0, {}, mine, (), (), ()), user).total.gpu_s for user in "ae"]
+    alone = [sharing_report(Record(0.0, 14400.0, {}, mine, (), ()), user).total.gpu_s for user in "ae"]
     assert sum(alone) == pytest.approx(found.total.gpu_s)
 
 

@@ -62,7 +62,7 @@ def gather(reader: StoreReader, since_s: float, until_s: float, user: str | None
     """
     watched = reader.watched()
     from_s, to_s = floor(since_s / HOUR_S) * HOUR_S, min(ceil(until_s / HOUR_S) * HOUR_S, reader.last_round_s())
-    within = {hour: parts for hour, parts in watched.items() if from_s <= hour * HOUR_S < to_s}
+    within = {hour: seconds for hour, seconds in watched.items() if from_s <= hour * HOUR_S < to_s}
     if not within:
         hint = "is cadenzad running?"
         if watched:
@@ -75,8 +75,8 @@ def gather(reader: StoreReader, since_s: float, until_s: float, user: str | None
             f"--user {user}: no job of this user from {local(from_s)} to {local(to_s)}; on record: {', '.join(users)}"
         )
     starts, effects = reader.starts(from_s, to_s), reader.effects(from_s, to_s)
-    first_starts = reader.first_starts(from_s, to_s)
-    return sharing_report(Record(from_s, to_s, within, hours, starts, effects, first_starts), user)
+    first_starts, idle_gpu_s = reader.first_starts(from_s, to_s), reader.idle_gpu_s(from_s, to_s)
+    return sharing_report(Record(from_s, to_s, within, hours, starts, effects, first_starts, idle_gpu_s), user)
 
 
 def summary(report: SharingReport) -> str:

@@ -105,15 +105,16 @@ class SharingReport(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """The store's rows of a period; ``watched``: seconds on record, and idle GPU seconds, by hour."""
+    """The store's rows of a period; ``watched``: seconds on record by hour."""
 
     since_s: float
     until_s: float
-    watched: Mapping[int, tuple[float, float]]
+    watched: Mapping[int, float]
     hours: Sequence[HourRow]
     starts: Sequence[Start]
     effects: Sequence[Effect]
-    first_starts: Sequence[FirstStart]
+    first_starts: Sequence[FirstStart] = ()
+    idle_gpu_s: float = 0.0
 
 
 def sharing_report(record: Record, user: str | None = None) -> SharingReport:
@@ -129,7 +130,7 @@ def sharing_report(record: Record, user: str | None = None) -> SharingReport:
     jobs = _by_job(record)
     names = sorted({row.user for row in jobs})
     users = [Row(name, _sum(row.sums for row in jobs if row.user == name)) for name in names]
-    watched_s, idle_gpu_s = (sum(parts[at] for parts in record.watched.values()) for at in (0, 1))
+    watched_s = sum(record.watched.values())
     return SharingReport(
         record.since_s,
         record.until_s,
@@ -138,8 +139,8 @@ def sharing_report(record: Record, user: str | None = None) -> SharingReport:
         tuple(sorted(users, key=lambda row: -row.sums.gpu_s)),
         jobs,
         _job_sums([row for row in record.hours if not row.managed], (), (), record),
-        idle_gpu_s,
-        idle_gpu_s / watched_s if watched_s else 0.0,
+        record.idle_gpu_s,
+        record.idle_gpu_s / watched_s if watched_s else 0.0,
         width_rows(record.first_starts, record.since_s, record.until_s),
         tuple(_kind(kind, record.effects) for kind in KINDS.values()),
         tuple(one for one in record.effects if one.verdict == "undone")[:MAX_UNDONE],

@@ -264,10 +264,14 @@ class StoreReader:
         """Return the time of the last round on record; 0 before the first."""
         return float(self._rows("SELECT coalesce(max(at_s), 0) AS at_s FROM rounds", ())[0]["at_s"])
 
-    def watched(self) -> dict[int, tuple[float, float]]:
-        """Return the seconds on record of each hour since the epoch, with the idle GPU seconds while a job waited."""
-        rows = self._rows("SELECT * FROM watched ORDER BY hour", ())
-        return {row["hour"]: (row["seconds"], row["idle_gpu_s"]) for row in rows}
+    def watched(self) -> dict[int, float]:
+        """Return the seconds on record of each hour since the epoch."""
+        return {row["hour"]: row["seconds"] for row in self._rows("SELECT * FROM watched ORDER BY hour", ())}
+
+    def idle_gpu_s(self, since_s: float, until_s: float) -> float:
+        """Return the GPU seconds idle while a job waited that fits, in the hours that begin within a period."""
+        query = "SELECT coalesce(sum(idle_gpu_s), 0) AS idle_gpu_s FROM watched WHERE hour >= ? AND hour < ?"
+        return float(self._rows(query, (since_s / HOUR_S, until_s / HOUR_S))[0]["idle_gpu_s"])
 
     # --- inside -----------------------------------------------------------------------------------------------
 
