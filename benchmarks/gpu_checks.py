@@ -33,10 +33,14 @@ from cadenza.sidecar.client.offload import device as devices
 from cadenza.sidecar.client.offload import unregistered
 from cadenza.sidecar.client.offload.engine import Offload
 from cadenza.sidecar.client.offload.storages import Segment, survey
+from cadenza.sidecar.client.session.communicators import Communicators
 
 SEED = 4
 MIB = 1 << 20
 PATIENCE_S = 60.0
+LOCK_MS = 10_000
+FREED_S = 2.0
+"""The longest time for which a killed process may have GPU memory."""
 SIMULATED = "SIMULATED_GPUS"
 
 
@@ -77,7 +81,7 @@ SCALES = {
 class Gpu:
     """The GPU of this process, with the sizes and limits of its type."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0) -> None:
         if os.environ.get(SIMULATED):
             sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "simulated"))
             import simulated_gpu  # noqa: PLC0415
@@ -87,7 +91,7 @@ class Gpu:
         else:
             self.scale = SCALES["cuda"]
         torch.set_num_threads(1)
-        self.place = torch.device(self.scale.kind, 0)
+        self.place = torch.device(self.scale.kind, index)
         self.accelerator = devices.ACCELERATORS[self.scale.kind]
         if not self.accelerator.module.is_available():
             tell(machine={"no_gpu": f"torch {torch.__version__} finds none"})
@@ -157,13 +161,13 @@ def sums(tensors: Sequence[torch.Tensor]) -> list[int]:
 # --- moves: the engine in this process -------------------------------------------------------------------
 
 
-def identical(gpu: Gpu, row: Figures) -> None:
-    """Train each of offload_jobs alone, and with yields at random boundaries."""
+def identical(gpu: Gpu, row: Figures, kinds: str) -> None:
+    """Train each job of a table of offload_jobs alone, and with yields at random boundaries."""
     import offload_jobs  # noqa: PLC0415
     from sidecar_offload import compared  # noqa: PLC0415
 
-    place = offload_jobs.Place(gpu.place, gpu.scale.models)
-    rows = [compared(name, make, place, gpu.scale.yields) for name, make in offload_jobs.JOBS.items()]
+    place, jobs = offload_jobs.Place(gpu.place, gpu.scale.models), getattr(offload_jobs, kinds)
+    rows = [compared(name, make, place, gpu.scale.yields) for name, make in jobs.items()]
     row |= {"jobs": len(rows), "yields": gpu.scale.yields * len(rows), "MiB": max(one["bytes"] for one in rows) / MIB}
     different = [one["case"] for one in rows if not one["identical"]]
     require(not different, f"differ: {', '.join(different)}")
@@ -219,7 +223,8 @@ def speed(gpu: Gpu, row: Figures, mib: int, kib: int, share: float) -> None:
     if gpu.scale.kind == "cuda" and needed > min(room):
         raise NotRunError(f"takes {needed:.0f} MiB, and there are {room[0]} on the GPU and {room[1]} of host memory")
     tensors, offload = gpu.tensors(mib, kib), Offload()
-    plain, segments = PlainCopy(gpu, mib << 20), segments_of(tensors)
+    segments = segments_of(tensors)
+    plain = PlainCopy(gpu, mib << 20)  # its memory is not registered, so it comes after the survey
     rounds = []
     for _ in range(1 + gpu.scale.rounds):  # the first pins the memory
         plain_out, out = plain.rate(out=True), offload.offload(segments)
@@ -245,7 +250,7 @@ def full(gpu: Gpu, row: Figures) -> None:
     tensors = gpu.tensors(gpu.scale.state)
     before, offload, began = sums(tensors), Offload(), gpu.accelerator.allocated(gpu.place)
     offload.offload(segments_of(tensors))
-    with helper("fill"):
+    with helper("fill") as neighbor:
         for _ in range(2):
             try:
                 offload.restore()
@@ -254,6 +259,11 @@ def full(gpu: Gpu, row: Figures) -> None:
             else:
                 raise MissedError("the state came back to a full GPU")
             require(offload.away, "the state is not away after a resume without room")
+    ended = time.monotonic()
+    while gpu.nvml and neighbor.pid in (gpu.nvml.processes() or {}) and time.monotonic() - ended < FREED_S:
+        time.sleep(0.01)
+    row["neighbor_freed_s"] = time.monotonic() - ended
+    require(row["neighbor_freed_s"] < FREED_S, f"a killed process has its memory for over {FREED_S:g} s")
     offload.restore()
     require(sums(tensors) == before, "the content differs after the resume")
     require(gpu.accelerator.allocated(gpu.place) <= began, "failed resumes have left memory behind")
@@ -360,6 +370,39 @@ def refused(gpu: Gpu, row: Figures) -> None:
     require(f"uint8 [{kept.numel()}]" in refusal, "the tensor is not named")
 
 
+def registration(gpu: Gpu, row: Figures) -> None:
+    """Pin the same memory twice; the error must not come up at the next kernel."""
+    host = torch.ones(MIB, dtype=torch.uint8)
+    try:
+        first, second = (gpu.accelerator.register_host(host.data_ptr(), host.nbytes) for _ in range(2))
+        gpu.accelerator.clear_error()
+        row |= {"first": first, "second": second, "sum": int(torch.ones(8, device=gpu.place).sum())}
+    finally:
+        gpu.accelerator.unregister_host(host.data_ptr())
+    require(first == 0 and second != 0, "pinning the same memory twice is no error here")
+
+
+def fixed(gpu: Gpu, row: Figures) -> None:
+    """Capture a CUDA graph, and allocate in a pool of its own."""
+    if gpu.scale.kind != "cuda":
+        raise NotRunError("needs CUDA graphs and torch.cuda.MemPool")
+    tensor = torch.ones(8, device=gpu.place)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tensor * 2
+    row["graph"] = survey([("tensors", [tensor])]).refusal or "moves"
+    graph.reset()
+    del graph
+    gc.collect()
+    if hasattr(torch.cuda, "MemPool"):
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
+            pooled = torch.ones(MIB, device=gpu.place)
+        row["pool"] = survey([("tensors", [pooled])]).refusal or "moves"
+        require("MemPool" in row["pool"], "memory of a pool is not refused by name")
+    require("CUDA graphs" in row["graph"], "a captured graph is not refused by name")
+
+
 def cycles(gpu: Gpu, row: Figures) -> None:
     """Yield and resume some times, and compare what the process has with the first."""
     tensors, offload = gpu.tensors(gpu.scale.state), Offload()
@@ -390,9 +433,10 @@ def process_checkpoint(gpu: Gpu, row: Figures) -> None:
     plain.close()
     with helper("hold", str(gpu.scale.state)) as holder:
         held = gpu.bytes_by_nvml(holder.pid) if gpu.nvml else 0
+        lock = functools.partial(cuda.lock, timeout_ms=LOCK_MS)
+        calls = {"lock": lock, "checkpoint": cuda.checkpoint, "restore": cuda.restore, "unlock": cuda.unlock}
         try:
-            for call in (lambda pid: cuda.lock(pid, 10_000), cuda.checkpoint, cuda.restore, cuda.unlock):
-                name = getattr(call, "__name__", "lock").replace("<lambda>", "lock")
+            for name, call in calls.items():
                 began = time.monotonic()
                 call(holder.pid)
                 seconds = time.monotonic() - began
@@ -451,6 +495,7 @@ def two_ranks(gpu: Gpu, row: Figures) -> None:
         found = [json.loads(rank.communicate(timeout=PATIENCE_S)[0].splitlines()[-1]) for rank in ranks]
     row |= found[0]
     require(all(one["identical"] for one in found), "the ranks computed something else than without yields")
+    require(all(one["sum_after"] == len(found) for one in found), "a sum after NCCL's resume is wrong")
 
 
 def rank(number: str, folder: str, backend: str) -> None:
@@ -464,9 +509,23 @@ def rank(number: str, folder: str, backend: str) -> None:
         torch.cuda.set_device(place)
     distributed.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=int(number), world_size=2)
     rows = [compared(name, make, offload_jobs.Place(place, 0.5), 10) for name, make in offload_jobs.RANKED.items()]
-    tell(jobs=len(rows), yields=10 * len(rows), identical=all(one["identical"] for one in rows))
+    found = {"jobs": len(rows), "yields": 10 * len(rows), "identical": all(one["identical"] for one in rows)}
+    if place.type == "cuda":
+        found |= suspended(Gpu(place.index or 0))
+    tell(**found)
     distributed.barrier()
     os._exit(0)  # gloo's threads may abort an interpreter that ends (pytorch/pytorch#179291)
+
+
+def suspended(gpu: Gpu) -> Figures:
+    """Suspend NCCL's communicators and take them back; return what each step left by NVML."""
+    communicators, total = Communicators(), torch.ones(1, device=gpu.place)
+    held = gpu.bytes_by_nvml() if gpu.nvml else 0
+    communicators.suspend("acceptance")
+    away = gpu.bytes_by_nvml() if gpu.nvml else 0
+    communicators.resume()
+    torch.distributed.all_reduce(total)
+    return {"NCCL_freed_MiB": (held - away) / MIB, "sum_after": int(total)}
 
 
 Check = Callable[[Gpu, Figures], None]
@@ -485,7 +544,8 @@ def checks_of(block: str, scale: Scale) -> dict[str, Check]:
         for mib, kib, share in scale.speeds
     }
     return {
-        "training that yields is bit-identical": identical,
+        "training that yields is bit-identical": functools.partial(identical, kinds="JOBS"),
+        "torch's optimizers compute the same": functools.partial(identical, kinds="OPTIMIZERS"),
         "the GPU is free after a yield": free,
         **speeds,
         "a full GPU at the resume": full,
@@ -493,6 +553,8 @@ def checks_of(block: str, scale: Scale) -> dict[str, Check]:
         "interrupts in the copy": interrupts,
         "unregistered memory is counted": counted,
         "unregistered memory above the limit refuses": refused,
+        "a refused registration spoils no kernel": registration,
+        "a CUDA graph and a pool refuse by name": fixed,
         "cycle after cycle keeps nothing": cycles,
     }
 

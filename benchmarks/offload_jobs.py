@@ -217,6 +217,15 @@ def fsdp(place: Place) -> Job:
     return Job(lambda: _step(optimizer, lambda: model(place.randn(8, 32))), _named(model, optimizer))
 
 
+def optimized(place: Place, *, make: Callable[..., torch.optim.Optimizer], **options: Any) -> Job:
+    """Two layers without biases under an optimizer that keeps more than momentum."""
+    width = place.width(256)
+    layers = [nn.Linear(32, width, bias=False), nn.ReLU(), nn.Linear(width, CLASSES, bias=False)]
+    model = nn.Sequential(*layers).to(place.device)
+    optimizer = make(model.parameters(), **options)
+    return Job(lambda: _step(optimizer, lambda: model(place.randn(16, 32))), _named(model, optimizer))
+
+
 JOBS: dict[str, Callable[[Place], Job]] = {
     "MLP, SGD": mlp,
     "MLP, dropout": functools.partial(mlp, dropout=0.3),
@@ -226,6 +235,15 @@ JOBS: dict[str, Callable[[Place], Job]] = {
     "tied, frozen, EMA": tied,
     "2 loader workers": loader,
 }
+OPTIMIZERS: dict[str, Callable[[Place], Job]] = {
+    "SGD, foreach": functools.partial(optimized, make=torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+    "Adam, foreach": functools.partial(optimized, make=torch.optim.Adam, foreach=True),
+    "AdamW, fused": functools.partial(optimized, make=torch.optim.AdamW, fused=True),
+    "AdamW, capturable": functools.partial(optimized, make=torch.optim.AdamW, capturable=True, foreach=True),
+    "Adafactor": functools.partial(optimized, make=getattr(torch.optim, "Adafactor", torch.optim.Adagrad)),
+    "Muon": functools.partial(optimized, make=getattr(torch.optim, "Muon", torch.optim.NAdam)),
+}
+"""Optimizers beyond those of the jobs; older versions of torch have other ones in the place of the last two."""
 RANKED: dict[str, Callable[[Place], Job]] = {
     "DDP x2, gradient_as_bucket_view=False": functools.partial(ddp, view=False),
     "DDP x2, gradient_as_bucket_view=True": functools.partial(ddp, view=True),
