@@ -1,7 +1,8 @@
 """A job on the simulated GPU, 31 MiB of state: ``gpu_job.py OUT`` writes a line for each boundary.
 
 A line has the moments at which the boundary began and ended, the step, and the loss in hexadecimal. ``--hidden`` makes
-the state larger or smaller; ``--kept`` MiB of GPU memory are given to nothing and stay at each yield.
+the state larger or smaller; ``--kept`` MiB of GPU memory are given to nothing and stay at each yield. It keeps
+checkpoints in the directory ``--checkpoints``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ parser.add_argument("out", type=Path)
 parser.add_argument("--steps", type=int, default=10**9)
 parser.add_argument("--hidden", type=int, default=1280)
 parser.add_argument("--kept", type=int, default=0)
+parser.add_argument("--checkpoints", type=Path)
 options = parser.parse_args()
 torch.set_num_threads(1)
 torch.manual_seed(4)
@@ -32,6 +34,7 @@ layers = (torch.nn.Linear(2048, options.hidden), torch.nn.ReLU(), torch.nn.Linea
 model = torch.nn.Sequential(*layers).to("simulated")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 client.attach(model, optimizer)
+keeper = client.checkpoint(options.checkpoints, model=model) if options.checkpoints else None
 with options.out.open("a", buffering=1) as out:
     for step in range(1, options.steps + 1):
         inputs, labels = torch.randn(4, 2048).to("simulated"), torch.randint(0, 10, (4,)).to("simulated")

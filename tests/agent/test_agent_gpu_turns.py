@@ -113,3 +113,25 @@ def test_a_job_that_does_not_fit_next_to_what_the_other_keeps_waits_and_the_reas
     until(lambda: len(boundaries(tmp_path / "keeper")) > steps + 3, "the other job goes on", PATIENCE_S)
     until(lambda: agent.leases()[1]["state"] == "yielded", "its lease")
     assert agent.leases()[2]["left_bytes"] >> 20 == kept
+
+
+def test_a_job_that_is_out_when_its_gpu_fails_has_a_checkpoint_of_its_last_step(
+    new_agent: Callable[..., Agent],
+    new_job: Callable[..., subprocess.Popen[bytes]],
+    libraries: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(libraries))
+    monkeypatch.setenv("SIMULATED_GPUS", str(tmp_path / "gpu"))
+    agent, kept = facts(new_agent(), slice_s=1.0), tmp_path / "checkpoints"
+    new_job(agent, 1, tmp_path / "out", "--checkpoints", str(kept))
+    until(lambda: boundaries(tmp_path / "out"), f"a first step: {agent.log()}", PATIENCE_S)
+    holder = new_job(agent, 2, tmp_path / "holder")
+    until(lambda: boundaries(tmp_path / "holder"), f"the other's first step: {agent.log()}", PATIENCE_S)
+    lose = f"import pathlib, simulated_gpu; simulated_gpu.open_file(pathlib.Path({str(tmp_path / 'gpu')!r})).lost = 1"
+    subprocess.run([sys.executable, "-c", lose], cwd=MAKER.parent, check=True)
+    holder.wait(PATIENCE_S)
+    until(lambda: "checkpoint JOBID=1" in agent.log(), f"a checkpoint: {agent.log()}", PATIENCE_S)
+    (found,) = kept.glob("step-*")
+    assert int(found.name.partition("-")[2]) == len(boundaries(tmp_path / "out")) + 1

@@ -19,7 +19,7 @@ from cadenza.sidecar import orders, wire
 from cadenza.sidecar.agent.driver.channel import Channel
 from cadenza.sidecar.agent.driver.process_control import DriverController
 from cadenza.sidecar.agent.ipc import cgroup_paths, slurm_steps
-from cadenza.sidecar.agent.ipc.messages import Arrived, Attach, Resumed, Yielded, parse
+from cadenza.sidecar.agent.ipc.messages import Arrived, Attach, Checkpointed, Resumed, Yielded, parse
 from cadenza.sidecar.agent.ipc.pages import Page
 from cadenza.sidecar.agent.ipc.processes import Peer
 from cadenza.sidecar.agent.ipc.transport import Session
@@ -31,7 +31,7 @@ from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.telemetry.gpu_watch import GpuWatch
 from cadenza.sidecar.agent.telemetry.gpus import GpuDevice
 from cadenza.sidecar.agent.turns.arbiter import NO_ROOM_S, ORDER_S, SUSPEND_S, Arbiter
-from cadenza.sidecar.agent.turns.coordinator import LEAVE_S, StopCoordinator
+from cadenza.sidecar.agent.turns.coordinator import FAILED_HOLD_S, LEAVE_S, StopCoordinator
 from cadenza.sidecar.agent_settings import AgentSettings
 
 
@@ -495,6 +495,27 @@ def test_no_lease_is_given_on_a_gpu_that_has_failed(leaving: tuple[Seen, Driver,
     assert (job.state, following.state) == ("yielded", "waiting")
     assert seen.arbiter.waiting_reason(following) == "GPU 0 has failed: GPU is lost"
     assert seen.host.taken_report() == ("GPU 0 has failed: GPU is lost",)
+
+
+def test_a_job_that_is_out_saves_a_checkpoint_when_its_gpu_fails(leaving: tuple[Seen, Driver, Lease, Lease]) -> None:
+    seen, driver, job, following = leaving
+    coordinator, run = seen.arbiter.coordinator, seen.host.run(job.key)
+    (rank,) = run.ranks.values()
+    rank.page._words[wire.PAGE_SAVES], rank.page._words[wire.PAGE_STEP] = wire.SAVES_AWAY, 4
+    driver.sizes, job.vtime_s = {}, 50.0
+    turn(seen, job, 0.5)
+    assert (job.state, following.state, run.stop) == ("yielded", "held", None)
+    driver.error = "GPU is lost"
+    cast("GpuWatch", coordinator.gpus).ask()
+    turn(seen, job, 0.5)
+    assert seen.host.lease_report(job).saving
+    coordinator.checkpointed(job, rank, Checkpointed(cast("Stop", run.stop).order, 4))
+    coordinator.advance(job)
+    assert seen.host.lease_report(job).lost == "GPU 0 has failed: GPU is lost"
+    # Nothing requeues it: it waits, and saves no second time.
+    seen.time.passed += FAILED_HOLD_S + 1
+    turn(seen, job, 0.5)
+    assert (job.state, run.stop) == ("yielded", None)
 
 
 def test_a_job_of_the_facts_without_a_step_is_reported_absent_once_that_lasts() -> None:

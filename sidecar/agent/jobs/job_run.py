@@ -41,7 +41,7 @@ class Rank:
     """Bytes of its CUDA contexts, as measured at its last stop; None if they were not."""
     refused: str = ""
     failed: str = ""
-    """Reason why its state could not come back to its GPU, which has failed; "" once it is back."""
+    """Reason why its state cannot come back to its GPU, which has failed; "" once it is back."""
     requeue_owner: str = ""
     """Other software that requeues the job, as this rank reports."""
 

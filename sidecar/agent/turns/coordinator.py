@@ -108,9 +108,10 @@ class StopCoordinator:
         The next turn begins where the arbiter finds the GPUs free: see ``grant``, ``resume`` and ``resumed``.
         """
         run = self.host.run(lease.key)
-        # 1. Ranks that run without a lease get a stop of their own.
+        # 1. Ranks that run without a lease get a stop of their own; a job that is out saves if its GPUs have failed.
         if run.stop is None and run.runs_unleased(lease):
             self._stop_unleased(lease, run)
+        self._save_if_gpus_failed(lease, run)
         stop = run.stop
         if stop is None or stop.state == "freezing":
             return
@@ -193,6 +194,20 @@ class StopCoordinator:
         run.note = f"{loss}; all its ranks stop at one boundary"
         log.warning("runs without a lease JOBID=%s: %s", lease.key, run.note)
         run.stop = UnleasedStop(self.host.next_order(), "unleased", now, self.host.settings.yield_timeout_s)
+
+    def _save_if_gpus_failed(self, lease: Lease, run: JobRun) -> None:
+        """Have a job that is out save a checkpoint from host memory when the driver says that a GPU of it has failed.
+
+        That happens once: a rank keeps the reason until its state is back. The ranks of several hosts save together.
+        """
+        out = lease.state == "yielded" and run.stop is None and lease.hosts == 1 and run.can_checkpoint_away
+        faults = self.host.gpu_faults() if out and not any(rank.failed for rank in run.ranks.values()) else {}
+        for gpu in sorted(faults.keys() & set(lease.gpus))[:1]:
+            run.note = f"GPU {gpu} has failed: {faults[gpu]}"
+            for rank in run.ranks.values():
+                rank.failed = run.note
+            log.warning("saves for a failed GPU JOBID=%s: %s", lease.key, run.note)
+            self.save_away(lease, FAILED_SAVE_S, FAILED_HOLD_S, "failed")
 
     def raise_stop_step(self, lease: Lease, step: int, *, by_service: bool = False) -> None:
         """Tell all ranks to stop at a later boundary; a rank that stands at an earlier one goes on."""
