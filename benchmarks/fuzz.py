@@ -52,7 +52,9 @@ from cadenza.slurm_plugin.cli.main import main as cadenza
 from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_nodes
 from cadenza.slurm_plugin.cli.whatif.history import read_history
 from cadenza.slurm_plugin.cli.whatif.job_records import read_job_records
+from cadenza.slurm_plugin.gateway import slurm_json
 from cadenza.slurm_plugin.gateway.comment import BadOptions, opt_in_of
+from cadenza.slurm_plugin.gateway.translate import snapshot
 from cadenza.slurm_plugin.service.agents.agent_registry import AgentRegistry
 from cadenza.slurm_plugin.service.settings import load_settings
 from cadenza.slurm_plugin.sweep import errors as sweep_errors
@@ -60,8 +62,9 @@ from cadenza.slurm_plugin.sweep.configs import read_request
 from cadenza.slurm_plugin.sweep.controller import read_head
 from cadenza.slurm_plugin.sweep.journal import Reports, TrialState, read_state
 
-ANSWERS = Path(__file__).resolve().parents[1] / "tests" / "cli"
-"""Folder of recorded answers of Slurm's commands."""
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+ANSWERS, CLUSTER = TESTS / "cli", TESTS / "gateway" / "data" / "both-26.05"
+"""Folders of recorded answers of Slurm's commands."""
 USAGE = 2
 COMMAND_EVERY = 1000
 """Refused files of which one is given to its command."""
@@ -220,6 +223,23 @@ def sweep_reports(path: Path) -> object:
     return Reports(path.parent.parent).read([trial]), trial.best("max"), trial.curve()
 
 
+def queue(data: bytes) -> object:
+    """Return the cluster of what squeue prints; jobs that are none are left out."""
+    return snapshot({"time_s": 1e9, "slurmctld_start_time": 1e9, "jobs": slurm_json.read_jobs(data)[0], "nodes": []})
+
+
+def cluster(data: bytes) -> object:
+    """Return the cluster of what scontrol prints of its nodes."""
+    return snapshot({"time_s": 1e9, "slurmctld_start_time": 1e9, "jobs": [], "nodes": slurm_json.read_nodes(data)[0]})
+
+
+def one_each(path: Path, kind: str) -> tuple[bytes, ...]:
+    """Return the jobs or nodes of an answer of Slurm, each as an answer of its own."""
+    records = json.loads(path.read_bytes().decode("utf-8", "surrogateescape"))[kind]
+    texts = (json.dumps({kind: [one]}, ensure_ascii=False) for one in records)
+    return tuple(text.encode("utf-8", "surrogateescape") for text in texts)
+
+
 # --- boundaries ------------------------------------------------------------------------------------------------
 
 
@@ -265,6 +285,8 @@ def of_wire() -> list[Boundary]:
                 encode(orders.Files(1, "n1", 1, 0, ("/a",))),
             ),
         ),
+        Boundary("jobs of Slurm's JSON", queue, (slurm_json.NotSlurms,), one_each(CLUSTER / "jobs.json", "jobs")),
+        Boundary("nodes of Slurm's JSON", cluster, (slurm_json.NotSlurms,), one_each(CLUSTER / "nodes.json", "nodes")),
         Boundary(
             "comments of jobs", lambda data: opt_in_of(data.decode("utf-8", "surrogatepass")),
             (BadOptions, UnicodeDecodeError),  # the latter is this program's own: Slurm has bytes in UTF-8

@@ -1,1 +1,1 @@
-"""The only code that talks to Slurm: a worker around pyslurm, its supervisor, recorded answers."""
+"""The only code that talks to Slurm: sources over pyslurm and over Slurm's JSON, recorded answers."""

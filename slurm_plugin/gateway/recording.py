@@ -6,7 +6,7 @@ import json
 import threading
 from pathlib import Path
 
-from cadenza.slurm_plugin.gateway.pyslurm_gateway import SlurmGateway
+from cadenza.slurm_plugin.gateway.source_gateway import SlurmGateway
 
 
 def record(path: Path, count: int, interval: float, gateway: SlurmGateway) -> int:

@@ -13,10 +13,13 @@ from cadenza.sidecar.config import ConfigError
 from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks, SlurmUnavailable
 
 TIMEOUT_S = 30.0
+_MODULE = "cadenza.slurm_plugin.gateway.source_gateway"
+SOURCES = {"auto": f"{_MODULE}:automatic", "pyslurm": f"{_MODULE}:over_pyslurm", "json": f"{_MODULE}:over_json"}
+"""The gateways with a short name."""
 
 
 class SlurmGateway(Protocol):
-    """Slurm as the service uses it; ``pyslurm_gateway`` implements it over pyslurm."""
+    """Slurm as the service uses it; ``source_gateway`` implements it."""
 
     def read(self) -> ClusterSnapshot:
         """Return jobs and nodes as Slurm has them; raise an error of the gateway's package when it does not answer."""
@@ -36,9 +39,12 @@ class SlurmGateway(Protocol):
 
 
 def open_gateway(name: str) -> SlurmGateway:
-    """Call the ``module:callable`` of ``[service] gateway``; raise ConfigError if it is none."""
+    """Return the gateway that ``[service] gateway`` names: one of SOURCES, or what its ``module:callable`` returns.
+
+    Raise ConfigError if it is none.
+    """
     try:
-        connect = pkgutil.resolve_name(name)
+        connect = pkgutil.resolve_name(SOURCES.get(name, name))
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"[service] gateway = {name!r}: {error}") from None
     if not callable(connect):

@@ -158,7 +158,7 @@ class Supervisor:
                 if isinstance(error, WorkerHung):
                     raise
                 answer = self._ask(request)
-        return _result(description, answer, node="node" in arguments)
+        return result_of(description, answer, node="node" in arguments)
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         worker = self._current()
@@ -192,7 +192,7 @@ class Supervisor:
             self._discard()
 
 
-def _result(description: str, answer: Mapping[str, Any], *, node: bool) -> Any:
+def result_of(description: str, answer: Mapping[str, Any], *, node: bool) -> Any:
     """Return an answer's result, or raise its error."""
     if "error" not in answer:
         return answer.get("result")

@@ -14,7 +14,7 @@ from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, JobState, 
 from cadenza.policies.core.text import printable
 from cadenza.slurm_plugin.gateway.comment import BadOptions, opt_in_of
 from cadenza.slurm_plugin.gateway.eligibility import Site, unreadable_reason
-from cadenza.slurm_plugin.gateway.worker import HELD_NOTE
+from cadenza.slurm_plugin.gateway.verbs import HELD_NOTE
 
 Raw: TypeAlias = Mapping[str, Any]
 

@@ -84,10 +84,11 @@ class ServiceTable(msgspec.Struct, frozen=True):
     gateway: Annotated[
         str,
         Meta(
-            description="Gateway to Slurm: module:callable, called without arguments",
-            pattern=r"^[\w.]+:[\w.]+$",
+            description="Gateway to Slurm: auto: over pyslurm where it is built for this Slurm, else over the JSON of "
+            "Slurm's commands; pyslurm; json; or module:callable, called without arguments",
+            pattern=r"^(auto|pyslurm|json|[\w.]+:[\w.]+)$",
         ),
-    ] = "cadenza.slurm_plugin.gateway.pyslurm_gateway:SlurmGateway"
+    ] = "auto"
 
 
 @dataclass(frozen=True, slots=True)

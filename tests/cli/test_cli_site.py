@@ -169,7 +169,7 @@ def healthy(tmp_path: Path) -> Facts:
         KeyFile("/keys/service.key_secret", True, 0o600),
         KeyFile("/keys/agents/n1.key", False, 0o644, "n1", key="K"),
     )
-    return Facts(settings, "0.1.0", seen.time_s + 1, files, SLURM, "26.5.0", seen, seen, (26, 5))
+    return Facts(settings, "0.1.0", seen.time_s + 1, files, SLURM, {"pyslurm": "26.5.0"}, seen, seen, (26, 5))
 
 
 def changed(facts: Facts, **changes: object) -> Facts:
@@ -211,6 +211,17 @@ def test_doctor_finds_nothing_on_a_healthy_site(tmp_path: Path) -> None:
     assert not failed(findings)
 
 
+def test_doctor_shows_the_source_and_its_versions(tmp_path: Path) -> None:
+    json_source = {"json": "v0.0.42", "scontrol": "24.11.5", "user": "u", "reason": "pyslurm cannot be imported"}
+    slurm = {**SLURM, "SLURM_VERSION": "24.11.5", "SchedulerParameters": "batch_sched_delay=0"}
+    findings = examine(changed(healthy(tmp_path), slurm=slurm, source=json_source, plugin=(24, 11)))
+    assert {finding.level for finding in findings} == {"OK"}, "24.11 has no requeue_delay"
+    (shown,) = (finding.observation for finding in findings if finding.about == "source")
+    assert shown == "Slurm's JSON v0.0.42, commands of Slurm 24.11.5: pyslurm cannot be imported"
+    (shown,) = (finding.observation for finding in examine(healthy(tmp_path)) if finding.about == "pyslurm")
+    assert shown == "for Slurm 26.05"
+
+
 def broken(name: str, facts: Facts) -> Facts:
     seen = facts.cluster
     assert seen is not None
@@ -219,7 +230,7 @@ def broken(name: str, facts: Facts) -> Facts:
     return {
         "gang": lambda: changed(facts, slurm={**SLURM, "PreemptMode": "GANG,SUSPEND"}),
         "select": lambda: changed(facts, slurm={**SLURM, "SelectType": "select/linear"}),
-        "pyslurm": lambda: changed(facts, pyslurm="25.11.2"),
+        "pyslurm": lambda: changed(facts, source={"pyslurm": "25.11.2"}),
         "secret": lambda: changed(facts, keys=(KeyFile("/keys/service.key_secret", True, 0o644), facts.keys[1])),
         "no key": lambda: changed(facts, keys=facts.keys[:1]),
         "lane gpus": lambda: changed(facts, cluster=with_nodes(seen, first, Node(**lane, gpus=1, partitions=("gpu",)))),

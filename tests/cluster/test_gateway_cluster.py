@@ -20,10 +20,12 @@ DRIVE = """
 import json, sys, time
 from cadenza.policies.core.actions import *
 from cadenza.policies.core.model import *
-from cadenza.slurm_plugin.gateway.pyslurm_gateway import SlurmGateway
-with SlurmGateway() as gateway:
+from cadenza.slurm_plugin.gateway.source_gateway import *
+with automatic() as gateway:
     print(json.dumps(eval(sys.argv[1])))
 """
+LIBRARY = "/usr/lib/x86_64-linux-gnu/slurm-wlm/libslurmfull.so"
+SOME_S = 2e9
 APPLY = "[(outcome.ok, outcome.error) for outcome in map(gateway.apply, {actions})]"
 
 
@@ -39,6 +41,11 @@ def apply(cluster: Cluster, *actions: object, user: str = USER) -> list[tuple[bo
 
 def read(cluster: Cluster) -> ClusterSnapshot:
     return snapshot(drive(cluster, "gateway.read_raw()"))
+
+
+def seen_by(cluster: Cluster, source: str) -> ClusterSnapshot:
+    """Return what a source sees, at one time for all of them."""
+    return snapshot(drive(cluster, f"over_{source}().read_raw()") | {"time_s": SOME_S})
 
 
 def job(cluster: Cluster, number: int) -> Job:
@@ -127,6 +134,62 @@ def test_a_failed_change_releases_nothing(alone: Cluster, submit: Callable[..., 
     assert job(alone, number).held
 
 
+def test_both_sources_see_the_same_while_slurms_commands_act(alone: Cluster, submit: Callable[..., int]) -> None:
+    """The actions go by Slurm's commands, in one process; after each stage both sources are read."""
+    if "pyslurm" not in drive(alone, "gateway.greeting()"):
+        pytest.skip("pyslurm is not built for this release")
+    keys = [started(alone, submit("--gres=gpu:1", "-c2", "--cadenza")) for _ in range(2)]
+    array = submit("--array=1-3", "--gpus=1", "--hold", "--cadenza")
+    typed = submit("--gpus=a100:1", "--hold", "--begin=now+600")
+    two = submit("-N2", "--gres=gpu:1", "--hold", "--mem=300", "--cadenza")
+
+    def act(*actions: object) -> ClusterSnapshot:
+        with_json = APPLY.format(actions=repr(list(actions))).replace("gateway.", "over_json().")
+        assert drive(alone, with_json) == [[True, ""]] * len(actions)
+        both = seen_by(alone, "json"), seen_by(alone, "pyslurm")
+        assert both[0] == both[1]
+        return both[0]
+
+    try:
+        act(Suspend(keys[0], "t"), Requeue(keys[1], True, "t"), DrainNode("node1-l1", "off"))
+        alone.wait_state(keys[1].id, "PENDING", timeout=30)
+        again, pair = JobKey(keys[1].id, 1), ("node1", "node2")
+        one, many = Place(JobKey(array, 0), ("node2",), "t"), Place(JobKey(two, 0), pair, "t", memory_per_node_mb=200)
+        places = (
+            Place(again, ("node2-l1",), "t", cpus_per_task=1, elsewhere=True),
+            one,
+            many,
+            Release(JobKey(typed, 0), "t"),
+        )
+        act(Unsuspend(keys[0], "t"), *places, OpenNode("node1-l1", "t"))
+        for number in (again.id, two):
+            alone.wait_state(number, "RUNNING", timeout=30)
+        seen = act(Release(JobKey(array, 0), "t"))
+    finally:
+        apply(alone, OpenNode("node1-l1", "t"))
+    jobs = {found.key: found for found in seen.jobs}
+    assert (jobs[keys[0]].state, jobs[again].nodes, jobs[again].cpus) == ("RUNNING", ("node2-l1",), 1)
+    assert (jobs[JobKey(two, 0)].nodes, jobs[JobKey(two, 0)].memory_mb, jobs[JobKey(typed, 0)].gpu_type) == (
+        pair,
+        400,
+        "a100",
+    )
+    placed = [found for found in seen.jobs if found.required_nodes == ("node2",)]
+    assert [(found.nodes, found.key.id == array) for found in placed] == [(("node2",), False)]
+
+
+def test_slurms_messages_are_those_that_its_commands_are_understood_by(alone: Cluster) -> None:
+    script = f"""
+import ctypes, json
+from cadenza.slurm_plugin.gateway.errors import _TEXTS
+slurm = ctypes.CDLL({LIBRARY!r})
+slurm.slurm_strerror.restype = ctypes.c_char_p
+print(json.dumps([[text, slurm.slurm_strerror(errno).decode()] for text, errno in _TEXTS.items()]))
+"""
+    pairs = json.loads(alone.exec("ctl", PYTHON, "-c", script).stdout)
+    assert [(ours, slurms) for ours, slurms in pairs if not slurms.startswith(ours)] == []
+
+
 def test_a_requeue_of_a_suspended_job_and_one_that_may_not(alone: Cluster, submit: Callable[..., int]) -> None:
     key = started(alone, submit("--gpus=1"))
     assert apply(alone, Suspend(key, "t"), Requeue(key, True, "t")) == [(True, ""), (True, "")]
@@ -185,7 +248,7 @@ def test_without_slurmctld_the_error_says_so(alone: Cluster) -> None:
     alone.service("ctl", "stop", "slurmctld")
     try:
         expression = "[type(error).__name__ for error in [trouble(gateway.read)]]"
-        script = DRIVE.replace("with Slurm", TROUBLE + "with Slurm")
+        script = DRIVE.replace("with automatic", TROUBLE + "with automatic")
         done = alone.exec("ctl", PYTHON, "-c", script, expression, user=USER)
         assert json.loads(done.stdout) == ["SlurmUnavailable"]
     finally:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from gateway_rig import HERE, MakeGateway
 
-from cadenza.slurm_plugin.gateway.pyslurm_gateway import SlurmGateway
-from cadenza.slurm_plugin.gateway.supervisor import WorkerSettings
+from cadenza.slurm_plugin.gateway.source_gateway import SlurmGateway
+from cadenza.slurm_plugin.gateway.supervisor import Supervisor, WorkerSettings
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def gateway_with(tmp_path: Path) -> Iterator[MakeGateway]:
         if once:
             environment["PYSLURM_TROUBLE_ONCE"] = str(tmp_path / "once")
         settings.setdefault("request_timeout_s", 5.0)
-        made.append(SlurmGateway(WorkerSettings(environment=environment, **settings)))  # type: ignore[arg-type]
+        made.append(SlurmGateway(Supervisor(WorkerSettings(environment=environment, **settings))))  # type: ignore[arg-type]
         return made[-1]
 
     yield make

@@ -184,7 +184,7 @@ def test_the_agents_actions_are_refused(gateway_with: MakeGateway, action: Yield
     with pytest.raises(NotForSlurm):
         gateway.act(action)
     assert not gateway.apply(action).ok
-    assert gateway.workers_started == 0
+    assert gateway._source.started == 0
 
 
 def test_a_read_drops_finished_jobs_but_those_that_were_terminated_and_survives_unreadable_ones(
@@ -208,7 +208,7 @@ def test_a_hung_worker_is_ended_and_replaced(gateway_with: MakeGateway) -> None:
         gateway.ping()
     assert not is_alive(hung)
     assert gateway.ping()["host"] == "ctl"
-    assert gateway.workers_started == 2
+    assert gateway._source.started == 2
 
 
 def test_a_read_survives_a_crash(gateway_with: MakeGateway) -> None:
@@ -216,7 +216,7 @@ def test_a_read_survives_a_crash(gateway_with: MakeGateway) -> None:
     crashed = gateway.greeting()["pid"]
     assert gateway.read().jobs
     assert not is_alive(crashed)
-    assert gateway.workers_started == 2
+    assert gateway._source.started == 2
 
 
 def test_a_crash_in_an_action_is_not_repeated(gateway_with: MakeGateway, calls: Calls) -> None:
@@ -233,7 +233,7 @@ def test_a_worker_that_always_dies_is_slurm_unavailable(gateway_with: MakeGatewa
     gateway = gateway_with("exit")
     with pytest.raises(SlurmUnavailable, match="exit code 7"):
         gateway.read()
-    assert gateway.workers_started == 2
+    assert gateway._source.started == 2
 
 
 def test_a_machine_without_pyslurm_is_named(gateway_with: MakeGateway) -> None:
@@ -246,7 +246,7 @@ def test_an_old_worker_is_replaced(gateway_with: MakeGateway) -> None:
     first = gateway.greeting()["pid"]
     for _ in range(3):
         gateway.ping()
-    assert gateway.workers_started == 2
+    assert gateway._source.started == 2
     assert not is_alive(first)
 
 
@@ -304,6 +304,6 @@ def test_slurms_errors_say_who_must_act(errno: int | None, kind: type[GatewayErr
 def test_an_unknown_request_is_refused_and_the_worker_lives(gateway_with: MakeGateway) -> None:
     gateway = gateway_with()
     with pytest.raises(ActionRefused, match="unknown request 'reboot'"):
-        gateway._worker.ask("reboot", "reboot")
+        gateway._source.ask("reboot", "reboot")
     assert gateway.ping()["responding"]
-    assert gateway.workers_started == 1
+    assert gateway._source.started == 1

@@ -16,6 +16,7 @@ from cadenza.policies.core.profile import MB_PER_GB
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.shareable import unshareable_jobs
 from cadenza.slurm_plugin.cli.site.facts import Facts
+from cadenza.slurm_plugin.gateway.source_gateway import release_of
 
 Level: TypeAlias = Literal["OK", "WARN", "FAIL"]
 
@@ -26,6 +27,8 @@ MAX_SLICES_TO_STOP = 2
 """Longest stop, in slices, that leaves a job that stops as late as it may without much more time than its share."""
 OWN_FILES, FILES_A_HOST = 256, 2
 """Files that cadenzad needs for itself, and for each agent: a connection, and one that a restarted agent opens."""
+REQUEUE_DELAY = (25, 11)
+"""The first release of Slurm with the setting; for the others the gateway sets the time of a start."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -100,14 +103,14 @@ def _keys_of_hosts(facts: Facts) -> Iterator[Finding]:
 
 
 def versions(facts: Facts) -> Iterator[Finding]:
-    """Check that Slurm, pyslurm and the plugin have the same release."""
+    """Check that Slurm, the source of the gateway and the plugin have the same release."""
     if facts.slurm is None:
         yield Finding("FAIL", "Slurm", facts.problems.get("slurm", ""), "is slurmctld up? `scontrol ping`")
         return
     text = facts.slurm.get("SLURM_VERSION", "")
-    slurm = _release(text)
+    slurm = release_of(text)
     yield Finding("OK", "Slurm", text)
-    yield _same("pyslurm", _release(facts.pyslurm or ""), slurm, facts, "build it for this Slurm")
+    yield _source(facts, slurm)
     plugin = _same("plugin", facts.plugin, slurm, facts, "make -C slurm_plugin/spank install")
     # Only a warning: without the plugin the flag is missing, but jobs can opt in by their comment.
     yield plugin if plugin.level == "OK" else msgspec.structs.replace(plugin, level="WARN")
@@ -124,14 +127,22 @@ def _same(
     return Finding("OK", part, f"for Slurm {name}")
 
 
-def _release(text: str) -> tuple[int, int] | None:
-    match = re.match(r"(\d+)\.(\d+)", text)
-    return (int(match[1]), int(match[2])) if match else None
+def _source(facts: Facts, slurm: tuple[int, ...] | None) -> Finding:
+    """Return the source that the gateway reads and acts by, with its versions."""
+    if "json" not in facts.source:
+        return _same(
+            "pyslurm", release_of(str(facts.source.get("pyslurm", ""))), slurm, facts, "build it for this Slurm"
+        )
+    text = f"Slurm's JSON {facts.source['json']}, commands of Slurm {facts.source['scontrol']}"
+    return Finding("OK", "source", f"{text}: {facts.source['reason']}" if facts.source["reason"] else text)
 
 
 def slurm_settings(facts: Facts) -> Iterator[Finding]:
     """Check the required and the recommended settings of slurm.conf."""
+    release = release_of((facts.slurm or {}).get("SLURM_VERSION", "")) or REQUEUE_DELAY
     for level, key, good, effect, advice in RULES if facts.slurm is not None else ():
+        if "requeue_delay" in good and release < REQUEUE_DELAY:
+            continue
         value = (facts.slurm or {}).get(key, "")
         if re.search(good, value):
             yield Finding("OK", key, value)
@@ -199,7 +210,7 @@ RULES: tuple[tuple[Level, str, str, str, str], ...] = (
 def lanes(facts: Facts) -> Iterator[Finding]:
     """Check that further lanes match lane 0 and that their hosts are in managed partitions only."""
     if facts.cluster is None:
-        yield Finding("FAIL", "cluster", facts.problems.get("cluster", "not read, see pyslurm"))
+        yield Finding("FAIL", "cluster", facts.problems.get("cluster", "not read, see the source"))
         return
     hosts: defaultdict[str, list[Node]] = defaultdict(list)
     for node in facts.cluster.nodes:

@@ -54,8 +54,8 @@ def record(*, out: Path, count: int, interval: float) -> None:
     The file contains names of users and jobs, and comments: review it before you share it.
     """
     from cadenza.slurm_plugin.gateway import recording  # noqa: PLC0415
-    from cadenza.slurm_plugin.gateway.pyslurm_gateway import SlurmGateway  # noqa: PLC0415
+    from cadenza.slurm_plugin.gateway.source_gateway import automatic  # noqa: PLC0415
 
-    with SlurmGateway() as gateway:
+    with automatic() as gateway:
         size = recording.record(out, count, interval, gateway)
     say(f"{out}: {count} answers, {size} bytes")

@@ -16,8 +16,8 @@ from cadenza.policies.core.model import ClusterSnapshot
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
 from cadenza.slurm_plugin.gateway.errors import GatewayError
-from cadenza.slurm_plugin.gateway.pyslurm_gateway import SlurmGateway
 from cadenza.slurm_plugin.gateway.slurm_gateway import slurm_config
+from cadenza.slurm_plugin.gateway.source_gateway import automatic, over_json, over_pyslurm
 from cadenza.slurm_plugin.service.agents.curve_keys import AGENT_FOLDER, PUBLIC, REPLACED, SECRET
 from cadenza.slurm_plugin.service.errors import ServiceError
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
@@ -54,7 +54,8 @@ class Facts(msgspec.Struct, frozen=True):
     now_s: float
     keys: tuple[KeyFile, ...] = ()
     slurm: dict[str, str] | None = None
-    pyslurm: str | None = None
+    source: dict[str, str | int] = {}
+    """Greeting of the source that the gateway reads and acts by: its versions."""
     cluster: ClusterSnapshot | None = None
     """Slurm's current answer, without leases and agents."""
     recorded: ClusterSnapshot | None = None
@@ -88,11 +89,11 @@ def gather(config: Path | None) -> Facts:
     profiles = ProfileDirectory(Path(settings.profiles.directory) if settings.profiles.directory else None)
     profiles.refresh()
     slurm = attempt("slurm", slurm_config)
-    with SlurmGateway() as gateway:
+    with {"pyslurm": over_pyslurm, "json": over_json}.get(settings.service.gateway, automatic)() as gateway:
         greeting = attempt("pyslurm", gateway.greeting) or {}
         cluster = attempt("cluster", gateway.read) if greeting else None
     return Facts(
-        settings, version("cadenza"), SystemClock().now(), _keys(settings), slurm, greeting.get("pyslurm"),
+        settings, version("cadenza"), SystemClock().now(), _keys(settings), slurm, greeting,
         cluster, attempt("recorded", lambda: _recorded(settings)),
         attempt("plugin", lambda: built_for(slurm or {})), problems,
         sum(entry.profile is not None for entry in profiles.library.entries), tuple(profiles.library.problems),

@@ -1,9 +1,14 @@
-"""The Slurm side of `policies.round.Gateway`: snapshots and actions through the pyslurm worker."""
+"""The Slurm side of `policies.round.Gateway`: snapshots and actions through one source of Slurm.
+
+Sources are the worker around pyslurm, and Slurm's own commands with their JSON. What they answer is the same.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Collection, Mapping
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from cadenza.policies.core.actions import (
     Action,
@@ -18,16 +23,35 @@ from cadenza.policies.core.actions import (
     Unsuspend,
 )
 from cadenza.policies.core.model import ClusterSnapshot, JobKey, SlurmState
-from cadenza.slurm_plugin.gateway.errors import GatewayError, NotForSlurm
-from cadenza.slurm_plugin.gateway.supervisor import Supervisor, WorkerSettings
+from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks, GatewayError, NotForSlurm, WorkerHung, WorkerLost
+from cadenza.slurm_plugin.gateway.json_source import JsonSource
+from cadenza.slurm_plugin.gateway.supervisor import Supervisor
 from cadenza.slurm_plugin.gateway.translate import slurm_state_of, snapshot
+
+log = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    """The requests of ``verbs`` with their answers."""
+
+    def ask(self, description: str, op: str, **arguments: Any) -> Any:
+        """Return the result of one request, or raise the GatewayError that names who must act."""
+        ...
+
+    def greeting(self) -> dict[str, Any]:
+        """Return the source's versions and its user; raise a GatewayError where it does not work."""
+        ...
+
+    def close(self) -> None:
+        """End its processes."""
+        ...
 
 
 class SlurmGateway:
     """Reads the cluster and carries out Slurm's actions; those of the agents, such as Yield, are refused."""
 
-    def __init__(self, settings: WorkerSettings | None = None) -> None:
-        self._worker = Supervisor(settings)
+    def __init__(self, source: Source) -> None:
+        self._source = source
 
     def read(self) -> ClusterSnapshot:
         """Return jobs and nodes as they are now, without leases; a GatewayError when Slurm does not answer.
@@ -38,12 +62,12 @@ class SlurmGateway:
 
     def look(self, jobs: Collection[int]) -> Mapping[JobKey, SlurmState]:
         """Return the state of a few jobs, which costs slurmctld one small RPC each."""
-        answers = self._worker.ask("looking at jobs", "look", jobs=sorted(jobs))
+        answers = self._source.ask("looking at jobs", "look", jobs=sorted(jobs))
         return dict(state for answer in answers if (state := slurm_state_of(answer)) is not None)
 
     def read_raw(self) -> dict[str, Any]:
-        """Return the worker's answer, as a recording keeps it."""
-        return dict(self._worker.ask("reading the cluster", "read"))
+        """Return the source's answer, as a recording keeps it."""
+        return dict(self._source.ask("reading the cluster", "read"))
 
     def apply(self, action: Action) -> Outcome:
         """Carry out one action; a failure is an Outcome that names who must act."""
@@ -72,9 +96,9 @@ class SlurmGateway:
             case Size(job=key, cpus=cpus, memory_mb=memory_mb):
                 self._job(f"size job {key}", "modify", key, cpus=cpus, memory=memory_mb)
             case DrainNode(node=name, reason=reason):
-                self._worker.ask(f"drain node {name}", "drain", node=name, reason=reason)
+                self._source.ask(f"drain node {name}", "drain", node=name, reason=reason)
             case OpenNode(node=name, drain=drain):
-                self._worker.ask(f"open node {name}", "undrain", node=name, drain=drain)
+                self._source.ask(f"open node {name}", "undrain", node=name, drain=drain)
             case _:
                 raise NotForSlurm(f"{type(action).__name__} of job {action.job} is for the agents, not Slurm")
 
@@ -98,31 +122,73 @@ class SlurmGateway:
         if action.elsewhere:
             changes["now"] = True
         if changes:
-            self._job(f"place job {key} on {','.join(action.nodes)}", "modify", key, **changes)
+            changed = self._job(f"place job {key} on {','.join(action.nodes)}", "modify", key, **changes)
+            key = key if changed is None else JobKey(changed, key.restart)
         self._job(f"release job {key}", "release", key)
 
     def ping(self) -> dict[str, Any]:
         """Return slurmctld's host and the RPC's latency in ms."""
-        return dict(self._worker.ask("ping slurmctld", "ping"))
+        return dict(self._source.ask("ping slurmctld", "ping"))
 
     def greeting(self) -> dict[str, Any]:
-        """Return pyslurm's version and the worker's pid and user."""
-        return self._worker.greeting()
+        """Return the source's versions and its user."""
+        return self._source.greeting()
 
-    @property
-    def workers_started(self) -> int:
-        """Number of worker processes that this gateway has started."""
-        return self._worker.started
-
-    def _job(self, request: str, op: str, key: JobKey, **arguments: Any) -> None:
-        self._worker.ask(request, op, job=key.id, restart=key.restart, **arguments)
+    def _job(self, request: str, op: str, key: JobKey, **arguments: Any) -> Any:
+        return self._source.ask(request, op, job=key.id, restart=key.restart, **arguments)
 
     def close(self) -> None:
-        """End the worker process."""
-        self._worker.close()
+        """End the source's processes."""
+        self._source.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def over_pyslurm() -> SlurmGateway:
+    """Return the gateway over pyslurm."""
+    return SlurmGateway(Supervisor())
+
+
+def over_json() -> SlurmGateway:
+    """Return the gateway over Slurm's commands and their JSON."""
+    return SlurmGateway(JsonSource())
+
+
+def automatic() -> SlurmGateway:
+    """Return the gateway over pyslurm where it works and is built for this machine's Slurm, else over Slurm's JSON."""
+    worker = Supervisor()
+    problem = problem_of(worker)
+    if problem is None:
+        return SlurmGateway(worker)
+    worker.close()
+    log.info("Slurm's JSON is read, because %s", problem)
+    return SlurmGateway(JsonSource(problem))
+
+
+def problem_of(worker: Source) -> str | None:
+    """Return why pyslurm cannot be the source; None if it can, as far as a Slurm that does not answer tells."""
+    try:
+        pyslurm = str(worker.greeting()["pyslurm"])
+        slurm = str(JsonSource().greeting()["scontrol"])
+        if release_of(pyslurm) != release_of(slurm):
+            return f"pyslurm {pyslurm} is not for Slurm {slurm}"
+        worker.ask("trying pyslurm", "ping")
+    except (EnvironmentLacks, WorkerLost) as error:
+        return None if isinstance(error, WorkerHung) else str(error)
+    except GatewayError:
+        return None
+    return None
+
+
+def release_of(version: str) -> tuple[int, int] | None:
+    """Return the release of a version of Slurm or pyslurm, whose months lack the zero; None for a text that is none.
+
+    >>> release_of("26.05.5") == release_of("26.5.0") == (26, 5)
+    True
+    """
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else None

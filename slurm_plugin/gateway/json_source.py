@@ -1,0 +1,196 @@
+"""Slurm through its own commands: ``squeue`` and ``scontrol`` with ``--json`` to read, ``scontrol`` to act."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pwd
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from cadenza.policies.core.text import printable
+from cadenza.slurm_plugin.gateway.commands import FORMAT, JSON, Refusal, answer, command
+from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks, SlurmUnavailable
+from cadenza.slurm_plugin.gateway.slurm_gateway import parse
+from cadenza.slurm_plugin.gateway.slurm_json import NotSlurms, read_jobs, read_nodes, read_reservations
+from cadenza.slurm_plugin.gateway.supervisor import result_of
+from cadenza.slurm_plugin.gateway.verbs import Verbs
+
+log = logging.getLogger(__name__)
+
+NO_JOB, NO_NODE = 2017, 2018
+"""Slurm's numbers for a job and a node that it does not know; see slurm_errno.h."""
+OPTIONS: Mapping[str, str] = {
+    "required_nodes": "ReqNodeList", "memory_per_node": "MinMemoryNode", "cpus_per_task": "CPUsPerTask",
+    "min_cpus_per_node": "NumCPUs", "admin_comment": "AdminComment", "state": "State", "reason": "Reason",
+}  # fmt: skip
+"""Names of scontrol for the names of pyslurm."""
+
+
+class Record:
+    """A job or node of Slurm's JSON, its fields as attributes; a job has the verbs too."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self.fields = fields
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.fields[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    @property
+    def task(self) -> str:
+        """The name of a job for scontrol; of the rest of an array that waits, the next task's.
+
+        The number of an array's last task is the array's own, by which scontrol would change every task.
+        """
+        if not self.array_id:
+            return str(self.id)
+        waiting = re.match(r"\d+", self.array_tasks_waiting or "")
+        return f"{self.array_id}_{waiting[0] if waiting else self.array_task_id or 0}"
+
+    def suspend(self) -> None:
+        """Suspend the job."""
+        command("scontrol", "suspend", self.task)
+
+    def unsuspend(self) -> None:
+        """Resume the job."""
+        command("scontrol", "resume", self.task)
+
+    def requeue(self, *, hold: bool) -> None:
+        """Requeue the job, with ``hold`` into held state."""
+        command("scontrol", "requeuehold" if hold else "requeue", self.task)
+
+    def release(self) -> None:
+        """Release the job; of an array all tasks that wait."""
+        command("scontrol", "release", str(self.id) if self.array_tasks_waiting else self.task)
+
+
+class SlurmCommands:
+    """Slurm through its commands."""
+
+    error = Refusal
+
+    def __init__(self) -> None:
+        self._reported: set[str] = set()
+
+    def ping(self) -> dict[str, Any]:
+        """Ping the primary slurmctld."""
+        try:
+            first = json.loads(command("scontrol", "ping", JSON))["pings"][0]
+            latency_ms = float(first["latency"]) / 1000
+            return {"host": str(first["hostname"]), "responding": first["responding"] is True, "latency_ms": latency_ms}
+        except (ValueError, LookupError, TypeError, RecursionError):
+            raise SlurmUnavailable("scontrol ping: its JSON cannot be read") from None
+
+    def jobs(self) -> Iterable[Any]:
+        """Return all jobs; without slurmctld ``scontrol show jobs --json`` shows none, and calls that a success."""
+        return self._records(read_jobs, "squeue", "--all", "--states=all", JSON)
+
+    def nodes(self) -> Iterable[Any]:
+        """Return all nodes."""
+        return self._records(read_nodes, "scontrol", "--all", "show", "nodes", JSON)
+
+    def reservations(self) -> list[dict[str, Any]]:
+        """Return all reservations."""
+        found = self._records(read_reservations, "scontrol", "--all", "show", "reservations", JSON)
+        return [one.fields for one in found]
+
+    def started_s(self) -> float:
+        """Return when slurmctld started."""
+        try:
+            return float(parse(command("scontrol", "show", "config"))["BOOT_TIME"])
+        except (ValueError, LookupError):
+            raise SlurmUnavailable("scontrol show config: there is no BOOT_TIME") from None
+
+    def job_fields(self, job: Any) -> dict[str, Any]:
+        """Return a job."""
+        return dict(job.fields)
+
+    def node_fields(self, node: Any) -> dict[str, Any]:
+        """Return a node."""
+        return dict(node.fields)
+
+    def job(self, number: int) -> Any:
+        """Return one job."""
+        jobs = self._records(read_jobs, "squeue", "--all", "--states=all", f"--jobs={number}", JSON)
+        return next((job for job in jobs if job.id == number), None) or _unknown("job", str(number), NO_JOB)
+
+    def node(self, name: str) -> Any:
+        """Return one node."""
+        nodes = self._records(read_nodes, "scontrol", "--all", "show", "node", name, JSON)
+        return next((node for node in nodes if node.name == name), None) or _unknown("node", name, NO_NODE)
+
+    def name(self, job: Any) -> str:
+        """Return a job's name for scontrol."""
+        return str(job.task)
+
+    def change_job(self, job: Any, changes: Mapping[str, Any]) -> int | None:
+        """Change a job, of the rest of an array its next task, which is another job from then on.
+
+        scontrol cannot set a priority that Slurm computes. So a release is a command of its own, and goes before
+        the note of the hold: a slurmctld that is killed in between must not keep a hold without its note.
+        """
+        changes = dict(changes)
+        if changes.pop("priority", None) is not None:
+            job.release()
+        start = ("StartTime=now",) if changes.pop("begin_time", None) is not None else ()
+        update(f"JobId={job.task}", changes, *start)
+        if not job.array_tasks_waiting:
+            return None
+        tasks = self._records(read_jobs, "squeue", "--all", "--states=all", f"--jobs={job.task}", JSON)
+        return next((int(one.id) for one in tasks if one.task == job.task and not one.array_tasks_waiting), None)
+
+    def change_node(self, name: str, changes: Mapping[str, str]) -> None:
+        """Change a node."""
+        update(f"NodeName={name}", changes)
+
+    def _records(self, read: Callable[[bytes], tuple[list[dict[str, Any]], list[str]]], *words: str) -> list[Record]:
+        """Return the records of an answer; those that cannot be read are logged once."""
+        try:
+            fields, refused = read(answer(*words))
+        except NotSlurms as error:
+            raise SlurmUnavailable(f"{' '.join(words)}: {error}") from None
+        for problem in refused:
+            if problem not in self._reported:
+                log.warning("%s: left out: %s", words[0], printable(problem))
+        self._reported = set(refused)
+        return [Record(one) for one in fields]
+
+
+def update(subject: str, changes: Mapping[str, Any], *words: str) -> None:
+    """Change what ``subject`` names, by names of pyslurm."""
+    values = {OPTIONS[name]: ",".join(value) if isinstance(value, list) else value for name, value in changes.items()}
+    command("scontrol", "update", subject, *(f"{name}={value}" for name, value in values.items()), *words)
+
+
+def _unknown(kind: str, name: str, errno: int) -> Record:
+    raise Refusal(f"Slurm does not know {kind} {name}", errno)
+
+
+class JsonSource:
+    """Answers the gateway's requests by Slurm's commands."""
+
+    def __init__(self, reason: str = "") -> None:
+        self._verbs = Verbs(SlurmCommands())
+        self._reason = reason
+        """The cause for which pyslurm is not the source."""
+
+    def ask(self, description: str, op: str, **arguments: Any) -> Any:
+        """Return the result of one request, or raise the GatewayError that names who must act."""
+        return result_of(description, self._verbs.answer({"op": op, **arguments}), node="node" in arguments)
+
+    def greeting(self) -> dict[str, Any]:
+        """Return the format, the release of Slurm's commands and our user; EnvironmentLacks without the commands."""
+        try:
+            release = command("scontrol", "--version").split()[-1]
+        except (Refusal, IndexError) as error:
+            raise EnvironmentLacks(f"scontrol --version: {error}") from None
+        user = pwd.getpwuid(os.geteuid()).pw_name
+        return {"json": FORMAT, "scontrol": release, "user": user, "reason": self._reason}
+
+    def close(self) -> None:
+        """Do nothing: no process is kept."""

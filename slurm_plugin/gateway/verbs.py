@@ -1,0 +1,304 @@
+"""The requests that the gateway sends to a source of Slurm: the same checks, changes and refusals for each source.
+
+A request is ``{"op": "suspend", …}``, its answer ``{"result": …}`` or
+``{"error": {"kind": "slurm"|"stale"|"request", "errno": 2017, "message": …}}``; an ``id`` comes back with the answer.
+This module imports the standard library and little else, because the worker around pyslurm runs it.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from cadenza.sidecar import clock
+from cadenza.slurm_plugin.gateway import request_sizes
+from cadenza.slurm_plugin.gateway.commands import JSON, Refusal, command
+from cadenza.slurm_plugin.gateway.request_sizes import BadRequest
+
+FINISHED = frozenset({
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "EXPEDITING", "FAILED", "LAUNCH_FAILED", "NODE_FAIL",
+    "OUT_OF_MEMORY", "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
+})  # fmt: skip
+OUR_DRAIN = "cadenza: "
+"""Beginning of the reason of all our drains; the service does not undo the drains of others."""
+
+HELD_NOTE = "cadenza: held"
+"""Last line of the AdminComment of a job that job_submit.lua holds for us."""
+INFINITE = 0xFFFFFFFF
+"""The priority by which Slurm releases a held job."""
+TERMINATED = ("FAILED", signal.SIGTERM)
+"""State and signal of a job whose requeue slurmctld forgot: it calls the job failed by the stop that it had ordered."""
+REQUEUE_DELAY_S = 125.0
+"""Slurm keeps a requeued job from starting for less; 121 s where there is no ``requeue_delay`` (24.11)."""
+MIN_DELAY_S = 2.0
+
+Request = Mapping[str, Any]
+
+
+class Stale(Exception):  # noqa: N818
+    """The request's job or node has changed since it was read."""
+
+
+class Slurm(Protocol):
+    """One way to talk to Slurm. Its jobs and nodes are objects with the names of pyslurm's properties.
+
+    A job also has the verbs ``suspend()``, ``unsuspend()``, ``requeue(hold=…)`` and ``release()``.
+    """
+
+    error: type[Exception]
+    """Slurm's refusal of a request, with ``msg`` and ``errno``."""
+
+    def ping(self) -> dict[str, Any]:
+        """Return slurmctld's ``host``, ``responding``, and ``latency_ms`` of the request."""
+        ...
+
+    def jobs(self) -> Iterable[Any]:
+        """Return all jobs that slurmctld knows, finished ones too."""
+        ...
+
+    def nodes(self) -> Iterable[Any]:
+        """Return all nodes."""
+        ...
+
+    def reservations(self) -> list[dict[str, Any]]:
+        """Return all reservations: ``name``, ``start_time``, ``nodes``."""
+        ...
+
+    def started_s(self) -> float:
+        """Return when slurmctld started, seconds of the epoch."""
+        ...
+
+    def job_fields(self, job: Any) -> dict[str, Any]:
+        """Return a job as ``translate`` reads it."""
+        ...
+
+    def node_fields(self, node: Any) -> dict[str, Any]:
+        """Return a node as ``translate`` reads it."""
+        ...
+
+    def job(self, number: int) -> Any:
+        """Return one job."""
+        ...
+
+    def node(self, name: str) -> Any:
+        """Return one node."""
+        ...
+
+    def name(self, job: Any) -> str:
+        """Return the name of a job for scontrol."""
+        ...
+
+    def change_job(self, job: Any, changes: Mapping[str, Any]) -> int | None:
+        """Change a job; an empty text or list clears. Return the number of the job changed if it is another one now.
+
+        Names are those of pyslurm, where ``min_cpus_per_node`` sets the job's number of CPUs.
+        """
+        ...
+
+    def change_node(self, name: str, changes: Mapping[str, str]) -> None:
+        """Change a node's ``state`` and ``reason``."""
+        ...
+
+
+class Verbs:
+    """The verbs over one source."""
+
+    def __init__(self, slurm: Slurm) -> None:
+        self._slurm = slurm
+        self._verbs: dict[str, Callable[[Request], Any]] = {
+            "ping": self.ping, "read": self.read, "look": self.look,
+            "suspend": self.suspend, "unsuspend": self.unsuspend, "requeue": self.requeue,
+            "release": self.release, "modify": self.modify, "resize": self.resize,
+            "drain": self.drain, "undrain": self.undrain,
+        }  # fmt: skip
+
+    def answer(self, request: Request) -> dict[str, Any]:
+        """Carry out one request; every failure is an answer."""
+        number = request.get("id")
+        try:
+            verb = self._verbs[request["op"]]
+        except KeyError:
+            return failure(number, "request", f"unknown request {request.get('op')!r}")
+        try:
+            return {"id": number, "result": verb(request)}
+        except (Refusal, self._slurm.error) as error:
+            return failure(number, "slurm", str(getattr(error, "msg", error)), getattr(error, "errno", None))
+        except Stale as error:
+            return failure(number, "stale", str(error))
+        except (BadRequest, LookupError, TypeError, ValueError) as error:
+            return failure(number, "request", f"{type(error).__name__}: {error}")
+
+    def ping(self, _request: Request) -> dict[str, Any]:
+        """Ping the primary slurmctld."""
+        return self._slurm.ping()
+
+    def read(self, _request: Request) -> dict[str, Any]:
+        """Return nodes, reservations, and jobs that have not finished or were terminated; times in s of the epoch."""
+        jobs, nodes = list(self._slurm.jobs()), list(self._slurm.nodes())
+        drained = any("DRAIN" in node.state for node in nodes)
+        held = any(job.priority == 0 and job.state == "PENDING" and job.requeue_count for job in jobs)
+        terminated = [job for job in jobs if (job.state, job.exit_code_signal) == TERMINATED]
+        shown = [*(job for job in jobs if job.state not in FINISHED), *terminated]
+        return {
+            "schema": "cadenza.recording/1",
+            "time_s": clock.now(),
+            "slurmctld_start_time": self._slurm.started_s() if drained or held or terminated else None,
+            "jobs": [self._slurm.job_fields(job) for job in shown],
+            "nodes": [self._slurm.node_fields(node) for node in nodes],
+            "reservations": self._slurm.reservations(),
+        }
+
+    def look(self, request: Request) -> list[dict[str, Any]]:
+        """Return the state of the jobs with these ids, one small RPC each, without those that Slurm does not know."""
+        states = (self._glimpse(int(number)) for number in request["jobs"])
+        return [state for state in states if state is not None]
+
+    def _glimpse(self, number: int) -> dict[str, Any] | None:
+        try:
+            job = self._slurm.job(number)
+        except self._slurm.error:
+            return None
+        return {
+            "id": number,
+            "restart": job.requeue_count,
+            "state": job.state,
+            "priority": job.priority,
+            "eligible_time": job.eligible_time,
+            "time_s": clock.now(),
+        }
+
+    # --- Jobs ------------------------------------------------------------------------------------------
+
+    def _job_in(self, request: Request, *states: str) -> Any:
+        """Return the request's job after making sure that it is the incarnation meant, in one of ``states``.
+
+        Slurm's verbs know a job by its id alone, which a requeued job keeps.
+        """
+        number, restart = int(request["job"]), int(request["restart"])
+        job = self._slurm.job(number)
+        if job.requeue_count != restart:
+            raise Stale(f"job {number} has been requeued: it is at restart {job.requeue_count}")
+        if job.state not in states:
+            raise Stale(f"job {number} is {job.state}, not {' or '.join(states)}")
+        return job
+
+    def suspend(self, request: Request) -> None:
+        """Suspend a running job."""
+        self._job_in(request, "RUNNING").suspend()
+
+    def unsuspend(self, request: Request) -> None:
+        """Resume a suspended job."""
+        self._job_in(request, "SUSPENDED").unsuspend()
+
+    def requeue(self, request: Request) -> None:
+        """Requeue a job, with ``hold`` into held state; Slurm kills it with no grace but KillWait.
+
+        With ``failed`` only one that has failed.
+        """
+        states = ("FAILED",) if request.get("failed") else ("RUNNING", "SUSPENDED", "CONFIGURING")
+        self._job_in(request, *states).requeue(hold=bool(request["hold"]))
+
+    def release(self, request: Request) -> None:
+        """Release a held job, after clearing its node list if ``unpin``; a job that is not held stays as it is.
+
+        One that Slurm delays because it was requeued may start at once. The note of job_submit.lua's hold goes by the
+        same request: a slurmctld that is killed forgets both or neither, so the note tells our hold from a later one of
+        the owner's.
+        """
+        job = self._job_in(request, "PENDING")
+        if request.get("unpin") and job.required_nodes:
+            self._slurm.change_job(job, {"required_nodes": []})
+        if job.priority:
+            return
+        if delayed_by_requeue(job, clock.now()):
+            self._slurm.change_job(job, {"begin_time": int(clock.now())})
+        own, _, note = (self._slurm.job_fields(job)["admin_comment"] or "").rpartition("\n")
+        if note == HELD_NOTE:
+            self._slurm.change_job(job, {"priority": INFINITE, "admin_comment": own})
+        else:
+            job.release()
+
+    def modify(self, request: Request) -> int | None:
+        """Change a pending job: ``nodes`` (empty clears), ``cpus_per_task``, ``memory_per_node`` in MB.
+
+        ``cpus`` and ``memory`` are totals instead, rounded up to whole CPUs a task and MB a node; other values stay.
+        ``as_far_as_possible`` leaves CPUs alone that cannot be changed. ``now`` lets it start at once. Return the job's
+        number if it is another one now.
+        """
+        job = self._job_in(request, "PENDING")
+        changes: dict[str, Any] = {}
+        if "nodes" in request:
+            changes["required_nodes"] = list(request["nodes"])
+        if "memory_per_node" in request:
+            changes["memory_per_node"] = int(request["memory_per_node"])
+        elif "memory" in request:
+            changes["memory_per_node"] = -(-int(request["memory"]) // (job.num_nodes or 1))
+        if "cpus_per_task" in request:
+            changes |= self._cpu_changes(job, int(request["cpus_per_task"]))
+        elif "cpus" in request and (job.cpus_per_task is not None or not request.get("as_far_as_possible")):
+            changes |= self._cpu_changes(job, -(-int(request["cpus"]) // (job.ntasks or 1)))
+        if request.get("now"):
+            changes["begin_time"] = int(clock.now())
+        return self._slurm.change_job(job, changes)
+
+    def resize(self, request: Request) -> None:
+        """Give a pending job other numbers of nodes and GPUs, and CPUs, memory and tasks with them.
+
+        ``shares`` has ``node``, ``gpus``, ``cpus`` and ``memory_mb`` of each node, equal but for the node; ``now`` lets
+        it start at once.
+        """
+        job = self._job_in(request, "PENDING")
+        shown = request_sizes.shown_job(command("scontrol", "show", "job", str(job.id), JSON), int(job.id))
+        now = ("StartTime=now",) if request.get("now") else ()
+        command(
+            "scontrol",
+            "update",
+            f"JobId={self._slurm.name(job)}",
+            *request_sizes.changes(shown, request["shares"]),
+            *now,
+        )
+
+    def _cpu_changes(self, job: Any, cpus_per_task: int) -> dict[str, int]:
+        """Return the changes for ``cpus_per_task`` of a pending job; lower its least CPUs on a node first if needed.
+
+        Slurm keeps three numbers that must agree, or it finds the job unrunnable (BadConstraints) when released:
+        CPUs per task, CPUs of the job, which pyslurm's ``min_cpus_per_node`` sets in spite of its name, and least
+        CPUs on a node, which pyslurm cannot set at all.
+        """
+        if job.cpus_per_task is None:
+            raise BadRequest(f"job {job.id} asked for --cpus-per-gpu: its CPUs cannot be changed")
+        if (job.min_cpus_per_node or 0) > cpus_per_task:
+            command("scontrol", "update", f"JobId={self._slurm.name(job)}", f"MinCPUsNode={cpus_per_task}")
+        return {"cpus_per_task": cpus_per_task, "min_cpus_per_node": cpus_per_task * job.ntasks}
+
+    # --- Nodes -----------------------------------------------------------------------------------------
+
+    def drain(self, request: Request) -> None:
+        """Drain a node with ``reason``; the drain of another user stays."""
+        node = self._slurm.node(request["node"])
+        if "DRAIN" in node.state:
+            raise Stale(f"node {node.name} is drained already: {node.reason}")
+        reason = str(request["reason"]).removeprefix(OUR_DRAIN)
+        self._slurm.change_node(node.name, {"state": "DRAIN", "reason": OUR_DRAIN + reason})
+
+    def undrain(self, request: Request) -> None:
+        """Open a node that we drained, or that Slurm drained with the reason ``drain``."""
+        node = self._slurm.node(request["node"])
+        if "DRAIN" not in node.state:
+            return
+        expected = str(request.get("drain") or "")
+        if node.reason != expected if expected else not (node.reason or "").startswith(OUR_DRAIN):
+            raise Stale(f"node {node.name} was drained by {node.reason_user}: {node.reason}")
+        self._slurm.change_node(node.name, {"state": "UNDRAIN"})
+
+
+def delayed_by_requeue(job: Any, now_s: float) -> bool:
+    """Return True if a job must not start yet for no other reason than its requeue, which submits it anew."""
+    eligible_s, submit_s = float(job.eligible_time or 0), float(job.submit_time or 0)
+    return bool(job.requeue_count) and eligible_s - now_s > MIN_DELAY_S and eligible_s - submit_s <= REQUEUE_DELAY_S
+
+
+def failure(number: Any, kind: str, message: str, errno: int | None = None) -> dict[str, Any]:
+    """Return the answer to a request that failed."""
+    return {"id": number, "error": {"kind": kind, "message": message, "errno": errno}}

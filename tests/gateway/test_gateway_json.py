@@ -1,0 +1,337 @@
+"""Slurm's JSON as a source: the same records as from pyslurm, one command an action, refusals by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_rig import BOTH, HERE
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cadenza.policies.core.actions import DrainNode, OpenNode, Place, Release, Requeue, Size, Suspend, Unsuspend
+from cadenza.policies.core.model import JobKey
+from cadenza.sidecar import clock
+from cadenza.slurm_plugin.gateway.errors import (
+    EnvironmentLacks,
+    GatewayError,
+    NotAuthorized,
+    SlurmUnavailable,
+    StaleState,
+)
+from cadenza.slurm_plugin.gateway.slurm_json import NotSlurms, hosts, read_jobs, read_nodes, read_reservations
+from cadenza.slurm_plugin.gateway.source_gateway import SlurmGateway, automatic, over_json
+from cadenza.slurm_plugin.gateway.translate import snapshot
+from cadenza.slurm_plugin.gateway.verbs import FINISHED, TERMINATED
+
+PYSLURM = json.loads((BOTH / "pyslurm.json").read_text())
+JOBS = (BOTH / "jobs.json").read_bytes()
+NODES = (BOTH / "nodes.json").read_bytes()
+RESERVATIONS = (BOTH / "reservations.json").read_bytes()
+BY_ID = {record["id"]: record for record in PYSLURM["jobs"]}
+SHOWN = {job["job_id"]: job for job in json.loads(JOBS.decode("utf-8", "surrogateescape"))["jobs"]}
+BY_NAME = {job["name"]: number for number, job in SHOWN.items()}
+
+
+def shown(records: list[dict[str, Any]]) -> bytes:
+    return json.dumps({"jobs": records}, ensure_ascii=False).encode("utf-8", "surrogateescape")
+
+
+def answer(jobs: bytes, nodes: bytes = NODES) -> dict[str, Any]:
+    """Return the answer of the JSON source for what Slurm's commands print."""
+    records, refused = read_jobs(jobs)
+    assert refused == []
+    kept = [
+        one for one in records if one["state"] not in FINISHED or (one["state"], one["exit_code_signal"]) == TERMINATED
+    ]
+    return PYSLURM | {"jobs": kept, "nodes": read_nodes(nodes)[0], "reservations": read_reservations(RESERVATIONS)[0]}
+
+
+def number(value: int) -> dict[str, Any]:
+    return {"set": True, "infinite": False, "number": value}
+
+
+# --- Both sources see the same --------------------------------------------------------------------------
+
+
+def test_the_recorded_cluster_is_the_same_from_both_sources() -> None:
+    both = snapshot(PYSLURM), snapshot(answer(JOBS))
+    assert both[0].nodes == both[1].nodes
+    assert both[0].jobs == both[1].jobs
+    assert sum(1 for job in both[0].jobs if job.barred) > 3
+    assert {job.state for job in both[0].jobs} >= {"PENDING", "RUNNING", "SUSPENDED", "OTHER"}
+    assert len(SHOWN) > len(BY_ID) > 15, "finished jobs are in Slurm's JSON only"
+
+
+@given(st.permutations(sorted(BY_ID)), st.integers(0, 30), st.floats(-1000, 1e7))
+def test_any_part_of_it_at_any_time_is_the_same(order: list[int], count: int, later_s: float) -> None:
+    now_s = {"time_s": PYSLURM["time_s"] + later_s}
+    part = order[:count]
+    pyslurm = snapshot(PYSLURM | now_s | {"jobs": [BY_ID[one] for one in part]})
+    assert snapshot(answer(shown([SHOWN[one] for one in part])) | now_s) == pyslurm
+
+
+MOMENT = st.one_of(st.just(0), st.integers(1, 2**31))
+STATES = (
+    ("RUNNING",), ("PENDING",), ("SUSPENDED",), ("RUNNING", "COMPLETING"), ("CANCELLED", "COMPLETING"),
+    ("RUNNING", "CONFIGURING"), ("PENDING", "REQUEUE_HOLD"), ("RUNNING", "STOPPED"),
+    ("PENDING", "REQUEUED", "COMPLETING"),
+)  # fmt: skip
+FLAG_OF = {"COMPLETING": 0, "CONFIGURING": 1, "REQUEUED": 2, "REQUEUE_HOLD": 3, "STOPPED": 4}
+
+
+@given(
+    st.sampled_from(sorted(BY_ID)), st.sampled_from(STATES), st.integers(0, 9), st.integers(0, 2**32 - 1),
+    st.fixed_dictionaries(
+        dict.fromkeys(("submit_time", "eligible_time", "start_time", "end_time", "suspend_time"), MOMENT)
+    ),
+    MOMENT, MOMENT,
+)  # fmt: skip
+def test_any_change_of_a_job_is_the_same(  # noqa: PLR0917
+    job: int, states: tuple[str, ...], restart: int, priority: int, times: dict[str, int], before: int, limit: int
+) -> None:
+    """The state of pyslurm is the first of Slurm's flags, and its 0 is None."""
+    pyslurm = BY_ID[job] | {name: value or None for name, value in times.items()}
+    pyslurm |= {
+        "state": min(states, key=lambda one: FLAG_OF.get(one, 9)),
+        "requeue_count": restart,
+        "priority": priority,
+    }
+    pyslurm |= {"pre_suspension_time": before or None, "time_limit": limit or None}
+    text = SHOWN[job] | {name: number(value) for name, value in times.items()}
+    text |= {"job_state": list(states), "restart_cnt": restart, "priority": number(priority)}
+    text |= {"pre_sus_time": number(before), "time_limit": number(limit)}
+    assert snapshot(answer(shown([text]))).jobs == snapshot(PYSLURM | {"jobs": [pyslurm]}).jobs
+
+
+# --- One bad job costs itself ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"job_id": 0}, {"job_id": "1"}, {"job_state": []}, {"job_state": "RUNNING"}, {"cpus": 1}, {"cpus": number(-1)},
+        {"start_time": number(10**30)}, {"nodes": "n[0-99999]"}, {"nodes": "n[a-b]"}, {"nodes": "n[1-9][1-9999]" * 3},
+        {"name": None}, {"shared": ["x"] * 5000},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_job_that_is_none_costs_itself_only(change: dict[str, Any]) -> None:
+    first, *others = SHOWN.values()
+    records, refused = read_jobs(shown([first | change, *others]))
+    assert [record["id"] for record in records] == [other["job_id"] for other in others]
+    assert len(refused) == 1
+
+
+def test_bytes_that_are_not_utf8_cost_their_text_only() -> None:
+    (odd,) = (job for job in snapshot(answer(JOBS)).jobs if job.unmanageable == "the comment is not UTF-8")
+    assert (odd.name, odd.gpus, odd.tasks) == ("", 1, 2)
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b'{"jobs":1}', b"slurm_load_jobs error", b'{"jobs":[' + b"[" * 10000])
+def test_an_answer_that_is_none_is_an_error(text: bytes) -> None:
+    with pytest.raises(NotSlurms):
+        read_jobs(text)
+
+
+@given(
+    st.lists(st.text("n1x-", min_size=1, max_size=5), min_size=1, max_size=4), st.integers(0, 999), st.integers(0, 99)
+)
+def test_ranges_of_nodes_are_what_they_stand_for(names: list[str], first: int, more: int) -> None:
+    assert hosts(",".join(names)) == names
+    numbers = [f"{at:03d}" for at in range(first, first + more + 1)]
+    assert hosts(f"n[{first:03d}-{first + more:03d},7]x") == [*(f"n{at}x" for at in numbers), "n7x"]
+
+
+# --- Verbs ----------------------------------------------------------------------------------------------
+
+COMMANDS = """#!/bin/sh
+name=$(basename "$0")
+case "$name $*" in
+  "scontrol --version") echo "slurm-wlm ${SLURM_RELEASE:-26.05.5}" ;;
+  squeue*|"scontrol --all show node"*)
+    if [ -e {here}/down ]; then cat {here}/down >&2; exit 1; fi
+    case "$name" in squeue) cat "{here}/jobs.json" ;; *) cat {nodes} ;; esac ;;
+  "scontrol --all show reservations"*) cat {reservations} ;;
+  "scontrol show config") echo "BOOT_TIME               = 1795601167" ;;
+  *)
+    echo "$*" >>{here}/calls
+    if [ -e {here}/refused ]; then cat {here}/refused >&2; exit 1; fi ;;
+esac
+"""
+Calls = Callable[[], list[str]]
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Slurm's commands that answer as recorded; return the calls that change something."""
+    (tmp_path / "bin").mkdir()
+    for name in ("squeue", "scontrol"):
+        path = tmp_path / "bin" / name
+        text = COMMANDS.replace("{here}", str(tmp_path)).replace("{nodes}", str(BOTH / "nodes.json"))
+        path.write_text(text.replace("{reservations}", str(BOTH / "reservations.json")))
+        path.chmod(0o755)
+    (tmp_path / "jobs.json").write_bytes(JOBS)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    log = tmp_path / "calls"
+    return lambda: log.read_text().splitlines() if log.exists() else []
+
+
+def key(name: str) -> JobKey:
+    job = SHOWN[BY_NAME[name]]
+    return JobKey(job["job_id"], job["restart_cnt"])
+
+
+TASK = next(job for job in SHOWN.values() if job["name"] == "arr" and job["job_state"] == ["RUNNING"])
+REST = next(job for job in SHOWN.values() if job["array_task_string"])
+ARRAY = REST["job_id"]
+
+
+@pytest.mark.parametrize(
+    ("action", "calls"),
+    [
+        (Suspend(key("two"), "r"), [f"suspend {key('two').id}"]),
+        (Unsuspend(key("susp"), "r"), [f"resume {key('susp').id}"]),
+        (Requeue(key("two"), hold=True, reason="r"), [f"requeuehold {key('two').id}"]),
+        (Requeue(key("susp"), hold=False, reason="r"), [f"requeue {key('susp').id}"]),
+        (Requeue(key("term"), hold=False, reason="r", repair=True), [f"requeue {key('term').id}"]),
+        (Release(key("held"), "r"), [f"release {key('held').id}"]),
+        (Release(key("later"), "r"), []),
+        (Release(key("pin"), "r", unpin=True),
+         [f"update JobId={key('pin').id} ReqNodeList=", f"release {key('pin').id}"]),
+        (Size(key("held"), 3, 700, "r"), [f"update JobId={key('held').id} MinMemoryNode=700 CPUsPerTask=3 NumCPUs=3"]),
+        (Place(key("held"), ("node2", "node1"), "r", cpus_per_task=2, memory_per_node_mb=300, elsewhere=True),
+         [(f"update JobId={key('held').id} ReqNodeList=node2,node1 MinMemoryNode=300 CPUsPerTask=2 NumCPUs=2"
+           " StartTime=now"), f"release {key('held').id}"]),
+        (Suspend(JobKey(TASK["job_id"], 0), "r"), [f"suspend {ARRAY}_{TASK['array_task_id']['number']}"]),
+        (DrainNode("node1", "off"), ["update NodeName=node1 State=DRAIN Reason=cadenza: off"]),
+        (OpenNode("node1-l1", "r"), ["update NodeName=node1-l1 State=UNDRAIN"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_action_is_one_command_or_two(commands: Calls, action: Any, calls: list[str]) -> None:
+    assert over_json().apply(action).error == ""
+    assert commands() == calls
+
+
+def test_a_release_goes_before_the_note_of_the_hold(commands: Calls, tmp_path: Path) -> None:
+    held = SHOWN[BY_NAME["held"]] | {"admin_comment": "ticket 7\ncadenza: held"}
+    (tmp_path / "jobs.json").write_bytes(shown([held]))
+    over_json().act(Release(key("held"), "r"))
+    assert commands() == [f"release {key('held').id}", f"update JobId={key('held').id} AdminComment=ticket 7"]
+
+
+@pytest.mark.parametrize(("delay_s", "restart", "starts"), [(121, 1, True), (121, 0, False), (3600, 1, False)])
+def test_a_release_ends_the_delay_of_a_requeue_and_no_other(
+    commands: Calls, tmp_path: Path, delay_s: int, restart: int, starts: bool
+) -> None:
+    """Slurm 24.11 keeps a requeued job from starting for two minutes; the owner's own time stays."""
+    now_s = int(clock.now())
+    times = {"submit_time": number(now_s), "eligible_time": number(now_s + delay_s)}
+    (tmp_path / "jobs.json").write_bytes(shown([SHOWN[BY_NAME["held"]] | times | {"restart_cnt": restart}]))
+    job = key("held").id
+    over_json().act(Release(JobKey(job, restart), "r"))
+    assert commands() == [*([f"update JobId={job} StartTime=now"] if starts else []), f"release {job}"]
+
+
+def test_of_an_array_that_waits_one_task_is_placed_and_all_are_released(commands: Calls, tmp_path: Path) -> None:
+    """By scontrol a change goes to all tasks under the number of an array, also those that run."""
+    rest = REST | {"priority": number(0), "array_task_string": "3-5%2"}
+    task = rest | {"job_id": 77, "array_task_string": "", "array_task_id": number(3)}
+    (tmp_path / "jobs.json").write_bytes(shown([rest, task]))
+    over_json().act(Place(JobKey(ARRAY, 0), ("node1",), "r"))
+    assert commands() == [f"update JobId={ARRAY}_3 ReqNodeList=node1", f"release {ARRAY}_3"]
+    over_json().act(Release(JobKey(ARRAY, 0), "r"))
+    assert commands()[2:] == [f"release {ARRAY}"]
+
+
+@pytest.mark.parametrize(
+    ("action", "text", "kind", "word"),
+    [
+        (Suspend(key("two"), "r"), "Access/permission denied for job 3", NotAuthorized, "AdminLevel=Operator"),
+        (DrainNode("node1", "r"), "slurm_update error: Invalid user id", NotAuthorized, "AdminLevel=Administrator"),
+        (Suspend(key("two"), "r"), "Job is pending execution for job 5", StaleState, "next round"),
+        (Requeue(key("two"), hold=True, reason="r"), "Requested operation is presently disabled for job 3",
+         GatewayError, "--no-requeue"),
+        (Suspend(key("two"), "r"), "Unable to contact slurm controller (connect failure)", SlurmUnavailable, "ping"),
+        (Suspend(key("two"), "r"), "something new", GatewayError, "something new"),
+        (Suspend(JobKey(999, 0), "r"), "", StaleState, "does not know job 999"),
+        (DrainNode("nowhere", "r"), "", GatewayError, "does not know node nowhere"),
+        (Suspend(key("susp"), "r"), "", StaleState, "is SUSPENDED, not RUNNING"),
+        (Release(JobKey(key("requeue").id, 0), "r"), "", StaleState, "has been requeued"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_refusals_say_who_must_act(
+    commands: Calls, tmp_path: Path, action: Any, text: str, kind: type[GatewayError], word: str
+) -> None:
+    if text:
+        (tmp_path / "refused").write_text(text)
+    with pytest.raises(kind, match=re.escape(word)):
+        over_json().act(action)
+    assert len(commands()) == bool(text)
+
+
+def test_without_slurmctld_the_error_says_so(commands: Calls, tmp_path: Path) -> None:
+    (tmp_path / "down").write_text("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    with pytest.raises(SlurmUnavailable, match="scontrol ping"):
+        over_json().read()
+
+
+def test_a_read_and_a_look_are_those_of_the_recording(commands: Calls) -> None:
+    gateway = over_json()
+    raw = gateway.read_raw()
+    assert sorted(job["id"] for job in raw["jobs"]) == sorted(BY_ID)
+    assert [node.drain_reason for node in gateway.read().nodes if node.drained] == [
+        "cadenza: observing only",
+        "bad fan",
+    ]
+    assert raw["slurmctld_start_time"] == 1795601167
+    looked = gateway.look([key("susp").id, key("requeue").id, 999])
+    assert {one: state.state for one, state in looked.items()} == {key("susp"): "SUSPENDED", key("requeue"): "PENDING"}
+
+
+def test_a_machine_without_slurms_commands_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(EnvironmentLacks, match="squeue"):
+        over_json().read()
+    with pytest.raises(EnvironmentLacks, match="scontrol"):
+        over_json().greeting()
+
+
+# --- The source -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("release", "trouble", "source", "reason"),
+    [
+        ("26.05.5", "", "pyslurm", ""),
+        ("24.11.5", "", "json", "pyslurm 26.5.0 is not for Slurm 24.11.5"),
+        ("26.05.5", "import", "json", "libslurmfull.so"),
+        ("26.05.5", "exit", "json", "exit code 7"),
+    ],
+)
+def test_pyslurm_is_the_source_where_it_is_built_for_this_slurm(  # noqa: PLR0917
+    commands: Calls,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    release: str,
+    trouble: str,
+    source: str,
+    reason: str,
+) -> None:
+    for name, value in {
+        "PYTHONPATH": str(HERE / "fake_pyslurm"), "SLURM_RELEASE": release, "PYSLURM_TROUBLE": trouble,
+        "PYSLURM_LOG": str(tmp_path / "calls"),
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    with automatic() as gateway:
+        greeting = gateway.greeting()
+    assert isinstance(gateway, SlurmGateway)
+    assert source in greeting
+    assert reason in greeting.get("reason", "")
