@@ -57,6 +57,9 @@ class Pinned(Accelerator):
     def clear_error(self) -> None:
         self.last = 0
 
+    def in_use_and_peak(self) -> None:
+        """The CPU has no allocator with figures."""
+
     def on(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
