@@ -202,12 +202,11 @@ class StopCoordinator:
         """
         out = lease.state == "yielded" and run.stop is None and lease.hosts == 1 and run.can_checkpoint_away
         faults = self.host.gpu_faults() if out and not any(rank.failed for rank in run.ranks.values()) else {}
-        for gpu in sorted(faults.keys() & set(lease.gpus))[:1]:
-            run.note = f"GPU {gpu} has failed: {faults[gpu]}"
+        failed = [gpu for gpu in lease.gpus if gpu in faults]
+        if failed and self.save_away(lease, FAILED_SAVE_S, FAILED_HOLD_S, "failed") is None:
+            run.note = f"GPU {failed[0]} has failed: {faults[failed[0]]}"
             for rank in run.ranks.values():
                 rank.failed = run.note
-            log.warning("saves for a failed GPU JOBID=%s: %s", lease.key, run.note)
-            self.save_away(lease, FAILED_SAVE_S, FAILED_HOLD_S, "failed")
 
     def raise_stop_step(self, lease: Lease, step: int, *, by_service: bool = False) -> None:
         """Tell all ranks to stop at a later boundary; a rank that stands at an earlier one goes on."""
