@@ -5,7 +5,7 @@ PYTHON ?= python3
 
 ARGS ?=
 
-.PHONY: install demo test test-fast test-packages test-sites measure faults soak fuzz lint wheels docs clean
+.PHONY: install demo test test-fast test-packages test-sites measure faults soak fuzz lint wheels debs docs clean
 
 install: $(BIN)/.installed
 
@@ -27,6 +27,10 @@ test-fast: install
 wheels: install
 	rm -rf dist
 	$(BIN)/python packaging/wheels.py dist
+
+# Debian's packages in dist/debs, built and tried in a container.
+debs: install
+	packaging/debs dist/debs
 
 # Each wheel in an environment of its own, without a network; the client's on every Python from 3.9 on that is found.
 test-packages: install

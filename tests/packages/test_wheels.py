@@ -176,6 +176,23 @@ def test_the_wheels_take_the_versions_of_the_tree(wheels: dict[str, Path]) -> No
             )
 
 
+def test_debians_packages_depend_on_the_same_versions(wheels: dict[str, Path]) -> None:
+    folder = ROOT / "packaging" / "debian"
+    control = (folder / "control").read_text().replace("1:1.26", "1.26")  # numpy has an epoch there
+    packages = {text.partition("\n")[0]: text for text in control.split("Package: ")[1:]}
+    called = {"nvidia-ml-py": "pynvml", "pyzmq": "zmq"}
+    for name, wheel in wheels.items():
+        depends, _, rest = packages[name].partition("${misc:Depends}")
+        for one in (one for one in required(wheel) if not one.marker and not one.name.startswith("cadenza")):
+            debian = f"python3-{called.get(one.name, one.name)}"
+            if one.name == "nvidia-ml-py":  # Debian has it in contrib, and Cadenza runs without it
+                assert debian in rest
+            else:
+                assert f"{debian} ({str(one.specifier).replace('>=', '>= ')})" in depends
+    (version,) = {str(one.specifier) for one in required(wheels[AGENT]) if one.name == CLIENT}
+    assert (folder / "changelog").read_text().startswith(f"cadenza ({version.removeprefix('==')}) ")
+
+
 @pytest.mark.parametrize("python", PYTHONS, ids=lambda python: Path(python).name)
 def test_the_client_takes_turns_on_every_python(python: str, wheels: dict[str, Path], tmp_path: Path) -> None:
     alone = Environment(tmp_path / "venv", python)
