@@ -27,6 +27,7 @@ from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub
 from cadenza.slurm_plugin.service.errors import HubError, StoreError
 from cadenza.slurm_plugin.service.failover.release_round import adopted, release_round, release_unrecorded, settled
 from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway
+from cadenza.slurm_plugin.service.observe.slurm_requeues import SlurmRequeues
 from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory
 from cadenza.slurm_plugin.service.profiles.refiner import Refiner
 from cadenza.slurm_plugin.service.settings import Settings, gpu_memory, guard_settings, hub_settings, policy, to_record
@@ -94,6 +95,7 @@ class Loop:
         if last is not None:
             parts.hub.recall(last)
         self._gateway = ClusterGateway(parts.slurm, parts.hub, clock, last)
+        self._requeues = SlurmRequeues(last)
         self._good_s = float("-inf")
         self._forget_s = clock.monotonic()
         move_requests.folder(parts.store.path).mkdir(mode=0o700, exist_ok=True)  # only we and root may write there
@@ -166,16 +168,18 @@ class Loop:
         memory = settled(self._store.memory(), before, report.outcomes)
         if memory != self._store.memory():
             self._store.amend(report.number, memory)
-        # 5. Send the agents the facts that they need to take turns by themselves.
+        # 5. Put the requeues on record that were not ours.
+        self._store.record(self._requeues.observe(report.snapshot, before))
+        # 6. Send the agents the facts that they need to take turns by themselves.
         self.last, self._good_s = report, self._clock.monotonic()
         facts = facts_of(report.snapshot, self.settings, suspended_after(report), memory.sharing.packs)
         self._hub.send_facts(FactSheet(facts, report.snapshot.time_s, self.settings.trust_s))
         for action, outcome in report.outcomes:
             log.log(logging.INFO if outcome.ok else logging.WARNING, "%s", action_line(action, outcome))
-        # 6. Store the beliefs about profiles that this round changed.
+        # 7. Store the beliefs about profiles that this round changed.
         if self._gateway.refiner is not None and (beliefs := self._gateway.refiner.changed()):
             self._store.learn(beliefs)
-        # 7. Complete multi-node jobs that hold their GPUs on some hosts only.
+        # 8. Complete multi-node jobs that hold their GPUs on some hosts only.
         rules = self._rules()
         if rules.enforce and not rules.killed:
             self._gateway.complete_gangs()

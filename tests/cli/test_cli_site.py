@@ -229,6 +229,8 @@ def broken(name: str, facts: Facts) -> Facts:
     lane = {name: getattr(second, name) for name in ("name", "host", "lane", "cpus", "memory_mb")}
     return {
         "gang": lambda: changed(facts, slurm={**SLURM, "PreemptMode": "GANG,SUSPEND"}),
+        "suspend": lambda: changed(facts, slurm={**SLURM, "PreemptMode": "SUSPEND"}),
+        "no mode": lambda: changed(facts, slurm={**SLURM, "PreemptMode": ""}),
         "select": lambda: changed(facts, slurm={**SLURM, "SelectType": "select/linear"}),
         "pyslurm": lambda: changed(facts, source={"pyslurm": "25.11.2"}),
         "secret": lambda: changed(facts, keys=(KeyFile("/keys/service.key_secret", True, 0o644), facts.keys[1])),
@@ -251,7 +253,8 @@ def broken(name: str, facts: Facts) -> Facts:
 @pytest.mark.parametrize(
     ("name", "about"),
     [
-        ("gang", "PreemptMode"), ("select", "SelectType"), ("pyslurm", "pyslurm"), ("secret", "keys"),
+        ("gang", "PreemptMode"), ("suspend", "PreemptMode"), ("no mode", "PreemptMode"),
+        ("select", "SelectType"), ("pyslurm", "pyslurm"), ("secret", "keys"),
         ("no key", "keys"), ("lane gpus", "lanes of n1"), ("lane 0", "lanes of n1"), ("foreign", "lanes of n1"),
         ("agent", "agent on n1"), ("service", "service"), ("slurm", "Slurm"), ("disk", "store"),
         ("host", "agent on n1"),
@@ -261,6 +264,12 @@ def test_doctor_names_what_is_wrong_and_what_to_do(tmp_path: Path, name: str, ab
     findings = examine(broken(name, healthy(tmp_path)))
     assert [finding.about for finding in findings if finding.level == "FAIL"] == [about]
     assert all(finding.advice for finding in findings if finding.level == "FAIL" and finding.about != "Slurm")
+
+
+@pytest.mark.parametrize("mode", ["OFF", "REQUEUE", "CANCEL", "PRIORITY,REQUEUE", "WITHIN,CANCEL"])
+def test_doctor_accepts_preemption_that_suspends_nothing(tmp_path: Path, mode: str) -> None:
+    site = healthy(tmp_path)
+    assert not failed(examine(changed(site, slurm={**SLURM, "PreemptMode": mode})))
 
 
 @pytest.mark.parametrize(

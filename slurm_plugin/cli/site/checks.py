@@ -173,7 +173,11 @@ def kill_wait(facts: Facts) -> Iterator[Finding]:
 
 
 RULES: tuple[tuple[Level, str, str, str, str], ...] = (
-    ("FAIL", "PreemptMode", r"^OFF$", "Slurm would suspend jobs by itself", "PreemptMode=OFF"),
+    (
+        "FAIL", "PreemptMode", r"^(?!.*(SUSPEND|GANG))\w",
+        "Slurm would suspend and resume jobs by itself: that frees no GPU, and its resume ends Cadenza's suspend",
+        "PreemptMode=OFF, REQUEUE or CANCEL; partitions and QOS may have REQUEUE or CANCEL too",
+    ),
     ("FAIL", "SelectType", r"cons_tres", "GPUs are not counted", "SelectType=select/cons_tres"),
     ("FAIL", "GresTypes", r"\bgpu\b", "GPUs are not known", "GresTypes=gpu"),
     (

@@ -24,7 +24,8 @@ MAX_CLOCK_REPORTS = 100
 class Event(msgspec.Struct, frozen=True):
     """One change on a host. It starts a round early and goes on record.
 
-    ``kind`` is registered, finished, state, ready, saved, lost, amiss, note, prefetched, or agent-up and -down.
+    ``kind`` is registered, finished, state, ready, saved, lost, amiss, note, prefetched, agent-up, agent-down, or
+    requeued: the one that Slurm's jobs show and no report.
     """
 
     at_s: float
