@@ -1,7 +1,8 @@
-"""One of two ranks whose process groups can be suspended: ``suspending_ranks.py FOLDER FAULT``.
+"""One of two ranks whose process groups can be suspended: ``suspending_ranks.py FOLDER``.
 
-The groups are gloo's with NCCL's way to suspend: all ranks wait for each other, without a limit. What happens is
-written as JSON to FOLDER/RANK.json, in its order. FAULT: on_yield, move or room fails on rank 1 at the first stop.
+The groups are gloo's with NCCL's way to suspend: all ranks wait for each other, without a limit. What happens at each
+stop is written as JSON to FOLDER/RANK.json, in its order. The stops come after the steps of FAULTS, and there rank 1
+has no room at the resume, cannot move, or fails in on_yield.
 """
 
 from __future__ import annotations
@@ -22,12 +23,28 @@ from cadenza.sidecar.client.errors import MoveError
 from cadenza.sidecar.client.offload.engine import Offload
 from cadenza.sidecar.client.session import communicators
 
-STEPS = 6
-folder, fault, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
-events: list[str] = []
+FAULTS = {2: "", 4: "room", 6: "move", 8: "on_yield"}
+folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+events: dict[int, list[str]] = {}
+"""By step."""
 groups: list[Any] = []
 """They must not go: C++ has no hold on the objects of Python."""
 model = torch.nn.Linear(64, 64)
+session = client.attach(model)
+
+
+def note(text: str) -> None:
+    """Write an event of the present stop down."""
+    events.setdefault(session.step, []).append(text)
+
+
+def fails(what: str) -> bool:
+    """Return True at the first call of a fault that this stop has."""
+    text = f"{what} fails"
+    hit = rank == 1 and FAULTS.get(session.step) == what and text not in events.get(session.step, [])
+    if hit:
+        note(text)
+    return hit
 
 
 def here() -> str:
@@ -40,19 +57,18 @@ class Suspending(ProcessGroupGloo):
     def __init__(self, store: Any, number: int, size: int, timeout: timedelta) -> None:
         super().__init__(store, number, size, timeout=timeout)
         self._store, self._size, self._meetings = store, size, 0
-        self.name, self.full = f"group {len(groups)}", fault == "room" and rank == 1
+        self.name = f"group {len(groups)}"
         groups.append(self)
 
     def suspend(self) -> None:
         self._meet()
-        events.append(f"suspend {self.name}, {here()}")
+        note(f"suspend {self.name}, {here()}")
 
     def resume(self) -> None:
-        if self.full:
-            self.full = False
+        if fails("room"):
             raise RuntimeError("out of memory")
         self._meet()
-        events.append(f"resume {self.name}, {here()}")
+        note(f"resume {self.name}, {here()}")
 
     def _meet(self) -> None:
         self._meetings += 1
@@ -62,30 +78,21 @@ class Suspending(ProcessGroupGloo):
         self._store.wait([f"{key}/all"], timedelta(seconds=60))
 
 
-def fail_once(what: str) -> bool:
-    """Return True at the first call of a fault that this run has."""
-    hit = fault == what and rank == 1 and f"{what} fails" not in events
-    if hit:
-        events.append(f"{what} fails")
-    return hit
-
-
 def on_yield() -> None:
-    if fail_once("on_yield"):
+    if fails("on_yield"):
         raise ValueError("no")
-    events.append("on_yield")
+    note("on_yield")
 
 
 def main() -> None:
     torch.set_num_threads(1)
     communicators.BACKENDS["suspending"] = "cpu"
     communicators.RETRY_S = 0.01
-    if fault == "on_yield":
-        communicators.AGREE_NS = 300_000_000
+    communicators.AGREE_NS = 1_000_000_000
     original = Offload.offload
 
     def offload(self: Offload, segments: Any) -> Any:
-        if fail_once("move"):
+        if fails("move"):
             raise MoveError("no")
         return original(self, segments)
 
@@ -94,9 +101,8 @@ def main() -> None:
     distributed.init_process_group("suspending", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     distributed.new_group([0, 1], backend="gloo")
     group = distributed.new_group([0, 1], backend="suspending")
-    session = client.attach(model)
-    session.call(on_yield=on_yield, on_resume=lambda: events.append(f"on_resume, {here()}"))
-    for _ in range(STEPS):
+    session.call(on_yield=on_yield, on_resume=lambda: note(f"on_resume, {here()}"))
+    for _ in range(max(FAULTS) + 2):
         total = torch.ones(1)
         distributed.all_reduce(total)
         distributed.all_reduce(total, group=group)
