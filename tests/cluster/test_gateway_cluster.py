@@ -48,6 +48,21 @@ def seen_by(cluster: Cluster, source: str) -> ClusterSnapshot:
     return snapshot(drive(cluster, f"over_{source}().read_raw()") | {"time_s": SOME_S})
 
 
+def same(cluster: Cluster) -> ClusterSnapshot:
+    """Return what both sources see; they are read again while Slurm changes something between the two."""
+    seen: list[ClusterSnapshot] = []
+
+    def agree() -> bool:
+        seen[:] = [seen_by(cluster, source) for source in ("json", "pyslurm")]
+        return seen[0] == seen[1]
+
+    try:
+        wait_for("the same from both sources", agree, 10)
+    finally:
+        assert seen[0] == seen[1]
+    return seen[0]
+
+
 def job(cluster: Cluster, number: int) -> Job:
     return next(found for found in read(cluster).jobs if found.key.id == number)
 
@@ -146,9 +161,7 @@ def test_both_sources_see_the_same_while_slurms_commands_act(alone: Cluster, sub
     def act(*actions: object) -> ClusterSnapshot:
         with_json = APPLY.format(actions=repr(list(actions))).replace("gateway.", "over_json().")
         assert drive(alone, with_json) == [[True, ""]] * len(actions)
-        both = seen_by(alone, "json"), seen_by(alone, "pyslurm")
-        assert both[0] == both[1]
-        return both[0]
+        return same(alone)
 
     try:
         act(Suspend(keys[0], "t"), Requeue(keys[1], True, "t"), DrainNode("node1-l1", "off"))
