@@ -47,8 +47,8 @@ class JobId(click.ParamType[int]):
         task = re.fullmatch(r"\d{1,10}_(\d{1,10})", text, re.ASCII)
         if task is None:
             self.fail(f"{text!r} is neither a job's number nor ARRAY_TASK", param, ctx)
+        from cadenza.slurm_plugin.gateway.commands import JSON  # noqa: PLC0415
         from cadenza.slurm_plugin.gateway.slurm_gateway import TIMEOUT_S, answer_of  # noqa: PLC0415
-        from cadenza.slurm_plugin.gateway.worker import JSON  # noqa: PLC0415
 
         jobs = json.loads(answer_of(("scontrol", "show", "job", text, JSON), TIMEOUT_S))["jobs"]
         numbers = [job["job_id"] for job in jobs if job["array_task_id"]["number"] == int(task[1])]
