@@ -52,7 +52,7 @@ def facts_of(
         for host in hosts:
             jobs_on.setdefault(host, []).append(facts)
     enforce = settings.applies and not guard_settings(settings).killed
-    leaving = hosts_to_leave(snapshot)  # there no job is suspended any more
+    leaving = hosts_to_leave(snapshot)  # there jobs stay awake, if their word is enough
     suspending = enforce and rules.suspend and settings.policy.share != "none"
     return {
         host: Facts(

@@ -23,6 +23,12 @@ slice_s = 0.25
 """
 
 
+SHORT_WAIT = """
+[agent]
+lease_wait_s = 3.0
+"""
+
+
 def submit(cluster: Cluster, name: str, prefix: str, *, managed: bool) -> int:
     arguments, ranks = JOBS[name]
     return cluster.train(
@@ -54,3 +60,21 @@ def test_many_yields_change_no_bit(cluster: Cluster, measured: Callable[[str], N
         assert shared["losses_sha256"] == uninterrupted["losses_sha256"]
         assert shared["parameters_sha256"] == uninterrupted["parameters_sha256"]
     assert yields >= WANTED_YIELDS
+
+
+def test_a_frozen_job_gives_its_place_back_without_a_moment_on_the_gpu_of_another(cluster: Cluster) -> None:
+    """Slurm kills it as it is suspended, and brings it back held; the hold is ours to release."""
+    cluster.configure(SHORT_WAIT)
+    one = ("--gres=gpu:1", "--mem=500", "--cadenza")
+    never_stops = cluster.sbatch(*one, "--nodelist=node1", command="exec sleep 600")
+    wait_for("its lease", lambda: cluster.lease(never_stops).get("state") == "held")
+    frozen = cluster.sbatch(*one, "--nodelist=node1-l1", user="bob", command="exec sleep 1")
+    query = f"select kind from actions where job = {frozen} and ok = 1 order by id"
+    kinds = wait_for(
+        "its release", lambda: (found := [kind for (kind,) in cluster.sql(query)])[-1:] == ["Release"] and found
+    )
+    assert kinds == ["Suspend", "Requeue", "Release"]
+    wait_for("its next start", lambda: int(cluster.job(frozen)["Restarts"]) == 1 and cluster.state(frozen) != "PENDING")
+    assert cluster.sql(f"select count(*) from leases where job = {frozen}") == [[0]], "it never had its GPU"
+    cluster.ctl("scancel", str(never_stops))
+    cluster.wait_done(frozen, timeout=60)
