@@ -10,9 +10,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import click
+import msgspec
 
 from cadenza.sidecar.agent.daemon import Daemon
 from cadenza.sidecar.agent.errors import AgentError, EnvironmentLacksError
+from cadenza.sidecar.agent.inventory import HEADER, jobs_here
 from cadenza.sidecar.agent.log_filter import ForeignText
 from cadenza.sidecar.agent_settings import load_settings
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
@@ -32,9 +34,11 @@ def _version() -> str:
     type=click.Path(path_type=Path, dir_okay=False),
     help=f"Settings in TOML; files in conf.d next to it are merged. Default: {DEFAULT_PATH}, where it exists.",
 )
+@click.option("--jobs", is_flag=True, help="Print the jobs on this host, of all lanes, and their processes, then exit.")
+@click.option("--json", "as_json", is_flag=True, help="With --jobs: print JSON.")
 @click.option("--debug", is_flag=True, help="Log more, and show where an error came from.")
 @click.version_option(_version(), prog_name="cadenza-agent")
-def main(config: Path | None, *, debug: bool) -> None:
+def main(config: Path | None, *, jobs: bool, as_json: bool, debug: bool) -> None:
     """Run the Cadenza agent of this host: it registers jobs, keeps GPU leases and passes orders to jobs.
 
     Exit codes: 0 stopped by a signal, 1 failed, 2 bad settings or keys, 3 the machine lacks something.
@@ -47,7 +51,12 @@ def main(config: Path | None, *, debug: bool) -> None:
     )  # fmt: skip
     for handler in logging.getLogger().handlers:
         handler.addFilter(ForeignText())
-    try:  # its own uid may register jobs besides root, so that it can be tried without root
+    try:
+        if jobs:
+            found = jobs_here(load_settings(config))
+            click.echo(msgspec.json.encode(found).decode() if as_json else "\n".join((HEADER, *map(str, found))))
+            return
+        # its own uid may register jobs besides root, so that it can be tried without root
         Daemon(load_settings(config), _version(), frozenset({0, os.geteuid()})).run()
     except (ConfigError, AgentError) as error:
         if debug:

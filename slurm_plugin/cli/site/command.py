@@ -12,7 +12,7 @@ COLORS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
 
 
 @click.command("doctor")
-@click.option("--gpu", is_flag=True, help="Check this machine's GPUs and driver instead, on a GPU host.")
+@click.option("--gpu", is_flag=True, help="Check this machine's GPUs, driver and site scripts instead, on a GPU host.")
 @json_option
 @config_option
 def doctor(*, gpu: bool, as_json: bool, config: Path | None) -> None:
@@ -27,8 +27,10 @@ def doctor(*, gpu: bool, as_json: bool, config: Path | None) -> None:
     if gpu:
         from cadenza.sidecar.agent_settings import load_settings  # noqa: PLC0415
         from cadenza.slurm_plugin.cli.site.node_gpus import examine_gpus, gather_gpus  # noqa: PLC0415
+        from cadenza.slurm_plugin.cli.site.node_scripts import examine_scripts, gather_scripts  # noqa: PLC0415
 
-        findings = tuple(examine_gpus(gather_gpus(), load_settings(config).driver_checkpoint))
+        gpus = examine_gpus(gather_gpus(), load_settings(config).driver_checkpoint)
+        findings = (*gpus, *examine_scripts(gather_scripts()))
     else:
         findings = examine(gather(config))
     if as_json:
