@@ -63,7 +63,7 @@ def jobs_here(settings: AgentSettings) -> tuple[JobHere, ...]:
 
 
 def node_of(step: Step) -> str:
-    """Return the Slurm node of a step; its group names it too where slurmstepd's title has overwritten its environment."""
+    """Return the Slurm node of a step, by its group where slurmstepd's title has overwritten its environment."""
     named = _GROUP.search(step.group)
     return step.node or (named[1] or named[2] if named is not None else "")
 
