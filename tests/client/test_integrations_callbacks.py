@@ -61,7 +61,8 @@ def test_without_its_framework_a_callback_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, framework, None)
     monkeypatch.delitem(sys.modules, f"{PACKAGE}.{module}", raising=False)
-    with pytest.raises(MissingFrameworkError, match=rf"pip install {install}, .*cadenza\[frameworks\]") as caught:
+    wanted = rf"pip install {install}, .*cadenza-client\[frameworks\]"
+    with pytest.raises(MissingFrameworkError, match=wanted) as caught:
         importlib.import_module(f"{PACKAGE}.{module}")
     assert isinstance(caught.value, ImportError)
     assert isinstance(caught.value, ClientError)
