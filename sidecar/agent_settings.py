@@ -44,6 +44,14 @@ class AgentSettings(msgspec.Struct, frozen=True):
         float,
         Meta(description="Free host memory that a yield needs, as a multiple of the state it moves there", ge=1),
     ] = 1.25
+    save_before_suspend_s: Annotated[
+        float,
+        Meta(
+            description="A job of one host that yields saves a checkpoint from host memory before Slurm suspends it, "
+            "if its last one is older than this: Slurm's preemption kills a suspended job without a signal. 0: never",
+            ge=0,
+        ),
+    ] = 0.0
     driver_checkpoint: Annotated[
         Literal["off", "unattached", "always"],
         Meta(

@@ -518,6 +518,29 @@ def test_a_job_that_is_out_saves_a_checkpoint_when_its_gpu_fails(leaving: tuple[
     assert (job.state, run.stop) == ("yielded", None)
 
 
+def test_a_job_saves_a_checkpoint_when_it_yields_if_its_last_one_is_old(
+    leaving: tuple[Seen, Driver, Lease, Lease],
+) -> None:
+    seen, driver, job, following = leaving
+    seen.host.settings = msgspec.structs.replace(seen.host.settings, save_before_suspend_s=60.0)
+    coordinator, run = seen.arbiter.coordinator, seen.host.run(job.key)
+    (rank,) = run.ranks.values()
+    rank.page._words[wire.PAGE_SAVES], rank.page._words[wire.PAGE_STEP] = wire.SAVES_AWAY, 4
+    driver.sizes, job.vtime_s = {}, 50.0
+    turn(seen, job, 0.5)
+    assert (job.state, following.state) == ("yielded", "held"), "the next one does not wait for the disk"
+    assert seen.host.lease_report(job).saving
+    coordinator.checkpointed(job, rank, Checkpointed(cast("Stop", run.stop).order, 4))
+    coordinator.advance(job)
+    turn(seen, job, 0.5)
+    assert (job.state, run.stop, seen.host.lease_report(job).saving) == ("yielded", None, False)
+    assert "its checkpoint is complete" in run.note
+    for later_s, saves in ((30.0, False), (40.0, True)):
+        seen.time.passed += later_s
+        coordinator._save_before_suspend(job, run)
+        assert (run.stop is not None) == saves, coordinator.save_away(job, 1.0, 0.0)
+
+
 def test_a_job_of_the_facts_without_a_step_is_reported_absent_once_that_lasts() -> None:
     seen = Seen("tcp://ctl:6820")
     here = [slurm_steps.Step(1, "n1", 100, 1, "")]

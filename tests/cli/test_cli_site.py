@@ -268,8 +268,13 @@ def test_doctor_names_what_is_wrong_and_what_to_do(tmp_path: Path, name: str, ab
 
 @pytest.mark.parametrize("mode", ["OFF", "REQUEUE", "CANCEL", "PRIORITY,REQUEUE", "WITHIN,CANCEL"])
 def test_doctor_accepts_preemption_that_suspends_nothing(tmp_path: Path, mode: str) -> None:
-    site = healthy(tmp_path)
-    assert not failed(examine(changed(site, slurm={**SLURM, "PreemptMode": mode})))
+    site = changed(healthy(tmp_path), slurm={**SLURM, "PreemptMode": mode})
+    assert not failed(examine(site))
+    warns = [finding.about for finding in examine(site) if finding.level == "WARN"]
+    assert warns == ([] if mode == "OFF" else ["preemption"])
+    agent = msgspec.structs.replace(site.settings.agent, save_before_suspend_s=300.0)
+    saves = msgspec.structs.replace(site.settings, agent=agent)
+    assert {finding.level for finding in examine(changed(site, settings=saves))} == {"OK"}
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,28 @@ def test_a_job_in_a_move_is_requeued_once(preempting: tuple[Cluster, str], kept:
     assert cluster.job(job)["NodeList"] == "node2"
 
 
+@pytest.mark.parametrize("preempting", [("qos", "REQUEUE")], ids=str, indirect=True)
+def test_a_job_with_a_keeper_goes_on_from_where_it_yielded(preempting: tuple[Cluster, str], kept: str) -> None:
+    """Slurm kills it without a signal while it is suspended: the checkpoint comes from its host copy, before that."""
+    cluster, option = preempting
+    cluster.configure(SETTINGS + "[agent]\nsave_before_suspend_s = 300.0\n")
+    cluster.service("node1", "restart", "cadenza-agent")
+    wait_for("four idle lane nodes", cluster.ready, 60)
+    options = ("--gres=gpu:4", "--cadenza", "--nodelist=node1")
+    arguments = f"--model mlp --iterations 400 --iteration-s 0.02 --checkpoint-dir {kept}/keeper"
+    job = cluster.train("keeper", arguments, options=options)
+    wait_for("a job that saves checkpoints", lambda: cluster.lease(job).get("checkpoints"))
+    second = cluster.paced("second", iterations=400, options=("--gres=gpu:4", "--cadenza", "--nodelist=node1-l1"))
+    cluster.wait_state(job, "SUSPENDED")
+    step = cluster.lease(job)["step"]
+    high = preempt(cluster, option)
+    cluster.wait_done(high, second, job)
+    found = cluster.result("keeper")
+    assert (found["restart"], found["restored_step"]) == (1, step)
+    cluster.configure(SETTINGS)
+    cluster.service("node1", "restart", "cadenza-agent")
+
+
 @pytest.mark.parametrize("preempting", [("qos", "CANCEL"), ("partition_prio", "CANCEL")], ids=str, indirect=True)
 def test_a_canceled_job_leaves_nothing(preempting: tuple[Cluster, str], kept: str) -> None:
     cluster, option = preempting

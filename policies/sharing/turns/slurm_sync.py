@@ -115,7 +115,7 @@ def sync_slurm(state: SharingState) -> None:
     suspends = [
         Suspend(job.key, "its turn is over, so Slurm stops its time limit and frees its CPUs")
         for job, lease in running
-        if settings.suspend and job.key not in spared and (lease.state == "yielded" or _waits_long(job, lease, state))
+        if settings.suspend and job.key not in spared and _may_be_suspended(job, lease, state)
     ]
     # 4. Requeues of jobs that cannot go on, or that give their lane back. Slurm brings a suspended one back held, so it
     #    is resumed before, unless others have its GPUs.
@@ -227,6 +227,11 @@ def _halves(state: SharingState) -> list[Yield]:
 
 
 # --- Slurm's allocation --------------------------------------------------------------------------------
+
+
+def _may_be_suspended(job: Job, lease: Lease, state: SharingState) -> bool:
+    """Return True for a job that has yielded and saves no checkpoint now, or that waits for its first turn."""
+    return (lease.state == "yielded" and not lease.saving) or _waits_long(job, lease, state)
 
 
 def _waits_long(job: Job, lease: Lease, state: SharingState) -> bool:

@@ -85,8 +85,10 @@ class ServiceHandler:
             self.host.report_switch(lease, "refused", note=reason)
 
     def _save_away(self, lease: Lease, order: orders.CheckpointOrder) -> None:
-        """Have a job that has yielded save a checkpoint, or report a refusal; a second order changes nothing."""
-        if isinstance(self.host.run(lease.key).stop, AwayStop):
+        """Have a job that has yielded save a checkpoint, or report a refusal; a save under way is this order's then."""
+        stop = self.host.run(lease.key).stop
+        if isinstance(stop, AwayStop):
+            stop.hold_s = max(stop.hold_s, order.hold_s)
             return
         if reason := self.coordinator.save_away(lease, order.save_s, order.hold_s):
             log.info("cannot save JOBID=%s: %s", lease.key, reason)

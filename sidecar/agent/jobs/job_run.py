@@ -120,6 +120,8 @@ class JobRun:
     """Stops in a row that its ranks refused, slept through or only claimed to follow."""
     seen: tuple[float, Shown] | None = None
     """Monotonic time and result of the last look at its processes."""
+    saved_at: float | None = None
+    """Monotonic time of its last complete checkpoint that was ordered."""
     amiss_since: float | None = None
     """Monotonic time since which its processes contradict Slurm's word."""
     followed: bool = False

@@ -193,7 +193,8 @@ class CheckpointStop(Stop):
     def on_timeout(self, now: float) -> tuple[str, str] | None:
         """Return event and reason if saving, or the requeue after it, takes too long."""
         if self.saved_at is not None and now - self.saved_at > self.hold_s:
-            return "go on", f"not requeued within {self.hold_s:g} s of its checkpoint"
+            waited = f"not requeued within {self.hold_s:g} s of its checkpoint"
+            return "go on", waited if self.hold_s else "its checkpoint is complete"
         if self.saved_at is None and self.committed and now - self.began - self.boundary_s > self.save_s:
             return "fail", f"its checkpoint was not complete after {self.save_s:g} s"
         return None

@@ -27,6 +27,8 @@ MEASURE_S = 1.0
 """Longest wait for the driver's look at the ranks' memory before they move it out, in seconds."""
 LEAVE_S = 5.0
 """Longest time until the driver must see that a job has left its GPUs, after all its ranks say so."""
+SAVE_S = 900.0
+"""Longest time for a checkpoint from host memory that no move waits for, in seconds."""
 FAILED_SAVE_S = 900.0
 FAILED_HOLD_S = 60.0
 """Longest times for the checkpoint of a job whose GPU fails, and for the requeue after it, in seconds; without a
@@ -297,7 +299,7 @@ class StopCoordinator:
     def _complete_checkpoint(self, lease: Lease, run: JobRun, stop: CheckpointStop) -> None:
         """Report a checkpoint that every rank has saved; the ranks stand on."""
         stop.move("all saved")
-        stop.saved_at = self.host.clock.monotonic()
+        stop.saved_at = run.saved_at = self.host.clock.monotonic()
         self._report_stop(lease, stop, "checkpoint", run.note)
         if run.followed and stop.path:
             self.host.upward.append(self.host.files(lease, (stop.path,)))
@@ -370,6 +372,17 @@ class StopCoordinator:
             "yielded JOBID=%s gpus=%s boundary_s=%.3f copy_s=%.3f",
             lease.key, lease.gpus, stop.boundary_s, stop.copy_s,
         )  # fmt: skip
+        self._save_before_suspend(lease, run)
+
+    def _save_before_suspend(self, lease: Lease, run: JobRun) -> None:
+        """Have a job that has just yielded save a checkpoint if its last one is old; Slurm suspends it after that.
+
+        Its ranks stand at one boundary, and those of several hosts would have to save together.
+        """
+        period_s = self.host.settings.save_before_suspend_s
+        fresh = run.saved_at is not None and self.host.clock.monotonic() - run.saved_at < period_s
+        if period_s and not fresh and lease.state == "yielded" and lease.hosts == 1:
+            self.save_away(lease, SAVE_S, 0.0, "preemption")
 
     def _report_stop(self, lease: Lease, stop: Stop, kind: str, note: str) -> None:
         """Report the times of a stop so far."""

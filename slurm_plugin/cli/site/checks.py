@@ -172,6 +172,14 @@ def kill_wait(facts: Facts) -> Iterator[Finding]:
         yield Finding("WARN", "KillWait", text, advice)
 
 
+def preemption(facts: Facts) -> Iterator[Finding]:
+    """Warn where Slurm's preemption costs jobs the steps since their last checkpoint."""
+    mode = (facts.slurm or {}).get("PreemptMode", "OFF")
+    if mode != "OFF" and not facts.settings.agent.save_before_suspend_s:
+        text = f"{mode}: Slurm kills a suspended job without a signal, and its steps since the last checkpoint are lost"
+        yield Finding("WARN", "preemption", text, "[agent] save_before_suspend_s = 300, on all hosts")
+
+
 RULES: tuple[tuple[Level, str, str, str, str], ...] = (
     (
         "FAIL", "PreemptMode", r"^(?!.*(SUSPEND|GANG))\w",
@@ -370,6 +378,7 @@ CHECKS = (
     keys,
     versions,
     slurm_settings,
+    preemption,
     kill_wait,
     lanes,
     partitions,
