@@ -72,7 +72,7 @@ class Record:
 class SlurmCommands:
     """Slurm through its commands."""
 
-    error = Refusal
+    error: type[Exception] = Refusal
 
     def __init__(self) -> None:
         self._reported: set[str] = set()
