@@ -105,8 +105,8 @@ def test_who_refuses_stops_does_not_gain_by_its_requeues(turns, conduct):
     assert refuses.restart > 5
 
 
-def test_who_refuses_stops_has_no_more_than_each_of_two_others():
+def test_who_refuses_stops_has_its_third_next_to_two_others():
     honest = Job(0), Job(2)
     *theirs, refuses = shares(*honest, Job(1, "refuses"))
     assert min(theirs) > 0.3
-    assert refuses < 0.35
+    assert refuses < 0.4
