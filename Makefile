@@ -5,7 +5,7 @@ PYTHON ?= python3
 
 ARGS ?=
 
-.PHONY: install demo test test-fast test-packages test-sites measure faults soak fuzz lint wheels debs docs clean
+.PHONY: install demo test test-fast test-packages test-sites measure faults soak fuzz lint wheels debs rpms docs clean
 
 install: $(BIN)/.installed
 
@@ -31,6 +31,10 @@ wheels: install
 # Debian's packages in dist/debs, built and tried in a container.
 debs: install
 	packaging/debs dist/debs
+
+# RPMs in dist/rpms, with the same files.
+rpms: debs
+	packaging/rpms dist/debs dist/rpms
 
 # Each wheel in an environment of its own, without a network; the client's on every Python from 3.9 on that is found.
 test-packages: install

@@ -176,10 +176,11 @@ def test_the_wheels_take_the_versions_of_the_tree(wheels: dict[str, Path]) -> No
             )
 
 
-def test_debians_packages_depend_on_the_same_versions(wheels: dict[str, Path]) -> None:
+def test_the_systems_packages_depend_on_the_same_versions(wheels: dict[str, Path]) -> None:
     folder = ROOT / "packaging" / "debian"
     control = (folder / "control").read_text().replace("1:1.26", "1.26")  # numpy has an epoch there
     packages = {text.partition("\n")[0]: text for text in control.split("Package: ")[1:]}
+    spec = (ROOT / "packaging" / "cadenza.spec").read_text()
     called = {"nvidia-ml-py": "pynvml", "pyzmq": "zmq"}
     for name, wheel in wheels.items():
         depends, _, rest = packages[name].partition("${misc:Depends}")
@@ -188,7 +189,9 @@ def test_debians_packages_depend_on_the_same_versions(wheels: dict[str, Path]) -
             if one.name == "nvidia-ml-py":  # Debian has it in contrib, and Cadenza runs without it
                 assert debian in rest
             else:
-                assert f"{debian} ({str(one.specifier).replace('>=', '>= ')})" in depends
+                version = str(one.specifier).replace(">=", ">= ")
+                assert f"{debian} ({version})" in depends
+                assert f"{debian} {version}" in spec
     (version,) = {str(one.specifier) for one in required(wheels[AGENT]) if one.name == CLIENT}
     assert (folder / "changelog").read_text().startswith(f"cadenza ({version.removeprefix('==')}) ")
 
