@@ -234,9 +234,10 @@ def cluster(data: bytes) -> object:
 
 
 def one_each(path: Path, kind: str) -> tuple[bytes, ...]:
-    """Return the jobs or nodes of an answer of Slurm, each as an answer of its own."""
+    """Return the jobs or nodes of an answer of Slurm, each as an answer of its own without its empty fields."""
     records = json.loads(path.read_bytes().decode("utf-8", "surrogateescape"))[kind]
-    texts = (json.dumps({kind: [one]}, ensure_ascii=False) for one in records)
+    full = ({name: value for name, value in one.items() if value} for one in records)
+    texts = (json.dumps({kind: [one]}, ensure_ascii=False, separators=(",", ":")) for one in full)
     return tuple(text.encode("utf-8", "surrogateescape") for text in texts)
 
 

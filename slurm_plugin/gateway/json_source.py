@@ -52,6 +52,11 @@ class Record:
         waiting = re.match(r"\d+", self.array_tasks_waiting or "")
         return f"{self.array_id}_{waiting[0] if waiting else self.array_task_id or 0}"
 
+    @property
+    def tasks(self) -> str:
+        """The name of a job for scontrol; of the rest of an array that waits, of all its tasks."""
+        return str(self.id) if self.array_tasks_waiting else self.task
+
     def suspend(self) -> None:
         """Suspend the job."""
         command("scontrol", "suspend", self.task)
@@ -66,7 +71,7 @@ class Record:
 
     def release(self) -> None:
         """Release the job; of an array all tasks that wait."""
-        command("scontrol", "release", str(self.id) if self.array_tasks_waiting else self.task)
+        command("scontrol", "release", self.tasks)
 
 
 class SlurmCommands:
@@ -137,6 +142,8 @@ class SlurmCommands:
         changes = dict(changes)
         if changes.pop("priority", None) is not None:
             job.release()
+            update(f"JobId={job.tasks}", changes)
+            return None
         start = ("StartTime=now",) if changes.pop("begin_time", None) is not None else ()
         update(f"JobId={job.task}", changes, *start)
         if not job.array_tasks_waiting:

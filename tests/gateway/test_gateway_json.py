@@ -246,8 +246,9 @@ def test_of_an_array_that_waits_one_task_is_placed_and_all_are_released(commands
     (tmp_path / "jobs.json").write_bytes(shown([rest, task]))
     over_json().act(Place(JobKey(ARRAY, 0), ("node1",), "r"))
     assert commands() == [f"update JobId={ARRAY}_3 ReqNodeList=node1", f"release {ARRAY}_3"]
+    (tmp_path / "jobs.json").write_bytes(shown([rest | {"admin_comment": "cadenza: held"}]))
     over_json().act(Release(JobKey(ARRAY, 0), "r"))
-    assert commands()[2:] == [f"release {ARRAY}"]
+    assert commands()[2:] == [f"release {ARRAY}", f"update JobId={ARRAY} AdminComment="]
 
 
 @pytest.mark.parametrize(
