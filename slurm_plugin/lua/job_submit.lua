@@ -7,7 +7,7 @@ the SPANK plugin reads; other keys follow, unchanged byte by byte, and a plain t
 all other jobs are not changed.
 
 /etc/cadenza/lua.conf names the partitions that Cadenza manages ("partitions=gpu,long") and the number of lanes of
-their hosts ("lanes=2"). There, a managed job that may get several nodes is pinned to one lane, and in held admission
+their hosts ("lanes=2"). There, a managed job that may get several nodes is pinned to one lane, one without a script to lane 0, and in held admission
 (/run/cadenzad/admission contains "held EPOCH") it is held. Every other job is pinned to lane 0, which is the cluster
 as it is without Cadenza. Updates by a job's owner keep to the same rules. Without lua.conf no constraint is changed and
 no job is held.
