@@ -456,8 +456,8 @@ def test_nothing_is_decided_about_jobs_that_are_not_managed(case):
             found = snapshot.job(action.job)
             assert found is not None
             assert APPLY.manages(found)
-            awake = isinstance(action, Yield | Resume) and found.key in memory.suspended
-            assert found.state == "RUNNING" or awake
+            ours = isinstance(action, Yield | Resume | Requeue) and found.key in memory.suspended
+            assert found.state == "RUNNING" or ours
         if isinstance(action, Unsuspend):
             assert action.job in memory.suspended
 
