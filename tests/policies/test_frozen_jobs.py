@@ -90,7 +90,9 @@ def test_a_job_whose_word_is_not_enough_moves_in_its_turn_only(share):
 @settings(max_examples=150, deadline=None)
 @given(snapshots(), st.sampled_from(("timeslice", "gandiva", "preemption")), st.booleans(), st.data())
 def test_nothing_resumes_a_job_whose_word_is_not_enough_while_others_have_its_gpus(case, share, users, data):
-    snapshot, memory = case
+    away = [one.key for one in case[0].jobs if one.lease is not None and one.lease.state in ("waiting", "yielded")]
+    frozen = tuple(replace(one, state="SUSPENDED") if one.key in away else one for one in case[0].jobs)
+    snapshot, memory = replace(case[0], jobs=frozen), Memory(suspended=frozenset(away))
     moved = data.draw(st.lists(st.sampled_from(snapshot.jobs), unique=True, max_size=2)) if snapshot.jobs else []
     memory = replace(memory, moves=tuple(Move(one.key, THERE, "r", Ordered(NOW)) for one in moved))
     rules = replace(SHARED, share_between_users=users)
