@@ -5,7 +5,7 @@ PYTHON ?= python3
 
 ARGS ?=
 
-.PHONY: install demo test test-fast test-packages test-sites measure faults soak fuzz lint wheels debs rpms docs clean
+.PHONY: install demo test test-fast test-packages test-sites test-slurm measure faults soak fuzz lint wheels debs rpms docs clean
 
 install: $(BIN)/.installed
 
@@ -43,6 +43,11 @@ test-packages: install
 # A site's rarer cases on the container cluster, too long for a ring.
 test-sites: install
 	$(BIN)/python tests/rings.py sites
+
+# The cluster's tests of what depends on the release of Slurm: make test-slurm SLURM=24.11
+SLURM ?= 26.05
+test-slurm: install
+	SLURM=$(SLURM) $(BIN)/python tests/rings.py release
 
 # Figures that depend on the machine; minutes each.
 measure: install

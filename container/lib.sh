@@ -5,16 +5,22 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repo=$(dirname "$here")
 engine=${CADENZA_ENGINE:-docker}
-image=${CADENZA_IMAGE:-cadenza-node:latest}
-# What the Dockerfile's FROM names.
-# shellcheck disable=SC2034  # used by ensure-docker
-base_image=debian:forky-slim
 cluster=cadenza
 
 die() { # EXIT_CODE MESSAGE…
   printf '%s: %s\n' "$(basename "$0")" "${*:2}" >&2
   exit "$1"
 }
+
+# The releases of Slurm are those of Debian.
+# shellcheck disable=SC2034  # suite and base_image are used by ensure-docker and build
+case ${SLURM:-26.05} in
+  26.05) suite=forky image=cadenza-node:latest ;;
+  24.11) suite=trixie image=cadenza-node:24.11 ;;
+  *) die 2 "SLURM is '$SLURM': it may be 24.11 or 26.05" ;;
+esac
+base_image=debian:$suite-slim
+image=${CADENZA_IMAGE:-$image}
 
 say() { printf '%s\n' "$*" >&2; }
 

@@ -2,8 +2,8 @@
 """Run the rings of tests one after the other, stop with the first that fails, and print the time of each.
 
 ``tests/rings.py fast`` runs the ring that needs no container, no browser and few seconds a test; ``all`` runs every
-ring, and builds the image of the cluster while the first ones run; ``measure`` takes figures of the machine, and
-``sites`` runs a site's rarer cases.
+ring, and builds the image of the cluster while the first ones run; ``measure`` takes figures of the machine,
+``sites`` runs a site's rarer cases, and ``release`` what depends on the release of Slurm, which SLURM names.
 """
 
 from __future__ import annotations
@@ -47,8 +47,19 @@ SLOW = Ring(
 )  # fmt: skip
 CLUSTER = Ring("cluster", "cluster and not measurement and not sites", ("-n", "2", "--dist", "loadscope"), "image")
 SITES = Ring("sites", "sites", ("-n", "0"), "image")
+RELEASE = Ring(
+    "cluster of one release of Slurm", CLUSTER.marks,
+    (*CLUSTER.options, "-k", "gateway_cluster or opt_in or test_held or test_moves or test_tuning or test_turns.py"),
+    "image",
+)  # fmt: skip
 MEASURE = Ring("measure", "measurement", ("-n", "0"), "image")
-RINGS = {"fast": (FAST,), "all": (THOROUGH, SLOW, CLUSTER), "measure": (MEASURE,), "sites": (SITES,)}
+RINGS = {
+    "fast": (FAST,),
+    "all": (THOROUGH, SLOW, CLUSTER),
+    "measure": (MEASURE,),
+    "sites": (SITES,),
+    "release": (RELEASE,),
+}
 PREPARATIONS = {"browser": ("ensure-browser",), "image": ("ensure-docker", "build")}
 """Scripts of container/; in this order, since two package managers at once would wait for each other."""
 
