@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import re
@@ -124,13 +125,14 @@ def test_a_job_that_is_out_when_its_gpu_fails_has_a_checkpoint_of_its_last_step(
 ) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", str(libraries))
     monkeypatch.setenv("SIMULATED_GPUS", str(tmp_path / "gpu"))
-    agent, kept = facts(new_agent(), slice_s=1.0), tmp_path / "checkpoints"
+    monkeypatch.syspath_prepend(MAKER.parent)
+    gpu = importlib.import_module("simulated_gpu").open_file(tmp_path / "gpu")
+    agent, kept = facts(new_agent(), slice_s=3.0), tmp_path / "checkpoints"
     new_job(agent, 1, tmp_path / "out", "--checkpoints", str(kept))
     until(lambda: boundaries(tmp_path / "out"), f"a first step: {agent.log()}", PATIENCE_S)
     holder = new_job(agent, 2, tmp_path / "holder")
     until(lambda: boundaries(tmp_path / "holder"), f"the other's first step: {agent.log()}", PATIENCE_S)
-    lose = f"import pathlib, simulated_gpu; simulated_gpu.open_file(pathlib.Path({str(tmp_path / 'gpu')!r})).lost = 1"
-    subprocess.run([sys.executable, "-c", lose], cwd=MAKER.parent, check=True)
+    gpu.lost = 1  # within the holder's turn
     holder.wait(PATIENCE_S)
     until(lambda: "checkpoint JOBID=1" in agent.log(), f"a checkpoint: {agent.log()}", PATIENCE_S)
     (found,) = kept.glob("step-*")
