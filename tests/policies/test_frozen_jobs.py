@@ -59,6 +59,17 @@ def test_a_job_whose_word_is_not_enough_is_not_resumed_while_another_one_has_its
     assert [reason in one.reason for one in trusted if isinstance(one, Unsuspend)] == [True]
 
 
+def test_a_job_that_no_agent_knows_is_not_resumed_while_another_one_runs_on_its_host():
+    """A service and an agent that were killed at once: the service starts first, and knows no lease of that host."""
+    unknown, runs = replace(FROZEN, lease=None), replace(HOLDER, lease=None)
+    assert (Unsuspend, key(2)) not in acts(cluster(runs, unknown, nodes=LANES))
+    assert (Unsuspend, key(2)) not in acts(cluster(HOLDER, unknown, nodes=LANES))
+    assert (Unsuspend, key(2)) in acts(cluster(unknown, nodes=LANES)), "nobody else is there"
+    first = replace(unknown, key=key(1), nodes=("node1",))
+    both = Memory(suspended=frozenset({key(1), key(2)}))
+    assert acts(cluster(first, unknown, nodes=LANES), both) == [(Unsuspend, key(1))], "one after the other"
+
+
 def test_a_suspended_job_wakes_up_before_it_gives_its_place_back_where_its_gpus_are_free():
     """Slurm would bring it back held. Where others have its GPUs Slurm kills it frozen, and we release that hold."""
     stuck = replace(HOLDER, user="bob", lease=lease("held", 0, ready=False))

@@ -132,7 +132,7 @@ def test_our_suspends_are_undone_when_nobody_would():
         (cluster(young, asleep), replace(APPLY, enforce=False)),
         (cluster(young, asleep), replace(APPLY, suspend=False)),
         (cluster(young, asleep), replace(APPLY, partitions=frozenset({"other"}))),
-        (cluster(young, replace(asleep, lease=None)), APPLY),
+        (cluster(replace(asleep, lease=None)), APPLY),
         (cluster(young, replace(asleep, options=None)), APPLY),
         (cluster(young, asleep, nodes=(node(drained=True, drain_reason="fan"), node(lane=1))), APPLY),
     ):

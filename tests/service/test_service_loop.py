@@ -160,7 +160,8 @@ def test_kill_switch_stops_everything_at_the_next_round(rig: Rig) -> None:
 
 
 def test_the_kill_switch_stops_a_round_in_its_middle_and_each_action_is_a_beat(rig: Rig) -> None:
-    rig.slurm.write(books(job(1, state="SUSPENDED"), job(2, state="SUSPENDED"), nodes=(node("n1"),)))
+    both = job(1, state="SUSPENDED"), job(2, "n2", state="SUSPENDED")
+    rig.slurm.write(books(*both, nodes=(node("n1"), node("n2"))))
     rig.store.adopt(Memory(suspended=frozenset({A, B})))
     rig.store.fresh = False
     beats = []

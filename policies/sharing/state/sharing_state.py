@@ -207,14 +207,29 @@ class SharingState:
         """Return True if Slurm must not let a job's processes run, because other jobs have its GPUs in this round.
 
         Awake it could compute on these GPUs together with them. Only its word keeps it from that, which is enough
-        where the admin has switched suspends off, and among jobs of one user: see ``is_trusted``.
+        where the admin has switched suspends off, and among jobs of one user: see ``is_trusted``. On a host whose
+        agent does not know it, its GPUs may be those of any job that runs there.
         """
         settings = self.settings
         if not (settings.enforce and settings.suspend and job.partition in settings.partitions):
             return False
+        if self._runs_blind(job):
+            return True
         coming = frozenset() if holds(job) or job.key in self.holders else self.holders
         others = [one for one in self.sharers_of(job) if holds(one) or one.key in coming]
         return not self.is_trusted(job, others)
+
+    def _runs_blind(self, job: Job) -> bool:
+        """Return True if others run where no agent knows the job; of such jobs on a host one is resumed at a time."""
+        host_of = {node.name: node.host for node in self.snapshot.nodes}
+        known = {gpu.host for gpu in job.lease.gpus} if job.lease is not None else set()
+        blind = {host_of.get(name, name) for name in job.nodes} - known
+        return bool(blind) and any(
+            other.state == "RUNNING"
+            or (other.key < job.key and other.lease is None and other.key in self.memory.suspended)
+            for other in self.all_jobs
+            if other.gpus and other.key != job.key and any(host_of.get(name, name) in blind for name in other.nodes)
+        )
 
     @staticmethod
     def is_trusted(job: Job, others: Iterable[Job]) -> bool:
