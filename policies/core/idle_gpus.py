@@ -22,7 +22,7 @@ class HostGpus(NamedTuple):
 
 def free_gpus(snapshot: ClusterSnapshot) -> list[HostGpus]:
     """Return the hosts with the GPUs that no lease is on, and no job that no agent knows."""
-    hosts = {node.name: node.host for node in snapshot.nodes}
+    hosts = snapshot.host_of
     used: Counter[str] = Counter()
     leased: set[Gpu] = set()
     for job in snapshot.jobs:

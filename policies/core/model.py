@@ -421,6 +421,11 @@ class ClusterSnapshot:
         return {job.key: job for job in self.jobs}
 
     @cached_property
+    def host_of(self) -> Mapping[str, str]:
+        """Return the host of each node."""
+        return {node.name: node.host for node in self.nodes}
+
+    @cached_property
     def by_id(self) -> Mapping[int, Job]:
         """Return the jobs by id, of several incarnations the first."""
         return {job.key.id: job for job in reversed(self.jobs)}

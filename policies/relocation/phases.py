@@ -76,7 +76,7 @@ class Step(NamedTuple):
 
 def hosts_to_prefetch(key: JobKey, shares: Placement, snapshot: ClusterSnapshot) -> tuple[str, ...]:
     """Return the hosts with an agent that a job goes to and is not on now."""
-    host_of = {node.name: node.host for node in snapshot.nodes}
+    host_of = snapshot.host_of
     job = snapshot.job(key)
     here = {host_of.get(node) for node in job.nodes} if job is not None else set()
     there = {host_of.get(share.node) for share in shares} - here

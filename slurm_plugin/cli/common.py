@@ -49,12 +49,16 @@ class JobId(click.ParamType[int]):
             self.fail(f"{text!r} is neither a job's number nor ARRAY_TASK", param, ctx)
         from cadenza.slurm_plugin.gateway.commands import JSON  # noqa: PLC0415
         from cadenza.slurm_plugin.gateway.slurm_gateway import TIMEOUT_S, answer_of  # noqa: PLC0415
+        from cadenza.slurm_plugin.gateway.slurm_json import NotSlurms, read_jobs  # noqa: PLC0415
 
-        jobs = json.loads(answer_of(("scontrol", "show", "job", text, JSON), TIMEOUT_S))["jobs"]
-        numbers = [job["job_id"] for job in jobs if job["array_task_id"]["number"] == int(task[1])]
+        try:
+            jobs, _ = read_jobs(answer_of(("scontrol", "show", "job", text, JSON), TIMEOUT_S).encode())
+        except NotSlurms as error:
+            self.fail(f"scontrol show job {text}: {error}", param, ctx)
+        numbers = [int(job["id"]) for job in jobs if job["array_task_id"] == int(task[1])]
         if not numbers:
             self.fail(f"Slurm shows no job {text}", param, ctx)
-        return int(numbers[0])
+        return numbers[0]
 
 
 def emit(value: Any) -> None:

@@ -25,7 +25,7 @@ class Refusal(Exception):  # noqa: N818
         self.errno = errno if errno is not None else errno_of(msg)
 
 
-def answer(*words: str) -> bytes:
+def answer(*words: str, timeout_s: float = TIMEOUT_S) -> bytes:
     """Return the output of a command of Slurm; raise Refusal when it fails, EnvironmentLacks where there is none.
 
     Times come as seconds of the epoch and lists of tasks in full; no setting of our environment selects jobs.
@@ -35,15 +35,17 @@ def answer(*words: str) -> bytes:
     environment |= {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0"}
     try:
         done = subprocess.run(
-            words, capture_output=True, stdin=subprocess.DEVNULL, env=environment, timeout=TIMEOUT_S, check=False
+            words, capture_output=True, stdin=subprocess.DEVNULL, env=environment, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        raise Refusal(f"{words[0]}: no answer within {TIMEOUT_S:g} s", TIMED_OUT) from None
+        raise Refusal(f"{' '.join(words)}: no answer within {timeout_s:g} s", TIMED_OUT) from None
+    except FileNotFoundError:
+        raise EnvironmentLacks(f"{words[0]} is not installed here; run this on the controller") from None
     except OSError as error:
         raise EnvironmentLacks(f"{words[0]}: {error.strerror}; run this on the controller") from None
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
-        raise Refusal(f"{' '.join(words[:2])}: {said}")
+        raise Refusal(f"{' '.join(words)}: {said}")
     return done.stdout
 
 

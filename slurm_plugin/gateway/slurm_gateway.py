@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pkgutil
-import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol, cast
 
 from cadenza.policies.core.actions import Action, Outcome
 from cadenza.policies.core.model import ClusterSnapshot, JobKey, SlurmState
 from cadenza.sidecar.config import ConfigError
-from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks, SlurmUnavailable
+from cadenza.slurm_plugin.gateway.commands import Refusal, answer
+from cadenza.slurm_plugin.gateway.errors import SlurmUnavailable
 
 TIMEOUT_S = 30.0
 _MODULE = "cadenza.slurm_plugin.gateway.source_gateway"
@@ -63,17 +63,9 @@ def answer_of(words: Sequence[str], timeout_s: float) -> str:
     Raise EnvironmentLacks without the command on this machine, SlurmUnavailable without an answer.
     """
     try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=timeout_s,
-            check=False,
-        )  # fmt: skip
-    except FileNotFoundError:
-        raise EnvironmentLacks(f"{words[0]} is not installed here; run this on the controller") from None
-    except subprocess.TimeoutExpired:
-        raise SlurmUnavailable(f"{' '.join(words)}: no answer within {timeout_s:g} s") from None
-    if done.returncode:
-        raise SlurmUnavailable(f"{' '.join(words)}: {done.stderr.strip() or 'failed'}")
-    return done.stdout
+        return answer(*words, timeout_s=timeout_s).decode(errors="replace")
+    except Refusal as error:
+        raise SlurmUnavailable(str(error)) from None
 
 
 def parse(text: str) -> dict[str, str]:

@@ -32,7 +32,7 @@ def facts_of(
     """
     rules = sharing_settings(settings)
     pack_of = {key: min(group).id for group in packs for key in group}
-    host_of = {node.name: node.host for node in snapshot.nodes}
+    host_of = snapshot.host_of
     jobs_on: dict[str, list[JobFacts]] = {host.name: [] for host in snapshot.hosts}
     for job in sorted(snapshot.jobs, key=lambda job: job.key):
         hosts = {host_of.get(node, node) for node in job.nodes}

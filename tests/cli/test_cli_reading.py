@@ -257,12 +257,19 @@ def test_bad_usage_is_exit_code_2(words: tuple[str, ...], config: Path) -> None:
 def test_a_task_of_an_array_is_called_as_squeue_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """int() reads 7_3 as 73: another job. Slurm knows the task's own number."""
     scontrol = tmp_path / "scontrol"
-    answer = {"jobs": [{"job_id": 9, "array_job_id": {"number": 7}, "array_task_id": {"number": 3}}]}
-    scontrol.write_text(f"#!/bin/sh\n[ \"$*\" = 'show job 7_3 --json=v0.0.42' ] && echo '{json.dumps(answer)}'\n")
+    seven, three = ({"set": True, "infinite": False, "number": number} for number in (7, 3))
+    task = {"job_id": 9, "job_state": ["PENDING"], "array_job_id": seven, "array_task_id": three}
+    lines = [
+        f"[ \"$*\" = 'show job 7_3 --json=v0.0.42' ] && echo '{json.dumps({'jobs': [task]})}'",
+        f"[ \"$*\" = 'show job 7_4 --json=v0.0.42' ] && echo '{json.dumps({'jobs': [{'job_id': 'x'}]})}'",
+        "[ \"$*\" = 'show job 7_5 --json=v0.0.42' ] && echo '{\"jobs\": 5}'",
+        "exit 0",
+    ]
+    scontrol.write_text("\n".join(["#!/bin/sh", *lines]))
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert JobId().convert("7_3", None, None) == 9
     assert JobId().convert("73", None, None) == 73
-    for wrong in ("0", "7_", "x", "-1", "1_000_000", "٣"):
+    for wrong in ("0", "7_", "x", "-1", "1_000_000", "٣", "7_4", "7_5", "7_6"):
         with pytest.raises(click.BadParameter):
             JobId().convert(wrong, None, None)

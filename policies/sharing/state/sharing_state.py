@@ -221,7 +221,7 @@ class SharingState:
 
     def _runs_blind(self, job: Job) -> bool:
         """Return True if others run where no agent knows the job; of such jobs on a host one is resumed at a time."""
-        host_of = {node.name: node.host for node in self.snapshot.nodes}
+        host_of = self.snapshot.host_of
         known = {gpu.host for gpu in job.lease.gpus} if job.lease is not None else set()
         blind = {host_of.get(name, name) for name in job.nodes} - known
         return bool(blind) and any(

@@ -81,7 +81,7 @@ def _closed_hosts(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSe
         if foreign:
             closed[node.host] = f"{node.name} is also in {', '.join(foreign)}, not among Cadenza's partitions"
     closed |= {host.name: host.taken[0] for host in snapshot.hosts if host.taken}
-    host_of = {node.name: node.host for node in snapshot.nodes}
+    host_of = snapshot.host_of
     for key, job in beyond_repair(snapshot, memory).items():
         reason = f"job {key} contradicts Slurm's word after {MAX_REPAIRS} repairs"
         closed |= {host_of[name]: reason for name in job.nodes if name in host_of}

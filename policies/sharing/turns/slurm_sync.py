@@ -81,7 +81,7 @@ def take_turns(state: SharingState) -> None:
 def list_departures(state: SharingState) -> None:
     """List the jobs that leave their hosts: they stay where they are until they have left."""
     snapshot, jobs, rivals = state.snapshot, state.all_jobs, state.by_gpu
-    drained, host = hosts_to_leave(snapshot), {node.name: node.host for node in snapshot.nodes}
+    drained, host = hosts_to_leave(snapshot), snapshot.host_of
     state.leaving = frozenset(j.key for j in jobs if any(host.get(name) in drained for name in j.nodes))
     state.giving_back = {
         j.key: reason

@@ -34,7 +34,7 @@ class Attribution:
 
     def recall(self, snapshot: ClusterSnapshot) -> None:
         """Take in the jobs of the last recorded snapshot: agents may still speak of those that have ended since."""
-        host_of = {node.name: node.host for node in snapshot.nodes}
+        host_of = snapshot.host_of
         for job in snapshot.jobs:
             for node in job.nodes:
                 self._seen_s.setdefault(host_of.get(node, node), {}).setdefault(job.key, snapshot.time_s)

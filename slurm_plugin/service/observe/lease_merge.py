@@ -93,7 +93,7 @@ def with_leases(
     """
     names = sorted({node.host for node in snapshot.nodes} | set(agents))
     further = {node.name for node in snapshot.nodes if node.lane}
-    host_of = {node.name: node.host for node in snapshot.nodes}
+    host_of = snapshot.host_of
     absent = {
         (host, JobKey(one.job, one.restart))
         for host, agent in agents.items()
