@@ -24,6 +24,7 @@ from cadenza.slurm_plugin.gateway.errors import (
     SlurmUnavailable,
     StaleState,
 )
+from cadenza.slurm_plugin.gateway.slurm_gateway import answer_of
 from cadenza.slurm_plugin.gateway.slurm_json import NotSlurms, hosts, read_jobs, read_nodes, read_reservations
 from cadenza.slurm_plugin.gateway.source_gateway import SlurmGateway, automatic, over_json
 from cadenza.slurm_plugin.gateway.translate import snapshot
@@ -336,3 +337,14 @@ def test_pyslurm_is_the_source_where_it_is_built_for_this_slurm(  # noqa: PLR091
     assert isinstance(gateway, SlurmGateway)
     assert source in greeting
     assert reason in greeting.get("reason", "")
+
+
+def test_no_setting_of_the_environment_selects_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users set SQUEUE_USERS in their profiles, and --all does not undo it."""
+    squeue = tmp_path / "squeue"
+    squeue.write_text('#!/bin/sh\necho "of $SQUEUE_USERS$SLURM_CLUSTERS"\n')
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SQUEUE_USERS", "alice")
+    monkeypatch.setenv("SLURM_CLUSTERS", "other")
+    assert answer_of(("squeue", "--all"), 10.0) == "of \n"
