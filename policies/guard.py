@@ -8,7 +8,17 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta
 
-from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Pack, Release, Unsuspend, Yield
+from cadenza.policies.core.actions import (
+    Action,
+    DrainNode,
+    NodeAction,
+    OpenNode,
+    Pack,
+    Release,
+    RemoveNode,
+    Unsuspend,
+    Yield,
+)
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, Node
 from cadenza.policies.sharing.state.settings import held_for_us
@@ -55,7 +65,7 @@ def guard(
     """Judge every action, in order.
 
     What undoes our own doing is stopped by the kill switch only: resuming in Slurm what we suspended,
-    releasing what is held for us, and draining a further lane, which is what observe-only means.
+    releasing what is held for us, draining a further lane, which is what observe-only means, and removing one.
     ``cadenza release --all`` does not come through here at all.
     """
     gate = Guard(snapshot, memory)
@@ -91,10 +101,11 @@ class Guard:
         return None if self.undoes(action) else self._block_reason(action, left)
 
     def undoes(self, action: Action) -> bool:
-        """Return True if the action only undoes an action of Cadenza, or keeps a lane shut."""
-        if isinstance(action, DrainNode):
+        """Return True if the action only undoes an action of Cadenza, keeps a lane shut, or removes a shut one."""
+        if isinstance(action, DrainNode | RemoveNode):
             node = self.nodes.get(action.node)
-            return node is not None and node.lane > 0
+            closes = isinstance(action, DrainNode) or (node is not None and node.dynamic and node.drained)
+            return node is not None and node.lane > 0 and closes
         if isinstance(action, Unsuspend):
             return action.job in self.memory.suspended
         job = self.jobs.get(action.job) if isinstance(action, Release) else None
@@ -102,7 +113,7 @@ class Guard:
 
     def _block_reason(self, action: Action, left: int) -> str | None:
         """Return the first rule after the kill switch that blocks, in the guard's order."""
-        if isinstance(action, DrainNode | OpenNode):
+        if isinstance(action, NodeAction):
             rules: tuple[str | None, ...] = (self._node(self.nodes.get(action.node), action), self._rate(left))
         else:
             keys = action.jobs if isinstance(action, Pack) else (action.job,)
@@ -115,9 +126,11 @@ class Guard:
             )  # fmt: skip
         return next((rule for rule in rules if rule is not None), None if self.settings.enforce else OBSERVE)
 
-    def _node(self, node: Node | None, action: DrainNode | OpenNode) -> str | None:
+    def _node(self, node: Node | None, action: NodeAction) -> str | None:
         if node is None:
             return f"scope: node {action.node} is gone"
+        if isinstance(action, RemoveNode):
+            return f"scope: {node.name} is no lane on demand that is drained"
         if isinstance(action, OpenNode) and reopens(node, self.settings.partitions):
             return None
         if node.lane == 0:

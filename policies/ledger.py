@@ -13,6 +13,7 @@ from cadenza.policies.core.actions import (
     Pack,
     Place,
     Release,
+    RemoveNode,
     Requeue,
     Resize,
     Size,
@@ -55,7 +56,7 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
     held |= {job.key: snapshot.time_s for job in snapshot.jobs if job.held_at_restart or _forgotten(job, memory)}
     requeues = [action for action in acted if isinstance(action, Requeue)]
     drained = {node.name for node in snapshot.nodes if node.drained} & memory.drained
-    opened = {action.node for action in acted if isinstance(action, OpenNode)}
+    opened = {action.node for action in acted if isinstance(action, OpenNode | RemoveNode)}
     yields = {action.job: snapshot.time_s for action in acted if isinstance(action, Yield)}
     return replace(
         memory,

@@ -176,6 +176,16 @@ class OpenNode:
     """Reason of Slurm's own drain; the node stays as it is if another has taken its place. Empty: the drain is ours."""
 
 
+@dataclass(frozen=True, slots=True)
+class RemoveNode:
+    """Delete a further lane that is a dynamic node, drained and without jobs; its agent ends its slurmd."""
+
+    node: str
+    reason: str
+
+
+NodeAction: TypeAlias = DrainNode | OpenNode | RemoveNode
+
 Action: TypeAlias = (
     Yield
     | Resume
@@ -193,6 +203,7 @@ Action: TypeAlias = (
     | Unpack
     | DrainNode
     | OpenNode
+    | RemoveNode
 )
 
 

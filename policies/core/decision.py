@@ -104,8 +104,8 @@ class SharingMemory:
     """Nodes that it had then, of jobs that had several."""
     loans: tuple[Loan, ...] = ()
     """Jobs that lend CPUs, in order of keys."""
-    owed_s: tuple[tuple[int, float], ...] = ()
-    """When jobs that had starved began the turn that they are owed; infinite: not yet. By id, longest wait first."""
+    owed_s: tuple[tuple[int, float | None], ...] = ()
+    """When jobs that had starved began the turn that they are owed; None: not yet. By id, longest wait first."""
     growths: tuple[Growth, ...] = ()
     """Jobs that have grown, in order of ids: to be judged, or not to grow again for a while."""
     debts: tuple[Debt, ...] = ()

@@ -157,7 +157,8 @@ class Lease:
     saves_away: bool = False
     """True if every rank can also save it while its state is in host memory, that is after a yield."""
     saving: bool = False
-    """Its ranks save one at this time although it has yielded, or have saved it and wait for the requeue."""
+    """Its ranks save one at this time although it has yielded, or have saved it and wait for the requeue; or they move
+    their state from host memory to a disk."""
     lost: str = ""
     """Why the job cannot go on with what it has, if so: only a requeue helps."""
     saved: bool = False
@@ -178,6 +179,8 @@ class Lease:
     """The job has started without its lease and has not asked for it yet: it takes no turns and uses no GPU."""
     early: str = ""
     """The process that was seen on a GPU before the job had asked for its lease; empty if there was none."""
+    no_room: str = ""
+    """Why the agents give it no lease now: others keep the GPU or host memory that it needs, or its GPU fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +209,8 @@ class Progress:
     attained_on: Mapping[str, float] = field(default_factory=dict, hash=False)
     """The part of ``attained_s`` on GPU types that it had before the present one, by type; to be kept only where a
     cluster has several types: what is missing here was on ``gpu_type``."""
+    submitted_s: float | None = None
+    """Its first submission, seconds since the epoch, where a requeue has submitted it anew."""
 
     def done(self, now_s: float) -> float:
         """Return the work done by ``now_s``."""
@@ -354,6 +359,10 @@ class Node:
     drain_reason: str = ""
     drained_at_restart: bool = False
     """Slurm drained it by itself while slurmctld or its slurmd restarted: jobs were started twice, or not stopped."""
+    dynamic: bool = False
+    """It is not in slurm.conf: its slurmd has registered it (slurmd(8), -Z), and it can be deleted."""
+    weight: int = 1
+    """Slurm fills nodes of less weight first."""
     cpus_used: int = 0
     memory_used_mb: int = 0
     gpus_used: int = 0
@@ -394,6 +403,14 @@ class Host:
     """Processes there that use GPUs without a lease, each as a sentence."""
     faults: tuple[str, ...] = ()
     """Faults of the machine that its agent goes on with, each as a sentence."""
+    refused: str = ""
+    """Reason for which the service does not listen to its agent, as a predicate; empty if it does, or hears none."""
+    further_lanes: int = 0
+    """Lanes above 0 that are to exist on demand; further ones that are dynamic nodes are closed."""
+    lane_faults: tuple[str, ...] = ()
+    """Lanes whose slurmd its agent cannot start or end, each as a sentence."""
+    full_memory: bool = False
+    """Each lane has all of its memory, and its agent guards it."""
 
 
 @dataclass(frozen=True)

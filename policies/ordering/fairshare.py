@@ -48,7 +48,7 @@ def _take_turns(
         used, share = usage.get(owner, 0.0), shares.get(owner, 1.0)
         for turn, job in enumerate(jobs):
             ratio = used / share if share > 0 else float("inf")
-            keyed.append((ratio, turn, job.submit_s, job.key, job))
+            keyed.append((ratio, turn, *arrival(job), job))
             used += job.gpus * CHARGE_S
     keyed.sort()  # keys are unique: jobs themselves are never compared
     return [entry[-1] for entry in keyed]

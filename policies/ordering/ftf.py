@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cadenza.policies.core.model import Job
-from cadenza.policies.ordering.ranking import Queue, Ranking, arrival, progress_of
+from cadenza.policies.ordering.ranking import Queue, Ranking, arrival, first_submit_s, progress_of
 
 UNKNOWN_S = 3600.0
 """Smallest work assumed of a job with unknown work, seconds."""
@@ -36,5 +36,5 @@ def rho(job: Job, now_s: float, contention: float) -> float:
     done = progress.done(now_s)
     total = progress.total_s if progress.total_s is not None else max(2 * done, UNKNOWN_S)
     remaining = max(total - done, 0.0)
-    shared = max(now_s - job.submit_s, 0.0) + remaining * contention
+    shared = max(now_s - first_submit_s(job), 0.0) + remaining * contention
     return shared / max(total * contention, 1e-9)

@@ -10,7 +10,7 @@ import numpy as np
 from cadenza.policies.core.model import Job
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.ordering.max_min_lp import Floats, time_shares
-from cadenza.policies.ordering.ranking import Queue, Ranking, arrival, progress_of
+from cadenza.policies.ordering.ranking import Queue, Ranking, arrival, first_submit_s, progress_of
 
 MAX_CLASSES = 256
 """Above so many classes of jobs, relative speeds are rounded so that some become equal."""
@@ -110,7 +110,7 @@ def _received(jobs: Sequence[Job], types: Sequence[str], now_s: float) -> Floats
     for index, job in enumerate(jobs):
         progress = progress_of(job)
         if progress.running or progress.attained_s:
-            life = max(now_s - job.submit_s, 1.0)
+            life = max(now_s - first_submit_s(job), 1.0)
             received[index] = [progress.attained_by_type(name, now_s) / life for name in types]
     return received
 

@@ -8,11 +8,12 @@ from math import inf
 from cadenza.policies.core.model import Job
 from cadenza.policies.ordering.ranking import Queue, Ranking, arrival, attained_service, progress_of
 
-THRESHOLDS = (600.0, 3_600.0, 14_400.0, 57_600.0, 230_400.0)
+THRESHOLDS = (600.0, 3_600.0, 14_400.0, 57_600.0, 230_400.0, 921_600.0, 3_686_400.0)
 """Attained GPU seconds at which a job leaves each level but the last.
 
-The first level is short, so that each job soon has its first slice. Tiresias (NSDI'19, §3) has two thresholds; five of
-a factor of about four keep equals from sharing to the end, and long jobs from delaying short ones.
+The first level is short, so that each job soon has its first slice. Tiresias (NSDI'19, §3) has two thresholds; seven of
+a factor of about four keep equals from sharing to the end, and long jobs from delaying short ones: the last is 1,024
+GPU hours, for of two jobs above it the first submitted one runs to its end.
 """
 
 

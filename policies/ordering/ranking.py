@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TypeAlias
 
 from cadenza.policies.core.model import Job, JobKey, Progress
 
-arrival: Callable[[Job], tuple[float, JobKey]] = attrgetter("submit_s", "key")
-"""The order of arrival, which breaks every tie: submission, then job id."""
+
+def first_submit_s(job: Job) -> float:
+    """Return when a job was first submitted, seconds since the epoch: Slurm submits a requeued one anew."""
+    first_s = job.progress.submitted_s if job.progress is not None else None
+    return job.submit_s if first_s is None else first_s
+
+
+def arrival(job: Job) -> tuple[float, JobKey]:
+    """Return the key of the order of arrival, which breaks every tie: first submission, then job id."""
+    return first_submit_s(job), job.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +81,7 @@ def waited(job: Job, now_s: float) -> float:
     progress = progress_of(job)
     if progress.running:
         return 0.0
-    since = progress.ran_s if progress.ran_s is not None else job.submit_s
+    since = progress.ran_s if progress.ran_s is not None else first_submit_s(job)
     return max(now_s - since, 0.0)
 
 

@@ -223,11 +223,13 @@ def _requeued(move: Move, phase: Requeued, snapshot: ClusterSnapshot, age_s: flo
     # 2. It is back in the queue, in its hold.
     if job is not None and job.held:
         return _back(move, phase, job, snapshot)
-    # 3. It is still leaving its nodes: it has its new restart count before its hold.
+    # 3. It is still leaving its nodes: it has its new restart count before its hold. A slurmctld that forgot its start,
+    #    too, shows it in the queue as it was before that.
     settling = job is None or job.state == "OTHER" or (job.state == "PENDING" and age_s <= HOLD_S)
     if not settling:
         return _end(move, snapshot, "not moved: it was released by its owner")
-    if age_s > MAX_LEAVE_S or (old is None and job is None):
+    forgotten = old is not None and old.state == "PENDING" and age_s > HOLD_S
+    if forgotten or age_s > MAX_LEAVE_S or (old is None and job is None):
         return _end(move, snapshot, "not moved: it did not come back from its requeue as expected")
     return Step(move, sentence=f"{_goes(move)}: it leaves its nodes")
 

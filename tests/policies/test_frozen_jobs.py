@@ -70,6 +70,17 @@ def test_a_job_that_no_agent_knows_is_not_resumed_while_another_one_runs_on_its_
     assert acts(cluster(first, unknown, nodes=LANES), both) == [(Unsuspend, key(1))], "one after the other"
 
 
+def test_a_frozen_job_that_has_the_lease_is_resumed_where_a_gang_waits_for_it():
+    """An agent that was killed may give the lease to a job in the moment in which the service suspends it."""
+    asleep = replace(FROZEN, lease=lease("held", 0, ready=False))
+    half = replace(lease("held", 0, hosts=("node1", "node2"), ready=False, held_s=7.0), waiting_on=("node1",))
+    gang = job(1, user="ann", num_nodes=2, nodes=("node1", "node2"), lease=half)
+    lanes = (*LANES, node("node2"), node("node2", lane=1))
+    assert (Unsuspend, key(2)) in acts(cluster(gang, asleep, nodes=lanes)), "none but this job can use its GPU"
+    there = replace(gang, lease=replace(half, waiting_on=("node2",)))
+    assert (Unsuspend, key(2)) not in acts(cluster(there, asleep, nodes=lanes)), "the gang has this GPU"
+
+
 def test_a_suspended_job_wakes_up_before_it_gives_its_place_back_where_its_gpus_are_free():
     """Slurm would bring it back held. Where others have its GPUs Slurm kills it frozen, and we release that hold."""
     stuck = replace(HOLDER, user="bob", lease=lease("held", 0, ready=False))

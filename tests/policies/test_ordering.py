@@ -120,6 +120,14 @@ def test_ftf_by_hand():
     assert ids("ftf-coded", found) == [3, 2, 1]
 
 
+@pytest.mark.parametrize("name", ["fifo", "fairshare", "ftf"])
+def test_a_requeue_costs_no_place(name):
+    """Slurm submits a requeued job anew."""
+    found = queue(waiting(1, ago=10.0), waiting(2, ago=20.0))
+    assert ids(name, found) == [2, 1]
+    assert ids(name, queue(waiting(1, ago=10.0, submitted_s=NOW - 30.0), waiting(2, ago=20.0))) == [1, 2]
+
+
 def test_ftf_a_lone_job_that_never_waited_is_treated_fairly():
     runs = Progress(at_s=NOW - 600.0, total_s=1000.0, running=True, rate=1.0)
     assert rho(replace(waiting(1, ago=600.0), progress=runs), NOW, 1.0) == 1.0

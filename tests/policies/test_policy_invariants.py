@@ -121,6 +121,7 @@ def _check_permutation(policy: Policy, snapshot: ClusterSnapshot, memory: Memory
 
 
 def _check_replay(policy: Policy, snapshot: ClusterSnapshot, memory: Memory, decision: Decision) -> None:
+    assert record_codec.decode_memory(record_codec.encode_memory(decision.memory)) == decision.memory
     stored = record_codec.decode_snapshot(record_codec.encode_snapshot(snapshot))
     assert record_codec.encode_decision(policy.decide(stored, memory)) == record_codec.encode_decision(decision)
 

@@ -221,6 +221,20 @@ def test_a_job_on_its_way_whose_requeue_slurmctld_forgot_is_requeued_once_its_pr
     assert set(orders) == {Requeue(key(1), True, ABSENT)}
 
 
+def test_a_job_on_its_way_whose_start_slurmctld_forgot_is_placed_again():
+    """It shows the job in the queue with the restart from before the start, in the hold that it had then."""
+    move = Move(key(1), (), "makes way", Requeued(NOW, NOW))
+    queued = replace(job(1, state="PENDING", slurm_priority=0, lease=None), nodes=())
+    memory, orders = Memory(moves=(move,), held={key(1): NOW}), []
+    settings = PolicySettings(sharing=HELD, partitions=HELD.partitions, phased_moves=True)
+    for seconds in range(0, 10, 2):
+        found = replace(cluster(queued), time_s=NOW + seconds)
+        decision = build("levels", "none", "preemption", settings).decide(found, memory)
+        memory = decision.memory
+        orders += [(seconds, type(action)) for action in of_job(decision, 1)]
+    assert orders[:1] == [(6, Place)]
+
+
 @pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED"])
 def test_a_job_whose_end_slurmctld_forgot_is_requeued(state):
     ended = job(1, state=state, lease=None, absent=True)

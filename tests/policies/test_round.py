@@ -31,6 +31,7 @@ from cadenza.policies.ledger import remember
 from cadenza.policies.round import Live, run_round
 from cadenza.policies.sharing.pipeline import Pipeline, stages_of
 from cadenza.policies.sharing.state.settings import REQUEUE_HOLD, GandivaSettings, SharingSettings, held_for_us
+from cadenza.policies.supervision import each
 
 
 @dataclass
@@ -304,6 +305,17 @@ def test_one_bad_job_changes_nothing_for_the_others(bad):
     seen = report.snapshot.job(bad.key)
     assert not seen.opted_in
     assert bad.lease is None or (seen.lease.gpus, seen.lease.state) == (bad.lease.gpus, bad.lease.state)
+
+
+def test_a_job_that_cannot_be_observed_is_left_alone():
+    def step(one):
+        if one.key.id == 2:
+            raise OverflowError("its\nnumber")
+        return replace(one, name="seen")
+
+    seen = each((job(1), job(2), job(3)), step)
+    assert [one.name for one in seen] == ["seen", "", "seen"]
+    assert seen[1].unmanageable == "because of its data it cannot be observed (OverflowError: its\ufffdnumber)"
 
 
 def test_several_bad_jobs_are_left_alone_and_known_ones_at_once():

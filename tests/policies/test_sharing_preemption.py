@@ -21,6 +21,7 @@ from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.sharing.preemption import reservation, starvation
 from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.simulation import simulate
+from cadenza.slurm_plugin.service.store.record_codec import decode_memory, encode_memory
 
 NODES = read_cluster("3x4:24:100", 2)
 DAY_S = starvation.STARVING_S
@@ -94,6 +95,7 @@ def checked(inner: Policy, check) -> Policy:
     def decide(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
         decision = inner.decide(snapshot, memory)
         try:
+            assert decode_memory(encode_memory(decision.memory)) == decision.memory
             check(snapshot, memory, decision)
         except AssertionError as error:
             pytest.fail(f"at {snapshot.time_s:.0f} s: {error}")  # no Exception: the round does not catch it
@@ -342,7 +344,20 @@ def test_a_wait_is_too_long_at_the_time_at_which_a_quiet_round_says_so():
     owner = served(2, 5.0, on(2, "a", 0, 1, 2, 3, checkpoints=False))
     built = build("levels", "none", "preemption", PolicySettings(frozenset({"gpu"}), sharing=SHARING))
     found = replace(cluster(waits, owner, nodes=host("a", jobs=(owner,))), time_s=since_s + DAY_S)
-    assert [number for number, _ in built.decide(found, Memory()).memory.sharing.owed_s] == [1]
+    memory = built.decide(found, Memory()).memory
+    assert [number for number, _ in memory.sharing.owed_s] == [1]
+    assert decode_memory(encode_memory(memory)) == memory
+
+
+def test_a_requeue_costs_no_place_within_a_level():
+    """Slurm submits a requeued job anew."""
+    first, second = (
+        served(1, 5000.0, pending(1, 4, submit_s=NOW - 10)),
+        served(2, 5000.0, pending(2, 4, submit_s=NOW - 20)),
+    )
+    assert kinds(decide(first, second, nodes=host("a", lanes=1))) == {2: Place}
+    again = replace(first, progress=replace(first.progress, submitted_s=NOW - 30))
+    assert kinds(decide(again, second, nodes=host("a", lanes=1))) == {1: Place}
 
 
 def test_a_job_does_not_move_to_gpus_of_its_own_lane_that_it_would_not_get():
@@ -395,6 +410,14 @@ def test_a_job_that_cannot_move_ranks_by_what_it_may_attain(limit_s, goes):
     assert goes or "by its time limit, because it keeps no checkpoints" in found.reasons[key(2)]
 
 
+@pytest.mark.parametrize(("hours", "first"), [(100.0, 2), (10.0, 3)])
+def test_jobs_that_cannot_move_start_first_come_first_served_above_64_gpu_hours(hours, first):
+    """The other may attain 400 GPU hours, and was submitted earlier."""
+    early = pending(2, 4, keeps=False, submit_s=NOW - 20.0, time_limit_s=360_000.0)
+    late = pending(3, 4, keeps=False, submit_s=NOW - 10.0, time_limit_s=hours / 4 * 3600.0)
+    assert kinds(decide(early, late, nodes=host("a", lanes=1))) == {first: Place}
+
+
 def changed_lane(nodes):
     """Lane 1 closed to other jobs."""
     return tuple(replace(node, drained=node.lane == 1, drain_reason="by an admin") for node in nodes)
@@ -421,6 +444,17 @@ def test_a_job_that_slurm_started_where_another_user_is_does_not_keep_that_job_f
     assert kinds(native) == {1: Resume}
 
 
+def test_a_job_without_room_on_its_gpus_does_not_keep_the_one_that_has_their_memory_from_them():
+    keeper = served(1, 5000.0, on(1, "a", 0, 1, state="yielded"))
+    waits = served(2, 0.0, on(2, "a", 0, 1, state="yielded", lane=1))
+    nodes = host("a", jobs=(keeper, waits))
+    assert kinds(decide(keeper, waits, nodes=nodes))[2] is Resume
+    full = replace(waits, lease=replace(waits.lease, no_room="a: GPU 0 is full"))
+    found = decide(keeper, full, nodes=nodes)
+    assert kinds(found) == {1: Resume}
+    assert found.reasons[key(2)].endswith("; a: GPU 0 is full")
+
+
 def test_a_job_of_two_hosts_is_placed_anew_where_one_has_another_users_job():
     """Its agents hold its GPUs on one host and cannot give it those on the other."""
     theirs = served(1, 5000.0, on(1, "b", 0, 1, state="yielded", user="ann"))
@@ -444,8 +478,8 @@ def test_a_job_that_keeps_no_checkpoints_stays():
     [
         (on(1, "a", 0, 1, checkpoints=False), "holds a:gpu0-1 until it ends, because it keeps no checkpoints"),
         (on(1, "a", 0, 1, requeueable=False), "holds a:gpu0-1 until it ends, because Slurm may not requeue it"),
-        (on(1, "a", 0, ready=False), "holds a:gpu0: level 1 of 6"),
-        (on(1, "a", 0, state="waiting", ready=False), "gets a:gpu0: level 1 of 6"),
+        (on(1, "a", 0, ready=False), "holds a:gpu0: level 1 of 8"),
+        (on(1, "a", 0, state="waiting", ready=False), "gets a:gpu0: level 1 of 8"),
         (
             on(1, "a", 0, lease=replace(lease("waiting", 0, hosts=("a",)), exclusive=True)),
             "waits for a:gpu0, which other jobs leave at once",

@@ -90,6 +90,14 @@ def test_a_job_that_has_yielded_is_suspended_in_slurm():
     assert acts(cluster(young, YIELDED), settings=replace(APPLY, suspend=False)) == []
 
 
+def test_a_job_whose_state_goes_to_a_disk_runs_for_that_without_a_turn():
+    young = replace(HOLDER, lease=lease("held", 0, held_s=7.0, vtime_s=7.0))
+    saving = replace(YIELDED, lease=replace(YIELDED.lease, saving=True))
+    assert acts(cluster(young, saving)) == []
+    asleep, ours = replace(saving, state="SUSPENDED"), Memory(suspended=frozenset({key(2)}))
+    assert acts(cluster(young, asleep), ours) == [(Unsuspend, key(2))]
+
+
 def test_a_job_that_was_just_launched_is_not_suspended():
     young = replace(HOLDER, lease=lease("held", 0, held_s=7.0, vtime_s=7.0))
     waiting = replace(YIELDED, lease=lease("waiting", 0, ready=False, vtime_s=20.0))
@@ -191,8 +199,12 @@ def test_one_that_cannot_be_stopped_makes_way_for_an_unmanaged_job_by_a_requeue(
 
 
 def test_one_that_cannot_be_stopped_on_a_further_lane_gives_its_place_back():
-    """A job that detaches, or never attaches, has its GPUs no longer than the longest wait while another one waits."""
-    stuck = replace(HOLDER, nodes=("node1-l1",), lease=replace(HOLDER.lease, ready=False))
+    """A job that detaches, or never attaches, has its GPUs no longer than the longest wait while another one waits.
+
+    One that has just started may only not have attached yet: placed anew, it would be requeued again and again.
+    """
+    stuck = replace(HOLDER, nodes=("node1-l1",), lease=replace(HOLDER.lease, ready=False, held_s=601.0))
+    starts = replace(stuck, lease=replace(stuck.lease, held_s=599.0))
     late = replace(YIELDED, nodes=("node1",), lease=replace(YIELDED.lease, waited_s=601.0))
     ours = Memory(suspended=frozenset({key(2)}))
     for waiting, memory in (
@@ -211,6 +223,7 @@ def test_one_that_cannot_be_stopped_on_a_further_lane_gives_its_place_back():
         (stuck, replace(late, lease=replace(lease("yielded", 1), waited_s=601.0))),
         (replace(stuck, nodes=("node1",)), late),
         (replace(stuck, requeueable=False), late),
+        (starts, late),
         (HOLDER, late),
     ):
         assert (Requeue, key(1)) not in acts(cluster(held, waiting))
@@ -504,3 +517,14 @@ def test_a_gpu_that_a_process_has_without_a_lease_is_named_and_its_host_gets_no_
     assert DrainNode("node1-l1", f"cadenza: {taken}") in decision.actions
     assert decision.reasons[key(2)].endswith(taken)
     assert taken not in decision.reasons[key(1)]
+
+
+def test_a_job_without_room_on_its_gpu_leaves_the_turn_to_the_one_that_keeps_the_memory_and_says_so():
+    full = "node1: GPU 0 has 18 MB free of the 28 MB that the job needs: pid 7 of job 1 has 43 MB"
+    keeper, waits = (
+        replace(HOLDER, lease=lease("yielded", 0, vtime_s=70.0)),
+        replace(YIELDED, lease=replace(YIELDED.lease, no_room=full)),
+    )
+    assert (Resume, key(1)) in acts(cluster(keeper, waits))
+    assert decide(cluster(keeper, waits), Memory(), APPLY).reasons[key(2)].endswith(full)
+    assert (Resume, key(2)) in acts(cluster(keeper, YIELDED))

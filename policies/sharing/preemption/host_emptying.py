@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from cadenza.policies.core.model import JobKey
 from cadenza.policies.sharing.preemption.preemptive_turn import Candidate, Turn
@@ -21,15 +21,15 @@ def empty_for_waiting(turn: Turn, may_leave: Callable[[JobKey], bool]) -> None:
     """Make room on one host for each of the best waiting jobs, by moves of fewer GPUs than it gets."""
     if not turn.places:
         return
-    tried = 0
+    tried, idle = 0, _idle(turn)
     for job in list(turn.candidates.values()):
-        idle = _idle(turn)
         if not idle or tried == MAX_WAITING:
             return
         waits = not job.seats and job.key not in turn.plan.placed and job.request.nodes == 1
         if waits and 1 < job.gpus <= idle:
             tried += 1
             _empty_one(turn, job, may_leave)
+            idle = _idle(turn)
 
 
 def _idle(turn: Turn) -> int:
@@ -38,14 +38,18 @@ def _idle(turn: Turn) -> int:
 
 
 def _empty_one(turn: Turn, job: Candidate, may_leave: Callable[[JobKey], bool]) -> None:
-    """Empty the host that costs the fewest GPUs for a job, if those who leave find idle ones elsewhere."""
-    choices = []
+    """Empty the host that costs the fewest GPUs for a job, if those who leave find idle ones elsewhere.
+
+    Those who leave have fewer GPUs than the job gets, so a host without idle ones is none for it.
+    """
+    choices, running = [], set(turn.plan.runs)
     for host in turn.hosts:
-        if not host.state.usable or host.every.bit_count() < job.gpus:
+        if not host.unclaimed or not host.state.usable or host.every.bit_count() < job.gpus:
             continue
+        able = _able(turn, host, running, may_leave)
         for number, lane in enumerate(host.lanes):
-            if lane.admits(job.request):
-                leavers = _leavers(turn, host, number, job, may_leave)
+            if able and lane.admits(job.request):
+                leavers = _leavers(turn, host, number, job, able)
                 cost = sum(turn.candidates[occupant.key].gpus for occupant in leavers)
                 if leavers and cost < job.gpus:
                     choices.append((cost, number, host.position, leavers))
@@ -54,23 +58,19 @@ def _empty_one(turn: Turn, job: Candidate, may_leave: Callable[[JobKey], bool]) 
             return
 
 
-def _leavers(
-    turn: Turn, host: HostSeats, lane: int, job: Candidate, may_leave: Callable[[JobKey], bool]
-) -> list[Occupant]:
-    """Return running jobs without which a job has a seat on a lane, few GPUs first; empty if they do not suffice."""
-    running = set(turn.plan.runs)
-    able = sorted(
-        (
-            occupant
-            for occupant in host.occupants.values()
-            if occupant.key in running
-            and turn.candidates[occupant.key].movable
-            and turn.candidates[occupant.key].holding
-            and len(turn.candidates[occupant.key].seats) == 1
-            and may_leave(occupant.key)
-        ),
-        key=lambda occupant: (occupant.mask.bit_count(), occupant.key),
-    )
+def _able(turn: Turn, host: HostSeats, running: set[JobKey], may_leave: Callable[[JobKey], bool]) -> list[Occupant]:
+    """Return the running jobs of a host that may move elsewhere, few GPUs first."""
+    able = []
+    for occupant in host.occupants.values():
+        if occupant.key in running:
+            candidate = turn.candidates[occupant.key]
+            if candidate.movable and candidate.holding and len(candidate.seats) == 1 and may_leave(occupant.key):
+                able.append(occupant)
+    return sorted(able, key=lambda occupant: (occupant.mask.bit_count(), occupant.key))
+
+
+def _leavers(turn: Turn, host: HostSeats, lane: int, job: Candidate, able: Sequence[Occupant]) -> list[Occupant]:
+    """Return those of some running jobs without which a job has a seat on a lane; empty if they do not suffice."""
     gone: list[Occupant] = []
     for occupant in able:
         gone.append(occupant)

@@ -8,6 +8,7 @@ from cadenza.policies.core.actions import Migrate, Place, Resume, Yield
 from cadenza.policies.core.model import Job, JobKey, Lease
 from cadenza.policies.core.text import gpu_names
 from cadenza.policies.ordering.levels import THRESHOLDS, level
+from cadenza.policies.ordering.ranking import arrival
 from cadenza.policies.relocation.phases import refusal_reason
 from cadenza.policies.sharing.preemption.host_emptying import ROOM_SLICES, empty_for_waiting
 from cadenza.policies.sharing.preemption.preemptive_turn import Candidate, Plan, Turn
@@ -144,7 +145,7 @@ class _Board:
 
         def place(job: Job) -> tuple[float | JobKey, ...]:
             standing = owed.get(job.key.id, inf), job.key != reserved, ranks.get(job.key, last)
-            return -priority(job), *standing, job.submit_s, job.key
+            return -priority(job), *standing, *arrival(job)
 
         return [self._candidate(job, reserve=job.key == reserved) for job in sorted(jobs, key=place)]
 
@@ -171,13 +172,17 @@ class _Board:
         )
 
     def _barred(self, job: Job) -> JobKey | None:
-        """Return a job of another user for which the agents keep a job from its first turn, where users are apart."""
-        if self.state.settings.share_between_users or job.lease is None or job.lease.state != "waiting":
+        """Return a job for which the agents keep a job from its turn.
+
+        One that keeps the GPU memory that it needs, or one of another user where users are apart.
+        """
+        lease, apart = job.lease, not self.state.settings.share_between_users
+        if lease is None or not (lease.no_room or (apart and lease.state == "waiting")):
             return None
         by_key = self.state.snapshot.by_key
-        there = (other for host, mask in self.seats.get(job.key, ()) for other in host.on(mask))
-        strangers = (other.key for other in there if other.user != job.user)
-        return next((key for key in strangers if (found := by_key[key].lease) and found.state != "waiting"), None)
+        there = (other for host, mask in self.seats.get(job.key, ()) for other in host.on(mask) if other.key != job.key)
+        others = (other.key for other in there if lease.no_room or other.user != job.user)
+        return next((key for key in others if (found := by_key[key].lease) and found.state != "waiting"), None)
 
     def _movable(self, job: Job) -> bool:
         """Return True if a job can save a checkpoint now, and be requeued or moved with it."""

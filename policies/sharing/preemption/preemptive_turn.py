@@ -82,7 +82,8 @@ class Turn:
         self.share_between_users = share_between_users
         self.places = places
         self.plan = Plan()
-        self._left = sum(host.unclaimed.bit_count() for host in hosts if host.state.usable)
+        self._usable = [host for host in hosts if host.state.usable]
+        self._left = sum(host.unclaimed.bit_count() for host in self._usable)
         """GPUs that no job has claimed."""
         self._owner: dict[tuple[int, int], JobKey] = {}
         """The job that has claimed a GPU, by host and bit."""
@@ -189,8 +190,8 @@ class Turn:
         """
         offers = [
             offer
-            for host in self.hosts
-            if host is not without and host.state.usable and host.unclaimed.bit_count() >= job.request.gpus
+            for host in self._usable
+            if host is not without and host.unclaimed.bit_count() >= job.request.gpus
             for offer in self._offers(host, job)
             if (waits or not offer.seat.waits) and not (idle and offer.price[1])
         ]
@@ -244,11 +245,12 @@ class Turn:
     def _make_room(self, job: Candidate) -> tuple[Seat, ...]:
         """Return seats that jobs of worse rank give up, none if there are too few."""
         offers = []
-        for host in self.hosts:
-            if not host.state.usable or host.unclaimed.bit_count() < job.request.gpus:
+        for host in self._usable:
+            if host.unclaimed.bit_count() < job.request.gpus:
                 continue
+            able = self._able_to_leave(host, job)
             for number, lane in enumerate(host.lanes):
-                offer = self._eviction(host, number, job) if lane.admits(job.request) else None
+                offer = self._eviction(host, number, job, able) if lane.admits(job.request) else None
                 if offer is not None:
                     offers.append(offer)
         chosen = _cheapest(offers, job.request.nodes)
@@ -260,18 +262,20 @@ class Turn:
                         host.vacate(victim.key)
         return tuple(offer.seat for offer in chosen)
 
-    def _eviction(self, host: HostSeats, lane: int, job: Candidate) -> _Offer | None:
-        """Return the offer of a lane once some of its jobs have given their seats up: as few GPUs as possible."""
+    def _able_to_leave(self, host: HostSeats, job: Candidate) -> list[Occupant]:
+        """Return the jobs of worse rank on a host that have no GPUs in this turn and can leave, the worst first."""
         mine, rank = self.rank[job.key], self.rank
         able = [
             occupant
             for occupant in host.occupants.values()
-            if (candidate := self.candidates.get(occupant.key)) is not None
-            and candidate.movable
-            and rank[occupant.key] > mine
+            if rank.get(occupant.key, -1) > mine
+            and (candidate := self.candidates[occupant.key]).movable
             and not any(at.claimed & mask for at, mask in candidate.seats)
         ]
-        able.sort(key=lambda occupant: -rank[occupant.key])
+        return sorted(able, key=lambda occupant: -rank[occupant.key])
+
+    def _eviction(self, host: HostSeats, lane: int, job: Candidate, able: Sequence[Occupant]) -> _Offer | None:
+        """Return the offer of a lane once some of its jobs have given their seats up: as few GPUs as possible."""
         victims: list[Occupant] = []
         seat = self.seat_without(host, lane, job, victims)
         for occupant in able:
@@ -289,14 +293,16 @@ class Turn:
         gone = frozenset(victim.key for victim in victims)
         stranded, _ = self._stranded(seat, gone)
         lost = sum(self.candidates[victim.key].gpus for victim in victims)
-        worst = min((rank[victim.key] for victim in victims), default=len(rank))
+        worst = min((self.rank[victim.key] for victim in victims), default=len(self.rank))
         return _Offer((stranded + lost, -worst, lane, host.position), seat, tuple(victims))
 
     def seat_without(self, host: HostSeats, lane: int, job: Candidate, gone: Sequence[Occupant]) -> Seat | None:
         """Return the seat of a job on a lane once some jobs have left the host."""
         seat = host.seat(lane, job.request, given_up=tuple(gone))
+        if seat is None:
+            return None
         keys = frozenset(other.key for other in gone)
-        if seat is None or not self._may_share(seat, job.request, keys):
+        if not self._may_share(seat, job.request, keys):
             return None
         if job.steadfast and (self._stranded(seat, keys)[1] or self._is_reserved(host, job)):
             return None

@@ -26,7 +26,7 @@ def note_quiet_time(state: SharingState) -> None:
         if not (progress := progress_of(job)).running
     ]
     ends += [job.submit_s + RESERVED_AFTER_S for job in jobs if job.state == "PENDING" and not can_leave(job)]
-    ends += [began_s + starvation.OWED_TURN_S for _, began_s in sharing.owed_s]
+    ends += [began_s + starvation.OWED_TURN_S for _, began_s in sharing.owed_s if began_s is not None]
     ends += [moved_s + ROOM_SLICES * state.settings.slice_s for _, moved_s in sharing.moved_s]
     levels = [leaves_level_s(job, now_s) for job in jobs]  # by rounding it may be now, and the level still the old one
     state.quiet_until_s = min([*levels, *(end_s for end_s in ends if end_s > now_s)], default=0.0)

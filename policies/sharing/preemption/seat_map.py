@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from cadenza.policies.core.model import JobKey, Node
@@ -161,6 +162,7 @@ class HostSeats:
         return lowest(self.every & ~(at.taken & ~own.mask | at.leaving), seat.mask.bit_count()) == seat.mask
 
 
+@lru_cache(maxsize=1 << 16)
 def lowest(mask: int, count: int) -> int:
     """Return the lowest ``count`` bits that are set, 0 if there are fewer."""
     if mask.bit_count() < count:

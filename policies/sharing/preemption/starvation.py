@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
-
 from cadenza.policies.core.model import Job, Progress
 from cadenza.policies.ordering.ranking import progress_of
 from cadenza.policies.sharing.state.sharing_state import SharingState
@@ -35,12 +33,12 @@ def owed_turns(state: SharingState) -> dict[int, int]:
         for job in (*state.jobs.values(), *state.pending)
         if job.progress is not None and not job.progress.running and job.key.id not in began
     ]
-    began |= {key.id: inf for since_s, key in sorted(waits) if now_s >= since_s + STARVING_S}
+    began.update((key.id, None) for since_s, key in sorted(waits) if now_s >= since_s + STARVING_S)
     # 2. Turns that have not begun, or are not over.
     kept = {
-        number: min(began_s, now_s) if progress_of(live[number]).running else began_s
+        number: min(began_s or now_s, now_s) if progress_of(live[number]).running else began_s
         for number, began_s in began.items()
-        if number in live and now_s < began_s + OWED_TURN_S
+        if number in live and (began_s is None or now_s < began_s + OWED_TURN_S)
     }
     if tuple(kept.items()) != state.memory.sharing.owed_s:
         state.remember(owed_s=tuple(kept.items()))

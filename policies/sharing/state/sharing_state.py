@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
 from cadenza.policies.allocation.problem import Allocate
 from cadenza.policies.core.actions import (
     Action,
-    DrainNode,
     Migrate,
-    OpenNode,
+    NodeAction,
     Pack,
     Place,
     Resize,
@@ -87,7 +86,7 @@ class SharingState:
     """A sentence for each job that room is made for."""
 
     # Actions, by stage
-    lane_actions: tuple[DrainNode | OpenNode, ...] = ()
+    lane_actions: tuple[NodeAction, ...] = ()
     pack_actions: tuple[Pack | Unpack, ...] = ()
     slurm_actions: tuple[Action, ...] = ()
     moves: list[Migrate | Resize | Unpack] = field(default_factory=list)
@@ -216,7 +215,8 @@ class SharingState:
         if self._runs_blind(job):
             return True
         coming = frozenset() if holds(job) or job.key in self.holders else self.holders
-        others = [one for one in self.sharers_of(job) if holds(one) or one.key in coming]
+        gpus = job.lease.gpus if job.lease is not None else ()
+        others = [one for one in self.sharers_of(job) if holds_any(one, gpus) or one.key in coming]
         return not self.is_trusted(job, others)
 
     def _runs_blind(self, job: Job) -> bool:
@@ -363,8 +363,14 @@ def sizes(job: Job, asked: int) -> tuple[int, ...]:
 
 
 def holds(job: Job) -> bool:
-    """Return True while a job has its GPUs."""
+    """Return True while a job has its GPUs, on one of its hosts at least."""
     return job.lease is not None and job.lease.state in ("held", "stopping")
+
+
+def holds_any(job: Job, gpus: Collection[Gpu]) -> bool:
+    """Return True while a job has one of these GPUs; on a host where it still waits for its lease it has none."""
+    lease = job.lease
+    return holds(job) and lease is not None and any(g in gpus and g.host not in lease.waiting_on for g in lease.gpus)
 
 
 def _is_managed(job: Job, memory: Memory, settings: SharingSettings) -> bool:

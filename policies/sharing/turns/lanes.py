@@ -1,18 +1,19 @@
-"""Further lanes: closed in observe-only, and on a host where sharing would not be safe."""
+"""Further lanes: closed in observe-only, and on a host where sharing would not be safe; those on demand removed."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from cadenza.policies.core.actions import DrainNode, OpenNode
+from cadenza.policies.core.actions import DrainNode, NodeAction, OpenNode, RemoveNode
 from cadenza.policies.core.decision import Memory
-from cadenza.policies.core.model import ClusterSnapshot, Node
+from cadenza.policies.core.model import ClusterSnapshot, Job, Node
 from cadenza.policies.sharing.state.settings import SharingSettings
 from cadenza.policies.sharing.state.sharing_state import SharingState
 from cadenza.policies.sharing.turns.repair import MAX_REPAIRS, beyond_repair
 
 OUR_DRAIN = "cadenza:"
 """Every drain of ours says so at the start of its reason; a drain without it is an admin's and stays."""
+CLOSES = "the lane is not wanted any more"
 
 
 def drain_or_open_lanes(state: SharingState) -> None:
@@ -25,22 +26,29 @@ def close_lanes(state: SharingState) -> None:
     state.lane_actions = lane_actions(state.snapshot, state.memory, replace(state.settings, enforce=False))
 
 
-def lane_actions(
-    snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings
-) -> tuple[DrainNode | OpenNode, ...]:
-    """Return the lanes to drain and to open, in order of node names.
+def lane_actions(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSettings) -> tuple[NodeAction, ...]:
+    """Return the lanes to drain, to open and to remove, in order of node names.
 
     In observe-only every open further lane is drained, whoever opened it, because a job there would share a
     GPU with another. A lane is opened only when its drain is ours, or Slurm's own at a restart; the latter is all that
-    is ever undone on lane 0.
+    is ever undone on lane 0. A lane on demand that is not wanted any more is drained, and removed once no job is on it:
+    with a suspended job Slurm would delete it, and lose the job.
     """
     closed = _closed_hosts(snapshot, memory, settings)
     opens = settings.partitions if settings.enforce else frozenset()
     leaving = {name for job in snapshot.jobs if job.state == "OTHER" for name in job.nodes}
-    actions: list[DrainNode | OpenNode] = []
+    wanted = {host.name: host.further_lanes for host in snapshot.hosts}
+    placed = (job for job in snapshot.jobs if job.key in memory.placed and job.state == "PENDING" and not job.held)
+    occupied = {name for job in snapshot.jobs for name in job.nodes} | {n for job in placed for n in job.required_nodes}
+    actions: list[NodeAction] = []
     for node in sorted(snapshot.nodes, key=lambda node: node.name):
         reason = closed.get(node.host, "")
-        if node.lane and reason and not node.drained:
+        if node.dynamic and node.lane > wanted.get(node.host, 0):
+            if not node.drained:
+                actions.append(DrainNode(node.name, f"{OUR_DRAIN} {CLOSES}"))
+            elif node.name not in occupied:
+                actions.append(RemoveNode(node.name, CLOSES))
+        elif node.lane and reason and not node.drained:
             actions.append(DrainNode(node.name, f"{OUR_DRAIN} {reason}"))
         elif node.lane and not reason and node.drained and node.up and drained_by_us(node, memory):
             actions.append(OpenNode(node.name, f"sharing is on and the agent of {node.host} is alive"))
@@ -53,6 +61,24 @@ def lane_actions(
 def drained_by_us(node: Node, memory: Memory) -> bool:
     """Return True if the node's drain is ours to undo."""
     return node.name in memory.drained or node.drain_reason.startswith(OUR_DRAIN)
+
+
+def waits_for_lane(job: Job, snapshot: ClusterSnapshot) -> bool:
+    """Return True for a job that Slurm holds since the lane was removed that it needs, if that lane is there again.
+
+    Slurm finds such a job unrunnable as it deletes the node, sets its priority to 0, and leaves it so.
+    """
+    if not job.held or job.state_reason != "BadConstraints":
+        return False
+    able = [
+        node
+        for node in snapshot.nodes
+        if (node.name in job.required_nodes or not job.required_nodes)
+        and job.partition in node.partitions
+        and node.name not in job.barred
+    ]
+    missing = len(able) < max(len(job.required_nodes), job.num_nodes)
+    return not missing and all(node.dynamic for node in able) and any(node.takes_jobs for node in able)
 
 
 def reopens(node: Node, partitions: frozenset[str]) -> bool:

@@ -26,7 +26,7 @@ from cadenza.policies.sharing.turns.contender import preferred
 from cadenza.policies.sharing.turns.debts import with_debts
 from cadenza.policies.sharing.turns.fair_queue import Contender, groups, next_turn
 from cadenza.policies.sharing.turns.lane0_queue import Lane0Queue
-from cadenza.policies.sharing.turns.lanes import hosts_to_leave
+from cadenza.policies.sharing.turns.lanes import hosts_to_leave, waits_for_lane
 
 MAX_NAMED = 6
 """Number of jobs of a group that a reason names."""
@@ -124,7 +124,7 @@ def sync_slurm(state: SharingState) -> None:
         for job in (*(job for job, _ in running), *suspended)
         if job.key in state.giving_back and (job.state == "RUNNING" or job.key in frozen)
     ]
-    # 5. Releases of jobs that were held for us and that we do not place.
+    # 5. Releases of jobs that were held for us and that we do not place, and of those whose lane is back.
     releases = [
         Release(
             job.key,
@@ -133,6 +133,10 @@ def sync_slurm(state: SharingState) -> None:
         )
         for job in state.all_jobs
         if held_for_us(job, memory) and not (settings.places and settings.manages(job))
+    ] + [
+        Release(job.key, "the lane that it needs is there again")
+        for job in state.all_jobs
+        if waits_for_lane(job, state.snapshot) and not held_for_us(job, memory)
     ]
     state.slurm_actions = (*unsuspends, *yields, *state.resumes, *suspends, *requeues, *releases)
 
@@ -201,7 +205,7 @@ def _contender(job: Job, priority: int, state: SharingState, partners: frozenset
         ready=lease.ready and ours and managed,
         exclusive=(lease.exclusive or not managed) and first,
         iteration_s=lease.iteration_s,
-        eligible=ours and (managed or first),
+        eligible=ours and (managed or first) and not lease.no_room,
         packed_with=partners,
     )
 
@@ -258,6 +262,7 @@ def _unsuspend_reason(job: Job, state: SharingState) -> str | None:
         (job.key in state.giving_back, "it gives its place back"),
         (any(action.job == job.key for action in state.moves), "it moves, and saves its checkpoint before"),
         (saving, "is to save a checkpoint, for which its processes must run"),
+        (job.lease is not None and job.lease.saving, "its state goes to a disk, for which its processes must run"),
     )
     return next((reason for applies, reason in checks if applies), None)
 
@@ -285,7 +290,8 @@ def _requeue_reason(job: Job, state: SharingState, by_gpu: Mapping[Gpu, list[tup
     stuck = _cannot_stop(job, settings)
     if kept := [other.key for other in rivals if stuck and _waits_unmanaged(other.lease, settings)]:
         return f"cannot be stopped and is in the way of job {min(kept)}, which did not opt in"
-    behind = [other.key for other in rivals if stuck and _waits_too_long(other, state)]
+    started = lease.held_s > settings.lease_wait_s  # before, it may only not have attached yet
+    behind = [other.key for other in rivals if stuck and started and _waits_too_long(other, state)]
     return f"gives its place back: it cannot be stopped, and {job_names(behind)} waited" if behind else None
 
 
@@ -299,6 +305,8 @@ def _apart_reason(job: Job, settings: SharingSettings, by_gpu: Mapping[Gpu, list
     if not apart or lease is None or not (job.requeueable and settings.manages(job)):
         return None
     waits = [gpu for gpu in lease.gpus if lease.state == "waiting" or gpu.host in lease.waiting_on]
+    if not waits:
+        return None
     near = {rival.key: rival for gpu in waits for _, rival in by_gpu[gpu] if rival.user != job.user}
     met = [key for key, rival in near.items() if rival.lease is not None and rival.lease.state != "waiting"]
     late = max(lease.waited_s, lease.held_s) > max(settings.slice_s, settings.min_run_s)
@@ -363,6 +371,7 @@ def _reason(job: Job, state: SharingState) -> str:
         return "no agent knows the job, so it runs as without Cadenza"
     turn = state.turn_reasons.get(job.key, "left alone: neither pending, running nor suspended")
     turn = NOT_ASKED if job.lease.late else turn
+    turn = f"{turn}; {job.lease.no_room}" if job.lease.no_room else turn
     early = f"; {job.lease.early}: it waits at the start from now on" if job.lease.early else ""
     turn += early + _in_debt(job, state) + _not_ready(job, job.lease) + _taken(job, job.lease, state.snapshot)
     return state.giving_back.get(job.key, turn)
@@ -375,7 +384,9 @@ def _in_debt(job: Job, state: SharingState) -> str:
 
 def _taken(job: Job, lease: Lease, snapshot: ClusterSnapshot) -> str:
     """Name the processes without a lease on the hosts of a job that waits for its GPUs."""
-    hosts = {node.host for node in snapshot.nodes if node.name in job.nodes} if lease.state != "held" else set()
+    if lease.state == "held":
+        return ""
+    hosts = {node.host for node in snapshot.nodes if node.name in job.nodes}
     found = [taken for host in snapshot.hosts if host.name in hosts for taken in host.taken]
     return f"; {found[0]}" if found else ""
 

@@ -1,0 +1,94 @@
+"""Lanes on demand in the policies: which are drained, removed and opened, and the jobs that wait for one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from snapshots import cluster, job, key, node
+
+from cadenza.policies.core.actions import DrainNode, OpenNode, Release, RemoveNode
+from cadenza.policies.core.decision import Memory
+from cadenza.policies.guard import GuardSettings, guard
+from cadenza.policies.ledger import remember
+from cadenza.policies.sharing.pipeline import Pipeline, stages_of
+from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
+
+APPLY = SharingSettings(enforce=True, partitions=frozenset({"gpu"}), max_priority=10)
+OBSERVE = replace(APPLY, enforce=False)
+LANE = node(lane=1, dynamic=True)
+SHUT = replace(LANE, drained=True, drain_reason="cadenza: the lane is not wanted any more")
+
+
+def acts(*jobs, lane=LANE, lanes=0, memory=None, settings=APPLY, killed=False):
+    """Return (kind, subject) of the actions that leave where the host is to have so many further lanes."""
+    found, memory = cluster(*jobs, nodes=(node(), lane)), memory or Memory()
+    found = replace(found, hosts=tuple(replace(host, further_lanes=lanes) for host in found.hosts))
+    stages = stages_of("timeslice", settings, GandivaSettings(), allocates=False)
+    decision = Pipeline(stages, replace(settings, floor=True)).decide(found, memory)
+    rules = GuardSettings(partitions=frozenset({"gpu"}), enforce=settings.enforce, killed=killed)
+    leave = [one.action for one in guard(decision.actions, found, memory, rules) if one.allowed]
+    return [(type(action), getattr(action, "node", None) or action.job) for action in leave]
+
+
+@pytest.mark.parametrize("settings", [APPLY, OBSERVE])
+def test_a_lane_that_is_not_wanted_is_drained_and_then_removed(settings):
+    assert acts(settings=settings) == [(DrainNode, "node1-l1")]
+    assert acts(lane=SHUT, settings=settings) == [(RemoveNode, "node1-l1")]
+    assert acts(lane=SHUT, settings=settings, killed=True) == []
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED", "OTHER"])
+def test_a_lane_with_a_job_of_any_state_stays(state):
+    assert acts(job(1, state=state, nodes=("node1-l1",)), lane=SHUT) == []
+
+
+def test_a_lane_stays_for_a_job_that_was_placed_there_and_has_not_started():
+    placed = job(1, state="PENDING", required_nodes=("node1-l1",), options=None)
+    assert acts(placed, lane=SHUT, memory=Memory(placed=frozenset({key(1)}))) == []
+    assert acts(placed, lane=SHUT) == [(RemoveNode, "node1-l1")], "its owner's own wish does not keep the lane"
+
+
+def test_a_lane_that_is_wanted_stays_and_opens_again():
+    assert acts(lanes=1) == []
+    assert acts(lane=SHUT, lanes=1) == [(OpenNode, "node1-l1")]
+    assert acts(lane=node(lane=2, dynamic=True), lanes=1) == [(DrainNode, "node1-l2")]
+
+
+def test_a_lane_of_slurm_conf_is_never_removed():
+    static = replace(SHUT, dynamic=False)
+    assert acts(lane=static, settings=OBSERVE) == acts(lane=node(lane=1)) == []
+    found, rules = cluster(nodes=(node(), static)), GuardSettings(enforce=True, partitions=frozenset({"gpu"}))
+    (judged,) = guard([RemoveNode("node1-l1", "r")], found, Memory(), rules)
+    assert not judged.allowed
+
+
+def test_the_memory_forgets_the_drain_of_a_removed_lane():
+    memory = Memory(drained=frozenset({"node1-l1"}))
+    after = remember(memory, [RemoveNode("node1-l1", "r")], cluster(nodes=(node(), SHUT)))
+    assert after.drained == frozenset()
+
+
+WAITS = job(1, state="PENDING", slurm_priority=0, state_reason="BadConstraints", required_nodes=("node1-l1",))
+
+
+def test_a_job_that_needs_a_lane_is_released_once_it_is_there_again():
+    by_feature = replace(WAITS, required_nodes=(), barred=frozenset({"node1"}))
+    for waiting in (WAITS, by_feature):
+        assert acts(waiting, lanes=1) == [(Release, key(1))]
+        assert acts(waiting, lane=SHUT, lanes=1) == [(OpenNode, "node1-l1")], "the lane is shut yet"
+        assert acts(waiting, lane=node("node2"), lanes=1) == [], "the lane is not there yet"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"state_reason": "JobHeldUser"},
+        {"required_nodes": ("node1-l1", "node2-l1")},
+        {"required_nodes": ()},
+        {"barred": frozenset({"node1-l1"})},
+    ],
+)
+def test_a_job_that_slurm_or_its_owner_holds_for_another_reason_stays_held(change):
+    """Among them: one of two lanes is there; lane 0 would do, so that the cause is another one; it may not have it."""
+    assert acts(replace(WAITS, **change), lanes=1) == []
