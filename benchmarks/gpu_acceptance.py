@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Accept a machine's GPU for Cadenza: one table row a check, at most ten minutes on one GPU.
 
-It runs from a checkout with the torch that is there (2.4 or later), without an install and without a network. Rows:
-training that yields is bit-identical, NVML sees the GPU free after a yield, the speed of both ways against a plain
-pinned copy of the same run, a full GPU at the resume, interrupts in the copy, what stays, the driver's process
-checkpoint, two processes that alternate under a real agent, and NCCL where there are two GPUs. Exit status: 0 all that
-ran passed, 1 a row failed, 3 no GPU. A row that cannot run here says "not run" and why, and counts for nothing.
+It runs from a checkout with the torch that is there (2.4 or later), without an install and without a network. Blocks:
+A the machine and its link, B the speed of both ways and what stays by NVML, C training that yields is bit-identical and
+what cannot move refuses by name, D a large model, E two processes that alternate under a real agent, F the driver's
+process checkpoint, G the agent's figures, H what goes wrong: a full GPU, interrupts, kills. Exit status: 0 all that ran
+passed, 1 a row failed, 3 no GPU. A row that cannot run here says "not run" and why, and counts for nothing.
 
 ``--simulated`` runs the same checks on the simulated GPU of tests/simulated: its speeds are those of no GPU.
 """
@@ -27,11 +27,16 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCKS = {
-    "moves": ("gpu_checks.py", 240.0),
-    "processes": ("gpu_checks.py", 160.0),
-    "turns": ("gpu_alternation.py", 200.0),
+    "moves": ("gpu_checks.py", "ABCH", 200.0),
+    "features": ("gpu_features.py", "CDFH", 150.0),
+    "processes": ("gpu_checks.py", "CFG", 90.0),
+    "turns": ("gpu_alternation.py", "E", 160.0),
 }
-"""The script of each block, which runs in a process of its own, and its longest time in seconds."""
+"""The script of each process that runs some of the rows, their letters, and its longest time in seconds: ten minutes
+together."""
+LONG_S = 1800.0
+"""Longest time of the turns with --long."""
+LETTERS = "ABCDEFGH"
 NO_GPU = 3
 GPU_BYTES, SMALL_BYTES = 512 << 20, 64 << 20
 LINK_BYTES_S = 400 << 20
@@ -63,12 +68,14 @@ def environment(*, simulated: bool) -> Iterator[dict[str, str]]:
         yield found
 
 
-def run(block: str, part: str, environment: dict[str, str]) -> tuple[list[Row], dict[str, Any]]:
+def run(block: str, options: argparse.Namespace, environment: dict[str, str]) -> tuple[list[Row], dict[str, Any]]:
     """Return the rows of a block and what it said of the machine; a row that its process did not reach has failed."""
     machine: dict[str, Any] = {}
     rows: dict[str, Row] = {}
-    script, limit_s = BLOCKS[block]
-    command = [sys.executable, str(Path(__file__).with_name(script)), block, part]
+    script, _, limit_s = BLOCKS[block]
+    if options.long and block == "turns":
+        limit_s, environment = LONG_S, {**environment, "ACCEPTANCE_LONG": "1"}
+    command = [sys.executable, str(Path(__file__).with_name(script)), block, options.rows, options.only]
     if block == "turns" and SMALL in environment:
         environment = {**environment, SIMULATED: environment[SMALL]}
     with subprocess.Popen(
@@ -106,25 +113,29 @@ def show(row: Row) -> None:
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in row["figures"].items()
     )
-    print(f"{row['outcome']:8} {row['name']:44} {'; '.join(filter(None, (row['why'], figures)))}", flush=True)
+    print(f"{row['outcome']:8} {row['name']:50} {'; '.join(filter(None, (row['why'], figures)))}", flush=True)
 
 
 def main() -> int:
     """Run the blocks, print the table, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the machine's facts there")
-    parser.add_argument("--only", default=",".join(BLOCKS), help="blocks to run: %(default)s")
+    parser.add_argument("--only", default=",".join(LETTERS), help="blocks to run, by letter: %(default)s")
+    parser.add_argument(
+        "--long", action="store_true", help="let two jobs take turns of 60 s, which takes ten minutes more"
+    )
     parser.add_argument("--rows", default="", metavar="TEXT", help="only the rows whose name has this text")
     parser.add_argument("--simulated", action="store_true", help="on the simulated GPU of tests/simulated")
     options = parser.parse_args()
-    blocks = options.only.split(",")
-    if unknown := set(blocks) - set(BLOCKS):
+    if unknown := set(options.only.split(",")) - set(LETTERS):
         parser.error(f"no such block: {', '.join(sorted(unknown))}")
     machine: dict[str, Any] = {}
     rows: list[Row] = []
     with environment(simulated=options.simulated) as variables:
-        for block in blocks:
-            found, facts = run(block, options.rows, variables)
+        for block, (_, letters, _) in BLOCKS.items():
+            if not set(letters) & set(options.only):
+                continue
+            found, facts = run(block, options, variables)
             if "no_gpu" in facts:
                 print(f"no GPU: {facts['no_gpu']}")
                 return NO_GPU

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """The checks of ``gpu_acceptance.py``, one block a process.
 
-``gpu_checks.py BLOCK TEXT`` prints a JSON line for each row whose name has TEXT. With $SIMULATED_GPUS the GPU is the
+``gpu_checks.py BLOCK TEXT LETTERS`` prints a JSON line for each row whose name has TEXT and begins with one of LETTERS.
+With $SIMULATED_GPUS the GPU is the
 simulated one. Other first words of the command line are processes that a check starts.
 """
 
@@ -23,11 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from gpu_rows import Figures, MissedError, NotRunError, check, require, tell
+from gpu_rows import Figures, MissedError, NotRunError, check, chosen, require, tell
 
 from cadenza.sidecar.agent.driver.cuda import Cuda, CudaError
 from cadenza.sidecar.agent.errors import EnvironmentLacksError
-from cadenza.sidecar.agent.telemetry.gpus import nvml_devices
+from cadenza.sidecar.agent.telemetry.gpus import driver_version, nvml_devices
+from cadenza.sidecar.client.bootstrap.offload_trial import random_tensors, segments_of, use
 from cadenza.sidecar.client.errors import NoRoomError
 from cadenza.sidecar.client.offload import device as devices
 from cadenza.sidecar.client.offload import unregistered
@@ -39,6 +41,8 @@ SEED = 4
 MIB = 1 << 20
 PATIENCE_S = 60.0
 LOCK_MS = 10_000
+SAMPLED_S = 0.5 if os.environ.get("SIMULATED_GPUS") else 2.0
+"""Time over which a process's use of the GPU is looked at."""
 FREED_S = 2.0
 """The longest time for which a killed process may have GPU memory."""
 SIMULATED = "SIMULATED_GPUS"
@@ -68,7 +72,8 @@ class Scale:
 
 SCALES = {
     "cuda": Scale(
-        "cuda", ((1 << 10, 1 << 16, 0.8), (10 << 10, 1 << 16, 0.9), (40 << 10, 1 << 16, 0.9), (1 << 10, 32, 0.5)),
+        "cuda", ((1 << 10, 1 << 16, 0.8), (10 << 10, 1 << 16, 0.9), (40 << 10, 1 << 16, 0.9), (75 << 10, 1 << 16, 0.9),
+                 (1 << 10, 32, 0.5)),
         state=8 << 10, kept=64, rounds=5, cycles=10, grown=16, models=1.0, yields=20, interrupts=20,
     ),
     "simulated": Scale(
@@ -96,10 +101,7 @@ class Gpu:
         if not self.accelerator.module.is_available():
             tell(machine={"no_gpu": f"torch {torch.__version__} finds none"})
             raise SystemExit(1)
-        ones = torch.ones(64, 64, device=self.place)
-        (ones @ ones).sum().item()
-        del ones
-        self.accelerator.empty_cache()
+        use(self.accelerator, self.place)
         self.nvml = next((one for one in nvml_devices() if os.getpid() in (one.processes() or {})), None)
         self.context = self.bytes_by_nvml() if self.nvml else 0
         """What a process has on the GPU that has only multiplied two matrices."""
@@ -110,13 +112,16 @@ class Gpu:
             raise NotRunError("NVML lists no process with this pid: no nvidia-ml-py, MIG, or a container's pids")
         return (self.nvml.processes() or {}).get(pid or os.getpid()) or 0
 
+    def pace(self, operator_ns: int) -> None:
+        """Let each operator of the simulated GPU take some time; those of a GPU do by themselves."""
+        if self.scale.kind == "simulated":
+            import simulated_gpu  # noqa: PLC0415
+
+            simulated_gpu.open_file(Path(os.environ[SIMULATED])).operator_ns = operator_ns
+
     def tensors(self, mib: int, kib: int = 1 << 12) -> list[torch.Tensor]:
         """Return tensors of random content, and a few small ones."""
-        generator = torch.Generator().manual_seed(SEED)
-        block = torch.randint(0, 255, (min(kib, mib << 10) << 10,), dtype=torch.uint8, generator=generator)
-        count = (mib << 20) // block.nbytes
-        small = [block[: 104 * (number + 1)].roll(number).to(self.place) for number in range(20)]
-        return [block.to(self.place).add_(number) for number in range(count)] + small
+        return random_tensors(self.place, mib << 20, kib << 10, SEED)
 
     def facts(self) -> Figures:
         """Return what identifies the machine."""
@@ -127,28 +132,41 @@ class Gpu:
             "memory_MiB": self.accelerator.total(self.place) >> 20,
             "torch": torch.__version__,
             "CUDA": torch.version.cuda or "none",
-            "driver": driver_version(),
+            "driver": driver_version() or "unknown",
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none",  # type: ignore[no-untyped-call]
+            **(board() if cuda else {}),
         }
 
 
-def driver_version() -> str:
-    """Return the driver's version by NVML."""
-    try:
-        import pynvml  # noqa: PLC0415
+def board() -> Figures:
+    """Return what NVML tells of the first GPU's link and settings, "unknown" for what it does not."""
+    questions = {
+        "PCIe_generation": "nvmlDeviceGetCurrPcieLinkGeneration",
+        "PCIe_width": "nvmlDeviceGetCurrPcieLinkWidth",
+        "NUMA_node": "nvmlDeviceGetNumaNodeId",
+        "MIG": "nvmlDeviceGetMigMode",
+        "persistence": "nvmlDeviceGetPersistenceMode",
+    }
+    found: Figures = {}
+    for name, question in questions.items():
+        try:
+            import pynvml  # noqa: PLC0415
 
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    except Exception as error:  # noqa: BLE001 - no module, no library, no driver
-        return f"unknown ({error})"
+            pynvml.nvmlInit()
+            found[name] = getattr(pynvml, question)(pynvml.nvmlDeviceGetHandleByIndex(0))
+        except Exception:  # noqa: BLE001 - no module, no library, no driver, or no answer
+            found[name] = "unknown"
+    return found
 
 
-def segments_of(tensors: Sequence[torch.Tensor]) -> tuple[Segment, ...]:
-    """Return the storages of tensors, all of which must be able to move."""
-    plan = survey([("tensors", list(tensors))])
-    require(plan.refusal is None, f"refused: {plan.refusal}")
-    require(not plan.resident, f"stays: {', '.join(map(str, plan.resident))}")
-    return plan.segments
+def link(gpu: Gpu, row: Figures) -> None:
+    """Measure the yardstick: one pinned copy each way, the best of five."""
+    mib = 24 if gpu.scale.kind == "simulated" else 4 << 10
+    plain = PlainCopy(gpu, mib << 20)
+    row |= {
+        f"{way}_GB_s": max(plain.rate(out=out) for _ in range(5)) / 1e9 for way, out in (("out", True), ("back", False))
+    }
+    plain.close()
 
 
 def sums(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -309,15 +327,16 @@ def checkpoint(gpu: Gpu, row: Figures) -> None:
 
 
 def interrupts(gpu: Gpu, row: Figures) -> None:
-    """Let a signal's handler raise at random moments of both ways."""
+    """Let a signal's handler raise at random moments of both ways: as Ctrl-C does, and as one of SIGTERM may."""
     tensors, offload, moments = gpu.tensors(gpu.scale.state), Offload(), random.Random(SEED)
     before, segments = sums(tensors), segments_of(tensors)
     for _ in range(2):
         cycle_s = offload.offload(segments).seconds + offload.restore().seconds
-    previous = signal.signal(signal.SIGALRM, raise_interrupt)
+    previous = signal.getsignal(signal.SIGALRM)
     away = 0
     try:
         for number in range(gpu.scale.interrupts):
+            signal.signal(signal.SIGALRM, raise_interrupt if number % 2 else raise_exit)
             struck(offload, segments, moments.uniform(0.0, cycle_s))
             away += offload.away
             if offload.away:
@@ -335,6 +354,11 @@ def raise_interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+def raise_exit(*_: object) -> None:
+    """End the program as a script's handler of SIGTERM does."""
+    raise SystemExit(1)
+
+
 def struck(offload: Offload, segments: Sequence[Segment], after_s: float) -> None:
     """Move out and back, and be interrupted once meanwhile or afterwards."""
     try:
@@ -343,7 +367,7 @@ def struck(offload: Offload, segments: Sequence[Segment], after_s: float) -> Non
         offload.restore()
         while True:
             time.sleep(0.01)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         return
 
 
@@ -482,6 +506,48 @@ def managed_memory(gpu: Gpu, row: Figures) -> None:
     require(mapped <= MIN_UVM_BYTES, "the agent would take a plain torch process for one with managed memory")
 
 
+def figures(gpu: Gpu, row: Figures) -> None:
+    """Sample a process that works and one that does not as the agent does."""
+    try:
+        from cadenza.policies.core.model import JobKey  # noqa: PLC0415
+        from cadenza.sidecar.agent.telemetry.sampler import Sampler, Target  # noqa: PLC0415
+        from cadenza.sidecar.clock import SystemClock  # noqa: PLC0415
+    except ImportError as error:
+        raise NotRunError(str(error)) from None
+    if gpu.nvml is None:
+        raise NotRunError("NVML lists no process with this pid: no nvidia-ml-py, MIG, or a container's pids")
+    sampler = Sampler(SystemClock(), nvml_devices)
+    with helper("work", str(gpu.scale.state)) as busy, helper("hold", str(gpu.scale.state)) as idle:
+        jobs = [Target(JobKey(one.pid, 0), (one.pid,), (gpu.nvml.index,)) for one in (busy, idle)]
+        gpu.pace(1_000_000)
+        sampler.sample(jobs)
+        time.sleep(SAMPLED_S)
+        working, holding = sampler.sample(jobs).values()
+        gpu.pace(0)
+        held = int(busy.stdout.readline()) if busy.stdout else 0
+    expected = held + gpu.context
+    row |= {"busy_percent": working.gpu_percent, "idle_percent": holding.gpu_percent}
+    row |= {"MiB": (working.gpu_memory_bytes or 0) / MIB, "by_torch_MiB": expected / MIB}
+    require(abs((working.gpu_memory_bytes or 0) - expected) <= 0.05 * expected, "the bytes differ by over 5 %")
+    if working.gpu_percent is None or holding.gpu_percent is None:
+        raise NotRunError("NVML does not tell the use of each process")
+    require(working.gpu_percent >= 80, "a busy process is not seen as one")  # noqa: PLR2004
+    require(holding.gpu_percent <= 10, "an idle process is not seen as one")  # noqa: PLR2004
+
+
+def work(mib: str) -> None:
+    """Be a process that computes without a pause; it says what torch holds."""
+    gpu = Gpu()
+    tensors = gpu.tensors(int(mib))
+    large = torch.ones(2048, 2048, device=gpu.place) if gpu.scale.kind == "cuda" else tensors[0]
+    print("working", flush=True)
+    print(gpu.accelerator.reserved(gpu.place), flush=True)
+    while True:
+        for _ in range(400):
+            large.add_(1)
+        gpu.accelerator.synchronize(gpu.place)
+
+
 def two_ranks(gpu: Gpu, row: Figures) -> None:
     """Train with two ranks over NCCL, alone and with yields."""
     count = gpu.accelerator.module.device_count()
@@ -498,8 +564,8 @@ def two_ranks(gpu: Gpu, row: Figures) -> None:
     require(all(one["sum_after"] == len(found) for one in found), "a sum after NCCL's resume is wrong")
 
 
-def rank(number: str, folder: str, backend: str) -> None:
-    """Be one of two ranks; without NCCL on the CPU."""
+def rank(number: str, folder: str, backend: str, ranks: str = "2") -> None:
+    """Be one of some ranks; without NCCL on the CPU."""
     import offload_jobs  # noqa: PLC0415
     from sidecar_offload import compared  # noqa: PLC0415
     from torch import distributed  # noqa: PLC0415
@@ -507,7 +573,9 @@ def rank(number: str, folder: str, backend: str) -> None:
     place = torch.device("cuda", int(number)) if backend == "nccl" else torch.device("cpu")
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    distributed.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=int(number), world_size=2)
+    distributed.init_process_group(
+        backend, init_method=f"file://{folder}/meeting", rank=int(number), world_size=int(ranks)
+    )
     rows = [compared(name, make, offload_jobs.Place(place, 0.5), 10) for name, make in offload_jobs.RANKED.items()]
     found = {"jobs": len(rows), "yields": 10 * len(rows), "identical": all(one["identical"] for one in rows)}
     if place.type == "cuda":
@@ -535,37 +603,40 @@ def checks_of(block: str, scale: Scale) -> dict[str, Check]:
     """Return the checks of a block by the names of their rows."""
     if block == "processes":
         return {
-            "process checkpoint by the driver": process_checkpoint,
-            "mappings of managed memory": managed_memory,
-            "NCCL with two ranks": two_ranks,
+            "F process checkpoint by the driver": process_checkpoint,
+            "F mappings of managed memory": managed_memory,
+            "G the agent's figures are those of torch": figures,
+            "C NCCL with two ranks": two_ranks,
         }
     speeds: dict[str, Check] = {
-        f"speed of {mib} MiB in tensors of {kib} KiB": functools.partial(speed, mib=mib, kib=kib, share=share)
+        f"B speed of {mib} MiB in tensors of {kib} KiB": functools.partial(speed, mib=mib, kib=kib, share=share)
         for mib, kib, share in scale.speeds
     }
     return {
-        "training that yields is bit-identical": functools.partial(identical, kinds="JOBS"),
-        "torch's optimizers compute the same": functools.partial(identical, kinds="OPTIMIZERS"),
-        "the GPU is free after a yield": free,
+        "A the link": link,
+        "B the GPU is free after a yield": free,
         **speeds,
-        "a full GPU at the resume": full,
-        "a checkpoint while the state is away": checkpoint,
-        "interrupts in the copy": interrupts,
-        "unregistered memory is counted": counted,
-        "unregistered memory above the limit refuses": refused,
-        "a refused registration spoils no kernel": registration,
-        "a CUDA graph and a pool refuse by name": fixed,
-        "cycle after cycle keeps nothing": cycles,
+        "B cycle after cycle keeps nothing": cycles,
+        "C training that yields is bit-identical": functools.partial(identical, kinds="JOBS"),
+        "C torch's optimizers compute the same": functools.partial(identical, kinds="OPTIMIZERS"),
+        "C unregistered memory is counted": counted,
+        "C unregistered memory above the limit refuses": refused,
+        "C a CUDA graph and a pool refuse by name": fixed,
+        "H a full GPU at the resume": full,
+        "H a checkpoint while the state is away": checkpoint,
+        "H interrupts in the copy": interrupts,
+        "H a refused registration spoils no kernel": registration,
     }
 
 
 def main(block: str, *words: str) -> None:
     """Run a block, or be one of the processes that a check starts."""
-    if role := {"fill": fill, "hold": hold, "rank": rank}.get(block):
+    if role := {"fill": fill, "hold": hold, "rank": rank, "work": work}.get(block):
         role(*words)
         return
     gpu = Gpu()
-    found = {name: look for name, look in checks_of(block, gpu.scale).items() if words[0] in name}
+    checks = checks_of(block, gpu.scale)
+    found = {name: checks[name] for name in chosen(checks, *words)}
     tell(machine=gpu.facts(), rows=list(found))
     if gpu.scale.kind == "cuda":  # the simulated GPU has no others, and the call takes a second
         torch.use_deterministic_algorithms(mode=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 Figures = dict[str, Any]
@@ -27,6 +27,11 @@ def require(condition: object, text: str) -> None:
 def tell(**message: Any) -> None:
     """Print one message to gpu_acceptance.py."""
     print(json.dumps(message), flush=True)
+
+
+def chosen(names: Iterable[str], text: str, letters: str) -> list[str]:
+    """Return the names of rows that have a text in them and begin with one of some letters."""
+    return [name for name in names if text in name and name.split()[0] in letters]
 
 
 def check(name: str, look: Callable[[Figures], None]) -> None:

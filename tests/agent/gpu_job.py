@@ -2,7 +2,7 @@
 
 A line has the moments at which the boundary began and ended, the step, and the loss in hexadecimal. ``--hidden`` makes
 the state larger or smaller; ``--kept`` MiB of GPU memory are given to nothing and stay at each yield. It keeps
-checkpoints in the directory ``--checkpoints``.
+checkpoints in the directory ``--checkpoints``. On a full GPU it tries ``--retries`` times before it tells the agent.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import simulated_gpu
 import torch
 
 from cadenza.sidecar import client
+from cadenza.sidecar.client.session import job_session
 
 parser = argparse.ArgumentParser()
 parser.add_argument("out", type=Path)
@@ -25,7 +26,9 @@ parser.add_argument("--steps", type=int, default=10**9)
 parser.add_argument("--hidden", type=int, default=1280)
 parser.add_argument("--kept", type=int, default=0)
 parser.add_argument("--checkpoints", type=Path)
+parser.add_argument("--retries", type=int, default=job_session.RESTORE_RETRIES)
 options = parser.parse_args()
+job_session.RESTORE_RETRIES = options.retries
 torch.set_num_threads(1)
 torch.manual_seed(4)
 simulated_gpu.load()

@@ -3,6 +3,9 @@
  * call fail with the number in it; -1 makes it hang for as long as the file is there, and $CUDA_STUB/hanging names it
  * then. Total memory is $CUDA_STUB/total in MB. Each call is a line in $CUDA_STUB/log.
  *
+ * A process that allocates memory here has it on the GPU, too: its content is kept in the process. With the file spoil
+ * it is read back changed, and with the file kept NVML shows checkpointed processes as well.
+ *
  * The files mig, mps, compute (mode), persistence and driver (version) say what NVML tells of the machine.
  *
  * With $SIMULATED_GPUS the GPUs are those of tests/simulated instead: NVML's processes and bytes are those of their
@@ -11,6 +14,7 @@
 #include <dirent.h>
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,7 +23,8 @@
 
 #include "../simulated/gpu_file.h"
 
-enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, OPERATING_SYSTEM = 304, ILLEGAL_STATE = 401, NOT_FOUND = 500 };
+enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, OPERATING_SYSTEM = 304, ILLEGAL_STATE = 401, NOT_FOUND = 500,
+       NOT_SUPPORTED = 801 };
 enum { RUNNING, LOCKED, CHECKPOINTED, FAILED };
 static const char *const NAMES[] = {"running", "locked", "checkpointed", "failed"};
 
@@ -187,6 +192,31 @@ int cuDriverGetVersion(int *version)
     return OK;
 }
 
+int cuDeviceGet(int *device, int ordinal) { return *device = ordinal, OK; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { return (void)device, *context = context, OK; }
+int cuCtxSetCurrent(void *context) { return context ? OK : INVALID_VALUE; }
+int cuMemHostAlloc(void **place, size_t size, unsigned flags) { return (void)flags, (*place = malloc(size)) ? OK : OUT_OF_MEMORY; }
+int cuMemAllocManaged(uint64_t *place, size_t size, unsigned flags) { return (void)place, (void)size, (void)flags, NOT_SUPPORTED; }
+
+int cuMemAlloc(uint64_t *place, size_t size)
+{
+    static size_t taken;
+    char what[64], megabytes[32];
+    taken += size;
+    snprintf(what, sizeof what, "gpu/%d", getpid());
+    snprintf(megabytes, sizeof megabytes, "%zu", taken >> 20);
+    write_text(what, megabytes);
+    return (*place = (uint64_t)malloc(size)) ? OK : OUT_OF_MEMORY;
+}
+
+int cuMemcpyHtoD(uint64_t place, const void *host, size_t size) { return memcpy((void *)place, host, size), OK; }
+int cuMemcpyDtoH(void *host, uint64_t place, size_t size)
+{
+    memcpy(host, (void *)place, size);
+    *(char *)host ^= (char)read_number("spoil", 0);
+    return OK;
+}
+
 int cuCheckpointProcessGetState(int pid, int *state)
 {
     int result = injected("state", pid);
@@ -275,7 +305,9 @@ static unsigned processes(void *device, struct process *found)
     DIR *directory = opendir(path);
     for (struct dirent *entry; directory && (entry = readdir(directory)) && count < MOST;) {
         int pid = atoi(entry->d_name);
-        if (pid > 0 && !strchr(entry->d_name, '.') && state_of(pid) != CHECKPOINTED)
+        if (pid <= 0 || strchr(entry->d_name, '.') || kill(pid, 0))
+            continue;
+        if (state_of(pid) != CHECKPOINTED || read_number("kept", 0))
             found[count++] = (struct process){pid, megabytes_of(pid) << 20, ~0u, ~0u};
     }
     if (directory)
@@ -314,6 +346,11 @@ int nvmlDeviceGetName(void *device, char *text, unsigned size)
 {
     (void)device;
     return copy_text("name", "stand-in", text, size);
+}
+int nvmlDeviceGetUUID(void *device, char *text, unsigned size)
+{
+    (void)device;
+    return copy_text("uuid", "GPU-0", text, size);
 }
 int nvmlDeviceGetComputeMode(void *device, unsigned *mode)
 {

@@ -39,6 +39,8 @@ class World:
     states: dict[int, str]
     now: float = 0.0
     free: int = 80 * GB
+    spare: int = GPU_MARGIN_BYTES
+    """What was free beside the processes while they ran, if it was less than this."""
     extra: list[int] = field(default_factory=list)
     strangers: bool = False
     """The last inspection saw a process that the machine does not know."""
@@ -67,7 +69,7 @@ class World:
             assert not [one for one in flying if one.operation in COPIES], "nobody is unlocked while another is copied"
         if command.operation == "restore":
             sizes = [self.machine.members[pid].nbytes for pid in states if states[pid] == "checkpointed"]
-            assert self.free >= sum(sizes) + GPU_MARGIN_BYTES, "a restore without room is fatal"
+            assert self.free >= sum(sizes) + self.spare, "a restore without room is fatal"
 
     def check_outcome(self) -> None:
         states = [state for pid, state in self.states.items() if pid in self.machine.members]
@@ -86,6 +88,8 @@ class World:
                 self.tell(Inspected(refused="NVML: unknown error"))
                 return
             self.strangers = bool(self.extra)
+            if not self.machine.inspected:
+                self.spare = min(self.free, GPU_MARGIN_BYTES)
             self.tell(Inspected((*found, *map(process, self.extra)), {0: self.free}))
         elif isinstance(command, Operate) and command.pid in self.states:
             self.tell(self.operate(command, how))
@@ -270,6 +274,18 @@ def test_a_restore_waits_for_memory_and_then_gives_the_lease_back() -> None:
     assert one.now >= LIMITS.memory_wait_s
     one.free = 80 * GB
     one.tell(Thaw())
+    assert one.settle() == "running"
+
+
+def test_a_job_that_had_filled_its_gpu_comes_back_to_as_much_memory() -> None:
+    one = world(10)
+    one.free = 10 << 20
+    one.settle()
+    one.free = GB + one.free - 1
+    one.tell(Thaw())
+    one.finish(0, "good")
+    assert "a restore wants 1034 MB" in one.machine.stage
+    one.free += 1
     assert one.settle() == "running"
 
 

@@ -123,7 +123,24 @@ def test_jobs_that_did_not_attach_take_turns_and_never_meet(new_gpu: Callable[..
     pid = first.process.pid
     order = [operation for operation, who in gpu.calls() if who == pid]
     assert order[:4] == ["lock", "checkpoint", "restore", "unlock"]
-    assert "not been run on a GPU" in gpu.agent.log()
+
+
+def test_no_job_is_stopped_by_a_driver_that_has_not_passed_a_trial(new_gpu: Callable[..., Gpu]) -> None:
+    gpu = new_gpu()
+    gpu.agent.accept_driver(driver="570.1")
+    gpu.until_log("driver path: off: the last trial was with driver 570.1, and this is 580.65.06")
+    victim = gpu.holding(1)
+    gpu.wants(2)
+    gpu.agent.accept_driver(failed="64 MB stay on the GPU after a checkpoint")
+    gpu.until_log("driver path: off: the trial failed (`cadenza doctor --gpu`): 64 MB stay on the GPU")
+    assert not gpu.calls()
+    gpu.agent.accept_driver()
+    gpu.until_state(victim, "checkpointed")
+    # What is checkpointed comes back, whatever the record says then.
+    gpu.agent.accept_driver(failed="no")
+    gpu.until_log("driver path: off: the trial failed (`cadenza doctor --gpu`): no")
+    gpu.agent.talk().send("end", job=2)
+    gpu.until_state(victim, "running")
 
 
 def test_ranks_are_locked_together_and_come_back_together(new_gpu: Callable[..., Gpu]) -> None:

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 JOB = Path(__file__).with_name("gpu_job.py")
 MAKER = Path(__file__).resolve().parents[1] / "simulated" / "simulated_gpu.py"
 PATIENCE_S = 120.0
+STATE_BYTES = 31 << 20
 AWAY_S = 0.08
 """A boundary that takes longer was a turn of the other job."""
 
@@ -43,10 +44,12 @@ def new_job(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     subprocess.run([sys.executable, str(MAKER), str(tmp_path / "gpu"), str(64 << 20)], check=True)
     jobs: list[subprocess.Popen[bytes]] = []
 
-    def start(agent: Agent, job: int, out: Path, *options: str) -> subprocess.Popen[bytes]:
-        own = {"SIMULATED_GPUS": str(tmp_path / "gpu"), "CADENZA_SOCKET": str(agent.socket), "SLURM_JOB_ID": str(job)}
-        command = registered(agent.socket, job, [0], sys.executable, str(JOB), str(out), *options)
-        jobs.append(subprocess.Popen(command, env={**os.environ, **own}))
+    def start(
+        agent: Agent, job: int, out: Path, *options: str, gpus: tuple[int, ...] = (0,), **own: str
+    ) -> subprocess.Popen[bytes]:
+        where = {"SIMULATED_GPUS": str(tmp_path / "gpu"), "CADENZA_SOCKET": str(agent.socket), "SLURM_JOB_ID": str(job)}
+        command = registered(agent.socket, job, gpus, sys.executable, str(JOB), str(out), *options)
+        jobs.append(subprocess.Popen(command, env={**os.environ, **where, **own}))
         return jobs[-1]
 
     yield start
@@ -103,7 +106,8 @@ def test_a_job_that_does_not_fit_next_to_what_the_other_keeps_waits_and_the_reas
     keeper = new_job(agent, 2, tmp_path / "keeper", "--hidden", "256", "--kept", "36")
     until(lambda: "no room JOBID=1" in agent.log(), f"a refusal: {agent.log()}", PATIENCE_S)
     text = agent.log().partition("no room JOBID=1: ")[2].partition("\n")[0]
-    found = re.match(r"GPU 0 has (\d+) MB free of the (\d+) MB that the job needs: pid (\d+) has (\d+) MB, ", text)
+    full = r"GPU 0 has (\d+) MB free of the (\d+) MB that the job needs: pid (\d+) of job 2 has (\d+) MB, "
+    found = re.match(full, text)
     assert found, text
     free, needed, pid, kept = map(int, found.groups())
     assert free < needed
@@ -114,6 +118,34 @@ def test_a_job_that_does_not_fit_next_to_what_the_other_keeps_waits_and_the_reas
     until(lambda: len(boundaries(tmp_path / "keeper")) > steps + 3, "the other job goes on", PATIENCE_S)
     until(lambda: agent.leases()[1]["state"] == "yielded", "its lease")
     assert agent.leases()[2]["left_bytes"] >> 20 == kept
+
+
+def test_a_rank_without_room_gives_the_whole_job_s_gpus_to_the_next_one(
+    new_agent: Callable[..., Agent],
+    new_job: Callable[..., subprocess.Popen[bytes]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without NVML the agent hears of it from the rank; the other rank has its state back, and moves out again."""
+    monkeypatch.syspath_prepend(MAKER.parent)
+    simulated_gpu = importlib.import_module("simulated_gpu")
+    agent, outs, ranks = facts(new_agent()), [tmp_path / f"rank{number}" for number in (0, 1)], []
+    gpus = [simulated_gpu.open_file(tmp_path / "gpu"), simulated_gpu.create(tmp_path / "gpu1", context_bytes=1 << 20)]
+    for number, (out, file) in enumerate(zip(outs, ("gpu", "gpu1"), strict=True)):
+        own = {"SLURM_PROCID": str(number), "SLURM_STEP_NUM_TASKS": "2", "SIMULATED_GPUS": str(tmp_path / file)}
+        ranks.append(new_job(agent, 1, out, "--retries", "0", gpus=(0, 1), **own))
+    other = agent.rank(2, "--gpus", "[0]")
+    until(lambda: all(map(boundaries, outs)), f"first steps: {agent.log()}", PATIENCE_S)
+    until(lambda: agent.leases()[1]["state"] == "yielded", "a turn of the other job", PATIENCE_S)
+    with simulated_gpu.occupied(gpus[1], gpus[1].capacity - gpus[1].context_bytes):
+        until(lambda: "rank 1 waits for room on its GPU" in agent.log(), f"a refusal: {agent.log()}", PATIENCE_S)
+        steps, turns = list(map(boundaries, outs)), len(other.said("run"))
+        until(lambda: gpus[0].bytes_of[ranks[0].pid] < STATE_BYTES // 4, "the state of rank 0 to leave again")
+        until(lambda: len(other.said("run")) > turns, "one more turn of the other job")
+        assert list(map(boundaries, outs)) == steps
+    until(lambda: all(len(boundaries(out)) > len(rows) for out, rows in zip(outs, steps, strict=True)), "further steps")
+    losses = [[loss for _, _, loss in boundaries(out)] for out in outs]
+    assert all(one == another for one, another in zip(*losses, strict=False)), "both ranks compute the same"
 
 
 def test_a_job_that_is_out_when_its_gpu_fails_has_a_checkpoint_of_its_last_step(

@@ -22,7 +22,7 @@ SIMULATED = Path(__file__).resolve().parents[1] / "simulated"
 PREPARE = """
 import simulated_gpu, sys
 print(simulated_gpu.driver_libraries())
-simulated_gpu.create(simulated_gpu.Path(sys.argv[1]), 560 << 20)
+simulated_gpu.create(simulated_gpu.Path(sys.argv[1]), 330 << 20)
 """
 PATIENCE_S = 120.0
 SWITCHES = 4
@@ -59,7 +59,7 @@ def test_two_scripts_without_a_word_of_cadenza_take_turns_and_compute_the_same(
     libraries = subprocess.check_output(command, env=bare, text=True).strip()
     monkeypatch.setenv("SIMULATED_GPUS", str(gpu))
     monkeypatch.setenv("LD_LIBRARY_PATH", libraries)
-    # 2. Two jobs of 300 MiB that do not attach take turns on 560 MiB, of which the restore keeps 256 free.
+    # 2. Two jobs of 300 MiB that do not attach take turns on 330 MiB.
     agent = facts(new_agent(driver_checkpoint="unattached"), slice_s=0.4)
     outs, end = [tmp_path / f"job{job}" for job in (1, 2)], tmp_path / "end"
     jobs = []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import gc
+import linecache
 import signal
 import sys
 from collections.abc import Iterator
@@ -36,8 +38,16 @@ def raising_handlers() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _ends_with(frame: FrameType) -> bool:
+    """Return whether a frame is about to leave a ``with``: its line comes again, to call ``__exit__(None, …)``."""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+    return line.startswith("with ") and dis.opname[frame.f_code.co_code[frame.f_lasti]] == "LOAD_CONST"
+
+
 class Instructions:
     """Count of the lines of functions called within; before the one of number ``at``, a signal arrives.
+
+    Where that line is the end of a ``with``, it arrives before the next one: a trace stops there, and no handler runs.
 
     With ``moves``, only the client's own lines count, without those that hold signals back: most of a move's
     others belong to that. No garbage is collected within: an exception in a finalizer of an earlier object leaves no
@@ -47,6 +57,7 @@ class Instructions:
     def __init__(self, at: int = -1, number: int = signal.SIGUSR1, *, moves: bool = False) -> None:
         self.count = 0
         self._at, self._number, self._moves = at, number, moves
+        self._sent = 0
         self._before: Any = None
         self._collecting = False
 
@@ -70,6 +81,7 @@ class Instructions:
             return None
         if event == "line":
             self.count += 1
-            if self.count == self._at:
+            if self.count >= self._at > self._sent and not _ends_with(frame):
+                self._sent = self._at
                 signal.raise_signal(self._number)
         return self._follow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import zlib
@@ -123,6 +124,30 @@ def test_only_an_unfinished_one_is_as_none(tmp_path: Path) -> None:
     keeper = checkpoint(tmp_path, model=model)
     assert keeper.restore() is None
     assert "never finished" in keeper.skipped[0].reason
+
+
+def test_a_save_that_was_cut_off_is_told_with_what_was_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job killed at the end of KillWait leaves what it has written by then."""
+    model = nn.Linear(1024, 1024)
+    checkpoint(tmp_path, model=model).save(1)
+    whole = sum(path.stat().st_size for path in (tmp_path / "step-00000001").iterdir() if path.name != "complete.json")
+    cut = tmp_path / "step-00000002.tmp"
+    cut.mkdir()
+    for name, size, moment in (("rank-00000.json", 1, 100.0), ("shared.pt", whole // 4, 103.0)):
+        (cut / name).write_bytes(b"x" * size)
+        os.utime(cut / name, (moment, moment))
+    keeper = checkpoint(tmp_path, model=model)
+    assert keeper.restore() == 1
+    (text,) = [record.getMessage() for record in caplog.records if "step-00000002.tmp" in record.getMessage()]
+    found = re.search(r"after (\S+) MiB in 3.0 s; missing were (\S+) MiB, (\S+) s at this speed", text)
+    assert found, text
+    written, missing, seconds = map(float, found.groups())
+    assert written + missing == pytest.approx(whole / 2**20, abs=0.11)
+    assert seconds == pytest.approx(3.0 * 3, rel=0.02)
+    keeper.save(2)
+    assert not cut.exists()
 
 
 def test_times_of_files_mean_nothing(tmp_path: Path) -> None:

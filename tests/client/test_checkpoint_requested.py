@@ -25,15 +25,16 @@ from cadenza.sidecar.client.session import checkpoint_request
 class Training:
     """A model that is trained and saved; a run has ``steps`` boundaries."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, background: bool = False) -> None:
         torch.manual_seed(3)
         self.model = nn.Linear(4, 4)
         self.optimizer = torch.optim.Adam(self.model.parameters())
         self.scaler = torch.amp.GradScaler("cpu")
         self.average = {name: value.detach().clone() for name, value in self.model.named_parameters()}
         self.keeper = client.checkpoint(
-            folder, model=self.model, optimizer=self.optimizer, scaler=self.scaler, own=self.average
-        )
+            folder, model=self.model, optimizer=self.optimizer, scaler=self.scaler, own=self.average,
+            background=background,
+        )  # fmt: skip
         self.losses: list[str] = []
 
     def run(self, steps: int) -> None:
@@ -235,6 +236,18 @@ def test_a_yielded_job_saves_its_host_copy_and_goes_on_bit_for_bit(
     _, losses = restored(tmp_path / "kept", 4)
     assert losses == training.losses[5:]
     assert losses != training.losses[:4]
+
+
+def test_a_save_away_copies_no_state_because_the_hosts_memory_may_be_short(job: Peer, tmp_path: Path) -> None:
+    training = Training(tmp_path / "kept", background=True)
+    finish = saved_away(job, 5)
+    attach(training)
+    training.run(9)
+    assert finish()["error"] == ""
+    assert training.keeper._staging._copies == {}
+    training.keeper.close()
+    _, losses = restored(tmp_path / "kept", 4)
+    assert losses == training.losses[5:]
 
 
 def test_a_job_that_was_never_asked_away_trains_the_same(job: Peer, training: Training, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from cadenza.sidecar.client.errors import UsageError
 from cadenza.sidecar.client.session import identity
 from cadenza.sidecar.client.session.step_page import StepCounters, private_page
 
+PACKAGING = Path(__file__).parents[2] / "packaging"
 IMPORT = """
 import json, signal, sys, threading
 def handlers(): return [str(signal.getsignal(number)) for number in sorted(signal.valid_signals())]
@@ -47,6 +49,18 @@ def test_outside_slurm_nothing_happens_and_is_said_once(
     assert caplog.messages == ["not in a Slurm job: attach() does nothing"]
 
 
+def test_an_old_torch_runs_as_without_cadenza(
+    job: Peer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("cadenza.sidecar.client.bootstrap.process._process.warned", False)
+    monkeypatch.setattr(torch, "__version__", "2.3.1+cu121")
+    session = client.attach(torch.nn.Linear(2, 2))
+    client.boundary()
+    client.detach()
+    assert not session.active
+    assert caplog.messages == ["this process runs as without Cadenza: PyTorch 2.3.1+cu121 is older than 2.4"]
+
+
 def test_without_an_agent_on_the_host_nothing_happens(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -57,6 +71,26 @@ def test_without_an_agent_on_the_host_nothing_happens(
     client.detach()
     assert not session.active
     assert "no Cadenza agent on this host" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("runtime", "file"),
+    [({}, "enroot/50-cadenza.fstab"), ({"APPTAINER_CONTAINER": "/a.sif"}, "apptainer/cadenza.conf")],
+)
+def test_a_container_without_the_socket_is_told_the_line_that_is_shipped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, runtime: dict[str, str], file: str
+) -> None:
+    monkeypatch.delenv("APPTAINER_CONTAINER", raising=False)
+    monkeypatch.delenv("SINGULARITY_CONTAINER", raising=False)
+    for name, value in {"SLURM_JOB_ID": "12", "CADENZA_LANE": "1", **runtime}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("cadenza.sidecar.client.bootstrap.process._process.warned", False)
+    session = client.attach(socket="/run/not-mounted/agent.sock")
+    client.detach()
+    assert not session.active
+    _, shipped = (PACKAGING / file).read_text().splitlines()
+    assert f"missing: `{shipped.replace('/run/cadenza', '/run/not-mounted')}` in " in caplog.text
+    assert "the job on lane 1 takes no turns" in caplog.text
 
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}

@@ -109,6 +109,9 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(pinned: Pinned, caplog: p
     memory = buffer.reserve(10 * MIB, pinned)
     memory.fill_(1)
     assert buffer.bounds == (4 * MIB,)
+    offload = Offload()
+    offload._buffer = buffer
+    assert (offload.pinned_bytes, offload.host_bytes) == (4 * MIB, 10 * MIB)
     buffer.reserve(12 * MIB, pinned)
     assert caplog.text.count("could not be pinned (error 2)") == 1
     assert pinned.last == 0

@@ -204,6 +204,7 @@ def test_an_error_that_is_no_lack_of_room_leaves_the_boundary_of_one_of_several_
 ) -> None:
     """The others may have their state back, and wait for this one."""
     monkeypatch.setattr(job_session, "RESTORE_RETRY_S", 0.001)
+    monkeypatch.setattr(job_session, "FAILURES_BORNE", 2)
     tensors, told = content(), list[dict[str, Any]]()
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     monkeypatch.setenv("SLURM_PROCID", "0")

@@ -7,6 +7,7 @@ import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,6 +121,36 @@ def test_a_job_without_memory_yields_to_disk(
     turns.finish()
     assert [message["bytes"] for message in turns.arrived] == [0, 0]  # of host memory
     assert [message["bytes"] for message in turns.yielded] == [400_000] * 2
+    assert torch.equal(tensor, before)
+
+
+def test_a_job_that_is_out_moves_on_to_disk_and_comes_back_with_every_bit(job: Peer, tmp_path: Path) -> None:
+    """A full disk leaves the state in host memory, the next order tries again, and one more changes nothing."""
+    tensor = torch.rand(100_000)
+    before, sessions = tensor.clone(), list[Any]()
+
+    def agent() -> list[tuple[int, str, bool]]:
+        rank = job.rank(stop=1)
+        assert rank.hello["spills"]
+        rank.hear("arrived")
+        rank.say("commit", order=1)
+        rank.hear("yielded")
+        seen = []
+        for disk in (full_disk(100_000), contextlib.nullcontext(), contextlib.nullcontext()):
+            with disk:
+                rank.say("spill", order=2)
+                answer = rank.hear("spilled")
+            seen.append((answer.get("bytes", 0), answer.get("error", ""), sessions[0]._offload.host_bytes > 0))
+        rank.clear()
+        rank.say("resume", order=3)
+        rank.hear("resumed")
+        return seen
+
+    script = Script(agent, job)
+    sessions.append(client.attach(tensors=[tensor], spill=str(tmp_path)))
+    client.boundary()
+    full = f"no 0 MiB in {tmp_path}: File too large"
+    assert script.finish() == [(0, full, True), (400_000, "", False), (0, "", False)]
     assert torch.equal(tensor, before)
 
 

@@ -16,10 +16,12 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/library.h>
 
 #include <atomic>
 #include <cstdlib>
+#include <unordered_map>
 
 #include "memory.hpp"
 
@@ -495,10 +497,9 @@ c10::Device device_of(const std::vector<c10::IValue> &arguments)
     return {TYPE, current};
 }
 
-// Return the device tensors that a functional operator will fill, found by its shape function; none if it has none.
-std::vector<at::Tensor> outputs_of(const c10::OperatorHandle &op, const std::vector<c10::IValue> &arguments, c10::Device place)
+// Return the tensors of the meta device that an operator would return, found by its shape function; none if it has none.
+std::vector<at::Tensor> find_shapes(const c10::OperatorHandle &op, const std::vector<c10::IValue> &arguments)
 {
-    std::vector<at::Tensor> outputs;
     const auto shape = [](const at::Tensor &tensor) {
         return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).requires_grad(false));
     };
@@ -523,11 +524,48 @@ std::vector<at::Tensor> outputs_of(const c10::OperatorHandle &op, const std::vec
     } catch (const c10::Error &) {
         return {}; // the run on the CPU raises what is wrong
     }
-    for (const c10::IValue &value : stack) {
-        const at::Tensor &tensor = value.toTensor();
+    std::vector<at::Tensor> shapes;
+    for (const c10::IValue &value : stack)
+        shapes.push_back(value.toTensor());
+    return shapes;
+}
+
+// Return everything that the shapes of an operator's results depend on.
+std::string call_of(const c10::OperatorHandle &op, const std::vector<c10::IValue> &arguments)
+{
+    std::ostringstream text;
+    text << op.operator_name() << c10::get_default_dtype();
+    const auto add = [&text](const at::Tensor &tensor) {
+        if (tensor.defined())
+            text << tensor.device().type() << tensor.dtype() << tensor.sizes() << tensor.strides()
+                 << tensor.unsafeGetTensorImpl()->is_wrapped_number();
+    };
+    for (const c10::IValue &value : arguments) {
+        text << ';';
+        if (value.isTensor())
+            add(value.toTensor());
+        else if (value.isTensorList())
+            for (const at::Tensor &tensor : value.toTensorVector())
+                add(tensor);
+        else if (!value.isOptionalTensorList())
+            text << value;
+    }
+    return text.str();
+}
+
+// Return the device tensors that a functional operator will fill; none if its shape function does not tell. Most shape
+// functions are Python's and take a millisecond, so each call is asked for once.
+std::vector<at::Tensor> outputs_of(const c10::OperatorHandle &op, const std::vector<c10::IValue> &arguments, c10::Device place)
+{
+    thread_local std::unordered_map<std::string, std::vector<at::Tensor>> known;
+    const std::string call = call_of(op, arguments);
+    auto found = known.find(call);
+    if (found == known.end())
+        found = known.emplace(call, find_shapes(op, arguments)).first;
+    std::vector<at::Tensor> outputs;
+    for (const at::Tensor &tensor : found->second)
         outputs.push_back(!tensor.defined() ? tensor
                                             : at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(place)));
-    }
     return outputs;
 }
 
@@ -655,7 +693,7 @@ at::Tensor copy_from(const at::Tensor &from, const at::Tensor &to, bool non_bloc
     const c10::Device place = from.is_privateuseone() ? from.device() : to.device();
     Device &one = device(place.index());
     TORCH_CHECK(!gpu_fault(&one.gpu->fail_copy), "simulated GPU error: a copy failed");
-    if (!to.numel())
+    if (!to.numel() || (crosses && gpu_fault(&one.gpu->drop_copy)))
         return to;
     const at::Tensor &host = out ? to : from;
     const bool wait = crosses && !(non_blocking && is_pinned(host.data_ptr()));
@@ -755,6 +793,68 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
     return {one(std::get<0>(results)), one(std::get<1>(results)), one(std::get<2>(results))};
 }
 
+// The cell of an LSTM: the CPU has it as single operators only. `gates` keeps them for the way back.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(const at::Tensor &input, const at::Tensor &hidden, const at::Tensor &cell,
+                                                         const std::optional<at::Tensor> &input_bias,
+                                                         const std::optional<at::Tensor> &hidden_bias)
+{
+    const at::Tensor sum = input_bias ? input + hidden + *input_bias + *hidden_bias : input + hidden;
+    const at::Tensor output = at::empty_like(cell), next = at::empty_like(cell);
+    submit(cell.device().index(), [gates = view_of(sum), before = view_of(cell), after = view_of(next), out = view_of(output)] {
+        const std::vector<at::Tensor> part = gates.chunk(4, 1);
+        part[0].sigmoid_(), part[1].sigmoid_(), part[2].tanh_(), part[3].sigmoid_();
+        after.copy_(part[1] * before + part[0] * part[2]);
+        out.copy_(part[3] * after.tanh());
+    }, false);
+    return {output, next, sum};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell_backward(const std::optional<at::Tensor> &grad_output,
+                                                                  const std::optional<at::Tensor> &grad_next,
+                                                                  const at::Tensor &cell, const at::Tensor &next,
+                                                                  const at::Tensor &gates, bool has_bias)
+{
+    const at::Tensor of_output = grad_output && grad_output->defined() ? *grad_output : at::zeros_like(cell);
+    const at::Tensor of_next = grad_next && grad_next->defined() ? *grad_next : at::zeros_like(cell);
+    const at::Tensor of_gates = at::empty_like(gates), of_cell = at::empty_like(cell);
+    submit(cell.device().index(), [gates = view_of(gates), before = view_of(cell), next = view_of(next),
+                                   of_output = view_of(of_output), of_next = view_of(of_next), all = view_of(of_gates),
+                                   of_cell = view_of(of_cell)] {
+        const std::vector<at::Tensor> part = gates.chunk(4, 1);
+        const auto sigmoid = [](const at::Tensor &value) { return value * (1 - value); }; // the slope
+        const at::Tensor after = next.tanh(), grad = of_output * part[3] * (1 - after * after) + of_next;
+        all.copy_(at::cat({grad * part[2] * sigmoid(part[0]), grad * before * sigmoid(part[1]),
+                           grad * part[0] * (1 - part[2] * part[2]), of_output * after * sigmoid(part[3])}, 1));
+        of_cell.copy_(grad * part[1]);
+    }, false);
+    return {of_gates, of_cell, has_bias ? of_gates.sum(0) : at::Tensor()};
+}
+
+// Run a collective of torch.distributed over the memory of the device, with a backend of the CPU such as gloo.
+void run_collective(const c10::OperatorHandle &op, torch::jit::Stack *stack)
+{
+    const size_t count = op.schema().arguments().size();
+    const std::vector<c10::IValue> arguments(stack->end() - std::ptrdiff_t(count), stack->end());
+    torch::jit::drop(*stack, count);
+    synchronize(device(device_of(arguments).index()));
+    torch::jit::Stack run;
+    for (size_t index = 0; index < count; index++) {
+        const c10::IValue &value = arguments[index];
+        if (op.schema().arguments()[index].type()->str() != "Tensor[][]") {
+            run.push_back(value.isTensorList() ? argument_of(value) : value);
+            continue;
+        }
+        c10::List<c10::List<at::Tensor>> lists;
+        for (const c10::IValue &list : value.toListRef())
+            lists.push_back(argument_of(list).toTensorList());
+        run.emplace_back(lists);
+    }
+    op.callBoxed(run);
+    run[1].toCustomClass<c10d::Work>()->wait();
+    stack->push_back(arguments[0]);
+    stack->push_back(run[1]);
+}
+
 void record_stream(at::Tensor &tensor, c10::Stream stream)
 {
     Guard().recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
@@ -779,6 +879,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m)
     m.impl("convolution_overrideable", convolution);
     m.impl("convolution_backward_overrideable", convolution_backward);
     m.impl("record_stream", record_stream);
+    m.impl("_thnn_fused_lstm_cell", lstm_cell);
+    m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
+}
+
+// Before the key that the device itself has: torch has taken that one, for backends of such a device.
+TORCH_LIBRARY_IMPL(c10d, AutogradPrivateUse1, m)
+{
+    for (const char *name : {"allreduce_", "broadcast_", "allgather_"})
+        m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_collective>());
 }
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }

@@ -1,21 +1,30 @@
 #!/usr/bin/env python3
 """Change the engine in one place after the other and see that a test of the simulated GPU fails each time.
 
-``tests/simulated/mutants.py [NAME…]`` works in a copy of the sidecar, takes some minutes, and exits with 1 if a change
-is not noticed. It is run by hand.
+``tests/simulated/mutants.py [NAME…]`` names the test that notices each change, and exits with 1 if one is not noticed.
+test_mutants.py runs it.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import inspect
 import os
-import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
-ROOT = Path(__file__).resolve().parents[2]
+import simulated_gpu
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+LIMIT_S = 30
 ENGINE, MEMORY = "engine.py", "host_memory.py"
 MUTANTS = {
     "no wait for the script's work before a move": (ENGINE, "            accelerator.synchronize(place)\n", ""),
@@ -91,8 +100,25 @@ MUTANTS = {
     ),
 }
 """File, and pairs of old and new text, by what the change does."""
-QUICK = "not computes_the_same"
-"""The tests that are tried: those without whole training jobs."""
+WAITS = "test_offload_simulated::test_a_move_waits_for_the_work_before_it_in_all_streams"
+PINNED = "test_offload_simulated::test_the_host_copy_is_pinned_once_and_let_go_at_the_end"
+CAUGHT = {
+    "a failed way out is not undone": (
+        "test_offload_simulated::test_work_that_fails_between_the_copies_leaves_all_where_it_was"
+    ),
+    "a failed way back keeps its memory": (
+        "test_offload_simulated::test_a_neighbor_that_keeps_the_memory_leaves_the_state_away"
+    ),
+    "the allocator keeps the memory": (
+        "test_offload_simulated::test_memory_is_released_after_its_copy_and_read_after_its_way_back"
+    ),
+    "host memory is not pinned": PINNED,
+    "pinned memory is not let go": PINNED,
+    "memory comes back on the script's stream": (
+        "test_defects_simulated::test_a_prefetched_tensor_comes_back_on_its_stream"
+    ),
+}
+"""The first test that notices each change, if it is not WAITS."""
 
 
 def changed(text: str, pairs: tuple[str, ...]) -> str:
@@ -123,29 +149,74 @@ def change(package: Path, name: str) -> tuple[Path, str]:
     return path, original
 
 
-def noticed(package: Path, name: str) -> str:
-    """Return the first test that fails with a change of the engine, "" if none does."""
-    path, original = change(package, name)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", "-k", QUICK]
-    command += [str(Path(__file__).with_name(f"test_{kind}_simulated.py")) for kind in ("offload", "defects")]
-    environment = {**os.environ, "PYTHONPATH": str(package.parent)}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    path.write_text(original)
-    found = re.search(r"^FAILED \S+?::(\S+)", run.stdout, re.MULTILINE)
-    if run.returncode not in (0, 1):
-        raise SystemExit(run.stdout + run.stderr)
-    return found.group(1) if found else ""
+def broken(name: str) -> None:
+    """Let this process import the engine with a change; it must not have imported the engine before."""
+    file, *pairs = MUTANTS[name]
+    module = f"cadenza.sidecar.client.offload.{file.removesuffix('.py')}"
+    if module in sys.modules:
+        raise SystemExit(f"{module} was imported before it could be changed")
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    code = compile(changed(Path(spec.origin).read_text(), tuple(pairs)), spec.origin, "exec")
+    found = sys.modules[module] = importlib.util.module_from_spec(spec)
+    exec(code, vars(found))  # noqa: S102 - the engine's own source
+    setattr(importlib.import_module(module.rpartition(".")[0]), module.rpartition(".")[2], found)
+
+
+def run_tests(name: str, tests: Sequence[str], folder: Path, out: TextIO) -> None:
+    """Run tests against a changed engine in this process, up to the first that fails; write each name before it."""
+    if name:
+        broken(name)
+    import device_process  # noqa: PLC0415 - it imports the engine
+
+    gpu = simulated_gpu.create(folder / "gpu", **device_process.NORMAL)
+    simulated_gpu.load([folder / "gpu"])
+    simulated_gpu.GPU = gpu
+    for test in tests:
+        module, _, function = test.partition("::")
+        arguments = inspect.signature(getattr(importlib.import_module(module), function)).parameters
+        for given in ({"stream": "other"}, {"stream": "own"}) if "stream" in arguments else ({},):
+            print(test, file=out, flush=True)
+            if failure := device_process.run({"module": module, "name": function, "given": given}, gpu):
+                print(failure, file=sys.stderr)
+                return
+    print(file=out, flush=True)
+
+
+def noticed(name: str, tests: Sequence[str]) -> str:
+    """Return the first of some tests that fails with a change of the engine, "" if none does.
+
+    It runs in a fork, because torch takes seconds to start. A test that ends the process or never ends has failed.
+    """
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "out").open("w+") as out:
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.alarm(LIMIT_S)
+                run_tests(name, tests, Path(folder), out)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        out.seek(0)
+        return out.read().splitlines()[-1]
 
 
 def main() -> int:
-    """Try the changes that the command line names, all by default; the package of a temporary folder comes first."""
+    """Try the changes that the command line names, all by default, and none first."""
+    sys.path[:0] = [str(HERE), str(ROOT / "benchmarks"), str(HERE.parent / "client")]
+    import torch.distributed.checkpoint  # noqa: PLC0415 - the tests need it, and the forks then have it
+
+    build = "import simulated_gpu; simulated_gpu.library()"
+    subprocess.run([sys.executable, "-c", build], cwd=HERE, check=True)  # a process that has it could not fork
+    torch.set_num_threads(1)
+    if noticed("", [WAITS, *CAUGHT.values()]):
+        raise SystemExit("a test fails without a change")
     missed = 0
-    with tempfile.TemporaryDirectory() as folder:
-        package = copied(Path(folder))
-        for name in sys.argv[1:] or MUTANTS:
-            test = noticed(package, name)
-            print(f"{name}: {test or 'NOT NOTICED'}", flush=True)
-            missed += not test
+    for name in sys.argv[1:] or MUTANTS:
+        test = noticed(name, [CAUGHT.get(name, WAITS)])
+        print(f"{name}: {test or 'NOT NOTICED'}", flush=True)
+        missed += not test
     return int(missed > 0)
 
 

@@ -23,16 +23,12 @@ from typing import Any
 
 import torch
 
-from cadenza.sidecar.client.offload import device as devices
-
 HERE = Path(__file__).resolve().parent
 SOURCES = ("gpu.cpp", "memory.hpp", "streams.hpp", "gpu_file.h")
 BUILD = HERE.parents[1] / "build" / "simulated"
 PATHS = "SIMULATED_GPUS"
 """Environment variable with the files of the GPUs that a process sees, separated by colons."""
 OWNERS = 64
-PRIVATE_USE = 20
-"""Type of the device in C++ (c10::DeviceType::PrivateUse1)."""
 
 
 class Owner(ctypes.Structure):
@@ -54,6 +50,7 @@ class Gpu(ctypes.Structure):
         ("fail_allocation", ctypes.c_int64),
         ("fail_registration", ctypes.c_int64),
         ("fail_copy", ctypes.c_int64),
+        ("drop_copy", ctypes.c_int64),
         ("hang", ctypes.c_int64),
         ("lost", ctypes.c_int64),
         ("owners", Owner * OWNERS),
@@ -75,11 +72,12 @@ def library() -> ctypes.CDLL:
     """Return the backend, built if this version of its sources was not built yet for this torch."""
     text = b"".join((HERE / name).read_bytes() for name in SOURCES) + f"{torch.__version__} {sys.version}".encode()
     target = BUILD / hashlib.sha256(text).hexdigest()[:16] / "simulated.so"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with (target.parent / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            _build(target)
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with (target.parent / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                _build(target)
     found = ctypes.CDLL(str(target))
     found.simulated_snapshot.restype = found.simulated_random.restype = ctypes.c_size_t
     found.simulated_seed.argtypes = [ctypes.c_uint64]
@@ -136,26 +134,6 @@ def open_file(path: Path) -> Gpu:
         return Gpu.from_buffer(mmap.mmap(file.fileno(), 0))
 
 
-class Simulated(devices.Accelerator):
-    """The simulated GPU as an accelerator of the client."""
-
-    def stream(self, device: torch.device, address: int) -> torch.Stream:
-        """Return the stream with a number."""
-        return torch.Stream(stream_id=address, device_index=device.index or 0, device_type=PRIVATE_USE)
-
-    def register_host(self, address: int, nbytes: int) -> int:
-        """Pin host memory; return the error code, 0 for success."""
-        return int(library().simulated_register(address, nbytes))
-
-    def unregister_host(self, address: int) -> int:
-        """Undo it."""
-        return int(library().simulated_unregister(address))
-
-    def clear_error(self) -> None:
-        """Clear the last error."""
-        library().simulated_last_error()
-
-
 def snapshot() -> list[dict[str, Any]]:
     """Return the allocator's segments in the form of ``torch.cuda.memory_snapshot()``."""
     size = 1 << 20
@@ -182,11 +160,12 @@ def load(paths: Sequence[Path] | None = None) -> None:
     """Make the simulated GPUs devices of this process, those of the environment by default; once, before their use."""
     if paths is not None:
         os.environ[PATHS] = ":".join(map(str, paths))
-    library()
+    import simulated_accelerator  # noqa: PLC0415 - the backend builds where there is no Cadenza yet
+
     torch.utils.rename_privateuse1_backend("simulated")
     torch._register_device_module("simulated", _module())
     torch.utils.generate_methods_for_privateuse1_backend()
-    devices.ACCELERATORS["simulated"] = Simulated("simulated")
+    simulated_accelerator.register(library())
     atexit.register(_finish)
 
 

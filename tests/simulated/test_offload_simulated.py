@@ -32,6 +32,8 @@ pytestmark = pytest.mark.slow
 SIZES = [3, 700, 40_000, 250_000, 1 << 20, 5 << 20]
 """Bytes of a test's tensors: some share a copy, and some have one of their own."""
 LATE_NS = 3_000_000
+TOO_LATE_NS = 30_000_000
+"""Longer than this process stands still where the processors are busy, which would do the work of a missing wait."""
 
 
 def content() -> list[torch.Tensor]:
@@ -98,7 +100,7 @@ def test_a_job_that_yields_computes_the_same(tmp_path: Path, name: str) -> None:
 def test_a_move_waits_for_the_work_before_it_in_all_streams(stream: str) -> None:
     gpu, tensors, offload = simulated_gpu.GPU, on_gpu(), Offload()
     segments = segments_of(tensors)
-    gpu.operator_ns = LATE_NS
+    gpu.operator_ns = TOO_LATE_NS
     with torch.Stream("simulated") if stream == "other" else contextlib.nullcontext():
         for tensor in tensors * 3:
             tensor.add_(1)

@@ -65,6 +65,27 @@ def test_a_copy_between_pinned_memory_and_the_gpu_takes_the_time_of_the_link() -
         assert int(target.sum()) == 4 << 20
 
 
+def test_a_dropped_copy_moves_nothing_and_raises_nothing() -> None:
+    gpu = simulated_gpu.GPU
+    tensor, host = torch.ones(8, device="simulated"), torch.zeros(8)
+    gpu.drop_copy = 2
+    sums = [float(host.copy_(tensor * value).sum()) for value in (1, 2, 3)]
+    assert (sums, gpu.drop_copy) == ([8.0, 8.0, 24.0], 0)
+
+
+def test_an_lstm_computes_what_it_computes_on_the_cpu() -> None:
+    results = []
+    for device in ("cpu", "simulated"):
+        torch.manual_seed(0)
+        model, words = torch.nn.LSTM(8, 8), torch.randn(5, 4, 8)
+        model, words = model.to(device), words.to(device).requires_grad_()
+        output, (_, cell) = model(words)
+        (output.square().sum() + cell.sum()).backward()
+        results.append([value.cpu() for value in (output, words.grad, *(each.grad for each in model.parameters()))])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_freed_memory_is_overwritten_in_its_stream_and_released_memory_is_gone() -> None:
     gpu = simulated_gpu.GPU
     tensor = torch.ones(30 << 20, dtype=torch.uint8, device="simulated")

@@ -44,6 +44,8 @@ class Channel:
     """A helper has reported that it can call the driver."""
     problem: str = ""
     """Lack of the machine, as the last helper reported it."""
+    driver: str = ""
+    """The driver's version, as the last helper reported it."""
     _sock: socket.socket | None = None
     _process: subprocess.Popen[bytes] | None = None
     _queue: list[Request] = field(default_factory=list)
@@ -122,7 +124,7 @@ class Channel:
         """Record the abilities of the helper; a lack is logged once."""
         if hello.problem and hello.problem != self.problem:
             log.warning("driver path: off: %s", hello.problem)
-        self.problem, self.ready = hello.problem, not hello.problem
+        self.problem, self.ready, self.driver = hello.problem, not hello.problem, hello.driver
         if self.ready:
             self._failures = 0
             version = f"{hello.cuda // 1000}.{hello.cuda % 1000 // 10}"

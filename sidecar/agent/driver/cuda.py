@@ -24,7 +24,7 @@ class Cuda:
     """The driver's API, initialized. Calls release the interpreter's lock and may take long, or never return."""
 
     def __init__(self) -> None:
-        self._driver = _bindings()
+        self._driver = bindings()
         try:
             self._check(self._driver.cuInit(0))
             (self.version,) = self._check(self._driver.cuDriverGetVersion())
@@ -77,11 +77,12 @@ class Cuda:
     def _check(self, answer: Sequence[Any]) -> Sequence[Any]:
         """Return a call's values after its result code; raise CudaError unless that is success."""
         if int(answer[0]):
-            raise CudaError(getattr(answer[0], "name", str(answer[0])))
+            name = getattr(answer[0], "name", str(answer[0]))
+            raise CudaError(f"{name}: needs root or CAP_SYS_PTRACE" if name.endswith("NOT_PERMITTED") else name)
         return answer[1:]
 
 
-def _bindings() -> Any:
+def bindings() -> Any:
     """Return the module of the driver's API; raise EnvironmentLacksError without one that has checkpoints."""
     try:
         from cuda.bindings import driver  # noqa: PLC0415 - an optional extra, and only the helper's

@@ -23,6 +23,7 @@ from cadenza.sidecar.agent.driver.inspection import Inspector
 from cadenza.sidecar.agent.driver.protocol import MAX_PACKET, Call, Called, Hello, InspectCall, Reply, Request
 from cadenza.sidecar.agent.errors import EnvironmentLacksError
 from cadenza.sidecar.agent.ipc.processes import start_ticks
+from cadenza.sidecar.agent.telemetry.gpus import driver_version
 from cadenza.sidecar.clock import Clock, SystemClock
 
 LEAVE_TIMEOUT_S = 120.0
@@ -145,7 +146,7 @@ def main(lock: str) -> None:
             sock.send(msgspec.msgpack.encode(Hello(problem=str(error))))
             return
         helper = Helper(sock, cuda, Inspector(), SystemClock())
-        helper.send(Hello(cuda.version))
+        helper.send(Hello(cuda.version, driver=driver_version()))
         helper.serve()
         helper.leave()
         os._exit(0)  # threads may hang in the driver

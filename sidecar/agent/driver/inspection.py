@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cadenza.sidecar.agent.driver.protocol import InspectCall, Inspection
+from cadenza.sidecar.agent.ipc.memory_use import V1, V2
 from cadenza.sidecar.agent.ipc.processes import start_ticks
 from cadenza.sidecar.agent.leases.lease_table import GpuProcess
 
@@ -19,19 +20,6 @@ WATCHDOG = b"pt_nccl_watchdg"
 NCCL_WITHOUT_LIMITS = (b"TORCH_NCCL_ENABLE_MONITORING=0", b"TORCH_NCCL_ASYNC_ERROR_HANDLING=0")
 """Settings with which that thread ends no process that was frozen for longer than its limits (torch: ProcessGroupNCCL,
 480 s without a heartbeat and 600 s for a collective, both by a clock that does not stop with the process)."""
-
-
-class _MemoryFiles(NamedTuple):
-    """File names of one version of the memory controller, and the controller's folder below the mount."""
-
-    mount: str
-    limit: str
-    usage: str
-    cache: str
-
-
-V1 = _MemoryFiles("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-V2 = _MemoryFiles("", "memory.max", "memory.current", "inactive_file")
 
 
 class Inspector:
@@ -79,7 +67,7 @@ class Inspector:
         unsized = [pid for pid, by_gpu in own.items() if None in by_gpu.values()]
         free = {gpu: int(self._nvml.nvmlDeviceGetMemoryInfo(handle).free) for gpu, handle in devices.items()}
         headroom = [left for pid in own for left in self._headroom(pid)]
-        refused = self._shared(devices) or self._refusal(own) or ""
+        refused = self._shared(devices) or self.refusal(own) or ""
         if not refused and unsized:
             refused = f"NVML does not report the GPU memory of pid {unsized[0]}"
         return Inspection(asked.id, processes, tuple(free.items()), min(headroom, default=None), refused)
@@ -101,15 +89,14 @@ class Inspector:
                 return f"GPU {gpu} is shared through MPS, which CUDA's checkpoints do not support"
         return None
 
-    def _refusal(self, pids: Iterable[int]) -> str | None:
+    def refusal(self, pids: Iterable[int]) -> str | None:
         """Return a reason if a checkpoint of a process would fail, perhaps leaving it spoilt."""
         own = list(pids)
         for pid in own:
-            maps = list(self._maps(pid))
-            managed = sum(end - start for start, end, path in maps if path.startswith("/dev/nvidia-uvm"))
+            managed = mapped_managed_bytes(pid, self._proc)
             if managed > MIN_UVM_BYTES:
                 return f"pid {pid} maps {managed >> 20} MB of managed memory (UVM), which checkpoints do not support"
-            if any(path.startswith("/dev/shm/cuda.shm.") for _, _, path in maps):  # noqa: S108 - CUDA's own name
+            if any(path.startswith("/dev/shm/cuda.shm.") for _, _, path in _maps(pid, self._proc)):  # noqa: S108 - CUDA's own name
                 return f"pid {pid} shares GPU memory with other processes (CUDA IPC)"
             environment = _read(self._proc / str(pid) / "environ").split(b"\0")
             limited = next((one.decode() for one in NCCL_WITHOUT_LIMITS if one not in environment), None)
@@ -130,19 +117,8 @@ class Inspector:
         """Return True if a process has a thread of this name (proc_pid_comm(5))."""
         return any(_read(path).strip() == name for path in (self._proc / str(pid) / "task").glob("*/comm"))
 
-    def _maps(self, pid: int) -> Iterator[tuple[int, int, str]]:
-        """Yield start, end and file of a process's mappings (proc_pid_maps(5))."""
-        for line in _read(self._proc / str(pid) / "maps").splitlines():
-            fields = line.decode(errors="replace").split(maxsplit=5)
-            if len(fields) == 6:  # noqa: PLR2004
-                start, _, end = fields[0].partition("-")
-                yield int(start, 16), int(end, 16), fields[5]
-
     def _headroom(self, pid: int) -> Iterator[int]:
-        """Yield the bytes left under each memory limit above a process (kernel documentation, cgroup v1 and v2).
-
-        Page cache that the kernel can drop counts as free: a job that reads its data fills its limit with it.
-        """
+        """Yield the bytes left under each memory limit above a process (kernel documentation, cgroup v1 and v2)."""
         for line in _read(self._proc / str(pid) / "cgroup").decode(errors="replace").splitlines():
             number, _, rest = line.partition(":")
             controllers, _, path = rest.partition(":")
@@ -152,10 +128,24 @@ class Inspector:
             top = self._cgroup / files.mount
             group = top / path.lstrip("/")
             while group != top and top in group.parents:
-                limit, used = (_read(group / name).strip() for name in (files.limit, files.usage))
-                if limit.isdigit() and used.isdigit():
-                    yield int(limit) - int(used) + _statistic(group / "memory.stat", files.cache)
+                limit, used = files.limit_of(group), files.used_in(group)
+                if limit is not None and used is not None:
+                    yield limit - used
                 group = group.parent
+
+
+def mapped_managed_bytes(pid: int, proc: Path = Path("/proc")) -> int:
+    """Return the bytes that a process maps as CUDA maps managed memory."""
+    return sum(end - start for start, end, path in _maps(pid, proc) if path.startswith("/dev/nvidia-uvm"))
+
+
+def _maps(pid: int, proc: Path) -> Iterator[tuple[int, int, str]]:
+    """Yield start, end and file of a process's mappings (proc_pid_maps(5))."""
+    for line in _read(proc / str(pid) / "maps").splitlines():
+        fields = line.decode(errors="replace").split(maxsplit=5)
+        if len(fields) == 6:  # noqa: PLR2004
+            start, _, end = fields[0].partition("-")
+            yield int(start, 16), int(end, 16), fields[5]
 
 
 def _supported(nvml: Any, ask: Any, handle: Any, otherwise: Any) -> Any:
@@ -164,12 +154,6 @@ def _supported(nvml: Any, ask: Any, handle: Any, otherwise: Any) -> Any:
         return ask(handle)
     except nvml.NVMLError:
         return otherwise
-
-
-def _statistic(path: Path, name: str) -> int:
-    """Return a number of a file of lines ``NAME NUMBER``, 0 without it."""
-    lines = (line.split() for line in _read(path).decode(errors="replace").splitlines())
-    return next((int(line[1]) for line in lines if line[:1] == [name] and line[1].isdigit()), 0)
 
 
 def _read(path: Path) -> bytes:

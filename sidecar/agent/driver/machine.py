@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
+from msgspec.structs import replace
+
 from cadenza.sidecar.agent.driver.events import (
     Answered,
     Command,
@@ -32,7 +34,8 @@ from cadenza.sidecar.agent.leases.lease_table import GpuProcess
 MAX_TRIES = 3
 """Attempts at an operation that may be repeated, and helpers that a job may use up."""
 GPU_MARGIN_BYTES = 256 << 20
-"""Free memory that a restore needs on each GPU beyond the processes' former memory: contexts differ a little."""
+"""Most free memory that a restore needs on a GPU beyond the processes' former memory: contexts differ a little. Where
+less was free while they ran, as much is enough: a job that had filled its GPU would never come back otherwise."""
 MAX_LEFT_BYTES = 64 << 20
 """GPU memory that NVML may report of a process after its checkpoint."""
 INSPECT_INTERVAL_S = 2.0
@@ -205,7 +208,8 @@ class Machine:
                 self.refused = bool(event.refused)
                 self._back(event.refused or "no process of the job is on its GPUs")
             else:
-                self.members = {one.pid: Member(one) for one in event.processes}
+                spare = tuple(event.free.items())
+                self.members = {one.pid: Member(replace(one, spare_bytes=spare)) for one in event.processes}
         elif reason := event.refused or self._newcomer(event) or self._leftover(event):
             self._back(reason)
         else:
@@ -244,15 +248,17 @@ class Machine:
     def _shortage(self, free: Mapping[int, int]) -> str | None:
         """Name a GPU without enough free memory for the processes that must come back to it."""
         needed: dict[int, int] = {}
+        spare: dict[int, int] = {}
         for one in self.members.values():
+            spare |= dict(one.target.spare_bytes)
             for gpu, size in one.target.gpu_bytes if one.away else ():
                 needed[gpu] = needed.get(gpu, 0) + size
         for gpu, size in needed.items():
             if gpu not in free:
                 return f"free memory of GPU {gpu} is not known"
-            if free[gpu] < size + GPU_MARGIN_BYTES:
-                wanted = (size + GPU_MARGIN_BYTES) >> 20
-                return f"GPU {gpu} has {free[gpu] >> 20} MB free and a restore wants {wanted} MB"
+            wanted = size + min(GPU_MARGIN_BYTES, spare.get(gpu, GPU_MARGIN_BYTES))
+            if free[gpu] < wanted:
+                return f"GPU {gpu} has {free[gpu] >> 20} MB free and a restore wants {wanted >> 20} MB"
         return None
 
     def _helper_lost(self, event: HelperLost) -> None:

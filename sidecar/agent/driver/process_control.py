@@ -9,7 +9,7 @@ from itertools import count
 from typing import Protocol
 
 from cadenza.policies.core.model import JobKey
-from cadenza.sidecar.agent.driver import events
+from cadenza.sidecar.agent.driver import events, trial_record
 from cadenza.sidecar.agent.driver.channel import Channel, Lost
 from cadenza.sidecar.agent.driver.machine import Limits, Machine
 from cadenza.sidecar.agent.driver.protocol import Call, Called, InspectCall, Inspection, Operation
@@ -27,7 +27,6 @@ RETRY_ABSENT_S = 2.0
 yet."""
 SWEEP_S = 1.0
 """Time between two searches for ended processes."""
-NOT_RUN = "this path has not been run on a GPU yet"
 
 
 class Outcomes(Protocol):
@@ -79,6 +78,8 @@ class DriverController:
     """Job, process and operation by number of the request; an inspection has no process."""
     _numbers: count[int] = field(default_factory=lambda: count(1))
     _next_sweep: float = 0.0
+    _objection: str | None = None
+    """Reason against stopping jobs by this driver, which has to pass a trial; None before the first look."""
 
     @property
     def wanted(self) -> bool:
@@ -92,8 +93,6 @@ class DriverController:
 
     def recover(self) -> None:
         """Take over the jobs that an earlier agent worked on; the driver reports the state of each process."""
-        if self.host.settings.driver_checkpoint != "off":
-            log.warning("driver_checkpoint = %s: %s", self.host.settings.driver_checkpoint, NOT_RUN)
         for lease in self.host.leases:
             lease.frozen = tuple(one for one in lease.frozen if start_ticks(one.pid) == one.start_ticks)
             if lease.frozen:
@@ -129,6 +128,8 @@ class DriverController:
         sweeping = now >= self._next_sweep
         if sweeping:
             self._next_sweep = now + SWEEP_S
+        if self.channel.ready and (sweeping or self._objection is None):
+            self._look_at_trial()
         for key, job in tuple(self._jobs.items()):
             lease = self.host.leases.get(key)
             if lease is None:
@@ -137,12 +138,19 @@ class DriverController:
             with self.host.supervise(key, "its stop by the driver"):
                 self._move_on(lease, job, sweeping=sweeping)
         # Each job's run shows its readiness for this path, and the work on it.
-        usable = self.host.settings.driver_checkpoint != "off" and self.channel.ready
+        usable = self.host.settings.driver_checkpoint != "off" and self.channel.ready and self._objection == ""
         for lease in self.host.leases:
             run, own = self.host.run(lease.key), self._jobs.get(lease.key)
             run.freezable = usable and lease.hosts == 1
             run.driver = _work(own)
             run.lost = own.machine.reason if own is not None and own.machine.lost else ""
+
+    def _look_at_trial(self) -> None:
+        """Look at the record of the trial; jobs that are frozen come back whatever it says."""
+        objection = trial_record.objection(self.channel.lock.parent, self.channel.driver)
+        if objection and objection != self._objection:
+            log.warning("driver path: off: %s", objection)
+        self._objection = objection
 
     def _move_on(self, lease: Lease, job: _Freeze, *, sweeping: bool) -> None:
         """Take in the passing of time for one job, and the ends of its processes."""
@@ -162,8 +170,9 @@ class DriverController:
     @property
     def lack(self) -> str:
         """The reason why this path is on and cannot be used; otherwise empty."""
-        mode, problem = self.host.settings.driver_checkpoint, self.channel.problem
-        return f"driver_checkpoint = {mode}: {problem}" if mode != "off" and problem and not self.channel.ready else ""
+        mode = self.host.settings.driver_checkpoint
+        problem = self._objection if self.channel.ready else self.channel.problem
+        return f"driver_checkpoint = {mode}: {problem}" if mode != "off" and problem else ""
 
     def flush(self) -> None:
         """Send the helper its requests, now that the leases are on disk."""

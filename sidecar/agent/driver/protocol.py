@@ -42,6 +42,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     cuda: int = 0
     """Result of cuDriverGetVersion: 12080 is the API of driver 570."""
     problem: str = ""
+    driver: str = ""
+    """The driver's version by NVML, "" where it is not known."""
 
 
 class Inspection(msgspec.Struct, frozen=True, tag=True):

@@ -59,26 +59,28 @@ class Look(NamedTuple):
         known = [size for size in self.sizes(gpus, pid).values() if size is not None]
         return min(max(sum(known) - held, 0), MAX_CONTEXT_BYTES * len(known)) if known else None
 
-    def shortage(self, gpus: Iterable[int], needed: int, leaving: Iterable[int] = ()) -> str | None:
+    def shortage(
+        self, gpus: Iterable[int], needed: int, named: Callable[[int], str], leaving: Iterable[int] = ()
+    ) -> str | None:
         """Return the reason why some GPUs have less than ``needed`` bytes free each; None if all have them.
 
-        The memory of the processes ``leaving`` counts as free.
+        ``named`` returns a process's name by its pid. The memory of the processes ``leaving`` counts as free.
         """
         gone = set(leaving)
         for gpu in sorted(gpus):
             free = self.free.get(gpu)
             if free is None or free + self.bytes_of((gpu,), gone) >= needed:
                 continue
-            keepers = self.keepers(gpu, gone)
+            keepers = self.keepers(gpu, gone, named)
             text = f"GPU {gpu} has {free >> 20} MB free of the {needed >> 20} MB that the job needs"
             return f"{text}: {keepers}" if keepers else text
         return None
 
-    def keepers(self, gpu: int, but: Iterable[int]) -> str:
+    def keepers(self, gpu: int, but: Iterable[int], named: Callable[[int], str]) -> str:
         """Return the processes with most memory on a GPU, other than ``but``; "" for none."""
         others = (self.on_gpu.get(gpu) or {}).keys() - set(but)
         sizes = sorted(((self.bytes_of((gpu,), (pid,)), pid) for pid in others), reverse=True)
-        return ", ".join(f"pid {pid} has {size >> 20} MB" for size, pid in sizes[:MAX_KEEPERS])
+        return ", ".join(f"{named(pid)} has {size >> 20} MB" for size, pid in sizes[:MAX_KEEPERS])
 
 
 def may_keep(context: int | None, left: int) -> int | None:

@@ -164,6 +164,19 @@ class GpuFinder:
         return self._found
 
 
+def driver_version() -> str:
+    """Return the driver's version by NVML; "" without nvidia-ml-py or a driver."""
+    try:
+        import pynvml  # noqa: PLC0415 - the module of nvidia-ml-py, which hosts without GPUs need not have
+    except ImportError:
+        return ""
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return ""
+
+
 def nvml_devices(dev: Path = Path("/dev")) -> tuple[GpuDevice, ...]:
     """Return the host's GPUs; without nvidia-ml-py or a driver none, and one line in the log tells it.
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from cadenza.sidecar.client.session.job_session import Session
 
 OPTIMIZER_MODULE = "torch.optim.optimizer"
-OLDEST_TORCH = (2, 4)
 LATE_ENV = "CADENZA_LATE"
 """Set to 1 by the SPANK plugin in the tasks of a job that starts without its lease."""
 ATTACHED_ENV = "CADENZA_ATTACHED_PID"
@@ -44,10 +43,10 @@ def uninstall() -> None:
 
 def _follow(module: ModuleType) -> None:
     """Call a follower after every step of every optimizer, if this torch has all that the client needs."""
-    import torch  # noqa: PLC0415
+    from cadenza.sidecar.client.bootstrap import process  # noqa: PLC0415
 
-    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
-        _log.warning("this process runs as without Cadenza: PyTorch %s is older than 2.4", torch.__version__)
+    if old := process.outdated_torch():
+        _log.warning("this process runs as without Cadenza: PyTorch %s is older than 2.4", old)
         return
     _hooks.append(module.register_optimizer_step_post_hook(OptimizerFollower().stepped))
     if os.environ.get(LATE_ENV) == "1":

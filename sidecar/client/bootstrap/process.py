@@ -16,6 +16,12 @@ from cadenza.sidecar.client.session.job_session import Session
 
 SPILL_ENV = "CADENZA_SPILL_DIR"
 """Directory on a disk of the node, for state that does not fit into host memory; set by the admin or the user."""
+LANE_ENV = "CADENZA_LANE"
+"""The job's lane on this host, set by the SPANK plugin in the tasks of a managed job where there is an agent."""
+ENROOT_OPTIONS = "x-create=dir,bind,rw,nosuid,nodev,noexec,nofail,silent"
+"""Mount options of packaging/enroot/50-cadenza.fstab."""
+
+OLDEST_TORCH = (2, 4)
 
 _log = logging.getLogger("cadenza.client")
 
@@ -66,7 +72,9 @@ def attach(
     session.spill_to = spill or session.spill_to or os.environ.get(SPILL_ENV, "")
     for name, thing in sources:
         session.register(name, thing)
-    if not session.active:
+    if old := outdated_torch():
+        _warn_once(f"this process runs as without Cadenza: PyTorch {old} is older than 2.4")
+    elif not session.active:
         _reach_agent(_agent_socket(socket), session.connect)
     session.await_state()
     if session.active and "torch" in sys.modules:
@@ -75,6 +83,12 @@ def attach(
         exports.watch()
         pin_threads.watch()
     return session
+
+
+def outdated_torch() -> str:
+    """Return the version of this process's torch if the client cannot work with it; "" otherwise, and without torch."""
+    version = str(getattr(sys.modules.get("torch"), "__version__", ""))
+    return version if version and tuple(map(int, version.split(".")[:2])) < OLDEST_TORCH else ""
 
 
 def detach() -> None:
@@ -106,12 +120,27 @@ def _reach_agent(path: str, talk: Callable[[str, identity.Identity], None]) -> N
     if who is None:
         _warn_once("not in a Slurm job: attach() does nothing")
     elif not os.access(Path(path).parent, os.X_OK):
-        _warn_once(f"no Cadenza agent on this host ({path}): attach() does nothing")
+        _warn_once(_missing(path))
     else:
         try:
             talk(path, who)
         except AgentRefusedError as error:
             _warn_once(f"the Cadenza agent does not accept this process, which runs as without it: {error}")
+
+
+def _missing(path: str) -> str:
+    """Return the reason why there is no socket: the host has no agent, or its folder is not in this container."""
+    if LANE_ENV not in os.environ:
+        return f"no Cadenza agent on this host ({path}): attach() does nothing"
+    folder = Path(path).parent
+    if os.environ.keys() & {"APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"}:
+        line = f"`bind path = {folder}` in apptainer.conf, or `--bind {folder}`"
+    else:
+        line = f"`{folder} {folder} none {ENROOT_OPTIONS}` in /etc/enroot/mounts.d, or another bind mount of {folder}"
+    return (
+        f"{folder} of this host is not in this container, so that attach() does nothing and the job on lane "
+        f"{os.environ[LANE_ENV]} takes no turns; missing: {line}"
+    )
 
 
 def _warn_once(text: str) -> None:

@@ -77,7 +77,7 @@ class Checkpoint:
         """
         self.wait()
         self._compare(step)
-        captured = self._capture(step)
+        captured = self._capture(step, self._staging)
         if not self._background:
             self._write(step, captured)
             return
@@ -150,7 +150,10 @@ class Checkpoint:
             self._session.set_saver(None)
 
     def _save_on_request(self) -> Saved:
-        """Save for Cadenza, with all ranks at one boundary, in the foreground: it is complete when this returns."""
+        """Save for Cadenza, with all ranks at one boundary, in the foreground: it is complete when this returns.
+
+        State that is away is written from where it is, because the host's memory may be short.
+        """
         try:
             self._ranks.barrier(BARRIER_TIMEOUT)
         except CheckpointError:
@@ -158,14 +161,15 @@ class Checkpoint:
             raise
         self.wait()
         step = self.step
-        written = self._write(step, self._capture(step))
+        staging = Staging(keep=False) if self._session.away else self._staging
+        written = self._write(step, self._capture(step, staging))
         self._requested[written.path] = step
         return Saved(step, written.nbytes, str(written.path))
 
-    def _capture(self, step: int) -> writing.Captured:
+    def _capture(self, step: int, staging: Staging) -> writing.Captured:
         """Copy the state; raise UsageError on every rank if it cannot be saved or differs between ranks."""
         with self._session.host_copies():
-            captured = self._ranks.all_ranks(lambda: self._capture_own(step))
+            captured = self._ranks.all_ranks(lambda: self._capture_own(step, staging))
         position = captured.own["sampler"] if isinstance(self._sampler, ResumableSampler) else None
         # Replicated state has the same names, shapes and dtypes on every rank.
         lines = "\n".join(_lines(captured.shared, ""))
@@ -177,13 +181,13 @@ class Checkpoint:
                 raise UsageError(f"rank {rank} {difference} than rank 0: the checkpoint would not fit together")
         return captured
 
-    def _capture_own(self, step: int) -> writing.Captured:
+    def _capture_own(self, step: int, staging: Staging) -> writing.Captured:
         """Copy this rank's state to host memory."""
         if step < 0:
             raise UsageError(f"step {step} is negative")
-        self._staging.begin()
-        shared = {name: self._staging.take(part.capture(), name) for name, part in self._parts.items()}
-        self._staging.finish()
+        staging.begin()
+        shared = {name: staging.take(part.capture(), name) for name, part in self._parts.items()}
+        staging.finish()
         state = None if self._sampler is None else self._sampler.state_dict()
         try:
             unchanged = json.loads(json.dumps(state)) == state
@@ -192,7 +196,7 @@ class Checkpoint:
         if not unchanged:
             raise UsageError("sampler: its state_dict() changes when written as JSON (keys must be text, no tuples)")
         own = {"rng": rng_state.capture(), "sampler": state}
-        return writing.Captured({"parts": shared}, own, self._staging.sharded)
+        return writing.Captured({"parts": shared}, own, staging.sharded)
 
     def _write(self, step: int, captured: writing.Captured) -> writing.Written:
         """Write a captured state; a requested checkpoint whose step was counted too high does not prevent it."""

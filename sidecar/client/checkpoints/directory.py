@@ -24,6 +24,7 @@ SCHEMA = "cadenza.checkpoint/1"
 MARKER = "complete.json"
 CHECKPOINTS_KEPT = 2
 TEMPORARY = ".tmp"
+MIB = 1 << 20
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _log = logging.getLogger("cadenza.client")
@@ -131,6 +132,25 @@ def usable(directory: Path, rejected: Collection[Path] = ()) -> Iterable[Place]:
             except UnusableError:
                 continue
             yield place
+
+
+def cut_off(directory: Path) -> Iterable[str]:
+    """Yield a sentence on each checkpoint whose process ended while it was written.
+
+    It has the bytes and the time that were missing for the size of the newest complete one, at the speed of the files
+    that are there. Raises OSError.
+    """
+    newest = next(iter(usable(directory)), None)
+    whole = sum(entry.nbytes for entry in marker_of(newest.path).files.values()) if newest else 0
+    for path in sorted(directory.glob("step-*" + TEMPORARY)):
+        files = [file.stat() for file in path.rglob("*") if file.is_file()]
+        times = [file.st_mtime for file in files]
+        written, seconds = sum(file.st_size for file in files), max(times, default=0.0) - min(times, default=0.0)
+        text = f"{path}: its process ended after {written / MIB:.1f} MiB in {seconds:.1f} s"
+        if 0 < written < whole:
+            missing = f"{(whole - written) / MIB:.1f} MiB, {(whole - written) * seconds / written:.1f} s at this speed"
+            text += f"; missing were {missing}: Slurm waits for KillWait after a SIGTERM (slurm.conf)"
+        yield text
 
 
 def prune(directory: Path, rejected: Collection[Path]) -> None:

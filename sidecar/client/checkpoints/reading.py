@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from cadenza.sidecar.client.checkpoints import files
 from cadenza.sidecar.client.checkpoints.collective import Ranks
 from cadenza.sidecar.client.checkpoints.directory import Marker, Place, UnusableError
 from cadenza.sidecar.client.checkpoints.writing import SHARED, rank_file
-from cadenza.sidecar.client.errors import DamagedError
+from cadenza.sidecar.client.errors import DamagedError, VersionError
 
 _log = logging.getLogger("cadenza.client")
 
@@ -55,6 +56,7 @@ def newest(directory: Path, ranks: Ranks) -> Search:
     newest is of a later version of the format.
     """
     search, damaged = Search(), False
+    ranks.rank_0(lambda: _tell_cut_off(directory))
     for place in ranks.rank_0(lambda: store.places(directory)):
         marker = ranks.rank_0(lambda place=place: _marker_or_reason(place))  # type: ignore[misc]
         result: Loaded | str = marker if isinstance(marker, str) else _load(place, marker, ranks)
@@ -68,6 +70,13 @@ def newest(directory: Path, ranks: Ranks) -> Search:
         reasons = "; ".join(f"{one.path.name}: {one.reason}" for one in search.skipped)
         raise DamagedError(f"{directory}: no checkpoint is intact ({reasons}); move them away to start from nothing")
     return search
+
+
+def _tell_cut_off(directory: Path) -> None:
+    """Log the checkpoints that were cut off; each attempt of a requeued job begins with this."""
+    with contextlib.suppress(OSError, VersionError):
+        for text in store.cut_off(directory):
+            _log.warning("a checkpoint is not complete, and is not used: %s", text)
 
 
 def _marker_or_reason(place: Place) -> Marker | str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,8 @@ class Offload:
         """The GPUs that the state is on, or was on before the move."""
         self._move: Transfer | spill.SpillFile | None = None
         self._savers: GuardedSavers | None = None
+        self._returning = threading.RLock()
+        """Taken while the copies in host memory are looked up or let go: a thread may save as the state comes back."""
 
     @property
     def away(self) -> bool:
@@ -61,6 +64,11 @@ class Offload:
     def host_bytes(self) -> int:
         """Host memory that it has now, for this move or for the next."""
         return self._buffer.nbytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Pinned part of it; the GPU's copies to the rest are slower."""
+        return max(self._buffer.bounds, default=0)
 
     @staticmethod
     def held_bytes() -> int:
@@ -120,17 +128,40 @@ class Offload:
         left = _empty_caches(self._devices)
         return Moved(_total(segments), (monotonic_ns() - started) / 1e9, left)
 
+    def spill(self, directory: str) -> Moved:
+        """Move state that is away from host memory to a file in a directory, and free the memory.
+
+        Raise MoveError with all where it was. State that is in a file already stays there.
+        """
+        started = monotonic_ns()
+        if isinstance(self._move, spill.SpillFile):
+            return Moved(0, 0.0)
+        move = spill.SpillFile(self._segments, directory)
+        with HeldSignals():
+            try:
+                move.write([storage for _, storage in self._host_storages()])
+            except RuntimeError as error:
+                raise MoveError(f"the state could not be copied to disk: {error}") from None
+            with self._returning:
+                self._move = move
+            self._buffer.free()
+        return Moved(_total(self._segments), (monotonic_ns() - started) / 1e9)
+
     def host_copies(self) -> HostCopies:
         """Return the mode in which torch reads the state that is away, from host memory or from the file."""
-        if isinstance(self._move, spill.SpillFile):
-            copies = list(self._move.host_storages())
-        else:
-            copies = [
-                (self._segments[index], self._buffer.part(offset, size))
-                for batch in plan_of(self._segments)
-                for index, (size, offset) in zip_equal(batch.members, [*zip_equal(batch.sizes, batch.offsets)])
-            ]
-        return HostCopies({segment.storage._cdata: copy for segment, copy in copies})  # noqa: SLF001
+        with self._returning:
+            file = self._move if isinstance(self._move, spill.SpillFile) else None
+            copies = file.host_storages() if file else self._host_storages()
+            return HostCopies({segment.storage._cdata: copy for segment, copy in copies})  # noqa: SLF001
+
+    def _host_storages(self) -> Iterable[tuple[Segment, torch.UntypedStorage]]:
+        """Return the segments, each with its copy in host memory."""
+        parts = {
+            index: self._buffer.part(offset, size)
+            for batch in plan_of(self._segments)
+            for index, (size, offset) in zip_equal(batch.members, [*zip_equal(batch.sizes, batch.offsets)])
+        }
+        return [(segment, parts[index]) for index, segment in enumerate(self._segments)]
 
     def restore(self) -> Moved:
         """Bring all back in place; raise RestoreError with all still away, NoRoomError when the GPU is too full.
@@ -148,12 +179,13 @@ class Offload:
                     if isinstance(error, MemoryError) or any(text in str(error) for text in SHORTAGES):
                         raise NoRoomError(f"no room for {nbytes >> 20} MiB of state: {error}") from None
                     raise RestoreError(f"{nbytes >> 20} MiB of state cannot come back: {error}") from None
-            self._segments, self._move = (), None
-            if self._savers is not None:
-                self._savers.remove()
-                self._savers = None
-            if not self._devices:
-                self._buffer.free()
+            with self._returning:
+                self._segments, self._move = (), None
+                if self._savers is not None:
+                    self._savers.remove()
+                    self._savers = None
+                if not self._devices:
+                    self._buffer.free()
         return Moved(nbytes, (monotonic_ns() - started) / 1e9)
 
 

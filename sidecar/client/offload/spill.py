@@ -56,9 +56,18 @@ class SpillFile:
 
     def offload(self) -> None:
         """Write all, sync, then release; on failure nothing moved. Raises MoveError, or torch's errors."""
+        self.write([segment.storage for segment in self._segments])
+        for segment in self._segments:
+            segment.storage.resize_(0)
+
+    def write(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Write the content of each segment, which is in one of these storages, and sync.
+
+        On failure there is no file any more. Raises MoveError, or torch's errors.
+        """
         file, synced, end = self._file.fileno(), 0, 0
         try:
-            for place, raw, window in self._pieces():
+            for place, raw, window in self._pieces(storages):
                 window.copy_(raw)
                 _transfer(lambda data, at: os.pwrite(file, data, at), window, place)
                 end = place + window.nbytes
@@ -71,8 +80,6 @@ class SpillFile:
         except BaseException:
             self.close()
             raise
-        for segment in self._segments:
-            segment.storage.resize_(0)
 
     def restore(self) -> None:
         """Give the storages their memory and content again and free the disk; on failure no storage has memory.
@@ -84,7 +91,7 @@ class SpillFile:
             for segment in self._segments:
                 with device_streams.allocating_on(segment.storage.device, segment.stream):
                     segment.storage.resize_(segment.nbytes)
-            for place, raw, window in self._pieces():
+            for place, raw, window in self._pieces([segment.storage for segment in self._segments]):
                 _transfer(lambda data, at: os.preadv(file, [data], at), window, place)
                 raw.copy_(window)
         except BaseException as error:
@@ -107,12 +114,12 @@ class SpillFile:
         self._file.close()
         self._window.free()
 
-    def _pieces(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    def _pieces(self, storages: Sequence[torch.UntypedStorage]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Yield the pieces of all storages: offset in the file, bytes, and a window of that size."""
         window, place = self._window.reserve(WINDOW_BYTES, self._accelerator), 0
         with torch.no_grad():
-            for segment in self._segments:
-                for piece in torch.split(as_bytes(segment.storage), WINDOW_BYTES):
+            for storage in storages:
+                for piece in torch.split(as_bytes(storage), WINDOW_BYTES):
                     yield place, piece, window[: piece.nbytes]
                     place += piece.nbytes
 

@@ -27,9 +27,12 @@ if TYPE_CHECKING:
     from cadenza.sidecar.client.offload.engine import Moved, Offload
     from cadenza.sidecar.client.offload.storages import Survey
 
-RESTORE_RETRIES = 120
+RESTORE_RETRIES = 20
 RESTORE_RETRY_S = 0.5
 """Number of retries while the GPU is too full for the state, and the seconds between them; then the agent hears it."""
+FAILURES_BORNE = 120
+"""Failures in a row of a GPU after which a rank ends, because the others have their state back and wait for it; by then
+the service has requeued a job that can be."""
 VERDICT_S = 300.0
 """Longest wait of a rank at its boundary for the agent's decision, in seconds; then it continues."""
 MAX_NAMES = 32
@@ -258,14 +261,16 @@ class Session(StepCounters):
             return
         # 4. Move the state to host memory, and report it: the agent can then give the GPUs to another job. One that
         #    comes back hears either "running" or "yielded".
+        let_go = False
         with link.steady:
             if link.losses != since:
                 return
             try:
                 self._call_on_yield()
+                let_go = True
                 with HeldSignals():
                     quiet_at_ns = nccl_watchdog.quiet_at_ns()
-                    self._communicators.suspend(f"{order}.{self.step}")
+                    self._communicators.suspend(str(self.step))  # an order has another number on each host
                     moved = self._offload_state(survey)
                     self._set_state(wire.STATE_YIELDED)
                     self._pause.wait(max(0, quiet_at_ns - monotonic_ns()) / 1e9)
@@ -279,28 +284,34 @@ class Session(StepCounters):
                 link.send("yielded", since=since, order=order, copy_s=0.0, bytes=0, error=text)
         if self._state != wire.STATE_YIELDED:
             self._communicators.resume()  # the other ranks come once the agent has told them to go on
+            _call_all(self._after_restore if let_go else ())
             return
         # 5. Wait for the lease and bring the state back.
         self._resume(link)
 
     def _resume(self, link: Link) -> None:
         """Wait for the lease, through any loss of the agent, and bring the state back."""
-        order, moved, failed = 0, None, False
+        order, moved, failures = 0, None, 0
         try:
             # 1. Wait for the lease, and bring the state back; where the GPU is too full, or fails, wait again.
             while True:
                 with self.host_copies():
-                    order, since = _order_of(self._await_resume(link) or {}), link.losses
+                    message = self._await_resume(link) or {}
+                order, since = _order_of(message), link.losses
+                if message.get("type") == "spill":
+                    link.send("spilled", since=since, order=order, **self._spill())
+                    continue
                 try:
                     moved = self._restore_state(link)
-                    break
+                    if not message.get("together") or self._await_others(link, order, since, moved):
+                        break
                 except RestoreError as error:
-                    full, again = isinstance(error, NoRoomError), failed
+                    full = isinstance(error, NoRoomError)
                     reason = {"no_room" if full else "failed": str(error)[:MAX_TEXT]}
                     link.send("yielded", since=since, order=order, **reason, **_move_report(None, ()))
-                    failed = not full
-                    if failed and again and self._who and self._who.world_size > 1:
-                        raise  # the other ranks have their state back, and wait for this one
+                    failures = 0 if full else failures + 1
+                    if failures >= FAILURES_BORNE and self._who and self._who.world_size > 1:
+                        raise
                     _log.warning("this job waits on with its state in host memory: %s", error)
                     self._pause.wait(RESTORE_RETRY_S)
         finally:
@@ -332,14 +343,49 @@ class Session(StepCounters):
                 _log.warning("this job's state cannot come back yet: %s", error)
                 self._pause.wait(RESTORE_RETRY_S)
 
+    def _await_others(self, link: Link, order: int, since: int, moved: Moved | None) -> bool:
+        """Stand with the state back until that of the other ranks is; return False with it out again if one cannot.
+
+        Then the agent gives the GPUs to another job. A rank that loses the agent, or cannot move out, runs on.
+        """
+        link.send("resumed", since=since, order=order, copy_s=moved.seconds if moved else 0.0, standing=True)
+        while link.losses == since:
+            message = link.receive() or {}
+            if _order_of(message) == order and message["type"] == "commit":
+                return True
+            if _order_of(message) == order and message["type"] == "cancel":
+                return not self._move_out_again(link, order, since)
+        return True
+
+    def _move_out_again(self, link: Link, order: int, since: int) -> bool:
+        """Move the state out whose resume is withdrawn; return False with all in place if that fails."""
+        survey = self._survey()
+        with HeldSignals(), link.steady:
+            if link.losses != since:
+                return False
+            try:
+                if survey and survey.refusal:
+                    raise MoveError(survey.refusal)
+                report = _move_report(self._offload_state(survey), ())
+                self._set_state(wire.STATE_YIELDED)
+            except ClientError as error:
+                report = {**_move_report(None, ()), "error": str(error)[:MAX_TEXT]}
+            link.send("yielded", since=since, order=order, **report)
+            return self._state == wire.STATE_YIELDED
+
+    @property
+    def away(self) -> bool:
+        """True while the state is in host memory, or on a disk."""
+        return self._offload is not None and self._offload.away
+
     def host_copies(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which torch reads the host copy of state that is away; no state is, no effect."""
         return self._offload.host_copies() if self._offload and self._offload.away else contextlib.nullcontext()
 
     def _await_resume(self, link: Link) -> Message | None:
-        """Wait for ``resume``; save checkpoints from the host copy when the agent asks for them."""
+        """Wait for ``resume`` or ``spill``; save checkpoints from the host copy when the agent asks for them."""
         with contextlib.ExitStack() as saved:
-            while (message := link.receive()) and message["type"] != "resume":
+            while (message := link.receive()) and message["type"] not in ("resume", "spill"):
                 if message["type"] == "save":
                     since, order = link.losses, _order_of(message)
                     answer = self._save_away()
@@ -360,6 +406,14 @@ class Session(StepCounters):
             return checkpoint_request.failure(self.step, reason)
         answer = checkpoint_request.save(self._saver, self.step)
         return answer or checkpoint_request.failure(self.step, "its framework saves only while it trains")
+
+    def _spill(self) -> Message:
+        """Move the state that is away from host memory to the disk; return the fields of the answer."""
+        try:
+            moved = self._offload.spill(self.spill_to) if self._offload and self._offload.away else None
+        except MoveError as error:
+            return {"error": str(error)[:MAX_TEXT]}
+        return {"bytes": moved.nbytes, "seconds": moved.seconds} if moved else {}
 
     @pinning_paused()
     def _wait_for_lease(self, link: Link, order: int) -> None:
@@ -477,18 +531,15 @@ class Session(StepCounters):
         """Move out the surveyed state; raise MoveError with all where it was."""
         if survey is None or self._offload is None:
             return None
-        try:
-            return self._offload.offload(survey.segments)
-        except MoveError:
-            _call_all(self._after_restore)
-            raise
+        return self._offload.offload(survey.segments)
 
     def _greeting(self) -> Message:
         """Return the fields of ``attach`` as things stand."""
         who = self._who.fields() if self._who else {}
         owner = {"requeue_owner": self._requeue_owner} if self._requeue_owner else {}
         again = self._link is not None  # else connect() is waiting for the answer
-        return {**who, **owner, "state": STATE_NAMES[self._state], "step": self.step, "again": again}
+        here = {"state": STATE_NAMES[self._state], "step": self.step, "again": again}
+        return {**who, **owner, **here, "together": True, "spills": bool(self.spill_to)}
 
     def _adopt(self, reply: Reply) -> None:
         """Continue in the page of an agent that was reached, and remember whether the job has its lease."""
