@@ -8,7 +8,8 @@ from itertools import repeat
 from typing import Any
 
 from cadenza.policies.core.errors import InputError
-from cadenza.policies.core.profile import Profile
+from cadenza.policies.core.model import Node
+from cadenza.policies.core.profile import MB_PER_GB, Profile
 from cadenza.policies.inputs.cluster import MAX_GPUS, PARTITION
 from cadenza.policies.inputs.csv_table import (
     MAX_QUANTITY,
@@ -57,8 +58,10 @@ class TraceJob:
     max_gpus: int | None = None
     startup_s: float | None = None
     """Time from start to first iteration; None: the costs' ``start_s``."""
+    cpus: int | None = None
+    """CPUs that its user asks for, on all its nodes; None: in proportion to its GPUs."""
     memory_gb_per_gpu: float | None = None
-    """Memory that its user asks for; None: in proportion to its GPUs."""
+    """Memory that its user asks for; None: in proportion to its GPUs. All the memory of a job without GPUs."""
     time_limit_s: float | None = None
     """Time limit that its user asks for; None: not said. Backfill plans with it, and it ends no simulated job."""
     checkpoints: bool = True
@@ -74,6 +77,25 @@ class TraceJob:
         if self.iterations:
             return self.work_s / self.iterations
         return self.profile.iteration_s if self.profile is not None else 1.0
+
+    def fewest_nodes(self, like: Node) -> int:
+        """Return the number of nodes of this kind that the job needs."""
+        if self.gpus:
+            return -(-self.gpus // like.gpus)
+        return max(-(-self.cpus_on(like) // like.cpus), -(-self.memory_mb // like.memory_mb), 1)
+
+    @property
+    def memory_mb(self) -> int:
+        """Return the memory that its user asks for on all its nodes, 0 where that follows from its GPUs."""
+        return int((self.memory_gb_per_gpu or 0.0) * MB_PER_GB * max(self.gpus, 1))
+
+    def cpus_on(self, like: Node) -> int:
+        """Return the job's CPUs on the fewest nodes of this kind, which may have less than its user asked for."""
+        if not self.gpus:
+            return self.cpus or 0
+        if self.cpus is None:
+            return int(like.cpus / like.gpus * self.gpus)
+        return min(self.cpus, like.cpus * self.gpus // -(-self.gpus // self.fewest_nodes(like)))
 
 
 def read_trace(

@@ -227,7 +227,12 @@ class Leases:
     def use(self) -> tuple[int, float]:
         """Return the number of GPUs that have a holder, and the number of those that compute."""
         held = [jobs for jobs in self._holders.values() if jobs]
-        busy = sum(min(1.0, sum(job.gpu_utilization for job in jobs if job.running)) for jobs in held)
+        busy = sum(
+            jobs[0].gpu_utilization
+            if len(jobs) == 1 and jobs[0].running  # nearly always
+            else min(1.0, sum(job.gpu_utilization for job in jobs if job.running))
+            for jobs in held
+        )
         return len(held), busy
 
     def held_by_host(self) -> Counter[str]:

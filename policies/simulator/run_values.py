@@ -13,6 +13,7 @@ from cadenza.policies.guard import GuardSettings
 from cadenza.policies.inputs.cluster import PARTITION
 from cadenza.policies.inputs.costs import SimCosts
 from cadenza.policies.inputs.failures import NodeFailure
+from cadenza.policies.inputs.trace import TraceJob
 
 GUARD = GuardSettings(enforce=True, partitions=frozenset({PARTITION}), max_actions_per_round=10**9, min_run_s=0.0)
 """No limits."""
@@ -37,6 +38,8 @@ class Setup:
     until_done: tuple[int, int] | None = None
     """End when the jobs with these positions in order of submission (first included, last excluded) are done."""
     failures: tuple[NodeFailure, ...] = ()
+    load: tuple[TraceJob, ...] = ()
+    """Jobs without GPUs, which take CPUs and memory: Slurm starts them by itself, and they have no result."""
     interference: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     """Relative speeds of two packed models, each in (0, 1] of its speed alone; see ``interference.py``."""
     checkpoint_s: float = 0.0

@@ -9,7 +9,7 @@ from cadenza.policies.core.actions import (
     Action,
     DrainNode,
     Migrate,
-    OpenNode,
+    NodeAction,
     Outcome,
     Pack,
     Place,
@@ -89,7 +89,7 @@ class SimGateway:
     def apply(self, action: Action) -> Outcome:
         """Carry out one action at once."""
         self._shown = None
-        if isinstance(action, DrainNode | OpenNode):
+        if isinstance(action, NodeAction):
             self.world.drain(action.node, drained=isinstance(action, DrainNode), reason=action.reason)
             return Outcome(ok=True)
         for key in action.jobs if isinstance(action, Pack) else (action.job,):

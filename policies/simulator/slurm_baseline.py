@@ -153,7 +153,11 @@ class _Slurm:
             name: sum(1 << at for at, node in enumerate(nodes) if name in node.partitions) for name in self.widest
         }
         """By partition: its nodes, as bits."""
-        self.arrivals = sorted(jobs, key=lambda job: (job.submit_s, job.id))
+        self.arrivals = sorted((*jobs, *setup.load), key=lambda job: (job.submit_s, job.id))
+        self.left = len(jobs)
+        """Jobs with GPUs that have not ended."""
+        self.arrived = 0
+        """Jobs with GPUs that have been submitted."""
         self.queue: list[Pending] = []
         self.ends: list[tuple[float, int, TraceJob]] = []
         self.running: dict[int, tuple[float, Shares, float]] = {}
@@ -167,7 +171,7 @@ class _Slurm:
         """Run all events; backfill follows a change at the next multiple of its interval."""
         arrived, head_s, pass_s, horizon_s = 0, inf, inf, self.setup.horizon_s or inf
         looked_s, rules = -inf, self.rules
-        while arrived < len(self.arrivals) or self.running or self.queue:
+        while self.left:
             # 1. The next event.
             arrival_s = self.arrivals[arrived].submit_s if arrived < len(self.arrivals) else inf
             next_s = min(arrival_s, self.ends[0][0] if self.ends else inf, head_s, pass_s)
@@ -179,6 +183,7 @@ class _Slurm:
             before = arrived
             while arrived < len(self.arrivals) and self.arrivals[arrived].submit_s <= self.now_s:
                 insort(self.queue, self._pending(self.arrivals[arrived]))
+                self.arrived += self.arrivals[arrived].gpus > 0
                 arrived += 1
             if arrived > before:
                 head_s = min(
@@ -206,12 +211,16 @@ class _Slurm:
 
     def _pending(self, job: TraceJob) -> Pending:
         widest = self.widest[job.partition]
-        count = -(-job.gpus // widest.gpus)
+        count = job.fewest_nodes(widest)
         cpus, memory_mb = widest.cpus / widest.gpus, widest.memory_mb / widest.gpus
+        if job.cpus is not None and job.gpus:
+            cpus = job.cpus_on(widest) / job.gpus
         if job.memory_gb_per_gpu is not None:
             memory_mb = job.memory_gb_per_gpu * MB_PER_GB
         widths = [job.gpus * (at + 1) // count - job.gpus * at // count for at in range(count)]
         each = tuple((gpus, int(cpus * gpus), int(memory_mb * gpus)) for gpus in sorted(widths, reverse=True))
+        if not job.gpus:
+            each = ((0, -(-job.cpus_on(widest) // count), -(-job.memory_mb // count)),) * count
         order = (job.submit_s - self.rules.size_s * job.gpus / self.gpus, job.submit_s, job.id)
         return Pending(order, job, each, time_limit_s(job))
 
@@ -224,7 +233,9 @@ class _Slurm:
             for at, amount in shares:
                 for kind, value in enumerate(amount):
                     self.free[at][kind] += value
-            self.done[job.id] = self._job_result(job, start_s, finish_s, shares)
+            if job.gpus:
+                self.done[job.id] = self._job_result(job, start_s, finish_s, shares)
+                self.left -= 1
             ended = True
         return ended
 
@@ -414,19 +425,20 @@ class _Slurm:
         cpus = sum(node.cpus - free[1] for node, free in zip(self.nodes, self.free, strict=True))
         fits = any(
             self._place(pending, self.free, self.all_nodes)
-            for pending in {(one.job.partition, one.each): one for one in self.queue}.values()
+            for pending in {(one.job.partition, one.each): one for one in self.queue if one.job.gpus}.values()
         )
         if self.samples and self.samples[-1].time_s == self.now_s:
             self.samples.pop()
-        held = sum(used)
-        self.samples.append(
-            Sample(self.now_s, held, cpus, len(self.running), len(self.queue), held, (self.gpus - held) if fits else 0)
-        )
+        held, waiting = sum(used), sum(pending.job.gpus > 0 for pending in self.queue)
+        running = self.arrived - len(self.done) - waiting
+        self.samples.append(Sample(self.now_s, held, cpus, running, waiting, held, (self.gpus - held) if fits else 0))
 
     def _result(self, end_s: float) -> Result:
         self.now_s = end_s
         jobs = dict(self.done)
         for job in self.arrivals:
+            if not job.gpus:
+                continue
             if job.id in self.running:
                 _, shares, start_s = self.running[job.id]
                 jobs[job.id] = self._job_result(job, start_s, None, shares)

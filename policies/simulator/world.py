@@ -15,6 +15,7 @@ from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node
 from cadenza.policies.core.profile import MB_PER_GB
 from cadenza.policies.inputs.cluster import widest_nodes
 from cadenza.policies.inputs.trace import TraceJob
+from cadenza.policies.simulator.cpu_load import CpuLoad
 from cadenza.policies.simulator.job import SimJob, best_or_one, whole_iterations
 from cadenza.policies.simulator.leases import Changes, Leases
 from cadenza.policies.simulator.run_values import JobResult, Sample, Setup
@@ -48,6 +49,7 @@ class World:
             self.leases = Leases(self.nodes, setup.costs, setup.interference, check_hosts=not phased)
         self._used = {node.name: [0, 0, 0] for node in nodes}
         self.queue = SlurmQueue(nodes, self._used)
+        self._load = CpuLoad(setup.load, nodes, self._used)
         self._arrivals = sorted(trace, key=lambda job: (job.submit_s, job.id))
         self._arrived = 0
         self._ends: list[tuple[float, int, int, JobKey]] = []
@@ -99,7 +101,7 @@ class World:
         arrival = self._arrivals[self._arrived].submit_s if self._arrived < len(self._arrivals) else inf
         end = self._ends[0][0] if self._ends else inf
         outage = self._outages[self._broken][0] if self._broken < len(self._outages) else inf
-        return min(arrival, end, outage, self.next_save_s)
+        return min(arrival, end, outage, self.next_save_s, self._load.next_event_s)
 
     @property
     def next_save_s(self) -> float:
@@ -121,6 +123,8 @@ class World:
                 heappop(self._saves)
             self._end_jobs()
             self._fail_nodes()
+            for node in self._load.advance(event_s, self.nodes):
+                self._replace(node)
             self._arrive()
             self.start_queued()
             self.sample()
@@ -141,10 +145,10 @@ class World:
     def _request(self, trace: TraceJob) -> tuple[int, int, int]:
         """Return the CPUs, MB and nodes that a job's user asks for: in proportion to its GPUs unless the trace says."""
         widest = self._by_partition[trace.partition]
-        cpus, memory_mb = widest.cpus / widest.gpus, widest.memory_mb / widest.gpus
+        memory_mb = widest.memory_mb / widest.gpus
         if trace.memory_gb_per_gpu is not None:
             memory_mb = trace.memory_gb_per_gpu * MB_PER_GB
-        return int(cpus * trace.gpus), int(memory_mb * trace.gpus), -(-trace.gpus // widest.gpus)
+        return trace.cpus_on(widest), int(memory_mb * trace.gpus), trace.fewest_nodes(widest)
 
     def _drop_stale(self) -> None:
         while self._ends:
@@ -244,7 +248,9 @@ class World:
 
     def start_queued(self) -> None:
         """Let Slurm start the jobs of its queue that fit now."""
-        if self.queue.changed:
+        if self.queue.changed or self._load.has_new:
+            for node in self._load.starts(self.now_s, self.nodes):
+                self._replace(node)
             for job, placement in self.queue.starts(self.nodes):
                 self.start(job, placement)
 

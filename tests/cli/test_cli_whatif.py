@@ -199,6 +199,79 @@ def test_jobs_without_gpus_are_counted_with_their_part_of_the_cpu_time(tmp_path)
     assert history.cpu_load == pytest.approx((8 * 50 + 8 * 10) / (48 * 100))
 
 
+def answer(*jobs: dict[str, object]) -> str:
+    """Return an answer of ``sacct --json`` with these jobs, all of partition fast on node a."""
+    return json.dumps({"jobs": [
+        {"job_id": at, "user": "ada", "partition": "fast", "nodes": "a",
+         "time": {"submission": 10**6 + job["submit"], "start": 10**6 + job["start"], "end": 10**6 + job["end"],
+                  "limit": {"set": True, "number": 600}},
+         "tres": {"allocated": [{"type": name, "name": kind, "count": job[key]} for name, kind, key in
+                                (("cpu", "", "cpus"), ("mem", "", "mb"), ("gres", "gpu", "gpus")) if key in job]}}
+        for at, job in enumerate(jobs, 1)
+    ]})  # fmt: skip
+
+
+@pytest.mark.parametrize("taken", [{"cpus": 28, "mb": 10}, {"cpus": 1, "mb": 65_000}])
+def test_jobs_without_gpus_keep_a_job_waiting_in_all_simulations(tmp_path, taken):
+    # Node a has 32 CPUs and 64 GB. Job 1 was there before the first job with GPUs came, and job 3 needs what it has.
+    file, nodes = tmp_path / "jobs.json", tmp_path / "nodes.json"
+    small = {"cpus": 1, "mb": 100, "gpus": 1}
+    load = {"submit": -500, "start": -500, "end": 9_000, **taken}
+    away = {"submit": 0, "start": 0, "end": 9_000, "cpus": 32, "mb": 65_000}
+    wide = {"submit": 10, "start": 9_000, "end": 9_100, "cpus": 8, "mb": 4_000, "gpus": 1}
+    file.write_text(answer(load, {"submit": 0, "start": 0, "end": 400, **small}, wide, away).replace(
+        '"job_id": 4, "user": "ada", "partition": "fast", "nodes": "a"',
+        '"job_id": 4, "user": "ada", "partition": "fast", "nodes": "cpu[1-4]"',
+    ))  # fmt: skip
+    nodes.write_text(two_partitions())
+    page = tmp_path / "page.html"
+    words = ("--sacct", str(file), "--nodes", str(nodes), "--movable", "0,100", "-o", str(page))
+    found = json.loads(whatif(*words, "--json").stdout)
+    assert found["jobs"] == 2
+    assert found["load"]["jobs"] == 1
+    assert found["load"]["cpu_share"] == pytest.approx(taken["cpus"] * 9_000 / (48 * 9_100))
+    assert found["left_out"] == {"without GPUs": 1}
+    for label, wait_s in found["mean_wait_s"].items():
+        assert wait_s == pytest.approx(8_990 / 2, rel=0.02), label
+    assert "Jobs without GPUs on these nodes: 1, with " in page.read_text()
+    # Without it nothing waits.
+    file.write_text(answer({"submit": 0, "start": 0, "end": 400, **small}, wide))
+    waits = json.loads(whatif(*words, "--json").stdout)["mean_wait_s"]
+    assert max(wait_s for label, wait_s in waits.items() if label != "as it was") < 60
+
+
+def test_a_sample_keeps_the_load_of_its_time(tmp_path):
+    small = {"cpus": 1, "mb": 100, "gpus": 1}
+    rows = [{"submit": at, "start": at, "end": at + 400, **small} for at in (0, 1_000, 2_000)]
+    times = ((0, 900), (500, 1_300), (1_100, 5_000))
+    loads = [{"submit": first, "start": first, "end": last, "cpus": 2} for first, last in times]
+    nodes = read_nodes(two_partitions(), "F", 1)
+    history = read_history(read_job_records(answer(*rows, *loads), "F"), nodes, None)
+    assert [(job.id, job.submit_s, job.work_s) for job in history.consecutive(1, 1).load] == [
+        (5, 0, 300), (6, 100, 3_900),
+    ]  # fmt: skip
+
+
+def test_a_load_waits_for_memory_too():
+    load = [TraceJob(at, 0.0, 0, 50.0, cpus=1, memory_gb_per_gpu=40.0) for at in (8, 9)]
+    world = World([TraceJob(1, 1.0, 1, 9.0)], read_cluster("1x4:16:64", 2), Setup(lanes=2, load=tuple(load)))
+    world.advance(49.0)
+    assert [node.memory_mb for node in world.snapshot().nodes] == [24 * 1024] * 2
+
+
+def test_a_load_waits_for_cpus_too_and_ends_no_simulation():
+    nodes = read_cluster("1x4:16:64", 2)
+    load = [TraceJob(8, 0.0, 0, 50.0, cpus=16), TraceJob(9, 0.0, 0, 1e6, cpus=10)]
+    world = World([TraceJob(1, 10.0, 1, 9.0, cpus=8)], nodes, Setup(admission="native", lanes=2, load=tuple(load)))
+    world.advance(49.0)
+    assert [node.cpus for node in world.snapshot().nodes] == [0, 0]
+    assert not world.running
+    world.advance(60.0)
+    assert [node.cpus for node in world.snapshot().nodes] == [6, 6]
+    assert not world.running, "the second load was submitted before job 1"
+    assert not world.over
+
+
 # --- The command -----------------------------------------------------------------------------------------
 
 

@@ -97,6 +97,8 @@ class Site:
 
     jobs: tuple[TraceJob, ...]
     nodes: tuple[Node, ...]
+    load: tuple[TraceJob, ...] = ()
+    """Jobs without GPUs."""
 
 
 def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Site | None = None) -> Request:
@@ -139,6 +141,7 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Sit
         horizon_s=positive(words["horizon"], "--horizon", LONGEST_S) if words["horizon"] else None,
         until_done=_window(words["window"]),
         failures=read_failures(read_file(failures, "--failures"), failures, nodes) if failures else (),
+        load=site.load if site is not None else (),
         interference=pairs,
         checkpoint_s=number(words["checkpoint"] or ("0" if synergy else CHECKPOINT_S), "--checkpoint", most=LONGEST_S),
         admission="native" if names.admission == "native" else "held",

@@ -138,7 +138,8 @@ def _ended(record: WatchRecord, at_s: float, jobs: Sequence[QueueJob]) -> Iterab
 
 def _run(record: JobRecord) -> Run:
     """Return a run that has started; Slurm may date a submission anew."""
-    return Run(*astuple(replace(record, submit_s=min(record.submit_s, record.start_s or 0.0))))
+    values = astuple(replace(record, submit_s=min(record.submit_s, record.start_s or 0.0)))
+    return Run(*values[: len(Run.__struct_fields__)])  # only jobs without GPUs have their nodes there
 
 
 def _hours(record: WatchRecord, at_s: float, idle: int, waiting: int) -> tuple[Hour, ...]:

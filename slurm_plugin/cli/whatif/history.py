@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import inf
 from random import Random
 
 from cadenza.policies.core.model import Node
@@ -15,6 +16,7 @@ from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.run_values import Counts, JobResult, Result, Sample
 from cadenza.slurm_plugin.cli.whatif.job_records import JobRecord
 
+NO_GPUS = "without GPUs"
 SHORTEST_S = 1.0
 """Shorter runs are no work."""
 MOVABLE_SEED, SAMPLE_SEED = 1, 1
@@ -35,7 +37,11 @@ class PastJob:
     work_s: float
     """Sum of its runs, without the time for which it was suspended."""
     gpus: int
+    """0 for a job that only counts as load."""
+    cpus: int
+    """0: not known."""
     memory_gb_per_gpu: float | None
+    """All its memory, for a job without GPUs."""
     limit_s: float | None
     runs: int
     partition: str
@@ -48,19 +54,22 @@ class History:
 
     jobs: tuple[PastJob, ...]
     left_out: Counter[str]
+    load: tuple[PastJob, ...] = ()
+    """Jobs without GPUs that ran on these nodes, in order of submission."""
+    load_share: float = 0.0
+    """Part of the nodes' CPU time that they had, in the time of the others."""
     cpu_load: float = 0.0
-    """Part of the nodes' CPU time that jobs without GPUs had; they are left out."""
+    """The same of the jobs without GPUs that are left out."""
     drawn: str = ""
     """A sentence on the part that was drawn of it; empty for all of it."""
 
     def consecutive(self, first: int, count: int) -> History:
         """Return jobs that follow each other in order of submission, with times since the first of them."""
         jobs = self.jobs[first : first + count]
-        begin_s = jobs[0].submit_s
-        return replace(self, jobs=tuple(
-            replace(job, submit_s=job.submit_s - begin_s, start_s=job.start_s - begin_s, end_s=job.end_s - begin_s)
-            for job in jobs
-        ))  # fmt: skip
+        begin_s, end_s = jobs[0].submit_s, max(job.end_s for job in jobs)
+        return replace(
+            self, jobs=tuple(_later(job, begin_s) for job in jobs), load=tuple(_during(self.load, begin_s, end_s))
+        )
 
     def sample(self, part: float) -> History:
         """Return a part of the jobs, from a stretch of time that is drawn at random, so that they queue as they did."""
@@ -80,14 +89,11 @@ class History:
         """Return the jobs for a simulation; a fraction of them, drawn at random, keeps checkpoints and can move."""
         chance = Random(MOVABLE_SEED)  # noqa: S311 (repeatable draws)
         drawn = set(chance.sample(range(len(self.jobs)), round(movable * len(self.jobs))))
-        return tuple(
-            TraceJob(
-                id=job.id, submit_s=job.submit_s, gpus=job.gpus, work_s=job.work_s, user=job.user,
-                memory_gb_per_gpu=job.memory_gb_per_gpu, time_limit_s=job.limit_s, checkpoints=at in drawn,
-                partition=job.partition,
-            )
-            for at, job in enumerate(self.jobs)
-        )  # fmt: skip
+        return tuple(replace(_trace_job(job), checkpoints=at in drawn) for at, job in enumerate(self.jobs))
+
+    def load_trace(self) -> tuple[TraceJob, ...]:
+        """Return the jobs without GPUs for a simulation."""
+        return tuple(replace(_trace_job(job), startup_s=0.0) for job in self.load)
 
 
 def read_history(records: Sequence[JobRecord], nodes: Sequence[Node], partition: str | None) -> History:
@@ -108,17 +114,23 @@ def read_history(records: Sequence[JobRecord], nodes: Sequence[Node], partition:
     # 2. The jobs that count.
     left_out: Counter[str] = Counter()
     found: list[tuple[float, int, list[JobRecord]]] = []
+    loads: list[tuple[float, int, list[JobRecord]]] = []
+    names = {node.name for node in nodes}
     for job, rows in runs.items():
         rows.sort(key=lambda row: (row.submit_s, row.start_s or row.submit_s))
-        name = rows[-1].partition
-        if reason := _left_out(rows, gpus, each_gb[name]):
+        last = rows[-1]
+        reason = _left_out(rows, gpus, each_gb[last.partition])
+        if reason == NO_GPUS and last.cpus and last.nodes and last.nodes <= names and _work_s(rows) >= SHORTEST_S:
+            loads.append((rows[0].submit_s, job, rows))
+        elif reason:
             left_out[reason] += 1
         else:
             found.append((rows[0].submit_s, job, rows))
     found.sort(key=lambda item: item[:2])
+    loads.sort(key=lambda item: item[:2])
     begin_s = found[0][0] if found else 0.0
     jobs = tuple(_past_job(job, rows, begin_s) for _, job, rows in found)
-    # 3. The load of jobs without GPUs on these nodes, in the time of the others.
+    # 3. The jobs without GPUs on these nodes, in the time of the others, and those that may have been there.
     span_s, cpus = max((job.end_s for job in jobs), default=0.0), sum(node.cpus for node in whole)
     cpu_s = sum(
         row.cpus * max(min(row.end_s - begin_s, span_s) - max(row.start_s - begin_s, 0.0), 0.0)
@@ -126,7 +138,30 @@ def read_history(records: Sequence[JobRecord], nodes: Sequence[Node], partition:
         for row in rows
         if not row.gpus and row.partition in gpus and row.start_s is not None and row.end_s is not None
     )
-    return History(jobs, left_out, min(cpu_s / (cpus * span_s), 1.0) if span_s else 0.0)
+    load = tuple(_during([_past_job(job, rows, begin_s) for _, job, rows in loads], 0.0, span_s))
+    load_s = sum(job.cpus * max(min(job.end_s, span_s) - max(job.start_s, 0.0), 0.0) for job in load)
+    whole_s = cpus * span_s or inf
+    return History(jobs, left_out, load, min(load_s / whole_s, 1.0), min(max(cpu_s - load_s, 0.0) / whole_s, 1.0))
+
+
+def _later(job: PastJob, by_s: float) -> PastJob:
+    """Return a job on a clock that begins later."""
+    return replace(job, submit_s=job.submit_s - by_s, start_s=job.start_s - by_s, end_s=job.end_s - by_s)
+
+
+def _during(load: Iterable[PastJob], begin_s: float, end_s: float) -> Iterator[PastJob]:
+    """Yield the jobs of a stretch of time on its clock; of one that ran at its beginning, the rest."""
+    for job in load:
+        if job.end_s > begin_s and job.submit_s < end_s:
+            work_s = min(job.work_s, job.end_s - begin_s)
+            yield _later(replace(job, submit_s=max(job.submit_s, begin_s), work_s=work_s), begin_s)
+
+
+def _trace_job(job: PastJob) -> TraceJob:
+    return TraceJob(
+        id=job.id, submit_s=job.submit_s, gpus=job.gpus, work_s=job.work_s, user=job.user, cpus=job.cpus or None,
+        memory_gb_per_gpu=job.memory_gb_per_gpu, time_limit_s=job.limit_s, partition=job.partition,
+    )  # fmt: skip
 
 
 def _left_out(rows: Sequence[JobRecord], gpus: Mapping[str, int], each_gb: float) -> str:
@@ -135,7 +170,7 @@ def _left_out(rows: Sequence[JobRecord], gpus: Mapping[str, int], each_gb: float
     each_is_gb = (last.memory_mb or 0.0) / max(last.gpus, 1) / MB_PER_GB
     reasons = (
         (last.partition not in gpus, "in other partitions"),
-        (not last.gpus, "without GPUs"),
+        (not last.gpus, NO_GPUS),
         (all(row.start_s is None for row in rows), "never started"),
         (last.end_s is None, "not over"),
         (_work_s(rows) < SHORTEST_S, f"ran for less than {SHORTEST_S:.0f} s"),
@@ -157,10 +192,10 @@ def _past_job(job: int, rows: Sequence[JobRecord], begin_s: float) -> PastJob:
     last = rows[-1]
     starts = [row.start_s for row in rows if row.start_s is not None]
     ends = [row.end_s for row in rows if row.end_s is not None]
-    memory_gb = None if last.memory_mb is None else last.memory_mb / last.gpus / MB_PER_GB
+    memory_gb = None if last.memory_mb is None else last.memory_mb / max(last.gpus, 1) / MB_PER_GB
     return PastJob(
         job, last.user, rows[0].submit_s - begin_s, min(starts) - begin_s, max(ends) - begin_s, _work_s(rows),
-        last.gpus, memory_gb, last.limit_s, len(starts), last.partition,
+        last.gpus, last.cpus, memory_gb, last.limit_s, len(starts), last.partition,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import msgspec
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.profile import MB_PER_GB
 from cadenza.policies.inputs.csv_table import MAX_QUANTITY, integer, number, quoted
+from cadenza.slurm_plugin.gateway.slurm_json import hosts
 
 NEVER_S = 4_294_967_294
 """Slurm's time for unknown (``NO_VAL``); later moments are no times either."""
@@ -27,9 +28,12 @@ COLUMNS = ("JobIDRaw", "User", "Partition", "Submit", "Start", "End")
 TRES = ("AllocTRES", "ReqTRES")
 FIELDS = (*COLUMNS, "Eligible", "TimelimitRaw", "Suspended", *TRES)
 """Columns that ``sacct -P --format=`` needs; those after End may be missing, but one of TRES."""
+NODES = "NodeList"
+"""Column that names the nodes of jobs without GPUs, so that they count as load."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Word = Annotated[str, msgspec.Meta(max_length=256)]
+MAX_TEXT = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,8 @@ class JobRecord:
     gpus: int
     memory_mb: float | None
     cpus: int = 0
+    nodes: frozenset[str] = frozenset()
+    """Its nodes, where the accounting names them."""
 
 
 class SlurmNumber(msgspec.Struct, frozen=True):
@@ -90,6 +96,7 @@ class _Job(msgspec.Struct, frozen=True):
     time: _Times
     user: Word | None = ""
     partition: Word = ""
+    nodes: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)] = ""
     tres: _Resources = _Resources()
 
 
@@ -102,6 +109,7 @@ class RecordRow(NamedTuple):
     times: tuple[float, ...]
     suspended_s: float
     tres: Mapping[str, float]
+    nodes: str = ""
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -134,7 +142,9 @@ def _of_json(text: str, source: str) -> Iterator[JobRecord]:
         tres = job.tres.allocated or job.tres.requested
         counts = {f"{item.type}/{item.name}" if item.name else item.type: float(max(item.count, 0)) for item in tres}
         moments = (times.submission, times.eligible, times.start, times.end)
-        row_of = RecordRow(job.job_id, job.user or "", job.partition, moments, float(times.suspended), counts)
+        row_of = RecordRow(
+            job.job_id, job.user or "", job.partition, moments, float(times.suspended), counts, job.nodes
+        )
         yield record_of(row_of, None if limit_min is None else 60 * limit_min, f"{source}: jobs[{at}]")
 
 
@@ -144,7 +154,7 @@ def _of_json(text: str, source: str) -> Iterator[JobRecord]:
 def _of_table(text: str, source: str) -> Iterator[JobRecord]:
     lines = enumerate(text.splitlines(), 1)
     columns = next((line.split("|") for _, line in lines if line.strip()), [])
-    wanted = f"sacct -P --format={','.join(FIELDS)}"
+    wanted = f"sacct -P --format={','.join((*FIELDS, NODES))}"
     for name in COLUMNS:
         if name not in columns:
             raise InputError(f"{source}: column {name!r} is missing; write it with {wanted}")
@@ -167,7 +177,7 @@ def _of_table(text: str, source: str) -> Iterator[JobRecord]:
         row_of = RecordRow(
             integer(cell["JobIDRaw"], f"{where}: JobIDRaw", 0, 2**63 - 1), cell["User"], cell["Partition"], times,
             _span(cell.get("Suspended", ""), f"{where}: Suspended"),
-            tres_of(cell.get("AllocTRES") or cell.get("ReqTRES", ""), f"{where}: TRES"),
+            tres_of(cell.get("AllocTRES") or cell.get("ReqTRES", ""), f"{where}: TRES"), cell.get(NODES, ""),
         )  # fmt: skip
         limited = limit[:1].isdigit()
         yield record_of(row_of, 60 * number(limit, f"{where}: TimelimitRaw", 0, 1e9) if limited else None, where)
@@ -237,4 +247,13 @@ def record_of(row: RecordRow, limit_s: float | None, where: str) -> JobRecord:
     return JobRecord(
         row.job, row.user or "unknown", row.partition, began_s, start_s, end_s, row.suspended_s, limit_s or None,
         int(gpus), memory_mb if 0 < memory_mb <= MAX_QUANTITY else None, int(min(tres.get("cpu", 0.0), MAX_COUNT)),
+        _nodes(row.nodes) if not gpus else frozenset(),
     )  # fmt: skip
+
+
+def _nodes(text: str) -> frozenset[str]:
+    """Return the names in a list of nodes; nothing for other text, as that of a job that never started."""
+    try:
+        return frozenset(hosts(text))
+    except ValueError:
+        return frozenset()

@@ -122,9 +122,13 @@ def run_plan(
     ]
 
     def tasks(jobs: History) -> list[Task]:
-        options = dict.fromkeys(VARIABLES) | {"quiet": plan.quiet}
+        options, load = dict.fromkeys(VARIABLES) | {"quiet": plan.quiet}, jobs.load_trace()
         return [
-            Task({**options, **one.options, "label": one.label}, arguments, Site(jobs.trace(one.movable), one.nodes))
+            Task(
+                {**options, **one.options, "label": one.label},
+                arguments,
+                Site(jobs.trace(one.movable), one.nodes, load),
+            )
             for one in variants
         ]
 

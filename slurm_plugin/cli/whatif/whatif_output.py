@@ -66,17 +66,22 @@ def remarks(found: WhatIf) -> Iterator[str]:
     if found.history.left_out:
         counts = "; ".join(f"{count:,} {reason}" for reason, count in found.history.left_out.most_common())
         yield f"Jobs that are left out: {counts}."
+    if load := found.history.load:
+        yield (
+            f"Jobs without GPUs on these nodes: {len(load):,}, with {found.history.load_share:.1%} of the CPU time. In "
+            "the simulations they take CPUs and memory as well, and no figure counts them."
+        )
     if found.history.cpu_load:
         yield (
-            f"Jobs without GPUs had up to {found.history.cpu_load:.1%} of the CPU time of these nodes; in the "
-            "simulations these CPUs are free."
+            f"Jobs without GPUs that are left out had up to {found.history.cpu_load:.1%} of the CPU time of these "
+            "nodes; in the simulations these CPUs are free."
         )
     if found.unshareable is not None and (text := found.unshareable.text()):
         yield f"{text}."
     apart = "Jobs run on nodes of their partition only." if _partitions(found) else "All partitions count as one."
     yield (
         "Accounting does not say which jobs keep checkpoints: they are drawn at random. "
-        f"Each job has its GPUs' part of a host's CPUs. {apart} "
+        f"Each job has the CPUs and the memory that it had. {apart} "
         "A requeued job counts with the sum of its runs."
     )
 
@@ -128,6 +133,7 @@ def as_json(found: WhatIf, path: str) -> dict[str, Any]:
         **plain(comparison, path),
         "jobs": len(found.history.jobs),
         "left_out": dict(found.history.left_out),
+        "load": {"jobs": len(found.history.load), "cpu_share": found.history.load_share},
         "cpu_load": found.history.cpu_load,
         "mean_wait_s": {file.label: _mean_wait_s(found, file.label) for file in found.results},
         "most_changed": [
