@@ -34,7 +34,10 @@ class AgentSettings(msgspec.Struct, frozen=True):
         float, Meta(description="Silence of the service after which jobs take turns locally", gt=0)
     ] = 30.0
     heartbeat_s: Annotated[float, Meta(description="Longest time between two reports to the service", gt=0)] = 2.0
-    lease_wait_s: Annotated[float, Meta(description="Longest wait of a starting job for its first lease", ge=0)] = 600.0
+    lease_wait_s: Annotated[
+        float,
+        Meta(description="Longest wait of a starting job for its first lease, once the host has memory for it", ge=0),
+    ] = 600.0
     host: Annotated[str, Meta(description="Name of this host; empty: its short host name")] = ""
     yield_timeout_s: Annotated[
         float,

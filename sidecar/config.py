@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypeVar, get_args, get_type_hints
 import msgspec
 
 from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.text import printable
 from cadenza.policies.inputs.strict_mapping import read_toml
 
 DEFAULT_PATH = Path("/etc/cadenza/cadenza.toml")
@@ -99,7 +100,16 @@ def _merge(
             into[key] = {}
             _merge(into[key], value, origin, file, (*above, key))
         else:
+            _check_texts(value, file, (*above, key))
             into[key] = value
+
+
+def _check_texts(value: object, file: Path, key: Key) -> None:
+    """Raise ConfigError for a text with a control character: no name, path or address has one."""
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, str) and not item.isprintable():
+            name = ".".join(key)
+            raise ConfigError(f"{file}{_line(file, key)}: {name}: {printable(item)!r} is not one printable line")
 
 
 def _check_keys(

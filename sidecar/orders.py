@@ -4,7 +4,8 @@ An agent is a DEALER whose key says which host it is; the service is a ROUTER (p
 ``Report`` at each change and every heartbeat, ``Switched`` after every yield and resume, ``Steps`` while a
 multi-node job is being stopped; the service answers with orders. All are JSON (readable on the wire in tests)
 with a tag and a version; an unknown tag, another version or a value out of its bounds is refused and counted, never
-fatal. All text is clean (:mod:`cadenza.sidecar.bounds`); the side that sends makes it so with ``printable``.
+fatal. The service answers a frame of another version with ``OtherVersion``, so that both sides can name both. All text
+is clean (:mod:`cadenza.sidecar.bounds`); the side that sends makes it so with ``printable``.
 """
 
 from __future__ import annotations
@@ -17,17 +18,22 @@ from msgspec import Meta
 from cadenza.policies.core.model import JobUsage, StepRate
 from cadenza.sidecar.bounds import (
     MAX_JOBS,
+    MAX_LANES,
     MAX_TAKEN,
     Amount,
     Bytes,
     Count,
+    GpuCount,
     Gpus,
+    GpuType,
     JobId,
     Megabytes,
     Moment,
     Name,
+    NodeName,
     Number,
     Paths,
+    Port,
     Restart,
     Seconds,
     Step,
@@ -37,6 +43,7 @@ from cadenza.sidecar.bounds import (
 )
 
 VERSION = 1
+"""Raised by a change that the other side would misread; every version has ``v`` in all of its frames."""
 
 
 class JobTelemetry(JobUsage, frozen=True, omit_defaults=True, kw_only=True):
@@ -105,7 +112,7 @@ class LeaseReport(msgspec.Struct, frozen=True):
     saves_away: bool = False
     """True if every rank here can also save one while its state is in host memory."""
     saving: bool = False
-    """True while the ranks of a yielded job here save one, until the requeue."""
+    """True while the ranks of a yielded job here save one, until the requeue, or move their state to a disk."""
     lost: Text = ""
     """Reason for which the job cannot go on here, so that only a requeue helps (the driver path, see ``Switched``)."""
     saved: bool = False
@@ -129,6 +136,8 @@ class LeaseReport(msgspec.Struct, frozen=True):
     """The job has started without its lease and has not asked for it yet."""
     early: Text = ""
     """The process that was seen on a GPU before the job had asked for its lease; empty if there was none."""
+    no_room: Text = ""
+    """Reason for which it gets no lease here now: who has the GPU or host memory that it needs; empty otherwise."""
 
 
 class Prefetched(msgspec.Struct, frozen=True):
@@ -173,6 +182,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     """Jobs of the facts that have had no step here for some time."""
     faults: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()
     """Faults of this host that it goes on with, each as a sentence."""
+    lane_faults: Annotated[tuple[Text, ...], Meta(max_length=2 * MAX_LANES)] = ()
+    """Lanes whose slurmd cannot be started or ended, each as a sentence."""
 
 
 class JobMessage(msgspec.Struct, frozen=True, tag=True):
@@ -329,6 +340,37 @@ class JobFacts(msgspec.Struct, frozen=True):
     pack: Step = 0
     """Jobs with the same number above 0 may hold the same GPUs at once, because their memory fits there. The pack
     lasts until the next facts, without the service too."""
+    requeueable: bool = True
+
+
+class LaneOrder(msgspec.Struct, frozen=True):
+    """A further lane that this host is to have, a dynamic node with the hardware of lane 0."""
+
+    first: NodeName
+    """Lane 0, Slurm's node."""
+    lane: Annotated[int, Meta(ge=1, le=MAX_LANES)]
+    port: Port
+    cpus: Annotated[int, Meta(ge=1, le=2**20)]
+    memory_mb: Megabytes
+    gpus: GpuCount
+    gpu_type: GpuType
+    weight: Annotated[int, Meta(ge=0, le=2**32 - 2)]
+    known: bool
+    """True if Slurm has the node."""
+
+    @property
+    def node(self) -> str:
+        """The lane's node."""
+        return f"{self.first}-l{self.lane}"
+
+    @property
+    def hardware(self) -> str:
+        """The lane as ``slurmd --conf`` takes it (slurmd(8)); its man page is wrong that Port is not supported."""
+        gres = ":".join(filter(None, ("gpu", self.gpu_type, str(self.gpus))))
+        return (
+            f"Port={self.port} CPUs={self.cpus} RealMemory={self.memory_mb} Gres={gres} "
+            f"Feature=lane{self.lane} Weight={self.weight}"
+        )
 
 
 class Facts(msgspec.Struct, frozen=True, tag=True):
@@ -345,6 +387,16 @@ class Facts(msgspec.Struct, frozen=True, tag=True):
     """Least time for which a job keeps a new lease, unless a higher priority or an exclusive job takes it."""
     suspends: bool = False
     """True if the service suspends each job in Slurm that has yielded here: until then its GPUs go to no other."""
+    lanes: Annotated[tuple[LaneOrder, ...], Meta(max_length=MAX_LANES)] | None = None
+    """All lanes on demand that this host is to have; None: lanes stay as they are."""
+    memory_mb: Megabytes = 0
+    """Memory of all jobs here together where each lane has the host's whole; 0: each has a part, which Slurm guards."""
+
+
+class OtherVersion(msgspec.Struct, frozen=True, tag=True):
+    """The service's answer to a frame of another version, which can read no more of this than ``v``."""
+
+    v: Count
 
 
 ToAgent: TypeAlias = (

@@ -22,8 +22,8 @@ Messages, agent to job side
                   ``giveup``; to ``start`` of a job that asks by itself ``late``: it may start, and use no GPU yet
     ``attached``  ``state`` is ``held`` (go on), or ``yielded`` (move your state out and wait for ``resume``)
     ``stop``      stop at the first boundary whose step is at least ``step`` (also in the page)
-    ``commit``    all ranks have arrived: move the state out
-    ``cancel``    the stop is withdrawn, go on
+    ``commit``    all ranks have arrived: move the state out; after ``resumed`` with ``standing``: all have their state
+    ``cancel``    the stop is withdrawn, go on; after ``resumed`` with ``standing``: move the state out again and wait
     ``save``      to a rank that has yielded: save a checkpoint from the host copy of your state, and wait on
     ``resume``    the lease is yours: move the state back
     ``error``     the message was refused; ``error`` gives the reason
@@ -33,17 +33,19 @@ Fields (those in brackets may be missing; an unknown one is ignored)
     ``end``       job [restart]
     ``ask``       job [restart]
     ``attach``    job restart rank world_size local_world_size state (running | arrived | yielded) step
-                  [gpus] (list of int) [node] [hosts] [requeue_owner] (as the owner of ``requeued_by``)
+                  [gpus] (list of int) [node] [hosts] [requeue_owner] (as the owner of ``requeued_by``) [together]
+                  (it can stand with its state back until all ranks have theirs)
     ``arrived``   order step bytes [held] (device bytes of torch's allocator in this process) [refused]
     ``yielded``   [order] copy_s bytes [left] (device bytes this process keeps) [resident] [error] (the move
                   failed and was undone: the rank runs on) [no_room] (after ``resume``: the GPU is too full)
                   [failed] (after ``resume``: the GPU fails)
-    ``resumed``   copy_s [order]
+    ``resumed``   copy_s [order] [standing] (to a ``resume`` with ``together``, until ``commit`` or ``cancel``)
     ``checkpointed``  order step bytes seconds [path] [error] (it failed: nothing is lost, the rank runs on)
     ``requeued_by``  owner (``lightning``, ``submitit``; "" takes it back)
     ``lease``     state [reason]
     ``attached``  state rank [reason] (the wait's), and the page's descriptor
-    ``stop``      order step;  ``commit``, ``save`` and ``resume``: order;  ``cancel``: order reason;  ``error``: error
+    ``stop``      order step;  ``commit`` and ``save``: order;  ``resume``: order [together];  ``cancel``: order reason;
+                  ``error``: error
 
 Rules
     Only ``resume`` moves state back: it follows an ``attached`` with ``held`` to a rank that sent ``yielded``. A rank

@@ -10,7 +10,6 @@ import signal
 from pathlib import Path
 from typing import IO
 
-import psutil  # type: ignore[import-untyped]
 import zmq
 
 from cadenza.policies.core.model import JobKey
@@ -19,12 +18,14 @@ from cadenza.sidecar.agent.driver.process_control import DriverController
 from cadenza.sidecar.agent.errors import StateFileError
 from cadenza.sidecar.agent.handlers.job_side import JobHandler
 from cadenza.sidecar.agent.handlers.service_side import Reporter, ServiceHandler
+from cadenza.sidecar.agent.ipc.memory_use import host_memory
 from cadenza.sidecar.agent.ipc.peers import Peers
 from cadenza.sidecar.agent.ipc.processes import boot_id, open_pidfd, start_ticks
 from cadenza.sidecar.agent.ipc.service_link import Link, read_keys
 from cadenza.sidecar.agent.ipc.slurm_steps import steps
 from cadenza.sidecar.agent.ipc.transport import Listener, Session
 from cadenza.sidecar.agent.jobs.host_state import NO_FACTS, Host
+from cadenza.sidecar.agent.lanes.lane_keeper import LaneKeeper
 from cadenza.sidecar.agent.leases import handover
 from cadenza.sidecar.agent.leases.book import Book
 from cadenza.sidecar.agent.leases.lease_table import LeaseTable
@@ -40,6 +41,7 @@ from cadenza.sidecar.agent.tuning.tuner import Tuner
 from cadenza.sidecar.agent.turns.arbiter import WATCH_S, Arbiter
 from cadenza.sidecar.agent.turns.coordinator import StopCoordinator
 from cadenza.sidecar.agent.turns.early_use import EarlyUse
+from cadenza.sidecar.agent.turns.memory_guard import MemoryGuard
 from cadenza.sidecar.agent_settings import AgentSettings
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import JobOrder
@@ -74,22 +76,25 @@ class Daemon:
         self.host.gpu_faults = lambda: self._gpu_watch.last.faults
         self._driver = DriverController(self.host, _free_memory, channel)
         self._coordinator = StopCoordinator(self.host, _free_memory, self._driver, self._gpu_watch)
+        self._memory_guard = MemoryGuard(self.host, self._coordinator)
         self._arbiter = Arbiter(
             self.host, self._coordinator, watched=lambda lease: self._gpu_watch.names_processes(lease.gpus)
         )
         self._job_side = JobHandler(self.host, self._coordinator, self._arbiter, privileged, self._watch)
         self._tuner = Tuner(self.host, TuningFile(state_dir, boot_id()), topology.read())
         self._prefetcher = Prefetcher(self.host)
-        self._service_side = ServiceHandler(self.host, self._coordinator, self._tuner, self._prefetcher)
+        self._lanes = LaneKeeper(Path(settings.socket).parent / "lanes", clock)
+        self._service_side = ServiceHandler(self.host, self._coordinator, self._tuner, self._prefetcher, self._lanes)
         self._collector = Collector(self.host, Background(Sampler(clock, nvml_devices)), Records(settings))
         self._reporter = Reporter(
             self.host,
             version,
-            memory=_memory_mb,
+            memory=host_memory,
             telemetry=self._collector.latest,
             tuned=self._tuner.in_force,
             lacks=lambda: tuple(lack for lack in (self._driver.lack, self._tuner.lack) if lack),
             prefetched=lambda: tuple(self._prefetcher.results.values()),
+            lane_faults=self._lanes.faults,
         )
         self._ticks = {
             "tuning": self._tuner.tick,
@@ -118,7 +123,7 @@ class Daemon:
 
         A stop that was under way is void: ranks that had moved out are told to take their state back.
         """
-        saved = self._file.read()
+        saved = self._file.recover()
         self.host.facts = saved.facts or NO_FACTS
         handovers = handover.read_all(Path(self._settings.socket).parent / "jobs")
         book = Book(self.host.name, saved.leases, handovers, steps(), self._gpu_watch.start, self.host.clock.now())
@@ -176,6 +181,7 @@ class Daemon:
         self._peers.listener.close()
         self._driver.close()
         self._gpu_watch.close()
+        self._lanes.close()
         self._tuner.restore()
         self._collector.close()
         self._prefetcher.close()
@@ -233,6 +239,8 @@ class Daemon:
             self._peers.tick()
             self._job_side.drop_gone()
             self.host.release_taken()
+        with self.host.supervise(None, "guarding the host's memory"):
+            self._memory_guard.tick()
         with self.host.supervise(None, "taking turns"):
             self._arbiter.settle()
         if ticking:
@@ -329,13 +337,7 @@ class Daemon:
 
 def _free_memory() -> int:
     """Return the free bytes of host memory."""
-    return int(psutil.virtual_memory().available)
-
-
-def _memory_mb() -> tuple[int, int]:
-    """Return total and available host memory in MB."""
-    memory = psutil.virtual_memory()
-    return memory.total >> 20, memory.available >> 20
+    return host_memory().available
 
 
 def _lock(directory: Path) -> IO[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -10,9 +12,13 @@ import msgspec
 
 from cadenza.sidecar.agent.errors import StateFileError
 from cadenza.sidecar.agent.leases.lease_table import Lease
+from cadenza.sidecar.frames import ERRORS, TO_AGENT
 from cadenza.sidecar.orders import Facts
 
+log = logging.getLogger(__name__)
+
 VERSION = 1
+NOTHING = msgspec.Raw(b"null")
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -29,8 +35,17 @@ class SavedLeases(Saved, frozen=True):
     """
 
     leases: tuple[Lease, ...] = ()
-    facts: Facts | None = None
+    told: msgspec.Raw = msgspec.field(name="facts", default=NOTHING)
     write: int = 0
+
+    @property
+    def facts(self) -> Facts | None:
+        """Return the service's facts; None if there are none, or an agent of another wire version wrote them."""
+        try:
+            facts, _ = TO_AGENT.decode(self.told)
+        except ERRORS:
+            return None
+        return facts if isinstance(facts, Facts) else None
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -81,6 +96,16 @@ class StateFile(Generic[S]):
             raise StateFileError(f"{self.path}: version {content.v}, not {VERSION}; move it away to start afresh")
         return content
 
+    def load_or_put_aside(self) -> S | None:
+        """Return the content as :meth:`load`; a file that cannot be read is renamed, and counts as missing."""
+        try:
+            return self.load()
+        except StateFileError as error:
+            log.error("%s", error)  # noqa: TRY400 - the message is complete
+            with contextlib.suppress(OSError):
+                self.path.replace(self.path.with_suffix(".unreadable"))
+            return None
+
     def save(self, content: S) -> None:
         """Bring the file up to date on disk before returning; raise StateFileError if that is impossible."""
         text = msgspec.json.encode(content)
@@ -120,6 +145,12 @@ class LeaseFile(StateFile[SavedLeases]):
         self._boot = boot
         self._write = 0
 
+    def recover(self) -> SavedLeases:
+        """Return the leases as :meth:`read`, without files that cannot be read: the host itself shows who uses GPUs."""
+        for file in (self, self._spare):
+            file.load_or_put_aside()
+        return self.read()
+
     def read(self) -> SavedLeases:
         """Return the leases of this boot; after a reboot only the facts are left."""
         both = (self.load(), self._spare.load())
@@ -129,15 +160,16 @@ class LeaseFile(StateFile[SavedLeases]):
             default=SavedLeases(VERSION, self._boot),
         )
         self._write = saved.write
-        return saved if saved.boot == self._boot else SavedLeases(VERSION, self._boot, (), saved.facts)
+        return saved if saved.boot == self._boot else SavedLeases(VERSION, self._boot, (), saved.told)
 
     def write(self, leases: tuple[Lease, ...], facts: Facts | None) -> None:
         """Write everything down; of a lease that could not be read back, what a restarted agent needs."""
         self._write += 1
-        content = SavedLeases(VERSION, self._boot, leases, facts, self._write)
+        told = msgspec.Raw(msgspec.json.encode(facts))
+        content = SavedLeases(VERSION, self._boot, leases, told, self._write)
         if not _can_be_read_back(content):
             leases = tuple(one if _can_be_read_back(one) else _bare(one) for one in leases)
-            content = SavedLeases(VERSION, self._boot, leases, facts, self._write)
+            content = SavedLeases(VERSION, self._boot, leases, told, self._write)
         try:
             self.save(content)
         except StateFileError as error:
@@ -170,9 +202,9 @@ class TuningFile(StateFile[SavedTuning]):
         super().__init__(directory / "tuning.json", SavedTuning)
         self._boot = boot
 
-    def read(self) -> tuple[TunedJob, ...]:
-        """Return the tuned jobs of this boot."""
-        saved = self.load()
+    def recover(self) -> tuple[TunedJob, ...]:
+        """Return the tuned jobs of this boot; without a readable file their limits stay until they end."""
+        saved = self.load_or_put_aside()
         return saved.jobs if saved is not None and saved.boot == self._boot else ()
 
     def write(self, jobs: tuple[TunedJob, ...]) -> None:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
     from cadenza.slurm_plugin.service.store.reader import StoreReader
 
+    NumberType = click.ParamType[int]
+else:
+    NumberType = click.ParamType  # older releases of click have no parameter there
+
 config_option = click.option(
     "--config", type=click.Path(path_type=Path), help=f"Configuration file (default: {DEFAULT_PATH})."
 )
@@ -34,7 +38,7 @@ UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 TIME_AGO = re.compile(r"(\d+(?:\.\d+)?)([mhdw])")
 
 
-class JobId(click.ParamType[int]):
+class JobId(NumberType):
     """The number of a job, or ``ARRAY_TASK`` as squeue prints a task of an array, which Slurm is asked about."""
 
     name = "JOBID"
@@ -67,12 +71,12 @@ def emit(value: Any) -> None:
     click.echo(text if text.isprintable() else json.dumps(json.loads(text), ensure_ascii=True, separators=(",", ":")))
 
 
-def say(*lines: str, err: bool = False) -> None:
-    """Print each text as one line; what a terminal would obey in it is replaced."""
+def say(*lines: str, err: bool = False, length: int = MAX_LINE) -> None:
+    """Print each text as one line of at most ``length`` characters; what a terminal would obey in it is replaced."""
     from cadenza.policies.core.text import printable  # noqa: PLC0415 (not needed for --help)
 
     for line in lines:
-        click.echo(printable(line, MAX_LINE), err=err)
+        click.echo(printable(line, length), err=err)
 
 
 def console() -> Console:

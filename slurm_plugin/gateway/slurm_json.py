@@ -286,7 +286,10 @@ def hosts(text: str) -> list[str]:
     ['n1x', 'n2x', 'n08x', 'n09x', 'gpu1-l1']
     """
     names: list[str] = []
-    for word in HOSTS.findall(text):
+    words = HOSTS.findall(text)
+    if ",".join(words) != text:
+        raise ValueError(f"{text[:80]!r} is no list of nodes")
+    for word in words:
         choices = [_numbers(part) if at % 2 else [part] for at, part in enumerate(re.split(r"[\[\]]", word))]
         if len(names) + prod(map(len, choices)) > MAX_HOSTS:
             raise ValueError(f"more than {MAX_HOSTS} nodes")

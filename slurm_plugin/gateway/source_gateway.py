@@ -17,6 +17,7 @@ from cadenza.policies.core.actions import (
     Outcome,
     Place,
     Release,
+    RemoveNode,
     Requeue,
     Size,
     Suspend,
@@ -99,6 +100,8 @@ class SlurmGateway:
                 self._source.ask(f"drain node {name}", "drain", node=name, reason=reason)
             case OpenNode(node=name, drain=drain):
                 self._source.ask(f"open node {name}", "undrain", node=name, drain=drain)
+            case RemoveNode(node=name):
+                self._source.ask(f"remove node {name}", "remove", node=name)
             case _:
                 raise NotForSlurm(f"{type(action).__name__} of job {action.job} is for the agents, not Slurm")
 

@@ -14,7 +14,7 @@ from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, JobState, 
 from cadenza.policies.core.text import printable
 from cadenza.slurm_plugin.gateway.comment import BadOptions, opt_in_of
 from cadenza.slurm_plugin.gateway.eligibility import Site, unreadable_reason
-from cadenza.slurm_plugin.gateway.verbs import HELD_NOTE
+from cadenza.slurm_plugin.gateway.verbs import DYNAMIC, HELD_NOTE
 
 Raw: TypeAlias = Mapping[str, Any]
 
@@ -395,6 +395,8 @@ def node(raw: Raw, host: str, lane: int) -> Node:
         up=is_up((base, *flags)),
         drained="DRAIN" in flags,
         drain_reason=printable(raw["reason"] or "") if "DRAIN" in flags else "",
+        dynamic=DYNAMIC in flags,
+        weight=raw.get("weight") or 0,
         cpus_used=raw["allocated_cpus"] or 0,
         memory_used_mb=raw["allocated_memory"] or 0,
         gpus_used=gpu_count(raw["allocated_tres"] or {}),

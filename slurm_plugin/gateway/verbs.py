@@ -22,7 +22,8 @@ FINISHED = frozenset({
 })  # fmt: skip
 OUR_DRAIN = "cadenza: "
 """Beginning of the reason of all our drains; the service does not undo the drains of others."""
-
+DYNAMIC = "DYNAMIC_NORM"
+"""Flag of a node that its slurmd has registered (sinfo(1), DYNAMIC_NORM)."""
 HELD_NOTE = "cadenza: held"
 """Last line of the AdminComment of a job that job_submit.lua holds for us."""
 INFINITE = 0xFFFFFFFF
@@ -110,7 +111,7 @@ class Verbs:
             "ping": self.ping, "read": self.read, "look": self.look,
             "suspend": self.suspend, "unsuspend": self.unsuspend, "requeue": self.requeue,
             "release": self.release, "modify": self.modify, "resize": self.resize,
-            "drain": self.drain, "undrain": self.undrain,
+            "drain": self.drain, "undrain": self.undrain, "remove": self.remove,
         }  # fmt: skip
 
     def answer(self, request: Request) -> dict[str, Any]:
@@ -291,6 +292,16 @@ class Verbs:
         if node.reason != expected if expected else not (node.reason or "").startswith(OUR_DRAIN):
             raise Stale(f"node {node.name} was drained by {node.reason_user}: {node.reason}")
         self._slurm.change_node(node.name, {"state": "UNDRAIN"})
+
+    def remove(self, request: Request) -> None:
+        """Delete a drained dynamic node without jobs; with only a suspended one Slurm itself would do it."""
+        node = self._slurm.node(request["node"])
+        if "DRAIN" not in node.state or DYNAMIC not in node.state:
+            raise Stale(f"node {node.name} is no drained dynamic node: it is {node.state}")
+        jobs = (job for job in self._slurm.jobs() if job.state not in FINISHED)
+        if job := next((job for job in jobs if node.name in self._slurm.job_fields(job)["allocated_nodes"]), None):
+            raise Stale(f"node {node.name} still has job {job.id}, which is {job.state}")
+        command("scontrol", "delete", f"NodeName={node.name}")
 
 
 def delayed_by_requeue(job: Any, now_s: float) -> bool:

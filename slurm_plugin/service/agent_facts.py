@@ -9,6 +9,7 @@ from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.round import RoundReport
 from cadenza.policies.sharing.turns.lanes import hosts_to_leave
 from cadenza.sidecar.orders import VERSION, Facts, JobFacts
+from cadenza.slurm_plugin.service.lanes_on_demand import lane_orders
 from cadenza.slurm_plugin.service.settings import Settings, guard_settings, sharing_settings
 
 
@@ -48,11 +49,16 @@ def facts_of(
             cpus=-(-job.cpus // max(job.num_nodes, 1)),  # Slurm's allocation, whatever the job was tuned to
             memory_mb=-(-job.memory_mb // max(job.num_nodes, 1)),
             pack=pack_of.get(job.key, 0),
+            requeueable=job.requeueable,
         )
         for host in hosts:
             jobs_on.setdefault(host, []).append(facts)
-    enforce = settings.applies and not guard_settings(settings).killed
+    killed = guard_settings(settings).killed
+    enforce = settings.applies and not killed
+    by_name = {host.name: host for host in snapshot.hosts}
     leaving = hosts_to_leave(snapshot)  # there jobs stay awake, if their word is enough
+    guarded = enforce and settings.service.lanes_memory == "full"
+    lane_0_mb = {node.host: node.memory_mb for node in snapshot.nodes if node.lane == 0}
     suspending = enforce and rules.suspend and settings.policy.share != "none"
     return {
         host: Facts(
@@ -63,6 +69,8 @@ def facts_of(
             enforce,
             rules.min_run_s,
             suspends=suspending and host not in leaving,
+            lanes=lane_orders(snapshot, by_name[host], opens=not killed) if host in by_name else None,
+            memory_mb=lane_0_mb.get(host, 0) if guarded else 0,
         )
         for host, jobs in jobs_on.items()
     }

@@ -21,7 +21,7 @@ from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.config import ConfigError
 from cadenza.sidecar.sd_notify import notify
 from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway
-from cadenza.slurm_plugin.service import move_requests
+from cadenza.slurm_plugin.service import lanes_on_demand, move_requests
 from cadenza.slurm_plugin.service.agent_facts import facts_of, suspended_after
 from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub
 from cadenza.slurm_plugin.service.errors import HubError, StoreError
@@ -98,7 +98,9 @@ class Loop:
         self._requeues = SlurmRequeues(last)
         self._good_s = float("-inf")
         self._forget_s = clock.monotonic()
-        move_requests.folder(parts.store.path).mkdir(mode=0o700, exist_ok=True)  # only we and root may write there
+        for place in (move_requests.folder(parts.store.path), lanes_on_demand.folder(parts.store.path)):
+            place.mkdir(mode=0o700, exist_ok=True)  # only we and root may write there
+        self._gateway.with_lanes = self._with_lanes
         self._use(settings)
 
     @property
@@ -217,6 +219,9 @@ class Loop:
     def _decided(self, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
         self.beat()
         return self._decide(snapshot, memory)
+
+    def _with_lanes(self, snapshot: ClusterSnapshot) -> ClusterSnapshot:
+        return lanes_on_demand.with_lanes(snapshot, lanes_on_demand.requests(self._store.path), self.settings)
 
     def _still_left_alone(self) -> Mapping[JobKey, str]:
         """Return the jobs that earlier rounds left alone; now and then they get another try."""

@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from random import Random
@@ -22,12 +22,14 @@ from cadenza.slurm_plugin.service.admission import Heartbeat
 from cadenza.slurm_plugin.service.agents.hub import Hub
 from cadenza.slurm_plugin.service.errors import HubError, ServiceError, StoreError
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
+from cadenza.slurm_plugin.service.failover.release_round import release_unrecorded
 from cadenza.slurm_plugin.service.failover.watchdog import Watchdog
-from cadenza.slurm_plugin.service.loop import Loop, Parts
+from cadenza.slurm_plugin.service.loop import UNRECORDED_REASON, Loop, Parts
 from cadenza.slurm_plugin.service.owner_socket import OwnerSocket, socket_path
-from cadenza.slurm_plugin.service.settings import Settings, hub_settings, load_settings
+from cadenza.slurm_plugin.service.settings import Settings, guard_settings, hub_settings, load_settings
+from cadenza.slurm_plugin.service.store.schema import read_undo
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
-from cadenza.slurm_plugin.service.systemd import set_up_logging
+from cadenza.slurm_plugin.service.systemd import action_line, set_up_logging
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ def serve(settings: Settings, config: Path | None, *, once: bool, seed: int | No
         lock.take(TAKE_OVER_S)
         stack.callback(lock.release)
         # 2. The store, Slurm, the agents, and the loop over them.
-        store = SqliteStore(Path(table.store), clock)
+        store = _opened_store(settings, clock)
         stack.callback(store.close)
         slurm = open_gateway(table.gateway)
         stack.callback(slurm.close)
@@ -97,6 +99,19 @@ def serve(settings: Settings, config: Path | None, *, once: bool, seed: int | No
         # 5. Rounds until a signal, then an orderly end.
         _run(loop, config, watchdog)
     return 0
+
+
+def _opened_store(settings: Settings, clock: SystemClock) -> SqliteStore:
+    """Return the store; raise StoreError if it cannot be opened, as on a full disk, once our jobs are released."""
+    path = Path(settings.service.store)
+    try:
+        return SqliteStore(path, clock)
+    except StoreError:
+        if not guard_settings(settings).killed:
+            with closing(open_gateway(settings.service.gateway)) as slurm:
+                for action, outcome in release_unrecorded(slurm, read_undo(path), UNRECORDED_REASON):
+                    log.warning("%s", action_line(action, outcome))
+        raise
 
 
 def _run(loop: Loop, config: Path | None, watchdog: Watchdog) -> None:

@@ -16,6 +16,7 @@ from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, Share
 from cadenza.policies.core.move import Move, Wanted
 from cadenza.policies.relocation.phases import refusal_reason
+from cadenza.slurm_plugin.service import request_files
 from cadenza.slurm_plugin.service.errors import RequestError
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 def folder(store: Path) -> Path:
     """Return the folder of requests to a store's service."""
-    return store.with_name(store.name + ".moves")
+    return request_files.folder(store, "moves")
 
 
 def requested_move(
@@ -65,12 +66,7 @@ def _shares(job: Job, nodes: tuple[str, ...], gpus: int | None) -> tuple[Share, 
 def write(store: Path, move: Move) -> Path:
     """Write a request to the service; raise RequestError when this user may not, or no service has made the folder."""
     place = folder(store) / f"{move.job.id}.json"
-    draft = place.with_suffix(".new")
-    try:
-        draft.write_bytes(msgspec.json.encode(move))
-        draft.replace(place)
-    except OSError as error:
-        raise RequestError(f"{place}: {error.strerror}; only root and cadenzad itself may move jobs") from None
+    request_files.write(place, move, "move jobs")
     return place
 
 

@@ -13,6 +13,7 @@ import pwd
 import socket
 import struct
 import threading
+from collections import Counter
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated
@@ -31,10 +32,12 @@ MAX_REQUEST = 256
 MAX_ROWS = 2000
 MAX_ANSWER = 64 * 2**20
 REQUEST_TIMEOUT_S = 0.5
-"""Time in which a client must have sent its request; clients are served one after the other."""
+"""Time in which a client must have sent its whole request, and in which it must take each part of its answer."""
+CLIENTS_PER_USER = 4
+"""Connections of one user at once; root and the service's user have no such limit."""
 CLIENT_TIMEOUT_S = 30.0
 PAUSE_FACTOR = 4.0
-"""After an answer the socket rests this many times as long as the answer took: rounds come first."""
+"""Answers are made one after the other, with a rest this many times as long as each took: rounds come first."""
 POLL_S = 0.5
 _CREDENTIALS = struct.Struct("3i")
 
@@ -64,7 +67,7 @@ def socket_path(heartbeat: str) -> Path:
 
 
 class OwnerSocket:
-    """Answers in a thread of its own, which reads the store as every other reader does."""
+    """Answers in threads of its own, which read the store as every other reader does."""
 
     def __init__(self, path: Path, store: Path, clock: SystemClock) -> None:
         self.path = path
@@ -72,6 +75,9 @@ class OwnerSocket:
         self._clock = clock
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cadenza-jobs", daemon=True)
+        self._clients: Counter[int] = Counter()
+        """Connections of each user."""
+        self._counting, self._answering = threading.Lock(), threading.Lock()
         self._listener: socket.socket | None = None
 
     def start(self) -> None:
@@ -82,7 +88,7 @@ class OwnerSocket:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             listener.bind(str(self.path))
             self.path.chmod(0o666)
-            listener.listen(16)
+            listener.listen(128)
             listener.settimeout(POLL_S)
         except OSError as error:
             log.warning("%s: %s; users cannot read the record of their jobs", self.path, error.strerror or error)
@@ -107,12 +113,27 @@ class OwnerSocket:
                 client, _ = self._listener.accept()
             except OSError:  # also the time-out, after which the end is looked for
                 continue
+            uid = peer_uid(client)
+            if uid not in (0, os.geteuid()) and self._clients[uid] >= CLIENTS_PER_USER:
+                client.close()
+                continue
+            with self._counting:
+                self._clients[uid] += 1
+            threading.Thread(target=self._serve, args=(client, uid), name="cadenza-jobs-client", daemon=True).start()
+
+    def _serve(self, client: socket.socket, uid: int) -> None:
+        """Answer one client; a client that is slow delays only itself, and one user has a bounded number of them."""
+        try:
             with closing(client), suppress(OSError):
-                client.settimeout(REQUEST_TIMEOUT_S)
-                line = _line(client)
-                began_s = self._clock.monotonic()
-                client.sendall(msgspec.json.encode(self._answer(line, peer_uid(client))))
-                self._ended.wait(PAUSE_FACTOR * (self._clock.monotonic() - began_s))
+                line = _line(client, self._clock)
+                with self._answering:
+                    began_s = self._clock.monotonic()
+                    answer = msgspec.json.encode(self._answer(line, uid))
+                    self._ended.wait(PAUSE_FACTOR * (self._clock.monotonic() - began_s))
+                client.sendall(answer)
+        finally:
+            with self._counting:
+                self._clients[uid] -= 1
 
     def _answer(self, line: bytes, uid: int) -> Answer:
         try:
@@ -202,11 +223,14 @@ def _answer_of(path: Path, request: Request) -> Answer:
     return answer
 
 
-def _line(client: socket.socket) -> bytes:
-    data = b""
+def _line(client: socket.socket, clock: SystemClock) -> bytes:
+    """Return a request; raise OSError for one that does not come in time."""
+    data, end_s = b"", clock.monotonic() + REQUEST_TIMEOUT_S
     while not data.endswith(b"\n") and len(data) <= MAX_REQUEST:
+        client.settimeout(max(end_s - clock.monotonic(), 0.001))
         piece = client.recv(MAX_REQUEST)
         if not piece:
             break
         data += piece
+    client.settimeout(REQUEST_TIMEOUT_S)
     return data

@@ -25,10 +25,12 @@ from cadenza.policies.sharing.state.settings import (
     SharingSettings,
 )
 from cadenza.sidecar.agent_settings import AgentSettings
+from cadenza.sidecar.bounds import MAX_LANES
 from cadenza.sidecar.config import DEFAULT_PATH, ConfigError, load, where
 from cadenza.slurm_plugin.service.agents.hub import HubSettings
 
 Text: TypeAlias = Annotated[str, Meta(min_length=1)]
+LaneCount: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LANES)]
 
 MISSED_ROUNDS = 4
 MIN_TRUST_S = 10.0
@@ -77,6 +79,19 @@ class ServiceTable(msgspec.Struct, frozen=True):
     heartbeat: Annotated[Text, Meta(description="File by which job_submit.lua holds managed jobs, or does not")] = (
         "/run/cadenzad/admission"
     )
+    lanes_on_demand: Annotated[
+        LaneCount,
+        Meta(
+            description="Further lanes that the service opens as dynamic nodes in apply mode on hosts without lanes in "
+            "slurm.conf, unless `cadenza lanes` asked for another number"
+        ),
+    ] = 0
+    lanes_memory: Annotated[
+        Literal["split", "full"],
+        Meta(
+            description="Memory of each lane: split: a part of the host's; full: all of it, guarded by the host's agent"
+        ),
+    ] = "split"
     watchdog_grace_s: Annotated[
         float,
         Meta(description="Time for a killed service to come back before its jobs are released", ge=0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
-from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Outcome
+from cadenza.policies.core.actions import Action, NodeAction, Outcome
 
 
 def set_up_logging(*, debug: bool) -> None:
@@ -17,6 +17,6 @@ def set_up_logging(*, debug: bool) -> None:
 
 def action_line(action: Action, outcome: Outcome) -> str:
     """Return ``JOBID=… ACTION=… REASON=…`` (or ``NODE=…``), with the error of an action that failed."""
-    target = f"NODE={action.node}" if isinstance(action, DrainNode | OpenNode) else f"JOBID={action.job}"
+    target = f"NODE={action.node}" if isinstance(action, NodeAction) else f"JOBID={action.job}"
     failed = "" if outcome.ok else f" ERROR={outcome.error}"
     return f"{target} ACTION={type(action).__name__} REASON={action.reason}{failed}"

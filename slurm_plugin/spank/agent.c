@@ -220,7 +220,7 @@ void handover_write(const struct config *config)
 bool handover_read(const struct config *config, struct job *job, enum sharing *sharing)
 {
 	char path[512], gpus[512];
-	uint32_t hosts;
+	uint32_t hosts, restart;
 	int code, batch_per_gpu = 0, late = 0;
 	FILE *file;
 	bool read;
@@ -229,15 +229,19 @@ bool handover_read(const struct config *config, struct job *job, enum sharing *s
 	file = fopen(path, "re");
 	if (!file)
 		return false;
-	read = fscanf(file, "%u %u %d %511s %d %*u %d", &job->restart, &hosts, &code, gpus, &batch_per_gpu, &late) >= 4;
+	read = fscanf(file, "%u %u %d %511s %d %*u %d", &restart, &hosts, &code, gpus, &batch_per_gpu, &late) >= 4;
 	fclose(file);
 	if (!read)
 		return false;
 	job->hosts = hosts ? hosts : job->hosts;
-	job->gpu_count = parse_gpus(gpus, job->gpus, MAX_GPUS);
 	job->batch_per_gpu = batch_per_gpu;
 	job->late = late;
 	*sharing = (enum sharing)code;
+	/* slurmd runs no prolog where a job is requeued as slurmctld starts: the GPUs are those of the start before. */
+	if (restart < job->restart)
+		return false;
+	job->restart = restart;
+	job->gpu_count = parse_gpus(gpus, job->gpus, MAX_GPUS);
 	return true;
 }
 

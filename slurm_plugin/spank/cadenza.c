@@ -190,6 +190,7 @@ int slurm_spank_task_init_privileged(spank_t spank, int count, char **arguments)
 	struct sigaction standard = {.sa_handler = SIG_DFL}, action;
 	sigset_t terminate, mask;
 	struct job job;
+	char lane[16], start[32];
 
 	(void)count, (void)arguments;
 	if (!job_of_task(spank, &plugin.config, &job))
@@ -205,7 +206,14 @@ int slurm_spank_task_init_privileged(spank_t spank, int count, char **arguments)
 		spank_setenv(spank, "CADENZA_BATCH", job.batch_per_gpu ? "per-gpu" : "global", 1);
 	if (job.managed && job.late) /* cadenza run then asks for the lease before the first use of a GPU */
 		spank_setenv(spank, "CADENZA_LATE", "1", 1);
+	snprintf(start, sizeof(start), "%u.%u", job.id, job.restart);
+	if (job.step == SLURM_BATCH_SCRIPT || job.step == SLURM_INTERACTIVE_STEP)
+		spank_setenv(spank, START_VARIABLE, start, 1);
 	enter(spank, &job);
+	spank_unsetenv(spank, "CADENZA_LANE"); /* a job that submits another one hands its own on */
+	snprintf(lane, sizeof(lane), "%d", job.lane);
+	if (job.managed && !access(plugin.config.socket, F_OK)) /* the client then names a mount that a container lacks */
+		spank_setenv(spank, "CADENZA_LANE", lane, 1);
 	sigprocmask(SIG_SETMASK, &mask, NULL);
 	sigaction(SIGTERM, &action, NULL);
 	return ESPANK_SUCCESS;

@@ -8,6 +8,8 @@
 #include <sys/types.h>
 
 #define CADENZA_VERSION "0.1.0"
+/* Job and restart of the script, which its steps inherit: "7.2". */
+#define START_VARIABLE "CADENZA_START"
 #define MAX_GPUS 64
 #define MAX_NAME 256
 #define MAX_OPTIONS 256

@@ -25,6 +25,37 @@ static bool step_has_gpus(spank_t spank, const struct job *job, char *list, int 
 	return task_variable(spank, script ? "SLURM_JOB_GPUS" : "SLURM_STEP_GPUS", list, size) && *list;
 }
 
+/*
+ * Slurm tells the restart to the batch script alone, whose steps have it in their environment. It is the user's to
+ * change, so it only says where to ask Slurm.
+ */
+static uint32_t restart_told(spank_t spank, uint32_t id)
+{
+	unsigned int job = 0, restart = 0;
+	char text[32];
+
+	if (!task_variable(spank, START_VARIABLE, text, sizeof(text)) || sscanf(text, "%u.%u", &job, &restart) != 2)
+		return 0;
+	return job == id && restart <= INT32_MAX ? restart : 0;
+}
+
+/* By squeue, for the reason that job_requeue has. Returns 0 where Slurm does not answer. */
+static uint32_t restart_in_slurm(uint32_t id)
+{
+	unsigned int job = 0, restart = 0, found = 0;
+	char command[80];
+	FILE *answer;
+
+	snprintf(command, sizeof(command), "squeue --noheader --jobs=%u --Format=JobID,RestartCnt 2>/dev/null", id);
+	answer = popen(command, "re");
+	if (!answer)
+		return 0;
+	while (fscanf(answer, "%u %u", &job, &restart) == 2) /* an array's other tasks have the same number */
+		found = job == id ? restart : found;
+	pclose(answer);
+	return found;
+}
+
 /* CPUs and memory of the job here. Only the script has all CPUs of the job; another step may have a part. */
 static void read_size(spank_t spank, struct job *job)
 {
@@ -61,19 +92,28 @@ bool job_of_task(spank_t spank, const struct config *config, struct job *job)
 	const char *node = getenv("SLURMD_NODENAME");
 	enum sharing sharing = SHARING_UNSET;
 	char gpus[512];
+	bool found;
 
 	memset(job, 0, sizeof(*job));
 	spank_get_item(spank, S_JOB_ID, &job->id);
 	spank_get_item(spank, S_JOB_STEPID, &job->step);
 	spank_get_item(spank, S_JOB_UID, &job->uid);
 	spank_get_item(spank, S_JOB_NNODES, &job->hosts);
-	spank_get_item(spank, S_SLURM_RESTART_COUNT, &job->restart);
+	if (job->step == SLURM_BATCH_SCRIPT)
+		spank_get_item(spank, S_SLURM_RESTART_COUNT, &job->restart);
+	else
+		job->restart = restart_told(spank, job->id);
 	snprintf(job->node, sizeof(job->node), "%s", node ? node : "");
 	job->lane = lane_of(job->node);
 	read_size(spank, job);
 	if (!step_has_gpus(spank, job, gpus, sizeof(gpus)))
 		return false;
-	if (!handover_read(config, job, &sharing))
+	found = handover_read(config, job, &sharing);
+	if (!found && job->step != SLURM_BATCH_SCRIPT && job->restart) {
+		job->restart = restart_in_slurm(job->id);
+		found = handover_read(config, job, &sharing);
+	}
+	if (!found)
 		job->gpu_count = parse_gpus(gpus, job->gpus, MAX_GPUS);
 	read_options(spank, job, sharing);
 	return job->gpu_count > 0;

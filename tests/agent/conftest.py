@@ -19,6 +19,8 @@ def new_agent(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
 
     def make(**settings: Any) -> Agent:
         made.append(Agent(tmp_path, **settings))
+        if settings.get("driver_checkpoint", "off") != "off":
+            made[-1].accept_driver()
         return made[-1]
 
     yield make

@@ -16,6 +16,7 @@ from cadenza.sidecar.agent.driver.channel import Channel
 from cadenza.sidecar.agent.driver.process_control import DriverController
 from cadenza.sidecar.agent.handlers.job_side import JobHandler
 from cadenza.sidecar.agent.handlers.service_side import Reporter, ServiceHandler
+from cadenza.sidecar.agent.ipc.memory_use import HostMemory
 from cadenza.sidecar.agent.ipc.processes import Peer
 from cadenza.sidecar.agent.ipc.transport import Session
 from cadenza.sidecar.agent.jobs.host_state import Host
@@ -62,15 +63,16 @@ class HostInMemory:
         self.coordinator = StopCoordinator(self.host, lambda: 1 << 40, driver)
         self.arbiter = Arbiter(self.host, self.coordinator)
         self.jobs = JobHandler(self.host, self.coordinator, self.arbiter, frozenset({ROOT}), lambda _: None)
-        self.service = ServiceHandler(self.host, self.coordinator, cast("Any", None), cast("Any", None))
+        self.service = ServiceHandler(self.host, self.coordinator, *(cast("Any", None),) * 3)
         self.reporter = Reporter(
             self.host,
             "1",
-            memory=lambda: (1, 1),
+            memory=lambda: HostMemory(1 << 20, 1 << 20),
             telemetry=lambda _: None,
             tuned=lambda _: None,
             lacks=tuple,
             prefetched=tuple,
+            lane_faults=tuple,
         )
         self.file = LeaseFile(directory, "boot", directory / "run")
 

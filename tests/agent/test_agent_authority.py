@@ -17,7 +17,7 @@ import pytest
 from host_rig import ROOT, USER, HostInMemory
 
 from cadenza.policies.core.model import JobKey
-from cadenza.sidecar import wire
+from cadenza.sidecar import orders, wire
 from cadenza.sidecar.agent.ipc.transport import Session
 from cadenza.sidecar.agent.leases.lease_table import Lease
 
@@ -115,6 +115,15 @@ def test_root_s_registration_sets_each_fact_of_a_lease(rig: HostInMemory, fact: 
     assert of(found) == as_kept(wanted)
 
 
+def test_a_step_that_has_the_restart_of_the_start_before_is_the_later_start_s(rig: HostInMemory) -> None:
+    """Its prolog did not run, so that the step has what the last one wrote."""
+    rig.register(5, [2], restart=1)
+    rig.register(5, [3], restart=0)
+    assert [(one.key, one.gpus) for one in rig.host.leases if one.job == 5] == [(JobKey(5, 1), (2,))]
+    rig.register(5, [3], restart=2)
+    assert [one.key.restart for one in rig.host.leases if one.job == 5] == [1, 2], "the next start is one of its own"
+
+
 @pytest.mark.parametrize("source", OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("fact", GRANT)
 def test_no_other_source_sets_a_fact_of_a_lease(rig: HostInMemory, fact: str, source: Source) -> None:
@@ -158,3 +167,10 @@ def test_an_environment_says_nothing(rig: HostInMemory, monkeypatch: pytest.Monk
         rig.run_once()
         child.kill()
     assert "is no process of job 1" in rig.said(session)[0]["error"]
+
+
+def test_a_job_on_a_further_lane_shares_whatever_the_service_says_of_its_comment(rig: HostInMemory) -> None:
+    """It has the lane because it opted in (B5): its owner may have changed the comment since."""
+    fact = orders.JobFacts(1, 0, managed=False, weight=1.0, priority=0, user="u", hosts=1)
+    rig.service.obey(orders.Facts(orders.VERSION, (fact,), 60.0, share_between_users=True, enforce=True))
+    assert rig.of(1).managed

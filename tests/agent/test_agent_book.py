@@ -191,7 +191,12 @@ def test_handover_files_of_others_than_root_are_not_read(tmp_path: Path) -> None
     folder.mkdir(mode=0o700)
     (folder / "n1-l1.7").write_text("1 2 2 0,2-3 1 42\n")
     (folder / "n1.8").write_text("0 1 0 1 0\n")
-    for name, text in (("n1.9", "0 1 9 1 0\n"), ("n1.x", "0 1 0 1 0\n"), ("n1.10", "0 1 0 0-9999999 0 1\n" * 400)):
+    good = "0 1 0 1 0"
+    for name, text in (
+        ("n1.9", "0 1 9 1 0\n"), ("n1.x", good), ("n1.10", "0 1 0 0-9999999 0 1\n" * 400), ("n1.4294967296", good),
+        ("n1.0", good), ("n\n1.11", good), ("n1.12", "9999999999 1 0 1 0"), ("n1.13", "0 1 0 1 0 9999999999"),
+        ("n1.14", "0 9999999999 0 1 0"), ("n1.15", "0 1 0 0-99 0"), ("n1.٣", good),
+    ):  # fmt: skip
         (folder / name).write_text(text)
     (folder / "n1.7").write_text("0 2 2 1 1 42\n")
     found = read_all(folder)

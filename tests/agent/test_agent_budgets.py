@@ -127,6 +127,22 @@ def test_a_pass_reads_so_many_packets_of_users_and_each_user_gets_its_turn(
     assert len(rig.heard) == 8
 
 
+def test_a_pass_takes_so_much_time_for_packets_of_users(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(session: Session, _: bytes) -> None:
+        rig.heard.append((session.peer.uid, "slow"))
+        rig.time.passed += peers.USER_S_PER_TURN + 0.01
+
+    monkeypatch.setattr(rig.peers, "handle", slow)
+    monkeypatch.setattr(peers, "PACKETS_PER_TURN", 1)
+    for client in [rig.connect(uid) for uid in (USER, OTHER, ROOT, ROOT)]:
+        client.send("detach")
+    rig.serve()
+    assert [uid for uid, _ in rig.heard[:2]] == [ROOT, ROOT]
+    assert len(rig.heard) == 3
+    rig.serve()
+    assert len(rig.heard) == 4
+
+
 def test_a_peer_beyond_its_budget_is_read_again_later_and_wakes_the_loop_no_more(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,8 +45,10 @@ class Time:
 class Histories(RuleBasedStateMachine):
     """Two jobs want GPU 0, the first with ranks on two hosts or one; every message may come at every time."""
 
-    def __init__(self) -> None:
+    def __init__(self, together: tuple[int, ...] = (2,)) -> None:
         super().__init__()
+        self.together = together
+        """Jobs whose ranks can stand with their state back until the others have theirs."""
         self.time = Time()
         self.host = Host(AgentSettings(), self.time, "n1")
         channel = Channel(self.time, Path("lock"), lambda *_: None)
@@ -64,11 +66,14 @@ class Histories(RuleBasedStateMachine):
 
     @rule(job=JOBS, pid=RANKS, again=st.booleans(), state=st.sampled_from(["running", "yielded"]))
     def attach(self, job: int, pid: int, again: bool, state: str) -> None:
-        hello = Attach(job, rank=pid - 10, world_size=2, state=cast("Any", state), again=again)
+        together = job in self.together
+        hello = Attach(job, rank=pid - 10, world_size=2, state=cast("Any", state), again=again, together=together)
         session = Session(cast("Any", None), Peer(pid, 0))
         old = self.host.run(JobKey(job, 0)).ranks.get(pid)
         page = old.page if old else Page()
         page._words[wire.PAGE_SAVES] = 1
+        if resume := self.host.run(JobKey(job, 0)).resume:
+            resume.leave(pid)
         rank = self.host.run(JobKey(job, 0)).ranks[pid] = Rank(session, pid, hello, page)
         self.coordinator.joined(self.of(job), rank)
 
@@ -95,7 +100,7 @@ class Histories(RuleBasedStateMachine):
         job=JOBS,
         pid=RANKS,
         error=FAILS,
-        kind=st.sampled_from(["yielded", "no room", "failed", "checkpointed", "resumed"]),
+        kind=st.sampled_from(["yielded", "no room", "failed", "checkpointed", "resumed", "standing"]),
     )
     def reports(self, job: int, pid: int, error: str, kind: str) -> None:
         run, lease = self.host.run(JobKey(job, 0)), self.of(job)
@@ -108,8 +113,8 @@ class Histories(RuleBasedStateMachine):
             self.coordinator.yielded(lease, rank, Yielded(no_room="out of memory"))
         elif kind == "failed":
             self.coordinator.yielded(lease, rank, Yielded(failed="the GPU is lost"))
-        elif kind == "resumed":
-            self.coordinator.resumed(lease, rank, Resumed())
+        elif kind in {"resumed", "standing"}:
+            self.coordinator.resumed(lease, rank, Resumed(standing=kind == "standing"))
         else:
             order = run.stop.order if run.stop else 7
             self.coordinator.checkpointed(lease, rank, Checkpointed(order, 4, error=error))
@@ -176,6 +181,13 @@ class Histories(RuleBasedStateMachine):
             if isinstance(stop, UnleasedStop):
                 assert not lease.occupying
 
+    @invariant()
+    def a_resume_waits_for_a_rank(self) -> None:
+        for run in self.host.jobs.values():
+            if run.resume is not None:
+                assert run.resume.pending
+                assert (run.resume.pending | run.resume.standing.keys()) <= run.ranks.keys()
+
     def teardown(self) -> None:
         for run in self.host.jobs.values():
             for rank in run.ranks.values():
@@ -227,6 +239,91 @@ def test_a_rank_without_room_tries_again_when_the_others_have_resumed() -> None:
     histories.teardown()
 
 
+def posted(histories: Histories) -> dict[int, str]:
+    """Return the last message to each rank."""
+    return {session.peer.pid: wire.decode(packet)["type"] for session, packet, _, _ in histories.host.outbox._queue}
+
+
+def standing(histories: Histories) -> tuple[Lease, dict[int, Rank]]:
+    """Return job 1 with its lease and two ranks, of which the second stands with its state back."""
+    lease, ranks = resuming(histories)
+    histories.coordinator.resumed(lease, ranks[11], Resumed(0.5, order=9, standing=True))
+    assert posted(histories) == {10: "resume", 11: "resume"}
+    return lease, ranks
+
+
+def test_ranks_that_stand_run_on_when_all_have_their_state_back() -> None:
+    histories = Histories(together=(1,))
+    lease, ranks = standing(histories)
+    histories.coordinator.resumed(lease, ranks[10], Resumed(standing=True))
+    assert posted(histories) == {10: "commit", 11: "commit"}
+    assert (histories.host.run(lease.key).resume, [rank.out for rank in ranks.values()]) == (None, [False] * 2)
+    assert histories.host.upward[-1].copy_s == 0.5
+    histories.teardown()
+
+
+def test_ranks_that_stand_move_out_again_when_another_has_no_room_and_the_job_gives_its_lease_back() -> None:
+    histories = Histories(together=(1,))
+    lease, ranks = standing(histories)
+    histories.coordinator.yielded(lease, ranks[10], Yielded(no_room="out of memory"))
+    assert (posted(histories)[11], lease.state) == ("cancel", "held")
+    histories.coordinator.yielded(lease, ranks[11], Yielded(bytes=9))
+    assert lease.state == "yielded"
+    assert histories.host.run(lease.key).note == "rank 0 waits for room on its GPU: out of memory"
+    # A rank that stands later than that moves out as well.
+    histories.coordinator.grant(lease)
+    histories.coordinator.yielded(lease, ranks[10], Yielded(no_room="out of memory"))
+    histories.coordinator.resumed(lease, ranks[11], Resumed(standing=True))
+    assert (posted(histories)[11], lease.state) == ("cancel", "held")
+    histories.coordinator.yielded(lease, ranks[11], Yielded(bytes=9))
+    assert lease.state == "yielded"
+    histories.teardown()
+
+
+def test_a_rank_that_stands_and_cannot_move_out_again_runs_on_while_the_other_tries_again() -> None:
+    histories = Histories(together=(1,))
+    lease, ranks = standing(histories)
+    histories.coordinator.yielded(lease, ranks[10], Yielded(no_room="out of memory"))
+    histories.coordinator.yielded(lease, ranks[11], Yielded(error="host memory"))
+    resume = histories.host.run(lease.key).resume
+    assert resume is not None
+    assert (lease.state, resume.pending, resume.together) == ("held", {10}, False)
+    histories.teardown()
+
+
+def test_a_rank_that_ends_while_the_other_stands_ends_the_resume() -> None:
+    histories = Histories(together=(1,))
+    lease, ranks = standing(histories)
+    histories.rank_ends(1, 10)
+    assert posted(histories)[11] == "commit"
+    assert (histories.host.run(lease.key).resume, ranks[11].out) == (None, False)
+    histories.teardown()
+
+
+def test_a_rank_that_answers_its_resume_with_a_failed_move_ends_the_resume() -> None:
+    """It runs: a resume that waited for it on and on would keep the job from every further stop."""
+    histories = Histories()
+    lease, ranks = resuming(histories)
+    histories.coordinator.resumed(lease, ranks[11], Resumed())
+    histories.coordinator.yielded(lease, ranks[10], Yielded(error="it failed"))
+    assert histories.host.run(lease.key).resume is None
+    histories.teardown()
+
+
+def test_all_ranks_save_their_host_copies_when_the_gpu_of_one_fails_and_the_others_stood() -> None:
+    histories = Histories(together=(1,))
+    histories.host.leases.drop(histories.of(2), 0.0)
+    lease, ranks = standing(histories)
+    for rank in ranks.values():
+        rank.page._words[wire.PAGE_SAVES], rank.page._words[wire.PAGE_STEP] = wire.SAVES_AWAY, 4
+    histories.coordinator.yielded(lease, ranks[10], Yielded(failed="the GPU is lost"))
+    histories.coordinator.yielded(lease, ranks[11], Yielded(bytes=9))
+    assert posted(histories) == {10: "save", 11: "save"}
+    report = histories.host.lease_report(lease)
+    assert (report.state, report.saving, report.note) == ("yielded", True, "rank 0 cannot use its GPU: the GPU is lost")
+    histories.teardown()
+
+
 def test_a_job_whose_gpu_fails_saves_its_host_copy_gives_its_lease_back_and_is_reported_as_lost() -> None:
     histories = Histories()
     histories.host.leases.drop(histories.of(2), 0.0)
@@ -249,6 +346,37 @@ def test_a_job_whose_gpu_fails_saves_its_host_copy_gives_its_lease_back_and_is_r
     histories.event_loop(FAILED_HOLD_S + 1)
     histories.event_loop(0.01)
     assert histories.host.lease_report(lease).state == "held"
+    histories.teardown()
+
+
+def test_a_rank_whose_gpu_fails_while_the_others_have_their_state_back_makes_its_job_lost() -> None:
+    """They wait for it in a collective, so that it must be requeued; its rank tries on until then."""
+    histories = Histories()
+    lease, ranks = resuming(histories)
+    histories.coordinator.resumed(lease, ranks[11], Resumed())
+    said = []
+    for _ in range(2):
+        histories.coordinator.yielded(lease, ranks[10], Yielded(failed="the GPU is lost"))
+        resume = histories.host.run(lease.key).resume
+        assert resume is not None
+        assert resume.pending == {10}
+        said.append(histories.host.lease_report(lease).lost)
+    assert said == ["", "rank 0 cannot use its GPU: the GPU is lost"]
+    histories.coordinator.resumed(lease, ranks[10], Resumed())
+    assert histories.host.lease_report(lease).lost == ""
+    histories.teardown()
+
+
+def test_ranks_of_one_of_several_hosts_whose_gpu_fails_make_their_job_lost() -> None:
+    histories = Histories()
+    lease, ranks = resuming(histories)
+    lease.hosts = 2
+    for _ in range(2):
+        for rank in ranks.values():
+            histories.coordinator.yielded(lease, rank, Yielded(failed="the GPU is lost"))
+    report = histories.host.lease_report(lease)
+    assert (report.state, report.lost) == ("held", "rank 1 cannot use its GPU: the GPU is lost")
+    lease.hosts = 1
     histories.teardown()
 
 

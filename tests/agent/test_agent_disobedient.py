@@ -62,10 +62,25 @@ def never_move_out(rig: HostInMemory) -> None:
     rig.run_once(1.0)
 
 
+def claim_too_much(rig: HostInMemory) -> None:
+    """Its state is larger than the free memory of the host."""
+    rig.run_once()
+    run = rig.host.run(rig.of(1).key)
+    first = run.ranks[10].session
+    assert first is not None
+    assert run.stop is not None
+    rig.jobs.handle(first, wire.encode("arrived", order=run.stop.order, step=run.stop.step, bytes=1 << 60))
+    rig.run_once()
+    assert "host memory: its state takes" in run.note
+
+
 @pytest.mark.parametrize(
     ("evade", "pids"),
-    [(obey_in_part, (10, 11)), (attach_anew, (10,)), (return_after_the_commit, (10,)), (never_move_out, (10,))],
-)
+    [
+        (obey_in_part, (10, 11)), (attach_anew, (10,)), (return_after_the_commit, (10,)), (never_move_out, (10,)),
+        (claim_too_much, (10,)),
+    ],
+)  # fmt: skip
 def test_who_does_not_follow_a_stop_is_asked_again_and_each_time_counts(
     rig: HostInMemory, evade: Callable[[HostInMemory], None], pids: tuple[int, ...]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,12 +20,14 @@ from msgspec import inspect
 from cadenza.policies.core.model import JobKey
 from cadenza.policies.core.text import printable
 from cadenza.sidecar import bounds, frames, orders, wire
+from cadenza.sidecar.agent.daemon import Daemon
 from cadenza.sidecar.agent.handlers import job_side
 from cadenza.sidecar.agent.ipc import messages
 from cadenza.sidecar.agent.ipc.pages import Page
 from cadenza.sidecar.agent.jobs.step_rate import StepRateMeter
 from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.telemetry.collector import Stretch, joined
+from cadenza.sidecar.agent_settings import AgentSettings
 
 TEXTS = st.sampled_from(
     ["", "ok", "\ud800", "\udfff", "\x00", "a\nb", "\x1b]0;x\x07", "\u202e", "\u2028", "x" * 5000, "é", "[/]"]
@@ -192,8 +195,11 @@ def test_a_job_whose_facts_cannot_be_read_costs_the_others_nothing(hostile: dict
 
 @pytest.mark.parametrize(
     "fields",
-    [{"node": "\ud800"}, {"requeue_owner": "\ud800"}, {"node": "a\nb"}, {"restart": 2**63}, {"rank": 10**400}],
-    ids=str,
+    [
+        {"node": "\ud800"}, {"requeue_owner": "\ud800"}, {"rank": "\ud800"}, {"\ud800": 1}, {"node": "a\nb"},
+        {"restart": 2**63}, {"rank": 10**400},
+    ],
+    ids=ascii,
 )
 def test_an_attach_beyond_its_bounds_is_refused(rig: HostInMemory, fields: dict[str, Any]) -> None:
     rig.register(1, [0])
@@ -201,6 +207,29 @@ def test_an_attach_beyond_its_bounds_is_refused(rig: HostInMemory, fields: dict[
     report = rig.run_once()
     assert rig.said(rank)[0]["type"] == "error"
     assert [lease.ranks for lease in report.leases] == [0]
+
+
+def test_a_fault_of_the_agent_in_a_packet_costs_the_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: object, packet: bytes) -> None:
+        raise OverflowError(packet.decode())
+
+    places = {"socket": str(tmp_path / "agent.sock"), "state_dir": str(tmp_path / "state")}
+    daemon = Daemon(AgentSettings(host="n1", **places), "1")
+    try:
+        monkeypatch.setattr(daemon._job_side, "handle", fails)
+        for _ in range(2):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+                peer.connect(places["socket"])
+                peer.send(b"any")
+                for _ in range(2):
+                    daemon.turn()
+                assert "the agent failed on this" in wire.decode(peer.recv(wire.MAX_PACKET))["error"]
+                assert peer.recv(wire.MAX_PACKET) == b""
+        assert daemon.host.supervisor.faults == {"a packet": 2}
+    finally:
+        daemon.close()
 
 
 def test_more_bytes_than_a_host_has_are_refused(rig: HostInMemory) -> None:
@@ -213,6 +242,12 @@ def test_more_bytes_than_a_host_has_are_refused(rig: HostInMemory) -> None:
     rig.run_once()
     assert any("bytes" in answer.get("error", "") for answer in rig.said(rank))
     assert rig.host.run(JobKey(1, 0)).ranks[10].arrived is None
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e-9", "1e13", "[" * 30_000, '"1"'])
+def test_only_finite_numbers_in_their_range_are_taken(number: str) -> None:
+    with pytest.raises(wire.WireError):
+        messages.parse(f'{{"v":1,"type":"yielded","copy_s":{number}}}'.encode())
 
 
 def test_words_for_people_are_made_one_line_and_taken(rig: HostInMemory) -> None:

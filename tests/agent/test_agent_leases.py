@@ -13,9 +13,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import orders
+from cadenza.sidecar.agent.daemon import Daemon
 from cadenza.sidecar.agent.errors import LeaseConflictError, StateFileError
 from cadenza.sidecar.agent.leases.lease_table import Lease, LeaseTable, Process
-from cadenza.sidecar.agent.state_files import LeaseFile
+from cadenza.sidecar.agent.state_files import LeaseFile, TuningFile
+from cadenza.sidecar.agent_settings import AgentSettings
 
 FACTS = orders.Facts(1, jobs=(), slice_s=9.0, share_between_users=True, enforce=True)
 
@@ -219,11 +221,40 @@ def test_after_a_reboot_no_lease_is_left_but_the_rules_are(tmp_path: Path) -> No
     assert saved.facts == FACTS
 
 
+def test_facts_of_another_wire_version_are_dropped_and_the_leases_kept(tmp_path: Path) -> None:
+    """As after an upgrade of the agent: the facts of the one before may have any form."""
+    LeaseFile(tmp_path, "boot", tmp_path / "run").write((lease(1, 0),), FACTS)
+    path = tmp_path / "leases.json"
+    content = msgspec.json.decode(path.read_bytes())
+    for facts in ({**content["facts"], "v": orders.VERSION + 1}, {"v": orders.VERSION - 1, "rows": 3}, 17):
+        path.write_bytes(msgspec.json.encode({**content, "facts": facts}))
+        saved = LeaseFile(tmp_path, "boot", tmp_path / "run").read()
+        assert [one.job for one in saved.leases] == [1]
+        assert saved.facts is None
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b'{"v":1}', b'{"v":7,"boot":"b"}', b"\xff"])
 def test_a_spoilt_file_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "leases.json").write_bytes(content)
     with pytest.raises(StateFileError, match=r"leases\.json: .*move it away"):
         LeaseFile(tmp_path, "b", tmp_path / "run").read()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"v":7,"boot":"b"}', b"\xff"])
+def test_an_agent_starts_without_the_files_that_it_cannot_read(tmp_path: Path, content: bytes) -> None:
+    """They are a hint: the steps, the handover files and the driver say who has the GPUs."""
+    (tmp_path / "leases.json").write_bytes(content)
+    LeaseFile(tmp_path / "run", "b", tmp_path).write((lease(1, 0),), FACTS)
+    file = LeaseFile(tmp_path, "b", tmp_path / "run")
+    assert [one.job for one in file.recover().leases] == [1], "the other file is good"
+    assert (tmp_path / "leases.unreadable").read_bytes() == content
+    (tmp_path / "tuning.json").write_bytes(content)
+    assert TuningFile(tmp_path, "b").recover() == ()
+    assert (tmp_path / "tuning.unreadable").read_bytes() == content
+    for name in ("leases.json", "tuning.json"):
+        (tmp_path / name).write_bytes(content)
+    daemon = Daemon(AgentSettings(host="n1", socket=str(tmp_path / "agent.sock"), state_dir=str(tmp_path)), "1")
+    daemon.close()
 
 
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,8 +19,29 @@ import zmq.auth
 from agent_rig import PATIENCE_S, Agent, Child, until
 from zmq.auth.thread import ThreadAuthenticator
 
+from cadenza.policies.core.actions import Pack
+from cadenza.policies.core.decision import Memory
+from cadenza.policies.core.model import JobKey
+from cadenza.policies.ledger import remember
 from cadenza.sidecar import orders
+from cadenza.slurm_plugin.service.agent_facts import facts_of
+from cadenza.slurm_plugin.service.agents.agent_registry import Agent as AgentSeen
+from cadenza.slurm_plugin.service.observe.enrichment import with_profiles, with_progress
+from cadenza.slurm_plugin.service.observe.lease_merge import parts_by_job, with_leases
+from cadenza.slurm_plugin.service.profiles.library import Library
+from cadenza.slurm_plugin.service.settings import load_settings, policy
 
+TESTS = Path(__file__).resolve().parents[1]
+GANDIVA = """
+[policy]
+share = "gandiva"
+[gandiva]
+measure_s = 0.2
+migrate = false
+defrag = false
+elastic = false
+"""
+GIB = 1 << 30
 T = TypeVar("T", bound=msgspec.Struct)
 FROM_AGENT: msgspec.json.Decoder[orders.FromAgent] = msgspec.json.Decoder(orders.FromAgent)
 
@@ -63,7 +89,7 @@ class Service:
         self.wait_for(orders.Report, check)
         return found[0]
 
-    def send(self, order: orders.ToAgent) -> None:
+    def send(self, order: orders.ToAgent | orders.OtherVersion) -> None:
         self.socket.send_multipart([self.agent, msgspec.json.encode(order)])
 
     def facts(self, *jobs: orders.JobFacts, **fields: Any) -> None:
@@ -211,20 +237,42 @@ def test_a_suspended_job_gets_no_lease_before_it_is_told_to_resume(linked: Agent
     second.wait_for("run")
 
 
+def two_jobs(new_agent: Callable[..., Agent], service: Service) -> tuple[Agent, list[Child]]:
+    """Return an agent that soon misses its service, with two jobs that share a GPU."""
+    agent = new_agent(service=f"tcp://127.0.0.1:{service.port}", service_timeout_s=0.6).up()
+    service.wait_for(orders.Report)
+    service.facts(slice_s=0.2, min_run_s=0.1)
+    return agent, [agent.rank(job, "--gpus", "[0]") for job in (1, 2)]
+
+
 @pytest.mark.slow
 def test_without_the_service_jobs_rotate_and_with_it_they_stop_rotating(
     new_agent: Callable[..., Agent], service: Service
 ) -> None:
-    agent = new_agent(service=f"tcp://127.0.0.1:{service.port}", service_timeout_s=0.6).up()
-    service.wait_for(orders.Report)
-    service.facts(slice_s=0.2, min_run_s=0.1)
-    jobs = [agent.rank(job, "--gpus", "[0]") for job in (1, 2)]
+    _, jobs = two_jobs(new_agent, service)
     service.wait_for(orders.Report, lambda report: report.rotating)
     for job in jobs:
         job.wait_for("run", 2)
     service.facts(slice_s=0.2, min_run_s=0.1)
     service.seen.clear()
     service.wait_for(orders.Report, lambda report: not report.rotating)
+
+
+@pytest.mark.slow
+def test_under_a_service_of_another_wire_version_jobs_rotate_and_the_log_has_both(
+    new_agent: Callable[..., Agent], service: Service
+) -> None:
+    agent, jobs = two_jobs(new_agent, service)
+
+    def rotates() -> bool:
+        service.send(orders.OtherVersion(orders.VERSION + 1))
+        service.pump()
+        return isinstance(service.seen[-1], orders.Report) and service.seen[-1].rotating
+
+    until(rotates, "turns by the agent")
+    for job in jobs:
+        job.wait_for("run", 2)
+    assert agent.log().count("wire version 2, this agent speaks 1") == 1
 
 
 def test_nonsense_on_the_link_is_refused_and_harmless(linked: Agent, service: Service) -> None:
@@ -256,6 +304,38 @@ def test_without_keys_the_agent_serves_alone_and_says_so(new_agent: Callable[...
 
 
 # --- Packs ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gpu_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A simulated GPU of 16 GiB."""
+    pytest.importorskip("torch", reason="needs the extra `client`")
+    if shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler to build the simulated GPU")
+    path = tmp_path_factory.mktemp("gpu") / "gpu"
+    maker = TESTS / "simulated" / "simulated_gpu.py"
+    subprocess.run([sys.executable, str(maker), str(path), str(16 * GIB)], check=True)
+    return path
+
+
+@pytest.fixture
+def gpu_of_16_gib(gpu_file: Path, libraries: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The GPU, whose processes and bytes an agent sees by NVML."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(libraries))
+    monkeypatch.setenv("SIMULATED_GPUS", str(gpu_file))
+    return gpu_file
+
+
+def started(pid: int) -> int:
+    """Return the start time of a process in clock ticks (proc_pid_stat(5))."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def measured(lease: orders.LeaseReport, gib: int) -> bool:
+    """Return True for a report whose figures are by NVML, and whose iterations count."""
+    use = lease.telemetry
+    known = use is not None and use.gpu_percent is not None and (use.gpu_memory_mb or 0) >= 1000 * gib
+    return known and lease.pace is not None and lease.pace.window_s > 1.0
 
 
 def both_run(jobs: list[Child]) -> bool:
@@ -290,6 +370,61 @@ def test_packed_jobs_run_at_once_survive_the_agent_and_part_when_told(linked: Ag
     until(lambda: not both_run(jobs), "one of them to yield")
     until(lambda: [lease["loose"] for lease in linked.leases().values()] == [False] * 3, "the other to be alone")
     assert sorted(lease["state"] for lease in linked.leases().values()).count("held") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("second_gib", "packed"), [(4, 1), (13, 0)])
+def test_jobs_that_leave_their_gpu_idle_by_nvml_run_at_once_where_their_memory_fits(
+    new_agent: Callable[..., Agent],
+    service: Service,
+    gpu_of_16_gib: Path,
+    tmp_path: Path,
+    second_gib: int,
+    packed: int,
+) -> None:
+    """NVML's figures are those of a simulated GPU; the policy reads them, and the agent carries its pack out."""
+    sys.path += [str(TESTS / "simulated"), str(TESTS / "service")]
+    gpu = importlib.import_module("simulated_gpu").open_file(gpu_of_16_gib)
+    rig = importlib.import_module("service_rig")
+    agent = new_agent(service=f"tcp://127.0.0.1:{service.port}", service_timeout_s=20.0, telemetry_s=0.1).up()
+    service.wait_for(orders.Report)
+    service.facts()
+    (tmp_path / "service").mkdir()
+    chosen = load_settings(rig.write_config(tmp_path / "service", GANDIVA))
+    jobs, memory = [agent.rank(1, "--gpus", "[0]")], Memory()
+    jobs[0].wait_for("run")
+    jobs.append(agent.rank(2, "--gpus", "[0]"))
+    for number, job, gib in ((1, jobs[0], 4), (2, jobs[1], second_gib)):
+        # 1. A job has the GPU alone and some memory there, which leaves with it.
+        job.wait_for("run")
+        row = next(owner for owner in gpu.owners if not owner.pid)
+        row.started, row.bytes, row.pid = started(job.process.pid), gib * GIB, job.process.pid
+        service.lease(number, lambda lease, gib=gib: measured(lease, gib))
+        # 2. The service sees its use, and decides.
+        report = service.wait_for(orders.Report)
+        nodes = (rig.node("n1", gpus=1), rig.node("n1-l1", 1, gpus=1))
+        slurm = replace(rig.books(rig.job(1), rig.job(2, "n1-l1"), nodes=nodes), time_s=report.at_s)
+        seen = {"n1": AgentSeen(report, alive=True, silent_s=0.0)}
+        whole = with_leases(slurm, seen, parts_by_job(slurm, seen))
+        snapshot = with_progress(with_profiles(whole, Library({}), {}, {"": 16.0}), None)
+        decision = policy(chosen)(snapshot, memory)
+        memory = remember(decision.memory, decision.actions, snapshot)
+        if number == 1:
+            row.bytes = 1 << 20
+            service.order(orders.YieldOrder, 1, timeout_s=5.0)
+            jobs[0].wait_for("out")
+            service.order(orders.ResumeOrder, 2)
+    assert [(row.busy, row.gpu_memory_gb is not None) for row in memory.sharing.alone] == [(0.0, True)] * 2
+    packs = [sorted(action.jobs) for action in decision.actions if isinstance(action, Pack)]
+    assert packs == [[JobKey(1, 0), JobKey(2, 0)]] * packed
+    # 3. The agent lets both run at once, or the holder alone.
+    service.send(facts_of(snapshot, chosen, frozenset(), memory.sharing.packs)["n1"])
+    first, second = (service.lease(number, lambda lease: lease.pack == packed) for number in (1, 2))
+    if packed:
+        jobs[0].wait_for("run", 2)
+        assert both_run(jobs)
+    else:
+        assert (first.state, second.state) == ("yielded", "held")
 
 
 @pytest.mark.slow

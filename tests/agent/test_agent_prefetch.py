@@ -8,6 +8,7 @@ import os
 import pwd
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,33 @@ def test_a_process_uses_what_it_has_mapped_opened_imported_and_named(tmp_path: P
     assert json.__spec__.cached in found, "imported, long since closed"
     assert any("libc.so" in path for path in found)
     assert len(found) == len(set(found))
+
+
+PIPE = """
+import ctypes, os, sys
+libc, here = ctypes.CDLL(None), sys.argv[1].encode()
+libc.unshare(0x20000)  # CLONE_NEWNS
+libc.mount(b"none", b"/", None, 0x4000 | 0x40000, None)  # MS_REC | MS_PRIVATE
+libc.mount(b"none", here, b"tmpfs", 0, None)
+os.mkfifo(here + b"/memfd:cadenza-files x")
+pipe = os.open(here + b"/memfd:cadenza-files x", os.O_RDWR)
+libc.umount2(here, 2)  # MNT_DETACH
+print(os.readlink(f"/proc/self/fd/{pipe}"), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="without root a mount needs a user namespace, which may be forbidden")
+def test_a_pipe_that_has_the_name_of_a_list_of_files_is_not_waited_for(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PIPE, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "/memfd:cadenza-files x\n"
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                assert pool.submit(open_files.files_of, [child.pid]).result(10.0)
+            finally:
+                child.kill()
 
 
 def test_a_process_that_is_gone_uses_nothing() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -18,7 +20,7 @@ from cgroup_rig import SlurmTree, real_v1, slurm_tree
 from cadenza.sidecar import orders, wire
 from cadenza.sidecar.agent.driver.channel import Channel
 from cadenza.sidecar.agent.driver.process_control import DriverController
-from cadenza.sidecar.agent.ipc import cgroup_paths, slurm_steps
+from cadenza.sidecar.agent.ipc import cgroup_paths, processes, slurm_steps
 from cadenza.sidecar.agent.ipc.messages import Arrived, Attach, Checkpointed, Resumed, Yielded, parse
 from cadenza.sidecar.agent.ipc.pages import Page
 from cadenza.sidecar.agent.ipc.processes import Peer
@@ -33,6 +35,8 @@ from cadenza.sidecar.agent.telemetry.gpus import GpuDevice
 from cadenza.sidecar.agent.turns.arbiter import NO_ROOM_S, ORDER_S, SUSPEND_S, Arbiter
 from cadenza.sidecar.agent.turns.coordinator import FAILED_HOLD_S, LEAVE_S, StopCoordinator
 from cadenza.sidecar.agent_settings import AgentSettings
+
+NOBODY = 65534
 
 
 @pytest.fixture
@@ -129,6 +133,76 @@ def test_a_freezer_of_version_2_is_read_from_its_events(tmp_path: Path) -> None:
 def test_only_a_root_process_is_a_slurmstepd() -> None:
     """A user's process may call itself slurmstepd; here the name alone is missing."""
     assert slurm_steps.step_of(os.getpid()) is None
+
+
+HEADLESS = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+ctypes.CDLL(None).syscall(60, 0)  # exit(2) of this thread alone
+"""
+
+
+def test_a_process_lives_as_long_as_one_of_its_threads() -> None:
+    """One whose first thread had ended was taken for gone, and its GPU given away."""
+    with subprocess.Popen([sys.executable, "-c", HEADLESS]) as process:
+        lease, stat = lease_of(process.pid), Path(f"/proc/{process.pid}/stat")
+        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z", "the end of its first thread")
+        assert processes.start_ticks(process.pid) is not None
+        assert lease.running_processes(processes.start_ticks) == lease.processes
+        assert membership.look_at(lease) == "running"
+        os.kill(process.pid, signal.SIGSTOP)
+        until(lambda: membership.look_at(lease) == "frozen", "its other thread to stop")
+        process.kill()
+        until(lambda: processes.start_ticks(process.pid) is None, "its end")
+        assert membership.look_at(lease) == "gone"
+
+
+@pytest.fixture
+def stepd(tmp_path: Path) -> Iterator[Callable[..., int]]:
+    """Start processes called slurmstepd, from a program of root's with this mode."""
+    program, made = tmp_path / "slurmstepd", list[subprocess.Popen[bytes]]()
+    shutil.copy("/bin/sleep", program)
+    for parent in (tmp_path, *list(tmp_path.parents)[:3]):
+        parent.chmod(parent.stat().st_mode | 0o055)
+
+    def start(mode: int, uid: int) -> int:
+        program.chmod(mode)
+        made.append(subprocess.Popen(["slurmstepd: [7.batch] ", "60"], executable=program, user=uid))
+        until(lambda: Path(f"/proc/{made[-1].pid}/comm").read_text() == "slurmstepd\n", "its name")
+        return made[-1].pid
+
+    yield start
+    for process in made:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of others")
+def test_a_name_hides_no_process_of_a_user_from_the_agent(stepd: Callable[..., int]) -> None:
+    """It could have computed on the GPU that its job had given up in words (A6, B20)."""
+    assert slurm_steps.step_of(stepd(0o755, 0)).job == 7
+    assert processes.is_stepd(os.getpid()) is False
+    users, with_roots_rights = stepd(0o755, NOBODY), stepd(0o4755, NOBODY)
+    assert Path(f"/proc/{with_roots_rights}").stat().st_uid == 0
+    for pid in (users, with_roots_rights):
+        assert slurm_steps.step_of(pid) is None
+        assert not processes.is_stepd(pid)
+    assert {users, with_roots_rights} <= membership.pids_of(lease_of(os.getpid()))
+
+
+@pytest.mark.parametrize("uid", [os.geteuid(), NOBODY])
+def test_the_processes_of_a_group_but_slurms_own(tmp_path: Path, uid: int) -> None:
+    if os.geteuid() != 0 and uid != os.geteuid():
+        pytest.skip("only root can give files away")
+    for pid, name in ((3, "python"), (4, "slurmstepd")):
+        (tmp_path / f"proc/{pid}").mkdir(parents=True)
+        (tmp_path / f"proc/{pid}/comm").write_text(f"{name}\n")
+    os.chown(tmp_path / "proc/4", uid, -1)
+    group = tmp_path / "sys/fs/cgroup/slurmstepd.scope/job_7"
+    group.mkdir(parents=True)
+    (group / "cgroup.procs").write_text("3\n4\n")
+    found = cgroup_paths.members_of(":slurmstepd.scope/job_7", tmp_path)
+    assert found == ({3} if uid == os.geteuid() else {3, 4})
 
 
 class Time:
@@ -456,6 +530,7 @@ def test_a_job_whose_gpu_is_full_gets_no_lease_and_the_other_goes_on(
     assert (job.state, following.state) == ("held", "waiting")
     text = "GPU 0 has 20480 MB free of the 30720 MB that the job needs: pid 1 has 61440 MB"
     assert seen.arbiter.waiting_reason(following) == text
+    assert [seen.host.lease_report(one).no_room for one in (job, following)] == ["", text]
     (rank,) = seen.host.run(job.key).ranks.values()
     seen.arbiter.coordinator.resumed(job, rank, Resumed())
     seen.after(seen.host.facts.slice_s + NO_ROOM_S)

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,26 @@ def test_a_recorder_that_is_stuck_loses_rows_and_holds_nobody_up(tmp_path: Path)
     steps = [row["step"] for row in rows(tmp_path / "all" / str(os.getuid()) / "5.n1.jsonl")]
     assert 100 < len(steps) < 2000
     assert steps == sorted(steps)
+
+
+def test_a_process_whose_memory_does_not_answer_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with an environment in a file of the user's own file system (FUSE)."""
+    answers, real = threading.Event(), owner_of
+    monkeypatch.setattr(records, "owner_of", lambda pid: real(os.getpid()) if pid == 2 or answers.wait(60) else None)
+    taken = Records(AgentSettings(host="n1", records="jsonl", records_dir=str(tmp_path / "all")))
+    hangs, good = (Lease(job, 0, os.getuid(), (), 0.0, processes=(Process(job, 1),)) for job in (1, 2))
+    for number in range(20):
+        for lease in (hangs, good):
+            taken.write(lease, 0.0, number, JobTelemetry(window_s=5.0))
+    file = tmp_path / "all" / str(os.getuid()) / "1.n1.jsonl"
+    assert not file.exists()
+    assert sum(one.name == "cadenza-records" for one in threading.enumerate()) == 1, "one waits for each such job"
+    answers.set()
+    until(lambda: taken.write(hangs, 0.0, 20, JobTelemetry(window_s=5.0)) or file.exists(), "its records later")
+    taken.close()
+    assert len(rows(file.with_name("2.n1.jsonl"))) == 20
 
 
 # --- what is refused -------------------------------------------------------------------------------------------

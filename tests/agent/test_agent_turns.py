@@ -17,9 +17,9 @@ from cadenza.sidecar import orders
 def facts(agent: Agent, **fields: object) -> Agent:
     """Give the agent what the service told an earlier one: short slices."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    known = {"v": orders.VERSION, "jobs": [], "slice_s": 0.15, "share_between_users": True, "enforce": True}
-    agent.state.mkdir()
-    saved = {"v": 1, "boot": boot, "facts": {**known, "min_run_s": 0.05, **fields}}
+    known = {"type": "Facts", "v": orders.VERSION, "jobs": [], "slice_s": 0.15, "share_between_users": True}
+    agent.state.mkdir(exist_ok=True)
+    saved = {"v": 1, "boot": boot, "facts": {**known, "enforce": True, "min_run_s": 0.05, **fields}}
     (agent.state / "leases.json").write_text(json.dumps(saved))
     return agent.up()
 

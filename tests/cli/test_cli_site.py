@@ -24,7 +24,7 @@ from cadenza.slurm_plugin.cli.site.facts import Facts, KeyFile, _keys
 from cadenza.slurm_plugin.cli.site.keygen import make_keys
 from cadenza.slurm_plugin.gateway.slurm_gateway import parse
 from cadenza.slurm_plugin.service.settings import load_settings
-from cadenza.slurm_plugin.service.store.reader import LargestState
+from cadenza.slurm_plugin.service.store.reader import LargestState, host_faults
 
 
 def run(*words: str) -> Result:
@@ -153,6 +153,7 @@ JobRequeue              = 1
 JobSubmitPlugins        = lua
 PreemptMode             = OFF
 PreemptParameters       = suspend_grace_time=0
+ProctrackType           = proctrack/cgroup
 SchedulerParameters     = bf_interval=1,requeue_delay=0,batch_sched_delay=0
 SelectType              = select/cons_tres
 SelectTypeParameters    = CR_CPU_MEMORY
@@ -266,6 +267,11 @@ def test_doctor_names_what_is_wrong_and_what_to_do(tmp_path: Path, name: str, ab
     assert all(finding.advice for finding in findings if finding.level == "FAIL" and finding.about != "Slurm")
 
 
+def test_doctor_warns_where_a_suspend_is_a_signal(tmp_path: Path) -> None:
+    site = changed(healthy(tmp_path), slurm={**SLURM, "ProctrackType": "proctrack/linuxproc"})
+    assert [one.about for one in examine(site) if one.level != "OK"] == ["ProctrackType"]
+
+
 @pytest.mark.parametrize("mode", ["OFF", "REQUEUE", "CANCEL", "PRIORITY,REQUEUE", "WITHIN,CANCEL"])
 def test_doctor_accepts_preemption_that_suspends_nothing(tmp_path: Path, mode: str) -> None:
     site = changed(healthy(tmp_path), slurm={**SLURM, "PreemptMode": mode})
@@ -302,6 +308,17 @@ def test_doctor_passes_on_what_agents_lack_and_warns_of_hosts_without_a_key(tmp_
     assert [one.advice for one in found if one.about == "agent on n1"] == [
         "it has no key: cadenza keygen n1, and reload cadenzad"
     ]
+
+
+def test_doctor_names_both_versions_where_agent_and_service_refuse_each_other(tmp_path: Path) -> None:
+    facts = healthy(tmp_path)
+    seen = facts.recorded
+    assert seen is not None
+    old = replace(seen.hosts[0], agent_alive=False, refused="speaks wire version 1, the service 2")
+    (found,) = (one for one in examine(changed(facts, recorded=replace(seen, hosts=(old,)))) if one.level == "FAIL")
+    assert (found.about, found.observation) == ("agent on n1", "it speaks wire version 1, the service 2")
+    assert "same build" in found.advice
+    assert host_faults(replace(seen, hosts=(old,)), ["n1"]) == ("the agent of n1 speaks wire version 1, the service 2",)
 
 
 def test_doctor_names_gpus_that_are_taken_and_says_where_a_jobs_word_is_all_there_is(tmp_path: Path) -> None:

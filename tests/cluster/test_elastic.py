@@ -59,18 +59,23 @@ def script(name: str, kept: str) -> str:
 
 
 def arrival(cluster: Cluster, name: str, gpus: int, *options: str) -> tuple[int, float]:
-    """Submit a job that needs most of a host; return it and the seconds until its first command."""
-    cluster.exec("ctl", "rm", "-f", f"{RESULTS}/{name}.began")
+    """Submit a job that needs most of a host; return it and the seconds until its first command. ``leave`` ends it."""
+    cluster.exec("ctl", "rm", "-f", f"{RESULTS}/{name}.began", f"{RESULTS}/{name}.end")
     submitted = time.time()
     job = cluster.sbatch(
         f"--job-name={name}", f"--gres=gpu:{gpus}", "--mem=1500", "--cadenza", *options,
-        command=f"date +%s.%N > {RESULTS}/{name}.began; sleep 6",
+        command=f"date +%s.%N > {RESULTS}/{name}.began; until test -e {RESULTS}/{name}.end; do sleep 0.2; done",
     )  # fmt: skip
 
     def began() -> str:
         return cluster.exec("ctl", "cat", f"{RESULTS}/{name}.began", check=False).stdout.strip()
 
     return job, float(wait_for(f"{name} to begin", began, 120)) - submitted
+
+
+def leave(cluster: Cluster, name: str) -> None:
+    """Let a job of ``arrival`` end, now that the one that made way for it was seen to train."""
+    cluster.exec("ctl", "touch", f"{RESULTS}/{name}.end")
 
 
 def wait_size(cluster: Cluster, job: int, gpus: int, timeout: float = 200) -> None:
@@ -131,6 +136,7 @@ def test_a_job_grows_when_gpus_are_idle_and_shrinks_when_a_job_arrives(
     wait_size(cluster, job, 4)
     guest, waited = arrival(cluster, f"{name}-guest", 3, away)
     wait_size(cluster, job, 1)
+    leave(cluster, f"{name}-guest")
     cluster.wait_done(guest, job)
     found = check_training(cluster, name, kept)
     assert [ranks for _, ranks in found["sizes"]][:4] == [1, 2, 4, 1]
@@ -161,6 +167,7 @@ def test_a_job_of_two_hosts_gives_one_back_and_gets_it_again(
     wait_size(cluster, job, 8)
     guest, waited = arrival(cluster, f"{name}-guest", 4)
     wait_size(cluster, job, 4)
+    leave(cluster, f"{name}-guest")
     cluster.wait_done(guest)
     wait_size(cluster, job, 8)
     cluster.wait_done(job)

@@ -240,6 +240,7 @@ def test_the_drain_of_an_admin_stays(alone: Cluster) -> None:
 
 def test_a_user_without_rights_gets_the_right_to_grant_in_the_error(alone: Cluster, submit: Callable[..., int]) -> None:
     number = submit("--hold", "--gpus=1")
+    apply(alone, OpenNode("node1-l1", "t"))
     denied = apply(alone, Place(JobKey(number, 0), ("node1",), "t"), DrainNode("node1-l1", "t"), user="bob")
     assert [ok for ok, _ in denied] == [False, False]
     assert "AdminLevel=Operator" in denied[0][1]

@@ -23,6 +23,7 @@ yield_timeout_s = 1.0
 """
 SOURCE = Path(__file__).with_name("hostile_job.py")
 BEATS, END = "/tmp/hostile-beats", "/tmp/hostile-end"
+DRIVER = "/opt/gpus/driver"
 NAME = "\x1b[2J\x1b]0;owned\x07[red]<b>"
 HOSTS = {"refuse": "node2", "flood": "node1", "lie": "node1", "comment": "node1", "leave": "node2", "forge": "node2"}
 """Mode of each hostile job, and its host; the mode of the honest neighbor on node2 is ``idle``."""
@@ -100,9 +101,13 @@ def plain(text: str) -> bool:
 
 @pytest.fixture(scope="module")
 def scene(running_cluster: Cluster) -> Iterator[Scene]:
-    """Run all attacks at once, until the last of them has had what it can get."""
+    """Run all attacks at once, until the last of them has had what it can get.
+
+    The hosts have no driver, which would show who has left a GPU: the agents go by Slurm's suspend alone.
+    """
     cluster = running_cluster
     cluster.reset()
+    move_driver(cluster, DRIVER, f"{DRIVER}.away")
     cluster.configure(SETTINGS)
     wait_for("four idle lane nodes", cluster.ready, 60)
     cluster.put(f"{SHARED}/{SOURCE.name}", SOURCE.read_text())
@@ -143,6 +148,14 @@ def scene(running_cluster: Cluster) -> Iterator[Scene]:
         scene.texts[f"log of {program} on {host}"] = cluster.exec(host, "cat", f"/var/log/cluster/{program}.log").stdout
     yield scene
     cluster.reset()
+    move_driver(cluster, f"{DRIVER}.away", DRIVER)
+
+
+def move_driver(cluster: Cluster, source: str, target: str) -> None:
+    """Move NVML's library on the hosts, and start their agents anew."""
+    for host in ("node1", "node2"):
+        cluster.exec(host, "mv", source, target)
+        cluster.service(host, "restart", "cadenza-agent")
 
 
 @pytest.fixture

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
-from cluster import RESULTS, TORCHRUN, TRAIN
+from cluster import RESULTS, TORCHRUN, TRAIN, wait_for
 from harness import Cluster
 
 ITERATIONS = 300
@@ -44,3 +45,36 @@ def test_two_jobs_over_both_hosts_take_turns_in_step(cluster: Cluster, measured:
     digests = {name: cluster.result(name)["losses_sha256"] for name in ("wide-0", "wide-1", "wide-alone")}
     measured(f"losses of two ranks on two hosts with turns, twice, and of two ranks alone: {digests}")
     assert len(set(digests.values())) == 1
+
+
+def test_a_step_on_a_further_host_is_of_the_start_that_slurm_says(cluster: Cluster) -> None:
+    """Slurmd runs no prolog where a job is requeued as slurmctld starts, so a host may have the start before's file."""
+    go, lie, noted = f"{RESULTS}/go-on", f"{RESULTS}/lie", "/run/cadenza/jobs"
+    job = cluster.sbatch(
+        "--nodes=2", "--mem=300", "--gres=gpu:1", "--cadenza",
+        command=f"until [ -e {go} ]; do sleep 0.1; done; srun --ntasks-per-node=1 sleep 300 & "
+        f"until [ -e {lie} ]; do sleep 0.1; done; "
+        "CADENZA_START=$SLURM_JOB_ID.100 srun --overlap -N1 -w node2 sleep 300",
+    )  # fmt: skip
+    cluster.wait_state(job, "RUNNING")
+    cluster.ctl("scontrol", "requeue", str(job), user="alice")
+    wait_for(
+        "its second start", lambda: [cluster.job(job)[key] for key in ("Restarts", "JobState")] == ["1", "RUNNING"]
+    )
+    (name,) = cluster.exec("node2", "ls", noted).stdout.split()
+    restart, hosts, share, gpu, *rest = cluster.exec("node2", "cat", f"{noted}/{name}").stdout.split()
+    assert restart == "1"
+    before = " ".join(["0", hosts, share, str(3 - int(gpu)), *rest])
+    cluster.exec("node2", "sh", "-c", f"echo {before} > {noted}/{name}")
+    cluster.exec("ctl", "touch", go)
+
+    def leases() -> list[tuple[int, list[int]]]:
+        saved = json.loads(cluster.exec("node2", "cat", "/var/lib/cadenza/leases.json").stdout)
+        return [(lease["restart"], lease["gpus"]) for lease in saved["leases"]]
+
+    wait_for("its lease on node2", lambda: leases() == [(1, [int(gpu)])], 30)
+    cluster.exec("ctl", "touch", lie)
+    two = ("sh", "-c", f"[ $(pgrep -c -f 'slurmstepd: .{job}.[01].') = 2 ] && [ $(pgrep -c -x sleep) = 2 ]")
+    wait_for("the step that lies on node2", lambda: cluster.exec("node2", *two, check=False).returncode == 0, 30)
+    assert leases() == [(1, [int(gpu)])], "what a job says of its restart counts for nothing"
+    cluster.ctl("scancel", str(job), user="alice")

@@ -32,7 +32,7 @@ def test_a_long_job_gives_its_gpus_up_and_comes_back(cluster: Cluster, kept: str
     cluster.wait_state(long, "PENDING")  # its old incarnation may still be completing
     given_up = cluster.job(long)
     assert (given_up["Restarts"], given_up["Priority"]) == ("1", "0")
-    assert "stays queued" in cluster.why(long)["summary"]
+    wait_for("a round that sees it", lambda: "stays queued" in cluster.why(long)["summary"])
     assert cluster.state(first) == "RUNNING"
     # 3. It comes back by its rank once GPUs are free, on whichever host, and ends as if it had run alone.
     cluster.wait_done(better)

@@ -149,6 +149,12 @@ def test_ranges_of_nodes_are_what_they_stand_for(names: list[str], first: int, m
     assert hosts(f"n[{first:03d}-{first + more:03d},7]x") == [*(f"n{at}x" for at in numbers), "n7x"]
 
 
+@pytest.mark.parametrize("text", [",", "n[", "n]", "n[1-2", "n[[1]]", "n1,,n2"])
+def test_a_text_that_is_no_list_of_nodes_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"no (list|range) of nodes"):
+        hosts(text)
+
+
 # --- Verbs ----------------------------------------------------------------------------------------------
 
 COMMANDS = """#!/bin/sh

@@ -15,6 +15,7 @@ from cadenza.policies.core.actions import (
     OpenNode,
     Place,
     Release,
+    RemoveNode,
     Requeue,
     Resume,
     Size,
@@ -62,6 +63,7 @@ def is_alive(pid: int) -> bool:
         (DrainNode("n-l1", "observing"), "node n-l1 {'state': 'DRAIN', 'reason': 'cadenza: observing'}"),
         (DrainNode("n-l1", "cadenza: off"), "node n-l1 {'state': 'DRAIN', 'reason': 'cadenza: off'}"),
         (OpenNode("ours", "r"), "node ours {'state': 'UNDRAIN'}"),
+        (RemoveNode("lane", "r"), "scontrol delete NodeName=lane"),
     ],
 )
 def test_each_action_is_one_call(gateway_with: MakeGateway, calls: Calls, action: object, call: str) -> None:
@@ -153,6 +155,9 @@ def test_a_release_without_the_plugins_note_changes_no_admin_comment(
         (OpenNode("theirs", "r"), "drained by root: bad fan"),
         (OpenNode("theirs", "r", drain="Duplicate jobid"), "drained by root: bad fan"),
         (OpenNode("ours", "r", drain="Duplicate jobid"), "drained by root: cadenza: observing"),
+        (RemoveNode("node2", "r"), "still has job 1, which is RUNNING"),
+        (RemoveNode("fresh", "r"), "no drained dynamic node: it is IDLE+DYNAMIC_NORM"),
+        (RemoveNode("ours", "r"), "no drained dynamic node: it is IDLE+DRAIN"),
     ],
 )
 def test_what_has_changed_is_left_alone(gateway_with: MakeGateway, calls: Calls, action: object, word: str) -> None:

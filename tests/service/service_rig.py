@@ -14,7 +14,7 @@ import msgspec
 import zmq
 import zmq.auth
 
-from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Outcome, Release, Suspend, Unsuspend
+from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Outcome, Release, RemoveNode, Suspend, Unsuspend
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Options, SlurmState
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import VERSION, LeaseReport, Report, ToAgent
@@ -78,6 +78,8 @@ class FileSlurm:
                 for n in books.nodes
             ]
             books = replace(books, nodes=tuple(nodes))
+        elif isinstance(action, RemoveNode):
+            books = replace(books, nodes=tuple(node for node in books.nodes if node.name != action.node))
         else:
             if books.job(action.job) is None:
                 return Outcome(ok=False, error=f"job {action.job} is gone")

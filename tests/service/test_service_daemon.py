@@ -97,6 +97,20 @@ def test_one_round_and_a_clear_error(site: Site) -> None:
     assert site.says("did you mean poll_s?")
 
 
+def test_a_service_that_cannot_open_its_store_releases_our_jobs(site: Site) -> None:
+    """As on a full disk after the controller was started anew: there is no watchdog of an earlier service."""
+    site.slurm.write(books(job(1, state="SUSPENDED"), job(2, state="SUSPENDED")))
+    site.remember(Memory(suspended=frozenset({A})))
+    site.store.with_name("cadenza.db-wal").symlink_to(site.folder / "away" / "wal")
+    (site.folder / "STOP").touch()
+    assert site.start().wait(10) == 3
+    assert site.slurm.actions() == []
+    (site.folder / "STOP").unlink()
+    assert site.start().wait(10) == 3
+    assert site.slurm.actions() == ["Unsuspend 1"]
+    assert site.says("check its directory, owner and free space")
+
+
 def test_life_of_a_service(site: Site) -> None:
     """Start, heartbeat, a second one refused, reload, and an end that lets our jobs go."""
     suspended = job(1, state="SUSPENDED")

@@ -41,6 +41,7 @@ from cadenza.slurm_plugin.service.observe.enrichment import with_progress
 from cadenza.slurm_plugin.service.observe.lease_merge import parts_by_job, with_leases
 from cadenza.slurm_plugin.service.settings import GuardTable, ServiceTable, Settings, policy
 from cadenza.slurm_plugin.service.store.reader import StoreReader
+from cadenza.slurm_plugin.service.store.record_codec import decode_snapshot, encode_snapshot
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
 APPLY = Settings(service=ServiceTable(mode="apply"), guard=GuardTable(partitions=frozenset({"gpu"})))
@@ -76,6 +77,11 @@ def alike(value: Any) -> st.SearchStrategy[Any]:
     return st.sampled_from(same * 5) | st.sampled_from((*NUMBERS, *TEXTS, *LISTS, *BOOLS, *OTHERS))
 
 
+def as_json(frame: Any) -> Any:
+    """Return a frame with lists in place of tuples, so that each value in it can be replaced."""
+    return msgspec.json.decode(msgspec.json.encode(frame))
+
+
 def paths(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of each value in a frame that is neither its tag nor its version."""
     if isinstance(value, dict):
@@ -91,7 +97,7 @@ def paths(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 @st.composite
 def frames(draw: st.DrawFn) -> bytes:
     """A frame as an agent sends it, with a few of its values replaced."""
-    frame = msgspec.to_builtins(draw(st.sampled_from(FRAMES)))
+    frame = as_json(draw(st.sampled_from(FRAMES)))
     for _ in range(draw(st.integers(1, 2))):
         *above, last = draw(st.sampled_from(sorted(paths(frame), key=repr)))
         place = frame
@@ -156,3 +162,23 @@ def test_each_value_that_the_decoder_takes_fits_into_the_record(store: SqliteSto
                 taken.append(FROM_AGENT.decode(msgspec.json.encode(msgspec.to_builtins(frame) | {name: value}))[0])
     assert len(taken) > 100
     assert store.record(taken) == 0
+
+
+def test_each_value_of_a_report_that_the_decoder_takes_makes_a_snapshot_that_reads_back() -> None:
+    plain, taken = as_json(FRAMES[0]), 0
+    for *above, last in paths(plain):
+        for value in (*NUMBERS, *TEXTS, *LISTS, *BOOLS, *OTHERS):
+            frame = place = deepcopy(plain)
+            for step in above:
+                place = place[step]
+            place[last] = value
+            try:
+                message, errors = FROM_AGENT.decode(msgspec.json.encode(frame))
+            except (OverflowError, *ERRORS):
+                continue
+            taken += not errors
+            agents = {"n1": Agent(message, alive=True, silent_s=0.0)}
+            seen = with_progress(with_leases(SLURM, agents, parts_by_job(SLURM, agents)), None)
+            assert not any("because of its data" in (job.unmanageable or "") for job in seen.jobs), (above, last, value)
+            assert decode_snapshot(encode_snapshot(seen)) == seen, (above, last, value)
+    assert taken > 500

@@ -211,6 +211,31 @@ def test_bad_frames_are_counted_and_survived(hub: Hub, keys: Path) -> None:
         assert hub.refused == {"format": 4, "version": 1, "key": 1, "shape": 1}
 
 
+def test_an_agent_of_another_wire_version_is_told_ours_and_named_until_it_speaks_it(hub: Hub, keys: Path) -> None:
+    theirs = {"v": VERSION + 1, "kind": "a report in another form"}
+    with peer(hub.address, "n1", keys) as agent:
+        agent.report()
+        eventually(lambda: alive(hub) == {"n1"})
+        hub.drain()
+        for _ in range(2):
+            agent.send(msgspec.json.encode(theirs))
+        eventually(lambda: hub.refused["version"] == 2)
+        refused = hub.agents()["n1"]
+        assert (refused.alive, refused.refused) == (False, "speaks wire version 2, the service 1")
+        events = [one for one in hub.drain() if isinstance(one, Event)]
+        assert [(one.kind, one.detail) for one in events] == [("agent-down", refused.refused)]
+        while b"OtherVersion" not in (answer := agent._socket.recv()):
+            pass
+        assert msgspec.json.decode(answer)["v"] == VERSION
+        agent.report()
+        eventually(lambda: alive(hub) == {"n1"})
+        assert hub.agents()["n1"].refused == ""
+    with peer(hub.address, "n2", keys) as stranger:
+        stranger.send(msgspec.json.encode(theirs))
+        eventually(lambda: hub.agents().get("n2"))
+        assert hub.agents()["n2"].refused == refused.refused
+
+
 def test_a_bad_row_costs_that_row(hub: Hub, keys: Path) -> None:
     rows = [msgspec.to_builtins(lease(number)) for number in (1, 2, 3)]
     rows[1]["restart"] = 2**63
@@ -258,3 +283,36 @@ def test_missing_keys_and_taken_address_are_named(tmp_path: Path, hub: Hub, keys
         Hub(HubSettings("tcp://127.0.0.1:*", tmp_path), SystemClock()).start()
     with pytest.raises(HubError, match="bind"):
         Hub(HubSettings(hub.address, keys), SystemClock()).start()
+
+
+def test_a_frame_of_very_many_bad_rows_is_refused_whole_and_logged_once(
+    hub: Hub, keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Millions of rows would take the link's thread seconds and a gigabyte."""
+    start = msgspec.json.encode(report("n1")).split(b'"leases":')[0] + b'"leases":['
+    with peer(hub.address, "n1", keys) as agent:
+        for rows in (2**19, 2**16, 2**14):
+            agent.send(start + b"1," * rows + b"1]}")
+        eventually(lambda: "n1" in alive(hub))
+        assert hub.refused == {"format": 2, "row": 2**14 + 1}
+    assert sum("refused" in line.getMessage() for line in caplog.records) == 2
+
+
+def test_a_host_that_floods_has_a_budget_of_its_own(hub: Hub, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "BYTES_AT_ONCE", 50.0 * hub_module.FRAME_BYTES)
+    monkeypatch.setattr(hub_module, "RECORDS_AT_ONCE", 5.0)
+    monkeypatch.setattr(hub_module, "RECORDS_S", 0.0)
+    with peer(hub.address, "n1", keys) as flooding, peer(hub.address, "n2", keys) as honest:
+        flooding.report(lease(1))
+        eventually(lambda: "n1" in alive(hub))
+        told(hub, "n1", 1)
+        for _ in range(20):
+            flooding.send(LeaseLog(VERSION, "n1", 1, 0, (0,), 1.0, 2.0))
+        eventually(lambda: hub.refused["record"] >= 15)
+        assert sum(isinstance(one, LeaseLog) for one in hub.drain()) == 4
+        for _ in range(3000):
+            flooding.send(b"x" * 1000)
+        eventually(lambda: hub.refused["budget"] > 0)
+        honest.report(lease(2))
+        eventually(lambda: "n2" in alive(hub))
+        eventually(lambda: flooding.report() or "n1" in alive(hub))  # its budget grows again

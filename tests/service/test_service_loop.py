@@ -174,7 +174,7 @@ def test_the_kill_switch_stops_a_round_in_its_middle_and_each_action_is_a_beat(r
     rig.loop.beat = beat
     assert rig.loop.round()
     assert rig.slurm.actions() == ["Unsuspend 1"]
-    assert len(beats) >= 4, "the start, the decision, and each of the actions"
+    assert len(beats) >= 5, "the start, the decision, each of the actions, and the end"
     with rig.reader() as reader:
         stopped = reader.job_record(2).actions[0]
     assert (stopped.kind, stopped.ok, stopped.error.partition(":")[0]) == ("Unsuspend", False, "kill switch")

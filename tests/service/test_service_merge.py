@@ -139,6 +139,10 @@ def test_a_job_that_has_not_asked_is_late_until_it_has_its_gpus() -> None:
     assert (seen.late, seen.early) == (False, "n1: pid 7 used GPU 0")
 
 
+def test_a_job_without_room_on_one_of_its_hosts_has_no_room() -> None:
+    assert merged(n1=gang("yielded"), n2=gang("yielded", no_room="GPU 0 is full")).no_room == "n2: GPU 0 is full"
+
+
 def test_compose_names_hosts_without_agents() -> None:
     snapshot = books(job(1), job(2, "n2"), nodes=(node("n1"), node("n2")))
     found = agents(n1=lease(1))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pwd
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -100,6 +102,39 @@ def test_a_client_that_says_nothing_delays_the_next_one_only(site: Path) -> None
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.connect(str(site / "jobs.sock"))
         assert ask(site / "jobs.sock", 1, 20).reason == "waits"
+
+
+def test_a_user_who_keeps_connections_open_delays_nobody_else(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner_socket, "REQUEST_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(owner_socket, "peer_uid", lambda _: NOBODY.pw_uid)
+    with ExitStack() as stack:
+        greedy = [stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) for _ in range(40)]
+        for link in greedy:
+            link.settimeout(10.0)
+            link.connect(str(site / "jobs.sock"))
+        for link in greedy[owner_socket.CLIENTS_PER_USER :]:
+            assert link.recv(1) == b"", "closed at once"
+        monkeypatch.setattr(owner_socket, "peer_uid", lambda _: NOBODY.pw_uid + 1)
+        with pytest.raises(ServiceError, match="nothing on record of a job of yours"):
+            ask(site / "jobs.sock", 1, 20)
+        greedy[0].sendall(b'{"job":1}\n')
+        assert json.loads(greedy[0].recv(65536))["record"]["reason"] == "waits"
+
+
+def test_a_request_that_comes_byte_by_byte_has_its_time(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner_socket, "REQUEST_TIMEOUT_S", 0.05)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as slow:
+        slow.settimeout(0.01)
+        slow.connect(str(site / "jobs.sock"))
+        sent = 0
+        with contextlib.suppress(OSError):  # until it is closed
+            while sent < owner_socket.MAX_REQUEST:
+                slow.send(b" ")
+                sent += 1
+                with contextlib.suppress(TimeoutError):
+                    assert slow.recv(1) == b""
+                    break
+    assert sent < owner_socket.MAX_REQUEST
 
 
 def test_a_store_that_cannot_be_read_is_no_end(site: Path) -> None:

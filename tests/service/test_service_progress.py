@@ -82,12 +82,13 @@ def test_iterations_count_what_they_take_at_the_proportional_share() -> None:
 def test_a_requeued_job_goes_on_from_where_it_was() -> None:
     one = job(1, run_s=100.0, profile=PROFILE, lease=held(step=200))
     first = after(one)
-    pending = replace(one, key=JobKey(1, 1), state="PENDING", nodes=(), run_s=None, lease=None)
+    pending = replace(one, key=JobKey(1, 1), state="PENDING", nodes=(), run_s=None, lease=None, submit_s=NOW + 50)
     between = after(pending, first, NOW + 60)
     assert between.progress is not None
     assert (between.progress.done_s, between.progress.attained_s, between.progress.ran_s) == (100.0, 100.0, NOW + 60)
     again = at(replace(one, key=JobKey(1, 1), run_s=10.0, lease=held(step=20, held_s=10.0)), between, NOW + 90)
     assert (again.done_s, again.attained_s) == (110.0, 110.0)
+    assert (at(one, first).submitted_s, again.submitted_s) == (None, one.submit_s), "its first submission"
 
 
 @pytest.mark.parametrize(

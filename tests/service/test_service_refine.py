@@ -26,7 +26,7 @@ from cadenza.slurm_plugin.service.agents.agent_registry import Agent
 from cadenza.slurm_plugin.service.observe.lease_merge import merge
 from cadenza.slurm_plugin.service.profiles.beliefs import Record, corrected, decoded, encoded, law_of
 from cadenza.slurm_plugin.service.profiles.observations import SETTLE_S, Window, watch
-from cadenza.slurm_plugin.service.profiles.refiner import Refiner
+from cadenza.slurm_plugin.service.profiles.refiner import MAX_MODELS, Refiner
 from cadenza.slurm_plugin.service.settings import GuardTable, PolicyTable, ServiceTable, Settings, policy
 from cadenza.slurm_plugin.service.store import record_codec
 from cadenza.slurm_plugin.service.store.reader import StoreReader
@@ -307,6 +307,38 @@ def test_what_was_learned_outlives_the_service(tmp_path: Path, files: Path) -> N
     assert decoded({**old, "broken": "{"}) == {}
     again.forget(SystemClock().now() + 1.0)
     assert again.learned() == {}
+
+
+def test_records_of_one_job_alone_end_with_the_job(tmp_path: Path) -> None:
+    """A record has some kilobytes, and a cluster has thousands of jobs without a model a day."""
+    refiner = Refiner({})
+    kept = []
+    for number in range(1, 4):
+        service = Service(World(Run(number, TRUE)), tmp_path)
+        service.gateway.refiner = refiner
+        assert "observations" in service.rounds(60).jobs[0].profile_note
+        kept.append({name.split("@")[0] for name in refiner.changed()})
+    assert [len(names) for names in kept] == [2, 2, 2]
+    old = Service(World(Run(1, TRUE)), tmp_path)
+    old.gateway.refiner = refiner
+    assert "observations" not in old.rounds(1).jobs[0].profile_note
+
+
+def test_a_user_with_very_many_models_costs_a_bounded_memory_and_no_other_user_a_record(tmp_path: Path) -> None:
+    def note(run: Run, refiner: Refiner, rounds: int = 2) -> str:
+        service = Service(World(run), tmp_path)
+        service.gateway.refiner = refiner
+        return service.rounds(rounds).jobs[0].profile_note
+
+    first = Refiner({})
+    assert "observations" in note(Run(1, TRUE, facts=NAMED), first, 60)
+    ((name, record),) = ((name, text) for name, text in first.changed().items() if "/" in name)
+    models = {name.replace("resnet", f"m{number}"): record for number in range(MAX_MODELS + 1)}
+    theirs = name.replace(name.partition("/")[0], "eve")
+    refiner = Refiner({theirs: record} | models)
+    told = [note(Run(2, TRUE, facts={"options": Options(model=model)}), refiner) for model in ("m0", f"m{MAX_MODELS}")]
+    assert ["observations" in one for one in told] == [False, True]
+    assert "observations" in note(Run(3, TRUE, facts=NAMED | {"user": "eve"}), refiner)
 
 
 def test_a_new_file_counts_at_once(tmp_path: Path, files: Path) -> None:

@@ -45,6 +45,8 @@ def test_defaults_observe_and_manage_nothing() -> None:
         ("[service]\nbind = '6820'\n", ("service.bind",)),
         ("[guard]\npartitions = 'gpu'\n", ("guard.partitions", "array")),
         ("[service]\npoll_s = = 1\n", ("not TOML", "line 2")),
+        ("[guard]\nkill_switch = '/S'\n[service]\nstore = \"/a\\u0000\"\n", (":4: service.store", "printable line")),
+        ("[guard]\npartitions = ['a', \"\\u001b[2J\"]\n", (":2: guard.partitions", "printable line")),
     ],
 )
 def test_errors_name_file_and_key(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:

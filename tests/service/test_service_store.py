@@ -153,13 +153,15 @@ def test_corrupt_file_is_put_aside(tmp_path: Path) -> None:
 def test_damaged_pages_are_put_aside(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     for _ in range(50):
-        store.begin(books(*(job(n) for n in range(20))), Decision((), Memory()), (), Memory())
+        store.begin(books(*(job(n) for n in range(20))), Decision((), OURS), (), OURS)
     store.close()
     path = tmp_path / "cadenza.db"
     data = bytearray(path.read_bytes())
     data[4096:16384] = b"\xff" * 12288
     path.write_bytes(data)
-    assert open_store(tmp_path).put_aside is not None
+    again = open_store(tmp_path)
+    assert again.put_aside is not None
+    assert (again.memory(), again.fresh) == (OURS, False)
 
 
 HOSTILE = {
@@ -298,12 +300,18 @@ def test_the_oldest_rounds_make_room(tmp_path: Path) -> None:
     assert store.memory() == OURS
 
 
-def test_newer_store_is_refused_not_put_aside(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_a_newer_store_is_put_aside_and_what_is_ours_taken_over(tmp_path: Path) -> None:
+    store, path = open_store(tmp_path), tmp_path / "cadenza.db"
+    store.begin(books(job(1)), Decision((), OURS), (), OURS)
     store._link.execute("PRAGMA user_version=99")
     store.close()
     with pytest.raises(StoreError, match="version 99"):
-        open_store(tmp_path)
+        StoreReader(path)
+    again = open_store(tmp_path)
+    assert (again.memory(), again.fresh) == (OURS, False)
+    assert again.put_aside is not None
+    assert schema.read_undo(again.put_aside) == OURS, "the record is kept"
+    assert again.begin(books(job(1)), Decision((), OURS), (), OURS) == 1
 
 
 def test_missing_store_is_a_clear_error(tmp_path: Path) -> None:

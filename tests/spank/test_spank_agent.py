@@ -318,6 +318,9 @@ def test_prolog_hands_over_to_the_task(library: ctypes.CDLL, path: Path, monkeyp
     assert (task.restart, task.hosts, list(task.gpus[: task.gpu_count]), word.value) == (4, 2, [1, 3], 2)
     assert task.batch_per_gpu
     assert task.late
+    later = Job(id=7, node=b"node1-l1", restart=5)
+    assert not library.handover_read(config, ctypes.byref(later), ctypes.byref(word)), "of the start before"
+    assert (later.restart, later.hosts, later.gpu_count, word.value) == (5, 2, 0, 2)
     assert handover.read_all(path.parent / "jobs") == (handover.Handover(7, 4, "node1-l1", 2, True, (1, 3), 42),)
     library.handover_remove(config)
     assert not list((path.parent / "jobs").iterdir())

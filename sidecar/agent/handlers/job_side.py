@@ -22,6 +22,7 @@ from cadenza.sidecar.agent.ipc.messages import (
     Message,
     RequeuedBy,
     Resumed,
+    Spilled,
     Start,
     Yielded,
     parse,
@@ -101,6 +102,8 @@ class JobHandler:
                 self.coordinator.resumed(lease, rank, message)
             case Checkpointed():
                 self.coordinator.checkpointed(lease, rank, message)
+            case Spilled():
+                self.coordinator.spilled(lease, rank, message)
             case Detach():
                 self._detach(session, lease, rank, message)
             case RequeuedBy():
@@ -135,8 +138,14 @@ class JobHandler:
             raise NotAuthorizedError(f"{what}: uid {session.peer.uid} may not, only root's plugin may")
 
     def _registered(self, message: Start) -> Lease:
-        """Return the job's lease, new or brought up to date."""
-        lease = self.host.leases.get(JobKey(message.job, message.restart))
+        """Return the job's lease, new or brought up to date.
+
+        Slurm tells the restart to the batch step alone; the others have it from the prolog, which slurmd does not run
+        where a job is requeued as slurmctld starts. A job that has a later start on this node is that start's.
+        """
+        here = [one for one in self.host.leases if one.job == message.job and one.node == message.node]
+        later = next((one for one in here if one.restart > message.restart), None)
+        lease = later or self.host.leases.get(JobKey(message.job, message.restart))
         if lease is not None and lease.uid != message.uid:
             log.warning("registered anew JOBID=%s uid=%d, was %d", lease.key, message.uid, lease.uid)
             self.drop(lease, "Slurm gave its number to another user's job")
@@ -244,7 +253,7 @@ class JobHandler:
         if old is not None:
             old.page.close()
             if run.resume is not None:
-                run.resume.pending.discard(old.pid)
+                run.resume.leave(old.pid)
             if old.session is not None and old.session is not session:
                 self.host.outbox.post(old.session, "error", last=True, error="replaced by a later attach")
 
@@ -333,12 +342,18 @@ class JobHandler:
                     self.drop(lease, reason)
 
     def reply_to_waiters(self) -> None:
-        """Tell waiting plugins that they still wait, or that they have waited too long."""
+        """Tell waiting plugins that they still wait, or that they have waited too long.
+
+        A wait for host memory has no end: after a requeue its place would be behind those that came later. A job of
+        several hosts does give up, because two of them may wait for each other.
+        """
         now, limit = self.host.clock.monotonic(), self.host.settings.lease_wait_s
         for lease in self.host.leases:
             run = self.host.run(lease.key)
             for waiter in tuple(run.waiters):
                 reason = self.arbiter.waiting_reason(lease)
+                if lease.hosts == 1 and self.host.awaits_memory(lease):
+                    waiter.deadline = max(waiter.deadline, now + limit)
                 if lease.state == "held":
                     self.host.outbox.post(waiter.session, "lease", state="granted")
                     run.waiters.remove(waiter)

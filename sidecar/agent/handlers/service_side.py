@@ -11,8 +11,10 @@ import msgspec
 
 from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import orders
+from cadenza.sidecar.agent.ipc.memory_use import HostMemory
 from cadenza.sidecar.agent.jobs.host_state import Host
 from cadenza.sidecar.agent.jobs.stop_states import AwayStop
+from cadenza.sidecar.agent.lanes.lane_keeper import LaneKeeper
 from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.prefetch.prefetcher import Prefetcher
 from cadenza.sidecar.agent.tuning.tuner import Tuner
@@ -37,6 +39,7 @@ class ServiceHandler:
     coordinator: StopCoordinator
     tuner: Tuner
     prefetcher: Prefetcher
+    lanes: LaneKeeper
 
     def obey(self, order: orders.ToAgent) -> None:
         """Carry out one order; one for a job that is no longer here is only logged."""
@@ -98,6 +101,8 @@ class ServiceHandler:
         """Take over the service's facts about the jobs here; a weight that no share follows from is ignored."""
         changed = facts != self.host.facts
         self.host.facts = facts
+        if facts.lanes is not None:
+            self.lanes.order(facts.lanes)
         for lease in self.host.leases:
             fact = self.host.fact_of(lease)
             if fact is not None:
@@ -114,18 +119,19 @@ class ServiceHandler:
 class Reporter:
     """Decides when a report is due.
 
-    ``memory`` returns total and free host memory in MB, ``telemetry`` a job's last sample, ``tuned`` its limits in
+    ``memory`` returns the host's memory, ``telemetry`` a job's last sample, ``tuned`` its limits in
     force if they are not Slurm's own, ``lacks`` the settings that this host cannot follow, ``prefetched`` the results
-    of prefetches for jobs to come.
+    of prefetches for jobs to come, ``lane_faults`` the lanes that cannot be opened or closed.
     """
 
     host: Host
     version: str
-    memory: Callable[[], tuple[int, int]]
+    memory: Callable[[], HostMemory]
     telemetry: Callable[[JobKey], orders.JobTelemetry | None]
     tuned: Callable[[JobKey], orders.InForce | None]
     lacks: Callable[[], tuple[str, ...]]
     prefetched: Callable[[], tuple[orders.Prefetched, ...]]
+    lane_faults: Callable[[], tuple[str, ...]]
     _last: Notable = ()
     _sent_at: float = float("-inf")
 
@@ -143,13 +149,13 @@ class Reporter:
 
     def _report(self) -> orders.Report:
         """Return the state of this host and its jobs."""
-        total, free = self.memory()
+        memory = self.memory()
         return orders.Report(
             v=orders.VERSION,
             host=self.host.name,
             version=self.version,
-            memory_mb=total,
-            memory_free_mb=free,
+            memory_mb=memory.total >> 20,
+            memory_free_mb=memory.available >> 20,
             rotating=self.host.rotating(),
             at_s=self.host.clock.now(),
             leases=tuple(self._lease_report(lease) for lease in self.host.leases),
@@ -158,6 +164,7 @@ class Reporter:
             prefetched=self.prefetched(),
             absent=self.host.absent(),
             faults=self.host.faults,
+            lane_faults=self.lane_faults(),
         )
 
     def _lease_report(self, lease: Lease) -> orders.LeaseReport:
@@ -192,6 +199,7 @@ def _notable(report: orders.Report) -> Notable:
         report.prefetched,
         report.taken,
         report.faults,
+        report.lane_faults,
         *(
             (
                 one.job,

@@ -7,6 +7,8 @@ import resource
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from cadenza.sidecar.token_bucket import Bucket
+
 PACKETS_S = 100.0
 """Packets a second of one job, or of one user's processes that have not attached, over time."""
 PACKETS_AT_ONCE = 1000.0
@@ -19,22 +21,6 @@ FILES_PER_PEER = 3
 MIN_CONNECTIONS = 4
 KEPT_SOURCES = 1000
 """Sources whose budget is remembered; one that was forgotten begins with a full one."""
-
-
-@dataclass
-class Bucket:
-    """A token bucket: ``rate`` tokens a second, at most ``size``; monotonic time in seconds."""
-
-    rate: float
-    size: float
-    tokens: float
-    at: float
-
-    def fill(self, now: float) -> float:
-        """Return the tokens at the time ``now``."""
-        self.tokens = min(self.size, self.tokens + self.rate * max(0.0, now - self.at))
-        self.at = now
-        return self.tokens
 
 
 @dataclass

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cadenza.sidecar.agent.ipc.processes import is_stepd
+
 MOUNT = Path("sys/fs/cgroup")
 STEP = "step_"
-STEPD = "slurmstepd"
 ANCHORS = ("", "freezer", "memory", "devices", "cpuset", "cpu")
 """Controllers whose group of a job lists its processes, the most reliable first ("" is version 2)."""
 
@@ -62,12 +63,12 @@ class Groups:
     def members(self) -> frozenset[int]:
         """Return the processes in the most reliable of the job's groups; empty without a group.
 
-        slurmstepd and its children until they call exec are left out.
+        slurmstepd is left out.
         """
         folder = next((group for anchor in ANCHORS if (group := self.job(anchor)) is not None), None)
         if folder is None:
             return frozenset()
-        return frozenset(pid for pid in processes(folder) if _lines(self.root / f"proc/{pid}/comm")[:1] != [STEPD])
+        return frozenset(pid for pid in processes(folder) if not is_stepd(pid, self.root))
 
     def slurm_job(self) -> str:
         """Return ``CONTROLLER:PATH`` of the job's group in Slurm's own tree, "" outside of it.
@@ -100,7 +101,7 @@ class Groups:
 
 def members_of(group: str, root: Path = Path("/")) -> frozenset[int]:
     """Return the processes in a job's group, as :meth:`Groups.slurm_job` names it, without slurmstepd's own."""
-    return frozenset(pid for pid in processes_of(group, root) if _lines(root / f"proc/{pid}/comm")[:1] != [STEPD])
+    return frozenset(pid for pid in processes_of(group, root) if not is_stepd(pid, root))
 
 
 def processes_of(group: str, root: Path = Path("/")) -> Iterator[int]:

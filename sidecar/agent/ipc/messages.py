@@ -90,8 +90,12 @@ class Attach(msgspec.Struct, frozen=True):
     hosts: Count = 1
     requeue_owner: Name = ""
     """Other software that requeues this job by a signal handler, such as *lightning*."""
+    spills: bool = False
+    """The rank has a directory on a disk for its state."""
     again: bool = False
     """The rank has been training before: it does not stand still for this answer, as it does at its start."""
+    together: bool = False
+    """The rank can stand with its state back until the others have theirs."""
 
     @property
     def in_step(self) -> bool:
@@ -143,10 +147,11 @@ class Yielded(msgspec.Struct, frozen=True):
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """The rank has its state back."""
+    """The rank has its state back; ``standing``: it waits for the others at its boundary."""
 
     copy_s: Seconds = 0.0
     order: Step = 0
+    standing: bool = False
 
 
 class Checkpointed(msgspec.Struct, frozen=True):
@@ -160,13 +165,24 @@ class Checkpointed(msgspec.Struct, frozen=True):
     error: Text = ""
 
 
+class Spilled(msgspec.Struct, frozen=True):
+    """The rank's state has left host memory for a disk; with ``error`` it is where it was."""
+
+    order: Step
+    bytes: Bytes = 0
+    seconds: Seconds = 0.0
+    error: Text = ""
+
+
 class Detach(msgspec.Struct, frozen=True):
     """The rank will not stop any more."""
 
     reason: Text = ""
 
 
-Message: TypeAlias = Start | End | Ask | Attach | Arrived | Yielded | Resumed | Checkpointed | Detach | RequeuedBy
+Message: TypeAlias = (
+    Start | End | Ask | Attach | Arrived | Yielded | Resumed | Checkpointed | Spilled | Detach | RequeuedBy
+)
 
 KINDS: dict[str, type[Message]] = {
     "start": Start,
@@ -177,6 +193,7 @@ KINDS: dict[str, type[Message]] = {
     "yielded": Yielded,
     "resumed": Resumed,
     "checkpointed": Checkpointed,
+    "spilled": Spilled,
     "detach": Detach,
     "requeued_by": RequeuedBy,
 }

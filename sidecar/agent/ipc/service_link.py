@@ -14,7 +14,7 @@ from cadenza.policies.core.text import printable
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.errors import EnvironmentLacksError
 from cadenza.sidecar.config import ConfigError
-from cadenza.sidecar.frames import ERRORS, TO_AGENT
+from cadenza.sidecar.frames import ERRORS, TO_AGENT, OtherVersionError
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,8 @@ class Link:
         """Frames, and rows of facts, that this version could not read."""
         self.dropped = 0
         """Messages that found the queue full."""
+        self._spoken = orders.VERSION
+        """Version of the service's last frame."""
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         try:
@@ -101,7 +103,7 @@ class Link:
                 log.error("not sent: %s: %s", type(message).__name__, printable(str(error)))  # noqa: TRY400
 
     def receive(self) -> Iterator[orders.ToAgent]:
-        """Yield the orders that have come in; a frame of another version is counted and logged."""
+        """Yield the orders that have come in; refused frames are counted and logged, another version once."""
         while True:
             try:
                 frame = self.socket.recv(zmq.NOBLOCK)
@@ -113,20 +115,24 @@ class Link:
 
     def _decode(self, frame: bytes) -> orders.ToAgent | None:
         """Return an order, or None for a frame that holds none."""
+        before, self._spoken = self._spoken, orders.VERSION
         try:
             order, errors = TO_AGENT.decode(frame)
+        except OtherVersionError as error:
+            self._spoken = error.theirs
+            self.refused += 1
+            if before != self._spoken:
+                text = "an order was refused: %s, this agent speaks %d; turns are local until both are of one build"
+                log.error(text, error, orders.VERSION)  # noqa: TRY400
+            return None
         except ERRORS as error:
-            reason = str(error)
-        else:
-            for row_error in errors:
-                self.refused += 1
-                log.warning("facts on a job were refused: %s", printable(row_error))
-            if order.v == orders.VERSION:
-                return order
-            reason = f"version {order.v}, this agent speaks {orders.VERSION}"
-        self.refused += 1
-        log.warning("an order was refused: %s", printable(reason))
-        return None
+            self.refused += 1
+            log.warning("an order was refused: %s", printable(str(error)))
+            return None
+        for row_error in errors:
+            self.refused += 1
+            log.warning("facts on a job were refused: %s", printable(row_error))
+        return order
 
     def close(self) -> None:
         """Disconnect; unsent messages are lost."""

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 from cadenza.sidecar.agent.ipc import cgroup_paths
-from cadenza.sidecar.agent.ipc.processes import is_stopped, parent_of, start_ticks
+from cadenza.sidecar.agent.ipc.processes import is_stepd, is_stopped, parent_of, start_ticks
 
 Shown: TypeAlias = Literal["running", "frozen", "gone"]
 """State of a job's processes as the host shows it."""
 
-STEPD = "slurmstepd"
 _TITLE = re.compile(rb"\[(?:StepId=)?(\d+)(?:[+_]\d+)*\.")
 """``slurmstepd: [7.batch]``, ``slurmstepd: [7+1.0]`` (slurmstepd.c, setproctitle)."""
 _DEVICE = re.compile(r"/dev/nvidia(\d{1,4})")
@@ -47,7 +46,7 @@ def steps() -> tuple[Step, ...]:
 def step_of(pid: int) -> Step | None:
     """Return the step of a slurmstepd; None for any other process, and for one that is not root's."""
     try:
-        if Path(f"/proc/{pid}").stat().st_uid != 0 or not is_stepd(pid):
+        if not is_stepd(pid) or Path(f"/proc/{pid}").stat().st_uid != 0:
             return None
         title = _TITLE.search(Path(f"/proc/{pid}/cmdline").read_bytes())
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -58,14 +57,6 @@ def step_of(pid: int) -> Step | None:
         return None
     node = next((item[16:] for item in environment if item.startswith(b"SLURMD_NODENAME=")), b"")
     return Step(int(title[1]), node.decode(errors="replace"), pid, ticks, cgroup_paths.of(pid).slurm_job())
-
-
-def is_stepd(pid: int) -> bool:
-    """Return True for slurmstepd, and for a child of it that has not yet become the job's program."""
-    try:
-        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").startswith(STEPD)
-    except OSError:
-        return False
 
 
 def ancestors(pid: int) -> Iterator[int]:

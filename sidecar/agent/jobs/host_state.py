@@ -17,7 +17,7 @@ from cadenza.sidecar.agent.jobs.job_supervisor import Step, Supervisor
 from cadenza.sidecar.agent.jobs.stop_states import AwayStop
 from cadenza.sidecar.agent.leases.book import Taken
 from cadenza.sidecar.agent.leases.lease_table import Lease, LeaseTable, Stretch
-from cadenza.sidecar.agent.leases.membership import look_at
+from cadenza.sidecar.agent.leases.membership import belongs, look_at
 from cadenza.sidecar.agent_settings import AgentSettings
 from cadenza.sidecar.bounds import MAX_NAME, MAX_NUMBER, MAX_PATHS, MAX_TAKEN, MAX_TEXT
 from cadenza.sidecar.clock import Clock
@@ -154,6 +154,10 @@ class Host:
             run.seen = now, self.look(lease)
         return run.seen[1]
 
+    def named(self, pid: int) -> str:
+        """Return a process's name in a text: its pid, and its job if that has a lease here."""
+        return f"pid {pid}" + next((f" of job {one.key}" for one in self.leases if belongs(pid, one)), "")
+
     def amiss(self, lease: Lease) -> str:
         """Return the difference between Slurm's word and a job's processes once it has lasted; otherwise "".
 
@@ -188,6 +192,11 @@ class Host:
             for key, since in sorted(self._absent_since.items())
             if now - since >= ABSENT_S
         )
+
+    def awaits_memory(self, lease: Lease) -> str:
+        """Return the reason why a job waits for host memory before its first lease; otherwise ""."""
+        first = lease.state == "waiting" and lease.managed and self.facts.memory_mb
+        return self.run(lease.key).no_memory if first else ""
 
     # --- in each pass of the event loop --------------------------------------------------------------------
 
@@ -301,7 +310,7 @@ class Host:
             requeue_owner=run.requeue_owner,
             checkpoints=run.can_checkpoint,
             saves_away=run.can_checkpoint_away and not lease.frozen,
-            saving=isinstance(run.stop, AwayStop),
+            saving=isinstance(run.stop, AwayStop) or run.eviction is not None,
             saved=run.checkpointed,
             lost=printable(run.lost or run.failed, MAX_TEXT),
             pace=run.step_rate.measure(run.pages, self.clock.monotonic()),
@@ -311,6 +320,7 @@ class Host:
             amiss=self.amiss(lease),
             late=lease.unasked,
             early=printable(lease.early, MAX_TEXT),
+            no_room="" if lease.occupying else printable(run.no_room or self.awaits_memory(lease), MAX_TEXT),
         )
 
     def _plain_report(self, lease: Lease, now: float, fault: str) -> orders.LeaseReport:

@@ -44,6 +44,8 @@ class Rank:
     """Reason why its state cannot come back to its GPU, which has failed; "" once it is back."""
     requeue_owner: str = ""
     """Other software that requeues the job, as this rank reports."""
+    on_disk: bool = False
+    """Its state went to a file while it was out, because the host's memory was short, or could not."""
 
     @property
     def progress(self) -> Progress:
@@ -74,6 +76,27 @@ class Resume:
     pending: set[int]
     """Pids of ranks that have not answered yet."""
     copy_s: float = 0.0
+    together: bool = False
+    """Ranks that have their state back stand until all have."""
+    standing: dict[int, int] = field(default_factory=dict)
+    """Order that each of them followed, by pid."""
+    refused: str = ""
+    """Cause for which a rank's state cannot come back, as a stop's ``origin``; otherwise empty."""
+
+    def leave(self, pid: int) -> None:
+        """Forget a rank."""
+        self.pending.discard(pid)
+        self.standing.pop(pid, None)
+
+
+@dataclass
+class Eviction:
+    """The way of a waiting job's state out of host memory that is short; monotonic time in seconds."""
+
+    reason: str
+    began: float
+    spilling: set[int]
+    """Pids of ranks whose state goes to a disk; without any, the job saves a checkpoint and is requeued."""
 
 
 @dataclass
@@ -108,8 +131,17 @@ class JobRun:
     lost: str = ""
     """Reason why the driver path cannot bring it back; otherwise empty."""
     step_rate: StepRateMeter = field(default_factory=StepRateMeter)
+    stuck: str = ""
+    """Reason why its other ranks wait in vain for one that cannot use its GPU; otherwise empty."""
     no_room: str = ""
     """Reason why the driver sees no room for it on its GPUs; otherwise empty."""
+    no_memory: str = "the host's memory is being looked at"
+    """Reason why it must wait for host memory before its first lease, where the agent guards that; otherwise empty."""
+    memory_peak_mb: int = 0
+    """Most host memory that it was seen to have or to need at once, its GPU state included."""
+    memory_looks: int = 0
+    """Looks at its memory while it had its lease."""
+    eviction: Eviction | None = None
     no_room_until: float = 0.0
     """Monotonic time until which that reason counts."""
     grant_at: float | None = None
@@ -159,8 +191,15 @@ class JobRun:
 
     @property
     def failed(self) -> str:
-        """Reason why it cannot go on with GPUs of which one fails, once its checkpoint is on the disk; else ""."""
-        return next((rank.failed for rank in self.ranks.values() if rank.failed), "") if self.checkpointed else ""
+        """Reason why it cannot go on with GPUs of which one fails, once its checkpoint is on the disk; else "".
+
+        It cannot either if some ranks have their state back. One that is evicted from host memory goes the same way.
+        """
+        if self.stuck or not self.checkpointed:
+            return self.stuck
+        if self.eviction is not None:
+            return self.eviction.reason
+        return next((rank.failed for rank in self.ranks.values() if rank.failed), "")
 
     @property
     def left_bytes(self) -> int:
@@ -183,6 +222,15 @@ class JobRun:
     def may_freeze(self, lease: Lease) -> bool:
         """Return True if the driver path may take over: it frees the GPUs of holders only."""
         return self.freezable and lease.occupying
+
+    def all_out_here(self, lease: Lease) -> bool:
+        """Return True if the job has no ranks on other hosts, and none that runs here."""
+        return lease.hosts == 1 and all(rank.out for rank in self.ranks.values())
+
+    def may_resume_together(self, lease: Lease) -> bool:
+        """Return True if ranks that have their state back can wait for the others, and must: one alone need not."""
+        able = all(rank.hello.together for rank in self.ranks.values())
+        return able and len(self.ranks) > 1 and self.in_step and self.all_out_here(lease)
 
     def runs_unleased(self, lease: Lease) -> bool:
         """Return True if ranks train although the job has no lease; see :class:`UnleasedStop`."""

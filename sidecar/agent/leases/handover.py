@@ -6,11 +6,16 @@ epilog: ``RESTART HOSTS SHARING GPUS BATCH UID LATE``.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
+
+from cadenza.sidecar.bounds import Count, Gpus, JobId, Name, Restart, Uid
 
 log = logging.getLogger(__name__)
 
@@ -24,13 +29,13 @@ _LANE = re.compile(r"-l(\d{1,4})$")
 class Handover(NamedTuple):
     """One job as the prolog saw it; ``uid`` is None in files of an older plugin."""
 
-    job: int
-    restart: int
-    node: str
-    hosts: int
+    job: JobId
+    restart: Restart
+    node: Name
+    hosts: Count
     shares: bool
-    gpus: tuple[int, ...]
-    uid: int | None
+    gpus: Gpus
+    uid: Uid | None
 
     @property
     def lane(self) -> int:
@@ -64,13 +69,13 @@ def _read(path: Path) -> Handover | None:
             content = _CONTENT.fullmatch(file.read(MAX_BYTES).decode("ascii", errors="replace"))
     except OSError:
         return None
-    if content is None or not (job.isascii() and job.isdigit()):
-        log.warning("%s: not used: not written by this plugin", path)
-        return None
-    restart, hosts, sharing, gpus, uid = content.groups()
-    return Handover(
-        int(job), int(restart), node, int(hosts), int(sharing) == SHARES, _indices(gpus), int(uid) if uid else None
-    )
+    if content is not None:
+        restart, hosts, sharing, gpus, uid = content.groups()
+        fields = (job, restart, node, hosts, int(sharing) == SHARES, _indices(gpus), uid)
+        with contextlib.suppress(msgspec.ValidationError):
+            return msgspec.convert(fields, Handover, strict=False)
+    log.warning("%s: not used: not written by this plugin", path)
+    return None
 
 
 def _indices(text: str) -> tuple[int, ...]:

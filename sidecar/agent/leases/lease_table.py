@@ -46,6 +46,8 @@ class GpuProcess(msgspec.Struct, frozen=True):
     pid: int
     start_ticks: int
     gpu_bytes: tuple[tuple[int, int], ...] = ()
+    spare_bytes: tuple[tuple[int, int], ...] = ()
+    """Memory of each GPU that was free while it ran."""
 
 
 class Lease(msgspec.Struct):

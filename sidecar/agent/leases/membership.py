@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cadenza.sidecar.agent.ipc import cgroup_paths
-from cadenza.sidecar.agent.ipc.processes import parent_of, start_ticks
-from cadenza.sidecar.agent.ipc.slurm_steps import Shown, ancestors, descendants, is_halted, is_stepd, shown, step_of
+from cadenza.sidecar.agent.ipc.processes import is_stepd, parent_of, start_ticks
+from cadenza.sidecar.agent.ipc.slurm_steps import Shown, ancestors, descendants, is_halted, shown, step_of
 from cadenza.sidecar.agent.leases.lease_table import Lease, Process
 
 

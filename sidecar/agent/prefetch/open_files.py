@@ -61,8 +61,9 @@ def _open(pid: int) -> Iterator[str]:
         try:
             target = str(descriptor.readlink())
             if target.startswith(f"/memfd:{wire.FILES_NAME} "):
-                with descriptor.open("rb") as file:  # it may hold anything
-                    text = file.read(MAX_LIST_BYTES).decode("utf-8", errors="surrogateescape")
+                # It may hold anything, and be a pipe of that name in a mount of the job's own: opening one waits.
+                with os.fdopen(os.open(descriptor, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+                    text = (file.read(MAX_LIST_BYTES) or b"").decode("utf-8", errors="surrogateescape")
                 yield from filter(None, text.split("\n"))
             elif os.path.isfile(target):  # noqa: PTH113 - one call instead of an object for each
                 yield target

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import select
 import stat
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +30,8 @@ RECORDS_ENV = "CADENZA_RECORDS"
 WRITER = "cadenza.sidecar.agent.telemetry.record_writer"
 MAX_LINE = select.PIPE_BUF
 """A line of at most this much goes into a pipe whole or not at all (pipe(7))."""
+READ_S = 0.1
+"""Time that the agent waits for a job's environments, once for each new process; what comes later counts later."""
 CLOSE_S = 1.0
 """Time allowed to the last lines when the agent ends."""
 
@@ -59,6 +64,9 @@ class _Job:
 
     read_pids: set[int] = field(default_factory=set)
     """Pids whose environment was read."""
+    found: queue.SimpleQueue[dict[int, Owner | None]] = field(default_factory=queue.SimpleQueue)
+    """Owners by pid, as a thread has read them."""
+    reading: bool = False
     recorder: subprocess.Popen[bytes] | None = None
     ended: bool = False
     """No more lines are written: refused, or the recorder has ended."""
@@ -117,12 +125,25 @@ class Records:
             self._leave(job)
 
     def _begin(self, lease: Lease, job: _Job) -> None:
-        """Start the job's recorder if one of its processes, or the settings, want one."""
-        for process in lease.processes:
-            owner = None if process.pid in job.read_pids else owner_of(process.pid)
+        """Start the job's recorder if one of its processes, or the settings, want one.
+
+        Environments are read in a thread: a process's memory may be a file of its own that does not answer (FUSE).
+        """
+        pids = [process.pid for process in lease.processes if process.pid not in job.read_pids]
+        if pids and not job.reading:
+            job.reading = True
+            reader = threading.Thread(
+                target=_read_owners, args=(pids, job.found), name="cadenza-records", daemon=True
+            )
+            reader.start()
+            reader.join(READ_S)
+        if job.found.empty():
+            return
+        job.reading = False
+        for pid, owner in job.found.get().items():
             if owner is None or owner.uid != lease.uid:
                 continue  # not yet the user's process: the plugin's becomes it
-            job.read_pids.add(process.pid)
+            job.read_pids.add(pid)
             if directory := owner.directory or self._default(owner):
                 self._start(lease, job, owner, directory)
                 return
@@ -157,6 +178,10 @@ class Records:
         if job.recorder.stdin is not None:
             os.set_blocking(job.recorder.stdin.fileno(), False)
         log.info("recording JOBID=%s uid=%d to %s/%s", lease.key, owner.uid, directory, name)
+
+
+def _read_owners(pids: Sequence[int], found: queue.SimpleQueue[dict[int, Owner | None]]) -> None:
+    found.put({pid: owner_of(pid) for pid in pids})
 
 
 def owner_of(pid: int) -> Owner | None:

@@ -59,8 +59,8 @@ class Tuner:
     # --- orders --------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Take over the limits that an earlier agent had set on jobs that are still here; raise StateFileError."""
-        for job in self.file.read():
+        """Take over the limits that an earlier agent had set on jobs that are still here."""
+        for job in self.file.recover():
             key = JobKey(job.job, job.restart)
             lease = self.host.leases.get(key)
             self._saved[key] = job.saved

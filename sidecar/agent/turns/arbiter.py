@@ -145,7 +145,12 @@ class Arbiter:
         rivals = self.host.leases.rivals(lease)
         if run.stop is not None or any(self.host.run(other.key).runs_unleased(other) for other in rivals):
             return False
-        if self._in_use(lease) or run.no_room or not (self._is_overdue(lease) or all(map(self._has_left, rivals))):
+        if (
+            self._in_use(lease)
+            or run.no_room
+            or self.host.awaits_memory(lease)
+            or not (self._is_overdue(lease) or all(map(self._has_left, rivals)))
+        ):
             return False
         return not lease.managed or self._may_run(lease, run, contended=bool(rivals))
 
@@ -170,7 +175,7 @@ class Arbiter:
         if watch.last.began_s <= since:
             watch.ask()
             return now - since > DRIVER_S
-        shortage = watch.last.shortage(lease.gpus, lease.gpu_bytes)
+        shortage = watch.last.shortage(lease.gpus, lease.gpu_bytes, self.host.named)
         if shortage and run.short_at is None:
             run.grant_at = run.short_at = now
             return False
@@ -186,7 +191,8 @@ class Arbiter:
             return "it has not asked for its lease yet"
         running = (other for other in self.host.leases.rivals(lease) if not self._has_left(other))
         awaited = (f"job {other.key} has yielded and its processes still run: Slurm suspends it" for other in running)
-        return self._in_use(lease) or self.host.run(lease.key).no_room or next(awaited, "")
+        no_room = self.host.run(lease.key).no_room or self.host.awaits_memory(lease)
+        return self._in_use(lease) or no_room or next(awaited, "")
 
     def _in_use(self, lease: Lease) -> str:
         """Return the reason why a GPU of a job is another process's, which has no lease on it; otherwise ""."""
@@ -205,7 +211,7 @@ class Arbiter:
         if watch is None or run.no_room or not lease.gpu_bytes or not holders:
             return
         leaving = {pid for holder in holders for pid in membership.pids_of(holder)}
-        if shortage := watch.last.shortage(lease.gpus, lease.gpu_bytes, leaving):
+        if shortage := watch.last.shortage(lease.gpus, lease.gpu_bytes, self.host.named, leaving):
             run.no_room, run.no_room_until = shortage, now + NO_ROOM_S
 
     def _awaits_suspend(self, lease: Lease, run: JobRun) -> bool:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from cadenza.policies.core.text import printable
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.driver.process_control import DriverController
-from cadenza.sidecar.agent.ipc.messages import Arrived, Checkpointed, Resumed, Yielded
+from cadenza.sidecar.agent.ipc.messages import Arrived, Checkpointed, Resumed, Spilled, Yielded
 from cadenza.sidecar.agent.jobs.host_state import Host
-from cadenza.sidecar.agent.jobs.job_run import JobRun, Rank, Resume
+from cadenza.sidecar.agent.jobs.job_run import Eviction, JobRun, Rank, Resume
 from cadenza.sidecar.agent.jobs.stop_states import AwayStop, CheckpointStop, Stop, UnleasedStop, YieldStop
 from cadenza.sidecar.agent.leases import membership
 from cadenza.sidecar.agent.leases.lease_table import Lease
@@ -174,7 +174,6 @@ class StopCoordinator:
             log.info("left to the driver JOBID=%s: %s", lease.key, plan.reason)
             self._freeze(lease, stop)
         elif isinstance(plan, Cancel):
-            run.refusals += 1
             self.withdraw(lease, plan.kind, plan.reason)
         # 4. All have arrived: they move their state out or save it, if the host has memory for it.
         elif shortage:
@@ -308,11 +307,12 @@ class StopCoordinator:
     # --- ends of a stop ------------------------------------------------------------------------------------
 
     def withdraw(self, lease: Lease, kind: str, reason: str) -> None:
-        """End a stop before its commit; the job keeps its lease and is left alone for a while."""
+        """End a stop before its commit, which counts as refused; the job runs on and is left alone for a while."""
         run = self.host.run(lease.key)
         stop = run.stop
         if stop is None or stop.committed:
             return
+        run.refusals += 1
         stop.move("withdraw")
         self._send_on(run, stop, reason)
         self._end_failed(lease, run, stop, kind, reason)
@@ -415,7 +415,7 @@ class StopCoordinator:
         """Record that a rank's GPU memory is free, or that the move failed."""
         run = self.host.run(lease.key)
         stop = run.stop
-        rank.out, rank.arrived = not message.error, None
+        rank.out, rank.arrived, rank.on_disk = not message.error, None, False
         if message.bytes:  # a rank that says again that it is out has moved nothing since
             rank.moved, rank.left = message.bytes, message.left
         if message.error:
@@ -429,19 +429,25 @@ class StopCoordinator:
             if message.error:
                 run.refusals += 1
                 self._run_on(lease, run, "fail", message.error)
+        elif lease.state == "held" and (message.no_room or message.failed):
+            self._not_restored(lease, run, rank, message)
         elif lease.state == "held":
-            if run.resume is not None:  # the order to resume is lost, or cannot be followed
-                run.resume.pending.discard(rank.pid)
-            if message.no_room or message.failed:
-                self._not_restored(lease, run, rank, message)
-            else:
-                self.resume(lease)
+            self._answer_holder(lease, run, rank)
+
+    def _answer_holder(self, lease: Lease, run: JobRun, rank: Rank) -> None:
+        """Go on with a holder's rank that is out because its resume was withdrawn or the order is lost, or is not."""
+        resume = run.resume
+        if resume is not None:
+            resume.leave(rank.pid)
+        if resume is None or (rank.out and not resume.refused):
+            self.resume(lease)
+        else:
+            self._settle_resume(lease, run, resume)
 
     def _not_restored(self, lease: Lease, run: JobRun, rank: Rank, message: Yielded) -> None:
-        """Take the lease of a job whose state cannot come back to its GPUs, once all its ranks have said so.
+        """Note that a rank's state cannot come back to its GPU; see ``_settle_resume`` for the job.
 
-        A rank that has its state back waits in a collective for this one, which therefore tries again. A job whose GPU
-        fails saves a checkpoint from host memory, and gets no lease for a while.
+        A GPU that fails once more while other ranks have theirs back makes the job lost.
         """
         # 1. Say what is wrong: who has the memory of a GPU that is full, or the error of one that fails.
         repeated, rank.failed = bool(rank.failed), message.failed
@@ -449,20 +455,18 @@ class StopCoordinator:
             run.note = f"rank {rank.hello.rank} cannot use its GPU: {message.failed}"
             run.no_room, run.no_room_until = run.note, self.host.clock.monotonic() + FAILED_HOLD_S
         else:
-            look, pids = self.gpus and self.gpus.last, membership.pids_of(lease)
-            others = "; ".join(filter(None, (look.keepers(gpu, pids) for gpu in lease.gpus))) if look else ""
+            look, pids, named = self.gpus and self.gpus.last, membership.pids_of(lease), self.host.named
+            others = "; ".join(filter(None, (look.keepers(gpu, pids, named) for gpu in lease.gpus))) if look else ""
             reason = f"{message.no_room}{f' ({others})' if others else ''}"
             run.note = f"rank {rank.hello.rank} waits for room on its GPU: {reason}"
         log.warning("not restored JOBID=%s gpus=%s: %s", lease.key, lease.gpus, run.note)
-        # 2. Take the lease, as after a yield.
-        if lease.hosts > 1 or not all(one.out for one in run.ranks.values()):
-            self.resume(lease)
-        elif run.resume is None or not run.resume.pending:
-            run.resume = None
-            self.host.leases.stop(lease, self.host.clock.now())
-            origin = "no room" if not message.failed else "failed again" if repeated else "failed"
-            run.stop = YieldStop(0, origin, self.host.clock.monotonic(), 0.0, state="offloading")
-            self._leave_gpus(lease, run, run.stop)
+        # 2. The resume of all ranks has failed, once the others have answered.
+        if repeated and message.failed and not run.all_out_here(lease):
+            run.stuck = run.note
+        if run.resume is None:
+            run.resume = Resume(self.host.clock.monotonic(), set())
+        run.resume.refused = "no room" if not message.failed else "failed again" if repeated else "failed"
+        self.left_resume(lease, rank.pid)
 
     def checkpointed(self, lease: Lease, rank: Rank, message: Checkpointed) -> None:
         """Record that a rank has saved its part; if one could not, the stop is over and the job runs on."""
@@ -481,11 +485,32 @@ class StopCoordinator:
         stop.bytes = max(stop.bytes, message.bytes)
         run.note = f"checkpoint of step {message.step}" + (f": {message.path}" if message.path else "")
 
+    def spill(self, lease: Lease, reason: str) -> None:
+        """Have the ranks of a job that is out move their state from host memory to their disk."""
+        run, number = self.host.run(lease.key), self.host.next_order()
+        run.eviction = Eviction(reason, self.host.clock.monotonic(), set(run.ranks))
+        for rank in run.ranks.values():
+            self.host.outbox.post(rank.session, "spill", order=number)
+        log.warning("spill JOBID=%s order=%d: %s", lease.key, number, reason)
+
+    def spilled(self, lease: Lease, rank: Rank, message: Spilled) -> None:
+        """Record that a rank's state is on disk; one that could not move it is not asked again."""
+        run = self.host.run(lease.key)
+        if run.eviction is None or rank.pid not in run.eviction.spilling:
+            return
+        rank.on_disk, result = True, f"its state is on disk: {run.eviction.reason}"
+        if message.error:
+            result = f"rank {rank.hello.rank} could not move its state to disk: {message.error}"
+        run.note = result
+        log.info("spilled JOBID=%s rank=%d seconds=%.1f: %s", lease.key, rank.hello.rank, message.seconds, result)
+        run.eviction.spilling.discard(rank.pid)
+        if not run.eviction.spilling:
+            run.eviction = None
+
     def joined(self, lease: Lease, rank: Rank) -> None:
         """Bring a rank that has just attached, perhaps not for the first time, to the state of its job."""
         run = self.host.run(lease.key)
         if not rank.hello.again:  # a new client: forget the failures of the one before, and a stop by its steps
-            run.refusals += run.stop is not None and not run.stop.committed
             self.withdraw(lease, "refused", "its process attached anew")
             run.retry_at = 0.0
         reported_out = rank.hello.state == "yielded"
@@ -529,40 +554,72 @@ class StopCoordinator:
             self.driver.thaw(lease)
             return
         run = self.host.run(lease.key)
-        pending = run.resume.pending if run.resume else set()
+        pending = run.resume.pending | run.resume.standing.keys() if run.resume else set()
         out = {pid for pid, rank in run.ranks.items() if rank.out and rank.session is not None} - pending
         if not out:
             return
         number = self.host.next_order()
         if run.resume is None:
-            run.resume = Resume(self.host.clock.monotonic(), set())
+            run.resume = Resume(self.host.clock.monotonic(), set(), together=run.may_resume_together(lease))
         run.resume.pending |= out
         for pid in out:
             rank = run.ranks[pid]
             rank.page.order(number, 0)
-            self.host.outbox.post(rank.session, "resume", order=number)
+            self.host.outbox.post(rank.session, "resume", order=number, together=run.resume.together)
         log.info("resume JOBID=%s ranks=%d", lease.key, len(out))
 
     def resumed(self, lease: Lease, rank: Rank, message: Resumed) -> None:
-        """Record that a rank has its state back."""
+        """Record that a rank has its state back; ``standing``: it runs on when the others have theirs."""
         run = self.host.run(lease.key)
-        rank.out, rank.failed = False, ""
-        if run.resume is not None:
-            run.resume.copy_s = max(run.resume.copy_s, message.copy_s)
+        resume = run.resume
+        if resume is not None:
+            resume.copy_s = max(resume.copy_s, message.copy_s)
+        if message.standing and resume is None:
+            self.host.outbox.post(rank.session, "commit", order=message.order)
+        elif message.standing and resume is not None:
+            resume.leave(rank.pid)
+            resume.standing[rank.pid] = message.order
+            self._settle_resume(lease, run, resume)
+        else:
+            rank.out, rank.failed, run.stuck = False, "", ""
             self.left_resume(lease, rank.pid)
 
     def left_resume(self, lease: Lease, pid: int) -> None:
-        """Take a rank out of the resume under way, and report the resume if it was the last."""
+        """Take a rank out of the resume under way."""
         run = self.host.run(lease.key)
-        resume = run.resume
-        if resume is None:
+        if run.resume is not None:
+            run.resume.leave(pid)
+            self._settle_resume(lease, run, run.resume)
+
+    def _settle_resume(self, lease: Lease, run: JobRun, resume: Resume) -> None:
+        """End a resume that all ranks have answered: the job runs, or gives its lease back as after a yield.
+
+        It gives it back if the state of a rank cannot come back and no rank runs; ranks that stand move theirs out
+        again before. A rank that runs waits in a collective for the others, which therefore try again.
+        """
+        now = self.host.clock.monotonic()
+        gives_back = bool(resume.refused) and lease.state == "held" and run.all_out_here(lease)
+        # 1. Ranks that stand run on together, or move out again.
+        for pid, order in (*resume.standing.items(),) if gives_back or not resume.pending else ():
+            rank, rank.out = run.ranks[pid], gives_back
+            resume.leave(pid)
+            if gives_back:
+                resume.pending.add(pid)
+                self.host.outbox.post(rank.session, "cancel", order=order, reason=run.note)
+            else:
+                self.host.outbox.post(rank.session, "commit", order=order)
+        if resume.pending:
             return
-        resume.pending.discard(pid)
-        if not resume.pending:
-            run.resume = None
-            total = self.host.clock.monotonic() - resume.began
-            self.host.report_switch(lease, "resume", (0.0, resume.copy_s, total))
-            self.resume(lease)  # ranks that had no room when the others had not answered yet
+        # 2. All have answered.
+        run.resume = None
+        if gives_back:
+            self.host.leases.stop(lease, self.host.clock.now())
+            run.stop = YieldStop(0, resume.refused, now, 0.0, state="offloading")
+            self._leave_gpus(lease, run, run.stop)
+            return
+        if not resume.refused:
+            self.host.report_switch(lease, "resume", (0.0, resume.copy_s, now - resume.began))
+        self.resume(lease)
 
     # --- results of the driver path ------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
@@ -17,8 +17,11 @@ from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.shareable import unshareable_jobs
 from cadenza.slurm_plugin.cli.site.facts import Facts
 from cadenza.slurm_plugin.gateway.source_gateway import release_of
+from cadenza.slurm_plugin.service.lanes_on_demand import missing_reasons, refusal_reason
 
 Level: TypeAlias = Literal["OK", "WARN", "FAIL"]
+Rule: TypeAlias = tuple[Level, str, str, str, str]
+"""Level of a fault, setting, pattern of good values, effect of others, and advice, which begins with a good line."""
 
 STALE_AFTER_ROUNDS = 4
 MIN_STALE_AFTER_S = 30.0
@@ -29,6 +32,10 @@ OWN_FILES, FILES_A_HOST = 256, 2
 """Files that cadenzad needs for itself, and for each agent: a connection, and one that a restarted agent opens."""
 REQUEUE_DELAY = (25, 11)
 """The first release of Slurm with the setting; for the others the gateway sets the time of a start."""
+
+LANES_ADVICE = "see docs/lanes.md and `cadenza lanes list`"
+FLAT_TOPOLOGIES = ("", "(null)", "topology/flat", "topology/default")
+"""Topologies in which every node is reached alike (slurm.conf(5), TopologyPlugin)."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -139,15 +146,19 @@ def _source(facts: Facts, slurm: tuple[int, ...] | None) -> Finding:
 
 def slurm_settings(facts: Facts) -> Iterator[Finding]:
     """Check the required and the recommended settings of slurm.conf."""
-    release = release_of((facts.slurm or {}).get("SLURM_VERSION", "")) or REQUEUE_DELAY
-    for level, key, good, effect, advice in RULES if facts.slurm is not None else ():
-        if "requeue_delay" in good and release < REQUEUE_DELAY:
-            continue
-        value = (facts.slurm or {}).get(key, "")
+    config = facts.slurm or {}
+    for level, key, good, effect, advice in rules_for(config) if config else ():
+        value = config.get(key, "")
         if re.search(good, value):
             yield Finding("OK", key, value)
         else:
             yield Finding(level, key, f"{value or 'unset'}: {effect}", advice)
+
+
+def rules_for(config: Mapping[str, str]) -> Iterator[Rule]:
+    """Yield the rules for the release of Slurm that a configuration is of."""
+    release = release_of(config.get("SLURM_VERSION", "")) or REQUEUE_DELAY
+    return (rule for rule in RULES if release >= REQUEUE_DELAY or "requeue_delay" not in rule[2])
 
 
 def kill_wait(facts: Facts) -> Iterator[Finding]:
@@ -172,6 +183,14 @@ def kill_wait(facts: Facts) -> Iterator[Finding]:
         yield Finding("WARN", "KillWait", text, advice)
 
 
+def suspends_by_signal(facts: Facts) -> Iterator[Finding]:
+    """Warn where a user's other processes can wake a job that is suspended."""
+    tracking = (facts.slurm or {}).get("ProctrackType", "")
+    if facts.settings.sharing.suspend and facts.slurm and "cgroup" not in tracking:
+        text = f"{tracking or 'unset'}: a suspend is a signal, which other processes of the user can take back"
+        yield Finding("WARN", "ProctrackType", text, "ProctrackType=proctrack/cgroup")
+
+
 def preemption(facts: Facts) -> Iterator[Finding]:
     """Warn where Slurm's preemption costs jobs the steps since their last checkpoint."""
     mode = (facts.slurm or {}).get("PreemptMode", "OFF")
@@ -180,7 +199,7 @@ def preemption(facts: Facts) -> Iterator[Finding]:
         yield Finding("WARN", "preemption", text, "[agent] save_before_suspend_s = 300, on all hosts")
 
 
-RULES: tuple[tuple[Level, str, str, str, str], ...] = (
+RULES: tuple[Rule, ...] = (
     (
         "FAIL", "PreemptMode", r"^(?!.*(SUSPEND|GANG))\w",
         "Slurm would suspend and resume jobs by itself: that frees no GPU, and its resume ends Cadenza's suspend",
@@ -257,6 +276,31 @@ def _lanes_of(host: str, nodes: Sequence[Node], facts: Facts) -> Iterator[Findin
         yield Finding("OK", f"lanes of {host}", f"{len(nodes)} lanes of {first.gpus} GPUs")
 
 
+def lanes_on_demand(facts: Facts) -> Iterator[Finding]:
+    """Check that the lanes that are not in slurm.conf can be opened, and have been."""
+    recorded, slurm = facts.recorded, facts.slurm or {}
+    if recorded is None or not facts.settings.applies:
+        return
+    if facts.settings.service.lanes_on_demand:
+        managed = facts.settings.guard.partitions
+        for host in sorted({node.host for node in recorded.nodes if node.gpus and managed & set(node.partitions)}):
+            if reason := refusal_reason(recorded, host, managed):
+                yield Finding("WARN", f"lanes of {host}", f"none are opened on demand: {reason}", LANES_ADVICE)
+    wanted = [host for host in recorded.hosts if host.further_lanes]
+    for one in wanted:
+        for reason in missing_reasons(recorded, one):
+            yield Finding("WARN", f"lanes of {one.name}", reason, LANES_ADVICE)
+    lanes, others = sum(host.further_lanes for host in wanted), sum(not node.dynamic for node in recorded.nodes)
+    limit = slurm.get("MaxNodeCount", "")
+    if lanes and limit.isdecimal() and int(limit) < lanes + others:
+        text = f"{limit}: {others} nodes and {lanes} lanes do not fit"
+        yield Finding("FAIL", "MaxNodeCount", text, f"MaxNodeCount={lanes + others} or more in slurm.conf")
+    topology = slurm.get("TopologyPlugin", "")
+    if lanes and topology not in FLAT_TOPOLOGIES:
+        text = f"{topology}: Slurm starts no job on a lane that topology.conf does not name, if the job requires nodes"
+        yield Finding("WARN", "TopologyPlugin", text, "name the lanes there, and reconfigure once they are open")
+
+
 def partitions(facts: Facts) -> Iterator[Finding]:
     """Check that every managed partition exists."""
     existing = {name for node in facts.cluster.nodes for name in node.partitions} if facts.cluster else set()
@@ -302,7 +346,11 @@ def agents(facts: Facts) -> Iterator[Finding]:
     for name in sorted(lane_memory):
         host = hosts.get(name)
         if host is None or not host.agent_alive:
-            yield Finding("FAIL", f"agent on {name}", "it does not report", _missing_agent_advice(name, facts))
+            if host is not None and host.refused:
+                advice = "install the same build on both, the service's first: docs/maintenance.md"
+                yield Finding("FAIL", f"agent on {name}", f"it {host.refused}", advice)
+            else:
+                yield Finding("FAIL", f"agent on {name}", "it does not report", _missing_agent_advice(name, facts))
             continue
         yield from _reported_by(host)
         if host.agent_version != facts.cadenza:
@@ -379,8 +427,10 @@ CHECKS = (
     versions,
     slurm_settings,
     preemption,
+    suspends_by_signal,
     kill_wait,
     lanes,
+    lanes_on_demand,
     partitions,
     profiles,
     service,

@@ -2,48 +2,64 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, say
+from cadenza.slurm_plugin.cli.site import checks
+from cadenza.slurm_plugin.cli.site.checks import Finding, failed
 
 COLORS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
 
 
 @click.command("doctor")
 @click.option("--gpu", is_flag=True, help="Check this machine's GPUs, driver and site scripts instead, on a GPU host.")
+@click.option(
+    "--python",
+    default=sys.executable,
+    metavar="PATH",
+    help="With --gpu: a Python that has the torch of jobs, for the trial of the offload engine.",
+)
 @json_option
 @config_option
-def doctor(*, gpu: bool, as_json: bool, config: Path | None) -> None:
+def doctor(*, gpu: bool, python: str, as_json: bool, config: Path | None) -> None:
     """Check this site: versions, lanes, partitions, keys, agents.
 
-    Run it on the machine of cadenzad, and with --gpu on each GPU host. It changes nothing. The exit code is 1 if a
-    problem keeps Cadenza from working.
+    Run it on the machine of cadenzad, and with --gpu on each GPU host. It changes nothing but the record of two trials
+    with --gpu, for which root is needed: on a free GPU the driver checkpoints a process of its own, and the offload
+    engine moves another's state out and back. The exit code is 1 if a problem keeps Cadenza from working.
     """
-    from cadenza.slurm_plugin.cli.site.checks import examine, failed  # noqa: PLC0415
     from cadenza.slurm_plugin.cli.site.facts import gather  # noqa: PLC0415
 
     if gpu:
         from cadenza.sidecar.agent_settings import load_settings  # noqa: PLC0415
-        from cadenza.slurm_plugin.cli.site.node_gpus import examine_gpus, gather_gpus  # noqa: PLC0415
+        from cadenza.slurm_plugin.cli.site.node_gpus import examine_gpus, gather_gpus, try_gpu  # noqa: PLC0415
         from cadenza.slurm_plugin.cli.site.node_scripts import examine_scripts, gather_scripts  # noqa: PLC0415
 
-        gpus = examine_gpus(gather_gpus(), load_settings(config).driver_checkpoint)
+        settings = load_settings(config)
+        gpus = examine_gpus(try_gpu(gather_gpus(), Path(settings.state_dir), python), settings.driver_checkpoint)
         findings = (*gpus, *examine_scripts(gather_scripts()))
     else:
-        findings = examine(gather(config))
-    if as_json:
-        emit(findings)
-    else:
-        for finding in findings:
-            level = click.style(f"{finding.level:4}", COLORS[finding.level])
-            click.echo(f"{level} ", nl=False)
-            say(f"{finding.about}: {finding.observation}")
-            if finding.advice:
-                say(f"       -> {finding.advice}")
+        findings = checks.examine(gather(config))
+    show(findings, as_json=as_json)
     if failed(findings):
         raise SystemExit(1)
+
+
+def show(findings: Sequence[Finding], *, as_json: bool) -> None:
+    """Print findings, each with its advice."""
+    if as_json:
+        emit(findings)
+        return
+    for finding in findings:
+        level = click.style(f"{finding.level:4}", COLORS[finding.level])
+        click.echo(f"{level} ", nl=False)
+        say(f"{finding.about}: {finding.observation}")
+        if finding.advice and finding.level != "OK":
+            say(f"       -> {finding.advice}")
 
 
 @click.command("record")

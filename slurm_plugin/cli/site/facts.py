@@ -166,5 +166,8 @@ def built_for(slurm: dict[str, str]) -> tuple[int, int]:
     if path is None:
         where = ", ".join(map(str, folders)) or "an unknown plugin directory"
         raise OSError(f"{PLUGIN} is not in {where}")
+    library = path.with_name("libslurmfull.so")
+    if library.exists():  # what a plugin calls has to be there at once where it is linked with -z now, as Debian's are
+        ctypes.CDLL(str(library), mode=RTLD_LAZY | ctypes.RTLD_GLOBAL)
     number = ctypes.c_uint.in_dll(ctypes.CDLL(str(path), mode=RTLD_LAZY), "plugin_version").value
     return number >> 16 & 0xFF, number >> 8 & 0xFF

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -10,7 +12,9 @@ from typing import Any
 
 import msgspec
 
+from cadenza.sidecar.agent.driver import driver_trial, engine_trial, trial_record
 from cadenza.sidecar.agent.driver.cuda import MIN_VERSION
+from cadenza.sidecar.agent.driver.trial_record import EngineTrial, Record
 from cadenza.slurm_plugin.cli.site.checks import Finding
 
 EXCLUSIVE = {1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
@@ -23,6 +27,7 @@ class NodeGpu(msgspec.Struct, frozen=True):
     index: int
     """Slurm's index: the number of the device file."""
     name: str
+    uuid: str = ""
     memory_bytes: int | None = None
     fault: str = ""
     compute_mode: int | None = None
@@ -48,6 +53,12 @@ class NodeFacts(msgspec.Struct, frozen=True):
     """The package cuda-bindings is installed."""
     memlock_bytes: int | None = None
     """Memory that a process may lock (``ulimit -l``); None: as much as it likes."""
+    objection: str = ""
+    """Reason why the agent stops no job by this driver; "" after a good trial."""
+    not_tried: str = ""
+    """Reason why there was no trial now."""
+    engine: EngineTrial = Record("").engine
+    """Last trial of the offload engine."""
 
 
 def gather_gpus(dev: Path = Path("/dev"), proc: Path = Path("/proc")) -> NodeFacts:
@@ -99,6 +110,7 @@ def _gpu(nvml: Any, ask: Callable[..., Any], position: int, proc: Path) -> NodeG
     return NodeGpu(
         position if minor is None else int(minor),
         ask(nvml.nvmlDeviceGetName, handle) or "GPU",
+        str(ask(nvml.nvmlDeviceGetUUID, handle) or ""),
         int(memory.total),
         compute_mode=ask(nvml.nvmlDeviceGetComputeMode, handle),
         mig=None if mig is None else bool(mig[0]),
@@ -106,6 +118,50 @@ def _gpu(nvml: Any, ask: Callable[..., Any], position: int, proc: Path) -> NodeG
         processes=pids,
         foreign=tuple(pid for pid in pids or () if not (proc / str(pid)).exists()),
     )
+
+
+def try_gpu(facts: NodeFacts, state_dir: Path, python: str) -> NodeFacts:
+    """Try the driver's process checkpoints and the offload engine on a free GPU, and keep the record for the agent.
+
+    ``python`` has the torch of jobs, with which the engine runs. Return the facts with record and agent's objection.
+    """
+    if not facts.gpus:
+        return facts
+    free = next((gpu for gpu in facts.gpus if gpu.processes == () and gpu.uuid and not (gpu.fault or gpu.mig)), None)
+    last, not_tried = _last_record(state_dir, facts.driver), ""
+    if os.geteuid():
+        not_tried = "needs root"
+    elif free is None:
+        not_tried = "no GPU of this host is free of processes"
+    else:
+        if missing := _missing_for_checkpoints(facts):
+            record = Record(facts.driver, missing)
+        else:
+            record = driver_trial.run(free.uuid, facts.driver)
+        engine = engine_trial.run(python, free.uuid)
+        keeps_last = engine.not_run and not last.engine.not_run
+        last = msgspec.structs.replace(record, engine=last.engine if keeps_last else engine)
+        try:
+            trial_record.keep(state_dir, last)
+        except OSError as error:
+            not_tried = f"{state_dir}: {error.strerror}"
+    objection = trial_record.objection(state_dir, facts.driver)
+    return msgspec.structs.replace(facts, not_tried=not_tried, objection=objection, engine=last.engine)
+
+
+def _last_record(state_dir: Path, driver: str) -> Record:
+    """Return the record of the last trials with this driver; an empty one if there were none."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        if (record := trial_record.read(state_dir)).driver == driver:
+            return record
+    return Record(driver)
+
+
+def _missing_for_checkpoints(facts: NodeFacts) -> str:
+    """Return the reason why the driver's process checkpoints cannot be tried, "" if they can."""
+    if facts.cuda < MIN_VERSION:
+        return "the driver has no process checkpoints"
+    return "" if facts.bindings else "cuda-bindings is missing"
 
 
 def examine_gpus(facts: NodeFacts, mode: str) -> Iterator[Finding]:
@@ -121,6 +177,7 @@ def examine_gpus(facts: NodeFacts, mode: str) -> Iterator[Finding]:
     for gpu in facts.gpus:
         yield from _state_of(gpu)
     yield from _checkpoints(facts, mode)
+    yield from _engine(facts)
     yield _pinning(facts)
 
 
@@ -169,8 +226,33 @@ def _checkpoints(facts: NodeFacts, mode: str) -> Iterator[Finding]:
         yield Finding("FAIL" if wanted else "OK", "process checkpoints", text, advice)
     elif wanted and not facts.bindings:
         yield Finding("FAIL", "process checkpoints", "cuda-bindings is missing", "pip install 'cadenza[driver]'")
+    elif facts.objection:
+        now = f" (not tried now: {facts.not_tried})" if facts.not_tried else ""
+        advice = "agent.driver_checkpoint has no effect until a trial passes" if wanted else ""
+        yield Finding("FAIL" if wanted else "OK", "process checkpoints", f"{version}: {facts.objection}{now}", advice)
     else:
-        yield Finding("OK", "process checkpoints", f"{version}: it has them; agent.driver_checkpoint is {mode}")
+        yield Finding("OK", "process checkpoints", f"{version}: a trial passed; agent.driver_checkpoint is {mode}")
+
+
+def _engine(facts: NodeFacts) -> Iterator[Finding]:
+    """Yield the last trial of the offload engine."""
+    engine, about = facts.engine, "offload engine"
+    if not facts.gpus:
+        return
+    if engine.failed:
+        advice = "jobs that attach may lose a turn here, and agent.driver_checkpoint has no effect until a trial passes"
+        yield Finding("FAIL", about, f"the trial failed: {engine.failed}", advice)
+    elif engine.not_run:
+        advice = "name a Python that has the torch of jobs: doctor --gpu --python PATH"
+        yield Finding("WARN", about, f"not run: {facts.not_tried or engine.not_run}", advice)
+    else:
+        seen = "not shown by NVML" if engine.kept_bytes is None else f"{engine.kept_bytes >> 20} MB by NVML"
+        text = (
+            f"a trial passed with torch {engine.torch}: {engine.bytes >> 20} MB out in {engine.out_s:.2f} s, "
+            f"back in {engine.back_s:.2f} s; {engine.left_bytes >> 20} MB stayed by torch, {seen}"
+        )
+        advice = "" if engine.pinned else "host memory was not pinned, so that moves are slower: see pinned memory"
+        yield Finding("OK" if engine.pinned else "WARN", about, text, advice)
 
 
 def _pinning(facts: NodeFacts) -> Finding:

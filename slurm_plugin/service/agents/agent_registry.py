@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from cadenza.sidecar.orders import JobFacts, LeaseReport, Report
+from cadenza.sidecar.orders import VERSION, JobFacts, LeaseReport, Report
 
 NEW_JOB_MARGIN_S = 5.0
 """A job that registered this long before a snapshot may still be missing in it."""
@@ -24,8 +24,8 @@ MAX_CLOCK_REPORTS = 100
 class Event(msgspec.Struct, frozen=True):
     """One change on a host. It starts a round early and goes on record.
 
-    ``kind`` is registered, finished, state, ready, saved, lost, amiss, note, prefetched, agent-up, agent-down, or
-    requeued: the one that Slurm's jobs show and no report.
+    ``kind`` is registered, finished, state, ready, saved, lost, amiss, no room, note, prefetched, agent-up,
+    agent-down, or requeued: the one that Slurm's jobs show and no report.
     """
 
     at_s: float
@@ -40,13 +40,15 @@ class Event(msgspec.Struct, frozen=True):
 class Agent:
     """One host's agent as the service sees it; ``silent_s`` is the age of its last report.
 
-    ``ahead_s``: seconds by which the host's clock is ahead of the service's.
+    ``ahead_s``: seconds by which the host's clock is ahead of the service's. ``refused``: a predicate, empty unless
+    the agent speaks another wire version, so that it does not count as alive.
     """
 
     report: Report
     alive: bool
     silent_s: float
     ahead_s: float = 0.0
+    refused: str = ""
 
 
 @dataclass
@@ -58,6 +60,7 @@ class _Entry:
     up: bool = True
     first_seen_s: dict[tuple[int, int], float] = field(default_factory=dict)
     """Epoch time at which each lease was first reported to this service."""
+    refused: str = ""
 
 
 class AgentRegistry:
@@ -83,6 +86,14 @@ class AgentRegistry:
             events = (Event(epoch_s, "agent-up", report.host, detail=report.version), *events)
         return events
 
+    def refuse(self, host: str, version: int, epoch_s: float, monotonic_s: float) -> tuple[Event, ...]:
+        """Note that a host's agent speaks another wire version, until its next report; return an event if it is new."""
+        unread = Report(VERSION, host, "", 0, 0, rotating=True, at_s=epoch_s, leases=())
+        entry = self._entries.setdefault(host, _Entry(unread, monotonic_s, deque([(monotonic_s, 0.0)]), up=False))
+        before, entry.refused = entry.refused, f"speaks wire version {version}, the service {VERSION}"
+        entry.up = False
+        return () if entry.refused == before else (Event(epoch_s, "agent-down", host, detail=entry.refused),)
+
     def newly_silent(self, epoch_s: float, monotonic_s: float) -> tuple[Event, ...]:
         """Return an event for each agent that has fallen silent since the last call."""
         events = []
@@ -97,7 +108,13 @@ class AgentRegistry:
         """Return every agent that ever reported, by host."""
         silent_s = {host: monotonic_s - entry.arrived_s for host, entry in self._entries.items()}
         return {
-            host: Agent(entry.report, silent_s[host] <= self._alive_s, silent_s[host], self.ahead_s(host))
+            host: Agent(
+                entry.report,
+                silent_s[host] <= self._alive_s and not entry.refused,
+                silent_s[host],
+                self.ahead_s(host),
+                entry.refused,
+            )
             for host, entry in self._entries.items()
         }
 
@@ -159,6 +176,8 @@ def _lease_changes(host: str, old: LeaseReport | None, new: LeaseReport, at_s: f
         differences.append(("lost", new.lost))
     if old.amiss != new.amiss:
         differences.append(("amiss", new.amiss))
+    if new.no_room and old.no_room != new.no_room:
+        differences.append(("no room", new.no_room))
     if new.note and old.note != new.note:
         differences.append(("note", new.note))
     return [Event(at_s, kind, host, new.job, new.restart, detail) for kind, detail in differences]

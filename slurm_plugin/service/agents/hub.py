@@ -7,6 +7,7 @@ time-out the agents take turns on their own. Callers get copies of its data.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -26,7 +27,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from cadenza.policies.core.actions import Outcome
 from cadenza.policies.core.model import ClusterSnapshot, JobKey, Share
 from cadenza.sidecar.clock import SystemClock
-from cadenza.sidecar.frames import ERRORS, FROM_AGENT
+from cadenza.sidecar.frames import ERRORS, FROM_AGENT, OtherVersionError
 from cadenza.sidecar.orders import (
     VERSION,
     CheckpointOrder,
@@ -34,6 +35,7 @@ from cadenza.sidecar.orders import (
     Files,
     FromAgent,
     LeaseLog,
+    OtherVersion,
     Report,
     ResumeOrder,
     Steps,
@@ -42,6 +44,7 @@ from cadenza.sidecar.orders import (
     Tune,
     YieldOrder,
 )
+from cadenza.sidecar.token_bucket import Bucket
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent, AgentRegistry, Event
 from cadenza.slurm_plugin.service.agents.attribution import Attribution, ForRecord
 from cadenza.slurm_plugin.service.agents.curve_keys import AgentKeys, service_pair
@@ -55,6 +58,16 @@ T = TypeVar("T")
 
 MAX_FRAME = 16 * 2**20
 MAX_FRAMES_A_TURN = 1000
+MAX_FRAMES_QUEUED = 32
+"""Frames of one connection that wait in memory; further ones wait at the agent."""
+BYTES_S = 2.0**22
+BYTES_AT_ONCE = 2.0**26
+FRAME_BYTES = 4096
+"""Bytes that a key may send a second, and at once, as after an absence of the service; each frame counts as so many
+more. Frames beyond are dropped unread."""
+RECORDS_S = 50.0
+RECORDS_AT_ONCE = 10_000.0
+"""Messages for the record that a host may send a second, and at once; more are dropped."""
 HANDSHAKE_MS = 5000
 """Longest time of a connection until its key is checked."""
 NOT_CONNECTED = "its agent is not connected; is cadenza-agent running there?"
@@ -119,6 +132,8 @@ class Hub:
         self._prefetches = PrefetchOrders()
         self._attribution = Attribution()
         self._routes: dict[str, _Route] = {}
+        self._budgets: dict[str, Bucket] = {}
+        """Bytes that each key may send and messages that each host may have recorded; there are no more than keys."""
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._messages: SimpleQueue[ForRecord] = SimpleQueue()
         self._woken = threading.Event()
@@ -249,6 +264,7 @@ class Hub:
         link.curve_publickey, link.curve_secretkey, link.curve_server = public, secret, True
         link.setsockopt(zmq.ROUTER_MANDATORY, 1)
         link.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+        link.setsockopt(zmq.RCVHWM, MAX_FRAMES_QUEUED)
         link.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         link.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         link.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
@@ -358,26 +374,46 @@ class Hub:
 
     def _check(self, frames: list[zmq.Frame], user: str) -> FromAgent:
         """Return the message of a connection whose key speaks for the host that it names; raise _RefusedError."""
+        size = sum(len(frame.buffer) for frame in frames)
+        if not self._spend(user, BYTES_S, BYTES_AT_ONCE, size + FRAME_BYTES):
+            raise _RefusedError("budget", f"it sends more than {BYTES_S:.0f} bytes a second")
         if len(frames) != 2:  # noqa: PLR2004 (the connection and one struct)
             raise _RefusedError("shape", f"{len(frames)} frames, expected 2")
         try:
             message, errors = FROM_AGENT.decode(frames[1].buffer)
+        except OtherVersionError as error:
+            self._answer_other_version(frames[0].bytes, user, error.theirs)
+            raise _RefusedError("version", f"{error}, this service speaks {VERSION}") from None
         except ERRORS as error:
             raise _RefusedError("format", str(error)) from None
-        if message.v != VERSION:
-            raise _RefusedError("version", f"version {message.v}, this side has {VERSION}")
         if not self._keys.may_send_as(user, message.host):
             raise _RefusedError("key", f"its key does not speak for {message.host!r}")
-        for row_error in errors:
-            self._refuse("row", user, row_error)
+        if errors:
+            self._refuse("row", user, errors[0], len(errors))
         self._keys.came(user, message.host)
         self._routes[message.host] = _Route(frames[0].bytes, user)
         return message
 
-    def _refuse(self, cause: str, user: str, detail: str) -> None:
-        self.refused[cause] += 1
-        count = self.refused[cause]
-        if count % LOG_PERIOD == 1:
+    def _answer_other_version(self, connection: bytes, user: str, theirs: int) -> None:
+        """Tell an agent this side's version, and put it on record; its key says which host it is."""
+        for host in self._keys.hosts_of(user):
+            for event in self._registry.refuse(host, theirs, self._clock.now(), self._clock.monotonic()):
+                self._note(event)
+        with contextlib.suppress(zmq.ZMQError):  # it is gone, or does not read
+            self._socket.send_multipart([connection, msgspec.json.encode(OtherVersion(VERSION))], zmq.NOBLOCK)
+
+    def _spend(self, source: str, rate: float, size: float, tokens: float = 1.0) -> bool:
+        """Take tokens from the budget of a key or host; return whether it had some left."""
+        now_s = self._clock.monotonic()
+        bucket = self._budgets.setdefault(source, Bucket(rate, size, size, now_s))
+        enough = bucket.fill(now_s) > 0
+        bucket.tokens -= tokens if enough else 0.0
+        return enough
+
+    def _refuse(self, cause: str, user: str, detail: str, number: int = 1) -> None:
+        before = self.refused[cause]
+        self.refused[cause] = count = before + number
+        if -(-count // LOG_PERIOD) > -(-before // LOG_PERIOD):
             hosts = ",".join(sorted(self._keys.hosts_of(user))) or "?"
             log.warning("agent HOST=%s: frame or row %d refused: %s", hosts, count, detail[:200])
 
@@ -403,7 +439,10 @@ class Hub:
         else:
             counted = self._attribution.take(message, self._clock.now())
         for one in counted:
-            self._messages.put(one)
+            if self._spend(f"host {one.host}", RECORDS_S, RECORDS_AT_ONCE):
+                self._messages.put(one)
+            else:
+                self.refused["record"] += 1
         if isinstance(message, Event) and (counted or message.kind == "registered"):
             self._woken.set()
 

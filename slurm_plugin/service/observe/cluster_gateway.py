@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pwd
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from cadenza.policies.core.actions import (
     Action,
@@ -46,6 +46,8 @@ class ClusterGateway:
         self._answers_s: deque[float] = deque(maxlen=STALL_ANSWERS + 1)
         """Times that Slurm took for its last answers, seconds."""
         self.profiles = ProfileDirectory(None)
+        self.with_lanes: Callable[[ClusterSnapshot], ClusterSnapshot] = lambda snapshot: snapshot
+        """Adds the number of lanes that each host is to have on demand."""
         self.gpu_memory_gb: Mapping[str, float] = {}
         """By GPU type, "" for the types that are not named."""
         self.refiner: Refiner | None = None
@@ -71,10 +73,10 @@ class ClusterGateway:
         began_s = self._clock.monotonic()
         snapshot = self._slurm.read()
         self._answers_s.append(self._clock.monotonic() - began_s)
-        # 2. One lease for each job out of the reports of its hosts' agents.
+        # 2. One lease for each job out of the reports of its hosts' agents, and the lanes that are wanted.
         agents = self._hub.agents()
         self._parts = parts_by_job(snapshot, agents)
-        snapshot = with_leases(snapshot, agents, self._parts)
+        snapshot = self.with_lanes(with_leases(snapshot, agents, self._parts))
         # 3. Each job's resources, as tuned, and its profile, corrected by observations of running jobs.
         if self.profiles.refresh():
             for problem in self.profiles.library.problems:

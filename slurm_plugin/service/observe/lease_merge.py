@@ -130,6 +130,8 @@ def _host(name: str, agent: Agent | None) -> Host:
         tuple(JobKey(one.job, one.restart) for one in report.prefetched),
         report.taken,
         (*report.faults, *_clock_faults(agent)),
+        agent.refused,
+        lane_faults=report.lane_faults,
     )
 
 
@@ -183,6 +185,7 @@ def merge(parts: Parts, agents: Mapping[str, Agent]) -> Lease:
         amiss=f"{wrong[0]}: {wrong[1].amiss}" if wrong else "",
         late=state == "waiting" and any(lease.late for lease in leases),
         early=next((f"{host}: {lease.early}" for host, lease in sorted(parts.items()) if lease.early), ""),
+        no_room=next((f"{host}: {lease.no_room}" for host, lease in sorted(parts.items()) if lease.no_room), ""),
         saved=state in ("stopping", "yielded")
         and len(parts) >= leases[0].hosts
         and all(lease.saved for lease in leases),

@@ -35,6 +35,7 @@ def progress(job: Job, before: Job | None, now_s: float, gpu_types: Mapping[str,
         speed=speed,
         gpu_type=gpu_type,
         attained_on=_on_types(was, gpu_type),
+        submitted_s=_submitted_s(job, before),
     )
 
 
@@ -115,6 +116,14 @@ def _scale(job: Job, before: Job | None) -> float:
     if was is None or now is None or (was.model, was.gpu) != (now.model, now.gpu):
         return 1.0
     return now.iteration_s / was.iteration_s
+
+
+def _submitted_s(job: Job, before: Job | None) -> float | None:
+    """Return a requeued job's first submission; None for one that was not requeued, as far as rounds have seen it."""
+    if before is None:
+        return None
+    known_s = before.progress.submitted_s if before.progress is not None else None
+    return before.submit_s if known_s is None and before.key != job.key else known_s
 
 
 def _same(job: Job, before: Job | None) -> Job | None:

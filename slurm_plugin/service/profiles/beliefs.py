@@ -7,6 +7,7 @@ own from then on. A profile is corrected once a belief is precise and differs fr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from math import inf, log
@@ -56,6 +57,10 @@ class Record(msgspec.Struct, frozen=True):
 NOTHING = Record()
 
 
+OF_A_JOB = re.compile(r"job (\d+)\b")
+"""Begin of the names of records of one job alone, with its number; the others begin with their user and a slash."""
+
+
 class Subject(NamedTuple):
     """The names of the two records to which an observation adds, and the profile from a file, if there is one."""
 
@@ -69,7 +74,7 @@ def subject(job: Job, profile: Profile | None, gpu_type: str) -> Subject:
     model = job.options.model if job.options is not None else None
     if profile is not None:
         model, gpu_type = profile.model, profile.gpu
-    name = f"{job.user}/{model}" if model else f"{job.user}/job {job.key.id}"
+    name = f"{job.user}/{model}" if model else f"job {job.key.id} of {job.user}"
     return Subject(f"{name}@{gpu_type}x{job.gpus}", f"job {job.key.id}", profile)
 
 
@@ -107,9 +112,7 @@ def _times(profile: Profile) -> dict[float, float]:
     return {cpus: profile.iteration_s / row[-1] for cpus, row in rows}
 
 
-def learn(
-    records: Mapping[str, Record], about: Subject, observation: Observation, now_s: float
-) -> dict[str, Record]:
+def learn(records: Mapping[str, Record], about: Subject, observation: Observation, now_s: float) -> dict[str, Record]:
     """Return the records that an observation changes.
 
     With a profile the observation is relative to it, so that its shape beyond the law counts as known. Nothing is

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -11,6 +12,7 @@ from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node
 from cadenza.policies.core.profile import Profile, linked
 from cadenza.profiler.model.roofline import Law
 from cadenza.slurm_plugin.service.profiles.beliefs import (
+    OF_A_JOB,
     Record,
     Subject,
     corrected,
@@ -27,6 +29,8 @@ log = logging.getLogger(__name__)
 
 Laws = tuple[tuple[str, Law], ...]
 """By GPU type."""
+MAX_MODELS = 128
+"""Records of one user's models that are kept, each some 60 kB: a model is any name that the user gives a job."""
 
 
 class Refiner:
@@ -78,15 +82,31 @@ class Refiner:
                 continue
             if window is not None:
                 windows[key] = window
+            for name in learned_records:
+                self._records.pop(name, None)  # the latest come last
             self._records |= learned_records
             self._changed |= learned_records.keys()
+        self._forget({str(key.id) for key in snapshot.by_key})
         self._windows, self._subjects = windows, {}
         self._before, self._corrected, self._learned = (self._corrected, self._learned), {}, {}
+
+    def _forget(self, present: Collection[str]) -> None:
+        """Drop the records of single jobs that Slurm has forgotten, and of each user's models all but the latest."""
+        models: Counter[str] = Counter()
+        for name in reversed(tuple(self._records)):
+            if (job := OF_A_JOB.match(name)) is not None:
+                useful = job[1] in present
+            else:
+                user = name.partition("/")[0]
+                models[user] += 1
+                useful = models[user] <= MAX_MODELS
+            if not useful:
+                del self._records[name]
 
     def changed(self) -> dict[str, str]:
         """Return the records that have changed since the last call, for the store."""
         names, self._changed = self._changed, set()
-        return {name: encoded(self._records[name]) for name in sorted(names)}
+        return {name: encoded(self._records[name]) for name in sorted(names & self._records.keys())}
 
     def _refined(self, job: Job, base: Profile) -> Profile:
         """Return a profile with its siblings, each corrected if a belief differs from it."""

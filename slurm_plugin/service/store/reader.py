@@ -18,6 +18,7 @@ from cadenza.slurm_plugin.service.accounting.effects import Effect
 from cadenza.slurm_plugin.service.accounting.usage import HOUR_S, FirstStart, HourRow, Start
 from cadenza.slurm_plugin.service.agents.agent_registry import Event
 from cadenza.slurm_plugin.service.errors import StoreError
+from cadenza.slurm_plugin.service.lanes_on_demand import missing_reasons
 from cadenza.slurm_plugin.service.store import record_codec, schema
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -114,14 +115,14 @@ class JobRecord(msgspec.Struct, frozen=True):
 
 
 def host_faults(snapshot: ClusterSnapshot, nodes: Collection[str] | None = None) -> tuple[str, ...]:
-    """Return the faults of the hosts of these nodes, by default of all: silent agents, and what agents report."""
+    """Return the faults of the hosts of these nodes, by default of all: silent agents, what agents report, lanes."""
     hosts = {node.host for node in snapshot.nodes if (node.lane if nodes is None else node.name in nodes)}
     faults: list[str] = []
     for host in snapshot.hosts:
         if not host.agent_alive and host.name in hosts:
-            faults.append(f"the agent of {host.name} is silent")
+            faults.append(f"the agent of {host.name} {host.refused or 'is silent'}")
         elif nodes is None or host.name in hosts:
-            faults += (f"{host.name}: {fault}" for fault in host.faults)
+            faults += (f"{host.name}: {fault}" for fault in (*host.faults, *missing_reasons(snapshot, host)))
     return tuple(faults)
 
 

@@ -98,6 +98,10 @@ class NoRecordError(LookupError):
     """No round is on record yet."""
 
 
+class OtherVersionError(StoreError):
+    """The store is sound, and another version of Cadenza wrote it."""
+
+
 def open_writable(path: Path) -> sqlite3.Connection:
     """Open or create the store for its only writer.
 
@@ -177,8 +181,8 @@ def _connect_readonly(path: Path) -> sqlite3.Connection:
 
 
 def put_aside(path: Path, now_s: float) -> Path:
-    """Rename a corrupt store and its companions, so that nothing is lost; return the new name."""
-    aside = path.with_name(f"{path.name}.corrupt-{int(now_s)}")
+    """Rename a store that cannot be used, and its companions, so that nothing is lost; return the new name."""
+    aside = path.with_name(f"{path.name}.aside-{int(now_s)}")
     for suffix in ("", "-wal", "-shm"):
         source = path.with_name(path.name + suffix)
         if source.exists():
@@ -201,4 +205,4 @@ def _prepare(link: sqlite3.Connection, path: Path) -> None:
 def _check_version(link: sqlite3.Connection, path: Path) -> None:
     version = link.execute("PRAGMA user_version").fetchone()[0]
     if version != VERSION:
-        raise StoreError(f"{path}: store version {version}, this Cadenza reads {VERSION}; name another file")
+        raise OtherVersionError(f"{path}: store version {version}, this Cadenza reads {VERSION}; name another file")

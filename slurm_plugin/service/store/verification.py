@@ -11,6 +11,7 @@ from cadenza.policies.core.actions import (
     OpenNode,
     Place,
     Release,
+    RemoveNode,
     Requeue,
     Resize,
     Resume,
@@ -48,6 +49,8 @@ def verdict(action: Action, snapshot: ClusterSnapshot, applied_s: float) -> Verd
 
 def _effect(action: Action, snapshot: ClusterSnapshot) -> bool | None:
     """Return whether a snapshot shows an action's effect; None if its job or node is gone."""
+    if isinstance(action, RemoveNode):
+        return all(node.name != action.node for node in snapshot.nodes)
     if isinstance(action, DrainNode | OpenNode):
         node = next((node for node in snapshot.nodes if node.name == action.node), None)
         return None if node is None else node.drained == isinstance(action, DrainNode)

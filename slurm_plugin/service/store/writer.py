@@ -6,13 +6,13 @@ import json
 import logging
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from cadenza.policies.core.actions import Action, DrainNode, OpenNode, Outcome
+from cadenza.policies.core.actions import Action, NodeAction, Outcome
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.guard import Guarded
@@ -52,7 +52,7 @@ class SqliteStore:
     def __init__(self, path: Path, clock: Clock) -> None:
         self.path = path
         self.put_aside: Path | None = None
-        """New path of a corrupt predecessor that was moved when this store was opened."""
+        """New path of a predecessor that could not be used and was moved when this store was opened."""
         self._clock = clock
         self._link = self._open()
         self.max_bytes = inf
@@ -171,8 +171,8 @@ class SqliteStore:
         self._settings_text = text
 
     def learned(self) -> dict[str, str]:
-        """Return the beliefs learned from running jobs, as JSON by name (see ``beliefs.Record``)."""
-        return dict(self._link.execute("SELECT name, record FROM learned ORDER BY name").fetchall())
+        """Return the beliefs learned from running jobs, as JSON by name, the latest last (see ``beliefs.Record``)."""
+        return dict(self._link.execute("SELECT name, record FROM learned ORDER BY at_s, name").fetchall())
 
     def learn(self, rows: Mapping[str, str]) -> None:
         """Replace these beliefs; one that does not change for as long as rounds are kept is deleted."""
@@ -221,12 +221,19 @@ class SqliteStore:
     # --- inside ----------------------------------------------------------------------------------------
 
     def _open(self) -> sqlite3.Connection:
+        """Open the store; one that cannot be used is put aside, and its record of what is ours taken over."""
         try:
             return schema.open_writable(self.path)
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, schema.OtherVersionError) as error:
+            undo = None
+            with suppress(StoreError):
+                undo = record_codec.encode_undo(schema.read_undo(self.path))
             self.put_aside = schema.put_aside(self.path, self._clock.now())
-            log.warning("%s is corrupt (%s); kept as %s, starting afresh", self.path, error, self.put_aside)
-            return schema.open_writable(self.path)
+            log.warning("%s cannot be used (%s); kept as %s, starting afresh", self.path, error, self.put_aside)
+            self._link = schema.open_writable(self.path)
+            if undo is not None:
+                self._write_undo(undo)
+            return self._link
 
     def _insert_message(self, message: Switched | LeaseLog | Event) -> None:
         row = {name: getattr(message, name) for name in message.__struct_fields__ if name != "v"}
@@ -322,7 +329,7 @@ class SqliteStore:
                 blocked.add((text, item.reason))
             if item.allowed or (text, item.reason) not in self._last_blocked:
                 key, node = (None, None), None
-                if isinstance(action, DrainNode | OpenNode):
+                if isinstance(action, NodeAction):
                     node = action.node
                 else:
                     key = action.job

@@ -1,0 +1,339 @@
+"""Lanes for the hosts of a partition: the lines of slurm.conf by Slurm's own answers, and what lacks of them (pure)."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from cadenza.policies.core.errors import InputError
+from cadenza.slurm_plugin.cli.site.checks import Finding, Rule, rules_for
+from cadenza.slurm_plugin.gateway.slurm_json import hosts
+from cadenza.slurm_plugin.gateway.translate import lane_of
+from cadenza.slurm_plugin.service.lanes_on_demand import BASE_PORT, WEIGHT_STEP
+
+MAX_NODES = 2**16
+UNSET = ("", "(null)", "N/A", "NONE")
+SINGLE = frozenset({"SelectType", "SelectTypeParameters", "JobRequeue"})
+"""Settings with one value; the others of the rules are lists to which a value is added."""
+LANE_RULES: tuple[Rule, ...] = (
+    (
+        "FAIL", "PrologFlags", r"(?i)^(?=.*\balloc\b)(?=.*\bcontain\b)",
+        "the plugin does not learn a job's GPUs on each host", "PrologFlags=Alloc,Contain",
+    ),
+    ("FAIL", "SlurmdSpoolDir", "%n", "the lanes of a host would share it", "SlurmdSpoolDir=/var/spool/slurmd.%n"),
+    ("FAIL", "SlurmdPidFile", "%n", "the lanes of a host would share it", "SlurmdPidFile=/run/slurmd.%n.pid"),
+)  # fmt: skip
+OWN_SETTINGS = ("SlurmdSpoolDir", "SlurmdPidFile", "AuthInfo")
+"""Settings that a lane on demand has for itself."""
+SOCKET_RULE: Rule = (
+    "FAIL", "AuthInfo", r"\bdisable_sack\b",
+    "the slurmds of a host clash on one socket: sackd has it instead", "AuthInfo=disable_sack",
+)  # fmt: skip
+
+Name: TypeAlias = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")]
+Word: TypeAlias = Annotated[str, Meta(max_length=255, pattern=r"\A[\w.:+-]*\Z")]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**31)]
+
+
+class SlurmNode(msgspec.Struct, frozen=True):
+    """A node as ``scontrol show node --json`` describes it, of which a line of slurm.conf is made."""
+
+    name: Name
+    cpus: Annotated[int, Meta(ge=1, le=2**16)]
+    real_memory: Annotated[int, Meta(ge=1, le=2**43)]
+    hostname: Annotated[str, Meta(pattern=r"\A([A-Za-z0-9][A-Za-z0-9._-]{0,62})?\Z")] = ""
+    address: Word = ""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    boards: Count = 1
+    sockets: Count = 1
+    cores: Count = 1
+    threads: Count = 1
+    temporary_disk: Count = 0
+    specialized_cores: Count = 0
+    specialized_cpus: Annotated[str, Meta(pattern=r"\A[\d,-]{0,4096}\Z")] = ""
+    specialized_memory: Count = 0
+    weight: Count = 1
+    features: Annotated[tuple[Word, ...], Meta(max_length=256)] = ()
+    gres: Annotated[str, Meta(pattern=r"\A[\w.:,()/-]{0,4096}\Z")] = ""
+    partitions: Annotated[tuple[Word, ...], Meta(max_length=4096)] = ()
+
+    @property
+    def host(self) -> str:
+        """Return the machine, which lanes share."""
+        return self.hostname or self.name
+
+    @property
+    def lane(self) -> int:
+        """Return the lane, by the same rule as the service."""
+        return lane_of({"name": self.name, "hostname": self.host, "available_features": list(self.features)})
+
+    def settings(self) -> dict[str, str]:
+        """Return the words of the node's line in slurm.conf."""
+        lone = self.sockets == self.cpus and self.cores == self.threads == 1
+        words: dict[str, object] = {
+            "NodeName": self.name,
+            "NodeHostname": self.host if self.host != self.name else None,
+            "NodeAddr": self.address if self.address not in (self.name, "") else None,
+            "Port": self.port,
+            "CPUs": self.cpus,
+            "Boards": None if lone or self.boards == 1 else self.boards,
+            "Sockets": None if lone else self.sockets,
+            "CoresPerSocket": None if lone else self.cores,
+            "ThreadsPerCore": None if lone else self.threads,
+            "RealMemory": self.real_memory,
+            "TmpDisk": self.temporary_disk or None,
+            "CpuSpecList": self.specialized_cpus or None,
+            "CoreSpecCount": None if self.specialized_cpus else self.specialized_cores or None,
+            "MemSpecLimit": self.specialized_memory or None,
+            "Gres": re.sub(r"\([^)]*\)", "", self.gres),
+            "Feature": ",".join(self.features),
+            "Weight": self.weight,
+        }
+        return {key: str(value) for key, value in words.items() if value is not None}
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    nodes: Annotated[tuple[SlurmNode, ...], Meta(max_length=MAX_NODES)]
+
+
+class LanePlan(msgspec.Struct, frozen=True):
+    """The lines of slurm.conf that give the hosts of managed partitions their lanes."""
+
+    lanes: int
+    nodes: tuple[SlurmNode, ...]
+    """All lanes of the chosen hosts, host by host."""
+    settings: dict[str, str]
+    """Settings that lack something, with their whole new values."""
+    undecided: dict[str, str]
+    """Settings that only the site can change, with the reason."""
+    members: dict[str, tuple[str, ...]]
+    """All nodes of each managed partition."""
+    on_demand: bool = False
+    """The lanes above 0 are dynamic nodes, which Cadenza opens and closes: the plan has lane 0 only."""
+
+    @property
+    def hosts(self) -> list[str]:
+        """Return the names of the hosts' first lanes."""
+        return [node.name for node in self.nodes if node.lane == 0]
+
+    def slurm_conf(self) -> list[str]:
+        """Return the lines that take the place of the hosts' lines, and the settings."""
+        further = range(1, self.lanes) if self.on_demand else ()
+        sets = tuple(f"lanes{lane}" for lane in further)
+        return [
+            *(f"# PartitionName={name} needs Nodes={','.join(nodes + sets)}" for name, nodes in self.members.items()),
+            # Never a node: Slurm knows the feature while no lane is there.
+            *(f"NodeName=no-lane{lane} Feature=lane{lane} State=FUTURE" for lane in further),
+            *(f"NodeSet=lanes{lane} Feature=lane{lane}" for lane in further),
+            *(" ".join(f"{key}={value}" for key, value in node.settings().items()) for node in self.nodes),
+            *(f"{key}={value}" for key, value in self.settings.items()),
+            *(f"# {key} is yours to change: {reason}" for key, reason in self.undecided.items()),
+        ]
+
+    def gres_conf(self, present: str) -> Iterator[str]:
+        """Yield lines for the further lanes, like those for lane 0 that name their nodes.
+
+        A line without names is for all nodes, so it needs no other.
+        """
+        rows = [line.split("#", 1)[0].split() for line in present.splitlines()]
+        named = [(_nodes_of(words), words) for words in rows]
+        known = {name for names, _ in named for name in names}
+        for names, words in named:
+            lanes = [
+                node.name for node in self.nodes if node.lane and node.name not in known and self.first(node) in names
+            ]
+            if lanes:
+                kept = (word for word in words if not word.lower().startswith("nodename="))
+                yield f"NodeName={','.join(lanes)} {' '.join(kept)}"
+
+    def first(self, lane: SlurmNode) -> str:
+        """Return the name of lane 0 on a lane's host."""
+        return next(node.name for node in self.nodes if node.host == lane.host and node.lane == 0)
+
+    def lua_conf(self) -> list[str]:
+        """Return the lines of /etc/cadenza/lua.conf."""
+        return [f"partitions={','.join(self.members)}", f"lanes={self.lanes}"]
+
+
+def decode_nodes(text: str) -> tuple[SlurmNode, ...]:
+    """Return the nodes of an answer of ``scontrol show node --json``; raise InputError for any other text."""
+    try:
+        return msgspec.json.decode(text, type=_Answer).nodes
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise InputError(f"scontrol show node --json: {error}") from None
+
+
+def names_in(expression: str) -> list[str]:
+    """Return the names of a list such as ``gpu[1-4]``; raise InputError for text that is none."""
+    try:
+        names = hosts(expression)
+    except ValueError as error:
+        raise InputError(f"{expression!r} is no list of nodes: {error}") from None
+    if not names:
+        raise InputError("an empty text is no list of nodes")
+    return names
+
+
+def plan_lanes(
+    nodes: Sequence[SlurmNode], config: Mapping[str, str], managed: Collection[str], lanes: int,
+    chosen: Collection[str], *, full_memory: bool = False,
+) -> LanePlan:  # fmt: skip
+    """Return the plan for the GPU hosts of the managed partitions, or for the chosen nodes among them.
+
+    A host that has all lanes keeps their lines, so the plan of a finished site is the site itself. Raise InputError for
+    a partition or node that Slurm does not have, and for a host that is in another partition too.
+    """
+    by_host: defaultdict[str, dict[int, SlurmNode]] = defaultdict(dict)
+    for node in nodes:
+        if node.gres.startswith("gpu") or ",gpu" in node.gres:
+            by_host[node.host].setdefault(node.lane, node)
+    firsts = [present[0] for present in by_host.values() if 0 in present and set(managed) & set(present[0].partitions)]
+    for name in managed:
+        if not any(name in node.partitions for node in firsts):
+            raise InputError(f"Slurm has no nodes with GPUs in a partition {name!r}")
+    for name in set(chosen) - {node.name for node in firsts}:
+        raise InputError(f"Slurm has no node {name!r} with GPUs in {', '.join(managed)}")
+    planned: list[SlurmNode] = []
+    for first in (node for node in firsts if not chosen or node.name in chosen):
+        foreign = sorted(set(first.partitions) - set(managed))
+        if foreign:
+            advice = f"take it out of it, or give --partition {foreign[0]} too"
+            raise InputError(f"{first.name} is in the partition {foreign[0]}, which Cadenza would not manage: {advice}")
+        planned += _lanes_of(by_host[first.host], first, lanes, config, full_memory=full_memory)
+    members = {name: _members(name, nodes, planned) for name in managed}
+    return LanePlan(lanes, tuple(planned), *_settings(config), members)
+
+
+def on_demand(plan: LanePlan, nodes: Sequence[SlurmNode], config: Mapping[str, str]) -> LanePlan:
+    """Return a plan with room in slurm.conf for lanes that are not in it; ``nodes``: those that Slurm has.
+
+    Each lane's slurmd has a folder of its own, so the paths and the socket may stay as they are. Where Slurm has room
+    for the lanes already, the site is set up, and lane 0 has its part of the memory.
+    """
+    present = {node.name: node for node in nodes}
+    firsts = tuple(node for node in plan.nodes if node.lane == 0)
+    room = sum(not node.lane for node in nodes) + (plan.lanes - 1) * (len(firsts) + 1)
+    limit = config.get("MaxNodeCount", "")
+    enough = limit.isdecimal() and int(limit) >= room
+    if enough:
+        firsts = tuple(msgspec.structs.replace(node, real_memory=present[node.name].real_memory) for node in firsts)
+    settings = {key: value for key, value in plan.settings.items() if key not in OWN_SETTINGS}
+    lanes = {node.name for node in (*plan.nodes, *nodes) if node.lane}
+    return LanePlan(
+        plan.lanes,
+        firsts,
+        settings if enough else {**settings, "MaxNodeCount": str(room)},
+        plan.undecided,
+        {name: tuple(node for node in members if node not in lanes) for name, members in plan.members.items()},
+        on_demand=True,
+    )
+
+
+def _lanes_of(
+    present: Mapping[int, SlurmNode], first: SlurmNode, lanes: int, config: Mapping[str, str], *, full_memory: bool
+) -> Iterator[SlurmNode]:
+    """Yield the lanes of one host; new ones are like the first, with all of its memory or an equal part each."""
+    whole = set(present) == set(range(lanes))
+    part_mb = first.real_memory if full_memory else sum(node.real_memory for node in present.values()) // lanes
+    port = int(config["SlurmdPort"]) if first.port == 0 and config.get("SlurmdPort", "").isdecimal() else first.port
+    features = tuple(word for word in first.features if not re.fullmatch(r"lane\d+", word))
+    used = {node.port for node in present.values()}
+    for lane in range(lanes):
+        wanted = msgspec.structs.replace(
+            first, port=port, real_memory=part_mb, features=(*features, f"lane{lane}"),
+            weight=first.weight + WEIGHT_STEP * lane,
+        )  # fmt: skip
+        if lane:
+            free = next(number for number in range(BASE_PORT + lane, 2**16) if number not in used)
+            used.add(free)
+            wanted = msgspec.structs.replace(
+                wanted, name=f"{first.name}-l{lane}", hostname=first.host, port=free,
+                address=first.address or first.host,
+            )  # fmt: skip
+        old = present.get(lane)
+        if old is not None:
+            memory_mb = old.real_memory if whole else part_mb
+            wanted = msgspec.structs.replace(
+                wanted, name=old.name, port=old.port or wanted.port, weight=old.weight, real_memory=memory_mb
+            )
+        yield wanted
+
+
+def _members(partition: str, nodes: Sequence[SlurmNode], planned: Sequence[SlurmNode]) -> tuple[str, ...]:
+    """Return the nodes of a partition: those that it has, each followed by the new lanes of its host."""
+    present = [node for node in nodes if partition in node.partitions]
+    known, members = {node.name for node in present}, list[str]()
+    for node in present:
+        new = [lane.name for lane in planned if lane.host == node.host and lane.name not in known]
+        members += [node.name, *(new if node.lane == 0 else ())]
+    return tuple(members)
+
+
+def _settings(config: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the settings to change with their new values, and those that the site decides about."""
+    changed: dict[str, str] = {}
+    undecided: dict[str, str] = {}
+    socket = (SOCKET_RULE,) if config.get("AuthType") == "auth/slurm" else ()
+    for _, key, good, effect, advice in (*rules_for(config), *LANE_RULES, *socket):
+        value = changed.get(key, config.get(key, ""))
+        if re.search(good, value):
+            continue
+        if key == "PreemptMode":
+            undecided[key] = f"it is {value}: {effect}; {advice}"
+        else:
+            changed[key] = _value(key, "" if value in UNSET else value, advice.split()[0].partition("=")[2])
+    return changed, undecided
+
+
+def _value(key: str, present: str, wanted: str) -> str:
+    """Return a setting's new value, which keeps the present one as far as it can."""
+    if key == "SlurmdSpoolDir" and present:
+        return f"{present}.%n"
+    if key == "SlurmdPidFile" and present:
+        return f"{present.removesuffix('.pid')}.%n.pid"
+    if key == "SelectTypeParameters" and present:
+        more = re.sub(r"(?i)\bCR_(CPU|CORE|SOCKET|BOARD)\b", r"\g<0>_MEMORY", present)
+        return more if more != present else f"{present},CR_MEMORY"
+    if key in SINGLE:
+        return wanted
+    words = present.split(",") if present else []
+    return ",".join([*words, *(word for word in wanted.split(",") if word.lower() not in map(str.lower, words))])
+
+
+def lacking(plan: LanePlan, nodes: Sequence[SlurmNode]) -> Iterator[Finding]:
+    """Yield a finding for each setting, node and partition of a plan: Slurm has it or not."""
+    for key, value in plan.settings.items():
+        yield Finding("FAIL", key, "it lacks something", f"{key}={value}")
+    for key, reason in plan.undecided.items():
+        yield Finding("FAIL", key, reason)
+    present = {node.name: node for node in nodes}
+    for node in plan.nodes:
+        old, new = present.get(node.name), node.settings()
+        line = " ".join(f"{key}={value}" for key, value in new.items())
+        if old is None:
+            yield Finding("FAIL", node.name, "Slurm does not have this lane", line)
+            continue
+        now = old.settings()
+        differ = [key for key in {**now, **new} if now.get(key) != new.get(key)]
+        if differ:
+            yield Finding("FAIL", node.name, f"{', '.join(differ)}: not as planned", line)
+        else:
+            yield Finding("OK", node.name, f"lane {node.lane} of {node.host}")
+    for name, members in plan.members.items():
+        missing = [member for member in members if member not in present or name not in present[member].partitions]
+        if missing:
+            advice = f"Nodes={','.join(members)}"
+            yield Finding("FAIL", f"partition {name}", f"{', '.join(missing)} is not in it", advice)
+        else:
+            yield Finding("OK", f"partition {name}", f"{len(members)} nodes")
+
+
+def _nodes_of(words: Sequence[str]) -> list[str]:
+    """Return the nodes that a line of gres.conf names."""
+    value = next((word.partition("=")[2] for word in words if word.lower().startswith("nodename=")), "")
+    return names_in(value) if value else []

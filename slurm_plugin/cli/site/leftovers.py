@@ -1,0 +1,135 @@
+"""``cadenza uninstall --dry-run``: what is left of Cadenza on this machine and in Slurm."""
+
+from __future__ import annotations
+
+import pwd
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import click
+import msgspec
+
+from cadenza.policies.core.errors import InputError
+from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
+from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, say
+from cadenza.slurm_plugin.cli.site.lane_plan import SlurmNode, decode_nodes, names_in
+from cadenza.slurm_plugin.cli.site.setup_command import USER, text_of
+from cadenza.slurm_plugin.gateway.commands import JSON
+from cadenza.slurm_plugin.gateway.errors import GatewayError
+from cadenza.slurm_plugin.gateway.slurm_gateway import TIMEOUT_S, answer_of, slurm_config
+from cadenza.slurm_plugin.service.settings import Settings, load_settings
+
+UNITS = Path("/etc/systemd/system")
+LANE_NAME = re.compile(r".+-l\d+")
+
+
+class Leftover(msgspec.Struct, frozen=True):
+    """One thing that is left, and how it goes."""
+
+    left: str
+    removal: str
+
+
+@click.command("uninstall")
+@click.option("--dry-run", is_flag=True, help="List what is left; there is nothing else yet.")
+@json_option
+@config_option
+def uninstall(*, dry_run: bool, as_json: bool, config: Path | None) -> None:
+    """List what is left of Cadenza on this machine and in Slurm, and how each part is removed.
+
+    It removes nothing. The exit code is 1 if more than the programs themselves is left, and 3 if Slurm did not answer.
+    """
+    if not dry_run:
+        raise click.UsageError("it only lists what is left: give --dry-run")
+    try:
+        settings = load_settings(config)
+    except ConfigError:
+        settings = Settings()
+    left, silent = list[Leftover](), ""
+    slurm: dict[str, str] = {}
+    try:
+        slurm = slurm_config()
+        left += in_slurm(decode_nodes(answer_of(("scontrol", "show", "node", JSON), TIMEOUT_S)))
+        left += in_accounting(slurm)
+    except GatewayError as error:
+        silent = str(error)
+    left += on_this_machine(settings, (config or DEFAULT_PATH).parent)
+    left += in_slurms_files(Path(slurm.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent)
+    left += plugins(slurm.get("PluginDir", ""))
+    programs = f"the programs: {Path(sys.argv[0]).resolve()}"
+    program = Leftover(programs, "apt-get purge 'cadenza*', or rm -r /opt/cadenza")
+    if as_json:
+        emit([*left, program])
+    else:
+        for one in (*left, program):
+            say(one.left, f"       -> {one.removal}")
+    if silent:
+        say(f"{silent}: what Slurm has was not looked at", err=True)
+        raise SystemExit(3)
+    raise SystemExit(int(bool(left)))
+
+
+def in_slurm(nodes: Sequence[SlurmNode]) -> Iterator[Leftover]:
+    """Yield the lanes that slurmctld has."""
+    lanes = [node.name for node in nodes if node.lane]
+    if lanes:
+        yield Leftover(f"lanes in Slurm: {','.join(lanes)}", "take their lines out of slurm.conf, restart its daemons")
+    first = [node.name for node in nodes if "lane0" in node.features]
+    if first:
+        yield Leftover(f"Feature=lane0 in Slurm: {','.join(first)}", "give these nodes their former lines")
+
+
+def in_accounting(config: Mapping[str, str]) -> Iterator[Leftover]:
+    """Yield the service's user in Slurm's accounting."""
+    if config.get("AccountingStorageType", "").endswith("slurmdbd"):
+        question = ("sacctmgr", "--noheader", "--parsable2", "show", "user", USER, "format=user")
+        if answer_of(question, TIMEOUT_S).strip():
+            yield Leftover(f"the user {USER} in Slurm's accounting", f"sacctmgr delete user {USER}")
+
+
+def on_this_machine(settings: Settings, own: Path, units: Path = UNITS) -> Iterator[Leftover]:
+    """Yield the folders of the daemons, units that were put there by hand, and the service's user."""
+    folders = {
+        own, Path(settings.service.store).parent, Path(settings.service.heartbeat).parent,
+        Path(settings.agent.state_dir), Path(settings.agent.socket).parent,
+    }  # fmt: skip
+    for unit in (*sorted(units.glob("cadenza*.service")), units / "slurmd@.service"):
+        if "cadenza" in text_of(unit):
+            name = unit.name.replace("@.", "@*.")
+            yield Leftover(f"the unit {unit}", f"systemctl disable --now '{name}' && rm {unit}")
+    for folder in sorted(folders):
+        if folder.exists():
+            yield Leftover(f"the folder {folder}", f"rm -r {folder}")
+    try:
+        pwd.getpwnam(USER)
+    except KeyError:
+        return
+    yield Leftover(f"the user {USER}", f"userdel {USER}")
+
+
+def in_slurms_files(folder: Path) -> Iterator[Leftover]:
+    """Yield the lines of Slurm's files that name Cadenza or a lane."""
+    for path in (*sorted(folder.glob("*")), *sorted(folder.glob("plugstack.conf.d/*"))):
+        rows = text_of(path).splitlines() if path.is_file() else []
+        found = [number for number, row in enumerate(rows, 1) if "cadenza" in row.lower() or _names_lanes(row)]
+        if found:
+            removal = "take the line out, or remove the file if it is Cadenza's"
+            yield Leftover(f"{path}:{found[0]} names Cadenza or a lane", removal)
+
+
+def _names_lanes(row: str) -> bool:
+    named = re.match(r"(?i)\s*NodeName=(\S+)", row)
+    try:
+        return named is not None and any(LANE_NAME.fullmatch(name) for name in names_in(named[1]))
+    except InputError:
+        return False
+
+
+def plugins(directories: str) -> Iterator[Leftover]:
+    """Yield the SPANK plugin in Slurm's plugin directories."""
+    for folder in filter(None, re.split(r"[:,]", directories)):
+        path = Path(folder) / "cadenza.so"
+        if path.exists():
+            yield Leftover(f"the plugin {path}", f"apt-get purge 'cadenza-slurm*', or rm {path}")

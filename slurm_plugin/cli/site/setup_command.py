@@ -1,0 +1,150 @@
+"""``cadenza setup``: the lines that a site adds to its configuration, and the check that they are in force."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import click
+
+from cadenza.policies.inputs.cluster import MAX_LANES
+from cadenza.sidecar.config import DEFAULT_PATH
+from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, say
+from cadenza.slurm_plugin.cli.site.checks import Finding, failed
+from cadenza.slurm_plugin.cli.site.command import show
+from cadenza.slurm_plugin.cli.site.lane_plan import LanePlan, decode_nodes, lacking, names_in, on_demand, plan_lanes
+from cadenza.slurm_plugin.gateway.commands import JSON
+from cadenza.slurm_plugin.gateway.slurm_gateway import TIMEOUT_S, answer_of, slurm_config
+from cadenza.slurm_plugin.service.settings import load_settings
+
+FILES = ("cadenza.conf", "gres.conf", "lua.conf", "cadenza.toml")
+MAX_BYTES = 2**24
+USER = "cadenza"
+"""The service's user, as in its unit."""
+
+
+@click.command("setup")
+@click.argument("nodes", nargs=-1, metavar="[NODES]...")
+@click.option("--partition", "partitions", multiple=True, required=True, metavar="NAME",
+              help="A partition that Cadenza manages; may be repeated.")  # fmt: skip
+@click.option("--lanes", default=2, show_default=True, type=click.IntRange(2, MAX_LANES), help="Lanes of each host.")
+@click.option("--on-demand", "dynamic", is_flag=True, help="Lanes that Cadenza opens and closes, not in slurm.conf.")
+@click.option("--file", "name", type=click.Choice(FILES), help="Print the content of this file alone.")
+@click.option("--check", is_flag=True, help="Check that Slurm has these lines in force, and this machine its files.")
+@json_option
+@config_option
+def setup(  # noqa: PLR0913 (its options)
+    *, nodes: tuple[str, ...], partitions: tuple[str, ...], lanes: int, dynamic: bool, name: str | None, check: bool,
+    as_json: bool, config: Path | None,
+) -> None:  # fmt: skip
+    """Print the lines for this site that give the GPU hosts of a partition lanes, or NODES (gpu[1-4]) of them.
+
+    They are made of what scontrol says, on the controller; nothing is changed. cadenza.conf takes the place of the
+    hosts' lines in slurm.conf, and the lines of gres.conf are added to it. Once the lines are in force, the same
+    command prints them again, and with --check the exit code is 1 if one of them is missing.
+    """
+    if name and (check or as_json):
+        raise click.UsageError("--file prints one file as it is: give it without --check and --json")
+    # 1. What Slurm says, and what it lacks.
+    slurm = slurm_config()
+    present = decode_nodes(answer_of(("scontrol", "show", "node", JSON), TIMEOUT_S))
+    chosen = [one for expression in nodes for one in names_in(expression)]
+    folder, own = Path(slurm.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent, config or DEFAULT_PATH
+    full_memory = own.exists() and load_settings(own).service.lanes_memory == "full"
+    plan = plan_lanes(present, slurm, partitions, lanes, chosen, full_memory=full_memory)
+    if dynamic:
+        plan = on_demand(plan, present, slurm)
+    # 2. Compare, or print.
+    if check:
+        findings = [*lacking(plan, present), *missing_files(plan, folder, own), *_rights(slurm)]
+        show(findings, as_json=as_json)
+        raise SystemExit(int(failed(findings)))
+    contents = {
+        "cadenza.conf": plan.slurm_conf(),
+        "gres.conf": list(plan.gres_conf(text_of(folder / "gres.conf"))),
+        "lua.conf": plan.lua_conf(),
+        "cadenza.toml": toml(partitions, slurm),
+    }
+    places = {name: str((folder if name in FILES[:2] else own.parent) / name) for name in FILES}
+    if as_json:
+        emit({"files": {places[name]: lines for name, lines in contents.items()}, "commands": commands(plan, own)})
+    elif name:
+        for line in contents[name]:
+            say(line, length=MAX_BYTES)  # a list of nodes may be longer than say() allows
+    else:
+        for one, lines in contents.items():
+            say(f"# --- {places[one]}", *lines, "")
+        say("# --- commands", *commands(plan, own))
+
+
+def toml(partitions: tuple[str, ...], slurm: Mapping[str, str]) -> list[str]:
+    """Return the lines of cadenza.toml; the service runs where slurmctld does."""
+    controller = re.match(r"[\w.-]+", slurm.get("SlurmctldHost[0]", ""))
+    names = ", ".join(f'"{name}"' for name in partitions)
+    service = f'service = "tcp://{controller[0] if controller else "CONTROLLER"}:6850"'
+    return ["[service]", 'mode = "observe"', "[guard]", f"partitions = [{names}]", "[agent]", service]
+
+
+def commands(plan: LanePlan, own: Path) -> list[str]:
+    """Return the commands with this site's names, in their order."""
+    hosts = plan.hosts
+    if plan.on_demand:
+        return [f"cadenza keygen --out {own.parent / 'keys'} {' '.join(hosts)}", f"cadenza lanes add {' '.join(hosts)}"]
+    units = {host: [node.name for node in plan.nodes if plan.first(node) == host] for host in hosts}
+    return [
+        f"scontrol update nodename={','.join(hosts)} state=drain reason=lanes",
+        f"cadenza keygen --out {own.parent / 'keys'} {' '.join(hosts)}",
+        *(
+            f"{host}: systemctl disable --now slurmd; systemctl enable --now slurmd@{' slurmd@'.join(lanes)}"
+            for host, lanes in units.items()
+        ),
+    ]
+
+
+def missing_files(plan: LanePlan, folder: Path, own: Path) -> Iterator[Finding]:
+    """Yield a finding for each file of Slurm's folder and of Cadenza's on this machine, the controller."""
+
+    def found(path: Path, fault: str, advice: str, *, good: bool) -> Finding:
+        return Finding("OK", str(path), "as planned") if good else Finding("FAIL", str(path), fault, advice)
+
+    lines = list(plan.gres_conf(text_of(folder / "gres.conf")))
+    yield found(folder / "gres.conf", "it names nodes, and not all lanes", "; ".join(lines), good=not lines)
+    lua, plugins, settings = folder / "job_submit.lua", folder / "plugstack.conf", own.with_name("lua.conf")
+    loads = "cadenza" in text_of(lua)
+    yield found(lua, "it is not Cadenza's, and does not load it", "see docs/install.md", good=loads)
+    named = "cadenza.so" in with_includes(plugins)
+    yield found(plugins, "it does not name cadenza.so", "add the line: optional cadenza.so", good=named)
+    same = set(plan.lua_conf()) <= set(text_of(settings).split())
+    yield found(settings, "it differs from the plan", "cadenza setup --file lua.conf", good=same)
+    table = load_settings(own)
+    managed = set(plan.members) <= table.guard.partitions and bool(table.agent.service)
+    advice = "cadenza setup --file cadenza.toml"
+    yield found(own, "[guard] partitions or [agent] service is missing", advice, good=managed)
+
+
+def _rights(slurm: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield whether the service's user may drain and open nodes, where Slurm's accounting says so."""
+    if not slurm.get("AccountingStorageType", "").endswith("slurmdbd") or shutil.which("sacctmgr") is None:
+        return
+    question = ("sacctmgr", "--noheader", "--parsable2", "show", "user", USER, "format=adminlevel")
+    level = answer_of(question, TIMEOUT_S).strip()
+    advice = f"sacctmgr add user {USER} account=root adminlevel=Administrator"
+    about = f"accounting user {USER}"
+    yield Finding("OK" if level == "Administrator" else "FAIL", about, f"admin level {level or 'unknown'}", advice)
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a small file; empty if it cannot be read."""
+    try:
+        return path.read_text(errors="replace") if path.stat().st_size <= MAX_BYTES else ""
+    except OSError:
+        return ""
+
+
+def with_includes(path: Path) -> str:
+    """Return the text of a file of Slurm's and of those that its lines ``include PATTERN`` name."""
+    text = text_of(path)
+    patterns = re.findall(r"^\s*include\s+/?(\S+)", text, re.MULTILINE | re.IGNORECASE)
+    return "\n".join([text, *(text_of(one) for pattern in patterns for one in sorted(Path("/").glob(pattern)))])
