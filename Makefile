@@ -5,7 +5,7 @@ PYTHON ?= python3
 
 ARGS ?=
 
-.PHONY: install demo test test-fast test-packages test-sites test-slurm measure faults soak fuzz lint wheels debs rpms docs clean
+.PHONY: install demo test test-fast test-guide test-packages test-sites test-slurm test-vm measure faults soak fuzz lint wheels debs rpms docs clean
 
 install: $(BIN)/.installed
 
@@ -36,9 +36,18 @@ debs: install
 rpms: debs
 	packaging/rpms dist/debs dist/rpms
 
-# Each wheel in an environment of its own, without a network; the client's on every Python from 3.9 on that is found.
-test-packages: install
+# Each wheel in an environment of its own, the client's on every Python from 3.9 on that is found; Debian's packages on a
+# container cluster, and installed by the Ansible role.
+test-packages: debs $(BIN)/.ansible
 	$(BIN)/python -m pytest tests/packages -m packages
+
+$(BIN)/.ansible: $(BIN)/.installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[ansible]'
+	touch $@
+
+# The blocks of docs/install.md and docs/maintenance.md, one by one, on a plain Slurm in containers.
+test-guide: install
+	$(BIN)/python -m pytest tests/guide -m packages -x
 
 # A site's rarer cases on the container cluster, too long for a ring.
 test-sites: install
@@ -48,6 +57,10 @@ test-sites: install
 SLURM ?= 26.05
 test-slurm: install
 	SLURM=$(SLURM) $(BIN)/python tests/rings.py release
+
+# Cgroup v2 and systemd: a virtual machine with Debian's kernel; `container/vm` shows its console.
+test-vm: install debs
+	$(BIN)/python -m pytest tests/vm -m vm
 
 # Figures that depend on the machine; minutes each.
 measure: install
@@ -62,9 +75,11 @@ faults: install
 soak: install
 	$(BIN)/python benchmarks/soak.py $(ARGS)
 
-# A million hostile inputs through all decoders: make fuzz ARGS='--seed 2 --count 100000'
+# A million hostile inputs through all decoders, then the fast ring with more random cases:
+# make fuzz ARGS='--seed 2 --count 100000'
 fuzz: install
 	$(BIN)/python benchmarks/fuzz.py $(ARGS)
+	$(BIN)/python tests/rings.py thorough
 
 lint: install
 	$(BIN)/ruff check .

@@ -112,22 +112,25 @@ def prepare() -> None:
 
 
 class Shell:
-    """One process in a container that runs a command after the other."""
+    """One process that runs a command after the other, at the other end of a command's input and output."""
 
-    def __init__(self, container: str) -> None:
-        self._words = [ENGINE, "exec", "--interactive", container, PYTHON, "-u", "-c", SERVER]
+    def __init__(self, words: Sequence[str], first: str = "") -> None:
+        """Keep the command; ``first`` is what it reads before the first order."""
+        self._words, self._first = words, first
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, order: Sequence[object], timeout: float) -> tuple[int, str, str]:
         """Return exit code, output and error output of an order; raise ClusterError when it takes too long."""
+        text = json.dumps(order) + "\n"
         if self._process is None or self._process.poll() is not None:
+            text = self._first + text
             self._process = subprocess.Popen(
                 self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
             )
         assert self._process.stdin is not None  # noqa: S101 (for the type checker)
         assert self._process.stdout is not None  # noqa: S101
         try:
-            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.write(text)
             self._process.stdin.flush()
         except BrokenPipeError:
             self.close()
@@ -200,11 +203,15 @@ class Cluster:
     def _ask(
         self, container: str, order: Sequence[object], command: Sequence[str], *, check: bool, timeout: float = 120
     ) -> subprocess.CompletedProcess[str]:
-        shell = self._shells.setdefault(container, Shell(f"{self.name}-{container}"))
-        code, output, errors = shell.ask(order, timeout)
+        code, output, errors = self.shell(container).ask(order, timeout)
         if check and code:
             raise ClusterError(f"{container}: {' '.join(command)} → {code}\n{output}{errors}")
         return subprocess.CompletedProcess(command, code, output, errors)
+
+    def shell(self, container: str) -> Shell:
+        """Return the process that runs commands in a container."""
+        words = (ENGINE, "exec", "--interactive", f"{self.name}-{container}", PYTHON, "-u", "-c", SERVER)
+        return self._shells.setdefault(container, Shell(words))
 
     # --- Jobs ---------------------------------------------------------------------------------------
 

@@ -51,6 +51,9 @@ if [[ $engine == podman ]]; then
   run_options=(--ulimit "nofile=$(ulimit -Hn):$(ulimit -Hn)" --ulimit nproc=16384:16384)
 fi
 
+# The image with Debian's packages that `build-packages` makes of an image.
+packaged() { sed 's/\(:[^:]*\)\?$/-packages\1/' <<<"$1"; }
+
 engine_works() { "$engine" info >/dev/null 2>&1; }
 
 image_exists() { "$engine" image inspect "$1" >/dev/null 2>&1; }

@@ -4,11 +4,18 @@ nodes=2
 gpus=4
 gpu_types=a100
 lanes=2
+on_demand=false
 cpus=24
 memory_mb=64000
+full_memory=false
+node_limit_mb=0
 unmanaged=0
 state_mb=0
+gpu_memory_mb=64
 autostart=true
+from_packages=false
+auth=slurm
+configless=false
 extra_configs=()
 
 number() { # OPTION VALUE LEAST
@@ -31,7 +38,7 @@ entry_of() { # LIST HOSTNAME
 }
 
 while (($#)); do
-  [[ $1 != --* || $1 == --help || $1 == --no-cadenza ]] || (($# >= 2)) || die 2 "$1 needs a value (see --help)"
+  [[ $1 != --* || $1 =~ ^--(help|no-cadenza|from-packages|configless|lanes-on-demand|full-memory)$ ]] || (($# >= 2)) || die 2 "$1 needs a value (see --help)"
   case $1 in
     --name) cluster=$2 ;;
     --nodes) nodes=$(number "$1" "${2:-}" 1) ;;
@@ -40,13 +47,24 @@ while (($#)); do
     --lanes) lanes=$(number "$1" "${2:-}" 1) ;;
     --cpus) cpus=$(number "$1" "${2:-}" 1) ;;
     --memory-mb) memory_mb=$(number "$1" "${2:-}" 1000) ;;
+    --node-limit-mb) node_limit_mb=$(number "$1" "${2:-}" 500) ;;
     --unmanaged-nodes) unmanaged=$(number "$1" "${2:-}" 0) ;;
     --state-mb) state_mb=$(number "$1" "${2:-}" 1) ;;
+    --gpu-memory-mb) gpu_memory_mb=$(number "$1" "${2:-}" 0) ;;
     --config) [[ -r ${2:-} ]] || die 2 "--config: cannot read '${2:-}'" && extra_configs+=("$2") ;;
+    --auth) [[ ${2:-} =~ ^(slurm|munge)$ ]] && auth=$2 || die 2 "--auth: slurm or munge, not '${2:-}'" ;;
+    --configless) configless=true && shift && continue ;;
+    --full-memory) full_memory=true && shift && continue ;;
     --no-cadenza) autostart=false && shift && continue ;;
+    --from-packages) from_packages=true && shift && continue ;;
+    --lanes-on-demand) on_demand=true && shift && continue ;;
     --help) usage 0 ;;
     *) die 2 "unknown option '$1' (see --help)" ;;
   esac
   shift 2
 done
+if $from_packages; then image=$(packaged "$image"); fi
 [[ $cluster =~ ^[a-z][a-z0-9-]*$ ]] || die 2 "--name: '$cluster' is not of the form [a-z][a-z0-9-]*"
+# Lanes that stand in slurm.conf, whose slurmds the containers start; Cadenza's agents start those of the others.
+static_lanes=$lanes
+if $on_demand; then static_lanes=1; fi

@@ -1,4 +1,4 @@
-"""Paths of what these tests take from elsewhere: the scripted agent of the client's tests, and the build script."""
+"""Paths of what these tests take from elsewhere: scripted agent, driver of the cluster, build script."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "tests" / "client"), str(ROOT / "packaging")]
+sys.path += [str(ROOT / "tests" / "client"), str(ROOT / "tests" / "cluster"), str(ROOT / "packaging")]

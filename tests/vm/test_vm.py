@@ -1,0 +1,128 @@
+"""Turns, freezing, tuning and the shipped units under Debian's kernel with cgroup v2 and systemd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from virtual_machine import PATIENCE_S, Machine, frozen
+
+from cluster import SHARED, wait_for
+
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
+
+UNITS = ("slurmctld", "slurmd@node1", "slurmd@node1-l1", "cadenzad", "cadenza-agent")
+EXPOSURE = 4.0
+"""Most that `systemd-analyze security` may say of cadenzad."""
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    one = Machine("vm", console=tmp_path_factory.mktemp("vm") / "console.log")
+    try:
+        one.boot()
+        yield one
+    finally:
+        one.down()
+
+
+@pytest.fixture
+def idle(machine: Machine) -> Machine:
+    """The machine without jobs, with both lanes open."""
+    for user in ("alice", "bob"):
+        machine.ctl("scancel", f"--user={user}")
+    wait_for("an empty queue", lambda: not machine.ctl("squeue", "-h").strip(), PATIENCE_S)
+    wait_for("two idle nodes", lambda: machine.ctl("sinfo", "-hN", "-o", "%T").split() == ["idle"] * 2, PATIENCE_S)
+    return machine
+
+
+def test_systemd_boots_the_machine_with_every_unit_and_cgroup_v2_only(
+    machine: Machine, measured: Callable[[str], None]
+) -> None:
+    assert machine.ctl("systemctl", "--failed", "--no-legend") == ""
+    assert {machine.shows(unit, "ActiveState") for unit in UNITS} == {"active"}
+    kinds = machine.ctl("findmnt", "--list", "--noheadings", "--output", "FSTYPE,TARGET").splitlines()
+    assert [row.split() for row in kinds if row.startswith("cgroup")] == [["cgroup2", "/sys/fs/cgroup"]]
+    assert "CgroupPlugin=cgroup/v2" in machine.ctl("scontrol", "show", "config").replace(" ", "")
+    versions = "uname -rv; systemctl --version | head -1; slurmctld -V; systemd-detect-virt; systemd-analyze | head -1"
+    measured(machine.ctl("sh", "-c", versions).replace("\n", "; "))
+
+
+def test_two_jobs_take_turns_frozen_by_cgroup_freeze_also_while_the_agent_is_killed(
+    idle: Machine, measured: Callable[[str], None]
+) -> None:
+    numbers = {"alice": 601, "bob": 602}
+    claims = f"--claim-dir {SHARED}/claims"
+    jobs = {user: idle.paced(user, number, "--gres=gpu:4", claims=claims) for user, number in numbers.items()}
+
+    def one_runs_and_one_is_frozen() -> dict[str, bool]:
+        seen = {user: idle.groups(number) for user, number in numbers.items()}
+        states = {user: idle.state(job) for user, job in jobs.items()}
+        if not all(seen.values()) or set(states.values()) != {"RUNNING", "SUSPENDED"}:
+            return {}
+        found = {user: frozen(groups) for user, groups in seen.items()}
+        return found if all(found[user] == (states[user] == "SUSPENDED") for user in found) else {}
+
+    wait_for("one job runs and the other is frozen", one_runs_and_one_is_frozen, PATIENCE_S)
+    before = idle.shows("cadenza-agent", "NRestarts")
+    idle.ctl("systemctl", "kill", "--kill-whom=main", "--signal=KILL", "cadenza-agent")
+    seen = wait_for("one job runs and the other is frozen, still", one_runs_and_one_is_frozen, PATIENCE_S)
+    wait_for("systemd starts the agent again", lambda: idle.shows("cadenza-agent", "NRestarts") != before, PATIENCE_S)
+    held = next(user for user, still in seen.items() if still)
+    wait_for("the frozen job runs again", lambda: not frozen(idle.groups(numbers[held])), PATIENCE_S)
+    idle.wait_done(*jobs.values(), timeout=PATIENCE_S)
+    ((yields,),) = idle.sql("select count(*) from switches where kind = 'yield'")
+    measured(f"{yields} yields")
+    assert yields >= 2
+
+
+def test_cpus_follow_the_profile_in_the_cpuset_of_the_jobs_group_and_come_back_for_another_job(idle: Machine) -> None:
+    number = 4000
+    idle.paced("alice", number, "--gres=gpu:1", "--cpus-per-task=1", "--nodelist=node1", model="steep")
+
+    def has(cpuset: str) -> dict[str, Any]:
+        groups = idle.groups(number)
+        return groups if groups and groups["files"]["cpuset.cpus"] == [cpuset] else {}
+
+    groups = wait_for("both CPUs while it is alone", lambda: has("0-1"), PATIENCE_S)
+    assert groups["job"].startswith("/sys/fs/cgroup/system.slice/"), "the scope that systemd delegates to Slurm"
+    assert groups["files"]["memory.max"] == [str(200 << 20)], "Slurm's limit stays"
+    assert groups["files"]["memory.high"] != ["max"]
+    other = idle.sbatch("--mem=100", "--cpus-per-task=1", "--gres=gpu:1", "--nodelist=node1", command="sleep 600")
+    idle.wait_state(other, "RUNNING", timeout=PATIENCE_S)
+    wait_for("one CPU beside another job", lambda: has("0") or has("1"), PATIENCE_S)
+    idle.ctl("scancel", str(other))
+    wait_for("both CPUs again", lambda: has("0-1"), PATIENCE_S)
+    idle.service("", "stop", "cadenza-agent")
+    wait_for("Slurm's values without an agent", lambda: has("0") or has("1"), PATIENCE_S)
+    idle.service("", "start", "cadenza-agent")
+
+
+def test_systemd_starts_an_agent_again_that_hangs(idle: Machine) -> None:
+    before = idle.shows("cadenza-agent", "MainPID")
+    idle.ctl("systemctl", "kill", "--kill-whom=main", "--signal=STOP", "cadenza-agent")
+    wait_for("another agent", lambda: idle.shows("cadenza-agent", "MainPID") not in (before, "0"), PATIENCE_S)
+    wait_for("it is up", lambda: idle.shows("cadenza-agent", "ActiveState") == "active", PATIENCE_S)
+    assert "Watchdog timeout" in idle.ctl("journalctl", "--no-pager", "-u", "cadenza-agent")
+
+
+@pytest.mark.parametrize("unit", ["cadenzad", "cadenza-agent"])
+def test_a_unit_stops_starts_and_restarts(idle: Machine, unit: str) -> None:
+    idle.service("", "stop", unit)
+    assert idle.shows(unit, "ActiveState") == "inactive"
+    assert idle.shows(unit, "Result") == "success"
+    idle.service("", "start", unit)
+    before = idle.shows(unit, "MainPID")
+    idle.service("", "restart", unit)
+    assert idle.shows(unit, "ActiveState") == "active"
+    assert idle.shows(unit, "MainPID") != before
+
+
+def test_units_are_confined(machine: Machine, measured: Callable[[str], None]) -> None:
+    exposure = {}
+    for unit in ("cadenzad", "cadenza-agent"):
+        lines = machine.ctl("systemd-analyze", "security", "--no-pager", f"{unit}.service").splitlines()
+        exposure[unit] = float(lines[-1].partition(": ")[2].split()[0])
+    measured(f"exposure by systemd-analyze security: {exposure}")
+    assert exposure["cadenzad"] <= EXPOSURE
