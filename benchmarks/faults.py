@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Kill daemons and clients by a seeded schedule while jobs run on the container cluster, and judge what is left.
 
-    benchmarks/faults.py --seed 1 --kills 100
+    benchmarks/faults.py --seed 1 --kills 100 [--memory full]
     benchmarks/faults.py --outages [--only network,clock]
 
 The rules: no job is lost, every digest is that of the same job alone, no GPU has two users (locks on files of the
@@ -49,7 +49,7 @@ def table(record: Record, schedule: Schedule, findings: list[Finding], options: 
     broken = Counter(finding.rule for finding in findings)
     rows = [
         ("seed, kills asked for", f"{options.seed}, {options.kills}"),
-        ("hosts, GPUs, lanes", f"{options.hosts}, {options.hosts * GPUS}, {LANES}"),
+        ("hosts, GPUs, lanes; their memory", f"{options.hosts}, {options.hosts * GPUS}, {LANES}; {options.memory}"),
         (
             "kills that met a process",
             f"{sum(killed.values())}: " + ", ".join(f"{k} {n}" for k, n in sorted(killed.items())),
@@ -76,6 +76,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--victims", default=",".join(VICTIMS), help=f"some of {','.join(VICTIMS)}")
+    parser.add_argument(
+        "--memory", choices=("split", "full"), default="split", help="memory of each lane: a part of its host's, or all"
+    )
     parser.add_argument("--outages", action="store_true", help="one outage after the other instead of kills")
     parser.add_argument(
         "--only", default=",".join(faults_outages.KINDS), help=f"some of {','.join(faults_outages.KINDS)}"
@@ -89,7 +92,10 @@ def arguments() -> argparse.Namespace:
         if unknown := sorted(set(chosen) - set(known)):
             parser.error(f"--{name}: unknown {', '.join(unknown)}")
         setattr(options, name, chosen)
-    part = f"outages-{options.seed}" if options.outages else f"seed-{options.seed}"
+    if options.outages and options.memory == "full":
+        parser.error("--memory full goes with kills, not with --outages")
+    full = "-full" if options.memory == "full" else ""
+    part = f"outages-{options.seed}" if options.outages else f"seed-{options.seed}{full}"
     options.out = (options.out or HERE.parent / "build" / "faults" / part).resolve()
     return options
 
@@ -107,6 +113,7 @@ def play_kills(options: argparse.Namespace) -> int:
     """Play the kills of a seed and print the verdict; return the exit code."""
     schedule = plan(options.seed, options.kills, options.hosts, GPUS, LANES, options.victims)
     run = FaultRun(options.name, schedule, options.hosts, GPUS, LANES, options.out)
+    run.full_memory = options.memory == "full"
     with run.cluster():
         run.play()
         run.collect()

@@ -25,7 +25,11 @@ from cluster import ENGINE, PYTHON, Cluster, ClusterError
 HERE = Path(__file__).resolve().parent
 PLACE = "/home/shared/faults"
 SCRIPTS = ("faults_job.py", "faults_watch.py")
-SETTINGS = HERE / "faults.toml"
+SETTINGS, FULL_MEMORY = HERE / "faults.toml", HERE / "faults_full_memory.toml"
+MB_PER_GPU = 300
+"""Memory that a job asks for on each host, for each GPU there."""
+FULL_SHARE = 1.5
+"""A host's memory with ``--memory full``, for all its GPUs: a lane's jobs fit, and not all jobs of two full lanes."""
 RETRY_S = 2.0
 SLURM_S = 8
 """Longest time of one of Slurm's commands; it is repeated."""
@@ -61,6 +65,9 @@ class Journal:
 class FaultRun:
     """One cluster under one schedule; everything that was seen is in ``folder`` at the end."""
 
+    full_memory = False
+    """Each lane has its host's whole memory."""
+
     def __init__(self, name: str, schedule: Schedule, hosts: int, gpus: int, lanes: int, folder: Path) -> None:
         self.schedule = schedule
         self.hosts = [f"node{number + 1}" for number in range(hosts)]
@@ -83,8 +90,11 @@ class FaultRun:
 
     @contextmanager
     def cluster(self) -> Iterator[None]:
-        """Start a fresh cluster with the scripts in place, watched from the beginning to the end; remove it after."""
-        sizes = ("--nodes", len(self.hosts), "--gpus-per-node", self.gpus, "--lanes", self.lanes)
+        """Start a fresh cluster with the scripts in place, watched from the beginning to the end; remove it after.
+
+        Its agents have no driver, in which the jobs, which have locks and no GPU memory, would be on no GPU.
+        """
+        sizes = ("--nodes", len(self.hosts), "--gpus-per-node", self.gpus, "--lanes", self.lanes, "--gpu-memory-mb", 0)
         self._owner.up(*sizes, *self.up_options(), "--config", SETTINGS)
         try:
             for part in ("", "checkpoints", "results", "logs"):
@@ -104,7 +114,8 @@ class FaultRun:
 
     def up_options(self) -> tuple[object, ...]:
         """Return further options of ``container/up``."""
-        return ()
+        memory_mb = round(FULL_SHARE * MB_PER_GPU * self.gpus)
+        return ("--memory-mb", memory_mb, "--full-memory", "--config", FULL_MEMORY) if self.full_memory else ()
 
     def prepare(self) -> None:
         """Change the cluster before the first job."""
@@ -261,8 +272,9 @@ class FaultRun:
         script = f"for ATTEMPT in $(seq {ATTEMPTS}); do {once}; done; exit 1"
         return (
             "sbatch", "--parsable", "--requeue", "--open-mode=append", f"--chdir={PLACE}", f"--job-name={job.name}",
-            f"--output={PLACE}/logs/{job.name}.log", f"--nodes={job.hosts}", "--ntasks-per-node=1", "--mem=300",
-            "--cpus-per-task=1", f"--gres=gpu:{job.gpus}", "--time=60", "--cadenza", f"--wrap={script}",
+            f"--output={PLACE}/logs/{job.name}.log", f"--nodes={job.hosts}", "--ntasks-per-node=1",
+            f"--mem={MB_PER_GPU * job.gpus}", "--cpus-per-task=1", f"--gres=gpu:{job.gpus}", "--time=60", "--cadenza",
+            f"--wrap={script}",
         )  # fmt: skip
 
     def _slurm(self, user: str, *command: str) -> str | None:

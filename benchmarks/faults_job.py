@@ -3,7 +3,8 @@
 
 Its state is a chain of hashes, so that a lost, repeated or skipped step changes the digest. While it uses its GPUs it
 has a shared lock on a file of the host for each: it never refuses a second user, it lets the host see one. The ranks of
-a job of two hosts go in step, as those of a data-parallel training do.
+a job of two hosts go in step, and end when one of them is dead, as those of a data-parallel training do: Slurm ends the
+others only if slurmctld knows the step, and a slurmctld that was killed as the step began does not.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Gpus:
 
 
 class Ranks:
-    """Steps of all ranks of this attempt, in one file that they share."""
+    """Steps of all ranks of this attempt, in one file that they share; each has a lock on its own while it lives."""
 
     def __init__(self, folder: Path) -> None:
         self.rank = int(os.environ.get("SLURM_PROCID", "0"))
@@ -66,17 +67,31 @@ class Ranks:
         if self.size > 1:
             path = folder / f"steps-{os.environ['SLURM_JOB_ID']}-{os.environ['ATTEMPT']}"
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            fcntl.lockf(self._file, fcntl.LOCK_EX, 8, 8 * self.rank)
 
     def reach(self, step: int) -> None:
-        """Say that this rank begins ``step`` (from 1 on), and wait until all ranks do."""
+        """Say that this rank begins ``step`` (from 1 on), and wait until all ranks do; raise SystemExit without one."""
         if self._file is None:
             return
         os.pwrite(self._file, step.to_bytes(8, "little"), 8 * self.rank)
         while True:
+            gone = [rank for rank in range(self.size) if rank != self.rank and not self._lives(self._file, rank)]
             content = os.pread(self._file, 8 * self.size, 0).ljust(8 * self.size, b"\0")
-            if all(int.from_bytes(content[8 * rank : 8 * rank + 8], "little") >= step for rank in range(self.size)):
+            steps = [int.from_bytes(content[8 * rank : 8 * rank + 8], "little") for rank in range(self.size)]
+            if min(steps) >= step:
                 return
+            if any(steps[rank] for rank in gone):  # one that has not begun yet has no step either
+                raise SystemExit(f"rank {gone[0]} is dead")
             time.sleep(POLL_S)
+
+    @staticmethod
+    def _lives(file: int, rank: int) -> bool:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 8, 8 * rank)
+        except BlockingIOError:
+            return True
+        fcntl.lockf(file, fcntl.LOCK_UN, 8, 8 * rank)
+        return False
 
 
 class Checkpoint:

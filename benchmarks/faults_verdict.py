@@ -23,6 +23,8 @@ ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 HELD = {"JobHeldUser", "JobHeldAdmin", "Dependency", "BeginTime"}
 STARTS = ("stays queued", "placed on")
 """Beginnings of the service's reasons of a job that it holds and would start where GPUs are free."""
+NO_MEMORY = "host memory: "
+"""Part of the service's reason of a job that waits for host memory before its first lease, and so for no GPU."""
 _PROMISED = re.compile(r"(?:waits until jobs have left|goes to) ([\w, -]+)")
 """The service's reason of a job that waits for GPUs which it has chosen: they are kept for it."""
 _AWAY = re.compile("DOWN|NOT_RESPONDING|UNKNOWN")
@@ -173,11 +175,11 @@ class _Users:
 
 def _wanted(sample: Sample, users: Mapping[str, Mapping[str, Sequence[int]]], record: Record) -> dict[Gpu, str]:
     """Return the idle GPUs that a job could use which waits, with that job's name."""
-    free = _free_gpus(sample, users)
+    free, reasons = _free_gpus(sample, users), sample.get("reasons", {})
     wanted: dict[Gpu, str] = {}
     # 1. Jobs that Slurm has placed, none of whose GPUs has a user.
     for job in sample["jobs"]:
-        if job["JobState"] in {"RUNNING", "SUSPENDED"}:
+        if job["JobState"] in {"RUNNING", "SUSPENDED"} and NO_MEMORY not in reasons.get(job["JobId"], ""):
             has = _gpus_of(job)
             if has and all(gpu[1] in free.get(gpu[0], ()) for gpu in has):
                 wanted |= dict.fromkeys(has, job["JobName"])
@@ -194,7 +196,6 @@ def _wanted(sample: Sample, users: Mapping[str, Mapping[str, Sequence[int]]], re
         if len(room) >= planned.hosts:
             wanted |= {(host, gpu): planned.name for host in room for gpu in free[host]}
     # 3. Every job that the service holds and would start, where a lane's next GPUs are nobody's.
-    reasons = sample.get("reasons", {})
     live = [job for job in sample["jobs"] if job["JobState"] not in ENDED]
     given = {gpu for job in live for gpu in _gpus_of(job)}
     promised = {host for job in live for host in _promised(reasons.get(job["JobId"], ""))}

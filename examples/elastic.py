@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.utils.data import DataLoader, TensorDataset
-from train import MODELS, SAMPLES, dataset, where, write
+from train import MODELS, SAMPLES, dataset, device_here, where, write
 from train import distributed as data_parallel
 
 from cadenza.sidecar import client
@@ -70,7 +70,7 @@ def train(model: nn.Module, options: argparse.Namespace, ranks: tuple[int, int])
     log, trained = Log(), Trained(options.samples_dir, ranks[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     client.attach(model, optimizer)
-    data = TensorDataset(torch.arange(SAMPLES), *dataset("mlp", options.seed))
+    data, device = TensorDataset(torch.arange(SAMPLES), *dataset("mlp", options.seed)), device_here()
     sampler = ResumableSampler(data, seed=options.seed)
     mine = client.batch(options.batch)
     loader, step_s = DataLoader(data, batch_size=mine, sampler=sampler), options.iteration_s * mine / options.batch
@@ -82,7 +82,7 @@ def train(model: nn.Module, options: argparse.Namespace, ranks: tuple[int, int])
     for epoch in range(sampler.epoch, options.epochs):
         for indices, inputs, classes in sampler.batches(loader):
             began = time.monotonic()
-            log.losses.append(step(model, optimizer, inputs, classes))
+            log.losses.append(step(model, optimizer, inputs.to(device), classes.to(device)))
             trained.add(epoch, indices)
             time.sleep(max(0.0, began + step_s - time.monotonic()))
             client.boundary(len(indices))
@@ -122,7 +122,7 @@ def main() -> None:
     options = arguments()
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
-    model, ranks = data_parallel(MODELS["mlp"]())
+    model, ranks = data_parallel(MODELS["mlp"]().to(device_here()))
     log = train(model, options, ranks)
     if ranks[0] == 0:
         text = json.dumps({**where(), "batch": os.environ.get("CADENZA_BATCH", ""), **log.state_dict()})

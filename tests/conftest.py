@@ -1,7 +1,8 @@
 """Two hypothesis profiles, the figures that tests print, and the time of each test.
 
-``thorough`` is the profile of ``make test``, ``quick`` that of ``make test-fast``, where tests that name a number of
-random cases draw a fifth of them. The duration of a case depends on the machine, so neither has a deadline.
+``quick`` is the profile of the fast ring, where tests that name a number of random cases draw a fifth of them, and
+``thorough`` that of the slow ring and of ``make fuzz``. The duration of a case depends on the machine, so neither has
+a deadline.
 """
 
 import gc

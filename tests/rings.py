@@ -3,7 +3,8 @@
 
 ``tests/rings.py fast`` runs the ring that needs no container, no browser and few seconds a test; ``all`` runs every
 ring, and builds the image of the cluster while the first ones run; ``measure`` takes figures of the machine,
-``sites`` runs a site's rarer cases, and ``release`` what depends on the release of Slurm, which SLURM names.
+``sites`` runs a site's rarer cases, ``release`` what depends on the release of Slurm, which SLURM names, and
+``thorough`` the fast ring with more random cases.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Ring:
 
 # Importing the frameworks takes longer than many a test, and all of their tests are slow.
 FAST = Ring(
-    "fast", "not cluster and not browser and not slow and not packages",
+    "fast", "not cluster and not browser and not slow and not packages and not vm",
     ("-n", "logical", "--dist", "worksteal", "--ignore-glob=*/test_integrations_*.py", "--hypothesis-profile=quick"),
 )  # fmt: skip
 THOROUGH = Ring("fast, more random cases", FAST.marks, (*FAST.options[:-1], "--hypothesis-profile=thorough"))
@@ -55,7 +56,8 @@ RELEASE = Ring(
 MEASURE = Ring("measure", "measurement", ("-n", "0"), "image")
 RINGS = {
     "fast": (FAST,),
-    "all": (THOROUGH, SLOW, CLUSTER),
+    "all": (FAST, SLOW, CLUSTER),
+    "thorough": (THOROUGH,),
     "measure": (MEASURE,),
     "sites": (SITES,),
     "release": (RELEASE,),

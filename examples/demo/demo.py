@@ -46,7 +46,8 @@ GONE_S = 15.0
 """A job that is neither in the queue nor has left a result for this long has failed."""
 PATIENCE_S = 600.0
 """Longest time that one list may take."""
-ABOUT = """[bold]Cadenza's demo[/]: 2 nodes x 4 GPUs in containers, real Slurm, real PyTorch training on the CPU.
+ABOUT = """[bold]Cadenza's demo[/]: 2 nodes x 4 GPUs in containers, real Slurm, real PyTorch training on
+simulated GPUs of 64 MB, whose contents leave and come back with each turn.
 {cores} cores play {gpus} GPUs: each training step is paced to the duration that its list states
 ({paces} ms), so costs smaller than a step's slack do not show. Jobs with 4 GPUs, and most with 2,
 are one process; {ddp} of the {jobs} jobs are two data-parallel ranks (torchrun, gloo)."""

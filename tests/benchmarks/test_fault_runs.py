@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import faults_job
 import pytest
 from faults_job import digest_after
 from faults_outages import KINDS, LEAD_S, outages, plan_outage, table, untold, unwell
@@ -90,6 +96,18 @@ def test_a_gpu_that_another_job_uses_is_not_idle() -> None:
     used = [host(0.0, {"0": [8], "1": [8], "2": [8], "3": [8]})]
     findings = judge(record(hosts={"node1": used}, slurm=[*WAITS, slurm(100.0)]))
     assert [finding for finding in findings if finding.rule == "GPU idle"] == []
+
+
+def test_a_job_that_waits_for_host_memory_waits_for_no_gpu() -> None:
+    def findings(reason: str) -> list[str]:
+        waits = [sample | {"reasons": {"7": reason}} for sample in WAITS]
+        found = judge(record(hosts={"node1": [host(0.0, {})]}, slurm=[*waits, slurm(100.0)]))
+        return [finding.rule for finding in found]
+
+    gets = "gets GPUs 0 to 1 of node1: level 1 of 3"
+    assert "GPU idle" in findings(gets)
+    no_memory = "node1: host memory: it asked for 600 MB, and the jobs here for 1500 MB of 1800 MB"
+    assert "GPU idle" not in findings(f"{gets}; {no_memory}")
 
 
 HELD_BY_US = ON_NODE1 | {
@@ -208,3 +226,34 @@ def test_an_outage_that_is_not_named_or_not_over_is_a_finding_and_a_row() -> Non
     assert table([(cut, seen, found)]).splitlines()[-1] == (
         "| host | node2 | 90 s | 4 s | never | 9 | 2: not over, not told |"
     )
+
+
+def test_a_rank_ends_when_its_peer_is_dead_and_not_before(tmp_path: Path) -> None:
+    """Slurm does not end it where slurmctld has forgotten the step."""
+    steps = """
+import pathlib, sys, faults_job
+ranks = faults_job.Ranks(pathlib.Path(sys.argv[1]))
+for step in (1, 2, 3):
+    ranks.reach(step)
+    print(step, flush=True)
+    ranks.rank or sys.stdin.readline()
+"""
+    given = {"SLURM_JOB_ID": "7", "ATTEMPT": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", steps, str(tmp_path)],
+            env=os.environ | given | {"SLURM_PROCID": str(rank), "PYTHONPATH": str(Path(faults_job.__file__).parent)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    first, second = ranks
+    assert first.stdin
+    for step in ("1\n", "2\n"):
+        assert [one.stdout.readline() for one in ranks if one.stdout] == [step, step]
+        if step == "1\n":
+            print(file=first.stdin, flush=True)
+    first.send_signal(signal.SIGKILL)
+    output, error = second.communicate(timeout=20)
+    first.communicate()
+    assert (output, error, second.returncode) == ("", "rank 0 is dead\n", 1)
