@@ -430,7 +430,7 @@ int nvmlDeviceGetUtilizationRates(void *device, struct utilization *found)
     return *found = (struct utilization){percent < 0 ? 0 : (unsigned)percent, 0}, OK;
 }
 
-/* One sample of each process since the last call; the caller asks for their number first. */
+/* One sample of each process that used the GPU since the last call; the caller asks for their number first. */
 int nvmlDeviceGetProcessUtilization(void *device, struct sample *list, unsigned *room, unsigned long long since_us)
 {
     static struct look looks[8][GPU_OWNERS];
@@ -444,7 +444,7 @@ int nvmlDeviceGetProcessUtilization(void *device, struct sample *list, unsigned 
         int64_t pid = gpu_word(&gpu->owners[row].pid);
         int percent = pid ? percent_since(&looks[index][row], pid, gpu_word(&gpu->owners[row].busy_ns)) : -1;
         unsigned long long at_us = (unsigned long long)looks[index][row].at_ns / 1000;
-        if (percent >= 0 && at_us > since_us)
+        if (percent > 0 && at_us > since_us)
             list[count++] = (struct sample){(unsigned)pid, at_us, (unsigned)percent, 0, 0, 0};
     }
     return *room = count, count ? OK : NVML_NOT_FOUND;

@@ -214,6 +214,23 @@ class TestLostGpus:
         assert (found[2].processes(), found[2].free_bytes()) == ({os.getpid(): 2 * MIB}, 5 * MIB)
         assert found[2].look() == GpuUse(50.0, 3 * MIB, {os.getpid(): ProcessUse(40.0, 2 * MIB)})
 
+    @pytest.mark.parametrize(
+        ("answer", "percent"), [([], 0.0), ("NVML_ERROR_NOT_FOUND", 0.0), ("NVML_ERROR_NOT_SUPPORTED", None)]
+    )
+    def test_a_process_without_a_sample_is_idle_where_the_gpu_tells_processes_apart(
+        self, nvml: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, percent: float | None
+    ) -> None:
+        pynvml = sys.modules["pynvml"]
+
+        def samples(*_: object) -> Any:
+            if isinstance(answer, str):
+                raise pynvml.NVMLError(getattr(pynvml, answer))
+            return answer
+
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetProcessUtilization", samples)
+        look = nvml_devices(tmp_path)[0].look()
+        assert look.processes == {os.getpid(): ProcessUse(percent, 2 * MIB)}
+
     def test_a_gpu_that_is_lost_later_is_not_idle(self, nvml: set[int], tmp_path: Path) -> None:
         (gpu, *_) = nvml_devices(tmp_path)
         nvml.add(0)

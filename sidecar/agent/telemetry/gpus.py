@@ -16,6 +16,8 @@ T = TypeVar("T")
 
 FAILED = frozenset({15, 16, 999})
 """NVML's errors of a device that has failed: NVML_ERROR_GPU_IS_LOST, _RESET_REQUIRED and _UNKNOWN (nvmlReturn_t)."""
+NO_SAMPLES = 6
+"""NVML_ERROR_NOT_FOUND: no process has used the GPU since the last look."""
 FIND_AGAIN_S = 60.0
 """Time between two searches for GPUs while none has been found, in seconds."""
 
@@ -81,11 +83,12 @@ class NvmlDevice:
         utilization = self._ask(nvml.nvmlDeviceGetUtilizationRates, None)
         memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, None)
         sizes, percents = self.processes(), self._percents()
+        unlisted = None if percents is None else 0.0
         return GpuUse(
             percent=None if utilization is None else float(utilization.gpu),
             memory_bytes=None if memory is None else int(memory.used),
             processes=None if sizes is None else
-            {pid: ProcessUse(percents.get(pid), size) for pid, size in sizes.items()},
+            {pid: ProcessUse((percents or {}).get(pid, unlisted), size) for pid, size in sizes.items()},
         )  # fmt: skip
 
     def processes(self) -> Mapping[int, int | None] | None:
@@ -106,10 +109,19 @@ class NvmlDevice:
             return str(error) if error.value in FAILED else ""
         return ""
 
-    def _percents(self) -> dict[int, float]:
-        """Return each process's mean share of the SMs since the last call; NVML keeps about a minute of samples."""
-        question = self._nvml.nvmlDeviceGetProcessUtilization
-        samples: list[Any] = self._ask(lambda handle: question(handle, self._last_us), [])
+    def _percents(self) -> dict[int, float] | None:
+        """Return each process's mean share of the SMs since the last call, None if this GPU does not tell it.
+
+        NVML keeps about a minute of samples, and only those of processes that used the GPU: one without any was idle
+        (NVML API reference, nvmlDeviceGetProcessUtilization).
+        """
+        samples: list[Any]
+        try:
+            samples = self._nvml.nvmlDeviceGetProcessUtilization(self._handle, self._last_us)
+        except self._nvml.NVMLError as error:
+            if error.value != NO_SAMPLES:
+                return None
+            samples = []
         by_pid: dict[int, list[float]] = {}
         for sample in samples:
             self._last_us = max(self._last_us, int(sample.timeStamp))
