@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import operator
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -246,10 +248,11 @@ class Transfer:
     def _refill(self, plan: Sequence[Batch]) -> None:
         """Give the storages of some batches memory and content; a storage that still has memory keeps it."""
         for batch in plan:
-            for index in batch.members:
-                segment = self._segments[index]
-                if segment.storage.nbytes() != segment.nbytes:
-                    with device_streams.allocating_on(segment.storage.device, segment.stream):
+            members = (self._segments[index] for index in batch.members)
+            empty = (segment for segment in members if segment.storage.nbytes() != segment.nbytes)
+            for stream, segments in itertools.groupby(empty, key=operator.attrgetter("stream")):
+                with device_streams.allocating_on(batch.device, stream):
+                    for segment in segments:
                         segment.storage.resize_(segment.nbytes)
             self._copy(batch, out=False)
 
