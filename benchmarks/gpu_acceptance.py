@@ -4,8 +4,9 @@
 It runs from a checkout with the torch that is there (2.4 or later), without an install and without a network. Blocks:
 A the machine and its link, B the speed of both ways and what stays by NVML, C training that yields is bit-identical and
 what cannot move refuses by name, D a large model, E two processes that alternate under a real agent, F the driver's
-process checkpoint, G the agent's figures, H what goes wrong: a full GPU, interrupts, kills. Exit status: 0 all that ran
-passed, 1 a row failed, 3 no GPU. A row that cannot run here says "not run" and why, and counts for nothing.
+process checkpoint, also of two scripts that alternate, G the agent's figures, H what goes wrong: a full GPU,
+interrupts, kills. Exit status: 0 all that ran passed, 1 a row failed, 3 no GPU. A row that cannot run here says "not
+run" and why, and counts for nothing.
 
 ``--simulated`` runs the same checks on the simulated GPU of tests/simulated: its speeds are those of no GPU.
 """
@@ -27,10 +28,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCKS = {
-    "moves": ("gpu_checks.py", "ABCH", 200.0),
-    "features": ("gpu_features.py", "CDFH", 150.0),
-    "processes": ("gpu_checks.py", "CFG", 90.0),
-    "turns": ("gpu_alternation.py", "E", 160.0),
+    "moves": ("gpu_checks.py", "ABCH", 170.0),
+    "features": ("gpu_features.py", "CDFH", 220.0),
+    "processes": ("gpu_checks.py", "CFG", 60.0),
+    "turns": ("gpu_alternation.py", "EF", 150.0),
 }
 """The script of each process that runs some of the rows, their letters, and its longest time in seconds: ten minutes
 together."""
@@ -124,7 +125,9 @@ def main() -> int:
     parser.add_argument(
         "--long", action="store_true", help="let two jobs take turns of 60 s, which takes ten minutes more"
     )
-    parser.add_argument("--rows", default="", metavar="TEXT", help="only the rows whose name has this text")
+    parser.add_argument(
+        "--rows", default="", metavar="TEXTS", help="only the rows whose name has one of these texts, between commas"
+    )
     parser.add_argument("--simulated", action="store_true", help="on the simulated GPU of tests/simulated")
     options = parser.parse_args()
     if unknown := set(options.only.split(",")) - set(LETTERS):

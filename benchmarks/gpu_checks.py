@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """The checks of ``gpu_acceptance.py``, one block a process.
 
-``gpu_checks.py BLOCK TEXT LETTERS`` prints a JSON line for each row whose name has TEXT and begins with one of LETTERS.
-With $SIMULATED_GPUS the GPU is the
-simulated one. Other first words of the command line are processes that a check starts.
+``gpu_checks.py BLOCK TEXTS LETTERS`` prints a JSON line for each row whose name has one of TEXTS and begins with one of
+LETTERS. With $SIMULATED_GPUS the GPU is the simulated one. Other first words of the command line are processes that a
+check starts.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Scale:
 
 SCALES = {
     "cuda": Scale(
-        "cuda", ((1 << 10, 1 << 16, 0.8), (10 << 10, 1 << 16, 0.9), (40 << 10, 1 << 16, 0.9), (75 << 10, 1 << 16, 0.9),
+        "cuda", ((1 << 10, 1 << 16, 0.8), (10 << 10, 1 << 16, 0.9), (40 << 10, 1 << 16, 0.9), (64 << 10, 1 << 16, 0.9),
                  (1 << 10, 32, 0.5)),
         state=8 << 10, kept=64, rounds=5, cycles=10, grown=16, models=1.0, yields=20, interrupts=20,
     ),

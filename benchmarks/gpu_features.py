@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """The block *features* of ``gpu_acceptance.py``: settings of torch and kinds of jobs, each in a process of its own.
 
-``gpu_features.py features TEXT LETTERS`` prints a JSON line for each row. ``gpu_features.py be ROLE`` is the process of
-a row: it prints its figures, or the reason why the row has failed.
+``gpu_features.py features TEXTS LETTERS`` prints a JSON line for each row. ``gpu_features.py be ROLE`` is the process
+of a row: it prints its figures, or the reason why the row has failed.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ def expandable(gpu: Gpu, row: Figures) -> None:
     require(all(torch.equal(now.cpu(), then) for now, then in zip(tensors, before, strict=True)), "the content differs")
     require(moved.left <= gpu.scale.kept * MIB, "torch keeps memory")
     require((row["away_MiB"] or 0) <= gpu.context / MIB + gpu.scale.kept, "NVML shows memory after the yield")
+    del tensors, before, plan
     losses = [_losses(gpu, lambda model: model, stops) for stops in ((), (3, 6, 9))]
     require(losses[0] == losses[1], "the losses differ")
 
@@ -143,9 +144,9 @@ def cudagraph_trees(gpu: Gpu, row: Figures) -> None:
     _needs_cuda(gpu)
     model = nn.Linear(64, 64).to(gpu.place)
     run = torch.compile(model, mode="reduce-overhead")
-    with _compiler():
+    with _compiler(), torch.no_grad():
         for _ in range(4):
-            run(torch.ones(8, 64, device=gpu.place)).sum().backward()
+            run(torch.ones(8, 64, device=gpu.place))
     row["said"] = survey([("model", model)]).refusal or "moves"
     require("reduce-overhead" in row["said"], "the graphs are not refused by name")
 
@@ -324,6 +325,7 @@ def watchdog(gpu: Gpu, row: Figures) -> None:
         torch.distributed.init_process_group("nccl", init_method=meeting, rank=0, world_size=1)
         torch.distributed.all_reduce(torch.ones(1, device=gpu.place))
         row["said"] = Inspector().refusal([os.getpid()]) or "frozen"
+        torch.distributed.destroy_process_group()  # its threads would wait at the end for the file of the meeting
     require("watchdog" in row["said"], "a process that its watchdog would end is not refused")
 
 

@@ -29,9 +29,9 @@ def tell(**message: Any) -> None:
     print(json.dumps(message), flush=True)
 
 
-def chosen(names: Iterable[str], text: str, letters: str) -> list[str]:
-    """Return the names of rows that have a text in them and begin with one of some letters."""
-    return [name for name in names if text in name and name.split()[0] in letters]
+def chosen(names: Iterable[str], texts: str, letters: str) -> list[str]:
+    """Return the names of rows that have one of some texts in them and begin with one of some letters."""
+    return [name for name in names if name.split()[0] in letters and any(text in name for text in texts.split(","))]
 
 
 def check(name: str, look: Callable[[Figures], None]) -> None:
