@@ -67,7 +67,8 @@ def main() -> None:
         record.write("saved")
         return str(HERE / "progress")
 
-    session.call(on_yield=lambda: record.write("waits"), on_resume=lambda: record.write("runs"), on_checkpoint=saved)
+    session.call(on_yield=lambda: record.write("waits"), on_resume=lambda: record.write("runs"))
+    session.set_saver(saved, away=True)  # as client.checkpoint() does: its progress is on the disk at all times
     record.write("runs")
     what = "stopped"
     try:
