@@ -95,8 +95,8 @@ MUTANTS = {
     "pinned memory is not let go": (MEMORY, "accelerator.unregister_host(address)", "0"),
     "memory comes back on the script's stream": (
         ENGINE,
-        "                    with device_streams.allocating_on(segment.storage.device, segment.stream):\n",
-        "                    with contextlib.nullcontext():\n",
+        "                with device_streams.allocating_on(batch.device, stream):\n",
+        "                with contextlib.nullcontext():\n",
     ),
 }
 """File, and pairs of old and new text, by what the change does."""
