@@ -95,7 +95,7 @@ def test_the_sampler_tells_a_busy_job_from_an_idle_one() -> None:
         try:
             # The neighbor is a child of this process, whose job therefore has all of the GPU.
             sizes = [gpu.bytes_of[me] + (10 << 20), 10 << 20]
-            assert sampled() == [[0.0, sizes[0]], [None, sizes[1]]]
+            assert sampled() == [[0.0, size] for size in sizes]
             gpu.operator_ns = 20_000_000
             for _ in range(20):
                 tensor.add_(1)
