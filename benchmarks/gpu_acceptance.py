@@ -28,10 +28,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCKS = {
-    "moves": ("gpu_checks.py", "ABCH", 170.0),
-    "features": ("gpu_features.py", "CDFH", 220.0),
-    "processes": ("gpu_checks.py", "CFG", 60.0),
-    "turns": ("gpu_alternation.py", "EF", 150.0),
+    "moves": ("gpu_checks.py", "ABCH", 165.0),
+    "features": ("gpu_features.py", "CDFH", 205.0),
+    "processes": ("gpu_checks.py", "CFG", 55.0),
+    "turns": ("gpu_alternation.py", "EF", 175.0),
 }
 """The script of each process that runs some of the rows, their letters, and its longest time in seconds: ten minutes
 together."""

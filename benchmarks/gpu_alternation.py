@@ -61,7 +61,7 @@ class Job:
     fewest_bytes: int | None = None
     context: int = 0
     freed: int = 0
-    """What it has by NVML before its training, and after it when it has freed all it can."""
+    """Its bytes by NVML before its training, and after it once it has freed all it can; 0 for one that was killed."""
     rows: list[tuple[float, float, str]] = field(default_factory=list)
     """When each boundary began and ended, and the loss before it."""
 
@@ -257,9 +257,9 @@ class Alternation:
             require([loss for _, _, loss in job.rows] == losses[: len(job.rows)], "the losses differ")
 
     def left(self, row: Figures) -> None:
-        """Compare what NVML saw of a job while it waited with what one has that trained and freed all it can.
+        """Compare NVML's bytes of a job while it waited with those of a process that has multiplied two matrices.
 
-        The kernels that a process has loaded stay until it ends, in addition to its context.
+        The figure of the job alone, once it has trained and freed all it can, stands next to them: loaded kernels stay.
         """
         jobs = self.finished()
         row |= {"context_MiB": self._alone.context / 2**20, "freed_MiB": self._alone.freed / 2**20}
@@ -267,8 +267,8 @@ class Alternation:
             if job.fewest_bytes is None:
                 raise NotRunError("NVML lists no process of the jobs")
             row |= {f"job{number}_MiB": job.fewest_bytes / 2**20}
-            stays = job.fewest_bytes - self._alone.freed
-            require(stays <= KEPT_BYTES, f"{stays >> 20} MiB of job {number} stay")
+            stays = job.fewest_bytes - job.context
+            require(stays <= KEPT_BYTES, f"{stays >> 20} MiB of job {number} stay, over {KEPT_BYTES >> 20}")
 
     def switch(self, row: Figures) -> None:
         """Take the time from the last step of one job to the first of the other."""
