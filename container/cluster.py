@@ -299,6 +299,11 @@ class Cluster:
         """Write a file on the controller."""
         self.exec("ctl", "sh", "-c", 'mkdir -p "$(dirname "$2")" && printf %s "$1" > "$2"', "sh", text, path)
 
+    def idle_nodes(self) -> int:
+        """Return the number of managed nodes, which is that of open lanes, that take jobs and have none."""
+        lines = self.ctl("sinfo", "-h", "-N", "-p", "shared", "-o", "%T").splitlines()
+        return lines.count("idle")
+
     # --- Daemons ------------------------------------------------------------------------------------
 
     def power(self, container: str, action: str) -> None:

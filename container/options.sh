@@ -6,7 +6,7 @@ gpu_types=a100
 lanes=2
 on_demand=false
 cpus=24
-memory_mb=64000
+memory_mb=
 full_memory=false
 node_limit_mb=0
 unmanaged=0
@@ -68,3 +68,5 @@ if $from_packages; then image=$(packaged "$image"); fi
 # Lanes that stand in slurm.conf, whose slurmds the containers start; Cadenza's agents start those of the others.
 static_lanes=$lanes
 if $on_demand; then static_lanes=1; fi
+# Lanes on demand have to fit into the machine, unless lane 0 already claims more than that: here more than any has.
+if [[ -z $memory_mb ]]; then memory_mb=64000 && if $on_demand; then memory_mb=$((1000000 * lanes)); fi; fi

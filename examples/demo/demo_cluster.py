@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "container"))
 
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 
-from cluster import CADENZA, PYTHON, RESULTS, TORCHRUN, TRAIN, Cluster
+from cluster import CADENZA, PYTHON, RESULTS, TORCHRUN, TRAIN, Cluster, wait_for
 
 if TYPE_CHECKING:
     import subprocess
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 MEMORY_MB = 1500
 TIME_LIMIT_MIN = 10
 """Without a limit Slurm's backfill lets small jobs pass large ones for ever."""
+NODES = ("node1", "node2")
+LANES_S = 60.0
+"""Longest time until all lanes are open, in seconds."""
 QUEUE_FORMAT = "%i|%u|%j|%T|%N|%r"
 COPY_STORE = (
     "import sqlite3; source = sqlite3.connect('/var/lib/cadenzad/cadenza.db'); "
@@ -57,12 +60,13 @@ class DemoCluster(Cluster):
     shared: bool
 
     def start(self, lanes: int, settings: Path | None) -> None:
-        """Start it afresh: two nodes of four GPUs."""
-        extra = ["--config", settings] if settings else ["--no-cadenza"]
-        self.up("--nodes", 2, "--gpus-per-node", 4, "--lanes", lanes, *extra)
-        for node in ("node1", "node2"):
+        """Start it afresh: two nodes of four GPUs, whose lanes above 0 are opened by the service."""
+        extra = ["--lanes-on-demand", "--config", settings] if settings else ["--no-cadenza"]
+        self.up("--nodes", len(NODES), "--gpus-per-node", 4, "--lanes", lanes, *extra)
+        for node in NODES:
             # Read PyTorch once, so that no run pays for a cold disk.
             self.run(node, PYTHON, "-c", "import torch, torch._dynamo")
+        wait_for("all lanes open", lambda: self.idle_nodes() == lanes * len(NODES), LANES_S)
 
     def submit(self, job: Job) -> int:
         """Submit a job as its user and return its id."""

@@ -46,5 +46,4 @@ class Cluster(driver.Cluster):
 
     def ready(self) -> bool:
         """Return whether the service has opened every further lane, which needs both agents alive."""
-        nodes = self.ctl("sinfo", "-h", "-N", "-p", "shared", "-o", "%N %T").split("\n")
-        return sum(line.endswith(" idle") for line in nodes) == 4
+        return self.idle_nodes() == 4

@@ -8,12 +8,12 @@ from cluster import wait_for
 from harness import Cluster
 
 
-def test_nothing_but_the_further_lanes_drain(cluster: Cluster) -> None:
+def test_there_are_no_further_nodes_and_jobs_run_as_without_cadenza(cluster: Cluster) -> None:
     cluster.configure('[service]\nmode = "observe"\n')
     wait_for(
-        "the further lanes drained",
-        lambda: cluster.ctl("sinfo", "-h", "-N", "-p", "shared", "-t", "drain", "-o", "%N").split()
-        == ["node1-l1", "node2-l1"], 60,
+        "no further nodes",
+        lambda: cluster.ctl("sinfo", "-h", "-N", "-p", "shared", "-o", "%N %T").splitlines()
+        == ["node1 idle", "node2 idle"], 60,
     )  # fmt: skip
     jobs = [cluster.paced(f"observe-{n}", iterations=150) for n in range(3)]
     cluster.wait_state(jobs[0], "RUNNING")

@@ -1,0 +1,70 @@
+"""Lanes in slurm.conf, whose slurmds the host starts: the service opens and drains them, and removes none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from conftest import HERE
+
+from cluster import script, wait_for
+from harness import PACED_JOB, SOURCE, Cluster
+
+LANE = "node1-l1"
+OBSERVE = '[service]\nmode = "observe"\n'
+SHARED_GPU = ("--gres=gpu:1", "--cadenza")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """One host with one GPU in two lanes, both in slurm.conf."""
+    made = Cluster(f"cadenzastatic{os.getpid()}")
+    try:
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            script("build")
+        made.up("--nodes", 1, "--gpus-per-node", 1, "--config", HERE / "fast.toml")
+        made.put(PACED_JOB, SOURCE.read_text())
+        yield made
+    finally:
+        made.down()
+
+
+def state(cluster: Cluster, node: str) -> str:
+    return cluster.ctl("sinfo", "-h", "-N", "-n", node, "-o", "%T").strip()
+
+
+def test_jobs_on_both_lanes_take_turns(cluster: Cluster) -> None:
+    wait_for("an open lane", lambda: state(cluster, LANE) == "idle", 60)
+    jobs = [
+        cluster.paced("static", iterations=250, options=(*SHARED_GPU, f"--nodelist={node}")) for node in ("node1", LANE)
+    ]
+    cluster.wait_done(*jobs)
+    for job in jobs:
+        assert cluster.sql(f"select count(*) from switches where kind = 'yield' and job = {job}")[0][0] > 0
+
+
+def test_the_lane_is_drained_while_the_service_observes_and_jobs_run_as_without_cadenza(cluster: Cluster) -> None:
+    cluster.configure(OBSERVE)
+    try:
+        wait_for("a drained lane", lambda: state(cluster, LANE) == "drained", 60)
+        assert "cadenza" in cluster.ctl("sinfo", "-h", "-N", "-n", LANE, "-o", "%E")
+        jobs = [cluster.paced("observed", iterations=100, options=SHARED_GPU) for _ in range(2)]
+        cluster.wait_state(jobs[0], "RUNNING")
+        assert cluster.state(jobs[1]) == "PENDING"
+        cluster.wait_done(*jobs)
+        assert {cluster.job(job)["NodeList"] for job in jobs} == {"node1"}
+        assert cluster.sql(f"select count(*) from switches where job in ({jobs[0]}, {jobs[1]})") == [[0]]
+    finally:
+        cluster.configure("")
+    wait_for("an open lane", lambda: state(cluster, LANE) == "idle", 60)
+
+
+def test_a_lane_in_slurm_conf_is_neither_added_to_nor_removed(cluster: Cluster) -> None:
+    refused = cluster.cadenza("lanes", "add", "node1", "--count", "2", check=False)
+    assert refused.returncode != 0
+    assert f"slurm.conf has its lane {LANE}" in refused.stderr
+    cluster.cadenza("lanes", "remove", "node1", check=False)
+    rounds = cluster.sql("select max(number) from rounds")[0][0]
+    wait_for("five more rounds", lambda: cluster.sql("select max(number) from rounds")[0][0] > rounds + 5, 30)
+    assert state(cluster, LANE) == "idle"
