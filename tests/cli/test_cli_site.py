@@ -272,6 +272,28 @@ def test_doctor_warns_where_a_suspend_is_a_signal(tmp_path: Path) -> None:
     assert [one.about for one in examine(site) if one.level != "OK"] == ["ProctrackType"]
 
 
+def test_doctor_knows_lanes_that_have_the_whole_memory_and_that_slurm_must_keep_jobs_to_theirs(tmp_path: Path) -> None:
+    site = healthy(tmp_path)
+    assert site.recorded is not None
+    lanes_mb, kept = [node.memory_mb for node in site.recorded.nodes], {**SLURM, "ConstrainRAMSpace": "yes"}
+    full = msgspec.structs.replace(site.settings.service, lanes_memory="full")
+    settings = msgspec.structs.replace(site.settings, service=full)
+
+    def warned(host_mb: int, **changes: object) -> list[tuple[str, str]]:
+        host = replace(site.recorded.hosts[0], memory_mb=host_mb)  # type: ignore[union-attr]
+        seen = changed(site, recorded=replace(site.recorded, hosts=(host,)), **changes)
+        return [(one.about, one.observation.partition(":")[0]) for one in examine(seen) if one.level == "WARN"]
+
+    of_host, total = "memory of n1", sum(lanes_mb)
+    assert warned(total) == []
+    assert warned(total - 1) == [(of_host, f"its lanes count {total} MB, the host has {total - 1}")]
+    assert warned(max(lanes_mb), settings=settings, slurm=kept) == []
+    few = max(lanes_mb) - 1
+    assert warned(few, settings=settings, slurm=kept) == [(of_host, f"a lane counts {few + 1} MB, the host has {few}")]
+    for words, said in (({"ConstrainRAMSpace": "no"}, "no"), ({}, "unset")):
+        assert warned(total, settings=settings, slurm={**SLURM, **words}) == [("ConstrainRAMSpace", said)]
+
+
 @pytest.mark.parametrize("mode", ["OFF", "REQUEUE", "CANCEL", "PRIORITY,REQUEUE", "WITHIN,CANCEL"])
 def test_doctor_accepts_preemption_that_suspends_nothing(tmp_path: Path, mode: str) -> None:
     site = changed(healthy(tmp_path), slurm={**SLURM, "PreemptMode": mode})

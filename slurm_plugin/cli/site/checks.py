@@ -199,6 +199,15 @@ def preemption(facts: Facts) -> Iterator[Finding]:
         yield Finding("WARN", "preemption", text, "[agent] save_before_suspend_s = 300, on all hosts")
 
 
+def full_memory(facts: Facts) -> Iterator[Finding]:
+    """Warn where Slurm does not keep a job to the memory that it asked for, and lanes count on that."""
+    if facts.settings.service.lanes_memory == "full" and facts.slurm:
+        kept = facts.slurm.get("ConstrainRAMSpace", "")
+        if kept.lower() != "yes":
+            text = f"{kept or 'unset'}: a job may take more than it asked for, and the kernel kills a neighbor for it"
+            yield Finding("WARN", "ConstrainRAMSpace", text, "ConstrainRAMSpace=yes in cgroup.conf: see docs/lanes.md")
+
+
 RULES: tuple[Rule, ...] = (
     (
         "FAIL", "PreemptMode", r"^(?!.*(SUSPEND|GANG))\w",
@@ -297,7 +306,7 @@ def lanes_on_demand(facts: Facts) -> Iterator[Finding]:
         yield Finding("FAIL", "MaxNodeCount", text, f"MaxNodeCount={lanes + others} or more in slurm.conf")
     topology = slurm.get("TopologyPlugin", "")
     if lanes and topology not in FLAT_TOPOLOGIES:
-        text = f"{topology}: Slurm starts no job on a lane that topology.conf does not name, if the job requires nodes"
+        text = f"{topology}: Slurm refuses jobs that require a lane which topology.conf does not name"
         yield Finding("WARN", "TopologyPlugin", text, "name the lanes there, and reconfigure once they are open")
 
 
@@ -340,8 +349,9 @@ def agents(facts: Facts) -> Iterator[Finding]:
     managed = facts.settings.guard.partitions
     nodes = [node for node in facts.recorded.nodes if node.gpus and managed & set(node.partitions)]
     lane_memory: defaultdict[str, int] = defaultdict(int)
+    full = facts.settings.service.lanes_memory == "full"
     for node in nodes:
-        lane_memory[node.host] += node.memory_mb
+        lane_memory[node.host] = max(lane_memory[node.host], node.memory_mb + (0 if full else lane_memory[node.host]))
     hosts = {host.name: host for host in facts.recorded.hosts}
     for name in sorted(lane_memory):
         host = hosts.get(name)
@@ -357,7 +367,8 @@ def agents(facts: Facts) -> Iterator[Finding]:
             text = f"version {host.agent_version}, the service's is {facts.cadenza}"
             yield Finding("WARN", f"agent on {name}", text, "install the same version")
         elif 0 < host.memory_mb < lane_memory[name]:
-            text = f"its lanes count {lane_memory[name]} MB, the host has {host.memory_mb}"
+            counts = "a lane counts" if full else "its lanes count"
+            text = f"{counts} {lane_memory[name]} MB, the host has {host.memory_mb}"
             yield Finding("WARN", f"memory of {name}", text, "lower RealMemory of its lanes")
         else:
             yield Finding("OK", f"agent on {name}", f"version {host.agent_version}")
@@ -428,6 +439,7 @@ CHECKS = (
     slurm_settings,
     preemption,
     suspends_by_signal,
+    full_memory,
     kill_wait,
     lanes,
     lanes_on_demand,
