@@ -1,6 +1,7 @@
 """A job with real memory: state that moves out at a yield, and memory that grows and stays in the process.
 
-At its end it says the digest of its state, and the one that the state must have.
+At its end it says the digest of its state, and the one that the state must have. Requeued from its checkpoint, it goes
+on from there.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, required=True)
     parser.add_argument("--iteration-s", type=float, default=0.1)
     parser.add_argument("--spill", help="directory on a disk for the state")
+    parser.add_argument("--checkpoint", help="directory for its checkpoints")
     options = parser.parse_args()
     state = torch.arange(options.state_mb * CHUNK)
     session = client.attach(tensors=[state], spill=options.spill)
+    keeper = client.checkpoint(options.checkpoint, own={"state": state}) if options.checkpoint else None
+    step = (keeper and keeper.restore()) or 0
     turns, kept = list[str](), list[torch.Tensor]()
     session.call(on_resume=lambda: turns.append("resumed"))
-    for _ in range(options.iterations):
+    for _ in range(step, options.iterations):
         time.sleep(options.iteration_s)
         state += 1
         if (turns or not options.grow_later) and len(kept) * options.grow_by < options.grow_mb:
