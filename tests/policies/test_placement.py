@@ -90,6 +90,14 @@ def test_else_it_stays_queued_with_a_reason():
     assert found.reasons[key(9)].startswith("stays queued: 0 of 1 hosts have 4 free GPUs")
 
 
+def test_a_job_that_free_gpus_are_no_use_to_hears_what_it_lacks():
+    short = place(cluster(held(9), nodes=lanes("a", 0, 0, memory_used_mb=95_000)), Memory(), HELD)
+    assert short.reasons[key(9)].startswith(
+        "stays queued: 0 of 1 hosts have 1 free GPUs and room for it "
+        "(a host has GPUs for it, but too little free memory in its lanes), and too few"
+    )
+
+
 def test_a_job_of_several_nodes_gets_one_lane():
     nodes = (*lanes("a", 0, 0), *lanes("b", 0, 0))
     assert placed(held(9, 8, num_nodes=2), nodes=nodes) == {9: ("a", "b")}

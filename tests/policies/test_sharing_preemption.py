@@ -569,6 +569,27 @@ def test_a_job_is_placed_on_nodes_that_slurm_lets_it_have():
     )
 
 
+@pytest.mark.parametrize(
+    ("facts", "cause"),
+    [
+        ({"memory_mb": 60_000}, "a host has GPUs for it, but too little host memory"),
+        ({"cpus": 25}, "a host has GPUs for it, but too few free CPUs"),
+        ({"lanes": 1, "books": 4}, "a host has GPUs for it, but no free lane"),
+        ({"gpus": 3}, "better-ranked jobs have the GPUs"),
+        ({"gpu_type": "other"}, "better-ranked jobs have the GPUs"),
+    ],
+    ids=["host memory", "CPUs", "lane", "GPUs", "type"],
+)
+def test_a_job_that_stays_queued_hears_what_it_lacks(facts, cause):
+    """Two of four GPUs are idle, and the job that has the others keeps no checkpoints."""
+    facts = dict(facts)
+    first = on(1, "a", 0, 1, checkpoints=False, memory_mb=50_000)
+    nodes = host("a", facts.pop("lanes", 2), jobs=(first,))
+    nodes = (replace(nodes[0], gpus_used=facts.pop("books", 2)), *nodes[1:])
+    found = decide(first, replace(pending(2, facts.pop("gpus", 2)), **facts), nodes=nodes)
+    assert found.reasons[key(2)] == f"stays queued: {cause}; level 1 of 8"
+
+
 def test_a_job_is_placed_anew_when_its_node_is_reserved():
     lanes = tuple(replace(lane, partitions=(PARTITION,)) for lane in host("node1", 2) + host("node2", 2))
     waiting = job(1, state="PENDING", state_reason="Resources", partition=PARTITION, required_nodes=("node1",))

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from cadenza.policies.core.actions import Place
 from cadenza.policies.core.model import Job, Node
-from cadenza.policies.sharing.state.host import HostState, ResourceRequest
+from cadenza.policies.sharing.state.host import HostState, ResourceRequest, lacks
 from cadenza.policies.sharing.state.pending import queued
 from cadenza.policies.sharing.state.settings import SharingSettings, held_for_us
 from cadenza.policies.sharing.state.sharing_state import SharingState
@@ -111,13 +111,20 @@ class _Choice:
             return shared, (
                 f"placed on {_names(shared)}: no {request.gpus} free GPUs, the least loaded of its class, takes turns"
             )
+        idle = [host for host in self.hosts if self._has_free_gpus(host, request)]
+        lacking = lacks(idle, request)
         return [], (
-            f"stays queued: {len(free_hosts)} of {request.nodes} hosts have {request.gpus} free GPUs, and too few "
+            f"stays queued: {len(free_hosts)} of {request.nodes} hosts have {request.gpus} free GPUs"
+            f"{f' and room for it ({lacking})' if lacking else ''}, and too few "
             f"hosts of the {request.gpus}-GPU class have a further lane with room where it may share"
         )
 
+    @staticmethod
+    def _has_free_gpus(host: HostState, request: ResourceRequest) -> bool:
+        return host.gpus_allocated + request.gpus <= host.gpus and host.usable
+
     def _has_free(self, host: HostState, request: ResourceRequest) -> bool:
-        if host.gpus_allocated + request.gpus > host.gpus or not host.usable:
+        if not self._has_free_gpus(host, request):
             return False
         lanes = host.lanes if request.nodes == 1 else host.lanes[:1]  # a job of several nodes has them all in one lane
         return host.has_host_memory_for(request) and any(host.fits(node, request) for node in lanes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
 from cadenza.policies.core.actions import Migrate, Place, Resume, Yield
@@ -21,7 +22,7 @@ from cadenza.policies.sharing.preemption.reservation import (
 )
 from cadenza.policies.sharing.preemption.seat_map import HostSeats, Occupant, Seat, lowest
 from cadenza.policies.sharing.preemption.starvation import owed_turns
-from cadenza.policies.sharing.state.host import ResourceRequest
+from cadenza.policies.sharing.state.host import HostState, ResourceRequest, lacks
 from cadenza.policies.sharing.state.host import Seat as HostSeat
 from cadenza.policies.sharing.state.sharing_state import SharingState, share_of
 from cadenza.policies.sharing.turns.slurm_sync import list_departures
@@ -236,13 +237,24 @@ def _carry_out(state: SharingState, board: _Board, plan: Plan) -> None:
         elif lease.state == "held":
             state.holders |= {key}
     # 5. A sentence for each job that stays in the queue.
+    idle = [(host.unclaimed.bit_count(), host.state) for host in board.hosts if host.unclaimed and host.state.usable]
     for job in state.pending:
-        waits = f"stays queued: better-ranked jobs have the GPUs; {_standing(job, state.now_s)}"
+        if job.key in state.placement_reasons:
+            continue
+        cause = _lacks(idle, job, state) or "better-ranked jobs have the GPUs"
+        waits = f"stays queued: {cause}; {_standing(job, state.now_s)}"
         if job.barred and all(
             node.name in job.barred for node in state.snapshot.nodes if job.partition in node.partitions
         ):
             waits = "stays queued: no node of its partition meets its constraint, its excluded nodes and reservations"
-        state.placement_reasons.setdefault(job.key, waits)
+        state.placement_reasons[job.key] = waits
+
+
+def _lacks(idle: Sequence[tuple[int, HostState]], job: Job, state: SharingState) -> str:
+    """Return the lacks of a job on hosts with GPUs that no job of this turn has; empty if these are too few."""
+    nodes = max(job.num_nodes, 1)
+    enough = [host for gpus, host in idle if gpus * nodes >= job.gpus]
+    return lacks(enough, ResourceRequest.under(job, state.settings)) if len(enough) >= nodes else ""
 
 
 def _staying_reason(job: Job, state: SharingState) -> str:

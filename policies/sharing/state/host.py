@@ -175,6 +175,21 @@ class HostState:
         """
         return not self.sizes or self.committed_mb + request.memory_mb + request.state_mb <= self.memory_mb
 
+    def lack(self, request: ResourceRequest) -> str:
+        """Return the lack besides GPUs that keeps a job from the lanes that are open to it, as a phrase."""
+        least = request._replace(cpus=0, memory_mb=0)
+        if not any(self.fits(node, least._replace(gpus=0)) for node in self.lanes):
+            return ""
+        if not self.has_host_memory_for(request):
+            return "too little host memory"
+        steps = (
+            ("no free lane", least),
+            ("too few free CPUs", least._replace(cpus=request.cpus)),
+            ("too little free memory in its lanes", least._replace(memory_mb=request.memory_mb)),
+            ("no lane with enough CPUs and memory", request),
+        )
+        return next((lack for lack, part in steps if not any(self.fits(node, part) for node in self.lanes)), "")
+
     def add(self, request: ResourceRequest, node: Node) -> None:
         """Take a job's share of one lane."""
         self._take(node.name, request, 1)
@@ -252,6 +267,13 @@ class HostState:
             if len(free) == request.gpus and self.fits(node, request):
                 seats.append(Seat(max((sharers_by_gpu[i] for i in free), default=0), node.lane, node, frozenset(free)))
         return sorted(seats, key=lambda seat: seat[:2])
+
+
+def lacks(hosts: Iterable[HostState], request: ResourceRequest) -> str:
+    """Return a clause on hosts with GPUs for a job that it cannot use; empty if no host lacks anything else."""
+    found = [lack for host in hosts if (lack := host.lack(request))]
+    subject = "a host has" if len(found) == 1 else f"{len(found)} hosts have"
+    return f"{subject} GPUs for it, but {' or '.join(sorted(set(found)))}" if found else ""
 
 
 def observe_hosts(
