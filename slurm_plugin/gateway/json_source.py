@@ -27,6 +27,7 @@ OPTIONS: Mapping[str, str] = {
     "min_cpus_per_node": "NumCPUs", "admin_comment": "AdminComment", "state": "State", "reason": "Reason",
 }  # fmt: skip
 """Names of scontrol for the names of pyslurm."""
+NOTE = "admin_comment"
 
 
 class Record:
@@ -68,10 +69,6 @@ class Record:
     def requeue(self, *, hold: bool) -> None:
         """Requeue the job, with ``hold`` into held state."""
         command("scontrol", "requeuehold" if hold else "requeue", self.task)
-
-    def release(self) -> None:
-        """Release the job; of an array all tasks that wait."""
-        command("scontrol", "release", self.tasks)
 
 
 class SlurmCommands:
@@ -133,23 +130,21 @@ class SlurmCommands:
         """Return a job's name for scontrol."""
         return str(job.task)
 
-    def change_job(self, job: Any, changes: Mapping[str, Any]) -> int | None:
-        """Change a job, of the rest of an array its next task, which is another job from then on.
+    def change_job(self, job: Any, changes: Mapping[str, Any]) -> None:
+        """Change a job, of the rest of an array its next task; a release alone is one of all tasks that wait.
 
-        scontrol cannot set a priority that Slurm computes. So a release is a command of its own, and goes before
-        the note of the hold: a slurmctld that is killed in between must not keep a hold without its note.
+        scontrol cannot set a priority that Slurm computes. So a release is a command of its own. It goes before the
+        note of the hold: a slurmctld that is killed in between must not keep a hold without its note.
         """
-        changes = dict(changes)
-        if changes.pop("priority", None) is not None:
-            job.release()
-            update(f"JobId={job.tasks}", changes)
-            return None
-        start = ("StartTime=now",) if changes.pop("begin_time", None) is not None else ()
-        update(f"JobId={job.task}", changes, *start)
-        if not job.array_tasks_waiting:
-            return None
-        tasks = self._records(read_jobs, "squeue", "--all", "--states=all", f"--jobs={job.task}", JSON)
-        return next((int(one.id) for one in tasks if one.task == job.task and not one.array_tasks_waiting), None)
+        first = {name: value for name, value in changes.items() if name in OPTIONS and name != NOTE}
+        start = ("StartTime=now",) if "begin_time" in changes else ()
+        name = job.task if first else job.tasks
+        if first or start:
+            update(f"JobId={job.task}", first, *start)
+        if "priority" in changes:
+            command("scontrol", "release", name)
+        if NOTE in changes:
+            update(f"JobId={name}", {NOTE: changes[NOTE]})
 
     def change_node(self, name: str, changes: Mapping[str, str]) -> None:
         """Change a node."""

@@ -57,7 +57,8 @@ class SlurmGateway:
     def read(self) -> ClusterSnapshot:
         """Return jobs and nodes as they are now, without leases; a GatewayError when Slurm does not answer.
 
-        Costs slurmctld three RPCs: all jobs, all nodes, all partitions.
+        Costs slurmctld one RPC, for all jobs; up to four more for nodes, partitions, reservations and its own start
+        where these may have changed.
         """
         return snapshot(self.read_raw())
 
@@ -95,7 +96,7 @@ class SlurmGateway:
             case Place():
                 self._place(action)
             case Size(job=key, cpus=cpus, memory_mb=memory_mb):
-                self._job(f"size job {key}", "modify", key, cpus=cpus, memory=memory_mb)
+                self._job(f"size job {key}", "size", key, cpus=cpus, memory=memory_mb)
             case DrainNode(node=name, reason=reason):
                 self._source.ask(f"drain node {name}", "drain", node=name, reason=reason)
             case OpenNode(node=name, drain=drain):
@@ -106,13 +107,12 @@ class SlurmGateway:
                 raise NotForSlurm(f"{type(action).__name__} of job {action.job} is for the agents, not Slurm")
 
     def _place(self, action: Place) -> None:
-        """Modify, then release; a failed change is raised before the job can start with the wrong request."""
+        """Change a job and release it; a job whose change is refused cannot start with the wrong request."""
         key = action.job
         changes: dict[str, Any] = {"nodes": action.nodes} if action.nodes else {}
         if action.resize:
             shares = [share._asdict() for share in action.shares]
             self._job(f"resize job {key}", "resize", key, shares=shares, now=action.elsewhere)
-            self._job(f"release job {key}", "release", key)
             return
         if action.shares:
             changes["cpus"] = sum(share.cpus for share in action.shares)
@@ -124,10 +124,8 @@ class SlurmGateway:
             changes["memory_per_node"] = action.memory_per_node_mb
         if action.elsewhere:
             changes["now"] = True
-        if changes:
-            changed = self._job(f"place job {key} on {','.join(action.nodes)}", "modify", key, **changes)
-            key = key if changed is None else JobKey(changed, key.restart)
-        self._job(f"release job {key}", "release", key)
+        where = f" on {','.join(action.nodes)}" if action.nodes else ""
+        self._job(f"place job {key}{where}", "place", key, **changes)
 
     def ping(self) -> dict[str, Any]:
         """Return slurmctld's host and the RPC's latency in ms."""

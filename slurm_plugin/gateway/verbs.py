@@ -8,8 +8,9 @@ This module imports the standard library and little else, because the worker aro
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
+from typing import Any, Generic, Protocol, TypeVar
 
 from cadenza.sidecar import clock
 from cadenza.slurm_plugin.gateway import request_sizes
@@ -33,8 +34,13 @@ TERMINATED = ("FAILED", signal.SIGTERM)
 REQUEUE_DELAY_S = 125.0
 """Slurm keeps a requeued job from starting for less; 121 s where there is no ``requeue_delay`` (24.11)."""
 MIN_DELAY_S = 2.0
+NODES_S = 1.0
+"""Nodes are read again after this long even if no job started, stopped or ended: their own state may have changed."""
+RARE_S = 10.0
+"""The same for reservations and the start of slurmctld, which change rarely."""
 
 Request = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class Stale(Exception):  # noqa: N818
@@ -44,7 +50,7 @@ class Stale(Exception):  # noqa: N818
 class Slurm(Protocol):
     """One way to talk to Slurm. Its jobs and nodes are objects with the names of pyslurm's properties.
 
-    A job also has the verbs ``suspend()``, ``unsuspend()``, ``requeue(hold=…)`` and ``release()``.
+    A job also has the verbs ``suspend()``, ``unsuspend()`` and ``requeue(hold=…)``.
     """
 
     error: type[Exception]
@@ -90,8 +96,8 @@ class Slurm(Protocol):
         """Return the name of a job for scontrol."""
         ...
 
-    def change_job(self, job: Any, changes: Mapping[str, Any]) -> int | None:
-        """Change a job; an empty text or list clears. Return the number of the job changed if it is another one now.
+    def change_job(self, job: Any, changes: Mapping[str, Any]) -> None:
+        """Change a job; an empty text or list clears. With ``priority`` release it, unless another change is refused.
 
         Names are those of pyslurm, where ``min_cpus_per_node`` sets the job's number of CPUs.
         """
@@ -102,15 +108,40 @@ class Slurm(Protocol):
         ...
 
 
+class Kept(Generic[T]):
+    """An answer of Slurm that serves several requests: until it is too old, or what it depends on has changed."""
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._answer: T | None = None
+        self._until_s = -inf
+        self._depends_on: object = None
+
+    def get(self, read: Callable[[], T], depends_on: object = None) -> T:
+        """Return the answer, read anew if need be."""
+        now_s = clock.monotonic()
+        if self._answer is None or now_s >= self._until_s or depends_on != self._depends_on:
+            self._answer = read()
+            self._until_s, self._depends_on = now_s + self._longest_s, depends_on
+        return self._answer
+
+    def forget(self) -> None:
+        """Read anew at the next request."""
+        self._answer = None
+
+
 class Verbs:
     """The verbs over one source."""
 
     def __init__(self, slurm: Slurm) -> None:
         self._slurm = slurm
+        self._nodes: Kept[list[dict[str, Any]]] = Kept(NODES_S)
+        self._reservations: Kept[list[dict[str, Any]]] = Kept(RARE_S)
+        self._started_s: Kept[float] = Kept(RARE_S)
         self._verbs: dict[str, Callable[[Request], Any]] = {
             "ping": self.ping, "read": self.read, "look": self.look,
             "suspend": self.suspend, "unsuspend": self.unsuspend, "requeue": self.requeue,
-            "release": self.release, "modify": self.modify, "resize": self.resize,
+            "release": self.release, "size": self.size, "place": self.place, "resize": self.resize,
             "drain": self.drain, "undrain": self.undrain, "remove": self.remove,
         }  # fmt: skip
 
@@ -124,6 +155,7 @@ class Verbs:
         try:
             return {"id": number, "result": verb(request)}
         except (Refusal, self._slurm.error) as error:
+            self._forget()
             return failure(number, "slurm", str(getattr(error, "msg", error)), getattr(error, "errno", None))
         except Stale as error:
             return failure(number, "stale", str(error))
@@ -135,20 +167,30 @@ class Verbs:
         return self._slurm.ping()
 
     def read(self, _request: Request) -> dict[str, Any]:
-        """Return nodes, reservations, and jobs that have not finished or were terminated; times in s of the epoch."""
-        jobs, nodes = list(self._slurm.jobs()), list(self._slurm.nodes())
-        drained = any("DRAIN" in node.state for node in nodes)
+        """Return nodes, reservations, and jobs that have not finished or were terminated; times in s of the epoch.
+
+        slurmctld is asked for all jobs each time, for the rest only on need.
+        """
+        jobs = list(self._slurm.jobs())
+        nodes = self._nodes.get(lambda: [self._slurm.node_fields(node) for node in self._slurm.nodes()], seated(jobs))
+        drained = any("DRAIN" in node["state"] for node in nodes)
         held = any(job.priority == 0 and job.state == "PENDING" and job.requeue_count for job in jobs)
         terminated = [job for job in jobs if (job.state, job.exit_code_signal) == TERMINATED]
+        started_s = self._started_s.get(self._slurm.started_s) if drained or held or terminated else None
         shown = [*(job for job in jobs if job.state not in FINISHED), *terminated]
         return {
             "schema": "cadenza.recording/1",
             "time_s": clock.now(),
-            "slurmctld_start_time": self._slurm.started_s() if drained or held or terminated else None,
+            "slurmctld_start_time": started_s,
             "jobs": [self._slurm.job_fields(job) for job in shown],
-            "nodes": [self._slurm.node_fields(node) for node in nodes],
-            "reservations": self._slurm.reservations(),
+            "nodes": nodes,
+            "reservations": self._reservations.get(self._slurm.reservations),
         }
+
+    def _forget(self) -> None:
+        """Read everything anew, because slurmctld may be another one by then."""
+        for kept in (self._nodes, self._reservations, self._started_s):
+            kept.forget()
 
     def look(self, request: Request) -> list[dict[str, Any]]:
         """Return the state of the jobs with these ids, one small RPC each, without those that Slurm does not know."""
@@ -201,36 +243,46 @@ class Verbs:
         self._job_in(request, *states).requeue(hold=bool(request["hold"]))
 
     def release(self, request: Request) -> None:
-        """Release a held job, after clearing its node list if ``unpin``; a job that is not held stays as it is.
+        """Release a held job, after clearing its node list if ``unpin``; a job that is not held stays as it is."""
+        job = self._job_in(request, "PENDING")
+        self._start(job, {"required_nodes": []} if request.get("unpin") and job.required_nodes else {})
 
-        One that Slurm delays because it was requeued may start at once. The note of job_submit.lua's hold goes by the
-        same request: a slurmctld that is killed forgets both or neither, so the note tells our hold from a later one of
-        the owner's.
+    def place(self, request: Request) -> None:
+        """Change a pending job as ``size`` does, and its ``nodes``, and release it; ``now`` lets it start at once."""
+        job = self._job_in(request, "PENDING")
+        changes: dict[str, Any] = {"required_nodes": list(request["nodes"])} if request.get("nodes") else {}
+        changes |= self._size_changes(job, request)
+        if request.get("now"):
+            changes["begin_time"] = int(clock.now())
+        self._start(job, changes)
+
+    def _start(self, job: Any, changes: dict[str, Any]) -> None:
+        """Change a pending job, and release it by the same request if it is held.
+
+        One that Slurm delays because it was requeued may start at once. The note of job_submit.lua's hold goes, too: a
+        slurmctld that is killed forgets both or neither, so the note tells our hold from a later one of the owner's.
+        """
+        if not job.priority:
+            if delayed_by_requeue(job, clock.now()):
+                changes["begin_time"] = int(clock.now())
+            changes["priority"] = INFINITE
+            own, _, note = (self._slurm.job_fields(job)["admin_comment"] or "").rpartition("\n")
+            if note == HELD_NOTE:
+                changes["admin_comment"] = own
+        if changes:
+            self._slurm.change_job(job, changes)
+
+    def size(self, request: Request) -> None:
+        """Change a pending job: ``cpus_per_task``, ``memory_per_node`` in MB; other values stay.
+
+        ``cpus`` and ``memory`` are totals instead, rounded up to whole CPUs a task and MB a node.
+        ``as_far_as_possible`` leaves CPUs alone that cannot be changed.
         """
         job = self._job_in(request, "PENDING")
-        if request.get("unpin") and job.required_nodes:
-            self._slurm.change_job(job, {"required_nodes": []})
-        if job.priority:
-            return
-        if delayed_by_requeue(job, clock.now()):
-            self._slurm.change_job(job, {"begin_time": int(clock.now())})
-        own, _, note = (self._slurm.job_fields(job)["admin_comment"] or "").rpartition("\n")
-        if note == HELD_NOTE:
-            self._slurm.change_job(job, {"priority": INFINITE, "admin_comment": own})
-        else:
-            job.release()
+        self._slurm.change_job(job, self._size_changes(job, request))
 
-    def modify(self, request: Request) -> int | None:
-        """Change a pending job: ``nodes`` (empty clears), ``cpus_per_task``, ``memory_per_node`` in MB.
-
-        ``cpus`` and ``memory`` are totals instead, rounded up to whole CPUs a task and MB a node; other values stay.
-        ``as_far_as_possible`` leaves CPUs alone that cannot be changed. ``now`` lets it start at once. Return the job's
-        number if it is another one now.
-        """
-        job = self._job_in(request, "PENDING")
+    def _size_changes(self, job: Any, request: Request) -> dict[str, Any]:
         changes: dict[str, Any] = {}
-        if "nodes" in request:
-            changes["required_nodes"] = list(request["nodes"])
         if "memory_per_node" in request:
             changes["memory_per_node"] = int(request["memory_per_node"])
         elif "memory" in request:
@@ -239,12 +291,10 @@ class Verbs:
             changes |= self._cpu_changes(job, int(request["cpus_per_task"]))
         elif "cpus" in request and (job.cpus_per_task is not None or not request.get("as_far_as_possible")):
             changes |= self._cpu_changes(job, -(-int(request["cpus"]) // (job.ntasks or 1)))
-        if request.get("now"):
-            changes["begin_time"] = int(clock.now())
-        return self._slurm.change_job(job, changes)
+        return changes
 
     def resize(self, request: Request) -> None:
-        """Give a pending job other numbers of nodes and GPUs, and CPUs, memory and tasks with them.
+        """Give a pending job other numbers of nodes and GPUs, and CPUs, memory and tasks with them, and release it.
 
         ``shares`` has ``node``, ``gpus``, ``cpus`` and ``memory_mb`` of each node, equal but for the node; ``now`` lets
         it start at once.
@@ -252,13 +302,9 @@ class Verbs:
         job = self._job_in(request, "PENDING")
         shown = request_sizes.shown_job(command("scontrol", "show", "job", str(job.id), JSON), int(job.id))
         now = ("StartTime=now",) if request.get("now") else ()
-        command(
-            "scontrol",
-            "update",
-            f"JobId={self._slurm.name(job)}",
-            *request_sizes.changes(shown, request["shares"]),
-            *now,
-        )
+        name = f"JobId={self._slurm.name(job)}"
+        command("scontrol", "update", name, *request_sizes.changes(shown, request["shares"]), *now)
+        self._start(job, {})
 
     def _cpu_changes(self, job: Any, cpus_per_task: int) -> dict[str, int]:
         """Return the changes for ``cpus_per_task`` of a pending job; lower its least CPUs on a node first if needed.
@@ -281,6 +327,7 @@ class Verbs:
         if "DRAIN" in node.state:
             raise Stale(f"node {node.name} is drained already: {node.reason}")
         reason = str(request["reason"]).removeprefix(OUR_DRAIN)
+        self._nodes.forget()
         self._slurm.change_node(node.name, {"state": "DRAIN", "reason": OUR_DRAIN + reason})
 
     def undrain(self, request: Request) -> None:
@@ -291,6 +338,7 @@ class Verbs:
         expected = str(request.get("drain") or "")
         if node.reason != expected if expected else not (node.reason or "").startswith(OUR_DRAIN):
             raise Stale(f"node {node.name} was drained by {node.reason_user}: {node.reason}")
+        self._nodes.forget()
         self._slurm.change_node(node.name, {"state": "UNDRAIN"})
 
     def remove(self, request: Request) -> None:
@@ -301,7 +349,14 @@ class Verbs:
         jobs = (job for job in self._slurm.jobs() if job.state not in FINISHED)
         if job := next((job for job in jobs if node.name in self._slurm.job_fields(job)["allocated_nodes"]), None):
             raise Stale(f"node {node.name} still has job {job.id}, which is {job.state}")
+        self._nodes.forget()
         command("scontrol", "delete", f"NodeName={node.name}")
+
+
+def seated(jobs: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return the facts of jobs on which the use of nodes depends."""
+    seats = ((job.id, job.requeue_count, job.state, job.allocated_nodes) for job in jobs)
+    return [seat for seat in seats if seat[2] != "PENDING" and seat[2] not in FINISHED]
 
 
 def delayed_by_requeue(job: Any, now_s: float) -> bool:

@@ -149,7 +149,10 @@ class Pyslurm:
         return str(job.id)
 
     def change_job(self, job: Any, changes: Mapping[str, Any]) -> None:
-        """Change a job; an empty text or list clears."""
+        """Change a job by one request; an empty text or list clears. Slurm takes a priority only after nodes and CPUs.
+
+        So a job is not released with a request that Slurm has refused to change (job_mgr.c, ``_update_job``).
+        """
         sent = {name: BLANK if value in ("", []) else value for name, value in changes.items()}
         job.modify(self._slurm.JobSubmitDescription(**sent))
 

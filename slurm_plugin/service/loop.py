@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import cycle
+from math import inf
 from pathlib import Path
 from random import Random
 from typing import TypeAlias
@@ -59,7 +61,9 @@ JITTER = 0.1
 MAX_BACK_OFF_S = 30.0
 
 TRANSIT_POLL_S = 0.05
-"""Time between two looks at jobs in transit."""
+"""Least time between two looks at jobs in transit; each look is at one of them."""
+TRANSIT_PART = 0.2
+"""The same as a part of the time for which the latest has been in transit: a site's jobs may have KillWait to stop."""
 MAX_TRANSIT_POLL_S = 60.0
 """Jobs that take longer than this are not worth the RPCs; they wait for the next regular round."""
 
@@ -256,12 +260,12 @@ class Loop:
         prompt = needs_prompt_round(moves) or (self.last is not None and waits_for_suspend(self.last))
         earliest_s = began_s + early_s(spacing_s, load_s, self.failures, prompt=prompt)
         leaving = jobs_in_transit(moves, self._clock.now())
-        nap_s = TRANSIT_POLL_S if leaving else NAP_S
+        turns = cycle(leaving)
         while not (self.stop or self.reload) and (left_s := due_s - self._clock.monotonic()) > 0:
             each_nap()
-            news = self._hub.wait(min(left_s, nap_s))
+            news = self._hub.wait(min(left_s, transit_nap_s(leaving.values(), self._clock.now())))
             if not news and leaving and self.last is not None:
-                news = has_moved_on(self._slurm, leaving, self.last.snapshot)
+                news = has_moved_on(self._slurm, next(turns), self.last.snapshot)
             if news:
                 due_s = min(due_s, max(earliest_s, self._clock.monotonic()))
             self._record()
@@ -337,20 +341,25 @@ def waits_for_suspend(report: RoundReport) -> bool:
     return any(isinstance(action, Yield) and outcome.ok for action, outcome in report.outcomes)
 
 
-def jobs_in_transit(moves: Iterable[Move], now_s: float) -> frozenset[int]:
-    """Return the jobs that are leaving their nodes, whose next step only Slurm can tell (pure)."""
-    return frozenset(
-        move.job.id
+def jobs_in_transit(moves: Iterable[Move], now_s: float) -> Mapping[int, float]:
+    """Return the jobs that are leaving their nodes, whose next step only Slurm can tell, with since when (pure)."""
+    return {
+        move.job.id: move.phase.since_s
         for move in moves
         if isinstance(move.phase, Requeued) and now_s - move.phase.since_s < MAX_TRANSIT_POLL_S
-    )
+    }
 
 
-def has_moved_on(slurm: SlurmGateway, jobs: Collection[int], snapshot: ClusterSnapshot) -> bool:
-    """Return whether Slurm shows one of these jobs in another state than the snapshot; False without an answer."""
+def transit_nap_s(since_s: Iterable[float], now_s: float) -> float:
+    """Return the time until the next look at jobs that are in transit since these times (pure)."""
+    return min(NAP_S, max(TRANSIT_POLL_S, TRANSIT_PART * (now_s - max(since_s, default=-inf))))
+
+
+def has_moved_on(slurm: SlurmGateway, job: int, snapshot: ClusterSnapshot) -> bool:
+    """Return whether Slurm shows a job in another state than the snapshot; False without an answer."""
     try:
-        now = slurm.look(jobs)
+        now = slurm.look([job])
     except Exception as error:  # noqa: BLE001 - as in a round: the next one will report the same error
-        log.debug("jobs in transit could not be polled: %s", error)
+        log.debug("job %d in transit could not be polled: %s", job, error)
         return False
-    return now != {job.key: job.slurm_state(snapshot.time_s) for job in snapshot.jobs if job.key.id in jobs}
+    return now != {one.key: one.slurm_state(snapshot.time_s) for one in snapshot.jobs if one.key.id == job}

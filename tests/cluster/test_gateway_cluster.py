@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from cadenza.policies.core.actions import DrainNode, OpenNode, Place, Release, Requeue, Suspend, Unsuspend, Yield
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node
 from cadenza.slurm_plugin.gateway.translate import snapshot
+from cadenza.slurm_plugin.gateway.verbs import NODES_S
 
 from cluster import PYTHON, wait_for
 from harness import Cluster
@@ -147,6 +149,38 @@ def test_a_failed_change_releases_nothing(alone: Cluster, submit: Callable[..., 
     assert not ok
     assert "Invalid node name" in error
     assert job(alone, number).held
+
+
+def test_an_action_costs_slurmctld_one_look_and_one_request(alone: Cluster, submit: Callable[..., int]) -> None:
+    if "pyslurm" not in drive(alone, "gateway.greeting()"):
+        pytest.skip("pyslurm is not built for this release")
+    key, held = started(alone, submit("--gpus=1", "-c2")), submit("--hold", "--gpus=1", "-c2")
+    alone.ctl("sdiag", "--reset")
+    acts = Suspend(key, "t"), Unsuspend(key, "t"), Place(JobKey(held, 0), ("node2",), "t", cpus_per_task=3)
+    assert apply(alone, *acts) == [(True, "")] * 3
+    counts = re.findall(r"(REQUEST_\w+) +\( *\d+\) +count:(\d+)", alone.ctl("sdiag"))
+    kinds = ("JOB_INFO_SINGLE", "FED_INFO", "JOB_STEP_INFO", "SUSPEND", "UPDATE_JOB")
+    asked = {kind.removeprefix("REQUEST_"): int(count) for kind, count in counts}
+    assert [asked.get(kind, 0) for kind in kinds] == [3, 0, 0, 2, 1]
+
+
+def test_a_read_shows_the_nodes_as_its_jobs_use_them(alone: Cluster, submit: Callable[..., int]) -> None:
+    """Nodes are read on need: a suspend, which gives the CPUs back, is such a need; a drain shows after a while."""
+    key = started(alone, submit("--gpus=1", "-c2"))
+    acts = None, Suspend(key, "t"), Unsuspend(key, "t")
+    books = "sum(node.cpus_used for node in gateway.read().nodes)"
+    assert drive(alone, f"[(gateway.apply(act).ok if act else True, {books}) for act in {acts!r}]") == [
+        [True, 2],
+        [True, 0],
+        [True, 2],
+    ]
+    drain = "scontrol update NodeName=node2-l1 State=DRAIN Reason=fan"
+    drained = "[node.name for node in gateway.read().nodes if node.drained]"
+    steps = f"{drained}, __import__('os').system('{drain}'), time.sleep({NODES_S}), {drained}"
+    try:
+        assert drive(alone, f"[{steps}]", user="root") == [[], 0, None, ["node2-l1"]]
+    finally:
+        alone.ctl("scontrol", "update", "NodeName=node2-l1", "State=UNDRAIN")
 
 
 def test_both_sources_see_the_same_while_slurms_commands_act(alone: Cluster, submit: Callable[..., int]) -> None:

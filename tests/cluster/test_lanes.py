@@ -74,7 +74,9 @@ def test_a_lane_comes_on_request_with_the_hardware_of_lane_0_and_jobs_take_turns
     shown = cluster.ctl("scontrol", "-o", "show", "node", LANE)
     for word in ("Gres=gpu:a100:2", "ActiveFeatures=lane1", "Weight=101", "RealMemory=4000", "CPUTot=24"):
         assert word in shown
-    assert [(row["node"], row["state"], row["on_demand"]) for row in listed(cluster)] == [(LANE, "open", True)]
+    # The service reads nodes once a second.
+    wait_for("the lane in a round", lambda: [row["state"] for row in listed(cluster)] == ["open"], 10)
+    assert [(row["node"], row["on_demand"]) for row in listed(cluster)] == [(LANE, True)]
     jobs = [start(cluster, "first", "node1", 250), start(cluster, "second", LANE, 250)]
     cluster.wait_done(*jobs)
     for job in jobs:

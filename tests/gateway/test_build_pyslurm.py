@@ -35,3 +35,23 @@ def test_the_type_of_a_request_for_the_whole_job_is_read(tmp_path: Path) -> None
     adapt(tmp_path, "\n".join(lines))
     changed = (tmp_path / "pyslurm" / "core" / "job" / "job.pyx").read_text().splitlines()
     assert changed == ["return cstr.to_gres_dict(self.ptr.tres_per_job)", lines[1]]
+
+
+LOAD = """
+    @staticmethod
+    def load(job_id):
+        verify_rpc(slurm_load_job(&info, job_id, slurm.SHOW_DETAIL))
+        if not slurm.IS_JOB_PENDING(wrap.ptr):
+    @staticmethod
+    cdef Job from_ptr(slurm_job_info_t *in_ptr):
+        if not slurm.IS_JOB_PENDING(wrap.ptr):
+"""
+"""The lines of ``Job.load`` that ask slurmctld, as pyslurm 25.11.2 has them, and one elsewhere."""
+
+
+def test_a_look_at_a_job_asks_for_that_job_only(tmp_path: Path) -> None:
+    """Not for the federation first and the job's steps afterward, which made it three requests."""
+    adapt(tmp_path, LOAD)
+    changed = (tmp_path / "pyslurm" / "core" / "job" / "job.pyx").read_text()
+    local = LOAD.replace("slurm.SHOW_DETAIL", "slurm.SHOW_DETAIL | slurm.SHOW_LOCAL")
+    assert changed == local.replace("if not slurm.IS_JOB_PENDING(wrap.ptr):", "if False:", 1)

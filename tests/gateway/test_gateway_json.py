@@ -28,7 +28,7 @@ from cadenza.slurm_plugin.gateway.slurm_gateway import answer_of
 from cadenza.slurm_plugin.gateway.slurm_json import NotSlurms, hosts, read_jobs, read_nodes, read_reservations
 from cadenza.slurm_plugin.gateway.source_gateway import SlurmGateway, automatic, over_json
 from cadenza.slurm_plugin.gateway.translate import snapshot
-from cadenza.slurm_plugin.gateway.verbs import FINISHED, TERMINATED
+from cadenza.slurm_plugin.gateway.verbs import FINISHED, NODES_S, RARE_S, TERMINATED
 
 PYSLURM = json.loads((BOTH / "pyslurm.json").read_text())
 JOBS = (BOTH / "jobs.json").read_bytes()
@@ -159,6 +159,7 @@ def test_a_text_that_is_no_list_of_nodes_is_refused(text: str) -> None:
 
 COMMANDS = """#!/bin/sh
 name=$(basename "$0")
+case "$name $*" in "scontrol --all show"*) echo "$*" >>{here}/asked ;; esac
 case "$name $*" in
   "scontrol --version") echo "slurm-wlm ${SLURM_RELEASE:-26.05.5}" ;;
   squeue*|"scontrol --all show node"*)
@@ -302,6 +303,43 @@ def test_a_read_and_a_look_are_those_of_the_recording(commands: Calls) -> None:
     assert raw["slurmctld_start_time"] == 1795601167
     looked = gateway.look([key("susp").id, key("requeue").id, 999])
     assert {one: state.state for one, state in looked.items()} == {key("susp"): "SUSPENDED", key("requeue"): "PENDING"}
+
+
+def test_nodes_and_reservations_are_read_on_need(
+    commands: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes: when a job has come, gone or changed its state, after our changes, or every second; both after errors.
+
+    Reservations and nodes cost slurmctld three RPCs, and rounds are the largest part of its requests.
+    """
+    now_s = 1000.0
+    monkeypatch.setattr(clock, "monotonic", lambda: now_s)
+    gateway = over_json()
+
+    def asked() -> list[str]:
+        """Return what a read asks for, besides the jobs."""
+        (tmp_path / "asked").write_text("")
+        seen = gateway.read()
+        assert len(seen.nodes) == len(PYSLURM["nodes"])
+        return [line.split()[2] for line in (tmp_path / "asked").read_text().splitlines()]
+
+    assert asked() == ["nodes", "reservations"]
+    assert asked() == []
+    suspended = [job | {"job_state": ["SUSPENDED"]} if job["name"] == "two" else job for job in SHOWN.values()]
+    (tmp_path / "jobs.json").write_bytes(shown(suspended))
+    assert asked() == ["nodes"]
+    assert asked() == []
+    gateway.act(DrainNode("node1", "off"))
+    assert asked() == ["nodes"]
+    now_s += NODES_S
+    assert asked() == ["nodes"]
+    now_s += RARE_S
+    assert asked() == ["nodes", "reservations"]
+    (tmp_path / "down").write_text("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    with pytest.raises(SlurmUnavailable):
+        gateway.read()
+    (tmp_path / "down").unlink()
+    assert asked() == ["nodes", "reservations"]
 
 
 def test_a_machine_without_slurms_commands_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from gateway_rig import MakeGateway
@@ -59,7 +60,7 @@ def is_alive(pid: int) -> bool:
         (Unsuspend(SUSPENDED, "r"), "unsuspend 2"),
         (Requeue(RUNNING, hold=True, reason="r"), "requeue 1 True"),
         (Requeue(TERMINATED, hold=False, reason="r", repair=True), "requeue 6 False"),
-        (Release(HELD, "r"), "release 3"),
+        (Release(HELD, "r"), f"modify 3 {{'priority': {RELEASE}}}"),
         (DrainNode("n-l1", "observing"), "node n-l1 {'state': 'DRAIN', 'reason': 'cadenza: observing'}"),
         (DrainNode("n-l1", "cadenza: off"), "node n-l1 {'state': 'DRAIN', 'reason': 'cadenza: off'}"),
         (OpenNode("ours", "r"), "node ours {'state': 'UNDRAIN'}"),
@@ -71,18 +72,26 @@ def test_each_action_is_one_call(gateway_with: MakeGateway, calls: Calls, action
     assert calls() == [call]
 
 
-def test_place_changes_then_releases(gateway_with: MakeGateway, calls: Calls) -> None:
+def test_place_changes_and_releases_by_one_request_after_one_look(
+    gateway_with: MakeGateway, calls: Calls, tmp_path: Path
+) -> None:
     place = Place(HELD, ("node2", "node3"), "r", cpus_per_task=3, memory_per_node_mb=700)
     assert gateway_with().apply(place).ok
-    sizes = "'memory_per_node': 700, 'cpus_per_task': 3, 'min_cpus_per_node': 6"
-    assert calls() == [f"modify 3 {{'required_nodes': ['node2', 'node3'], {sizes}}}", "release 3"]
+    sizes = f"'memory_per_node': 700, 'cpus_per_task': 3, 'min_cpus_per_node': 6, 'priority': {RELEASE}"
+    assert calls() == [f"modify 3 {{'required_nodes': ['node2', 'node3'], {sizes}}}"]
+    assert (tmp_path / "calls.looks").read_text().splitlines() == ["3"]
+
+
+def test_a_job_that_is_not_held_is_placed_without_a_release(gateway_with: MakeGateway, calls: Calls) -> None:
+    gateway_with().act(Place(WAITING, ("node2",), "r"))
+    assert calls() == ["modify 5 {'required_nodes': ['node2']}"]
 
 
 def test_shares_are_totals_over_tasks_and_the_most_memory_of_a_node(gateway_with: MakeGateway, calls: Calls) -> None:
     shares = (Share("node2", 1, 3, 700), Share("node3", 1, 4, 900))
     assert gateway_with().apply(Place(HELD, ("node2", "node3"), "r", shares=shares)).ok
-    sizes = "'memory_per_node': 900, 'cpus_per_task': 4, 'min_cpus_per_node': 8"
-    assert calls() == [f"modify 3 {{'required_nodes': ['node2', 'node3'], {sizes}}}", "release 3"]
+    sizes = f"'memory_per_node': 900, 'cpus_per_task': 4, 'min_cpus_per_node': 8, 'priority': {RELEASE}"
+    assert calls() == [f"modify 3 {{'required_nodes': ['node2', 'node3'], {sizes}}}"]
 
 
 def test_a_size_changes_a_pending_job_and_nothing_else(gateway_with: MakeGateway, calls: Calls) -> None:
@@ -95,8 +104,7 @@ def test_fewer_cpus_lower_the_least_on_a_node_first(gateway_with: MakeGateway, c
     gateway_with().act(Place(HELD, (), "r", cpus_per_task=1))
     assert calls() == [
         "scontrol update JobId=3 MinCPUsNode=1",
-        "modify 3 {'cpus_per_task': 1, 'min_cpus_per_node': 2}",
-        "release 3",
+        f"modify 3 {{'cpus_per_task': 1, 'min_cpus_per_node': 2, 'priority': {RELEASE}}}",
     ]
 
 
@@ -110,7 +118,7 @@ def test_a_failed_change_is_never_followed_by_a_release(gateway_with: MakeGatewa
 
 def test_unpin_sends_an_empty_node_list(gateway_with: MakeGateway, calls: Calls) -> None:
     gateway_with().act(Release(HELD, "r", unpin=True))
-    assert calls() == ["modify 3 {'required_nodes': ''}", "release 3"]
+    assert calls() == [f"modify 3 {{'required_nodes': '', 'priority': {RELEASE}}}"]
 
 
 def test_a_job_that_is_not_held_is_not_released_again(gateway_with: MakeGateway, calls: Calls) -> None:
@@ -139,7 +147,7 @@ def test_a_release_without_the_plugins_note_changes_no_admin_comment(
 ) -> None:
     monkeypatch.setenv("PYSLURM_ADMIN_COMMENT", comment)
     gateway_with().act(Release(HELD, "r"))
-    assert calls() == ["release 3"]
+    assert calls() == [f"modify 3 {{'priority': {RELEASE}}}"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """A stand-in for pyslurm, which cannot be built without Slurm: a few jobs and nodes, and misbehavior on demand.
 
 ``PYSLURM_TROUBLE`` names what goes wrong (import, hang, segv, exit, print); with ``PYSLURM_TROUBLE_ONCE`` naming a
-file, only as long as that file does not exist. ``PYSLURM_LOG`` collects the calls that change something.
+file, only as long as that file does not exist. ``PYSLURM_LOG`` collects the calls that change something, the file
+next to it with ``.looks`` at its end the jobs that were looked at.
 ``PYSLURM_ADMIN_COMMENT`` is every job's AdminComment.
 """
 
@@ -97,6 +98,8 @@ class Job:
     @staticmethod
     def load(number: int) -> Job:
         misbehave()
+        with Path(os.environ["PYSLURM_LOG"] + ".looks").open("a") as file:
+            print(number, file=file)
         if number not in STATES:
             raise RPCError(2017, "Invalid job id specified")
         return Job(number)
@@ -109,9 +112,6 @@ class Job:
 
     def requeue(self, hold: bool) -> None:
         log("requeue", self.id, hold)
-
-    def release(self) -> None:
-        log("release", self.id)
 
     def modify(self, description: JobSubmitDescription) -> None:
         changes = description.changes
