@@ -48,9 +48,10 @@ SLOW = Ring(
 )  # fmt: skip
 CLUSTER = Ring("cluster", "cluster and not measurement and not sites", ("-n", "2", "--dist", "loadscope"), "image")
 SITES = Ring("sites", "sites", ("-n", "0"), "image")
+BY_RELEASE = ("gateway_cluster", "opt_in", "test_held", "test_lanes.py", "test_moves", "test_tuning", "test_turns.py")
 RELEASE = Ring(
     "cluster of one release of Slurm", CLUSTER.marks,
-    (*CLUSTER.options, "-k", "gateway_cluster or opt_in or test_held or test_moves or test_tuning or test_turns.py"),
+    (*CLUSTER.options, "-k", " or ".join(BY_RELEASE)),
     "image",
 )  # fmt: skip
 MEASURE = Ring("measure", "measurement", ("-n", "0"), "image")
