@@ -388,7 +388,7 @@ def test_the_state_of_a_waiting_job_goes_to_disk_and_slurm_lets_it_run_for_that(
     assert rig.reported(1).saving
     assert rig.heard(session).count("spill") == 1
     rig.jobs.handle(session, wire.encode("spilled", order=1, bytes=100))
-    rig.left_mb = 500
+    rig.left_mb, rig.used_mb[1] = 500, 200
     after = rig.reported(1)
     assert not after.saving
     assert "its state is on disk: 99 MB of the host's 1000 MB are left" in after.note
@@ -412,8 +412,9 @@ def test_without_a_disk_that_takes_it_a_waiting_job_saves_and_is_requeued(rig: G
     assert rig.reported(1).saving
     assert "save" not in rig.heard(session), "it sleeps until Slurm has resumed it"
     rig.shown = "running"
-    rig.run_once()
-    rig.run_once()
+    for _ in range(5):
+        rig.run_once()
+        print("DBG", rig.of(1).state, rig.heard(session), rig.arbiter.waiting_reason(rig.of(1)))
     order = next(message["order"] for message in rig.said(session) if message["type"] == "save")
     rig.jobs.handle(session, wire.encode("checkpointed", order=order, step=30, path="/c"))
     assert "99 MB of the host's 1000 MB are left" in rig.reported(1).lost
@@ -430,6 +431,43 @@ def test_a_state_that_is_on_disk_or_found_none_is_no_way_out_for_the_next_job(
     rig.left_mb = 99
     rig.run_once()
     rig.jobs.handle(session, wire.encode("spilled", order=1, **answer))
+    rig.left_mb = HOST_MB
+    rig.register(3, [1], memory_mb=10)
+    rig.run_once()
+    rig.run_once()
+    assert rig.of(3).state == "waiting"
+    assert "none of them has a disk or a checkpoint to leave for" in rig.reported(3).no_room
+
+
+@pytest.mark.parametrize("left_mb", [50, 299])
+def test_a_job_whose_memory_stays_where_it_says_that_its_state_is_on_disk_is_no_way_out_from_then_on(
+    rig: GuardedHost, left_mb: int
+) -> None:
+    """The host's own measure decides: a job that freed its memory counts again after its next turn."""
+    session = over_committed(rig, spills=True)
+    rig.host.settings = msgspec.structs.replace(rig.host.settings, memory_margin=1.0)
+    rig.left_mb = 99
+    rig.run_once()
+    rig.jobs.handle(session, wire.encode("spilled", order=1, bytes=100 * MB))
+    rig.used_mb[1], rig.left_mb = left_mb, HOST_MB
+    rig.run_once()
+    # It is out again, as after its next turn: its state is in the host's memory.
+    rig.jobs.handle(session, wire.encode("yielded", order=1, bytes=100))
+    rig.used_mb[1] = 300
+    rig.register(3, [1], memory_mb=100)
+    rig.run_once()
+    rig.run_once()
+    assert rig.of(3).state == ("held" if left_mb == 50 else "waiting")
+    if left_mb != 50:
+        assert "none of them has a disk or a checkpoint to leave for" in rig.reported(3).no_room
+
+
+def test_a_job_that_was_told_to_leave_and_has_not_answered_is_no_way_out_for_the_next_one(rig: GuardedHost) -> None:
+    over_committed(rig, spills=True)
+    rig.learn(1, 2, requeueable=True)
+    rig.host.settings = msgspec.structs.replace(rig.host.settings, memory_margin=1.0)
+    rig.left_mb = 99
+    rig.run_once()
     rig.left_mb = HOST_MB
     rig.register(3, [1], memory_mb=10)
     rig.run_once()

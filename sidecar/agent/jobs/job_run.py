@@ -142,6 +142,10 @@ class JobRun:
     memory_looks: int = 0
     """Looks at its memory while it had its lease."""
     eviction: Eviction | None = None
+    spilled_from_mb: int = 0
+    """Host memory that it had when its state was to go to a disk, while that is compared with what it has now; or 0."""
+    memory_stays: bool = False
+    """It said that its state is on a disk, and had no less memory for it."""
     no_room_until: float = 0.0
     """Monotonic time until which that reason counts."""
     grant_at: float | None = None

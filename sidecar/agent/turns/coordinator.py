@@ -501,6 +501,7 @@ class StopCoordinator:
         rank.on_disk, result = True, f"its state is on disk: {run.eviction.reason}"
         if message.error:
             result = f"rank {rank.hello.rank} could not move its state to disk: {message.error}"
+            run.spilled_from_mb = 0
         run.note = result
         log.info("spilled JOBID=%s rank=%d seconds=%.1f: %s", lease.key, rank.hello.rank, message.seconds, result)
         run.eviction.spilling.discard(rank.pid)

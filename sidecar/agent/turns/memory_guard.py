@@ -40,6 +40,8 @@ HOLD_S = 60.0
 """Longest times of an eviction's checkpoint, and of the wait for the requeue after it, in seconds."""
 EVICTION_S = 1000.0
 """Longest time of an eviction, in seconds."""
+LEAST_FREED = 0.1
+"""Part of a job's memory that at least leaves the host with its state, or the job's word on that counts no more."""
 NEXT_S = 15.0
 """Time for an eviction to bring memory, in seconds, before the next job has to leave as well."""
 
@@ -166,6 +168,7 @@ class MemoryGuard:
             state_mb = self._gpu_bytes(lease, run) >> 20 if lease.occupying else 0
             run.memory_peak_mb = max(run.memory_peak_mb, used_mb + state_mb)
             run.memory_looks += lease.occupying
+            self._compare(lease, run, used_mb)
             if self.host.awaits_memory(lease):
                 waited_s = 0.0 if lease.unasked else epoch - lease.since_s
                 applicants.append(Applicant(lease.key, self._asked_mb(lease, host_mb), used_mb, waited_s))
@@ -198,7 +201,19 @@ class MemoryGuard:
         asked_mb = self._asked_mb(lease, host_mb)
         settled = run.memory_looks >= SETTLED_LOOKS and run.telemetry.step >= SETTLED_STEPS
         used_mb = run.memory_peak_mb if settled else max(asked_mb, run.memory_peak_mb)
-        return Resident(asked_mb, used_mb, can_leave=self._spills(lease, run) or self._saves(lease, run))
+        believed = run.eviction is None and not run.memory_stays
+        return Resident(asked_mb, used_mb, can_leave=believed and (self._spills(lease, run) or self._saves(lease, run)))
+
+    def _compare(self, lease: Lease, run: JobRun, used_mb: int) -> None:
+        """Compare the memory of a job whose state is on a disk, as it says, with what it was before."""
+        if not run.spilled_from_mb or run.eviction is not None:
+            return
+        if lease.state != "yielded" or not all(rank.on_disk for rank in run.ranks.values()):
+            run.spilled_from_mb = 0
+            return
+        before, run.memory_stays = run.memory_stays, used_mb > (1 - LEAST_FREED) * run.spilled_from_mb
+        if run.memory_stays and not before:
+            log.warning("its state is on a disk, says JOBID=%s, and it has %d MB as before", lease.key, used_mb)
 
     def _asked_mb(self, lease: Lease, host_mb: int) -> int:
         """Return the memory of a job's allocation here; all of the host's if that is not known."""
@@ -243,6 +258,7 @@ class MemoryGuard:
         lease = next(lease for lease, _ in out if lease.key == key)
         reason = f"{memory.available >> 20} MB of the host's {host_mb} MB are left, and it waits"
         if way == "disk":
+            self.host.run(key).spilled_from_mb = self.used(pids_of(lease)) >> 20
             self.coordinator.spill(lease, reason)
         else:
             self.host.run(key).eviction = Eviction(reason, now, set())
