@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Kill daemons and clients by a seeded schedule while jobs run on the container cluster, and judge what is left.
 
-    benchmarks/faults.py --seed 1 --kills 100 [--memory full]
+    benchmarks/faults.py --seed 1 --kills 100 [--memory full] [--lanes-on-demand]
     benchmarks/faults.py --outages [--only network,clock]
 
 The rules: no job is lost, every digest is that of the same job alone, no GPU has two users (locks on files of the
@@ -50,6 +50,7 @@ def table(record: Record, schedule: Schedule, findings: list[Finding], options: 
     rows = [
         ("seed, kills asked for", f"{options.seed}, {options.kills}"),
         ("hosts, GPUs, lanes; their memory", f"{options.hosts}, {options.hosts * GPUS}, {LANES}; {options.memory}"),
+        ("lanes", "on demand" if options.lanes_on_demand else "in slurm.conf"),
         (
             "kills that met a process",
             f"{sum(killed.values())}: " + ", ".join(f"{k} {n}" for k, n in sorted(killed.items())),
@@ -79,6 +80,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--memory", choices=("split", "full"), default="split", help="memory of each lane: a part of its host's, or all"
     )
+    parser.add_argument("--lanes-on-demand", action="store_true", help="lanes that the agents open, and open again")
     parser.add_argument("--outages", action="store_true", help="one outage after the other instead of kills")
     parser.add_argument(
         "--only", default=",".join(faults_outages.KINDS), help=f"some of {','.join(faults_outages.KINDS)}"
@@ -92,9 +94,9 @@ def arguments() -> argparse.Namespace:
         if unknown := sorted(set(chosen) - set(known)):
             parser.error(f"--{name}: unknown {', '.join(unknown)}")
         setattr(options, name, chosen)
-    if options.outages and options.memory == "full":
-        parser.error("--memory full goes with kills, not with --outages")
-    full = "-full" if options.memory == "full" else ""
+    if options.outages and (options.memory == "full" or options.lanes_on_demand):
+        parser.error("--memory full and --lanes-on-demand go with kills, not with --outages")
+    full = ("-full" if options.memory == "full" else "") + ("-on-demand" if options.lanes_on_demand else "")
     part = f"outages-{options.seed}" if options.outages else f"seed-{options.seed}{full}"
     options.out = (options.out or HERE.parent / "build" / "faults" / part).resolve()
     return options
@@ -113,7 +115,7 @@ def play_kills(options: argparse.Namespace) -> int:
     """Play the kills of a seed and print the verdict; return the exit code."""
     schedule = plan(options.seed, options.kills, options.hosts, GPUS, LANES, options.victims)
     run = FaultRun(options.name, schedule, options.hosts, GPUS, LANES, options.out)
-    run.full_memory = options.memory == "full"
+    run.full_memory, run.on_demand = options.memory == "full", options.lanes_on_demand
     with run.cluster():
         run.play()
         run.collect()

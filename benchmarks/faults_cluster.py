@@ -20,7 +20,7 @@ from faults_schedule import ITERATION_S, Event, PlannedJob, Schedule
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "container"))
 
-from cluster import ENGINE, PYTHON, Cluster, ClusterError
+from cluster import ENGINE, PYTHON, Cluster, ClusterError, wait_for
 
 HERE = Path(__file__).resolve().parent
 PLACE = "/home/shared/faults"
@@ -37,6 +37,8 @@ FORGOTTEN_S = 10.0
 """A submitted job that Slurm does not know for this long, while it answers, was forgotten and is submitted again."""
 ATTEMPTS = 40
 """Starts of a job's process in one run of its batch script: processes are killed, too."""
+LANES_S = 90.0
+"""Longest time until all lanes are open, in seconds."""
 SETTLE_S = 180.0
 QUIET_LOOKS = 12
 """Looks in a row, a second apart, that find everything ended: long enough for a forgotten job to be noticed."""
@@ -67,6 +69,8 @@ class FaultRun:
 
     full_memory = False
     """Each lane has its host's whole memory."""
+    on_demand = False
+    """The lanes above 0 are opened by the agents."""
 
     def __init__(self, name: str, schedule: Schedule, hosts: int, gpus: int, lanes: int, folder: Path) -> None:
         self.schedule = schedule
@@ -115,10 +119,12 @@ class FaultRun:
     def up_options(self) -> tuple[object, ...]:
         """Return further options of ``container/up``."""
         memory_mb = round(FULL_SHARE * MB_PER_GPU * self.gpus)
-        return ("--memory-mb", memory_mb, "--full-memory", "--config", FULL_MEMORY) if self.full_memory else ()
+        full = ("--memory-mb", memory_mb, "--full-memory", "--config", FULL_MEMORY) if self.full_memory else ()
+        return (*full, "--lanes-on-demand") if self.on_demand else full
 
     def prepare(self) -> None:
-        """Change the cluster before the first job."""
+        """Change the cluster before the first job, and wait until its lanes are open."""
+        wait_for("open lanes", lambda: self._owner.idle_nodes() == len(self.hosts) * self.lanes, LANES_S)
 
     @contextmanager
     def _watched(self, container: str) -> Iterator[None]:
@@ -178,7 +184,8 @@ class FaultRun:
             return False
         ended = {int(job["JobId"]) for job in seen["jobs"] if job["JobState"] in ENDED}
         over = all(not self._left(name) or number in ended for name, number in list(self.ids.items()))
-        return over and len(ended) == len(seen["jobs"]) and all(node["State"] == "IDLE" for node in seen["nodes"])
+        idle = [node for node in seen["nodes"] if node["State"] in {"IDLE", "IDLE+DYNAMIC_NORM"}]
+        return over and len(ended) == len(seen["jobs"]) and len(idle) == len(self.hosts) * self.lanes
 
     # --- Kills -------------------------------------------------------------------------------------------
 
@@ -188,7 +195,8 @@ class FaultRun:
         if program == "client":
             return self._kill_client(host, event.draw)
         lane = program.removeprefix("slurmd-lane")
-        pattern = PROGRAMS.get(program) or f"^slurmd -D -N {host}{'' if lane == '0' else f'-l{lane}'}$"
+        node = host if lane == "0" else f"{host}-l{lane}"
+        pattern = PROGRAMS.get(program) or rf"slurmd (-D|-f \S+ -Z) -N {node}( |$)"
         done = self._killer.exec(host, "pkill", "-9", "-P", "1", "-f", pattern, check=False)
         return "" if done.returncode == 0 else "was not running"
 

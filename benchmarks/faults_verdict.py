@@ -318,6 +318,9 @@ def stuck(record: Record) -> Iterator[Finding]:
         for job in frozen:
             if states.get(job) != "SUSPENDED":
                 yield Finding(last["t"], "stuck", f"job {job} is frozen on {host}; Slurm: {states.get(job, 'unknown')}")
+    names = {node["NodeName"] for sample in record.slurm if sample["up"] for node in sample["nodes"]}
+    for name in sorted(names - {node["NodeName"] for node in last["nodes"]}):
+        yield Finding(last["t"], "stuck", f"node {name} is gone")
     for node in last["nodes"]:
         if re.search("DRAIN|DOWN|COMPLETING|NOT_RESPONDING|FAIL", node["State"]):
             yield Finding(last["t"], "stuck", f"node {node['NodeName']}: {node['State']} {node['Reason']}")
