@@ -171,6 +171,8 @@ def _wanted(move: Move, snapshot: ClusterSnapshot, age_s: float) -> Step:
         return Step(None)  # the guard kept it in: the policy decides anew
     if reason := refusal_reason(job, by_hand=True):
         return _end(move, snapshot, f"cannot be moved: {reason}")
+    if job.absent or job.prolog_lost:
+        return _end(move, snapshot, "not moved: a killed slurmd or slurmctld left it, and it is requeued")
     if age_s > MAX_WANTED_S:
         return _end(move, snapshot, f"not moved: it could not be stopped within {MAX_WANTED_S:.0f} s")
     if not _stoppable(job):

@@ -12,7 +12,7 @@ from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.core.actions import DrainNode, Outcome, Place, Requeue, Resume, Suspend, Unsuspend, Yield
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import JobKey, Share
-from cadenza.policies.core.move import Move, Requeued
+from cadenza.policies.core.move import Move, Requeued, Wanted
 from cadenza.policies.guard import GuardSettings, guard
 from cadenza.policies.ledger import remember
 from cadenza.policies.sharing.pipeline import Pipeline, stages_of
@@ -135,6 +135,18 @@ def test_a_job_whose_prologs_end_was_never_reported_is_requeued():
     assert decision.reasons[key(1)] == PROLOG_LOST
     for other in (replace(waits, prolog_lost=False), replace(waits, requeueable=False), replace(waits, options=None)):
         assert of_job(after(cluster(other), Memory())[0], 1) == []
+
+
+def test_a_move_by_hand_of_a_job_that_cannot_start_does_not_keep_its_requeue_back():
+    """It waited for up to ten minutes until the job could be stopped, which it never can."""
+    policy = build(
+        "fifo", "none", "timeslice", PolicySettings(sharing=APPLY, partitions=APPLY.partitions, phased_moves=True)
+    )
+    asked = Move(key(1), (Share("node2", 1, 1, 1000),), "requested by hand", Wanted(NOW - 5), by_hand=True)
+    waits = job(1, lease=None, state_reason="Prolog", prolog_lost=True)
+    decision = policy.decide(cluster(waits), Memory(moves=(asked,)))
+    assert of_job(decision, 1) == [Requeue(key(1), False, PROLOG_LOST)]
+    assert "not moved: a killed slurmd" in decision.reasons[key(1)]
 
 
 TERMINATED = job(1, state="OTHER", nodes=(), lease=None, terminated_s=NOW)
