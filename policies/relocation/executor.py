@@ -68,8 +68,11 @@ class Relocation:
             actions.append(action)
         # 4. Every job has its sentence; the outcome of a finished move follows the present state.
         reasons = {key: text for key, text in decision.reasons.items() if key.id not in busy}
+        keys: dict[int, JobKey] = {}
+        for key in decision.reasons:
+            keys.setdefault(key.id, key)
         for step in self.steps:
-            step.explain(reasons, decision.reasons)
+            step.explain(reasons, keys)
         for key, text in refused.items():
             reasons[key] = "; ".join(filter(None, (reasons.get(key, ""), text)))
         # 5. Hosts read the files of a job before it stops, also if the move was requested by hand.

@@ -61,8 +61,11 @@ class Step(NamedTuple):
     action: Action | None = None
     sentence: str = ""
 
-    def explain(self, reasons: dict[JobKey, str], before: Mapping[JobKey, str]) -> None:
-        """Set the sentence of the move's job; the outcome of a move that is over follows the job's own sentence."""
+    def explain(self, reasons: dict[JobKey, str], keys: Mapping[int, JobKey]) -> None:
+        """Set the sentence of the move's job; the outcome of a move that is over follows the job's own sentence.
+
+        ``keys``: of the jobs that have a sentence, by id.
+        """
         move = self.move
         if move is None:
             return
@@ -70,7 +73,7 @@ class Step(NamedTuple):
             arrives = isinstance(move.phase, Placed | Leaving)
             reasons[move.successor if arrives else move.job] = self.sentence
         else:
-            key = next((key for key in before if key.id == move.job.id), move.successor)
+            key = keys.get(move.job.id, move.successor)
             reasons[key] = "; ".join(filter(None, (reasons.get(key, ""), move.outcome)))
 
 

@@ -101,10 +101,11 @@ def sync_slurm(state: SharingState) -> None:
     #    a job whose word is not enough for that comes later: it stays suspended until they are free.
     suspended = [job for job in state.all_jobs if _suspended_by_us(job, state)]
     frozen = {job.key for job in suspended if state.stays_frozen(job)}
+    saving = {move.job for move in memory.moves if isinstance(move.phase, Ordered)}
     unsuspends = [
         Unsuspend(job.key, reason)
         for job in suspended
-        if job.key not in frozen and (reason := _unsuspend_reason(job, state))
+        if job.key not in frozen and (reason := _unsuspend_reason(job, state, moved, saving))
     ]
     # 2. Yields, but for jobs that stop anyway to be resized.
     yields = [action for action in state.yields if action.job not in resized]
@@ -248,10 +249,12 @@ def _suspended_by_us(job: Job, state: SharingState) -> bool:
     return job.state == "SUSPENDED" and job.key in state.memory.suspended
 
 
-def _unsuspend_reason(job: Job, state: SharingState) -> str | None:
-    """Return why Slurm resumes a job that we suspended, None if it stays suspended."""
+def _unsuspend_reason(job: Job, state: SharingState, moved: set[JobKey], saving: set[JobKey]) -> str | None:
+    """Return why Slurm resumes a job that we suspended, None if it stays suspended.
+
+    ``moved``: jobs that begin a move in this round; ``saving``: those on their way that are to save a checkpoint.
+    """
     settings = state.settings
-    saving = any(move.job == job.key and isinstance(move.phase, Ordered) for move in state.memory.moves)
     checks = (
         (not settings.enforce or not settings.suspend, "jobs are not to be suspended any more"),
         (not settings.manages(job), exclusion_reason(job, settings) or "left alone: the job does not opt in any more"),
@@ -260,8 +263,8 @@ def _unsuspend_reason(job: Job, state: SharingState) -> str | None:
         (job.key in state.holders, "its turn has come"),
         (job.key in state.leaving, "its host is drained, which must not look finished while the job is there"),
         (job.key in state.giving_back, "it gives its place back"),
-        (any(action.job == job.key for action in state.moves), "it moves, and saves its checkpoint before"),
-        (saving, "is to save a checkpoint, for which its processes must run"),
+        (job.key in moved, "it moves, and saves its checkpoint before"),
+        (job.key in saving, "is to save a checkpoint, for which its processes must run"),
         (job.lease is not None and job.lease.saving, "its state goes to a disk, for which its processes must run"),
     )
     return next((reason for applies, reason in checks if applies), None)
