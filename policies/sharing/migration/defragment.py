@@ -26,9 +26,9 @@ def open_defragmentation(state: SharingState) -> None:
 
 def make_room(state: SharingState, job: Job) -> str:
     """Make room for a job that cannot start, and return a sentence; "" where that is not possible."""
-    request = ResourceRequest.under(job, state.settings)
-    if not _searches(state) or request.nodes > 1 or not request.gpus or state.home(job) is not None:
+    if not _searches(state) or job.num_nodes > 1 or not job.gpus or state.home(job) is not None:
         return ""
+    request = ResourceRequest.under(job, state.settings)
     return _make(state, Wish(job, request))
 
 

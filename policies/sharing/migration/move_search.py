@@ -305,7 +305,7 @@ def _return(movers: Sequence[Mover]) -> None:
 def _choices(movers: Sequence[Mover], count: int) -> Iterator[list[Mover]]:
     """Return the ways to choose so many; of jobs that are alike the first ones, so that no way is looked at twice."""
     kinds: dict[tuple[object, ...], list[Mover]] = {}
-    for mover in movers:
+    for mover in movers if count else ():
         kinds.setdefault(_kind(mover), []).append(mover)
     return _of_kinds(list(kinds.values()), count)
 

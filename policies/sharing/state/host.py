@@ -33,9 +33,9 @@ class ResourceRequest(NamedTuple):
     def of(cls, job: Job) -> ResourceRequest:
         """Return a job's needs; its totals are taken to be spread evenly over its nodes."""
         nodes = max(job.num_nodes, 1)
-        gpus, cpus, memory_mb = (-(-total // nodes) for total in (job.gpus, job.cpus, job.memory_mb))
+        gpus, cpus, memory_mb = -(-job.gpus // nodes), -(-job.cpus // nodes), -(-job.memory_mb // nodes)
         low_gb = job.profile.gpu_memory_low_gb if job.profile is not None else None  # at a boundary, a GPU
-        state_mb = ceil(gpus * MB_PER_GB * (low_gb or 0.0))
+        state_mb = ceil(gpus * MB_PER_GB * low_gb) if low_gb else 0
         return cls(job.user, job.partition, nodes, gpus, cpus, memory_mb, state_mb, job.gpu_type, job.barred)
 
     @classmethod
@@ -113,6 +113,7 @@ class HostState:
     gpus_allocated: int = field(init=False)
     """GPUs given out over all lanes."""
     _sharers_by_gpu: list[int] | None = None
+    _affinity: int | None = None
 
     def __post_init__(self) -> None:
         """Sum up the lanes."""
@@ -143,7 +144,9 @@ class HostState:
     @property
     def affinity(self) -> int:
         """Return the class that most of the GPUs are given to, the larger one of equals; 0 without jobs."""
-        return max(self.sizes, key=lambda size: (size * self.sizes[size], size), default=0)
+        if self._affinity is None:
+            self._affinity = max(self.sizes, key=lambda size: (size * self.sizes[size], size), default=0)
+        return self._affinity
 
     def iteration_s(self, job: Job) -> float:
         """Return a job's time for an iteration on the host's GPUs, seconds, by its profiles of several GPU types.
@@ -225,7 +228,7 @@ class HostState:
         self.sizes[request.gpus] += sign
         self.users[request.user] += sign
         self.committed_mb += sign * (request.memory_mb + request.state_mb)
-        self._sharers_by_gpu = None
+        self._sharers_by_gpu = self._affinity = None
         if self.sizes[request.gpus] <= 0:
             del self.sizes[request.gpus]
         if self.users[request.user] <= 0:
