@@ -87,8 +87,9 @@ class Turn:
         """GPUs that no job has claimed."""
         self._owner: dict[tuple[int, int], JobKey] = {}
         """The job that has claimed a GPU, by host and bit."""
-        self._vain: set[tuple[object, ...]] = set()
-        """Requests for which no seat was found: claims only grow, so there is none for a later one either."""
+        self._vain: dict[tuple[object, ...], list[ResourceRequest]] = {}
+        """Requests for which no seat was found, by kind: claims only grow, so there is none for a later one that needs
+        as much or more."""
         self.lasting: dict[JobKey, float] = {}
         """Latest ends of the jobs that keep their GPUs until then."""
         self._reservation: Reservation | None = None
@@ -125,8 +126,7 @@ class Turn:
         if not gave_up:
             host, mask = next((host, host.claimed & mask) for host, mask in job.seats if host.claimed & mask)
             plan.blocked[job.key] = self._owner[host.position, next(_bits(mask))]
-        kind = (job.request, "moves")
-        if not job.movable or self._left < job.gpus or kind in self._vain:
+        if not job.movable or self._left < job.gpus or self._is_vain(job.request, "moves"):
             return
         seats = self.find(job, waits=False)
         if seats:
@@ -134,7 +134,7 @@ class Turn:
             plan.blocked.pop(job.key, None)
             self.move(job, seats)
         else:
-            self._vain.add(kind)
+            self._note_vain(job.request, "moves")
 
     def move(self, job: Candidate, seats: tuple[Seat, ...]) -> None:
         """Send a seated job to other GPUs."""
@@ -168,15 +168,32 @@ class Turn:
     def _unseated(self, job: Candidate) -> None:
         reserved = self._reservation
         outlasts = job.steadfast and reserved is not None and job.ends_s > reserved.at_s
-        kind = (job.request, job.steadfast, outlasts)
-        if self._left >= job.gpus and kind not in self._vain:
+        if self._left >= job.gpus and not self._is_vain(job.request, job.steadfast, outlasts):
             seats = self.find(job) or self._make_room(job)
             if seats:
                 self.place(job, seats)
                 return
-            self._vain.add(kind)
+            self._note_vain(job.request, job.steadfast, outlasts)
         if job.reserve:
             self._reservation = Reservation.of(self.hosts, job.request, self.lasting)
+
+    def _is_vain(self, request: ResourceRequest, *how: object) -> bool:
+        """Return True if no seat was found for a request of the same kind that needs no more than this one."""
+        failed = self._vain.get(self._kind(request, how), ())
+        return any(
+            one.gpus <= request.gpus
+            and one.cpus <= request.cpus
+            and one.memory_mb <= request.memory_mb
+            and one.state_mb <= request.state_mb
+            for one in failed
+        )
+
+    def _note_vain(self, request: ResourceRequest, *how: object) -> None:
+        self._vain.setdefault(self._kind(request, how), []).append(request)
+
+    def _kind(self, request: ResourceRequest, how: tuple[object, ...]) -> tuple[object, ...]:
+        user = "" if self.share_between_users else request.user
+        return user, request.partition, request.nodes, request.gpu_type, request.barred, how
 
     # --- Seats ----------------------------------------------------------------------------------------
 
@@ -278,6 +295,8 @@ class Turn:
         """Return the offer of a lane once some of its jobs have given their seats up: as few GPUs as possible."""
         victims: list[Occupant] = []
         seat = self.seat_without(host, lane, job, victims)
+        if seat is None and (not able or host.seat(lane, job.request, given_up=tuple(able)) is None):
+            return None  # none of these GPUs is claimed, so fewer jobs leave no seat either
         for occupant in able:
             if seat is not None:
                 break
