@@ -20,12 +20,12 @@ GPU hours, for of two jobs above it the first submitted one runs to its end.
 def levels(queue: Queue) -> Ranking:
     """Order by level, and within a level by submission, then job id: its jobs run one after the other."""
     now_s = queue.now_s
-    return Ranking(tuple(sorted(queue.jobs, key=lambda job: (level(job, now_s), arrival(job)))))
+    return Ranking(tuple(sorted(queue.jobs, key=lambda job: (level_of(attained_service(job, now_s)), arrival(job)))))
 
 
-def level(job: Job, now_s: float) -> int:
-    """Return a job's level, 0 first."""
-    return bisect_right(THRESHOLDS, attained_service(job, now_s))
+def level_of(service_s: float) -> int:
+    """Return the level of a job with this attained service in GPU seconds, 0 first."""
+    return bisect_right(THRESHOLDS, service_s)
 
 
 def leaves_level_s(job: Job, now_s: float) -> float:
@@ -33,7 +33,7 @@ def leaves_level_s(job: Job, now_s: float) -> float:
 
     Seconds, on the clock of ``now_s``.
     """
-    progress, reached = progress_of(job), level(job, now_s)
+    progress, reached = progress_of(job), level_of(attained_service(job, now_s))
     if not progress.running or not job.gpus or reached == len(THRESHOLDS):
         return inf
     return now_s + (THRESHOLDS[reached] - attained_service(job, now_s)) / job.gpus

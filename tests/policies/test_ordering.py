@@ -14,7 +14,7 @@ from cadenza.policies.core.model import Progress
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.ordering import levels
 from cadenza.policies.ordering.ftf import UNKNOWN_S, contention, rho
-from cadenza.policies.ordering.ranking import Queue, Ranking, starving_first
+from cadenza.policies.ordering.ranking import Queue, Ranking, attained_service, starving_first
 from cadenza.policies.ordering.tiresias import PROMOTE_KNOB, THRESHOLDS, level
 from cadenza.policies.registry import ENTRIES, ordering
 
@@ -174,13 +174,13 @@ def test_levels_go_by_gpu_service_and_within_a_level_by_arrival():
 def test_a_running_job_leaves_its_level_when_it_says(attained_s, gpus):
     runs = replace(waiting(1, gpus=gpus, attained_s=attained_s, running=True), state="RUNNING")
     until_s = levels.leaves_level_s(runs, NOW)
-    now = levels.level(runs, NOW)
+    now = levels.level_of(attained_service(runs, NOW))
     if now == len(levels.THRESHOLDS):
         assert until_s == float("inf")
         return
     assert until_s > NOW
-    assert levels.level(runs, NOW + 0.999 * (until_s - NOW)) == now
-    assert levels.level(runs, until_s + 0.01) > now
+    assert levels.level_of(attained_service(runs, NOW + 0.999 * (until_s - NOW))) == now
+    assert levels.level_of(attained_service(runs, until_s + 0.01)) > now
     assert levels.leaves_level_s(waiting(1, gpus=gpus, attained_s=attained_s), NOW) == float("inf")
 
 

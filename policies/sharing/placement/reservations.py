@@ -25,12 +25,13 @@ def reserve_pending_moves(state: SharingState) -> None:
             continue  # Slurm starts it on none of its nodes while one of them takes no jobs
         request = ResourceRequest.under(job, state.settings)
         promised = job.key in state.memory.placed or job.state_reason.startswith(NODE_TAKEN)
-        for host in state.hosts.values():
+        there = {state.by_node[name].name for name in job.required_nodes if name in state.by_node}
+        for host in [state.hosts[name] for name in sorted(there)]:
             seats = {seat.node.name: seat.gpus for seat in host.seats(request)}
             pins = [node.name for node in host.lanes if node.name in job.required_nodes]
             pins.sort(key=lambda name: name not in seats)
             # A job that is known to be promised its nodes has them also while others are still there.
-            if pins and (pins[0] in seats or promised):
+            if pins[0] in seats or promised:
                 host.stay(Resident(job, request, pins[0], seats.get(pins[0], frozenset())))
 
 
@@ -50,7 +51,7 @@ def hold_until_startable(state: SharingState) -> None:
     The GPUs stay promised: the next round reserves them again. A job that were released before would be stuck on
     its node if a move failed.
     """
-    if not (state.relocating or state.room_made):
+    if not state.placements or not (state.relocating or state.room_made):
         return
     now, kept = observe_hosts(state.snapshot, state.settings), []
     for action in state.placements:

@@ -8,17 +8,17 @@ from math import inf
 from cadenza.policies.core.actions import Migrate, Place, Resume, Yield
 from cadenza.policies.core.model import Job, JobKey, Lease
 from cadenza.policies.core.text import gpu_names
-from cadenza.policies.ordering.levels import THRESHOLDS, level
-from cadenza.policies.ordering.ranking import arrival
+from cadenza.policies.ordering.levels import THRESHOLDS, level_of
+from cadenza.policies.ordering.ranking import arrival, attained_service
 from cadenza.policies.relocation.phases import refusal_reason
 from cadenza.policies.sharing.preemption.host_emptying import ROOM_SLICES, empty_for_waiting
 from cadenza.policies.sharing.preemption.preemptive_turn import Candidate, Plan, Turn
 from cadenza.policies.sharing.preemption.reservation import (
+    attained_by_limit_s,
     can_leave,
     latest_end_s,
     longest_waiting,
     ranks_by_limit,
-    served_by_limit,
 )
 from cadenza.policies.sharing.preemption.seat_map import HostSeats, Occupant, Seat, lowest
 from cadenza.policies.sharing.preemption.starvation import owed_turns
@@ -306,9 +306,10 @@ def _nodes(seats: tuple[Seat, ...]) -> str:
 
 
 def _standing(job: Job, now_s: float) -> str:
-    seen = served_by_limit(job)
-    by = "" if seen is job else " by its time limit, because it keeps no checkpoints"
-    return f"level {level(seen, now_s) + 1} of {len(THRESHOLDS) + 1}{by}"
+    served_s = attained_by_limit_s(job)
+    by = "" if served_s is None else " by its time limit, because it keeps no checkpoints"
+    reached = level_of(max(attained_service(job, now_s), (served_s or 0.0) * job.gpus))
+    return f"level {reached + 1} of {len(THRESHOLDS) + 1}{by}"
 
 
 def _lease(job: Job) -> Lease:

@@ -53,17 +53,24 @@ def latest_end_s(job: Job, now_s: float) -> float:
     return now_s + max(job.time_limit_s - (job.run_s or 0.0), 0.0)
 
 
-def served_by_limit(job: Job) -> Job:
-    """Return a job as the ordering is to see it: one that cannot leave as if it had what it may attain by its limit.
+def attained_by_limit_s(job: Job) -> float | None:
+    """Return the seconds on GPUs that a waiting job counts with at least, because it leaves them at its limit only.
 
-    Least attained service lets a newcomer go first because it can be stopped once it has had more than others. Nothing
-    stops this one before its limit.
+    None for every other job. Least attained service lets a newcomer go first because it can be stopped once it has had
+    more than others. Nothing stops this one.
     """
     if job.state != "PENDING" or can_leave(job):
+        return None
+    limit_s = NO_LIMIT_S if job.time_limit_s is None else job.time_limit_s
+    return min(limit_s, MOST_SERVED_S / max(job.gpus, 1))
+
+
+def served_by_limit(job: Job) -> Job:
+    """Return a job as the ordering is to see it: one that cannot leave as if it had what it may attain by its limit."""
+    served_s, progress = attained_by_limit_s(job), progress_of(job)
+    if served_s is None or served_s <= progress.attained_s:
         return job
-    progress, limit_s = progress_of(job), NO_LIMIT_S if job.time_limit_s is None else job.time_limit_s
-    served_s = min(limit_s, MOST_SERVED_S / max(job.gpus, 1))
-    return replace(job, progress=replace(progress, attained_s=max(progress.attained_s, served_s)))
+    return replace(job, progress=replace(progress, attained_s=served_s))
 
 
 def ranks_by_limit(state: SharingState) -> dict[JobKey, int]:
