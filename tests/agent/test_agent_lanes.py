@@ -93,6 +93,9 @@ def test_a_lane_lives_from_its_order_until_it_is_ordered_no_more(site: Site) -> 
     assert [path.stat().st_mode & 0o777 for path in (folder.parent, folder, folder / "gres.conf")] == [
         0o755, 0o755, 0o644,
     ]  # fmt: skip
+    # A file that the site adds is there for the next reconfigure.
+    (site.site / "topology.conf").write_text("SwitchName=rack Nodes=gpu1\n")
+    until((folder / "topology.conf").exists, "the link to a new file")
     # A killed slurmd is started again, a killed agent finds the one that runs.
     os.kill(first, signal.SIGKILL)
     second = site.pid(but=first)

@@ -64,6 +64,6 @@ def test_a_lane_on_demand_takes_jobs_that_require_nodes_once_the_topology_names_
     own.put(conf, f"SwitchName=rack Nodes=node1,{LANE}\n")
     own.ctl("scontrol", "reconfigure")
     job = own.paced("requires", iterations=10, options=requires)
-    own.wait_done(job)
-    assert own.job(job)["NodeList"] == LANE
+    own.wait_done(job, timeout=40)
+    assert (own.job(job)["NodeList"], own.job(job)["Restarts"]) == (LANE, "0"), "its slurmd found the new file at once"
     check_turns(own)

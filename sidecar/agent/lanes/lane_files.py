@@ -41,10 +41,7 @@ def prepare(folder: Path, order: LaneOrder) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         folder.parent.chmod(0o755)
         folder.chmod(0o755)
-        for place in SITE_FOLDERS:
-            for path in place.iterdir() if place.is_dir() else ():
-                if path.name not in ("slurm.conf", "gres.conf") and not (folder / path.name).exists():
-                    _replace(folder / path.name, partial(_link, path))
+        link_site(folder)
         own, lines = folder / "slurm.conf", own_settings(settings)
         text = "\n".join((f"Include {site}/slurm.conf", *lines, ""))
         _replace(own, partial(_write, text) if lines else partial(_link, site / "slurm.conf"))
@@ -54,6 +51,21 @@ def prepare(folder: Path, order: LaneOrder) -> Path:
     except OSError as error:
         raise LaneError(f"{error.filename}: {error.strerror}") from None
     return own
+
+
+def link_site(folder: Path) -> None:
+    """Link the site's files that a lane's folder lacks; raise LaneError.
+
+    One that the site adds while the lane is open is one of them: a slurmd that does not find it at the next reconfigure
+    waits for it, deaf, for a minute.
+    """
+    try:
+        for place in SITE_FOLDERS:
+            for path in place.iterdir() if place.is_dir() else ():
+                if path.name not in ("slurm.conf", "gres.conf") and not (folder / path.name).exists():
+                    _replace(folder / path.name, partial(_link, path))
+    except OSError as error:
+        raise LaneError(f"{error.filename}: {error.strerror}") from None
 
 
 def own_settings(settings: Mapping[str, str]) -> list[str]:

@@ -22,7 +22,7 @@ from cadenza.sidecar.agent.errors import LaneError
 from cadenza.sidecar.agent.inventory import node_of
 from cadenza.sidecar.agent.ipc.processes import start_ticks, uid_of
 from cadenza.sidecar.agent.ipc.slurm_steps import Step, steps
-from cadenza.sidecar.agent.lanes.lane_files import output, prepare
+from cadenza.sidecar.agent.lanes.lane_files import link_site, output, prepare
 from cadenza.sidecar.bounds import MAX_TEXT
 from cadenza.sidecar.clock import Clock
 from cadenza.sidecar.orders import LaneOrder
@@ -116,6 +116,8 @@ class LaneKeeper:
             try:
                 if order is None or self._is_lost(order, slurmd, now_s):
                     self._end(node, slurmd)
+                else:
+                    link_site(self._folder / node)
             except LaneError as error:
                 faults[node] = str(error)
         for node in orders.keys() - running.keys():
