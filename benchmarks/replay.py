@@ -79,6 +79,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", choices=SIDES, help="run one side")
     parser.add_argument("--name", default="replay", help="first part of the clusters' names (default: replay)")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "replay.json")
+    parser.add_argument("--accounting", type=Path, metavar="FOLDER", help="write each side's accounting for a what-if")
     parser.add_argument("--dry-run", action="store_true", help="state and predict the list, and start nothing")
     return parser.parse_args(words)
 
@@ -114,8 +115,8 @@ slice_s = {shipped.sharing.slice_s / factor}
 """
 
 
-def play(cluster: Cluster, sample: ReplaySample) -> Side:
-    """Run one side on a fresh cluster and remove it."""
+def play(cluster: Cluster, sample: ReplaySample, accounting: Path | None) -> Side:
+    """Run one side on a fresh cluster and remove it; its accounting goes into a folder, if one is given."""
     managed = cluster.settings is not None
     try:
         cluster.start({})
@@ -131,6 +132,9 @@ def play(cluster: Cluster, sample: ReplaySample) -> Side:
         rpcs, load = read_sdiag(cluster.run("ctl", "sdiag")), loads(before, cluster.look(), seconds)
         names = [job.name for job in sample.jobs]
         found = figures(names, cluster.accounts(), cluster.events(), began)
+        if accounting is not None:
+            accounting.mkdir(parents=True, exist_ok=True)
+            (accounting / f"{cluster.name}.txt").write_text(cluster.history())
         return Side(found, rpcs, load, seconds, max(one["at"] - one["due"] for one in cluster.submitted()))
     finally:
         cluster.down()
@@ -189,7 +193,8 @@ def replay(sample: ReplaySample, options: argparse.Namespace) -> dict[str, Side]
         }
         chosen = [name for name in clusters if options.only in (None, name)]
         with ThreadPoolExecutor(len(chosen)) as pool:
-            return dict(zip(chosen, pool.map(lambda name: play(clusters[name], sample), chosen), strict=True))
+            sides = pool.map(lambda name: play(clusters[name], sample, options.accounting), chosen)
+            return dict(zip(chosen, sides, strict=True))
 
 
 def main() -> int:

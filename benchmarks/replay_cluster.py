@@ -17,6 +17,8 @@ from replay_sample import ITERATION_S, MEMORY_GB, Submission
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "container"))
 
+from cadenza.slurm_plugin.cli.whatif.job_records import FIELDS, NODES
+
 import cluster as driver
 from cluster import CONTAINER, PYTHON, ClusterError
 
@@ -118,6 +120,11 @@ class Cluster(driver.Cluster):
             if all(record.end_s is not None for record in found.values()) or time.monotonic() > until:
                 return found
             time.sleep(2)
+
+    def history(self) -> str:
+        """Return the accounting as ``cadenza whatif --sacct`` reads it."""
+        words = ["sacct", "--allusers", "--duplicates", "-P", "-S", "now-1day"]
+        return self.run("ctl", *words, f"--format={','.join((*FIELDS, NODES))}")
 
     def submitted(self) -> list[dict[str, Any]]:
         """Return what each sbatch did."""
