@@ -1,9 +1,11 @@
-"""A plain Slurm in containers, to which the guide's blocks add Cadenza."""
+"""A plain Slurm, to which the guide's blocks add Cadenza: in containers, or by what a subclass of Site says."""
 
 from __future__ import annotations
 
-import os
+import shlex
 import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 
 from guide_blocks import BUILDER, HOSTS, ROOT, USER, Block
@@ -14,7 +16,8 @@ IMAGE = "cadenza-site"
 BASE = "debian:forky-slim"
 SHARED = "/home/shared"
 GPUS = 4
-PATIENCE_S = 60
+UNASKED = "DEBIAN_FRONTEND=noninteractive"
+AS_USER = ("setpriv", "--reuid=alice", "--regid=alice", "--init-groups", "--reset-env", "env", f"--chdir={SHARED}")
 SLURM_CONF = """\
 ClusterName=site
 SlurmctldHost=ctl
@@ -53,26 +56,73 @@ class BlockFailedError(Exception):
     """A block ended with another exit code than 0; the message has its text and output."""
 
 
-class PlainSite:
+class Site(ABC):
     """A controller and two hosts of four GPUs, with a folder for Slurm's files that all of them see."""
+
+    patience_s = 60
+    """Seconds for what Slurm or a daemon does by itself."""
+    logs = ""
+    """Command that prints the ends of the daemons' logs."""
+
+    @abstractmethod
+    def up(self) -> None:
+        """Start the machines, and wait until both nodes are idle."""
+
+    @abstractmethod
+    def down(self) -> None:
+        """Remove the machines."""
+
+    @abstractmethod
+    def ran(self, machine: str, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Run a command of root on a machine; return its exit code and, as ``stdout``, all that it printed."""
+
+    def execute(self, block: Block) -> str:
+        """Run a block on its machines, or write its file; return what it printed, or raise BlockFailedError."""
+        text = block.text
+        if block.title == BUILDER:
+            return self._good(block, run_here(bash(text)))
+        if block.language != "bash":  # a file of the controller's or of a user's
+            path = shlex.quote(str(Path(SHARED) / block.title))
+            text = f"install -D -m 644 /dev/null {path}; printf %s {shlex.quote(text)} >{path}"
+            return self._good(block, self.ran("ctl", bash(text)))
+        as_user = AS_USER if block.title == USER else ()
+        return "".join(self._good(block, self.ran(machine, (*as_user, *bash(text)))) for machine in block.machines)
+
+    def _good(self, block: Block, done: subprocess.CompletedProcess[str]) -> str:
+        if done.returncode:
+            said = f"{block} ended with exit code {done.returncode}:\n{block.text}\n{done.stdout[-8000:]}"
+            raise BlockFailedError(said)
+        return done.stdout
+
+    def said(self, machine: str, command: str) -> str:
+        """Return the output of a command of root, whatever its exit code."""
+        return self.ran(machine, ("bash", "-c", command)).stdout
+
+    def wait_idle(self) -> None:
+        """Wait until both nodes are idle, and no others are there."""
+        idle = ["idle"] * len(HOSTS)
+        wait_for("two idle nodes", lambda: self.said("ctl", "sinfo -hN -o %T").split() == idle, self.patience_s)
+
+
+class PlainSite(Site):
+    """Three containers without systemd."""
+
+    logs = "tail -n 40 /var/log/units/*.log"
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
 
     def up(self) -> None:
-        """Build the image, start the machines, and wait until both nodes are idle."""
         script("ensure-docker")
         here = Path(__file__).parent
-        build = [ENGINE, "build", "--quiet", "-t", IMAGE, "--build-arg", f"BASE={BASE}", str(here)]
+        build = [ENGINE, "build", "--quiet", "-t", IMAGE, "--target", "container"]
+        build += ["--build-arg", f"BASE={BASE}", str(here)]
         subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
         self.down()
         slurm = self.folder / "slurm"
         (slurm / "plugstack.conf.d").mkdir(parents=True)
         groups = Path("/sys/fs/cgroup/freezer").is_dir()
-        tracking, task = ("cgroup", "cgroup") if groups else ("linuxproc", "none")
-        conf = SLURM_CONF.format(tracking=f"proctrack/{tracking}", task=f"task/{task}")
-        cgroup = f"CgroupPlugin={'cgroup/v1' if groups else 'disabled'}\nConstrainDevices={'yes' if groups else 'no'}\n"
-        for name, text in {**FILES, "slurm.conf": conf, "cgroup.conf": cgroup}.items():
+        for name, text in slurm_files("cgroup/v1" if groups else "").items():
             (slurm / name).write_text(text)
         (self.folder / "home").mkdir()
         (self.folder / "home").chmod(0o1777)
@@ -82,7 +132,7 @@ class PlainSite:
         shared = [f"{slurm}:/etc/slurm", f"{self.folder}/home:{SHARED}", f"{debs}:/srv/cadenza:ro"]
         for machine in ("ctl", *HOSTS):
             self._start(machine, [*shared, f"{CONTAINER}/image/bin:/opt/cluster:ro"])
-        wait_for("two idle nodes", lambda: self.said("ctl", "sinfo -hN -o %T").split() == ["idle"] * 2, PATIENCE_S)
+        self.wait_idle()
 
     def _start(self, machine: str, volumes: list[str]) -> None:
         words = [ENGINE, "run", "--detach", "--init", "--name", self._container(machine), "--hostname", machine]
@@ -98,29 +148,10 @@ class PlainSite:
         subprocess.run([*words, IMAGE, role], check=True, stdout=subprocess.DEVNULL)
 
     def down(self) -> None:
-        """Remove the machines."""
         script("down", "--name", self.name)
 
-    def execute(self, block: Block) -> str:
-        """Run a block on its machines, or write its file; return what it printed, or raise BlockFailedError."""
-        if block.language != "bash":
-            (self.folder / "home" / Path(block.title).name).write_text(block.text)
-            if block.title.startswith("/"):  # a file of the controller's
-                self.said("ctl", f"install -D -m 644 {SHARED}/{Path(block.title).name} {block.title}")
-            return ""
-        if block.title == BUILDER:
-            return outcome(["bash", "-euo", "pipefail", "-c", block.text], block)
-        return "".join(outcome(self._words(machine, block), block) for machine in block.machines)
-
-    def _words(self, machine: str, block: Block) -> list[str]:
-        as_user = ["--user", "alice", "--workdir", SHARED] if block.title == USER else []
-        return [ENGINE, "exec", *as_user, self._container(machine), "bash", "-euo", "pipefail", "-c", block.text]
-
-    def said(self, machine: str, command: str) -> str:
-        """Return the output of a command of root, whatever its exit code."""
-        words = [ENGINE, "exec", self._container(machine), "bash", "-c", command]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        return done.stdout + done.stderr
+    def ran(self, machine: str, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        return run_here([ENGINE, "exec", "--env", UNASKED, self._container(machine), *words])
 
     def _container(self, machine: str) -> str:
         return f"{self.name}-{machine}"
@@ -134,12 +165,22 @@ class PlainSite:
         return f"--label=cadenza.cluster={self.name}"
 
 
-def outcome(words: list[str], block: Block) -> str:
-    """Return the output of a block's command; raise BlockFailedError for another exit code than 0."""
-    done = subprocess.run(
+def slurm_files(groups: str) -> dict[str, str]:
+    """Return Slurm's files by name; ``groups`` is the plugin for control groups, empty where the machine has none."""
+    tracking, task = ("cgroup", "cgroup") if groups else ("linuxproc", "none")
+    conf = SLURM_CONF.format(tracking=f"proctrack/{tracking}", task=f"task/{task}")
+    cgroup = f"CgroupPlugin={groups or 'disabled'}\nConstrainDevices={'yes' if groups else 'no'}\n"
+    return {**FILES, "slurm.conf": conf, "cgroup.conf": cgroup}
+
+
+def bash(text: str) -> tuple[str, ...]:
+    """Return the command that runs a text and ends with its first error."""
+    return ("bash", "-euo", "pipefail", "-c", text)
+
+
+def run_here(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command on this machine; ``stdout`` is all that it printed."""
+    return subprocess.run(
         words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"}, timeout=600, check=False,
+        timeout=600, check=False,
     )  # fmt: skip
-    if done.returncode:
-        raise BlockFailedError(f"{block} ended with exit code {done.returncode}:\n{block.text}\n{done.stdout[-8000:]}")
-    return done.stdout

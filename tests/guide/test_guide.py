@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from guide_blocks import OUTPUT, ROOT, Block, executed
-from plain_site import BlockFailedError, PlainSite
+from guide_blocks import HOSTS, OUTPUT, ROOT, Block, executed
+from plain_site import BlockFailedError, PlainSite, Site
 
 from cluster import ClusterError, wait_for
 
@@ -20,24 +20,21 @@ REPEATED = {
     "cadenza top --once\n": r"▶ \d+ .*‖ \d+ |‖ \d+ .*▶ \d+ ",
 }
 """Blocks that a person repeats until the daemons have come so far, and the pattern that they look for."""
-PATIENCE_S = 120
 LEFT = """
 find / -xdev '(' -path /proc -o -path /srv -o -path '*/units' -o -path /home ')' -prune -o -iname '*cadenza*' -print
 getent passwd cadenza
 grep -il cadenza -r /etc/slurm
 """
 """Files, users and lines of Slurm's with the name; `units` has the logs of the tests' systemctl, /home users' files."""
-STATE = "squeue; sinfo -N; tail -n 40 /var/log/units/*.log"
 BEFORE: dict[str, str] = {}
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainSite]:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     one = PlainSite(f"guide{os.getpid()}", tmp_path_factory.mktemp("site"))
     try:
         one.up()
-        BEFORE.update({machine: one.said(machine, LEFT) for machine in ("ctl", "gpu1", "gpu2")})
-        BEFORE["slurm.conf"] = one.said("ctl", "cat /etc/slurm/slurm.conf /etc/slurm/gres.conf")
+        BEFORE.update(left_on(one))
         yield one
     finally:
         one.down()
@@ -50,7 +47,7 @@ def printed() -> list[str]:
 
 
 @pytest.mark.parametrize("block", executed(PAGES[:1]), ids=str)
-def test_a_block_of_install_works(site: PlainSite, block: Block, printed: list[str]) -> None:
+def test_a_block_of_install_works(site: Site, block: Block, printed: list[str]) -> None:
     execute(site, block, printed)
 
 
@@ -58,11 +55,11 @@ def test_a_block_of_install_works(site: PlainSite, block: Block, printed: list[s
     ("machine", "unit"),
     [("ctl", "cadenzad.service"), ("gpu1", "cadenza-agent.service"), ("gpu1", "slurmd@gpu1-l1.service")],
 )
-def test_systemd_accepts_the_unit_as_it_is_installed(site: PlainSite, machine: str, unit: str) -> None:
+def test_systemd_accepts_the_unit_as_it_is_installed(site: Site, machine: str, unit: str) -> None:
     assert site.said(machine, f"systemd-analyze verify --man=no {unit}; echo $?") == "0\n"
 
 
-def test_the_package_brings_a_man_page_and_completion(site: PlainSite) -> None:
+def test_the_package_brings_a_man_page_and_completion(site: Site) -> None:
     page = "dpkg --fsys-tarfile /srv/cadenza/cadenza_*.deb | tar x --to-stdout ./usr/share/man/man1/cadenza.1.gz | zcat"
     assert "GPU sharing for Slurm" in site.said("ctl", page)
     complete = "source /usr/share/bash-completion/completions/cadenza; complete -p cadenza"
@@ -72,16 +69,16 @@ def test_the_package_brings_a_man_page_and_completion(site: PlainSite) -> None:
 
 
 @pytest.mark.parametrize("block", executed(PAGES[1:]), ids=str)
-def test_a_block_of_maintain_works(site: PlainSite, block: Block, printed: list[str]) -> None:
+def test_a_block_of_maintain_works(site: Site, block: Block, printed: list[str]) -> None:
     execute(site, block, printed)
 
 
-def execute(site: PlainSite, block: Block, printed: list[str]) -> None:
+def execute(site: Site, block: Block, printed: list[str]) -> None:
     """Run a block, or compare its lines with the last output; repeat what a person repeats, until the deadline."""
     if block.title == OUTPUT:
         assert [line for line in block.text.splitlines() if line not in printed[-1].splitlines()] == []
         return
-    wanted = REPEATED.get(block.text)
+    wanted, first = REPEATED.get(block.text), len(printed)
 
     def good() -> bool:
         try:
@@ -94,15 +91,20 @@ def execute(site: PlainSite, block: Block, printed: list[str]) -> None:
         return wanted is None or re.search(wanted, printed[-1]) is not None
 
     try:
-        wait_for(block.text, good, PATIENCE_S, 1.0)
+        wait_for(block.text, good, 2 * site.patience_s, 1.0)
     except ClusterError as error:
-        pytest.fail(f"{error}\n{printed[-1]}\n{site.said('ctl', STATE)}")
+        state = site.said("ctl", f"squeue; sinfo -N; {site.logs}")
+        pytest.fail("\n".join([str(error), *printed[first:], state]))
 
 
-def test_nothing_is_left(site: PlainSite) -> None:
-    after = {machine: site.said(machine, LEFT) for machine in ("ctl", "gpu1", "gpu2")}
-    after["slurm.conf"] = site.said("ctl", "cat /etc/slurm/slurm.conf /etc/slurm/gres.conf")
-    assert after == BEFORE
-    wait_for("two idle nodes", lambda: site.said("ctl", "sinfo -hN -o %T").split() == ["idle"] * 2, PATIENCE_S)
+def left_on(site: Site) -> dict[str, str]:
+    """Return what has Cadenza's name on each machine, and Slurm's files."""
+    found = {machine: site.said(machine, LEFT) for machine in ("ctl", *HOSTS)}
+    return {**found, "slurm.conf": site.said("ctl", "cat /etc/slurm/slurm.conf /etc/slurm/gres.conf")}
+
+
+def test_nothing_is_left(site: Site) -> None:
+    assert left_on(site) == BEFORE
+    site.wait_idle()
     command = "runuser -u alice -- srun --chdir=/tmp --gres=gpu:1 --mem=100 hostname"
-    assert site.said("ctl", command).strip() in ("gpu1", "gpu2")
+    assert site.said("ctl", command).strip() in HOSTS

@@ -35,9 +35,11 @@ class Machine(driver.Cluster):
 
     console: Path = Path("/dev/null")
     """File for what the machine says while it boots."""
+    options: tuple[str, ...] = ()
+    """Further options of ``container/vm``."""
 
     def shell(self, container: str) -> Shell:
-        words = (str(CONTAINER / "vm"), "--commands", str(self.console))
+        words = (str(CONTAINER / "vm"), *self.options, "--commands", str(self.console))
         return self._shells.setdefault("", Shell(words, f"exec python3 -u -c {shlex.quote(SERVER)}\n"))
 
     def boot(self) -> None:

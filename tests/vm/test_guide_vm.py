@@ -1,0 +1,71 @@
+"""The page Install, executed on three machines with systemd and cgroup v2 in a virtual machine.
+
+The blocks are run as in tests/guide/test_guide.py, which has containers. Each machine has a systemd, a disk and an
+address of its own (systemd-nspawn), and all have the kernel of the virtual machine, so no machine boots a kernel by
+itself. There is no network beyond them: the packages on which Cadenza's depend are on the disks from the beginning,
+and those that the build machine makes are copied into the folder that all machines see. The jobs that take turns run
+for two minutes instead of 40 s: in emulation a look takes as long as a turn.
+
+The blocks of the page Maintain have run in containers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import test_guide as guide
+from plain_site import Site
+from virtual_site import VirtualSite
+
+from cluster import wait_for
+
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(1800)]
+
+HOST_UNITS = ("cadenza-agent", "slurmd@gpu1", "slurmd@gpu1-l1")
+UNITS = [("ctl", "cadenzad"), *(("gpu1", unit) for unit in HOST_UNITS)]
+printed = guide.printed
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    one = VirtualSite(tmp_path_factory.mktemp("vm") / "console.log")
+    try:
+        one.up()
+        guide.BEFORE.update(guide.left_on(one))
+        yield one
+    finally:
+        one.down()
+
+
+# --- The tests run in this order --------------------------------------------------------------------------------
+
+
+def test_systemd_is_the_first_process_of_each_machine(site: Site) -> None:
+    for machine in ("ctl", *guide.HOSTS):
+        assert site.said(machine, "ps -p 1 -o comm=; stat -f -c %T /sys/fs/cgroup").split() == ["systemd", "cgroup2fs"]
+
+
+test_a_block_of_install_works = guide.test_a_block_of_install_works
+test_systemd_accepts_the_unit_as_it_is_installed = guide.test_systemd_accepts_the_unit_as_it_is_installed
+
+
+@pytest.mark.parametrize(("machine", "unit"), UNITS)
+def test_a_unit_is_active_and_enabled(site: Site, machine: str, unit: str) -> None:
+    assert site.said(machine, f"systemctl is-active {unit}; systemctl is-enabled {unit}").split() == [
+        "active",
+        "enabled",
+    ]
+
+
+def test_systemd_starts_an_agent_again_that_hangs(site: Site) -> None:
+    shown = "systemctl show --value --property=MainPID,ActiveState cadenza-agent"
+    before, _active = sorted(site.said("gpu2", shown).split())
+    site.said("gpu2", f"kill -STOP {before}")
+
+    def another() -> bool:
+        number, active = sorted(site.said("gpu2", shown).split())
+        return number != before and active == "active"
+
+    wait_for("another agent", another, site.patience_s)
+    assert "Watchdog timeout" in site.said("gpu2", "journalctl --no-pager -u cadenza-agent")
