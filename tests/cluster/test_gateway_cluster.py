@@ -174,6 +174,8 @@ def test_a_read_shows_the_nodes_as_its_jobs_use_them(alone: Cluster, submit: Cal
         [True, 0],
         [True, 2],
     ]
+    # A service that has just started may have drained the lanes before its agents reported.
+    alone.ctl("scontrol", "update", "NodeName=node1-l1,node2-l1", "State=UNDRAIN")
     drain = "scontrol update NodeName=node2-l1 State=DRAIN Reason=fan"
     drained = "[node.name for node in gateway.read().nodes if node.drained]"
     steps = f"{drained}, __import__('os').system('{drain}'), time.sleep({NODES_S}), {drained}"
