@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from virtual_machine import PATIENCE_S, Machine, frozen
+from virtual_machine import OUTAGE, PATIENCE_S, Machine, phase
 
 from cluster import SHARED, wait_for
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
 
 UNITS = ("slurmctld", "slurmd@node1", "slurmd@node1-l1", "cadenzad", "cadenza-agent")
+OUTAGE_S = 20
+"""Time without an agent; longer than a slice."""
 EXPOSURE = 4.0
 """Most that `systemd-analyze security` may say of cadenzad."""
 
@@ -49,28 +52,34 @@ def test_systemd_boots_the_machine_with_every_unit_and_cgroup_v2_only(
     measured(machine.ctl("sh", "-c", versions).replace("\n", "; "))
 
 
-def test_two_jobs_take_turns_frozen_by_cgroup_freeze_also_while_the_agent_is_killed(
+def test_two_jobs_take_turns_and_the_frozen_one_does_nothing_while_there_is_no_agent(
     idle: Machine, measured: Callable[[str], None]
 ) -> None:
-    numbers = {"alice": 601, "bob": 602}
+    numbers = {"alice": 901, "bob": 902}
     claims = f"--claim-dir {SHARED}/claims"
     jobs = {user: idle.paced(user, number, "--gres=gpu:4", claims=claims) for user, number in numbers.items()}
 
-    def one_runs_and_one_is_frozen() -> dict[str, bool]:
-        seen = {user: idle.groups(number) for user, number in numbers.items()}
-        states = {user: idle.state(job) for user, job in jobs.items()}
-        if not all(seen.values()) or set(states.values()) != {"RUNNING", "SUSPENDED"}:
-            return {}
-        found = {user: frozen(groups) for user, groups in seen.items()}
-        return found if all(found[user] == (states[user] == "SUSPENDED") for user in found) else {}
+    def shown(user: str) -> tuple[str, str]:
+        return phase(idle.groups(numbers[user])), idle.state(jobs[user])
 
-    wait_for("one job runs and the other is frozen", one_runs_and_one_is_frozen, PATIENCE_S)
+    both = {("frozen", "SUSPENDED"), ("running", "RUNNING")}
+    wait_for("one job runs and Slurm has frozen the other", lambda: set(map(shown, numbers)) == both, PATIENCE_S)
     before = idle.shows("cadenza-agent", "NRestarts")
-    idle.ctl("systemctl", "kill", "--kill-whom=main", "--signal=KILL", "cadenza-agent")
-    seen = wait_for("one job runs and the other is frozen, still", one_runs_and_one_is_frozen, PATIENCE_S)
+    with idle.setting("cadenza-agent", f"RestartSec={OUTAGE_S}"):
+        words = [idle.shows("cadenza-agent", "MainPID"), *map(idle.process, numbers.values())]
+        samples = json.loads(idle.ctl("python3", "-c", OUTAGE, *words, timeout=2 * PATIENCE_S))
+    since, states, used = zip(*samples, strict=True)
+    held = states[0].index(1)
+    assert since[-1] - since[0] >= OUTAGE_S - 3
+    assert [state for state in states if state != states[0]] == []
+    assert states[0][1 - held] == 0
+    assert {pair[held] for pair in used} == {used[0][held]}, "it had CPU time while it was frozen"
+    assert used[-1][1 - held] > used[0][1 - held], "the other one stood still"
+    measured(f"{len(samples)} samples in {since[-1] - since[0]:.0f} s without an agent; the other job had"
+             f" {(used[-1][1 - held] - used[0][1 - held]) / 1e6:.1f} s of CPU time")  # fmt: skip
     wait_for("systemd starts the agent again", lambda: idle.shows("cadenza-agent", "NRestarts") != before, PATIENCE_S)
-    held = next(user for user, still in seen.items() if still)
-    wait_for("the frozen job runs again", lambda: not frozen(idle.groups(numbers[held])), PATIENCE_S)
+    user = list(numbers)[held]
+    wait_for("the frozen job runs again", lambda: shown(user) == ("running", "RUNNING"), PATIENCE_S)
     idle.wait_done(*jobs.values(), timeout=PATIENCE_S)
     ((yields,),) = idle.sql("select count(*) from switches where kind = 'yield'")
     measured(f"{yields} yields")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,49 @@ found = {str(file.relative_to(job)): file.read_text().split() for file in files 
 print(json.dumps({"job": str(job), "own": str(group.relative_to(job)), "files": found}))
 """
 """Prints the files of all control groups of the job of a process."""
+OUTAGE = """
+import json, os, pathlib, signal, sys, time
+root = pathlib.Path("/sys/fs/cgroup")
+agent, *processes = sys.argv[1:]
+jobs = [root / pathlib.Path(f"/proc/{process}/cgroup").read_text().strip()[4:] for process in processes]
+
+def value(job, file, key):
+    return int(dict(line.split() for line in (job / file).read_text().splitlines())[key])
+
+def frozen():
+    return [value(job, "cgroup.events", "frozen") for job in jobs]
+
+def agents():
+    try:
+        group = (root / "system.slice/cadenza-agent.service/cgroup.procs").read_text().split()
+        return {one for one in group if pathlib.Path(f"/proc/{one}/comm").read_text() == "cadenza-agent\\n"}
+    except OSError:
+        return set()
+
+def sample():
+    samples.append([time.monotonic(), frozen(), [value(job, "cpu.stat", "usage_usec") for job in jobs]])
+
+def wait(goal):
+    deadline = time.monotonic() + 240
+    while not goal():
+        assert time.monotonic() < deadline, frozen()
+        time.sleep(0.1)
+
+wait(lambda: sum(frozen()) == 1)
+first = frozen()
+wait(lambda: sum(frozen()) == 1 and frozen() != first)
+time.sleep(3)
+known, samples = agents(), []
+assert agent in known
+sample()
+os.kill(int(agent), signal.SIGKILL)
+while agents() <= known:
+    sample()
+    time.sleep(0.1)
+print(json.dumps(samples))
+"""
+"""Waits for a change of turns, samples the processes' groups three seconds later, kills the agent, and goes on until
+there is another one. A sample: monotonic time, which of the groups are frozen, and the CPU time of each in µs."""
 
 
 @dataclass
@@ -68,8 +113,23 @@ class Machine(driver.Cluster):
 
     def groups(self, iterations: int) -> dict[str, Any]:
         """Return the control groups of a paced job: the job's own, that of its process, and the files of all."""
+        process = self.process(iterations)
+        return dict(json.loads(self.ctl("python3", "-c", GROUP, process))) if process else {}
+
+    def process(self, iterations: int) -> str:
+        """Return the number of the process of a paced job, empty where there is none."""
         found = self.exec("", "pgrep", "-f", f"python.*--iterations {iterations} *$", check=False).stdout.split()
-        return dict(json.loads(self.ctl("python3", "-c", GROUP, found[0]))) if found else {}
+        return found[0] if found else ""
+
+    @contextmanager
+    def setting(self, unit: str, line: str) -> Iterator[None]:
+        """Have a line in the section [Service] of a unit."""
+        file = f"/run/systemd/system/{unit}.service.d/test.conf"
+        self.put(file, f"[Service]\n{line}\n")
+        self.ctl("systemctl", "daemon-reload")
+        yield
+        self.ctl("rm", file)
+        self.ctl("systemctl", "daemon-reload")
 
     def logs(self) -> str:
         """Return the end of the journal, and of the jobs' output."""
@@ -77,10 +137,12 @@ class Machine(driver.Cluster):
         return self.exec("", "sh", "-c", tail, check=False).stdout
 
 
-def frozen(groups: dict[str, Any]) -> bool:
-    """Return whether the group of a job's process is frozen, and by a ``cgroup.freeze`` of Slurm's above it."""
+def phase(groups: dict[str, Any]) -> str:
+    """Return whether a job's process is "frozen", by a ``cgroup.freeze`` of Slurm's above it, "running", or neither."""
+    if not groups:
+        return "gone"
     files, own = groups["files"], Path(groups["own"])
     ordered = any(files.get(str(folder / "cgroup.freeze")) == ["1"] for folder in (own, *own.parents))
     shown = files[str(own / "cgroup.events")]
     done = shown[shown.index("frozen") + 1] == "1"
-    return ordered and done
+    return {(True, True): "frozen", (False, False): "running"}.get((ordered, done), "changing")
