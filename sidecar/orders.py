@@ -341,6 +341,9 @@ class JobFacts(msgspec.Struct, frozen=True):
     """Jobs with the same number above 0 may hold the same GPUs at once, because their memory fits there. The pack
     lasts until the next facts, without the service too."""
     requeueable: bool = True
+    gang: bool = False
+    """True if the service gives it its first lease: of two such jobs each host by itself could choose another one, and
+    then neither could start."""
 
 
 class LaneOrder(msgspec.Struct, frozen=True):

@@ -32,6 +32,9 @@ def facts_of(
     While the kill switch is set, agents observe only, and so give back the resources that jobs are tuned to.
     """
     rules = sharing_settings(settings)
+    killed = guard_settings(settings).killed
+    enforce = settings.applies and not killed
+    sharing = enforce and settings.policy.share != "none"
     pack_of = {key: min(group).id for group in packs for key in group}
     host_of = snapshot.host_of
     jobs_on: dict[str, list[JobFacts]] = {host.name: [] for host in snapshot.hosts}
@@ -50,16 +53,15 @@ def facts_of(
             memory_mb=-(-job.memory_mb // max(job.num_nodes, 1)),
             pack=pack_of.get(job.key, 0),
             requeueable=job.requeueable,
+            gang=sharing and rules.manages(job) and len(hosts) > 1,
         )
         for host in hosts:
             jobs_on.setdefault(host, []).append(facts)
-    killed = guard_settings(settings).killed
-    enforce = settings.applies and not killed
     by_name = {host.name: host for host in snapshot.hosts}
     leaving = hosts_to_leave(snapshot)  # there jobs stay awake, if their word is enough
     guarded = enforce and settings.service.lanes_memory == "full"
     lane_0_mb = {node.host: node.memory_mb for node in snapshot.nodes if node.lane == 0}
-    suspending = enforce and rules.suspend and settings.policy.share != "none"
+    suspending = sharing and rules.suspend
     return {
         host: Facts(
             VERSION,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from agent_rig import Agent
 from host_rig import HostInMemory
+from msgspec import structs
 from test_agent_hostile import told_by_pid
 from test_agent_turns import facts, never_together
 
-from cadenza.sidecar import wire
+from cadenza.sidecar import orders, wire
 from cadenza.sidecar.agent.jobs.stop_states import MIN_OFFLOAD_S
+from cadenza.sidecar.agent.turns.arbiter import FACT_S
 from cadenza.sidecar.agent.turns.coordinator import RETRY_S
 
 TIMEOUT_S = 30.0
@@ -125,3 +128,38 @@ def test_ranks_of_several_hosts_stop_together_only(rig: HostInMemory) -> None:
         rig.attach(2, pid, world_size=2)
     refused = rig.coordinator.stop(rig.of(2), "service", TIMEOUT_S)
     assert refused == "2 processes attached as rank 0: hosts that train apart cannot stop together"
+
+
+def test_the_service_gives_a_job_of_several_hosts_its_first_lease(rig: HostInMemory) -> None:
+    """Of two such jobs one host could choose the first and the other one the second, and then neither would start."""
+
+    def told(*, gang: bool, enforce: bool = True) -> None:
+        fact = orders.JobFacts(2, 0, managed=True, weight=1.0, priority=0, user="u", hosts=2, gang=gang)
+        rig.host.heard_at = rig.time.monotonic()
+        rig.service.obey(orders.Facts(orders.VERSION, (fact,), 60.0, share_between_users=True, enforce=enforce))
+
+    def states(*changes: Callable[[], object]) -> list[str]:
+        rig.begin_anew()
+        rig.host.settings = structs.replace(rig.host.settings, service="tcp://ctl:1")
+        rig.host.heard_at = rig.time.monotonic()
+        rig.register(2, [1], hosts=2)
+        found = []
+        for change in changes:
+            change()
+            rig.run_once()
+            found.append(rig.of(2).state)
+        return found
+
+    def ordered() -> None:
+        rig.service.obey(orders.ResumeOrder(orders.VERSION, 2, 0))
+
+    def late() -> None:
+        rig.time.passed += FACT_S + 1.0
+        rig.host.heard_at = rig.time.monotonic()
+
+    gang, pair, seen = partial(told, gang=True), partial(told, gang=False), partial(told, gang=True, enforce=False)
+    assert states(lambda: None, gang, ordered) == ["waiting", "waiting", "held"]
+    assert states(gang, late, ordered) == ["waiting", "waiting", "held"]
+    assert states(lambda: None, late) == ["waiting", "held"]
+    assert states(pair) == ["held"]
+    assert states(seen) == ["held"]

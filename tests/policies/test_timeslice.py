@@ -123,6 +123,19 @@ def test_a_gang_that_has_half_of_its_gpus_gets_the_rest():
     assert acts(cluster(half, above, nodes=lanes)) == []
 
 
+def test_two_gangs_that_begin_on_different_hosts_do_not_take_each_others_gpus():
+    """Slurm begins a job's script on any of its nodes, and no step of it has come to the other host yet."""
+    lanes = (node(), node("node2"), node("node1", 1), node("node2", 1))
+    new = {"gpus": 2, "num_nodes": 2, "start_s": NOW - 1}
+    first = job(1, **new, nodes=("node1", "node2"), lease=lease("waiting", 0, hosts=("node1",), ready=False))
+    second = job(2, **new, nodes=("node1-l1", "node2-l1"), lease=lease("waiting", 0, hosts=("node2",), ready=False))
+    assert acts(cluster(first, second, nodes=lanes)) == [(Resume, key(1))]
+    half = replace(first, lease=replace(first.lease, state="held"))
+    assert acts(cluster(half, second, nodes=lanes)) == []
+    small = job(3, nodes=("node2-l1",), start_s=NOW - 1, lease=lease("waiting", 1, hosts=("node2",), ready=False))
+    assert acts(cluster(first, small, nodes=lanes)) == [(Resume, key(1)), (Resume, key(3))]
+
+
 def test_a_job_that_is_ending_still_has_its_gpus():
     assert acts(cluster(replace(HOLDER, state="OTHER"), YIELDED)) == [(Suspend, key(2))]
 

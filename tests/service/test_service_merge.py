@@ -243,13 +243,15 @@ def test_facts_per_host() -> None:
         (2, False, 1, True),
         (3, False, 1, False),
     ]
-    assert [f.job for f in facts["n2"].jobs] == [1]
+    assert [(f.job, f.gang) for f in facts["n2"].jobs] == [(1, True)]
     assert facts["n3"].jobs == ()
     assert facts["n1"].enforce
     assert facts["n1"].suspends
+    assert [f.job for f in facts["n1"].jobs if f.gang] == [1]
     observing = facts_of(snapshot, Settings(), frozenset())["n1"]
     assert not observing.enforce
     assert not observing.suspends
+    assert not any(f.gang for f in observing.jobs)
 
 
 def test_on_a_host_that_is_to_be_left_no_suspend_is_announced() -> None:

@@ -255,6 +255,13 @@ class HostState:
         """Return the number of GPUs that no job has or waits for."""
         return self.sharers_by_gpu().count(0)
 
+    def expected_gpus(self, key: JobKey) -> frozenset[int]:
+        """Return the GPUs of a tenant that no agent has named yet, as Slurm gives them: the lowest free of its lane."""
+        resident = self.residents[key]
+        taken = {index for other in self.residents.values() if other.lane == resident.lane for index in other.gpus}
+        free = [index for index in range(self.gpus) if index not in taken]
+        return frozenset(free[: resident.request.gpus])
+
     def seats(self, request: ResourceRequest) -> list[Seat]:
         """Return the lanes with room for a job, the best first, with the GPUs that it would get there.
 

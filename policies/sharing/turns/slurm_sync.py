@@ -195,7 +195,7 @@ def _contender(job: Job, priority: int, state: SharingState, partners: frozenset
     managed, first = state.settings.manages(job), state.further.isdisjoint(job.nodes)
     return Contender(
         key=job.key,
-        gpus=frozenset(lease.gpus),
+        gpus=frozenset(lease.gpus) | _unreported_gpus(job, lease, state),
         user=job.user,
         state=lease.state,
         priority=priority,
@@ -209,6 +209,19 @@ def _contender(job: Job, priority: int, state: SharingState, partners: frozenset
         eligible=ours and (managed or first) and not lease.no_room,
         packed_with=partners,
     )
+
+
+def _unreported_gpus(job: Job, lease: Lease, state: SharingState) -> frozenset[Gpu]:
+    """Return the GPUs of a job of several hosts where no step of it has come yet: the lowest free ones of its lane.
+
+    Its script may begin on any of its hosts. Two such jobs that begin on different hosts would each get the GPUs that
+    the other one lacks, and neither could start or be stopped.
+    """
+    if job.num_nodes == 1:
+        return frozenset()
+    reported, here = {gpu.host for gpu in lease.gpus}, [state.by_node.get(name) for name in job.nodes]
+    missing = [host for host in here if host is not None and host.name not in reported and job.key in host.residents]
+    return frozenset(Gpu(host.name, index) for host in missing for index in host.expected_gpus(job.key))
 
 
 def _halves(state: SharingState) -> list[Yield]:

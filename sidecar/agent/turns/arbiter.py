@@ -30,6 +30,8 @@ ORDER_S = 1.0
 """Longest time between the service's order to yield and its order to resume the next job, which follows it."""
 DRIVER_S = 5.0
 """Longest wait for the driver's look at the GPUs before a lease, in seconds; then the lease is given without it."""
+FACT_S = 10.0
+"""Longest wait of a job of several hosts for the service's first word on it, in seconds."""
 NO_ROOM_S = 15.0
 """Time for which a job whose GPUs had no room for it gets no lease, in seconds; then the driver is asked again."""
 
@@ -269,4 +271,8 @@ class Arbiter:
             return True
         if suspended:
             return False
-        return lease.hosts == 1 or (lease.state == "waiting" and not contended)
+        if lease.hosts == 1:
+            return True
+        # The service's first word on a job of several hosts says who gives it its first lease.
+        gang = fact.gang if fact is not None else self.host.clock.now() - lease.since_s <= FACT_S
+        return lease.state == "waiting" and not contended and not (gang and self.host.facts.enforce)
