@@ -83,14 +83,17 @@ class Pair:
         flags = ("--gpus", "[0]", "--world", "2", "--local", "1", "--hosts", "2", "--shared", str(shared), "--saves")
         made = [agent.rank(1, *flags, "--rank", str(rank), *last[: 2 * rank])
                 for rank, agent in enumerate(self.agents)]  # fmt: skip
-        for child in made:
-            child.wait_for("run")
         self.both(lambda lease: True, "both agents heard of")
         facts = orders.Facts(
             orders.VERSION, jobs=(fact(1, hosts=2),), slice_s=1000.0, share_between_users=True, enforce=True
         )
         self.send([(host, facts) for host in HOSTS])
-        self.both(lambda lease: lease.ready and lease.checkpoints and lease.hosts == len(HOSTS), "a job that is ready")
+        for child in made:
+            child.wait_for("run")
+        self.both(
+            lambda lease: lease.state == "held" and lease.ready and lease.checkpoints and lease.hosts == len(HOSTS),
+            "a job that is ready",
+        )
         return made
 
 

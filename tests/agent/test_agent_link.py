@@ -185,9 +185,9 @@ def test_a_multi_node_job_stops_where_the_service_says(linked: Agent, service: S
     shared.write_bytes(bytes(4096))
     flags = ("--gpus", "[0]", "--world", "2", "--local", "2", "--hosts", "2", "--shared", str(shared))
     ranks = [linked.rank(1, *flags, "--rank", str(rank)) for rank in range(2)]
+    service.facts(fact(1, hosts=2))
     for rank in ranks:
         rank.wait_for("run")
-    service.facts(fact(1, hosts=2))
     service.lease(1, lambda lease: lease.hosts == 2 and lease.ready)
     service.order(orders.YieldOrder, 1, timeout_s=5.0)
     steps = service.wait_for(orders.Steps)
