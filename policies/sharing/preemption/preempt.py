@@ -238,11 +238,14 @@ def _carry_out(state: SharingState, board: _Board, plan: Plan) -> None:
             state.holders |= {key}
     # 5. A sentence for each job that stays in the queue.
     idle = [(host.unclaimed.bit_count(), host.state) for host in board.hosts if host.unclaimed and host.state.usable]
+    causes: dict[ResourceRequest, str] = {}
     for job in state.pending:
         if job.key in state.placement_reasons:
             continue
-        cause = _lacks(idle, job, state) or "better-ranked jobs have the GPUs"
-        waits = f"stays queued: {cause}; {_standing(job, state.now_s)}"
+        request = ResourceRequest.under(job, state.settings)._replace(user="")  # equal needs, equal lacks
+        if request not in causes:
+            causes[request] = _lacks(idle, request) or "better-ranked jobs have the GPUs"
+        waits = f"stays queued: {causes[request]}; {_standing(job, state.now_s)}"
         if job.barred and all(
             node.name in job.barred for node in state.snapshot.nodes if job.partition in node.partitions
         ):
@@ -250,11 +253,10 @@ def _carry_out(state: SharingState, board: _Board, plan: Plan) -> None:
         state.placement_reasons[job.key] = waits
 
 
-def _lacks(idle: Sequence[tuple[int, HostState]], job: Job, state: SharingState) -> str:
+def _lacks(idle: Sequence[tuple[int, HostState]], request: ResourceRequest) -> str:
     """Return the lacks of a job on hosts with GPUs that no job of this turn has; empty if these are too few."""
-    nodes = max(job.num_nodes, 1)
-    enough = [host for gpus, host in idle if gpus * nodes >= job.gpus]
-    return lacks(enough, ResourceRequest.under(job, state.settings)) if len(enough) >= nodes else ""
+    enough = [host for gpus, host in idle if gpus >= request.gpus]
+    return lacks(enough, request) if len(enough) >= request.nodes else ""
 
 
 def _staying_reason(job: Job, state: SharingState) -> str:
