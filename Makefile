@@ -59,7 +59,7 @@ test-slurm: install
 	SLURM=$(SLURM) $(BIN)/python tests/rings.py release
 
 # Cgroup v2 and systemd: a virtual machine with Debian's kernel; `container/vm` shows its console. First a whole cluster
-# on one host, then the blocks of the page Install on three machines.
+# on one host, then the blocks of the pages Install and Maintain on three machines.
 test-vm: install debs
 	$(BIN)/python -m pytest tests/vm/test_vm.py -m vm
 	$(BIN)/python -m pytest tests/vm/test_guide_vm.py -m vm -x

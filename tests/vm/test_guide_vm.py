@@ -1,12 +1,10 @@
-"""The page Install, executed on three machines with systemd and cgroup v2 in a virtual machine.
+"""The pages Install and Maintain, executed on three machines with systemd and cgroup v2 in a virtual machine.
 
 The blocks are run as in tests/guide/test_guide.py, which has containers. Each machine has a systemd, a disk and an
 address of its own (systemd-nspawn), and all have the kernel of the virtual machine, so no machine boots a kernel by
 itself. There is no network beyond them: the packages on which Cadenza's depend are on the disks from the beginning,
 and those that the build machine makes are copied into the folder that all machines see. The jobs that take turns run
 for two minutes instead of 40 s: in emulation a look takes as long as a turn.
-
-The blocks of the page Maintain have run in containers only.
 """
 
 from __future__ import annotations
@@ -69,3 +67,7 @@ def test_systemd_starts_an_agent_again_that_hangs(site: Site) -> None:
 
     wait_for("another agent", another, site.patience_s)
     assert "Watchdog timeout" in site.said("gpu2", "journalctl --no-pager -u cadenza-agent")
+
+
+test_a_block_of_maintain_works = guide.test_a_block_of_maintain_works
+test_nothing_is_left = guide.test_nothing_is_left
