@@ -44,11 +44,11 @@ def preempt(state: SharingState) -> None:
     for key, seats in board.fixed.items():
         turn.claim(key, seats)
     turn.lasting.update(board.lasting())
-    plan = turn.run()
+    turn.run()
     # 4. Jobs that run make room for wider ones that wait.
     empty_for_waiting(turn, board.may_empty)
     # 5. The plan in actions.
-    _carry_out(state, board, plan)
+    _carry_out(state, board, turn)
 
 
 class _Board:
@@ -212,8 +212,8 @@ class _Board:
 # --- The plan in actions -----------------------------------------------------------------------------------------
 
 
-def _carry_out(state: SharingState, board: _Board, plan: Plan) -> None:
-    reasons = state.turn_reasons
+def _carry_out(state: SharingState, board: _Board, turn: Turn) -> None:
+    reasons, plan = state.turn_reasons, turn.plan
     # 1. Seats that are given up: a checkpoint, then a requeue into a hold.
     for key, other in plan.evicted.items():
         state.giving_back[key] = reasons[key] = f"gives its GPUs up for job {other}: a checkpoint, then it waits"
@@ -238,14 +238,15 @@ def _carry_out(state: SharingState, board: _Board, plan: Plan) -> None:
             state.holders |= {key}
     # 5. A sentence for each job that stays in the queue.
     idle = [(host.unclaimed.bit_count(), host.state) for host in board.hosts if host.unclaimed and host.state.usable]
-    causes: dict[ResourceRequest, str] = {}
+    causes: dict[tuple[object, ...], str] = {}
     for job in state.pending:
         if job.key in state.placement_reasons:
             continue
-        request = ResourceRequest.under(job, state.settings)._replace(user="")  # equal needs, equal lacks
-        if request not in causes:
-            causes[request] = _lacks(idle, request) or "better-ranked jobs have the GPUs"
-        waits = f"stays queued: {causes[request]}; {_standing(job, state.now_s)}"
+        request = turn.candidates[job.key].request
+        needs = request[1:]  # equal needs, equal lacks, whoever the user is
+        if needs not in causes:
+            causes[needs] = _lacks(idle, request) or "better-ranked jobs have the GPUs"
+        waits = f"stays queued: {causes[needs]}; {_standing(job, state.now_s)}"
         if job.barred and all(
             node.name in job.barred for node in state.snapshot.nodes if job.partition in node.partitions
         ):

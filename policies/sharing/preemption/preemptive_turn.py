@@ -208,7 +208,7 @@ class Turn:
         offers = [
             offer
             for host in self._usable
-            if host is not without and host.unclaimed.bit_count() >= job.request.gpus
+            if host is not without and (host.every & ~host.claimed).bit_count() >= job.request.gpus
             for offer in self._offers(host, job)
             if (waits or not offer.seat.waits) and not (idle and offer.price[1])
         ]
@@ -263,7 +263,7 @@ class Turn:
         """Return seats that jobs of worse rank give up, none if there are too few."""
         offers = []
         for host in self._usable:
-            if host.unclaimed.bit_count() < job.request.gpus:
+            if (host.every & ~host.claimed).bit_count() < job.request.gpus:
                 continue
             able = self._able_to_leave(host, job)
             for number, lane in enumerate(host.lanes):
