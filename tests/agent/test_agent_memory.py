@@ -421,6 +421,16 @@ def test_without_a_disk_that_takes_it_a_waiting_job_saves_and_is_requeued(rig: G
     assert rig.heard(session).count("save") == 1
 
 
+def the_next_job_waits(rig: GuardedHost) -> None:
+    """Let one more job come once the host has memory again; none of those before it counts as a way out."""
+    rig.left_mb = HOST_MB
+    rig.register(3, [1], memory_mb=10)
+    rig.run_once()
+    rig.run_once()
+    assert rig.of(3).state == "waiting"
+    assert "none of them has a disk or a checkpoint to leave for" in rig.reported(3).no_room
+
+
 @pytest.mark.parametrize("answer", [{"error": "no space"}, {"bytes": 100}])
 def test_a_state_that_is_on_disk_or_found_none_is_no_way_out_for_the_next_job(
     rig: GuardedHost, answer: dict[str, object]
@@ -431,12 +441,7 @@ def test_a_state_that_is_on_disk_or_found_none_is_no_way_out_for_the_next_job(
     rig.left_mb = 99
     rig.run_once()
     rig.jobs.handle(session, wire.encode("spilled", order=1, **answer))
-    rig.left_mb = HOST_MB
-    rig.register(3, [1], memory_mb=10)
-    rig.run_once()
-    rig.run_once()
-    assert rig.of(3).state == "waiting"
-    assert "none of them has a disk or a checkpoint to leave for" in rig.reported(3).no_room
+    the_next_job_waits(rig)
 
 
 @pytest.mark.parametrize("left_mb", [50, 299])
@@ -468,12 +473,7 @@ def test_a_job_that_was_told_to_leave_and_has_not_answered_is_no_way_out_for_the
     rig.host.settings = msgspec.structs.replace(rig.host.settings, memory_margin=1.0)
     rig.left_mb = 99
     rig.run_once()
-    rig.left_mb = HOST_MB
-    rig.register(3, [1], memory_mb=10)
-    rig.run_once()
-    rig.run_once()
-    assert rig.of(3).state == "waiting"
-    assert "none of them has a disk or a checkpoint to leave for" in rig.reported(3).no_room
+    the_next_job_waits(rig)
 
 
 def test_no_job_leaves_while_what_all_have_asked_for_fits(rig: GuardedHost) -> None:

@@ -113,10 +113,10 @@ class _Choice:
             )
         idle = [host for host in self.hosts if self._has_free_gpus(host, request)]
         lacking = lacks(idle, request)
+        room = f" and room for it ({lacking})" if lacking else ""
         return [], (
-            f"stays queued: {len(free_hosts)} of {request.nodes} hosts have {request.gpus} free GPUs"
-            f"{f' and room for it ({lacking})' if lacking else ''}, and too few "
-            f"hosts of the {request.gpus}-GPU class have a further lane with room where it may share"
+            f"stays queued: {len(free_hosts)} of {request.nodes} hosts have {request.gpus} free GPUs{room}, and too "
+            f"few hosts of the {request.gpus}-GPU class have a further lane with room where it may share"
         )
 
     @staticmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import inf
 
 from cadenza.policies.core.actions import Migrate, Place, Resume, Yield
@@ -22,7 +21,7 @@ from cadenza.policies.sharing.preemption.reservation import (
 )
 from cadenza.policies.sharing.preemption.seat_map import HostSeats, Occupant, Seat, lowest
 from cadenza.policies.sharing.preemption.starvation import owed_turns
-from cadenza.policies.sharing.state.host import HostState, ResourceRequest, lacks
+from cadenza.policies.sharing.state.host import ResourceRequest, lacks
 from cadenza.policies.sharing.state.host import Seat as HostSeat
 from cadenza.policies.sharing.state.sharing_state import SharingState, share_of
 from cadenza.policies.sharing.turns.slurm_sync import list_departures
@@ -245,19 +244,15 @@ def _carry_out(state: SharingState, board: _Board, turn: Turn) -> None:
         request = turn.candidates[job.key].request
         needs = request[1:]  # equal needs, equal lacks, whoever the user is
         if needs not in causes:
-            causes[needs] = _lacks(idle, request) or "better-ranked jobs have the GPUs"
+            enough = [host for gpus, host in idle if gpus >= request.gpus]
+            lacking = lacks(enough, request) if len(enough) >= request.nodes else ""
+            causes[needs] = lacking or "better-ranked jobs have the GPUs"
         waits = f"stays queued: {causes[needs]}; {_standing(job, state.now_s)}"
         if job.barred and all(
             node.name in job.barred for node in state.snapshot.nodes if job.partition in node.partitions
         ):
             waits = "stays queued: no node of its partition meets its constraint, its excluded nodes and reservations"
         state.placement_reasons[job.key] = waits
-
-
-def _lacks(idle: Sequence[tuple[int, HostState]], request: ResourceRequest) -> str:
-    """Return the lacks of a job on hosts with GPUs that no job of this turn has; empty if these are too few."""
-    enough = [host for gpus, host in idle if gpus >= request.gpus]
-    return lacks(enough, request) if len(enough) >= request.nodes else ""
 
 
 def _staying_reason(job: Job, state: SharingState) -> str:

@@ -258,9 +258,12 @@ class HostState:
     def expected_gpus(self, key: JobKey) -> frozenset[int]:
         """Return the GPUs of a tenant that no agent has named yet, as Slurm gives them: the lowest free of its lane."""
         resident = self.residents[key]
-        taken = {index for other in self.residents.values() if other.lane == resident.lane for index in other.gpus}
-        free = [index for index in range(self.gpus) if index not in taken]
-        return frozenset(free[: resident.request.gpus])
+        return frozenset(self._free_gpus(resident.lane)[: resident.request.gpus])
+
+    def _free_gpus(self, lane: str) -> list[int]:
+        """Return the GPUs that no tenant of a lane has, in Slurm's order."""
+        taken = {index for resident in self.residents.values() if resident.lane == lane for index in resident.gpus}
+        return [index for index in range(self.gpus) if index not in taken]
 
     def seats(self, request: ResourceRequest) -> list[Seat]:
         """Return the lanes with room for a job, the best first, with the GPUs that it would get there.
@@ -268,12 +271,9 @@ class HostState:
         Slurm gives the lowest free GPUs of a lane; where it does otherwise, the next round sees that.
         """
         sharers_by_gpu = self.sharers_by_gpu()
-        taken: dict[str, set[int]] = {node.name: set() for node in self.lanes}
-        for resident in self.residents.values():
-            taken[resident.lane] |= resident.gpus
         seats = []
         for node in self.lanes:
-            free = [index for index in range(node.gpus) if index not in taken[node.name]][: request.gpus]
+            free = self._free_gpus(node.name)[: request.gpus]
             if len(free) == request.gpus and self.fits(node, request):
                 seats.append(Seat(max((sharers_by_gpu[i] for i in free), default=0), node.lane, node, frozenset(free)))
         return sorted(seats, key=lambda seat: seat[:2])

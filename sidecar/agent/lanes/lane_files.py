@@ -56,8 +56,7 @@ def prepare(folder: Path, order: LaneOrder) -> Path:
 def link_site(folder: Path) -> None:
     """Link the site's files that a lane's folder lacks; raise LaneError.
 
-    One that the site adds while the lane is open is one of them: a slurmd that does not find it at the next reconfigure
-    waits for it, deaf, for a minute.
+    The site may add one while the lane is open. A slurmd that lacks it at the next reconfigure is deaf for a minute.
     """
     try:
         for place in SITE_FOLDERS:
