@@ -44,6 +44,7 @@ MOVABLE = {"all": 1.0, "half": 0.5, "none": 0.0}
 LEAST_GAIN = 1.2
 MAX_SEEDS = 50
 """Samples that are drawn of a window and load; where so many do not count, it has nothing to schedule."""
+IDEALS = ("srtf", "las", "levels", "gittins")
 CLASS_JOBS, USER_JOBS = 30, 20
 SOON_S = 120.0
 """Time to the hundredth iteration that is good enough whatever backfill's is."""
@@ -209,7 +210,7 @@ def samples_of(options: argparse.Namespace) -> Iterable[Sample]:
                     raise SystemExit(f"days {days[0]}-{days[1]}, load {load}: {counted} of {MAX_SEEDS} samples count")
                 seed += 1
                 jobs = draw_sample(trace, days, load, seed, profiles)
-                ideals = {name: outcome_of(jobs, ideal(jobs, name, history)) for name in ("srtf", "las", "gittins")}
+                ideals = {name: outcome_of(jobs, ideal(jobs, name, history)) for name in IDEALS}
                 sample = Sample(days, load, seed, jobs, outcome_of(jobs, Easy(jobs).run()), ideals)
                 if sample.gain < LEAST_GAIN:
                     print(f"{sample.name}: the ideal gains {sample.gain:.2f}: nothing to schedule, not counted")

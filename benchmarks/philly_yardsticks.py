@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from philly_sample import GPUS, NODES, PER_NODE, PhillyJob
 
+from cadenza.policies.ordering import gittins
+from cadenza.policies.ordering.levels import THRESHOLDS
+
 BACKFILL_S = 30.0
 QUANTUM_S = 60.0
 """Time after which an ideal policy orders the jobs anew, besides at arrivals and ends."""
-AGES = 240
-"""Attained services for which the Gittins index is computed."""
 DONE_S = 1e-6
 
 Floats = NDArray[np.float64]
@@ -123,43 +124,56 @@ class Easy:
 # --- Preemptive policies without costs -----------------------------------------------------------------------------
 
 
-def gittins_index(sizes: Floats) -> Callable[[Floats], Floats]:
-    """Return the index over attained GPU seconds, learned from the GPU seconds of ended jobs.
+class Index:
+    """The Gittins index over attained GPU seconds, learned as the ordering *gittins* learns it."""
 
-    The index of an age is the largest chance of an end in the time invested (Gittins 1979; Tiresias, NSDI'19, §3).
-    """
-    sizes = np.sort(sizes)
-    total = np.concatenate(([0.0], np.cumsum(sizes)))
-    ages = np.concatenate(([0.0], np.geomspace(1.0, sizes[-1] * 0.999, AGES)))
-    values = []
-    for age in ages:
-        done = int(np.searchsorted(sizes, age, side="right"))
-        to = np.unique(np.append(np.minimum(age + np.geomspace(1.0, sizes[-1], AGES), sizes[-1]), sizes[-1]))
-        ended = np.searchsorted(sizes, to, side="right")
-        invested = total[ended] - total[done] - (ended - done) * age + (len(sizes) - ended) * (to - age)
-        values.append(float(np.max((ended - done) / np.maximum(invested, 1e-9))))
-    logs = np.log1p(ages)
-    return lambda attained: np.interp(np.log1p(attained), logs, np.array(values), right=0.0)
+    def __init__(self, history: Floats) -> None:
+        """``history``: GPU seconds of earlier jobs."""
+        self._ended = np.zeros(gittins.BANDS)
+        self._service_s = np.zeros(gittins.BANDS)
+        self._index = np.zeros(gittins.BANDS)
+        self.learn(history, np.array([]))
+
+    def learn(self, ended: Floats, live: Floats) -> None:
+        """Count jobs that have ended, by their GPU seconds, next to those of the jobs that live."""
+        self._ended += np.bincount(_band(ended, gittins.EDGES), minlength=gittins.BANDS)
+        self._service_s += gittins.service_by_band(ended.tolist())
+        spent_s = self._service_s + gittins.service_by_band(live.tolist())
+        self._index = np.array(gittins.indices(self._ended.tolist(), spent_s.tolist()))
+
+    def rank(self, attained: Floats) -> Floats:
+        """Return what to sort jobs by; as *levels* do until enough jobs have ended."""
+        if self._ended.sum() < gittins.LEAST_ENDED:
+            return _band(attained, THRESHOLDS).astype(float)
+        return -self._index[_band(attained, gittins.EDGES)]
+
+
+def _band(service_s: Floats, edges: Sequence[float]) -> NDArray[np.int_]:
+    return np.searchsorted(np.array(edges), service_s, side="right")
 
 
 def ideal(jobs: Sequence[PhillyJob], policy: str, history: Floats) -> Times:
-    """Return the times under *srtf*, *las* or *gittins*: the best-ranked jobs that fit hold the GPUs, at no cost.
+    """Return the times under *srtf*, *las*, *levels* or *gittins*: the best-ranked jobs that fit run, at no cost.
 
     ``history``: GPU seconds of earlier jobs, for *gittins*.
     """
     submit_s = np.array([job.submit_s for job in jobs])
     width = np.array([job.gpus for job in jobs])
     left_s, attained = np.array([job.run_s for job in jobs]), np.zeros(len(jobs))
-    index = gittins_index(history) if policy == "gittins" else None
+    index = Index(history)
+    keys: dict[str, Callable[[NDArray[np.int_]], Floats]] = {
+        "srtf": lambda jobs: left_s[jobs],
+        "las": lambda jobs: attained[jobs],
+        "levels": lambda jobs: _band(attained[jobs], THRESHOLDS).astype(float),
+        "gittins": lambda jobs: index.rank(attained[jobs]),
+    }
     live, at, now_s = np.array([], dtype=int), 0, 0.0
     start_s, end_s = np.full(len(jobs), inf), np.zeros(len(jobs))
     while at < len(jobs) or len(live):
         # 1. The jobs that go now.
         going, crowded = live, int(width[live].sum()) > GPUS
         if crowded:
-            key = left_s[live] if policy == "srtf" else attained[live]
-            order = live[np.lexsort((live, key if index is None else -index(attained[live])))]
-            going = _fitting(order, width)
+            going = _fitting(live[np.lexsort((live, keys[policy](live)))], width)
         start_s[going] = np.minimum(start_s[going], now_s)
         # 2. The next event.
         until_s = submit_s[at] if at < len(jobs) else inf
@@ -173,11 +187,13 @@ def ideal(jobs: Sequence[PhillyJob], policy: str, history: Floats) -> Times:
         # 3. Ends and arrivals.
         over = left_s[live] <= DONE_S
         end_s[live[over]] = now_s
+        if policy == "gittins" and over.any():
+            index.learn(attained[live[over]], attained[live[~over]])
         live = live[~over]
         come = int(np.searchsorted(submit_s, now_s, side="right"))
         live, at = np.append(live, np.arange(at, come)), come
-    keys = [job.id for job in jobs]
-    return Times(dict(zip(keys, start_s.tolist(), strict=True)), dict(zip(keys, end_s.tolist(), strict=True)))
+    ids = [job.id for job in jobs]
+    return Times(dict(zip(ids, start_s.tolist(), strict=True)), dict(zip(ids, end_s.tolist(), strict=True)))
 
 
 def _fitting(order: NDArray[np.int_], width: NDArray[np.int_]) -> NDArray[np.int_]:

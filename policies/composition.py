@@ -9,6 +9,7 @@ from cadenza.policies.core.actions import Place
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.exclusive import Exclusive, with_usage
+from cadenza.policies.ordering.gittins import with_ended
 from cadenza.policies.policy_settings import PolicySettings
 from cadenza.policies.registry import KEEP_REQUESTS, allocation, entry, ordering
 from cadenza.policies.relocation.executor import Relocation
@@ -44,19 +45,20 @@ def build(order: str, allocate: str, share: str = "none", settings: PolicySettin
     sizes = rules.size_pending and allocation_entry.profiled
     if share == "none" and sharing.places and allocates:
         exclusive = Exclusive(ordering(order), allocation(allocate), rules, allocation_entry, ordering_entry)
-        policy = _Composed(rules, exclusive.decide, sizes)
+        policy = _Composed(rules, exclusive.decide, sizes, ordering_entry.learns)
         plain = not (sizes or rules.phased_moves or sharing.floor)
         steady = plain and ordering_entry.steady and allocation_entry.steady
         return Policy(name, policy.decide, exclusive.runnable if steady else None)
     if not allocates:
         sharing = replace(sharing, floor=True)  # jobs have all that they asked for
-    stages = stages_of(share, sharing, rules.gandiva, allocates=allocates)
+    leveled = ordering_entry.leveled
+    stages = stages_of(share, sharing, rules.gandiva, allocates=allocates, leveled=leveled)
     pipeline = Pipeline(stages, sharing, rules.gandiva, ordering(order), allocation(allocate))
 
     def decide(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
         return pipeline.decide(snapshot, with_usage(memory, snapshot, rules.usage_half_life_s))
 
-    return Policy(name, _Composed(rules, decide, sizes).decide)
+    return Policy(name, _Composed(rules, decide, sizes, ordering_entry.learns).decide)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,12 @@ class _Composed:
     policy: Decide
     sizes: bool
     """True if pending jobs ask for what their profiles say."""
+    learns: bool
+    """True if the ordering learns from jobs that have ended."""
 
     def decide(self, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
         """Return one round's decision."""
+        memory = with_ended(memory, snapshot) if self.learns else memory
         # 1. Moves take their next step; the policy sees which jobs are on their way.
         relocation = Relocation.of(snapshot, memory) if self.settings.phased_moves else None
         marked = relocation.snapshot if relocation is not None else snapshot

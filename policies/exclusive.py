@@ -99,7 +99,7 @@ class Exclusive:
         gpus: dict[str, int] = {}
         for server in servers:
             gpus[server.gpu_type] = gpus.get(server.gpu_type, 0) + server.gpus
-        queue = Queue(snapshot.time_s, jobs, gpus, self.profiled, memory.usage, settings.shares)
+        queue = Queue(snapshot.time_s, jobs, gpus, self.profiled, memory.usage, settings.shares, memory.ended)
         # The one order that never changes is the backlog's own: arrival.
         ranking = Ranking(jobs) if self.steady else starving_first(self.order(queue), queue, settings.starvation_s)
         return _Ranked(servers, ranking, _runnable_count(ranking.jobs, servers))

@@ -29,6 +29,10 @@ class Entry:
     ordered runnable jobs alone. With both, a round whose runnable jobs are those of the last one can be left out."""
     backfills: bool = False
     """Allocations: whether jobs past the runnable ones may run on what is left."""
+    leveled: bool = False
+    """Orderings: whether the order of two jobs changes only when one of them leaves a level of *levels*, or never."""
+    learns: bool = False
+    """Orderings: whether jobs that have ended change it."""
 
 
 KEEP_REQUESTS = "none"
@@ -37,14 +41,25 @@ SYNERGY = "Synergy, OSDI'22"
 CODE = "Synergy's published simulator"
 
 ENTRIES: tuple[Entry, ...] = (
-    Entry("fifo", "ordering", "first come, first served", SYNERGY + " §5", steady=True),
+    Entry("fifo", "ordering", "first come, first served", SYNERGY + " §5", steady=True, leveled=True),
     Entry("srtf", "ordering", "shortest remaining time first", SYNERGY + " §5"),
     Entry("las", "ordering", "least attained GPU service first", SYNERGY + " §5; Tiresias, NSDI'19 §3"),
     Entry("ftf", "ordering", "worst finish-time fairness first", "Themis, NSDI'20 §3"),
     Entry("ftf-coded", "ordering", "finish-time fairness ascending, the least behind first", CODE),
     Entry("tiresias", "ordering", "two-dimensional LAS in discretized queues", "Tiresias, NSDI'19 §3"),
     Entry(
-        "levels", "ordering", "least attained service in levels, first come first served within", "Tiresias, NSDI'19 §3"
+        "levels",
+        "ordering",
+        "least attained service in levels, first come first served within",
+        "Tiresias, NSDI'19 §3",
+        leveled=True,
+    ),
+    Entry(
+        "gittins",
+        "ordering",
+        "who is the likeliest to end soon, by the attained service of the site's ended jobs",
+        "Gittins 1979; Tiresias, NSDI'19 §3",
+        learns=True,
     ),
     Entry("gavel", "ordering", "max-min throughput over GPU types, by time received", "Gavel, OSDI'20 §4"),
     Entry("fairshare", "ordering", "users and accounts by usage over shares", "Slurm, classic fair share"),

@@ -113,6 +113,21 @@ class SharingMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class EndedJobs:
+    """Attained service of the jobs that have ended; kept where the ordering learns from them, else empty.
+
+    Tuples have an entry for each band of ``ordering.gittins``; service is in GPU seconds.
+    """
+
+    count: tuple[float, ...] = ()
+    """Jobs that ended in the band; older ones count less."""
+    service_s: tuple[float, ...] = ()
+    """GPU seconds that they spent in the band, those that ended later included."""
+    live: tuple[tuple[int, float], ...] = ()
+    """Attained service of each live job by its id, as of the last round."""
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """Facts that a decision may remember of earlier ones; kept by the store, never by a policy."""
 
@@ -129,6 +144,7 @@ class Memory:
     """GPU seconds that accounts (``ACCOUNT``) and their users (``ACCOUNT/USER``) have had, decayed; for fair shares."""
     usage_s: float | None = None
     """When ``usage`` was true, seconds since the epoch."""
+    ended: EndedJobs = field(default_factory=EndedJobs)
     sized: Mapping[JobKey, tuple[int, int]] = field(default_factory=dict)
     """CPUs and MB that pending jobs asked for before we changed that; a later change is the owner's and stays."""
     moves: tuple[Move, ...] = ()

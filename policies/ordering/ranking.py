@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from cadenza.policies.core.decision import EndedJobs
 from cadenza.policies.core.model import Job, JobKey, Progress
 
 
@@ -35,6 +36,8 @@ class Queue:
     """GPU seconds that a user (or account) has had, decayed; for fair shares."""
     shares: Mapping[str, float] = field(default_factory=dict)
     """Shares of users (or accounts); 1 where none is given."""
+    ended: EndedJobs = field(default_factory=EndedJobs)
+    """For orderings that learn from ended jobs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,10 +110,13 @@ UNSHARED: tuple[Stage, ...] = (
 STAGES = {"preemption": PREEMPTION, "gandiva": GANDIVA, "timeslice": TIMESLICE, "none": UNSHARED}
 
 
-def stages_of(share: str, settings: SharingSettings, gandiva: GandivaSettings, *, allocates: bool) -> tuple[Stage, ...]:
+def stages_of(
+    share: str, settings: SharingSettings, gandiva: GandivaSettings, *, allocates: bool, leveled: bool = True
+) -> tuple[Stage, ...]:
     """Return the stages of a sharing by name without the parts that are switched off.
 
-    ``allocates``: an allocation gives out CPUs and memory; otherwise jobs keep what they asked for.
+    ``allocates``: an allocation gives out CPUs and memory; otherwise jobs keep what they asked for. ``leveled``: only
+    levels that jobs leave change the order.
     """
     aware = gandiva.introspective
     off: set[Stage] = set() if aware else {even_out}
@@ -127,7 +130,7 @@ def stages_of(share: str, settings: SharingSettings, gandiva: GandivaSettings, *
         off |= {rebalance, even_out}
     if not (aware and gandiva.relieve and allocates):
         off.add(relieve_bottlenecks)
-    if allocates:
+    if allocates or not leveled:
         off.add(note_quiet_time)
     instead: dict[Stage, Stage] = {}
     if not (aware and gandiva.pack):

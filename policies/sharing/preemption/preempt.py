@@ -7,7 +7,7 @@ from math import inf
 from cadenza.policies.core.actions import Migrate, Place, Resume, Yield
 from cadenza.policies.core.model import Job, JobKey, Lease
 from cadenza.policies.core.text import gpu_names
-from cadenza.policies.ordering.levels import THRESHOLDS, level_of
+from cadenza.policies.ordering.levels import THRESHOLDS, level_of, levels
 from cadenza.policies.ordering.ranking import arrival, attained_service
 from cadenza.policies.relocation.phases import refusal_reason
 from cadenza.policies.sharing.preemption.host_emptying import ROOM_SLICES, empty_for_waiting
@@ -229,7 +229,7 @@ def _carry_out(state: SharingState, board: _Board, turn: Turn) -> None:
         lease = _lease(state.jobs[key])
         successor = next((coming[at] for at in _gpus(board.seats[key]) if at in coming), None)
         waits = f"waits on {gpu_names(lease.gpus)} for job {other}, which comes first"
-        reasons[key] = f"{waits}: {_standing(state.jobs[key], state.now_s)}"
+        reasons[key] = f"{waits}: {_standing(state.jobs[key], state)}"
         if lease.state == "held" and successor is not None:
             reasons[key] = f"makes way on {gpu_names(lease.gpus)} for job {successor}, which comes first"
             state.yields.append(Yield(key, reasons[key]))
@@ -247,7 +247,7 @@ def _carry_out(state: SharingState, board: _Board, turn: Turn) -> None:
             enough = [host for gpus, host in idle if gpus >= request.gpus]
             lacking = lacks(enough, request) if len(enough) >= request.nodes else ""
             causes[needs] = lacking or "better-ranked jobs have the GPUs"
-        waits = f"stays queued: {causes[needs]}; {_standing(job, state.now_s)}"
+        waits = f"stays queued: {causes[needs]}; {_standing(job, state)}"
         if job.barred and all(
             node.name in job.barred for node in state.snapshot.nodes if job.partition in node.partitions
         ):
@@ -265,7 +265,7 @@ def _staying_reason(job: Job, state: SharingState) -> str:
     if lease.ready and not can_leave(job):
         cause = "it keeps no checkpoints" if not lease.checkpoints else "Slurm may not requeue it"
         return f"holds {gpu_names(lease.gpus)} until it ends, because {cause}"
-    return f"holds {gpu_names(lease.gpus)}: {_standing(job, state.now_s)}"
+    return f"holds {gpu_names(lease.gpus)}: {_standing(job, state)}"
 
 
 def _resume(state: SharingState, board: _Board, plan: Plan) -> dict[tuple[int, int], JobKey]:
@@ -274,7 +274,7 @@ def _resume(state: SharingState, board: _Board, plan: Plan) -> dict[tuple[int, i
     for key in plan.runs:
         job, lease = state.jobs[key], _lease(state.jobs[key])
         verb = "holds" if lease.state == "held" else "gets"
-        reason = state.turn_reasons[key] = f"{verb} {gpu_names(lease.gpus)}: {_standing(job, state.now_s)}"
+        reason = state.turn_reasons[key] = f"{verb} {gpu_names(lease.gpus)}: {_standing(job, state)}"
         if lease.state in ("waiting", "yielded"):
             state.resumes.append(Resume(key, reason))
             coming.update(dict.fromkeys(_gpus(board.seats[key]), key))
@@ -303,10 +303,14 @@ def _nodes(seats: tuple[Seat, ...]) -> str:
     return ", ".join(seat.node for seat in seats)
 
 
-def _standing(job: Job, now_s: float) -> str:
-    served_s = attained_by_limit_s(job)
-    by = "" if served_s is None else " by its time limit, because it keeps no checkpoints"
-    reached = level_of(max(attained_service(job, now_s), (served_s or 0.0) * job.gpus))
+def _standing(job: Job, state: SharingState) -> str:
+    """Return a job's level, or its GPU time under an order without levels."""
+    limit_s = attained_by_limit_s(job)
+    by = "" if limit_s is None else " by its time limit, because it keeps no checkpoints"
+    service_s = max(attained_service(job, state.now_s), (limit_s or 0.0) * job.gpus)
+    if state.order is not levels:
+        return f"{service_s / 3600:.2f} GPU hours{by}"
+    reached = level_of(service_s)
     return f"level {reached + 1} of {len(THRESHOLDS) + 1}{by}"
 
 

@@ -395,5 +395,7 @@ def ranks_of(state: SharingState, seen: Callable[[Job], Job] | None = None) -> d
     for node in sorted(snapshot.nodes, key=lambda node: node.name):
         if node.lane == 0 and node.up and not node.drained:
             gpus[node.gpu_type] = gpus.get(node.gpu_type, 0) + node.gpus
-    ranking = state.order(Queue(snapshot.time_s, tuple(jobs), gpus, usage=state.memory.usage, shares=settings.shares))
+    memory, shares = state.memory, settings.shares
+    queue = Queue(snapshot.time_s, tuple(jobs), gpus, usage=memory.usage, shares=shares, ended=memory.ended)
+    ranking = state.order(queue)
     return {job.key: rank for rank, job in enumerate(ranking.jobs)}

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import msgspec
 
 from cadenza.policies.core.actions import Action
-from cadenza.policies.core.decision import Decision, Memory, SharingMemory
+from cadenza.policies.core.decision import Decision, EndedJobs, Memory, SharingMemory
 from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node
 from cadenza.policies.core.move import Move
 from cadenza.policies.core.profile import Profile, linked
@@ -36,6 +36,7 @@ class _MemoryRow(msgspec.Struct, frozen=True):
     repairs: tuple[tuple[JobKey, int], ...] = ()
     requeued: tuple[tuple[JobKey, float], ...] = ()
     departed: tuple[tuple[JobKey, float], ...] = ()
+    ended: EndedJobs = EndedJobs()
 
 
 class _UndoRow(msgspec.Struct, frozen=True):
