@@ -38,8 +38,8 @@ from published_data import needed
 from cadenza.policies.inputs.published import synergy_profiles
 
 CADENZA = Path(sys.executable).with_name("cadenza")
-COSTS = "migrate_s = 60.0\nrestart_s = 60.0\n"
-"""A move takes 60 s of its GPUs; the other costs are the simulator's defaults."""
+COSTS = "migrate_s = {0:.1f}\nrestart_s = {0:.1f}\n"
+"""The GPU time of a move; the other costs are the simulator's defaults."""
 MOVABLE = {"all": 1.0, "half": 0.5, "none": 0.0}
 LEAST_GAIN = 1.2
 MAX_SEEDS = 50
@@ -118,13 +118,13 @@ def outcome_of(jobs: Sequence[PhillyJob], times: Times) -> Outcome:
     return Outcome(end - submit, start - submit, start - submit + hundred)
 
 
-def simulated(sample: Sample, movable: float, options: Sequence[str], folder: Path) -> Outcome:
+def simulated(sample: Sample, movable: float, move_s: float, options: Sequence[str], folder: Path) -> Outcome:
     """Return the outcome under ``cadenza simulate``; end with its exit code when it fails."""
     folder = Path(tempfile.mkdtemp(dir=folder))
     stem = folder / "sample"
     trace, costs, rows = stem.with_suffix(".trace.csv"), folder / "costs.toml", stem.with_suffix(".jobs.csv")
     write_trace(trace, sample.jobs, movable)
-    costs.write_text(COSTS)
+    costs.write_text(COSTS.format(move_s))
     command = [
         CADENZA, "simulate", "--trace", trace, "--nodes", CLUSTER, "--costs", costs, "--per-job", rows, "--quiet",
         "--json", *options,
@@ -246,28 +246,29 @@ def main() -> int:
     parser.add_argument("--days", type=pair(int), action="append", help="FIRST:LAST day of a window; may be repeated")
     parser.add_argument("--load", type=float, action="append", help="offered load; may be repeated")
     parser.add_argument("--samples", type=int, default=2, help="samples of each window and load")
+    parser.add_argument("--move-s", type=float, default=60.0, help="time that a move takes of its GPUs, in seconds")
     parser.add_argument("--ablate", action="store_true", help="repeat the table with each part of the default changed")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     parser.add_argument("simulate", nargs="*", help="after --: options of cadenza simulate, in place of the default's")
     options = parser.parse_args()
     options.days, options.load = options.days or WINDOWS, options.load or LOADS
     samples = list(samples_of(options))
-    found = tables("the default", samples, options.simulate)
+    found = tables("the default", samples, options.move_s, options.simulate)
     missed = sum(not row["ok"] for table in found for row in table["rows"])
     for name, words in ABLATIONS.items() if options.ablate else ():
-        found += tables(name, samples, [*options.simulate, *words])
+        found += tables(name, samples, options.move_s, [*options.simulate, *words])
     if options.out:
         options.out.write_text(json.dumps(found, indent=1))
     return 1 if missed else 0
 
 
-def tables(variant: str, samples: Sequence[Sample], words: Sequence[str]) -> list[dict[str, Any]]:
+def tables(variant: str, samples: Sequence[Sample], move_s: float, words: Sequence[str]) -> list[dict[str, Any]]:
     """Print and return the tables of all samples with these options of ``cadenza simulate``."""
     print(f"\n== {variant}{': ' if words else ''}{' '.join(words)}")
     began, found, met, total = time.monotonic(), [], 0, 0
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         asked = [
-            {name: pool.submit(simulated, sample, part, words, Path(folder)) for name, part in MOVABLE.items()}
+            {name: pool.submit(simulated, sample, part, move_s, words, Path(folder)) for name, part in MOVABLE.items()}
             for sample in samples
         ]
         for sample, runs in zip(samples, asked, strict=True):

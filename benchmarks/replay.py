@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Replay days of submissions on a real Slurm: plain backfill and Cadenza's default at once, on as many GPUs each.
 
-Two fresh clusters in containers, each with slurmctld, slurmdbd and 16 nodes of 8 (fake) GPUs: one with one lane and
-without Cadenza, one with two lanes and Cadenza's shipped default. The jobs are drawn from Microsoft's Philly trace.
+Two fresh clusters in containers, each with slurmctld, slurmdbd and 16 nodes of 8 (fake) GPUs: one without Cadenza, one
+with Cadenza's shipped default. The jobs are drawn from Microsoft's Philly trace.
 One factor divides their arrivals, run times and time limits, and the slices, levels and bounds of the default. The
 simulator runs the list first: if an ideal preemptive scheduler gains less than 1.2 times on it, the next seed is taken.
 Each job is a loop that sleeps (replay_job.py), attaches and takes turns as a real one. Exit code 1 when a job is lost
@@ -74,6 +74,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--load", type=float, default=1.0, help="offered load (default: 1.0)")
     parser.add_argument("--seed", type=int, default=1, help="the first seed that is tried (default: 1)")
+    parser.add_argument("--lanes", type=int, default=1, help="lanes of each node under Cadenza (default: 1, as shipped)")
     parser.add_argument("--start-s", type=float, default=1.5, help="predicted time of a start (default: 1.5)")
     parser.add_argument("--move-s", type=float, default=4.0, help="predicted time of a move (default: 4)")
     parser.add_argument("--only", choices=SIDES, help="run one side")
@@ -189,7 +190,7 @@ def replay(sample: ReplaySample, options: argparse.Namespace) -> dict[str, Side]
         settings.write_text(settings_text(sample.factor, options.move_s))
         clusters = {
             "plain": Cluster(f"{options.name}-plain", SIZE),
-            "cadenza": Cluster(f"{options.name}-cadenza", SIZE, lanes=2, settings=settings),
+            "cadenza": Cluster(f"{options.name}-cadenza", SIZE, lanes=options.lanes, settings=settings),
         }
         chosen = [name for name in clusters if options.only in (None, name)]
         with ThreadPoolExecutor(len(chosen)) as pool:
@@ -203,7 +204,7 @@ def main() -> int:
     costs = Costs(options.start_s, options.move_s, POLL_S)
     try:
         sample = drawn(options)
-        forecasts = {"plain": plain_forecast(sample, costs), "cadenza": cadenza_forecast(sample, costs)}
+        forecasts = {"plain": plain_forecast(sample, costs), "cadenza": cadenza_forecast(sample, costs, options.lanes)}
         for name, forecast in forecasts.items():
             print(f"{name}, predicted: " + ", ".join(f"{key} {value:.1f}" for key, value in asdict(forecast).items()))
         if options.dry_run:

@@ -61,7 +61,7 @@ class Size:
 
 @dataclass
 class Cluster(driver.Cluster):
-    """A cluster of plain Slurm, or with lanes and Cadenza under ``settings``."""
+    """A cluster of plain Slurm, or with Cadenza under ``settings``."""
 
     size: Size
     lanes: int = 1

@@ -76,7 +76,7 @@ def plain_forecast(sample: ReplaySample, costs: Costs) -> Forecast:
     return _forecast([(job.finish_s or 0.0) - job.submit_s for job in found], first_s)
 
 
-def cadenza_forecast(sample: ReplaySample, costs: Costs) -> Forecast:
+def cadenza_forecast(sample: ReplaySample, costs: Costs, lanes: int) -> Forecast:
     """Return the figures of the shipped default; end with the exit code of ``cadenza simulate`` when it fails."""
     factor = sample.factor
     with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +86,8 @@ def cadenza_forecast(sample: ReplaySample, costs: Costs) -> Forecast:
         file.write_text(f"start_s = {costs.start_s * factor}\n{moves}")
         words = [
             str(CADENZA), "simulate", "--trace", str(trace), "--nodes", CLUSTER, "--costs", str(file), "--per-job",
-            str(rows), "--round", str(costs.poll_s * factor), "--quiet", "--json",
+            str(rows), "--round", str(costs.poll_s * factor), "--lanes", str(lanes),
+            "--quiet", "--json",
         ]  # fmt: skip
         done = run(words, capture_output=True, text=True, check=False)
         if done.returncode:

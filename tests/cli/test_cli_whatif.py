@@ -345,7 +345,7 @@ def test_without_matplotlib_there_is_the_table_and_no_page(tmp_path, monkeypatch
         (("--sacct", str(SACCT), "--nodes", "x"), "'x' is no file, and"),
         (("--sacct", "none.json", "--nodes", "1x4:16:64"), "--sacct: 'none.json' cannot be read"),
         (("--sacct", str(SACCT), "--nodes", "1x4:16:64", "--movable", "101"), "--movable: '101' is not from 0 to 100"),
-        (("--sacct", str(SACCT), "--nodes", "1x4:16:64", "--lanes", "1"), "--lanes"),
+        (("--sacct", str(SACCT), "--nodes", "1x4:16:64", "--lanes", "0"), "--lanes"),
         (("--sacct", str(SACCT), "--nodes", "1x4:16:64", "--sample", "2"), "--sample: '2' is not from 0.001 to 1"),
         (("--sacct", str(SACCT), "--nodes", "1x4:16:64", "--more", "x"), "--more: 'x' is not lane or memory"),
         (("--sacct", str(SACCT), "--nodes", "1x4:16:64", "--partition", "x"), "no job is left to simulate: "),

@@ -44,7 +44,11 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
     ),
     "Costs and faults": (
         ("costs", "FILE", "Seconds that switches take, as TOML (default: those that come with Cadenza)."),
-        ("lanes", "N", "Lanes per node: jobs that can take turns on a GPU (default: 2; without sharing 1)."),
+        (
+            "lanes",
+            "N",
+            "Lanes per node: jobs that can take turns on a GPU (default: 1; with --share timeslice or gandiva 2).",
+        ),
         ("interference", "FILE", "Speeds of packed models as CSV (default: after Gandiva's Table 1)."),
         ("failures", "FILE", "Node failures as CSV: node,start_s,end_s."),
         (

@@ -41,6 +41,8 @@ CHECKPOINT_S = "1800"
 STATIC_FIRST_S = 1.0
 """First round of Synergy's simulator if all jobs are there at the start, in seconds."""
 YES_NO = ("yes", "no")
+TAKE_TURNS = ("timeslice", "gandiva")
+"""Sharings that need a further lane to share anything."""
 SHIPPED = Settings()
 
 
@@ -114,7 +116,7 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Sit
     given = None if file is None else read_profiles(read_file(file, "--profiles"), file)
     workload = _named("--workload", parse_workload, words["workload"], given) if words["workload"] else None
     profiles = workload.profiles if workload else given or synergy_profiles()
-    lanes = integer(words["lanes"] or ("2" if shared else "1"), "--lanes", 1, MAX_LANES)
+    lanes = integer(words["lanes"] or ("2" if names.share in TAKE_TURNS else "1"), "--lanes", 1, MAX_LANES)
     if names.through_slurm and not shared and lanes > 1:
         raise InputError("--lanes: goes with a --share other than none; without sharing the service closes them")
     trace: tuple[TraceJob, ...] | None

@@ -18,7 +18,7 @@ from cadenza.slurm_plugin.cli.common import console, emit, json_option, say
               help="The cluster as 16x8:24:500, or a file of scontrol show node --json.")  # fmt: skip
 @click.option("--partition", metavar="NAME", help="Jobs and nodes of this partition only.")
 @click.option(
-    "--lanes", metavar="N", default="2", help="Lanes per node: jobs that can take turns on a GPU (default: 2)."
+    "--lanes", metavar="N", default="1", help="Lanes per node: jobs that can take turns on a GPU (default: 1)."
 )
 @click.option("--movable", metavar="PERCENT,…", default="0,50",
               help="Part of the jobs that keep checkpoints and can move; a run for each (default: 0,50).")  # fmt: skip

@@ -63,7 +63,7 @@ class Plan:
 
     movable: tuple[float, ...] = (0.0, 0.5)
     """Fractions of the jobs that can move; a run for each."""
-    lanes: int = 2
+    lanes: int = 1
     more: tuple[str, ...] = ()
     partition: str | None = None
     quiet: bool = True
@@ -83,7 +83,7 @@ class Variant(NamedTuple):
 
 def run_whatif(words: Mapping[str, Any]) -> WhatIf:
     """Read the accounting and the nodes, and run the simulations; raise InputError, or an error of the gateway."""
-    lanes = integer(words["lanes"], "--lanes", 2, MAX_LANES)
+    lanes = integer(words["lanes"], "--lanes", 1, MAX_LANES)
     plan = Plan(
         _parts(words["movable"]), lanes, _one_more(words["more"], lanes), words["partition"], quiet=words["quiet"],
         arguments=tuple(f"--{name}={words[name]}" for name in HISTORY_OPTIONS if words[name]),
