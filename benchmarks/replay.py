@@ -74,7 +74,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--load", type=float, default=1.0, help="offered load (default: 1.0)")
     parser.add_argument("--seed", type=int, default=1, help="the first seed that is tried (default: 1)")
-    parser.add_argument("--lanes", type=int, default=1, help="lanes of each node under Cadenza (default: 1, as shipped)")
+    parser.add_argument("--lanes", type=int, default=1, help="lanes of a node under Cadenza (default: 1, as shipped)")
     parser.add_argument("--start-s", type=float, default=1.5, help="predicted time of a start (default: 1.5)")
     parser.add_argument("--move-s", type=float, default=4.0, help="predicted time of a move (default: 4)")
     parser.add_argument("--only", choices=SIDES, help="run one side")

@@ -541,10 +541,11 @@ local function pin(job, wanted, fits)
   end
 end
 
--- Jobs that do not share run in lane 0 only; returns the reason if one cannot be kept there.
+-- Jobs that do not share run in lane 0 only; returns the reason if one cannot be kept there. Hosts with one lane need no
+-- feature, here and below.
 local function keep_to_lane_0(job, settings)
-  local features = pin(job, "lane0")
-  if features and settings.lanes > 1 then
+  local features = settings.lanes > 1 and pin(job, "lane0")
+  if features then
     return string.format("its constraint '%s' cannot be combined with lane0, where jobs run that do not share: "
       .. "join features by & or |", features)
   end
@@ -565,7 +566,7 @@ end
 -- terminal: it starts in lane 0, where it need not wait for a lease, unless it names another lane.
 local function admit(job, settings)
   local wanted = not job.script and "lane0" or (may_get_several_nodes(job) and one_lane(settings.lanes))
-  if wanted and pin(job, wanted, "^lane%d+$") then
+  if settings.lanes > 1 and wanted and pin(job, wanted, "^lane%d+$") then
     return "its constraint cannot be combined with a lane"
   end
   hold(job)
@@ -698,7 +699,8 @@ local function modify(job, record, partitions)
   local wanted = constraints(job, record, settings.lanes, shares)
   if not shares then
     unpinned = keep_to_lane_0(wanted, settings)
-  elseif (names_a_lane(record.features or "") or may_get_several_nodes(job)) and pin(wanted, one_lane(settings.lanes), "^lane%d+$") then
+  elseif settings.lanes > 1 and (names_a_lane(record.features or "") or may_get_several_nodes(job))
+      and pin(wanted, one_lane(settings.lanes), "^lane%d+$") then
     unpinned = "its constraint cannot be combined with a lane"
   end
   if unpinned then

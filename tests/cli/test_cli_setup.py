@@ -297,15 +297,26 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Re
 
 
 def test_setup_prints_all_files_or_one(command: Callable[..., Result]) -> None:
-    whole, one = (
-        command("setup", "--partition", "shared"),
-        command("setup", "--partition", "shared", "--file", "lua.conf"),
-    )
+    words = ("setup", "--partition", "shared", "--lanes", "2")
+    whole, one = command(*words), command(*words, "--file", "lua.conf")
     assert (whole.exit_code, one.exit_code, one.output) == (0, 0, "partitions=shared\nlanes=2\n")
     assert "node1: systemctl disable --now slurmd; systemctl enable --now slurmd@node1 slurmd@node1-l1" in whole.output
-    files = json.loads(command("setup", "--partition", "shared", "--json").output)["files"]
+    files = json.loads(command(*words, "--json").output)["files"]
     assert all(line in whole.output for lines in files.values() for line in lines)
-    assert command("setup", "--partition", "shared", "--file", "gres.conf").output == ""
+    assert command(*words, "--file", "gres.conf").output == ""
+
+
+def test_one_lane_is_the_hosts_as_they_are(command: Callable[..., Result], tmp_path: Path) -> None:
+    """The shipped policy needs no further lane: no line of a node changes, no path of slurmd, and no host is drained."""
+    said = command("setup", "--partition", "shared").output
+    assert "lanes=1" in said
+    assert "PrologFlags=Alloc,Contain" in said
+    assert not [word for word in ("NodeName", "SlurmdSpoolDir", "SlurmdPidFile", "drain", "slurmd@") if word in said]
+    done = command("setup", "--partition", "shared", "--check", "--json")
+    found = {row["about"].rpartition("/")[2]: row["level"] for row in json.loads(done.stdout)}
+    assert [found[name] for name in ("node1", "node2", "partition shared", "lua.conf")] == ["OK", "OK", "OK", "FAIL"]
+    (tmp_path / "bin" / "nodes").write_text(RECORDED)
+    assert command("setup", "--partition", "shared", "--file", "lua.conf").output.endswith("lanes=2\n"), "as Slurm has"
 
 
 @pytest.mark.parametrize(
@@ -314,7 +325,8 @@ def test_setup_prints_all_files_or_one(command: Callable[..., Result]) -> None:
         (("--partition", "none"), "partition 'none'"),
         (("--partition", "shared", "node[1-"), "no list of nodes"),
         (("--partition", "shared", "node7"), "no node 'node7'"),
-        (("--partition", "shared", "--lanes", "1"), "2<=x<=8"),
+        (("--partition", "shared", "--lanes", "0"), "1<=x<=8"),
+        (("--partition", "shared", "--lanes", "1", "--on-demand"), "--lanes 2 or more"),
         (("--partition", "shared", "--file", "lua.conf", "--check"), "without --check"),
         ((), "--partition"),
     ],
@@ -333,7 +345,7 @@ def test_an_answer_that_is_not_slurms_ends_with_2(command: Callable[..., Result]
 
 
 def test_the_check_of_a_plain_site_fails_with_the_lines(command: Callable[..., Result]) -> None:
-    done = command("setup", "--partition", "shared", "--check", "--json")
+    done = command("setup", "--partition", "shared", "--lanes", "2", "--check", "--json")
     assert done.exit_code == 1
     failed = {
         row["about"].rpartition("/")[2]: row["advice"] for row in json.loads(done.stdout) if row["level"] == "FAIL"

@@ -81,7 +81,7 @@ def test_the_jobs_that_can_move_and_share_are_counted(tmp_path: Path) -> None:
     trace = tmp_path / "t.csv"
     rows = [f"{number},{number},1,9000,{'yes' if number % 2 else 'no'}" for number in range(20)]
     trace.write_text("job,submit_s,gpus,duration_s,checkpoints\n" + "\n".join(rows) + "\n")
-    words = ("--trace", str(trace), "--nodes", "1x4:16:128", "--more-movable")
+    words = ("--trace", str(trace), "--nodes", "1x4:16:128", "--lanes", "2", "--more-movable")
     found = json.loads(run(*words, "--json").stdout)
     assert found["movable_jobs"] == 0.5
     assert found["unshareable"] == {"jobs": 20, "users": 0, "memory": 20, "host_memory": 0}
@@ -89,6 +89,7 @@ def test_the_jobs_that_can_move_and_share_are_counted(tmp_path: Path) -> None:
     text = run(*words).stdout
     assert "10 of 20 jobs can move" in text
     assert "20 of 20 jobs can share no GPU" in text
+    assert "can share no GPU" not in run(*words[:4]).stdout, "with one lane none is to"
     assert "with a tenth more that can move" in text
 
 

@@ -206,6 +206,22 @@ def test_doctor_says_when_nothing_in_the_queue_can_share(tmp_path: Path) -> None
     assert (level, "2 have no other job of their user" in text) == ("WARN", True)
 
 
+def test_doctor_misses_further_lanes_only_where_jobs_are_to_take_turns(tmp_path: Path) -> None:
+    facts = healthy(tmp_path)
+    assert facts.cluster is not None
+    alone = with_nodes(facts.cluster, facts.cluster.nodes[0])
+    two = replace(alone, jobs=tuple(job(number, f"j{number}", None) for number in (1, 2)))
+
+    def levels(share: str) -> dict[str, str]:
+        policy = msgspec.structs.replace(facts.settings.policy, share=share)
+        settings = msgspec.structs.replace(facts.settings, policy=policy)
+        seen = changed(facts, cluster=alone, recorded=two, settings=settings)
+        return {one.about: one.level for one in examine(seen) if one.about in ("lanes", "sharing")}
+
+    assert levels("preemption") == {"lanes": "OK"}
+    assert levels("timeslice") == {"lanes": "WARN", "sharing": "OK"}
+
+
 def test_doctor_finds_nothing_on_a_healthy_site(tmp_path: Path) -> None:
     findings = examine(healthy(tmp_path))
     assert {finding.level for finding in findings} == {"OK"}

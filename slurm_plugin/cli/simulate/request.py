@@ -64,7 +64,7 @@ class Request:
     baseline: Literal["slurm", "strict"] | None
     """The figures compare with it; None for a run that is the baseline, for sweeps, and with failures."""
     shared: Literal["between users", "within users"] | None
-    """Jobs of which users share GPUs; None without sharing."""
+    """Jobs of which users share GPUs; None without sharing, and without further lanes."""
 
     @property
     def json(self) -> bool:
@@ -170,7 +170,7 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Sit
         loads=read_loads(words["load_sweep"], "--load-sweep") if words["load_sweep"] else (),
         window=setup.until_done,
         baseline=None,
-        shared=("between users" if names.share_between_users else "within users") if shared else None,
+        shared=("between users" if names.share_between_users else "within users") if shared and lanes > 1 else None,
     )
     kind = _one_of(words["baseline"], "--baseline", ("slurm", "strict"), "strict" if synergy else "slurm")
     if request.loads or setup.failures or (request.alone and kind == "slurm"):

@@ -256,8 +256,10 @@ def lanes(facts: Facts) -> Iterator[Finding]:
     for node in facts.cluster.nodes:
         hosts[node.host].append(node)
     shared = {host: nodes for host, nodes in sorted(hosts.items()) if any(node.lane for node in nodes)}
-    if not shared:
-        advice = "without lanes Slurm never gives a GPU to two jobs: see docs/install.md"
+    if not shared and facts.settings.policy.share == "preemption":
+        yield Finding("OK", "lanes", "one a host: jobs that keep checkpoints make way by leaving")
+    elif not shared:
+        advice = "without lanes Slurm never gives a GPU to two jobs: see docs/lanes.md"
         yield Finding("WARN", "lanes", "no host has a second lane", advice)
     for host, nodes in shared.items():
         yield from _lanes_of(host, nodes, facts)
@@ -375,7 +377,7 @@ def agents(facts: Facts) -> Iterator[Finding]:
 
 
 def sharing(facts: Facts) -> Iterator[Finding]:
-    """Check that jobs of the queue that opted in can share GPUs, by their memory and their users."""
+    """Check that jobs of the queue that opted in can share GPUs, by their memory and their users, if they are to."""
     cluster, settings = facts.recorded or facts.cluster, facts.settings
     managed = settings.guard.partitions
     jobs = [job for job in cluster.jobs if job.options and job.gpus and job.partition in managed] if cluster else []
@@ -383,7 +385,8 @@ def sharing(facts: Facts) -> Iterator[Finding]:
     for node in cluster.nodes if cluster else ():
         if node.gpus and managed & set(node.partitions):
             lanes[node.host].append(node)
-    if len(jobs) < MIN_JOBS_TO_SHARE or not lanes:
+    alone = all(len(nodes) == 1 for nodes in lanes.values()) and not settings.service.lanes_on_demand
+    if len(jobs) < MIN_JOBS_TO_SHARE or not lanes or (alone and settings.policy.share == "preemption"):
         return
     whole = [replace(nodes[0], memory_mb=sum(node.memory_mb for node in nodes)) for nodes in lanes.values()]
     rows = [

@@ -29,7 +29,7 @@ LANE_RULES: tuple[Rule, ...] = (
     ("FAIL", "SlurmdPidFile", "%n", "the lanes of a host would share it", "SlurmdPidFile=/run/slurmd.%n.pid"),
 )  # fmt: skip
 OWN_SETTINGS = ("SlurmdSpoolDir", "SlurmdPidFile", "AuthInfo")
-"""Settings that a lane on demand has for itself."""
+"""Settings that the slurmds of a host cannot share; a lane on demand has its own."""
 SOCKET_RULE: Rule = (
     "FAIL", "AuthInfo", r"\bdisable_sack\b",
     "the slurmds of a host clash on one socket: sackd has it instead", "AuthInfo=disable_sack",
@@ -122,15 +122,18 @@ class LanePlan(msgspec.Struct, frozen=True):
         return [node.name for node in self.nodes if node.lane == 0]
 
     def slurm_conf(self) -> list[str]:
-        """Return the lines that take the place of the hosts' lines, and the settings."""
+        """Return the lines that take the place of the hosts' lines, and the settings. One lane needs no such lines."""
         further = range(1, self.lanes) if self.on_demand else ()
         sets = tuple(f"lanes{lane}" for lane in further)
-        return [
+        nodes = [
             *(f"# PartitionName={name} needs Nodes={','.join(nodes + sets)}" for name, nodes in self.members.items()),
             # Never a node: Slurm knows the feature while no lane is there.
             *(f"NodeName=no-lane{lane} Feature=lane{lane} State=FUTURE" for lane in further),
             *(f"NodeSet=lanes{lane} Feature=lane{lane}" for lane in further),
             *(" ".join(f"{key}={value}" for key, value in node.settings().items()) for node in self.nodes),
+        ]
+        return [
+            *(nodes if self.lanes > 1 else ()),
             *(f"{key}={value}" for key, value in self.settings.items()),
             *(f"# {key} is yours to change: {reason}" for key, reason in self.undecided.items()),
         ]
@@ -185,7 +188,8 @@ def plan_lanes(
 ) -> LanePlan:  # fmt: skip
     """Return the plan for the GPU hosts of the managed partitions, or for the chosen nodes among them.
 
-    A host that has all lanes keeps their lines, so the plan of a finished site is the site itself. Raise InputError for
+    A host that has all lanes keeps their lines, so the plan of a finished site is the site itself; one lane is the host
+    as it is. Raise InputError for
     a partition or node that Slurm does not have, and for a host that is in another partition too.
     """
     by_host: defaultdict[str, dict[int, SlurmNode]] = defaultdict(dict)
@@ -204,9 +208,14 @@ def plan_lanes(
         if foreign:
             advice = f"take it out of it, or give --partition {foreign[0]} too"
             raise InputError(f"{first.name} is in the partition {foreign[0]}, which Cadenza would not manage: {advice}")
-        planned += _lanes_of(by_host[first.host], first, lanes, config, full_memory=full_memory)
+        planned += (
+            _lanes_of(by_host[first.host], first, lanes, config, full_memory=full_memory) if lanes > 1 else (first,)
+        )
     members = {name: _members(name, nodes, planned) for name in managed}
-    return LanePlan(lanes, tuple(planned), *_settings(config), members)
+    settings, undecided = _settings(config)
+    if lanes == 1:
+        settings = {key: value for key, value in settings.items() if key not in OWN_SETTINGS}
+    return LanePlan(lanes, tuple(planned), settings, undecided, members)
 
 
 def on_demand(plan: LanePlan, nodes: Sequence[SlurmNode], config: Mapping[str, str]) -> LanePlan:

@@ -29,22 +29,26 @@ USER = "cadenza"
 @click.argument("nodes", nargs=-1, metavar="[NODES]...")
 @click.option("--partition", "partitions", multiple=True, required=True, metavar="NAME",
               help="A partition that Cadenza manages; may be repeated.")  # fmt: skip
-@click.option("--lanes", default=2, show_default=True, type=click.IntRange(2, MAX_LANES), help="Lanes of each host.")
+@click.option("--lanes", type=click.IntRange(1, MAX_LANES),
+              help="Lanes of each host (default: as many as Slurm has; with --on-demand 2).")  # fmt: skip
 @click.option("--on-demand", "dynamic", is_flag=True, help="Lanes that Cadenza opens and closes, not in slurm.conf.")
 @click.option("--file", "name", type=click.Choice(FILES), help="Print the content of this file alone.")
 @click.option("--check", is_flag=True, help="Check that Slurm has these lines in force, and this machine its files.")
 @json_option
 @config_option
 def setup(  # noqa: PLR0913 (its options)
-    *, nodes: tuple[str, ...], partitions: tuple[str, ...], lanes: int, dynamic: bool, name: str | None, check: bool,
+    *, nodes: tuple[str, ...], partitions: tuple[str, ...], lanes: int | None, dynamic: bool, name: str | None, check: bool,
     as_json: bool, config: Path | None,
 ) -> None:  # fmt: skip
-    """Print the lines for this site that give the GPU hosts of a partition lanes, or NODES (gpu[1-4]) of them.
+    """Print the lines that this site needs for the GPU hosts of a partition, or for NODES (gpu[1-4]) of them.
 
-    They are made of what scontrol says, on the controller; nothing is changed. cadenza.conf takes the place of the
-    hosts' lines in slurm.conf, and the lines of gres.conf are added to it. Once the lines are in force, the same
+    They are made of what scontrol says, on the controller; nothing is changed. With --lanes 2 or more, cadenza.conf
+    takes the place of the hosts' lines in slurm.conf, and the lines of gres.conf are added to it; with one lane it has
+    settings only. Once the lines are in force, the same
     command prints them again, and with --check the exit code is 1 if one of them is missing.
     """
+    if dynamic and lanes == 1:
+        raise click.UsageError("--on-demand opens further lanes: give it with --lanes 2 or more")
     if name and (check or as_json):
         raise click.UsageError("--file prints one file as it is: give it without --check and --json")
     # 1. What Slurm says, and what it lacks.
@@ -53,7 +57,8 @@ def setup(  # noqa: PLR0913 (its options)
     chosen = [one for expression in nodes for one in names_in(expression)]
     folder, own = Path(slurm.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent, config or DEFAULT_PATH
     full_memory = own.exists() and load_settings(own).service.lanes_memory == "full"
-    plan = plan_lanes(present, slurm, partitions, lanes, chosen, full_memory=full_memory)
+    number = lanes or (2 if dynamic else 1 + max((node.lane for node in present), default=0))
+    plan = plan_lanes(present, slurm, partitions, number, chosen, full_memory=full_memory)
     if dynamic:
         plan = on_demand(plan, present, slurm)
     # 2. Compare, or print.
@@ -90,12 +95,13 @@ def toml(partitions: tuple[str, ...], slurm: Mapping[str, str]) -> list[str]:
 def commands(plan: LanePlan, own: Path) -> list[str]:
     """Return the commands with this site's names, in their order."""
     hosts = plan.hosts
-    if plan.on_demand:
-        return [f"cadenza keygen --out {own.parent / 'keys'} {' '.join(hosts)}", f"cadenza lanes add {' '.join(hosts)}"]
+    keys = f"cadenza keygen --out {own.parent / 'keys'} {' '.join(hosts)}"
+    if plan.on_demand or plan.lanes == 1:
+        return [keys, *([f"cadenza lanes add {' '.join(hosts)}"] if plan.on_demand else [])]
     units = {host: [node.name for node in plan.nodes if plan.first(node) == host] for host in hosts}
     return [
         f"scontrol update nodename={','.join(hosts)} state=drain reason=lanes",
-        f"cadenza keygen --out {own.parent / 'keys'} {' '.join(hosts)}",
+        keys,
         *(
             f"{host}: systemctl disable --now slurmd; systemctl enable --now slurmd@{' slurmd@'.join(lanes)}"
             for host, lanes in units.items()
