@@ -307,7 +307,7 @@ def test_setup_prints_all_files_or_one(command: Callable[..., Result]) -> None:
 
 
 def test_one_lane_is_the_hosts_as_they_are(command: Callable[..., Result], tmp_path: Path) -> None:
-    """The shipped policy needs no further lane: no line of a node changes, no path of slurmd, and no host is drained."""
+    """No line of a node changes, no path of slurmd, and no host is drained."""
     said = command("setup", "--partition", "shared").output
     assert "lanes=1" in said
     assert "PrologFlags=Alloc,Contain" in said

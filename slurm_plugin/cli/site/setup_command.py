@@ -37,8 +37,8 @@ USER = "cadenza"
 @json_option
 @config_option
 def setup(  # noqa: PLR0913 (its options)
-    *, nodes: tuple[str, ...], partitions: tuple[str, ...], lanes: int | None, dynamic: bool, name: str | None, check: bool,
-    as_json: bool, config: Path | None,
+    *, nodes: tuple[str, ...], partitions: tuple[str, ...], lanes: int | None, dynamic: bool, name: str | None,
+    check: bool, as_json: bool, config: Path | None,
 ) -> None:  # fmt: skip
     """Print the lines that this site needs for the GPU hosts of a partition, or for NODES (gpu[1-4]) of them.
 
