@@ -51,9 +51,9 @@ SOON_S = 120.0
 LOADS = (0.9, 1.1)
 WINDOWS = ((14, 28), (28, 42))
 ABLATIONS: dict[str, tuple[str, ...]] = {
-    "native admission": ("--admission", "native"),
-    "users share": ("--share-between-users", "yes"),
-    "one lane: moves without turns": ("--lanes", "1"),
+    "a second lane: turns as well": ("--lanes", "2"),
+    "a second lane, users share": ("--lanes", "2", "--share-between-users", "yes"),
+    "a second lane, native admission": ("--lanes", "2", "--admission", "native"),
     "three queues in place of the levels": ("--order", "tiresias"),
     "no order: first come, first served": ("--order", "fifo"),
     "no moves of blocked jobs: turns in the order": ("--share", "timeslice", "--turns", "order"),
