@@ -7,7 +7,7 @@ are new. 10,000 nodes with 60,000 jobs from scratch, and smaller clusters for th
 time ~ nodes^e, by least squares. Each profile is one of Synergy's published models with 3 % noise on every point.
 
 ``--sharing`` measures the whole decision as the service ships it, with each way of sharing GPUs: 64 nodes, in two lanes
-where jobs take turns, with 1,500 live jobs of 20 users and 1 to 16 GPUs, in rounds of a minute on the simulated cluster.
+where jobs take turns, with 1,500 live jobs of 20 users and 1 to 16 GPUs, in rounds of a minute on a simulated cluster.
 In the first round all jobs are new; the steady rounds follow it.
 
 CPU time on one core (wall time as well; they differ where the machine is busy); from scratch the median of
