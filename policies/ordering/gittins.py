@@ -22,7 +22,7 @@ BANDS = len(EDGES) + 1
 LEAST_ENDED = 5_000
 """Ended jobs from which the index is used.
 
-With 500 the few long jobs among them say too little: on samples of the Philly trace the mean completion time was between
+With 500 the few long jobs among them say too little: on samples of the Philly trace the mean completion time is between
 0.3 % shorter and 2.3 % longer than that of *levels* (docs/measurements).
 """
 MOST_ENDED = 50_000
