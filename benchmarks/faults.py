@@ -32,7 +32,7 @@ from faults_timeline import timeline
 from faults_verdict import Finding, Record, judge, load
 
 HERE = Path(__file__).resolve().parent
-GPUS, LANES = 4, 2
+GPUS = 4
 TIMELINES = 3
 """Findings that get a timeline of their own in the output; the files have everything."""
 
@@ -49,8 +49,8 @@ def table(record: Record, schedule: Schedule, findings: list[Finding], options: 
     broken = Counter(finding.rule for finding in findings)
     rows = [
         ("seed, kills asked for", f"{options.seed}, {options.kills}"),
-        ("hosts, GPUs, lanes; their memory", f"{options.hosts}, {options.hosts * GPUS}, {LANES}; {options.memory}"),
-        ("lanes", "on demand" if options.lanes_on_demand else "in slurm.conf"),
+        ("hosts, GPUs", f"{options.hosts}, {options.hosts * GPUS}"),
+        ("lanes", f"{options.lanes}, {'on demand' if options.lanes_on_demand else 'in slurm.conf'}, {options.memory} memory"),
         (
             "kills that met a process",
             f"{sum(killed.values())}: " + ", ".join(f"{k} {n}" for k, n in sorted(killed.items())),
@@ -80,6 +80,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--memory", choices=("split", "full"), default="split", help="memory of each lane: a part of its host's, or all"
     )
+    parser.add_argument("--lanes", type=int, default=2, help="lanes of each host (default: 2)")
     parser.add_argument("--lanes-on-demand", action="store_true", help="lanes that the agents open, and open again")
     parser.add_argument("--outages", action="store_true", help="one outage after the other instead of kills")
     parser.add_argument(
@@ -113,8 +114,8 @@ def main() -> int:
 
 def play_kills(options: argparse.Namespace) -> int:
     """Play the kills of a seed and print the verdict; return the exit code."""
-    schedule = plan(options.seed, options.kills, options.hosts, GPUS, LANES, options.victims)
-    run = FaultRun(options.name, schedule, options.hosts, GPUS, LANES, options.out)
+    schedule = plan(options.seed, options.kills, options.hosts, GPUS, options.lanes, options.victims)
+    run = FaultRun(options.name, schedule, options.hosts, GPUS, options.lanes, options.out)
     run.full_memory, run.on_demand = options.memory == "full", options.lanes_on_demand
     with run.cluster():
         run.play()
@@ -133,7 +134,7 @@ def play_outages(options: argparse.Namespace) -> int:
         folder = options.out / outage.name
         folder.mkdir()
         schedule = faults_outages.plan_outage(options.seed, outage, options.hosts, GPUS)
-        run = OutageRun(options.name, outage, schedule, (options.hosts, GPUS, LANES), folder)
+        run = OutageRun(options.name, outage, schedule, (options.hosts, GPUS, options.lanes), folder)
         with run.cluster():
             run.play()
             run.collect()

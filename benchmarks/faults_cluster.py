@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from compressed_times import compress
 from faults_schedule import ITERATION_S, Event, PlannedJob, Schedule
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "container"))
@@ -37,6 +38,8 @@ FORGOTTEN_S = 10.0
 """A submitted job that Slurm does not know for this long, while it answers, was forgotten and is submitted again."""
 ATTEMPTS = 40
 """Starts of a job's process in one run of its batch script: processes are killed, too."""
+LEVELS_FACTOR = 150.0
+"""The first level then is 4 GPU seconds, and a starved job waits for 10 minutes."""
 LANES_S = 90.0
 """Longest time until all lanes are open, in seconds."""
 SETTLE_S = 180.0
@@ -123,7 +126,12 @@ class FaultRun:
         return (*full, "--lanes-on-demand") if self.on_demand else full
 
     def prepare(self) -> None:
-        """Change the cluster before the first job, and wait until its lanes are open."""
+        """Change the cluster before the first job, and wait until its lanes are open.
+
+        With one lane nothing takes turns, so that the levels are made short enough for jobs to give their GPUs up.
+        """
+        if self.lanes == 1:
+            compress(self._owner, LEVELS_FACTOR)
         wait_for("open lanes", lambda: self._owner.idle_nodes() == len(self.hosts) * self.lanes, LANES_S)
 
     @contextmanager

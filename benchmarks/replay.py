@@ -22,6 +22,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
+from compressed_times import compress
 from philly_sample import NODES, PER_NODE, read_philly
 from published_data import needed
 from replay_cluster import Cluster, Size, commands
@@ -122,7 +123,7 @@ def play(cluster: Cluster, sample: ReplaySample, accounting: Path | None) -> Sid
     try:
         cluster.start({})
         if managed:
-            cluster.compress(sample.factor)
+            compress(cluster, sample.factor)
         cluster.hand_over(commands(sample.jobs, SIZE, managed=managed))
         cluster.run("ctl", "sdiag", "--reset")
         before, started = cluster.look(), time.monotonic()

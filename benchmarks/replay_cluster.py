@@ -29,14 +29,6 @@ USER = "alice"
 BOOKS_S = 60.0
 """Longest time until slurmdbd has the last jobs."""
 
-TIMES = {
-    "cadenza.policies.ordering.levels": {"THRESHOLDS": "tuple(one / {factor} for one in {name})"},
-    "cadenza.policies.sharing.preemption.starvation": {
-        "STARVING_S": "{name} / {factor}", "OWED_TURN_S": "{name} / {factor}",
-    },
-}  # fmt: skip
-"""The shipped policy's times that are no settings, by module, and what becomes of each."""
-
 Plan = Sequence[Mapping[str, Any]]
 
 
@@ -80,14 +72,6 @@ class Cluster(driver.Cluster):
     def place(self) -> Path:
         """Path of the replay's files on this machine."""
         return self.home / "replay"
-
-    def compress(self, factor: float) -> None:
-        """Divide the times that are no settings by a factor, and start the service anew with them."""
-        for module, names in TIMES.items():
-            lines = "".join(f"{name} = {form.format(name=name, factor=factor)}\n" for name, form in names.items())
-            code = f"import {module} as module; open(module.__file__, 'a').write({lines!r})"
-            self.run("ctl", PYTHON, "-c", code)
-        self.service("ctl", "restart", "cadenzad")
 
     def hand_over(self, plan: Plan) -> None:
         """Put the scripts and the plan where the containers find them."""

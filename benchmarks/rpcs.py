@@ -15,6 +15,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from compressed_times import compress
 from replay import settings_text
 from replay_cluster import Cluster, Size, commands
 from replay_figures import Figures, Rpcs, figures, read_sdiag
@@ -56,7 +57,7 @@ def count(cluster: Cluster, jobs: tuple[Submission, ...], minutes: float) -> Cou
     try:
         cluster.start({})
         if managed:
-            cluster.compress(MOST_FACTOR)
+            compress(cluster, MOST_FACTOR)
         cluster.hand_over(commands(jobs, SIZE, managed=managed))
         cluster.run("ctl", "sdiag", "--reset")
         began = cluster.replay(patience_s=60 * minutes + SETTLE_S)
