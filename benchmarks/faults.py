@@ -47,10 +47,11 @@ def table(record: Record, schedule: Schedule, findings: list[Finding], options: 
     )
     settle_s = next((row["t"] for row in record.journal if row["kind"] == "settle"), record.end_s)
     broken = Counter(finding.rule for finding in findings)
+    where = "on demand" if options.lanes_on_demand else "in slurm.conf"
     rows = [
         ("seed, kills asked for", f"{options.seed}, {options.kills}"),
         ("hosts, GPUs", f"{options.hosts}, {options.hosts * GPUS}"),
-        ("lanes", f"{options.lanes}, {'on demand' if options.lanes_on_demand else 'in slurm.conf'}, {options.memory} memory"),
+        ("lanes", f"{options.lanes}, {where}, {options.memory} memory"),
         (
             "kills that met a process",
             f"{sum(killed.values())}: " + ", ".join(f"{k} {n}" for k, n in sorted(killed.items())),
