@@ -39,7 +39,7 @@ def gittins(queue: Queue) -> Ranking:
         return levels(queue)
     live_s = service_by_band([service_s for _, service_s in ended.live])
     index = indices(ended.count, [sum(pair) for pair in zip(ended.service_s, live_s, strict=True)])
-    keyed = [(-index[band_of(attained_service(job, queue.now_s))], arrival(job), job) for job in queue.jobs]
+    keyed = [(-index[band_of(queue.service(job))], arrival(job), job) for job in queue.jobs]
     return Ranking(tuple(job for *_, job in sorted(keyed, key=lambda row: row[:2])))
 
 

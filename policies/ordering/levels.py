@@ -19,8 +19,7 @@ GPU hours, for of two jobs above it the first submitted one runs to its end.
 
 def levels(queue: Queue) -> Ranking:
     """Order by level, and within a level by submission, then job id: its jobs run one after the other."""
-    now_s = queue.now_s
-    return Ranking(tuple(sorted(queue.jobs, key=lambda job: (level_of(attained_service(job, now_s)), arrival(job)))))
+    return Ranking(tuple(sorted(queue.jobs, key=lambda job: (level_of(queue.service(job)), arrival(job)))))
 
 
 def level_of(service_s: float) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 
 from cadenza.policies.core.model import Job
-from cadenza.policies.ordering.ranking import Queue, Ranking, arrival, attained_service, progress_of, waited
+from cadenza.policies.ordering.ranking import Queue, Ranking, arrival, waited
 
 THRESHOLDS = (3250.0, 7200.0)
 """Attained GPU seconds at which a job leaves the first and the second of three queues: those of Tiresias' published
@@ -21,11 +21,11 @@ def tiresias(queue: Queue) -> Ranking:
     Where Tiresias sets the times of a promoted job back to zero, a policy without memory cannot: the job stays in
     the first queue until it runs, and its next promotion takes as long a wait again.
     """
-    return Ranking(tuple(sorted(queue.jobs, key=lambda job: (level(job, queue.now_s), arrival(job)))))
+    return Ranking(tuple(sorted(queue.jobs, key=lambda job: (level(job, queue), arrival(job)))))
 
 
-def level(job: Job, now_s: float) -> int:
+def level(job: Job, queue: Queue) -> int:
     """Return a job's queue, 0 first."""
-    found = bisect_right(THRESHOLDS, attained_service(job, now_s))
-    promoted = found and waited(job, now_s) > PROMOTE_KNOB * progress_of(job).attained(now_s)
+    found = bisect_right(THRESHOLDS, queue.service(job))
+    promoted = found and waited(job, queue.now_s) > PROMOTE_KNOB * queue.attained(job)
     return 0 if promoted else found

@@ -195,17 +195,17 @@ def test_tiresias_queues():
         waiting(3, ago=7.0, attained_s=first - 1, ran_s=NOW),
         waiting(4, ago=6.0),
     )
-    assert [level(one, NOW) for one in jobs] == [2, 1, 0, 0]
+    assert [level(one, queue()) for one in jobs] == [2, 1, 0, 0]
     assert ids("tiresias", queue(*jobs)) == [3, 4, 2, 1]  # arrival inside a queue, not attained service
 
 
 def test_tiresias_promotes_who_waited_longer_than_the_knob_times_their_run():
     limit = PROMOTE_KNOB * 4000.0
     ran = {"attained_s": 4000.0, "ago": 1e6}
-    assert level(waiting(1, ran_s=NOW - limit, **ran), NOW) == 1
-    assert level(waiting(1, ran_s=NOW - limit - 1.0, **ran), NOW) == 0
+    assert level(waiting(1, ran_s=NOW - limit, **ran), queue()) == 1
+    assert level(waiting(1, ran_s=NOW - limit - 1.0, **ran), queue()) == 0
     runs = replace(waiting(1, ago=1e6), progress=Progress(at_s=NOW, attained_s=4000.0, running=True))
-    assert level(runs, NOW) == 1
+    assert level(runs, queue()) == 1
 
 
 # --- the bound on waiting ------------------------------------------------------------------------------

@@ -8,12 +8,11 @@ limits say when GPUs are free at the latest (EASY backfill: Lifka, 1995; Mu'alem
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import Self
 
 from cadenza.policies.core.model import Job, JobKey
-from cadenza.policies.ordering.ranking import progress_of
 from cadenza.policies.sharing.preemption.seat_map import HostSeats
 from cadenza.policies.sharing.state.host import ResourceRequest
 from cadenza.policies.sharing.state.sharing_state import SharingState, ranks_of
@@ -65,19 +64,11 @@ def attained_by_limit_s(job: Job) -> float | None:
     return min(limit_s, MOST_SERVED_S / max(job.gpus, 1))
 
 
-def served_by_limit(job: Job) -> Job:
-    """Return a job as the ordering is to see it: one that cannot leave as if it had what it may attain by its limit."""
-    served_s, progress = attained_by_limit_s(job), progress_of(job)
-    if served_s is None or served_s <= progress.attained_s:
-        return job
-    return replace(job, progress=replace(progress, attained_s=served_s))
-
-
 def ranks_by_limit(state: SharingState) -> dict[JobKey, int]:
     """Return the place of each managed job in the ordering, which sees those that cannot leave by their limits."""
     if all(can_leave(job) for job in state.pending):
         return state.ranks
-    return ranks_of(state, served_by_limit)
+    return ranks_of(state, attained_by_limit_s)
 
 
 def longest_waiting(state: SharingState) -> JobKey | None:

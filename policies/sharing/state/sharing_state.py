@@ -379,10 +379,10 @@ def _is_managed(job: Job, memory: Memory, settings: SharingSettings) -> bool:
     return job.lease is not None and ours and settings.manages(job) and not job.lease.exclusive
 
 
-def ranks_of(state: SharingState, seen: Callable[[Job], Job] | None = None) -> dict[JobKey, int]:
+def ranks_of(state: SharingState, least_s: Callable[[Job], float | None] | None = None) -> dict[JobKey, int]:
     """Return each managed job's place in the ordering; those without a record of progress have made none.
 
-    ``seen``: a job as the ordering is to see it.
+    ``least_s``: seconds on GPUs that a job counts with at least; None: no more than it had.
     """
     snapshot, settings = state.snapshot, state.settings
     jobs = [
@@ -390,12 +390,16 @@ def ranks_of(state: SharingState, seen: Callable[[Job], Job] | None = None) -> d
         for job in state.all_jobs
         if job.state in ("PENDING", "RUNNING", "SUSPENDED") and settings.manages(job)
     ]
-    jobs = [seen(job) for job in jobs] if seen is not None else jobs
+    found = {job.key: least_s(job) for job in jobs} if least_s is not None else {}
+    least = {key: attained_s for key, attained_s in found.items() if attained_s is not None}
     gpus: dict[str, int] = {}
     for node in sorted(snapshot.nodes, key=lambda node: node.name):
         if node.lane == 0 and node.up and not node.drained:
             gpus[node.gpu_type] = gpus.get(node.gpu_type, 0) + node.gpus
     memory, shares = state.memory, settings.shares
-    queue = Queue(snapshot.time_s, tuple(jobs), gpus, usage=memory.usage, shares=shares, ended=memory.ended)
+    queue = Queue(
+        snapshot.time_s, tuple(jobs), gpus, usage=memory.usage, shares=shares, ended=memory.ended,
+        least_attained_s=least,
+    )  # fmt: skip
     ranking = state.order(queue)
     return {job.key: rank for rank, job in enumerate(ranking.jobs)}
