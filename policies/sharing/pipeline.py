@@ -12,7 +12,7 @@ from typing import TypeAlias
 from cadenza.policies.allocation.problem import Allocate
 from cadenza.policies.allocation.proportional import proportional
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import ClusterSnapshot
+from cadenza.policies.core.model import ClusterSnapshot, Job
 from cadenza.policies.ordering.fifo import fifo
 from cadenza.policies.ordering.ranking import Order
 from cadenza.policies.sharing.elastic.cpu_loans import review_cpu_loans
@@ -33,7 +33,7 @@ from cadenza.policies.sharing.placement.reservations import hold_until_startable
 from cadenza.policies.sharing.preemption.preempt import preempt
 from cadenza.policies.sharing.preemption.quiet_time import note_quiet_time
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
-from cadenza.policies.sharing.state.sharing_state import SharingState
+from cadenza.policies.sharing.state.sharing_state import SharingState, ranks_of
 from cadenza.policies.sharing.turns.lanes import close_lanes, drain_or_open_lanes
 from cadenza.policies.sharing.turns.repair import repair_suspends
 from cadenza.policies.sharing.turns.slurm_sync import explain, release_all, sync_slurm, take_turns
@@ -151,6 +151,8 @@ class Pipeline:
     """Ranks jobs for placement, and for turns where these follow the ordering."""
     allocate: Allocate = proportional
     """Divides each host among the jobs that hold its GPUs."""
+    least_s: Callable[[Job], float | None] | None = None
+    """Seconds on GPUs that a job counts with at least in the ordering."""
 
     def decide(self, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
         """Return one round's actions, memory, and a reason for every job that opted in.
@@ -159,6 +161,7 @@ class Pipeline:
         own suspends, holds and open lanes.
         """
         state = SharingState.of(snapshot, memory, self.settings, self.gandiva, self.order, self.allocate)
+        state.ranks = ranks_of(state, self.least_s)
         for stage in self.stages:
             stage(state)
         return state.decision()

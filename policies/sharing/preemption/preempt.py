@@ -17,7 +17,6 @@ from cadenza.policies.sharing.preemption.reservation import (
     can_leave,
     latest_end_s,
     longest_waiting,
-    ranks_by_limit,
 )
 from cadenza.policies.sharing.preemption.seat_map import HostSeats, Occupant, Seat, lowest
 from cadenza.policies.sharing.preemption.starvation import owed_turns
@@ -139,7 +138,7 @@ class _Board:
         Those that are owed a turn come first, then the one that GPUs are reserved for.
         """
         state = self.state
-        owed, ranks, reserved = owed_turns(state), ranks_by_limit(state), longest_waiting(state)
+        owed, ranks, reserved = owed_turns(state), state.ranks, longest_waiting(state)
         jobs = [state.jobs[key] for key in self.seats] + state.pending
         last, priority = len(ranks), state.settings.priority
 

@@ -15,7 +15,7 @@ from typing import Self
 from cadenza.policies.core.model import Job, JobKey
 from cadenza.policies.sharing.preemption.seat_map import HostSeats
 from cadenza.policies.sharing.state.host import ResourceRequest
-from cadenza.policies.sharing.state.sharing_state import SharingState, ranks_of
+from cadenza.policies.sharing.state.sharing_state import SharingState
 
 RESERVED_AFTER_S = 3600.0
 """Wait since its submission after which a job that cannot leave its GPUs may have some reserved, in seconds."""
@@ -62,13 +62,6 @@ def attained_by_limit_s(job: Job) -> float | None:
         return None
     limit_s = NO_LIMIT_S if job.time_limit_s is None else job.time_limit_s
     return min(limit_s, MOST_SERVED_S / max(job.gpus, 1))
-
-
-def ranks_by_limit(state: SharingState) -> dict[JobKey, int]:
-    """Return the place of each managed job in the ordering, which sees those that cannot leave by their limits."""
-    if all(can_leave(job) for job in state.pending):
-        return state.ranks
-    return ranks_of(state, attained_by_limit_s)
 
 
 def longest_waiting(state: SharingState) -> JobKey | None:

@@ -129,7 +129,7 @@ class SharingState:
         order: Order,
         allocate: Allocate,
     ) -> SharingState:
-        """Return the state at the beginning of a round."""
+        """Return the state at the beginning of a round, without ``ranks``."""
         all_jobs = tuple(sorted(snapshot.jobs, key=lambda job: job.key))
         jobs = {job.key: job for job in all_jobs if _is_managed(job, memory, settings)}
         going = [(job.key, job.relocating) for job in all_jobs if job.relocating and job.relocating.destination]
@@ -154,7 +154,6 @@ class SharingState:
         state.packed = group_keys(groups)
         state.by_node = {node.name: host for host in hosts.values() for node in host.lanes}
         state.lanes = {node.name: node.lane for host in hosts.values() for node in host.lanes}
-        state.ranks = ranks_of(state)
         state._moved_s = dict(memory.sharing.moved_s)
         state.further = frozenset(node.name for node in snapshot.nodes if node.lane > 0)
         state._asked = dict(memory.sharing.asked_gpus)
