@@ -23,11 +23,12 @@ from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.slurm_plugin.service.store.record_codec import decode_memory, encode_memory
 
-NODES = read_cluster("3x4:24:100", 2)
+LANES = st.sampled_from((1, 2))
+"""As shipped, and with a further lane."""
 DAY_S = starvation.STARVING_S
 
 
-def policy(*, share_between_users: bool = True) -> Policy:
+def policy(*, share_between_users: bool = True, order: str = "levels") -> Policy:
     sharing = replace(
         SHARING,
         partitions=frozenset({PARTITION}),
@@ -35,9 +36,8 @@ def policy(*, share_between_users: bool = True) -> Policy:
         floor=True,
         suspend=True,
     )
-    return build(
-        "levels", "none", "preemption", PolicySettings(frozenset({PARTITION}), sharing=sharing, phased_moves=True)
-    )
+    rules = PolicySettings(frozenset({PARTITION}), sharing=sharing, phased_moves=True)
+    return build(order, "none", "preemption", rules)
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,10 @@ def trace(rng: Random, count: int = 14, *, movable: float = 0.7, limits: bool = 
     return [replace(one, time_limit_s=2 * one.work_s + 300) for one in jobs] if limits else jobs
 
 
-def run(jobs, decide, *, skip: bool = True, **facts):
+def run(jobs, decide, lanes: int, *, skip: bool = True, **facts):
     setup = Setup(
         round_s=60.0,
-        lanes=2,
+        lanes=lanes,
         rounds_on_events=True,
         phased_moves=True,
         admission="held",
@@ -86,7 +86,7 @@ def run(jobs, decide, *, skip: bool = True, **facts):
         skip=skip,
         **facts,
     )
-    return simulate(jobs, NODES, decide, setup)
+    return simulate(jobs, read_cluster("3x4:24:100", lanes), decide, setup)
 
 
 def checked(inner: Policy, check) -> Policy:
@@ -119,8 +119,8 @@ def gpus_in_use(snapshot: ClusterSnapshot, decision: Decision) -> Counter:
 
 
 @settings(max_examples=12)
-@given(seed=st.integers(0, 2**32), between=st.booleans(), limits=st.booleans())
-def test_a_gpu_has_one_job_and_a_job_one_place(seed, between, limits):
+@given(seed=st.integers(0, 2**32), between=st.booleans(), limits=st.booleans(), lanes=LANES)
+def test_a_gpu_has_one_job_and_a_job_one_place(seed, between, limits, lanes):
     keeps = {}
 
     def check(snapshot: ClusterSnapshot, memory: Memory, decision: Decision) -> None:
@@ -138,13 +138,13 @@ def test_a_gpu_has_one_job_and_a_job_one_place(seed, between, limits):
 
     jobs = trace(Random(seed), limits=limits)  # noqa: S311
     keeps.update({one.id: one.checkpoints for one in jobs})
-    result = run(jobs, checked(policy(share_between_users=between), check))
+    result = run(jobs, checked(policy(share_between_users=between), check), lanes)
     assert not result.unfinished
 
 
 @settings(max_examples=12)
-@given(seed=st.integers(0, 2**32), between=st.booleans(), movable=st.sampled_from((1.0, 0.7)))
-def test_no_gpu_stays_idle_that_a_waiting_job_could_have(seed, between, movable):
+@given(seed=st.integers(0, 2**32), between=st.booleans(), movable=st.sampled_from((1.0, 0.7)), lanes=LANES)
+def test_no_gpu_stays_idle_that_a_waiting_job_could_have(seed, between, movable, lanes):
     """In a round that orders nothing, with no job on its way, each waiting job lacks something on every lane.
 
     That is GPUs that no job has, CPUs or memory of the lane, or memory of the host for all jobs that are there.
@@ -171,17 +171,18 @@ def test_no_gpu_stays_idle_that_a_waiting_job_could_have(seed, between, movable)
                 assert any(lacks), (one.key, lane.name, decision.reasons[one.key])
 
     jobs = trace(Random(seed), movable=movable)  # noqa: S311
-    assert not run(jobs, checked(policy(share_between_users=between), check)).unfinished
+    assert not run(jobs, checked(policy(share_between_users=between), check), lanes).unfinished
 
 
 @settings(max_examples=6)
-@given(seed=st.integers(0, 2**32), limits=st.booleans())
-@example(seed=9162, limits=False)  # a level's end that rounding puts into the present
-def test_rounds_left_out_change_nothing(seed, limits):
+@given(seed=st.integers(0, 2**32), limits=st.booleans(), lanes=LANES, order=st.sampled_from(("levels", "fifo", "las")))
+@example(seed=9162, limits=False, lanes=2, order="levels")  # a level's end that rounding puts into the present
+def test_rounds_left_out_change_nothing(seed, limits, lanes, order):
+    """Under an order that changes with every second none is left out."""
     jobs = trace(Random(seed), limits=limits)  # noqa: S311
-    every, few = (run(jobs, policy(), skip=skip) for skip in (False, True))
+    every, few = (run(jobs, policy(order=order), lanes, skip=skip) for skip in (False, True))
     assert few.jobs == every.jobs
-    assert few.counts.decided < every.counts.decided
+    assert (few.counts.decided < every.counts.decided) == (order != "las")
 
 
 # --- bounds ----------------------------------------------------------------------------------------------
@@ -221,20 +222,23 @@ MARGIN_S = 300.0
 @given(
     sizes=st.lists(st.sampled_from((1, 2, 4)), min_size=2, max_size=12),
     work_s=st.lists(st.sampled_from((200.0, 1500.0, 20_000.0)), min_size=12, max_size=12),
-    hosts=st.integers(1, 2),
+    shape=st.tuples(st.integers(1, 2), LANES),
     between=st.booleans(),
     seed=st.integers(0, 2**32),
     stream=st.sampled_from((0, 1, 2, 4)),
 )
-@example(sizes=[4] * 6, work_s=[20_000.0] * 12, hosts=1, between=True, seed=0, stream=0)
-@example(sizes=[4] * 12, work_s=[20_000.0] * 12, hosts=1, between=True, seed=0, stream=0)  # more turns than a day has
-@example(sizes=[4, 2], work_s=[20_000.0] * 12, hosts=1, between=True, seed=0, stream=4)
-def test_a_job_waits_for_a_day_and_a_turn_of_each_job_that_waited_longer(sizes, work_s, hosts, between, seed, stream):
+@example(sizes=[4] * 6, work_s=[20_000.0] * 12, shape=(1, 2), between=True, seed=0, stream=0)
+# More turns than a day has.
+@example(sizes=[4] * 12, work_s=[20_000.0] * 12, shape=(1, 2), between=True, seed=0, stream=0)
+@example(sizes=[4] * 12, work_s=[20_000.0] * 12, shape=(1, 1), between=True, seed=0, stream=0)
+@example(sizes=[4, 2], work_s=[20_000.0] * 12, shape=(1, 2), between=True, seed=0, stream=4)
+@example(sizes=[4, 2], work_s=[20_000.0] * 12, shape=(1, 1), between=True, seed=0, stream=4)
+def test_a_job_waits_for_a_day_and_a_turn_of_each_job_that_waited_longer(sizes, work_s, shape, between, seed, stream):
     """Whatever arrives, and however many wait: jobs that keep checkpoints. A day stands for 3,600 s, an hour for 300 s.
 
     A job whose wait begins finds those that wait already before it, and those that have the turn that they were owed.
     """
-    bound_s, turn_s, before = 3600.0, 300.0, {}
+    (hosts, lanes), bound_s, turn_s, before = shape, 3600.0, 300.0, {}
     rng = Random(seed)  # noqa: S311
     jobs = [
         TraceJob(n, rng.uniform(0, 1500), gpus, work_s[n], user=rng.choice(["ann", "bob"]), memory_gb_per_gpu=4.0)
@@ -262,7 +266,7 @@ def test_a_job_waits_for_a_day_and_a_turn_of_each_job_that_waited_longer(sizes, 
 
     setup = Setup(
         round_s=60.0,
-        lanes=2,
+        lanes=lanes,
         rounds_on_events=True,
         phased_moves=True,
         admission="held",
@@ -271,13 +275,13 @@ def test_a_job_waits_for_a_day_and_a_turn_of_each_job_that_waited_longer(sizes, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(starvation, "STARVING_S", bound_s)
         patch.setattr(starvation, "OWED_TURN_S", turn_s)
-        nodes = read_cluster(f"{hosts}x4:24:100", 2)
+        nodes = read_cluster(f"{hosts}x4:24:100", lanes)
         simulate(jobs, nodes, checked(policy(share_between_users=between), check), setup)
 
 
 @settings(max_examples=3)
-@given(seed=st.integers(0, 2**32), wide=st.sampled_from((3, 4)), factor=st.sampled_from((1.2, 3.0)))
-def test_a_wide_job_that_cannot_move_waits_for_an_hour_and_the_time_limits_of_others(seed, wide, factor):
+@given(seed=st.integers(0, 2**32), wide=st.sampled_from((3, 4)), factor=st.sampled_from((1.2, 3.0)), lanes=LANES)
+def test_a_wide_job_that_cannot_move_waits_for_an_hour_and_the_time_limits_of_others(seed, wide, factor, lanes):
     """Narrow jobs without checkpoints come without end, and need all GPU time that there is."""
     rng, stream = Random(seed), []  # noqa: S311
     for number in range(1, 110):
@@ -286,7 +290,7 @@ def test_a_wide_job_that_cannot_move_waits_for_an_hour_and_the_time_limits_of_ot
         gpus = rng.choice((1, 1, 2))
         stream.append(TraceJob(number, number * 90.0, gpus, work_s, checkpoints=False, time_limit_s=limit_s))
     late = TraceJob(0, 1000.0, wide, 600.0, checkpoints=False, time_limit_s=200_000.0)
-    result = run([late, *stream], policy(), horizon_s=10_000.0)
+    result = run([late, *stream], policy(), lanes, horizon_s=10_000.0)
     found = next(one for one in result.jobs if one.id == 0)
     assert found.start_s is not None
     assert found.start_s <= 1000.0 + reservation.RESERVED_AFTER_S + factor * 1500.0 + 300.0 + MARGIN_S
