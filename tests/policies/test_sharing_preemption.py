@@ -144,16 +144,21 @@ def test_a_gpu_has_one_job_and_a_job_one_place(seed, between, limits, lanes):
 
 @settings(max_examples=12)
 @given(seed=st.integers(0, 2**32), between=st.booleans(), movable=st.sampled_from((1.0, 0.7)), lanes=LANES)
+@example(seed=763140376, between=False, movable=0.7, lanes=2)  # GPUs that are reserved
 def test_no_gpu_stays_idle_that_a_waiting_job_could_have(seed, between, movable, lanes):
     """In a round that orders nothing, with no job on its way, each waiting job lacks something on every lane.
 
-    That is GPUs that no job has, CPUs or memory of the lane, or memory of the host for all jobs that are there.
+    That is GPUs that no job has, CPUs or memory of the lane, or memory of the host for all jobs that are there. One that
+    stays until its end also keeps away from GPUs that are reserved for another such job, which has waited for an hour.
     """
 
     def check(snapshot: ClusterSnapshot, memory: Memory, decision: Decision) -> None:
         if decision.actions or any(not move.over for move in memory.moves):
             return
         used = gpus_in_use(snapshot, decision)
+        stays = {one.key for one in snapshot.jobs if one.held and not reservation.can_leave(one)}
+        since_s = snapshot.time_s - reservation.RESERVED_AFTER_S
+        waits_long = {one.key for one in snapshot.jobs if one.key in stays and one.submit_s <= since_s}
         waiting = [one for one in snapshot.jobs if one.held and one.num_nodes == 1]
         for lane in snapshot.nodes:
             names = {node.name for node in snapshot.nodes if node.host == lane.host}
@@ -167,6 +172,7 @@ def test_no_gpu_stays_idle_that_a_waiting_job_could_have(seed, between, movable,
                     lane.cpus - lane.cpus_used < one.cpus or lane.memory_mb - lane.memory_used_mb < one.memory_mb,
                     bool(there) and sum(other.memory_mb for other in (one, *there)) > lane.memory_mb,
                     not between and {one.user} != {one.user, *met},
+                    one.key in stays and bool(waits_long - {one.key}),
                 )
                 assert any(lacks), (one.key, lane.name, decision.reasons[one.key])
 
