@@ -148,7 +148,7 @@ def test_a_gpu_has_one_job_and_a_job_one_place(seed, between, limits, lanes):
 def test_no_gpu_stays_idle_that_a_waiting_job_could_have(seed, between, movable, lanes):
     """In a round that orders nothing, with no job on its way, each waiting job lacks something on every lane.
 
-    That is GPUs that no job has, CPUs or memory of the lane, or memory of the host for all jobs that are there. One that
+    That is GPUs that no job has, CPUs or memory of the lane, or memory of the host for all jobs there. One that
     stays until its end also keeps away from GPUs that are reserved for another such job, which has waited for an hour.
     """
 
