@@ -189,8 +189,8 @@ def plan_lanes(
     """Return the plan for the GPU hosts of the managed partitions, or for the chosen nodes among them.
 
     A host that has all lanes keeps their lines, so the plan of a finished site is the site itself; one lane is the host
-    as it is. Raise InputError for
-    a partition or node that Slurm does not have, and for a host that is in another partition too.
+    as it is. Raise InputError for a partition or node that Slurm does not have, and for a host that is in another
+    partition too.
     """
     by_host: defaultdict[str, dict[int, SlurmNode]] = defaultdict(dict)
     for node in nodes:

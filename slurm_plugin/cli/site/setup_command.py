@@ -44,8 +44,8 @@ def setup(  # noqa: PLR0913 (its options)
 
     They are made of what scontrol says, on the controller; nothing is changed. With --lanes 2 or more, cadenza.conf
     takes the place of the hosts' lines in slurm.conf, and the lines of gres.conf are added to it; with one lane it has
-    settings only. Once the lines are in force, the same
-    command prints them again, and with --check the exit code is 1 if one of them is missing.
+    settings only. Once the lines are in force, the same command prints them again, and with --check the exit code is 1
+    if one of them is missing.
     """
     if dynamic and lanes == 1:
         raise click.UsageError("--on-demand opens further lanes: give it with --lanes 2 or more")
