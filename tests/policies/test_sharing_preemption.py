@@ -600,6 +600,17 @@ def test_a_job_that_stays_queued_hears_what_it_lacks(facts, cause):
     assert found.reasons[key(2)] == f"stays queued: {cause}; level 1 of 8"
 
 
+def test_a_reason_names_gpu_hours_where_the_order_has_no_levels():
+    waits = served(2, 5400.0, pending(2, 4))
+    owner = served(1, 900.0, on(1, "a", 0, 1, 2, 3, checkpoints=False))
+    rules = PolicySettings(frozenset({"gpu"}), sharing=replace(SHARING, floor=True), phased_moves=True)
+    for order, says in (("levels", "level 3 of 8"), ("las", "1.5 GPU hours")):
+        found = build(order, "none", "preemption", rules).decide(
+            cluster(waits, owner, nodes=host("a", lanes=1, jobs=(owner,))), Memory()
+        )
+        assert found.reasons[waits.key] == f"stays queued: better-ranked jobs have the GPUs; {says}"
+
+
 def test_a_job_is_placed_anew_when_its_node_is_reserved():
     lanes = tuple(replace(lane, partitions=(PARTITION,)) for lane in host("node1", 2) + host("node2", 2))
     waiting = job(1, state="PENDING", state_reason="Resources", partition=PARTITION, required_nodes=("node1",))

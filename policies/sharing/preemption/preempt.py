@@ -308,7 +308,7 @@ def _standing(job: Job, state: SharingState) -> str:
     by = "" if limit_s is None else " by its time limit, because it keeps no checkpoints"
     service_s = max(attained_service(job, state.now_s), (limit_s or 0.0) * job.gpus)
     if state.order is not levels:
-        return f"{service_s / 3600:.2f} GPU hours{by}"
+        return f"{service_s / 3600:.1f} GPU hours{by}"
     reached = level_of(service_s)
     return f"level {reached + 1} of {len(THRESHOLDS) + 1}{by}"
 
