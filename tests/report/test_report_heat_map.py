@@ -73,7 +73,7 @@ def test_the_heat_map_shows_each_class_in_the_color_of_its_change(browser, found
     maps = browser.evaluate(MAPS)
     labels = [
         "cadenza, 100 % can move",
-        "cadenza, 100 % can move, 3 lanes",
+        "cadenza, 100 % can move, 2 lanes",
         "cadenza, 100 % can move, twice the memory",
     ]
     assert [one["label"] for one in maps] == ["as it was", *labels]
@@ -97,5 +97,5 @@ def test_the_page_names_who_wins_and_what_more_would_bring(browser, found):
     assert ratios == sorted(ratios)
     assert any(name.startswith("user u") for name in names)
     notes = browser.evaluate("document.getElementById('notes').textContent")
-    assert "3 lanes: completion time" in notes
+    assert "2 lanes: completion time" in notes
     assert "Twice the memory: completion time" in notes
