@@ -27,7 +27,7 @@ from philly_sample import NODES, PER_NODE, read_philly
 from published_data import needed
 from replay_cluster import Cluster, Size, commands
 from replay_figures import Figures, Load, Rpcs, figures, loads, read_sdiag
-from replay_predict import Costs, Forecast, cadenza_forecast, ideal_gain, plain_forecast
+from replay_predict import Costs, Forecast, cadenza_forecast, ideal_forecast, ideal_gain, plain_forecast
 from replay_sample import ReplaySample, Window, replay_sample
 
 from cadenza.policies.inputs.published import synergy_profiles
@@ -206,7 +206,7 @@ def main() -> int:
     try:
         sample = drawn(options)
         forecasts = {"plain": plain_forecast(sample, costs), "cadenza": cadenza_forecast(sample, costs, options.lanes)}
-        for name, forecast in forecasts.items():
+        for name, forecast in (forecasts | {"ideal": ideal_forecast(sample)}).items():
             print(f"{name}, predicted: " + ", ".join(f"{key} {value:.1f}" for key, value in asdict(forecast).items()))
         if options.dry_run:
             return 0

@@ -62,6 +62,16 @@ def ideal_gain(sample: ReplaySample) -> float:
     return means[0] / means[1]
 
 
+def ideal_forecast(sample: ReplaySample) -> Forecast:
+    """Return the figures of preemptive LAS whose starts and switches cost nothing."""
+    jobs, factor = in_trace_time(sample), sample.factor
+    times = ideal(jobs, "las", np.zeros(1))
+    return _forecast(
+        [(times.end_s[job.id] - job.submit_s) / factor for job in jobs],
+        [(times.start_s[job.id] - job.submit_s) / factor for job in jobs],
+    )
+
+
 def plain_forecast(sample: ReplaySample, costs: Costs) -> Forecast:
     """Return the figures of plain Slurm."""
     jobs = [

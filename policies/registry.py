@@ -57,7 +57,7 @@ ENTRIES: tuple[Entry, ...] = (
     Entry(
         "gittins",
         "ordering",
-        "who is the likeliest to end soon, by the attained service of the site's ended jobs",
+        "likeliest to end soon first, by the attained service of the site's ended jobs",
         "Gittins 1979; Tiresias, NSDI'19 §3",
         learns=True,
     ),

@@ -9,7 +9,7 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -212,14 +212,16 @@ def test_doctor_misses_further_lanes_only_where_jobs_are_to_take_turns(tmp_path:
     alone = with_nodes(facts.cluster, facts.cluster.nodes[0])
     two = replace(alone, jobs=tuple(job(number, f"j{number}", None) for number in (1, 2)))
 
-    def levels(share: str) -> dict[str, str]:
+    def levels(share: str, admission: Literal["native", "held"] = "held") -> dict[str, str]:
         policy = msgspec.structs.replace(facts.settings.policy, share=share)
-        settings = msgspec.structs.replace(facts.settings, policy=policy)
+        service = msgspec.structs.replace(facts.settings.service, admission=admission)
+        settings = msgspec.structs.replace(facts.settings, policy=policy, service=service)
         seen = changed(facts, cluster=alone, recorded=two, settings=settings)
         return {one.about: one.level for one in examine(seen) if one.about in ("lanes", "sharing")}
 
     assert levels("preemption") == {"lanes": "OK"}
     assert levels("timeslice") == {"lanes": "WARN", "sharing": "OK"}
+    assert levels("preemption", "native") == {"lanes": "WARN", "sharing": "OK"}, "Slurm starts nothing on GPUs in use"
 
 
 def test_doctor_finds_nothing_on_a_healthy_site(tmp_path: Path) -> None:

@@ -149,21 +149,25 @@ def test_no_gpu_stays_idle_that_a_waiting_job_could_have(seed, between, movable,
     """In a round that orders nothing, with no job on its way, each waiting job lacks something on every lane.
 
     That is GPUs that no job has, CPUs or memory of the lane, or memory of the host for all jobs there. One that
-    stays until its end also keeps away from GPUs that are reserved for another such job, which has waited for an hour.
+    stays until its end also keeps away from a host where it would leave too few GPUs to the one for which GPUs are
+    reserved: the first submitted of such jobs, once it has waited for an hour.
     """
 
     def check(snapshot: ClusterSnapshot, memory: Memory, decision: Decision) -> None:
         if decision.actions or any(not move.over for move in memory.moves):
             return
         used = gpus_in_use(snapshot, decision)
-        stays = {one.key for one in snapshot.jobs if one.held and not reservation.can_leave(one)}
+        stays = [one for one in snapshot.jobs if one.gpus and not reservation.can_leave(one)]
         since_s = snapshot.time_s - reservation.RESERVED_AFTER_S
-        waits_long = {one.key for one in snapshot.jobs if one.key in stays and one.submit_s <= since_s}
+        long = [(one.submit_s, one.key, one) for one in stays if one.held and one.submit_s <= since_s]
+        *_, reserved = min(long, default=(None,))
         waiting = [one for one in snapshot.jobs if one.held and one.num_nodes == 1]
         for lane in snapshot.nodes:
             names = {node.name for node in snapshot.nodes if node.host == lane.host}
             there = [one for one in snapshot.jobs if not names.isdisjoint(one.nodes)]
             mine = [gpu.index for one in there if lane.name in one.nodes for gpu in one.lease.gpus]
+            kept = sum(gpu.host == lane.host for one in there if one in stays for gpu in one.lease.gpus)
+            spare = lane.gpus - kept - (reserved.gpus // reserved.num_nodes if reserved is not None else 0)
             for one in waiting:
                 seat = {Gpu(lane.host, index) for index in [i for i in range(lane.gpus) if i not in mine][: one.gpus]}
                 met = [other.user for other in there if not seat.isdisjoint(other.lease.gpus)]
@@ -172,7 +176,7 @@ def test_no_gpu_stays_idle_that_a_waiting_job_could_have(seed, between, movable,
                     lane.cpus - lane.cpus_used < one.cpus or lane.memory_mb - lane.memory_used_mb < one.memory_mb,
                     bool(there) and sum(other.memory_mb for other in (one, *there)) > lane.memory_mb,
                     not between and {one.user} != {one.user, *met},
-                    one.key in stays and bool(waits_long - {one.key}),
+                    reserved not in (None, one) and one in stays and one.gpus > spare,
                 )
                 assert any(lacks), (one.key, lane.name, decision.reasons[one.key])
 

@@ -47,7 +47,7 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
         (
             "lanes",
             "N",
-            "Lanes per node: jobs that can take turns on a GPU (default: 1; with --share timeslice or gandiva 2).",
+            "Lanes per node: jobs that can take turns on a GPU (default: 1; 2 where they have to).",
         ),
         ("interference", "FILE", "Speeds of packed models as CSV (default: after Gandiva's Table 1)."),
         ("failures", "FILE", "Node failures as CSV: node,start_s,end_s."),

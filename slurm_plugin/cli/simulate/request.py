@@ -42,7 +42,7 @@ STATIC_FIRST_S = 1.0
 """First round of Synergy's simulator if all jobs are there at the start, in seconds."""
 YES_NO = ("yes", "no")
 TAKE_TURNS = ("timeslice", "gandiva")
-"""Sharings that need a further lane to share anything."""
+"""Sharings that need a further lane to share anything, as all do in native admission."""
 SHIPPED = Settings()
 
 
@@ -116,7 +116,8 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Sit
     given = None if file is None else read_profiles(read_file(file, "--profiles"), file)
     workload = _named("--workload", parse_workload, words["workload"], given) if words["workload"] else None
     profiles = workload.profiles if workload else given or synergy_profiles()
-    lanes = integer(words["lanes"] or ("2" if names.share in TAKE_TURNS else "1"), "--lanes", 1, MAX_LANES)
+    turns = names.share in TAKE_TURNS or (shared and names.admission == "native")
+    lanes = integer(words["lanes"] or ("2" if turns else "1"), "--lanes", 1, MAX_LANES)
     if names.through_slurm and not shared and lanes > 1:
         raise InputError("--lanes: goes with a --share other than none; without sharing the service closes them")
     trace: tuple[TraceJob, ...] | None

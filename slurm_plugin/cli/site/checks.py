@@ -256,13 +256,18 @@ def lanes(facts: Facts) -> Iterator[Finding]:
     for node in facts.cluster.nodes:
         hosts[node.host].append(node)
     shared = {host: nodes for host, nodes in sorted(hosts.items()) if any(node.lane for node in nodes)}
-    if not shared and facts.settings.policy.share == "preemption":
+    if not shared and _shares_without_lanes(facts):
         yield Finding("OK", "lanes", "one a host: jobs that keep checkpoints make way by leaving")
     elif not shared:
         advice = "without lanes Slurm never gives a GPU to two jobs: see docs/lanes.md"
         yield Finding("WARN", "lanes", "no host has a second lane", advice)
     for host, nodes in shared.items():
         yield from _lanes_of(host, nodes, facts)
+
+
+def _shares_without_lanes(facts: Facts) -> bool:
+    """Return True if jobs give their GPUs up to others of the queue: in native admission Slurm alone starts those."""
+    return facts.settings.policy.share == "preemption" and facts.settings.service.admission == "held"
 
 
 def _lanes_of(host: str, nodes: Sequence[Node], facts: Facts) -> Iterator[Finding]:
@@ -386,7 +391,7 @@ def sharing(facts: Facts) -> Iterator[Finding]:
         if node.gpus and managed & set(node.partitions):
             lanes[node.host].append(node)
     alone = all(len(nodes) == 1 for nodes in lanes.values()) and not settings.service.lanes_on_demand
-    if len(jobs) < MIN_JOBS_TO_SHARE or not lanes or (alone and settings.policy.share == "preemption"):
+    if len(jobs) < MIN_JOBS_TO_SHARE or not lanes or (alone and _shares_without_lanes(facts)):
         return
     whole = [replace(nodes[0], memory_mb=sum(node.memory_mb for node in nodes)) for nodes in lanes.values()]
     rows = [

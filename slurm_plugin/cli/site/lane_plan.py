@@ -125,7 +125,7 @@ class LanePlan(msgspec.Struct, frozen=True):
         """Return the lines that take the place of the hosts' lines, and the settings. One lane needs no such lines."""
         further = range(1, self.lanes) if self.on_demand else ()
         sets = tuple(f"lanes{lane}" for lane in further)
-        nodes = [
+        lines = [
             *(f"# PartitionName={name} needs Nodes={','.join(nodes + sets)}" for name, nodes in self.members.items()),
             # Never a node: Slurm knows the feature while no lane is there.
             *(f"NodeName=no-lane{lane} Feature=lane{lane} State=FUTURE" for lane in further),
@@ -133,7 +133,7 @@ class LanePlan(msgspec.Struct, frozen=True):
             *(" ".join(f"{key}={value}" for key, value in node.settings().items()) for node in self.nodes),
         ]
         return [
-            *(nodes if self.lanes > 1 else ()),
+            *(lines if self.lanes > 1 else ()),
             *(f"{key}={value}" for key, value in self.settings.items()),
             *(f"# {key} is yours to change: {reason}" for key, reason in self.undecided.items()),
         ]
