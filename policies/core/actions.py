@@ -56,6 +56,34 @@ class Requeue:
 
 
 @dataclass(frozen=True, slots=True)
+class SetFactor:
+    """Set a job's SiteFactor, the addend of its priority that only an administrator can set (scontrol(1))."""
+
+    job: JobKey
+    factor: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MakeWay:
+    """Requeue running jobs whose checkpoints are complete, all by one command, so that another job starts there.
+
+    Each gets its SiteFactor before: it comes back behind the job that it made way for.
+    """
+
+    jobs: tuple[JobKey, ...]
+    factors: tuple[int, ...]
+    """SiteFactor of each job."""
+    for_job: JobKey
+    reason: str
+
+    @property
+    def job(self) -> JobKey:
+        """Return the first of the jobs that make way."""
+        return self.jobs[0]
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """Pin a held pending job to nodes, with its CPUs and memory unless None, then release it."""
 
@@ -192,6 +220,8 @@ Action: TypeAlias = (
     | Suspend
     | Unsuspend
     | Requeue
+    | SetFactor
+    | MakeWay
     | Place
     | Release
     | Size

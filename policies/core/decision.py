@@ -161,6 +161,17 @@ class Memory:
     """When incarnations that we had released were first gone: a slurmctld that is killed may show them held again."""
 
 
+    factors: Mapping[int, int] = field(default_factory=dict)
+    """SiteFactors that we gave to jobs, by id, unless 0: what is to be undone."""
+    keep_checkpoints: Mapping[str, float] = field(default_factory=dict)
+    """When a job of this user and name (``USER/NAME``) was last seen with checkpoints, seconds since the epoch."""
+    made_way: Mapping[int, float] = field(default_factory=dict)
+    """When other jobs last began to make way for the waiting job with this id, seconds since the epoch."""
+    move_cost_s: Mapping[int, float] = field(default_factory=dict)
+    """Cost of the last move of the live job with this id: from the order to save until its GPUs were free, and from its
+    next start until it trained on, seconds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Actions of a round, the memory after it, and one readable sentence for each managed job."""

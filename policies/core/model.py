@@ -283,6 +283,10 @@ class Job:
     nodes: tuple[str, ...] = ()
     """Slurm node names (lanes) of a running or suspended job."""
     required_nodes: tuple[str, ...] = ()
+    scheduled_nodes: tuple[str, ...] = ()
+    """Nodes on which Slurm's backfill plans to start a pending job (squeue(1), SchedNodes); empty: none yet."""
+    expected_start_s: float | None = None
+    """Start of a pending job as Slurm's backfill plans it, seconds since the epoch; None: not planned."""
     barred: frozenset[str] = frozenset()
     """Nodes on which Slurm would not start it now: by its constraint, nodes that it excludes, and reservations."""
     held_at_restart: bool = False
@@ -413,6 +417,31 @@ class Host:
     """Each lane has all of its memory, and its agent guards it."""
 
 
+@dataclass(frozen=True, slots=True)
+class SiteRules:
+    """Rules of the site that decide who goes first, as its Slurm has them in force; they change rarely."""
+
+    multifactor: bool = True
+    """False under ``PriorityType=priority/basic``, which knows no SiteFactor."""
+    weights: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """PriorityWeights that are not 0, by Slurm's names in lower case: age, assoc, fairshare, jobsize, partition, qos,
+    tres (the sum of its parts)."""
+    max_age_s: float = 7 * 86400.0
+    """PriorityMaxAge: the age from which on a job has the whole weight for age."""
+    tiers: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """PriorityTier of each partition; jobs of a higher tier go first, whatever their priority."""
+    qos_priority: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Priority of each QOS."""
+    fair_share: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """LevelFS of accounts (``ACCOUNT``) and of their users (``ACCOUNT/USER``): their share over their usage, so below 1
+    they have had more than their share (sshare(1)). Empty where the site has no fair share."""
+
+    @property
+    def points(self) -> int:
+        """Return the sum of the weights: the highest priority that factors of the site can give a job."""
+        return sum(self.weights.values())
+
+
 @dataclass(frozen=True)
 class ClusterSnapshot:
     """Everything a decision may depend on, read at one moment; the order of the tuples means nothing."""
@@ -421,6 +450,7 @@ class ClusterSnapshot:
     nodes: tuple[Node, ...]
     jobs: tuple[Job, ...]
     hosts: tuple[Host, ...] = ()
+    site: SiteRules = field(default_factory=SiteRules)
 
     def job(self, key: JobKey) -> Job | None:
         """Return the job with this key, or None when it is gone."""
