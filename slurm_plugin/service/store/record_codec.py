@@ -10,7 +10,7 @@ import msgspec
 
 from cadenza.policies.core.actions import Action
 from cadenza.policies.core.decision import Decision, EndedJobs, Memory, SharingMemory
-from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node
+from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node, SiteRules
 from cadenza.policies.core.move import Move
 from cadenza.policies.core.profile import Profile, linked
 
@@ -37,19 +37,26 @@ class _MemoryRow(msgspec.Struct, frozen=True):
     requeued: tuple[tuple[JobKey, float], ...] = ()
     departed: tuple[tuple[JobKey, float], ...] = ()
     ended: EndedJobs = EndedJobs()
+    factors: tuple[tuple[int, int], ...] = ()
+    keep_checkpoints: dict[str, float] = {}
+    made_way: tuple[tuple[int, float], ...] = ()
+    move_cost_s: tuple[tuple[int, float], ...] = ()
 
 
 class _UndoRow(msgspec.Struct, frozen=True):
-    """Our holds, suspends and drains: job ids, restart counts, times and nodes, nothing that a user can write."""
+    """Our holds, suspends, drains and SiteFactors: ids, restarts, times, nodes, nothing that a user can write."""
 
     suspended: frozenset[JobKey]
     placed: frozenset[JobKey]
     held: tuple[tuple[JobKey, float], ...]
     drained: frozenset[str]
     resumed: tuple[tuple[JobKey, float], ...] = ()
+    factors: tuple[tuple[int, int], ...] = ()
 
 
-PAIRS = ("departed", "held", "last_yield_s", "repairs", "requeued", "resumed", "sized")
+PAIRS = (
+    "departed", "factors", "held", "last_yield_s", "made_way", "move_cost_s", "repairs", "requeued", "resumed", "sized",
+)  # fmt: skip
 """Fields of a Memory whose keys are no strings."""
 
 
@@ -71,6 +78,7 @@ class _SnapshotRow(msgspec.Struct, frozen=True):
     families: tuple[tuple[Profile, ...], ...] = ()
     """Profiles of one model by GPU type, without siblings."""
     profiled: tuple[_Profiled, ...] = ()
+    site: SiteRules = SiteRules()
 
 
 class _DecisionRow(msgspec.Struct, frozen=True):
@@ -125,7 +133,9 @@ def encode_snapshot(snapshot: ClusterSnapshot) -> bytes:
     bare = tuple(replace(job, profile=None) if job.profile is not None else job for job in snapshot.jobs)
     written = tuple(tuple(replace(member, siblings={}) for member in family) for family in families.values())
     return _encode(
-        _SnapshotRow(snapshot.time_s, snapshot.nodes, bare, snapshot.hosts, written, tuple(profiled)),
+        _SnapshotRow(
+            snapshot.time_s, snapshot.nodes, bare, snapshot.hosts, written, tuple(profiled), snapshot.site
+        ),
     )
 
 
@@ -136,7 +146,7 @@ def decode_snapshot(data: bytes) -> ClusterSnapshot:
     jobs = list(row.jobs)
     for one in row.profiled:
         jobs[one.job] = replace(jobs[one.job], profile=families[one.family][one.member])
-    return ClusterSnapshot(row.time_s, row.nodes, tuple(jobs), row.hosts)
+    return ClusterSnapshot(row.time_s, row.nodes, tuple(jobs), row.hosts, row.site)
 
 
 def encode_memory(memory: Memory) -> bytes:
@@ -150,16 +160,16 @@ def decode_memory(data: bytes) -> Memory:
 
 
 def encode_undo(memory: Memory) -> bytes:
-    """Return the holds, suspends and drains of a memory as JSON."""
-    held, resumed = tuple(sorted(memory.held.items())), tuple(sorted(memory.resumed.items()))
-    return _encode(_UndoRow(memory.suspended, memory.placed, held, memory.drained, resumed))
+    """Return the holds, suspends, drains and SiteFactors of a memory as JSON."""
+    held, resumed, factors = (tuple(sorted(one.items())) for one in (memory.held, memory.resumed, memory.factors))
+    return _encode(_UndoRow(memory.suspended, memory.placed, held, memory.drained, resumed, factors))
 
 
 def decode_undo(data: bytes, rest: Memory) -> Memory:
-    """Return ``rest`` with the holds, suspends and drains of :func:`encode_undo`."""
+    """Return ``rest`` with the holds, suspends, drains and SiteFactors of :func:`encode_undo`."""
     row = msgspec.json.decode(data, type=_UndoRow)
     undo = {name: getattr(row, name) for name in ("suspended", "placed", "drained")}
-    return replace(rest, held=dict(row.held), resumed=dict(row.resumed), **undo)
+    return replace(rest, held=dict(row.held), resumed=dict(row.resumed), factors=dict(row.factors), **undo)
 
 
 def encode_decision(decision: Decision) -> bytes:
