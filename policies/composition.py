@@ -16,7 +16,6 @@ from cadenza.policies.relocation.executor import Relocation
 from cadenza.policies.request_sizing import as_sized, requests
 from cadenza.policies.round import Decide
 from cadenza.policies.sharing.pipeline import Pipeline, stages_of
-from cadenza.policies.sharing.preemption.reservation import attained_by_limit_s
 from cadenza.policies.sharing.turns.repair import requeue_forgotten
 
 __all__ = ["Policy", "PolicySettings", "build"]
@@ -54,8 +53,7 @@ def build(order: str, allocate: str, share: str = "none", settings: PolicySettin
         sharing = replace(sharing, floor=True)  # jobs have all that they asked for
     leveled = ordering_entry.leveled
     stages = stages_of(share, sharing, rules.gandiva, allocates=allocates, leveled=leveled)
-    least_s = attained_by_limit_s if share == "preemption" else None
-    pipeline = Pipeline(stages, sharing, rules.gandiva, ordering(order), allocation(allocate), least_s)
+    pipeline = Pipeline(stages, sharing, rules.gandiva, ordering(order), allocation(allocate))
 
     def decide(snapshot: ClusterSnapshot, memory: Memory) -> Decision:
         return pipeline.decide(snapshot, with_usage(memory, snapshot, rules.usage_half_life_s))

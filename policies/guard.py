@@ -11,11 +11,13 @@ from msgspec import Meta
 from cadenza.policies.core.actions import (
     Action,
     DrainNode,
+    MakeWay,
     NodeAction,
     OpenNode,
     Pack,
     Release,
     RemoveNode,
+    SetFactor,
     Unsuspend,
     Yield,
 )
@@ -64,8 +66,9 @@ def guard(
 ) -> tuple[Guarded, ...]:
     """Judge every action, in order.
 
-    What undoes our own doing is stopped by the kill switch only: resuming in Slurm what we suspended,
-    releasing what is held for us, draining a further lane, which is what observe-only means, and removing one.
+    What undoes our own doing is stopped by the kill switch only: resuming in Slurm what we suspended, releasing what
+    is held for us, setting a SiteFactor of ours back to 0, draining a further lane, which is what observe-only means,
+    and removing one.
     ``cadenza release --all`` does not come through here at all.
     """
     gate = Guard(snapshot, memory)
@@ -108,6 +111,8 @@ class Guard:
             return node is not None and node.lane > 0 and closes
         if isinstance(action, Unsuspend):
             return action.job in self.memory.suspended
+        if isinstance(action, SetFactor):
+            return action.factor == 0 and action.job.id in self.memory.factors
         job = self.jobs.get(action.job) if isinstance(action, Release) else None
         return job is not None and held_for_us(job, self.memory)
 
@@ -116,7 +121,7 @@ class Guard:
         if isinstance(action, NodeAction):
             rules: tuple[str | None, ...] = (self._node(self.nodes.get(action.node), action), self._rate(left))
         else:
-            keys = action.jobs if isinstance(action, Pack) else (action.job,)
+            keys = action.jobs if isinstance(action, Pack | MakeWay) else (action.job,)
             gone = next((key for key in keys if key not in self.jobs), None)
             if gone is not None:
                 return f"scope: job {gone} is gone"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from cadenza.policies.core.actions import (
     Action,
     DrainNode,
+    MakeWay,
     Migrate,
     OpenNode,
     Pack,
@@ -16,6 +17,7 @@ from cadenza.policies.core.actions import (
     RemoveNode,
     Requeue,
     Resize,
+    SetFactor,
     Size,
     Suspend,
     Unsuspend,
@@ -55,6 +57,7 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
     }
     held |= {job.key: snapshot.time_s for job in snapshot.jobs if job.held_at_restart or _forgotten(job, memory)}
     requeues = [action for action in acted if isinstance(action, Requeue)]
+    ways = [action for action in acted if isinstance(action, MakeWay)]
     drained = {node.name for node in snapshot.nodes if node.drained} & memory.drained
     opened = {action.node for action in acted if isinstance(action, OpenNode | RemoveNode)}
     yields = {action.job: snapshot.time_s for action in acted if isinstance(action, Yield)}
@@ -87,7 +90,9 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
                 if key.id in snapshot.by_id and snapshot.time_s - at_s <= MAX_LEAVE_S
             },
             **{one.job: snapshot.time_s for one in requeues},
+            **{key: snapshot.time_s for way in ways for key in way.jobs},
         },
+        factors=_factors(memory, acted, snapshot),
         sized={
             **{key: (alive[key].cpus, alive[key].memory_mb) for key in sizes},
             **{key: asked for key, asked in memory.sized.items() if key in alive},
@@ -97,6 +102,17 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
         sharing=_remember_sharing(memory.sharing, acted, snapshot),
         last_yield_s={key: at for key, at in (*memory.last_yield_s.items(), *yields.items()) if key in alive},
     )
+
+
+def _factors(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapshot) -> dict[int, int]:
+    """Return the SiteFactors that live jobs have of us; Slurm keeps a job's factor through its requeues."""
+    factors = {number: factor for number, factor in memory.factors.items() if number in snapshot.by_id}
+    for action in actions:
+        if isinstance(action, SetFactor):
+            factors[action.job.id] = action.factor
+        elif isinstance(action, MakeWay):
+            factors.update({key.id: factor for key, factor in zip(action.jobs, action.factors, strict=True)})
+    return {number: factor for number, factor in sorted(factors.items()) if factor}
 
 
 def _repairs(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapshot) -> dict[JobKey, int]:

@@ -167,9 +167,6 @@ class Memory:
     """When a job of this user and name (``USER/NAME``) was last seen with checkpoints, seconds since the epoch."""
     made_way: Mapping[int, float] = field(default_factory=dict)
     """When other jobs last began to make way for the waiting job with this id, seconds since the epoch."""
-    move_cost_s: Mapping[int, float] = field(default_factory=dict)
-    """Cost of the last move of the live job with this id: from the order to save until its GPUs were free, and from its
-    next start until it trained on, seconds."""
 
 
 @dataclass(frozen=True, slots=True)

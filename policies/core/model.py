@@ -359,6 +359,8 @@ class Node:
     gpu_type: str = ""
     partitions: tuple[str, ...] = ()
     up: bool = True
+    asleep: bool = False
+    """Not up because Slurm has powered it down or powers it up: it wakes it by itself for a job that needs it."""
     drained: bool = False
     drain_reason: str = ""
     drained_at_restart: bool = False
@@ -384,7 +386,7 @@ class Node:
     def closed_reason(self) -> str:
         """Return why the node takes no jobs, after its name; empty if it does."""
         if not self.up:
-            return "is down"
+            return "is powered down" if self.asleep else "is down"
         if self.drained:
             return f"is drained: {self.drain_reason}"
         return "" if self.takes_jobs else f"has a job that has been ending for {self.ending_s:.0f} s"

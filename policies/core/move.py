@@ -46,6 +46,8 @@ class Placed(_Phase, frozen=True, tag=str.lower):
     former: tuple[str, ...] = ()
     attempts: int = 1
     """Number of times that it was placed."""
+    saved_s: float = 0.0
+    """Time from the order to save until the job was requeued, seconds."""
 
 
 class Leaving(_Phase, frozen=True, tag=str.lower):
@@ -57,6 +59,8 @@ class Over(_Phase, frozen=True, tag=str.lower):
 
     outcome: str
     """One sentence on how it ended."""
+    saved_s: float = 0.0
+    """Time from the order to save until the job was requeued, seconds; 0: it was not."""
 
 
 Phase: TypeAlias = Wanted | Prefetching | Ordered | Requeued | Placed | Leaving | Over
@@ -78,6 +82,13 @@ class Move:
     """True if an admin asked for it: it waits until the job can be stopped."""
     pinned: tuple[str, ...] = ()
     """Nodes that the job required before."""
+    for_job: JobKey | None = None
+    """The waiting job that this one makes way for, with all others that do: they leave together."""
+    factor: int = 0
+    """SiteFactor with which a job that makes way comes back."""
+    cost_s: float = 0.0
+    """Cost of the job's last whole move: from the order to save until its GPUs were free, and from its next start until
+    all ranks stood at a boundary, seconds; 0: not known yet."""
 
     @property
     def successor(self) -> JobKey:

@@ -38,13 +38,10 @@ class Queue:
     """Shares of users (or accounts); 1 where none is given."""
     ended: EndedJobs = field(default_factory=EndedJobs)
     """For orderings that learn from ended jobs."""
-    least_attained_s: Mapping[JobKey, float] = field(default_factory=dict)
-    """Seconds on GPUs that some jobs count with at least, for orderings by attained service."""
 
     def attained(self, job: Job) -> float:
         """Return the seconds on its GPUs that a job counts with."""
-        attained_s = progress_of(job).attained(self.now_s)
-        return max(attained_s, self.least_attained_s.get(job.key, 0.0)) if self.least_attained_s else attained_s
+        return progress_of(job).attained(self.now_s)
 
     def service(self, job: Job) -> float:
         """Return the attained GPU service that a job counts with, in GPU seconds (Tiresias, NSDI'19 §3)."""

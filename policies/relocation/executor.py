@@ -1,7 +1,7 @@
 """Moves in a decision: each round takes their next step, and begins those that the policy wants.
 
-A Requeue into a hold of a job that can save a checkpoint goes the same way, as a move to no nodes: once the job is
-held it is left to the policy.
+A job that makes way, or is requeued, and can save a checkpoint goes the same way, as a move to no nodes: once it is
+requeued it is left to Slurm.
 """
 
 from __future__ import annotations
@@ -9,10 +9,22 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from cadenza.policies.core.actions import Action, Migrate, Pack, Requeue, Resize, Resume, Suspend, Unsuspend, Yield
+from cadenza.policies.core.actions import (
+    Action,
+    MakeWay,
+    Migrate,
+    Pack,
+    Requeue,
+    Resize,
+    Resume,
+    Suspend,
+    Unsuspend,
+    Yield,
+)  # fmt: skip
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease, Relocating
 from cadenza.policies.core.move import Move, Ordered, Placed, Prefetching, Requeued, Wanted
+from cadenza.policies.relocation.groups import leaving_together
 from cadenza.policies.relocation.phases import Step, advance, follows_size, hosts_to_prefetch, refusal_reason
 
 
@@ -31,7 +43,8 @@ class Relocation:
         going = {move.job.id: relocating for move in memory.moves if (relocating := _relocating(move)) is not None}
         jobs = [_marked(job, going.get(job.key.id)) for job in snapshot.jobs]
         unchanged = all(one is other for one, other in zip(jobs, snapshot.jobs, strict=True))
-        steps = tuple(advance(move, snapshot, memory) for move in memory.moves)
+        advanced = [advance(move, snapshot, memory) for move in memory.moves]
+        steps = leaving_together(memory.moves, advanced, snapshot)
         return cls(steps, snapshot, snapshot if unchanged else replace(snapshot, jobs=tuple(jobs)))
 
     def join(self, decision: Decision, *, prefetch: bool) -> Decision:
@@ -39,15 +52,19 @@ class Relocation:
 
         ``prefetch``: hosts that a job goes to read its files before it stops.
         """
-        # 1. A job that can save a checkpoint does so before it is requeued into a hold.
+        # 1. Jobs that can save a checkpoint do so before they are requeued.
         moves = {step.move.job.id: step.move for step in self.steps if step.move is not None}
-        placed = decision.memory.placed
-        wanted = [self._saving_first(action, moves, placed) for action in decision.actions]
-        if not self.steps and not any(isinstance(action, Migrate | Resize) for action in wanted):
+        placed, refused = decision.memory.placed, dict[JobKey, str]()
+        leaves: dict[JobKey, MakeWay] = {}
+        wanted: list[Action] = []
+        for action in decision.actions:
+            wanted += self._saving_first(action, moves, decision.memory, leaves, refused)
+        if not (self.steps or leaves or refused or any(isinstance(action, Migrate | Resize) for action in wanted)):
             return decision
         # 2. Jobs on their way are left to their moves; one that cannot be stopped yet goes on taking turns, or it would
         #    never come to a stop.
         busy = {number for number, move in moves.items() if not move.over}
+        busy |= {step.action.job.id for step in self.steps if step.move is None and isinstance(step.action, Resume)}
         leaving = busy - {step.move.job.id for step in self.steps if step.move is not None and _only_wanted(step)}
         free = [
             action
@@ -57,14 +74,15 @@ class Relocation:
         ]
         # 3. Moves begin, or are refused with a reason.
         actions: list[Action] = []
-        refused: dict[JobKey, str] = {}
         for action in free:
             job = self.observed.job(action.job) if isinstance(action, Migrate | Resize) else None
             if isinstance(action, Migrate | Resize) and job is not None:
                 if reason := _refusal_reason(action, job, moves.get(job.key.id), placed):
                     refused[job.key] = f"cannot be moved: {reason}"
                     continue
-                moves[job.key.id] = _begun(action, job, self.observed.time_s)
+                moves[job.key.id] = _begun(
+                    action, job, self.observed.time_s, leaves.get(job.key), moves.get(job.key.id), decision.memory
+                )
             actions.append(action)
         # 4. Every job has its sentence; the outcome of a finished move follows the present state.
         reasons = {key: text for key, text in decision.reasons.items() if key.id not in busy}
@@ -91,16 +109,42 @@ class Relocation:
             0.0 if busy or actions else decision.quiet_until_s,
         )
 
-    def _saving_first(self, action: Action, moves: dict[int, Move], placed: Collection[JobKey]) -> Action:
-        """Return a move to no nodes for the requeue of a job that can save a checkpoint, else the action itself."""
-        job = self.observed.job(action.job) if isinstance(action, Requeue) and action.hold else None
-        if job is None or job.lease is None or job.state != "RUNNING" or not isinstance(action, Requeue):
-            return action
-        if not (_saves_here(job.lease) and (job.lease.ready or job.lease.state == "yielded")) or refusal_reason(
-            job, moves.get(job.key.id), placed=job.key in placed
-        ):
-            return action
-        return Migrate(action.job, (), action.reason)
+    def _saving_first(
+        self,
+        action: Action,
+        moves: dict[int, Move],
+        memory: Memory,
+        leaves: dict[JobKey, MakeWay],
+        refused: dict[JobKey, str],
+    ) -> list[Action]:
+        """Return moves to no nodes for the requeue of jobs that can save a checkpoint, else the action itself.
+
+        Jobs that make way together do so only if each of them can save: ``leaves`` notes them, or ``refused`` why not.
+        """
+        if isinstance(action, Requeue) and not action.repair:
+            job = self.observed.job(action.job)
+            return [Migrate(action.job, (), action.reason)] if job and _saves(job, moves, memory) else [action]
+        if not isinstance(action, MakeWay):
+            return [action]
+        found = [job for key in action.jobs if (job := self.observed.job(key)) is not None]
+        saving = [job for job in found if _saves(job, moves, memory)]
+        if action.for_job in action.jobs and not saving:
+            return [action]  # a round stops it, with a checkpoint or without
+        if len(saving) < len(action.jobs):
+            others = [key for key in action.jobs if all(job.key != key for job in saving)]
+            refused.update(dict.fromkeys(action.jobs, f"does not make way: job {others[0]} cannot save a checkpoint now"))
+            return []
+        leaves.update({job.key: action for job in saving})
+        return [Migrate(job.key, (), action.reason) for job in saving]
+
+
+def _saves(job: Job, moves: dict[int, Move], memory: Memory) -> bool:
+    """Return True if a running job can save a checkpoint now, and may be moved."""
+    lease = job.lease
+    if lease is None or job.state != "RUNNING" or not _saves_here(lease):
+        return False
+    stoppable = lease.ready or lease.state == "yielded"
+    return stoppable and not refusal_reason(job, moves.get(job.key.id), by_hand=True, placed=job.key in memory.placed)
 
 
 def _only_wanted(step: Step) -> bool:
@@ -140,12 +184,14 @@ def _saves_here(lease: Lease) -> bool:
 
 def _job_ids(action: Action) -> set[int]:
     """Return the ids of the jobs that an action is about."""
-    keys = action.jobs if isinstance(action, Pack) else (getattr(action, "job", None),)
+    keys = action.jobs if isinstance(action, Pack | MakeWay) else (getattr(action, "job", None),)
     return {key.id for key in keys if key is not None}
 
 
 def _refusal_reason(action: Migrate | Resize, job: Job, before: Move | None, placed: Collection[JobKey]) -> str | None:
     """Return why a job cannot go where a policy wants it, None if it can."""
+    if not action.shares:
+        return refusal_reason(job, before, by_hand=True)  # nodes that its owner wants are those that it waits for then
     if _other_nodes(action, job) and not follows_size(job):
         return f"its {job.num_nodes} nodes would become {len(action.shares)}, and it names no min_gpus or max_gpus"
     return refusal_reason(job, before, placed=job.key in placed)
@@ -156,7 +202,20 @@ def _other_nodes(action: Migrate | Resize, job: Job) -> bool:
     return bool(action.shares) and len(action.shares) != job.num_nodes
 
 
-def _begun(action: Migrate | Resize, job: Job, now_s: float) -> Move:
-    resize = isinstance(action, Resize) or _other_nodes(action, job)
-    phase, pinned = Wanted(now_s), job.required_nodes
-    return Move(job.key, action.shares, action.reason, phase, resize=resize, former_gpus=job.gpus, pinned=pinned)
+def _begun(
+    action: Migrate | Resize, job: Job, now_s: float, way: MakeWay | None, before: Move | None, memory: Memory
+) -> Move:
+    """Return a move that begins; ``way``: the action by which the job makes way with others."""
+    factor = memory.factors.get(job.key.id, 0) if way is None else way.factors[way.jobs.index(job.key)]
+    return Move(
+        job.key,
+        action.shares,
+        action.reason,
+        Wanted(now_s),
+        resize=isinstance(action, Resize) or _other_nodes(action, job),
+        former_gpus=job.gpus,
+        pinned=job.required_nodes,
+        for_job=way.for_job if way is not None and way.for_job != job.key else None,
+        factor=factor,
+        cost_s=before.cost_s if before is not None else 0.0,
+    )

@@ -4,8 +4,9 @@ A move is kept in the memory, so that a service that was killed goes on where it
 
     wanted       until the job holds its GPUs and can be stopped; then the Migrate or Resize orders the checkpoint
     prefetching  instead, if other hosts read its files first: it trains on until they have, then a Save orders it
-    ordered      its ranks save at one boundary and stand; then it is requeued into a hold
-    requeued     until Slurm shows the next incarnation held; then it is placed: changed, and released
+    ordered      its ranks save at one boundary and stand; then it is requeued, into a hold if it goes to nodes that are
+                 named. Jobs that make way for one job wait for each other here and are requeued together
+    requeued     until Slurm shows the next incarnation; one that is held is placed: changed, and released
     placed       until it runs
     leaving      something failed after the requeue: it is released as it is
     over         how it ended, for ``cadenza why``; kept while the job lives
@@ -20,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from cadenza.policies.core.actions import Action, Migrate, Place, Release, Requeue, Resize, Resume, Save
+from cadenza.policies.core.actions import Action, MakeWay, Migrate, Place, Release, Requeue, Resize, Resume, Save
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease, Placement, Share
 from cadenza.policies.core.move import Leaving, Move, Ordered, Over, Phase, Placed, Prefetching, Requeued, Wanted
@@ -33,6 +34,9 @@ MAX_ORDER_S = 10.0
 """Time until a job must be stopping for its checkpoint."""
 MAX_SAVE_S = 1200.0
 """Time until the checkpoint must be complete; the agents give up earlier, each part with a time limit of its own."""
+MIN_SAVE_S, SAVE_FACTOR = 60.0, 4.0
+"""A job whose last move is known has so many times its cost to save, 60 s at least: a file server that hangs must not
+keep the GPUs of all jobs that make way idle."""
 MAX_REQUEUE_S = 15.0
 """Time until a requeued job must be leaving."""
 MAX_LEAVE_S = 600.0
@@ -88,7 +92,12 @@ def hosts_to_prefetch(key: JobKey, shares: Placement, snapshot: ClusterSnapshot)
 
 def acted(moves: Iterable[Move], actions: Iterable[Action], now_s: float) -> tuple[Move, ...]:
     """Return the moves once these actions have left."""
-    by_job = {action.job: action for action in actions if isinstance(action, Migrate | Resize | Save | Requeue)}
+    by_job: dict[JobKey, Action] = {}
+    for action in actions:
+        if isinstance(action, Migrate | Resize | Save | Requeue):
+            by_job[action.job] = action
+        elif isinstance(action, MakeWay):
+            by_job.update(dict.fromkeys(action.jobs, action))
     by_successor = {action.job: action for action in actions if isinstance(action, Place | Release)}
     return tuple(_acted(move, by_job.get(move.job), by_successor.get(move.successor), now_s) for move in moves)
 
@@ -100,12 +109,12 @@ def _acted(move: Move, action: Action | None, placing: Action | None, now_s: flo
             phase = Prefetching(now_s)
         case (Wanted(), (Migrate() | Resize()), _) | (Prefetching(), Save(), _):
             phase = Ordered(now_s)
-        case Ordered(since_s=began_s, former=former), Requeue(), _:
+        case Ordered(since_s=began_s, former=former), Requeue() | MakeWay(), _:
             phase = Requeued(now_s, began_s, former)
         case Requeued(began_s=began_s, former=former), _, Place():
-            phase = Placed(now_s, began_s, former)
-        case Placed(began_s=began_s, former=former, attempts=attempts), _, Place():
-            phase = Placed(now_s, began_s, former, attempts + 1)
+            phase = Placed(now_s, began_s, former, saved_s=phase.since_s - began_s)
+        case Placed(began_s=began_s, former=former, attempts=attempts, saved_s=saved_s), _, Place():
+            phase = Placed(now_s, began_s, former, attempts + 1, saved_s)
         case ((Requeued() | Placed()), _, Release()):
             phase = Leaving(now_s)
     return move if phase is move.phase else replace(move, phase=phase)
@@ -163,8 +172,8 @@ def advance(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
             step = _placed(move, phase, snapshot, memory)
         case Leaving():
             step = _leaving(move, snapshot, memory)
-        case Over():
-            step = _over(move, snapshot, memory)
+        case Over() as phase:
+            step = _over(move, phase, snapshot, memory)
     return step
 
 
@@ -208,12 +217,13 @@ def _ordered(move: Move, snapshot: ClusterSnapshot, age_s: float) -> Step:
         sentence = f"{_goes(move)}: its checkpoint is complete, it is requeued"
         return Step(replace(move, phase=Ordered(move.phase.since_s, job.nodes)), _requeue(move), sentence)
     stopping = lease is not None and (lease.state == "stopping" or lease.saving)
-    if age_s > (MAX_SAVE_S if stopping or lease is None else MAX_ORDER_S):
+    longest_s = max(MIN_SAVE_S, SAVE_FACTOR * move.cost_s) if move.cost_s else MAX_SAVE_S
+    if age_s > (longest_s if stopping or lease is None else MAX_ORDER_S):
         return _end(move, snapshot, "not moved: its checkpoint failed or was refused, see its yields and resumes")
     return Step(move, sentence=f"{_goes(move)}: its checkpoint is being saved")
 
 
-def _requeued(move: Move, phase: Requeued, snapshot: ClusterSnapshot, age_s: float) -> Step:
+def _requeued(move: Move, phase: Requeued, snapshot: ClusterSnapshot, age_s: float) -> Step:  # noqa: PLR0911 (a way out each)
     old, job = snapshot.job(move.job), snapshot.job(move.successor)
     # 1. It has not left, as after a service or slurmctld that died just then: requeue it once more, then let it go on.
     #    A slurmctld that forgot its last seconds may show it as suspended, although it was resumed to save.
@@ -225,7 +235,9 @@ def _requeued(move: Move, phase: Requeued, snapshot: ClusterSnapshot, age_s: flo
             return _end(move, snapshot, "not moved: Slurm did not requeue it", action)
         again = saved and age_s > HOLD_S
         return Step(move, _requeue(move) if again else None, f"{_goes(move)}: it is requeued")
-    # 2. It is back in the queue, in its hold.
+    # 2. It is back in the queue: one that made way is Slurm's from here on, the others are in their hold.
+    if job is not None and not move.shares and job.state != "OTHER":
+        return _end(move, snapshot, f"{MADE_WAY}: {move.reason}", saved_s=phase.since_s - phase.began_s)
     if job is not None and job.held:
         return _back(move, phase, job, snapshot)
     # 3. It is still leaving its nodes: it has its new restart count before its hold. A slurmctld that forgot its start,
@@ -250,7 +262,7 @@ def _back(move: Move, phase: Requeued, job: Job, snapshot: ClusterSnapshot) -> S
     soon = 0 < (job.eligible_s or 0.0) - snapshot.time_s <= RESTART_GRACE_S
     if soon and not _elsewhere(move, phase):
         return Step(move, sentence=f"{_goes(move)}: it has left its nodes, Slurm may start it within a second")
-    return _place(move, phase) if move.shares else _end(move, snapshot, f"{MADE_WAY}: {move.reason}")
+    return _place(move, phase)
 
 
 def _placed(move: Move, phase: Placed, snapshot: ClusterSnapshot, memory: Memory) -> Step:
@@ -260,7 +272,8 @@ def _placed(move: Move, phase: Placed, snapshot: ClusterSnapshot, memory: Memory
     # 1. It runs.
     if job.state in ("RUNNING", "SUSPENDED"):
         seconds = snapshot.time_s - phase.began_s
-        return _end(move, snapshot, f"went to {','.join(job.nodes)} in {seconds:.0f} s: {move.reason}")
+        outcome = f"went to {','.join(job.nodes)} in {seconds:.0f} s: {move.reason}"
+        return _end(move, snapshot, outcome, saved_s=phase.saved_s)
     # 2. It is held again.
     if job.held:
         return _held_again(move, phase, job, snapshot, released=job.key in memory.placed)
@@ -300,9 +313,14 @@ def _leaving(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
     return _end(move, snapshot, f"not moved to {_goal(move)}: it was released as it is")
 
 
-def _over(move: Move, snapshot: ClusterSnapshot, memory: Memory) -> Step:
-    """Keep an outcome while the job lives; a later requeue by others must not stay pinned to nodes of ours."""
+def _over(move: Move, phase: Over, snapshot: ClusterSnapshot, memory: Memory) -> Step:
+    """Keep an outcome while the job lives, and complete its cost; no later requeue may stay pinned to nodes of ours."""
     job = snapshot.by_id.get(move.job.id)
+    if phase.saved_s and job is not None and job.key == move.successor and job.start_s is not None:
+        lease = job.lease
+        if lease is not None and lease.ready:  # every rank has restored, and stands or trains
+            cost_s = phase.saved_s + max(snapshot.time_s - job.start_s, 0.0)
+            move = replace(move, cost_s=cost_s, phase=Over(phase.since_s, phase.outcome))
     if job is None or job.state != "PENDING" or job.held or job.key in (move.job, move.successor):
         return Step(move)
     if not move.shares or job.required_nodes != move.nodes or job.key in memory.placed:
@@ -320,8 +338,12 @@ def _stoppable(job: Job) -> bool:
     return lease.ready if lease.state == "held" else lease.state == "yielded" and lease.saves_away
 
 
-def _requeue(move: Move) -> Requeue:
-    return Requeue(move.job, hold=True, reason=f"{_goes(move)}: {move.reason}")
+def _requeue(move: Move) -> Requeue | MakeWay:
+    """Return the requeue of a job whose checkpoint is complete: into a hold only if it is to be placed."""
+    reason = f"{_goes(move)}: {move.reason}"
+    if move.shares:
+        return Requeue(move.job, hold=True, reason=reason)
+    return MakeWay((move.job,), (move.factor,), move.for_job or move.job, move.reason)
 
 
 def _place(move: Move, phase: Requeued | Placed) -> Step:
@@ -347,8 +369,10 @@ def _let_go(move: Move, job: Job, reason: str) -> Step:
     return Step(move, Release(job.key, reason, unpin=True), f"{reason}, so it may start anywhere")
 
 
-def _end(move: Move, snapshot: ClusterSnapshot, outcome: str, action: Action | None = None) -> Step:
-    return Step(replace(move, phase=Over(snapshot.time_s, outcome)), action)
+def _end(
+    move: Move, snapshot: ClusterSnapshot, outcome: str, action: Action | None = None, *, saved_s: float = 0.0
+) -> Step:
+    return Step(replace(move, phase=Over(snapshot.time_s, outcome, saved_s)), action)
 
 
 def _goes(move: Move) -> str:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from cadenza.policies.allocation.problem import Allocate
 from cadenza.policies.allocation.proportional import proportional
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import ClusterSnapshot, Job
+from cadenza.policies.core.model import ClusterSnapshot
 from cadenza.policies.ordering.fifo import fifo
 from cadenza.policies.ordering.ranking import Order
 from cadenza.policies.sharing.elastic.cpu_loans import review_cpu_loans
@@ -30,8 +30,9 @@ from cadenza.policies.sharing.packing.pair_search import end_packs, pack_and_unp
 from cadenza.policies.sharing.placement.affinity import list_pending, place_pending
 from cadenza.policies.sharing.placement.host_division import divide_hosts, keep_requests
 from cadenza.policies.sharing.placement.reservations import hold_until_startable, reserve_pending_moves
-from cadenza.policies.sharing.preemption.preempt import preempt
+from cadenza.policies.sharing.preemption.make_way import make_way
 from cadenza.policies.sharing.preemption.quiet_time import note_quiet_time
+from cadenza.policies.sharing.preemption.site_factor import set_factors
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 from cadenza.policies.sharing.state.sharing_state import SharingState, ranks_of
 from cadenza.policies.sharing.turns.lanes import close_lanes, drain_or_open_lanes
@@ -84,9 +85,9 @@ PREEMPTION: tuple[Stage, ...] = (
     review_cpu_loans,  # 1. jobs that lend CPUs, compared with what they were promised
     reserve_pending_moves,  # 2. jobs on their way keep their place
     end_packs,  # 3. packs of an earlier setting
-    list_pending,  # 4. jobs that wait for GPUs, in order
-    preempt,  # 5. jobs that have GPUs in this turn, and where: yields, resumes, moves, placements
-    hold_until_startable,  # 6. placements that must wait for a move
+    take_turns,  # 4. jobs that have GPUs once this round is done, on further lanes
+    make_way,  # 5. running jobs leave for the first ones of Slurm's queue
+    set_factors,  # 6. their level in Slurm's priority
     divide_hosts,  # 7. CPUs and memory of each host
     sync_slurm,  # 8. yields, resumes, and Slurm's allocation
     repair_suspends,  # 9. processes that contradict Slurm's word
@@ -151,8 +152,6 @@ class Pipeline:
     """Ranks jobs for placement, and for turns where these follow the ordering."""
     allocate: Allocate = proportional
     """Divides each host among the jobs that hold its GPUs."""
-    least_s: Callable[[Job], float | None] | None = None
-    """Seconds on GPUs that a job counts with at least in the ordering."""
 
     def decide(self, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
         """Return one round's actions, memory, and a reason for every job that opted in.
@@ -161,7 +160,7 @@ class Pipeline:
         own suspends, holds and open lanes.
         """
         state = SharingState.of(snapshot, memory, self.settings, self.gandiva, self.order, self.allocate)
-        state.ranks = ranks_of(state, self.least_s)
+        state.ranks = ranks_of(state)
         for stage in self.stages:
             stage(state)
         return state.decision()

@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 from snapshots import NOW, cluster, job, key, lease, moving, node
 
 from cadenza.policies.composition import PolicySettings, build
-from cadenza.policies.core.actions import Migrate, Place, Release, Requeue, Resume, Save, Suspend, Unsuspend
+from cadenza.policies.core.actions import (
+    MakeWay,
+    Migrate,
+    Place,
+    Release,
+    Requeue,
+    Resume,
+    Save,
+    SetFactor,
+    Suspend,
+    Unsuspend,
+)  # fmt: skip
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import Host, JobKey, Options, Share
 from cadenza.policies.core.move import Leaving, Move, Ordered, Over, Placed, Prefetching, Requeued, Wanted
@@ -39,7 +50,7 @@ def held(**facts):
 
 
 def test_a_job_that_can_save_does_so_before_it_is_requeued():
-    preempts = deciding(Requeue(key(1), hold=True, reason="makes room"))
+    preempts = deciding(MakeWay((key(1),), (-5,), key(1), "makes room"))
     first, memory = round_of(preempts, cluster(job(1, lease=KEEPS)), Memory())
     assert first.actions == (Migrate(key(1), (), "makes room"),)
     waits, memory = round_of(preempts, cluster(job(1, lease=replace(KEEPS, state="stopping"))), memory)
@@ -47,28 +58,22 @@ def test_a_job_that_can_save_does_so_before_it_is_requeued():
     assert waits.reasons[key(1)] == "makes way: its checkpoint is being saved"
     saved = replace(KEEPS, state="stopping", saved=True)
     then, memory = round_of(preempts, cluster(job(1, lease=saved)), memory)
-    assert then.actions == (Requeue(key(1), hold=True, reason="makes way: makes room"),)
-    place = Place(NEXT, ("node2",), "its turn again", shares=THERE)
-    last, memory = round_of(deciding(place), cluster(held()), memory)
-    assert last.actions == (place,), "once it is held it is the policy's again"
+    assert then.actions == (MakeWay((key(1),), (-5,), key(1), "makes room"),)
+    lifts = SetFactor(NEXT, 0, "its turn again")
+    last, memory = round_of(deciding(lifts), cluster(replace(held(), slurm_priority=1)), memory)
+    assert last.actions == (lifts,), "once it is back in the queue it is the policy's again"
     assert memory.moves[0].outcome == "was requeued with a checkpoint: makes room"
     quiet, _ = round_of(deciding(), cluster(replace(held(), slurm_priority=1)), memory)
     assert quiet.actions == ()
 
 
 @pytest.mark.parametrize(
-    ("found", "hold"),
-    [
-        (lease("held", 0), True),
-        (replace(KEEPS, ready=False), True),
-        (replace(KEEPS, state="waiting"), True),
-        (KEEPS, False),
-        (None, True),
-    ],
-    ids=["keeps none", "cannot be stopped", "does not run", "not into a hold", "no agent"],
+    "found",
+    [lease("held", 0), replace(KEEPS, ready=False), replace(KEEPS, state="waiting"), None],
+    ids=["keeps none", "cannot be stopped", "does not run", "no agent"],
 )
-def test_any_other_is_requeued_at_once(found, hold):
-    requeue = Requeue(key(1), hold=hold, reason="makes room")
+def test_any_other_is_requeued_at_once(found):
+    requeue = Requeue(key(1), hold=False, reason="makes room")
     assert deciding(requeue)(cluster(job(1, lease=found)), Memory()).actions == (requeue,)
 
 
@@ -173,8 +178,73 @@ def test_a_yielded_job_that_slurm_has_suspended_runs_to_save_and_is_then_requeue
     assert others.action is None, "its owner has suspended it"
 
 
+def making_way(*numbers: int, waiting: int = 9) -> MakeWay:
+    return MakeWay(tuple(key(number) for number in numbers), (-3,) * len(numbers), key(waiting), "makes way")
+
+
+WAITS = job(9, state="PENDING", state_reason="Resources")
+
+
+def test_jobs_that_make_way_wait_for_each_other_and_leave_by_one_action():
+    decide = deciding(making_way(1, 2))
+    first, memory = round_of(decide, cluster(job(1, lease=KEEPS), job(2, lease=KEEPS), WAITS), Memory())
+    assert [type(one) for one in first.actions] == [Migrate, Migrate]
+    done, slow = replace(KEEPS, state="stopping", saved=True), replace(KEEPS, state="stopping")
+    half, memory = round_of(deciding(), cluster(job(1, lease=done), job(2, lease=slow), WAITS), memory)
+    assert half.actions == ()
+    both, memory = round_of(deciding(), cluster(job(1, lease=done), job(2, lease=done), WAITS), memory)
+    assert both.actions == (making_way(1, 2),)
+    assert {type(move.phase) for move in memory.moves} == {Requeued}
+
+
+@pytest.mark.parametrize("waiting", [None, replace(WAITS, state="RUNNING", nodes=("node2",))], ids=["gone", "runs"])
+def test_jobs_go_on_when_the_one_that_waited_needs_their_gpus_no_more(waiting):
+    others = () if waiting is None else (waiting,)
+    _, memory = round_of(deciding(making_way(1, 2)), cluster(job(1, lease=KEEPS), job(2, lease=KEEPS), WAITS), Memory())
+    done, slow = replace(KEEPS, state="stopping", saved=True), replace(KEEPS, state="stopping")
+    found, memory = round_of(deciding(), cluster(job(1, lease=done), job(2, lease=slow), *others), memory)
+    assert [(type(one), one.job) for one in found.actions] == [(Resume, key(1))]
+    later, memory = round_of(deciding(), cluster(job(1, lease=KEEPS), job(2, lease=done), *others), memory)
+    assert [(type(one), one.job) for one in later.actions] == [(Resume, key(2))]
+    assert memory.moves == (), "they may make way again"
+
+
+def test_jobs_go_on_when_one_of_them_cannot_save():
+    _, memory = round_of(deciding(making_way(1, 2)), cluster(job(1, lease=KEEPS), job(2, lease=KEEPS), WAITS), Memory())
+    done = replace(KEEPS, state="stopping", saved=True)
+    late = replace(cluster(job(1, lease=done), job(2, lease=KEEPS), WAITS), time_s=NOW + 30)
+    found, memory = round_of(deciding(), late, memory)
+    assert [(type(one), one.job) for one in found.actions] == [(Resume, key(1))]
+    assert [move.job for move in memory.moves if move.over] == [key(2)]
+
+
+def test_no_job_makes_way_together_with_one_that_cannot_save():
+    found, _ = round_of(deciding(making_way(1, 2)), cluster(job(1, lease=KEEPS), job(2), WAITS), Memory())
+    assert found.actions == ()
+
+
+def test_a_save_that_takes_four_times_as_long_as_the_last_move_is_given_up():
+    move = Move(key(1), (), "r", Ordered(NOW), for_job=key(9), cost_s=30.0)
+    hangs = cluster(job(1, lease=replace(KEEPS, state="stopping")), WAITS)
+    assert advance(move, replace(hangs, time_s=NOW + 120), Memory()).move == move
+    assert advance(move, replace(hangs, time_s=NOW + 121), Memory()).move.over
+
+
+def test_the_cost_of_a_move_is_measured_from_the_order_to_save_until_the_ranks_are_back():
+    moves = (Move(key(1), (), "r", Ordered(NOW), for_job=key(9)),)
+    moves = acted(moves, [making_way(1)], NOW + 7)
+    back = replace(job(1, state="PENDING"), key=NEXT)
+    moves = (advance(moves[0], replace(cluster(back), time_s=NOW + 8), Memory()).move,)
+    starts = replace(job(1, lease=replace(KEEPS, ready=False), start_s=NOW + 100), key=NEXT)
+    assert advance(moves[0], replace(cluster(starts), time_s=NOW + 110), Memory()).move.cost_s == 0
+    stands = replace(starts, lease=KEEPS)
+    moves = (advance(moves[0], replace(cluster(stands), time_s=NOW + 120), Memory()).move,)
+    assert moves[0].cost_s == 7 + 20
+    assert advance(moves[0], replace(cluster(stands), time_s=NOW + 500), Memory()).move.cost_s == 27
+
+
 def test_a_requeued_job_that_its_owner_changed_is_let_go():
-    move = Move(key(1), (), "makes room", Requeued(NOW, 0.0))
+    move = Move(key(1), THERE, "makes room", Requeued(NOW, 0.0))
     step = advance(move, cluster(held(required_nodes=("node3",))), Memory())
     assert isinstance(step.action, Release)
 

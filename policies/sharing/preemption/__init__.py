@@ -1,1 +1,1 @@
-"""Preemption: in each turn the best-ranked jobs that fit have the GPUs, by turns, moves and seats given up."""
+"""Preemption in Slurm's own order: running jobs of a worse level make way for the first jobs of Slurm's queue."""

@@ -4,40 +4,42 @@ from __future__ import annotations
 
 from cadenza.policies.core.model import Job
 from cadenza.policies.ordering.levels import leaves_level_s
-from cadenza.policies.ordering.ranking import progress_of
-from cadenza.policies.sharing.preemption import starvation
-from cadenza.policies.sharing.preemption.host_emptying import ROOM_SLICES
-from cadenza.policies.sharing.preemption.reservation import RESERVED_AFTER_S, can_leave
+from cadenza.policies.sharing.preemption.join_idle import JOIN_AFTER_S
+from cadenza.policies.sharing.preemption.make_way import AGAIN_S
+from cadenza.policies.sharing.preemption.site_factor import BEHIND_S
+from cadenza.policies.sharing.preemption.standing import Standings
 from cadenza.policies.sharing.state.sharing_state import SharingState
+
+CALC_PERIOD_S = 300.0
+"""Slurm computes all priorities anew after this time (slurm.conf(5), PriorityCalcPeriod)."""
 
 
 def note_quiet_time(state: SharingState) -> None:
-    """Note when time alone can next change the decision: a level is left, a wait is long, a job may move again.
+    """Note when time alone can next change the decision: a level is left, a quantum ends, priorities are new.
 
     While a job is on its way, starts, stops or is not ours, each round has to look.
     """
     jobs = [job for job in state.all_jobs if job.gpus]
     if state.giving_back or not all(_settled(state, job) for job in jobs):
         return
-    now_s, sharing = state.now_s, state.memory.sharing
-    ends = [
-        starvation.waits_since(job, progress) + starvation.STARVING_S
-        for job in jobs
-        if not (progress := progress_of(job)).running
-    ]
-    ends += [job.submit_s + RESERVED_AFTER_S for job in jobs if job.state == "PENDING" and not can_leave(job)]
-    ends += [began_s + starvation.OWED_TURN_S for _, began_s in sharing.owed_s if began_s is not None]
-    ends += [moved_s + ROOM_SLICES * state.settings.slice_s for _, moved_s in sharing.moved_s]
-    levels = [leaves_level_s(job, now_s) for job in jobs]  # by rounding it may be now, and the level still the old one
-    state.quiet_until_s = min([*levels, *(end_s for end_s in ends if end_s > now_s)], default=0.0)
+    now_s, standings = state.now_s, Standings(state)
+    ends = [now_s + CALC_PERIOD_S]
+    for job in jobs:
+        if job.state == "RUNNING":
+            ends += (leaves_level_s(job, now_s), now_s + standings.quantum_left_s(job))
+            ends.append(now_s + JOIN_AFTER_S - standings.had_s(job))
+    ends += [at_s + AGAIN_S for at_s in state.memory.made_way.values()]
+    ends += [move.phase.since_s + BEHIND_S for move in state.memory.moves if move.over]
+    # A level may be left now by rounding, and the job be still in the old one.
+    state.quiet_until_s = min(end_s for end_s in ends if end_s > now_s)
 
 
 def _settled(state: SharingState, job: Job) -> bool:
-    """Return True for a job of ours that waits in our hold, runs and can be stopped, or has yielded for good."""
-    if job.relocating is not None or not state.settings.manages(job):
+    """Return True for a job that waits, is not ours, runs and can be stopped, or has yielded for good."""
+    if job.relocating is not None:
         return False
-    if job.state == "PENDING":
-        return job.held
+    if job.state == "PENDING" or not state.settings.manages(job):
+        return job.state != "OTHER"
     lease = job.lease
     if lease is None or lease.exclusive or lease.lost:
         return False

@@ -10,12 +10,14 @@ from math import inf
 from cadenza.policies.allocation.problem import Allocate
 from cadenza.policies.core.actions import (
     Action,
+    MakeWay,
     Migrate,
     NodeAction,
     Pack,
     Place,
     Resize,
     Resume,
+    SetFactor,
     Tune,
     Unpack,
     Yield,
@@ -54,6 +56,8 @@ class SharingState:
     """Packed jobs once this round's packs and unpacks are done."""
     relocating: dict[int, Relocating]
     """Destinations of the jobs that are on their way to other nodes, by the job's id."""
+    making_way: frozenset[int]
+    """Ids of jobs that are on their way back to the queue, so that others start where they are."""
     fixed: set[JobKey]
     """Jobs that stay where they are this round."""
     moves_left: int
@@ -90,6 +94,10 @@ class SharingState:
     pack_actions: tuple[Pack | Unpack, ...] = ()
     slurm_actions: tuple[Action, ...] = ()
     moves: list[Migrate | Resize | Unpack] = field(default_factory=list)
+    ways: list[MakeWay] = field(default_factory=list)
+    """Running jobs that leave for a waiting one."""
+    factors: list[SetFactor] = field(default_factory=list)
+    """SiteFactors of waiting jobs."""
     tunes: tuple[Tune, ...] = ()
     placements: tuple[Place, ...] = ()
 
@@ -148,6 +156,7 @@ class SharingState:
             hosts,
             groups,
             {key.id: place for key, place in going},
+            frozenset(job.key.id for job in all_jobs if job.relocating and not job.relocating.destination),
             fixed=pinned | {key for key, _ in going},
             moves_left=gandiva.moves_per_round,
         )
@@ -166,6 +175,8 @@ class SharingState:
             *self.lane_actions,
             *self.pack_actions,
             *self.slurm_actions,
+            *self.factors,
+            *self.ways,
             *self.moves,
             *self.tunes,
             *self.placements,
@@ -242,6 +253,10 @@ class SharingState:
     def remember(self, **changes: object) -> None:
         """Change what sharing remembers; packs and moves are added by the ledger, once they have left."""
         self.memory = replace(self.memory, sharing=replace(self.memory.sharing, **changes))  # type: ignore[arg-type]
+
+    def with_memory(self, **changes: object) -> Memory:
+        """Return the memory with some of its parts replaced."""
+        return replace(self.memory, **changes)  # type: ignore[arg-type]
 
     def may(self, job: Job) -> bool:
         """Return True if a job may move now: it is ours, can save a checkpoint and has not moved recently."""
@@ -378,27 +393,19 @@ def _is_managed(job: Job, memory: Memory, settings: SharingSettings) -> bool:
     return job.lease is not None and ours and settings.manages(job) and not job.lease.exclusive
 
 
-def ranks_of(state: SharingState, least_s: Callable[[Job], float | None] | None = None) -> dict[JobKey, int]:
-    """Return each managed job's place in the ordering; those without a record of progress have made none.
-
-    ``least_s``: seconds on GPUs that a job counts with at least; None: no more than it had.
-    """
+def ranks_of(state: SharingState) -> dict[JobKey, int]:
+    """Return each managed job's place in the ordering; those without a record of progress have made none."""
     snapshot, settings = state.snapshot, state.settings
     jobs = [
         job if job.progress is not None else replace(job, progress=Progress(snapshot.time_s))
         for job in state.all_jobs
         if job.state in ("PENDING", "RUNNING", "SUSPENDED") and settings.manages(job)
     ]
-    found = {job.key: least_s(job) for job in jobs} if least_s is not None else {}
-    least = {key: attained_s for key, attained_s in found.items() if attained_s is not None}
     gpus: dict[str, int] = {}
     for node in sorted(snapshot.nodes, key=lambda node: node.name):
         if node.lane == 0 and node.up and not node.drained:
             gpus[node.gpu_type] = gpus.get(node.gpu_type, 0) + node.gpus
     memory, shares = state.memory, settings.shares
-    queue = Queue(
-        snapshot.time_s, tuple(jobs), gpus, usage=memory.usage, shares=shares, ended=memory.ended,
-        least_attained_s=least,
-    )  # fmt: skip
+    queue = Queue(snapshot.time_s, tuple(jobs), gpus, usage=memory.usage, shares=shares, ended=memory.ended)
     ranking = state.order(queue)
     return {job.key: rank for rank, job in enumerate(ranking.jobs)}

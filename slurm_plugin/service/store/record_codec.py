@@ -40,7 +40,6 @@ class _MemoryRow(msgspec.Struct, frozen=True):
     factors: tuple[tuple[int, int], ...] = ()
     keep_checkpoints: dict[str, float] = {}
     made_way: tuple[tuple[int, float], ...] = ()
-    move_cost_s: tuple[tuple[int, float], ...] = ()
 
 
 class _UndoRow(msgspec.Struct, frozen=True):
@@ -55,7 +54,7 @@ class _UndoRow(msgspec.Struct, frozen=True):
 
 
 PAIRS = (
-    "departed", "factors", "held", "last_yield_s", "made_way", "move_cost_s", "repairs", "requeued", "resumed", "sized",
+    "departed", "factors", "held", "last_yield_s", "made_way", "repairs", "requeued", "resumed", "sized",
 )  # fmt: skip
 """Fields of a Memory whose keys are no strings."""
 
@@ -161,7 +160,8 @@ def decode_memory(data: bytes) -> Memory:
 
 def encode_undo(memory: Memory) -> bytes:
     """Return the holds, suspends, drains and SiteFactors of a memory as JSON."""
-    held, resumed, factors = (tuple(sorted(one.items())) for one in (memory.held, memory.resumed, memory.factors))
+    held, resumed = tuple(sorted(memory.held.items())), tuple(sorted(memory.resumed.items()))
+    factors = tuple(sorted(memory.factors.items()))
     return _encode(_UndoRow(memory.suspended, memory.placed, held, memory.drained, resumed, factors))
 
 

@@ -1,0 +1,196 @@
+"""Room on Slurm's nodes: free resources, those that jobs leave soon, and the smallest eviction for a job (pure).
+
+Nodes are taken as Slurm has them, each lane as a node of its own: only Slurm starts jobs, so only its allocation
+counts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from heapq import nsmallest
+from typing import NamedTuple, TypeAlias
+
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node
+
+Amount: TypeAlias = tuple[int, int, int]
+"""GPUs, CPUs and MB."""
+
+
+class NodeRequest(NamedTuple):
+    """Resources that a job needs on each of so many nodes, and what rules nodes out; equal requests fit alike."""
+
+    nodes: int
+    each: Amount
+    partition: str
+    gpu_type: str
+    barred: frozenset[str]
+    required: tuple[str, ...]
+
+
+class Victim(NamedTuple):
+    """A running job that may make way."""
+
+    job: Job
+    level: int
+    shares: Mapping[str, Amount]
+    """What it has, by node."""
+
+
+class NodeRoom:
+    """Free resources by node, as the walk through the queue gives them out, and the jobs that may make way there."""
+
+    def __init__(self, snapshot: ClusterSnapshot, victims: Iterable[Victim], leaving: Iterable[Job]) -> None:
+        self.nodes = {node.name: node for node in snapshot.nodes if node.takes_jobs and node.gpus > 0}
+        self.free: dict[str, Amount] = {
+            node.name: (node.gpus - node.gpus_used, node.cpus - node.cpus_used, node.memory_mb - node.memory_used_mb)
+            for node in self.nodes.values()
+        }
+        for job in leaving:
+            self._give_back(shares_of(job))
+        self.on: defaultdict[str, list[Victim]] = defaultdict(list)
+        """By node, jobs of the worst level first, of equals the one that started last."""
+        for victim in sorted(victims, key=lambda one: (-one.level, -(one.job.start_s or 0.0), one.job.key)):
+            for name in victim.shares:
+                if name in self.nodes:
+                    self.on[name].append(victim)
+        self.worst_level = max((one.level for found in self.on.values() for one in found), default=-1)
+        self._admitting: dict[tuple[object, ...], tuple[str, ...]] = {}
+        self._in_partition: defaultdict[str, list[Node]] = defaultdict(list)
+        for node in sorted(self.nodes.values(), key=lambda one: (one.weight, one.name)):
+            for name in node.partitions:
+                self._in_partition[name].append(node)
+
+    def request(self, job: Job) -> NodeRequest:
+        """Return a job's needs on each node; more GPUs than the widest node has are spread over whole nodes."""
+        widest = max((node.gpus for node in self._in_partition.get(job.partition, ())), default=1)
+        count = max(job.num_nodes, -(-job.gpus // widest), 1)
+        each = (-(-job.gpus // count), -(-job.cpus // count), -(-job.memory_mb // count))
+        return NodeRequest(count, each, job.partition, job.gpu_type, job.barred, job.required_nodes)
+
+    def admitting(self, request: NodeRequest) -> tuple[str, ...]:
+        """Return the nodes on which Slurm may start such a job, in the order of their weights."""
+        rules = request[2:]
+        if rules not in self._admitting:
+            self._admitting[rules] = tuple(
+                node.name
+                for node in self._in_partition.get(request.partition, ())
+                if node.name not in request.barred
+                and request.gpu_type in ("", node.gpu_type)
+                and (not request.required or node.name in request.required)
+            )
+        return self._admitting[rules]
+
+    def fits(self, request: NodeRequest, names: Iterable[str]) -> tuple[str, ...]:
+        """Return nodes that are free for a job now or soon; empty if there are too few."""
+        gpus, cpus, memory_mb = request.each
+        found: list[str] = []
+        for name in names:
+            free = self.free[name]
+            if gpus <= free[0] and cpus <= free[1] and memory_mb <= free[2]:
+                found.append(name)
+                if len(found) == request.nodes:
+                    return tuple(found)
+        return ()
+
+    def least_eviction(
+        self, request: NodeRequest, names: Iterable[str], may: Callable[[Victim], bool]
+    ) -> tuple[tuple[str, ...], tuple[Victim, ...]] | None:
+        """Return the nodes on which the fewest GPUs of jobs must be given up for a request, and these jobs.
+
+        None if no nodes can be freed. ``may``: whether a job would make way.
+        """
+        options: list[tuple[int, int, str, tuple[Victim, ...]]] = []
+        for at, name in enumerate(names):
+            victims = self._enough(name, request.each, may)
+            if victims is not None:
+                options.append((sum(one.job.gpus for one in victims), at, name, victims))
+        if len(options) < request.nodes:
+            return None
+        chosen = nsmallest(request.nodes, options, key=lambda option: option[:2])
+        unique = {one.job.key: one for option in chosen for one in option[3]}
+        return tuple(option[2] for option in chosen), tuple(unique.values())
+
+    def _enough(self, name: str, need: Amount, may: Callable[[Victim], bool]) -> tuple[Victim, ...] | None:
+        """Return jobs of a node without which a request fits there: none if it fits now, None if too few may leave."""
+        free = self.free[name]
+        if _fits(need, free):
+            return ()
+        chosen: list[Victim] = []
+        for victim in self.on.get(name, ()):
+            if may(victim):
+                chosen.append(victim)
+                free = _more(free, victim.shares[name])
+                if _fits(need, free):
+                    break
+        else:
+            return None
+        # The last ones may have made the first ones unnecessary.
+        for victim in chosen[:-1]:
+            less = _less(free, victim.shares[name])
+            if _fits(need, less):
+                chosen.remove(victim)
+                free = less
+        return tuple(chosen)
+
+    def take(self, request: NodeRequest, names: Iterable[str]) -> None:
+        """Give the resources of nodes to a job that Slurm starts there."""
+        for name in names:
+            self.free[name] = _less(self.free[name], request.each)
+
+    def give_back(self, request: NodeRequest, names: Iterable[str]) -> None:
+        """Take back what ``take`` gave."""
+        for name in names:
+            self.free[name] = _more(self.free[name], request.each)
+
+    def evict(self, victims: Iterable[Victim]) -> None:
+        """Free what jobs have that make way."""
+        for victim in victims:
+            self._give_back(victim.shares)
+            for name in victim.shares:
+                self.on[name] = [one for one in self.on[name] if one.job.key != victim.job.key]
+
+    def restore(self, victims: Iterable[Victim]) -> None:
+        """Take back what ``evict`` has freed."""
+        for victim in victims:
+            for name, amount in victim.shares.items():
+                if name in self.free:
+                    self.free[name] = _less(self.free[name], amount)
+                    self.on[name] = sorted(
+                        [*self.on[name], victim], key=lambda one: (-one.level, -(one.job.start_s or 0.0), one.job.key)
+                    )
+
+    def _give_back(self, shares: Mapping[str, Amount]) -> None:
+        for name, amount in shares.items():
+            if name in self.free:
+                self.free[name] = _more(self.free[name], amount)
+
+
+def shares_of(job: Job) -> dict[str, Amount]:
+    """Return what a started job has on each of its nodes; an even part of its totals where Slurm shows no more."""
+    placed = {share.node: (share.gpus, share.cpus, share.memory_mb) for share in job.placement}
+    count = max(len(job.nodes), 1)
+    even = (-(-job.gpus // count), -(-job.cpus // count), -(-job.memory_mb // count))
+    return {name: placed.get(name, even) for name in job.nodes}
+
+
+def affected(victims: Sequence[Victim]) -> Collection[str]:
+    """Return the nodes on which jobs have something."""
+    return {name for victim in victims for name in victim.shares}
+
+
+def keys_of(victims: Iterable[Victim]) -> tuple[JobKey, ...]:
+    """Return the jobs in order."""
+    return tuple(sorted(victim.job.key for victim in victims))
+
+
+def _fits(need: Amount, free: Amount) -> bool:
+    return need[0] <= free[0] and need[1] <= free[1] and need[2] <= free[2]
+
+
+def _more(free: Amount, amount: Amount) -> Amount:
+    return free[0] + amount[0], free[1] + amount[1], free[2] + amount[2]
+
+
+def _less(free: Amount, amount: Amount) -> Amount:
+    return free[0] - amount[0], free[1] - amount[1], free[2] - amount[2]

@@ -1,0 +1,186 @@
+"""Level of each job, and which running jobs may make way for which waiting ones (pure).
+
+The level is that of the attained GPU time (Tiresias, NSDI'19, §3, in seven thresholds), or the eighth of the jobs in
+which another ordering puts it. Least attained service lets a newcomer go first because it can be stopped once it has
+had more than others. A job that nothing can stop counts with the GPU time up to its limit instead, and one level more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+from cadenza.policies.core.model import Job, JobKey, SiteRules
+from cadenza.policies.core.move import Move
+from cadenza.policies.ordering.levels import THRESHOLDS, level_of, levels
+from cadenza.policies.ordering.ranking import attained_service
+from cadenza.policies.sharing.state.sharing_state import SharingState
+
+LAST_LEVEL = len(THRESHOLDS)
+STAYS_LEVELS = 1
+"""Levels that a waiting job which cannot leave its GPUs counts worse: once it has them, nobody gets them back."""
+MOST_SERVED_S = 64 * 3600.0
+"""GPU seconds that such a job counts with at most: longer limits say little of run times."""
+NO_LIMIT_S = 366 * 86400.0
+"""A job without a time limit counts as one with this: the longest that Slurm knows, in seconds."""
+COST_S = 60.0
+"""Assumed cost of a move until the job's own is known, in seconds."""
+QUANTUM_COSTS = 10.0
+"""A job keeps the GPUs that it got for so many times the cost of its last move: moving costs it a tenth at most."""
+BELIEVED_S = 14 * 86400.0
+"""Time for which a user's job name counts as one that keeps checkpoints since one of its jobs was seen with some."""
+NEWS_S = 3600.0
+"""Age from which on that is noted anew."""
+MAX_BELIEVED = 4096
+
+
+def limit_s(job: Job) -> float:
+    """Return a job's time limit in seconds."""
+    return NO_LIMIT_S if job.time_limit_s is None else job.time_limit_s
+
+
+def checkpoint_name(job: Job) -> str:
+    """Return the name under which a job is known to keep checkpoints: its user's, and its own."""
+    return f"{job.user}/{job.name}"
+
+
+class Standings:
+    """The levels of a round's jobs, and the rules for making way."""
+
+    def __init__(self, state: SharingState) -> None:
+        self.state = state
+        self.now_s = state.now_s
+        self.site: SiteRules = state.snapshot.site
+        self.moves: Mapping[int, Move] = {move.job.id: move for move in state.memory.moves}
+        self._levels: dict[JobKey, int] = {}
+        self._quantum_left_s: dict[JobKey, float] = {}
+
+    # --- Levels --------------------------------------------------------------------------------------------
+
+    def level(self, job: Job) -> int:
+        """Return the level of a job by its attained GPU time, or by another ordering; 0 goes first."""
+        if job.key not in self._levels:
+            self._levels[job.key] = self._level(job)
+        return self._levels[job.key]
+
+    def _level(self, job: Job) -> int:
+        state = self.state
+        if state.order is levels:
+            return level_of(attained_service(job, self.now_s))
+        last = len(state.ranks)
+        return state.ranks.get(job.key, last) * (LAST_LEVEL + 1) // (last + 1)
+
+    def claim(self, job: Job) -> int:
+        """Return the level with which a waiting job asks others to make way."""
+        if self.can_leave_later(job):
+            return self.level(job)
+        served_s = min(limit_s(job) * job.gpus, MOST_SERVED_S)
+        return min(level_of(served_s), LAST_LEVEL) + STAYS_LEVELS
+
+    def can_leave_later(self, job: Job) -> bool:
+        """Return True if a waiting job will be able to make way once it runs, as far as is known.
+
+        Its user's word alone does not count: a job that says so and never attaches would start at once and keep its
+        GPUs for good. Jobs of the same user and name must have been seen with checkpoints.
+        """
+        if not self.state.settings.manages(job) or not job.requeueable:
+            return False
+        move = self.moves.get(job.key.id)
+        if move is not None and move.successor == job.key:
+            return True  # it has left its GPUs for others, whatever it said
+        denies = job.options is not None and job.options.checkpoints is False
+        return not denies and checkpoint_name(job) in self._believed
+
+    @cached_property
+    def _believed(self) -> frozenset[str]:
+        now_s, known = self.now_s, self.state.memory.keep_checkpoints
+        return frozenset(name for name, at_s in known.items() if now_s - at_s <= BELIEVED_S)
+
+    def running_on(self, names: frozenset[str]) -> list[Job]:
+        """Return the jobs with GPUs on some nodes."""
+        found = {job.key: job for name in names for job in self._on_node.get(name, ())}
+        return [found[key] for key in sorted(found)]
+
+    @cached_property
+    def _on_node(self) -> Mapping[str, list[Job]]:
+        found: dict[str, list[Job]] = {}
+        for job in self.state.all_jobs:
+            if job.gpus and job.state != "PENDING":
+                for name in job.nodes:
+                    found.setdefault(name, []).append(job)
+        return found
+
+    # --- Making way ----------------------------------------------------------------------------------------
+
+    def can_leave(self, job: Job) -> bool:
+        """Return True if a running job can save a checkpoint and be requeued now."""
+        return self.stays_because(job) is None
+
+    def stays_because(self, job: Job) -> str | None:  # noqa: PLR0911 (one for each reason)
+        """Return why a running job keeps its GPUs whoever waits, as a predicate; None if it could make way."""
+        state, lease = self.state, job.lease
+        if not state.settings.manages(job):
+            return "did not opt in" if not job.opted_in else "is in a partition that is not managed"
+        if not job.requeueable:
+            return "may not be requeued (no batch job, or --no-requeue)"
+        if lease is None:
+            return "is known to no agent"
+        if not lease.ready:
+            return f"cannot be stopped yet{': ' + lease.why_not_ready if lease.why_not_ready else ''}"
+        if not lease.checkpoints:
+            return "keeps no checkpoints"
+        if lease.state != "held" or job.state != "RUNNING" or job.key in state.giving_back or job.key in state.leaving:
+            return "does not hold its GPUs, or leaves them"
+        if job.relocating is not None or job.key.id in state.relocating:
+            return "is on its way"
+        move = self.moves.get(job.key.id)
+        if move is not None and move.over and move.job == job.key:
+            return "could not be moved a while ago"
+        return None
+
+    def quantum_left_s(self, job: Job) -> float:
+        """Return for how long a running job keeps its GPUs in any case, in seconds; 0 or less: it may make way."""
+        if job.key not in self._quantum_left_s:
+            move = self.moves.get(job.key.id)
+            cost_s = move.cost_s if move is not None and move.cost_s else COST_S
+            self._quantum_left_s[job.key] = QUANTUM_COSTS * cost_s - self.had_s(job)
+        return self._quantum_left_s[job.key]
+
+    def had_s(self, job: Job) -> float:
+        """Return for how long a running job has had its GPUs since it started last, in seconds."""
+        if job.run_s is not None:
+            return job.run_s
+        if job.start_s is not None:
+            return self.now_s - job.start_s
+        return job.lease.held_s if job.lease is not None else 0.0
+
+    def outranks(self, job: Job, other: Job) -> bool:
+        """Return True if the site's own rules put a running job above a waiting one, so that it does not make way.
+
+        It is of a higher class (PriorityTier of its partition, priority of its QOS), or its account or user has had
+        less than their share and the waiting job's more (LevelFS below 1; Slurm's fair tree compares accounts first).
+        """
+        site, fair = self.site, self.site.fair_share
+        if site.tiers.get(job.partition, 1) > site.tiers.get(other.partition, 1):
+            return True
+        if site.qos_priority.get(job.qos, 0) > site.qos_priority.get(other.qos, 0):
+            return True
+        same = job.account == other.account
+        mine = fair.get(f"{job.account}/{job.user}" if same else job.account, 1.0)
+        theirs = fair.get(f"{other.account}/{other.user}" if same else other.account, 1.0)
+        return theirs < 1.0 <= mine
+
+
+def note_checkpoints(state: SharingState) -> None:
+    """Remember which users' job names keep checkpoints: jobs that are ready say so, whatever their options say."""
+    now_s, known = state.now_s, state.memory.keep_checkpoints
+    seen: dict[str, float] = {}
+    for job in state.jobs.values():
+        if job.lease is not None and job.lease.ready and job.lease.checkpoints:
+            name = checkpoint_name(job)
+            if now_s - known.get(name, -BELIEVED_S) >= NEWS_S:
+                seen[name] = now_s
+    if seen or any(now_s - at_s > BELIEVED_S for at_s in known.values()):
+        kept = {name: at_s for name, at_s in known.items() if now_s - at_s <= BELIEVED_S} | seen
+        newest = sorted(kept, key=lambda name: (-kept[name], name))[:MAX_BELIEVED]
+        state.memory = state.with_memory(keep_checkpoints={name: kept[name] for name in sorted(newest)})
