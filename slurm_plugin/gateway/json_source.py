@@ -24,10 +24,9 @@ NO_JOB, NO_NODE = 2017, 2018
 """Slurm's numbers for a job and a node that it does not know; see slurm_errno.h."""
 OPTIONS: Mapping[str, str] = {
     "required_nodes": "ReqNodeList", "memory_per_node": "MinMemoryNode", "cpus_per_task": "CPUsPerTask",
-    "min_cpus_per_node": "NumCPUs", "admin_comment": "AdminComment", "state": "State", "reason": "Reason",
+    "min_cpus_per_node": "NumCPUs", "state": "State", "reason": "Reason",
 }  # fmt: skip
 """Names of scontrol for the names of pyslurm."""
-NOTE = "admin_comment"
 
 
 class Record:
@@ -133,18 +132,15 @@ class SlurmCommands:
     def change_job(self, job: Any, changes: Mapping[str, Any]) -> None:
         """Change a job, of the rest of an array its next task; a release alone is one of all tasks that wait.
 
-        scontrol cannot set a priority that Slurm computes. So a release is a command of its own. It goes before the
-        note of the hold: a slurmctld that is killed in between must not keep a hold without its note.
+        scontrol cannot set a priority that Slurm computes. So a release is a command of its own.
         """
-        first = {name: value for name, value in changes.items() if name in OPTIONS and name != NOTE}
+        first = {name: value for name, value in changes.items() if name in OPTIONS}
         start = ("StartTime=now",) if "begin_time" in changes else ()
         name = job.task if first else job.tasks
         if first or start:
             update(f"JobId={job.task}", first, *start)
         if "priority" in changes:
             command("scontrol", "release", name)
-        if NOTE in changes:
-            update(f"JobId={name}", {NOTE: changes[NOTE]})
 
     def change_node(self, name: str, changes: Mapping[str, str]) -> None:
         """Change a node."""

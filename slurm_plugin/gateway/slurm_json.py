@@ -94,7 +94,6 @@ class _Job(Struct, frozen=True):
     time_limit: Number[Count] = Number()
     exit_code: _Exit = _Exit()
     comment: Text = ""
-    admin_comment: Text = ""
     features: Text = ""
     command: Text = ""
     resv_name: Text = ""
@@ -109,6 +108,7 @@ class _Job(Struct, frozen=True):
     nodes: Text = ""
     required_nodes: Text = ""
     excluded_nodes: Text = ""
+    scheduled_nodes: Text = ""
     tres_req_str: Text = ""
     tres_alloc_str: Text = ""
     tres_per_job: Text = ""
@@ -226,7 +226,7 @@ def job_fields(job: _Job) -> dict[str, Any]:
         "eligible_time": job.eligible_time.value or None, "start_time": job.start_time.value or None,
         "end_time": job.end_time.value or None, "exit_code_signal": job.exit_code.signal.id.value or 0,
         "suspend_time": job.suspend_time.value or None, "pre_suspension_time": job.pre_sus_time.value or None,
-        "time_limit": job.time_limit.value or None, "comment": job.comment, "admin_comment": job.admin_comment,
+        "time_limit": job.time_limit.value or None, "comment": job.comment,
         "constraints": job.features.split(",") if job.features else [], "command": job.command,
         "reservation": job.resv_name,
         "is_requeueable": job.requeue, "is_batch_job": job.batch_flag,
@@ -238,7 +238,7 @@ def job_fields(job: _Job) -> dict[str, Any]:
         "tres_per_job": counts(job.tres_per_job), "tres_per_node": counts(job.tres_per_node),
         "tres_per_task": counts(job.tres_per_task),
         "allocated_nodes": hosts(job.nodes), "required_nodes": hosts(job.required_nodes),
-        "excluded_nodes": hosts(job.excluded_nodes),
+        "excluded_nodes": hosts(job.excluded_nodes), "scheduled_nodes": hosts(job.scheduled_nodes),
     }  # fmt: skip
 
 

@@ -13,18 +13,28 @@ from typing import Any, Protocol, Self
 from cadenza.policies.core.actions import (
     Action,
     DrainNode,
+    MakeWay,
+    NodeAction,
     OpenNode,
     Outcome,
     Place,
     Release,
     RemoveNode,
     Requeue,
+    SetFactor,
     Size,
     Suspend,
     Unsuspend,
 )
 from cadenza.policies.core.model import ClusterSnapshot, JobKey, SlurmState
-from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks, GatewayError, NotForSlurm, WorkerHung, WorkerLost
+from cadenza.slurm_plugin.gateway.errors import (
+    EnvironmentLacks,
+    GatewayError,
+    NotForSlurm,
+    StaleState,
+    WorkerHung,
+    WorkerLost,
+)
 from cadenza.slurm_plugin.gateway.json_source import JsonSource
 from cadenza.slurm_plugin.gateway.supervisor import Supervisor
 from cadenza.slurm_plugin.gateway.translate import slurm_state_of, snapshot
@@ -58,7 +68,7 @@ class SlurmGateway:
         """Return jobs and nodes as they are now, without leases; a GatewayError when Slurm does not answer.
 
         Costs slurmctld one RPC, for all jobs; up to four more for nodes, partitions, reservations and its own start
-        where these may have changed.
+        where these may have changed, and each minute three for the site's rules.
         """
         return snapshot(self.read_raw())
 
@@ -91,20 +101,40 @@ class SlurmGateway:
                 self._job(f"resume job {key}", "unsuspend", key)
             case Requeue(job=key, hold=hold, repair=repair):
                 self._job(f"requeue job {key}", "requeue", key, hold=hold, failed=repair)
+            case SetFactor(job=key, factor=factor):
+                self._job(f"set the SiteFactor of job {key} to {factor}", "factor", key, factor=factor)
+            case MakeWay():
+                self._make_way(action)
             case Release(job=key, unpin=unpin):
                 self._job(f"release job {key}", "release", key, unpin=unpin)
             case Place():
                 self._place(action)
             case Size(job=key, cpus=cpus, memory_mb=memory_mb):
                 self._job(f"size job {key}", "size", key, cpus=cpus, memory=memory_mb)
+            case DrainNode() | OpenNode() | RemoveNode():
+                self._act_on_node(action)
+            case _:
+                raise NotForSlurm(f"{type(action).__name__} of job {action.job} is for the agents, not Slurm")
+
+    def _act_on_node(self, action: NodeAction) -> None:
+        match action:
             case DrainNode(node=name, reason=reason):
                 self._source.ask(f"drain node {name}", "drain", node=name, reason=reason)
             case OpenNode(node=name, drain=drain):
                 self._source.ask(f"open node {name}", "undrain", node=name, drain=drain)
             case RemoveNode(node=name):
                 self._source.ask(f"remove node {name}", "remove", node=name)
-            case _:
-                raise NotForSlurm(f"{type(action).__name__} of job {action.job} is for the agents, not Slurm")
+
+    def _make_way(self, action: MakeWay) -> None:
+        """Requeue jobs with their factors; the error names those that had left their GPUs already."""
+        names = ", ".join(map(str, action.jobs))
+        request = f"requeue {names} to make way for job {action.for_job}"
+        jobs = [
+            {"job": key.id, "restart": key.restart, "factor": factor}
+            for key, factor in zip(action.jobs, action.factors, strict=True)
+        ]
+        if left_out := self._source.ask(request, "make_way", jobs=jobs):
+            raise StaleState(f"{request}: {'; '.join(map(str, left_out))}; the others were requeued")
 
     def _place(self, action: Place) -> None:
         """Change a job and release it; a job whose change is refused cannot start with the wrong request."""

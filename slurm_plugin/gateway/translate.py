@@ -10,11 +10,11 @@ from dataclasses import replace
 from math import inf
 from typing import Any, TypeAlias
 
-from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, JobState, Node, Options, SlurmState
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, JobState, Node, Options, SiteRules, SlurmState
 from cadenza.policies.core.text import printable
 from cadenza.slurm_plugin.gateway.comment import BadOptions, opt_in_of
 from cadenza.slurm_plugin.gateway.eligibility import Site, unreadable_reason
-from cadenza.slurm_plugin.gateway.verbs import DYNAMIC, HELD_NOTE
+from cadenza.slurm_plugin.gateway.verbs import DYNAMIC
 
 Raw: TypeAlias = Mapping[str, Any]
 
@@ -31,6 +31,7 @@ _NOT_NOW = frozenset({
     "NOT_RESPONDING", "FAIL", "FAILING", "POWERED_DOWN", "POWERING_DOWN", "POWERING_UP", "REBOOT_ISSUED",
     "INVALID_REG",
 })  # fmt: skip
+_ASLEEP = frozenset({"POWERED_DOWN", "POWERING_DOWN", "POWERING_UP"})
 SLURMS_DRAINS = (
     "Prolog error",
     "Epilog error",
@@ -74,6 +75,7 @@ def snapshot(raw: Raw) -> ClusterSnapshot:
                 key=lambda one: one.key,
             )
         ),
+        site=SiteRules(**raw.get("site", {})),
     )
 
 
@@ -97,6 +99,8 @@ def job(
     if state is None:
         return None
     options, unmanageable = options_of(raw)
+    gpus = job_gpus(raw)
+    planned = state == "PENDING" and bool(raw.get("scheduled_nodes")) and bool(raw["start_time"])
     return Job(
         key=JobKey(raw["id"], raw["requeue_count"] or 0),
         user=printable(raw["user_name"] or ""),
@@ -104,7 +108,7 @@ def job(
         partition=printable(raw["partition"] or "", MAX_PARTITIONS),
         qos=printable(raw["qos"] or ""),
         state=state,
-        gpus=job_gpus(raw),
+        gpus=gpus,
         cpus=raw["cpus"] or 0,
         memory_mb=job_memory_mb(raw),
         num_nodes=raw["num_nodes"] or 1,
@@ -121,10 +125,12 @@ def job(
         eligible_s=float(raw["eligible_time"]) if state == "PENDING" and raw.get("eligible_time") else None,
         nodes=tuple(raw["allocated_nodes"]) if state != "PENDING" and ended_s is None else (),
         required_nodes=tuple(raw["required_nodes"]),
-        barred=site.barred(raw) if site is not None and options is not None else frozenset(),
-        held_at_restart=state == "PENDING" and held_at_restart(raw, slurmctld_start_s, now_s, twice_s),
-        held_by_plugin=state == "PENDING" and held_by_plugin(raw),
-        noted_by_plugin=state == "PENDING" and noted_by_plugin(raw),
+        scheduled_nodes=tuple(raw["scheduled_nodes"]) if planned else (),
+        expected_start_s=float(raw["start_time"]) if planned else None,
+        barred=site.barred(raw)
+        if site is not None and (options is not None or (state == "PENDING" and gpus))
+        else frozenset(),
+        held_at_restart=state == "PENDING" and held_at_restart(raw, slurmctld_start_s, twice_s),
         gpu_type=wanted_type(raw),
         options=options,
         unmanageable=unmanageable,
@@ -182,39 +188,20 @@ def terminated_s(raw: Raw, slurmctld_start_s: float | None, now_s: float) -> flo
     return float(ended_s) if recent else None
 
 
-def held_at_restart(raw: Raw, slurmctld_start_s: float | None, now_s: float, twice_s: Collection[float] = ()) -> bool:
+def held_at_restart(raw: Raw, slurmctld_start_s: float | None, twice_s: Collection[float] = ()) -> bool:
     """Return True if Slurm itself holds a job within ``RESTART_S`` of slurmctld's start, and never releases it.
 
     A slurmctld that was killed forgets that it has started a job, starts it again, is refused by slurmd ("Duplicate
     jobid"), and requeues the job into a hold. It does the same with a job that it had requeued because its node did not
     answer, and starts there as soon as the node answers again, before slurmd knows: then the time of that node's drain
-    (``twice_s``) is the witness. A requeue sets the time of submission anew. Or it forgets the start of a
-    job and our release before it; then the forgotten start's prolog reports its end late (slurmd tries every 15 s),
-    which takes the reason of the plugin's hold away, and the scheduler calls it JobHeldAdmin.
+    (``twice_s``) is the witness. A requeue sets the time of submission anew.
     """
     if raw["priority"]:
         return False
     started_s = -inf if slurmctld_start_s is None else slurmctld_start_s
-    if raw["state_reason"] == "JobHeldAdmin":
-        return noted_by_plugin(raw) and 0 <= now_s - started_s <= RESTART_S
     requeued_s = float(raw["submit_time"] or 0)
     failed = raw["state_reason"] == LAUNCH_FAILED
     return failed and any(abs(requeued_s - at_s) <= RESTART_S for at_s in (started_s, *twice_s))
-
-
-def held_by_plugin(raw: Raw) -> bool:
-    """Return True if a pending job's hold is the one that job_submit.lua gave it at its submission.
-
-    The script notes the hold in AdminComment, which only root, SlurmUser and administrators can write, and our release
-    takes the note away. Slurm calls that hold JobHeldUser; a hold by an admin (JobHeldAdmin) or of a later incarnation
-    is not ours.
-    """
-    return noted_by_plugin(raw) and raw["state_reason"] == "JobHeldUser"
-
-
-def noted_by_plugin(raw: Raw) -> bool:
-    """Return True if AdminComment still has the note of job_submit.lua's hold, and no requeue came since."""
-    return (raw.get("admin_comment") or "").rpartition("\n")[2] == HELD_NOTE and not raw["requeue_count"]
 
 
 def unmanageable_reason(raw: Raw) -> str | None:
@@ -379,6 +366,11 @@ def is_up(state: Sequence[str]) -> bool:
     return bool(state) and state[0] in _UP and _NOT_NOW.isdisjoint(state)
 
 
+def is_asleep(state: Sequence[str]) -> bool:
+    """Return whether Slurm has powered a node down, which it wakes for a job by itself, or wakes it now."""
+    return bool(state) and state[0] in _UP and not _ASLEEP.isdisjoint(state)
+
+
 def node(raw: Raw, host: str, lane: int) -> Node:
     """Return one node; ``up`` means that slurmctld would start jobs on it if it were not drained."""
     base, *flags = raw["state"].split("+")
@@ -393,6 +385,7 @@ def node(raw: Raw, host: str, lane: int) -> Node:
         gpu_type=gpu_type(gres),
         partitions=tuple(sorted(raw["partitions"] or ())),
         up=is_up((base, *flags)),
+        asleep=is_asleep((base, *flags)),
         drained="DRAIN" in flags,
         drain_reason=printable(raw["reason"] or "") if "DRAIN" in flags else "",
         dynamic=DYNAMIC in flags,

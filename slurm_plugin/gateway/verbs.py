@@ -16,6 +16,7 @@ from cadenza.sidecar import clock
 from cadenza.slurm_plugin.gateway import request_sizes
 from cadenza.slurm_plugin.gateway.commands import JSON, Refusal, command
 from cadenza.slurm_plugin.gateway.request_sizes import BadRequest
+from cadenza.slurm_plugin.gateway.site_rules import SiteReader
 
 FINISHED = frozenset({
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "EXPEDITING", "FAILED", "LAUNCH_FAILED", "NODE_FAIL",
@@ -25,8 +26,6 @@ OUR_DRAIN = "cadenza: "
 """Beginning of the reason of all our drains; the service does not undo the drains of others."""
 DYNAMIC = "DYNAMIC_NORM"
 """Flag of a node that its slurmd has registered (sinfo(1), DYNAMIC_NORM)."""
-HELD_NOTE = "cadenza: held"
-"""Last line of the AdminComment of a job that job_submit.lua holds for us."""
 INFINITE = 0xFFFFFFFF
 """The priority by which Slurm releases a held job."""
 TERMINATED = ("FAILED", signal.SIGTERM)
@@ -38,6 +37,8 @@ NODES_S = 1.0
 """Nodes are read again after this long even if no job started, stopped or ended: their own state may have changed."""
 RARE_S = 10.0
 """The same for reservations and the start of slurmctld, which change rarely."""
+SITE_S = 60.0
+"""The same for the site's rules on priorities: Slurm itself adds up the use of shares every five minutes."""
 
 Request = Mapping[str, Any]
 T = TypeVar("T")
@@ -138,9 +139,11 @@ class Verbs:
         self._nodes: Kept[list[dict[str, Any]]] = Kept(NODES_S)
         self._reservations: Kept[list[dict[str, Any]]] = Kept(RARE_S)
         self._started_s: Kept[float] = Kept(RARE_S)
+        self._site, self._reader = Kept[dict[str, Any]](SITE_S), SiteReader()
         self._verbs: dict[str, Callable[[Request], Any]] = {
             "ping": self.ping, "read": self.read, "look": self.look,
             "suspend": self.suspend, "unsuspend": self.unsuspend, "requeue": self.requeue,
+            "factor": self.factor, "make_way": self.make_way,
             "release": self.release, "size": self.size, "place": self.place, "resize": self.resize,
             "drain": self.drain, "undrain": self.undrain, "remove": self.remove,
         }  # fmt: skip
@@ -185,6 +188,7 @@ class Verbs:
             "jobs": [self._slurm.job_fields(job) for job in shown],
             "nodes": nodes,
             "reservations": self._reservations.get(self._slurm.reservations),
+            "site": self._site.get(self._reader.read),
         }
 
     def _forget(self) -> None:
@@ -242,6 +246,36 @@ class Verbs:
         states = ("FAILED",) if request.get("failed") else ("RUNNING", "SUSPENDED", "CONFIGURING")
         self._job_in(request, *states).requeue(hold=bool(request["hold"]))
 
+    def factor(self, request: Request) -> None:
+        """Set the SiteFactor of a job, which counts now and when it is requeued; of an array, of the tasks that wait.
+
+        It is scontrol's matter for each source: pyslurm takes 0 for "leave as it is".
+        """
+        job = self._job_in(request, "PENDING", "RUNNING", "SUSPENDED", "CONFIGURING")
+        _set_factor([job], int(request["factor"]))
+
+    def make_way(self, request: Request) -> list[str]:
+        """Set the SiteFactor of running jobs and requeue them by one command; return why others of them were left out.
+
+        One that is no longer the incarnation meant has left already. All go at once, because between two requeues
+        Slurm could give what the first one freed to another job than the one that it is for.
+        """
+        going: dict[int, list[Any]] = {}
+        left_out: list[str] = []
+        for one in request["jobs"]:
+            try:
+                job = self._job_in(one, "RUNNING")
+            except (Stale, self._slurm.error) as error:
+                left_out.append(str(getattr(error, "msg", error)))
+            else:
+                going.setdefault(int(one["factor"]), []).append(job)
+        if not going:
+            raise Stale("; ".join(left_out) or "no job was named")
+        for factor, jobs in going.items():
+            _set_factor(jobs, factor)
+        command("scontrol", "requeue", ",".join(scontrol_name(job) for jobs in going.values() for job in jobs))
+        return left_out
+
     def release(self, request: Request) -> None:
         """Release a held job, after clearing its node list if ``unpin``; a job that is not held stays as it is."""
         job = self._job_in(request, "PENDING")
@@ -259,16 +293,12 @@ class Verbs:
     def _start(self, job: Any, changes: dict[str, Any]) -> None:
         """Change a pending job, and release it by the same request if it is held.
 
-        One that Slurm delays because it was requeued may start at once. The note of job_submit.lua's hold goes, too: a
-        slurmctld that is killed forgets both or neither, so the note tells our hold from a later one of the owner's.
+        One that Slurm delays because it was requeued may start at once.
         """
         if not job.priority:
             if delayed_by_requeue(job, clock.now()):
                 changes["begin_time"] = int(clock.now())
             changes["priority"] = INFINITE
-            own, _, note = (self._slurm.job_fields(job)["admin_comment"] or "").rpartition("\n")
-            if note == HELD_NOTE:
-                changes["admin_comment"] = own
         if changes:
             self._slurm.change_job(job, changes)
 
@@ -357,6 +387,21 @@ def seated(jobs: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Return the facts of jobs on which the use of nodes depends."""
     seats = ((job.id, job.requeue_count, job.state, job.allocated_nodes) for job in jobs)
     return [seat for seat in seats if seat[2] != "PENDING" and seat[2] not in FINISHED]
+
+
+def scontrol_name(job: Any) -> str:
+    """Return the name of a job for scontrol; of the rest of an array that waits, of all tasks of that rest.
+
+    The number of an array's last task, and of its rest, is the array's own, by which scontrol would change every task.
+    """
+    if not job.array_id:
+        return str(job.id)
+    rest = (job.array_tasks_waiting or "").partition("%")[0]
+    return f"{job.array_id}_[{rest}]" if rest else f"{job.array_id}_{job.array_task_id or 0}"
+
+
+def _set_factor(jobs: Sequence[Any], factor: int) -> None:
+    command("scontrol", "update", f"JobId={','.join(map(scontrol_name, jobs))}", f"SiteFactor={factor}")
 
 
 def delayed_by_requeue(job: Any, now_s: float) -> bool:

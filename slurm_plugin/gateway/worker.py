@@ -25,7 +25,7 @@ JOB_FIELDS = (
     "id", "requeue_count", "name", "user_name", "account", "partition", "qos", "state", "state_reason",
     "priority", "cpus", "cpus_per_task", "ntasks", "num_nodes", "memory", "memory_per_node", "memory_per_cpu",
     "submit_time", "eligible_time", "start_time", "end_time", "exit_code_signal",
-    "suspend_time", "pre_suspension_time", "time_limit", "comment", "admin_comment", "constraints", "command",
+    "suspend_time", "pre_suspension_time", "time_limit", "comment", "constraints", "command",
     "reservation", "is_requeueable", "is_batch_job", "resource_sharing", "heterogeneous_id", "is_cronjob",
     "array_id", "array_task_id", "array_tasks_waiting", "gres_per_node", "requested_tres", "allocated_tres",
     "tres_per_job", "tres_per_node", "tres_per_task",
@@ -122,7 +122,7 @@ class Pyslurm:
 
     def job_fields(self, job: Any) -> dict[str, Any]:
         """Return a job's properties, its lists of nodes as lists."""
-        lists = ("allocated_nodes", "required_nodes", "excluded_nodes")
+        lists = ("allocated_nodes", "required_nodes", "excluded_nodes", "scheduled_nodes")
         return read_fields(job, JOB_FIELDS) | {name: self._hosts(getattr(job, name)) for name in lists}
 
     def _hosts(self, text: str | None) -> list[str]:

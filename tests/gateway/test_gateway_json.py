@@ -14,7 +14,18 @@ from gateway_rig import BOTH, HERE
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.policies.core.actions import DrainNode, OpenNode, Place, Release, Requeue, Size, Suspend, Unsuspend
+from cadenza.policies.core.actions import (
+    DrainNode,
+    MakeWay,
+    OpenNode,
+    Place,
+    Release,
+    Requeue,
+    SetFactor,
+    Size,
+    Suspend,
+    Unsuspend,
+)
 from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import clock
 from cadenza.slurm_plugin.gateway.errors import (
@@ -167,6 +178,7 @@ case "$name $*" in
     case "$name" in squeue) cat "{here}/jobs.json" ;; *) cat {nodes} ;; esac ;;
   "scontrol --all show reservations"*) cat {reservations} ;;
   "scontrol show config") echo "BOOT_TIME               = 1795601167" ;;
+  "scontrol --all --oneliner show partition") ;;
   *)
     echo "$*" >>{here}/calls
     if [ -e {here}/refused ]; then cat {here}/refused >&2; exit 1; fi ;;
@@ -198,6 +210,7 @@ def key(name: str) -> JobKey:
 TASK = next(job for job in SHOWN.values() if job["name"] == "arr" and job["job_state"] == ["RUNNING"])
 REST = next(job for job in SHOWN.values() if job["array_task_string"])
 ARRAY = REST["job_id"]
+RUNS = {"job_state": ["RUNNING"]}
 
 
 @pytest.mark.parametrize(
@@ -217,6 +230,8 @@ ARRAY = REST["job_id"]
          [(f"update JobId={key('held').id} ReqNodeList=node2,node1 MinMemoryNode=300 CPUsPerTask=2 NumCPUs=2"
            " StartTime=now"), f"release {key('held').id}"]),
         (Suspend(JobKey(TASK["job_id"], 0), "r"), [f"suspend {ARRAY}_{TASK['array_task_id']['number']}"]),
+        (SetFactor(key("later"), -300, "r"), [f"update JobId={key('later').id} SiteFactor=-300"]),
+        (SetFactor(key("two"), 0, "r"), [f"update JobId={key('two').id} SiteFactor=0"]),
         (DrainNode("node1", "off"), ["update NodeName=node1 State=DRAIN Reason=cadenza: off"]),
         (OpenNode("node1-l1", "r"), ["update NodeName=node1-l1 State=UNDRAIN"]),
     ],
@@ -227,11 +242,37 @@ def test_each_action_is_one_command_or_two(commands: Calls, action: Any, calls: 
     assert commands() == calls
 
 
-def test_a_release_goes_before_the_note_of_the_hold(commands: Calls, tmp_path: Path) -> None:
-    held = SHOWN[BY_NAME["held"]] | {"admin_comment": "ticket 7\ncadenza: held"}
-    (tmp_path / "jobs.json").write_bytes(shown([held]))
-    over_json().act(Release(key("held"), "r"))
-    assert commands() == [f"release {key('held').id}", f"update JobId={key('held').id} AdminComment=ticket 7"]
+def test_jobs_make_way_by_one_requeue_after_their_factors(commands: Calls, tmp_path: Path) -> None:
+    """The number of an array's last task is the array's own: scontrol would requeue every task by it."""
+    last = TASK | {"job_id": ARRAY}
+    (tmp_path / "jobs.json").write_bytes(shown([SHOWN[BY_NAME["two"]], last, SHOWN[BY_NAME["pin"]] | RUNS]))
+    pin, two, task = key("pin"), key("two"), JobKey(ARRAY, 0)
+    over_json().act(MakeWay((two, task, pin), (-500, -70, -500), JobKey(99, 0), "r"))
+    name = f"{ARRAY}_{TASK['array_task_id']['number']}"
+    assert commands() == [
+        f"update JobId={two.id},{pin.id} SiteFactor=-500", f"update JobId={name} SiteFactor=-70",
+        f"requeue {two.id},{pin.id},{name}",
+    ]  # fmt: skip
+
+
+def test_a_job_that_left_by_itself_makes_no_way_and_is_named(commands: Calls) -> None:
+    gone, ended, two = JobKey(key("susp").id, 0), JobKey(999, 0), key("two")
+    way = MakeWay((gone, ended, two), (-1, -1, -1), JobKey(99, 0), "r")
+    with pytest.raises(StaleState, match=rf"job {gone.id} is SUSPENDED, not RUNNING; .*job 999; the others"):
+        over_json().act(way)
+    assert commands() == [f"update JobId={two.id} SiteFactor=-1", f"requeue {two.id}"]
+    outcome = over_json().apply(MakeWay((gone, JobKey(two.id, 7)), (-1, -1), JobKey(99, 0), "r"))
+    assert f"job {gone.id} is SUSPENDED" in outcome.error
+    assert f"job {two.id} has been requeued" in outcome.error
+    assert len(commands()) == 2, "nothing is left to requeue"
+
+
+def test_a_refused_factor_stops_the_requeue(commands: Calls, tmp_path: Path) -> None:
+    """Without its factor a job would come back before the one that it made way for."""
+    (tmp_path / "refused").write_text("Access/permission denied for job 3")
+    with pytest.raises(NotAuthorized):
+        over_json().act(MakeWay((key("two"),), (-1,), JobKey(99, 0), "r"))
+    assert len(commands()) == 1
 
 
 @pytest.mark.parametrize(("delay_s", "restart", "starts"), [(121, 1, True), (121, 0, False), (3600, 1, False)])
@@ -254,9 +295,10 @@ def test_of_an_array_that_waits_one_task_is_placed_and_all_are_released(commands
     (tmp_path / "jobs.json").write_bytes(shown([rest, task]))
     over_json().act(Place(JobKey(ARRAY, 0), ("node1",), "r"))
     assert commands() == [f"update JobId={ARRAY}_3 ReqNodeList=node1", f"release {ARRAY}_3"]
-    (tmp_path / "jobs.json").write_bytes(shown([rest | {"admin_comment": "cadenza: held"}]))
+    (tmp_path / "jobs.json").write_bytes(shown([rest]))
     over_json().act(Release(JobKey(ARRAY, 0), "r"))
-    assert commands()[2:] == [f"release {ARRAY}", f"update JobId={ARRAY} AdminComment="]
+    over_json().act(SetFactor(JobKey(ARRAY, 0), 0, "r"))
+    assert commands()[2:] == [f"release {ARRAY}", f"update JobId={ARRAY}_[3-5] SiteFactor=0"]
 
 
 @pytest.mark.parametrize(

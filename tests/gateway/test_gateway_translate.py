@@ -240,33 +240,6 @@ def test_a_job_that_slurm_held_as_slurmctld_restarted_is_told_by_reason_and_time
 
 
 @pytest.mark.parametrize(
-    ("changes", "started_s_ago", "at_restart"),
-    [
-        ({}, 20.0, True),
-        ({}, 61.0, False),
-        ({}, None, False),
-        ({"admin_comment": ""}, 20.0, False),
-        ({"requeue_count": 1}, 20.0, False),
-        ({"priority": 1}, 20.0, False),
-    ],
-)
-def test_a_hold_of_the_plugin_that_slurmctld_calls_an_admins_after_its_restart_is_told_by_note_and_time(
-    changes: dict[str, Any], started_s_ago: float | None, at_restart: bool
-) -> None:
-    facts = {
-        "state": "PENDING",
-        "priority": 0,
-        "state_reason": "JobHeldAdmin",
-        "requeue_count": 0,
-        "admin_comment": "cadenza: held",
-    }
-    found = job(raw_job(**(facts | changes)), NOW_S, None if started_s_ago is None else NOW_S - started_s_ago)
-    assert found is not None
-    assert found.held_at_restart == at_restart
-    assert not found.held_by_plugin
-
-
-@pytest.mark.parametrize(
     ("changes", "slurmd_s", "lost"),
     [
         ({}, 1001, True),
@@ -490,29 +463,6 @@ def test_texts_of_slurm_are_one_printable_line() -> None:
     assert [len(text) for text in texts] == [9, 4096, 2, 2]
 
 
-HELD_FACTS = {"state": "PENDING", "priority": 0, "state_reason": "JobHeldUser", "requeue_count": 0}
-
-
-@pytest.mark.parametrize(
-    ("facts", "ours"),
-    [
-        ({"admin_comment": "cadenza: held"}, True),
-        ({"admin_comment": "ticket 7\ncadenza: held"}, True),
-        ({}, False),
-        ({"comment": '{"cadenza":{"held":true}}'}, False),
-        ({"comment": "cadenza: held"}, False),
-        ({"admin_comment": "cadenza: held", "state_reason": "JobHeldAdmin"}, False),
-        ({"admin_comment": "cadenza: held", "requeue_count": 1}, False),
-        ({"admin_comment": "cadenza: held", "state": "RUNNING", "priority": 1}, False),
-        ({"admin_comment": "cadenza: held\nJS1:x"}, False),
-    ],
-)
-def test_only_root_can_say_that_a_hold_is_ours(facts: dict[str, object], ours: bool) -> None:
-    found = job(raw_job(**HELD_FACTS | facts), NOW_S)
-    assert found is not None
-    assert found.held_by_plugin is ours
-
-
 SCALARS = st.none() | st.booleans() | st.integers() | st.text()
 JSON = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 
@@ -566,3 +516,51 @@ def test_how_long_a_job_is_can_be_stated() -> None:
     assert (opt_in.options.iterations, opt_in.options.duration_s) == (900, 3600)
     with pytest.raises(BadOptions, match="duration_s"):
         opt_in_of('{"cadenza":{"duration_s":"long"}}')
+
+
+# --- Slurm's own queue ---------------------------------------------------------------------------------
+
+
+def test_where_and_when_slurm_plans_a_pending_job_is_known() -> None:
+    plan = {"state": "PENDING", "scheduled_nodes": ["node1", "node2"], "start_time": 2000}
+    found = job(raw_job(**plan), NOW_S)
+    assert found is not None
+    assert (found.scheduled_nodes, found.expected_start_s) == (("node1", "node2"), 2000.0)
+    # Without nodes the time is the job's own, as of --begin; and the plan of a job that runs is over.
+    for other in ({"scheduled_nodes": []}, {"start_time": None}, {"state": "RUNNING"}):
+        found = job(raw_job(**plan | other), NOW_S)
+        assert found is not None
+        assert (found.scheduled_nodes, found.expected_start_s) == ((), None)
+
+
+def test_nodes_are_barred_to_every_job_with_gpus_that_waits() -> None:
+    """Room may be made for a job that did not opt in, on nodes that Slurm would give it only."""
+    apart = {"comment": "", "constraints": ["none-has-it"], "num_nodes": 1}
+    waits = {"state": "PENDING", "allocated_tres": {}, "requested_tres": {"gres/gpu": 1}}
+    names = {one["name"] for one in ANSWERS[0]["nodes"]}
+    for facts, barred in (
+        (waits, names),
+        (waits | {"requested_tres": {}, "gres_per_node": {}, "tres_per_node": {}}, set()),
+        ({"state": "RUNNING"}, set()),
+    ):
+        (found,) = snapshot(ANSWERS[0] | {"jobs": [raw_job(**apart | facts)]}).jobs
+        assert found.options is None
+        assert found.barred == barred
+
+
+@pytest.mark.parametrize(
+    ("state", "up", "asleep"),
+    [
+        ("IDLE+POWERED_DOWN", False, True),
+        ("IDLE+CLOUD+POWERING_UP+NOT_RESPONDING", False, True),
+        ("ALLOCATED+POWERING_UP", False, True),
+        ("IDLE+POWERING_DOWN", False, True),
+        ("DOWN+POWERED_DOWN", False, False),
+        ("IDLE", True, False),
+        ("IDLE+NOT_RESPONDING", False, False),
+    ],
+)
+def test_a_node_that_is_powered_down_is_told_from_one_that_is_down(state: str, up: bool, asleep: bool) -> None:
+    raw = ANSWERS[0]["nodes"][0] | {"state": state}
+    found = nodes([raw])[0]
+    assert (found.up, found.asleep) == (up, asleep)

@@ -19,6 +19,7 @@ from cadenza.policies.core.actions import (
     RemoveNode,
     Requeue,
     Resume,
+    SetFactor,
     Size,
     Suspend,
     Unsuspend,
@@ -60,6 +61,7 @@ def is_alive(pid: int) -> bool:
         (Unsuspend(SUSPENDED, "r"), "unsuspend 2"),
         (Requeue(RUNNING, hold=True, reason="r"), "requeue 1 True"),
         (Requeue(TERMINATED, hold=False, reason="r", repair=True), "requeue 6 False"),
+        (SetFactor(RUNNING, 0, "r"), "scontrol update JobId=1 SiteFactor=0"),
         (Release(HELD, "r"), f"modify 3 {{'priority': {RELEASE}}}"),
         (DrainNode("n-l1", "observing"), "node n-l1 {'state': 'DRAIN', 'reason': 'cadenza: observing'}"),
         (DrainNode("n-l1", "cadenza: off"), "node n-l1 {'state': 'DRAIN', 'reason': 'cadenza: off'}"),
@@ -124,30 +126,6 @@ def test_unpin_sends_an_empty_node_list(gateway_with: MakeGateway, calls: Calls)
 def test_a_job_that_is_not_held_is_not_released_again(gateway_with: MakeGateway, calls: Calls) -> None:
     assert gateway_with().apply(Release(WAITING, "r")).ok
     assert calls() == []
-
-
-@pytest.mark.parametrize(
-    ("comment", "left"),
-    [("cadenza: held", ""), ("ticket 7\ncadenza: held", "ticket 7")],
-    ids=["alone", "with the site's"],
-)
-@pytest.mark.parametrize("action", [Release(HELD, "r"), Place(HELD, (), "r")], ids=["release", "place"])
-def test_a_release_takes_the_plugins_note_away_by_the_same_request(
-    gateway_with: MakeGateway, calls: Calls, monkeypatch: pytest.MonkeyPatch, action: object, comment: str, left: str
-) -> None:
-    """A slurmctld that is killed between two requests would save a hold without the note, for ever."""
-    monkeypatch.setenv("PYSLURM_ADMIN_COMMENT", comment)
-    gateway_with().act(action)  # type: ignore[arg-type]
-    assert calls() == [f"modify 3 {{'priority': {RELEASE}, 'admin_comment': {left!r}}}"]
-
-
-@pytest.mark.parametrize("comment", ["ticket 7", "cadenza: held\nticket 7", os.fsdecode(b"\xff")])
-def test_a_release_without_the_plugins_note_changes_no_admin_comment(
-    gateway_with: MakeGateway, calls: Calls, monkeypatch: pytest.MonkeyPatch, comment: str
-) -> None:
-    monkeypatch.setenv("PYSLURM_ADMIN_COMMENT", comment)
-    gateway_with().act(Release(HELD, "r"))
-    assert calls() == [f"modify 3 {{'priority': {RELEASE}}}"]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 ``PYSLURM_TROUBLE`` names what goes wrong (import, hang, segv, exit, print); with ``PYSLURM_TROUBLE_ONCE`` naming a
 file, only as long as that file does not exist. ``PYSLURM_LOG`` collects the calls that change something, the file
 next to it with ``.looks`` at its end the jobs that were looked at.
-``PYSLURM_ADMIN_COMMENT`` is every job's AdminComment.
 """
 
 from __future__ import annotations
@@ -85,10 +84,6 @@ class Job:
         if self.id == 5:
             raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
         return '{"cadenza":{"v":1}}'
-
-    @property
-    def admin_comment(self) -> str | None:
-        return os.environb.get(b"PYSLURM_ADMIN_COMMENT", b"").decode() or None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "gres":
