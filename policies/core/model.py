@@ -438,6 +438,10 @@ class SiteRules:
     """LevelFS of accounts (``ACCOUNT``) and of their users (``ACCOUNT/USER``): their share over their usage, so below 1
     they have had more than their share (sshare(1)). Empty where the site has no fair share."""
 
+    def tier(self, partition: str) -> int:
+        """Return the PriorityTier of a partition, 1 where none is set; of several (``a,b``) the highest."""
+        return max(self.tiers.get(name, 1) for name in partition.split(","))
+
     @property
     def points(self) -> int:
         """Return the sum of the weights: the highest priority that factors of the site can give a job."""

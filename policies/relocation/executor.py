@@ -132,7 +132,8 @@ class Relocation:
             return [action]  # a round stops it, with a checkpoint or without
         if len(saving) < len(action.jobs):
             others = [key for key in action.jobs if all(job.key != key for job in saving)]
-            refused.update(dict.fromkeys(action.jobs, f"does not make way: job {others[0]} cannot save a checkpoint now"))
+            reason = f"does not make way: job {others[0]} cannot save a checkpoint now"
+            refused.update(dict.fromkeys(action.jobs, reason))
             return []
         leaves.update({job.key: action for job in saving})
         return [Migrate(job.key, (), action.reason) for job in saving]

@@ -34,7 +34,7 @@ from cadenza.policies.sharing.preemption.make_way import make_way
 from cadenza.policies.sharing.preemption.quiet_time import note_quiet_time
 from cadenza.policies.sharing.preemption.site_factor import set_factors
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
-from cadenza.policies.sharing.state.sharing_state import SharingState, ranks_of
+from cadenza.policies.sharing.state.sharing_state import SharingState
 from cadenza.policies.sharing.turns.lanes import close_lanes, drain_or_open_lanes
 from cadenza.policies.sharing.turns.repair import repair_suspends
 from cadenza.policies.sharing.turns.slurm_sync import explain, release_all, sync_slurm, take_turns
@@ -160,7 +160,6 @@ class Pipeline:
         own suspends, holds and open lanes.
         """
         state = SharingState.of(snapshot, memory, self.settings, self.gandiva, self.order, self.allocate)
-        state.ranks = ranks_of(state)
         for stage in self.stages:
             stage(state)
         return state.decision()

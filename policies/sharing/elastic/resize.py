@@ -70,8 +70,7 @@ def _shrink_for(state: SharingState, job: Job, promised: dict[str, int]) -> None
 
 def _undecided(state: SharingState, job: Job) -> bool:
     """Return True if Slurm has not looked at a job yet: it may start it on a lane, and the lane decides who shrinks."""
-    new = job.state_reason in ("", "None") and state.now_s - job.submit_s < UNDECIDED_S
-    return new and state.settings.admission == "native"
+    return job.state_reason in ("", "None") and state.now_s - job.submit_s < UNDECIDED_S
 
 
 def _chosen(state: SharingState, plans: Iterable[tuple[HostState, Plan]], count: int) -> list[tuple[HostState, Plan]]:

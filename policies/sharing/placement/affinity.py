@@ -1,4 +1,4 @@
-"""Held admission: where a held job starts (Gandiva, OSDI'18, Algorithm 1 on page 601).
+"""Placement: where a pending job starts (Gandiva, OSDI'18, Algorithm 1 on page 601).
 
 The affinity of a host is the GPU count of its jobs (their share on it), 0 without jobs; its load is M / N,
 with M the GPUs given out over all its lanes and N its real ones. A job of g GPUs a host goes to, in this
@@ -24,32 +24,36 @@ from dataclasses import dataclass
 from cadenza.policies.core.actions import Place
 from cadenza.policies.core.model import Job, Node
 from cadenza.policies.sharing.state.host import HostState, ResourceRequest, lacks
-from cadenza.policies.sharing.state.pending import queued
-from cadenza.policies.sharing.state.settings import SharingSettings, held_for_us
+from cadenza.policies.sharing.state.limits import Limits
+from cadenza.policies.sharing.state.pending import awaits_place, queued
+from cadenza.policies.sharing.state.settings import SharingSettings
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
 
 def list_pending(state: SharingState) -> None:
-    """List the jobs that the service places, by priority, rank and submission, and those in Slurm's queue.
+    """List the jobs that the service places, by priority, rank and submission, and the others of Slurm's queue.
 
-    These are held, or were placed on nodes that take no jobs any more.
+    It places managed jobs that lack free resources only, and those that were placed on nodes that take no jobs any
+    more. Nothing is done for a job that would meet a limit of its account, user or QOS: Slurm would not start it.
     """
     settings, last = state.settings, len(state.ranks)
-    held = [
-        job
-        for job in state.all_jobs
-        if settings.places
-        and ((job.held and held_for_us(job, state.memory)) or job.key in state.stranded)
-        and settings.manages(job)
-    ]
-    held.sort(key=lambda job: (-settings.priority(job), state.ranks.get(job.key, last), job.submit_s, job.key))
-    state.pending = [job for job in held if job.key.id not in state.relocating]
-    placed = state.relocating.keys() | {key.id for key in state.stranded}
-    state.queued = [job for job in queued(state.snapshot, settings) if job.key.id not in placed]
+    limits = Limits(job for job in state.all_jobs if job.state == "PENDING")
+    waiting = []
+    for job in state.all_jobs if settings.places else ():
+        if settings.manages(job) and (job.key in state.stranded or awaits_place(job)):
+            if limit := limits.reason(job):
+                state.placement_reasons[job.key] = f"waits in Slurm: a job before it has met a limit ({limit})"
+            elif job.key.id not in state.relocating:
+                waiting.append(job)
+    waiting.sort(key=lambda job: (-settings.priority(job), state.ranks.get(job.key, last), job.submit_s, job.key))
+    state.pending = waiting
+    others = state.relocating.keys() | {job.key.id for job in waiting}
+    queue = queued(state.snapshot, settings)
+    state.queued = [job for job in queue if job.key.id not in others and not limits.reached(job)]
 
 
 def place_pending(state: SharingState) -> None:
-    """Place the held jobs, in order; each sees those before it placed, and takes its share of the hosts.
+    """Place the pending jobs, in order; each sees those before it placed, and takes its share of the hosts.
 
     A job goes to the lane of its host where it meets the fewest others on the GPUs that it will get, and only to a
     host whose memory holds it with the jobs of all lanes. For a job that stays queued, room is made before any job

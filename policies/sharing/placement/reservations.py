@@ -6,12 +6,12 @@ from collections.abc import Container, Mapping, Sequence
 
 from cadenza.policies.core.model import Gpu, Job, JobKey, Placement
 from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest, observe_hosts
-from cadenza.policies.sharing.state.pending import NODE_TAKEN, sized, starts, stranded
+from cadenza.policies.sharing.state.pending import sized, starts, stranded
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
 
 def reserve_pending_moves(state: SharingState) -> None:
-    """Count jobs that are on their way, or released and not started yet, where they go to and not where they are."""
+    """Count jobs that are on their way, or pinned and not started yet, where they go to and not where they are."""
     for job in state.all_jobs:
         move = state.relocating.get(job.key.id)
         if move is not None and not (move.arriving and job.state != "PENDING"):
@@ -24,15 +24,13 @@ def reserve_pending_moves(state: SharingState) -> None:
         if not closed.isdisjoint(job.required_nodes):
             continue  # Slurm starts it on none of its nodes while one of them takes no jobs
         request = ResourceRequest.under(job, state.settings)
-        promised = job.key in state.memory.placed or job.state_reason.startswith(NODE_TAKEN)
         there = {state.by_node[name].name for name in job.required_nodes if name in state.by_node}
         for host in [state.hosts[name] for name in sorted(there)]:
             seats = {seat.node.name: seat.gpus for seat in host.seats(request)}
             pins = [node.name for node in host.lanes if node.name in job.required_nodes]
             pins.sort(key=lambda name: name not in seats)
-            # A job that is known to be promised its nodes has them also while others are still there.
-            if pins[0] in seats or promised:
-                host.stay(Resident(job, request, pins[0], seats.get(pins[0], frozenset())))
+            # A job has the nodes that it is pinned to also while others are still there.
+            host.stay(Resident(job, request, pins[0], seats.get(pins[0], frozenset())))
 
 
 def _reserve(state: SharingState, job: Job, destination: Placement) -> None:
@@ -46,10 +44,9 @@ def _reserve(state: SharingState, job: Job, destination: Placement) -> None:
 
 
 def hold_until_startable(state: SharingState) -> None:
-    """Keep those placements held that Slurm could not start now, because jobs have not left their GPUs yet.
+    """Keep those placements back that Slurm could not start now, because jobs have not left their GPUs yet.
 
-    The GPUs stay promised: the next round reserves them again. A job that were released before would be stuck on
-    its node if a move failed.
+    A job that were pinned before would be stuck on its node if a move failed.
     """
     if not state.placements or not (state.relocating or state.room_made):
         return

@@ -18,7 +18,7 @@ from cadenza.policies.sharing.preemption.node_room import NodeRequest, NodeRoom,
 from cadenza.policies.sharing.preemption.site_factor import behind, powerless_reason
 from cadenza.policies.sharing.preemption.standing import COST_S, QUANTUM_COSTS, Standings, limit_s, note_checkpoints
 from cadenza.policies.sharing.preemption.waiting_jobs import waiting_jobs
-from cadenza.policies.sharing.preemption.waiting_reason import waits_because
+from cadenza.policies.sharing.preemption.waiting_reason import WaitingReasons
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
 MAX_WAYS = 20
@@ -84,7 +84,7 @@ def make_way(state: SharingState) -> None:
         if standings.can_leave(job) and standings.quantum_left_s(job) <= 0.0
     ]
     room = NodeRoom(state.snapshot, victims, _leaving(state))
-    walk, ways = _Walk(room, standings), 0
+    walk, reasons, ways = _Walk(room, standings), WaitingReasons(room, standings), 0
     queue = waiting_jobs(state.snapshot) if state.settings.partitions else []
     for job in queue:
         request = room.request(job)
@@ -106,7 +106,8 @@ def make_way(state: SharingState) -> None:
             room.take(request, spot)
             continue
         # 4. It stays in the queue, and Slurm's reservation for it stands.
-        state.placement_reasons[job.key] = waits_because(job, request, walk.room, standings)
+        if state.settings.manages(job):
+            state.placement_reasons[job.key] = reasons.of(job, request)
         walk.block(job, request)
     # 5. Ways of jobs that are gone or run are forgotten.
     waiting = {job.key.id for job in state.all_jobs if job.state == "PENDING"}

@@ -63,10 +63,17 @@ class NodeRoom:
 
     def request(self, job: Job) -> NodeRequest:
         """Return a job's needs on each node; more GPUs than the widest node has are spread over whole nodes."""
-        widest = max((node.gpus for node in self._in_partition.get(job.partition, ())), default=1)
+        widest = max((node.gpus for node in self._nodes_of(job.partition)), default=1)
         count = max(job.num_nodes, -(-job.gpus // widest), 1)
         each = (-(-job.gpus // count), -(-job.cpus // count), -(-job.memory_mb // count))
         return NodeRequest(count, each, job.partition, job.gpu_type, job.barred, job.required_nodes)
+
+    def _nodes_of(self, partition: str) -> Iterable[Node]:
+        """Return the nodes of a partition, or of all that a waiting job names (``a,b``), each once."""
+        if "," not in partition:
+            return self._in_partition.get(partition, ())
+        found = {node.name: node for name in partition.split(",") for node in self._in_partition.get(name, ())}
+        return found.values()
 
     def admitting(self, request: NodeRequest) -> tuple[str, ...]:
         """Return the nodes on which Slurm may start such a job, in the order of their weights."""
@@ -74,7 +81,7 @@ class NodeRoom:
         if rules not in self._admitting:
             self._admitting[rules] = tuple(
                 node.name
-                for node in self._in_partition.get(request.partition, ())
+                for node in self._nodes_of(request.partition)
                 if node.name not in request.barred
                 and request.gpu_type in ("", node.gpu_type)
                 and (not request.required or node.name in request.required)

@@ -7,7 +7,7 @@ had more than others. A job that nothing can stop counts with the GPU time up to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 from cadenza.policies.core.model import Job, JobKey, SiteRules
@@ -96,7 +96,7 @@ class Standings:
         now_s, known = self.now_s, self.state.memory.keep_checkpoints
         return frozenset(name for name, at_s in known.items() if now_s - at_s <= BELIEVED_S)
 
-    def running_on(self, names: frozenset[str]) -> list[Job]:
+    def running_on(self, names: Iterable[str]) -> list[Job]:
         """Return the jobs with GPUs on some nodes."""
         found = {job.key: job for name in names for job in self._on_node.get(name, ())}
         return [found[key] for key in sorted(found)]
@@ -161,7 +161,7 @@ class Standings:
         less than their share and the waiting job's more (LevelFS below 1; Slurm's fair tree compares accounts first).
         """
         site, fair = self.site, self.site.fair_share
-        if site.tiers.get(job.partition, 1) > site.tiers.get(other.partition, 1):
+        if site.tier(job.partition) > site.tier(other.partition):
             return True
         if site.qos_priority.get(job.qos, 0) > site.qos_priority.get(other.qos, 0):
             return True

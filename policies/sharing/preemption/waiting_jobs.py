@@ -77,4 +77,4 @@ def waiting_jobs(snapshot: ClusterSnapshot, most: int = MAX_TESTED) -> list[Job]
 
 def place_in_queue(job: Job, site: SiteRules) -> tuple[int, int, int]:
     """Return the sort key of Slurm's queue."""
-    return -site.tiers.get(job.partition, 1), -job.slurm_priority, job.key.id
+    return -site.tier(job.partition), -job.slurm_priority, job.key.id

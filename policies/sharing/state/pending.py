@@ -1,8 +1,7 @@
-"""Pending jobs: the demand that growing and shrinking follow.
+"""Pending jobs: the demand that growing and shrinking follow, and the jobs that the service pins to nodes.
 
 A job waits for GPUs when
 
-- it is held for us to place (held admission), or
 - it is pending in Slurm for lack of free resources only (reason Resources or Priority, or none yet) and asks for
   GPUs of managed hosts, whether it is ours or not, or
 - Slurm has started it, as it does on a further lane when lane 0 is full, and it stands without a lease because
@@ -10,12 +9,18 @@ A job waits for GPUs when
 
 A job that is being moved does not wait: its new place is kept for it. Nor does one that Slurm is about to start where
 we have placed it, unless that node takes no jobs any more or has others on its GPUs: then it is placed anew.
+
+**Where the service places jobs** it pins managed jobs of Slurm's queue to nodes (ReqNodeList) and holds none. The pin
+ends with the job's incarnation, when Slurm's reason is not about nodes, and when its nodes take no jobs: then Slurm
+starts the job wherever it fits.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from math import inf
 
+from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
 from cadenza.policies.relocation.phases import MAX_START_S
 from cadenza.policies.sharing.state.host import Resident, ResourceRequest
@@ -26,6 +31,8 @@ OTHERS = "has been given to other jobs by Slurm"
 BARRED = "is reserved or does not meet its constraint any more"
 NODE_TAKEN = "ReqNodeNotAvail"
 """Beginning of Slurm's reason of a job whose required nodes are promised to an earlier job, or are away."""
+REQUEUED = "was requeued: it is not pinned any more to the nodes that it was placed on before"
+NOT_PLACED = "is not placed by the service any more: Slurm chooses its nodes"
 
 
 def queued(snapshot: ClusterSnapshot, settings: SharingSettings) -> list[Job]:
@@ -37,27 +44,73 @@ def queued(snapshot: ClusterSnapshot, settings: SharingSettings) -> list[Job]:
     return sorted(waiting, key=lambda job: (-job.slurm_priority, job.submit_s, job.key))
 
 
-def starts(job: Job, state: SharingState) -> bool:
-    """Return True if Slurm starts a job as soon as the nodes that it requires have its GPUs for it.
+def awaits_place(job: Job) -> bool:
+    """Return True if a pending job lacks free resources only, and requires no nodes: its owner's choice stands."""
+    waits = job.state == "PENDING" and not job.held and job.state_reason in WAITING_REASONS
+    return waits and job.gpus > 0 and not job.required_nodes
 
-    The memory of our placements may be lost: where the service places jobs, one that is not held and requires nodes has
-    been placed. A job that waits for something else than these nodes has no claim on them.
+
+def waits_for_nodes(job: Job, now_s: float) -> bool:
+    """Return True if a pinned job waits for its nodes only, or for the moment after a requeue until it may start.
+
+    With any other reason (a limit, a license, a dependency, its begin time) it has no claim on them.
     """
-    if job.state != "PENDING" or job.held or not job.required_nodes:
-        return False
-    if job.key in state.memory.placed:
-        return True
-    reason, settings = job.state_reason, state.settings
-    soon = (job.eligible_s or 0.0) <= state.now_s + MAX_START_S
-    lacks_nodes = reason in WAITING_REASONS or reason.startswith(NODE_TAKEN) or (reason == "BeginTime" and soon)
-    return settings.places and settings.manages(job) and lacks_nodes
+    reason, soon = job.state_reason, (job.eligible_s or 0.0) <= now_s + MAX_START_S
+    return reason in WAITING_REASONS or reason.startswith(NODE_TAKEN) or (reason == "BeginTime" and soon)
+
+
+def starts(job: Job, state: SharingState) -> bool:
+    """Return True if Slurm starts a job as soon as the nodes that we have pinned it to have its GPUs for it."""
+    pinned = job.state == "PENDING" and not job.held and bool(job.required_nodes) and job.key in state.memory.placed
+    return pinned and waits_for_nodes(job, state.now_s)
+
+
+def our_pins(snapshot: ClusterSnapshot, memory: Memory) -> list[Job]:
+    """Return the pending jobs that require nodes of our choice, in this incarnation or since an earlier one.
+
+    Slurm keeps the required nodes of a job that it requeues. The pin of a move is the move's (``relocation.phases``).
+    """
+    first: dict[int, int] = {}
+    for key in (*memory.placed, *memory.departed):
+        first[key.id] = min(key.restart, first.get(key.id, key.restart))
+    moves = {move.job.id: move for move in memory.moves}
+    pinned = (job for job in snapshot.jobs if job.state == "PENDING" and not job.held and job.required_nodes)
+    found = []
+    for job in pinned:
+        move = moves.get(job.key.id)
+        by_move = move is not None and (not move.over or move.successor == job.key or move.nodes == job.required_nodes)
+        if not by_move and first.get(job.key.id, inf) <= job.key.restart:
+            found.append(job)
+    return sorted(found, key=lambda job: job.key)
+
+
+def pins_over(state: SharingState) -> dict[JobKey, str]:
+    """Return the jobs whose pin of ours has ended, each with the reason; not those that this round pins anew."""
+    settings, placed = state.settings, {action.job for action in state.placements}
+    found: dict[JobKey, str] = {}
+    for job in our_pins(state.snapshot, state.memory):
+        if job.key in placed:
+            continue
+        if job.key not in state.memory.placed:
+            found[job.key] = REQUEUED
+        elif not (settings.places and settings.manages(job)):
+            found[job.key] = NOT_PLACED
+        elif job.key in state.stranded:
+            found[job.key] = f"{state.stranded[job.key]}, so Slurm chooses its nodes"
+        elif not starts(job, state):
+            found[job.key] = unpinned_for(job)
+    return found
+
+
+def unpinned_for(job: Job) -> str:
+    """Return why a job whose reason is not about nodes is pinned no more."""
+    return f"waits in Slurm ({job.state_reason}), so it has no claim on {','.join(job.required_nodes)} any more"
 
 
 def stranded(state: SharingState) -> dict[JobKey, str]:
     """Return the jobs that Slurm cannot start where we have placed them, each with the reason.
 
-    The nodes take no jobs any more, or not this one, or Slurm has given their GPUs to jobs that we did not hold, and
-    that stay there.
+    The nodes take no jobs any more, or not this one, or Slurm has given their GPUs to other jobs that stay there.
     """
     nodes = {node.name: node for node in state.snapshot.nodes}
     given: Counter[str] = Counter()

@@ -47,19 +47,22 @@ class SharingSettings(SharingOptions):
     """A job on a further lane gives its place back when it waited this long behind one that cannot stop."""
     unmanaged_wait_s: float = 10.0
     """A managed job on a further lane that cannot be stopped is requeued when an unmanaged job waited this long."""
-    admission: Literal["native", "held"] = "native"
+    place: bool = False
+    """True if the service chooses the nodes of pending jobs: it pins them where they are, in Slurm's queue."""
     partitions: frozenset[str] = frozenset()
     shares: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Shares of accounts and users, for the ordering that has them (``fairshare``)."""
 
+    level_points: float = 0.02
+    """Points of priority that a level of attained GPU time costs, as a part of the sum of the site's weights."""
     floor: bool = False
     """True if Slurm's allocation is a floor: a running job keeps its memory, and enough CPUs to be as fast as with
     those that Slurm gave it."""
 
     @property
     def places(self) -> bool:
-        """Return True if the service itself chooses the nodes of held jobs."""
-        return self.enforce and self.admission == "held"
+        """Return True if the service itself chooses the nodes of pending jobs."""
+        return self.enforce and self.place
 
     def manages(self, job: Job) -> bool:
         """Return True if the job opted in, in a partition that the admin enabled."""
@@ -139,7 +142,7 @@ class GandivaOptions:
         bool,
         Meta(
             description="With an allocation: move jobs that their host's CPUs or memory hold back to a host where "
-            "they are faster; also with share = none in native admission"
+            "they are faster; also with share = none, unless place"
         ),
     ] = True
     idle_s: Annotated[float, Meta(description="GPUs must be idle this long before a job grows", ge=0)] = 60.0

@@ -120,8 +120,7 @@ class SharingState:
     """Lane of each Slurm node."""
     further: frozenset[str] = frozenset()
     """Nodes that are further lanes of their host."""
-    ranks: dict[JobKey, int] = field(default_factory=dict)
-    """Place of each managed job in the ordering, 0 first."""
+    _ranks: dict[JobKey, int] | None = None
     _by_gpu: dict[Gpu, list[tuple[int, Job]]] | None = None
     _moved_s: dict[int, float] = field(default_factory=dict)
     _asked: dict[int, int] = field(default_factory=dict)
@@ -137,7 +136,7 @@ class SharingState:
         order: Order,
         allocate: Allocate,
     ) -> SharingState:
-        """Return the state at the beginning of a round, without ``ranks``."""
+        """Return the state at the beginning of a round."""
         all_jobs = tuple(sorted(snapshot.jobs, key=lambda job: job.key))
         jobs = {job.key: job for job in all_jobs if _is_managed(job, memory, settings)}
         going = [(job.key, job.relocating) for job in all_jobs if job.relocating and job.relocating.destination]
@@ -182,6 +181,13 @@ class SharingState:
             *self.placements,
         )
         return Decision(actions, self.memory, self.reasons, 0.0 if actions else self.quiet_until_s)
+
+    @property
+    def ranks(self) -> Mapping[JobKey, int]:
+        """Return the place of each managed job in the ordering, 0 first; worked out when it is asked for."""
+        if self._ranks is None:
+            self._ranks = ranks_of(self)
+        return self._ranks
 
     @property
     def now_s(self) -> float:

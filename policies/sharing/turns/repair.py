@@ -52,7 +52,7 @@ def repair_suspends(state: SharingState) -> None:
             continue
         lost = ABSENT if job.absent else PROLOG_LOST if job.prolog_lost else ""
         if lost and job.state in ("RUNNING", "SUSPENDED") and job.requeueable:
-            repairs.append(Requeue(job.key, state.settings.places, lost))
+            repairs.append(Requeue(job.key, hold=False, reason=lost))
             state.repair_reasons[job.key] = lost
         if lost or job.lease is None or not job.lease.amiss:
             continue
@@ -82,7 +82,7 @@ def requeue_forgotten(
         return decision
     tries = {job.key: memory.repairs.get(job.key, 0) for job in lost}
     again = (
-        Requeue(key, settings.places or JobKey(key.id, key.restart + 1) in memory.held, REQUEUE_FORGOTTEN, repair=True)
+        Requeue(key, JobKey(key.id, key.restart + 1) in memory.held, REQUEUE_FORGOTTEN, repair=True)
         for key, count in tries.items()
         if count < MAX_REPAIRS
     )
@@ -117,7 +117,7 @@ def _repair(job: Job, state: SharingState) -> Suspend | Unsuspend | Requeue | No
         if not met or not job.requeueable:
             return None
         given = f"gives its place back: {lease.amiss} after {tries} repairs, and {job_names(met)} may want its GPUs"
-        return Requeue(job.key, state.settings.places, given)
+        return Requeue(job.key, hold=False, reason=given)
     if job.state == "RUNNING" and shows(job, "frozen"):
         return Suspend(job.key, reason, repair=True)
     ours = job.key in state.memory.suspended or job.key in state.memory.resumed

@@ -14,12 +14,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from cadenza.policies.core.actions import Action, Release, Requeue, Resize, Resume, Suspend, Unsuspend, Yield
+from cadenza.policies.core.actions import (
+    Action,
+    Release,
+    Requeue,
+    Resize,
+    Resume,
+    SetFactor,
+    Suspend,
+    Unsuspend,
+    Yield,
+)  # fmt: skip
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, Lease
 from cadenza.policies.core.move import Ordered
 from cadenza.policies.core.text import job_names, jobs_called, lost_text
 from cadenza.policies.sharing.state.groups import partners
+from cadenza.policies.sharing.state.pending import our_pins, pins_over
 from cadenza.policies.sharing.state.settings import SharingSettings, exclusion_reason, held_for_us
 from cadenza.policies.sharing.state.sharing_state import SharingState, holds
 from cadenza.policies.sharing.turns.contender import preferred
@@ -34,6 +45,7 @@ MAX_REFUSALS = 3
 """Stops in a row that a job on a further lane may refuse before it gives its place back."""
 LAST_PRIORITY = -(10**9)
 """Priority of a job on a further lane that came after an unmanaged job which queues for lane 0."""
+HOLD_OVER = "the move or suspend that it was held for is over"
 NOT_ASKED = "has started without its lease, as its option `late` says, and has not asked for it yet"
 
 
@@ -83,11 +95,7 @@ def list_departures(state: SharingState) -> None:
     snapshot, jobs, rivals = state.snapshot, state.all_jobs, state.by_gpu
     drained, host = hosts_to_leave(snapshot), snapshot.host_of
     state.leaving = frozenset(j.key for j in jobs if any(host.get(name) in drained for name in j.nodes))
-    state.giving_back = {
-        j.key: reason
-        for j in jobs
-        if (reason := _apart_reason(j, state.settings, rivals) or _requeue_reason(j, state, rivals))
-    }
+    state.giving_back = {j.key: reason for j in jobs if (reason := _requeue_reason(j, state, rivals))}
     state.fixed |= state.leaving | state.giving_back.keys()
 
 
@@ -95,7 +103,7 @@ def sync_slurm(state: SharingState) -> None:
     """Order what the turns need of agents and of Slurm, in the order in which it is to be done."""
     settings, memory = state.settings, state.memory
     running = state.managed("RUNNING")
-    moved = {action.job for action in state.moves}
+    moved = {action.job for action in state.moves} | {key for way in state.ways for key in way.jobs}
     resized = {action.job for action in state.moves if isinstance(action, Resize)}
     # 1. Slurm's resume comes before the yields, so that a job stands ready when its GPUs are free. Whatever the reason,
     #    a job whose word is not enough for that comes later: it stays suspended until they are free.
@@ -121,29 +129,34 @@ def sync_slurm(state: SharingState) -> None:
     # 4. Requeues of jobs that cannot go on, or that give their lane back. Slurm brings a suspended one back held, so it
     #    is resumed before, unless others have its GPUs.
     requeues = [
-        Requeue(job.key, settings.places, state.giving_back[job.key])
+        Requeue(job.key, hold=False, reason=state.giving_back[job.key])
         for job in (*(job for job, _ in running), *suspended)
         if job.key in state.giving_back and (job.state == "RUNNING" or job.key in frozen)
     ]
-    # 5. Releases of jobs that were held for us and that we do not place, and of those whose lane is back.
+    # 5. Releases: holds of moves and suspends that are over, jobs whose lane is back, and pins that have ended.
+    unpinned = pins_over(state)
     releases = [
         Release(
             job.key,
-            exclusion_reason(job, settings) or "held for Cadenza, which does not place jobs now",
+            exclusion_reason(job, settings) or HOLD_OVER,
             unpin=job.key.restart > 0,  # an earlier incarnation may carry the nodes that we chose for it
         )
         for job in state.all_jobs
-        if held_for_us(job, memory) and not (settings.places and settings.manages(job))
-    ] + [
+        if held_for_us(job, memory)
+    ]
+    releases += [
         Release(job.key, "the lane that it needs is there again")
         for job in state.all_jobs
         if waits_for_lane(job, state.snapshot) and not held_for_us(job, memory)
     ]
+    releases += [Release(key, reason, unpin=True) for key, reason in unpinned.items()]
+    for key, reason in unpinned.items():
+        state.placement_reasons.setdefault(key, reason)
     state.slurm_actions = (*unsuspends, *yields, *state.resumes, *suspends, *requeues, *releases)
 
 
 def release_all(state: SharingState) -> None:
-    """Undo our suspends and holds, because jobs do not share."""
+    """Undo our suspends, holds and pins, because jobs do not share."""
     state.slurm_actions = release_plan(state.snapshot, state.memory, "sharing is off")
 
 
@@ -161,6 +174,7 @@ def explain(state: SharingState) -> None:
     for key, reason in (
         *state.pack_reasons.items(),
         *((action.job, action.reason) for action in state.moves),
+        *((key, way.reason) for way in state.ways for key in way.jobs),
         *state.repair_reasons.items(),
     ):
         if key in state.reasons:
@@ -311,24 +325,6 @@ def _requeue_reason(job: Job, state: SharingState, by_gpu: Mapping[Gpu, list[tup
     return f"gives its place back: it cannot be stopped, and {job_names(behind)} waited" if behind else None
 
 
-def _apart_reason(job: Job, settings: SharingSettings, by_gpu: Mapping[Gpu, list[tuple[int, Job]]]) -> str | None:
-    """Return why a job is requeued that Slurm itself has started on GPUs of another user; None if it stays.
-
-    Where users do not share, no agent gives it its first turn there, so it is placed anew once it has waited for a
-    slice, on one host at least. Where the service places no jobs, Slurm would start it there again.
-    """
-    lease, apart = job.lease, settings.places and not settings.share_between_users
-    if not apart or lease is None or not (job.requeueable and settings.manages(job)):
-        return None
-    waits = [gpu for gpu in lease.gpus if lease.state == "waiting" or gpu.host in lease.waiting_on]
-    if not waits:
-        return None
-    near = {rival.key: rival for gpu in waits for _, rival in by_gpu[gpu] if rival.user != job.user}
-    met = [key for key, rival in near.items() if rival.lease is not None and rival.lease.state != "waiting"]
-    late = max(lease.waited_s, lease.held_s) > max(settings.slice_s, settings.min_run_s)
-    return f"gives its place back: {job_names(met)} of another user had its GPUs first" if met and late else None
-
-
 def _waits_unmanaged(lease: Lease | None, settings: SharingSettings) -> bool:
     waits = lease is not None and lease.exclusive and lease.state == "waiting"
     return waits and lease is not None and lease.waited_s > settings.unmanaged_wait_s
@@ -355,10 +351,13 @@ def _meet(job: Job, other: Job) -> bool:
     )
 
 
-def release_plan(snapshot: ClusterSnapshot, memory: Memory, reason: str) -> tuple[Action, ...]:
-    """Return the actions that undo our suspends and holds (pure); those of others stay.
+def release_plan(
+    snapshot: ClusterSnapshot, memory: Memory, reason: str, *, everything: bool = False
+) -> tuple[Action, ...]:
+    """Return the actions that undo our suspends, holds and pins (pure); those of others stay.
 
-    Suspends come first: their jobs have GPU state in host memory, held jobs have nothing yet.
+    Suspends come first: their jobs have GPU state in host memory, the others have nothing yet. ``everything``: also
+    the SiteFactors of all jobs that live.
     """
     jobs = sorted(snapshot.jobs, key=lambda job: job.key)
     ours = [job for job in jobs if job.state == "SUSPENDED" and job.key in memory.suspended]
@@ -366,6 +365,8 @@ def release_plan(snapshot: ClusterSnapshot, memory: Memory, reason: str) -> tupl
     return (
         *(Unsuspend(job.key, reason) for job in ours),
         *(Release(job.key, reason) for job in held),
+        *(Release(job.key, reason, unpin=True) for job in our_pins(snapshot, memory)),
+        *(SetFactor(job.key, 0, reason) for job in jobs if everything and memory.factors.get(job.key.id)),
     )
 
 
