@@ -291,11 +291,6 @@ class Job:
     """Nodes on which Slurm would not start it now: by its constraint, nodes that it excludes, and reservations."""
     held_at_restart: bool = False
     """Slurm itself holds it as slurmctld restarted: it has started it for the second time, or forgotten its start."""
-    held_by_plugin: bool = False
-    """True if its present hold is job_submit.lua's (held admission) and was not released by us, by facts that no user
-    can write."""
-    noted_by_plugin: bool = False
-    """True while Slurm has job_submit.lua's note of its hold, which our release takes away, whatever holds it now."""
     gpu_type: str = ""
     """Type of GPU that it asked for; empty: any."""
     options: Options | None = None

@@ -7,25 +7,22 @@ the SPANK plugin reads; other keys follow, unchanged byte by byte, and a plain t
 all other jobs are not changed.
 
 /etc/cadenza/lua.conf names the partitions that Cadenza manages ("partitions=gpu,long") and the number of lanes of
-their hosts ("lanes=2"). There, a managed job that may get several nodes is pinned to one lane, one without a script to lane 0, and in held admission
-(/run/cadenzad/admission contains "held EPOCH") it is held. Every other job is pinned to lane 0, which is the cluster
-as it is without Cadenza. Updates by a job's owner keep to the same rules. Without lua.conf no constraint is changed and
-no job is held.
+their hosts ("lanes=2"). There, a managed job that may get several nodes is pinned to one lane, and one without a script
+to lane 0. Every other job is pinned to lane 0, which is the cluster as it is without Cadenza. Updates by a job's owner
+keep to the same rules. Without lua.conf no constraint is changed. No job is held, and no priority is changed: Slurm
+starts every job.
 
-Only wrong options, and constraints of jobs that do not share to which lane 0 cannot be added, are refused. Slurm is built with any Lua from 5.1 to 5.4 (Debian with 5.1), so only
-features of 5.1 are used. See https://slurm.schedmd.com/job_submit_plugins.html.
+Only wrong options, and constraints of jobs that do not share to which lane 0 cannot be added, are refused. Slurm is
+built with any Lua from 5.1 to 5.4 (Debian with 5.1), so only features of 5.1 are used. See
+https://slurm.schedmd.com/job_submit_plugins.html.
 --]]
 
 cadenza = {
   settings_file = "/etc/cadenza/lua.conf",
-  admission_file = "/run/cadenzad/admission",
-  now = os.time,
 }
 
 local COMMENT_BYTES = 1024 -- Slurm's own limit
-local HEARTBEAT_MAX_AGE_S = 60
 local NO_VALUE = 4294967294 -- slurm.NO_VAL, also when slurmctld's table lacks it
-local HELD_NOTE = "cadenza: held" -- last line of the AdminComment of a job that is held for the service
 local SPANK_OPTION = "_SLURM_SPANK_OPTION_cadenza_cadenza="
 local WHOLE_NODES = { [0] = true, [2] = true, [3] = true, [4] = true } -- JOB_SHARED_NONE, _USER, _MCS, _TOPO
 
@@ -390,11 +387,6 @@ local function read_settings()
   return settings
 end
 
-local function admission_is_held()
-  local epoch = tonumber(read_file(cadenza.admission_file):match("^held%s+(%d+)"))
-  return epoch ~= nil and math.abs(cadenza.now() - epoch) <= HEARTBEAT_MAX_AGE_S
-end
-
 -- The job ------------------------------------------------------------------------------------------------------
 
 local function is_set(number)
@@ -551,25 +543,13 @@ local function keep_to_lane_0(job, settings)
   end
 end
 
--- The hold is noted where users cannot write. Slurm would call it an admin's once a dependency or a begin time is over.
--- A node list is the owner's own choice of place: Slurm starts the job there.
-local function hold(job)
-  local waits = (job.dependency or "") ~= "" or (is_set(job.begin_time) and job.begin_time > cadenza.now())
-  if job.priority ~= 0 and not waits and (job.req_nodes or "") == "" and admission_is_held() then
-    job.priority = 0
-    local note = job.admin_comment or ""
-    job.admin_comment = note .. (note ~= "" and "\n" or "") .. HELD_NOTE
-  end
-end
-
--- Pins and holds a job that shares; returns the reason if it cannot be pinned. One without a script has its user at a
+-- Pins a job that shares; returns the reason if it cannot be pinned. One without a script has its user at a
 -- terminal: it starts in lane 0, where it need not wait for a lease, unless it names another lane.
 local function admit(job, settings)
   local wanted = not job.script and "lane0" or (may_get_several_nodes(job) and one_lane(settings.lanes))
   if settings.lanes > 1 and wanted and pin(job, wanted, "^lane%d+$") then
     return "its constraint cannot be combined with a lane"
   end
-  hold(job)
 end
 
 local function refuse(job, reason)

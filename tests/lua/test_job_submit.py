@@ -16,7 +16,6 @@ SCRIPT = Path(__file__).parents[2] / "slurm_plugin" / "lua" / "job_submit.lua"
 SUCCESS, ERROR = 0, -1
 NO_VAL, NO_VAL16 = 4294967294, 65534
 OPTION = "_SLURM_SPANK_OPTION_cadenza_cadenza="
-NOW = 1_000_000
 
 
 class Slurm:
@@ -37,9 +36,7 @@ class Slurm:
             }
         )
         self.lua.execute(SCRIPT.read_bytes())
-        hooks = self.lua.globals().cadenza
-        hooks.settings_file, hooks.admission_file = str(tmp_path / "lua.conf"), str(tmp_path / "admission")
-        hooks.now = lambda: NOW
+        self.lua.globals().cadenza.settings_file = str(tmp_path / "lua.conf")
 
     def note(self, template: str, *values: str) -> None:
         self.log.append(template.replace("%s", "{}").format(*values))
@@ -203,7 +200,6 @@ def test_a_merged_comment_has_to_fit(slurm: Slurm) -> None:
 
 
 def test_without_settings_nothing_but_the_comment_changes(slurm: Slurm) -> None:
-    (slurm.files / "admission").write_text(f"held {NOW}")
     job = slurm.submit("", min_nodes=2, max_nodes=2)
     assert options(job)["share"]
     assert (job.features, job.priority) == (None, NO_VAL)
@@ -294,7 +290,6 @@ def test_a_managed_job_of_one_node_may_run_in_any_lane(slurm: Slurm) -> None:
 )
 def test_what_cannot_be_shared_is_left_alone_with_the_reason(slurm: Slurm, fields: dict[str, Any], why: str) -> None:
     slurm.manage()
-    (slurm.files / "admission").write_text(f"held {NOW}")
     job = slurm.submit("max_gpus=2", comment="mine", **fields)
     assert job.rc == SUCCESS
     assert json.loads(job.comment)["comment"] == "mine"
@@ -311,45 +306,16 @@ def test_several_managed_partitions_are_fine(slurm: Slurm) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "held"),
-    [
-        (f"held {NOW}\n", True),
-        (f"held {NOW - 60}", True),
-        (f"held {NOW - 61}", False),
-        ("native", False),
-        ("held", False),
-    ],
+    "fields", [{}, {"begin_time": 9}, {"dependency": "afterok:7"}, {"req_nodes": "node2"}], ids=str
 )
-def test_held_admission_needs_a_fresh_word(slurm: Slurm, content: str, held: bool) -> None:
+@pytest.mark.parametrize("priority", [0, 7, NO_VAL])
+def test_slurm_starts_every_job_that_its_owner_does_not_hold(
+    slurm: Slurm, fields: dict[str, Any], priority: int
+) -> None:
     slurm.manage()
-    (slurm.files / "admission").write_text(content)
-    job = slurm.submit("")
-    assert (job.priority == 0) is held
-    assert job.admin_comment == ("cadenza: held" if held else None)
-    assert "held" not in options(job), "the comment is the user's to change"
-
-
-def test_the_hold_is_noted_beside_a_sites_own_admin_comment(slurm: Slurm) -> None:
-    slurm.manage()
-    (slurm.files / "admission").write_text(f"held {NOW}")
-    assert slurm.submit("", admin_comment="ticket 7").admin_comment == "ticket 7\ncadenza: held"
-
-
-@pytest.mark.parametrize("waits", [{"dependency": "afterok:7"}, {"begin_time": NOW + 60}])
-def test_a_job_that_waits_for_another_reason_is_not_held(slurm: Slurm, waits: dict[str, object]) -> None:
-    """Slurm calls a hold an admin's once the dependency or the begin time is over."""
-    slurm.manage()
-    (slurm.files / "admission").write_text(f"held {NOW}")
-    job = slurm.submit("", **waits)
-    assert (job.priority, job.admin_comment) == (NO_VAL, None)
-    assert slurm.submit("", dependency="", begin_time=0).priority == 0
-
-
-def test_the_owners_own_hold_stays_the_owners(slurm: Slurm) -> None:
-    slurm.manage()
-    (slurm.files / "admission").write_text(f"held {NOW}")
-    assert slurm.submit("", priority=0).admin_comment is None
-    assert slurm.submit(priority=NO_VAL).priority == NO_VAL
+    for flag in ("", None):
+        job = slurm.submit(flag, priority=priority, admin_comment="ticket 7", **fields)
+        assert (job.priority, job.admin_comment, job.site_factor) == (priority, "ticket 7", None)
 
 
 def test_an_error_in_here_fails_no_submission(slurm: Slurm) -> None:
@@ -472,10 +438,3 @@ def test_a_job_at_a_terminal_starts_in_lane_0_unless_it_names_another(slurm: Slu
     assert slurm.submit("", script=None, max_nodes=nodes).features == "lane0"
     assert slurm.submit("", script=None, max_nodes=nodes, features="a100").features == "a100&lane0"
     assert slurm.submit("", script=None, max_nodes=nodes, features="lane1").features == "lane1"
-
-
-def test_a_job_whose_owner_names_its_nodes_is_left_to_slurm(slurm: Slurm) -> None:
-    slurm.manage()
-    (slurm.files / "admission").write_text(f"held {NOW}\n")
-    assert slurm.submit("", req_nodes="node2").priority != 0
-    assert slurm.submit("", req_nodes="").priority == 0

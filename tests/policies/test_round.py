@@ -222,7 +222,7 @@ def test_what_failed_is_tried_again_in_the_next_round():
 
 CROWD = (
     *(job(n, nodes=("node1-l1",), state="SUSPENDED", options=None, lease=lease("yielded", n - 4)) for n in (5, 6)),
-    job(7, state="PENDING", slurm_priority=0, held_by_plugin=True),
+    job(7, state="PENDING", slurm_priority=0, held_at_restart=True),
     *PAIR,
 )
 """What this needs: two resumes in Slurm and a release, which undo, a yield and a resume."""
@@ -361,22 +361,6 @@ def test_an_error_that_is_no_jobs_fault_ends_the_round():
     assert records.rounds == []
 
 
-def test_held_jobs_are_placed_once_and_a_later_hold_stays():
-    waiting = job(5, state="PENDING", slurm_priority=0, held_by_plugin=True)
-    gateway, records = SmallCluster(cluster(waiting)), Records()
-    placing = replace(SHARING, admission="held")
-    one_round(gateway, records, placing)
-    assert [type(action) for action in gateway.log] == [Place]
-    gateway.snapshot = replace(gateway.snapshot, jobs=(replace(waiting, held_by_plugin=False),))
-    report = one_round(gateway, records, placing)
-    assert len(gateway.log) == 1
-    assert report.decision.reasons[key(5)] == "left alone: held by its owner or an admin"
-    # A killed slurmctld forgot the release, and with it that the plugin's note was taken away.
-    gateway.snapshot = replace(gateway.snapshot, jobs=(waiting,))
-    one_round(gateway, records, placing)
-    assert [type(action) for action in gateway.log] == [Place, Place]
-
-
 @pytest.mark.parametrize(
     ("reason", "has_run", "ours"),
     [
@@ -402,21 +386,6 @@ def test_what_slurm_held_as_slurmctld_restarted_is_ours_until_it_is_released():
     later = replace(held, held_at_restart=False)
     assert held_for_us(later, memory), "also when that restart is long ago, or slurmctld has restarted since"
     assert not held_for_us(later, remember(memory, (Release(held.key, ""),), cluster(later)))
-
-
-def test_a_release_that_slurmctld_forgot_is_repeated_also_where_it_calls_the_hold_an_admins():
-    """A forgotten start's late prolog takes the reason of the plugin's hold away; the note stays until we release."""
-    forgot = job(1, state="PENDING", slurm_priority=0, state_reason="JobHeldAdmin", noted_by_plugin=True)
-    placed = Memory(placed=frozenset({forgot.key}))
-    assert not held_for_us(forgot, placed), "an admin's, without a restart of slurmctld"
-    assert not held_for_us(forgot, remember(placed, (), cluster(forgot)))
-    fresh = replace(forgot, held_at_restart=True)
-    assert held_for_us(fresh, placed)
-    memory = remember(placed, (), cluster(fresh))
-    assert held_for_us(forgot, memory), "also while it waits for GPUs, long after that restart"
-    memory = remember(memory, (Place(forgot.key, ("a",), ""),), cluster(forgot))
-    assert held_for_us(forgot, memory), "a release that failed is tried again"
-    assert not held_for_us(replace(forgot, noted_by_plugin=False), memory), "a hold after our release is an admin's"
 
 
 def test_a_release_of_a_requeue_that_slurmctld_forgot_is_repeated_also_where_it_calls_the_hold_an_admins():

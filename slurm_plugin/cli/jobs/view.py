@@ -168,7 +168,7 @@ def idle_and_waiting(snapshot: ClusterSnapshot) -> tuple[int, tuple[int, ...]]:
     idle = [host.idle for host in free_gpus(snapshot)]
     fit = []
     for job in snapshot.jobs:
-        queued = job.state == "PENDING" and (not job.held or job.held_by_plugin)
+        queued = job.state == "PENDING" and not job.held
         lease = job.lease
         turn = lease is not None and not (lease.exclusive or lease.late) and lease.state in ("waiting", "yielded")
         parts = max(job.num_nodes, 1)

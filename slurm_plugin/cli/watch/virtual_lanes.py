@@ -75,12 +75,12 @@ def _job(job: QueueJob, names: Sequence[tuple[str, int]], given: Counter[str], n
     base = Job(
         JobKey(record.job, 0), record.user, "", record.partition, "", "PENDING", record.gpus, record.cpus, memory_mb,
         job.num_nodes, record.submit_s, state_reason=job.reason, time_limit_s=record.limit_s, options=Options(),
-        held_by_plugin=True,
+        slurm_priority=1,
     )  # fmt: skip
     if not names:
         return base
     return replace(
-        base, state="RUNNING", slurm_priority=1, held_by_plugin=False, start_s=record.start_s, run_s=held_s,
+        base, state="RUNNING", start_s=record.start_s, run_s=held_s,
         nodes=tuple(name for name, _ in names), lease=_lease(names, given, held_s),
         placement=tuple(Share(name, gpus, record.cpus // count, memory_mb // count) for name, gpus in names),
     )  # fmt: skip
