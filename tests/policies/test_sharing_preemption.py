@@ -158,7 +158,8 @@ def test_no_job_makes_way_for_one_of_a_lower_partition_or_qos():
 def test_a_job_that_waits_in_two_partitions_counts_by_the_higher_one():
     tiers = replace(SITE, tiers={"gpu": 10, "low": 1})
     both = ("gpu", "low")
-    assert ways(site_of(runs(1, 4), waits(2, 4, partition="low,gpu"), site=tiers, partitions=both)) == [(2, {1})]
+    found = site_of(runs(1, 4, had_h=100.0), waits(2, 4, partition="low,gpu"), site=tiers, partitions=both)
+    assert ways(found) == [(2, {1})]
 
 
 def test_no_account_under_its_share_makes_way_for_one_above_it():
