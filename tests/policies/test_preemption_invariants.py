@@ -69,7 +69,7 @@ def snapshot_of(rng: Random) -> tuple[ClusterSnapshot, Memory]:
 
 
 def decided(seed: int, order: str):
-    snapshot, memory = snapshot_of(Random(seed))
+    snapshot, memory = snapshot_of(Random(seed))  # noqa: S311
     decision = build(order, "none", "preemption", RULES).decide(snapshot, memory)
     return snapshot, memory, decision, [one for one in decision.actions if isinstance(one, MakeWay)]
 
@@ -86,7 +86,9 @@ def test_only_jobs_that_can_leave_and_are_past_their_quantum_make_way_and_each_o
     costs = {move.job.id: move.cost_s or 60.0 for move in memory.moves}
     for key in gone:
         one = snapshot.by_key[key]
-        assert one.options is not None and one.lease.ready and one.lease.checkpoints
+        assert one.options is not None
+        assert one.lease.ready
+        assert one.lease.checkpoints
         assert one.run_s >= 10 * costs[key.id], "its GPUs are its own for ten times what its last move cost"
 
 
