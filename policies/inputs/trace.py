@@ -22,15 +22,24 @@ from cadenza.policies.inputs.csv_table import (
     suggest,
 )
 from cadenza.policies.inputs.model_mix import ModelMix
+from cadenza.policies.inputs.queue_rules import QueueRules
 
 REQUIRED = ("job", "submit_s", "gpus")
 LENGTHS = ("iterations", "duration_s")
-MORE = ("user", "priority", "min_gpus", "max_gpus", "account", "memory_gb_per_gpu", "time_limit_s", "checkpoints")
+MORE = (
+    "user", "account", "share", "qos", "tier", "nice", "min_gpus", "max_gpus", "memory_gb_per_gpu", "time_limit_s",
+    "checkpoints", "managed", "gpu_type", "array", "array_limit", "license",
+)  # fmt: skip
 OPTIONAL = ("model", *LENGTHS, *MORE)
 YES_NO = {"yes": True, "no": False}
+SITE = "name it in the file of --site"
 LATEST_S = 1e11
 """About 3,000 years; a later time is a mistake."""
 MAX_JOB_GPUS = 100 * MAX_GPUS
+WHOLE = {"nice": (-(2**31 - 3), 2**31 - 3), "tier": (1, 65_535), "array_limit": (1, 10**9)}
+NUMBERS = {"memory_gb_per_gpu": MAX_QUANTITY, "time_limit_s": LATEST_S, "share": 1e9}
+"""Columns of whole numbers with their bounds, and of numbers with their largest."""
+PLAIN_QUEUE = QueueRules()
 ID_BITS = 63
 USUAL_DIGITS, USUAL_SECONDS = 15, 10
 """Digits of whole numbers and times that need no further check."""
@@ -53,7 +62,6 @@ class TraceJob:
     iterations: int | None = None
     user: str = "user"
     account: str = ""
-    priority: int = 0
     min_gpus: int | None = None
     max_gpus: int | None = None
     startup_s: float | None = None
@@ -68,6 +76,23 @@ class TraceJob:
     """True if the job keeps checkpoints, so that it can move and a requeue loses a part of its work only."""
     partition: str = PARTITION
     """The job runs on nodes of this partition only."""
+    managed: bool = True
+    """True if the job opted in; else Slurm alone starts it, and it never moves."""
+    share: float | None = None
+    """FairShare of its account; None: not said."""
+    qos: str = ""
+    tier: int = 1
+    """PriorityTier of its partition."""
+    nice: int = 0
+    """Points that its user takes off its priority (sbatch --nice)."""
+    gpu_type: str = ""
+    """Type of GPU that it asks for; empty: any."""
+    array: str = ""
+    """The job array that it belongs to; empty: none."""
+    array_limit: int | None = None
+    """Jobs of the array that run at once (sbatch --array=0-9%2); None: all."""
+    licenses: tuple[tuple[str, int], ...] = ()
+    """Licenses that it takes while it runs, and how many of each."""
     tags: Mapping[str, str] = field(default_factory=dict)
     """The trace's other columns, as they are."""
 
@@ -99,34 +124,46 @@ class TraceJob:
 
 
 def read_trace(
-    text: str, source: str, profiles: Mapping[str, Profile], assign: ModelMix | None = None
+    text: str,
+    source: str,
+    profiles: Mapping[str, Profile],
+    assign: ModelMix | None = None,
+    queue: QueueRules = PLAIN_QUEUE,
 ) -> tuple[TraceJob, ...]:
     """Return a trace's jobs in order of submission, then id.
 
     Columns: ``job`` (a whole number, once), ``submit_s`` (seconds since the start), ``gpus``, and ``iterations`` or
     ``duration_s`` (seconds at the proportional share). With ``iterations`` alone the work is their number times the
     profile's ``iteration_s``; with both, an iteration takes this job ``duration_s / iterations``. Optional:
-    ``model``, ``user``, ``priority``, ``min_gpus``, ``max_gpus``, ``account``, ``memory_gb_per_gpu``, ``time_limit_s``
-    and ``checkpoints`` (yes or no; without it a job keeps them); an empty cell is as none. All other columns are kept
-    as ``tags``. A job without a model gets one from ``assign``, in order of submission, else it has no profile and
-    always runs at its proportional speed. Raise InputError with file, line and column.
+    those of ``MORE``; an empty cell is as none. ``qos`` and ``license`` are names that ``queue`` has. A ``tier`` other
+    than 1 is a partition of its own on the same nodes. ``priority`` is refused: an option of a job that no site of a
+    simulation allows. All other columns are kept as ``tags``. A job without a model gets one from ``assign``, in order
+    of submission, else it has no profile and always runs at its proportional speed. Raise InputError with file, line
+    and column.
     """
     table = read_table(text, source, REQUIRED, None)
     if not any(name in table.columns for name in LENGTHS):
         raise InputError(f"{source}:1: column 'iterations' or 'duration_s' is missing: nothing says how long jobs run")
     ours = (*REQUIRED, *OPTIONAL)
     for name in table.columns:
+        if name.lower() == "priority":
+            raise InputError(f"{source}:1: column {quoted(name)} has no effect; give nice, qos or tier")
         if name not in ours and name.lower() in ours:
             raise InputError(f"{source}:1: unknown column {quoted(name)}; {suggest(name.lower(), ours)}")
-    rows = _Rows(table, profiles, assign)
+    rows = _Rows(table, profiles, assign, queue)
     return tuple([rows.job(*row) for row in rows.in_order()])
 
 
 class _Rows:
     """Turns rows into jobs; positions of columns are looked up once."""
 
-    def __init__(self, table: Table, profiles: Mapping[str, Profile], assign: ModelMix | None) -> None:
+    def __init__(
+        self, table: Table, profiles: Mapping[str, Profile], assign: ModelMix | None, queue: QueueRules
+    ) -> None:
         self._table = table
+        self._queue = queue
+        self._shares: dict[str, tuple[float, int]] = {}
+        """Share of each account, and the line that says it."""
         self._profiles = profiles
         self._models = assign.models() if assign is not None else repeat("")
         self._at = {name: position for position, name in enumerate(table.columns) if name in (*REQUIRED, *OPTIONAL)}
@@ -207,17 +244,50 @@ class _Rows:
 
     def _more(self, line: int, cells: Sequence[str], gpus: int) -> dict[str, Any]:
         """Return the values of a row's optional columns that are not empty."""
-        limits = {"priority": (-(10**9), 10**9), "min_gpus": (1, gpus), "max_gpus": (gpus, MAX_JOB_GPUS)}
         more: dict[str, Any] = {}
+        whole = {**WHOLE, "min_gpus": (1, gpus), "max_gpus": (gpus, MAX_JOB_GPUS)}
         for name in self._extra:
-            if text := self._cell(cells, name):
-                more[name] = integer(text, self._table.at(line, name), *limits[name]) if name in limits else text
-        for name, most in (("memory_gb_per_gpu", MAX_QUANTITY), ("time_limit_s", LATEST_S)):
-            if name in more:
-                more[name] = positive(more[name], self._table.at(line, name), most)
-        if "checkpoints" in more:
-            if more["checkpoints"] not in YES_NO:
-                where = self._table.at(line, "checkpoints")
-                raise InputError(f"{where}: {quoted(more['checkpoints'])} is neither yes nor no")
-            more["checkpoints"] = YES_NO[more["checkpoints"]]
+            text = self._cell(cells, name)
+            if not text:
+                continue
+            where = self._table.at(line, name)
+            if name in whole:
+                more[name] = integer(text, where, *whole[name])
+            elif name in NUMBERS:
+                more[name] = positive(text, where, NUMBERS[name])
+            elif name in ("checkpoints", "managed"):
+                if text not in YES_NO:
+                    raise InputError(f"{where}: {quoted(text)} is neither yes nor no")
+                more[name] = YES_NO[text]
+            elif name == "license":
+                more["licenses"] = self._licenses(text, where)
+            else:
+                more[name] = text
+        self._check_site(line, more)
         return more
+
+    def _licenses(self, text: str, where: str) -> tuple[tuple[str, int], ...]:
+        """Return licenses and their numbers: ``matlab``, or ``matlab:2;ansys``."""
+        found: dict[str, int] = {}
+        for part in text.split(";"):
+            name, colon, count = part.strip().partition(":")
+            if name not in self._queue.licenses:
+                raise InputError(f"{where}: {quoted(name)} is no license of the site; {SITE}")
+            found[name] = integer(count, where, 1, self._queue.licenses[name]) if colon else 1
+        return tuple(found.items())
+
+    def _check_site(self, line: int, more: dict[str, Any]) -> None:
+        """Raise InputError for what would have no effect; put a job of another tier into that tier's partition."""
+        if (qos := more.get("qos")) is not None and qos not in self._queue.qos:
+            raise InputError(f"{self._table.at(line, 'qos')}: {quoted(qos)} is no QOS of the site; {SITE}")
+        if "array_limit" in more and "array" not in more:
+            raise InputError(f"{self._table.at(line, 'array_limit')}: goes with an array, and the row names none")
+        if "share" in more:
+            where = self._table.at(line, "share")
+            if "account" not in more:
+                raise InputError(f"{where}: is that of an account, and the row names none")
+            share, first = self._shares.setdefault(more["account"], (more["share"], line))
+            if share != more["share"]:
+                raise InputError(f"{where}: {quoted(more['account'])} has {share:g} in line {first}")
+        if more.get("tier", 1) != 1:
+            more["partition"] = f"{PARTITION}-tier{more['tier']}"

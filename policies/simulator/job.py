@@ -14,11 +14,13 @@ from cadenza.policies.core.model import (
     Options,
     Placement,
     Progress,
+    Share,
     StepRate,
 )
 from cadenza.policies.core.profile import MB_PER_GB, Profile
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.run_values import JobResult
+from cadenza.policies.simulator.scheduler import QueuedJob
 
 FIRST_ITERATIONS = 100
 ROUNDING = 1e-6
@@ -26,7 +28,11 @@ ROUNDING = 1e-6
 
 
 class SimJob:
-    """A job between its submission and its end. Times in seconds since the start of the simulation."""
+    """A job between its submission and its end. Times in seconds since the start of the simulation.
+
+    ``queued`` is the job as the simulated slurmctld has it, which the world sets; ``held`` is true while it has been
+    requeued into a hold, and ``scheduled_nodes`` are those that backfill has in mind for it.
+    """
 
     __slots__ = (
         "allocated",
@@ -40,7 +46,6 @@ class SimJob:
         "gpus",
         "gpus_held",
         "held",
-        "held_by_plugin",
         "hundred_s",
         "hundred_work_s",
         "key",
@@ -55,6 +60,7 @@ class SimJob:
         "placement",
         "profile",
         "promised",
+        "queued",
         "ran_s",
         "rate",
         "ready_s",
@@ -63,6 +69,7 @@ class SimJob:
         "running",
         "saved_s",
         "saved_work_s",
+        "scheduled_nodes",
         "settled_s",
         "slurm_start_s",
         "speed",
@@ -78,29 +85,22 @@ class SimJob:
         "yields",
     )
 
-    def __init__(
-        self, trace: TraceJob, request: tuple[int, int, int], stale: list[SimJob], *, held: bool = True
-    ) -> None:
+    def __init__(self, trace: TraceJob, request: tuple[int, int, int], stale: list[SimJob]) -> None:
         self.trace = trace
         self.stale = stale
         """Jobs whose record in the last snapshot is out of date."""
         self.key = JobKey(trace.id, 0)
         self.gpus = trace.gpus
         self.cpus, self.memory_mb, self.num_nodes = request
-        self.options = Options(
-            min_gpus=trace.min_gpus,
-            max_gpus=trace.max_gpus,
-            model=trace.model or None,
-            priority=trace.priority,
-            checkpoints=trace.checkpoints,
-        )
-        self.held_by_plugin = held
+        self.options = None if not trace.managed else Options(
+            min_gpus=trace.min_gpus, max_gpus=trace.max_gpus, model=trace.model or None, checkpoints=trace.checkpoints
+        )  # fmt: skip
+        self.queued: QueuedJob
         self.profile = trace.profile
         self.truth: Profile | None = trace.truth or trace.profile
         self.state: JobState = "PENDING"
-        self.state_reason = ""
-        self.held = held
-        """True while the job may not start: held at its submission (held admission), or requeued into a hold."""
+        self.state_reason, self.held = "", False
+        self.scheduled_nodes: tuple[str, ...] = ()
         self.required_nodes: tuple[str, ...] = ()
         self.promised: Placement = ()
         """Shares at the place that a Place sends it to; empty: an even spread of its request."""
@@ -210,31 +210,34 @@ class SimJob:
     def record(self, now_s: float) -> Job:
         """Return the job as a snapshot shows it."""
         trace, started = self.trace, self.state != "PENDING"
+        plan = None if started else self.queued.plan
         return Job(
             key=self.key,
             user=trace.user,
             account=trace.account,
             partition=trace.partition,
-            qos="",
+            qos=trace.qos,
             state=self.state,
             gpus=self.gpus,
             cpus=self.cpus,
             memory_mb=self.memory_mb,
             num_nodes=self.num_nodes,
             submit_s=trace.submit_s,
-            time_limit_s=trace.time_limit_s,
+            time_limit_s=self.queued.limit_s,
             name=trace.model,
             start_s=(self.start_s if self.slurm_start_s is None else self.slurm_start_s) if started else None,
-            slurm_priority=1 if started or not self.held else 0,
+            slurm_priority=0 if self.held and not started else self.queued.priority,
             state_reason=self.state_reason,
+            scheduled_nodes=self.scheduled_nodes if plan else (),
+            expected_start_s=plan[0] if plan else None,
             nodes=tuple(share.node for share in self.placement),
             required_nodes=self.required_nodes,
-            held_by_plugin=self.held and self.held_by_plugin,
             options=self.options,
             lease=self._lease(now_s),
             profile=self.profile,
             placement=self.placement,
-            progress=self._progress(),
+            progress=self._progress() if trace.managed else None,
+            gpu_type=trace.gpu_type,
         )
 
     def _progress(self) -> Progress:
@@ -264,11 +267,12 @@ class SimJob:
             vtime_s=lease.vtime_s + held_s,
             held_s=held_s,
             waited_s=0.0 if lease.holds else now_s - lease.since_s,
-            ready=now_s >= self.ready_s,
+            ready=now_s >= self.ready_s and self.trace.managed,
             iteration_s=self.trace.iteration_s / self.rate if self.rate else lease.iteration_s,
             step=int((self.done_s + self.rate * ran_s) / self.trace.iteration_s + ROUNDING),
-            checkpoints=self.trace.checkpoints,
-            saves_away=self.trace.checkpoints,
+            exclusive=not self.trace.managed,
+            checkpoints=self.trace.checkpoints and self.trace.managed,
+            saves_away=self.trace.checkpoints and self.trace.managed,
             saving=lease.state == "yielded" and self.saved_s < inf,
             saved=lease.state in ("stopping", "yielded") and now_s >= self.saved_s,
             pace=self.pace(now_s),
@@ -334,6 +338,14 @@ class SimLease:
         """Keep a running job's iteration time for the time in which it does not run."""
         self.iteration_s = job.trace.iteration_s / job.rate if job.rate else self.iteration_s
         self.pace = job.pace(now_s)
+
+
+def even_share(job: SimJob, index: int, node: str) -> Share:
+    """Return one node's part of an even spread of a job's request."""
+    count = max(job.num_nodes, 1)
+    gpus = job.gpus * (index + 1) // count - job.gpus * index // count
+    total = max(job.gpus, 1)
+    return Share(node, gpus, job.cpus * gpus // total, job.memory_mb * gpus // total)
 
 
 def whole_iterations(speed: float, iteration_s: float, round_s: float) -> float:

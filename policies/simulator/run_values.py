@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 
@@ -13,7 +12,9 @@ from cadenza.policies.guard import GuardSettings
 from cadenza.policies.inputs.cluster import PARTITION
 from cadenza.policies.inputs.costs import SimCosts
 from cadenza.policies.inputs.failures import NodeFailure
+from cadenza.policies.inputs.queue_rules import QueueRules
 from cadenza.policies.inputs.trace import TraceJob
+from cadenza.policies.simulator.backfill import SLURM, Backfill
 
 GUARD = GuardSettings(enforce=True, partitions=frozenset({PARTITION}), max_actions_per_round=10**9, min_run_s=0.0)
 """No limits."""
@@ -47,8 +48,11 @@ class Setup:
     was done since the last one, and of a job that keeps none everything. 0: nothing is ever lost."""
     skip: bool = True
     """Skip rounds whose decision must equal the last one; the result is the same."""
-    admission: Literal["native", "held"] = "held"
-    """native: Slurm starts the jobs by itself; held: they are held until a policy places them."""
+    place: bool = True
+    """True: jobs wait until a policy places them, as in the published simulators; False: Slurm starts them."""
+    queue: QueueRules = field(default_factory=QueueRules)
+    """Rules by which the simulated Slurm orders its queue and bounds it."""
+    backfill: Backfill = SLURM
     phased_moves: bool = False
     """True if a move takes several rounds, as on a cluster: checkpoint, requeue, place, start. Then Slurm's books are
     those of its allocations, and a job that is placed where something is still taken waits in Slurm's queue.

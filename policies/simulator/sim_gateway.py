@@ -8,6 +8,7 @@ from math import inf
 from cadenza.policies.core.actions import (
     Action,
     DrainNode,
+    MakeWay,
     Migrate,
     NodeAction,
     Outcome,
@@ -18,6 +19,7 @@ from cadenza.policies.core.actions import (
     Resize,
     Resume,
     Save,
+    SetFactor,
     Size,
     Suspend,
     Tune,
@@ -28,8 +30,7 @@ from cadenza.policies.core.actions import (
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Placement
 from cadenza.policies.guard import Guarded
-from cadenza.policies.simulator.job import SimJob
-from cadenza.policies.simulator.slurm_queue import even_share
+from cadenza.policies.simulator.job import SimJob, even_share
 from cadenza.policies.simulator.world import World
 
 
@@ -92,12 +93,14 @@ class SimGateway:
         if isinstance(action, NodeAction):
             self.world.drain(action.node, drained=isinstance(action, DrainNode), reason=action.reason)
             return Outcome(ok=True)
+        if isinstance(action, MakeWay):
+            return self._make_way(action)
         for key in action.jobs if isinstance(action, Pack) else (action.job,):
             if key not in self.world.live:
                 return Outcome(ok=False, error=f"job {key} is gone")
         job = self.world.live[action.job]
         if self._counts(action, job):
-            self.counts[type(action)] = self.counts.get(type(action), 0) + 1
+            self._count(type(action))
         self._carry_out(action, job)
         return Outcome(ok=True)
 
@@ -114,6 +117,20 @@ class SimGateway:
         self.world.start_queued()
         self._shown = None
         self.world.check()
+
+    def _count(self, kind: type) -> None:
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+
+    def _make_way(self, action: MakeWay) -> Outcome:
+        """Requeue the jobs that are still there; those that have ended have made way too."""
+        found = [(self.world.live[key], factor) for key, factor in zip(action.jobs, action.factors, strict=True)
+                 if key in self.world.live]  # fmt: skip
+        for job, factor in found:
+            self._count(MakeWay)
+            self.world.set_factor(job, factor)
+        for job, _ in found:
+            self.world.requeue(job, hold=False)
+        return Outcome(ok=bool(found), error="" if found else f"job {action.job} is gone")
 
     def _counts(self, action: Action, job: SimJob) -> bool:
         """Return True unless an action is a mere step: a move's requeue, or the save before a plain requeue."""
@@ -132,8 +149,9 @@ class SimGateway:
                 world.release(job)
             case Size():
                 job.cpus, job.memory_mb = action.cpus, action.memory_mb
-                world.queue.changed = True
-                job.stale.append(job)
+                world.request(job)
+            case SetFactor():
+                world.set_factor(job, action.factor)
             case Requeue():
                 world.requeue(job, hold=action.hold)
             case Tune():

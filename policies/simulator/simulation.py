@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import ceil, inf
 
 from cadenza.policies.composition import Policy
-from cadenza.policies.core.actions import Migrate, Pack, Requeue, Resize, Tune, Unpack, Yield
+from cadenza.policies.core.actions import MakeWay, Migrate, Pack, Requeue, Resize, Tune, Unpack, Yield
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.gc_pause import uncollected
 from cadenza.policies.core.model import ClusterSnapshot, JobKey, Node
@@ -59,6 +59,8 @@ class _Run:
         self.stopwatch = stopwatch
         self.decision_s: list[float] = []
         self.rounds = 0
+        self._due_s = 0.0
+        """The next round, where nothing happens before."""
         self._quiet_until_s = 0.0
         """The last decision's: a round before that decides nothing else, unless something happens."""
         self._last: tuple[JobKey, ...] | None = None
@@ -73,19 +75,26 @@ class _Run:
         idle_rounds = 0
         while time_s < inf and not self._done() and idle_rounds < MAX_IDLE_ROUNDS:
             happened = self.world.advance(time_s)
-            self.rounds += 1
-            if self._must_decide(happened=happened):
-                self._round(decide)
-                prompt_rounds = 0
-                while self.world.needs_prompt_round and prompt_rounds < MAX_PROMPT_ROUNDS:
-                    prompt_rounds += 1
-                    self.rounds += 1
-                    self._round(decide)
+            if happened or time_s >= self._due_s:
+                self._due_s = time_s + self.setup.round_s
+                self._rounds_now(decide, happened=happened)
             if progress is not None:
                 progress(self.world.now_s, len(self.world.ended))
             idle_rounds = idle_rounds + 1 if self.world.next_event_s == inf else 0
-            time_s = self._next_round(time_s)
+            time_s = self._next_round()
         return self._result(self.stopwatch() - started if self.stopwatch is not None else 0.0)
+
+    def _rounds_now(self, decide: Decide, *, happened: bool) -> None:
+        """Run a round, and those that jobs in transit ask for."""
+        self.rounds += 1
+        if not self._must_decide(happened=happened):
+            return
+        self._round(decide)
+        prompt_rounds = 0
+        while self.world.needs_prompt_round and prompt_rounds < MAX_PROMPT_ROUNDS:
+            prompt_rounds += 1
+            self.rounds += 1
+            self._round(decide)
 
     def _round(self, decide: Decide) -> None:
         self.world.needs_prompt_round = False
@@ -103,13 +112,13 @@ class _Run:
             return inf
         return time_s if self.setup.rounds_on_events else first + max(ceil((time_s - first) / every), 0) * every
 
-    def _next_round(self, time_s: float) -> float:
-        """Return the next round's time; without a job there is nothing to decide."""
+    def _next_round(self) -> float:
+        """Return the time to look next: a round's, or an event's; without a job there is nothing to decide."""
         event_s = self.world.next_event_s
         if not self.world.live:
-            after = self._round_at(event_s)
+            after = self._due_s = self._round_at(event_s)
         else:
-            after = min(time_s + self.setup.round_s, self.world.next_save_s)  # a job stands still from there on
+            after = min(self._due_s, self.world.next_save_s)  # a job stands still from there on
             if self.setup.rounds_on_events:
                 after = min(after, event_s)
         horizon = self.setup.horizon_s
@@ -175,7 +184,7 @@ class _Run:
                 yields=counts.get(Yield, 0),
                 migrations=counts.get(Migrate, 0),
                 tunes=counts.get(Tune, 0),
-                restarts=counts.get(Requeue, 0),
+                restarts=counts.get(Requeue, 0) + counts.get(MakeWay, 0),
                 packs=counts.get(Pack, 0),
                 unpacks=counts.get(Unpack, 0),
                 resizes=counts.get(Resize, 0),

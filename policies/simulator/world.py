@@ -11,20 +11,28 @@ from math import inf
 from cadenza.policies.allocation.problem import placement_speed
 from cadenza.policies.core.errors import InputError, SimulationError
 from cadenza.policies.core.idle_gpus import HostGpus, idle_waiting_gpus, narrowest_jobs
-from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node, Placement
+from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node, Placement, Share
 from cadenza.policies.core.profile import MB_PER_GB
 from cadenza.policies.inputs.cluster import widest_nodes
 from cadenza.policies.inputs.trace import TraceJob
-from cadenza.policies.simulator.cpu_load import CpuLoad
-from cadenza.policies.simulator.job import SimJob, best_or_one, whole_iterations
+from cadenza.policies.simulator.backfill import Amount, Shares
+from cadenza.policies.simulator.job import SimJob, best_or_one, even_share, whole_iterations
 from cadenza.policies.simulator.leases import Changes, Leases
+from cadenza.policies.simulator.priority import Person
 from cadenza.policies.simulator.run_values import JobResult, Sample, Setup
-from cadenza.policies.simulator.slurm_queue import SlurmQueue
+from cadenza.policies.simulator.scheduler import QueuedJob, Scheduler
 
 SAVE_SHARE = 0.25
 """Part of a move's measured cost that passes until its checkpoint is complete, where moves take several rounds.
 
 The rest is the start-up at the new place. An assumption: ``costs.toml`` has the whole only."""
+REQUEUE_S = 1.0
+"""Time after which Slurm starts a requeued job again at the earliest, with ``requeue_delay=0``."""
+
+
+def time_limit_s(job: TraceJob) -> float:
+    """Return a job's time limit: as the trace says, else twice its run time + 300 s."""
+    return 2 * job.work_s + 300 if job.time_limit_s is None else job.time_limit_s
 
 
 class World:
@@ -48,8 +56,12 @@ class World:
         if setup.lanes > 1 or phased:
             self.leases = Leases(self.nodes, setup.costs, setup.interference, check_hosts=not phased)
         self._used = {node.name: [0, 0, 0] for node in nodes}
-        self.queue = SlurmQueue(nodes, self._used)
-        self._load = CpuLoad(setup.load, nodes, self._used)
+        people = {Person(job.account, job.user) for job in (*trace, *setup.load)}
+        self.queue = Scheduler(nodes, setup.queue, setup.backfill, people, self._started)
+        self._load = sorted(setup.load, key=lambda job: (job.submit_s, job.id), reverse=True)
+        """Jobs without GPUs that are to come, the next one last."""
+        self._load_ends: list[tuple[float, int, QueuedJob]] = []
+        self._load_cpus = self._starts = 0
         self._arrivals = sorted(trace, key=lambda job: (job.submit_s, job.id))
         self._arrived = 0
         self._ends: list[tuple[float, int, int, JobKey]] = []
@@ -78,14 +90,16 @@ class World:
         self.busy = 0.0
 
     def _check_fits(self, nodes: Sequence[Node]) -> None:
-        gpus, most_mb = Counter[str](), defaultdict[str, int](int)
+        gpus, most_mb = Counter[tuple[str, str]](), defaultdict[str, int](int)
         for node in nodes:
             for partition in node.partitions:
-                gpus[partition] += node.gpus if node.lane == 0 else 0
+                for gpu_type in {"", node.gpu_type}:
+                    gpus[partition, gpu_type] += node.gpus if node.lane == 0 else 0
                 most_mb[partition] = max(most_mb[partition], node.memory_mb)
         for job in self._arrivals:
-            if job.gpus > gpus[job.partition]:
-                raise InputError(f"job {job.id} asks for {job.gpus} GPUs, the cluster has {gpus[job.partition]}")
+            if job.gpus > (there := gpus[job.partition, job.gpu_type]):
+                kind = f" of type {job.gpu_type}" if job.gpu_type else ""
+                raise InputError(f"job {job.id} asks for {job.gpus} GPUs{kind}, the cluster has {there}")
             on_node = min(job.gpus, self._by_partition[job.partition].gpus)
             most_gb = most_mb[job.partition] / MB_PER_GB
             if (job.memory_gb_per_gpu or 0.0) * on_node > most_gb:
@@ -96,12 +110,19 @@ class World:
 
     @property
     def next_event_s(self) -> float:
-        """Return the time of the next arrival, end, save, failure or recovery; infinite without any."""
+        """Return the time of the next arrival, end, save, failure, recovery or look of Slurm; infinite without any."""
+        return min(self._outer_event_s, self.queue.next_event_s)
+
+    @property
+    def _outer_event_s(self) -> float:
+        """Return the time of the next event that is none of Slurm's scheduler alone."""
         self._drop_stale()
         arrival = self._arrivals[self._arrived].submit_s if self._arrived < len(self._arrivals) else inf
         end = self._ends[0][0] if self._ends else inf
         outage = self._outages[self._broken][0] if self._broken < len(self._outages) else inf
-        return min(arrival, end, outage, self.next_save_s, self._load.next_event_s)
+        load = self._load[-1].submit_s if self._load else inf
+        load_end = self._load_ends[0][0] if self._load_ends else inf
+        return min(arrival, end, outage, self.next_save_s, load, load_end)
 
     @property
     def next_save_s(self) -> float:
@@ -114,33 +135,93 @@ class World:
         return not self.live and self._arrived == len(self._arrivals)
 
     def advance(self, time_s: float) -> bool:
-        """Move to ``time_s`` through all events until then; return True if there were any."""
+        """Move to ``time_s`` through all events until then; return True if there were any.
+
+        A look of Slurm at its queue that starts nothing and leaves the order as it was is none.
+        """
         happened = False
         while (event_s := self.next_event_s) <= time_s:
-            happened = True
-            self.now_s = event_s
+            happened |= self._outer_event_s <= event_s
+            self.now_s, started = event_s, self._starts
+            happened |= self.queue.tick(event_s)
             while self._saves and self._saves[0] <= event_s:
                 heappop(self._saves)
             self._end_jobs()
             self._fail_nodes()
-            for node in self._load.advance(event_s, self.nodes):
-                self._replace(node)
+            self._end_load()
             self._arrive()
             self.start_queued()
+            happened |= self._starts > started
             self.sample()
         self.now_s = time_s
         return happened
 
     def _arrive(self) -> None:
-        native = self.setup.admission == "native"
         while self._arrived < len(self._arrivals) and self._arrivals[self._arrived].submit_s <= self.now_s:
             trace = self._arrivals[self._arrived]
             self._arrived += 1
-            job = SimJob(trace, self._request(trace), self._stale, held=not native)
+            job = SimJob(trace, self._request(trace), self._stale)
+            job.queued = self._queued(trace, self._each(job), job.num_nodes, job.cpus, job)
             self.live[job.key] = job
             job.changed()
-            if native:
-                self.queue.add(job)
+            self._wait(job)
+        while self._load and self._load[-1].submit_s <= self.now_s:
+            trace = self._load.pop()
+            widest = self._by_partition[trace.partition]
+            count = trace.fewest_nodes(widest)
+            each = (0, -(-trace.cpus_on(widest) // count), -(-trace.memory_mb // count))
+            self.queue.submit(self._queued(trace, (each,) * count, count, count * each[1], trace), self.now_s)
+
+    def _wait(self, job: SimJob, delay_s: float = 0.0) -> None:
+        """Let a pending job wait: in Slurm's queue, or for a policy that places it."""
+        if self.setup.place and job.trace.managed:
+            job.state_reason = "Resources"
+        else:
+            job.state_reason = ""
+            self.queue.submit(job.queued, self.now_s, delay_s=delay_s)
+            job.state_reason = job.queued.reason
+
+    def _queued(
+        self, trace: TraceJob, each: tuple[Amount, ...], nodes: int, cpus: int, owner: SimJob | TraceJob
+    ) -> QueuedJob:
+        """Return a job as the simulated slurmctld has it."""
+        among = self.queue.nodes_of[trace.partition]
+        if trace.gpu_type:
+            among &= self.queue.of_type(trace.gpu_type)
+        if not trace.managed or not trace.gpus:  # further lanes are for those that opted in
+            among &= self.queue.lanes[0]
+        person = Person(trace.account, trace.user)
+        facts = self.queue.priorities.facts(person, trace.qos, trace.partition, trace.nice, nodes, cpus)
+        return QueuedJob(
+            trace.id, trace.submit_s, trace.partition, facts,
+            gpus=trace.gpus, each=each, among=among, limit_s=time_limit_s(trace), array=trace.array,
+            array_limit=trace.array_limit, licenses=trace.licenses, owner=owner,
+        )  # fmt: skip
+
+    @staticmethod
+    def _each(job: SimJob) -> tuple[Amount, ...]:
+        """Return what a job asks for on each of its nodes, the largest part first."""
+        shares = (even_share(job, at, "") for at in range(max(job.num_nodes, 1)))
+        return tuple(sorted((share[1:] for share in shares), reverse=True))
+
+    def _located(self, share: Share) -> tuple[int, Amount]:
+        return self.queue.at[share.node], (share.gpus, share.cpus, share.memory_mb)
+
+    def request(self, job: SimJob) -> None:
+        """Tell Slurm what a pending job asks for now, and the nodes that it has to have."""
+        job.queued.each, job.queued.gpus = self._each(job), job.gpus
+        nodes = sorted(job.required_nodes)
+        pins = tuple(share for share in job.promised if share.gpus)
+        if not pins or sorted(share.node for share in pins) != nodes:
+            pins = tuple(even_share(job, at, name) for at, name in enumerate(nodes))
+        job.queued.pins = tuple(self._located(share) for share in pins)
+        self.queue.change()
+        job.stale.append(job)
+
+    def set_factor(self, job: SimJob, factor: int) -> None:
+        """Set a job's SiteFactor; the queue is in the new order at once."""
+        self.queue.set_factor(job.queued, factor, self.now_s)
+        job.stale.append(job)
 
     def _request(self, trace: TraceJob) -> tuple[int, int, int]:
         """Return the CPUs, MB and nodes that a job's user asks for: in proportion to its GPUs unless the trace says."""
@@ -174,7 +255,7 @@ class World:
         self._forget(job)
 
     def _forget(self, job: SimJob) -> None:
-        self.queue.discard(job)
+        self.queue.withdraw(job.queued)
         for keys in self._prefetched.values():
             keys.discard(job.key)
         del self.live[job.key]
@@ -191,18 +272,39 @@ class World:
                 if back:
                     continue
                 for job in [job for job in self.live.values() if any(s.node == node.name for s in job.placement)]:
-                    self.requeue(job, hold=self.setup.admission == "held")
+                    self.requeue(job, hold=False)
 
     def _replace(self, node: Node) -> None:
+        if node.takes_jobs != self.nodes[node.name].takes_jobs:
+            self.queue.set_open(node.name, opened=node.takes_jobs)
         self.nodes[node.name] = node
         self._rebooked.add(node.name)
         self._tuple = self._shown = None
-        self.queue.changed = True
+
+    # --- Jobs without GPUs --------------------------------------------------------------------------
+
+    def _end_load(self) -> None:
+        while self._load_ends and self._load_ends[0][0] <= self.now_s:
+            queued = heappop(self._load_ends)[2]
+            self._lessen(self.queue.running[queued][1], -1)
+            self.queue.free_hosts(queued)
+
+    def _lessen(self, shares: Shares, sign: int) -> None:
+        """Show nodes without the CPUs and memory of a job without GPUs: no policy may give these out."""
+        for at, (_, cpus, memory_mb) in shares:
+            node = self.nodes[self.queue.nodes[at].name]
+            self._replace(replace(node, cpus=node.cpus - sign * cpus, memory_mb=node.memory_mb - sign * memory_mb))
+            self._load_cpus += sign * cpus if node.lane == 0 else 0
 
     # --- What a gateway shows -----------------------------------------------------------------------
 
     def snapshot(self) -> ClusterSnapshot:
         """Return the cluster as it is now; unchanged jobs and nodes are the same objects as before."""
+        for queued in self.queue.tell(self.now_s):
+            if isinstance(job := queued.owner, SimJob):
+                job.state_reason = queued.reason
+                job.scheduled_nodes = tuple(self.queue.nodes[at].name for at in queued.plan[1]) if queued.plan else ()
+                job.stale.append(job)
         if self._shown is not None and not self._stale and self.leases is None:
             return self._shown.at(self.now_s)
         if self._tuple is None:
@@ -223,14 +325,14 @@ class World:
             hosts = tuple(
                 replace(host, prefetched=tuple(sorted(self._prefetched.get(host.name, ())))) for host in hosts
             )
-        self._shown = ClusterSnapshot(self.now_s, nodes, tuple(self._records.values()), hosts)
+        self._shown = ClusterSnapshot(self.now_s, nodes, tuple(self._records.values()), hosts, self.queue.site())
         return self._shown
 
     # --- What a gateway does ------------------------------------------------------------------------
 
     def start(self, job: SimJob, placement: Placement) -> None:
         """Start a pending job on these nodes."""
-        self.queue.discard(job)
+        self.queue.withdraw(job.queued)
         self._book(job, placement)
         job.state, job.placement, job.held, job.state_reason = "RUNNING", placement, False, ""
         job.gpus, job.promised = sum(share.gpus for share in placement), ()
@@ -246,19 +348,27 @@ class World:
         else:
             self.follow(self.leases.enter(job, self.now_s))
 
+    def _started(self, queued: QueuedJob, shares: Shares) -> None:
+        """Run a job that Slurm has started."""
+        self._starts += 1
+        if isinstance(job := queued.owner, SimJob):
+            placement = (Share(self.queue.nodes[at].name, *amount) for at, amount in shares)
+            self.start(job, tuple(sorted(placement)))
+        elif isinstance(job, TraceJob):
+            self._lessen(self.queue.take_hosts(queued, shares, self.now_s), 1)
+            heappush(self._load_ends, (self.now_s + job.work_s, job.id, queued))
+
     def start_queued(self) -> None:
-        """Let Slurm start the jobs of its queue that fit now."""
-        if self.queue.changed or self._load.has_new:
-            for node in self._load.starts(self.now_s, self.nodes):
-                self._replace(node)
-            for job, placement in self.queue.starts(self.nodes):
-                self.start(job, placement)
+        """Let Slurm start the jobs of its queue that it starts now."""
+        self.queue.settle(self.now_s)
 
     def release(self, job: SimJob) -> None:
         """Let Slurm start a pending job, now or once what it asks for is free."""
-        job.held = job.held_by_plugin = False
-        self.queue.add(job)
-        job.stale.append(job)
+        job.held = False
+        self.request(job)
+        if not self.queue.waits(job.queued):
+            self.queue.submit(job.queued, self.now_s)
+        job.state_reason = job.queued.reason
 
     def requeue(self, job: SimJob, *, hold: bool = True) -> None:
         """Take a job off its nodes, back into the queue; it becomes another incarnation.
@@ -278,8 +388,11 @@ class World:
         job.changed()
         self.live[job.key] = job
         job.held = hold
-        if not hold:
-            self.queue.add(job)
+        self.request(job)
+        if hold:
+            job.state_reason = ""
+        else:
+            self._wait(job, REQUEUE_S)
 
     def save(self, job: SimJob) -> None:
         """Have a job save a checkpoint, which takes a part of the move's cost.
@@ -389,8 +502,7 @@ class World:
                 used[2] += sign * memory_mb
                 self._touched.add(name)
                 self._rebooked.add(name)
-        if job.allocated:
-            self.queue.changed = True
+        self.queue.book(job.queued, tuple(self._located(share) for share in placement), self.now_s)
         job.allocated = placement
 
     def _count(self, job: SimJob, sign: int) -> None:
@@ -419,7 +531,8 @@ class World:
         if self.samples and self.samples[-1].time_s == self.now_s:
             self.samples.pop()
         held, busy = (self.held, self.busy) if self.leases is None else self.leases.use()
-        waiting, cpus = len(self.live) - self.running, min(self.cpus_used, self._cpus)
+        waiting = len(self.live) - self.running
+        cpus = min(self.cpus_used + self._load_cpus, self._cpus)
         self.samples.append(
             Sample(self.now_s, held, cpus, self.running, waiting, busy, self._idle_waiting() if waiting else 0.0)
         )

@@ -189,23 +189,25 @@ def test_without_options_the_service_as_it_ships_is_simulated() -> None:
     plain, shipped = request(), Settings()
     table = shipped.policy
     assert plain.policy.name == f"{table.order}/{table.allocate}/{table.share}" == "levels/none/preemption"
-    assert plain.setup.admission == shipped.service.admission == "held"
+    assert not shipped.policy.place
+    assert not plain.setup.place
     assert plain.setup.phased_moves
+    assert plain.setup.lanes == 1
     assert plain.setup.guard.min_run_s == shipped.guard.min_run_s
     assert plain.setup.guard.max_actions_per_round == shipped.guard.max_actions_per_round
 
 
 def test_options_named_as_settings_change_those() -> None:
-    native = request(admission="native", share_between_users="yes", allocate="proportional", share="timeslice")
-    assert native.setup.admission == "native"
-    assert native.policy.name == "levels/proportional/timeslice"
+    turns = request(share_between_users="yes", allocate="proportional", share="timeslice")
+    assert turns.policy.name == "levels/proportional/timeslice"
+    assert turns.setup.lanes == 2
 
 
 @pytest.mark.parametrize("words", [{"share": "none"}, {"preset": "synergy"}])
 def test_published_conventions_know_no_slurm(words: dict[str, str]) -> None:
     published = request(**words)
     assert published.policy.name == "fifo/cadenza"
-    assert (published.setup.admission, published.setup.phased_moves, published.setup.lanes) == ("held", False, 1)
+    assert (published.setup.place, published.setup.phased_moves, published.setup.lanes) == (True, False, 1)
     assert published.setup.guard == GUARD
 
 
@@ -250,7 +252,13 @@ def test_jobs_of_different_users_share_only_on_request(tmp_path: Path) -> None:
         ((*SMALL, "--checkpoint", "x"), "--checkpoint: 'x' is not a number"),
         ((*SMALL, "--preset", "gandiva"), "--preset: 'gandiva' is none of synergy"),
         ((*SMALL, "--events", "maybe"), "--events: 'maybe' is none of yes, no"),
-        ((*SMALL, "--admission", "hold"), "--admission: 'hold' is none of native, held"),
+        ((*SMALL, "--through-slurm", "yes", "--place", "maybe"), "--place: 'maybe' is none of yes, no"),
+        ((*SMALL, "--place", "yes"), "--place: goes with --through-slurm yes"),
+        ((*SMALL, "--weights", "size=1"), "--weights: 'size=1' is not NAME=NUMBER"),
+        ((*SMALL, "--weights", "age=1,age=2"), "--weights: age is there twice"),
+        ((*SMALL, "--weights", "age=-1"), "--weights: age: '-1' is not from 0"),
+        ((*SMALL, "--opted-in", "30"), "--opted-in: '30' is not from 0 to 1"),
+        ((*SMALL, "--site", "nope"), "--site: 'nope' cannot be read"),
         ((*SMALL, "--share-between-users", "1"), "--share-between-users: '1' is none of yes, no"),
         ((*SMALL, "--preset", "synergy", "--through-slurm", "yes"), "--through-slurm: does not go with --preset"),
         ((*SMALL, "--backfill", "n"), "--backfill: 'n' is none of yes, no"),

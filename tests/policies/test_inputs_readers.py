@@ -43,10 +43,10 @@ def refusal(call: object, *arguments: object) -> str:
 
 
 def test_a_row_becomes_a_job() -> None:
-    (job,) = trace("job,submit_s,gpus,model,iterations,user,priority,min_gpus,max_gpus,account,vc,memory_gb_per_gpu\n"
-                   "7,1.5,2,res50,100,ada,-3,1,4,lab,x9,1.5\n")  # fmt: skip
+    (job,) = trace("job,submit_s,gpus,model,iterations,user,min_gpus,max_gpus,account,vc,memory_gb_per_gpu\n"
+                   "7,1.5,2,res50,100,ada,1,4,lab,x9,1.5\n")  # fmt: skip
     assert (job.id, job.submit_s, job.gpus, job.model, job.iterations) == (7, 1.5, 2, "res50", 100)
-    assert (job.user, job.priority, job.min_gpus, job.max_gpus, job.account) == ("ada", -3, 1, 4, "lab")
+    assert (job.user, job.min_gpus, job.max_gpus, job.account) == ("ada", 1, 4, "lab")
     assert job.profile is PROFILES["res50"]
     assert job.memory_gb_per_gpu == 1.5
     assert job.work_s == pytest.approx(78.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -60,7 +59,7 @@ def test_jobs_wait_for_the_next_round_and_for_gpus() -> None:
 def in_turns(jobs: list[TraceJob], costs: SimCosts = FREE) -> Result:
     rules = PolicySettings(
         partitions=frozenset({PARTITION}),
-        sharing=SharingSettings(enforce=True, admission="held", slice_s=10.0, partitions=frozenset({PARTITION})),
+        sharing=SharingSettings(enforce=True, place=True, slice_s=10.0, partitions=frozenset({PARTITION})),
     )
     setup = Setup(round_s=10.0, rounds_on_events=True, lanes=2, costs=costs)
     return simulate(jobs, read_cluster("1x8:24:500", 2), build("fifo", "proportional", "timeslice", rules), setup)
@@ -91,7 +90,7 @@ def live(
     jobs: list[TraceJob],
     nodes: str,
     *names: str,
-    admission: Literal["native", "held"] = "native",
+    place: bool = False,
     phased: bool = True,
     failures: tuple[NodeFailure, ...] = (),
 ) -> Result:
@@ -99,7 +98,7 @@ def live(
     parts = frozenset({PARTITION})
     rules = PolicySettings(
         partitions=parts,
-        sharing=SharingSettings(enforce=True, admission=admission, slice_s=10.0, partitions=parts, floor=True),
+        sharing=SharingSettings(enforce=True, place=place, slice_s=10.0, partitions=parts, floor=True),
         phased_moves=phased,
     )
     costs = replace(FREE, migrate_s=40.0, resize_s=40.0, dispatch_s=2.0)
@@ -110,7 +109,7 @@ def live(
         rounds_on_events=True,
         lanes=lanes,
         costs=costs,
-        admission=admission,
+        place=not phased,
         phased_moves=phased,
         failures=failures,
     )
@@ -121,14 +120,15 @@ def small(number: int, submit_s: float, gpus: int, work_s: float, **more: int) -
     return TraceJob(number, submit_s, gpus, work_s, memory_gb_per_gpu=10.0, **more)
 
 
-def test_slurm_starts_jobs_on_lane_0_first_and_small_ones_past_large_ones() -> None:
-    jobs = [small(1, 0.0, 6, 100.0), small(2, 0.0, 8, 100.0), small(3, 0.0, 8, 100.0), small(4, 1.0, 2, 100.0)]
+def test_slurm_starts_jobs_on_lane_0_first_and_short_ones_past_large_ones() -> None:
+    short = replace(small(4, 1.0, 2, 100.0), time_limit_s=150.0)
+    jobs = [small(1, 0.0, 6, 100.0), small(2, 0.0, 8, 100.0), small(3, 0.0, 8, 100.0), short]
     result = live(jobs, "1x8:24:500", "fifo", "none", "timeslice")
     starts = {job.id: job.start_s for job in result.jobs}
     # Lane 0 has job 1 and then job 4, lane 1 has job 2, and job 3 waits for a whole lane.
     assert starts[1] == 0.0
-    assert starts[4] == 1.0
-    assert starts[2] == 11.0, "after a slice of job 1"
+    assert starts[4] == 30.0, "by backfill: it ends before job 1 has to"
+    assert starts[2] == 11.0, "after a slice of job 1, and Slurm's look at 3 s that started nothing is no event"
     assert starts[3] is not None
     assert starts[3] > 100.0
     assert not result.unfinished
@@ -150,10 +150,10 @@ CROWDED = [small(number, 0.1 * number, 4, 100.0 if number in (1, 3) else 1000.0)
 """Jobs 1 and 3 leave n0001 idle early, while jobs 2 and 4 take turns on n0002; then one of these moves."""
 
 
-@pytest.mark.parametrize("admission", ["native", "held"])
-def test_a_move_over_several_rounds_costs_what_a_move_at_once_does(admission: Literal["native", "held"]) -> None:
-    at_once = live(CROWDED, "2x4:12:500", "fifo", "none", "gandiva", admission="held", phased=False)
-    in_steps = live(CROWDED, "2x4:12:500", "fifo", "none", "gandiva", admission=admission)
+@pytest.mark.parametrize("place", [False, True])
+def test_a_move_over_several_rounds_costs_what_a_move_at_once_does(place: bool) -> None:
+    at_once = live(CROWDED, "2x4:12:500", "fifo", "none", "gandiva", place=True, phased=False)
+    in_steps = live(CROWDED, "2x4:12:500", "fifo", "none", "gandiva", place=place)
     assert at_once.counts.migrations == in_steps.counts.migrations == 1
     assert in_steps.counts.restarts == 0
     moved = [next(job for job in run.jobs if job.migrations) for run in (at_once, in_steps)]

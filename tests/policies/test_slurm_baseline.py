@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 
 from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.inputs.trace import TraceJob
-from cadenza.policies.simulator import slurm_baseline
+from cadenza.policies.simulator.backfill import SLURM, Backfill, Future, Pass, bits_of
 from cadenza.policies.simulator.figures import summarize
+from cadenza.policies.simulator.job import SimJob
 from cadenza.policies.simulator.run_values import Result, Setup
-from cadenza.policies.simulator.slurm_baseline import SLURM, Backfill, simulate_slurm, time_limit_s
+from cadenza.policies.simulator.scheduler import QueuedJob
+from cadenza.policies.simulator.slurm_baseline import first_come, simulate_slurm
+from cadenza.policies.simulator.world import World, time_limit_s
 
 
 def starts(jobs: list[TraceJob], nodes: str, rules: Backfill = SLURM) -> dict[int, float | None]:
@@ -77,28 +80,33 @@ PLANNED = (
 """Its first pending jobs: GPUs, limit in minutes, and the start in seconds and the nodes that the pass planned."""
 
 
+def queued(world: World, job: TraceJob) -> QueuedJob:
+    """Return a job as a world's slurmctld has it."""
+    one = SimJob(job, world._request(job), [])
+    return world._queued(job, world._each(one), one.num_nodes, one.cpus, one)
+
+
 def test_a_pass_plans_the_starts_and_the_nodes_that_a_slurmctld_planned() -> None:
-    slurm = slurm_baseline._Slurm([], read_cluster("16x8:24:64"), Setup(), Backfill(interval_s=2.0))
+    world = World([TraceJob(0, 0.0, 1, 1.0)], read_cluster("16x8:24:64"), Setup(place=False))
+    slurm = world.queue
     for number, (gpus, end_s, nodes) in enumerate(RUNNING):
-        each = slurm._pending(TraceJob(number, 0.0, gpus, 1.0, memory_gb_per_gpu=1.0)).each
-        shares = tuple((node - 1, amount) for node, amount in zip(nodes, each, strict=True))
-        for at, amount in shares:
-            slurm.free[at] = [room - taken for room, taken in zip(slurm.free[at], amount, strict=True)]
-        slurm.running[number] = (float(end_s), shares, 0.0)
-    slots = [slurm_baseline.Slot(0.0, SLURM.window_s, slurm.all_nodes)]
+        job = queued(world, TraceJob(number, 0.0, gpus, 1.0, memory_gb_per_gpu=1.0, time_limit_s=float(end_s)))
+        slurm.book(job, tuple((node - 1, amount) for node, amount in zip(nodes, job.each, strict=True)), 0.0)
+    plan = Pass(0.0, slurm.all_nodes, SLURM)
+    future = Future(0.0, slurm.free, slurm.running.values(), slurm.lanes)
     for number, (gpus, minutes, planned_s, nodes) in enumerate(PLANNED, len(RUNNING)):
-        job = TraceJob(number, 0.0, gpus, 1.0, memory_gb_per_gpu=1.0, time_limit_s=60.0 * minutes)
-        start_s, spot = slurm._earliest(slurm._pending(job), slots)
+        traced = TraceJob(number, 0.0, gpus, 1.0, memory_gb_per_gpu=1.0, time_limit_s=60.0 * minutes)
+        start_s, spot = plan.earliest(queued(world, traced), future)
         assert (start_s, [at + 1 for at in spot]) == (planned_s, list(nodes)), f"pending job {number - len(RUNNING)}"
-        slurm_baseline._reserve(slots, start_s, start_s + 60 * minutes, slurm_baseline._bits(spot))
+        plan.reserve(start_s, start_s + 60 * minutes, bits_of(spot))
 
 
 def test_one_node_is_the_first_with_room_and_several_are_the_smallest_run_that_has_as_many() -> None:
-    slurm = slurm_baseline._Slurm([], read_cluster("9x8:24:500"), Setup(), SLURM)
-    slurm.free[3][0] = slurm.free[6][0] = 2
-    nodes = {gpus: slurm._place(slurm._pending(TraceJob(1, 0.0, gpus, 1.0)), slurm.free, 0b111111111) for gpus in GPUS}
+    world = World([], read_cluster("9x8:24:500"), Setup(place=False))
+    world.queue.free[3][0] = world.queue.free[6][0] = 2
+    nodes = {gpus: world.queue._place(queued(world, TraceJob(1, 0.0, gpus, 1.0)), 0b111111111) for gpus in GPUS}
     assert nodes == {1: [0], 8: [0], 16: [4, 5], 24: [0, 1, 2], 40: [0, 1, 2, 4, 5]}
-    assert not slurm._place(slurm._pending(TraceJob(1, 0.0, 64, 1.0)), slurm.free, 0b111111111)
+    assert not world.queue._place(queued(world, TraceJob(1, 0.0, 64, 1.0)), 0b111111111)
 
 
 def test_submissions_wait_for_the_schedulers_next_look_and_an_end_is_seen_at_once() -> None:
@@ -124,10 +132,17 @@ def test_memory_and_whole_nodes_bound_a_start() -> None:
     assert starts(split, "2x8:24:500") == {1: 0.0, 2: 100.0, 3: 0.0}, "six GPUs on each of two nodes"
 
 
-def test_the_size_of_a_job_counts_as_age() -> None:
-    jobs = [TraceJob(1, 0.0, 8, 100.0), TraceJob(2, 1.0, 1, 100.0), TraceJob(3, 2.0, 8, 100.0)]
-    assert starts(jobs, "1x8:24:500")[2] == 100.0
-    assert starts(jobs, "1x8:24:500", Backfill(size_s=3600.0))[2] == 200.0
+def test_easy_has_one_reservation() -> None:
+    jobs = [
+        TraceJob(1, 0.0, 8, 1000.0, time_limit_s=1000.0),
+        TraceJob(2, 0.0, 7, 2000.0, time_limit_s=2000.0),
+        TraceJob(3, 1.0, 8, 100.0, time_limit_s=100.0),
+        TraceJob(4, 2.0, 16, 100.0, time_limit_s=100.0),
+        TraceJob(5, 3.0, 1, 3000.0, time_limit_s=3000.0),  # in the way of job 4 only
+    ]
+    found = {job.id: job.start_s for job in first_come(jobs, read_cluster("2x8:24:500"), Setup()).jobs}
+    assert (found[3], found[5]) == (1000.0, 30.0)
+    assert starts(jobs, "2x8:24:500")[5] == 2100.0
 
 
 def test_idle_gpus_count_while_a_job_waits_that_fits() -> None:

@@ -19,6 +19,11 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("profiles", "FILE", "Profiles of the models as JSON (default: Synergy's published ten)."),
         ("nodes", "TEXT", "NODESxGPUS:CPUS:MEMORY_GB[:TYPE],… such as 4x8:24:500 (default: the workload's own)."),
         ("assign", "I/L/S", "Give jobs without a model one: percent of image, language and speech models."),
+        ("opted-in", "PART", "Part of the jobs that opt in, drawn; Slurm alone has the others (default: the trace's)."),
+    ),
+    "Slurm's queue": (
+        ("weights", "NAME=NUMBER,…", "PriorityWeights: age, fairshare, jobsize, partition, qos; or none."),
+        ("site", "FILE", "Weights, QOS, accounts, limits and licenses as TOML."),
     ),
     "Policy (default: as the service ships)": (
         ("order", "NAME", "Who goes first; `cadenza policies` lists the names."),
@@ -26,7 +31,7 @@ GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("share", "NAME", "How jobs share a GPU: preemption, timeslice, gandiva or none."),
         ("turns", "fair|order", "Whether jobs that share a GPU have equal parts, or --order holds there too."),
         ("share-between-users", "yes|no", "Whether jobs of different users may share a GPU."),
-        ("admission", "native|held", "Who starts jobs: Slurm itself, or the policy."),
+        ("place", "yes|no", "Whether the policy pins waiting jobs to nodes (default: Slurm chooses)."),
         ("through-slurm", "yes|no", "Whether moves and requests go through Slurm (default: without sharing no)."),
         (
             "baseline",
@@ -122,9 +127,9 @@ def command(ctx: click.Context, /, **words: Any) -> None:
 
     The simulator runs the round and the whole decision of the service. Without options of its own a policy is the
     one that the service ships with. --share none alone is Slurm without Cadenza; with --order or --allocate, and with
-    --preset synergy, a policy runs as in the published simulators: --allocate cadenza, jobs held until they are
-    placed, moves that take effect at once. Figures stand next to those of the baseline on the same jobs. Times are in
-    seconds; completion times are printed in hours.
+    --preset synergy, a policy runs as in the published simulators: --allocate cadenza, jobs that wait until they are
+    placed, moves that take effect at once. Figures stand next to those of Slurm and of EASY (first come, first served,
+    one reservation) on the same jobs. Times are in seconds; completion times are printed in hours.
 
     \b
     cadenza simulate --trace jobs.csv --nodes 4x8:24:500

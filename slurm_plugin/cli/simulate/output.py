@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cadenza.policies.core.errors import InputError
+from cadenza.policies.inputs.queue_rules import NAMES
 from cadenza.policies.simulator.figures import flat, mean_and_half
 from cadenza.policies.simulator.load_sweep import FILL, highest_stable
 from cadenza.policies.simulator.result_file import Saved, encode
@@ -83,9 +84,15 @@ def as_table(results: Results) -> RenderableType:
 
 
 def _remarks(results: Results) -> Iterator[str]:
-    """Yield sentences on the jobs that can share and move."""
-    if results.request.shared:
-        movable, jobs = results.movable
+    """Yield sentences on the order of Slurm's queue, and on the jobs that can share and move."""
+    movable, jobs = results.movable
+    if not results.request.setup.place or results.baselines:
+        weights = results.request.setup.queue.weights
+        named = [f"{name} {value:,.0f}" for name in NAMES if (value := getattr(weights, name))]
+        yield f"Slurm's order: {', '.join(named) if named else 'submission (all weights are 0)'}"
+    if results.opted_in < jobs:
+        yield f"{results.opted_in} of {jobs} jobs opted in"
+    if results.request.shared or results.opted_in < jobs:
         yield f"{movable} of {jobs} jobs can move (they keep checkpoints)"
     if results.more_movable:
         gain = ratios(results.more_movable, results.summaries)
@@ -99,12 +106,15 @@ def _remarks(results: Results) -> Iterator[str]:
 def _figures(results: Results) -> Table:
     """Return one row a figure; over several seeds mean and half of the 95 % interval."""
     each = [flat(summary) for summary in results.summaries]
-    base = [flat(summary) for summary in results.baselines]
-    against = ratios(results.summaries, results.baselines) if base else {}
-    table = Table(box=None, pad_edge=False, show_header=bool(base), header_style="bold")
+    others = [
+        (name, [flat(summary) for summary in theirs], ratios(results.summaries, theirs))
+        for name, theirs in ((results.request.baseline or "", results.baselines), ("easy", results.easy))
+        if theirs
+    ]
+    table = Table(box=None, pad_edge=False, show_header=bool(others), header_style="bold")
     table.add_column(no_wrap=True)
-    for name in ("", results.request.baseline or "", "RATIO") if base else ("",):
-        table.add_column(name, justify="right", no_wrap=True)
+    for title in ("", *(column for name, _, _ in others for column in (name, "RATIO"))):
+        table.add_column(title, justify="right", no_wrap=True)
     for key, name, write in ROWS:
         known = [value for row in each if (value := row[key]) is not None]
         if len(known) < len(each) or (key in HIDDEN_IF_ZERO and not any(known)):
@@ -112,13 +122,12 @@ def _figures(results: Results) -> Table:
         if key == "p999_jct_h" and max(summary.jobs for summary in results.summaries) < MIN_JOBS_P999:
             continue
         mean, half = mean_and_half(known)
-        theirs = [value for row in base if (value := row[key]) is not None] if key in COMPARED else []
-        ratio = against.get(key)
-        table.add_row(
-            name,
-            write(mean) if half is None else f"{write(mean)} ± {write(half)}",
-            *((write(fmean(theirs)) if theirs else "", "" if ratio is None else f"{ratio:.2f}") if base else ()),
-        )
+        cells = []
+        for _, base, against in others:
+            theirs = [value for row in base if (value := row[key]) is not None] if key in COMPARED else []
+            ratio = against.get(key)
+            cells += [write(fmean(theirs)) if theirs else "", "" if ratio is None else f"{ratio:.2f}"]
+        table.add_row(name, write(mean) if half is None else f"{write(mean)} ± {write(half)}", *cells)
     return table
 
 

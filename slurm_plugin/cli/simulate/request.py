@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -23,7 +23,16 @@ from cadenza.policies.inputs.interference import packing_pairs, read_interferenc
 from cadenza.policies.inputs.model_mix import model_mix, read_split
 from cadenza.policies.inputs.profiles import read_profiles
 from cadenza.policies.inputs.published import default_costs, gandiva_table1, synergy_profiles
-from cadenza.policies.inputs.trace import TraceJob, read_trace
+from cadenza.policies.inputs.queue_rules import (
+    USUAL_WEIGHTS,
+    QueueRules,
+    Weights,
+    read_queue_rules,
+    read_weights,
+    with_shares,
+    with_tiers,
+)
+from cadenza.policies.inputs.trace import PLAIN_QUEUE, TraceJob, read_trace
 from cadenza.policies.registry import warm
 from cadenza.policies.sharing.state.settings import GandivaSettings
 from cadenza.policies.simulator.load_sweep import read_loads
@@ -42,7 +51,7 @@ STATIC_FIRST_S = 1.0
 """First round of Synergy's simulator if all jobs are there at the start, in seconds."""
 YES_NO = ("yes", "no")
 TAKE_TURNS = ("timeslice", "gandiva")
-"""Sharings that need a further lane to share anything, as all do in native admission."""
+"""Sharings that need a further lane to share anything."""
 SHIPPED = Settings()
 
 
@@ -65,6 +74,8 @@ class Request:
     """The figures compare with it; None for a run that is the baseline, for sweeps, and with failures."""
     shared: Literal["between users", "within users"] | None
     """Jobs of which users share GPUs; None without sharing, and without further lanes."""
+    opted_in: float | None = None
+    """Part of the jobs that opt in, drawn; None: as the trace says."""
 
     @property
     def json(self) -> bool:
@@ -86,11 +97,16 @@ class Request:
     def jobs(self, seed: int, load: float | None = None) -> tuple[TraceJob, ...]:
         """Return the jobs of one run."""
         if self.workload is None:
-            return self.trace or ()
-        workload = self.workload
-        if load is not None:
-            workload = parse_workload(self.words["workload"], self.profiles, {"load": f"{load:.9g}"})
-        return workload.generate(Random(seed))  # noqa: S311 (a simulation wants repeatable draws)
+            jobs = self.trace or ()
+        else:
+            workload = self.workload
+            if load is not None:
+                workload = parse_workload(self.words["workload"], self.profiles, {"load": f"{load:.9g}"})
+            jobs = workload.generate(Random(seed))  # noqa: S311 (a simulation wants repeatable draws)
+        if self.opted_in is None:
+            return jobs
+        draws = Random(f"opted in {seed}")  # noqa: S311 (the same)
+        return tuple([replace(job, managed=draws.random() < self.opted_in) for job in jobs])
 
 
 @dataclass(frozen=True)
@@ -101,6 +117,8 @@ class Site:
     nodes: tuple[Node, ...]
     load: tuple[TraceJob, ...] = ()
     """Jobs without GPUs."""
+    queue: QueueRules = PLAIN_QUEUE
+    """Rules by which its Slurm orders its queue; without weights in the order of submission."""
 
 
 def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Site | None = None) -> Request:
@@ -116,17 +134,18 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Sit
     given = None if file is None else read_profiles(read_file(file, "--profiles"), file)
     workload = _named("--workload", parse_workload, words["workload"], given) if words["workload"] else None
     profiles = workload.profiles if workload else given or synergy_profiles()
-    turns = names.share in TAKE_TURNS or (shared and names.admission == "native")
-    lanes = integer(words["lanes"] or ("2" if turns else "1"), "--lanes", 1, MAX_LANES)
+    lanes = integer(words["lanes"] or ("2" if names.share in TAKE_TURNS else "1"), "--lanes", 1, MAX_LANES)
     if names.through_slurm and not shared and lanes > 1:
         raise InputError("--lanes: goes with a --share other than none; without sharing the service closes them")
+    queue = read_queue_rules(read_file(words["site"], "--site"), words["site"]) if words["site"] else PLAIN_QUEUE
     trace: tuple[TraceJob, ...] | None
     if site is not None:
-        nodes, trace = site.nodes, site.jobs
+        nodes, trace, queue = site.nodes, site.jobs, site.queue
     else:
         shape = words["nodes"] or KINDS[words["workload"].partition(":")[0]].cluster
         nodes = _named("--nodes", read_cluster, shape, lanes)
-        trace = None if workload else _trace(words, profiles)
+        trace = None if workload else _trace(words, profiles, queue)
+        queue, nodes = _ordered(words, queue, trace or (), nodes)
     # 3. Time, costs and faults.
     events = _one_of(words["events"], "--events", YES_NO, "yes" if shared else "no") == "yes"
     failures, costs, interference = words["failures"], words["costs"], words["interference"]
@@ -147,7 +166,8 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Sit
         load=site.load if site is not None else (),
         interference=pairs,
         checkpoint_s=number(words["checkpoint"] or ("0" if synergy else CHECKPOINT_S), "--checkpoint", most=LONGEST_S),
-        admission="native" if names.admission == "native" else "held",
+        place=not names.through_slurm,
+        queue=queue,
         phased_moves=names.through_slurm,
     )
     # 4. The policy, with the costs of the simulation as those that it expects.
@@ -172,6 +192,7 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Sit
         window=setup.until_done,
         baseline=None,
         shared=("between users" if names.share_between_users else "within users") if shared and lanes > 1 else None,
+        opted_in=number(words["opted_in"], "--opted-in", 0.0, 1.0) if words["opted_in"] else None,
     )
     kind = _one_of(words["baseline"], "--baseline", ("slurm", "strict"), "strict" if synergy else "slurm")
     if request.loads or setup.failures or (request.alone and kind == "slurm"):
@@ -190,7 +211,7 @@ class Names:
     allocate: str
     share: str
     turns: str
-    admission: str
+    place: bool
     share_between_users: bool
     through_slurm: bool
     """True if moves, resizes and requests go through Slurm, as on a cluster; else they take effect at once, and the
@@ -207,17 +228,18 @@ def _names(words: Mapping[str, Any], *, synergy: bool) -> Names:
     through = _one_of(words["through_slurm"], "--through-slurm", YES_NO, "no" if published else "yes") == "yes"
     if synergy and through:
         raise InputError("--through-slurm: does not go with --preset synergy, where moves take no time")
+    if words["place"] and not through:
+        raise InputError("--place: goes with --through-slurm yes; else the policy places all jobs")
     if words["turns"] and share == "none":
         raise InputError("--turns: goes with --share timeslice or gandiva; without sharing there are no turns")
+    place = SHIPPED.policy.place
     between = "yes" if SHIPPED.sharing.share_between_users or not through else "no"
     return Names(
         order=words["order"] or ("fifo" if published else SHIPPED.policy.order),
         allocate=words["allocate"] or (SHIPPED.policy.allocate if through else "cadenza"),
         share=share,
         turns=_one_of(words["turns"], "--turns", ("fair", "order"), SHIPPED.sharing.turns),
-        admission=_one_of(
-            words["admission"], "--admission", ("native", "held"), SHIPPED.service.admission if through else "held"
-        ),
+        place=_one_of(words["place"], "--place", YES_NO, "yes" if place or not through else "no") == "yes",
         share_between_users=_one_of(words["share_between_users"], "--share-between-users", YES_NO, between) == "yes",
         through_slurm=through,
     )
@@ -227,13 +249,14 @@ def service_settings(names: Names, setup: Setup, partitions: Collection[str] = (
     """Return the service's settings with these names: it acts on the simulated partitions, and the rest is shipped."""
     return msgspec.convert(
         {
-            "service": {"mode": "apply", "admission": names.admission, "poll_s": setup.round_s},
+            "service": {"mode": "apply", "poll_s": setup.round_s},
             "guard": {"partitions": sorted(partitions)},
             "sharing": {"turns": names.turns, "share_between_users": names.share_between_users},
             "policy": {
                 "order": names.order,
                 "allocate": names.allocate,
                 "share": names.share,
+                "place": names.place,
                 "move_s": setup.costs.migrate_s,
             },
         },
@@ -255,7 +278,7 @@ def _policy_settings(words: Mapping[str, Any], names: Names, setup: Setup, setti
         sharing=replace(
             sharing,
             turns=live.sharing.turns,
-            admission=live.sharing.admission,
+            place=live.sharing.place,
             share_between_users=names.share_between_users,
         ),
         costs=costs,
@@ -348,11 +371,29 @@ def read_file(path: str, option: str) -> str:
     return decode(data, path)
 
 
-def _trace(words: Mapping[str, Any], profiles: Mapping[str, Profile]) -> tuple[TraceJob, ...]:
+def _ordered(
+    words: Mapping[str, Any], queue: QueueRules, trace: Sequence[TraceJob], nodes: tuple[Node, ...]
+) -> tuple[QueueRules, tuple[Node, ...]]:
+    """Return the queue's rules with what the trace and --weights say, and the nodes with the trace's partitions."""
+    queue = with_shares(queue, {job.account: job.share for job in trace if job.share is not None})
+    tiers = {job.partition: job.tier for job in trace if job.partition != PARTITION}
+    queue = with_tiers(queue, tiers)
+    if words["weights"] is not None:
+        queue = msgspec.structs.replace(queue, weights=read_weights(words["weights"], "--weights"))
+    elif queue.weights == Weights() and (
+        any(job.account or job.qos or job.nice for job in trace) or len({job.user for job in trace}) > 1
+    ):
+        queue = msgspec.structs.replace(queue, weights=Weights(**USUAL_WEIGHTS))
+    return queue, tuple(replace(node, partitions=(*node.partitions, *tiers)) for node in nodes) if tiers else nodes
+
+
+def _trace(
+    words: Mapping[str, Any], profiles: Mapping[str, Profile], queue: QueueRules
+) -> tuple[TraceJob, ...]:
     assign = None
     if words["assign"]:
         assign = model_mix(profiles, read_split(words["assign"], "--assign"), "--assign")
-    jobs = read_trace(read_file(words["trace"], "--trace"), words["trace"], profiles, assign)
+    jobs = read_trace(read_file(words["trace"], "--trace"), words["trace"], profiles, assign, queue)
     if not jobs:
         raise InputError(f"{words['trace']}: has no jobs")
     return jobs

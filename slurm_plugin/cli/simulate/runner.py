@@ -10,17 +10,20 @@ from random import Random
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.cluster import PARTITION
 from cadenza.policies.inputs.trace import TraceJob
+from cadenza.policies.simulator.backfill import STRICT
 from cadenza.policies.simulator.figures import Summary, flat, over_seeds, summarize
 from cadenza.policies.simulator.load_sweep import LoadRow, highest_stable, load_rows, sweep_point, too_short
 from cadenza.policies.simulator.result_file import SavedRun, SweepPoint, save_run
 from cadenza.policies.simulator.run_values import GUARD, Result
 from cadenza.policies.simulator.shareable import Unshareable, unshareable_jobs
 from cadenza.policies.simulator.simulation import simulate
-from cadenza.policies.simulator.slurm_baseline import simulate_slurm
+from cadenza.policies.simulator.slurm_baseline import first_come, simulate_slurm
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.simulate.request import Request
 
@@ -52,9 +55,13 @@ class Results:
     """True if a sweep has too few arrivals to tell stable loads from others."""
     baselines: tuple[Summary, ...] = ()
     """The same jobs under the baseline; empty without one."""
+    easy: tuple[Summary, ...] = ()
+    """The same jobs under EASY backfill, beside each comparison with Slurm and each run of it."""
     baseline_runs: tuple[SavedRun, ...] = ()
     movable: tuple[int, int] = (0, 0)
-    """Jobs that keep checkpoints, and all jobs."""
+    """Jobs that keep checkpoints, of those that opted in, and all jobs."""
+    opted_in: int = 0
+    """Jobs that opted in."""
     more_movable: tuple[Summary, ...] = ()
     """With a tenth more of all jobs that keep checkpoints; empty unless asked for."""
     unshareable: Unshareable | None = None
@@ -88,6 +95,11 @@ class Results:
         if self.baselines:
             found["baseline"] = {"name": self.request.baseline, **over_seeds(self.baselines)}
             found["ratio_to_baseline"] = ratios(self.summaries, self.baselines)
+        if self.easy:
+            found["easy"] = over_seeds(self.easy)
+            found["ratio_to_easy"] = ratios(self.summaries, self.easy)
+        found["opted_in_jobs"] = self.opted_in / jobs if jobs else None
+        found["weights"] = msgspec.structs.asdict(self.request.setup.queue.weights)
         if self.more_movable:
             found["more_movable"] = ratios(self.more_movable, self.summaries)
         return found
@@ -113,8 +125,9 @@ def run_request(request: Request, progress: Callable[[float, int], None] | None 
     points: list[SweepPoint] = []
     baselines: list[Summary] = []
     base_runs: list[SavedRun] = []
+    easy: list[Summary] = []
     more: list[Summary] = []
-    movable = total = 0
+    movable = total = opted_in = 0
     unshareable = None
     short = False
     work = [(load, seed) for load in request.loads or (None,) for seed in request.seeds]
@@ -129,11 +142,15 @@ def run_request(request: Request, progress: Callable[[float, int], None] | None 
         summary = summarize(result, request.window, synergy=request.setup.synergy)
         summaries.append(summary)
         runs.append(save_run(result, seed if request.workload else None, asdict(summary)))
-        movable, total = movable + sum(job.checkpoints for job in jobs), total + len(jobs)
+        movable, total = movable + sum(job.checkpoints and job.managed for job in jobs), total + len(jobs)
+        opted_in += sum(job.managed for job in jobs)
         if request.baseline:
             base = _baseline(request, jobs)
             baselines.append(summarize(base, request.window, synergy=request.setup.synergy))
             base_runs.append(save_run(base, runs[-1].seed, asdict(baselines[-1])))
+        if request.baseline == "slurm" or request.alone:
+            first = first_come(jobs, request.nodes, request.setup)
+            easy.append(summarize(first, request.window, synergy=request.setup.synergy))
         if request.words["more_movable"]:
             again = _simulated(request, _with_more_movable(jobs, seed), f"{title} with more jobs that move")
             more.append(summarize(again, request.window, synergy=request.setup.synergy))
@@ -142,26 +159,26 @@ def run_request(request: Request, progress: Callable[[float, int], None] | None 
     whole = [node for node in request.nodes if node.lane == 0]
     gpus, cpus = sum(node.gpus for node in whole), sum(node.cpus for node in whole)
     return Results(
-        request, tuple(summaries), tuple(runs), tuple(points), gpus, cpus, short, tuple(baselines),
-        tuple(base_runs), (movable, total),
-        tuple(more), unshareable,
+        request, tuple(summaries), tuple(runs), tuple(points), gpus, cpus, short, tuple(baselines), tuple(easy),
+        tuple(base_runs), (movable, total), opted_in, tuple(more), unshareable,
     )  # fmt: skip
 
 
 def _baseline(request: Request, jobs: tuple[TraceJob, ...]) -> Result:
     """Return the baseline's run of the same jobs on the nodes without lanes."""
-    setup = replace(request.setup, lanes=1, phased_moves=False, admission="held", guard=GUARD)
     if request.baseline == "slurm":
-        return simulate_slurm(jobs, request.nodes, setup)
+        return simulate_slurm(jobs, request.nodes, request.setup)
+    if not request.setup.synergy:
+        return first_come(jobs, request.nodes, request.setup, STRICT)
+    setup = replace(request.setup, lanes=1, rounds_on_events=False, guard=GUARD)
     whole = tuple(node for node in request.nodes if node.lane == 0)
     rules = PolicySettings(partitions=frozenset({PARTITION}), backfill=False)
-    strict = build("fifo", "proportional" if setup.synergy else "none", "none", rules)
-    return simulate(jobs, whole, strict, replace(setup, rounds_on_events=not setup.synergy))
+    return simulate(jobs, whole, build("fifo", "proportional", "none", rules), setup)
 
 
 def _with_more_movable(jobs: tuple[TraceJob, ...], seed: int) -> tuple[TraceJob, ...]:
     """Return the jobs with a tenth of all, drawn among those that keep no checkpoints, that keep them now."""
-    stuck = [job.id for job in jobs if not job.checkpoints]
+    stuck = [job.id for job in jobs if job.managed and not job.checkpoints]
     drawn = set(Random(seed).sample(stuck, min(ceil(len(jobs) / 10), len(stuck))))  # noqa: S311 (repeatable draws)
     return tuple(replace(job, checkpoints=True) if job.id in drawn else job for job in jobs)
 

@@ -1,0 +1,289 @@
+"""Slurm's backfill in a simulation: the earliest start of a pending job among running jobs and reservations.
+
+Sources: slurm.conf, ``SchedulerParameters``; Slurm 25.11, ``_attempt_backfill`` in sched/backfill and
+``_future_run_test`` in select/cons_tres. ``benchmarks/calibration.py`` compares with a real slurmctld.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from operator import attrgetter
+from typing import NamedTuple, Protocol, TypeAlias
+
+Amount: TypeAlias = tuple[int, int, int]
+"""GPUs, CPUs and MB."""
+Shares: TypeAlias = tuple[tuple[int, Amount], ...]
+"""Positions of nodes, and what a job has there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backfill:
+    """Scheduling parameters of a Slurm; the defaults are its own. Times in seconds."""
+
+    interval_s: float = 30.0
+    """``bf_interval``: time between two passes."""
+    window_s: float = 86_400.0
+    """``bf_window``: a job that could only start later than this gets no reservation."""
+    max_jobs: int = 500
+    """``bf_max_job_test``: jobs in order of priority that a pass looks at."""
+    precision_s: float = 0.0
+    """``bf_window_linear``: growth of the time over which running jobs count as ending at once; 0: it doubles."""
+    batch_delay_s: float = 3.0
+    """``batch_sched_delay``: least time between two looks at the queue for submissions."""
+    full_interval_s: float = 60.0
+    """``sched_interval``: time between two looks at the queue without an event."""
+    reservations: int | None = None
+    """Jobs that get a reservation in a pass; None: all that it looks at."""
+
+
+SLURM = Backfill()
+EASY = Backfill(window_s=inf, max_jobs=10**9, reservations=1)
+"""One reservation, for the first job that does not fit, and no bound on what is looked at (Lifka, JSSPP'95)."""
+STRICT = Backfill(max_jobs=0)
+"""The main scheduler alone: no job passes another one of its partition."""
+FIRST_WINDOW_S = 30.0
+"""Jobs that end, by their limits, within so long are taken as ending at once (cons_tres, ``time_window``)."""
+LAST_WINDOW_S = 365 * 86_400.0
+
+
+class Request(Protocol):
+    """A pending job as backfill sees it."""
+
+    each: tuple[Amount, ...]
+    """Its request on each of its nodes, the largest first."""
+    pins: Shares
+    """Shares at the nodes that it has to have; empty: any nodes of ``among``."""
+    among: int
+    """Nodes that it may have, as bits."""
+    limit_s: float
+
+
+class Slot(NamedTuple):
+    """A stretch of time in a pass of backfill, and the nodes that no reservation has in it, as bits."""
+
+    begin_s: float
+    end_s: float
+    nodes: int
+
+
+class Future:
+    """Resources that become free as running jobs end by their limits; answers are kept for the next call."""
+
+    def __init__(
+        self, now_s: float, free: Sequence[Sequence[int]], running: Iterable[tuple[float, Shares]], lanes: Sequence[int]
+    ) -> None:
+        self.now_s = now_s
+        self._free = free
+        self._lanes = lanes
+        ends = sorted((max(end_s, now_s + 1), shares) for end_s, shares in running)
+        self.ends_s = [end_s for end_s, _ in ends]
+        self._shares = [shares for _, shares in ends]
+        self.nodes = [bits_of(at for at, _ in shares) for shares in self._shares]
+        """By job in the order of their ends: its nodes, as bits."""
+        self._steps: dict[Amount, tuple[list[int], list[int]]] = {}
+        self._on: dict[int, tuple[list[int], list[float]]] = {}
+
+    def spot(self, job: Request, among: int, ended: int) -> list[int]:
+        """Return the nodes of ``among`` that a job gets once so many of the running jobs have ended, or nothing."""
+        return choose(job, lambda need: self._fitting(need, ended), among, self._lanes)
+
+    def _fitting(self, need: Amount, ended: int) -> int:
+        """Return the nodes, as bits, with room for ``need`` once so many of the jobs have ended."""
+        if need not in self._steps:
+            self._steps[need] = self._steps_of(need)
+        counts, nodes = self._steps[need]
+        return nodes[bisect_right(counts, ended)]
+
+    def _steps_of(self, need: Amount) -> tuple[list[int], list[int]]:
+        """Return the numbers of ended jobs at which nodes come to have room, and all nodes with room before each."""
+        free = [list(room) for room in self._free]
+        counts, nodes = [], [sum(1 << at for at, room in enumerate(free) if fits(need, room))]
+        for ended, shares in enumerate(self._shares, 1):
+            more = 0
+            for at, amount in shares:
+                for kind, value in enumerate(amount):
+                    free[at][kind] += value
+                if not nodes[-1] >> at & 1 and fits(need, free[at]):
+                    more |= 1 << at
+            if more:
+                counts.append(ended)
+                nodes.append(nodes[-1] | more)
+        return counts, nodes
+
+    def on(self, nodes: int) -> tuple[list[int], list[float]]:
+        """Return the positions of the jobs on any of these nodes, and their ends."""
+        if nodes not in self._on:
+            positions = [at for at, own in enumerate(self.nodes) if own & nodes]
+            self._on[nodes] = positions, [self.ends_s[at] for at in positions]
+        return self._on[nodes]
+
+
+class Pass:
+    """One pass: the reservations so far. A reservation keeps all other jobs off its nodes."""
+
+    def __init__(self, now_s: float, nodes: int, rules: Backfill) -> None:
+        self._now_s, self._nodes, self._rules = now_s, nodes, rules
+        self._slots = [Slot(now_s, now_s + rules.window_s, nodes)]
+
+    def reserve(self, start_s: float, end_s: float, nodes: int) -> None:
+        """Take nodes out of the slots in this time; a slot that it cuts becomes two or three."""
+        cut = []
+        for one in self._slots:
+            begin_s, stop_s = max(one.begin_s, start_s), min(one.end_s, end_s)
+            if begin_s >= stop_s:
+                cut.append(one)
+                continue
+            parts = [
+                Slot(one.begin_s, begin_s, one.nodes), Slot(begin_s, stop_s, one.nodes & ~nodes),
+                Slot(stop_s, one.end_s, one.nodes),
+            ]  # fmt: skip
+            cut += [part for part in parts if part.begin_s < part.end_s]
+        self._slots = cut
+
+    def earliest(self, job: Request, future: Future) -> tuple[float, list[int]]:
+        """Return a job's earliest start that no reservation forbids, and its nodes; none where it is past the window.
+
+        The start is sought from the beginning of one slot after the other, on nodes that no reservation has until the
+        job's limit.
+        """
+        later_s: float | None = self._now_s
+        last_s = self._now_s + self._rules.window_s
+        while later_s is not None and later_s <= last_s:
+            from_s = later_s
+            nodes, later_s = self._free_of_reservations(from_s, from_s + job.limit_s)
+            nodes &= job.among
+            if nodes.bit_count() < len(job.each):
+                continue
+            start_s, spot = self._future_start(job, future, nodes, from_s, later_s)
+            if not spot:
+                continue
+            if start_s > self._now_s:
+                there = bits_of(spot)
+                taken = any(
+                    one.end_s > start_s and one.begin_s < start_s + job.limit_s and there & ~one.nodes
+                    for one in self._slots
+                )
+                if taken:
+                    later_s = start_s + (start_s <= from_s)
+                    continue
+                if later_s is not None and start_s > later_s:
+                    continue
+            return (start_s, spot) if start_s <= last_s else (inf, [])
+        return inf, []
+
+    def _free_of_reservations(self, from_s: float, to_s: float) -> tuple[int, float | None]:
+        """Return the nodes without a reservation in this time, and the time from which further ones are free."""
+        slots = self._slots
+        nodes, later_s = self._nodes, None
+        last = len(slots) - 1
+        for number in range(bisect_right(slots, from_s, key=attrgetter("end_s")), len(slots)):
+            begin_s, end_s, own = slots[number]
+            if later_s is None and number < last and slots[number + 1].nodes & ~(own & nodes):
+                later_s = end_s
+            if begin_s > to_s:
+                if later_s is None and number + 1 < last:
+                    later_s = slots[number + 1].end_s
+                break
+            nodes &= own
+            if not nodes and later_s is not None:
+                break
+        return nodes, later_s
+
+    def _future_start(
+        self, job: Request, future: Future, among: int, from_s: float, to_s: float | None
+    ) -> tuple[float, list[int]]:
+        """Return a job's start on these nodes once running jobs have ended by their limits, and its nodes.
+
+        Jobs whose limits end in one window of time are taken away together, and each window is longer than the one
+        before it; jobs whose limits end after ``to_s`` stay.
+        """
+        if from_s <= self._now_s and (spot := future.spot(job, among, 0)):
+            return self._now_s, spot
+        # 1. Running jobs over by then are gone.
+        first = bisect_right(future.ends_s, from_s)
+        if spot := future.spot(job, among, first):
+            return max(from_s, self._now_s), spot
+        # 2. The others on these nodes go by windows.
+        coming, ends_s = future.on(among)
+        begin = bisect_left(coming, first)
+        end = len(coming) if to_s is None else bisect_right(ends_s, to_s)
+        for gone in self._windows(ends_s[begin:end]):
+            until = begin + gone
+            if spot := future.spot(job, among, coming[until - 1] + 1):
+                there = bits_of(spot)
+                last = next(one for one in reversed(coming[:until]) if future.nodes[one] & there)
+                return max(future.ends_s[last], from_s), spot
+        return inf, []
+
+    def _windows(self, ends_s: Sequence[float]) -> Iterator[int]:
+        """Yield how many of the running jobs, in order of their ends, are gone after each window."""
+        window_s = FIRST_WINDOW_S
+        bound_s = (ends_s[0] // window_s + 1) * window_s if ends_s else 0.0
+        gone = 0
+        while gone < len(ends_s):
+            gone = max(gone + 1, bisect_right(ends_s, bound_s + window_s))
+            yield gone
+            while gone < len(ends_s) and window_s < LAST_WINDOW_S:
+                window_s = window_s + self._rules.precision_s if self._rules.precision_s else 2 * window_s
+                if ends_s[gone] <= bound_s + window_s:
+                    break
+
+
+def bits_of(spot: Iterable[int]) -> int:
+    """Return nodes as bits."""
+    found = 0
+    for at in spot:
+        found |= 1 << at
+    return found
+
+
+def fits(need: Sequence[int], free: Sequence[int]) -> bool:
+    """Return True if there is room for so many GPUs, CPUs and MB."""
+    return need[0] <= free[0] and need[1] <= free[1] and need[2] <= free[2]
+
+
+def choose(job: Request, fitting: Callable[[Amount], int], among: int, lanes: Sequence[int]) -> list[int]:
+    """Return the nodes of ``among`` that a job gets, or nothing; ``fitting`` tells the nodes with room, as bits.
+
+    All of them are in one lane, the first that has them: further lanes have a higher weight.
+    """
+    if job.pins:
+        there = all((among & fitting(amount)) >> at & 1 for at, amount in job.pins)
+        return [at for at, _ in job.pins] if there else []
+    room = fitting(job.each[0]) & among
+    for lane in lanes if room else ():
+        if spot := _of_one_lane(room & lane, len(job.each)):
+            return spot
+    return []
+
+
+def _of_one_lane(room: int, count: int) -> list[int]:
+    """Return so many nodes of those with room: one is the first.
+
+    Several are taken from the smallest run of adjacent nodes with room that has as many, or else from the largest.
+    """
+    if count == 1:
+        return [(room & -room).bit_length() - 1] if room else []
+    if room.bit_count() < count:
+        return []
+    # 1. Runs of adjacent nodes.
+    runs: list[list[int]] = []
+    for at in range(room.bit_length()):
+        if room >> at & 1:
+            if runs and runs[-1][-1] == at - 1:
+                runs[-1].append(at)
+            else:
+                runs.append([at])
+    # 2. The smallest run that has as many as are left, or else the largest.
+    chosen: list[int] = []
+    while len(chosen) < count:
+        left = count - len(chosen)
+        best = min(runs, key=lambda run: len(run) if len(run) >= left else inf)
+        if len(best) < left:
+            best = max(runs, key=len)
+        chosen += best[:left]
+        runs.remove(best)
+    return sorted(chosen)

@@ -1,0 +1,463 @@
+"""slurmctld's scheduling in a simulation: its queue by priority, the limits, the main scheduler and backfill.
+
+The same engine starts the jobs of a simulated policy and those of the baseline. Sources: Slurm 25.11, ``_schedule`` in
+job_scheduler.c, sched/backfill and acct_policy.c; slurm.conf, ``SchedulerParameters``.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+from math import ceil, inf
+from operator import attrgetter
+
+from cadenza.policies.core.model import Node, SiteRules
+from cadenza.policies.inputs.queue_rules import Account, Qos, QueueRules
+from cadenza.policies.simulator.backfill import Amount, Backfill, Future, Pass, Shares, bits_of, choose, fits
+from cadenza.policies.simulator.priority import Facts, Multifactor, Person
+
+PLANNED = 20
+"""Pending jobs, the first of the queue, whose planned start and nodes a snapshot shows."""
+BY_ORDER = attrgetter("order")
+LIMITS = ("AssocMaxJobsLimit", "AssocGrpGRES", "QOSMaxGRESPerUser", "JobArrayTaskLimit", "Licenses")
+"""Slurm's reasons of a job that waits for something else than nodes."""
+
+
+class QueuedJob:
+    """One job as slurmctld has it, from its submission to its end. Times in seconds."""
+
+    __slots__ = (
+        "among", "array", "array_limit", "begin_s", "each", "eligible_s", "facts", "gpus", "id", "licenses", "limit_s",
+        "looked", "order", "owner", "partition", "pins", "plan", "priority", "reason", "shown", "site_factor",
+        "submit_s",
+    )  # fmt: skip
+
+    def __init__(  # noqa: PLR0913 (a job's request)
+        self, number: int, submit_s: float, partition: str, facts: Facts, *, gpus: int, each: tuple[Amount, ...],
+        among: int, limit_s: float, array: str = "", array_limit: int | None = None,
+        licenses: tuple[tuple[str, int], ...] = (), owner: object = None,
+    ) -> None:  # fmt: skip
+        self.id, self.submit_s, self.partition, self.facts = number, submit_s, partition, facts
+        self.gpus, self.each, self.among, self.limit_s = gpus, each, among, limit_s
+        self.array, self.array_limit, self.licenses = array, array_limit, licenses
+        self.owner = owner
+        """Whatever the caller wants to find again."""
+        self.pins: Shares = ()
+        """Shares at the nodes that it has to have; empty: any of ``among``."""
+        self.eligible_s = submit_s
+        """From when on it has an age."""
+        self.begin_s = submit_s
+        """Slurm starts it no earlier."""
+        self.site_factor = 0
+        self.priority = 1
+        self.order: tuple[int, int, float, int] = (0, 0, submit_s, number)
+        """The first in order is the first in the queue: tier, then priority, then submission."""
+        self.looked = False
+        """True once the main scheduler has seen it, and so has given a reason why it waits."""
+        self.reason = ""
+        self.plan: tuple[float, tuple[int, ...]] | None = None
+        """Start and nodes that backfill has in mind for it, where it is among the first."""
+        self.shown: tuple[object, ...] = ()
+        """Priority, reason and plan when they were last told."""
+
+
+class Scheduler:
+    """Slurm's queue and books on some nodes. Each start is told to the caller at once.
+
+    The caller tells of submissions, ends and changes, and then calls ``settle``; between events it lets no more time
+    pass than until ``next_event_s``.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        rules: QueueRules,
+        backfill: Backfill,
+        people: Iterable[Person],
+        start: Callable[[QueuedJob, Shares], None],
+    ) -> None:
+        """``start`` books what it is told, as for any other start."""
+        self.rules, self.backfill, self._start_told = rules, backfill, start
+        self.nodes = sorted(nodes, key=lambda node: node.lane)
+        """By lane, so that a lane's nodes are adjacent."""
+        self.at = {node.name: at for at, node in enumerate(self.nodes)}
+        self.free = [[node.gpus, node.cpus, node.memory_mb] for node in self.nodes]
+        self.all_nodes = (1 << len(self.nodes)) - 1
+        self.open = bits_of(at for at, node in enumerate(self.nodes) if node.takes_jobs)
+        """Nodes on which Slurm starts jobs, as bits."""
+        self.lanes = [
+            bits_of(at for at, node in enumerate(self.nodes) if node.lane == lane)
+            for lane in sorted({node.lane for node in self.nodes})
+        ]
+        names = {name for node in self.nodes for name in node.partitions}
+        self.nodes_of = {
+            name: bits_of(at for at, node in enumerate(self.nodes) if name in node.partitions) for name in names
+        }
+        """By partition: its nodes, as bits."""
+        on_host: dict[str, list[int]] = {}
+        for at, node in enumerate(self.nodes):
+            on_host.setdefault(node.host, []).append(at)
+        self._host_lanes = [on_host[node.host] for node in self.nodes]
+        self.priorities = Multifactor(rules, people, [node for node in self.nodes if node.lane == 0])
+        self.queue: list[QueuedJob] = []
+        """Jobs that may start, in order of priority."""
+        self._limited = any(one.gpus is not None or one.max_jobs is not None for one in rules.accounts.values()) or any(
+            one.gpus_per_user is not None for one in rules.qos.values()
+        )
+        self._later: list[tuple[float, int, QueuedJob]] = []
+        """Jobs that wait for their begin time."""
+        self.running: dict[QueuedJob, tuple[float, Shares]] = {}
+        """The end by its time limit, and what it has on which nodes, other lanes of their hosts included."""
+        self._future: Future | None = None
+        self._has: dict[QueuedJob, int] = {}
+        """GPUs of each running job."""
+        self._used: Counter[tuple[str, object]] = Counter()
+        """GPUs, jobs and licenses that count for a limit."""
+        self._new = self._freed = False
+        self._looked_s = -inf
+        self._head_s = self._pass_s = inf
+        """When the main scheduler and backfill look next."""
+        self._calculated_s = 0.0
+        self._site: SiteRules | None = None
+        self._stale = True
+        """True if reasons and plans are out of date."""
+
+    def of_type(self, gpu_type: str) -> int:
+        """Return the nodes with GPUs of a type, as bits."""
+        return bits_of(at for at, node in enumerate(self.nodes) if node.gpu_type == gpu_type)
+
+    # --- What happens to jobs ----------------------------------------------------------------------------
+
+    def submit(self, job: QueuedJob, now_s: float, *, delay_s: float = 0.0) -> None:
+        """Queue a job, from ``delay_s`` on; its age begins then."""
+        job.begin_s = job.eligible_s = now_s + delay_s
+        job.plan, job.looked = None, False
+        self._prioritize(job, now_s)
+        self._stale = True
+        if delay_s > 0:
+            job.reason = "BeginTime"
+            heappush(self._later, (job.begin_s, job.id, job))
+        else:
+            job.reason = ""
+            insort(self.queue, job, key=BY_ORDER)
+            self._new = True
+
+    def withdraw(self, job: QueuedJob) -> None:
+        """Take a job out of the queue, or do nothing if it is not there."""
+        if job in self.queue:
+            self.queue.remove(job)
+            self._stale = True
+        self._later = [entry for entry in self._later if entry[2] is not job]
+
+    def waits(self, job: QueuedJob) -> bool:
+        """Return True if a job is in the queue, or will be at its begin time."""
+        return job in self.queue or any(entry[2] is job for entry in self._later)
+
+    def change(self) -> None:
+        """Note that a job's request or a node has changed: the main scheduler looks soon, as after a submission."""
+        self._new = self._stale = True
+        self._future = None
+
+    def set_factor(self, job: QueuedJob, factor: int, now_s: float) -> None:
+        """Set a job's SiteFactor and its place in the queue."""
+        job.site_factor = factor
+        if job in self.queue:
+            self.queue.remove(job)
+            self._prioritize(job, now_s)
+            insort(self.queue, job, key=BY_ORDER)
+            self.change()
+        else:
+            self._prioritize(job, now_s)
+
+    def set_open(self, name: str, *, opened: bool) -> None:
+        """Note whether a node takes jobs."""
+        bit = 1 << self.at[name]
+        self.open = self.open | bit if opened else self.open & ~bit
+        self.change()
+
+    def book(self, job: QueuedJob, shares: Shares, now_s: float) -> None:
+        """Give a job what it has from now on, other than before; nothing: it is over, or out of its nodes."""
+        before = self.running.pop(job, None)
+        self._take(before[1] if before is not None else (), -1)
+        gpus = sum(amount[0] for _, amount in shares)
+        self._count(job, gpus, now_s)
+        if shares:
+            whole = self._with_lanes(shares)
+            self._take(whole, 1)
+            self.running[job] = (now_s + job.limit_s if before is None else before[0], whole)
+        self._freed = self._freed or before is not None
+        self._future, self._stale = None, True
+
+    def take_hosts(self, job: QueuedJob, shares: Shares, now_s: float) -> Shares:
+        """Start a job without GPUs: all lanes of its hosts lack its CPUs; return what each lacks."""
+        whole = tuple((lane, amount) for at, amount in shares for lane in self._host_lanes[at])
+        self._take(whole, 1)
+        self.running[job] = (now_s + job.limit_s, whole)
+        self._future, self._stale = None, True
+        return whole
+
+    def free_hosts(self, job: QueuedJob) -> None:
+        """End a job without GPUs."""
+        self._take(self.running.pop(job)[1], -1)
+        self._freed = self._stale = True
+        self._future = None
+
+    def _with_lanes(self, shares: Shares) -> Shares:
+        """Return shares with what they take of the other lanes: a host's memory is that of all its lanes."""
+        if len(self.lanes) == 1:
+            return shares
+        others = (
+            (lane, (0, 0, amount[2])) for at, amount in shares for lane in self._host_lanes[at] if lane != at
+        )
+        return (*shares, *others)
+
+    def _take(self, shares: Shares, sign: int) -> None:
+        for at, amount in shares:
+            for kind, value in enumerate(amount):
+                self.free[at][kind] -= sign * value
+
+    def _count(self, job: QueuedJob, gpus: int, now_s: float) -> None:
+        """Count a job's GPUs for its owner's usage and for the limits."""
+        had = self._has.pop(job, None)
+        if gpus:
+            self._has[job] = gpus
+        more, one = gpus - (had or 0), (1 if gpus else 0) - (0 if had is None else 1)
+        person, qos = job.facts.person, job.facts.qos
+        if more:
+            self.priorities.use(person, more, now_s)
+            self._used["gpus", person.account] += more
+            self._used["gpus", (qos, person.user)] += more
+        if one:
+            self._used["jobs", person] += one
+            if job.array:
+                self._used["array", job.array] += one
+            for name, number in job.licenses:
+                self._used["license", name] += one * number
+
+    # --- Time --------------------------------------------------------------------------------------------
+
+    @property
+    def next_event_s(self) -> float:
+        """Return when the scheduler next has something to do by itself; infinite if never."""
+        found = min(self._head_s, self._pass_s, self._later[0][0] if self._later else inf)
+        # The order changes with time; where nothing runs, whatever has not been started can never be.
+        if self.queue and self.running and self._weighs:
+            found = min(found, self._calculated_s + self.rules.calc_s)
+        return found
+
+    @property
+    def _weighs(self) -> bool:
+        weights = self.rules.weights
+        return weights.age > 0 or weights.fairshare > 0
+
+    def tick(self, now_s: float) -> bool:
+        """Calculate usage and priorities anew where a period has passed, before anything else of an event.
+
+        Return True if that changed the order of the queue.
+        """
+        period_s = now_s // self.rules.calc_s * self.rules.calc_s
+        if period_s <= self._calculated_s or not self._weighs:
+            return False
+        while self._calculated_s < period_s:  # each period decays the usage by itself
+            self._calculated_s += self.rules.calc_s
+            self.priorities.count(self._calculated_s)
+        self._calculated_s = period_s
+        self.priorities.calculate()
+        self._site = None
+        before = self.queue[:]
+        for job in self.queue:
+            self._prioritize(job, period_s)
+        self.queue.sort(key=BY_ORDER)
+        self._stale = True
+        changed = before != self.queue
+        if changed:
+            self._head_s = min(self._head_s, following(now_s, self.backfill.full_interval_s))
+            self._pass_s = min(self._pass_s, following(now_s, self.backfill.interval_s))
+        return changed
+
+    def settle(self, now_s: float) -> None:
+        """Start what Slurm starts now, after all that has happened at this time."""
+        rules = self.backfill
+        self.tick(now_s)
+        while self._later and self._later[0][0] <= now_s:
+            job = heappop(self._later)[2]
+            job.reason = ""
+            self._prioritize(job, now_s)
+            insort(self.queue, job, key=BY_ORDER)
+            self._new = self._stale = True
+        new, freed = self._new, self._freed
+        self._new = self._freed = False
+        # 1. The main scheduler: after each end at once, and soon after a submission.
+        if new:
+            soon_s = min(self._looked_s + rules.batch_delay_s, following(now_s, rules.full_interval_s))
+            self._head_s = min(self._head_s, max(now_s, soon_s))
+        if self._head_s <= now_s:
+            self._looked_s, self._head_s = now_s, inf
+            self._start_head()
+        elif freed:
+            self._start_head()
+        # 2. Backfill: at the next multiple of its interval after a change.
+        if self._pass_s <= now_s:
+            self._backfill(now_s)
+            self._pass_s = inf
+        elif freed or new:
+            self._pass_s = min(self._pass_s, following(now_s, rules.interval_s)) if self.queue else inf
+
+    def _prioritize(self, job: QueuedJob, now_s: float) -> None:
+        job.priority = self.priorities.value(job.facts, job.eligible_s, now_s, job.site_factor)
+        job.order = (-self.priorities.tier(job.partition), -job.priority, job.submit_s, job.id)
+
+    # --- The main scheduler and backfill -------------------------------------------------------------------
+
+    def limit(self, job: QueuedJob) -> str:
+        """Return Slurm's reason where a limit keeps a job from starting whatever is free, else nothing."""
+        if not self._limited and job.array_limit is None and not job.licenses:
+            return ""
+        person, qos = job.facts.person, job.facts.qos
+        account = self.rules.accounts.get(person.account, Account())
+        if account.max_jobs is not None and self._used["jobs", person] >= account.max_jobs:
+            return "AssocMaxJobsLimit"
+        if account.gpus is not None and self._used["gpus", person.account] + job.gpus > account.gpus:
+            return "AssocGrpGRES"
+        most = self.rules.qos.get(qos, Qos()).gpus_per_user
+        if most is not None and self._used["gpus", (qos, person.user)] + job.gpus > most:
+            return "QOSMaxGRESPerUser"
+        if job.array_limit is not None and self._used["array", job.array] >= job.array_limit:
+            return "JobArrayTaskLimit"
+        lacks = any(self._used["license", name] + one > self.rules.licenses.get(name, 0) for name, one in job.licenses)
+        return "Licenses" if lacks else ""
+
+    def _start_head(self) -> None:
+        """Start jobs in order; one that lacks nodes keeps all jobs behind it off the nodes of its partition.
+
+        One that is pinned keeps them off its own nodes only, and one at a limit keeps none waiting.
+        """
+        left, blocked = self.open, set[str]()
+        for job in self._heads():
+            if not left:
+                break
+            if job.partition in blocked or self.limit(job):
+                continue
+            if spot := self._place(job, left):
+                self._start(job, spot)
+            elif job.pins:
+                left &= ~bits_of(at for at, _ in job.pins)
+            else:
+                blocked.add(job.partition)
+                left &= ~self.nodes_of[job.partition]
+        for job in self.queue:
+            job.looked = True
+        self._stale = True
+
+    def _heads(self) -> Iterator[QueuedJob]:
+        """Yield the queue; those that are started meanwhile are no longer in it."""
+        at = 0
+        while at < len(self.queue):
+            job = self.queue[at]
+            yield job
+            at += at < len(self.queue) and self.queue[at] is job
+
+    def _start(self, job: QueuedJob, spot: Sequence[int]) -> None:
+        self.queue.remove(job)
+        self._start_told(job, job.pins or tuple(zip(spot, job.each, strict=True)))
+
+    def _place(self, job: QueuedJob, among: int) -> list[int]:
+        """Return the nodes of ``among`` that a job gets now, or nothing."""
+        among &= job.among
+        single = len(job.each) == 1 and len(self.lanes) == 1
+
+        def fitting(need: Amount) -> int:
+            found = 0
+            for at, room in enumerate(self.free):
+                if among >> at & 1 and fits(need, room):
+                    found |= 1 << at
+                    if single and not job.pins:
+                        break
+            return found
+
+        return choose(job, fitting, among, self.lanes)
+
+    def _backfill(self, now_s: float) -> None:
+        """Look at the jobs in order of priority: each starts now, or gets a reservation for its earliest start.
+
+        Jobs behind the last one that fits now are left out: they cannot start, and nothing else comes of a
+        reservation. A job at a limit is not looked at.
+        """
+        plan = Pass(now_s, self.open, self.backfill)
+        tested = [job for job in self.queue if not self.limit(job)][: self.backfill.max_jobs]
+        fitting = self._last_fitting(tested)
+        reserved, most = 0, self.backfill.reservations
+        for number, job in enumerate(tested):
+            if number > fitting:
+                break
+            if most is not None and reserved >= most and not self._place(job, self.open):
+                continue
+            if self.limit(job):
+                continue
+            start_s, spot = plan.earliest(job, self._ends(now_s))
+            if spot and start_s <= now_s:
+                self._start(job, spot)
+                fitting = self._last_fitting(tested[: fitting + 1])
+            elif spot and (most is None or reserved < most):
+                plan.reserve(start_s, start_s + job.limit_s, bits_of(spot))
+                reserved += 1
+
+    def _last_fitting(self, tested: Sequence[QueuedJob]) -> int:
+        vain: set[tuple[int, tuple[Amount, ...], Shares]] = set()
+        for number in range(len(tested) - 1, -1, -1):
+            job = tested[number]
+            kind = job.among, job.each, job.pins
+            if kind not in vain and job not in self.running:
+                if self._place(job, self.open):
+                    return number
+                vain.add(kind)
+        return -1
+
+    def _ends(self, now_s: float) -> Future:
+        """Return the ends of the running jobs by their limits; the same object until a job starts or time passes."""
+        if self._future is None or self._future.now_s != now_s:
+            self._future = Future(now_s, self.free, self.running.values(), self.lanes)
+        return self._future
+
+    # --- What it shows -------------------------------------------------------------------------------------
+
+    def site(self) -> SiteRules:
+        """Return the site's rules and fair shares as of the last calculation."""
+        if self._site is None:
+            self._site = self.priorities.site()
+        return self._site
+
+    def tell(self, now_s: float) -> Iterator[QueuedJob]:
+        """Yield the queued jobs whose priority, reason or plan is another than at the last call.
+
+        The first of each partition that lacks nodes waits for resources, and those behind it for their priority.
+        """
+        if not self._stale:
+            return
+        self._stale = False
+        first = dict.fromkeys(self.nodes_of, "Resources")
+        plan, plans = Pass(now_s, self.open, self.backfill), 0
+        for job in self.queue:
+            reason = self.limit(job)
+            found: tuple[float, tuple[int, ...]] | None = None
+            if not reason and job.looked:
+                reason = first[job.partition]
+                if not job.pins:
+                    first[job.partition] = "Priority"
+            if plans < PLANNED and job.looked and reason not in LIMITS:
+                plans += 1
+                start_s, spot = plan.earliest(job, self._ends(now_s))
+                if spot:
+                    plan.reserve(start_s, start_s + job.limit_s, bits_of(spot))
+                    found = start_s, tuple(spot)
+            job.reason, job.plan = reason, found
+            if job.shown != (shown := (job.priority, reason, found)):
+                job.shown = shown
+                yield job
+
+
+def following(now_s: float, every_s: float) -> float:
+    """Return the next multiple of an interval, from now on."""
+    return ceil(now_s / every_s) * every_s
