@@ -26,7 +26,7 @@ from cadenza.slurm_plugin.gateway.slurm_gateway import SlurmGateway
 from cadenza.slurm_plugin.service import lanes_on_demand, move_requests
 from cadenza.slurm_plugin.service.agent_facts import facts_of, suspended_after
 from cadenza.slurm_plugin.service.agents.hub import FactSheet, Hub
-from cadenza.slurm_plugin.service.errors import HubError, StoreError
+from cadenza.slurm_plugin.service.errors import HubError, RequestError, StoreError
 from cadenza.slurm_plugin.service.failover.release_round import adopted, release_round, release_unrecorded, settled
 from cadenza.slurm_plugin.service.observe.cluster_gateway import ClusterGateway
 from cadenza.slurm_plugin.service.observe.slurm_requeues import SlurmRequeues
@@ -46,11 +46,9 @@ SETTLE_HEARTBEATS = 3
 RETRY_LEFT_ALONE_S = 600.0
 """Time after which jobs whose data made a decision fail are tried again."""
 FORGET_PERIOD_S, DAY_S = 3600.0, 86400.0
-FIXED_KEYS = ("bind", "store", "keys", "gateway", "heartbeat")
+FIXED_KEYS = ("bind", "store", "keys", "gateway", "socket")
 """Keys of [service] that are read at the start only."""
-MAX_UNRECORDED = 3
-"""Rounds in a row that may fail because of the store before our holds and suspends are undone."""
-UNRECORDED_REASON = "cadenzad cannot write its record; your job goes on without it"
+UNDONE_REASON = "cadenzad cannot do its work; your job goes on without it"
 STOP_REASON = "cadenzad stops; your job goes on without it"
 
 LOAD_FACTOR = 20.0
@@ -100,22 +98,16 @@ class Loop:
             parts.hub.recall(last)
         self._gateway = ClusterGateway(parts.slurm, parts.hub, clock, last)
         self._requeues = SlurmRequeues(last)
-        self._good_s = float("-inf")
+        self._good_s = clock.monotonic()
+        """When the last good round was, or the service started."""
+        self._lanes = {host.name: host.further_lanes for host in last.hosts} if last is not None else {}
+        """Lanes on demand that were asked for, as last read."""
+        self._lanes_fault = ""
         self._forget_s = clock.monotonic()
         for place in (move_requests.folder(parts.store.path), lanes_on_demand.folder(parts.store.path)):
             place.mkdir(mode=0o700, exist_ok=True)  # only we and root may write there
         self._gateway.with_lanes = self._with_lanes
         self._use(settings)
-
-    @property
-    def trusted(self) -> bool:
-        """True if the last good round is recent enough for others to rely on the service."""
-        return self._clock.monotonic() - self._good_s <= self.settings.trust_s
-
-    @property
-    def may_hold(self) -> bool:
-        """True if job_submit.lua may hold jobs for us: the service acts, is well, and no kill switch is set."""
-        return self.settings.held_admission and self.trusted and not guard_settings(self.settings).killed
 
     # --- life ------------------------------------------------------------------------------------------
 
@@ -142,15 +134,19 @@ class Loop:
             self._wait(began_s, each_nap)
 
     def round(self) -> bool:
-        """Run one round; return whether it succeeded. An error is logged in one line and counted."""
+        """Run one round; return whether it succeeded. An error is logged in one line and counted.
+
+        Whatever the errors are, once none has succeeded for as long as the service is trusted, our suspends and holds
+        are undone: a job must not wait for a service that cannot get on.
+        """
         try:
             self._round()
         except Exception as error:
             self.failures += 1
             log.error("round failed (%d in a row): %s: %s", self.failures, type(error).__name__, error)  # noqa: TRY400
             log.debug("the traceback", exc_info=True)
-            if isinstance(error, StoreError | sqlite3.Error) and self.failures >= MAX_UNRECORDED:
-                self._undo_unrecorded()
+            if self._clock.monotonic() - self._good_s > self.settings.trust_s:
+                self._undo()
             return False
         self.failures = 0
         return True
@@ -190,20 +186,34 @@ class Loop:
         if rules.enforce and not rules.killed:
             self._gateway.complete_gangs()
 
-    def _undo_unrecorded(self) -> None:
-        """Undo our holds and suspends when rounds cannot be written down: nothing else is done until they can."""
+    def _undo(self) -> None:
+        """Undo our holds and suspends when rounds fail: nothing else is done until they succeed.
+
+        Only Slurm is asked; without an answer the last good round tells the jobs, and Slurm refuses what has changed.
+        """
         if self._rules().killed:
             return
         try:
-            outcomes = release_unrecorded(self._gateway, self._store.memory(), UNRECORDED_REASON)
+            outcomes = release_unrecorded(self._gateway, self._store.memory(), UNDONE_REASON, self._seen())
         except Exception as error:  # noqa: BLE001 - as in a round: the next one tries again
             log.warning("our jobs could not be released: %s", error)
             return
         for action, outcome in outcomes:
             log.log(logging.INFO if outcome.ok else logging.WARNING, "%s", action_line(action, outcome))
 
+    def _seen(self) -> ClusterSnapshot | None:
+        """Return Slurm's jobs now, else as the last round had them."""
+        try:
+            return self._slurm.read()
+        except Exception as error:  # noqa: BLE001 - as in a round
+            log.warning("the last round on record tells which jobs are ours: %s", error)
+            return self._store.last_snapshot()
+
     def let_go(self) -> None:
-        """Undo our holds and suspends at an orderly end; leases stay as they are, and agents take turns alone."""
+        """Undo our holds and suspends at an orderly end; leases stay as they are, and agents take turns alone.
+
+        SiteFactors stay: they only order Slurm's queue, and the next service knows them.
+        """
         self._record()
         try:
             outcomes = release_round(self._gateway, self._clock, self._store, STOP_REASON).outcomes
@@ -225,7 +235,14 @@ class Loop:
         return self._decide(snapshot, memory)
 
     def _with_lanes(self, snapshot: ClusterSnapshot) -> ClusterSnapshot:
-        return lanes_on_demand.with_lanes(snapshot, lanes_on_demand.requests(self._store.path), self.settings)
+        """Add the lanes that were asked for; requests that cannot be read now stay as they were."""
+        try:
+            self._lanes, self._lanes_fault = dict(lanes_on_demand.requests(self._store.path)), ""
+        except RequestError as error:
+            if str(error) != self._lanes_fault:
+                log.warning("%s", error)
+            self._lanes_fault = str(error)
+        return lanes_on_demand.with_lanes(snapshot, self._lanes, self.settings)
 
     def _still_left_alone(self) -> Mapping[JobKey, str]:
         """Return the jobs that earlier rounds left alone; now and then they get another try."""

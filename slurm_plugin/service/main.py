@@ -18,14 +18,13 @@ from cadenza.sidecar.config import DEFAULT_PATH, ConfigError
 from cadenza.sidecar.sd_notify import notify
 from cadenza.slurm_plugin.gateway.errors import EnvironmentLacks, GatewayError
 from cadenza.slurm_plugin.gateway.slurm_gateway import open_gateway
-from cadenza.slurm_plugin.service.admission import Heartbeat
 from cadenza.slurm_plugin.service.agents.hub import Hub
 from cadenza.slurm_plugin.service.errors import HubError, ServiceError, StoreError
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
 from cadenza.slurm_plugin.service.failover.release_round import release_unrecorded
 from cadenza.slurm_plugin.service.failover.watchdog import Watchdog
-from cadenza.slurm_plugin.service.loop import UNRECORDED_REASON, Loop, Parts
-from cadenza.slurm_plugin.service.owner_socket import OwnerSocket, socket_path
+from cadenza.slurm_plugin.service.loop import UNDONE_REASON, Loop, Parts
+from cadenza.slurm_plugin.service.owner_socket import OwnerSocket
 from cadenza.slurm_plugin.service.settings import Settings, guard_settings, hub_settings, load_settings
 from cadenza.slurm_plugin.service.store.schema import read_undo
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
@@ -67,7 +66,7 @@ def exit_code(error: Exception) -> int:
 def serve(settings: Settings, config: Path | None, *, once: bool, seed: int | None) -> int:
     """Run the service until SIGTERM, or one round; return the exit code."""
     table, clock = settings.service, SystemClock()
-    log.info("cadenzad %s MODE=%s ADMISSION=%s", version("cadenza"), table.mode, table.admission)
+    log.info("cadenzad %s MODE=%s", version("cadenza"), table.mode)
     with ExitStack() as stack:
         # 1. The lock: one service for each store.
         lock = StoreLock(Path(table.store))
@@ -86,14 +85,11 @@ def serve(settings: Settings, config: Path | None, *, once: bool, seed: int | No
         if once:
             loop.settle()
             return 0 if loop.round() else FAILED
-        # 3. The watchdog, which releases our jobs if this process is killed, and the admission file.
+        # 3. The watchdog, which releases our jobs if this process is killed.
         watchdog = Watchdog(Path(table.store), table.gateway, table.watchdog_grace_s)
-        heartbeat = Heartbeat(Path(table.heartbeat), lambda: loop.may_hold, clock)
         watchdog.start()
-        heartbeat.start()
-        stack.callback(heartbeat.close)
         # 4. The socket at which users read the record of their own jobs.
-        owners = OwnerSocket(socket_path(table.heartbeat), Path(table.store), clock)
+        owners = OwnerSocket(Path(table.socket), Path(table.store), clock)
         owners.start()
         stack.callback(owners.close)
         # 5. Rounds until a signal, then an orderly end.
@@ -109,7 +105,7 @@ def _opened_store(settings: Settings, clock: SystemClock) -> SqliteStore:
     except StoreError:
         if not guard_settings(settings).killed:
             with closing(open_gateway(settings.service.gateway)) as slurm:
-                for action, outcome in release_unrecorded(slurm, read_undo(path), UNRECORDED_REASON):
+                for action, outcome in release_unrecorded(slurm, read_undo(path), UNDONE_REASON):
                     log.warning("%s", action_line(action, outcome))
         raise
 

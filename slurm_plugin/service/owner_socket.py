@@ -61,11 +61,6 @@ class Answer(msgspec.Struct, frozen=True):
     latest: Latest | None = None
 
 
-def socket_path(heartbeat: str) -> Path:
-    """Return the socket's path: it is where the admission file is, which everyone can reach."""
-    return Path(heartbeat).with_name("jobs.sock")
-
-
 class OwnerSocket:
     """Answers in threads of its own, which read the store as every other reader does."""
 

@@ -49,10 +49,6 @@ class ServiceTable(msgspec.Struct, frozen=True):
         Literal["observe", "apply"],
         Meta(description="observe: decide and record, change nothing; apply: act. Shipped: observe"),
     ] = "observe"
-    admission: Annotated[
-        Literal["native", "held"],
-        Meta(description="Who starts managed jobs: Slurm itself, or the service (job_submit.lua holds them)"),
-    ] = "held"
     poll_s: Annotated[float, Meta(description="Time between rounds; longer when Slurm answers slowly", ge=0.1)] = 15.0
     min_round_spacing_s: Annotated[
         float, Meta(description="Least time between rounds that an agent's news starts early", ge=0)
@@ -76,8 +72,8 @@ class ServiceTable(msgspec.Struct, frozen=True):
             description="Directory of service.key_secret and the agents/HOST.key of all hosts (made by cadenza keygen)"
         ),
     ] = "/etc/cadenza/keys"
-    heartbeat: Annotated[Text, Meta(description="File by which job_submit.lua holds managed jobs, or does not")] = (
-        "/run/cadenzad/admission"
+    socket: Annotated[Text, Meta(description="Socket at which users read the record of their own jobs")] = (
+        "/run/cadenzad/jobs.sock"
     )
     lanes_on_demand: Annotated[
         LaneCount,
@@ -139,10 +135,27 @@ class PolicyTable(msgspec.Struct, frozen=True):
     share: Annotated[
         Text,
         Meta(
-            description="preemption: the first in the order have the GPUs, by turns and moves; timeslice: jobs take "
-            "turns; gandiva: they are also packed, moved and resized, see [gandiva]; none: a GPU has one job"
+            description="preemption: running jobs make way for the first of Slurm's queue, by turns and moves; "
+            "timeslice: jobs take turns; gandiva: they are also packed, moved and resized, see [gandiva]; none: a GPU "
+            "has one job"
         ),
     ] = "preemption"
+    place: Annotated[
+        bool,
+        Meta(
+            description="Let gandiva's placement and Synergy's rounds choose the nodes of waiting jobs, by a pin; "
+            "false: Slurm chooses"
+        ),
+    ] = False
+    level_points: Annotated[
+        float,
+        Meta(
+            description="Priority that a level of attained GPU time costs a job that made way, as a part of the sum of "
+            "the site's PriorityWeights (preemption)",
+            ge=0,
+            le=100,
+        ),
+    ] = SharingSettings().level_points
     size_pending: Annotated[
         bool,
         Meta(description="Let pending jobs with a profile ask for the CPUs and memory that it says they can use"),
@@ -193,13 +206,8 @@ class Settings(msgspec.Struct, frozen=True):
         return self.service.mode == "apply"
 
     @property
-    def held_admission(self) -> bool:
-        """True if job_submit.lua may hold managed jobs for the service, which it may only while the service acts."""
-        return self.applies and self.service.admission == "held"
-
-    @property
     def trust_s(self) -> float:
-        """Time after a good round for which the agents and job_submit.lua may rely on the service, seconds."""
+        """Time after a good round for which the agents rely on the service, and what it suspended stays so, seconds."""
         return max(MISSED_ROUNDS * self.service.poll_s, MIN_TRUST_S)
 
     @property
@@ -265,7 +273,8 @@ def sharing_settings(settings: Settings) -> SharingSettings:
         min_run_s=settings.guard.min_run_s,
         lease_wait_s=settings.agent.lease_wait_s,
         unmanaged_wait_s=SPANK_WAIT_S / 3,
-        admission=settings.service.admission,
+        place=settings.policy.place,
+        level_points=settings.policy.level_points,
         partitions=settings.guard.partitions,
         floor=True,
     )

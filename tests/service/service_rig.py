@@ -237,13 +237,12 @@ def write_config(folder: Path, policy: str = TURNS, **service: object) -> Path:
     """Write a configuration that applies, with everything below ``folder``; jobs take fair turns."""
     values = {
         "mode": "apply",
-        "admission": "native",
         "poll_s": 0.3,
         "min_round_spacing_s": 0.05,
         "bind": "tcp://127.0.0.1:*",
         "store": str(folder / "cadenza.db"),
         "keys": str(folder / "keys"),
-        "heartbeat": str(folder / "admission"),
+        "socket": str(folder / "jobs.sock"),
         "watchdog_grace_s": 0.5,
         "gateway": "service_rig:connect",
         **service,

@@ -112,15 +112,14 @@ def test_a_service_that_cannot_open_its_store_releases_our_jobs(site: Site) -> N
 
 
 def test_life_of_a_service(site: Site) -> None:
-    """Start, heartbeat, a second one refused, reload, and an end that lets our jobs go."""
+    """Start, a second one refused, reload, and an end that lets our jobs go."""
     suspended = job(1, state="SUSPENDED")
-    mine = job(2, state="PENDING", slurm_priority=0, nodes=(), held_by_plugin=True)
+    mine = job(2, state="PENDING", slurm_priority=0, nodes=(), held_at_restart=True)
     site.slurm.write(books(suspended, mine))
     site.remember(Memory(suspended=frozenset({A})))
     (site.folder / "STOP").touch()  # so that no round does what the end is to do
     child = site.start()
     eventually(lambda: site.rounds() >= 3)
-    assert (site.folder / "admission").read_text(encoding="ascii").startswith("native ")
     assert StoreLock(site.store).owner() == child.pid
     assert site.slurm.actions() == []
     site.config.write_text("[service]\nmode = 'never'\n", encoding="utf-8")

@@ -131,11 +131,11 @@ def leased(job: Job) -> Job:
     return replace(job, lease=lease)
 
 
-def configured(order: str, allocate: str, share: str, admission: str) -> Settings:
+def configured(order: str, allocate: str, share: str, *, place: bool) -> Settings:
     tables = {
-        "service": {"mode": "apply", "admission": admission},
+        "service": {"mode": "apply"},
         "guard": {"partitions": ["shared"], "kill_switch": "/nonexistent/STOP"},
-        "policy": {"order": order, "allocate": allocate, "share": share},
+        "policy": {"order": order, "allocate": allocate, "share": share, "place": place},
         "sharing": {"share_between_users": True, "max_priority": 2**31},
     }
     return msgspec.convert(tables, Settings)
@@ -205,14 +205,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     st.sampled_from(TEXTS),
     st.sampled_from(NAMES["ordering"]),
     st.sampled_from(NAMES["sharing"]),
-    st.sampled_from(["native", "held"]),
+    st.booleans(),
 )
 def test_no_comment_gets_past_its_decoder(
-    comments: tuple[str, str, str], name: str, order: str, share: str, admission: str
+    comments: tuple[str, str, str], name: str, order: str, share: str, place: bool
 ) -> None:
     seen = observed(dict(zip(BAD, comments, strict=True)), name)
     with TemporaryDirectory() as folder:
-        whole_way(seen, configured(order, "none", share, admission), Path(folder))
+        whole_way(seen, configured(order, "none", share, place=place), Path(folder))
 
 
 EXTREME = {
@@ -226,22 +226,22 @@ EXTREME = {
 @pytest.mark.parametrize("order", NAMES["ordering"])
 def test_every_policy_takes_the_extremes_of_the_options(order: str, share: str, folder: Path) -> None:
     seen = observed(EXTREME, "x\ud800\x1b[2J")
-    whole_way(seen, configured(order, "none", share, "held"), folder)
+    whole_way(seen, configured(order, "none", share, place=True), folder)
 
 
 @pytest.mark.parametrize("allocate", NAMES["allocation"])
 def test_every_allocation_takes_the_extremes_of_the_options(allocate: str, folder: Path) -> None:
-    for share, admission in product(("none", "gandiva"), ("native", "held")):
-        whole_way(observed(EXTREME, "x"), configured("srtf", allocate, share, admission), folder)
+    for share, place in product(("none", "gandiva"), (False, True)):
+        whole_way(observed(EXTREME, "x"), configured("srtf", allocate, share, place=place), folder)
 
 
-@pytest.mark.parametrize("admission", ["native", "held"])
+@pytest.mark.parametrize("place", [False, True])
 @pytest.mark.parametrize("allocate", ["none", "cadenza"])
 @pytest.mark.parametrize("share", NAMES["sharing"])
-def test_every_policy_says_that_a_job_is_left_alone(share: str, allocate: str, admission: str) -> None:
+def test_every_policy_says_that_a_job_is_left_alone(share: str, allocate: str, place: bool) -> None:
     seen = observed({}, "x")
     jobs = tuple(left_alone(job, "of its data") if job.key.id in BAD else job for job in seen.jobs)
-    decision = policy(configured("fifo", allocate, share, admission))(replace(seen, jobs=jobs), Memory())
+    decision = policy(configured("fifo", allocate, share, place=place))(replace(seen, jobs=jobs), Memory())
     assert {decision.reasons[JobKey(number, 0)] for number in BAD} == {"left alone: of its data"}
 
 
@@ -250,8 +250,6 @@ def test_every_policy_says_that_a_job_is_left_alone(share: str, allocate: str, a
 CLAIMS = {
     "held": {"comment": '{"cadenza":{"share":true,"held":true}}'},
     "held and out": {"comment": '{"cadenza":{"share":false,"held":true,"why":"x"}}'},
-    "name": {"name": "cadenza: held", "command": "cadenza: held"},
-    "comment": {"comment": '{"cadenza":{}}', "admin_comment": "cadenza: held"},
 }
 
 
@@ -266,7 +264,7 @@ def test_nothing_that_a_user_writes_undoes_an_admins_hold(
     jobs = [raw | changes if raw["state"] == "PENDING" else raw for raw in CLUSTER["jobs"]]
     seen = snapshot(CLUSTER | {"jobs": jobs})
     for order, share in product(("fifo", "srtf"), NAMES["sharing"]):
-        chosen = configured(order, "none", share, "held")
+        chosen = configured(order, "none", share, place=True)
         chosen = msgspec.structs.replace(chosen, service=msgspec.structs.replace(chosen.service, mode=mode))
         (folder / "cadenza.db").unlink(missing_ok=True)
         store = SqliteStore(folder / "cadenza.db", SystemClock())
@@ -290,10 +288,10 @@ UNBELIEVED = st.fixed_dictionaries(
     st.dictionaries(st.sampled_from(JOBS), UNBELIEVED, min_size=1, max_size=4),
     st.sampled_from(NAMES["ordering"]),
     st.sampled_from(NAMES["sharing"]),
-    st.sampled_from(["native", "held"]),
+    st.booleans(),
 )
 def test_words_without_authority_change_no_action(
-    claims: dict[int, dict[str, object]], order: str, share: str, admission: str
+    claims: dict[int, dict[str, object]], order: str, share: str, place: bool
 ) -> None:
     """The same actions, byte for byte, in the recorded cluster with and without them."""
 
@@ -301,7 +299,7 @@ def test_words_without_authority_change_no_action(
         jobs = [claiming(raw, dict(claimed.get(raw["id"], {}))) for raw in CLUSTER["jobs"]]
         seen = snapshot(CLUSTER | {"jobs": jobs})
         seen = replace(seen, jobs=tuple(map(leased, seen.jobs)))
-        return msgspec.json.encode(policy(configured(order, "none", share, admission))(seen, Memory()).actions)
+        return msgspec.json.encode(policy(configured(order, "none", share, place=place))(seen, Memory()).actions)
 
     assert decided(claims) == decided({})
 

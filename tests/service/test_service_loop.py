@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from threading import Thread
+from threading import Event, Thread
+from types import SimpleNamespace
 
 import pytest
 from msgspec import structs
@@ -24,15 +26,26 @@ from service_rig import (
     write_config,
 )
 
-from cadenza.policies.core.actions import DrainNode, Outcome, Release, Requeue, Suspend, Unsuspend
+from cadenza.policies.core.actions import (
+    Action,
+    DrainNode,
+    MakeWay,
+    Outcome,
+    Release,
+    Requeue,
+    SetFactor,
+    Suspend,
+    Unsuspend,
+)
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.sharing.turns.slurm_sync import release_plan
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.orders import CancelOrder, Facts, ResumeOrder, YieldOrder
 from cadenza.sidecar.sd_notify import notify
-from cadenza.slurm_plugin.service.admission import Heartbeat, write_admission
+from cadenza.slurm_plugin.service import lanes_on_demand, settings
 from cadenza.slurm_plugin.service.agents.hub import Hub
+from cadenza.slurm_plugin.service.errors import RequestError
 from cadenza.slurm_plugin.service.failover.release_round import adopted, settled
 from cadenza.slurm_plugin.service.failover.watchdog import stand_in
 from cadenza.slurm_plugin.service.loop import Loop, Parts, early_s, pause_s
@@ -229,12 +242,10 @@ def test_errors_are_counted_and_survived(rig: Rig, caplog: pytest.LogCaptureFixt
     assert not rig.loop.round()
     assert not rig.loop.round()
     assert rig.loop.failures == 2
-    assert not rig.loop.trusted
     assert "SlurmDownError: slurmctld does not answer" in caplog.text
     rig.slurm.down.unlink()
     assert rig.loop.round()
     assert rig.loop.failures == 0
-    assert rig.loop.trusted
 
 
 def test_bad_reload_keeps_the_old_settings(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
@@ -265,6 +276,7 @@ def test_a_lost_store_adopts_what_must_be_ours(rig: Rig) -> None:
     heard(rig, agent, lease(1, held_s=0.1), lease(2, "yielded"), lease(3, "held", gpus=(1,)))
     assert rig.loop.round()
     assert rig.store.memory().suspended == {B}
+    assert rig.store.memory().factors.keys() == {1, 2, 3}, "jobs that may have been made to wait"
 
 
 def test_an_orderly_end_lets_go(rig: Rig) -> None:
@@ -275,9 +287,10 @@ def test_an_orderly_end_lets_go(rig: Rig) -> None:
             job(3, state="PENDING", slurm_priority=0),
         )
     )
-    rig.store.adopt(Memory(suspended=frozenset({A})))
+    rig.store.adopt(Memory(suspended=frozenset({A}), factors={1: -500}))
     rig.loop.let_go()
     assert rig.slurm.actions() == ["Unsuspend 1"], "job 2 and job 3 are somebody else's"
+    assert rig.store.memory().factors == {1: -500}, "it orders the queue until the next service is there"
     assert rig.store.memory().suspended == frozenset()
     with rig.reader() as reader:
         assert [row.kind for row in reader.job_record(1).actions] == ["Unsuspend"]
@@ -292,19 +305,63 @@ def test_an_orderly_end_lets_go_also_on_a_full_disk(rig: Rig, caplog: pytest.Log
     assert "database or disk is full" in caplog.text
 
 
-def test_a_full_disk_leaves_no_job_suspended(rig: Rig) -> None:
-    rig.slurm.write(books(job(1, state="SUSPENDED"), job(2, state="SUSPENDED")))
-    rig.store.adopt(Memory(suspended=frozenset({A})))
-    rig.store.fresh = False
+def lost_disk(rig: Rig, _: pytest.MonkeyPatch) -> None:
     fill_up(rig.store)
-    assert [rig.loop.round() for _ in range(2)] == [False, False]
-    assert rig.slurm.actions() == []
+
+
+def lost_sense(rig: Rig, patch: pytest.MonkeyPatch) -> None:
+    """Let no snapshot be decided on, for a reason that is no single job's."""
+    patch.setattr(rig.loop, "_decide", lambda *_: 1 // 0)
+
+
+def lost_answers(rig: Rig, patch: pytest.MonkeyPatch) -> None:
+    """Let Slurm act, but say nothing that can be read."""
+    mute = SimpleNamespace(read=lambda: json.loads("{"))
+    patch.setattr(rig.loop, "_slurm", mute)
+    patch.setattr(rig.loop._gateway, "read", mute.read)
+
+
+@pytest.mark.parametrize("lose", [lost_disk, lost_sense, lost_answers])
+def test_whatever_keeps_rounds_from_succeeding_leaves_no_job_suspended_or_held(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Rig, pytest.MonkeyPatch], None]
+) -> None:
+    """Only once rounds have failed for as long as the service is trusted, and not against the kill switch."""
+    monkeypatch.setattr(settings, "MIN_TRUST_S", 0.5)
+    rig.slurm.write(books(job(1, state="SUSPENDED"), job(2, state="SUSPENDED"), held_job(3)))
+    memory = Memory(suspended=frozenset({A}), held={JobKey(3, 0): 0.0}, factors={1: -500})
+    rig.store.begin(rig.slurm.read(), Decision((), memory), (), memory)
+    rig.store.adopt(memory)
+    rig.store.fresh = False
+    lose(rig, monkeypatch)
+    assert not rig.loop.round()
+    assert rig.slurm.actions() == [], "the next round may succeed"
+    Event().wait(rig.loop.settings.trust_s)
     (rig.folder / "STOP").touch()
     assert not rig.loop.round()
     assert rig.slurm.actions() == []
     (rig.folder / "STOP").unlink()
-    assert [rig.loop.round() for _ in range(2)] == [False, False]
-    assert rig.slurm.actions() == ["Unsuspend 1"]
+    assert not rig.loop.round()
+    assert rig.slurm.actions() == ["Unsuspend 1", "Release 3"]
+
+
+def test_requests_that_cannot_be_read_cost_themselves(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.slurm.write(books(job(1)))
+    lanes_on_demand.write(rig.store.path, lanes_on_demand.LaneRequest("n1", 1))
+    heard(rig, rig.agent(), lease(1))
+    asked = lanes_on_demand.requests(rig.store.path)
+    assert rig.loop.round()
+
+    def refused(_: Path) -> dict[str, int]:
+        raise RequestError("cadenza.db.lanes: Permission denied")
+
+    monkeypatch.setattr(lanes_on_demand, "requests", refused)
+    (rig.folder / "cadenza.db.moves" / "1.json").mkdir()
+    for _ in range(3):
+        assert rig.loop.round()
+        assert rig.loop._lanes == asked
+    assert caplog.text.count("Permission denied") == 1
 
 
 def test_the_watchdog_releases_also_on_a_full_disk(rig: Rig) -> None:
@@ -326,12 +383,12 @@ def fill_up(store: SqliteStore) -> None:
 # --- Pure parts ---
 
 
-def held_job(number: int, *, note: bool = True) -> object:
-    return job(number, state="PENDING", slurm_priority=0, nodes=(), held_by_plugin=note)
+def held_job(number: int, *, ours: bool = True) -> object:
+    return job(number, state="PENDING", slurm_priority=0, nodes=(), held_at_restart=ours)
 
 
 def test_release_plan_undoes_ours_only() -> None:
-    snapshot = books(job(1, state="SUSPENDED"), job(2, state="SUSPENDED"), held_job(3), held_job(4, note=False))  # type: ignore[arg-type]
+    snapshot = books(job(1, state="SUSPENDED"), job(2, state="SUSPENDED"), held_job(3), held_job(4, ours=False))  # type: ignore[arg-type]
     memory = Memory(suspended=frozenset({A, JobKey(9, 0)}), placed=frozenset({JobKey(4, 0)}))
     assert release_plan(snapshot, memory, "end") == (Unsuspend(A, "end"), Release(JobKey(3, 0), "end"))
 
@@ -347,7 +404,12 @@ def test_a_release_is_repeatable(tmp_path: Path) -> None:
 def test_failed_releases_are_not_remembered_as_done() -> None:
     memory = Memory(suspended=frozenset({A, B}), placed=frozenset({A, B}))
     no, yes = Outcome(ok=False), Outcome(ok=True)
-    outcomes = [(Release(A, ""), no), (Release(B, ""), no), (Unsuspend(A, ""), yes), (Unsuspend(B, ""), no)]
+    outcomes: list[tuple[Action, Outcome]] = [
+        (Release(A, ""), no),
+        (Release(B, ""), no),
+        (Unsuspend(A, ""), yes),
+        (Unsuspend(B, ""), no),
+    ]
     kept = settled(memory, Memory(placed=frozenset({B})), outcomes)
     assert (kept.suspended, kept.placed) == ({B}, {B})
 
@@ -358,6 +420,17 @@ def test_what_never_left_is_not_ours() -> None:
     actions = [Suspend(A, ""), Suspend(B, ""), Requeue(A, hold=True, reason=""), DrainNode("n1-l1", "")]
     kept = settled(memory, Memory(suspended=frozenset({B})), [(action, in_) for action in actions])
     assert (kept.suspended, kept.held, kept.drained) == ({B}, {JobKey(2, 1): 1.0}, {"n2-l1"})
+
+
+def test_a_factor_that_was_not_set_is_not_ours_and_one_that_stays_is() -> None:
+    no, in_, yes = Outcome(ok=False), Outcome(ok=False, left=False), Outcome(ok=True)
+    before = Memory(factors={1: -5, 4: -7})
+    after = Memory(factors={2: -1, 3: -2, 4: -9, 5: -3})
+    outcomes = [
+        (SetFactor(A, 0, ""), no), (SetFactor(B, -1, ""), no), (SetFactor(JobKey(3, 0), -2, ""), yes),
+        (MakeWay((JobKey(4, 0),), (-9,), A, ""), in_), (MakeWay((JobKey(5, 0),), (-3,), A, ""), no),
+    ]  # fmt: skip
+    assert settled(after, before, outcomes).factors == {1: -5, 3: -2, 4: -7, 5: -3}
 
 
 def test_adopted_knows_our_drains() -> None:
@@ -381,19 +454,6 @@ def test_pace() -> None:
     assert early_s(2.0, 0.0, 1) == float("inf")
     assert early_s(2.0, 0.1, 0, prompt=True) == 0.2
     assert early_s(2.0, 0.1, 1, prompt=True) == float("inf")
-
-
-def test_admission_file(tmp_path: Path) -> None:
-    path = tmp_path / "run" / "admission"
-    write_admission(path, "held", 1234.9)
-    assert path.read_text(encoding="ascii") == "held 1234\n"
-    may_hold = [True]
-    heart = Heartbeat(path, lambda: may_hold[0], SystemClock())
-    heart.start()
-    eventually(lambda: path.read_text(encoding="ascii") != "held 1234\n")
-    assert path.read_text(encoding="ascii").startswith("held ")
-    heart.close()
-    assert path.read_text(encoding="ascii").startswith("native ")
 
 
 def test_notify_speaks_to_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ from cadenza.slurm_plugin.service.settings import GuardTable, PolicyTable, Servi
 A = JobKey(1, 0)
 ORDER = YieldOrder(VERSION, 1, 0, 10.0)
 APPLY = Settings(
-    service=ServiceTable(mode="apply", admission="native"),
+    service=ServiceTable(mode="apply"),
     guard=GuardTable(partitions=frozenset({"gpu"})),
     policy=PolicyTable(order="fifo", share="timeslice"),
 )

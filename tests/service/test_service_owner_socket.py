@@ -23,7 +23,7 @@ from cadenza.slurm_plugin.cli.jobs import why
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.service import owner_socket
 from cadenza.slurm_plugin.service.errors import ServiceError, StoreError
-from cadenza.slurm_plugin.service.owner_socket import OwnerSocket, ask, ask_latest, may_read, socket_path
+from cadenza.slurm_plugin.service.owner_socket import OwnerSocket, ask, ask_latest, may_read
 from cadenza.slurm_plugin.service.store.reader import StoreReader
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
@@ -69,7 +69,7 @@ def test_top_shows_users_their_own_jobs_only(site: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(owner_socket, "peer_uid", lambda _: 4_000_000_000)
     with pytest.raises(ServiceError, match="does not know uid"):
         ask_latest(site / "jobs.sock", 0.0)
-    away = write_config(site, store=str(site / "closed.db"), heartbeat=str(site / "away" / "admission"))
+    away = write_config(site, store=str(site / "closed.db"), socket=str(site / "away" / "jobs.sock"))
     assert CliRunner().invoke(main, ["top", "--once", "--config", str(away)]).exit_code == 3
 
 
@@ -180,7 +180,6 @@ def refused(call: Callable[[], object], kind: type[Exception]) -> bool:
 
 def test_why_asks_the_service_when_the_store_cannot_be_read(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_config(site)
-    assert socket_path(str(site / "admission")) == site / "jobs.sock"
 
     def unreadable(*_: object) -> None:
         raise StoreError("cadenza.db: unable to open database file; may this user read it?")

@@ -14,7 +14,7 @@ from profile_files import HUNGRY, SATED, write_profile
 from service_rig import books, gateway_without_agents, job, node
 
 from cadenza.policies.composition import Policy, build
-from cadenza.policies.core.actions import Action, DrainNode, Place, Release, Requeue, Resize, Size, Tune
+from cadenza.policies.core.actions import Action, DrainNode, Place, Requeue, Resize, Size, Tune
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Host, Job, JobKey, Lease, Node, Options, Placement, Share
 from cadenza.policies.guard import guard
@@ -200,23 +200,22 @@ def placed(one: Job) -> Placement:
     return placement_of(one, {"n1": node("n1")})
 
 
-HELD = "[service]\nmode='apply'\nadmission='held'\n" + PROFILED + "share='none'\n"
+PLACING = "[service]\nmode='apply'\n" + PROFILED + "share='none'\nplace=true\n"
 
 
 def pending(number: int, keys: dict[str, object] = HUNGRY, **changes: object) -> Job:
     facts = {
         "state": "PENDING",
         "nodes": (),
-        "slurm_priority": 0,
+        "slurm_priority": 1,
         "options": Options(),
-        "held_by_plugin": True,
         "start_s": None,
     }
     return profiled(number, keys, **{**facts, **changes})
 
 
-def test_held_without_sharing_the_service_places_by_order_and_allocation(tmp_path: Path) -> None:
-    settings = settings_of(tmp_path, HELD)
+def test_without_sharing_the_service_places_by_order_and_allocation(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, PLACING)
     snapshot = one_node(*(pending(number, SATED if number > 1 else HUNGRY, cpus=1) for number in (1, 2, 3, 4, 5)))
     decision = policy(settings)(snapshot, Memory())
     placed = {action.job.id: action for action in of(Place, decision) if isinstance(action, Place)}
@@ -229,10 +228,10 @@ def test_held_without_sharing_the_service_places_by_order_and_allocation(tmp_pat
 
 
 def test_an_owners_hold_and_jobs_that_cannot_be_requeued_stay(tmp_path: Path) -> None:
-    settings = settings_of(tmp_path, HELD)
+    settings = settings_of(tmp_path, PLACING)
     mine = pending(1)
     assert of(Place, policy(settings)(one_node(mine), Memory()))
-    theirs = one_node(replace(mine, held_by_plugin=False))
+    theirs = one_node(replace(mine, slurm_priority=0))
     assert not of(Place, policy(settings)(theirs, Memory(placed=frozenset({mine.key}))))
     wide = {"gpus": 4, "requeueable": False}
     running = profiled(2, SATED, **wide)
@@ -242,7 +241,7 @@ def test_an_owners_hold_and_jobs_that_cannot_be_requeued_stay(tmp_path: Path) ->
 
 
 def test_a_job_that_is_placed_already_is_not_placed_again(tmp_path: Path) -> None:
-    settings = settings_of(tmp_path, HELD)
+    settings = settings_of(tmp_path, PLACING)
     first = policy(settings)(one_node(pending(1)), Memory())
     (place,) = of(Place, first)
     assert isinstance(place, Place)
@@ -251,13 +250,8 @@ def test_a_job_that_is_placed_already_is_not_placed_again(tmp_path: Path) -> Non
     assert not of(Place, again)
 
 
-def test_held_without_allocation_lets_everybody_go(tmp_path: Path) -> None:
-    settings = settings_of(tmp_path, "[service]\nmode='apply'\nadmission='held'\n[policy]\nshare='none'\n")
-    assert of(Release, policy(settings)(one_node(pending(1)), Memory()))
-
-
 def test_a_placed_job_keeps_the_memory_that_it_asked_for(tmp_path: Path) -> None:
-    settings = settings_of(tmp_path, HELD)
+    settings = settings_of(tmp_path, PLACING)
     big = pending(1, memory_mb=60_000, cpus=12, profile=None)
     (place,) = of(Place, policy(settings)(one_node(big), Memory()))
     assert isinstance(place, Place)
@@ -295,8 +289,8 @@ def _watched(named: Policy, check: Callable[[ClusterSnapshot, Memory, Decision],
     ],
 )
 def test_the_simulator_and_the_service_decide_the_same(tmp_path: Path, order: str, allocate: str, share: str) -> None:
-    names = f"[policy]\norder='{order}'\nallocate='{allocate}'\nshare='{share}'\n"
-    text = f"[service]\nmode='apply'\nadmission='held'\n[sharing]\nshare_between_users=true\n{names}"
+    names = f"[policy]\norder='{order}'\nallocate='{allocate}'\nshare='{share}'\nplace=true\n"
+    text = f"[service]\nmode='apply'\n[sharing]\nshare_between_users=true\n{names}"
     settings = settings_of(tmp_path, text, PARTITION)
     at_once = {"size_pending": False, "phased_moves": False}
     live = build(order, allocate, share, replace(policy_settings(from_record(to_record(settings))), **at_once)).decide  # type: ignore[arg-type]

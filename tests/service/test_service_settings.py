@@ -29,7 +29,7 @@ def write(folder: Path, text: str, name: str = "cadenza.toml") -> Path:
 def test_defaults_observe_and_manage_nothing() -> None:
     settings = Settings()
     assert not settings.applies
-    assert not settings.held_admission
+    assert not sharing_settings(settings).place
     assert not guard_settings(settings).enforce
     assert not sharing_settings(settings).enforce
     assert guard_settings(settings).partitions == frozenset()
@@ -61,10 +61,10 @@ def test_errors_name_file_and_key(tmp_path: Path, text: str, words: tuple[str, .
 def test_conf_d_is_merged_in_name_order(tmp_path: Path) -> None:
     path = write(tmp_path, "[service]\npoll_s = 5\nmode = 'apply'\n[guard]\npartitions = ['a']\n")
     write(tmp_path, "[service]\npoll_s = 7\n", "conf.d/20-b.toml")
-    write(tmp_path, "[service]\npoll_s = 6\nadmission = 'held'\n", "conf.d/10-a.toml")
+    write(tmp_path, "[service]\npoll_s = 6\n[policy]\nplace = true\n", "conf.d/10-a.toml")
     settings = load_settings(path)
     assert settings.service.poll_s == 7
-    assert settings.held_admission
+    assert sharing_settings(settings).places
     assert settings.guard.partitions == {"a"}
 
 

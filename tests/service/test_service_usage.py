@@ -58,7 +58,7 @@ def test_what_would_not_start_on_free_gpus_does_not_queue() -> None:
         assert one(at(100.0, waits), at(110.0, waits)).queue_s == 0.0
     held = job(1, state="PENDING", nodes=(), slurm_priority=0)
     assert one(at(100.0, held), at(110.0, held)).queue_s == 0.0
-    ours = replace(held, held_by_plugin=True)
+    ours = replace(held, held_at_restart=True)
     assert one(at(100.0, ours), at(110.0, ours)).queue_s == 10.0
 
 
@@ -120,7 +120,7 @@ PENDING = job(2, state="PENDING", nodes=(), gpus=2, start_s=None)
         ((IDLE, replace(PENDING, partition="other,gpu")), {}, 2),
         ((IDLE, replace(PENDING, state_reason="QOSMaxGRESPerUser")), {}, 0),
         ((IDLE, replace(PENDING, slurm_priority=0)), {}, 0),
-        ((IDLE, replace(PENDING, slurm_priority=0, held_by_plugin=True)), {}, 2),
+        ((IDLE, replace(PENDING, slurm_priority=0, held_at_restart=True)), {}, 2),
         ((IDLE, PENDING), {"drained": True}, 0),
         ((replace(IDLE, lease=None), PENDING), {}, 2),
         ((replace(IDLE, lease=None), replace(IDLE, key=JobKey(3, 0), lease=None), PENDING), {}, 0),

@@ -53,13 +53,12 @@ def command(*, once: bool, interval: float, as_json: bool, store: Path | None, c
 def _source(store: Path | None, config: Path | None) -> StoreReader | Path:
     """Return the store, or the path of the service's socket if this user may not read the store."""
     from cadenza.slurm_plugin.service.errors import StoreError  # noqa: PLC0415
-    from cadenza.slurm_plugin.service.owner_socket import socket_path  # noqa: PLC0415
     from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
 
     try:
         return open_store(store, config)
     except StoreError:
-        path = socket_path(load_settings(config).service.heartbeat)
+        path = Path(load_settings(config).service.socket)
         if store is not None or not path.exists():
             raise
         return path

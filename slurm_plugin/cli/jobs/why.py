@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -12,7 +13,6 @@ from cadenza.slurm_plugin.cli.common import JobId, config_option, emit, json_opt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from cadenza.policies.core.model import Job, Lease
     from cadenza.slurm_plugin.service.accounting.effects import Effect
@@ -55,7 +55,7 @@ def command(*, job_id: int, last: int, as_json: bool, store: Path | None, config
 def _record(job_id: int, last: int, store: Path | None, config: Path | None) -> JobRecord:
     """Return a job's record from the store, or from the service if this user may not read the store."""
     from cadenza.slurm_plugin.service.errors import ServiceError, StoreError  # noqa: PLC0415
-    from cadenza.slurm_plugin.service.owner_socket import ask, socket_path  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.owner_socket import ask  # noqa: PLC0415
     from cadenza.slurm_plugin.service.settings import load_settings  # noqa: PLC0415
 
     try:
@@ -65,7 +65,7 @@ def _record(job_id: int, last: int, store: Path | None, config: Path | None) -> 
         if store is not None:
             raise
         try:
-            return ask(socket_path(load_settings(config).service.heartbeat), job_id, last)
+            return ask(Path(load_settings(config).service.socket), job_id, last)
         except OSError:
             pass
         except ServiceError as error:

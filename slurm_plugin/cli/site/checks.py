@@ -63,7 +63,7 @@ def configuration(facts: Facts) -> Iterator[Finding]:
         yield Finding("FAIL", "configuration", problem, "see `cadenza check-config`")
         return
     table = facts.settings
-    yield Finding("OK", "configuration", f"mode {table.service.mode}, admission {table.service.admission}")
+    yield Finding("OK", "configuration", f"mode {table.service.mode}")
     if not table.guard.partitions:
         yield Finding("WARN", "partitions", "none is managed", 'name some: [guard] partitions = ["…"]')
     slice_s = table.sharing.slice_s
@@ -266,8 +266,8 @@ def lanes(facts: Facts) -> Iterator[Finding]:
 
 
 def _shares_without_lanes(facts: Facts) -> bool:
-    """Return True if jobs give their GPUs up to others of the queue: in native admission Slurm alone starts those."""
-    return facts.settings.policy.share == "preemption" and facts.settings.service.admission == "held"
+    """Return True if running jobs make way for the first of Slurm's queue."""
+    return facts.settings.policy.share == "preemption"
 
 
 def _lanes_of(host: str, nodes: Sequence[Node], facts: Facts) -> Iterator[Finding]:

@@ -22,6 +22,8 @@ NCCL_LIMIT_S = 480.0
 """Shortest limit of NCCL's watchdog by default (torch: TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC)."""
 PAIR = 2
 """Jobs that share a GPU at least."""
+PLACERS = ("gandiva", "none")
+"""Sharings that may choose the nodes of waiting jobs."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -67,8 +69,10 @@ def policy_advice(settings: Settings) -> Iterator[str]:
         yield f"[policy] allocate = {table.allocate!r} and [profiles] directory {folder!r} holds no profile"
     if usable and not settings.allocates:
         yield '[policy] allocate = "none": profiles are shown and change nothing'
-    if table.order != "fifo" and settings.service.admission == "native":
-        yield f"[policy] order = {table.order!r} orders placement in held admission only: Slurm starts the jobs"
+    if table.place and table.share not in PLACERS:
+        yield f"[policy] place = true has no effect with share = {table.share!r}: Slurm chooses the nodes"
+    if table.place and table.share == "none" and not settings.allocates:
+        yield '[policy] place = true with share = "none" needs an allocation, whose rounds choose the nodes'
     if settings.gandiva != type(settings.gandiva)() and table.share != "gandiva":
         yield f"[gandiva] has no effect with [policy] share = {table.share!r}"
 
@@ -92,8 +96,6 @@ def advice(settings: Settings) -> Iterator[str]:
             f"{settings.sharing.slice_s:g} one of two jobs may be frozen for {longest_s:.0f} s, and NCCL's watchdog "
             f"ends processes after {NCCL_LIMIT_S:g} s: jobs with NCCL are frozen only if they turn it off"
         )
-    if settings.service.admission == "held" and not settings.applies:
-        yield '[service] admission = "held" has no effect while mode = "observe"'
     if Path(settings.guard.kill_switch).exists():
         yield f"the kill switch {settings.guard.kill_switch} exists: the service takes no action"
 

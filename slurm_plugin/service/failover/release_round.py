@@ -1,11 +1,22 @@
-"""Release of all our holds and suspends: at the end of the service, and on an admin's request."""
+"""Release of our holds, suspends and pins: at the end of the service, and on an admin's request."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
 
-from cadenza.policies.core.actions import Action, DrainNode, Outcome, Place, Release, Requeue, Suspend, Unsuspend
+from cadenza.policies.core.actions import (
+    Action,
+    DrainNode,
+    MakeWay,
+    Outcome,
+    Place,
+    Release,
+    Requeue,
+    SetFactor,
+    Suspend,
+    Unsuspend,
+)
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.guard import Guarded
@@ -15,13 +26,18 @@ from cadenza.policies.sharing.turns.lanes import drained_by_us
 from cadenza.policies.sharing.turns.slurm_sync import release_plan
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
+UNKNOWN_FACTOR = -1
+"""Stands for the SiteFactor of a job of which no record tells it."""
+
 
 def adopted(snapshot: ClusterSnapshot) -> Memory:
-    """Return the memory of the suspends and drains that must be ours, for a service whose store was lost.
+    """Return the memory of the suspends, drains and SiteFactors that must be ours, for a service whose store was lost.
 
-    Only the service suspends a job whose agents report it yielded, and only its drains begin with its mark.
+    Only the service suspends a job whose agents report it yielded, and only its drains begin with its mark. Slurm shows
+    SiteFactors of jobs that wait only (sprio(1)), so every job that may have been made to wait counts as having one.
     """
     return Memory(
+        factors={job.key.id: UNKNOWN_FACTOR for job in snapshot.jobs if job.opted_in and job.requeueable},
         suspended=frozenset(
             job.key
             for job in snapshot.jobs
@@ -53,12 +69,15 @@ def release_round(gateway: Gateway, clock: Clock, store: SqliteStore, reason: st
     return RoundReport(number, snapshot, decision, guarded, outcomes)
 
 
-def release_unrecorded(gateway: Gateway, memory: Memory, reason: str) -> tuple[tuple[Action, Outcome], ...]:
+def release_unrecorded(
+    gateway: Gateway, memory: Memory, reason: str, snapshot: ClusterSnapshot | None = None
+) -> tuple[tuple[Action, Outcome], ...]:
     """Release everything that is ours by ``memory`` where no round can be written down, as on a full disk.
 
-    The record of what is ours stays as it is: the next service sees in Slurm what is left of it.
+    The record of what is ours stays as it is: the next service sees in Slurm what is left of it. ``snapshot``: as
+    Slurm was read already.
     """
-    actions = release_plan(gateway.read(), memory, reason)
+    actions = release_plan(snapshot or gateway.read(), memory, reason)
     return tuple((action, gateway.apply(action)) for action in actions)
 
 
@@ -70,9 +89,14 @@ def settled(memory: Memory, before: Memory, outcomes: Iterable[tuple[Action, Out
     happened all the same, and the next snapshot shows it. One that never left is not ours.
     """
     suspended, placed, drained = set(memory.suspended), set(memory.placed), set(memory.drained)
-    held, requeued = dict(memory.held), dict(memory.requeued)
+    held, requeued, factors = dict(memory.held), dict(memory.requeued), dict(memory.factors)
     for action, outcome in outcomes:
-        if isinstance(action, Suspend) and not outcome.left and action.job not in before.suspended:
+        if (isinstance(action, SetFactor) and not outcome.ok) or (isinstance(action, MakeWay) and not outcome.left):
+            keys = action.jobs if isinstance(action, MakeWay) else (action.job,)
+            for number in (key.id for key in keys):
+                factors.pop(number, None)
+                factors |= {number: before.factors[number]} if number in before.factors else {}
+        elif isinstance(action, Suspend) and not outcome.left and action.job not in before.suspended:
             suspended.discard(action.job)
         elif isinstance(action, Requeue) and not outcome.left:
             successor = JobKey(action.job.id, action.job.restart + 1)
@@ -91,5 +115,6 @@ def settled(memory: Memory, before: Memory, outcomes: Iterable[tuple[Action, Out
         placed=frozenset(placed),
         held=held,
         requeued=requeued,
+        factors=factors,
         drained=frozenset(drained),
     )

@@ -138,7 +138,10 @@ def open_readonly(path: Path) -> sqlite3.Connection:
 
 
 def read_undo(path: Path) -> Memory:
-    """Return our holds, suspends and drains from a store of any version; raise StoreError if they cannot be read."""
+    """Return our holds, suspends, drains and SiteFactors from a store of any version.
+
+    Raise StoreError if they cannot be read.
+    """
     try:
         try:
             with closing(_connect_readonly(path)) as link:
