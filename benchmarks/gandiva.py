@@ -46,7 +46,7 @@ LANES = 8
 TWO_HOURS_S = 7200.0
 ROUND_S = 15.0
 """The service's default time between two rounds."""
-SHARING = SharingSettings(enforce=True, admission="held", share_between_users=True, suspend=False)
+SHARING = SharingSettings(enforce=True, place=True, share_between_users=True, suspend=False)
 """Suspends only change Slurm's books, which cost nothing here."""
 
 

@@ -48,7 +48,7 @@ GRID = [(tau / 4, beta / 4) for tau in range(2, 9) for beta in range(4, 9)]
 """Half-lives in epochs and exponents that the fit tries."""
 SHARING = SharingSettings(
     enforce=True,
-    admission="held",
+    place=True,
     partitions=frozenset({PARTITION}),
     share_between_users=True,
     max_priority=1,

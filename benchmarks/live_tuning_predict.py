@@ -17,7 +17,7 @@ from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.simulation import simulate
 
 SHARES = "proportional"
-SHARING = SharingSettings(enforce=True, admission="held", share_between_users=True, floor=True)
+SHARING = SharingSettings(enforce=True, place=True, share_between_users=True, floor=True)
 """As the service has it, whose books are a floor; the simulator places every job itself."""
 ROUND_S = 1.0
 """As in live_tuning.toml; a round follows every change as well."""

@@ -26,7 +26,7 @@ from cadenza.policies.simulator.workloads.catalogue import parse_workload
 
 LANES = 2
 ROUND_S = 300.0
-SHARING = SharingSettings(enforce=True, admission="held", share_between_users=True, suspend=False)
+SHARING = SharingSettings(enforce=True, place=True, share_between_users=True, suspend=False)
 
 
 def run(jobs: Sequence[TraceJob], cluster: str, *, floor: bool, relieve: bool) -> Summary:

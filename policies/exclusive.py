@@ -1,12 +1,17 @@
-"""The policy without sharing: a GPU has one job, and order and allocation say which and with what."""
+"""The policy without sharing: a GPU has one job, and order and allocation say which and with what.
+
+No job is held. The round pins each job whose turn has come to its nodes, and a job that it stops is requeued with a
+SiteFactor far below all others: it comes back behind the job that it made way for. The factor is lifted when its turn
+comes. Slurm starts jobs by itself where GPUs are free; the next round sees them running.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cadenza.policies.allocation.problem import Allocate, Case, Plan, Server
-from cadenza.policies.core.actions import Action, Migrate, Place, Requeue, Tune, Unpack, Unsuspend
+from cadenza.policies.core.actions import Action, MakeWay, Migrate, Place, Release, SetFactor, Tune, Unpack
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Placement
 from cadenza.policies.ordering.backlog import Backlog
@@ -15,9 +20,18 @@ from cadenza.policies.policy_settings import PolicySettings
 from cadenza.policies.registry import Entry
 from cadenza.policies.sharing.placement.host_division import caches_mb
 from cadenza.policies.sharing.state.groups import standing
-from cadenza.policies.sharing.state.settings import SharingSettings, exclusion_reason, held_for_us
+from cadenza.policies.sharing.state.limits import Limits
+from cadenza.policies.sharing.state.pending import REQUEUED, awaits_place, our_pins, unpinned_for, waits_for_nodes
+from cadenza.policies.sharing.state.settings import SharingSettings, exclusion_reason
 from cadenza.policies.sharing.turns.lanes import lane_actions
 from cadenza.policies.sharing.turns.slurm_sync import release_plan
+
+FAR_BELOW = -(2**30)
+"""SiteFactor of a job that a round has stopped, until its turn comes again.
+
+Slurm keeps a SiteFactor as an unsigned 32-bit number with the offset 2**31 (NICE_OFFSET in slurm.h), so it goes from
+about -2**31 to 2**31. Half of that is below any sum of weights that a site uses, and Slurm cuts a priority off at 1.
+"""
 
 
 class Exclusive:
@@ -42,11 +56,13 @@ class Exclusive:
             return self._planned(snapshot, memory)
         # 1. Only jobs that we may start and requeue count as managed.
         rules = self.settings.effective_sharing
-        planned = self._planned(_only_steerable(snapshot, memory, rules), memory)
-        # 2. What an earlier sharing has left behind ends.
+        seen = _only_steerable(snapshot, memory, rules)
+        planned = self._planned(seen, memory)
+        # 2. What an earlier sharing has left behind ends, and so do pins that the plan does not confirm.
         groups = standing(memory.sharing.packs, snapshot.by_key)
         ended = [Unpack(key, "runs alone again: sharing is off") for group in groups for key in group[:-1]]
-        resumed = (a for a in release_plan(snapshot, memory, "sharing is off") if isinstance(a, Unsuspend))
+        unpinned = _pins_over(planned, snapshot, memory, rules)
+        undone = (_explained(a, unpinned) for a in release_plan(snapshot, memory, "sharing is off"))
         lanes = lane_actions(snapshot, memory, replace(rules, enforce=False))
         # 3. A placement keeps what Slurm's allocation promised to its job.
         actions = (
@@ -55,10 +71,14 @@ class Exclusive:
         # 4. The reason of each job that is left alone.
         excluded = {
             job.key: reason
-            for job in snapshot.jobs
-            if job.options is not None and (reason := exclusion_reason(job, rules)) is not None
+            for job, shown in zip(snapshot.jobs, seen.jobs, strict=True)
+            if job.options is not None and (reason := exclusion_reason(job, rules) or shown.unmanageable)
         }
-        return replace(planned, actions=(*ended, *resumed, *lanes, *actions), reasons={**planned.reasons, **excluded})
+        return replace(
+            planned,
+            actions=(*ended, *(a for a in undone if a is not None), *lanes, *actions),
+            reasons={**planned.reasons, **excluded, **unpinned},
+        )
 
     def _planned(self, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
         """Return the changes from what runs to what the order and the allocation want."""
@@ -75,7 +95,8 @@ class Exclusive:
             self.settings.evaluations,
         )
         plan = self.allocate(case if self.settings.backfill else replace(case, jobs=case.jobs[: case.runnable]))
-        return Decision(_changes(case, plan, self._backlog.running), used, _reasons(snapshot, case, plan))
+        changes = _changes(case, plan, self._backlog.running, memory.factors)
+        return Decision(changes, used, _reasons(snapshot, case, plan))
 
     def runnable(self, snapshot: ClusterSnapshot, memory: Memory) -> tuple[JobKey, ...]:
         """Return the ordered jobs that are to run."""
@@ -178,23 +199,46 @@ def _runnable_count(jobs: tuple[Job, ...], servers: tuple[Server, ...]) -> int:
     return len(jobs)
 
 
-def _changes(case: Case, plan: Plan, running: Iterable[Job]) -> tuple[Action, ...]:
-    """Return the actions that turn what runs into the plan: first what frees, then what changes, then starts."""
-    stops: list[Action] = []
+def _changes(case: Case, plan: Plan, running: Iterable[Job], factors: Mapping[int, int]) -> tuple[Action, ...]:
+    """Return the actions that turn what runs into the plan: first what frees, then what changes, then starts.
+
+    ``factors``: SiteFactors of ours, by job id.
+    """
+    stopped: list[Job] = []
     changes: list[Action] = []
-    starts: list[Action] = []
+    starts: list[Place] = []
+    lifted: list[Action] = []
     placements = plan.placements
     for job in _concerned(case, placements, running):
         wanted, has = placements.get(job.key), job.placement
         if has:
             if wanted is None:
-                stops.append(Requeue(job.key, hold=True, reason=STOPS))
+                stopped.append(job)
             elif wanted != has:
                 changes.append(_change(job, wanted))
         elif wanted is not None:
             nodes = tuple([share.node for share in wanted])
-            starts.append(Place(job.key, nodes, "its turn by the order", shares=wanted))
-    return (*stops, *changes, *starts)
+            starts.append(Place(job.key, nodes, TURN, shares=wanted))
+            if factors.get(job.key.id):
+                lifted.append(SetFactor(job.key, 0, TURN))
+    return (*_ways(stopped, starts), *changes, *lifted, *starts)
+
+
+def _ways(stopped: Iterable[Job], starts: Sequence[Place]) -> list[MakeWay]:
+    """Return one action for each job that makes way, since each may or may not be able to save a checkpoint.
+
+    It makes way for the first job that starts on its nodes; for itself, that is for nobody in particular, where the
+    plan only needs its CPUs or memory, or moves others there.
+    """
+    first: dict[str, JobKey] = {}
+    for place in starts:
+        for name in place.nodes:
+            first.setdefault(name, place.job)
+    found = []
+    for job in stopped:
+        there = (first[share.node] for share in job.placement if share.node in first)
+        found.append(MakeWay((job.key,), (FAR_BELOW,), next(there, job.key), STOPS))
+    return found
 
 
 def _concerned(case: Case, placements: Mapping[JobKey, Placement], running: Iterable[Job]) -> list[Job]:
@@ -214,6 +258,7 @@ def _change(job: Job, wanted: Placement) -> Action:
     return Migrate(key, wanted, "other nodes give more throughput in all")
 
 
+TURN = "its turn by the order"
 STOPS = "makes room: jobs before it in the order need its GPUs"
 RUNS = "runs with what the allocation gives it"
 WAITS = "waits: the jobs before it in the order take all GPUs that it would need"
@@ -234,18 +279,63 @@ def _only_steerable(snapshot: ClusterSnapshot, memory: Memory, rules: SharingSet
     """Return the snapshot in which only jobs that we may start and requeue count as managed."""
     first = {node.host: node.name for node in snapshot.nodes if node.lane == 0}
     lanes = {node.name: first.get(node.host, node.name) for node in snapshot.nodes if node.lane}
-    jobs = (_if_steerable(job, memory, lanes) if rules.manages(job) else job for job in snapshot.jobs)
+    pinned = {job.key for job in our_pins(snapshot, memory)} & memory.placed
+    limits = Limits(job for job in snapshot.jobs if job.state == "PENDING")
+
+    def shown(job: Job) -> Job:
+        reason = _wait_reason(job, limits, snapshot.time_s, pinned=job.key in pinned) if job.state == "PENDING" else ""
+        return replace(job, unmanageable=reason) if reason else _if_steerable(job, lanes)
+
+    jobs = (shown(job) if rules.manages(job) else job for job in snapshot.jobs)
     return replace(snapshot, jobs=tuple(jobs))
 
 
-def _if_steerable(job: Job, memory: Memory, lanes: Mapping[str, str]) -> Job:
-    if job.held and not held_for_us(job, memory):
-        return replace(job, unmanageable="its owner holds it")
+def _wait_reason(job: Job, limits: Limits, now_s: float, *, pinned: bool) -> str:
+    """Return why a pending job waits for something else than its turn, "" if it is ours to place.
+
+    Nobody is stopped for such a job: Slurm would not start it on what becomes free. ``pinned``: by us.
+    """
+    if job.held:
+        return "is held"
+    if pinned:
+        return "" if waits_for_nodes(job, now_s) else f"waits in Slurm ({job.state_reason})"
+    if limit := limits.reason(job):
+        return f"waits in Slurm: a job before it has met a limit ({limit})"
+    if awaits_place(job):
+        return ""
+    chosen = f"; it requires {','.join(job.required_nodes)}" if job.required_nodes else ""
+    return f"waits in Slurm ({job.state_reason or 'no reason given'}{chosen})"
+
+
+def _if_steerable(job: Job, lanes: Mapping[str, str]) -> Job:
     if any(name in lanes for name in job.nodes):  # it goes on there until it ends, and its GPUs are those of lane 0
         return replace(job, nodes=tuple(lanes.get(name, name) for name in job.nodes), unmanageable="on a further lane")
     if job.nodes and not job.requeueable:
         return replace(job, unmanageable="Slurm may not requeue it")
     return job
+
+
+def _pins_over(
+    planned: Decision, snapshot: ClusterSnapshot, memory: Memory, rules: SharingSettings
+) -> dict[JobKey, str]:
+    """Return the pending jobs that the plan does not put where we have pinned them, each with the reason."""
+    starting = {action.job for action in planned.actions if isinstance(action, Place)}
+    found: dict[JobKey, str] = {}
+    for job in our_pins(snapshot, memory):
+        if job.key in memory.placed and not waits_for_nodes(job, snapshot.time_s):
+            found[job.key] = unpinned_for(job)
+        elif job.key not in memory.placed:
+            found[job.key] = REQUEUED
+        elif job.key not in starting:
+            found[job.key] = exclusion_reason(job, rules) or planned.reasons.get(job.key, WAITS)
+    return found
+
+
+def _explained(action: Action, unpinned: Mapping[JobKey, str]) -> Action | None:
+    """Return an action that undoes something with its reason; None for the end of a pin that the plan confirms."""
+    if isinstance(action, Release) and action.unpin:
+        return replace(action, reason=unpinned[action.job]) if action.job in unpinned else None
+    return action
 
 
 def _is_placed(action: Action, snapshot: ClusterSnapshot) -> bool:

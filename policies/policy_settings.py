@@ -25,7 +25,7 @@ class PolicySettings:
     """Slurm's default PriorityDecayHalfLife."""
     shares: Mapping[str, float] = field(default_factory=dict)
     sharing: SharingSettings = field(
-        default_factory=lambda: SharingSettings(enforce=True, admission="held", share_between_users=True)
+        default_factory=lambda: SharingSettings(enforce=True, place=True, share_between_users=True)
     )
     """For the sharings other than ``none``; its partitions are ``partitions``."""
     gandiva: GandivaSettings = field(default_factory=GandivaSettings)

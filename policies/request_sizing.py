@@ -18,7 +18,7 @@ from cadenza.policies.core.actions import Size
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node
 from cadenza.policies.core.profile import MB_PER_GB, TOLERANCE, Profile, least_cpus
-from cadenza.policies.sharing.state.settings import SharingSettings, held_for_us
+from cadenza.policies.sharing.state.settings import SharingSettings
 
 LIMITED = re.compile(r"(QOS|Assoc)\w*(Cpu|Mem)")
 """Slurm's reasons of a job whose CPUs or memory exceed a limit of its account or QOS (squeue(1))."""
@@ -38,8 +38,7 @@ def requests(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSetting
     """
     sizes: dict[JobKey, Size] = {}
     for job in sorted(snapshot.jobs, key=lambda job: job.key):
-        ours = not job.held or held_for_us(job, memory)
-        if job.state != "PENDING" or job.gpus <= 0 or not settings.manages(job) or not ours:
+        if job.state != "PENDING" or job.held or job.gpus <= 0 or not settings.manages(job):
             continue
         size = _restored(job, memory) if job.key in memory.sized else _sized(job, snapshot.nodes)
         if size is not None:

@@ -1,0 +1,61 @@
+"""Limits of a site that pending jobs have met, and the jobs that would meet them next (pure).
+
+Slurm names the limit in the reason of the job that it looked at (squeue(1), JOB REASON CODES). A job behind it keeps
+the reason Priority until it is looked at on its own: whoever makes room for it makes it for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+from cadenza.policies.core.model import Job
+
+Scope: TypeAlias = tuple[str, str, str]
+"""A kind of limit, and who is bound by it."""
+
+NOT_LOOKED_AT = frozenset({"", "None", "Priority"})
+"""Reasons of jobs that Slurm has not looked at on their own."""
+OF_ONE_JOB = ("PerJob", "PerNode", "PerCPU", "MinCpu", "MinGRES", "MinMemory", "TimeLimit", "WallDuration")
+"""Parts of the names of limits on what one job may ask for: others are not bound by them."""
+
+
+class Limits:
+    """Accounts, users, QOS, arrays and licenses that are at a limit, because Slurm says so of one of their jobs."""
+
+    def __init__(self, pending: Iterable[Job]) -> None:
+        self._at_limit = {scope: job.state_reason for job in pending if (scope := _scope(job, job.state_reason))}
+
+    def reason(self, job: Job) -> str:
+        """Return Slurm's reason of the job whose limit this one would meet, "" if it is free to start."""
+        if not self._at_limit or job.state_reason not in NOT_LOOKED_AT:
+            return ""
+        scopes = (
+            ("account", job.account, ""), ("user", job.account, job.user), ("like", job.user, job.name),
+            ("qos", job.qos, ""), ("qos user", job.qos, job.user), ("qos account", job.qos, job.account),
+        )  # fmt: skip
+        return next((self._at_limit[scope] for scope in scopes if scope in self._at_limit), "")
+
+    def reached(self, job: Job) -> bool:
+        """Return True if a job that Slurm has not looked at on its own would meet a limit that another one has met."""
+        return bool(self.reason(job))
+
+
+def _scope(job: Job, reason: str) -> Scope | None:
+    """Return whom a limit of this reason binds besides its job, None if nobody.
+
+    AssocGrp… binds an account, other Assoc… its user; QOSGrp… binds a QOS, other QOS… its users; Max…PerAccount, which
+    Slurm writes without QOS before it, the QOS's accounts. The first that matches counts.
+    """
+    if any(part in reason for part in OF_ONE_JOB):
+        return None
+    scopes: tuple[tuple[bool, Scope], ...] = (
+        (reason.startswith("AssocGrp"), ("account", job.account, "")),
+        (reason.startswith("Assoc"), ("user", job.account, job.user)),
+        (reason.startswith("QOSGrp"), ("qos", job.qos, "")),
+        ("PerAccount" in reason, ("qos account", job.qos, job.account)),
+        (reason.startswith(("QOSMax", "QOSJobLimit", "QOSResourceLimit", "Max")), ("qos user", job.qos, job.user)),
+        # Its licenses and array are not in the snapshot: jobs of one name ask alike.
+        (reason.startswith(("Licenses", "JobArrayTaskLimit")), ("like", job.user, job.name)),
+    )
+    return next((scope for matches, scope in scopes if matches), None)
