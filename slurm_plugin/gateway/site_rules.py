@@ -72,14 +72,20 @@ def config_rules(text: str) -> dict[str, Any]:
     found = {key.lower(): value.strip() for key, value in _CONFIG.findall(text)}
     if "prioritytype" not in found:
         raise ValueError("scontrol show config: there is no PriorityType")
+    return {
+        "multifactor": found["prioritytype"] == "priority/multifactor",
+        "weights": weights_of(found),
+        "max_age_s": _age_s(found.get("prioritymaxage", "")),
+    }
+
+
+def weights_of(config: Mapping[str, str]) -> dict[str, int]:
+    """Return the weights of a configuration that are not 0, by the last word of their names in lower case."""
+    found = {key.lower(): value for key, value in config.items()}
     weights = {name: _whole(found.get(f"priorityweight{name}", "")) for name in WEIGHTS}
     parts = _TRES_WEIGHT.findall(found.get("priorityweighttres", ""))
     weights["tres"] = min(int(sum(map(float, parts))), MAX_NUMBER)
-    return {
-        "multifactor": found["prioritytype"] == "priority/multifactor",
-        "weights": {name: weight for name, weight in weights.items() if weight},
-        "max_age_s": _age_s(found.get("prioritymaxage", "")),
-    }
+    return {name: weight for name, weight in weights.items() if weight}
 
 
 def tiers(text: str) -> dict[str, Any]:

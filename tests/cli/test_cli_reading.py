@@ -18,12 +18,15 @@ import pytest
 from cli_rig import SNAPSHOT_FILE, cluster, fill, job, write_config
 from click.testing import CliRunner, Result
 
+from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import Gpu, JobKey, JobUsage, Lease, Progress, Share
 from cadenza.policies.core.profile import Profile, linked
+from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.common import JobId
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.service.settings import load_settings
 from cadenza.slurm_plugin.service.store.record_codec import encode_snapshot
+from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
 
 def run(*words: str) -> Result:
@@ -208,18 +211,44 @@ def test_release_needs_no_readable_round(sharing: Path) -> None:
 
 @pytest.mark.parametrize("lost", ["missing", "damaged"])
 def test_release_without_its_record_undoes_what_slurm_says(sharing: Path, lost: str) -> None:
-    held = job(3, "late", None, state="PENDING", nodes=(), slurm_priority=0)
+    """A SiteFactor of ours cannot be told from Slurm's answer, so every job that opted in gets none."""
+    held = job(3, "late", None, state="PENDING", nodes=(), slurm_priority=0, held_at_restart=True)
     theirs = replace(job(4, "theirs", None, state="PENDING", nodes=(), slurm_priority=0), state_reason="JobHeldAdmin")
-    fill(sharing, cluster(job(2, "second", "yielded", state="SUSPENDED"), held, theirs), apply=True)
-    shown = cluster(replace(held, held_by_plugin=True), theirs)
-    sharing.with_name("snapshot.json").write_bytes(encode_snapshot(shown))
+    out = replace(job(5, "out", None), options=None)
+    fill(sharing, cluster(job(2, "second", "yielded", state="SUSPENDED"), held, theirs, out), apply=True)
+    sharing.with_name("snapshot.json").write_bytes(encode_snapshot(cluster(held, theirs, out)))
     if lost == "missing":
         Path(load_settings(sharing).service.store).unlink()
     else:
         damage(sharing, "UPDATE undo SET record = x'00'")
     done = run("release", "--all", "--config", str(sharing))
-    assert (done.exit_code, done.stdout) == (3, "release job 3: done\n")
+    said = [f"setfactor job {number}: done" for number in (3, 4)]
+    assert (done.exit_code, done.stdout.splitlines()) == (3, ["release job 3: done", *said])
     assert "suspends may be left" in done.stderr
+
+
+def test_release_sets_sitefactors_back(sharing: Path, tmp_path: Path) -> None:
+    seen = cluster(job(1, "first", "held"), job(3, "late", None, state="PENDING", nodes=()))
+    sharing.with_name("snapshot.json").write_bytes(encode_snapshot(seen))
+    memory = Memory(factors={1: -500, 3: -20, 9: -1})
+    with closing(SqliteStore(Path(load_settings(sharing).service.store), SystemClock())) as store:
+        store.begin(seen, Decision((), memory), (), memory)
+    assert run("release", "3", "--config", str(sharing)).stdout == "setfactor job 3: done\n"
+    done = run("release", "--all", "--json", "--config", str(sharing))
+    assert [(row["action"], row["job"][0], row["factor"]) for row in json.loads(done.stdout)] == [
+        ("SetFactor", 1, 0),
+        ("SetFactor", 3, 0),
+    ]
+    assert run("release", "4", "--config", str(sharing)).exit_code == 1
+
+
+def test_top_says_that_the_kill_switch_is_set(sharing: Path, tmp_path: Path) -> None:
+    def said() -> list[str]:
+        return list(json.loads(run("top", "--once", "--json", "--config", str(sharing)).stdout)["faults"])
+
+    assert not any("kill switch" in one for one in said())
+    (tmp_path / "STOP").touch()
+    assert f"the kill switch is set, no action leaves: rm {tmp_path}/STOP" in said()
 
 
 def test_top_and_why_read_past_a_damaged_round(sharing: Path) -> None:

@@ -38,6 +38,10 @@ PLAIN = {
     "JobSubmitPlugins": "(null)",
     "PreemptMode": "OFF",
     "PreemptParameters": "(null)",
+    "PrioritySiteFactorPlugin": "(null)",
+    "PriorityType": "priority/multifactor",
+    "PriorityWeightAge": "0",
+    "PriorityWeightTRES": "(null)",
     "PrologFlags": "(null)",
     "SchedulerParameters": "bf_interval=30",
     "SelectType": "select/cons_tres",
@@ -306,6 +310,30 @@ def test_setup_prints_all_files_or_one(command: Callable[..., Result]) -> None:
     assert command(*words, "--file", "gres.conf").output == ""
 
 
+@pytest.mark.parametrize(
+    ("slurm", "own", "lines"),
+    [
+        ({}, "", ["PriorityWeightAge=1000", "PriorityWeightPartition=10000"]),
+        ({"PriorityWeightAge": "7"}, "", ["PriorityWeightPartition=10000"]),
+        ({"PriorityWeightAge": "7", "PriorityWeightFairShare": "9"}, "", []),
+        ({}, '[policy]\nshare = "timeslice"\n', []),
+        ({"PriorityType": "priority/basic"}, "", ["# PriorityType is yours to change"]),
+    ],
+    ids=str,
+)
+def test_setup_proposes_the_weights_by_which_jobs_can_make_way(
+    command: Callable[..., Result], tmp_path: Path, slurm: dict[str, str], own: str, lines: list[str]
+) -> None:
+    config = (tmp_path / "bin" / "config").read_text()
+    (tmp_path / "bin" / "config").write_text(config + "".join(f"{key} = {value}\n" for key, value in slurm.items()))
+    (tmp_path / "cadenza.toml").write_text(own)
+    said = command("setup", "--partition", "shared", "--file", "cadenza.conf").output.splitlines()
+    assert [line.partition(":")[0] for line in said if "Priority" in line] == lines
+    done = command("setup", "--partition", "shared", "--check", "--json")
+    failed = [row["about"] for row in json.loads(done.stdout) if row["level"] == "FAIL" and "Prio" in row["about"]]
+    assert len(failed) == len(lines)
+
+
 def test_one_lane_is_the_hosts_as_they_are(command: Callable[..., Result], tmp_path: Path) -> None:
     """No line of a node changes, no path of slurmd, and no host is drained."""
     said = command("setup", "--partition", "shared").output
@@ -402,6 +430,10 @@ def test_each_thing_that_is_left_is_listed(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     named = [one.left.removeprefix(f"{tmp_path}/").partition(" ")[0] for one in in_slurms_files(tmp_path)]
     assert named == ["gres.conf:1", "slurm.conf:2", "plugstack.conf.d/cadenza.conf:1"]
+    for name, target in (("job_submit.lua", "/usr/share/cadenza/gone.lua"), ("theirs.lua", "/nowhere/theirs.lua")):
+        (tmp_path / name).symlink_to(target)
+    (dangling,) = [one for one in in_slurms_files(tmp_path) if "is a link" in one.left]
+    assert dangling.left == f"{tmp_path}/job_submit.lua is a link to /usr/share/cadenza/gone.lua, which is gone"
     (tmp_path / "cadenza.so").touch()
     assert [one.left for one in plugins(f"/none:{tmp_path}")] == [f"the plugin {tmp_path}/cadenza.so"]
 

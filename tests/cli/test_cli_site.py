@@ -9,7 +9,7 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 from cadenza.policies.core.model import ClusterSnapshot, Host, Job, Node
 from cadenza.slurm_plugin.cli.main import COMMANDS, main
-from cadenza.slurm_plugin.cli.site.checks import examine, failed
+from cadenza.slurm_plugin.cli.site.checks import Finding, examine, failed
 from cadenza.slurm_plugin.cli.site.facts import Facts, KeyFile, _keys
 from cadenza.slurm_plugin.cli.site.keygen import make_keys
 from cadenza.slurm_plugin.gateway.slurm_gateway import parse
@@ -153,6 +153,11 @@ JobRequeue              = 1
 JobSubmitPlugins        = lua
 PreemptMode             = OFF
 PreemptParameters       = suspend_grace_time=0
+PrioritySiteFactorPlugin = (null)
+PriorityType            = priority/multifactor
+PriorityWeightAge       = 1000
+PriorityWeightFairShare = 10000
+PriorityWeightTRES      = (null)
 ProctrackType           = proctrack/cgroup
 SchedulerParameters     = bf_interval=1,requeue_delay=0,batch_sched_delay=0
 SelectType              = select/cons_tres
@@ -212,16 +217,14 @@ def test_doctor_misses_further_lanes_only_where_jobs_are_to_take_turns(tmp_path:
     alone = with_nodes(facts.cluster, facts.cluster.nodes[0])
     two = replace(alone, jobs=tuple(job(number, f"j{number}", None) for number in (1, 2)))
 
-    def levels(share: str, admission: Literal["native", "held"] = "held") -> dict[str, str]:
+    def levels(share: str) -> dict[str, str]:
         policy = msgspec.structs.replace(facts.settings.policy, share=share)
-        service = msgspec.structs.replace(facts.settings.service, admission=admission)
-        settings = msgspec.structs.replace(facts.settings, policy=policy, service=service)
+        settings = msgspec.structs.replace(facts.settings, policy=policy)
         seen = changed(facts, cluster=alone, recorded=two, settings=settings)
         return {one.about: one.level for one in examine(seen) if one.about in ("lanes", "sharing")}
 
     assert levels("preemption") == {"lanes": "OK"}
     assert levels("timeslice") == {"lanes": "WARN", "sharing": "OK"}
-    assert levels("preemption", "native") == {"lanes": "WARN", "sharing": "OK"}, "Slurm starts nothing on GPUs in use"
 
 
 def test_doctor_finds_nothing_on_a_healthy_site(tmp_path: Path) -> None:
@@ -283,6 +286,40 @@ def test_doctor_names_what_is_wrong_and_what_to_do(tmp_path: Path, name: str, ab
     findings = examine(broken(name, healthy(tmp_path)))
     assert [finding.about for finding in findings if finding.level == "FAIL"] == [about]
     assert all(finding.advice for finding in findings if finding.level == "FAIL" and finding.about != "Slurm")
+
+
+@pytest.mark.parametrize(
+    ("changes", "found", "word"),
+    [
+        ({"PriorityType": "priority/basic"}, [("FAIL", "PriorityType")], "has no SiteFactor"),
+        ({"PriorityWeightAge": "0", "PriorityWeightFairShare": "0"}, [("FAIL", "PriorityWeight*")], "priority 1"),
+        ({"PriorityWeightFairShare": "0"}, [("WARN", "PriorityWeightPartition")], "just submitted"),
+        ({"PriorityWeightFairShare": "0", "PriorityWeightTRES": "GRES/gpu=50"}, [], ""),
+        ({"PrioritySiteFactorPlugin": "site_factor/example"}, [("FAIL", "PrioritySiteFactorPlugin")], "undoes"),
+    ],
+    ids=str,
+)
+def test_doctor_says_where_no_sitefactor_counts(
+    tmp_path: Path, changes: dict[str, str], found: list[tuple[str, str]], word: str
+) -> None:
+    site = healthy(tmp_path)
+
+    def faults(share: str) -> list[Finding]:
+        policy = msgspec.structs.replace(site.settings.policy, share=share)
+        settings = msgspec.structs.replace(site.settings, policy=policy)
+        return [
+            one for one in examine(changed(site, slurm={**SLURM, **changes}, settings=settings)) if one.level != "OK"
+        ]
+
+    assert [(one.level, one.about) for one in faults("preemption")] == found
+    assert all(word in one.observation and "=" in one.advice for one in faults("preemption"))
+    assert faults("timeslice") == [], "turns need no priority"
+
+
+def test_doctor_says_that_the_kill_switch_is_set(tmp_path: Path) -> None:
+    (found,) = [one for one in examine(changed(healthy(tmp_path), killed=True)) if one.level != "OK"]
+    assert (found.level, found.about) == ("WARN", "kill switch")
+    assert found.advice.startswith("rm ")
 
 
 def test_doctor_warns_where_a_suspend_is_a_signal(tmp_path: Path) -> None:
@@ -479,8 +516,7 @@ def test_check_config_names_bad_profiles_and_idle_sections(tmp_path: Path) -> No
     (tmp_path / "resnet.json").write_text('{"schema": "cadenza.profile/1", "model": "resnet", "iteration_s": NaN}')
     path = tmp_path / "cadenza.toml"
     path.write_text(
-        '[service]\nadmission = "native"\n'
-        '[policy]\nshare = "none"\nallocate = "tune"\norder = "srtf"\n[gandiva]\npack = false\n'
+        '[policy]\nshare = "timeslice"\nallocate = "tune"\norder = "srtf"\nplace = true\n[gandiva]\npack = false\n'
         f'[profiles]\ndirectory = "{tmp_path}"\n'
     )
     done = run("check-config", str(path))
@@ -488,7 +524,7 @@ def test_check_config_names_bad_profiles_and_idle_sections(tmp_path: Path) -> No
     for said in (
         "profile not used: resnet.json: NaN is not a number",
         "holds no profile",
-        "orders placement in held admission only",
+        "[policy] place = true has no effect with share = 'timeslice'",
         "[gandiva] has no effect",
     ):
         assert said in done.stdout

@@ -61,7 +61,7 @@ def move(*, job_id: int, nodes: str, gpus: int | None, as_json: bool, config: Pa
 @json_option
 @config_option
 def release(*, job_id: int | None, everything: bool, as_json: bool, config: Path | None) -> None:
-    """Undo Cadenza's holds and suspends in Slurm, bypassing the guard.
+    """Undo Cadenza's holds, suspends, pins and SiteFactors in Slurm, bypassing the guard.
 
     Holds and suspends by users or admins stay. It is safe to run this twice. With --all, a running service in apply
     mode is paused first by its kill switch, because it would repeat these actions; the agents then also give back
@@ -87,7 +87,7 @@ def release(*, job_id: int | None, everything: bool, as_json: bool, config: Path
             result = "done" if outcome.ok else f"failed: {outcome.error}"
             say(f"{type(action).__name__.lower()} job {_job_of(action)}: {result}")
         if not outcomes:
-            say("Cadenza holds and suspends no job")
+            say("Cadenza holds, suspends and orders no job")
     if paused:
         say(
             f"cadenzad is paused: {switch} keeps it from acting until you remove that file; at its next round, within "
@@ -99,7 +99,7 @@ def release(*, job_id: int | None, everything: bool, as_json: bool, config: Path
     if not all(outcome.ok for _, outcome in outcomes):
         raise SystemExit(1)
     if unreadable is not None:
-        say(f"{unreadable}: only holds by job_submit.lua were looked for, suspends may be left", err=True)
+        say(f"{unreadable}: SiteFactors of all jobs that opted in were set to 0, suspends may be left", err=True)
         raise SystemExit(3)
 
 
@@ -117,14 +117,15 @@ def _pause(settings: Settings, switch: Path) -> bool:
 
 
 def _release(settings: Settings, job_id: int | None) -> tuple[list[tuple[Action, Outcome]], StoreError | None]:
-    """Undo the holds and suspends of one job or of all jobs; also return why the record of them cannot be read, if so.
+    """Undo all that is ours of one job or of all jobs; also return why the record of it cannot be read, if so.
 
-    Without the record only the holds by job_submit.lua can be recognized.
+    Without the record every job that opted in may have a SiteFactor of ours.
     """
     from cadenza.policies.core.decision import Memory  # noqa: PLC0415
     from cadenza.policies.sharing.turns.slurm_sync import release_plan  # noqa: PLC0415
     from cadenza.slurm_plugin.gateway.slurm_gateway import open_gateway  # noqa: PLC0415
     from cadenza.slurm_plugin.service.errors import StoreError  # noqa: PLC0415
+    from cadenza.slurm_plugin.service.failover.release_round import adopted  # noqa: PLC0415
     from cadenza.slurm_plugin.service.store.schema import read_undo  # noqa: PLC0415
 
     memory, unreadable = Memory(), None
@@ -134,10 +135,12 @@ def _release(settings: Settings, job_id: int | None) -> tuple[list[tuple[Action,
         unreadable = error
     gateway = open_gateway(settings.service.gateway)
     try:
-        plan = release_plan(gateway.read(), memory, RELEASE_REASON)
+        snapshot = gateway.read()
+        memory = adopted(snapshot) if unreadable is not None else memory
+        plan = release_plan(snapshot, memory, RELEASE_REASON, everything=True)
         chosen = [action for action in plan if job_id in (None, _job_of(action))]
         if job_id is not None and not chosen and unreadable is None:
-            raise click.ClickException(f"job {job_id}: Cadenza neither holds nor suspends it")
+            raise click.ClickException(f"job {job_id}: Cadenza neither holds nor suspends it, nor orders it")
         return [(action, gateway.apply(action)) for action in chosen], unreadable
     finally:
         gateway.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +16,7 @@ from cadenza.slurm_plugin.cli.jobs.view import Recent, TopView, build
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from cadenza.slurm_plugin.service.store.reader import StoreReader
+    from cadenza.slurm_plugin.service.store.reader import Round, StoreReader
 
 SWITCHES_SINCE_S = 60.0
 MAX_ACTIONS = 2000
@@ -76,11 +77,22 @@ def look(source: StoreReader | Path) -> TopView:
             latest = ask_latest(source, now_s - SWITCHES_SINCE_S)
         except OSError as error:
             raise StoreError(f"{source}: {error.strerror or error}; is cadenzad up?") from None
-        return build(latest.round(), Recent(latest.actions, latest.switches, latest.effects[:MAX_EFFECTS]), now_s)
-    reader = source
-    switches = reader.switches(since_s=now_s - SWITCHES_SINCE_S)
-    recent = Recent(reader.actions(limit=MAX_ACTIONS), switches, reader.effects(limit=MAX_EFFECTS), reader.faults())
-    return build(reader.round(), recent, now_s)
+        last, effects = latest.round(), latest.effects[:MAX_EFFECTS]
+        return build(last, Recent(latest.actions, latest.switches, effects, kill_switch(last)), now_s)
+    reader, last = source, source.round()
+    switches, effects = reader.switches(since_s=now_s - SWITCHES_SINCE_S), reader.effects(limit=MAX_EFFECTS)
+    faults = (*kill_switch(last), *reader.faults())
+    return build(last, Recent(reader.actions(limit=MAX_ACTIONS), switches, effects, faults), now_s)
+
+
+def kill_switch(last: Round | None) -> tuple[str, ...]:
+    """Return a sentence if the kill switch of the last round's settings is set, as far as this user can see."""
+    from cadenza.slurm_plugin.service.settings import from_record  # noqa: PLC0415
+
+    if last is None or not last.settings:
+        return ()
+    switch = from_record(last.settings).guard.kill_switch
+    return (f"the kill switch is set, no action leaves: rm {switch}",) if os.path.lexists(switch) else ()
 
 
 def _views(source: StoreReader | Path, interval: float) -> Iterator[TopView]:

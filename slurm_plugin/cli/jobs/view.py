@@ -109,7 +109,7 @@ class Recent(NamedTuple):
     switches: Sequence[SwitchRow] = ()
     effects: Sequence[Effect] = ()
     faults: Sequence[str] = ()
-    """Faults of the store's file system."""
+    """Faults of the store's file system, and the kill switch."""
 
 
 def build(last: Round | None, recent: Recent, now_s: float) -> TopView:

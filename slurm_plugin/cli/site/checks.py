@@ -16,8 +16,10 @@ from cadenza.policies.core.profile import MB_PER_GB
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.shareable import unshareable_jobs
 from cadenza.slurm_plugin.cli.site.facts import Facts
+from cadenza.slurm_plugin.cli.site.site_priority import lacks
 from cadenza.slurm_plugin.gateway.source_gateway import release_of
 from cadenza.slurm_plugin.service.lanes_on_demand import missing_reasons, refusal_reason
+from cadenza.slurm_plugin.service.settings import Settings
 
 Level: TypeAlias = Literal["OK", "WARN", "FAIL"]
 Rule: TypeAlias = tuple[Level, str, str, str, str]
@@ -159,6 +161,29 @@ def rules_for(config: Mapping[str, str]) -> Iterator[Rule]:
     """Yield the rules for the release of Slurm that a configuration is of."""
     release = release_of(config.get("SLURM_VERSION", "")) or REQUEUE_DELAY
     return (rule for rule in RULES if release >= REQUEUE_DELAY or "requeue_delay" not in rule[2])
+
+
+def priority(facts: Facts) -> Iterator[Finding]:
+    """Check that a SiteFactor orders Slurm's queue, where jobs are to make way for others."""
+    if facts.slurm is None or not uses_factors(facts.settings):
+        return
+    found = tuple(lacks(facts.slurm))
+    for one in found:
+        yield Finding("FAIL" if one.fatal else "WARN", one.key, one.observation, " ".join(one.lines))
+    if not found:
+        yield Finding("OK", "priority", facts.slurm["PriorityType"])
+
+
+def uses_factors(settings: Settings) -> bool:
+    """Return True if the service orders jobs of Slurm's queue by their SiteFactor."""
+    return settings.policy.share == "preemption" or settings.policy.place
+
+
+def kill_switch(facts: Facts) -> Iterator[Finding]:
+    """Say that the kill switch is set: a site that has forgotten it waits for nothing."""
+    if facts.killed:
+        text = f"{facts.settings.guard.kill_switch} exists: no action leaves, and no job makes way"
+        yield Finding("WARN", "kill switch", text, f"rm {facts.settings.guard.kill_switch}")
 
 
 def kill_wait(facts: Facts) -> Iterator[Finding]:
@@ -445,6 +470,8 @@ CHECKS = (
     keys,
     versions,
     slurm_settings,
+    priority,
+    kill_switch,
     preemption,
     suspends_by_signal,
     full_memory,

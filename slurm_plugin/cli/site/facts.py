@@ -22,7 +22,7 @@ from cadenza.slurm_plugin.service.agents.curve_keys import AGENT_FOLDER, PUBLIC,
 from cadenza.slurm_plugin.service.errors import ServiceError
 from cadenza.slurm_plugin.service.failover.lock import StoreLock
 from cadenza.slurm_plugin.service.profiles.library import ProfileDirectory
-from cadenza.slurm_plugin.service.settings import Settings, load_settings
+from cadenza.slurm_plugin.service.settings import Settings, guard_settings, load_settings
 from cadenza.slurm_plugin.service.store.reader import LargestState, StoreReader
 
 T = TypeVar("T")
@@ -72,6 +72,8 @@ class Facts(msgspec.Struct, frozen=True):
     """Files that the running cadenzad may have open; None: not known."""
     largest_state: LargestState | None = None
     """The largest state of a job in the store."""
+    killed: bool = False
+    """The kill switch is set."""
 
 
 def gather(config: Path | None) -> Facts:
@@ -100,6 +102,7 @@ def gather(config: Path | None) -> Facts:
         attempt("store", lambda: _store_faults(settings)) or (),
         attempt("file limit", lambda: _file_limit(settings)),
         attempt("largest state", lambda: _largest_state(settings)),
+        guard_settings(settings).killed,
     )  # fmt: skip
 
 

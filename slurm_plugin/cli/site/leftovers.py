@@ -112,6 +112,10 @@ def on_this_machine(settings: Settings, own: Path, units: Path = UNITS) -> Itera
 def in_slurms_files(folder: Path) -> Iterator[Leftover]:
     """Yield the lines of Slurm's files that name Cadenza or a lane."""
     for path in (*sorted(folder.glob("*")), *sorted(folder.glob("plugstack.conf.d/*"))):
+        if path.is_symlink() and not path.exists() and "cadenza" in str(path.readlink()):
+            # slurmctld does not start without its script, and no one notices until then.
+            yield Leftover(f"{path} is a link to {path.readlink()}, which is gone", f"rm {path}, JobSubmitPlugins= too")
+            continue
         rows = text_of(path).splitlines() if path.is_file() else []
         found = [number for number, row in enumerate(rows, 1) if "cadenza" in row.lower() or _names_lanes(row)]
         if found:

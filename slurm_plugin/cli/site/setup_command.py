@@ -8,16 +8,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import click
+import msgspec
 
 from cadenza.policies.inputs.cluster import MAX_LANES
 from cadenza.sidecar.config import DEFAULT_PATH
 from cadenza.slurm_plugin.cli.common import config_option, emit, json_option, say
-from cadenza.slurm_plugin.cli.site.checks import Finding, failed
+from cadenza.slurm_plugin.cli.site.checks import Finding, failed, uses_factors
 from cadenza.slurm_plugin.cli.site.command import show
 from cadenza.slurm_plugin.cli.site.lane_plan import LanePlan, decode_nodes, lacking, names_in, on_demand, plan_lanes
+from cadenza.slurm_plugin.cli.site.site_priority import lacks
 from cadenza.slurm_plugin.gateway.commands import JSON
 from cadenza.slurm_plugin.gateway.slurm_gateway import TIMEOUT_S, answer_of, slurm_config
-from cadenza.slurm_plugin.service.settings import load_settings
+from cadenza.slurm_plugin.service.settings import Settings, load_settings
 
 FILES = ("cadenza.conf", "gres.conf", "lua.conf", "cadenza.toml")
 MAX_BYTES = 2**24
@@ -61,6 +63,8 @@ def setup(  # noqa: PLR0913 (its options)
     plan = plan_lanes(present, slurm, partitions, number, chosen, full_memory=full_memory)
     if dynamic:
         plan = on_demand(plan, present, slurm)
+    if uses_factors(load_settings(own) if own.exists() else Settings()):
+        plan = with_priority(plan, slurm)
     # 2. Compare, or print.
     if check:
         findings = [*lacking(plan, present), *missing_files(plan, folder, own), *_rights(slurm)]
@@ -82,6 +86,17 @@ def setup(  # noqa: PLR0913 (its options)
         for one, lines in contents.items():
             say(f"# --- {places[one]}", *lines, "")
         say("# --- commands", *commands(plan, own))
+
+
+def with_priority(plan: LanePlan, slurm: Mapping[str, str]) -> LanePlan:
+    """Return a plan with the settings of Slurm's priority by which jobs can make way."""
+    lines, undecided = dict(plan.settings), dict(plan.undecided)
+    for one in lacks(slurm):
+        if one.decided:
+            lines |= dict(line.split("=") for line in one.lines)
+        else:
+            undecided[one.key] = f"it is {one.observation}; {' '.join(one.lines)}"
+    return msgspec.structs.replace(plan, settings=lines, undecided=undecided)
 
 
 def toml(partitions: tuple[str, ...], slurm: Mapping[str, str]) -> list[str]:
