@@ -167,10 +167,14 @@ class Cluster:
 
     def down(self) -> None:
         """Remove the cluster, if there is one."""
+        self.hang_up()
+        script("down", "--name", self.name)
+
+    def hang_up(self) -> None:
+        """End the processes that run commands in the cluster's containers; the next command starts another one."""
         for shell in self._shells.values():
             shell.close()
         self._shells.clear()
-        script("down", "--name", self.name)
 
     @property
     def home(self) -> Path:
@@ -321,16 +325,16 @@ class Cluster:
         self.exec(container, "supervisorctl", action, program)
 
     def configure(self, toml: str) -> None:
-        """Lay settings over the cluster's own, and wait until job_submit.lua goes by the admission that they name."""
+        """Lay settings over the cluster's own, and wait until the service goes by them."""
+
+        def reloads() -> str:
+            log = "/var/log/cluster/cadenzad.log"
+            return self.exec("ctl", "grep", "-c", "settings reloaded", log, check=False).stdout
+
         self.put("/etc/cadenza/conf.d/zz-extra.toml", toml)
+        before = reloads()
         self.exec("ctl", "supervisorctl", "signal", "HUP", "cadenzad")
-        held = 'admission = "held"' in toml
-
-        def admits() -> bool:
-            done = self.exec("ctl", "cat", "/run/cadenzad/admission", check=False)
-            return done.returncode == 0 and done.stdout.startswith("held") == held
-
-        wait_for(f"{'held' if held else 'native'} admission", admits, 90)
+        wait_for("the new settings", lambda: reloads() != before, 90)
 
     def queue(self) -> str:
         """Return Slurm's description of all nodes and jobs, or that it does not answer."""
