@@ -54,10 +54,7 @@ class WaitingReasons:
             elif (left_s := standings.quantum_left_s(other)) > 0:
                 soon.append((left_s, other))
             else:
-                counted[MAX_EXPLAINED = 6
-"""Kinds of waiting jobs for which the running ones are looked through in one round: those at the head of the queue."""
-BEHIND_OTHERS = "; jobs before it in Slurm's queue wait for GPUs, too"
-LEAVES_FOR_OTHERS] += 1
+                counted[LEAVES_FOR_OTHERS] += 1
         parts = [f"{count} that {reason}" for reason, count in counted.most_common()]
         if soon:
             first = nsmallest(MAX_NAMED, soon, key=lambda one: (one[0], one[1].key))
