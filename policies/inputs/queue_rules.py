@@ -17,6 +17,8 @@ MAX_WEIGHT = 1e9
 NONE = "none"
 USUAL_WEIGHTS: Mapping[str, float] = {"age": 5_000.0, "fairshare": 10_000.0, "jobsize": 1_000.0, "qos": 20_000.0}
 """Weights of a site that has accounts and names none: fair share before age, and a QOS before both."""
+AGE_ALONE: Mapping[str, float] = {"age": 5_000.0}
+"""Weights of a site without accounts: the order of submission, as without weights, but a SiteFactor counts."""
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=10**9)]
 Weight: TypeAlias = Annotated[float, Meta(ge=0, le=MAX_WEIGHT)]

@@ -74,7 +74,7 @@ class Multifactor:
             self._settle_shares()
 
     def facts(self, person: Person, qos: str, partition: str, nice: int, nodes: int, cpus: int) -> Facts:
-        """Return what a job's priority depends on."""
+        """Return the facts that a job's priority depends on."""
         return Facts(person, qos, partition, nice, (nodes / self._nodes + cpus / self._cpus) / 2)
 
     def tier(self, partition: str) -> int:

@@ -208,9 +208,7 @@ class Scheduler:
         """Return shares with what they take of the other lanes: a host's memory is that of all its lanes."""
         if len(self.lanes) == 1:
             return shares
-        others = (
-            (lane, (0, 0, amount[2])) for at, amount in shares for lane in self._host_lanes[at] if lane != at
-        )
+        others = ((lane, (0, 0, amount[2])) for at, amount in shares for lane in self._host_lanes[at] if lane != at)
         return (*shares, *others)
 
     def _take(self, shares: Shares, sign: int) -> None:
@@ -352,7 +350,7 @@ class Scheduler:
         self._stale = True
 
     def _heads(self) -> Iterator[QueuedJob]:
-        """Yield the queue; those that are started meanwhile are no longer in it."""
+        """Yield the queue; those that are started on the way are no longer in it."""
         at = 0
         while at < len(self.queue):
             job = self.queue[at]

@@ -200,7 +200,7 @@ class World:
 
     @staticmethod
     def _each(job: SimJob) -> tuple[Amount, ...]:
-        """Return what a job asks for on each of its nodes, the largest part first."""
+        """Return a job's request on each of its nodes, the largest part first."""
         shares = (even_share(job, at, "") for at in range(max(job.num_nodes, 1)))
         return tuple(sorted((share[1:] for share in shares), reverse=True))
 

@@ -182,7 +182,7 @@ def test_a_job_runs_on_nodes_of_its_partition_only(tmp_path):
 
 def test_slurms_own_queue_starts_a_job_in_its_partition():
     nodes = read_nodes(two_partitions(), "F", 1)
-    world = World([TraceJob(1, 0.0, 2, 9.0, partition="slow")], nodes, Setup(admission="native"))
+    world = World([TraceJob(1, 0.0, 2, 9.0, partition="slow")], nodes, Setup(place=False))
     world.advance(0.0)
     assert [share.node for job in world.live.values() for share in job.placement] == ["b"]
 
@@ -262,7 +262,7 @@ def test_a_load_waits_for_memory_too():
 def test_a_load_waits_for_cpus_too_and_ends_no_simulation():
     nodes = read_cluster("1x4:16:64", 2)
     load = [TraceJob(8, 0.0, 0, 50.0, cpus=16), TraceJob(9, 0.0, 0, 1e6, cpus=10)]
-    world = World([TraceJob(1, 10.0, 1, 9.0, cpus=8)], nodes, Setup(admission="native", lanes=2, load=tuple(load)))
+    world = World([TraceJob(1, 10.0, 1, 9.0, cpus=8)], nodes, Setup(place=False, lanes=2, load=tuple(load)))
     world.advance(49.0)
     assert [node.cpus for node in world.snapshot().nodes] == [0, 0]
     assert not world.running

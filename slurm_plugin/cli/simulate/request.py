@@ -24,6 +24,7 @@ from cadenza.policies.inputs.model_mix import model_mix, read_split
 from cadenza.policies.inputs.profiles import read_profiles
 from cadenza.policies.inputs.published import default_costs, gandiva_table1, synergy_profiles
 from cadenza.policies.inputs.queue_rules import (
+    AGE_ALONE,
     USUAL_WEIGHTS,
     QueueRules,
     Weights,
@@ -53,6 +54,7 @@ YES_NO = ("yes", "no")
 TAKE_TURNS = ("timeslice", "gandiva")
 """Sharings that need a further lane to share anything."""
 SHIPPED = Settings()
+BY_AGE = QueueRules(weights=Weights(**AGE_ALONE))
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,8 @@ class Site:
     nodes: tuple[Node, ...]
     load: tuple[TraceJob, ...] = ()
     """Jobs without GPUs."""
-    queue: QueueRules = PLAIN_QUEUE
-    """Rules by which its Slurm orders its queue; without weights in the order of submission."""
+    queue: QueueRules = BY_AGE
+    """Rules by which its Slurm orders its queue; unless more is known, in the order of submission."""
 
 
 def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Site | None = None) -> Request:
@@ -380,16 +382,13 @@ def _ordered(
     queue = with_tiers(queue, tiers)
     if words["weights"] is not None:
         queue = msgspec.structs.replace(queue, weights=read_weights(words["weights"], "--weights"))
-    elif queue.weights == Weights() and (
-        any(job.account or job.qos or job.nice for job in trace) or len({job.user for job in trace}) > 1
-    ):
-        queue = msgspec.structs.replace(queue, weights=Weights(**USUAL_WEIGHTS))
+    elif queue.weights == Weights():
+        several = any(job.account or job.qos or job.nice for job in trace) or len({job.user for job in trace}) > 1
+        queue = msgspec.structs.replace(queue, weights=Weights(**(USUAL_WEIGHTS if several else AGE_ALONE)))
     return queue, tuple(replace(node, partitions=(*node.partitions, *tiers)) for node in nodes) if tiers else nodes
 
 
-def _trace(
-    words: Mapping[str, Any], profiles: Mapping[str, Profile], queue: QueueRules
-) -> tuple[TraceJob, ...]:
+def _trace(words: Mapping[str, Any], profiles: Mapping[str, Profile], queue: QueueRules) -> tuple[TraceJob, ...]:
     assign = None
     if words["assign"]:
         assign = model_mix(profiles, read_split(words["assign"], "--assign"), "--assign")

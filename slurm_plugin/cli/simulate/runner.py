@@ -56,7 +56,7 @@ class Results:
     baselines: tuple[Summary, ...] = ()
     """The same jobs under the baseline; empty without one."""
     easy: tuple[Summary, ...] = ()
-    """The same jobs under EASY backfill, beside each comparison with Slurm and each run of it."""
+    """The same jobs under EASY backfill, with each comparison with Slurm and each run of it."""
     baseline_runs: tuple[SavedRun, ...] = ()
     movable: tuple[int, int] = (0, 0)
     """Jobs that keep checkpoints, of those that opted in, and all jobs."""
