@@ -44,15 +44,14 @@ def predict(
     ]  # fmt: skip
     partitions = frozenset({PARTITION})
     if settings is None:
-        order, share, admission, turns = "fifo", "none", "native", SharingSettings(partitions=partitions)
+        order, share, turns = "fifo", "none", SharingSettings(partitions=partitions)
     else:
         order, share = settings["policy"]["order"], settings["policy"]["share"]
-        admission = settings["service"]["admission"]
         known = {field.name for field in fields(SharingOptions)}
         own = {name: value for name, value in settings["sharing"].items() if name in known}
-        turns = SharingSettings(enforce=True, admission=admission, partitions=partitions, **own)
+        turns = SharingSettings(enforce=True, partitions=partitions, **own)
     policy = build(order, "none", share, PolicySettings(partitions=partitions, sharing=turns))
-    setup = Setup(round_s=1.0, rounds_on_events=True, lanes=lanes, costs=SWITCHES, admission=admission)
+    setup = Setup(round_s=1.0, rounds_on_events=True, lanes=lanes, costs=SWITCHES, place=False)
     return figures(jobs, simulate(trace, read_cluster(CLUSTER, lanes), policy, setup))
 
 

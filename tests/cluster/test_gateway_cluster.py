@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 
-from cadenza.policies.core.actions import DrainNode, OpenNode, Place, Release, Requeue, Suspend, Unsuspend, Yield
+from cadenza.policies.core.actions import (
+    DrainNode,
+    MakeWay,
+    OpenNode,
+    Place,
+    Release,
+    Requeue,
+    SetFactor,
+    Suspend,
+    Unsuspend,
+    Yield,
+)
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node
 from cadenza.slurm_plugin.gateway.translate import snapshot
 from cadenza.slurm_plugin.gateway.verbs import NODES_S
@@ -314,3 +325,32 @@ def trouble(call):
     except Exception as error:
         return error
 """
+
+
+@pytest.mark.parametrize("source", ["json", "pyslurm"])
+def test_jobs_that_make_way_come_back_behind_the_job_that_they_make_way_for(
+    alone: Cluster, submit: Callable[..., int], source: str
+) -> None:
+    """All by one requeue, an array's last task too, whose number is the array's own: its other tasks stay."""
+    array = submit("--array=1-2", "--gres=gpu:2")
+    plain = submit("--gres=gpu:4")
+    second, whole = started(alone, array), started(alone, plain)
+    (first,) = {one.key for one in read(alone).jobs if one.state == "RUNNING"} - {second, whole}
+    wide = submit("--gres=gpu:4", "-N2")
+    alone.wait_state(wide, "PENDING")
+    seen = read(alone)
+    assert seen.site.points > 0
+    assert seen.site.tiers == {"shared": 1, "plain": 1}
+    gone = JobKey(whole.id, 9)
+    way = MakeWay((second, first, whole, gone), (-500, -500, -500, -500), seen.by_id[wide].key, "t")
+    applied = f"[(o.ok, o.error) for o in [over_{source}().apply({way!r})]]"
+    ((done, error),) = drive(alone, applied)
+    assert not done
+    assert f"job {whole.id} has been requeued: it is at restart 0; the others were requeued" in error
+    alone.wait_state(wide, "RUNNING", timeout=30)
+    after = read(alone)
+    least = min(after.by_id[one.id].slurm_priority for one in (first, second, whole))
+    assert {after.by_id[one.id].key.restart for one in (first, second, whole)} == {1}
+    assert least == after.by_id[wide].slurm_priority - 500
+    assert apply(alone, SetFactor(after.by_id[whole.id].key, 0, "t")) == [(True, "")]
+    assert job(alone, whole.id).slurm_priority == least + 500

@@ -15,7 +15,7 @@ from screen import large_errors
 from workload import WorkloadError, read_jobs
 
 from cadenza.policies.ordering.levels import THRESHOLDS
-from cadenza.slurm_plugin.service.settings import PolicyTable, ServiceTable
+from cadenza.slurm_plugin.service.settings import PolicyTable
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 
@@ -96,7 +96,6 @@ def test_the_prediction_keeps_the_promises_and_names_what_is_measured() -> None:
 
 def test_the_demo_runs_the_shipped_policy() -> None:
     settings, policy = tomllib.loads((DEMO / "demo.toml").read_text()), PolicyTable()
-    assert settings["service"]["admission"] == ServiceTable().admission
     assert settings["policy"] == {"order": policy.order, "share": policy.share}
     assert set(settings["sharing"]) == {"slice_s", "yield_timeout_s"}, "who shares with whom is left as shipped"
 
