@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -83,6 +83,10 @@ class QueueRules(msgspec.Struct, frozen=True):
     licenses: dict[str, Count] = {}
 
 
+NAMED: Mapping[str, Any] = {"partitions": Tier, "qos": Qos, "accounts": Account, "licenses": Count}
+"""Tables of rows by name."""
+
+
 def read_weights(text: str, where: str) -> Weights:
     """Return the weights of a text such as ``age=5000,fairshare=10000``, or of ``none``; raise InputError."""
     found: dict[str, float] = {}
@@ -98,7 +102,12 @@ def read_weights(text: str, where: str) -> Weights:
 
 def read_queue_rules(text: str, source: str) -> QueueRules:
     """Return the rules of a TOML file; what it leaves out is as Slurm comes. Raise InputError with file and key."""
-    return convert(read_toml(text.removeprefix("\ufeff").replace("\r\n", "\n"), source), QueueRules, source)
+    values = read_toml(text.removeprefix("\ufeff").replace("\r\n", "\n"), source)
+    for table, kind in NAMED.items():  # row by row, so that a message says which
+        rows = values.get(table)
+        for name, row in rows.items() if isinstance(rows, dict) else ():
+            convert(row, kind, source, f"{table}.{name}")
+    return convert(values, QueueRules, source)
 
 
 def with_shares(rules: QueueRules, shares: Mapping[str, float]) -> QueueRules:

@@ -69,6 +69,63 @@ def test_every_run_is_compared_with_slurm_and_the_presets_with_strict_order() ->
     assert json.loads(run(*few, "--baseline", "slurm").stdout)["baseline"]["name"] == "slurm"
 
 
+SITED = "".join(
+    f"{number},{10 * number},{(4, 8, 2)[number % 3]},{900 + 100 * number},{'ab'[number % 2]},u{number % 5}\n"
+    for number in range(30)
+)
+
+
+def test_every_gain_over_slurm_has_easys_next_to_it(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("job,submit_s,gpus,duration_s,account,user\n" + SITED)
+    words = ("--trace", str(trace), "--nodes", "1x8:24:500")
+    found = json.loads(run(*words, "--json").stdout)
+    assert found["ratio_to_easy"]["avg_jct_h"] == pytest.approx(found["avg_jct_h"] / found["easy"]["avg_jct_h"])
+    assert found["weights"] == {"age": 5000, "fairshare": 10_000, "jobsize": 1000, "partition": 0, "qos": 20_000}
+    assert found["easy"]["avg_jct_h"] != found["baseline"]["avg_jct_h"]
+    text = run(*words).stdout
+    assert "easy" in text
+    assert "Slurm's order: age 5,000, fairshare 10,000, jobsize 1,000, qos 20,000" in text
+    alone = json.loads(run(*words, "--share", "none", "--weights", "none", "--json").stdout)
+    assert "baseline" not in alone
+    assert "ratio_to_easy" in alone
+    assert "submission (all weights are 0)" in run(*words, "--share", "none", "--weights", "none").stdout
+
+
+def test_a_site_and_tiers_change_slurms_order(tmp_path: Path) -> None:
+    trace, site = tmp_path / "t.csv", tmp_path / "site.toml"
+    trace.write_text("job,submit_s,gpus,duration_s,account,qos,tier\n1,0,8,600,a,,\n2,1,8,600,a,,\n3,2,8,600,b,high,\n"
+                     "4,3,8,600,b,,2\n5,4,8,600,c,,\n6,5,8,600,c,,\n")  # fmt: skip
+    site.write_text("[qos.high]\npriority = 10\n[accounts.c]\ngpus = 4\n")
+    rows = tmp_path / "rows.csv"
+    words = ("--trace", str(trace), "--nodes", "1x8:24:500", "--share", "none", "--site", str(site))
+    done = run(*words, "--per-job", str(rows), "--json")
+    assert done.exit_code == 0, done.output
+    found = {int(row["id"]): row["start_s"] for row in csv.DictReader(rows.open())}
+    assert found == {1: "0.0", 4: "600.0", 3: "1200.0", 2: "1800.0", 5: "", 6: ""}
+    assert json.loads(done.stdout)["unfinished"] == 2
+    # A sharing policy acts in all partitions of the trace.
+    shared = run("--trace", str(trace), "--nodes", "1x8:24:500", "--site", str(site), "--json")
+    assert shared.exit_code == 0, shared.output
+
+
+def test_jobs_that_did_not_opt_in_are_drawn(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("job,submit_s,gpus,duration_s,account,user\n" + SITED)
+    words = ("--trace", str(trace), "--nodes", "1x8:24:500", "--opted-in", "0.3")
+    found = json.loads(run(*words, "--json").stdout)
+    assert 0.1 < found["opted_in_jobs"] < 0.5
+    assert found["movable_jobs"] == found["opted_in_jobs"]
+    assert " of 30 jobs opted in" in run(*words).stdout
+    none = json.loads(run(*words[:-1], "0", "--json").stdout)
+    assert none["ratio_to_baseline"]["avg_jct_h"] == pytest.approx(1.0)
+    assert none["restarts"] == none["migrations"] == 0
+    both = tmp_path / "both.csv"
+    both.write_text("job,submit_s,gpus,duration_s,managed\n1,0,1,9,no\n")
+    refused = run("--trace", str(both), *words[2:])
+    assert refused.stderr == "cadenza: --opted-in: does not go with the trace's column 'managed'\n"
+
+
 def test_without_sharing_and_names_slurm_alone_runs() -> None:
     alone, shared = json.loads(example("--share", "none", "--json").stdout), json.loads(example("--json").stdout)
     assert "baseline" not in alone

@@ -21,6 +21,16 @@ from cadenza.policies.inputs.published import (
     synergy_profiles,
     text_of,
 )
+from cadenza.policies.inputs.queue_rules import (
+    Account,
+    Qos,
+    QueueRules,
+    Tier,
+    Weights,
+    read_queue_rules,
+    read_weights,
+    with_shares,
+)
 from cadenza.policies.inputs.trace import read_trace
 from cadenza.policies.simulator.workloads.gandiva import table1_profiles
 
@@ -57,6 +67,92 @@ def test_a_row_says_whether_the_job_keeps_checkpoints_and_its_limit() -> None:
     head = "job,submit_s,gpus,duration_s,checkpoints,time_limit_s\n"
     jobs = trace(head + "1,0,1,9,no,20.5\n2,0,1,9,yes,\n3,0,1,9,,\n")
     assert [(job.checkpoints, job.time_limit_s) for job in jobs] == [(False, 20.5), (True, None), (True, None)]
+
+
+SITE = QueueRules(qos={"high": Qos(priority=1)}, licenses={"matlab": 4, "ansys": 1})
+SITED = (
+    "job,submit_s,gpus,duration_s,account,user,share,qos,tier,nice,managed,gpu_type,array,array_limit,license\n"
+    "1,0,1,9,lab,ada,2.5,high,3,-7,no,V100,a,2,matlab:2;ansys\n2,0,1,9,,,,,,,,,,,\n"
+)
+
+
+def test_a_row_says_what_slurms_order_and_limits_need() -> None:
+    one, plain = trace(SITED, queue=SITE)
+    assert (one.account, one.user, one.share, one.qos, one.nice) == ("lab", "ada", 2.5, "high", -7)
+    assert (one.tier, one.partition) == (3, "sim-tier3")
+    assert (one.managed, one.gpu_type, one.array, one.array_limit) == (False, "V100", "a", 2)
+    assert one.licenses == (("matlab", 2), ("ansys", 1))
+    assert (plain.partition, plain.managed, plain.share, plain.licenses) == (PARTITION, True, None, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("qos\n1,0,1,9,low\n", "t.csv:2: qos: 'low' is no QOS of the site; name it in the file of --site"),
+        ("license\n1,0,1,9,maple\n", "t.csv:2: license: 'maple' is no license of the site"),
+        ("license\n1,0,1,9,matlab:5\n", "t.csv:2: license: '5' is not from 1 to 4"),
+        ("array_limit\n1,0,1,9,2\n", "t.csv:2: array_limit: goes with an array"),
+        ("share\n1,0,1,9,2\n", "t.csv:2: share: is that of an account"),
+        ("share\n1,0,1,9,0\n", "t.csv:2: share: must be more than 0"),
+        ("tier\n1,0,1,9,0\n", "t.csv:2: tier: '0' is not from 1"),
+        ("nice\n1,0,1,9,x\n", "t.csv:2: nice: 'x' is not a whole number"),
+        ("managed\n1,0,1,9,maybe\n", "t.csv:2: managed: 'maybe' is neither yes nor no"),
+        ("priority\n1,0,1,9,3\n", "t.csv:1: column 'priority' has no effect; give nice, qos or tier"),
+        ("account,share\n1,0,1,9,lab,1\n2,0,1,9,lab,2\n", "t.csv:3: share: 'lab' has 1 in line 2"),
+    ],
+)
+def test_a_column_without_an_effect_is_refused(text: str, said: str) -> None:
+    found = refusal(read_trace, "job,submit_s,gpus,duration_s," + text, "t.csv", PROFILES, None, SITE)
+    assert found.startswith(said)
+
+
+def test_the_rules_of_a_site_are_read() -> None:
+    text = """
+    half_life_s = 3600
+    [weights]
+    age = 5000
+    fairshare = 1e4
+    [qos.high]
+    priority = 100
+    gpus_per_user = 8
+    [accounts.lab]
+    share = 2.5
+    gpus = 64
+    max_jobs = 3
+    [licenses]
+    matlab = 4
+    [partitions.sim]
+    tier = 2
+    """
+    assert read_queue_rules(text, "s.toml") == QueueRules(
+        weights=Weights(age=5000, fairshare=10_000), half_life_s=3600.0, qos={"high": Qos(100, 8)},
+        accounts={"lab": Account(2.5, 64, 3)}, licenses={"matlab": 4}, partitions={"sim": Tier(tier=2)},
+    )  # fmt: skip
+    assert read_queue_rules("", "s.toml") == QueueRules()
+    shares = with_shares(read_queue_rules(text, "s.toml"), {"lab": 1.0, "new": 3.0}).accounts
+    assert shares == {"lab": Account(1.0, 64, 3), "new": Account(share=3.0)}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("weight = 1", "s.toml: unknown key 'weight'; did you mean 'weights'?"),
+        ("[weights]\nsize = 1", "s.toml: unknown key 'size' in weights"),
+        ("[qos.high]\npriority = -1", "s.toml: qos.high.priority: "),
+        ("[accounts.lab]\nshare = 0", "s.toml: accounts.lab.share: "),
+        ("[licenses]\nx = 'y'", "s.toml: licenses.x: "),
+        ("calc_s = 0", "s.toml: calc_s: "),
+        ("[", "s.toml: not TOML"),
+    ],
+)
+def test_wrong_rules_of_a_site_are_named(text: str, said: str) -> None:
+    assert refusal(read_queue_rules, text, "s.toml").startswith(said)
+
+
+def test_weights_are_read() -> None:
+    assert read_weights("age=5000, qos=1e4", "w") == Weights(age=5000, qos=10_000)
+    assert read_weights("none", "w") == Weights()
+    assert refusal(read_weights, "size=1", "w").startswith("w: 'size=1' is not NAME=NUMBER")
 
 
 def test_a_duration_needs_no_model_and_sets_the_iteration_time_with_iterations() -> None:

@@ -86,7 +86,7 @@ def as_table(results: Results) -> RenderableType:
 def _remarks(results: Results) -> Iterator[str]:
     """Yield sentences on the order of Slurm's queue, and on the jobs that can share and move."""
     movable, jobs = results.movable
-    if not results.request.setup.place or results.baselines:
+    if not results.request.setup.place or results.baselines or results.easy:
         weights = results.request.setup.queue.weights
         named = [f"{name} {value:,.0f}" for name in NAMES if (value := getattr(weights, name))]
         yield f"Slurm's order: {', '.join(named) if named else 'submission (all weights are 0)'}"

@@ -194,7 +194,7 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Sit
         window=setup.until_done,
         baseline=None,
         shared=("between users" if names.share_between_users else "within users") if shared and lanes > 1 else None,
-        opted_in=number(words["opted_in"], "--opted-in", 0.0, 1.0) if words["opted_in"] else None,
+        opted_in=_opted_in(words["opted_in"], trace or ()),
     )
     kind = _one_of(words["baseline"], "--baseline", ("slurm", "strict"), "strict" if synergy else "slurm")
     if request.loads or setup.failures or (request.alone and kind == "slurm"):
@@ -327,6 +327,12 @@ def _one_of(text: str | None, option: str, names: tuple[str, ...], default: str)
     if text is not None and text not in names:
         raise InputError(f"{option}: {quoted(text)} is none of {', '.join(names)}; {suggest(text, names)}")
     return text or default
+
+
+def _opted_in(text: str | None, trace: Sequence[TraceJob]) -> float | None:
+    if text is not None and not all(job.managed for job in trace):
+        raise InputError("--opted-in: does not go with the trace's column 'managed'")
+    return None if text is None else number(text, "--opted-in", 0.0, 1.0)
 
 
 def _seeds(text: str | None, workload: Workload | None) -> tuple[int, ...]:
