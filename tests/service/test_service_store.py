@@ -17,6 +17,7 @@ from service_rig import books, job, node
 
 from cadenza.policies.core.actions import (
     DrainNode,
+    MakeWay,
     OpenNode,
     Outcome,
     Place,
@@ -439,6 +440,9 @@ def test_verdicts() -> None:
     assert seen(Resume(A, ""), job(1, lease=Lease("held", gpus))) == "verified"
     assert seen(Release(A, ""), job(1, state="PENDING", slurm_priority=0)) == "failed"
     assert seen(Requeue(A, hold=True, reason=""), job(1, key=JobKey(1, 1))) == "verified"
+    way = MakeWay((JobKey(9, 0), A), (-5, -5), B, "")
+    assert seen(way, job(1, key=JobKey(1, 1))) == "verified"
+    assert seen(way, job(1)) == "failed", "one of them still runs"
     assert seen(DrainNode("n1", ""), nodes=(node("n1", drained=True),)) == "verified"
     assert seen(OpenNode("n1", ""), nodes=(node("n1", drained=True),)) == "failed"
 

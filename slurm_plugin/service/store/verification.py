@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 from cadenza.policies.core.actions import (
     Action,
     DrainNode,
+    MakeWay,
     Migrate,
     OpenNode,
     Place,
@@ -54,6 +55,8 @@ def _effect(action: Action, snapshot: ClusterSnapshot) -> bool | None:
     if isinstance(action, DrainNode | OpenNode):
         node = next((node for node in snapshot.nodes if node.name == action.node), None)
         return None if node is None else node.drained == isinstance(action, DrainNode)
+    if isinstance(action, MakeWay):
+        return all(snapshot.job(key) is None for key in action.jobs)
     job = snapshot.job(action.job)
     if isinstance(action, Requeue) or (isinstance(action, Migrate | Resize | Save) and job is None):
         # The incarnation that we requeued must be over: its successor has another restart count.
