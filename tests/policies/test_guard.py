@@ -77,7 +77,7 @@ def test_minimum_run_time_and_cool_down_give_way_to_priority_and_unmanaged_jobs(
 def test_what_undoes_our_own_doing_passes_all_but_the_kill_switch():
     shut = replace(APPLY, enforce=False, partitions=frozenset(), max_actions_per_round=0)
     asleep = job(1, state="SUSPENDED", options=None)
-    held = job(2, state="PENDING", slurm_priority=0, held_by_plugin=True)
+    held = job(2, state="PENDING", slurm_priority=0, held_at_restart=True)
     ours = Memory(suspended=frozenset({key(1)}))
     assert word(Unsuspend(key(1), ""), asleep, memory=ours, rules=shut) == ""
     assert word(Release(key(2), ""), held, rules=shut) == ""
@@ -147,7 +147,7 @@ cases = st.lists(
 @given(cases, st.booleans())
 def test_no_action_leaves_for_a_job_that_is_not_managed(rows, enforce):
     jobs = [
-        job(n, partition=part, options=opts, unmanageable=bad, state=state, slurm_priority=0, held_by_plugin=ours)
+        job(n, partition=part, options=opts, unmanageable=bad, state=state, slurm_priority=0, held_at_restart=ours)
         for n, (part, opts, bad, state, _, ours, _) in enumerate(rows)
     ]
     memory = Memory(suspended=frozenset(key(n) for n, row in enumerate(rows) if row[4]))
@@ -158,5 +158,5 @@ def test_no_action_leaves_for_a_job_that_is_not_managed(rows, enforce):
             continue
         found = by_key[item.action.job]
         ours = isinstance(item.action, Unsuspend) and found.key in memory.suspended
-        ours |= isinstance(item.action, Release) and found.held and found.held_by_plugin
+        ours |= isinstance(item.action, Release) and found.held and found.held_at_restart
         assert ours or (enforce and found.opted_in and found.partition == "gpu")
