@@ -62,6 +62,8 @@ class TraceJob:
     iterations: int | None = None
     user: str = "user"
     account: str = ""
+    priority: int = 0
+    """The job's own option, which counts up to a site's ``max_priority``; no column of a trace."""
     min_gpus: int | None = None
     max_gpus: int | None = None
     startup_s: float | None = None

@@ -141,9 +141,9 @@ class World:
         """
         happened = False
         while (event_s := self.next_event_s) <= time_s:
-            happened |= self._outer_event_s <= event_s
+            changed = self._outer_event_s <= event_s
             self.now_s, started = event_s, self._starts
-            happened |= self.queue.tick(event_s)
+            changed |= self.queue.tick(event_s)
             while self._saves and self._saves[0] <= event_s:
                 heappop(self._saves)
             self._end_jobs()
@@ -151,8 +151,10 @@ class World:
             self._end_load()
             self._arrive()
             self.start_queued()
-            happened |= self._starts > started
-            self.sample()
+            changed |= self._starts > started
+            if changed:
+                happened = True
+                self.sample()
         self.now_s = time_s
         return happened
 

@@ -83,8 +83,11 @@ def test_every_gain_over_slurm_has_easys_next_to_it(tmp_path: Path) -> None:
     assert found["ratio_to_easy"]["avg_jct_h"] == pytest.approx(found["avg_jct_h"] / found["easy"]["avg_jct_h"])
     assert found["weights"] == {"age": 5000, "fairshare": 10_000, "jobsize": 1000, "partition": 0, "qos": 20_000}
     assert found["easy"]["avg_jct_h"] != found["baseline"]["avg_jct_h"]
+    las = found["ideal_las"]["avg_jct_h"]
+    assert found["ratio_to_ideal_las"]["avg_jct_h"] == pytest.approx(found["avg_jct_h"] / las)
     text = run(*words).stdout
     assert "easy" in text
+    assert "ideal LAS, where every job can leave at no cost: mean " in text
     assert "Slurm's order: age 5,000, fairshare 10,000, jobsize 1,000, qos 20,000" in text
     alone = json.loads(run(*words, "--share", "none", "--weights", "none", "--json").stdout)
     assert "baseline" not in alone

@@ -12,6 +12,7 @@ from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.backfill import SLURM, Backfill, Future, Pass, bits_of
 from cadenza.policies.simulator.figures import summarize
+from cadenza.policies.simulator.ideal_las import ideal_las
 from cadenza.policies.simulator.job import SimJob
 from cadenza.policies.simulator.run_values import Result, Setup
 from cadenza.policies.simulator.scheduler import QueuedJob
@@ -189,3 +190,23 @@ def test_every_job_runs_once_and_no_node_has_more_than_it_holds(
     for at_s in {job.start_s for job in result.jobs}:
         used = sum(job.gpus for job in result.jobs if (job.start_s or 0.0) <= at_s < (job.finish_s or 0.0))
         assert used <= 16
+
+
+def test_the_ideal_gives_gpus_to_the_least_attained_service() -> None:
+    jobs = [
+        TraceJob(1, 0.0, 8, 300.0),
+        TraceJob(2, 60.0, 4, 60.0),
+        TraceJob(3, 60.0, 2, 240.0),
+        TraceJob(4, 0.0, 9, 9.0),
+    ]
+    # Jobs 2 and 3 come when job 1 has 480 GPU seconds. Job 3 has as many after 240 s, when it ends.
+    assert ideal_las(jobs, 8) == [540.0, 60.0, 240.0]
+
+
+@given(JOBS)
+def test_the_ideal_loses_no_work_and_beats_no_run_time(rows: list[tuple[float, int, float]]) -> None:
+    jobs = sorted((TraceJob(number, *row) for number, row in enumerate(rows)), key=lambda job: (job.submit_s, job.id))
+    found = ideal_las(jobs, 16)
+    assert all(jct_s >= job.work_s - 1e-3 for jct_s, job in zip(found, jobs, strict=True))
+    last_s = max(job.submit_s + jct_s for jct_s, job in zip(found, jobs, strict=True))
+    assert last_s >= sum(job.gpus * job.work_s for job in jobs) / 16

@@ -90,6 +90,13 @@ def _remarks(results: Results) -> Iterator[str]:
         weights = results.request.setup.queue.weights
         named = [f"{name} {value:,.0f}" for name in NAMES if (value := getattr(weights, name))]
         yield f"Slurm's order: {', '.join(named) if named else 'submission (all weights are 0)'}"
+    if results.ideal:
+        times, ideal = results.ratio_to_ideal, fmean(one.avg_jct_h for one in results.ideal)
+        if times["avg_jct_h"] is not None and times["p99_jct_h"] is not None:
+            yield (
+                f"ideal LAS, where every job can leave at no cost: mean {_hours(ideal)}; "
+                f"mean and p99 here are {times['avg_jct_h']:.2f} and {times['p99_jct_h']:.2f} times its"
+            )
     if results.opted_in < jobs:
         yield f"{results.opted_in} of {jobs} jobs opted in"
     if results.request.shared or results.opted_in < jobs:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from math import ceil
 from random import Random
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -17,7 +17,8 @@ from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.cluster import PARTITION
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.backfill import STRICT
-from cadenza.policies.simulator.figures import Summary, flat, over_seeds, summarize
+from cadenza.policies.simulator.figures import HOUR, Summary, flat, over_seeds, quantile, summarize
+from cadenza.policies.simulator.ideal_las import ideal_las
 from cadenza.policies.simulator.load_sweep import LoadRow, highest_stable, load_rows, sweep_point, too_short
 from cadenza.policies.simulator.result_file import SavedRun, SweepPoint, save_run
 from cadenza.policies.simulator.run_values import GUARD, Result
@@ -41,6 +42,14 @@ COMPARED = (
 """Figures that are compared with the baseline's; less is better for all."""
 
 
+class Ideal(NamedTuple):
+    """Completion times under ideal least attained service, hours."""
+
+    avg_jct_h: float
+    p50_jct_h: float
+    p99_jct_h: float
+
+
 @dataclass(frozen=True)
 class Results:
     """Results of a request: a run for each seed, or the points of a sweep."""
@@ -57,6 +66,8 @@ class Results:
     """The same jobs under the baseline; empty without one."""
     easy: tuple[Summary, ...] = ()
     """The same jobs under EASY backfill, with each comparison with Slurm and each run of it."""
+    ideal: tuple[Ideal, ...] = ()
+    """The same jobs under ideal least attained service; as ``easy``."""
     baseline_runs: tuple[SavedRun, ...] = ()
     movable: tuple[int, int] = (0, 0)
     """Jobs that keep checkpoints, of those that opted in, and all jobs."""
@@ -66,6 +77,16 @@ class Results:
     """With a tenth more of all jobs that keep checkpoints; empty unless asked for."""
     unshareable: Unshareable | None = None
     """The first run's; None without sharing."""
+
+    @property
+    def ratio_to_ideal(self) -> dict[str, float | None]:
+        """Return our completion times over the ideal's, of means over the seeds."""
+        found: dict[str, float | None] = {}
+        for name in Ideal._fields:
+            ours = [value for one in self.summaries if (value := getattr(one, name)) is not None]
+            base = fmean(getattr(one, name) for one in self.ideal)
+            found[name] = fmean(ours) / base if len(ours) == len(self.summaries) and base else None
+        return found
 
     @property
     def loads(self) -> tuple[LoadRow, ...]:
@@ -98,6 +119,11 @@ class Results:
         if self.easy:
             found["easy"] = over_seeds(self.easy)
             found["ratio_to_easy"] = ratios(self.summaries, self.easy)
+        if self.ideal:
+            found["ideal_las"] = {
+                name: fmean(values) for name, values in zip(Ideal._fields, zip(*self.ideal, strict=True), strict=True)
+            }
+            found["ratio_to_ideal_las"] = self.ratio_to_ideal
         found["opted_in_jobs"] = self.opted_in / jobs if jobs else None
         found["weights"] = msgspec.structs.asdict(self.request.setup.queue.weights)
         if self.more_movable:
@@ -126,6 +152,9 @@ def run_request(request: Request, progress: Callable[[float, int], None] | None 
     baselines: list[Summary] = []
     base_runs: list[SavedRun] = []
     easy: list[Summary] = []
+    ideal: list[Ideal] = []
+    whole = [node for node in request.nodes if node.lane == 0]
+    gpus, cpus = sum(node.gpus for node in whole), sum(node.cpus for node in whole)
     more: list[Summary] = []
     movable = total = opted_in = 0
     unshareable = None
@@ -151,16 +180,16 @@ def run_request(request: Request, progress: Callable[[float, int], None] | None 
         if request.baseline == "slurm" or request.alone:
             first = first_come(jobs, request.nodes, request.setup)
             easy.append(summarize(first, request.window, synergy=request.setup.synergy))
+            jct_s = sorted(ideal_las(jobs, gpus)[slice(*request.window) if request.window else slice(None)])
+            ideal.append(Ideal(fmean(jct_s) / HOUR, quantile(jct_s, 0.5) / HOUR, quantile(jct_s, 0.99) / HOUR))
         if request.words["more_movable"]:
             again = _simulated(request, _with_more_movable(jobs, seed), f"{title} with more jobs that move")
             more.append(summarize(again, request.window, synergy=request.setup.synergy))
         if unshareable is None and request.shared:
             unshareable = unshareable_jobs(jobs, request.nodes, between_users=request.shared == "between users")
-    whole = [node for node in request.nodes if node.lane == 0]
-    gpus, cpus = sum(node.gpus for node in whole), sum(node.cpus for node in whole)
     return Results(
         request, tuple(summaries), tuple(runs), tuple(points), gpus, cpus, short, tuple(baselines), tuple(easy),
-        tuple(base_runs), (movable, total), opted_in, tuple(more), unshareable,
+        tuple(ideal), tuple(base_runs), (movable, total), opted_in, tuple(more), unshareable,
     )  # fmt: skip
 
 
