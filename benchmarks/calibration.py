@@ -32,8 +32,9 @@ from replay_cluster import PLACE, Cluster, Plan, Size
 
 from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.inputs.trace import TraceJob
+from cadenza.policies.simulator.backfill import Backfill
 from cadenza.policies.simulator.run_values import Setup
-from cadenza.policies.simulator.slurm_baseline import Backfill, simulate_slurm
+from cadenza.policies.simulator.slurm_baseline import simulate_slurm
 
 from cluster import ROOT, ClusterError, prepare
 
