@@ -48,7 +48,9 @@ SLOW = Ring(
 )  # fmt: skip
 CLUSTER = Ring("cluster", "cluster and not measurement and not sites", ("-n", "2", "--dist", "loadscope"), "image")
 SITES = Ring("sites", "sites", ("-n", "0"), "image")
-BY_RELEASE = ("gateway_cluster", "opt_in", "test_held", "test_lanes.py", "test_moves", "test_tuning", "test_turns.py")
+BY_RELEASE = (
+    "gateway_cluster", "opt_in", "test_lanes.py", "test_moves", "test_preemption.py", "test_tuning", "test_turns.py",
+)  # fmt: skip
 RELEASE = Ring(
     "cluster of one release of Slurm", CLUSTER.marks,
     (*CLUSTER.options, "-k", " or ".join(BY_RELEASE)),

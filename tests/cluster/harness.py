@@ -10,9 +10,8 @@ from cluster import PYTHON, SHARED, wait_for
 KEPT = f"{SHARED}/checkpoints"
 PACED_JOB = f"{SHARED}/paced_job.py"
 FOUR_GPUS = ("--gres=gpu:4", "--cadenza")
-HELD = '[service]\nadmission = "held"\n'
-DEFAULT_POLICY = HELD + ('[sharing]\nshare_between_users = false\n[policy]\norder = "levels"\nshare = "preemption"\n')
-"""The policy and the admission that are shipped, in place of those of fast.toml."""
+DEFAULT_POLICY = '[sharing]\nshare_between_users = false\n[policy]\norder = "levels"\nshare = "preemption"\n'
+"""The policy that is shipped, in place of that of fast.toml."""
 DAEMONS = (("ctl", "cadenzad"), ("node1", "cadenza-agent"), ("node2", "cadenza-agent"))
 SOURCE = Path(__file__).with_name("paced_job.py")
 

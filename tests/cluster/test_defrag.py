@@ -8,15 +8,16 @@ from collections.abc import Iterator
 import pytest
 
 from cluster import PYTHON, ROOT, wait_for
-from harness import HELD, KEPT, Cluster
+from harness import KEPT, Cluster
 
 JOB = ROOT / "benchmarks" / "defragmentation_job.py"
 LANES = {"node1": "node1,node1-l1", "node2": "node2,node2-l1"}
 
 
-def settings(admission: str, *, defrag: bool) -> str:
-    """Return the settings: only defragmentation, and idle GPUs, may move a job."""
-    return admission + f'[policy]\nshare = "gandiva"\n[gandiva]\npack = false\ndefrag = {json.dumps(defrag)}\n'
+def settings(*, place: bool, defrag: bool) -> str:
+    """Return the settings: only defragmentation, and idle GPUs, may move a job; ``place``: we choose its first node."""
+    words = (json.dumps(place), json.dumps(defrag))
+    return '[policy]\nshare = "gandiva"\nplace = {}\n[gandiva]\npack = false\ndefrag = {}\n'.format(*words)
 
 
 @pytest.fixture
@@ -54,9 +55,9 @@ def fill(cluster: Cluster, node: str, *sizes: int) -> list[int]:
     return jobs
 
 
-def fragmented(cluster: Cluster, admission: str, first: tuple[int, ...], second: tuple[int, ...]) -> list[int]:
+def fragmented(cluster: Cluster, first: tuple[int, ...], second: tuple[int, ...], *, place: bool) -> list[int]:
     """Start jobs on both nodes, without defragmentation, and wait until all can be moved."""
-    cluster.configure(settings(admission, defrag=False))
+    cluster.configure(settings(place=place, defrag=False))
     jobs = [*fill(cluster, "node1", *first), *fill(cluster, "node2", *second)]
     open_all(cluster)
     for job in jobs:
@@ -71,10 +72,10 @@ def moved(cluster: Cluster, jobs: list[int]) -> dict[int, str]:
 
 
 def test_the_fewest_jobs_move_for_one_that_waits(nodes: Cluster) -> None:
-    small, other, large = fragmented(nodes, HELD, (1, 1), (2,))
+    small, other, large = fragmented(nodes, (1, 1), (2,), place=True)
     waits = submit(nodes, 4)
     wait_for("queued", lambda: "stays queued" in nodes.cadenza("why", str(waits), check=False).stdout, 30)
-    nodes.configure(settings(HELD, defrag=True))
+    nodes.configure(settings(place=True, defrag=True))
     nodes.wait_state(waits, "RUNNING", timeout=90)
     assert nodes.job(waits)["NodeList"] == "node2"
     nodes.wait_state(large, "RUNNING", timeout=60)
@@ -84,10 +85,10 @@ def test_the_fewest_jobs_move_for_one_that_waits(nodes: Cluster) -> None:
     )
 
 
-def test_in_native_admission_no_job_is_left_waiting_where_slurm_chose_the_gpus(nodes: Cluster) -> None:
+def test_no_job_is_left_waiting_where_slurm_chose_the_gpus(nodes: Cluster) -> None:
     """Slurm starts the job at once on a further lane, on GPUs that others have; all fit once one of them has moved."""
-    jobs = fragmented(nodes, "", (1, 1), (2,))
-    nodes.configure(settings("", defrag=True))
+    jobs = fragmented(nodes, (1, 1), (2,), place=False)
+    nodes.configure(settings(place=False, defrag=True))
     jobs.append(submit(nodes, 4))
     nodes.wait_state(jobs[-1], "RUNNING", "SUSPENDED", timeout=60)
     wait_for("all have GPUs", lambda: all(nodes.lease(job).get("state") == "held" for job in jobs), 90)
@@ -95,7 +96,7 @@ def test_in_native_admission_no_job_is_left_waiting_where_slurm_chose_the_gpus(n
 
 
 def test_one_of_two_jobs_in_turns_goes_to_gpus_that_become_free(nodes: Cluster) -> None:
-    nodes.configure(settings("", defrag=False))
+    nodes.configure(settings(place=False, defrag=False))
     jobs = [*fill(nodes, "node1", 4), submit(nodes, 4)]
     nodes.wait_state(jobs[1], "RUNNING", "SUSPENDED")
     assert nodes.job(jobs[1])["NodeList"] == "node1-l1"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from cluster import SHARED, wait_for
-from harness import HELD, Cluster
+from harness import Cluster
 
 pytestmark = pytest.mark.sites
 ONE_GPU = ("--gres=gpu:1", "--cadenza")
@@ -62,12 +62,8 @@ def test_a_comment_that_a_site_writes_first_is_kept(site_lua: Cluster) -> None:
 
 
 def test_a_comment_that_a_site_writes_last_ends_the_sharing(site_lua: Cluster) -> None:
-    """Cadenza's script has held the job by then: the service releases it all the same.
-
-    The agent has the job's own word that it shares until the service has told it what the comment says.
-    """
+    """The agent has the job's own word that it shares until the service has told it what the comment says."""
     site_lua.put(LUA, SITE_LUA.format(before="", after=REWRITE))
-    site_lua.configure(HELD)
     job = site_lua.paced("last", iterations=200, options=ONE_GPU)
     lease = wait_for("a lease of its own", lambda: (found := site_lua.lease(job)).get("exclusive") and found)
     assert site_lua.job(job)["Comment"] == "project:42"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from cluster import PYTHON, wait_for
-from harness import HELD, Cluster
+from harness import Cluster
 
 SLURM_CPUS = 24
 SHARE = 6
@@ -247,21 +247,3 @@ def test_pending_jobs_ask_for_what_their_profile_says_and_bad_profiles_are_named
     wait_for("its proportional share", lambda: has(cluster, runs) == SHARE, 60)
     wait_for("in force", lambda: cpus(cluster, runs) == pytest.approx(SHARE * REAL), 20)
     assert "NaN is not a number" in note(cluster, runs)
-
-
-def test_held_jobs_ask_for_what_their_profile_says(cluster: Cluster) -> None:
-    put_profiles(cluster, steep=STEEP)
-    cluster.configure(HELD + POLICY.format("true"))
-    sleepers = [
-        cluster.sbatch("--mem=1500", "--cpus-per-task=4", "--gres=gpu:4", "--cadenza", command="sleep 600")
-        for _ in range(2)
-    ]
-    for job in sleepers:
-        cluster.wait_state(job, "RUNNING", "SUSPENDED")
-    options = ("--gres=gpu:1", "--cpus-per-task=2", "--cadenza=model=steep")
-    job = cluster.train("tuning-held", "--iterations 20", options=options)
-    asks(cluster, job, SHARE)
-    assert cluster.job(job)["Priority"] == "0"
-    cluster.ctl("scancel", *map(str, sleepers))
-    cluster.wait_state(job, "RUNNING", "COMPLETED")
-    cluster.wait_done(job)
