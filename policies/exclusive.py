@@ -1,13 +1,14 @@
 """The policy without sharing: a GPU has one job, and order and allocation say which and with what.
 
-No job is held. The round pins each job whose turn has come to its nodes, and a job that it stops is requeued with a
-SiteFactor far below all others: it comes back behind the job that it made way for. The factor is lifted when its turn
+No job is held. The round pins each job whose turn has come to its nodes. Jobs that it stops, and those that stand
+before a pinned one in Slurm's queue without having their turn, get a SiteFactor far below all others: Slurm's main
+scheduler goes by priority and stops at the first job that does not fit. The factor is lifted when its job's turn
 comes. Slurm starts jobs by itself where GPUs are free; the next round sees them running.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cadenza.policies.allocation.problem import Allocate, Case, Plan, Server
@@ -27,7 +28,7 @@ from cadenza.policies.sharing.turns.lanes import lane_actions
 from cadenza.policies.sharing.turns.slurm_sync import release_plan
 
 FAR_BELOW = -(2**30)
-"""SiteFactor of a job that a round has stopped, until its turn comes again.
+"""SiteFactor of a job that waits for its turn behind one that has its own.
 
 Slurm keeps a SiteFactor as an unsigned 32-bit number with the offset 2**31 (NICE_OFFSET in slurm.h), so it goes from
 about -2**31 to 2**31. Half of that is below any sum of weights that a site uses, and Slurm cuts a priority off at 1.
@@ -58,6 +59,8 @@ class Exclusive:
         rules = self.settings.effective_sharing
         seen = _only_steerable(snapshot, memory, rules)
         planned = self._planned(seen, memory)
+        if not (snapshot.site.multifactor and snapshot.site.points):
+            planned = _without_stops(planned)
         # 2. What an earlier sharing has left behind ends, and so do pins that the plan does not confirm.
         groups = standing(memory.sharing.packs, snapshot.by_key)
         ended = [Unpack(key, "runs alone again: sharing is off") for group in groups for key in group[:-1]]
@@ -76,7 +79,13 @@ class Exclusive:
         }
         return replace(
             planned,
-            actions=(*ended, *(a for a in undone if a is not None), *lanes, *actions),
+            actions=(
+                *ended,
+                *(a for a in undone if a is not None),
+                *lanes,
+                *_behind(planned, seen, memory, rules),
+                *actions,
+            ),
             reasons={**planned.reasons, **excluded, **unpinned},
         )
 
@@ -227,8 +236,8 @@ def _changes(case: Case, plan: Plan, running: Iterable[Job], factors: Mapping[in
 def _ways(stopped: Iterable[Job], starts: Sequence[Place]) -> list[MakeWay]:
     """Return one action for each job that makes way, since each may or may not be able to save a checkpoint.
 
-    It makes way for the first job that starts on its nodes; for itself, that is for nobody in particular, where the
-    plan only needs its CPUs or memory, or moves others there.
+    It makes way for the first job that starts on its nodes, so that those that save leave together. One that cannot
+    save leaves at once: for itself, that is for nobody in particular, as where the plan only needs its CPUs or memory.
     """
     first: dict[str, JobKey] = {}
     for place in starts:
@@ -236,7 +245,8 @@ def _ways(stopped: Iterable[Job], starts: Sequence[Place]) -> list[MakeWay]:
             first.setdefault(name, place.job)
     found = []
     for job in stopped:
-        there = (first[share.node] for share in job.placement if share.node in first)
+        saves = job.lease is not None and job.lease.checkpoints
+        there = (first[share.node] for share in job.placement if saves and share.node in first)
         found.append(MakeWay((job.key,), (FAR_BELOW,), next(there, job.key), STOPS))
     return found
 
@@ -260,6 +270,9 @@ def _change(job: Job, wanted: Placement) -> Action:
 
 TURN = "its turn by the order"
 STOPS = "makes room: jobs before it in the order need its GPUs"
+NO_WEIGHTS = (
+    "runs on although jobs before it in the order wait: Slurm's priorities have no weights (see `cadenza doctor`)"
+)
 RUNS = "runs with what the allocation gives it"
 WAITS = "waits: the jobs before it in the order take all GPUs that it would need"
 
@@ -315,6 +328,16 @@ def _if_steerable(job: Job, lanes: Mapping[str, str]) -> Job:
     return job
 
 
+def _without_stops(planned: Decision) -> Decision:
+    """Return a decision that stops nobody: under priority/basic, and where all weights are 0, no SiteFactor counts.
+
+    Every job has the same priority there, so one that is stopped would be the first to start again, for ever.
+    """
+    stops = {action.job: NO_WEIGHTS for action in planned.actions if isinstance(action, MakeWay)}
+    actions = tuple(action for action in planned.actions if not isinstance(action, MakeWay))
+    return replace(planned, actions=actions, reasons={**planned.reasons, **stops})
+
+
 def _pins_over(
     planned: Decision, snapshot: ClusterSnapshot, memory: Memory, rules: SharingSettings
 ) -> dict[JobKey, str]:
@@ -329,6 +352,16 @@ def _pins_over(
         elif job.key not in starting:
             found[job.key] = exclusion_reason(job, rules) or planned.reasons.get(job.key, WAITS)
     return found
+
+
+def _behind(planned: Decision, seen: ClusterSnapshot, memory: Memory, rules: SharingSettings) -> Iterator[SetFactor]:
+    """Yield the factors of waiting jobs that stand before one whose turn has come, and have none of ours yet."""
+    starting = {action.job for action in planned.actions if isinstance(action, Place)}
+    least = min((job.slurm_priority for job in seen.jobs if job.key in starting), default=0)
+    for job in seen.jobs if starting else ():
+        waits = job.state == "PENDING" and rules.manages(job) and job.key not in starting
+        if waits and job.slurm_priority >= least and not memory.factors.get(job.key.id):
+            yield SetFactor(job.key, FAR_BELOW, planned.reasons.get(job.key, WAITS))
 
 
 def _explained(action: Action, unpinned: Mapping[JobKey, str]) -> Action | None:
@@ -350,9 +383,14 @@ def _with_request_kept(action: Action, snapshot: ClusterSnapshot) -> Action:
     if job is None or not isinstance(action, Place | Migrate) or not action.shares:
         return action
     parts = len(action.shares)
-    cpus = 0 if job.profile is not None else -(-job.cpus // parts)
+    cpus, memory_mb = 0 if job.profile is not None else -(-job.cpus // parts), -(-job.memory_mb // parts)
+    nodes = {node.name: node for node in snapshot.nodes}
     shares: Placement = tuple(
-        share._replace(cpus=max(share.cpus, cpus), memory_mb=max(share.memory_mb, -(-job.memory_mb // parts)))
+        share._replace(
+            # What it asks for may be what it had on several nodes: no node has more than all of its own.
+            cpus=max(share.cpus, min(cpus, nodes[share.node].cpus)),
+            memory_mb=max(share.memory_mb, min(memory_mb, nodes[share.node].memory_mb)),
+        )
         for share in action.shares
     )
     return replace(action, shares=shares)
