@@ -18,7 +18,7 @@ from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSett
 
 SHARING = SharingSettings(
     enforce=True,
-    admission="held",
+    place=True,
     partitions=frozenset({"gpu"}),
     max_priority=10,
     suspend=False,
@@ -88,7 +88,7 @@ def on(number: int, where: str, *gpus: int, state: str = "held", lane: int = 0, 
 def held(number: int, gpus: int = 1, priority: int = 0, **facts) -> Job:
     """A job that waits for us to place it."""
     plain = {"cpus": 6 * gpus, "memory_mb": 8000 * gpus, "profile": profile(), "progress": Progress(NOW, 7200.0)}
-    waits = {"state": "PENDING", "slurm_priority": 0, "held_by_plugin": True}
+    waits = {"state": "PENDING", "state_reason": "Resources"}
     return job(number, gpus=gpus, options=Options(priority=priority), **{**waits, **plain, **facts})
 
 

@@ -65,7 +65,7 @@ class Names(NamedTuple):
     order: str
     allocate: str
     share: str
-    admission: str
+    place: bool
     turns: str
 
 
@@ -75,7 +75,7 @@ def names(kind: str) -> list[str]:
 
 ALL = [
     Names(*row)
-    for row in product(names("ordering"), names("allocation"), names("sharing"), ("native", "held"), ("fair", "order"))
+    for row in product(names("ordering"), names("allocation"), names("sharing"), (False, True), ("fair", "order"))
     if row[2] != "none" or row[4] == "fair"
 ]
 CHOSEN = ALL if THOROUGH else Random(17).sample(ALL, FEW)  # noqa: S311 - a repeatable draw
@@ -95,9 +95,10 @@ class Door(NamedTuple):
 def service(folder: Path, chosen: Names) -> Door:
     file = folder / "cadenza.toml"
     file.write_text(
-        f"[service]\nmode = 'apply'\nadmission = '{chosen.admission}'\npoll_s = {ROUND_S}\n"
+        f"[service]\nmode = 'apply'\npoll_s = {ROUND_S}\n"
         f"[guard]\npartitions = ['{PARTITION}']\n[sharing]\nturns = '{chosen.turns}'\n"
         f"[policy]\norder = '{chosen.order}'\nallocate = '{chosen.allocate}'\nshare = '{chosen.share}'\n"
+        f"place = {str(chosen.place).lower()}\n"
         f"move_s = {default_costs().migrate_s}\n",
         encoding="utf-8",
     )
@@ -109,15 +110,16 @@ def simulator(folder: Path, chosen: Names) -> Door:
     trace = folder / "trace.csv"
     trace.write_text("job,submit_s,gpus,duration_s\n1,0,1,600\n", encoding="utf-8")
     line = (
-        f"--trace {trace} --nodes 2x4:24:256 --round {ROUND_S} --through-slurm yes --admission {chosen.admission} "
-        f"--order {chosen.order} --allocate {chosen.allocate} --share {chosen.share}"
+        f"--trace {trace} --nodes 2x4:24:256 --round {ROUND_S} --through-slurm yes "
+        f"--place {'yes' if chosen.place else 'no'} --order {chosen.order} "
+        f"--allocate {chosen.allocate} --share {chosen.share}"
     ) + (f" --turns {chosen.turns}" if chosen.share != "none" else "")
     words = command.make_context("simulate", line.split()).params
     request = read_request(words, tuple(line.split()))
     return Door(request.policy.decide, request.setup.guard)
 
 
-@pytest.mark.parametrize("chosen", CHOSEN, ids="-".join)
+@pytest.mark.parametrize("chosen", CHOSEN, ids=lambda chosen: "-".join(map(str, chosen)))
 def test_both_front_doors_give_the_same_actions(tmp_path: Path, chosen: Names) -> None:
     ours, theirs = service(tmp_path, chosen), simulator(tmp_path, chosen)
     for snapshot in recorded():
@@ -139,7 +141,7 @@ def test_every_name_is_taken_at_least_twice() -> None:
 
 @pytest.mark.parametrize("share", ["timeslice", "gandiva"])
 def test_a_stage_that_one_side_lacks_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str) -> None:
-    chosen = Names("fifo", "none", share, "native", "fair")
+    chosen = Names("fifo", "none", share, False, "fair")
     ours, before = service(tmp_path, chosen), simulator(tmp_path, chosen)
     case = snapshot_of(runs(1, "n0", 0, held_s=70.0), runs(2, "n0-l1", 0, state="yielded")), Memory()
     assert ours.actions(*case) == before.actions(*case) != ()
@@ -239,8 +241,8 @@ def rounds(draw: st.DrawFn) -> tuple[ClusterSnapshot, Memory]:
             there = runs(number, node, *range(first, first + size), state=state, held_s=held_s, **facts)
             jobs.append(replace(there, state="SUSPENDED") if kind == "suspended" else there)
         elif kind == "held":
-            ours = facts["options"] is not None
-            jobs.append(one(number, draw(st.sampled_from((1, 2, 4))), **facts, slurm_priority=0, held_by_plugin=ours))
+            why = draw(st.sampled_from(("JobHeldUser", "JobHeldAdmin")))
+            jobs.append(one(number, draw(st.sampled_from((1, 2, 4))), **facts, slurm_priority=0, state_reason=why))
         else:
             reason = draw(st.sampled_from(("Resources", "Priority", "Dependency", "QOSMaxCpuPerUserLimit")))
             jobs.append(one(number, draw(st.sampled_from((1, 4))), **facts, state_reason=reason))

@@ -1,4 +1,4 @@
-"""Held admission: the steps of Gandiva's Algorithm 1, lanes as height, capacity, and order."""
+"""Placement: the steps of Gandiva's Algorithm 1, lanes as height, capacity, and order."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from cadenza.policies.sharing.placement.affinity import list_pending, place_pend
 from cadenza.policies.sharing.state.settings import SharingSettings
 from cadenza.policies.sharing.turns.slurm_sync import explain
 
-HELD = SharingSettings(enforce=True, admission="held", max_priority=10, partitions=frozenset({"gpu"}))
+PLACES = SharingSettings(enforce=True, place=True, max_priority=10, partitions=frozenset({"gpu"}))
 
 
-def held(number: int, gpus: int = 1, priority: int = 0, **facts):
-    waits = {"state": "PENDING", "slurm_priority": 0, "held_by_plugin": True}
+def waiting(number: int, gpus: int = 1, priority: int = 0, **facts):
+    waits = {"state": "PENDING", "state_reason": "Resources"}
     return job(number, gpus=gpus, options=Options(priority=priority), **{**waits, **facts})
 
 
@@ -38,7 +38,7 @@ def place(snapshot, memory, rules):
     return Pipeline(stages, replace(rules, floor=True)).decide(snapshot, memory)
 
 
-def placed(*jobs, nodes, memory=None, rules=HELD, dead=()):
+def placed(*jobs, nodes, memory=None, rules=PLACES, dead=()):
     found = place(cluster(*jobs, nodes=nodes, dead=dead), memory or Memory(), rules)
     return {action.job.id: action.nodes for action in found.actions}
 
@@ -46,52 +46,52 @@ def placed(*jobs, nodes, memory=None, rules=HELD, dead=()):
 def test_step_1_a_host_of_its_class_with_free_gpus_the_least_loaded():
     nodes = (*lanes("a", 0, 0), *lanes("b", 2, 0), *lanes("c", 1, 0))
     jobs = (running(1, 1, "b"), running(2, 1, "b"), running(3, 1, "c"))
-    assert placed(*jobs, held(9), nodes=nodes) == {9: ("c",)}
+    assert placed(*jobs, waiting(9), nodes=nodes) == {9: ("c",)}
 
 
 def test_step_1_means_free_gpus_and_not_an_empty_server():
     """As printed, ceil(M / N) < 1 would send this job to the empty host."""
     nodes = (*lanes("a", 0, 0), *lanes("b", 3, 0))
-    assert placed(*(running(n, 1, "b") for n in range(3)), held(9), nodes=nodes) == {9: ("b",)}
+    assert placed(*(running(n, 1, "b") for n in range(3)), waiting(9), nodes=nodes) == {9: ("b",)}
 
 
 def test_step_2_a_host_without_a_class():
     nodes = (*lanes("a", 2, 0), *lanes("b", 0, 0))
-    assert placed(running(1, 2, "a"), held(9), nodes=nodes) == {9: ("b",)}
+    assert placed(running(1, 2, "a"), waiting(9), nodes=nodes) == {9: ("b",)}
 
 
 def test_step_3_any_host_with_free_gpus():
     nodes = (*lanes("a", 2, 0), *lanes("b", 4, 0))
     jobs = (running(1, 2, "a"), *(running(n, 1, "b") for n in range(2, 6)))
-    assert placed(*jobs, held(9), nodes=nodes) == {9: ("a",)}
+    assert placed(*jobs, waiting(9), nodes=nodes) == {9: ("a",)}
 
 
 def test_step_4_takes_turns_on_the_least_loaded_host_of_its_class():
     nodes = (*lanes("a", 4, 4), *lanes("b", 4, 0), *lanes("c", 4, 0))
     jobs = (running(1, 4, "a"), running(2, 4, "a-l1"), running(3, 4, "b"), running(4, 2, "c"))
-    assert placed(*jobs, held(9, 4), nodes=nodes) == {9: ("b-l1",)}
+    assert placed(*jobs, waiting(9, 4), nodes=nodes) == {9: ("b-l1",)}
 
 
 def test_step_4_needs_jobs_that_can_take_turns():
     nodes = lanes("a", 4, 0)
     for there, rules in (
-        (running(1, 4, "a", user="bob"), HELD),
-        (running(1, 4, "a", options=None), replace(HELD, share_between_users=True)),
-        (running(1, 4, "a", partition="cpu"), HELD),
+        (running(1, 4, "a", user="bob"), PLACES),
+        (running(1, 4, "a", options=None), replace(PLACES, share_between_users=True)),
+        (running(1, 4, "a", partition="cpu"), PLACES),
     ):
-        assert placed(there, held(9, 4), nodes=nodes, rules=rules) == {}
-    shared = replace(HELD, share_between_users=True)
-    assert placed(running(1, 4, "a", user="bob"), held(9, 4), nodes=nodes, rules=shared) == {9: ("a-l1",)}
+        assert placed(there, waiting(9, 4), nodes=nodes, rules=rules) == {}
+    shared = replace(PLACES, share_between_users=True)
+    assert placed(running(1, 4, "a", user="bob"), waiting(9, 4), nodes=nodes, rules=shared) == {9: ("a-l1",)}
 
 
 def test_else_it_stays_queued_with_a_reason():
-    found = place(cluster(running(1, 4, "a"), held(9, 4), nodes=lanes("a", 4, 4)), Memory(), HELD)
+    found = place(cluster(running(1, 4, "a"), waiting(9, 4), nodes=lanes("a", 4, 4)), Memory(), PLACES)
     assert found.actions == ()
     assert found.reasons[key(9)].startswith("stays queued: 0 of 1 hosts have 4 free GPUs")
 
 
 def test_a_job_that_free_gpus_are_no_use_to_hears_what_it_lacks():
-    short = place(cluster(held(9), nodes=lanes("a", 0, 0, memory_used_mb=95_000)), Memory(), HELD)
+    short = place(cluster(waiting(9), nodes=lanes("a", 0, 0, memory_used_mb=95_000)), Memory(), PLACES)
     assert short.reasons[key(9)].startswith(
         "stays queued: 0 of 1 hosts have 1 free GPUs and room for it "
         "(a host has GPUs for it, but too little free memory in its lanes), and too few"
@@ -100,35 +100,38 @@ def test_a_job_that_free_gpus_are_no_use_to_hears_what_it_lacks():
 
 def test_a_job_of_several_nodes_gets_one_lane():
     nodes = (*lanes("a", 0, 0), *lanes("b", 0, 0))
-    assert placed(held(9, 8, num_nodes=2), nodes=nodes) == {9: ("a", "b")}
+    assert placed(waiting(9, 8, num_nodes=2), nodes=nodes) == {9: ("a", "b")}
     full = (*lanes("a", 4, 0), *lanes("b", 4, 0))
     there = running(1, 8, "a", "b")
-    assert placed(there, held(9, 8, num_nodes=2), nodes=full) == {9: ("a-l1", "b-l1")}
+    assert placed(there, waiting(9, 8, num_nodes=2), nodes=full) == {9: ("a-l1", "b-l1")}
     uneven = (*lanes("a", 4, 4, 0), *lanes("b", 4, 0, 4))
-    assert placed(there, held(9, 8, num_nodes=2), nodes=uneven) == {}
+    assert placed(there, waiting(9, 8, num_nodes=2), nodes=uneven) == {}
 
 
 def test_each_job_sees_those_placed_before_it():
     nodes = lanes("a", 0, 0)
-    first, second, urgent = held(7, 4, submit_s=NOW - 5), held(8, 4), held(9, 4, priority=1)
+    first, second, urgent = waiting(7, 4, submit_s=NOW - 5), waiting(8, 4), waiting(9, 4, priority=1)
     found = placed(first, second, urgent, nodes=nodes)
     assert found == {9: ("a",), 8: ("a-l1",)}
 
 
 def test_cpus_memory_drains_and_dead_agents_count():
-    assert placed(held(9, cpus=25), nodes=lanes("a", 0, 0)) == {}
-    assert placed(held(9), nodes=lanes("a", 0, 0, memory_used_mb=95_000)) == {}
-    assert placed(held(9), nodes=lanes("a", 0, 0, drained=True)) == {}
-    assert placed(held(9), nodes=lanes("a", 0, 0, up=False)) == {}
-    assert placed(held(9), nodes=lanes("a", 0, 0), dead=("a",)) == {}
+    assert placed(waiting(9, cpus=25), nodes=lanes("a", 0, 0)) == {}
+    assert placed(waiting(9), nodes=lanes("a", 0, 0, memory_used_mb=95_000)) == {}
+    assert placed(waiting(9), nodes=lanes("a", 0, 0, drained=True)) == {}
+    assert placed(waiting(9), nodes=lanes("a", 0, 0, up=False)) == {}
+    assert placed(waiting(9), nodes=lanes("a", 0, 0), dead=("a",)) == {}
 
 
-def test_a_hold_after_our_release_is_its_owners():
+def test_only_jobs_that_lack_free_resources_are_placed():
     nodes = lanes("a", 0, 0)
-    later = replace(held(9), held_by_plugin=False)
-    assert placed(later, nodes=nodes, memory=Memory(placed=frozenset({key(9)}))) == {}
-    assert placed(held(9), nodes=nodes, rules=replace(HELD, admission="native")) == {}
-    assert placed(held(9), nodes=nodes, rules=replace(HELD, enforce=False)) == {}
+    assert placed(waiting(9, slurm_priority=0, state_reason="JobHeldUser"), nodes=nodes) == {}
+    for reason in ("Dependency", "BeginTime", "Licenses", "AssocGrpGRES", "ReqNodeNotAvail"):
+        assert placed(waiting(9, state_reason=reason), nodes=nodes) == {}
+    for reason in ("", "None", "Priority", "Resources"):
+        assert placed(waiting(9, state_reason=reason), nodes=nodes) == {9: ("a",)}
+    assert placed(waiting(9), nodes=nodes, rules=replace(PLACES, place=False)) == {}
+    assert placed(waiting(9), nodes=nodes, rules=replace(PLACES, enforce=False)) == {}
 
 
 @settings(max_examples=50, deadline=None)
@@ -139,7 +142,7 @@ def test_a_hold_after_our_release_is_its_owners():
 )
 def test_lanes_are_never_overfilled_and_the_order_changes_nothing(asks, depth, shuffler):
     nodes = tuple(lane for name in "abc" for lane in lanes(name, *[0] * depth))
-    jobs = [held(n, g * count, num_nodes=count, priority=p) for n, (g, count, p) in enumerate(asks)]
+    jobs = [waiting(n, g * count, num_nodes=count, priority=p) for n, (g, count, p) in enumerate(asks)]
     found = placed(*jobs, nodes=nodes)
     used = dict.fromkeys((lane.name for lane in nodes), 0)
     for number, where in found.items():

@@ -9,7 +9,17 @@ from snapshots import NOW, cluster, job, key, lease, node
 from test_timeslice import APPLY, decide
 
 from cadenza.policies.composition import PolicySettings, build
-from cadenza.policies.core.actions import DrainNode, Outcome, Place, Requeue, Resume, Suspend, Unsuspend, Yield
+from cadenza.policies.core.actions import (
+    DrainNode,
+    Outcome,
+    Place,
+    Release,
+    Requeue,
+    Resume,
+    Suspend,
+    Unsuspend,
+    Yield,
+)  # fmt: skip
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import JobKey, Share
 from cadenza.policies.core.move import Move, Requeued, Wanted
@@ -23,7 +33,7 @@ from cadenza.slurm_plugin.service.failover.release_round import settled
 FROZEN = "node1: Slurm calls it running, and its processes are frozen"
 RUNS = "node1: Slurm calls it suspended, and its processes run"
 HOLDER = job(1, nodes=("node1-l1",), lease=lease("held", 0, held_s=70.0, vtime_s=70.0, shown="frozen", amiss=FROZEN))
-HELD = replace(APPLY, admission="held")
+PLACES = replace(APPLY, place=True)
 WAITS = job(2, lease=lease("yielded", 0, vtime_s=10.0, shown="frozen"))
 GUARD = GuardSettings(partitions=frozenset({"gpu"}), enforce=True)
 
@@ -153,9 +163,9 @@ TERMINATED = job(1, state="OTHER", nodes=(), lease=None, terminated_s=NOW)
 
 
 @pytest.mark.parametrize("share", ["gandiva", "timeslice", "preemption", "none"])
-@pytest.mark.parametrize(("admission", "hold"), [("held", True), ("native", False)])
-def test_a_requeue_that_slurmctld_took_for_a_failure_is_ordered_again(share, admission, hold):
-    sharing = replace(APPLY, admission=admission)
+@pytest.mark.parametrize(("place", "hold"), [(True, True), (False, False)])
+def test_a_requeue_that_slurmctld_took_for_a_failure_is_ordered_again(share, place, hold):
+    sharing = replace(APPLY, place=place)
     policy = build(
         "fifo", "none", share, PolicySettings(sharing=sharing, partitions=APPLY.partitions, phased_moves=True)
     )
@@ -188,7 +198,7 @@ def test_a_failure_is_left_alone_where_our_record_does_not_explain_it():
 
 def test_a_move_goes_on_after_its_requeue_was_forgotten_and_ordered_again():
     policy = build(
-        "fifo", "none", "timeslice", PolicySettings(sharing=HELD, partitions=HELD.partitions, phased_moves=True)
+        "fifo", "none", "timeslice", PolicySettings(sharing=PLACES, partitions=PLACES.partitions, phased_moves=True)
     )
     move = Move(key(1), (Share("node2", 1, 2, 1000),), "by hand", Requeued(NOW - 5, NOW - 9, ("node1",)))
     memory = Memory(moves=(move,), requeued={key(1): NOW - 5}, held={JobKey(1, 1): NOW - 5})
@@ -224,27 +234,27 @@ def test_a_job_on_its_way_whose_requeue_slurmctld_forgot_is_requeued_once_its_pr
     """It forgot that the job had been resumed to save, too: the job is suspended, and its hosts have no step of it."""
     move = Move(key(1), (), "makes way", Requeued(NOW, NOW))
     memory, orders = Memory(moves=(move,), suspended={key(1)}), []
-    settings = PolicySettings(sharing=HELD, partitions=HELD.partitions, phased_moves=True)
+    settings = PolicySettings(sharing=PLACES, partitions=PLACES.partitions, phased_moves=True)
     for seconds in range(0, 40, 2):
         found = replace(cluster(job(1, state=state, lease=None, absent=True)), time_s=NOW + seconds)
         decision = build("levels", "none", "preemption", settings).decide(found, memory)
         memory = decision.memory
         orders += of_job(decision, 1)
-    assert set(orders) == {Requeue(key(1), True, ABSENT)}
+    assert set(orders) == {Requeue(key(1), False, ABSENT)}
 
 
-def test_a_job_on_its_way_whose_start_slurmctld_forgot_is_placed_again():
+def test_a_job_on_its_way_whose_start_slurmctld_forgot_is_released_again():
     """It shows the job in the queue with the restart from before the start, in the hold that it had then."""
     move = Move(key(1), (), "makes way", Requeued(NOW, NOW))
     queued = replace(job(1, state="PENDING", slurm_priority=0, lease=None), nodes=())
     memory, orders = Memory(moves=(move,), held={key(1): NOW}), []
-    settings = PolicySettings(sharing=HELD, partitions=HELD.partitions, phased_moves=True)
+    settings = PolicySettings(sharing=PLACES, partitions=PLACES.partitions, phased_moves=True)
     for seconds in range(0, 10, 2):
         found = replace(cluster(queued), time_s=NOW + seconds)
         decision = build("levels", "none", "preemption", settings).decide(found, memory)
         memory = decision.memory
         orders += [(seconds, type(action)) for action in of_job(decision, 1)]
-    assert orders[:1] == [(6, Place)]
+    assert orders[:1] == [(6, Release)]
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "SUSPENDED"])

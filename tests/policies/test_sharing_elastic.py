@@ -136,7 +136,7 @@ def test_a_short_look_is_none():
 # --- Who waits ------------------------------------------------------------------------------------------
 
 
-NATIVE = replace(SHARING, admission="native")
+NATIVE = replace(SHARING, place=False)
 GROWN = on(1, "a", 0, 1, 2, 3, options=GROWS)
 
 

@@ -25,7 +25,7 @@ from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.simulation import simulate
 
 SHARING = SharingSettings(
-    enforce=True, admission="held", partitions=frozenset({PARTITION}), share_between_users=True, max_priority=1
+    enforce=True, place=True, partitions=frozenset({PARTITION}), share_between_users=True, max_priority=1
 )
 LANES = 4
 MODELS = {
@@ -66,7 +66,6 @@ def trace(rng: Random, count: int):
             profile=MODELS[model],
             iterations=rng.randint(100, 2000),
             user=rng.choice("ab"),
-            priority=rng.choice((0, 0, 1)),
             min_gpus=1 if elastic else None,
             max_gpus=4 if elastic else None,
         )
@@ -116,7 +115,7 @@ def test_every_job_ends_whatever_comes_and_input_order_changes_nothing(seed, ord
 
 def test_all_functions_act_in_a_busy_cluster():
     watched = Watched(GandivaSettings(move_every_s=30.0, idle_s=20.0, move_s=5.0))
-    result = run(list(trace(seeded(3), 60)), watched)
+    result = run(list(trace(seeded(7), 60)), watched)
     assert {"Place", "Yield", "Resume", "Pack", "Unpack", "Migrate", "Resize", "Tune", "Suspend"} <= set(
         watched.actions
     )

@@ -10,13 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from snapshots import NOW, cluster, job, key, lease, node
 
-from cadenza.policies.core.actions import DrainNode, OpenNode, Release, Requeue, Resume, Suspend, Unsuspend, Yield
+from cadenza.policies.core.actions import (
+    DrainNode,
+    OpenNode,
+    Release,
+    Requeue,
+    Resume,
+    SetFactor,
+    Suspend,
+    Unsuspend,
+    Yield,
+)  # fmt: skip
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import JobKey, Options
 from cadenza.policies.guard import GuardSettings, guard
 from cadenza.policies.ledger import remember
 from cadenza.policies.sharing.pipeline import Pipeline, stages_of
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
+from cadenza.policies.sharing.turns.slurm_sync import release_plan
 
 some = settings(max_examples=30, deadline=None)
 APPLY = SharingSettings(enforce=True, partitions=frozenset({"gpu"}), max_priority=10)
@@ -379,19 +390,29 @@ def test_lanes_stay_shut_without_a_safe_host():
     assert drain.reason == "cadenza: the agent of node1 is not alive"
 
 
-def test_jobs_that_were_held_for_us_are_released_when_we_do_not_place():
-    held = job(4, state="PENDING", slurm_priority=0, held_by_plugin=True)
-    native = replace(APPLY, admission="native")
-    assert acts(cluster(held), settings=native) == [(Release, key(4))]
-    assert acts(cluster(held), settings=replace(APPLY, admission="held", enforce=False)) == [
-        (DrainNode, "node1-l1"),
-        (Release, key(4)),
-    ]
-    elsewhere = replace(APPLY, admission="held", partitions=frozenset({"gpu"}))
-    assert acts(cluster(replace(held, partition="cpu")), settings=elsewhere) == [(Release, key(4))]
-    theirs = cluster(replace(held, held_by_plugin=False))
-    assert acts(theirs, Memory(placed=frozenset({key(4)})), native) == []
-    assert acts(theirs, settings=native) == []
+@pytest.mark.parametrize("place", [False, True])
+def test_a_hold_of_ours_ends_and_any_other_stands(place):
+    """A requeue of ours into a hold is a move's: without one it is over."""
+    settings = replace(APPLY, place=place)
+    held = job(4, state="PENDING", slurm_priority=0, state_reason="JobHeldAdmin")
+    ours = Memory(held={key(4): NOW})
+    assert acts(cluster(held), ours, settings) == [(Release, key(4))]
+    assert acts(cluster(replace(held, partition="cpu")), ours, settings) == [(Release, key(4))]
+    assert acts(cluster(held), ours, replace(settings, enforce=False)) == [(DrainNode, "node1-l1"), (Release, key(4))]
+    assert acts(cluster(held), Memory(placed=frozenset({key(4)})), settings) == []
+    assert acts(cluster(held), settings=settings) == []
+
+
+def test_what_is_undone_are_our_suspends_holds_pins_and_factors():
+    pinned = job(1, state="PENDING", required_nodes=("node1",), state_reason="Resources")
+    theirs = job(2, state="PENDING", required_nodes=("node1",), state_reason="Resources")
+    running, held = job(3), job(4, state="PENDING", slurm_priority=0, state_reason="JobHeldAdmin")
+    memory = Memory(placed={key(1)}, held={key(4): NOW}, factors={2: -500, 3: -7, 9: -1})
+    undo = [Release(key(4), "off"), Release(key(1), "off", unpin=True)]
+    found = cluster(pinned, theirs, running, held)
+    assert list(release_plan(found, memory, "off")) == undo
+    factors = [SetFactor(key(2), 0, "off"), SetFactor(key(3), 0, "off")]
+    assert list(release_plan(found, memory, "off", everything=True)) == undo + factors
 
 
 def test_every_job_that_opted_in_has_a_reason():
@@ -447,7 +468,6 @@ def snapshots(draw: st.DrawFn):
                 state=draw(st.sampled_from(("RUNNING", "SUSPENDED", "PENDING"))),
                 options=draw(st.sampled_from((None, Options(), Options(priority=1)))),
                 lease=draw(st.sampled_from((facts, facts, None))),
-                held_by_plugin=draw(st.booleans()),
                 nodes=tuple(f"{host}{draw(st.sampled_from(('', '-l1')))}" for host in hosts),
             )
         )
