@@ -21,9 +21,9 @@ from cadenza.policies.policy_settings import PolicySettings
 from cadenza.policies.registry import Entry
 from cadenza.policies.sharing.placement.host_division import caches_mb
 from cadenza.policies.sharing.state.groups import standing
-from cadenza.policies.sharing.state.limits import Limits
 from cadenza.policies.sharing.state.pending import REQUEUED, awaits_place, our_pins, unpinned_for, waits_for_nodes
 from cadenza.policies.sharing.state.settings import SharingSettings, exclusion_reason
+from cadenza.policies.sharing.state.site_limits import Limits
 from cadenza.policies.sharing.turns.lanes import lane_actions
 from cadenza.policies.sharing.turns.slurm_sync import release_plan
 
@@ -237,7 +237,7 @@ def _ways(stopped: Iterable[Job], starts: Sequence[Place]) -> list[MakeWay]:
     """Return one action for each job that makes way, since each may or may not be able to save a checkpoint.
 
     It makes way for the first job that starts on its nodes, so that those that save leave together. One that cannot
-    save leaves at once: for itself, that is for nobody in particular, as where the plan only needs its CPUs or memory.
+    save leaves at once: for itself, that is for no job in particular, as where the plan only needs CPUs or memory.
     """
     first: dict[str, JobKey] = {}
     for place in starts:
@@ -306,7 +306,7 @@ def _only_steerable(snapshot: ClusterSnapshot, memory: Memory, rules: SharingSet
 def _wait_reason(job: Job, limits: Limits, now_s: float, *, pinned: bool) -> str:
     """Return why a pending job waits for something else than its turn, "" if it is ours to place.
 
-    Nobody is stopped for such a job: Slurm would not start it on what becomes free. ``pinned``: by us.
+    No job is stopped for it: Slurm would not start it on what becomes free. ``pinned``: by us.
     """
     if job.held:
         return "is held"
@@ -329,7 +329,7 @@ def _if_steerable(job: Job, lanes: Mapping[str, str]) -> Job:
 
 
 def _without_stops(planned: Decision) -> Decision:
-    """Return a decision that stops nobody: under priority/basic, and where all weights are 0, no SiteFactor counts.
+    """Return a decision that stops no job: under priority/basic, and where all weights are 0, no SiteFactor counts.
 
     Every job has the same priority there, so one that is stopped would be the first to start again, for ever.
     """

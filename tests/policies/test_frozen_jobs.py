@@ -98,14 +98,13 @@ def test_only_where_its_word_is_enough_a_job_stays_awake_on_a_drained_host():
     assert acts(cluster(HOLDER, replace(awake, user="ann"), nodes=DRAINED), Memory()) == []
 
 
-@pytest.mark.parametrize("share", ["gandiva", "preemption"])
-def test_a_job_whose_word_is_not_enough_moves_in_its_turn_only(share):
+def test_a_job_whose_word_is_not_enough_moves_in_its_turn_only():
     """It could compute on its GPUs while it is awake to save its checkpoint."""
     lanes = (*LANES, node("node2"))
     tied = replace(HOLDER, lease=replace(HOLDER.lease, ready=False))
-    found = decide(cluster(tied, replace(FROZEN, user="ann"), nodes=lanes), share=share).actions
+    found = decide(cluster(tied, replace(FROZEN, user="ann"), nodes=lanes), share="gandiva").actions
     assert {(Migrate, key(2)), (Unsuspend, key(2))} <= {(type(one), getattr(one, "job", None)) for one in found}
-    found = decide(cluster(tied, FROZEN, nodes=lanes), share=share).actions
+    found = decide(cluster(tied, FROZEN, nodes=lanes), share="gandiva").actions
     assert not [one for one in found if isinstance(one, Migrate | Unsuspend)]
 
 

@@ -20,8 +20,8 @@ from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import LONG_END_S, ClusterSnapshot, Job, JobKey, Share
 from cadenza.policies.core.move import Move, Over, Placed
 from cadenza.policies.ledger import remember
-from cadenza.policies.sharing.state.limits import Limits
 from cadenza.policies.sharing.state.pending import NOT_PLACED, REQUEUED, our_pins
+from cadenza.policies.sharing.state.site_limits import Limits
 
 RESERVED = "ReqNodeNotAvail, May be reserved for other job"
 SHARES = ("gandiva", "timeslice")

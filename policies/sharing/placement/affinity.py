@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from cadenza.policies.core.actions import Place
 from cadenza.policies.core.model import Job, Node
 from cadenza.policies.sharing.state.host import HostState, ResourceRequest, lacks
-from cadenza.policies.sharing.state.limits import Limits
 from cadenza.policies.sharing.state.pending import awaits_place, queued
 from cadenza.policies.sharing.state.settings import SharingSettings
 from cadenza.policies.sharing.state.sharing_state import SharingState
+from cadenza.policies.sharing.state.site_limits import Limits
 
 
 def list_pending(state: SharingState) -> None:

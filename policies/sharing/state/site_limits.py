@@ -1,7 +1,7 @@
 """Limits of a site that pending jobs have met, and the jobs that would meet them next (pure).
 
 Slurm names the limit in the reason of the job that it looked at (squeue(1), JOB REASON CODES). A job behind it keeps
-the reason Priority until it is looked at on its own: whoever makes room for it makes it for nobody.
+the reason Priority until it is looked at on its own: room that is made for it would not be used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Limits:
 
 
 def _scope(job: Job, reason: str) -> Scope | None:
-    """Return whom a limit of this reason binds besides its job, None if nobody.
+    """Return the scope of the limit that a reason names, None if it binds its job alone.
 
     AssocGrp… binds an account, other Assoc… its user; QOSGrp… binds a QOS, other QOS… its users; Max…PerAccount, which
     Slurm writes without QOS before it, the QOS's accounts. The first that matches counts.
