@@ -54,8 +54,8 @@ class Lot:
 
     cluster: Cluster
     at: int
-    restart: Callable[[], object]
-    """Restarts slurmctld once all scenarios that ask for it have come as far."""
+    disturb: Callable[[], object]
+    """Lets the disturbance happen once all scenarios that ask for it have come as far."""
     flag: tuple[str, ...] = ()
     jobs: dict[str, int] = field(default_factory=dict)
 
@@ -197,23 +197,25 @@ class Scenario:
     shows: str
     """What plain Slurm's outcome contains, or the rule had no effect."""
     hosts: int = 1
-    restarts: bool = False
-    """True if slurmctld is restarted in it."""
+    disturbed: bool = False
+    """True if it asks for the disturbance."""
 
 
-def play(name: str, scenarios: Mapping[str, Scenario], flags: Sequence[tuple[str, ...]]) -> dict[str, list[object]]:
+def play(
+    name: str, scenarios: Mapping[str, Scenario], flags: Sequence[tuple[str, ...]], disturbance: Callable[[], object]
+) -> dict[str, list[object]]:
     """Play scenarios with each of these flags, as many at once as there are lots; return an outcome for each flag.
 
-    An outcome is what the scenario returned, or the exception that it raised. Those in which slurmctld is restarted
-    come last, all at once.
+    An outcome is the value that the scenario returned, or the exception that it raised. Disturbed ones come last, all
+    at once.
     """
     outcomes: dict[str, list[object]] = {scenario: [None] * len(flags) for scenario in scenarios}
-    for restarts in (False, True):
-        chosen = {scenario: one for scenario, one in scenarios.items() if one.restarts == restarts}
+    for disturbed in (False, True):
+        chosen = {scenario: one for scenario, one in scenarios.items() if one.disturbed == disturbed}
         tasks = [(scenario, at) for scenario in chosen for at in range(len(flags))]
-        barrier = threading.Barrier(max(len(tasks), 1), action=lambda: restart(Cluster(name)), timeout=120)
+        barrier = threading.Barrier(max(len(tasks), 1), action=disturbance)
 
-        def work(lot: Lot, tasks: list[tuple[str, int]] = tasks) -> None:
+        def work(lot: Lot, tasks: list[tuple[str, int]] = tasks, barrier: threading.Barrier = barrier) -> None:
             while mine := [task for task in tasks if scenarios[task[0]].hosts == len(lot.hosts)]:
                 scenario, at = mine[0]
                 tasks.remove(mine[0])
@@ -222,6 +224,7 @@ def play(name: str, scenarios: Mapping[str, Scenario], flags: Sequence[tuple[str
                     outcomes[scenario][at] = scenarios[scenario].run(lot)
                 except Exception as error:  # noqa: BLE001 - its test raises it
                     outcomes[scenario][at] = error
+                    barrier.abort()  # the others would wait for it
                 finally:
                     lot.clear()
 

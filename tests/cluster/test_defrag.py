@@ -73,8 +73,9 @@ def moved(cluster: Cluster, jobs: list[int]) -> dict[int, str]:
 
 def test_the_fewest_jobs_move_for_one_that_waits(nodes: Cluster) -> None:
     small, other, large = fragmented(nodes, (1, 1), (2,), place=True)
+    nodes.ctl("scontrol", "update", "NodeName=node1-l1,node2-l1", "State=DRAIN", "Reason=set-up")
     waits = submit(nodes, 4)
-    wait_for("queued", lambda: "stays queued" in nodes.cadenza("why", str(waits), check=False).stdout, 30)
+    wait_for("it in Slurm's queue", lambda: nodes.job(waits).get("Reason") == "Resources", 30)
     nodes.configure(settings(place=True, defrag=True))
     nodes.wait_state(waits, "RUNNING", timeout=90)
     assert nodes.job(waits)["NodeList"] == "node2"

@@ -66,14 +66,14 @@ def test_interactive_jobs_start_on_lane_0(shipped: Cluster) -> None:
     assert "node1 gpu 0" in done.stdout
     assert "/dev/pts/" in done.stdout
     done = at_terminal(shipped, "salloc --gres=gpu:1 --mem=100 --cadenza srun sh -c", where)
-    assert "node1 gpu 0" in done.stdout
+    assert re.search("node[12] gpu 0", done.stdout)  # the first may still be completing
     # Where every GPU of lane 0 is in use it waits, although the further lanes are free.
     holders = [shipped.paced("holder", iterations=150, options=("--gres=gpu:4", "--cadenza")) for _ in range(2)]
     for holder in holders:
         shipped.wait_state(holder, "RUNNING")
     waiting = background(shipped, "srun", "--gres=gpu:1", "--mem=100", "--cadenza", "printenv", "SLURMD_NODENAME")
     (job,) = wait_for("it in the queue", lambda: shipped.ctl("squeue", "-h", "-t", "PD", "-o", "%i").split())
-    waits_for(shipped, int(job), "stays queued")
+    waits_for(shipped, int(job), "waits in Slurm's queue")
     assert shipped.job(int(job))["Features"] == "lane0"
     assert waiting.communicate(timeout=60)[0].strip().endswith(("node1", "node2"))
 
@@ -101,7 +101,7 @@ def test_a_license_is_waited_for_and_kept(shipped: Cluster) -> None:
 
 
 def test_the_nodes_that_a_job_asks_for(shipped: Cluster) -> None:
-    """Constraint, excluded and named nodes hold for held jobs too, which the service places."""
+    """They are Slurm's to give: constraint, excluded and named nodes."""
     wanted = {
         "--constraint=lane1": {"node1-l1", "node2-l1"},
         "--exclude=node1": {"node2", "node2-l1"},
@@ -111,14 +111,12 @@ def test_the_nodes_that_a_job_asks_for(shipped: Cluster) -> None:
     shipped.wait_done(*jobs.values())
     for option, nodes in wanted.items():
         assert shipped.job(jobs[option])["NodeList"] in nodes, option
-    nowhere = shipped.paced("nowhere", iterations=1, options=(*ONE_GPU, "--exclude=node1,node2"))
-    waits_for(shipped, nowhere, "no node of its partition meets its constraint")
 
 
 def test_reservations(shipped: Cluster) -> None:
-    """One of lane 0 stands for the host: jobs of others are placed elsewhere, jobs of its users in it."""
+    """One of all lanes of a host keeps jobs of others off it, as one of a node does."""
     times = ("users=bob", "starttime=now", "duration=10")
-    shipped.ctl("scontrol", "create", "reservation", "reservationname=course", "nodes=node1", *times)
+    shipped.ctl("scontrol", "create", "reservation", "reservationname=course", "nodes=node1,node1-l1", *times)
     try:
         inside = shipped.paced("inside", iterations=50, options=(*ONE_GPU, "--reservation=course"), user="bob")
         outside = [shipped.paced("outside", iterations=30, options=("--gres=gpu:4", "--cadenza")) for _ in range(2)]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 
 import pytest
 
 from cluster import wait_for
 from harness import Cluster
-from lots import HOSTS, PARTITIONS, RESUMED, Lot, Row, Scenario, divide, play
+from lots import HOSTS, PARTITIONS, RESUMED, Lot, Row, Scenario, divide, play, restart
 
 SETTINGS = f"""\
 [service]
@@ -125,7 +128,7 @@ def drain_and_requeue(lot: Lot) -> object:
     lot.control("requeue", str(job))
     after = wait_for("its second run", lambda: (found := lot.wait("requeued"))["Restarts"] == "1" and found, 60)
     lot.control("update", f"NodeName={before['NodeList']}", "State=RESUME")
-    return lot.hosts.index(before["NodeList"]), lot.hosts.index(after["NodeList"]), after["ReqNodeList"]
+    return after["NodeList"] != before["NodeList"], after["ReqNodeList"]
 
 
 def node_down_and_back(lot: Lot) -> object:
@@ -138,10 +141,11 @@ def node_down_and_back(lot: Lot) -> object:
     after = wait_for("its second run", lambda: (found := lot.wait("requeued"))["Restarts"] == "1" and found, 60)
     lot.control(*sets_down)  # an answer of its slurmd that was under way returns it to service
     lot.submit("waits", seconds=600)
-    down = lot.settled()
+    down = {label: row.reason for label, row in lot.settled().items()}
     lot.cluster.service(before["NodeList"], "start", "slurmd-lane0")
     back = lot.wait("waits")
-    return [lot.hosts.index(job["NodeList"]) for job in (before, after, back)], after["ReqNodeList"], down
+    elsewhere, there = after["NodeList"] != before["NodeList"], back["NodeList"] == before["NodeList"]
+    return elsewhere, after["ReqNodeList"], down, there
 
 
 def holds(lot: Lot) -> object:
@@ -154,7 +158,7 @@ def holds(lot: Lot) -> object:
         lot.control("hold", str(lot.jobs["admin's"]))
     lot.wait("free", "COMPLETED")
     before = lot.settled()
-    lot.restart()
+    lot.disturb()
     after = lot.settled()
     lot.control("release", str(lot.jobs["owner's"]), str(lot.jobs["at once"]), user="alice")
     lot.control("release", str(lot.jobs["admin's"]))
@@ -207,7 +211,7 @@ def fair_share(lot: Lot) -> list[str]:
     """The account that has used the cluster goes last: slurmctld counts usage when it starts, and each minute."""
     lot.submit("used", seconds=3)
     lot.wait("used", "COMPLETED")
-    lot.restart()
+    lot.disturb()
     with lot.full():
         lot.submit("used more")
         lot.submit("used none", account="two", user="bob")
@@ -226,39 +230,194 @@ SCENARIOS = {
     "dependency": Scenario(dependency, "DependencyNeverSatisfied"),
     "deadline": Scenario(deadline, "DEADLINE"),
     "PriorityTier": Scenario(partition_tier, "['high', 'low']"),
-    "drain and requeue": Scenario(drain_and_requeue, "(0, 1, '(null)')", hosts=2),
-    "node down and back": Scenario(node_down_and_back, "[0, 1, 0]", hosts=2),
+    "drain and requeue": Scenario(drain_and_requeue, "(True, '(null)')", hosts=2),
+    "node down and back": Scenario(
+        node_down_and_back, "(True, '(null)', {'requeued': '', 'waits': 'Resources'}, True)", hosts=2
+    ),
     "reservation": Scenario(reservation, "ReqNodeNotAvail"),
     "squeue --start": Scenario(estimated_start, "True"),
     "sacct Planned": Scenario(planned_time, "(True, True)"),
-    "holds": Scenario(holds, "JobHeldAdmin", restarts=True),
-    "fair share": Scenario(fair_share, "['used none', 'used more']", restarts=True),
+    "holds": Scenario(holds, "JobHeldAdmin", disturbed=True),
+    "fair share": Scenario(fair_share, "['used none', 'used more']", disturbed=True),
 }
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[object]]]:
-    """What each scenario showed without the flag, and with it, on one cluster with the shipped policy."""
+def divided(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster in lots with the shipped policy."""
     reuse = os.environ.get("CADENZA_TEST_LOTS")
     cluster = Cluster(reuse or f"cadenzarules{os.getpid()}")
     settings = tmp_path_factory.mktemp("rules") / "shipped.toml"
     settings.write_text(SETTINGS)
+    options = ("--gpus-per-node", 4, "--gpu-memory-mb", 0, "--lanes", 1, "--state-mb", 64, "--config", settings)
     try:
         if not reuse:
-            nodes = sum(map(len, HOSTS))
-            cluster.up("--nodes", nodes, "--gpus-per-node", 4, "--gpu-memory-mb", 0, "--lanes", 1, "--config", settings)
+            cluster.up("--nodes", sum(map(len, HOSTS)), *options)
             divide(cluster)
-        yield play(cluster.name, SCENARIOS, FLAGS)
+        yield cluster
     finally:
         if not reuse:
             cluster.down()
 
 
-@pytest.mark.parametrize("rule", SCENARIOS)
-def test_a_rule_shows_the_same_with_the_flag(outcomes: dict[str, list[object]], rule: str) -> None:
-    plain, flagged = outcomes[rule]
-    for outcome in (plain, flagged):
+def check_same(scenario: Scenario, outcomes: list[object]) -> None:
+    """Check that a scenario showed the same with the flag as without, and its rule in plain Slurm."""
+    for outcome in outcomes:
         if isinstance(outcome, Exception):
             raise outcome
-    assert SCENARIOS[rule].shows in str(plain), "the rule shows in plain Slurm"
+    plain, flagged = outcomes
+    assert scenario.shows in str(plain)
     assert flagged == plain
+
+
+@pytest.fixture(scope="module")
+def outcomes(divided: Cluster) -> dict[str, list[object]]:
+    """What each scenario showed without the flag, and with it."""
+    return play(divided.name, SCENARIOS, FLAGS, lambda: restart(divided))
+
+
+@pytest.mark.parametrize("rule", SCENARIOS)
+def test_a_rule_shows_the_same_with_the_flag(outcomes: dict[str, list[object]], rule: str) -> None:
+    check_same(SCENARIOS[rule], outcomes[rule])
+
+
+# --- Without a working service ---------------------------------------------------------------------------------
+
+
+INTERVAL_S = 3
+"""Time in which Slurm starts the next job once GPUs are free: sched_interval, and two roundings to whole seconds."""
+STORE = "/var/lib/cadenzad"
+
+
+def queue(lot: Lot) -> object:
+    """Jobs that waited before the disturbance and one that comes after it run one after the other, at once."""
+    labels = ("first", "second", "third")
+    with lot.full():
+        lot.submit("first")
+        lot.submit("second", user="bob")
+        lot.disturb()
+        if "--cadenza" not in lot.cluster.ctl("sbatch", "--help"):
+            lot.flag = ()
+        lot.submit("third")
+    order = lot.starts(*labels)
+    jobs = [lot.cluster.job(lot.jobs[label]) for label in order]
+    gaps = [
+        (moment(after["StartTime"]) - moment(before["EndTime"])).total_seconds()
+        for before, after in itertools.pairwise(jobs)
+    ]
+    return order, all(gap <= INTERVAL_S for gap in gaps), [job["Restarts"] for job in jobs]
+
+
+@contextmanager
+def killed(cluster: Cluster) -> Iterator[None]:
+    cluster.exec("ctl", "sh", "-c", "supervisorctl signal KILL cadenzad; supervisorctl stop cadenzad")
+    yield
+    cluster.service("ctl", "start", "cadenzad")
+
+
+@contextmanager
+def stopped(cluster: Cluster) -> Iterator[None]:
+    cluster.exec("ctl", "supervisorctl", "signal", "STOP", "cadenzad")
+    yield
+    cluster.exec("ctl", "supervisorctl", "signal", "CONT", "cadenzad")
+
+
+@contextmanager
+def restarted_with_a_queue(cluster: Cluster) -> Iterator[None]:
+    """Restart it while 200 jobs that opted in wait in another lot: each goes on waiting for GPUs only."""
+    lot = Lot(cluster, len(HOSTS) - 1, lambda: None, ("--cadenza",))
+    with lot.full():
+        line = f"sbatch -p {lot.name} -A {lot.name}-one --mem=100 --gres=gpu:4 --cadenza --chdir=/tmp --wrap=true"
+        cluster.ctl("sh", "-c", f"for n in $(seq 200); do {line}; done", user="alice")
+        cluster.service("ctl", "restart", "cadenzad")
+        wait_for("a round", lambda: "round" in cluster.cadenza("top", "--once", check=False).stdout)
+        waiting = cluster.ctl("squeue", "-h", "-t", "PD", "-p", lot.name, "-o", "%r").split("\n")[:-1]
+        assert len(waiting) == 200
+        assert set(waiting) <= {"Resources", "Priority", "None"}
+        yield
+        lot.clear()
+        lot.submit("filler", seconds=0)
+
+
+def wait_for_failures(cluster: Cluster) -> None:
+    """Wait until the service's rounds fail."""
+
+    def failed() -> int:
+        return int(cluster.ctl("grep", "-c", "round failed", "/var/log/cluster/cadenzad.log", check=False) or 0)
+
+    before = failed()
+    wait_for("a failed round", lambda: failed() > before)
+
+
+@contextmanager
+def store_full(cluster: Cluster) -> Iterator[None]:
+    cluster.ctl("sh", "-c", f"cat /dev/zero > {STORE}/full", check=False)
+    wait_for_failures(cluster)
+    yield
+    cluster.ctl("rm", f"{STORE}/full")
+    cluster.service("ctl", "restart", "cadenzad")
+
+
+@contextmanager
+def gateway_unreadable(cluster: Cluster) -> Iterator[None]:
+    """The service can read nothing of Slurm: its library is gone, and the process that had loaded it."""
+    folder = cluster.ctl("sh", "-c", "echo /opt/cadenza/lib/python3.*/site-packages").strip()
+    cluster.ctl("mv", f"{folder}/pyslurm", "/tmp/pyslurm")
+    cluster.ctl("pkill", "-KILL", "-f", "gateway.worker")
+    wait_for_failures(cluster)
+    yield
+    cluster.ctl("mv", "/tmp/pyslurm", f"{folder}/pyslurm")
+    cluster.service("ctl", "restart", "cadenzad")
+
+
+@contextmanager
+def removed(cluster: Cluster) -> Iterator[None]:
+    """Cadenza is taken off the site while its jobs wait: script, plugin, service and agents."""
+    files = ("/etc/slurm/slurm.conf", "/etc/slurm/plugstack.conf", "/etc/slurm/job_submit.lua")
+    hosts = [host for lot in HOSTS for host in lot]
+    for file in files:
+        cluster.ctl("cp", file, "/tmp/")
+    cluster.service("ctl", "stop", "cadenzad")
+    for host in hosts:
+        cluster.service(host, "stop", "cadenza-agent")
+    cluster.ctl("sed", "-i", "/^JobSubmitPlugins/d", "/etc/slurm/slurm.conf")
+    cluster.ctl("rm", *files[1:])
+    restart(cluster)
+    yield
+    for file in files:
+        cluster.ctl("cp", f"/tmp/{file.rsplit('/', 1)[1]}", file)
+    restart(cluster)
+    for host in hosts:
+        cluster.service(host, "start", "cadenza-agent")
+    cluster.service("ctl", "start", "cadenzad")
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (killed, stopped, restarted_with_a_queue, store_full, gateway_unreadable, removed)
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_slurms_queue_goes_on(divided: Cluster, fault: str) -> None:
+    scenario = Scenario(queue, "True", disturbed=True)
+    with ExitStack() as stack:
+        outcomes = play(
+            divided.name, {fault: scenario}, FLAGS, lambda: stack.enter_context(FAULTS[fault](divided))
+        )  # fmt: skip
+    check_same(scenario, outcomes[fault])
+
+
+@pytest.mark.sites
+@pytest.mark.timeout(2 * 3600)
+def test_holds_stand_for_an_hour_of_slurmctlds_restarts(divided: Cluster) -> None:
+    """It restarts each minute; CADENZA_HOLDS_S sets the time in seconds."""
+    until_s = time.monotonic() + float(os.environ.get("CADENZA_HOLDS_S", "3600"))
+
+    def restarts() -> None:
+        while time.monotonic() < until_s:
+            restart(divided)
+            time.sleep(60)
+
+    outcomes = play(divided.name, {"holds": SCENARIOS["holds"]}, FLAGS, restarts)
+    check_same(SCENARIOS["holds"], outcomes["holds"])
