@@ -32,7 +32,7 @@ from replay_cluster import PLACE, Cluster, Plan, Size
 
 from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.inputs.trace import TraceJob
-from cadenza.policies.simulator.backfill import Backfill
+from cadenza.policies.slurm.backfill import Backfill
 from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.slurm_baseline import simulate_slurm
 

@@ -160,13 +160,16 @@ def with_usage(memory: Memory, snapshot: ClusterSnapshot, half_life_s: float) ->
     fade = 0.5 ** (passed_s / half_life_s)
     usage = {name: value * fade for name, value in memory.usage.items()}
     had: dict[str, int] = {}  # whole GPUs, so that the order of the jobs changes no last digit
+    movable = 0
     for job in snapshot.jobs:
         if job.state == "RUNNING":
+            movable += job.gpus if job.requeueable and job.lease is not None and job.lease.checkpoints else 0
             for name in (job.account, f"{job.account}/{job.user}"):
                 had[name] = had.get(name, 0) + job.gpus
     for name in sorted(had):
         usage[name] = usage.get(name, 0.0) + had[name] * passed_s
-    return replace(memory, usage=usage, usage_s=now_s)
+    movable_usage = memory.movable_usage * fade + movable * passed_s
+    return replace(memory, usage=usage, usage_s=now_s, movable_usage=movable_usage)
 
 
 def usable(nodes: tuple[Node, ...], others: tuple[Job, ...], partitions: frozenset[str]) -> tuple[Server, ...]:

@@ -142,6 +142,8 @@ class Memory:
     sharing: SharingMemory = field(default_factory=SharingMemory)
     usage: Mapping[str, float] = field(default_factory=dict)
     """GPU seconds that accounts (``ACCOUNT``) and their users (``ACCOUNT/USER``) have had, decayed; for fair shares."""
+    movable_usage: float = 0.0
+    """The part of ``usage`` of jobs that could leave their GPUs."""
     usage_s: float | None = None
     """When ``usage`` was true, seconds since the epoch."""
     ended: EndedJobs = field(default_factory=EndedJobs)

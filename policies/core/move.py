@@ -86,6 +86,10 @@ class Move:
     """The waiting job that this one makes way for, with all others that do: they leave together."""
     factor: int = 0
     """SiteFactor with which a job that makes way comes back."""
+    base: int | None = None
+    """Priority with which the job first started, without its age and without a SiteFactor; None: not known."""
+    displaced_s: float = 0.0
+    """Time that the job waited in the queue after earlier moves of this kind, in seconds."""
     cost_s: float = 0.0
     """Cost of the job's last whole move: from the order to save until its GPUs were free, and from its next start until
     all ranks stood at a boundary, seconds; 0: not known yet."""

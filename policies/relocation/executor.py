@@ -22,7 +22,7 @@ from cadenza.policies.core.actions import (
     Yield,
 )  # fmt: skip
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease, Relocating
+from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease, Relocating, SiteRules
 from cadenza.policies.core.move import Move, Ordered, Placed, Prefetching, Requeued, Wanted
 from cadenza.policies.relocation.groups import leaving_together
 from cadenza.policies.relocation.phases import Step, advance, follows_size, hosts_to_prefetch, refusal_reason
@@ -80,8 +80,8 @@ class Relocation:
                 if reason := _refusal_reason(action, job, moves.get(job.key.id), placed):
                     refused[job.key] = f"cannot be moved: {reason}"
                     continue
-                moves[job.key.id] = _begun(
-                    action, job, self.observed.time_s, leaves.get(job.key), moves.get(job.key.id), decision.memory
+                moves[job.key.id] = self._begun(
+                    action, job, leaves.get(job.key), moves.get(job.key.id), decision.memory
                 )
             actions.append(action)
         # 4. Every job has its sentence; the outcome of a finished move follows the present state.
@@ -138,6 +138,32 @@ class Relocation:
         leaves.update({job.key: action for job in saving})
         return [Migrate(job.key, (), action.reason) for job in saving]
 
+    def _begun(
+        self, action: Migrate | Resize, job: Job, way: MakeWay | None, before: Move | None, memory: Memory
+    ) -> Move:
+        """Return a move that begins; ``way``: the action by which the job makes way with others."""
+        had = memory.factors.get(job.key.id, 0)
+        move = Move(
+            job.key,
+            action.shares,
+            action.reason,
+            Wanted(self.observed.time_s),
+            resize=isinstance(action, Resize) or _other_nodes(action, job),
+            former_gpus=job.gpus,
+            pinned=job.required_nodes,
+            for_job=way.for_job if way is not None and way.for_job != job.key else None,
+            factor=had if way is None else way.factors[way.jobs.index(job.key)],
+            base=job.slurm_priority - had - age_points(job, self.observed.site),
+        )
+        if before is None:
+            return move
+        # What is known of the job's earlier moves goes with it.
+        waited_s = 0.0
+        if before.successor == job.key and before.over and not before.shares and job.start_s is not None:
+            waited_s = max(job.start_s - before.phase.since_s, 0.0)
+        base = move.base if before.base is None else before.base
+        return replace(move, base=base, cost_s=before.cost_s, displaced_s=before.displaced_s + waited_s)
+
 
 def _saves(job: Job, moves: dict[int, Move], memory: Memory) -> bool:
     """Return True if a running job can save a checkpoint now, and may be moved."""
@@ -156,6 +182,13 @@ def _only_wanted(step: Step) -> bool:
 def _wakes(action: Action) -> bool:
     """Return True if a job's processes are to run, or Slurm's word is to be true of them, which its move needs too."""
     return isinstance(action, Unsuspend) or (isinstance(action, Suspend) and action.repair)
+
+
+def age_points(job: Job, site: SiteRules) -> int:
+    """Return the points of age in the priority with which Slurm started a job: its wait since it was submitted last."""
+    if job.start_s is None or site.max_age_s <= 0:
+        return 0
+    return int(site.weights.get("age", 0) * min(max(job.start_s - job.submit_s, 0.0) / site.max_age_s, 1.0))
 
 
 def _relocating(move: Move) -> Relocating | None:
@@ -201,22 +234,3 @@ def _refusal_reason(action: Migrate | Resize, job: Job, before: Move | None, pla
 def _other_nodes(action: Migrate | Resize, job: Job) -> bool:
     """Return True if a job's number of nodes changes, which Slurm is asked for, and its script has to follow."""
     return bool(action.shares) and len(action.shares) != job.num_nodes
-
-
-def _begun(
-    action: Migrate | Resize, job: Job, now_s: float, way: MakeWay | None, before: Move | None, memory: Memory
-) -> Move:
-    """Return a move that begins; ``way``: the action by which the job makes way with others."""
-    factor = memory.factors.get(job.key.id, 0) if way is None else way.factors[way.jobs.index(job.key)]
-    return Move(
-        job.key,
-        action.shares,
-        action.reason,
-        Wanted(now_s),
-        resize=isinstance(action, Resize) or _other_nodes(action, job),
-        former_gpus=job.gpus,
-        pinned=job.required_nodes,
-        for_job=way.for_job if way is not None and way.for_job != job.key else None,
-        factor=factor,
-        cost_s=before.cost_s if before is not None else 0.0,
-    )

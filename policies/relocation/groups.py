@@ -64,4 +64,3 @@ def _called_off(move: Move, step: Step, snapshot: ClusterSnapshot) -> Step:
     if not stands:
         return Step(move, sentence=step.sentence)  # it saves: once it stands, it goes on
     return Step(None, Resume(move.job, "goes on: the job for which it was to make way does not need its GPUs now"))
-

@@ -14,7 +14,7 @@ from cadenza.policies.inputs.costs import SimCosts
 from cadenza.policies.inputs.failures import NodeFailure
 from cadenza.policies.inputs.queue_rules import QueueRules
 from cadenza.policies.inputs.trace import TraceJob
-from cadenza.policies.simulator.backfill import SLURM, Backfill
+from cadenza.policies.slurm.backfill import SLURM, Backfill
 
 GUARD = GuardSettings(enforce=True, partitions=frozenset({PARTITION}), max_actions_per_round=10**9, min_run_s=0.0)
 """No limits."""

@@ -15,8 +15,8 @@ from operator import attrgetter
 
 from cadenza.policies.core.model import Node, SiteRules
 from cadenza.policies.inputs.queue_rules import Account, Qos, QueueRules
-from cadenza.policies.simulator.backfill import Amount, Backfill, Future, Pass, Shares, bits_of, choose, fits
 from cadenza.policies.simulator.priority import Facts, Multifactor, Person
+from cadenza.policies.slurm.backfill import Amount, Backfill, Future, Pass, Shares, bits_of, choose, fits
 
 PLANNED = 20
 """Pending jobs, the first of the queue, whose planned start and nodes a snapshot shows."""

@@ -12,9 +12,9 @@ from cadenza.policies.core.gc_pause import uncollected
 from cadenza.policies.core.model import Node
 from cadenza.policies.inputs.queue_rules import Weights
 from cadenza.policies.inputs.trace import TraceJob
-from cadenza.policies.simulator.backfill import EASY, Backfill
 from cadenza.policies.simulator.run_values import Counts, Result, Setup
 from cadenza.policies.simulator.world import World
+from cadenza.policies.slurm.backfill import EASY, Backfill
 
 
 def simulate_slurm(

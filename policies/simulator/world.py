@@ -15,12 +15,12 @@ from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node
 from cadenza.policies.core.profile import MB_PER_GB
 from cadenza.policies.inputs.cluster import widest_nodes
 from cadenza.policies.inputs.trace import TraceJob
-from cadenza.policies.simulator.backfill import Amount, Shares
 from cadenza.policies.simulator.job import SimJob, best_or_one, even_share, whole_iterations
 from cadenza.policies.simulator.leases import Changes, Leases
 from cadenza.policies.simulator.priority import Person
 from cadenza.policies.simulator.run_values import JobResult, Sample, Setup
 from cadenza.policies.simulator.scheduler import QueuedJob, Scheduler
+from cadenza.policies.slurm.backfill import Amount, Shares
 
 SAVE_SHARE = 0.25
 """Part of a move's measured cost that passes until its checkpoint is complete, where moves take several rounds.

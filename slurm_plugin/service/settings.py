@@ -150,8 +150,8 @@ class PolicyTable(msgspec.Struct, frozen=True):
     level_points: Annotated[
         float,
         Meta(
-            description="Priority that a level of attained GPU time costs a job that made way, as a part of the sum of "
-            "the site's PriorityWeights (preemption)",
+            description="Priority that the last level of attained GPU time costs a job that made way, as a part of the "
+            "sum of the site's PriorityWeights; the first level costs nothing (preemption)",
             ge=0,
             le=100,
         ),

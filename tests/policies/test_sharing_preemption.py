@@ -194,12 +194,10 @@ def test_room_is_made_behind_a_wider_job_that_does_not_fit_there():
 
 
 def test_no_room_is_made_where_slurm_has_reserved_the_node_before_the_job_would_end():
-    wide = waits(
-        2, 8, options=None, time_limit_s=400 * HOUR, num_nodes=2, slurm_priority=20_000,
-        scheduled_nodes=("node1", "node2"), expected_start_s=NOW + 0.5 * HOUR,
-    )  # fmt: skip
-    stays = runs(9, 4, "node2", options=None)
-    for limit_h, expected in ((1.0, []), (0.5, [(3, {1})])):
+    """With node1 free, backfill keeps it for the wide job from the end of node2's job on, half an hour from now."""
+    wide = waits(2, 8, options=None, time_limit_s=400 * HOUR, num_nodes=2, slurm_priority=20_000)
+    stays = runs(9, 4, "node2", options=None, time_limit_s=2.5 * HOUR)
+    for limit_h, expected in ((1.0, []), (0.4, [(3, {1})])):
         small = waits(3, 1, state_reason="Priority", time_limit_s=limit_h * HOUR)
         jobs = (runs(1, 4, had_h=100.0), stays, wide, small)
         assert ways(site_of(*jobs, hosts=("node1", "node2"))) == expected
@@ -262,14 +260,18 @@ def factors(snapshot: ClusterSnapshot, memory: Memory) -> dict[int, int]:
 
 
 def test_its_factor_is_that_of_its_level_once_the_other_has_started_and_its_age_is_made_up_for():
-    back, move = displaced(1, 2)
-    memory = replace(KNOWN, moves=(move,), factors={1: -25_000})
+    back, move = displaced(1, 2, slurm_priority=500)
+    move = replace(move, factor=-8_000, base=9_000)
+    memory = replace(KNOWN, moves=(move,), factors={1: -8_000})
     still = waits(2, 4)
     assert factors(site_of(back, still), memory) == {}
     started = runs(2, 4, had_h=0.01)
-    per_level = 0.02 * SITE.points
-    age = 5_000 * (84 * HOUR - 30) / (7 * 24 * HOUR)
-    assert factors(site_of(back, started), memory) == {1: int(age - 4 * per_level)}
+    rest, age, levels = 8_500, 5_000 * 84 / (7 * 24), int(0.44 * SITE.points * 4 / 7)
+    assert factors(site_of(back, started), memory) == {1: int(9_000 + age - levels - rest)}
+    floor = replace(back, slurm_priority=1)
+    assert factors(site_of(floor, started), memory) == {1: int(age - levels)}, "Slurm shows 1, however low the sum is"
+    settled = replace(memory, factors={1: -700})
+    assert factors(site_of(back, started), settled) == {}, "once is enough"
 
 
 def test_a_job_that_others_requeued_waits_as_it_was_submitted():

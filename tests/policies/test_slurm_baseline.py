@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.inputs.trace import TraceJob
-from cadenza.policies.simulator.backfill import SLURM, Backfill, Future, Pass, bits_of
+from cadenza.policies.slurm.backfill import SLURM, Backfill, Future, Pass, bits_of
 from cadenza.policies.simulator.figures import summarize
 from cadenza.policies.simulator.ideal_las import ideal_las
 from cadenza.policies.simulator.job import SimJob

@@ -1,21 +1,23 @@
 """Stage of preemption: running jobs make way for the first jobs of Slurm's queue that wait for resources.
 
 Slurm alone starts jobs. So room is made only where Slurm would start the job that it is made for: the first of its
-queue, or one that its backfill starts there. The walk below plays one pass of Slurm over its queue.
+queue, or one that its backfill starts there. Before any job is asked to leave, one pass of Slurm is played with the
+GPUs free, and room whose job that pass does not start is not made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 from cadenza.policies.core.actions import MakeWay
-from cadenza.policies.core.model import Job, JobKey
+from cadenza.policies.core.model import Job
 from cadenza.policies.core.text import job_names
 from cadenza.policies.sharing.preemption.join_idle import join_idle_gpus
-from cadenza.policies.sharing.preemption.node_room import NodeRequest, NodeRoom, Victim, affected, shares_of
+from cadenza.policies.sharing.preemption.node_room import NodeRequest, NodeRoom, Victim, shares_of
 from cadenza.policies.sharing.preemption.site_factor import behind, powerless_reason
+from cadenza.policies.sharing.preemption.slurm_pass import SlurmPass, running_until
 from cadenza.policies.sharing.preemption.standing import COST_S, QUANTUM_COSTS, Standings, limit_s, note_checkpoints
 from cadenza.policies.sharing.preemption.waiting_jobs import waiting_jobs
 from cadenza.policies.sharing.preemption.waiting_reason import WaitingReasons
@@ -23,135 +25,189 @@ from cadenza.policies.sharing.state.sharing_state import SharingState
 
 MAX_WAYS = 20
 """Waiting jobs that room is made for in one round."""
+MAX_TRIES = 40
+"""Waiting jobs that room is looked for in one round: the search takes time."""
 AGAIN_S = QUANTUM_COSTS * COST_S
-"""Time until room is made for the same job again, if others got the first."""
+"""Time until room is looked for again for a job whose room would go to others, or went there."""
 
 
-@dataclass(slots=True)
-class _Walk:
-    """One pass over the queue, as far as it has come."""
+class Way(NamedTuple):
+    """Room for one waiting job."""
 
-    room: NodeRoom
-    standings: Standings
-    blocked: dict[NodeRequest, Job] = field(default_factory=dict)
-    """Jobs before that do not fit: of those that ask alike, the first."""
-    reserved_s: dict[str, float] = field(default_factory=dict)
-    """By node, the earliest start that Slurm's backfill has reserved there for one of them."""
-    vain: set[tuple[object, ...]] = field(default_factory=set)
-    """Claims for which no room was found: nothing that asks alike has to try again."""
-
-    def open_to(self, job: Job, request: NodeRequest) -> list[str]:
-        """Return the nodes on which backfill would start a job: there it delays no reservation by its time limit."""
-        names = self.room.admitting(request)
-        if not self.reserved_s:
-            return list(names)
-        ends_s = self.standings.now_s + limit_s(job)
-        return [name for name in names if ends_s <= self.reserved_s.get(name, inf)]
-
-    def block(self, job: Job, request: NodeRequest) -> None:
-        """Note a job that stays in the queue, with the nodes that Slurm's backfill keeps for it."""
-        self.blocked.setdefault(request, job)
-        if job.expected_start_s is not None:
-            for name in job.scheduled_nodes:
-                self.reserved_s[name] = min(self.reserved_s.get(name, inf), job.expected_start_s)
-
-    def feeds_others(self, victims: tuple[Victim, ...]) -> bool:
-        """Return True if a job before would fit into what these jobs free: Slurm would start that one there."""
-        touched = affected(victims)
-        self.room.evict(victims)
-        try:
-            for request in self.blocked:
-                names = self.room.admitting(request)
-                near = [name for name in names if name in touched]
-                if near and self.room.fits(request._replace(nodes=1), near) and self.room.fits(request, names):
-                    return True
-            return False
-        finally:
-            self.room.restore(victims)
+    job: Job
+    request: NodeRequest
+    nodes: tuple[str, ...]
+    victims: tuple[Victim, ...]
 
 
 def make_way(state: SharingState) -> None:
     """Let running jobs of a worse level make way for the first jobs of Slurm's queue that wait for resources."""
     note_checkpoints(state)
+    queue = waiting_jobs(state.snapshot) if state.settings.partitions else []
     if reason := powerless_reason(state.snapshot.site):
-        state.placement_reasons.update({job.key: reason for job in waiting_jobs(state.snapshot)})
+        state.placement_reasons.update({job.key: reason for job in queue})
         return
-    standings, made = Standings(state), dict(state.memory.made_way)
     # 1. Jobs that could leave, and nodes with what is free or becomes free as jobs leave.
+    standings = Standings(state)
     victims = [
         Victim(job, standings.level(job), shares_of(job))
         for job in state.jobs.values()
         if standings.can_leave(job) and standings.quantum_left_s(job) <= 0.0
     ]
-    room = NodeRoom(state.snapshot, victims, _leaving(state))
-    walk, reasons, ways = _Walk(room, standings), WaitingReasons(room, standings), 0
-    queue = waiting_jobs(state.snapshot) if state.settings.partitions else []
+    leaving = [job for job in state.all_jobs if job.nodes and _leaves(job, state)]
+    # 2. One walk through the queue: who starts, for whom jobs can leave, who stays.
+    room = NodeRoom(state.snapshot, victims, leaving)
+    walk = _Walk(room, standings, state)
     for job in queue:
-        request = room.request(job)
-        names = walk.open_to(job, request)
-        # 2. Slurm can start it now, or once those that leave have left.
-        if spot := room.fits(request, names):
-            room.take(request, spot)
-            state.placement_reasons[job.key] = f"is next in Slurm's queue: {', '.join(spot)} has room for it"
-            continue
-        # 3. Jobs of a worse level make way, the fewest GPUs of them, if no job before it would get the room.
-        leavers: tuple[Victim, ...] = ()
-        if ways < MAX_WAYS and state.now_s >= made.get(job.key.id, -inf) + AGAIN_S:
-            leavers, spot = _room_for(walk, job, request, names)
-        if leavers:
-            ways += 1
-            made[job.key.id] = state.now_s
-            _let_leave(state, standings, job, leavers)
-            room.evict(leavers)
-            room.take(request, spot)
-            continue
-        # 4. It stays in the queue, and Slurm's reservation for it stands.
-        if state.settings.manages(job):
-            state.placement_reasons[job.key] = reasons.of(job, request)
-        walk.block(job, request)
-    # 5. Ways of jobs that are gone or run are forgotten.
+        walk.step(job)
+    # 3. The same pass with the GPUs free must start each job that room is made for.
+    gone = {job.key for job in leaving}
+    ways = _proven(walk.ways, queue, state, [job for job in state.all_jobs if job.key not in gone], leaving)
+    # 4. The orders, and what is remembered: for whom room was made, or looked for in vain.
+    for way in ways:
+        _let_leave(state, standings, way)
     waiting = {job.key.id for job in state.all_jobs if job.state == "PENDING"}
-    kept = {number: at_s for number, at_s in made.items() if number in waiting}
+    tried = dict(state.memory.made_way) | {way.job.key.id: state.now_s for way in walk.ways}
+    kept = {number: at_s for number, at_s in sorted(tried.items()) if number in waiting}
     if kept != state.memory.made_way:
         state.memory = state.with_memory(made_way=kept)
 
 
-def _leaving(state: SharingState) -> Iterable[Job]:
-    """Return the jobs whose GPUs Slurm has back soon: they end, or make way already."""
-    for job in state.all_jobs:
-        if job.nodes and (job.state == "OTHER" or job.key.id in state.making_way):
-            yield job
+def _leaves(job: Job, state: SharingState) -> bool:
+    """Return True for a job whose GPUs Slurm has back soon: it ends, or makes way already."""
+    return job.state == "OTHER" or job.key.id in state.making_way
 
 
-def _room_for(
-    walk: _Walk, job: Job, request: NodeRequest, names: list[str]
-) -> tuple[tuple[Victim, ...], tuple[str, ...]]:
-    """Return the jobs that leave so that a waiting job starts, and its nodes; empty if none may."""
-    standings, room = walk.standings, walk.room
-    claim = standings.claim(job)
-    fair = standings.site.fair_share
-    alike = (request, claim, job.partition, job.qos, job.account if fair else "", job.user if fair else "")
+@dataclass(slots=True)
+class _Walk:
+    """One walk through the queue, as far as it has come."""
 
-    def may(victim: Victim) -> bool:
-        return victim.level > claim and not standings.outranks(victim.job, job)
+    room: NodeRoom
+    standings: Standings
+    state: SharingState
+    ways: list[Way] = field(default_factory=list)
+    tries: int = 0
+    blocked: list[tuple[Job, NodeRequest]] = field(default_factory=list)
+    """Jobs before that stay in the queue."""
+    reserved: int = 0
+    """How many of them the pass has reserved nodes for."""
+    slurm: SlurmPass | None = None
+    vain: set[tuple[object, ...]] = field(default_factory=set)
+    """Claims for which no room was found: nothing that asks alike has to try again."""
+    reasons: WaitingReasons = field(init=False)
 
-    if room.worst_level > claim and (alike, len(walk.reserved_s)) not in walk.vain:
-        found = room.least_eviction(request, names, may)
-        if found is not None and found[1] and not walk.feeds_others(found[1]):
-            return found[1], found[0]
-        walk.vain.add((alike, len(walk.reserved_s)))
-    # Where no worse level makes room, jobs move together on free GPUs elsewhere.
-    joined = join_idle_gpus(walk.room, standings, job, request, names)
-    if joined is not None and not walk.feeds_others(joined[1]):
-        return joined[1], joined[0]
-    return (), ()
+    def __post_init__(self) -> None:
+        self.reasons = WaitingReasons(self.room, self.standings)
+
+    def step(self, job: Job) -> None:
+        """Take one job of the queue."""
+        state, room = self.state, self.room
+        request = room.request(job)
+        # 1. Slurm can start it now, or once those that leave have left.
+        if spot := room.fits(request, self._pass().unreserved(job, request) if self.slurm else room.admitting(request)):
+            room.take(request, spot)
+            if self.slurm is not None:
+                room.give_back(request, spot)
+                self.slurm.start(job, request, spot)
+            state.placement_reasons[job.key] = f"is next in Slurm's queue: {', '.join(spot)} has room for it"
+            return
+        # 2. Jobs of a worse level make way, the fewest GPUs of them.
+        if way := self._way_for(job, request):
+            self.ways.append(way)
+            room.evict(way.victims)
+            for victim in way.victims:
+                self._pass().running.pop(victim.job.key, None)
+            self._pass().start(job, request, way.nodes)
+            return
+        # 3. It stays in the queue.
+        if state.settings.manages(job):
+            state.placement_reasons[job.key] = self.reasons.of(job, request)
+        self.blocked.append((job, request))
+
+    def _way_for(self, job: Job, request: NodeRequest) -> Way | None:
+        """Return the room that others can make for a waiting job; None without, or where it would not get there."""
+        standings, room, state = self.standings, self.room, self.state
+        claim = standings.claim(job)
+        movable, fair = standings.can_leave_later(job), standings.site.fair_share
+        alike = (request, claim, movable, job.qos, limit_s(job), job.account if fair else "", job.user if fair else "")
+        joins = 1 < job.gpus <= room.widest
+        if not room.on or (room.worst_level <= claim and not joins) or alike in self.vain:
+            return None
+        if len(self.ways) == MAX_WAYS or self.tries == MAX_TRIES or self._would_get_it(job, request):
+            return None
+        if state.now_s < state.memory.made_way.get(job.key.id, -inf) + AGAIN_S:
+            return None
+        self.tries += 1
+        names = self._pass().unreserved(job, request)
+
+        def may(victim: Victim) -> bool:
+            return (
+                victim.level > claim
+                and not standings.outranks(victim.job, job)
+                and (movable or not standings.overdue(victim.job))
+            )
+
+        found = room.least_eviction(request, names, may) if room.worst_level > claim else None
+        if (found is None or not found[1]) and joins:
+            found = join_idle_gpus(room, standings, job, request, names)
+        if found is None or not found[1]:
+            self.vain.add(alike)
+            return None
+        return Way(job, request, *found)
+
+    def _would_get_it(self, job: Job, request: NodeRequest) -> bool:
+        """Return True if a job before would get any room that is made for this one: it asks for no more, for no longer.
+
+        Only a first look, because it is cheap: the pass in the end decides.
+        """
+        return any(
+            other.nodes == 1
+            and other[2:] == request[2:]
+            and limit_s(before) <= limit_s(job)
+            and all(less <= more for less, more in zip(other.each, request.each, strict=True))
+            for before, other in self.blocked
+        )
+
+    def _pass(self) -> SlurmPass:
+        """Return Slurm's pass so far, with the reservations of all jobs that stay in the queue."""
+        if self.slurm is None:
+            gone = (job for job in self.state.all_jobs if not _leaves(job, self.state))
+            self.slurm = SlurmPass(self.room, running_until(gone, self.state.now_s), self.state.now_s)
+        while self.reserved < len(self.blocked):
+            self.slurm.take_turn(*self.blocked[self.reserved])
+            self.reserved += 1
+        return self.slurm
 
 
-def _let_leave(state: SharingState, standings: Standings, job: Job, victims: tuple[Victim, ...]) -> None:
+def _proven(
+    ways: list[Way], queue: list[Job], state: SharingState, staying: list[Job], leaving: list[Job]
+) -> list[Way]:
+    """Return the ways whose job Slurm's own pass starts once all of their jobs have left."""
+    while ways:
+        gone = [victim.job for way in ways for victim in way.victims]
+        keys = {job.key for job in gone}
+        room = NodeRoom(state.snapshot, (), (*leaving, *gone))
+        running = running_until((job for job in staying if job.key not in keys), state.now_s)
+        slurm, started = SlurmPass(room, running, state.now_s), set()
+        wanted = {way.job.key for way in ways}
+        for job in queue:
+            if slurm.take_turn(job, room.request(job)):
+                started.add(job.key)
+            wanted.discard(job.key)
+            if not wanted:
+                break
+        good = [way for way in ways if way.job.key in started]
+        if len(good) == len(ways):
+            return good
+        ways = good
+    return []
+
+
+def _let_leave(state: SharingState, standings: Standings, way: Way) -> None:
     """Order that jobs save, are requeued, and come back behind the job that they make way for."""
-    keys = tuple(sorted(victim.job.key for victim in victims))
-    by_key: dict[JobKey, Victim] = {victim.job.key: victim for victim in victims}
-    factors = tuple(behind(standings, by_key[key].job, job) for key in keys)
-    reason = f"makes way for job {job.key}, which is next in Slurm's queue"
-    state.ways.append(MakeWay(keys, factors, job.key, reason))
+    job = way.job
+    leaving = sorted((victim.job for victim in way.victims), key=lambda one: one.key)
+    keys = tuple(one.key for one in leaving)
+    factors = tuple(behind(standings, one, job) for one in leaving)
+    state.ways.append(MakeWay(keys, factors, job.key, f"makes way for job {job.key}, which is next in Slurm's queue"))
     state.placement_reasons[job.key] = f"{job_names(keys)} make{'s' if len(keys) == 1 else ''} way for it"

@@ -7,11 +7,11 @@ counts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from heapq import nsmallest
 from typing import NamedTuple, TypeAlias
 
-from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node
+from cadenza.policies.core.model import ClusterSnapshot, Job, Node
 
 Amount: TypeAlias = tuple[int, int, int]
 """GPUs, CPUs and MB."""
@@ -41,7 +41,10 @@ class NodeRoom:
     """Free resources by node, as the walk through the queue gives them out, and the jobs that may make way there."""
 
     def __init__(self, snapshot: ClusterSnapshot, victims: Iterable[Victim], leaving: Iterable[Job]) -> None:
-        self.nodes = {node.name: node for node in snapshot.nodes if node.takes_jobs and node.gpus > 0}
+        usable = (node for node in snapshot.nodes if node.gpus > 0 and (node.takes_jobs or node.asleep))
+        self.nodes = {node.name: node for node in sorted(usable, key=lambda one: (one.lane, one.weight, one.name))}
+        """Nodes on which Slurm starts jobs, in its order; those that it has powered down it wakes for them."""
+        self.widest = max((node.gpus for node in self.nodes.values()), default=0)
         self.free: dict[str, Amount] = {
             node.name: (node.gpus - node.gpus_used, node.cpus - node.cpus_used, node.memory_mb - node.memory_used_mb)
             for node in self.nodes.values()
@@ -57,7 +60,7 @@ class NodeRoom:
         self.worst_level = max((one.level for found in self.on.values() for one in found), default=-1)
         self._admitting: dict[tuple[object, ...], tuple[str, ...]] = {}
         self._in_partition: defaultdict[str, list[Node]] = defaultdict(list)
-        for node in sorted(self.nodes.values(), key=lambda one: (one.weight, one.name)):
+        for node in self.nodes.values():
             for name in node.partitions:
                 self._in_partition[name].append(node)
 
@@ -157,16 +160,6 @@ class NodeRoom:
             for name in victim.shares:
                 self.on[name] = [one for one in self.on[name] if one.job.key != victim.job.key]
 
-    def restore(self, victims: Iterable[Victim]) -> None:
-        """Take back what ``evict`` has freed."""
-        for victim in victims:
-            for name, amount in victim.shares.items():
-                if name in self.free:
-                    self.free[name] = _less(self.free[name], amount)
-                    self.on[name] = sorted(
-                        [*self.on[name], victim], key=lambda one: (-one.level, -(one.job.start_s or 0.0), one.job.key)
-                    )
-
     def _give_back(self, shares: Mapping[str, Amount]) -> None:
         for name, amount in shares.items():
             if name in self.free:
@@ -179,16 +172,6 @@ def shares_of(job: Job) -> dict[str, Amount]:
     count = max(len(job.nodes), 1)
     even = (-(-job.gpus // count), -(-job.cpus // count), -(-job.memory_mb // count))
     return {name: placed.get(name, even) for name in job.nodes}
-
-
-def affected(victims: Sequence[Victim]) -> Collection[str]:
-    """Return the nodes on which jobs have something."""
-    return {name for victim in victims for name in victim.shares}
-
-
-def keys_of(victims: Iterable[Victim]) -> tuple[JobKey, ...]:
-    """Return the jobs in order."""
-    return tuple(sorted(victim.job.key for victim in victims))
 
 
 def _fits(need: Amount, free: Amount) -> bool:

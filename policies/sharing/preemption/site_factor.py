@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from cadenza.policies.core.actions import SetFactor
 from cadenza.policies.core.model import Job, SiteRules
+from cadenza.policies.core.move import Move
 from cadenza.policies.ordering.ranking import first_submit_s
-from cadenza.policies.sharing.preemption.standing import Standings
+from cadenza.policies.sharing.preemption.standing import LAST_LEVEL, Standings
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
 LOWEST_FACTOR = -(2**30)
@@ -31,27 +32,26 @@ def powerless_reason(site: SiteRules) -> str | None:
     return None
 
 
-def level_factor(standings: Standings, job: Job) -> int:
-    """Return the SiteFactor of a job by its level, and by the age that its requeue took from it.
-
-    Slurm counts the age of a requeued job anew (job_mgr.c, accrue_time). It has waited and run since its submission, so
-    what it had is made up for: a job that can leave waits no longer in the end than one that cannot.
-    """
-    site, settings = standings.site, standings.state.settings
-    points = settings.level_points * site.points * standings.level(job)
-    age_s = min(max(job.submit_s - first_submit_s(job), 0.0) / site.max_age_s, 1.0) if site.max_age_s > 0 else 0.0
-    return max(int(site.weights.get("age", 0) * age_s - points), LOWEST_FACTOR)
-
-
 def behind(standings: Standings, job: Job, waiting: Job) -> int:
     """Return the SiteFactor with which a running job comes back behind the one that it makes way for.
 
     Slurm shows the priority with which a running job started, its age then included; without that age it is less.
     """
     had = standings.state.memory.factors.get(job.key.id, 0)
-    rest = job.slurm_priority - had
-    least = waiting.slurm_priority - 1 - rest
-    return max(min(level_factor(standings, job), least), LOWEST_FACTOR)
+    most = waiting.slurm_priority - 1 - (job.slurm_priority - had)
+    return max(min(-level_points(standings, job), most), LOWEST_FACTOR)
+
+
+def level_points(standings: Standings, job: Job) -> int:
+    """Return the points that a job loses by its level.
+
+    The last level costs a part of the site's weights, so fair share and QOS still decide between accounts and classes.
+    One that has waited too long for jobs that never leave loses less, the fewer jobs there are that can leave.
+    """
+    part = standings.state.settings.level_points * standings.level(job) / LAST_LEVEL
+    if standings.overdue(job):
+        part *= standings.movable_part
+    return int(part * standings.site.points)
 
 
 def set_factors(state: SharingState) -> None:
@@ -59,20 +59,41 @@ def set_factors(state: SharingState) -> None:
     standings = Standings(state)
     for job in state.all_jobs:
         had = state.memory.factors.get(job.key.id, 0)
-        if job.state != "PENDING" or not state.settings.manages(job):
-            continue
         move = standings.moves.get(job.key.id)
-        ours = move is not None and move.successor == job.key and not move.shares
-        if not ours or move is None:
+        if job.state != "PENDING" or not state.settings.manages(job) or (move is None and not had):
+            continue
+        # 1. It was requeued by others, or is in the queue for another reason.
+        if move is None or move.successor != job.key or move.shares:
             if had:
                 state.factors.append(SetFactor(job.key, 0, "was requeued by others: it waits as it was submitted"))
             continue
-        waiting = state.snapshot.by_id.get(move.for_job.id) if move.for_job is not None else None
-        since_s = move.phase.since_s
-        stays = waiting is not None and waiting.key == move.for_job and waiting.state == "PENDING"
-        if stays and state.now_s < since_s + BEHIND_S:
+        # 2. It stays behind the job that it made way for until that one runs. Once is enough: Slurm computes priorities
+        #    anew every five minutes only (PriorityCalcPeriod), and until then shows the ones before.
+        if had != move.factor or _stands_behind(move, state):
             continue
-        factor = level_factor(standings, job)
+        # 3. It gets the priority with which it started first, with the age since its submission, less its level.
+        factor = _settled_factor(standings, job, move, had)
         if factor != had:
-            level = standings.level(job)
-            state.factors.append(SetFactor(job.key, factor, f"level {level} of attained GPU time"))
+            state.factors.append(SetFactor(job.key, factor, f"level {standings.level(job)} of attained GPU time"))
+
+
+def _stands_behind(move: Move, state: SharingState) -> bool:
+    waiting = state.snapshot.by_id.get(move.for_job.id) if move.for_job is not None else None
+    waits = waiting is not None and waiting.key == move.for_job and waiting.state == "PENDING"
+    return waits and state.now_s < move.phase.since_s + BEHIND_S
+
+
+def _settled_factor(standings: Standings, job: Job, move: Move, had: int) -> int:
+    """Return the SiteFactor of a job that made way, once it need not stand behind others.
+
+    A requeue takes its age (job_mgr.c, accrue_time), and its own run has lowered its user's fair share. A job that
+    cannot leave loses neither: it was started by the priority that it had then, and runs to its end.
+    """
+    site = standings.site
+    shown = job.slurm_priority - had
+    base = shown if move.base is None else move.base
+    rest = shown if job.slurm_priority > 1 else base  # Slurm shows no less than 1, however low the sum is
+    waited_s = max(standings.now_s - first_submit_s(job), 0.0)
+    age = site.weights.get("age", 0) * min(waited_s / site.max_age_s, 1.0) if site.max_age_s > 0 else 0.0
+    factor = int(base + age - level_points(standings, job) - rest)
+    return max(factor, LOWEST_FACTOR) or -1  # 0 would mean that it is not ours

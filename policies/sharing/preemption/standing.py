@@ -13,7 +13,7 @@ from functools import cached_property
 from cadenza.policies.core.model import Job, JobKey, SiteRules
 from cadenza.policies.core.move import Move
 from cadenza.policies.ordering.levels import THRESHOLDS, level_of, levels
-from cadenza.policies.ordering.ranking import attained_service
+from cadenza.policies.ordering.ranking import attained_service, first_submit_s, progress_of
 from cadenza.policies.sharing.state.sharing_state import SharingState
 
 LAST_LEVEL = len(THRESHOLDS)
@@ -27,6 +27,12 @@ COST_S = 60.0
 """Assumed cost of a move until the job's own is known, in seconds."""
 QUANTUM_COSTS = 10.0
 """A job keeps the GPUs that it got for so many times the cost of its last move: moving costs it a tenth at most."""
+DISPLACED_PART = 0.2
+"""Part of its time with GPUs that a job may wait for jobs that cannot leave."""
+FIRST_MOVES, MOVES_A_DAY = 6.0, 1.5
+"""Bound on the restarts of a job: so many, and so many more for each day since its submission."""
+FEW, NEARLY_ALL = 0.3, 0.95
+"""Parts of all GPU time that jobs which can leave have, between which the level of an overdue job comes to count."""
 BELIEVED_S = 14 * 86400.0
 """Time for which a user's job name counts as one that keeps checkpoints since one of its jobs was seen with some."""
 NEWS_S = 3600.0
@@ -136,6 +142,8 @@ class Standings:
         move = self.moves.get(job.key.id)
         if move is not None and move.over and move.job == job.key:
             return "could not be moved a while ago"
+        if not self.moves_left(job):
+            return "has been requeued often enough for its age"
         return None
 
     def quantum_left_s(self, job: Job) -> float:
@@ -153,6 +161,35 @@ class Standings:
         if job.start_s is not None:
             return self.now_s - job.start_s
         return job.lease.held_s if job.lease is not None else 0.0
+
+    def overdue(self, job: Job) -> bool:
+        """Return True if a job has waited too long for others already: it makes way no more for jobs that never do.
+
+        Jobs that can leave make way for each other. For those that cannot a job waits a fifth of the time that it has
+        had its GPUs at most, or else the few that can leave would pay for all others.
+        """
+        return self.displaced_s(job) > DISPLACED_PART * progress_of(job).attained(self.now_s)
+
+    def displaced_s(self, job: Job) -> float:
+        """Return for how long a job has waited in the queue after it made way, all its moves together, in seconds."""
+        move = self.moves.get(job.key.id)
+        if move is None or not move.over:
+            return move.displaced_s if move is not None else 0.0
+        until_s = self.now_s if job.state == "PENDING" else job.start_s or self.now_s
+        return move.displaced_s + (max(until_s - move.phase.since_s, 0.0) if move.successor == job.key else 0.0)
+
+    def moves_left(self, job: Job) -> bool:
+        """Return True if a job may be requeued once more: the number of its restarts is bounded over its life."""
+        days = (self.now_s - first_submit_s(job)) / 86400.0
+        return job.key.restart + 1 <= FIRST_MOVES + MOVES_A_DAY * days
+
+    @cached_property
+    def movable_part(self) -> float:
+        """Return how much of the GPU time belongs to jobs that can leave: 0 below 0.3 of it, 1 from 0.95 on."""
+        memory = self.state.memory
+        whole = sum(used for name, used in memory.usage.items() if "/" not in name)
+        part = memory.movable_usage / whole if whole > 0 else 0.0
+        return min(max((part - FEW) / (NEARLY_ALL - FEW), 0.0), 1.0)
 
     def outranks(self, job: Job, other: Job) -> bool:
         """Return True if the site's own rules put a running job above a waiting one, so that it does not make way.

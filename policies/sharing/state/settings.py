@@ -53,8 +53,8 @@ class SharingSettings(SharingOptions):
     shares: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Shares of accounts and users, for the ordering that has them (``fairshare``)."""
 
-    level_points: float = 0.02
-    """Points of priority that a level of attained GPU time costs, as a part of the sum of the site's weights."""
+    level_points: float = 0.44
+    """Priority that the last level of attained GPU time costs, as a part of the sum of the site's weights."""
     floor: bool = False
     """True if Slurm's allocation is a floor: a running job keeps its memory, and enough CPUs to be as fast as with
     those that Slurm gave it."""

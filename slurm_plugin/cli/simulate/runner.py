@@ -16,7 +16,7 @@ from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.cluster import PARTITION
 from cadenza.policies.inputs.trace import TraceJob
-from cadenza.policies.simulator.backfill import STRICT
+from cadenza.policies.slurm.backfill import STRICT
 from cadenza.policies.simulator.figures import HOUR, Summary, flat, over_seeds, quantile, summarize
 from cadenza.policies.simulator.ideal_las import ideal_las
 from cadenza.policies.simulator.load_sweep import LoadRow, highest_stable, load_rows, sweep_point, too_short

@@ -37,6 +37,7 @@ class _MemoryRow(msgspec.Struct, frozen=True):
     requeued: tuple[tuple[JobKey, float], ...] = ()
     departed: tuple[tuple[JobKey, float], ...] = ()
     ended: EndedJobs = EndedJobs()
+    movable_usage: float = 0.0
     factors: tuple[tuple[int, int], ...] = ()
     keep_checkpoints: dict[str, float] = {}
     made_way: tuple[tuple[int, float], ...] = ()

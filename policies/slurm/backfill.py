@@ -1,4 +1,4 @@
-"""Slurm's backfill in a simulation: the earliest start of a pending job among running jobs and reservations.
+"""Slurm's backfill: the earliest start of a pending job among running jobs and reservations.
 
 Sources: slurm.conf, ``SchedulerParameters``; Slurm 25.11, ``_attempt_backfill`` in sched/backfill and
 ``_future_run_test`` in select/cons_tres. ``benchmarks/calibration.py`` compares with a real slurmctld.
@@ -52,13 +52,25 @@ LAST_WINDOW_S = 365 * 86_400.0
 class Request(Protocol):
     """A pending job as backfill sees it."""
 
-    each: tuple[Amount, ...]
-    """Its request on each of its nodes, the largest first."""
-    pins: Shares
-    """Shares at the nodes that it has to have; empty: any nodes of ``among``."""
-    among: int
-    """Nodes that it may have, as bits."""
-    limit_s: float
+    @property
+    def each(self) -> tuple[Amount, ...]:
+        """Return its request on each of its nodes, the largest first."""
+        ...
+
+    @property
+    def pins(self) -> Shares:
+        """Return shares at the nodes that it has to have; empty: any nodes of ``among``."""
+        ...
+
+    @property
+    def among(self) -> int:
+        """Return the nodes that it may have, as bits."""
+        ...
+
+    @property
+    def limit_s(self) -> float:
+        """Return its time limit in seconds."""
+        ...
 
 
 class Slot(NamedTuple):
@@ -153,7 +165,7 @@ class Pass:
         last_s = self._now_s + self._rules.window_s
         while later_s is not None and later_s <= last_s:
             from_s = later_s
-            nodes, later_s = self._free_of_reservations(from_s, from_s + job.limit_s)
+            nodes, later_s = self.free_of_reservations(from_s, from_s + job.limit_s)
             nodes &= job.among
             if nodes.bit_count() < len(job.each):
                 continue
@@ -174,7 +186,7 @@ class Pass:
             return (start_s, spot) if start_s <= last_s else (inf, [])
         return inf, []
 
-    def _free_of_reservations(self, from_s: float, to_s: float) -> tuple[int, float | None]:
+    def free_of_reservations(self, from_s: float, to_s: float) -> tuple[int, float | None]:
         """Return the nodes without a reservation in this time, and the time from which further ones are free."""
         slots = self._slots
         nodes, later_s = self._nodes, None

@@ -1,0 +1,1 @@
+"""Models of Slurm's own scheduling, which policies and the simulator share."""
