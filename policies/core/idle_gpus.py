@@ -1,4 +1,4 @@
-"""GPUs that are idle while a job waits that fits there (pure)."""
+"""Jobs that wait for GPUs, and GPUs that are idle while one waits that fits there (pure)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job
 
 HOLDING = ("held", "stopping")
 """States of leases whose jobs may use their GPUs."""
+WAITS_FOR_GPUS = frozenset({"", "Resources", "Priority"})
+"""Slurm's reasons of pending jobs that start once GPUs are free (squeue(1), JOB REASON CODES).
+
+Dependencies, begin times, holds, limits and licenses keep a job waiting beside idle GPUs."""
 
 
 class HostGpus(NamedTuple):
@@ -18,6 +22,39 @@ class HostGpus(NamedTuple):
     gpus: int
     idle: int
     partitions: Sequence[str]
+
+
+def waits_for_gpus(job: Job, *, ours: bool = False) -> bool:
+    """Return whether a job would go on if GPUs were free: it is in Slurm's queue for them, or waits for its turn.
+
+    ``ours``: its hold or its suspend is Cadenza's, which ends as soon as it gets its GPUs; any other is for good.
+    """
+    if not job.gpus:
+        return False
+    if job.state == "PENDING":
+        return ours if job.held else job.state_reason in WAITS_FOR_GPUS
+    lease = job.lease
+    started = job.state == "RUNNING" or (job.state == "SUSPENDED" and ours)
+    return started and lease is not None and lease.state not in HOLDING and not (lease.exclusive or lease.late)
+
+
+def fits(hosts: Sequence[HostGpus], partition: str, gpus: int, nodes: int = 1) -> bool:
+    """Return whether enough GPUs of one of a job's partitions are idle for it; only GPUs are considered.
+
+    A job has an equal part of its GPUs on each of its nodes, and as many nodes as the widest host makes necessary.
+    ``partition``: as Slurm has it, several by commas.
+
+    >>> hosts = [HostGpus(4, 3, ("gpu",)), HostGpus(4, 3, ("gpu",)), HostGpus(8, 8, ("other",))]
+    >>> fits(hosts, "gpu", 4), fits(hosts, "gpu", 6), fits(hosts, "gpu", 4, nodes=2), fits(hosts, "gpu,other", 4)
+    (False, True, True, True)
+    """
+    for name in partition.split(","):
+        here = [host for host in hosts if name in host.partitions]
+        widest = max((host.gpus for host in here), default=0)
+        parts = max(nodes, -(-gpus // widest) if widest else 1)
+        if here and sum(host.idle * parts >= gpus for host in here) >= parts:
+            return True
+    return False
 
 
 def free_gpus(snapshot: ClusterSnapshot) -> list[HostGpus]:
@@ -54,21 +91,15 @@ def narrowest_jobs(waiting: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 
 def idle_waiting_gpus(hosts: Sequence[HostGpus], narrowest: Mapping[str, int]) -> int:
-    """Return the GPUs that no job holds in the partitions where a waiting job fits; only GPUs are considered.
+    """Return the GPUs that no job holds in the partitions where a waiting job fits.
 
-    A job fits on a host with enough idle GPUs. One with more GPUs than the widest host of its partition fits when
-    enough of these hosts are wholly idle. ``narrowest``: see ``narrowest_jobs``.
+    ``narrowest``: see ``narrowest_jobs``.
 
     >>> idle_waiting_gpus([HostGpus(4, 3, ("gpu",)), HostGpus(4, 2, ("other",))], {"gpu": 2, "other": 3})
     3
     """
     counted: set[int] = set()
     for partition, gpus in narrowest.items():
-        here = [at for at, host in enumerate(hosts) if partition in host.partitions]
-        widest = max((hosts[at].gpus for at in here), default=0)
-        room = max((hosts[at].idle for at in here), default=0)
-        if gpus > widest:
-            room = sum(widest for at in here if hosts[at].idle == widest)
-        if gpus <= room:
-            counted.update(here)
+        if fits(hosts, partition, gpus):
+            counted.update(at for at, host in enumerate(hosts) if partition in host.partitions)
     return sum(hosts[at].idle for at in counted)

@@ -547,7 +547,12 @@ class World:
             if node.lane == 0:
                 used = self._used[node.name][0] if held is None else held.get(node.host, 0)
                 hosts.append(HostGpus(node.gpus, node.gpus - used if node.up else 0, node.partitions))
-        waiting = ((job.trace.partition, job.gpus) for job in self.live.values() if not job.running)
+        # A job at a limit of its account, QOS, array or license would not start on free GPUs.
+        waiting = (
+            (job.trace.partition, job.gpus)
+            for job in self.live.values()
+            if not job.running and (job.state != "PENDING" or not self.queue.limit(job.queued))
+        )
         return float(idle_waiting_gpus(hosts, narrowest_jobs(waiting)))
 
     def results(self) -> tuple[JobResult, ...]:

@@ -79,6 +79,23 @@ def test_top_shows_idle_gpus_and_the_jobs_that_could_use_them(config: Path) -> N
     assert "can move 1/1" in text
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"state_reason": "Dependency"},
+        {"state_reason": "AssocGrpGRES"},
+        {"partition": "other"},
+        {"slurm_priority": 0},
+        {"num_nodes": 2, "gpus": 2},
+    ],
+)
+def test_top_calls_no_job_fitting_that_idle_gpus_would_not_start(config: Path, changes: dict[str, object]) -> None:
+    pending = replace(job(7, "late", None, state="PENDING", nodes=()), gpus=1)
+    fill(config, cluster(replace(pending, **changes), replace(pending, key=JobKey(8, 0))), apply=True)
+    view = json.loads(run("top", "--once", "--json", "--config", str(config)).stdout)
+    assert (view["idle_gpus"], view["waiting_that_fit"]) == (2, [8])
+
+
 def test_top_names_a_lane_that_takes_no_jobs_while_its_hosts_other_lane_does(config: Path) -> None:
     seen = cluster(job(1, "first", "held"))
     first, second = seen.nodes

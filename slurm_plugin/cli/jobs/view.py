@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from cadenza.policies.core.idle_gpus import free_gpus
+from cadenza.policies.core.idle_gpus import fits, free_gpus, waits_for_gpus
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, JobUsage, Lease, Placement
+from cadenza.policies.sharing.state.settings import held_for_us
 from cadenza.slurm_plugin.service.accounting.effects import Effect
 from cadenza.slurm_plugin.service.settings import Settings, from_record
 from cadenza.slurm_plugin.service.store.reader import ActionRow, Round, SwitchRow, host_faults
@@ -119,7 +120,7 @@ def build(last: Round | None, recent: Recent, now_s: float) -> TopView:
     settings = from_record(last.settings) if last.settings else Settings()
     snapshot = last.snapshot
     durations = sorted(row.total_s for row in recent.switches if row.kind == "yield")
-    idle, fit = idle_and_waiting(snapshot)
+    idle, fit = idle_and_waiting(last)
     attached = [job.lease for job in snapshot.jobs if job.opted_in and job.lease is not None]
     return TopView(
         last.at_s,
@@ -160,21 +161,17 @@ def _overdue(age_s: float) -> Iterator[str]:
         yield f"no round for {age_s:.0f} s: `cadenza doctor` looks for the cause"
 
 
-def idle_and_waiting(snapshot: ClusterSnapshot) -> tuple[int, tuple[int, ...]]:
-    """Return the number of idle GPUs, and the ids of the managed jobs that wait although as many are idle on a host.
-
-    A job of several nodes waits for as many hosts with an equal part of its GPUs idle.
-    """
-    idle = [host.idle for host in free_gpus(snapshot)]
-    fit = []
-    for job in snapshot.jobs:
-        queued = job.state == "PENDING" and not job.held
-        lease = job.lease
-        turn = lease is not None and not (lease.exclusive or lease.late) and lease.state in ("waiting", "yielded")
-        parts = max(job.num_nodes, 1)
-        if job.opted_in and job.gpus and (queued or turn) and sum(n >= job.gpus / parts for n in idle) >= parts:
-            fit.append(job.key.id)
-    return sum(idle), tuple(sorted(fit))
+def idle_and_waiting(last: Round) -> tuple[int, tuple[int, ...]]:
+    """Return the number of idle GPUs, and the ids of the managed jobs that wait for GPUs although theirs are idle."""
+    hosts, memory = free_gpus(last.snapshot), last.memory
+    fit = [
+        job.key.id
+        for job in last.snapshot.jobs
+        if job.opted_in
+        and waits_for_gpus(job, ours=held_for_us(job, memory) or job.key in memory.suspended)
+        and fits(hosts, job.partition, job.gpus, job.num_nodes)
+    ]
+    return sum(host.idle for host in hosts), tuple(sorted(fit))
 
 
 def gpu_rows(snapshot: ClusterSnapshot) -> tuple[GpuRow, ...]:

@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.idle_gpus import WAITS_FOR_GPUS
 from cadenza.policies.core.model import JobState
 from cadenza.slurm_plugin.cli.whatif.cluster_nodes import gpus_of
 from cadenza.slurm_plugin.cli.whatif.job_records import (
@@ -20,7 +21,6 @@ from cadenza.slurm_plugin.cli.whatif.job_records import (
     tres_of,
 )
 from cadenza.slurm_plugin.gateway.translate import job_state
-from cadenza.slurm_plugin.service.accounting.usage import WAITS_FOR_GPUS
 
 MAX_JOBS = 1_000_000
 Text = Annotated[str, msgspec.Meta(max_length=65_536)]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from cadenza.policies.core.idle_gpus import HostGpus, idle_waiting_gpus, narrowest_jobs
+from cadenza.policies.core.idle_gpus import HostGpus, fits, idle_waiting_gpus, narrowest_jobs
 from cadenza.policies.simulator.figures import bounded_slowdown
 from cadenza.slurm_plugin.cli.watch.queue_answer import QueueJob
 from cadenza.slurm_plugin.cli.watch.virtual_lanes import (
@@ -138,12 +138,11 @@ def view(look: Look, record: WatchRecord) -> WatchView:
     # 2. The jobs that wait, the longest wait first.
     waiting = []
     for job in sorted((job for job in look.jobs if job.waits), key=lambda job: (job.record.submit_s, job.record.job)):
-        one, names = job.record, partitions_of(job)
-        here = [host for host in free if set(names) & set(host.partitions)]
+        one = job.record
         waiting.append(
             WaitingRow(
                 one.job, one.user, one.partition, one.gpus, max(look.at_s - one.submit_s, 0.0), job.reason,
-                fits=idle_waiting_gpus(here, dict.fromkeys(names, one.gpus)) > 0, share_with=sharers.get(one.job, ()),
+                fits=fits(free, one.partition, one.gpus, job.num_nodes), share_with=sharers.get(one.job, ()),
             )
         )  # fmt: skip
     # 3. All of it.

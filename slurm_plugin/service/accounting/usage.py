@@ -9,10 +9,10 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from cadenza.policies.core.decision import Memory
-from cadenza.policies.core.idle_gpus import free_gpus, gpus_on, idle_waiting_gpus, narrowest_jobs
+from cadenza.policies.core.idle_gpus import free_gpus, gpus_on, idle_waiting_gpus, narrowest_jobs, waits_for_gpus
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey
 from cadenza.policies.sharing.state.settings import held_for_us
-from cadenza.slurm_plugin.service.observe.progress import held_within, holds
+from cadenza.slurm_plugin.service.observe.progress import held_within
 
 HOUR_S = 3600.0
 MAX_GAP_S = 300.0
@@ -21,8 +21,6 @@ NOT_WAITING = frozenset(
     {"Dependency", "DependencyNeverSatisfied", "BeginTime", "JobHeldUser", "JobHeldAdmin", "JobArrayTaskLimit"}
 )
 """Slurm's reasons of pending jobs that would not start even on free GPUs (squeue(1), JOB REASON CODES)."""
-WAITS_FOR_GPUS = frozenset({"", "Resources", "Priority"})
-"""Slurm's reasons of pending jobs that start once GPUs are free; other ones, such as limits, may keep them waiting."""
 STARTED = ("RUNNING", "SUSPENDED")
 SLURM_TICK_S = 1.0
 """Slurm's times are whole seconds."""
@@ -205,19 +203,10 @@ def _idle_waiting(snapshot: ClusterSnapshot, memory: Memory) -> int:
     waiting = [
         (partition, job.gpus)
         for job in snapshot.jobs
-        if job.gpus and _waits(job, memory)
+        if waits_for_gpus(job, ours=held_for_us(job, memory) or job.key in memory.suspended)
         for partition in job.partition.split(",")
     ]
     return idle_waiting_gpus(free_gpus(snapshot), narrowest_jobs(waiting))
-
-
-def _waits(job: Job, memory: Memory) -> bool:
-    """Return whether a job would go on if GPUs were free."""
-    if job.held:
-        return held_for_us(job, memory)
-    if job.state == "PENDING":
-        return job.state_reason in WAITS_FOR_GPUS
-    return _takes_turns(job, memory) and not (holds(job) or job.starts_unleased)
 
 
 # --- Starts ------------------------------------------------------------------------------------------------------
