@@ -8,15 +8,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = {
+    "Slurm's queue, and jobs that make way for its first ones": "policies/sharing/preemption/*.py",
     "Turns": "policies/sharing/turns/*.py",
     "The guard, which keeps an action in": "policies/guard.py",
-    "Placement of jobs, and division of a host": "policies/sharing/placement/*.py",
+    "Placement of jobs, and division of a host": "policies/sharing/placement/*.py policies/sharing/state/pending.py",
     "Packing": "policies/sharing/pac*/*.py policies/sharing/state/measurement.py",
     "Moves chosen by the policy": "policies/sharing/migration/*.py",
     "Sizes and loans of CPUs": "policies/sharing/elastic/*.py",
     "A move on its way": "policies/relocation/*.py",
     "Requests of pending jobs": "policies/request_sizing.py",
-    "Without sharing, and allocations": "policies/composition.py policies/allocation/**/*.py",
+    "Without sharing, and allocations": "policies/exclusive.py policies/composition.py policies/allocation/**/*.py",
     "About a job as a whole": "policies/sharing/state/settings.py slurm_plugin/cli/jobs/why.py",
 }
 MIN_WORDS = 4

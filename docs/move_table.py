@@ -13,7 +13,7 @@ from typing import get_args
 
 import msgspec
 
-from cadenza.policies.core.actions import Migrate, Place, Release, Requeue, Save
+from cadenza.policies.core.actions import MakeWay, Migrate, Place, Release, Requeue, Save
 from cadenza.policies.core.model import JobKey
 from cadenza.policies.core.move import Move, Over, Phase, Wanted
 from cadenza.policies.relocation import phases
@@ -24,11 +24,20 @@ ACTIONS = {
     "files to read first": Migrate(JOB, (), "", prefetch=("host",)),
     "files read, or time over": Save(JOB, ""),
     "checkpoint complete: requeue": Requeue(JOB, hold=True, reason=""),
+    "all that make way have saved: requeue": MakeWay((JOB,), (0,), JobKey(2, 0), ""),
     "held in the queue: place": Place(NEXT, (), ""),
     "no place: release": Release(NEXT, ""),
 }
 TREE = ast.parse(inspect.getsource(phases))
 FUNCTIONS = {node.name: node for node in TREE.body if isinstance(node, ast.FunctionDef)}
+VARIABLES = {
+    target.id: node.value
+    for node in ast.walk(TREE)
+    if isinstance(node, ast.Assign)
+    for target in node.targets
+    if isinstance(target, ast.Name)
+}
+"""Last value of each variable of the functions."""
 
 
 def rows() -> Iterator[tuple[str, str, str]]:
@@ -64,7 +73,9 @@ def _calls(function: str, seen: set[str]) -> Iterator[ast.Call]:
 def _outcome(text: ast.expr) -> str:
     """Return an outcome's text, with ``…`` for what is filled in."""
     if isinstance(text, ast.Name):
-        return str(getattr(phases, text.id)).removeprefix("not moved: ")
+        if hasattr(phases, text.id):
+            return str(getattr(phases, text.id)).removeprefix("not moved: ")
+        text = VARIABLES[text.id]
     parts = text.values if isinstance(text, ast.JoinedStr) else [text]
     words = "".join(_part(part) for part in parts)
     return words.removeprefix("not moved: ").removesuffix(", see its yields and resumes").removesuffix(": …")
