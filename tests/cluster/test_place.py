@@ -1,0 +1,28 @@
+"""Synergy's rounds on real Slurm without a hold: a job that they stop comes back behind the others, by its SiteFactor."""
+
+from __future__ import annotations
+
+from cluster import wait_for
+from harness import FOUR_GPUS, Cluster
+
+SETTINGS = '[policy]\norder = "las"\nshare = "none"\nallocate = "proportional"\nplace = true\n'
+
+
+def test_a_round_stops_a_job_by_a_factor_and_lifts_it_when_its_turn_comes(cluster: Cluster, kept: str) -> None:
+    cluster.configure(SETTINGS)
+    old = [
+        cluster.paced("old", f"--checkpoint {kept}/{number}", iterations=600, options=FOUR_GPUS) for number in range(2)
+    ]
+    for job in old:
+        wait_for(f"checkpoints of job {job}", lambda job=job: cluster.lease(job).get("checkpoints"))
+    new = cluster.paced("new", f"--checkpoint {kept}/new", iterations=200, options=FOUR_GPUS)
+    # 1. The job that has had less goes first; the other is in Slurm's queue, far below, and nobody holds it.
+    cluster.wait_state(new, "RUNNING", timeout=90)
+    (stopped,) = wait_for("one that stopped", lambda: [job for job in old if cluster.state(job) == "PENDING"])
+    words = ("sprio", "-h", "-j", str(stopped), "-o", "%S")
+    wait_for("its factor", lambda: cluster.ctl(*words, check=False).strip().startswith("-10"), 20)
+    assert cluster.job(stopped)["Priority"] == "1"
+    # 2. Its turn comes: nothing of ours is left on it.
+    cluster.wait_done(new, *old)
+    query = "select json_extract(action, '$.factor') from actions where kind = 'SetFactor' and ok"
+    assert [0] in cluster.sql(f"{query} and job = {stopped}")
