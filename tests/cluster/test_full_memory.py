@@ -60,7 +60,7 @@ def way_of(way: str, name: str) -> str:
 
 def requeues(cluster: Cluster, job: int) -> str:
     """Return the service's reasons for the requeues of a job."""
-    rows = cluster.sql(f"select reason from actions where job = {job} and kind = 'Requeue' and ok = 1")
+    rows = cluster.sql(f"select reason from actions where job = {job} and kind in ('Requeue', 'MakeWay') and ok = 1")
     return "; ".join(reason for (reason,) in rows)
 
 

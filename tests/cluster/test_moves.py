@@ -89,9 +89,7 @@ def test_a_service_killed_in_the_middle_goes_on(
     check_losses(cluster, "moves-killed", alone, measured)
 
 
-def test_a_job_grows_and_shrinks(
-    cluster: Cluster, kept: str, alone: str, measured: Callable[[str], None]
-) -> None:
+def test_a_job_grows_and_shrinks(cluster: Cluster, kept: str, alone: str, measured: Callable[[str], None]) -> None:
     job = start(cluster, "moves-sized", kept, "--gpus=1", '--comment={"cadenza":{"min_gpus":1,"max_gpus":4}}')
     cluster.cadenza("move", str(job), "--to", "node2", "--gpus", "4")
     found = moved(cluster, job)

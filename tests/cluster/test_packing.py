@@ -125,9 +125,7 @@ def together(cluster: Cluster, jobs: list[int], seconds: float) -> float:
     return sum((last[job]["step"] - first[job]["step"]) / passed_s * alone_s(cluster, job) for job in jobs)
 
 
-def test_two_jobs_that_leave_their_gpus_idle_run_at_once(
-    packing: Cluster, measured: Callable[[str], None]
-) -> None:
+def test_two_jobs_that_leave_their_gpus_idle_run_at_once(packing: Cluster, measured: Callable[[str], None]) -> None:
     jobs = start_two(packing, ("photos", IMAGES), ("idle", TEXT))
     packed(packing, jobs)
     speed = together(packing, jobs, 8.0)

@@ -1,4 +1,4 @@
-"""Synergy's rounds on real Slurm without a hold: a job that they stop comes back behind the others, by its SiteFactor."""
+"""Synergy's rounds on real Slurm without a hold: a job that they stop comes back behind others, by its SiteFactor."""
 
 from __future__ import annotations
 
