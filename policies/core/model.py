@@ -300,6 +300,8 @@ class Job:
     requeueable: bool = True
     lease: Lease | None = None
     """None: no agent knows the job."""
+    starting: bool = False
+    """Slurm has given it its nodes and waits until they are up (squeue(1), CONFIGURING, POWER_UP_NODE)."""
     absent: bool = False
     """Slurm has it on its nodes, and the agents of all its hosts have not seen a step of it for some time."""
     prolog_lost: bool = False

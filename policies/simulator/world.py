@@ -77,7 +77,11 @@ class World:
         self._broken = 0
         first = max(nodes, key=lambda node: (node.gpus, node.cpus, node.name))
         self._fair = (first.cpus / first.gpus, first.memory_mb / first.gpus)
-        self._by_partition = widest_nodes(nodes)
+        self._widest = {"": widest_nodes(nodes)} | {
+            name: widest_nodes(node for node in nodes if node.gpu_type == name)
+            for name in {*self.types.values()} - {""}
+        }
+        """By type of GPU, then by partition; the type "" stands for all."""
         self._check_fits(nodes)
         self._cpus = sum(node.cpus for node in nodes if node.lane == 0)
         self._touched: set[str] = set()
@@ -100,7 +104,7 @@ class World:
             if job.gpus > (there := gpus[job.partition, job.gpu_type]):
                 kind = f" of type {job.gpu_type}" if job.gpu_type else ""
                 raise InputError(f"job {job.id} asks for {job.gpus} GPUs{kind}, the cluster has {there}")
-            on_node = min(job.gpus, self._by_partition[job.partition].gpus)
+            on_node = min(job.gpus, self._like(job).gpus)
             most_gb = most_mb[job.partition] / MB_PER_GB
             if (job.memory_gb_per_gpu or 0.0) * on_node > most_gb:
                 each = f"{job.memory_gb_per_gpu:g} GB for each of {on_node} GPUs on a node"
@@ -169,7 +173,7 @@ class World:
             self._wait(job)
         while self._load and self._load[-1].submit_s <= self.now_s:
             trace = self._load.pop()
-            widest = self._by_partition[trace.partition]
+            widest = self._like(trace)
             count = trace.fewest_nodes(widest)
             each = (0, -(-trace.cpus_on(widest) // count), -(-trace.memory_mb // count))
             self.queue.submit(self._queued(trace, (each,) * count, count, count * each[1], trace), self.now_s)
@@ -225,9 +229,13 @@ class World:
         self.queue.set_factor(job.queued, factor, self.now_s)
         job.stale.append(job)
 
+    def _like(self, trace: TraceJob) -> Node:
+        """Return the widest node that a job may have: its parts for each GPU are what the job gets unasked."""
+        return self._widest[trace.gpu_type][trace.partition]
+
     def _request(self, trace: TraceJob) -> tuple[int, int, int]:
         """Return the CPUs, MB and nodes that a job's user asks for: in proportion to its GPUs unless the trace says."""
-        widest = self._by_partition[trace.partition]
+        widest = self._like(trace)
         memory_mb = widest.memory_mb / widest.gpus
         if trace.memory_gb_per_gpu is not None:
             memory_mb = trace.memory_gb_per_gpu * MB_PER_GB

@@ -24,6 +24,7 @@ _STATES: Mapping[str, JobState] = {
     "RUNNING": "RUNNING", "CONFIGURING": "RUNNING", "RESIZING": "RUNNING", "SIGNALING": "RUNNING",
     "STOPPED": "RUNNING", "POWER_UP_NODE": "RUNNING", "SUSPENDED": "SUSPENDED",
 }  # fmt: skip
+_STARTING = frozenset({"CONFIGURING", "POWER_UP_NODE"})
 _LEAVING = frozenset({"COMPLETING", "REQUEUED", "REQUEUE_FED", "STAGE_OUT", "UPDATE_DB"})
 # sinfo(1), NODE STATE CODES.
 _UP = frozenset({"IDLE", "MIXED", "ALLOCATED"})
@@ -132,6 +133,7 @@ def job(
         else frozenset(),
         held_at_restart=state == "PENDING" and held_at_restart(raw, slurmctld_start_s, twice_s),
         gpu_type=wanted_type(raw),
+        starting=raw["state"] in _STARTING,
         options=options,
         unmanageable=unmanageable,
         requeueable=bool(raw["is_requeueable"] and raw["is_batch_job"]),

@@ -306,6 +306,13 @@ def test_states(state: str, meaning: str | None) -> None:
     assert (job(raw_job(state=state), NOW_S) is None) == (meaning is None)
 
 
+@pytest.mark.parametrize("state", ["CONFIGURING", "POWER_UP_NODE", "RUNNING"])
+def test_a_job_that_waits_for_its_nodes_to_come_up_is_starting(state: str) -> None:
+    found = job(raw_job(state=state), NOW_S)
+    assert found is not None
+    assert found.starting == (state != "RUNNING")
+
+
 @pytest.mark.parametrize(
     ("counts", "gpus", "kind"),
     [

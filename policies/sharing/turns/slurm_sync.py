@@ -11,7 +11,7 @@ while others have its GPUs, and so run on that host.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 
 from cadenza.policies.core.actions import (
@@ -28,7 +28,7 @@ from cadenza.policies.core.actions import (
 from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, Gpu, Job, JobKey, Lease
 from cadenza.policies.core.move import Ordered
-from cadenza.policies.core.text import job_names, jobs_called, lost_text
+from cadenza.policies.core.text import gpu_names, job_names, jobs_called, lost_text
 from cadenza.policies.sharing.state.groups import partners
 from cadenza.policies.sharing.state.pending import our_pins, pins_over
 from cadenza.policies.sharing.state.settings import SharingSettings, exclusion_reason, held_for_us
@@ -52,11 +52,16 @@ NOT_ASKED = "has started without its lease, as its option `late` says, and has n
 def take_turns(state: SharingState) -> None:
     """Decide which jobs have GPUs once this round is done, and which leave their hosts."""
     settings = state.settings
-    # 1. The jobs that use GPUs or wait for them, packed ones with their partners.
+    # 1. The jobs that use GPUs or wait for them, packed ones with their partners. A job that has its GPUs alone keeps
+    #    them, which is all that a turn would say.
     co_runners = partners(state.groups)
+    alone = _alone(state)
+    for key, lease in alone.items():
+        state.turn_reasons[key] = f"holds {gpu_names(lease.gpus)} for {lease.held_s:.0f} s; no job waits for it"
+    state.holders |= alone.keys()
     contenders = [
         _contender(job, priority, state, co_runners.get(job.key, frozenset()))
-        for job, priority in _by_priority(state)
+        for job, priority in _by_priority(state, alone)
         if (lease := job.lease) is not None
         and not lease.late
         and (job.state in ("RUNNING", "SUSPENDED") or lease.state in ("held", "stopping"))
@@ -184,12 +189,27 @@ def explain(state: SharingState) -> None:
 # --- Turns ---------------------------------------------------------------------------------------------
 
 
-def _by_priority(state: SharingState) -> list[tuple[Job, int]]:
+def _alone(state: SharingState) -> dict[JobKey, Lease]:
+    """Return the leases of running jobs that have their GPUs to themselves; none where hosts have further lanes."""
+    found: dict[JobKey, Lease] = {}
+    if state.further:
+        return found
+    for job in state.jobs.values():
+        lease = job.lease
+        if lease is not None and lease.state == "held" and job.state == "RUNNING" and job.num_nodes == 1:
+            stays = not lease.exclusive and job.key not in state.stopping and job.key not in state.packed
+            if stays and not lease.late and all(len(state.by_gpu[gpu]) == 1 for gpu in lease.gpus):
+                found[job.key] = lease
+    return found
+
+
+def _by_priority(state: SharingState, but: Container[JobKey]) -> list[tuple[Job, int]]:
     """Return each job with its priority: the last on a further lane, if it came after a job that queues for lane 0."""
     queue, further, settings = Lane0Queue(state.snapshot, state.settings), state.further, state.settings
     return [
         (job, LAST_PRIORITY if not further.isdisjoint(job.nodes) and queue.is_before(job) else settings.priority(job))
         for job in state.all_jobs
+        if job.key not in but
     ]
 
 

@@ -102,7 +102,9 @@ def with_leases(
     }
 
     def leased(job: Job) -> Job:
-        if absent and job.nodes and all((host_of.get(name), job.key) in absent for name in job.nodes):
+        # A host that wakes up knows nothing of the job that it was woken for.
+        up = bool(absent and job.nodes) and not job.starting
+        if up and all((host_of.get(name), job.key) in absent for name in job.nodes):
             job = replace(job, absent=True)
         if job.key not in parts:
             return job
