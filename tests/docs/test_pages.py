@@ -30,6 +30,16 @@ SECTIONS = "|".join(sorted({section for section, _ in SETTINGS}))
 KEY = re.compile(rf"\[({SECTIONS})\]`?,? `?([a-z_]+)\b(?= =|`)|`({SECTIONS})\.((?!key)[a-z_]+)`")
 COMMAND = re.compile(r"(?:^|`|\$ |bin/)cadenza (?!apply )([a-z][a-z-]*)([^`\n]*)", re.MULTILINE)
 EXTENDING = "extending.md"
+RULES = "slurm-rules.md"
+SITE_RULES = ROOT / "tests" / "cluster" / "test_site_rules.py"
+
+
+def found_in(pattern: str, *files: Path) -> set[str]:
+    return {name for file in files for name in re.findall(pattern, file.read_text(), re.MULTILINE)}
+
+
+TESTS = found_in(r"^def (test_\w+)", *ROOT.glob("tests/**/*.py"))
+SCENARIOS = found_in(r'^    "(.+)": Scenario\(', SITE_RULES)
 
 
 def code_blocks(text: str, language: str) -> list[str]:
@@ -73,6 +83,18 @@ def test_each_command_and_option_named_on_a_page_exists(page: Path):
         assert not unknown, f"cadenza {name}: {unknown}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_test_named_on_a_page_exists(page: Path):
+    text = page.read_text()
+    rows = set(re.findall(r"`\[([^]`]+)\]`", text)) if page.name == RULES else set()
+    assert sorted(set(re.findall(r"`(test_\w+)`", text)) - TESTS) == []
+    assert sorted(rows - SCENARIOS) == []
+
+
+def test_the_page_on_slurms_rules_has_a_row_for_each_rule_that_is_tested_on_a_cluster():
+    assert set(re.findall(r"`\[([^]`]+)\]`", (ROOT / "docs" / RULES).read_text())) == SCENARIOS
+
+
 @pytest.mark.parametrize("changed", [False, True])
 def test_the_snippet_replays_a_round_in_a_debugger(tmp_path: Path, changed: bool):
     settings, snapshot = Settings(), ClusterSnapshot(100.0, (), ())
@@ -104,15 +126,13 @@ def test_each_daemon_has_directories_of_its_own_and_files_enough() -> None:
     service, agent, defaults = unit("cadenzad.service"), unit("cadenza-agent.service"), Settings()
     for key, root in (("RuntimeDirectory", "/run"), ("StateDirectory", "/var/lib")):
         assert service[key] != agent[key]
-        ours = {defaults.service.store, defaults.service.heartbeat}
+        ours = {defaults.service.store, defaults.service.socket}
         assert any(path.startswith(f"{root}/{service[key]}/") for path in ours)
         theirs = {defaults.agent.socket, defaults.agent.state_dir + "/"}
         assert any(path.startswith(f"{root}/{agent[key]}/") for path in theirs)
     assert agent["RuntimeDirectoryPreserve"] == "yes", "jobs and the plugin find the socket's directory in a restart"
     assert service["LimitNOFILE"] == agent["LimitNOFILE"] == "65536"
     assert float(agent["WatchdogSec"]) >= 10 * ALIVE_S
-    script = (ROOT / "slurm_plugin" / "lua" / "job_submit.lua").read_text(encoding="utf-8")
-    assert f'admission_file = "{defaults.service.heartbeat}"' in script
 
 
 def test_no_port_is_one_of_slurms_daemons() -> None:
