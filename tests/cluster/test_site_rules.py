@@ -135,11 +135,10 @@ def node_down_and_back(lot: Lot) -> object:
     """A host that comes back by itself, once its slurmd is there again, takes jobs again."""
     lot.submit("requeued", seconds=600)
     before = lot.wait("requeued")
-    sets_down = ("update", f"NodeName={before['NodeList']}", "State=DOWN", "Reason=rules")
+    lot.settled()  # slurmctld takes the answer to the launch for a sign of life, up to a second later
     lot.cluster.service(before["NodeList"], "stop", "slurmd-lane0")
-    lot.control(*sets_down)
+    lot.control("update", f"NodeName={before['NodeList']}", "State=DOWN", "Reason=rules")
     after = wait_for("its second run", lambda: (found := lot.wait("requeued"))["Restarts"] == "1" and found, 60)
-    lot.control(*sets_down)  # an answer of its slurmd that was under way returns it to service
     lot.submit("waits", seconds=600)
     down = {label: row.reason for label, row in lot.settled().items()}
     lot.cluster.service(before["NodeList"], "start", "slurmd-lane0")
