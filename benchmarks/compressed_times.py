@@ -11,11 +11,17 @@ from cluster import PYTHON, Cluster
 
 TIMES = {
     "cadenza.policies.ordering.levels": {"THRESHOLDS": "tuple(one / {factor} for one in {name})"},
-    "cadenza.policies.sharing.preemption.starvation": {
-        "STARVING_S": "{name} / {factor}", "OWED_TURN_S": "{name} / {factor}",
+    "cadenza.policies.sharing.preemption.standing": {
+        "COST_S": "{name} / {factor}", "MOST_SERVED_S": "{name} / {factor}", "MOVES_A_DAY": "{name} * {factor}",
     },
+    "cadenza.policies.sharing.preemption.join_idle": {"JOIN_AFTER_S": "{name} / {factor}"},
+    "cadenza.policies.sharing.preemption.site_factor": {"BEHIND_S": "{name} / {factor}"},
 }  # fmt: skip
-"""By module, and what becomes of each."""
+"""By module, and what becomes of each.
+
+``AGAIN_S`` of making way follows ``COST_S``. The limits on the steps of a move (``MIN_SAVE_S`` and others) are for what
+stops, saves and starts in real time, and stay.
+"""
 
 
 def compress(cluster: Cluster, factor: float) -> None:
@@ -23,5 +29,5 @@ def compress(cluster: Cluster, factor: float) -> None:
     for module, names in TIMES.items():
         lines = "".join(f"{name} = {form.format(name=name, factor=factor)}\n" for name, form in names.items())
         code = f"import {module} as module; open(module.__file__, 'a').write({lines!r})"
-        cluster.run("ctl", PYTHON, "-c", code)
-    cluster.service("ctl", "restart", "cadenzad")
+        cluster.run(cluster.controller, PYTHON, "-c", code)
+    cluster.service(cluster.controller, "restart", "cadenzad")

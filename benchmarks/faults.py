@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Kill daemons and clients by a seeded schedule while jobs run on the container cluster, and judge what is left.
 
-    benchmarks/faults.py --seed 1 --kills 100 [--memory full] [--lanes-on-demand]
+    benchmarks/faults.py --seed 1 --kills 100 [--lanes 2 [--memory full] [--lanes-on-demand]]
     benchmarks/faults.py --outages [--only network,clock]
 
 The rules: no job is lost, every digest is that of the same job alone, no GPU has two users (locks on files of the
-host, looked at by root), no job stays held, suspended or frozen, no GPU is idle for more than 30 s while a job that
-could use it waits, and Slurm, the service, the agents and the hosts have the same jobs. Exit code 1, with a timeline of
-all journals, where a rule is broken.
+host, looked at by root), no job is held for more than 30 s, none stays suspended or frozen, no GPU is idle for more
+than 30 s while a job that could use it waits, Slurm, the service, the agents and the hosts have the same jobs, and no
+SiteFactor is left on record of a job that is over. Exit code 1, with a timeline of all journals, where a rule is
+broken.
 
 With --outages, one fault at a time holds for its length on a fresh cluster, until all is well again: a network that is
 cut, a host that is lost and comes back, a full disk, a clock that is an hour off, a slurmctld that is away. The same
@@ -58,13 +59,14 @@ def table(record: Record, schedule: Schedule, findings: list[Finding], options: 
         ),
         ("jobs", f"{len(schedule.jobs)}; {len(record.cancelled)} cancelled by their owner"),
         ("requeued, moved by hand", f"{kinds['requeue']}, {kinds['move']}"),
+        ("times that jobs made way, jobs that left", f"{len(record.ways)}, {sum(record.ways)}"),
         ("submitted again, because Slurm had forgotten them", str(kinds["forgotten"])),
         ("jobs that ended with a result", str(len(record.results))),
         ("restarts of those", str(sum(found["restart"] for found in record.results.values()))),
         ("time of the kills, to settle", f"{schedule.kills_until_s:.0f} s, {record.end_s - settle_s:.0f} s"),
         *(
             (rule, str(broken[rule]))
-            for rule in ("job lost", "digest", "GPU used by two", "GPU idle", "stuck", "books")
+            for rule in ("job lost", "digest", "GPU used by two", "GPU idle", "held", "stuck", "books", "factor")
         ),
     ]
     width = max(len(name) for name, _ in rows)
@@ -81,7 +83,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--memory", choices=("split", "full"), default="split", help="memory of each lane: a part of its host's, or all"
     )
-    parser.add_argument("--lanes", type=int, default=2, help="lanes of each host (default: 2)")
+    parser.add_argument("--lanes", type=int, default=1, help="lanes of each host (default: 1, as shipped)")
     parser.add_argument("--lanes-on-demand", action="store_true", help="lanes that the agents open, and open again")
     parser.add_argument("--outages", action="store_true", help="one outage after the other instead of kills")
     parser.add_argument(
@@ -98,6 +100,8 @@ def arguments() -> argparse.Namespace:
         setattr(options, name, chosen)
     if options.outages and (options.memory == "full" or options.lanes_on_demand):
         parser.error("--memory full and --lanes-on-demand go with kills, not with --outages")
+    if options.lanes == 1 and (options.memory == "full" or options.lanes_on_demand):
+        parser.error("--memory full and --lanes-on-demand need --lanes 2")
     full = ("-full" if options.memory == "full" else "") + ("-on-demand" if options.lanes_on_demand else "")
     part = f"outages-{options.seed}" if options.outages else f"seed-{options.seed}{full}"
     options.out = (options.out or HERE.parent / "build" / "faults" / part).resolve()

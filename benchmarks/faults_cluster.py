@@ -38,8 +38,11 @@ FORGOTTEN_S = 10.0
 """A submitted job that Slurm does not know for this long, while it answers, was forgotten and is submitted again."""
 ATTEMPTS = 40
 """Starts of a job's process in one run of its batch script: processes are killed, too."""
-LEVELS_FACTOR = 150.0
-"""The first level then is 4 GPU seconds, and a starved job waits for 10 minutes."""
+JOB_NAME = "fault"
+"""Slurm's name of all jobs: one that has run with checkpoints vouches for those of its name that wait."""
+TIMES_FACTOR = 150.0
+"""The first level then is 4 GPU seconds, and a job of which no move was seen keeps its GPUs for 4 s."""
+WAYS = "select json_array_length(action, '$.jobs') from actions where kind = 'MakeWay' and ok"
 LANES_S = 90.0
 """Longest time until all lanes are open, in seconds."""
 SETTLE_S = 180.0
@@ -128,10 +131,9 @@ class FaultRun:
     def prepare(self) -> None:
         """Change the cluster before the first job, and wait until its lanes are open.
 
-        With one lane nothing takes turns, so that the levels are made short enough for jobs to give their GPUs up.
+        The policy's times are made so short that jobs of seconds make way for others.
         """
-        if self.lanes == 1:
-            compress(self._owner, LEVELS_FACTOR)
+        compress(self._owner, TIMES_FACTOR)
         wait_for("open lanes", lambda: self._owner.idle_nodes() == len(self.hosts) * self.lanes, LANES_S)
 
     @contextmanager
@@ -264,14 +266,14 @@ class FaultRun:
         return True
 
     def _submit(self, job: PlannedJob) -> bool:
-        there = self._slurm(job.user, "squeue", "-h", "-n", job.name, "-o", "%i")
+        queue = self._slurm(job.user, "squeue", "-h", "-u", job.user, "-O", "JobID:20,STDOUT:200")
+        if queue is None:
+            return False
+        there = next((line for line in queue.splitlines() if line.endswith(f"/{job.name}.log")), None)
+        if there is None:
+            there = self._slurm(job.user, *self._sbatch(job))
         if there is None:
             return False
-        if not there.strip():
-            out = self._slurm(job.user, *self._sbatch(job))
-            if out is None:
-                return False
-            there = out
         self.ids[job.name] = int(there.split()[0].split(";")[0])
         self.journal.add("submit", f"{job.name} ({self.ids[job.name]})", f"{job.hosts} x {job.gpus} GPUs of {job.user}")
         return True
@@ -287,7 +289,7 @@ class FaultRun:
         once = f"export ATTEMPT=$ATTEMPT-$RANDOM; {launch} && exit 0; sleep 0.5"
         script = f"for ATTEMPT in $(seq {ATTEMPTS}); do {once}; done; exit 1"
         return (
-            "sbatch", "--parsable", "--requeue", "--open-mode=append", f"--chdir={PLACE}", f"--job-name={job.name}",
+            "sbatch", "--parsable", "--requeue", "--open-mode=append", f"--chdir={PLACE}", f"--job-name={JOB_NAME}",
             f"--output={PLACE}/logs/{job.name}.log", f"--nodes={job.hosts}", "--ntasks-per-node=1",
             f"--mem={MB_PER_GPU * job.gpus}", "--cpus-per-task=1", f"--gres=gpu:{job.gpus}", "--time=60", "--cadenza",
             f"--wrap={script}",
@@ -341,8 +343,17 @@ class FaultRun:
         for host in self.hosts:
             books[host] = self._killer.exec(host, "cat", "/var/lib/cadenza/leases.json", check=False).stdout
         books["top"] = self._killer.exec("ctl", "cadenza", "top", "--once", "--json", check=False).stdout
+        books["undo"], books["ways"] = self._undo_and_ways()
         books["why"] = {name: self._why(number) for name, number in self.ids.items() if self._left(name)}
         (self.folder / "books.json").write_text(json.dumps(books))
+
+    def _undo_and_ways(self) -> tuple[str, list[int]]:
+        """Return the record of what is the service's to undo, as JSON, and how many jobs made way at each time."""
+        try:
+            undo = self._killer.sql("select cast(record as text) from undo")
+            return (undo[0][0] if undo else ""), [row[0] for row in self._killer.sql(WAYS)]
+        except ClusterError:
+            return "", []
 
     def _left(self, name: str) -> bool:
         return name not in self.cancelled and not (self.place / "results" / name).exists()

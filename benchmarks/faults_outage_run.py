@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from faults_cluster import SETTLE_S, FaultRun, last_sample
+from compressed_times import compress
+from faults_cluster import SETTLE_S, TIMES_FACTOR, FaultRun, last_sample
 from faults_outages import CLOCK_STEPS, LEAD_S, SLURMD_TIMEOUT_S, Outage
 from faults_schedule import Schedule
 
@@ -53,6 +54,7 @@ class OutageRun(FaultRun):
 
     def prepare(self) -> None:
         """Give Slurm its patience, and the daemons of the host whose clock is to differ their library."""
+        compress(self._owner, TIMES_FACTOR)
         config = self.place.parents[1] / "slurm" / "slurm.conf"
         with config.open("a") as file:
             file.write(f"SlurmdTimeout={SLURMD_TIMEOUT_S}\n")

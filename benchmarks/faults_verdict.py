@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -20,16 +20,14 @@ UP_S = 30.0
 IDLE_S = 30.0
 """Longest time that a GPU may be idle while a job that could use it waits."""
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
-HELD = {"JobHeldUser", "JobHeldAdmin", "Dependency", "BeginTime"}
-STARTS = ("stays queued", "placed on")
-"""Beginnings of the service's reasons of a job that it holds and would start where GPUs are free."""
+HELD_S = 30.0
+"""Longest time that a job may be held while slurmctld answers: a move holds it for a second, a killed slurmctld too."""
+NOT_FOR_GPUS = ("JobHeld", "Dependency", "BeginTime")
+"""Beginnings of Slurm's reasons of a pending job that waits for something else."""
 NO_MEMORY = "host memory: "
 """Part of the service's reason of a job that waits for host memory before its first lease, and so for no GPU."""
-_PROMISED = re.compile(r"(?:waits until jobs have left|goes to) ([\w, -]+)")
-"""The service's reason of a job that waits for GPUs which it has chosen: they are kept for it."""
 _AWAY = re.compile("DOWN|NOT_RESPONDING|UNKNOWN")
-_CLOSED = re.compile("DOWN|NOT_RESPONDING|UNKNOWN|DRAIN|FAIL")
-"""States of a node that Slurm cannot reach, and of one where it starts no job."""
+"""States of a node that Slurm cannot reach."""
 Sample = Mapping[str, Any]
 Gpu = tuple[str, int]
 
@@ -58,6 +56,10 @@ class Record:
     """The leases of each host's agent at the end."""
     known: frozenset[int] | None
     """The service's jobs at the end; None: it did not answer."""
+    factors: frozenset[int] | None
+    """Jobs whose SiteFactor the service has on record at the end; None: the record could not be read."""
+    ways: Sequence[int] = ()
+    """Each time that jobs made way for one: how many left."""
 
     @property
     def end_s(self) -> float:
@@ -80,12 +82,14 @@ def load(folder: Path, jobs: Mapping[str, PlannedJob], hosts: Sequence[str]) -> 
         journal=json.loads((folder / "journal.json").read_text()),
         leases=leases,
         known=None if top is None else frozenset(job["id"] for job in top["jobs"]),
+        factors=frozenset(number for number, _ in json.loads(books["undo"])["factors"]) if books["undo"] else None,
+        ways=books["ways"],
     )
 
 
 def judge(record: Record) -> list[Finding]:
     """Return every violation, in order of time."""
-    rules = (lost, wrong_digests, used_by_two, idle, stuck, books)
+    rules = (lost, wrong_digests, used_by_two, idle, held, stuck, books, factors)
     return sorted(finding for rule in rules for finding in rule(record))
 
 
@@ -183,57 +187,22 @@ def _wanted(sample: Sample, users: Mapping[str, Mapping[str, Sequence[int]]], re
             has = _gpus_of(job)
             if has and all(gpu[1] in free.get(gpu[0], ()) for gpu in has):
                 wanted |= dict.fromkeys(has, job["JobName"])
-    # 2. The first pending job, where one lane of enough hosts has its GPUs free in Slurm's books.
-    pending = [job for job in sample["jobs"] if job["JobState"] == "PENDING" and job["Reason"] not in HELD]
+    # 2. The first pending job, where one lane of enough hosts that it may use has its GPUs free in Slurm's books.
+    pending = [
+        job for job in sample["jobs"] if job["JobState"] == "PENDING" and not job["Reason"].startswith(NOT_FOR_GPUS)
+    ]
     first = min(pending, key=lambda job: (-int(job["Priority"] or 0), int(job["JobId"])), default=None)
     planned = record.jobs.get(first["JobName"]) if first else None
-    if planned is not None:
+    if first is not None and planned is not None:
+        pins = {_host(node) for node in _expand(first["ReqNodeList"]) if node != "(null)"}
         room = [
             host
             for host, gpus in sorted(free.items())
-            if len(gpus) >= planned.gpus and _free_in_books(sample, host) >= planned.gpus
+            if len(gpus) >= planned.gpus and _free_in_books(sample, host) >= planned.gpus and (host in pins or not pins)
         ]
         if len(room) >= planned.hosts:
             wanted |= {(host, gpu): planned.name for host in room for gpu in free[host]}
-    # 3. Every job that the service holds and would start, where a lane's next GPUs are nobody's.
-    live = [job for job in sample["jobs"] if job["JobState"] not in ENDED]
-    given = {gpu for job in live for gpu in _gpus_of(job)}
-    promised = {host for job in live for host in _promised(reasons.get(job["JobId"], ""))}
-    unused = {
-        host: {gpu for gpu in gpus if (host, gpu) not in given} for host, gpus in free.items() if host not in promised
-    }
-    for job in live:
-        planned = record.jobs.get(job["JobName"])
-        held = job["JobState"] == "PENDING" and job["Priority"] == "0"
-        if planned is not None and held and reasons.get(job["JobId"], "").startswith(STARTS):
-            wanted |= dict.fromkeys(_seats(sample["nodes"], live, unused, planned), planned.name)
     return wanted
-
-
-def _promised(reason: str) -> set[str]:
-    """Return the hosts whose GPUs the service keeps for a job, by its reason."""
-    found = _PROMISED.match(reason)
-    return {_host(name) for name in found[1].split(", ")} if found else set()
-
-
-def _seats(
-    nodes: Iterable[Sample], live: Sequence[Sample], unused: Mapping[str, set[int]], planned: PlannedJob
-) -> set[Gpu]:
-    """Return the GPUs that a job would get on one lane of as many hosts as it needs, if nobody has one of them.
-
-    Slurm gives a job the lowest GPUs that are free on its lane.
-    """
-    by_lane: dict[str, list[set[Gpu]]] = {}
-    for node in nodes:
-        host = _host(node["NodeName"])
-        if _CLOSED.search(node["State"]) or host not in unused:
-            continue
-        given = {gpu for job in live for gpu in _gpus_of(job, node["NodeName"])}
-        next_gpus = [gpu for gpu in range(_count(node["Gres"])) if (host, gpu) not in given][: planned.gpus]
-        if len(next_gpus) == planned.gpus and unused[host].issuperset(next_gpus):
-            by_lane.setdefault(node["NodeName"].removeprefix(host), []).append({(host, gpu) for gpu in next_gpus})
-    enough = (seats for seats in by_lane.values() if len(seats) >= planned.hosts)
-    return set().union(*next(enough, []))
 
 
 def _free_gpus(sample: Sample, users: Mapping[str, Mapping[str, Sequence[int]]]) -> dict[str, set[int]]:
@@ -260,15 +229,12 @@ def _allocated(tres: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _gpus_of(job: Mapping[str, Any], lane: str = "") -> set[Gpu]:
-    """Return a job's GPUs by the indices that Slurm shows, such as ``gpu:a100:3(IDX:0-1,3)`` on ``node[1-2]``.
-
-    ``lane``: only those of this node.
-    """
+def _gpus_of(job: Mapping[str, Any]) -> set[Gpu]:
+    """Return a job's GPUs by the indices that Slurm shows, such as ``gpu:a100:3(IDX:0-1,3)`` on ``node[1-2]``."""
     found: set[Gpu] = set()
     for nodes, gres in job["gpus"].items():
         indices = re.search(r"\(IDX:([\d,-]+)\)", gres)
-        for node in (one for one in _expand(nodes) if lane in ("", one)):
+        for node in _expand(nodes):
             for part in indices[1].split(",") if indices else ():
                 low, _, high = part.partition("-")
                 found |= {(_host(node), gpu) for gpu in range(int(low), int(high or low) + 1)}
@@ -298,6 +264,32 @@ def _up_s(record: Record, host: str, at_s: float) -> float:
     return 0.0 if away else at_s - since_s
 
 
+# --- Holds ---------------------------------------------------------------------------------------------
+
+
+def held(record: Record) -> Iterator[Finding]:
+    """Yield the jobs that were held for longer than ``HELD_S`` of a slurmctld that answers: no owner holds one."""
+    since_s: dict[str, float] = {}
+    for sample in record.slurm:
+        if not sample["up"]:
+            since_s.clear()
+            continue
+        now = {job["JobId"]: job for job in sample["jobs"] if _is_held(job)}
+        for number in since_s.keys() - now.keys():
+            del since_s[number]
+        for number, job in now.items():
+            held_s = sample["t"] - since_s.setdefault(number, sample["t"])
+            if held_s > HELD_S:
+                since_s[number] = inf  # said once
+                yield Finding(
+                    sample["t"], "held", f"job {number} ({job['JobName']}) for {held_s:.0f} s: {job['Reason']}"
+                )
+
+
+def _is_held(job: Mapping[str, Any]) -> bool:
+    return bool(job["JobState"] == "PENDING" and job["Reason"].startswith("JobHeld"))
+
+
 # --- The end -------------------------------------------------------------------------------------------
 
 
@@ -309,7 +301,7 @@ def stuck(record: Record) -> Iterator[Finding]:
         return
     states = {int(job["JobId"]): job["JobState"] for job in last["jobs"]}
     for job in last["jobs"]:
-        if job["JobState"] == "SUSPENDED" or (job["JobState"] == "PENDING" and job["Reason"].startswith("JobHeld")):
+        if job["JobState"] == "SUSPENDED" or _is_held(job):
             yield Finding(
                 last["t"], "stuck", f"job {job['JobId']} ({job['JobName']}): {job['JobState']} {job['Reason']}"
             )
@@ -350,3 +342,14 @@ def books(record: Record) -> Iterator[Finding]:
         left = {int(job) for job in seen} - {job for job, _ in placed}
         if left:
             yield Finding(last["t"], "books", f"{host}: processes of jobs {sorted(left)}, which Slurm has not there")
+
+
+def factors(record: Record) -> Iterator[Finding]:
+    """Yield SiteFactors that the service still has on record of jobs that are over."""
+    last = next((sample for sample in reversed(record.slurm) if sample["up"]), None)
+    if record.factors is None:
+        yield Finding(record.end_s, "factor", "the record of SiteFactors could not be read")
+    elif last is not None:
+        live = {int(job["JobId"]) for job in last["jobs"] if job["JobState"] not in ENDED}
+        if left := sorted(record.factors - live):
+            yield Finding(last["t"], "factor", f"SiteFactors of jobs {left}, which are over")

@@ -26,7 +26,7 @@ SLURM_TIMEOUT_S = 4.0
 _JOB = re.compile(r"/job_(\d+)")
 _FIELD = re.compile(r"(?:^| )([A-Za-z]+(?:/[A-Za-z]+)?)=(\S*)")
 _GRES = re.compile(r"Nodes=(\S+) CPU_IDs=\S* Mem=\d+ GRES=(\S*)")
-JOB_FIELDS = ("JobId", "JobName", "JobState", "Reason", "Restarts", "NodeList", "ReqNodeList", "Priority", "StartTime")
+JOB_FIELDS = ("JobId", "JobState", "Reason", "Restarts", "NodeList", "ReqNodeList", "Priority", "StartTime", "StdOut")
 NODE_FIELDS = ("NodeName", "State", "Gres", "AllocTRES")
 STORE = "file:/var/lib/cadenzad/cadenza.db?mode=ro"
 
@@ -137,8 +137,9 @@ def fields(line: str, names: Iterable[str]) -> dict[str, str]:
 
 
 def job(line: str) -> dict[str, Any]:
-    """Return one job with its GPUs by node."""
-    return fields(line, JOB_FIELDS) | {"gpus": {node: gres for node, gres in _GRES.findall(line)}}  # noqa: C416
+    """Return one job with its GPUs by node; its name is that of its log, for Slurm has one for all of them."""
+    found = fields(line, JOB_FIELDS)
+    return found | {"JobName": Path(found["StdOut"]).stem, "gpus": {node: gres for node, gres in _GRES.findall(line)}}  # noqa: C416
 
 
 def watch_slurm() -> None:

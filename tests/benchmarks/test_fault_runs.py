@@ -50,6 +50,7 @@ def record(**changes: Any) -> Record:
         "journal": [{"t": 100.0, "kind": "end", "target": "", "note": ""}],
         "leases": {"node1": []},
         "known": frozenset(),
+        "factors": frozenset(),
     }
     return Record(**(sound | changes))
 
@@ -85,6 +86,8 @@ WAITS = [slurm(at_s, ON_NODE1 | {"JobState": "SUSPENDED"}) for at_s in range(40,
         ({"hosts": {"node1": [host(9.0, {}, (7,))]}}, "stuck", "job 7 is frozen on node1"),
         ({"leases": {"node1": [{"job": 7, "restart": 0}]}}, "books", "leases [(7, 0)]"),
         ({"known": frozenset({7})}, "books", "jobs of the service [7]"),
+        ({"factors": frozenset({7})}, "factor", "SiteFactors of jobs [7]"),
+        ({"factors": None}, "factor", "could not be read"),
         ({"hosts": {"node1": [host(9.0, {}, **{"7": [123]})]}}, "books", "processes of jobs [7]"),
     ],
 )
@@ -111,48 +114,26 @@ def test_a_job_that_waits_for_host_memory_waits_for_no_gpu() -> None:
     assert "GPU idle" not in findings(f"{gets}; {no_memory}")
 
 
-HELD_BY_US = ON_NODE1 | {
-    "JobId": "8", "JobName": "two", "JobState": "PENDING", "Reason": "JobHeldUser", "NodeList": "", "Priority": "0",
-    "gpus": {},
-}  # fmt: skip
-QUEUED = "stays queued: better-ranked jobs have the GPUs; level 1 of 3"
+PENDING = ON_NODE1 | {"JobState": "PENDING", "Reason": "Resources", "NodeList": "", "gpus": {}}
 
 
-def idle_gpus(reasons: dict[str, str], *others: dict[str, Any], nodes: list[dict[str, str]] = NODES) -> list[str]:
-    """Return the idle GPUs that the verdict finds while job 8 (two GPUs) is held for the service's reason."""
-    seen = [slurm(at_s, HELD_BY_US, *others, nodes=nodes) | {"reasons": reasons} for at_s in range(40, 90, 2)]
-    jobs = {"one": JOB, "two": PlannedJob("two", "alice", 1, 2, 40, "")}
-    found = judge(record(jobs=jobs, hosts={"node1": [host(0.0, {"3": [7]})]}, slurm=[*seen, slurm(100.0)]))
-    return [finding.text.partition(" for ")[0] for finding in found if finding.rule == "GPU idle"]
+def rules_of(*jobs: dict[str, Any], up: tuple[float, float] = (0.0, 100.0)) -> list[str]:
+    """Return the findings about jobs that are so for 50 s, with a slurmctld that answers between two times."""
+    seen = [slurm(at_s, *jobs) if up[0] <= at_s <= up[1] else {"t": at_s, "up": False} for at_s in range(40, 90, 2)]
+    return [finding.rule for finding in judge(record(hosts={"node1": [host(0.0, {})]}, slurm=[*seen, slurm(100.0)]))]
 
 
-def test_a_job_that_the_service_holds_waits_for_idle_gpus() -> None:
-    both = ["GPU 0 of node1", "GPU 1 of node1"]
-    assert idle_gpus({"8": QUEUED}) == both
-    assert idle_gpus({"8": "placed on node1: its turn by the order"}) == both
-    down = [NODES[0] | {"State": "DOWN+NOT_RESPONDING"}, NODES[1]]
-    assert idle_gpus({"8": QUEUED}, nodes=down) == both, "the other lane of its host has room"
+@pytest.mark.parametrize("reason", ["JobHeldUser", "JobHeldAdmin"])
+def test_a_held_job_is_a_finding_once_and_waits_for_no_gpu(reason: str) -> None:
+    held = PENDING | {"Reason": reason, "Priority": "0"}
+    assert rules_of(held) == ["held"]
+    assert rules_of(held, up=(40.0, 64.0)) == [], "a slurmctld that is away releases nothing"
 
 
-@pytest.mark.parametrize("reason", ["left alone: held by its owner or an admin", "", "waits until its checkpoint"])
-def test_a_job_that_others_hold_waits_for_no_gpu(reason: str) -> None:
-    assert idle_gpus({"8": reason}) == []
-
-
-def test_gpus_that_are_given_promised_or_closed_are_no_room_for_a_held_job() -> None:
-    runs = ON_NODE1 | {"JobName": "other", "gpus": {"node1-l1": "gpu:a100:2(IDX:1,3)"}}
-    assert idle_gpus({"8": QUEUED}, runs) == ["GPU 0 of node1", "GPU 2 of node1"], "the next two of its lane"
-    assert idle_gpus({"8": QUEUED}, runs | {"gpus": {"node1-l1": "gpu:a100:2(IDX:0,3)"}}) == [
-        "GPU 1 of node1",
-        "GPU 2 of node1",
-    ]
-    assert idle_gpus({"8": QUEUED}, runs | {"gpus": {"node1": "gpu:a100:3(IDX:1-3)"}}) == []
-    assert len(idle_gpus({"8": QUEUED}, runs | {"JobState": "COMPLETED"})) == 2
-    wide = HELD_BY_US | {"JobId": "9", "JobName": "wide"}
-    promised = "waits until jobs have left node1-l1: their GPUs are promised to it"
-    assert idle_gpus({"8": QUEUED, "9": promised}, wide) == []
-    assert len(idle_gpus({"8": QUEUED, "9": promised})) == 2, "job 9 is over, and its reason is still on record"
-    assert idle_gpus({"8": QUEUED}, nodes=[node | {"State": "IDLE+DRAIN"} for node in NODES]) == []
+def test_the_first_pending_job_waits_for_gpus_of_the_hosts_that_it_may_use() -> None:
+    assert set(rules_of(PENDING)) == {"GPU idle"}
+    assert set(rules_of(PENDING | {"ReqNodeList": "node1"})) == {"GPU idle"}
+    assert rules_of(PENDING | {"ReqNodeList": "node2"}) == []
 
 
 # --- Outages -----------------------------------------------------------------------------------------------
