@@ -17,11 +17,16 @@ Dependencies, begin times, holds, limits and licenses keep a job waiting beside 
 
 
 class HostGpus(NamedTuple):
-    """GPUs of one host, the number of those that no job holds, and the host's partitions."""
+    """GPUs of one host, the number of those that no job holds, the host's partitions, and the type of its GPUs."""
 
     gpus: int
     idle: int
     partitions: Sequence[str]
+    gpu_type: str = ""
+
+    def suits(self, partition: str, gpu_type: str) -> bool:
+        """Return whether jobs of a partition that ask for a type may start there; "": any type."""
+        return partition in self.partitions and gpu_type in ("", self.gpu_type)
 
 
 def waits_for_gpus(job: Job, *, ours: bool = False) -> bool:
@@ -38,7 +43,7 @@ def waits_for_gpus(job: Job, *, ours: bool = False) -> bool:
     return started and lease is not None and lease.state not in HOLDING and not (lease.exclusive or lease.late)
 
 
-def fits(hosts: Sequence[HostGpus], partition: str, gpus: int, nodes: int = 1) -> bool:
+def fits(hosts: Sequence[HostGpus], partition: str, gpus: int, nodes: int = 1, gpu_type: str = "") -> bool:
     """Return whether enough GPUs of one of a job's partitions are idle for it; only GPUs are considered.
 
     A job has an equal part of its GPUs on each of its nodes, and as many nodes as the widest host makes necessary.
@@ -49,7 +54,7 @@ def fits(hosts: Sequence[HostGpus], partition: str, gpus: int, nodes: int = 1) -
     (False, True, True, True)
     """
     for name in partition.split(","):
-        here = [host for host in hosts if name in host.partitions]
+        here = [host for host in hosts if host.suits(name, gpu_type)]
         widest = max((host.gpus for host in here), default=0)
         parts = max(nodes, -(-gpus // widest) if widest else 1)
         if here and sum(host.idle * parts >= gpus for host in here) >= parts:
@@ -70,7 +75,12 @@ def free_gpus(snapshot: ClusterSnapshot) -> list[HostGpus]:
             leased.update(job.lease.gpus)
     used.update(gpu.host for gpu in leased)
     return [
-        HostGpus(node.gpus, max(node.gpus - used[node.host], 0) if node.up and not node.drained else 0, node.partitions)
+        HostGpus(
+            node.gpus,
+            max(node.gpus - used[node.host], 0) if node.up and not node.drained else 0,
+            node.partitions,
+            node.gpu_type,
+        )
         for node in snapshot.nodes
         if node.lane == 0
     ]
@@ -82,24 +92,24 @@ def gpus_on(job: Job, node: str) -> int:
     return placed or -(-job.gpus // max(len(job.nodes), 1))
 
 
-def narrowest_jobs(waiting: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Return the smallest number of GPUs that a waiting job needs, by partition."""
-    narrowest: dict[str, int] = {}
-    for partition, gpus in waiting:
-        narrowest[partition] = min(narrowest.get(partition, gpus), gpus)
+def narrowest_jobs(waiting: Iterable[tuple[str, str, int]]) -> dict[tuple[str, str], int]:
+    """Return the smallest number of GPUs that a waiting job needs, by partition and type; "": any type."""
+    narrowest: dict[tuple[str, str], int] = {}
+    for partition, gpu_type, gpus in waiting:
+        narrowest[partition, gpu_type] = min(narrowest.get((partition, gpu_type), gpus), gpus)
     return narrowest
 
 
-def idle_waiting_gpus(hosts: Sequence[HostGpus], narrowest: Mapping[str, int]) -> int:
+def idle_waiting_gpus(hosts: Sequence[HostGpus], narrowest: Mapping[tuple[str, str], int]) -> int:
     """Return the GPUs that no job holds in the partitions where a waiting job fits.
 
     ``narrowest``: see ``narrowest_jobs``.
 
-    >>> idle_waiting_gpus([HostGpus(4, 3, ("gpu",)), HostGpus(4, 2, ("other",))], {"gpu": 2, "other": 3})
+    >>> idle_waiting_gpus([HostGpus(4, 3, ("gpu",)), HostGpus(4, 2, ("other",))], {("gpu", ""): 2, ("other", ""): 3})
     3
     """
     counted: set[int] = set()
-    for partition, gpus in narrowest.items():
-        if fits(hosts, partition, gpus):
-            counted.update(at for at, host in enumerate(hosts) if partition in host.partitions)
+    for (partition, gpu_type), gpus in narrowest.items():
+        if fits(hosts, partition, gpus, gpu_type=gpu_type):
+            counted.update(at for at, host in enumerate(hosts) if host.suits(partition, gpu_type))
     return sum(hosts[at].idle for at in counted)

@@ -554,10 +554,10 @@ class World:
         for node in self.nodes.values():
             if node.lane == 0:
                 used = self._used[node.name][0] if held is None else held.get(node.host, 0)
-                hosts.append(HostGpus(node.gpus, node.gpus - used if node.up else 0, node.partitions))
+                hosts.append(HostGpus(node.gpus, node.gpus - used if node.up else 0, node.partitions, node.gpu_type))
         # A job at a limit of its account, QOS, array or license would not start on free GPUs.
         waiting = (
-            (job.trace.partition, job.gpus)
+            (job.trace.partition, job.trace.gpu_type, job.gpus)
             for job in self.live.values()
             if not job.running and (job.state != "PENDING" or not self.queue.limit(job.queued))
         )

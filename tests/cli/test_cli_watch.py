@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 from dataclasses import replace
 
@@ -14,17 +15,18 @@ from hypothesis import strategies as st
 from watch_rig import AT_S, NODES, QUEUE, FakeSlurm, seen_by
 
 from cadenza.policies.core.errors import InputError
+from cadenza.policies.core.model import SiteRules
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.cli.watch import watch_record, watching
+from cadenza.slurm_plugin.cli.watch.first_decision import as_if_managed, hidden_gpus, shipped_settings, steps
 from cadenza.slurm_plugin.cli.watch.queue_answer import QueueJob, read_queue
-from cadenza.slurm_plugin.cli.watch.virtual_lanes import hidden_gpus, shipped_settings, steps, with_virtual_lanes
 from cadenza.slurm_plugin.cli.watch.watch_record import add, begin, decode, encode
 from cadenza.slurm_plugin.cli.watch.watch_view import Look, totals, view
 from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_live_hosts
 from cadenza.slurm_plugin.cli.whatif.job_records import JobRecord
 
-JOBS = {job.record.job: job for job in read_queue(QUEUE, "F")}
+JOBS = {job.record.job: job for job in read_queue(QUEUE, "F").jobs}
 HOSTS = read_live_hosts(NODES, "F")
 
 
@@ -65,13 +67,12 @@ def test_hosts_have_the_gpus_that_slurm_has_given_out():
     # A further lane of a host counts with its host.
     lane = NODES.replace('"name":"node2"', '"name":"node1-l1"').replace('"hostname":"node2"', '"hostname":"node1"')
     merged = read_live_hosts(lane, "F")
-    assert (len(merged.nodes), merged.nodes[0].gpus_used, merged.has_lanes) == (1, 4, True)
+    assert (len(merged.nodes), merged.nodes[0].gpus_used) == (1, 4)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "F: not the JSON of squeue"),
         ('{"jobs":[{}]}', r"F: jobs\[0\]: .*job_id"),
         ('{"jobs":[{"job_id":-1,"job_state":["RUNNING"],"submit_time":{}}]}', r"F: jobs\[0\]: .*job_id"),
         ('{"jobs":[{"job_id":1,"job_state":[],"submit_time":{}}]}', r"F: jobs\[0\]: .*job_state"),
@@ -79,9 +80,15 @@ def test_hosts_have_the_gpus_that_slurm_has_given_out():
         (QUEUE.replace("gres/gpu=3", "gres/gpu=x"), r"F: jobs\[0\]: tres: 'gres/gpu=x' is not NAME=COUNT"),
     ],
 )
-def test_a_wrong_answer_is_named_with_its_job(text, message):
-    with pytest.raises(InputError, match=message):
-        read_queue(text, "F")
+def test_a_wrong_job_costs_itself_and_is_named(text, message):
+    found = read_queue(text, "F")
+    assert re.search(f"jobs cannot be read .*{message}", found.note)
+    assert len(found.jobs) < len(json.loads(text)["jobs"])
+
+
+def test_another_answer_is_refused():
+    with pytest.raises(InputError, match="F: not the JSON of squeue"):
+        read_queue("{", "F")
 
 
 KEYS = st.sampled_from(
@@ -116,7 +123,7 @@ def test_no_answer_makes_a_file_that_cannot_be_read_again(first, second):
     record = begin("c", None, AT_S)
     for at, changes in enumerate((first, second, {})):
         try:
-            jobs = read_queue(json.dumps({"jobs": [json.loads(QUEUE)["jobs"][at % 2] | changes]}), "F")
+            jobs = read_queue(json.dumps({"jobs": [json.loads(QUEUE)["jobs"][at % 2] | changes]}), "F").jobs
         except InputError:
             continue
         record = add(record, AT_S + 60.0 * at, jobs, 1)
@@ -203,11 +210,11 @@ def test_the_file_has_bounds(monkeypatch):
     assert (record.dropped, [row.hour for row in record.hours]) == (2, [3, 4])
 
 
-# --- Virtual lanes ---------------------------------------------------------------------------------------
+# --- The first decision ------------------------------------------------------------------------------------
 
 
 def look(user: str | None = None, at_s: float = AT_S, private: str = "none") -> Look:
-    jobs = read_queue(QUEUE if user is None else seen_by(user), "F")
+    jobs = read_queue(QUEUE if user is None else seen_by(user), "F").jobs
     return Look(at_s, "w5plain", private, HOSTS, jobs)
 
 
@@ -216,21 +223,29 @@ def test_idle_gpus_and_the_jobs_that_could_share_them():
     assert (shown.gpus, shown.held_gpus, shown.idle_gpus, shown.hidden_gpus) == (8, 5, 3, 0)
     # Three GPUs are idle, but one and two on a host; jobs that wait need three, four and two times two.
     assert shown.idle_waiting_gpus == 0
-    rows = {row.job: (row.gpus, row.fits, row.share_with) for row in shown.waiting}
-    assert rows == {4: (3, False, (1,)), 7: (4, False, (2,)), 9: (4, False, ())}
-    smaller = read_queue(QUEUE.replace('"tres_req_str":"cpu=1,mem=300M,node=1,billing=1,gres/gpu=4"',
-                                       '"tres_req_str":"cpu=1,mem=300M,node=1,billing=1,gres/gpu=2"'), "F")  # fmt: skip
+    rows = {row.job: (row.gpus, row.fits) for row in shown.waiting}
+    assert rows == {4: (3, False), 7: (4, False), 9: (4, False)}
+    four, two = (f'"tres_req_str":"cpu=1,mem=300M,node=1,billing=1,gres/gpu={gpus}"' for gpus in (4, 2))
+    smaller = read_queue(QUEUE.replace(four, two), "F").jobs
     fits = view(look()._replace(jobs=smaller), begin("w5plain", None, AT_S))
     assert fits.idle_waiting_gpus == 3
     assert [row.job for row in fits.waiting if row.fits] == [7]
 
 
-def test_the_policy_decides_for_virtual_lanes():
-    later = with_virtual_lanes(look().jobs, HOSTS, {}, AT_S + 50_000.0)
-    settings = shipped_settings(HOSTS.nodes)
-    assert list(steps(later, settings, movable=False)) == [], "a job that keeps no checkpoints has its GPUs to its end"
-    found = {step.job: step.action for step in steps(later, settings, movable=True)}
-    assert found == {1: "yield its GPUs", 2: "yield its GPUs", 4: "start on node1-l1", 7: "start on node2-l1"}
+SITE = SiteRules(weights={"age": 1_000})
+
+
+def test_the_policy_decides_as_if_all_jobs_took_part():
+    later = as_if_managed(look().jobs, HOSTS, {}, AT_S + 50_000.0, SITE)
+    found = {step.job: (step.action, step.reason) for step in steps(later, shipped_settings(HOSTS.nodes))}
+    assert {number: action for number, (action, _) in found.items()} == {1: "make way", 2: "make way"}
+    assert "makes way for job 4, which is next in Slurm's queue" in {reason for _, reason in found.values()}
+
+
+def test_without_weights_nobody_makes_way_and_the_look_says_why():
+    shown = view(look(at_s=AT_S + 50_000.0)._replace(site=SiteRules()), begin("w5plain", None, AT_S))
+    assert shown.steps == ()
+    assert "all of the site's priority weights are 0" in shown.notes[0]
 
 
 def test_gpus_of_hidden_jobs_are_left_alone_and_said():
@@ -239,19 +254,25 @@ def test_gpus_of_hidden_jobs_are_left_alone_and_said():
     assert hidden == {"node2": 2}
     shown = view(alice, begin("w5plain", None, AT_S))
     assert (shown.hidden_gpus, shown.idle_gpus) == (2, 3)
-    assert [step.job for step in shown.movable] == [1, 4]
-    assert all(row.share_with in ((), (1,)) for row in shown.waiting)
+    assert [step.job for step in shown.steps] == [1], "a hidden job keeps its GPUs on node2"
     assert "PrivateData = jobs may hide jobs of other users: 2 of the GPUs in use are theirs" in shown.notes[0]
-    assert "node2" not in str(shown.movable), "a hidden job has its GPUs there"
-    (theirs,) = [job.lease for job in with_virtual_lanes(alice.jobs, HOSTS, hidden, AT_S).jobs if not job.opted_in]
+    snapshot = as_if_managed(alice.jobs, HOSTS, hidden, AT_S, SITE)
+    (theirs,) = [job.lease for job in snapshot.jobs if not job.opted_in]
     assert (theirs.exclusive, len(theirs.gpus)) == (True, 2)
 
 
-def test_a_cluster_with_lanes_has_nothing_virtual():
-    lanes = HOSTS._replace(host_of=HOSTS.host_of | {"node1-l1": "node1"})
-    shown = view(look(at_s=AT_S + 50_000.0)._replace(hosts=lanes), begin("w5plain", None, AT_S))
-    assert (shown.movable, {row.share_with for row in shown.waiting}) == ((), {()})
-    assert "has further lanes already" in shown.notes[0]
+def test_without_gpus_in_the_accounted_resources_the_lists_of_gres_tell():
+    queue, nodes = json.loads(QUEUE), json.loads(NODES)
+    for one in queue["jobs"]:
+        for name in ("tres_req_str", "tres_alloc_str"):
+            one[name] = re.sub(",gres/gpu[^,]*", "", one[name])
+    for one in nodes["nodes"]:
+        one["tres_used"] = re.sub(",gres/gpu[^,]*", "", one["tres_used"])
+    assert [(node.gpus_used) for node in read_live_hosts(json.dumps(nodes), "F").nodes] == [3, 2]
+    jobs = {job.record.job: job for job in read_queue(json.dumps(queue), "F").jobs}
+    assert {number: job.record.gpus for number, job in jobs.items()} == {
+        number: job.record.gpus for number, job in JOBS.items()
+    }
 
 
 # --- The command -----------------------------------------------------------------------------------------
@@ -269,7 +290,7 @@ def test_the_command_asks_only_and_adds_to_its_file(slurm, tmp_path):
     file.write_bytes(encode(msgspec.structs.replace(record, at_s=record.at_s - 60.0)))
     second = watch("--once")
     assert second.exit_code == 0, second.output
-    assert "with two lanes, if all jobs keep checkpoints" in second.stdout.lower()
+    assert "If all jobs kept checkpoints, Cadenza would now let:" in second.stdout
     sums = totals(decode(file.read_bytes(), "F"))
     assert sums.waiting_job_s == pytest.approx(3 * 60.0, rel=0.2)
     assert set(slurm.calls) == {
@@ -329,8 +350,8 @@ def test_wrong_words_wrong_answers_and_a_second_watch(slurm, tmp_path):
     with watching.Watch(None, None).locked():
         assert "another cadenza watch writes it" in watch("--once").output
     slurm.answer(queue='{"jobs":[{"job_id":"x"}]}')
-    result = watch("--once")
-    assert (result.exit_code, "squeue: jobs[0]" in result.output) == (2, True)
+    shown = json.loads(watch("--once", "--json").stdout)
+    assert "1 jobs cannot be read (squeue: jobs[0]: " in " ".join(shown["notes"])
 
 
 def test_a_machine_without_slurm_says_so(monkeypatch, tmp_path):

@@ -16,13 +16,16 @@ from hypothesis import strategies as st
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.cluster import read_cluster
+from cadenza.policies.inputs.queue_rules import Qos, Tier, Weights
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.world import World
 from cadenza.slurm_plugin.cli.main import main
-from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_nodes
+from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_hosts, read_nodes
 from cadenza.slurm_plugin.cli.whatif.history import as_it_was, read_history
 from cadenza.slurm_plugin.cli.whatif.job_records import FIELDS, read_job_records
+from cadenza.slurm_plugin.cli.whatif.runs import run_whatif
+from cadenza.slurm_plugin.cli.whatif.site_answers import SiteFacts, read_site
 
 HERE = Path(__file__).resolve().parent
 SACCT, SCONTROL = HERE / "sacct_26_05.json", HERE / "scontrol_node_26_05.json"
@@ -59,8 +62,8 @@ def table(folder: Path, *rows: str) -> str:
 def test_json_and_table_say_the_same(monkeypatch):
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
-    runs = {(run.job, run.submit_s): run for run in read_job_records(SACCT.read_text(), "F")}
-    listed = read_job_records(TABLE, "F")
+    runs = {(run.job, run.submit_s): run for run in read_job_records(SACCT.read_text(), "F").runs}
+    listed = read_job_records(TABLE, "F").runs
     assert [run.job for run in listed] == [1, 2, 4]
     for run in listed:
         same = runs[run.job, run.submit_s]
@@ -114,22 +117,24 @@ def test_the_past_as_it_was_counts_what_was_held_and_waited(tmp_path):
     [
         ("", "column 'JobIDRaw' is missing"),
         ("{", "not the JSON of sacct"),
-        ('{"jobs":[{"job_id":-1,"time":{}}]}', r"jobs\[0\]"),
-        ('{"jobs":[{"job_id":1,"time":{}}]}', "job 1 has no time of submission"),
+        (
+            '{"jobs":[{"job_id":-1,"time":{}}]}',
+            r"no job is left to simulate: 1 that cannot be read; the first: .*jobs\[0\]",
+        ),
+        ('{"jobs":[{"job_id":1,"time":{}}]}', "1 without a time of submission; the first: .* job 1 has no time"),
         (f"{HEAD}\n1|a", "has 2 cells where the first line names 11"),
-        (f"{HEAD}\n{row(1, 9, 8, 5)}", "job 1 ends before it starts"),
+        (f"{HEAD}\n{row(1, 9, 8, 5)}", "1 that end before they start"),
         (f"{HEAD}\n{row(1, 0, 1, 2).replace('gpu=1', 'gpu=x')}", r":2: TRES: 'gres/gpu=x' is not NAME=COUNT"),
         (f"{HEAD}\n{row(1, 0, 1, 2).replace('1000000', 'today')}", "'today' is not a time"),
         (f"{HEAD}\n{row(1, 0, 1, 2).replace('1|ada', '1_5|ada')}", "JobIDRaw: '1_5' is not a whole number"),
     ],
 )
-def test_a_wrong_file_is_named_with_its_place(text, message, tmp_path):
-    with pytest.raises(InputError, match=message):
-        read_job_records(text, "F")
+def test_a_wrong_file_is_named_with_its_place_and_a_wrong_record_costs_itself(text, message, tmp_path):
     file = tmp_path / "bad"
     file.write_text(text)
     result = whatif("--sacct", str(file), "--nodes", "1x8:16:64", "-o", str(tmp_path / "o.html"))
     assert (result.exit_code, result.output.count("\n")) == (2, 1)
+    assert re.search(message, result.output), result.output
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -225,7 +230,7 @@ def test_jobs_without_gpus_keep_a_job_waiting_in_all_simulations(tmp_path, taken
     ))  # fmt: skip
     nodes.write_text(two_partitions())
     page = tmp_path / "page.html"
-    words = ("--sacct", str(file), "--nodes", str(nodes), "--movable", "0,100", "-o", str(page))
+    words = ("--sacct", str(file), "--nodes", str(nodes), "--movable", "0,1", "-o", str(page))
     found = json.loads(whatif(*words, "--json").stdout)
     assert found["jobs"] == 2
     assert found["load"]["jobs"] == 1
@@ -272,6 +277,191 @@ def test_a_load_waits_for_cpus_too_and_ends_no_simulation():
     assert not world.over
 
 
+# --- What Slurm knows of its site ------------------------------------------------------------------------
+
+
+RULES = ("scontrol_config_26_05.txt", "scontrol_partition_26_05.json", "sacctmgr_assoc_26_05.json",
+         "sacctmgr_qos_26_05.json")  # fmt: skip
+
+
+def site(*names: str, **changes: str) -> SiteFacts:
+    """Return the rules of recorded answers, in which a text is replaced by another one."""
+    texts = [(HERE / name).read_text() for name in names]
+    for old, new in changes.items():
+        texts = [text.replace(old, new) for text in texts]
+    return read_site(zip(texts, names, strict=True))
+
+
+def test_the_accounting_tells_account_qos_type_nice_array_and_licenses():
+    runs = {run.job: run for run in read_job_records((HERE / "sacct_accounts_26_05.json").read_text(), "F").runs}
+    assert [(runs[at].account, runs[at].qos, runs[at].nice, runs[at].gpu_type) for at in (1, 3)] == [
+        ("physics", "normal", 5, ""), ("bio", "high", 0, "a100"),
+    ]  # fmt: skip
+    assert runs[7].licenses == (("solver", 1),)
+    # Slurm names the limit of an array with one of its tasks only.
+    history = read_history(
+        read_job_records((HERE / "sacct_accounts_26_05.json").read_text(), "F"),
+        read_nodes(SCONTROL.read_text(), "F", 1), None, site(*RULES).queue,
+    )  # fmt: skip
+    assert {job.id: job.array_limit for job in history.jobs if job.array} == {4: 1, 5: 1, 6: 1}
+
+
+def test_the_rules_of_a_site_come_from_slurms_own_answers():
+    facts = site(*RULES, **{"PriorityWeightFairShare = 0": "PriorityWeightFairShare = 9000"})
+    weights = facts.queue.weights
+    assert (weights.age, weights.fairshare, weights.partition) == (1_000, 9_000, 10_000)
+    assert (facts.backfill.interval_s, facts.backfill.full_interval_s, facts.backfill.window_s) == (1, 1, 86_400)
+    assert facts.queue.qos["high"] == Qos(100, 2)
+    assert facts.queue.licenses == {"solver": 1}
+    assert facts.queue.partitions["shared"] == Tier(1, 1)
+    accounts = facts.queue.accounts
+    assert accounts["bio"].max_jobs == 2
+    # Of five parts bio has one, physics three: its own user has a third of them, its account lab two thirds.
+    assert [accounts[name].share for name in ("bio", "physics", "lab")] == pytest.approx([0.2, 0.2, 0.4])
+    text = " ".join(facts.notes)
+    assert "GrpTRES=gres/gpu (2)" in text, "of an account with others below it, and of one user"
+    assert "Not given" not in text
+    # sshare tells the shares to those who may not read the associations.
+    shares = site("sshare_26_05.json")
+    assert {name: one.share for name, one in shares.queue.accounts.items()} == pytest.approx(
+        {name: one.share for name, one in accounts.items()}
+    )
+    assert "weights (jobs go in the order of submission), limits of accounts (none), QOS" in " ".join(shares.notes)
+
+
+def test_what_is_not_given_is_said():
+    (note,) = read_site(()).notes
+    assert note == (
+        "Not given of the site's rules: weights (jobs go in the order of submission), limits of accounts (none), "
+        "shares (all accounts equal), QOS (all equal, without limits), partitions (all have PriorityTier 1)."
+    )
+
+
+def test_weights_of_zero_are_replaced_by_one_for_age_and_said():
+    facts = site(RULES[0], **{"= 1000\n": "= 0\n", "= 10000\n": "= 0\n"})
+    assert facts.queue.weights == Weights(age=5_000)
+    assert "Slurm's priority has no weights" in facts.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Key = value", "F: neither scontrol show config nor JSON"),
+        ("{", "F: not JSON of sacctmgr, sshare or scontrol"),
+        ('{"jobs": []}', "F: has no associations, qos, shares or partitions"),
+    ],
+)
+def test_another_file_is_refused_by_name(text, message):
+    with pytest.raises(InputError, match=message):
+        read_site([(text, "F")])
+
+
+def test_a_bad_record_of_a_site_costs_itself():
+    facts = read_site([('{"qos": [{"name": 3}, {"name": "high", "priority": {"set": true, "number": 9}}]}', "F")])
+    assert (facts.queue.qos, facts.notes[0][:29]) == ({"high": Qos(9)}, "F: 1 records cannot be read (")
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+                    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.sampled_from(
+                        ["account", "user", "parent_account", "max", "tres", "total", "type", "name", "count", "jobs",
+                         "set", "infinite", "number", "limits", "shares", "shares_raw", "priority", "tier", "parent"]),
+                        values, max_size=4), max_leaves=8))  # fmt: skip
+def test_hostile_answers_on_a_site_raise_the_decoders_error_only(value):
+    for key in ("associations", "qos", "shares", "partitions"):
+        try:
+            facts = read_site([(json.dumps({key: {"shares": [value]} if key == "shares" else [value]}), "F")])
+        except InputError:
+            continue
+        assert all(one.share > 0 for one in facts.queue.accounts.values())
+
+
+def test_fair_share_of_the_site_orders_the_simulated_queue(tmp_path):
+    # One GPU. Jobs 1 to 3 of ann, then one of bob, who has had nothing: he is second where fair share counts.
+    lines = [f"{row(at, at, 600 * at, 600 * at + 600, user='bob' if at == 4 else 'ann')}" for at in (1, 2, 3, 4)]
+    rows = [f"{line}|{'b' if '|bob|' in line else 'a'}|normal" for line in lines]
+    file = tmp_path / "jobs.txt"
+    file.write_text("\n".join((f"{HEAD}|Account|QOS", *rows)) + "\n")
+    rules = tmp_path / "config.txt"
+    rules.write_text(
+        "PriorityType = priority/multifactor\nPriorityWeightFairShare = 1000\nPriorityCalcPeriod = 00:01:00\n"
+    )
+    words = {"sacct": str(file), "since": None, "nodes": "1x1:4:16", "partition": None, "lanes": "1", "quiet": True,
+             "opted_in": None, "sample": None, "movable": "0", "more": None}  # fmt: skip
+    order, share = (run_whatif({**words, "site": files}).starts("slurm") for files in ((), (str(rules),)))
+    assert sorted(order, key=order.get) == [1, 2, 3, 4]
+    assert sorted(share, key=share.get) == [1, 4, 2, 3]
+
+
+# --- Odd and hostile inputs ------------------------------------------------------------------------------
+
+
+def node(name: str, gres: str, **changes: object) -> dict[str, object]:
+    return {"name": name, "cpus": 64, "real_memory": 512_000, "gres": gres, "partitions": ["gpu"], **changes}
+
+
+@pytest.mark.parametrize(
+    ("odd", "note"),
+    [
+        (node("mig", "gpu:a100_1g.5gb:56(S:0-1)", cpus=48), "left out: mig (56 GPUs, 48 CPUs)"),
+        (node("cloud", "gpu:a100:4", state=["IDLE", "CLOUD", "POWERED_DOWN"]), "powered down, and are left out: cloud"),
+        (node("bad", "gpu:a100:4", cpus="many"), "F: 1 nodes cannot be read (nodes[1]: "),
+    ],
+)
+def test_a_host_that_cannot_be_simulated_costs_itself_and_is_named(odd, note):
+    up = node("up", "gpu:a100:4", state=["MIXED", "CLOUD"])
+    hosts = read_hosts(json.dumps({"nodes": [up, odd]}), "F")
+    assert [one.name for one in hosts.nodes] == ["up"]
+    assert note in hosts.notes[0]
+    # A host that is powered down and not of a cloud is there.
+    asleep = node("asleep", "gpu:a100:4", state=["IDLE", "POWERED_DOWN"])
+    assert len(read_hosts(json.dumps({"nodes": [up, asleep]}), "F").nodes) == 2
+
+
+def test_a_job_waits_for_its_type_of_gpu(tmp_path):
+    nodes = tmp_path / "nodes.json"
+    nodes.write_text(json.dumps({"nodes": [node("a", "gpu:a100:4"), node("t1", "gpu:T4:8"), node("t2", "gpu:T4:8")]}))
+    rows = [row(at, at, 1000, 11_000, 4).replace("|600|", "|600|").replace("gres/gpu=4", "gres/gpu=4,gres/gpu:A100=4")
+            for at in (1, 2, 3)]  # fmt: skip
+    words = ("--sacct", table(tmp_path, *rows), "--nodes", str(nodes), "--movable", "0", "-o", str(tmp_path / "p.html"))
+    found = json.loads(whatif(*words, "--json").stdout)
+    assert found["mean_wait_s"]["slurm"] == pytest.approx(10_000, rel=0.02)
+    idle = next(item for item in found["results"] if item["label"] == "slurm")
+    assert found["easy"]["idle_waiting_gpus"] == 0.0, idle
+
+
+def test_accounting_without_gpus_names_the_setting_of_slurm(tmp_path):
+    result = whatif("--sacct", table(tmp_path, row(1, 0, 5, 50, 0)), "--nodes", "1x4:16:64",
+                    "-o", str(tmp_path / "p.html"))  # fmt: skip
+    assert result.exit_code == 2
+    assert "no gres/gpu: is it in Slurm's AccountingStorageTRES?" in result.output
+
+
+def test_a_record_that_cannot_be_read_is_left_out_by_reason(tmp_path):
+    jobs = json.loads(answer(*({"submit": 0, "start": 0, "end": 50, "gpus": 1},) * 3))["jobs"]
+    jobs[1] |= {"partition": ",".join(f"gpu-long-{at:03}" for at in range(100))}
+    jobs[2]["time"]["end"] = jobs[2]["time"]["start"] - 1
+    file = tmp_path / "jobs.json"
+    file.write_text(json.dumps({"jobs": [*jobs, {"job_id": "x"}]}))
+    nodes = tmp_path / "nodes.json"
+    nodes.write_text(two_partitions())
+    result = whatif("--sacct", str(file), "--nodes", str(nodes), "-o", str(tmp_path / "p.html"), "--json")
+    assert json.loads(result.stdout)["left_out"] == {
+        "in other partitions": 1, "that end before they start": 1, "that cannot be read": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [(), ("--opted-in", "0.95")])
+def test_without_movable_jobs_nothing_changes_and_a_gain_names_easys(tmp_path, more):
+    wide = [row(at, at, 20_000 * at, 20_000 * at + 20_000, 4) for at in (1, 2)]
+    short = [row(3 + n, 100 + n, 40_000, 40_300, 1, f"u{n % 2}") for n in range(6)]
+    words = ("--sacct", table(tmp_path, *wide, *short), "--nodes", "1x4:16:64", "-o", str(tmp_path / "p.html"))
+    text = " ".join(whatif(*words, "--movable", "0,1", *more).output.split())
+    part = "95 % opted in, {} % of them can move" if more else "{} % can move"
+    assert f"“cadenza, {part.format(0)}”: nothing changes, each job starts as under Slurm." in text
+    assert re.search(f"“cadenza, {part.format(100)}”: completion time .{{1,9}} on average compared with Slurm, and "
+                     ".{1,9} compared with EASY", text), text  # fmt: skip
+
+
 # --- The command -----------------------------------------------------------------------------------------
 
 
@@ -280,7 +470,7 @@ def test_the_command_puts_the_past_slurm_and_cadenza_next_to_each_other(tmp_path
     wide = [row(1, 0, 0, 20_000, 4), row(2, 5, 20_000, 40_000, 4)]
     short = [row(3 + n, 100 + n, 40_000, 40_300, 1, f"u{n % 2}") for n in range(4)]
     page = tmp_path / "page.html"
-    result = whatif("--sacct", table(tmp_path, *wide, *short), "--nodes", "1x4:16:64", "--movable", "100",
+    result = whatif("--sacct", table(tmp_path, *wide, *short), "--nodes", "1x4:16:64", "--movable", "1",
                     "-o", str(page), "--json")  # fmt: skip
     assert result.exit_code == 0, result.output
     found = json.loads(result.output)
@@ -288,7 +478,7 @@ def test_the_command_puts_the_past_slurm_and_cadenza_next_to_each_other(tmp_path
     waits = found["mean_wait_s"]
     assert waits["as it was"] == fmean([0, 19_995, *(39_900 - n for n in range(4))])
     assert waits["slurm"] == pytest.approx(waits["as it was"], rel=0.01)
-    assert waits["cadenza, 100 % can move"] < waits["slurm"] / 5
+    assert waits["cadenza, 100 % can move"] < waits["slurm"] / 2
     text = page.read_text()
     assert "The simulation&#39;s error" in text
     assert "Completion time by user" in text
@@ -297,7 +487,7 @@ def test_the_command_puts_the_past_slurm_and_cadenza_next_to_each_other(tmp_path
 
 def test_a_long_history_says_its_time_beforehand_and_its_runs_apart_give_the_same(tmp_path, monkeypatch):
     file = table(tmp_path, *(row(n, 60 * n, 60 * n, 60 * n + 200 + n % 7, 1 + n % 3) for n in range(20)))
-    words = ("--sacct", file, "--nodes", "1x4:16:64", "--movable", "50", "-o", str(tmp_path / "page.html"), "--json")
+    words = ("--sacct", file, "--nodes", "1x4:16:64", "--movable", "0.5", "-o", str(tmp_path / "page.html"), "--json")
     alone = whatif(*words)
     for name, value in (("runs.LARGE_JOBS", 10), ("run_pool.TIMED_JOBS", 5), ("run_pool.MIN_JOBS_APART", 10)):
         monkeypatch.setattr(f"cadenza.slurm_plugin.cli.whatif.{name}", value)
@@ -344,7 +534,7 @@ def test_without_matplotlib_there_is_the_table_and_no_page(tmp_path, monkeypatch
         (("--sacct", str(SACCT)), "--nodes: is missing"),
         (("--sacct", str(SACCT), "--nodes", "x"), "'x' is no file, and"),
         (("--sacct", "none.json", "--nodes", "1x4:16:64"), "--sacct: 'none.json' cannot be read"),
-        (("--sacct", str(SACCT), "--nodes", "1x4:16:64", "--movable", "101"), "--movable: '101' is not from 0 to 100"),
+        (("--sacct", str(SACCT), "--nodes", "1x4:16:64", "--movable", "50"), "--movable: '50' is not from 0 to 1"),
         (("--sacct", str(SACCT), "--nodes", "1x4:16:64", "--lanes", "0"), "--lanes"),
         (("--sacct", str(SACCT), "--nodes", "1x4:16:64", "--sample", "2"), "--sample: '2' is not from 0.001 to 1"),
         (("--sacct", str(SACCT), "--nodes", "1x4:16:64", "--more", "x"), "--more: 'x' is not lane or memory"),

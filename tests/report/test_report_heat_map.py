@@ -51,7 +51,7 @@ def found(tmp_path_factory):
         rows.append(f"{number}|{user}|gpu|{times}|{1_000_000 + 60 * number}|600|00:00:00|{tres}|{tres}")
     (folder / "jobs.txt").write_text("\n".join(rows))
     page = folder / "page.html"
-    words = ["whatif", "--quiet", "--sacct", str(folder / "jobs.txt"), "--nodes", "1x4:16:64", "--movable", "100",
+    words = ["whatif", "--quiet", "--sacct", str(folder / "jobs.txt"), "--nodes", "1x4:16:64", "--movable", "1",
              "--more", "lane,memory", "-o", str(page), "--json"]  # fmt: skip
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 0, result.output

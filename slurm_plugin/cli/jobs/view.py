@@ -169,7 +169,7 @@ def idle_and_waiting(last: Round) -> tuple[int, tuple[int, ...]]:
         for job in last.snapshot.jobs
         if job.opted_in
         and waits_for_gpus(job, ours=held_for_us(job, memory) or job.key in memory.suspended)
-        and fits(hosts, job.partition, job.gpus, job.num_nodes)
+        and fits(hosts, job.partition, job.gpus, job.num_nodes, job.gpu_type)
     ]
     return sum(host.idle for host in hosts), tuple(sorted(fit))
 

@@ -39,6 +39,7 @@ from cadenza.policies.sharing.state.settings import GandivaSettings
 from cadenza.policies.simulator.load_sweep import read_loads
 from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.workloads.catalogue import KINDS, Workload, parse_workload
+from cadenza.policies.slurm.backfill import SLURM, Backfill
 from cadenza.slurm_plugin.service.settings import Settings, guard_settings, policy_settings
 
 LONGEST_S = 1e11
@@ -121,6 +122,7 @@ class Site:
     """Jobs without GPUs."""
     queue: QueueRules = BY_AGE
     """Rules by which its Slurm orders its queue; unless more is known, in the order of submission."""
+    backfill: Backfill = SLURM
 
 
 def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Site | None = None) -> Request:
@@ -170,6 +172,7 @@ def read_request(words: Mapping[str, Any], arguments: tuple[str, ...], site: Sit
         checkpoint_s=number(words["checkpoint"] or ("0" if synergy else CHECKPOINT_S), "--checkpoint", most=LONGEST_S),
         place=not names.through_slurm,
         queue=queue,
+        backfill=site.backfill if site is not None else SLURM,
         phased_moves=names.through_slurm,
     )
     # 4. The policy, with the costs of the simulation as those that it expects.

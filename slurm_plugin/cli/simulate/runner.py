@@ -16,7 +16,6 @@ from cadenza.policies.composition import PolicySettings, build
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.inputs.cluster import PARTITION
 from cadenza.policies.inputs.trace import TraceJob
-from cadenza.policies.slurm.backfill import STRICT
 from cadenza.policies.simulator.figures import HOUR, Summary, flat, over_seeds, quantile, summarize
 from cadenza.policies.simulator.ideal_las import ideal_las
 from cadenza.policies.simulator.load_sweep import LoadRow, highest_stable, load_rows, sweep_point, too_short
@@ -25,6 +24,7 @@ from cadenza.policies.simulator.run_values import GUARD, Result
 from cadenza.policies.simulator.shareable import Unshareable, unshareable_jobs
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.policies.simulator.slurm_baseline import first_come, simulate_slurm
+from cadenza.policies.slurm.backfill import STRICT
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.simulate.request import Request
 

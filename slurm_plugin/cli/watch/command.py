@@ -1,4 +1,4 @@
-"""``cadenza watch``: idle GPUs, waiting jobs, and the part that sharing could play, with an ordinary user's rights."""
+"""``cadenza watch``: idle GPUs, waiting jobs, and what Cadenza would do, with an ordinary user's rights."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def command(
 ) -> None:
     """Watch this cluster with an ordinary user's rights.
 
-    Shows the GPUs that are idle while jobs wait, which jobs could share GPUs, and what the policy would do if the hosts
-    had lanes. Waits and idle GPU hours are added up in a file of yours, also over restarts. Nothing has to be installed
-    on the cluster; it only asks squeue and scontrol, and submits, changes and cancels nothing.
+    Shows the GPUs that are idle while jobs wait, and which jobs Cadenza would let make way if all took part. Waits and
+    idle GPU hours are added up in a file of yours, also over restarts. Nothing has to be installed on the cluster; it
+    only asks squeue and scontrol, and submits, changes and cancels nothing.
 
     With --json and without --once it prints one line per look.
     """

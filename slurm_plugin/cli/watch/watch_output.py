@@ -10,7 +10,7 @@ from rich.text import Text
 
 from cadenza.policies.core.text import printable
 from cadenza.slurm_plugin.cli.common import local
-from cadenza.slurm_plugin.cli.watch.virtual_lanes import Step
+from cadenza.slurm_plugin.cli.watch.first_decision import Step
 from cadenza.slurm_plugin.cli.watch.watch_view import HostRow, WaitingRow, WatchView
 from cadenza.slurm_plugin.report.units import HOUR_S, NARROW, about, number
 
@@ -57,27 +57,26 @@ def _host_table(hosts: Sequence[HostRow]) -> Table:
 
 
 def _waiting_table(jobs: Sequence[WaitingRow]) -> Table:
-    table = _table("JOB", "USER", "GPUS", "WAITED", "REASON", "ITS GPUS ARE IDLE", "COULD TAKE TURNS NOW WITH")
+    table = _table("JOB", "USER", "GPUS", "WAITED", "REASON", "ITS GPUS ARE IDLE")
     for row in jobs[:MAX_ROWS]:
         table.add_row(
             str(row.job), printable(row.user), str(row.gpus), _time(row.waited_s), printable(row.reason),
-            "yes" if row.fits else "", ", ".join(map(str, row.share_with)),
+            "yes" if row.fits else "",
         )  # fmt: skip
     return _cut(table, len(jobs))
 
 
 def _decision(view: WatchView) -> Iterator[Text]:
-    for title, steps in (("no job keeps checkpoints", view.immovable), ("all jobs keep checkpoints", view.movable)):
-        yield Text(f"With two lanes, if {title}, Cadenza would now:", style="bold")
-        yield from (_step(step) for step in steps[:MAX_ROWS])
-        if len(steps) > MAX_ROWS:
-            yield Text(f"  … and {len(steps) - MAX_ROWS} more", style="dim")
-        if not steps:
-            yield Text("  change nothing", style="dim")
+    yield Text("If all jobs kept checkpoints, Cadenza would now let:", style="bold")
+    yield from (_step(step) for step in view.steps[:MAX_ROWS])
+    if len(view.steps) > MAX_ROWS:
+        yield Text(f"  … and {len(view.steps) - MAX_ROWS} more", style="dim")
+    if not view.steps:
+        yield Text("  all jobs stay where they are", style="dim")
 
 
 def _step(step: Step) -> Text:
-    return Text(f"  job {step.job}: {printable(step.action)} ({printable(step.reason, 1000)})")
+    return Text(f"  job {step.job} {printable(step.action)} ({printable(step.reason, 1000)})")
 
 
 def _table(*names: str) -> Table:

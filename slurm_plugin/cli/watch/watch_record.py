@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from math import floor
 from typing import Annotated, Literal
 
@@ -50,11 +50,14 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     gpus: Number
     memory_mb: Seconds | None
     cpus: Number
+    account: Name = ""
+    qos: Name = ""
+    gpu_type: Name = ""
 
     @property
     def record(self) -> JobRecord:
         """Return the run as accounting would have it."""
-        return JobRecord(*msgspec.structs.astuple(self))
+        return JobRecord(**msgspec.structs.asdict(self))
 
 
 class WatchRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -138,8 +141,8 @@ def _ended(record: WatchRecord, at_s: float, jobs: Sequence[QueueJob]) -> Iterab
 
 def _run(record: JobRecord) -> Run:
     """Return a run that has started; Slurm may date a submission anew."""
-    values = astuple(replace(record, submit_s=min(record.submit_s, record.start_s or 0.0)))
-    return Run(*values[: len(Run.__struct_fields__)])  # only jobs without GPUs have their nodes there
+    dated = replace(record, submit_s=min(record.submit_s, record.start_s or 0.0))
+    return Run(*(getattr(dated, name) for name in Run.__struct_fields__))
 
 
 def _hours(record: WatchRecord, at_s: float, idle: int, waiting: int) -> tuple[Hour, ...]:

@@ -1,4 +1,4 @@
-"""One look at a cluster with a user's rights: idle GPUs, waiting jobs, and what sharing would do (pure)."""
+"""One look at a cluster with a user's rights: idle GPUs, waiting jobs, and what Cadenza would do (pure)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,11 @@ from typing import NamedTuple
 import msgspec
 
 from cadenza.policies.core.idle_gpus import HostGpus, fits, idle_waiting_gpus, narrowest_jobs
+from cadenza.policies.core.model import SiteRules
+from cadenza.policies.sharing.preemption.site_factor import powerless_reason
 from cadenza.policies.simulator.figures import bounded_slowdown
+from cadenza.slurm_plugin.cli.watch.first_decision import Step, as_if_managed, hidden_gpus, shipped_settings, steps
 from cadenza.slurm_plugin.cli.watch.queue_answer import QueueJob
-from cadenza.slurm_plugin.cli.watch.virtual_lanes import (
-    Step,
-    hidden_gpus,
-    shipped_settings,
-    steps,
-    who_could_share,
-    with_virtual_lanes,
-)
 from cadenza.slurm_plugin.cli.watch.watch_record import WatchRecord
 from cadenza.slurm_plugin.cli.whatif.cluster_nodes import LiveHosts
 from cadenza.slurm_plugin.service.accounting.sharing_report import WidthRow, width_rows
@@ -27,9 +22,9 @@ from cadenza.slurm_plugin.service.accounting.usage import FirstStart
 
 SCHEMA = "cadenza.watch/1"
 ASSUMPTIONS = (
-    "Slurm does not say which jobs could take part: all are taken to opt in. It does not say which keep checkpoints "
-    "either: the policy's first decision is shown for none and for all of them. A job fits where its GPUs are idle, or "
-    "where its memory is left; CPUs and constraints are not considered. The waiting tasks of an array count as one job."
+    "Slurm does not say which jobs could take part: all are taken to opt in and to keep checkpoints. Where none does, "
+    "Cadenza changes nothing. A job fits where its GPUs are idle; CPUs, memory and constraints are not considered, and "
+    "neither are tiers, QOS and fair share. The waiting tasks of an array count as one job."
 )
 
 
@@ -43,19 +38,27 @@ class Look(NamedTuple):
     hosts: LiveHosts
     jobs: tuple[QueueJob, ...]
     """Those in the partitions of the hosts, and on the hosts."""
+    site: SiteRules = SiteRules(weights={"age": 1})
+    notes: tuple[str, ...] = ()
+    """What could not be read."""
 
     @property
     def free(self) -> list[HostGpus]:
         """Return the hosts with their idle GPUs; a host that takes no jobs has none."""
         return [
-            HostGpus(node.gpus, node.gpus - node.gpus_used if node.takes_jobs else 0, node.partitions)
+            HostGpus(node.gpus, node.gpus - node.gpus_used if node.takes_jobs else 0, node.partitions, node.gpu_type)
             for node in self.hosts.nodes
         ]
 
     @property
     def idle_waiting(self) -> int:
         """Return the GPUs that are idle while a job waits that fits there."""
-        waiting = ((name, job.record.gpus) for job in self.jobs if job.waits for name in partitions_of(job))
+        waiting = (
+            (name, job.record.gpu_type, job.record.gpus)
+            for job in self.jobs
+            if job.waits
+            for name in partitions_of(job)
+        )
         return idle_waiting_gpus(self.free, narrowest_jobs(waiting))
 
 
@@ -86,8 +89,6 @@ class WaitingRow(msgspec.Struct, frozen=True):
     reason: str
     fits: bool
     """As many GPUs as it needs are idle."""
-    share_with: tuple[int, ...]
-    """Running jobs with which it could take turns now; empty for none."""
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -116,10 +117,8 @@ class WatchView(msgspec.Struct, frozen=True):
     hidden_gpus: int
     hosts: tuple[HostRow, ...]
     waiting: tuple[WaitingRow, ...]
-    immovable: tuple[Step, ...]
-    """The policy's first decision with virtual lanes, if no job keeps checkpoints."""
-    movable: tuple[Step, ...]
-    """The same if all do."""
+    steps: tuple[Step, ...]
+    """The policy's first decision, if all jobs keep checkpoints; if none does, it is empty."""
     totals: Totals
     notes: tuple[str, ...]
     schema: str = SCHEMA
@@ -129,12 +128,9 @@ def view(look: Look, record: WatchRecord) -> WatchView:
     """Return the figures of a look, with the sums of a record that has it already."""
     nodes, free = look.hosts.nodes, look.free
     hidden = hidden_gpus(look.jobs, look.hosts)
-    # 1. What sharing would do, unless lanes are there already.
-    settings = shipped_settings(nodes)
-    snapshot = with_virtual_lanes(look.jobs, look.hosts, hidden, look.at_s)
-    between, lanes = settings.sharing.share_between_users, look.hosts.has_lanes
-    none, every = (() if lanes else tuple(steps(snapshot, settings, movable=movable)) for movable in (False, True))
-    sharers = {} if lanes else who_could_share(snapshot, between_users=between)
+    # 1. What Cadenza would do.
+    snapshot = as_if_managed(look.jobs, look.hosts, hidden, look.at_s, look.site)
+    decision = tuple(steps(snapshot, shipped_settings(nodes)))
     # 2. The jobs that wait, the longest wait first.
     waiting = []
     for job in sorted((job for job in look.jobs if job.waits), key=lambda job: (job.record.submit_s, job.record.job)):
@@ -142,7 +138,7 @@ def view(look: Look, record: WatchRecord) -> WatchView:
         waiting.append(
             WaitingRow(
                 one.job, one.user, one.partition, one.gpus, max(look.at_s - one.submit_s, 0.0), job.reason,
-                fits=fits(free, one.partition, one.gpus, job.num_nodes), share_with=sharers.get(one.job, ()),
+                fits=fits(free, one.partition, one.gpus, job.num_nodes, one.gpu_type),
             )
         )  # fmt: skip
     # 3. All of it.
@@ -153,7 +149,7 @@ def view(look: Look, record: WatchRecord) -> WatchView:
             HostRow(node.host, node.gpus, host.idle, hidden.get(node.host, 0), node.closed_reason)
             for node, host in zip(nodes, free, strict=True)
         ),
-        tuple(waiting), none, every, totals(record), tuple(_notes(look, sum(hidden.values()))),
+        tuple(waiting), decision, totals(record), tuple(_notes(look, sum(hidden.values()))),
     )  # fmt: skip
 
 
@@ -190,8 +186,9 @@ def _notes(look: Look, hidden: int) -> Iterator[str]:
             f"{cause} jobs of other users: {hidden} of the GPUs in use are theirs. Their waiting jobs are not counted, "
             "so that the idle GPUs while a job waits, and all waits, are those of the jobs that you see."
         )
-    if look.hosts.has_lanes:
-        yield "This cluster has further lanes already: cadenza top, why and report say what Cadenza does there."
+    yield from look.notes
+    if reason := powerless_reason(look.site):
+        yield f"Each waiting job {reason}."
     yield ASSUMPTIONS
 
 

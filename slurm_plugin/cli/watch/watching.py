@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,10 +17,12 @@ from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.text import printable
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.watch import watch_record
+from cadenza.slurm_plugin.cli.watch.first_decision import site_of
 from cadenza.slurm_plugin.cli.watch.queue_answer import read_queue
 from cadenza.slurm_plugin.cli.watch.watch_view import Look, WatchView, partitions_of, remarks, totals, view
 from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_live_hosts, read_nodes
-from cadenza.slurm_plugin.cli.whatif.runs import Plan, run_plan
+from cadenza.slurm_plugin.cli.whatif.job_records import JobRecords
+from cadenza.slurm_plugin.cli.whatif.runs import Plan, ask_site, run_plan
 from cadenza.slurm_plugin.cli.whatif.whatif_output import page
 from cadenza.slurm_plugin.gateway.errors import SlurmUnavailable
 from cadenza.slurm_plugin.gateway.slurm_gateway import answer_of, slurm_config
@@ -77,10 +80,14 @@ class Watch:
         config, queue, self._nodes = slurm_config(), answer_of(QUEUE, TIMEOUT_S), answer_of(NODES, TIMEOUT_S)
         hosts = read_live_hosts(self._nodes, "scontrol", self.partition)
         names = {name for node in hosts.nodes for name in node.partitions}
-        jobs = [(job, not names.isdisjoint(partitions_of(job))) for job in read_queue(queue, "squeue")]
+        answer = read_queue(queue, "squeue")
+        jobs = [(job, not names.isdisjoint(partitions_of(job))) for job in answer.jobs]
         here = tuple(job for job, ours in jobs if ours or any(name in hosts.host_of for name, _ in job.placement))
         now_s = SystemClock().now()
-        look = Look(now_s, self.cluster, printable(config.get("PrivateData", "none")), hosts, here)
+        notes = (*hosts.notes, *filter(None, (answer.note,)))
+        look = Look(
+            now_s, self.cluster, printable(config.get("PrivateData", "none")), hosts, here, site_of(config), notes
+        )
         # 2. The file.
         before = self._record or watch_record.begin(self.cluster, self.partition, now_s)
         self._record = watch_record.add(before, now_s, [job for job, ours in jobs if ours], look.idle_waiting)
@@ -96,11 +103,12 @@ class Watch:
             raise InputError(f"{self.path}: no job with GPUs has ended since the watch began: there is no page yet")
         given = {"--partition": self.partition, "--state": self.path, "--html": file}
         plan = Plan(
-            partition=self.partition, quiet=quiet, command="watch", remarks=remarks(totals(record), last.notes),
+            site=ask_site(), partition=self.partition, quiet=quiet, command="watch",
+            remarks=remarks(totals(record), last.notes),
             arguments=tuple(f"{name}={value}" for name, value in given.items() if value is not None),
         )  # fmt: skip
         nodes = read_nodes(self._nodes, "scontrol", plan.lanes, self.partition)
-        found = run_plan(plan, [run.record for run in record.runs], nodes, str(self.path))
+        found = run_plan(plan, JobRecords(tuple(run.record for run in record.runs), Counter()), nodes, str(self.path))
         try:
             file.write_text(page(found), encoding="utf-8")
         except OSError as error:

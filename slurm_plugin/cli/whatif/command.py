@@ -16,12 +16,16 @@ from cadenza.slurm_plugin.cli.common import console, emit, json_option, say
 @click.option("--since", metavar="WHEN", help="Ask this cluster instead: jobs since 28d ago, or since a date.")
 @click.option("--nodes", metavar="TEXT|FILE",
               help="The cluster as 16x8:24:500, or a file of scontrol show node --json.")  # fmt: skip
+@click.option("--site", metavar="FILE", multiple=True,
+              help="Rules of its Slurm, a file each: scontrol show config; with --json scontrol show partition, "
+              "sacctmgr show assoc, sacctmgr show qos, sshare --all.")  # fmt: skip
 @click.option("--partition", metavar="NAME", help="Jobs and nodes of this partition only.")
 @click.option(
     "--lanes", metavar="N", default="1", help="Lanes per node: jobs that can take turns on a GPU (default: 1)."
 )
-@click.option("--movable", metavar="PERCENT,…", default="0,50",
-              help="Part of the jobs that keep checkpoints and can move; a run for each (default: 0,50).")  # fmt: skip
+@click.option("--opted-in", metavar="PART", help="Part of the jobs that opt in, drawn (default: all).")
+@click.option("--movable", metavar="PART,…", default="0,0.5",
+              help="Part of those that keep checkpoints and can move; a run for each (default: 0,0.5).")  # fmt: skip
 @click.option("--sample", metavar="PART", help="A stretch of time with this part of the jobs, such as 0.2.")
 @click.option("--more", metavar="lane,memory",
               help="Run again with one more lane, and with twice the memory, to show what they bring.")  # fmt: skip
@@ -34,7 +38,8 @@ def command(*, output: Path | None, as_json: bool, **words: Any) -> None:
     Three answers stand next to each other on one HTML page: the jobs as they ran, the same jobs in a simulation of
     Slurm's own scheduler, and in one of Cadenza as it ships. The difference of the first two is the simulation's
     error, and it is printed. Jobs that the accounting cannot tell are left out and counted, by reason. Nothing has to
-    be installed on the cluster: two files are enough.
+    be installed on the cluster: two files are enough, and with those of --site the simulated Slurm has the cluster's
+    weights, shares, QOS and limits. What is not known is said.
 
     \b
     sacct --allusers --duplicates --json --starttime now-28days > jobs.json

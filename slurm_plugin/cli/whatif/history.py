@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
@@ -12,15 +12,17 @@ from random import Random
 from cadenza.policies.core.model import Node
 from cadenza.policies.core.profile import MB_PER_GB
 from cadenza.policies.inputs.cluster import PARTITION
+from cadenza.policies.inputs.queue_rules import Account, Qos, QueueRules
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.run_values import Counts, JobResult, Result, Sample
-from cadenza.slurm_plugin.cli.whatif.job_records import JobRecord
+from cadenza.slurm_plugin.cli.whatif.job_records import JobRecord, JobRecords
 
 NO_GPUS = "without GPUs"
 SHORTEST_S = 1.0
 """Shorter runs are no work."""
 MOVABLE_SEED, SAMPLE_SEED = 1, 1
 DAY_S = 86_400.0
+ANY_QUEUE = QueueRules()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,13 @@ class PastJob:
     runs: int
     partition: str
     """One of the nodes'; ``PARTITION`` where these have no partitions of a site."""
+    account: str = ""
+    qos: str = ""
+    gpu_type: str = ""
+    nice: int = 0
+    array: str = ""
+    array_limit: int | None = None
+    licenses: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,30 +105,25 @@ class History:
         return tuple(replace(_trace_job(job), startup_s=0.0) for job in self.load)
 
 
-def read_history(records: Sequence[JobRecord], nodes: Sequence[Node], partition: str | None) -> History:
-    """Return the jobs that ended on GPUs which their partition has; the runs of a job that was requeued are one job."""
-    runs: defaultdict[int, list[JobRecord]] = defaultdict(list)
-    for record in records:
-        runs[record.job].append(record)
-    # 1. The size of each partition. Nodes that were given as a text have none of a site: all jobs are theirs.
-    gpus, each_gb = Counter[str](), defaultdict[str, float](float)
+def read_history(
+    records: JobRecords, nodes: Sequence[Node], partition: str | None, rules: QueueRules = ANY_QUEUE
+) -> History:
+    """Return the jobs that ended on GPUs which their partition has; the runs of a job that was requeued are one job.
+
+    A job that the rules' limits of today would let wait for ever is left out.
+    """
+    # 1. The runs of each job, and what its partition has.
+    runs, sizes = _runs_by_job(records.runs, nodes, partition, rules), Sizes(nodes, rules)
     whole = [node for node in nodes if node.lane == 0]
-    for node in whole:
-        for name in node.partitions:
-            gpus[name] += node.gpus
-            each_gb[name] = max(each_gb[name], node.memory_mb / node.gpus / MB_PER_GB)
-    if PARTITION in gpus:
-        for rows in runs.values():
-            rows[:] = [replace(row, partition=PARTITION) if partition in (None, row.partition) else row for row in rows]
     # 2. The jobs that count.
-    left_out: Counter[str] = Counter()
+    left_out = Counter(records.left_out)
     found: list[tuple[float, int, list[JobRecord]]] = []
     loads: list[tuple[float, int, list[JobRecord]]] = []
     names = {node.name for node in nodes}
     for job, rows in runs.items():
         rows.sort(key=lambda row: (row.submit_s, row.start_s or row.submit_s))
         last = rows[-1]
-        reason = _left_out(rows, gpus, each_gb[last.partition])
+        reason = _left_out(rows, sizes)
         if reason == NO_GPUS and last.cpus and last.nodes and last.nodes <= names and _work_s(rows) >= SHORTEST_S:
             loads.append((rows[0].submit_s, job, rows))
         elif reason:
@@ -136,7 +140,7 @@ def read_history(records: Sequence[JobRecord], nodes: Sequence[Node], partition:
         row.cpus * max(min(row.end_s - begin_s, span_s) - max(row.start_s - begin_s, 0.0), 0.0)
         for rows in runs.values()
         for row in rows
-        if not row.gpus and row.partition in gpus and row.start_s is not None and row.end_s is not None
+        if not row.gpus and (row.partition, "") in sizes.gpus and row.start_s is not None and row.end_s is not None
     )
     load = tuple(_during([_past_job(job, rows, begin_s) for _, job, rows in loads], 0.0, span_s))
     load_s = sum(job.cpus * max(min(job.end_s, span_s) - max(job.start_s, 0.0), 0.0) for job in load)
@@ -161,21 +165,75 @@ def _trace_job(job: PastJob) -> TraceJob:
     return TraceJob(
         id=job.id, submit_s=job.submit_s, gpus=job.gpus, work_s=job.work_s, user=job.user, cpus=job.cpus or None,
         memory_gb_per_gpu=job.memory_gb_per_gpu, time_limit_s=job.limit_s, partition=job.partition,
+        account=job.account, qos=job.qos, gpu_type=job.gpu_type, nice=job.nice, array=job.array,
+        array_limit=job.array_limit, licenses=job.licenses,
     )  # fmt: skip
 
 
-def _left_out(rows: Sequence[JobRecord], gpus: Mapping[str, int], each_gb: float) -> str:
+def _runs_by_job(
+    records: Iterable[JobRecord], nodes: Sequence[Node], partition: str | None, rules: QueueRules
+) -> dict[int, list[JobRecord]]:
+    """Return the runs of each job, with what the nodes and the rules know of its request."""
+    types = {node.gpu_type.casefold(): node.gpu_type for node in nodes}
+    # Nodes that were given as a text have no partitions of a site: all jobs are theirs.
+    anywhere = any(PARTITION in node.partitions for node in nodes)
+    runs: defaultdict[int, list[JobRecord]] = defaultdict(list)
+    at_once: dict[str, int] = {}
+    for record in records:
+        if record.array and record.array_limit:
+            at_once[record.array] = record.array_limit
+        runs[record.job].append(
+            replace(
+                record,
+                partition=PARTITION if anywhere and partition in (None, record.partition) else record.partition,
+                # Slurm takes a type in small and capital letters alike. One that no node has says nothing of these.
+                gpu_type=types.get(record.gpu_type.casefold(), ""),
+                # A license that the rules do not know would never be free.
+                licenses=tuple(one for one in record.licenses if one[0] in rules.licenses),
+            )
+        )
+    for rows in runs.values():
+        rows[:] = [replace(row, array_limit=at_once.get(row.array)) for row in rows]
+    return runs
+
+
+class Sizes:
+    """What a job can have at most: GPUs of a partition and type, memory for each GPU, and limits of its site."""
+
+    def __init__(self, nodes: Iterable[Node], rules: QueueRules) -> None:
+        self.rules = rules
+        self.gpus = Counter[tuple[str, str]]()
+        """By partition and type; the type "" stands for all."""
+        self.each_gb = defaultdict[str, float](float)
+        for node in nodes:
+            for name in node.partitions if node.lane == 0 else ():
+                for gpu_type in {"", node.gpu_type}:
+                    self.gpus[name, gpu_type] += node.gpus
+                self.each_gb[name] = max(self.each_gb[name], node.memory_mb / node.gpus / MB_PER_GB)
+
+    def over_limit(self, job: JobRecord) -> bool:
+        """Return True if a limit of the job's account, QOS or licenses would let it wait for ever."""
+        rules = self.rules
+        account, qos = rules.accounts.get(job.account, Account()), rules.qos.get(job.qos, Qos())
+        most = [limit for limit in (account.gpus, qos.gpus_per_user) if limit is not None]
+        short = any(count > rules.licenses.get(name, count) for name, count in job.licenses)
+        return account.max_jobs == 0 or short or any(job.gpus > limit for limit in most)
+
+
+def _left_out(rows: Sequence[JobRecord], sizes: Sizes) -> str:
     """Return the reason for which a job is left out; empty for one that counts."""
     last = rows[-1]
+    gpus, each_gb = sizes.gpus, sizes.each_gb[last.partition]
     each_is_gb = (last.memory_mb or 0.0) / max(last.gpus, 1) / MB_PER_GB
     reasons = (
-        (last.partition not in gpus, "in other partitions"),
+        ((last.partition, "") not in gpus, "in other partitions"),
         (not last.gpus, NO_GPUS),
         (all(row.start_s is None for row in rows), "never started"),
         (last.end_s is None, "not over"),
         (_work_s(rows) < SHORTEST_S, f"ran for less than {SHORTEST_S:.0f} s"),
-        (last.gpus > gpus[last.partition], "wider than the cluster"),
+        (last.gpus > gpus[last.partition, last.gpu_type], "wider than the cluster"),
         (each_is_gb > each_gb, "with more memory for each GPU than a host has"),
+        (sizes.over_limit(last), "over a limit of their account, QOS or licenses"),
     )
     return next((reason for holds, reason in reasons if holds), "")
 
@@ -195,7 +253,8 @@ def _past_job(job: int, rows: Sequence[JobRecord], begin_s: float) -> PastJob:
     memory_gb = None if last.memory_mb is None else last.memory_mb / max(last.gpus, 1) / MB_PER_GB
     return PastJob(
         job, last.user, rows[0].submit_s - begin_s, min(starts) - begin_s, max(ends) - begin_s, _work_s(rows),
-        last.gpus, last.cpus, memory_gb, last.limit_s, len(starts), last.partition,
+        last.gpus, last.cpus, memory_gb, last.limit_s, len(starts), last.partition, last.account, last.qos,
+        last.gpu_type, last.nice, last.array, last.array_limit, last.licenses,
     )  # fmt: skip
 
 

@@ -39,12 +39,16 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a task as ``cadenza simulate --save`` writes it, its figures, and the wall time of the run."""
+    """Result of a task as ``cadenza simulate --save`` writes it, its figures, and the wall time of the run.
+
+    ``easy``: figures of EASY on the same jobs, with a run of Slurm alone only.
+    """
 
     saved: bytes
     summary: Summary
     unshareable: Unshareable | None
     wall_s: float
+    easy: Summary | None = None
 
 
 def run_task(task: Task, progress: Callable[[float, int], None] | None = None) -> Outcome:
@@ -53,7 +57,9 @@ def run_task(task: Task, progress: Callable[[float, int], None] | None = None) -
     request = replace(read_request(task.options, task.arguments, task.site), baseline=None)
     results = run_request(request, progress)
     wall_s = SystemClock().monotonic() - began_s
-    return Outcome(encode(saved(results)), results.summaries[0], results.unshareable, wall_s)
+    return Outcome(
+        encode(saved(results)), results.summaries[0], results.unshareable, wall_s, next(iter(results.easy), None)
+    )
 
 
 def run_tasks(tasks: Sequence[Task], *, quiet: bool) -> list[Outcome]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cadenza.policies.core.errors import InputError
 from cadenza.policies.core.model import Node
+from cadenza.policies.core.text import printable
 from cadenza.policies.inputs.cluster import MAX_LANES, read_cluster
 from cadenza.policies.inputs.csv_table import integer, number, quoted
 from cadenza.policies.simulator.figures import Summary, summarize
@@ -19,10 +20,12 @@ from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.common import moment, say
 from cadenza.slurm_plugin.cli.simulate.command import VARIABLES
 from cadenza.slurm_plugin.cli.simulate.request import Site, read_file
-from cadenza.slurm_plugin.cli.whatif.cluster_nodes import read_nodes, with_lanes
+from cadenza.slurm_plugin.cli.whatif.cluster_nodes import Hosts, read_hosts, with_lanes
 from cadenza.slurm_plugin.cli.whatif.history import History, as_it_was, read_history
-from cadenza.slurm_plugin.cli.whatif.job_records import JobRecord, read_job_records
+from cadenza.slurm_plugin.cli.whatif.job_records import JobRecords, read_job_records
 from cadenza.slurm_plugin.cli.whatif.run_pool import Task, estimate_s, run_tasks
+from cadenza.slurm_plugin.cli.whatif.site_answers import SiteFacts, read_site
+from cadenza.slurm_plugin.gateway.errors import GatewayError
 from cadenza.slurm_plugin.gateway.slurm_gateway import answer_of
 from cadenza.slurm_plugin.report.loader import load
 from cadenza.slurm_plugin.report.page_model import Loaded
@@ -30,7 +33,12 @@ from cadenza.slurm_plugin.report.units import NARROW, about
 
 AS_IT_WAS, SLURM = "as it was", "slurm"
 TIMEOUT_S = 600.0
-HISTORY_OPTIONS = ("sacct", "since", "nodes", "partition", "sample")
+HISTORY_OPTIONS = ("sacct", "since", "nodes", "partition", "sample", "opted_in")
+ASKED = (
+    ("scontrol", "show", "config"), ("scontrol", "show", "partition", "--json"),
+    ("sacctmgr", "show", "assoc", "--json"), ("sacctmgr", "show", "qos", "--json"),
+)  # fmt: skip
+"""Commands that tell a cluster's rules."""
 MAX_RUNS = 5
 LANE, MEMORY = MORE = ("lane", "memory")
 MIN_SAMPLE = 0.001
@@ -53,8 +61,17 @@ class WhatIf:
     """Label of the run with the last part of movable jobs."""
     more: int
     """Number of runs after that one, each on a cluster with more of something."""
+    easy: Summary
+    """The same jobs in the order of submission, with one reservation."""
     remarks: tuple[str, ...] = ()
     """Sentences ahead of those on the runs."""
+    site_notes: tuple[str, ...] = ()
+    """What is not known of the site, or known and not simulated."""
+
+    def starts(self, label: str) -> dict[int, float | None]:
+        """Return the first start of each job in one of the results, seconds."""
+        jobs = next(file for file in self.results if file.label == label).runs[0].jobs
+        return {job.id: job.start_s for job in jobs}
 
 
 @dataclass(frozen=True)
@@ -62,7 +79,10 @@ class Plan:
     """The runs of a what-if."""
 
     movable: tuple[float, ...] = (0.0, 0.5)
-    """Fractions of the jobs that can move; a run for each."""
+    """Fractions of the jobs that opted in which can move; a run for each."""
+    opted_in: float = 1.0
+    """Fraction of the jobs that opt in."""
+    site: SiteFacts = field(default_factory=SiteFacts)
     lanes: int = 1
     more: tuple[str, ...] = ()
     partition: str | None = None
@@ -70,6 +90,12 @@ class Plan:
     command: str = "whatif"
     arguments: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
+
+    def label(self, part: float) -> str:
+        """Return the name of the run in which a part of those that opted in can move."""
+        if self.opted_in < 1.0:
+            return f"cadenza, {100 * self.opted_in:.0f} % opted in, {100 * part:.0f} % of them can move"
+        return f"cadenza, {100 * part:.0f} % can move"
 
 
 class Variant(NamedTuple):
@@ -84,31 +110,40 @@ class Variant(NamedTuple):
 def run_whatif(words: Mapping[str, Any]) -> WhatIf:
     """Read the accounting and the nodes, and run the simulations; raise InputError, or an error of the gateway."""
     lanes = integer(words["lanes"], "--lanes", 1, MAX_LANES)
-    plan = Plan(
-        _parts(words["movable"]), lanes, _one_more(words["more"], lanes), words["partition"], quiet=words["quiet"],
-        arguments=tuple(f"--{name}={words[name]}" for name in HISTORY_OPTIONS if words[name]),
-    )  # fmt: skip
-    accounting, source = _accounting(words)
-    nodes = _nodes(words, lanes)
+    opted_in = number(words["opted_in"], "--opted-in", 0, 1) if words["opted_in"] is not None else 1.0
     sample = number(words["sample"], "--sample", MIN_SAMPLE, 1) if words["sample"] is not None else None
-    return run_plan(plan, read_job_records(accounting, source), nodes, source, sample)
+    movable, more = _parts(words["movable"]), _one_more(words["more"], lanes)
+    accounting, source = _accounting(words)
+    hosts, site = _nodes(words), _site(words)
+    plan = Plan(
+        movable, opted_in, replace(site, notes=(*hosts.notes, *site.notes)), lanes, more, words["partition"],
+        quiet=words["quiet"],
+        arguments=(
+            *(f"--{name.replace('_', '-')}={words[name]}" for name in HISTORY_OPTIONS if words[name]),
+            *(f"--site={file}" for file in words["site"]),
+        ),
+    )  # fmt: skip
+    return run_plan(plan, read_job_records(accounting, source), with_lanes(hosts.nodes, lanes), source, sample)
 
 
 def run_plan(
-    plan: Plan, records: Sequence[JobRecord], nodes: tuple[Node, ...], source: str, sample: float | None = None
+    plan: Plan, records: JobRecords, nodes: tuple[Node, ...], source: str, sample: float | None = None
 ) -> WhatIf:
     """Run the simulations; raise InputError where no job is left, or jobs and nodes do not go together.
 
     ``source``: name of the records in messages; ``sample``: part of the jobs.
     """
-    movable, lanes, arguments = plan.movable, plan.lanes, plan.arguments
+    movable, lanes, arguments, site = plan.movable, plan.lanes, plan.arguments, plan.site
     # 1. The past as it was.
-    history = read_history(records, nodes, plan.partition)
+    history = read_history(records, nodes, plan.partition, site.queue)
     if sample is not None:
         history = history.sample(sample)
     if not history.jobs:
         counts = "; ".join(f"{count} {reason}" for reason, count in history.left_out.most_common())
-        raise InputError(f"{source}: no job is left to simulate" + (f": {counts}" if counts else ""))
+        first = f"; the first: {records.example}" if records.example else ""
+        without = records.runs and not any(run.gpus for run in records.runs)
+        hint = "; the accounting has no gres/gpu: is it in Slurm's AccountingStorageTRES?" if without else ""
+        raise InputError(f"{source}: no job is left to simulate" + (f": {counts}{first}{hint}" if counts else ""))
     past = as_it_was(history, nodes)
     summaries = [summarize(past)]
     known = {key: value for key, value in asdict(summaries[0]).items() if key not in NOT_IN_ACCOUNTING}
@@ -117,17 +152,19 @@ def run_plan(
     # 2. Slurm alone, and Cadenza with each part of movable jobs.
     variants = [
         Variant(SLURM, 0.0, nodes, {"share": "none"}),
-        *(Variant(_label(part), part, nodes, {"lanes": str(lanes)}) for part in movable),
-        *(_more(name, movable[-1], nodes, lanes) for name in plan.more),
+        *(Variant(plan.label(part), part, nodes, {"lanes": str(lanes)}) for part in movable),
+        *(_more(name, plan, nodes) for name in plan.more),
     ]
 
     def tasks(jobs: History) -> list[Task]:
         options, load = dict.fromkeys(VARIABLES) | {"quiet": plan.quiet}, jobs.load_trace()
+        if plan.opted_in < 1.0:
+            options["opted_in"] = str(plan.opted_in)
         return [
             Task(
                 {**options, **one.options, "label": one.label},
                 arguments,
-                Site(jobs.trace(one.movable), one.nodes, load),
+                Site(jobs.trace(one.movable), one.nodes, load, site.queue, site.backfill),
             )
             for one in variants
         ]
@@ -138,19 +175,29 @@ def run_plan(
         )
         line = f"{len(history.jobs):,} jobs: {about(low_s)} to {about(high_s)}, estimated from {timed:,} of them"
         say(line.replace(NARROW, " "), err=True)
-    unshareable = None
+    unshareable, easy = None, summaries[0]
     for variant, outcome in zip(variants, run_tasks(tasks(history), quiet=plan.quiet), strict=True):
         files.append(replace(load(outcome.saved, source), label=variant.label))
         summaries.append(outcome.summary)
-        unshareable = unshareable or outcome.unshareable
+        unshareable, easy = unshareable or outcome.unshareable, outcome.easy or easy
     results = tuple(replace(file, command=plan.command) for file in files)
-    last = _label(movable[-1])
-    return WhatIf(history, nodes, results, tuple(summaries), unshareable, last, len(plan.more), plan.remarks)
+    return WhatIf(
+        history, nodes, results, tuple(summaries), unshareable, plan.label(movable[-1]), len(plan.more), easy,
+        plan.remarks, (*site.notes, *_unknown(records)),
+    )  # fmt: skip
+
+
+def _unknown(records: JobRecords) -> Iterator[str]:
+    """Yield sentences on what the accounting does not tell of any job."""
+    runs = [run for run in records.runs if run.gpus]
+    for name, told in (("account", any(run.account for run in runs)), ("QOS", any(run.qos for run in runs))):
+        if not told:
+            yield f"The accounting does not name the jobs' {name}: all have the same."
 
 
 def _parts(text: str) -> tuple[float, ...]:
     """Return the fractions of movable jobs, each once."""
-    parts = tuple(dict.fromkeys(number(part.strip(), "--movable", 0, 100) / 100 for part in text.split(",")))
+    parts = tuple(dict.fromkeys(number(part.strip(), "--movable", 0, 1) for part in text.split(",")))
     if len(parts) > MAX_RUNS:
         raise InputError(f"--movable: {len(parts)} parts are more than {MAX_RUNS}")
     return parts
@@ -167,17 +214,14 @@ def _one_more(text: str | None, lanes: int) -> tuple[str, ...]:
     return names
 
 
-def _label(part: float) -> str:
-    return f"cadenza, {100 * part:.0f} % can move"
-
-
-def _more(name: str, part: float, nodes: tuple[Node, ...], lanes: int) -> Variant:
+def _more(name: str, plan: Plan, nodes: tuple[Node, ...]) -> Variant:
     """Return the run on a cluster with one more lane, or with twice the memory."""
+    part, lanes = plan.movable[-1], plan.lanes
     if name == LANE:
         lanes += 1
-        return Variant(f"{_label(part)}, {lanes} lanes", part, with_lanes(nodes, lanes), {"lanes": str(lanes)})
+        return Variant(f"{plan.label(part)}, {lanes} lanes", part, with_lanes(nodes, lanes), {"lanes": str(lanes)})
     larger = tuple(replace(node, memory_mb=2 * node.memory_mb) for node in nodes)
-    return Variant(f"{_label(part)}, twice the memory", part, larger, {"lanes": str(lanes)})
+    return Variant(f"{plan.label(part)}, twice the memory", part, larger, {"lanes": str(lanes)})
 
 
 def _accounting(words: Mapping[str, Any]) -> tuple[str, str]:
@@ -192,18 +236,37 @@ def _accounting(words: Mapping[str, Any]) -> tuple[str, str]:
     return answer_of(("sacct", "--allusers", "--duplicates", "--json", "--starttime", start), TIMEOUT_S), "sacct"
 
 
-def _nodes(words: Mapping[str, Any], lanes: int) -> tuple[Node, ...]:
-    """Return the nodes; a text is their shape, or the name of a file where such a file is there."""
+def _site(words: Mapping[str, Any]) -> SiteFacts:
+    """Return the rules of the site: from files, or on its cluster from Slurm itself."""
+    if words["site"] or not words["since"]:
+        return read_site((read_file(file, "--site"), file) for file in words["site"])
+    return ask_site()
+
+
+def ask_site() -> SiteFacts:
+    """Return the rules of this cluster's Slurm, as far as it answers."""
+    answers, notes = [], []
+    for command in ASKED:
+        try:
+            answer = answer_of(command, TIMEOUT_S), " ".join(command)
+            read_site([answer])
+            answers.append(answer)
+        except (GatewayError, InputError) as error:
+            notes.append(f"{printable(str(error), 200)}.")
+    site = read_site(answers)
+    return replace(site, notes=(*notes, *site.notes))
+
+
+def _nodes(words: Mapping[str, Any]) -> Hosts:
+    """Return the hosts; a text is their shape, or the name of a file where such a file is there."""
     text = words["nodes"]
     if text is None and words["since"]:
-        return read_nodes(
-            answer_of(("scontrol", "show", "node", "--json"), TIMEOUT_S), "scontrol", lanes, words["partition"]
-        )
+        return read_hosts(answer_of(("scontrol", "show", "node", "--json"), TIMEOUT_S), "scontrol", words["partition"])
     if text is None:
         raise InputError("--nodes: is missing; a file of scontrol show node --json, or a shape such as 4x8:24:500")
     if Path(text).is_file():
-        return read_nodes(read_file(text, "--nodes"), text, lanes, words["partition"])
+        return read_hosts(read_file(text, "--nodes"), text, words["partition"])
     try:
-        return read_cluster(text, lanes)
+        return Hosts(read_cluster(text), ())
     except InputError as error:
         raise InputError(f"--nodes: {quoted(text)} is no file, and {error}") from None

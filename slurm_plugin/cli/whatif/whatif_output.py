@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -16,6 +16,8 @@ from cadenza.slurm_plugin.cli.whatif.runs import AS_IT_WAS, SLURM, WhatIf
 from cadenza.slurm_plugin.report.compare import compare, most_changed, plain
 from cadenza.slurm_plugin.report.page import render
 from cadenza.slurm_plugin.report.units import HOUR_S, NARROW, about, duration, percent
+
+EASY = "easy"
 
 
 def _hours(value: float) -> str:
@@ -54,6 +56,7 @@ def remarks(found: WhatIf) -> Iterator[str]:
         f"really waited {about(was)}{error}."
     )
     times_h = {file.label: flat(one)["avg_jct_h"] for file, one in zip(found.results, found.summaries, strict=True)}
+    yield from _gains(found, times_h)
     base_h = times_h[found.last]
     for label in list(times_h)[len(times_h) - found.more :]:
         if base_h and (time_h := times_h[label]) is not None:
@@ -79,11 +82,27 @@ def remarks(found: WhatIf) -> Iterator[str]:
     if found.unshareable is not None and (text := found.unshareable.text()):
         yield f"{text}."
     apart = "Jobs run on nodes of their partition only." if _partitions(found) else "All partitions count as one."
+    yield from found.site_notes
     yield (
         "Accounting does not say which jobs keep checkpoints: they are drawn at random. "
         f"Each job has the CPUs and the memory that it had. {apart} "
         "A requeued job counts with the sum of its runs."
     )
+
+
+def _gains(found: WhatIf, times_h: Mapping[str, float | None]) -> Iterator[str]:
+    """Yield the gain of each run over Slurm and over EASY, or that it changes nothing."""
+    slurm_h, easy_h = times_h[SLURM], flat(found.easy)["avg_jct_h"]
+    for label, time_h in list(times_h.items())[: len(times_h) - found.more]:
+        if label in (AS_IT_WAS, SLURM) or not slurm_h or not easy_h or time_h is None:
+            continue
+        if found.starts(label) == found.starts(SLURM):
+            yield f"“{label}”: nothing changes, each job starts as under Slurm."
+            continue
+        yield (
+            f"“{label}”: completion time {percent(time_h / slurm_h - 1)} on average compared with Slurm, and "
+            f"{percent(time_h / easy_h - 1)} compared with EASY (the order of submission, one reservation)."
+        )
 
 
 def _partitions(found: WhatIf) -> bool:
@@ -102,12 +121,13 @@ def as_text(found: WhatIf) -> RenderableType:
     """Return the printed table and the remarks."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(no_wrap=True)
-    for file in found.results:
-        table.add_column(file.label, justify="right", no_wrap=True)
+    labels = [file.label for file in found.results]
+    columns = list(zip(labels, found.summaries, strict=True))
+    columns.insert(labels.index(SLURM) + 1, (EASY, found.easy))
+    for label, _ in columns:
+        table.add_column(label, justify="right", no_wrap=True)
     for key, name, write in ROWS:
-        values = [
-            _figure(summary, file.label, key) for summary, file in zip(found.summaries, found.results, strict=True)
-        ]
+        values = [_figure(summary, label, key) for label, summary in columns]
         if any(value is not None for value in values):
             table.add_row(name, *("" if value is None else write(value) for value in values))
     return Group(Text(title(found), style="bold"), table, *(Text(line.replace(NARROW, " ")) for line in remarks(found)))
@@ -135,6 +155,8 @@ def as_json(found: WhatIf, path: str) -> dict[str, Any]:
         "left_out": dict(found.history.left_out),
         "load": {"jobs": len(found.history.load), "cpu_share": found.history.load_share},
         "cpu_load": found.history.cpu_load,
+        "easy": {key: flat(found.easy)[key] for key, _, _ in ROWS},
+        "notes": found.site_notes,
         "mean_wait_s": {file.label: _mean_wait_s(found, file.label) for file in found.results},
         "most_changed": [
             {"name": item.name, "jobs": item.jobs[last], "ratio": item.cells[last].ratio}

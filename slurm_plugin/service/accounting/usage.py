@@ -201,7 +201,7 @@ def idle_waiting_s(before: ClusterSnapshot, after: ClusterSnapshot, memory: Memo
 
 def _idle_waiting(snapshot: ClusterSnapshot, memory: Memory) -> int:
     waiting = [
-        (partition, job.gpus)
+        (partition, job.gpu_type, job.gpus)
         for job in snapshot.jobs
         if waits_for_gpus(job, ours=held_for_us(job, memory) or job.key in memory.suspended)
         for partition in job.partition.split(",")

@@ -1,0 +1,39 @@
+"""What only a job's command line tells of its request: ``--nice`` and the type of GPU (pure)."""
+
+from __future__ import annotations
+
+import re
+
+NICE = re.compile(r"\s--nice(?:=(-?\d{1,10}))?(?=\s|$)", re.ASCII)
+USUAL_NICE = 100
+"""What ``--nice`` without a number means (sbatch(1))."""
+GPU_TYPE = re.compile(
+    r"\s(?:--gres[= ]\S*?\bgpu:([A-Za-z0-9][\w.-]{0,63}):\d+|--gres[= ]\S*?\bgpu:([A-Za-z][\w.-]{0,63})\b"
+    r"|(?:-G ?|--gpus(?:-per-(?:node|task|socket))?[= ])([A-Za-z0-9][\w.-]{0,63}):\d+)",
+    re.ASCII,
+)
+
+
+def nice_in(line: str) -> int:
+    """Return the nice value of a command line, 0 without one; options in the batch script do not show there.
+
+    >>> nice_in("sbatch --nice=50 job.sh"), nice_in("sbatch --nice job.sh"), nice_in("sbatch job.sh")
+    (50, 100, 0)
+    """
+    found = NICE.search(_options(line))
+    return 0 if found is None else int(found[1] or USUAL_NICE)
+
+
+def gpu_type_in(line: str) -> str:
+    """Return the type of GPU that a command line asks for; empty for any.
+
+    >>> gpu_type_in("sbatch --gres=gpu:a100:2 job.sh"), gpu_type_in("srun -G h100:8 x"), gpu_type_in("srun --gpus=4 x")
+    ('a100', 'h100', '')
+    """
+    found = GPU_TYPE.search(_options(line))
+    return next(filter(None, found.groups()), "") if found is not None else ""
+
+
+def _options(line: str) -> str:
+    """Return the part of a line ahead of the commands that it wraps."""
+    return line.partition(" --wrap")[0]
