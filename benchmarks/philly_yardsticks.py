@@ -1,9 +1,9 @@
-"""Yardsticks of a sample: EASY backfill, and preemptive policies whose switches cost nothing."""
+"""Yardsticks of a replay: EASY backfill, and preemptive LAS whose switches cost nothing, with first starts."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
@@ -11,15 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from philly_sample import GPUS, NODES, PER_NODE, PhillyJob
 
-from cadenza.policies.ordering import gittins
-from cadenza.policies.ordering.levels import THRESHOLDS
-
 BACKFILL_S = 30.0
 QUANTUM_S = 60.0
-"""Time after which an ideal policy orders the jobs anew, besides at arrivals and ends."""
+"""Time after which the ideal orders the jobs anew, besides at arrivals and ends."""
 DONE_S = 1e-6
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -121,65 +116,27 @@ class Easy:
         self.queue = kept
 
 
-# --- Preemptive policies without costs -----------------------------------------------------------------------------
+# --- Preemptive LAS without costs ----------------------------------------------------------------------------------
 
 
-class Index:
-    """The Gittins index over attained GPU seconds, learned as the ordering *gittins* learns it."""
-
-    def __init__(self, history: Floats) -> None:
-        """``history``: GPU seconds of earlier jobs."""
-        self._ended = np.zeros(gittins.BANDS)
-        self._service_s = np.zeros(gittins.BANDS)
-        self._index = np.zeros(gittins.BANDS)
-        self.learn(history, np.array([]))
-
-    def learn(self, ended: Floats, live: Floats) -> None:
-        """Count jobs that have ended, by their GPU seconds, next to those of the jobs that live."""
-        self._ended += np.bincount(_band(ended, gittins.EDGES), minlength=gittins.BANDS)
-        self._service_s += gittins.service_by_band(ended.tolist())
-        spent_s = self._service_s + gittins.service_by_band(live.tolist())
-        self._index = np.array(gittins.indices(self._ended.tolist(), spent_s.tolist()))
-
-    def rank(self, attained: Floats) -> Floats:
-        """Return what to sort jobs by; as *levels* do until enough jobs have ended."""
-        if self._ended.sum() < gittins.LEAST_ENDED:
-            return _band(attained, THRESHOLDS).astype(float)
-        return -self._index[_band(attained, gittins.EDGES)]
-
-
-def _band(service_s: Floats, edges: Sequence[float]) -> NDArray[np.int_]:
-    return np.searchsorted(np.array(edges), service_s, side="right")
-
-
-def ideal(jobs: Sequence[PhillyJob], policy: str, history: Floats) -> Times:
-    """Return the times under *srtf*, *las*, *levels* or *gittins*: the best-ranked jobs that fit run, at no cost.
-
-    ``history``: GPU seconds of earlier jobs, for *gittins*.
-    """
+def ideal(jobs: Sequence[PhillyJob]) -> Times:
+    """Return the times where the jobs with the least attained GPU time that fit run, at no cost."""
     submit_s = np.array([job.submit_s for job in jobs])
     width = np.array([job.gpus for job in jobs])
     left_s, attained = np.array([job.run_s for job in jobs]), np.zeros(len(jobs))
-    index = Index(history)
-    keys: dict[str, Callable[[NDArray[np.int_]], Floats]] = {
-        "srtf": lambda jobs: left_s[jobs],
-        "las": lambda jobs: attained[jobs],
-        "levels": lambda jobs: _band(attained[jobs], THRESHOLDS).astype(float),
-        "gittins": lambda jobs: index.rank(attained[jobs]),
-    }
     live, at, now_s = np.array([], dtype=int), 0, 0.0
     start_s, end_s = np.full(len(jobs), inf), np.zeros(len(jobs))
     while at < len(jobs) or len(live):
         # 1. The jobs that go now.
         going, crowded = live, int(width[live].sum()) > GPUS
         if crowded:
-            going = _fitting(live[np.lexsort((live, keys[policy](live)))], width)
+            going = _fitting(live[np.lexsort((live, attained[live]))], width)
         start_s[going] = np.minimum(start_s[going], now_s)
         # 2. The next event.
         until_s = submit_s[at] if at < len(jobs) else inf
         if len(going):
             until_s = min(until_s, now_s + left_s[going].min())
-        if crowded and policy != "srtf":
+        if crowded:
             until_s = min(until_s, now_s + QUANTUM_S)
         attained[going] += (until_s - now_s) * width[going]
         left_s[going] -= until_s - now_s
@@ -187,8 +144,6 @@ def ideal(jobs: Sequence[PhillyJob], policy: str, history: Floats) -> Times:
         # 3. Ends and arrivals.
         over = left_s[live] <= DONE_S
         end_s[live[over]] = now_s
-        if policy == "gittins" and over.any():
-            index.learn(attained[live[over]], attained[live[~over]])
         live = live[~over]
         come = int(np.searchsorted(submit_s, now_s, side="right"))
         live, at = np.append(live, np.arange(at, come)), come

@@ -15,7 +15,6 @@ from pathlib import Path
 from statistics import fmean, median
 from subprocess import run
 
-import numpy as np
 from philly_sample import CLUSTER
 from philly_yardsticks import Easy, ideal
 from replay_sample import MEMORY_GB, ReplaySample, in_trace_time, write_replay_trace
@@ -57,7 +56,7 @@ def ideal_gain(sample: ReplaySample) -> float:
     jobs = in_trace_time(sample)
     means = [
         fmean(times.end_s[job.id] - job.submit_s for job in jobs)
-        for times in (Easy(jobs).run(), ideal(jobs, "las", np.zeros(1)))
+        for times in (Easy(jobs).run(), ideal(jobs))
     ]
     return means[0] / means[1]
 
@@ -65,7 +64,7 @@ def ideal_gain(sample: ReplaySample) -> float:
 def ideal_forecast(sample: ReplaySample) -> Forecast:
     """Return the figures of preemptive LAS whose starts and switches cost nothing."""
     jobs, factor = in_trace_time(sample), sample.factor
-    times = ideal(jobs, "las", np.zeros(1))
+    times = ideal(jobs)
     return _forecast(
         [(times.end_s[job.id] - job.submit_s) / factor for job in jobs],
         [(times.start_s[job.id] - job.submit_s) / factor for job in jobs],
