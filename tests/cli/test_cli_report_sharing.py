@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 from cli_rig import FileGateway, cluster, job, write_config
 from click.testing import CliRunner, Result
+from msgspec.structs import replace as replace_struct
 
 from cadenza.policies.core.actions import Action, Outcome, Tune
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import Job, JobKey, Lease, Share
+from cadenza.policies.core.model import Job, JobKey, Lease, Share, SiteRules
 from cadenza.policies.guard import GuardSettings
 from cadenza.policies.round import run_round
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.main import main
+from cadenza.slurm_plugin.cli.report.replayed_slurm import Cluster, queue_rules, replayed
+from cadenza.slurm_plugin.service.accounting.usage import FirstStart
 from cadenza.slurm_plugin.service.store.record_codec import encode_snapshot
 from cadenza.slurm_plugin.service.store.writer import SqliteStore
 
@@ -64,6 +67,47 @@ def cluster_jobs(number: int, end_s: float) -> tuple[Job, ...]:
     return first, *(() if number == 0 else (pends if number < 2 else runs,)), other
 
 
+def start(
+    number: int, at_s: float, wait_s: float, gpus: int, held_s: float | None = None, **more: object
+) -> FirstStart:
+    ended_s = None if held_s is None else at_s + held_s
+    return FirstStart(number, "ada", at_s, gpus, wait_s, ended_s, partition="gpu", waited_s=held_s and wait_s,
+                      held_s=held_s, **more)  # fmt: skip
+
+
+def test_the_same_submissions_wait_in_a_replayed_slurm() -> None:
+    """Job 1 had all GPUs when the period began; 2 made way for 3 and waited twice; 4 has not ended."""
+    jobs = [
+        start(1, -500.0, 9.0, 2, 1_500.0),
+        replace_struct(start(2, 0.0, 0.0, 2, 400.0), waited_s=1_100.0),
+        start(3, 100.0, 50.0, 2, 100.0, managed=True),
+        start(4, 1_700.0, 100.0, 1),
+        start(5, 10.0, 0.0, 3, 10.0),
+    ]
+    found = replayed(jobs, Cluster(cluster().nodes, SiteRules()), 0.0, 2_000.0)
+    assert (found.jobs, found.left_out) == (4, 1), "no node has three GPUs"
+    rows = {row.jobs: (row.ended, row.waited_s, row.slurm_waited_s) for row in found.rows}
+    # Under Slurm job 2 waits for the end of 1 at 1,000 s, and 3, which comes at 50 s, for the end of 2 at 1,400 s.
+    assert rows["all"] == (2, (1_100 + 50) / 2, pytest.approx((1_000 + 1_350) / 2, rel=0.1))
+    assert rows["opted in"] == (1, 50.0, pytest.approx(1_350.0, rel=0.1))
+    assert rows["did not opt in"][0] == 1
+
+
+def test_the_weights_tiers_and_qos_of_the_last_round_order_the_replay() -> None:
+    site = SiteRules(weights={"qos": 100}, tiers={"gpu": 2}, qos_priority={"high": 5})
+    jobs = [
+        start(1, -10.0, 0.0, 2, 500.0),
+        start(2, 900.0, 890.0, 2, 100.0),
+        start(3, 700.0, 680.0, 2, 100.0, qos="high"),
+    ]
+    waits = [
+        {row.jobs: row.slurm_waited_s for row in replayed(jobs, Cluster(cluster().nodes, rules), 0.0, 2_000.0).rows}
+        for rules in (SiteRules(), site)
+    ]
+    assert waits[0]["all"] == pytest.approx(waits[1]["all"], rel=0.1)
+    assert (queue_rules(site).partitions["gpu"].tier, queue_rules(site).qos["high"].priority) == (2, 5)
+
+
 def test_idle_gpus_waits_and_slowdown_by_number_of_gpus(tmp_path: Path) -> None:
     """A job waits for 100 s while both GPUs are idle, and runs for 200 s."""
     end_s = SystemClock().now() - 5.0
@@ -78,6 +122,12 @@ def test_idle_gpus_waits_and_slowdown_by_number_of_gpus(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     found = json.loads(run("report", "--since", "1d", "--config", config, "--json").stdout)
     assert found["idle_gpu_s"] == pytest.approx(200.0)
+    (everyone, managed, width) = found["replay"]["rows"]
+    assert (everyone["jobs"], managed["jobs"], width["jobs"]) == ("all", "opted in", "1 GPU")
+    assert (everyone["ended"], everyone["waited_s"]) == (1, pytest.approx(100.0))
+    assert everyone["slurm_waited_s"] == 0.0, "Slurm alone starts it on the idle GPUs"
+    text = " ".join(run("report", "--since", "1d", "--config", config).stdout.split())
+    assert "in a replayed Slurm of the same submissions they wait 0" in text
     assert found["idle_waiting_gpus"] == pytest.approx(200.0 / 400.0)
     (width,) = found["widths"]
     assert (width["width"], width["started"], width["ended"]) == ("1 GPU", 1, 1)

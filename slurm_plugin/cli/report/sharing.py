@@ -6,14 +6,22 @@ from collections.abc import Iterator
 from math import ceil, floor
 from typing import TYPE_CHECKING
 
+import msgspec
 from rich.table import Table as RichTable
 
 from cadenza.policies.core.errors import InputError
 from cadenza.slurm_plugin.cli.common import local
 from cadenza.slurm_plugin.cli.jobs.why import effect_sentence
+from cadenza.slurm_plugin.cli.report.replayed_slurm import Cluster, replayed
 from cadenza.slurm_plugin.report.sheet import Card, Cell, Column, Sheet, Table
 from cadenza.slurm_plugin.report.units import number
-from cadenza.slurm_plugin.service.accounting.sharing_report import Record, SharingReport, Sums, sharing_report
+from cadenza.slurm_plugin.service.accounting.sharing_report import (
+    Record,
+    Replay,
+    SharingReport,
+    Sums,
+    sharing_report,
+)
 from cadenza.slurm_plugin.service.accounting.usage import HOUR_S
 
 if TYPE_CHECKING:
@@ -24,6 +32,11 @@ if TYPE_CHECKING:
 MAX_JOBS = 50
 """Rows of the page's table of jobs; ``--json`` has all."""
 NOTES = (
+    (
+        "Waited: all of a job's time in the queue, also after it made way, and waiting for turns. Replayed Slurm: the "
+        "same submissions under Slurm alone, simulated with the weights, tiers and QOS of the last round on record; "
+        "shares count as equal, and limits do not count."
+    ),
     (
         "GPU hours: time in which jobs could use their GPUs; a GPU used by several jobs at once counts in equal parts. "
         "On further lanes: the part that plain Slurm could not have given to these jobs at that moment."
@@ -47,6 +60,9 @@ FIGURES = (
 WIDTH_COLUMNS = (
     Column("Jobs", text=True), Column("First starts"), Column("Wait", "h, mean"), Column("Ended"),
     Column("Bounded slowdown", "mean"),
+)  # fmt: skip
+REPLAY_COLUMNS = (
+    Column("Jobs", text=True), Column("Ended"), Column("Waited", "h, mean"), Column("in a replayed Slurm", "h, mean"),
 )  # fmt: skip
 KIND_COLUMNS = (
     Column("Kind", text=True), Column("Decided"), Column("Kept"), Column("Undone"), Column("Not measured"),
@@ -76,20 +92,36 @@ def gather(reader: StoreReader, since_s: float, until_s: float, user: str | None
         )
     starts, effects = reader.starts(from_s, to_s), reader.effects(from_s, to_s)
     first_starts, idle_gpu_s = reader.first_starts(from_s, to_s), reader.idle_gpu_s(from_s, to_s)
-    return sharing_report(Record(from_s, to_s, within, hours, starts, effects, first_starts, idle_gpu_s), user)
+    found = sharing_report(Record(from_s, to_s, within, hours, starts, effects, first_starts, idle_gpu_s), user)
+    last = reader.round()
+    if user is not None or last is None:  # the jobs of one user say nothing of the queue
+        return found
+    cluster = Cluster(last.snapshot.nodes, last.snapshot.site)
+    return msgspec.structs.replace(found, replay=replayed(first_starts, cluster, from_s, to_s))
 
 
 def summary(report: SharingReport) -> str:
     """Return the effect of sharing in plain sentences."""
-    total = report.total
-    part = f" ({total.further_gpu_s / total.gpu_s:.0%})" if total.gpu_s else ""
-    return (
-        f"{_many(total.jobs, 'job')} of {_many(len(report.users), 'user')} had {_h(total.gpu_s)} GPU hours, "
-        f"{_h(total.further_gpu_s)} of them{part} on further lanes. {_many(total.early_starts, 'early start')} there "
-        f"saved {_h(total.saved_s)} hours in the queue; jobs waited {_h(total.turn_s)} hours for turns: "
-        f"{_h(total.net_s)} hours net. {number(report.idle_waiting_gpus)} GPUs on average, "
-        f"{_h(report.idle_gpu_s)} GPU hours, were idle while a job waited that fits."
+    total, replay = report.total, report.replay
+    sentences = [f"{_many(total.jobs, 'job')} of {_many(len(report.users), 'user')} had {_h(total.gpu_s)} GPU hours."]
+    if replay is not None and replay.rows:
+        whole = replay.rows[0]
+        sentences.append(
+            f"{_many(whole.ended, 'job')} ended, and waited {_h(whole.waited_s)} hours on average; in a replayed Slurm "
+            f"of the same submissions they wait {_h(whole.slurm_waited_s)}."
+        )
+    if total.further_gpu_s or total.turn_s:
+        part = f" ({total.further_gpu_s / total.gpu_s:.0%})" if total.gpu_s else ""
+        sentences.append(
+            f"{_h(total.further_gpu_s)} of the GPU hours{part} were on further lanes. "
+            f"{_many(total.early_starts, 'early start')} there saved {_h(total.saved_s)} hours in the queue; jobs "
+            f"waited {_h(total.turn_s)} hours for turns: {_h(total.net_s)} hours net."
+        )
+    sentences.append(
+        f"{number(report.idle_waiting_gpus)} GPUs on average, {_h(report.idle_gpu_s)} GPU hours, were idle while a job "
+        "waited that fits."
     )
+    return " ".join(sentences)
 
 
 def sheet(report: SharingReport, title: str) -> Sheet:
@@ -98,6 +130,7 @@ def sheet(report: SharingReport, title: str) -> Sheet:
     watched = report.watched_s / max(report.until_s - report.since_s, 1.0)
     facts = (f"{local(report.since_s)} to {local(report.until_s)}", f"{min(watched, 1.0):.0%} of it on record")
     cards = (
+        *_replay_card(report.replay),
         Card("GPU hours", _h(total.gpu_s), "h", "of jobs that share", f"{_h(total.further_gpu_s)} on further lanes; "
              f"jobs that do not share had {_h(report.others.gpu_s)}."),
         Card("Waiting saved", _h(total.saved_s), "h", "in the queue", f"by {_many(total.early_starts, 'start')} on "
@@ -110,7 +143,24 @@ def sheet(report: SharingReport, title: str) -> Sheet:
     return Sheet(title, facts, cards, tuple(_tables(report)), NOTES)
 
 
+def _replay_card(replay: Replay | None) -> Iterator[Card]:
+    if replay is not None and replay.rows:
+        whole = replay.rows[0]
+        yield Card("Waits", _h(whole.waited_s), "h", "on average", f"of {_many(whole.ended, 'job')} that ended; "
+                   f"{_h(whole.slurm_waited_s)} h in a replayed Slurm of the same submissions.")  # fmt: skip
+    elif replay is not None and replay.jobs:
+        yield Card(
+            "Waits", "", "", "not replayed", f"{_many(replay.jobs, 'job')} are too many: cadenza whatif takes them."
+        )
+
+
 def _tables(report: SharingReport) -> Iterator[Table]:
+    if report.replay is not None:
+        replays = [
+            (Cell(row.jobs), _count(row.ended), _mean(row.waited_s, HOUR_S), _mean(row.slurm_waited_s, HOUR_S))
+            for row in report.replay.rows
+        ]
+        yield Table("replay", "Waits of the jobs that ended", REPLAY_COLUMNS, tuple(replays))
     users = [(Cell(row.user), _count(row.sums.jobs), *_figures(row.sums)) for row in report.users]
     yield Table("users", "By user", (USER, Column("Jobs"), *FIGURES), tuple(users))
     widths = [

@@ -120,7 +120,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 def steps(snapshot: ClusterSnapshot, settings: Settings) -> Iterator[Step]:
-    """Yield what a service that starts now would decide first; nothing is carried out."""
+    """Yield the first decision of a service that starts now; nothing is carried out."""
     known = {checkpoint_name(job): snapshot.time_s for job in snapshot.jobs if job.options is not None}
     for action in policy(settings)(snapshot, Memory(keep_checkpoints=known)).actions:
         if isinstance(action, MakeWay):

@@ -40,7 +40,7 @@ class Look(NamedTuple):
     """Those in the partitions of the hosts, and on the hosts."""
     site: SiteRules = SiteRules(weights={"age": 1})
     notes: tuple[str, ...] = ()
-    """What could not be read."""
+    """Sentences on records that could not be read."""
 
     @property
     def free(self) -> list[HostGpus]:

@@ -19,7 +19,7 @@ from cadenza.slurm_plugin.gateway.translate import is_asleep, is_up
 
 GPUS = re.compile(r"gpu(?::([A-Za-z0-9][A-Za-z0-9_.-]{0,63}))?:(\d{1,6})(?:\([^)]*\))?", re.ASCII)
 ASLEEP_CLOUD = frozenset({"CLOUD", "POWERED_DOWN"})
-"""States of a host of a cloud that is not there: nobody knows how many of them a site would pay for."""
+"""States of a host of a cloud that is not there: no answer says how many of them a site would pay for."""
 MOST_NAMED = 5
 Word = Annotated[str, msgspec.Meta(max_length=4096)]
 

@@ -198,7 +198,7 @@ def _runs_by_job(
 
 
 class Sizes:
-    """What a job can have at most: GPUs of a partition and type, memory for each GPU, and limits of its site."""
+    """The most that a job can have: GPUs of a partition and type, memory for each GPU, and limits of its site."""
 
     def __init__(self, nodes: Iterable[Node], rules: QueueRules) -> None:
         self.rules = rules

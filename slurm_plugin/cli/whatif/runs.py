@@ -66,7 +66,7 @@ class WhatIf:
     remarks: tuple[str, ...] = ()
     """Sentences ahead of those on the runs."""
     site_notes: tuple[str, ...] = ()
-    """What is not known of the site, or known and not simulated."""
+    """Sentences on rules of the site that are not known, or not simulated."""
 
     def starts(self, label: str) -> dict[int, float | None]:
         """Return the first start of each job in one of the results, seconds."""

@@ -107,7 +107,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class SiteFacts:
-    """Rules of a site as far as they are known, and what is to be said about them."""
+    """Rules of a site as far as they are known, and sentences on the others."""
 
     queue: QueueRules = BY_AGE
     backfill: Backfill = SLURM
@@ -116,7 +116,7 @@ class SiteFacts:
 
 @dataclass
 class _Found:
-    """What the answers say, before it is put together."""
+    """Answers as they were read, before they are put together."""
 
     config: dict[str, str] | None = None
     associations: list[_Association] | None = None
@@ -124,7 +124,7 @@ class _Found:
     qos: list[_Qos] | None = None
     partitions: list[_Partition] | None = None
     missing: list[str] = field(default_factory=list)
-    """What no answer told, each with what holds instead."""
+    """Rules that no answer told, each with the one that holds instead."""
     notes: list[str] = field(default_factory=list)
 
 

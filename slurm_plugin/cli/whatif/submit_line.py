@@ -1,4 +1,4 @@
-"""What only a job's command line tells of its request: ``--nice`` and the type of GPU (pure)."""
+"""Parts of a job's request that only its command line tells: ``--nice`` and the type of GPU (pure)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 NICE = re.compile(r"\s--nice(?:=(-?\d{1,10}))?(?=\s|$)", re.ASCII)
 USUAL_NICE = 100
-"""What ``--nice`` without a number means (sbatch(1))."""
+"""Value of ``--nice`` without a number (sbatch(1))."""
 GPU_TYPE = re.compile(
     r"\s(?:--gres[= ]\S*?\bgpu:([A-Za-z0-9][\w.-]{0,63}):\d+|--gres[= ]\S*?\bgpu:([A-Za-z][\w.-]{0,63})\b"
     r"|(?:-G ?|--gpus(?:-per-(?:node|task|socket))?[= ])([A-Za-z0-9][\w.-]{0,63}):\d+)",

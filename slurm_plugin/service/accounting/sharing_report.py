@@ -79,6 +79,25 @@ class WidthRow(msgspec.Struct, frozen=True):
     bounded_slowdown: float | None
 
 
+class ReplayRow(msgspec.Struct, frozen=True):
+    """Mean waits of some jobs that ended: in all, and in a simulation of Slurm alone with the same submissions."""
+
+    jobs: str
+    ended: int
+    waited_s: float
+    slurm_waited_s: float
+
+
+class Replay(msgspec.Struct, frozen=True):
+    """A period's jobs in a simulation of Slurm alone."""
+
+    rows: tuple[ReplayRow, ...]
+    """Empty where there were too many jobs, or none."""
+    jobs: int
+    left_out: int
+    """Jobs that the nodes of today cannot hold."""
+
+
 class SharingReport(msgspec.Struct, frozen=True):
     """Benefit and price of sharing between two moments, seconds since the epoch."""
 
@@ -101,6 +120,7 @@ class SharingReport(msgspec.Struct, frozen=True):
     kinds: tuple[KindRow, ...]
     undone: tuple[Effect, ...]
     """Newest first."""
+    replay: Replay | None = None
     schema: str = SCHEMA
 
 

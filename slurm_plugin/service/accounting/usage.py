@@ -74,6 +74,16 @@ class FirstStart(msgspec.Struct, frozen=True):
     ended_s: float | None = None
     slowdown: float | None = None
     """Bounded slowdown: its time in the queue, with its GPUs and without its turn, over that with its GPUs."""
+    account: str = ""
+    qos: str = ""
+    partition: str = ""
+    gpu_type: str = ""
+    managed: bool = False
+    limit_s: float | None = None
+    waited_s: float | None = None
+    """All its time in the queue, also after it made way, and waiting for turns; None until it has ended."""
+    held_s: float | None = None
+    """Its time with GPUs; None until it has ended."""
 
 
 class Start(msgspec.Struct, frozen=True):

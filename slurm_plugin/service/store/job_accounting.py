@@ -108,16 +108,30 @@ class JobAccounting:
     def _write_first_starts(self, before: ClusterSnapshot, after: ClusterSnapshot) -> None:
         for job, at_s in usage.first_starts(before, after):
             self._link.execute(
-                "INSERT OR REPLACE INTO first_starts (job, user, at_s, gpus, wait_s)"
-                " SELECT ?, ?, ?, ?, coalesce(sum(queue_s), 0) FROM hours WHERE job = ?",
-                (job.key.id, job.user, at_s, job.gpus, job.key.id),
+                "INSERT OR REPLACE INTO first_starts"
+                " (job, user, at_s, gpus, account, qos, partition, gpu_type, managed, limit_s, wait_s)"
+                " SELECT ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, coalesce(sum(queue_s), 0) FROM hours WHERE job = ?",
+                (
+                    job.key.id,
+                    job.user,
+                    at_s,
+                    job.gpus,
+                    job.account,
+                    job.qos,
+                    job.partition,
+                    job.gpu_type,
+                    job.opted_in,
+                    job.time_limit_s,
+                    job.key.id,
+                ),
             )
         for ended in usage.ended(before, after):
             query = "SELECT coalesce(sum(queue_s + turn_s), 0), coalesce(sum(held_s), 0) FROM hours WHERE job = ?"
             waited_s, held_s = self._link.execute(query, (ended,)).fetchone()
             self._link.execute(
-                "UPDATE first_starts SET ended_s = ?, slowdown = ? WHERE job = ? AND ended_s IS NULL",
-                (after.time_s, bounded_slowdown(waited_s + held_s, held_s), ended),
+                "UPDATE first_starts SET ended_s = ?, slowdown = ?, waited_s = ?, held_s = ?"
+                " WHERE job = ? AND ended_s IS NULL",
+                (after.time_s, bounded_slowdown(waited_s + held_s, held_s), waited_s, held_s, ended),
             )
 
     def _watch(

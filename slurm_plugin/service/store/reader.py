@@ -254,10 +254,10 @@ class StoreReader:
         return tuple(_struct(row, Start) for row in rows)
 
     def first_starts(self, since_s: float, until_s: float) -> tuple[FirstStart, ...]:
-        """Return the jobs that started for the first time, or ended, within a period."""
+        """Return the jobs that had started before the end of a period, and had not ended at its beginning."""
         rows = self._rows(
-            "SELECT * FROM first_starts WHERE at_s < ? AND (at_s >= ? OR ended_s >= ?) ORDER BY job",
-            (until_s, since_s, since_s),
+            "SELECT * FROM first_starts WHERE at_s < ? AND (ended_s IS NULL OR ended_s >= ?) ORDER BY job",
+            (until_s, since_s),
         )
         return tuple(_struct(row, FirstStart) for row in rows)
 

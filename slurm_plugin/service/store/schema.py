@@ -12,7 +12,7 @@ from cadenza.policies.core.decision import Memory
 from cadenza.slurm_plugin.service.errors import StoreError
 from cadenza.slurm_plugin.service.store.record_codec import UNREADABLE, decode_undo
 
-VERSION = 3
+VERSION = 4
 MODE = 0o640
 """The record names jobs, users and commands: the service's user and its group read it."""
 
@@ -50,7 +50,8 @@ CREATE TABLE events (
 CREATE TABLE watched (hour INTEGER PRIMARY KEY, seconds REAL NOT NULL, idle_gpu_s REAL NOT NULL);
 CREATE TABLE first_starts (
     job INTEGER PRIMARY KEY, user TEXT NOT NULL, at_s REAL NOT NULL, gpus INTEGER NOT NULL, wait_s REAL NOT NULL,
-    ended_s REAL, slowdown REAL);
+    ended_s REAL, slowdown REAL, account TEXT NOT NULL, qos TEXT NOT NULL, partition TEXT NOT NULL,
+    gpu_type TEXT NOT NULL, managed INTEGER NOT NULL, limit_s REAL, waited_s REAL, held_s REAL);
 CREATE TABLE hours (
     hour INTEGER NOT NULL, job INTEGER NOT NULL, restart INTEGER NOT NULL, user TEXT NOT NULL,
     managed INTEGER NOT NULL, gpu_s REAL NOT NULL DEFAULT 0, further_gpu_s REAL NOT NULL DEFAULT 0,
