@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from philly_sample import DAY_S
 from replay_figures import SACCT, Record, read_sacct
-from replay_sample import ITERATION_S, MEMORY_GB, Submission
+from replay_sample import CALC_S, ITERATION_S, MEMORY_GB, SHARES, WEIGHTS, Submission
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "container"))
 
@@ -26,6 +27,8 @@ HERE = Path(__file__).resolve().parent
 PLACE = "/home/shared/replay"
 SCRIPTS = ("replay_job.py", "replay_submit.py", "replay_probe.py")
 USER = "alice"
+NAME = "train"
+"""Name of all jobs: users submit the same script again, and it is by name that checkpoints are known."""
 BOOKS_S = 60.0
 """Longest time until slurmdbd has the last jobs."""
 
@@ -68,6 +71,24 @@ class Cluster(driver.Cluster):
             self.put(f"/etc/cadenza/{name}", text)
         return time.monotonic() - began
 
+    def set_site(self, factor: float) -> None:
+        """Give Slurm a site's priority, its accounts, and the defaults of backfill, with times divided by a factor."""
+        limits = f"bf_window={max(round(DAY_S / 60 / factor), 1)},bf_resolution={max(round(60 / factor), 1)}"
+        week = round(7 * DAY_S / factor / 60)
+        lines = {
+            "SchedulerParameters": f"bf_interval=1,{limits},sched_interval=1,requeue_delay=0",
+            "PriorityMaxAge": _minutes(week), "PriorityDecayHalfLife": _minutes(week),
+            "PriorityCalcPeriod": round(CALC_S / 60), "PriorityWeightAge": WEIGHTS["age"],
+            "PriorityWeightFairshare": WEIGHTS["fairshare"],
+        }  # fmt: skip
+        words = " ".join(f"-e '/^{name}=/d'" for name in (*lines, "PriorityWeightPartition"))
+        text = "".join(f"{name}={value}\n" for name, value in lines.items())
+        self.run("ctl", "sh", "-c", f"sed -i {words} /etc/slurm/slurm.conf && printf '{text}' >>/etc/slurm/slurm.conf")
+        for account, share in SHARES.items():
+            self.run("ctl", "sacctmgr", "-iQ", "add", "account", account, f"Fairshare={share}")
+            self.run("ctl", "sacctmgr", "-iQ", "add", "user", USER, f"Account={account}")
+        self.run("ctl", "scontrol", "reconfigure")
+
     @property
     def place(self) -> Path:
         """Path of the replay's files on this machine."""
@@ -99,8 +120,9 @@ class Cluster(driver.Cluster):
         """Return the jobs as Slurm's accounting has them, once all that it knows have ended there too."""
         until = time.monotonic() + BOOKS_S
         words = ["env", "SLURM_TIME_FORMAT=%s", "sacct", "-DXPn", "-a", "-S", "now-1day", "-o", SACCT]
+        names = {str(one["id"]): one["name"] for one in self.submitted() if "id" in one}
         while True:
-            found = read_sacct(self.run("ctl", *words))
+            found = read_sacct(self.run("ctl", *words), names)
             if all(record.end_s is not None for record in found.values()) or time.monotonic() > until:
                 return found
             time.sleep(2)
@@ -125,6 +147,11 @@ class Cluster(driver.Cluster):
         return [json.loads(self.run(host, "python3", f"{PLACE}/replay_probe.py")) for host in hosts]
 
 
+def _minutes(minutes: int) -> str:
+    """Return a time as slurm.conf has it, days-hours:minutes:seconds."""
+    return f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00"
+
+
 def commands(jobs: Sequence[Submission], size: Size, *, managed: bool) -> Plan:
     """Return the plan: each job's time and its sbatch, with its share of a node's CPUs and 1 GB a GPU."""
     return [
@@ -138,8 +165,9 @@ def _sbatch(job: Submission, size: Size, *, managed: bool) -> list[str]:
     )
     each = job.gpus // job.nodes
     opted = ["--cadenza=share"] if managed else []
+    opted += [f"--account={job.account}"] if job.account else []
     return [
-        "sbatch", "--parsable", "--requeue", f"--job-name={job.name}", f"--output={PLACE}/logs/{job.name}.log",
+        "sbatch", "--parsable", "--requeue", f"--job-name={NAME}", f"--output={PLACE}/logs/{job.name}.log",
         f"--nodes={job.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={size.cpus * each // size.gpus}",
         f"--gres=gpu:{each}", f"--mem={MEMORY_GB * each}G", f"--time={job.limit_min}", "--open-mode=append", *opted,
         f"--wrap=exec {'srun ' if job.nodes > 1 else ''}{start}",

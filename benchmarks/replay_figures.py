@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import nan
 from statistics import fmean, median
 from typing import Any
 
-SACCT = "JobID,JobName,State,Submit,Start,End,NodeList"
+SACCT = "JobID,State,Submit,Start,End,NodeList"
 """Fields of sacct that ``read_sacct`` takes, with times in seconds since the epoch."""
 RPC = re.compile(r"\s+(\S+)\s+\(\s*\d+\)\s+count:(\d+)\s+ave_time:(\d+)\s+total_time:(\d+)")
 
@@ -28,6 +28,8 @@ class Record:
     restarts: int
     nodes: str = ""
     """Nodes of the last incarnation, as Slurm writes them."""
+    runs: tuple[tuple[float, float], ...] = ()
+    """Start and end of each incarnation that has ended."""
 
     @property
     def completed(self) -> bool:
@@ -57,8 +59,8 @@ class Figures:
     jct_s: Mapping[str, float] = field(repr=False)
 
 
-def read_sacct(text: str) -> dict[str, Record]:
-    """Return the jobs of ``sacct -DXPn`` by name.
+def read_sacct(text: str, names: Mapping[str, str]) -> dict[str, Record]:
+    """Return the jobs of ``sacct -DXPn`` by the names that their ids have in the plan, and no others.
 
     A requeued job has a record for each incarnation, and each says when it was requeued as its submission: the first
     submission and the last end count.
@@ -66,20 +68,21 @@ def read_sacct(text: str) -> dict[str, Record]:
     lines: dict[str, list[list[str]]] = {}
     for line in text.splitlines():
         fields = line.split("|")
-        lines.setdefault(fields[1], []).append(fields)
-    return {name: _record(found) for name, found in lines.items()}
+        lines.setdefault(fields[0], []).append(fields)
+    return {names[number]: _record(found) for number, found in lines.items() if number in names}
 
 
 def _record(lines: Sequence[Sequence[str]]) -> Record:
-    last = max(lines, key=lambda fields: float(fields[3]))
-    starts = [start for fields in lines if (start := _epoch(fields[4])) is not None]
+    last = max(lines, key=lambda fields: float(fields[2]))
+    times = [(_epoch(fields[3]), _epoch(fields[4])) for fields in lines]
     return Record(
-        last[2].split()[0],
-        min(float(fields[3]) for fields in lines),
-        min(starts, default=None),
-        _epoch(last[5]),
+        last[1].split()[0],
+        min(float(fields[2]) for fields in lines),
+        min((start for start, _ in times if start is not None), default=None),
+        _epoch(last[4]),
         len(lines) - 1,
-        last[6],
+        last[5],
+        tuple((start, end) for start, end in times if start is not None and end is not None),
     )
 
 
@@ -116,6 +119,20 @@ def figures(
         move_s=fmean(moves or [nan]),
         jct_s=jct,
     )
+
+
+def gpu_parts(
+    records: Mapping[str, Record], jobs: Iterable[tuple[str, str, int]], window: tuple[float, float]
+) -> dict[str, float]:
+    """Return each account's part of the GPU time in a window of the epoch; ``jobs``: name, account and GPUs."""
+    begin, end = window
+    used: dict[str, float] = {}
+    for name, account, gpus in jobs:
+        runs = records[name].runs if name in records else ()
+        seconds = sum(max(min(until, end) - max(start, begin), 0.0) for start, until in runs)
+        used[account] = used.get(account, 0.0) + gpus * seconds
+    whole = sum(used.values())
+    return {account: seconds / whole if whole else nan for account, seconds in sorted(used.items())}
 
 
 def _ended(events: Sequence[Mapping[str, Any]]) -> bool:

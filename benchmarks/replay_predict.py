@@ -15,18 +15,20 @@ from pathlib import Path
 from statistics import fmean, median
 from subprocess import run
 
-from philly_sample import CLUSTER
+from philly_sample import CLUSTER, DAY_S
 from philly_yardsticks import Easy, ideal
-from replay_sample import MEMORY_GB, ReplaySample, in_trace_time, write_replay_trace
+from replay_sample import CALC_S, MEMORY_GB, SHARES, WEIGHTS, ReplaySample, in_trace_time, write_replay_trace
 
 from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.inputs.costs import SimCosts
+from cadenza.policies.inputs.queue_rules import QueueRules, Weights, with_shares
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.simulator.run_values import Setup
-from cadenza.policies.simulator.slurm_baseline import Backfill, simulate_slurm
+from cadenza.policies.simulator.slurm_baseline import simulate_slurm
+from cadenza.policies.slurm.backfill import Backfill
 
 CADENZA = Path(sys.executable).with_name("cadenza")
-RULES = Backfill(interval_s=1.0, full_interval_s=1.0)
+INTERVALS_S = 1.0
 """``bf_interval`` and ``sched_interval`` of the container cluster."""
 
 
@@ -54,10 +56,7 @@ class Forecast:
 def ideal_gain(sample: ReplaySample) -> float:
     """Return the mean completion time under EASY backfill over that under preemptive LAS at no cost."""
     jobs = in_trace_time(sample)
-    means = [
-        fmean(times.end_s[job.id] - job.submit_s for job in jobs)
-        for times in (Easy(jobs).run(), ideal(jobs))
-    ]
+    means = [fmean(times.end_s[job.id] - job.submit_s for job in jobs) for times in (Easy(jobs).run(), ideal(jobs))]
     return means[0] / means[1]
 
 
@@ -76,11 +75,16 @@ def plain_forecast(sample: ReplaySample, costs: Costs) -> Forecast:
     jobs = [
         TraceJob(
             number, job.submit_s, job.gpus, job.work_s, memory_gb_per_gpu=MEMORY_GB, startup_s=costs.start_s,
-            time_limit_s=60.0 * job.limit_min,
+            time_limit_s=60.0 * job.limit_min, account=job.account,
         )
         for number, job in enumerate(sample.jobs)
     ]  # fmt: skip
-    found = simulate_slurm(jobs, read_cluster(CLUSTER), Setup(costs=SimCosts()), RULES).jobs
+    rules = Backfill(interval_s=INTERVALS_S, full_interval_s=INTERVALS_S, window_s=DAY_S / sample.factor)
+    week_s = 7 * DAY_S / sample.factor
+    site = with_shares(
+        QueueRules(weights=Weights(**WEIGHTS), max_age_s=week_s, half_life_s=week_s, calc_s=CALC_S), SHARES
+    )
+    found = simulate_slurm(jobs, read_cluster(CLUSTER), Setup(costs=SimCosts(), queue=site), rules).jobs
     first_s = [(job.start_s or 0.0) + costs.start_s - job.submit_s for job in found]
     return _forecast([(job.finish_s or 0.0) - job.submit_s for job in found], first_s)
 
@@ -89,13 +93,16 @@ def cadenza_forecast(sample: ReplaySample, costs: Costs, lanes: int) -> Forecast
     """Return the figures of the shipped default; end with the exit code of ``cadenza simulate`` when it fails."""
     factor = sample.factor
     with tempfile.TemporaryDirectory() as folder:
-        trace, rows, file = (Path(folder) / name for name in ("trace.csv", "jobs.csv", "costs.toml"))
+        trace, rows, file, site = (Path(folder) / name for name in ("trace.csv", "jobs.csv", "costs.toml", "site.toml"))
         write_replay_trace(trace, sample)
         moves = "".join(f"{name} = {costs.move_s * factor}\n" for name in ("restart_s", "migrate_s", "resize_s"))
         file.write_text(f"start_s = {costs.start_s * factor}\n{moves}")
+        weights = "".join(f"{name} = {weight}\n" for name, weight in WEIGHTS.items())
+        shares = "".join(f"[accounts.{name}]\nshare = {share}\n" for name, share in SHARES.items())
+        site.write_text(f"calc_s = {CALC_S * factor}\n[weights]\n{weights}{shares}")
         words = [
             str(CADENZA), "simulate", "--trace", str(trace), "--nodes", CLUSTER, "--costs", str(file), "--per-job",
-            str(rows), "--round", str(costs.poll_s * factor), "--lanes", str(lanes),
+            str(rows), "--site", str(site), "--round", str(costs.poll_s * factor), "--lanes", str(lanes),
             "--quiet", "--json",
         ]  # fmt: skip
         done = run(words, capture_output=True, text=True, check=False)

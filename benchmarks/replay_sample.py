@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
+from random import Random
 from statistics import fmean, median
 
 from philly_sample import DAY_S, GPUS, PER_NODE, PhillyJob, draw_sample
@@ -22,6 +23,12 @@ ITERATION_S = 0.5
 LOAD_OFF = 0.02
 START_MIN = 1
 """Added to each time limit: a start takes as long as ever, and no limit may end a job because of it."""
+SHARES = {"large": 300, "small": 100}
+"""Accounts and their FairShare; each has half of the jobs, drawn by the seed."""
+WEIGHTS = {"age": 5000, "fairshare": 10_000}
+"""PriorityWeights of the site."""
+CALC_S = 60.0
+"""PriorityCalcPeriod: the least that there is, and 48 minutes of the trace."""
 MEMORY_GB = 1
 """Memory that each job requests for each GPU: lanes divide a node's memory in Slurm's books."""
 
@@ -35,6 +42,8 @@ class Submission:
     gpus: int
     iterations: int
     limit_min: int
+    account: str = ""
+    """Account that it is submitted to; empty: its user's own."""
 
     @property
     def nodes(self) -> int:
@@ -111,25 +120,28 @@ def replay_sample(trace: Sequence[PhillyJob], window: Window, seed: int, profile
     offered = sum(job.gpus * job.run_s for job in kept) / (GPUS * window.hours * 3600)
     if offered < (1 - LOAD_OFF) * window.load:
         raise ValueError(f"the jobs of these hours that are neither left out nor dropped offer a load of {offered:.2f}")
-    jobs = tuple(_submission(job, window.factor) for job in kept)
+    accounts = Random(seed).choices(list(SHARES), k=len(kept))
+    jobs = tuple(_submission(job, window.factor, account) for job, account in zip(kept, accounts, strict=True))
     return ReplaySample(jobs, window.hours, window.factor, tuple(before), tuple(kept))
 
 
-def _submission(job: PhillyJob, factor: float) -> Submission:
+def _submission(job: PhillyJob, factor: float, account: str) -> Submission:
     nodes = -(-job.gpus // PER_NODE)
     gpus = nodes * ceil(job.gpus / nodes)
     limit_min = ceil((2 * job.run_s + 300) / factor / 60) + START_MIN
-    return Submission(f"r{job.id:04}", job.submit_s / factor, gpus, ceil(job.run_s / factor / ITERATION_S), limit_min)
+    iterations = ceil(job.run_s / factor / ITERATION_S)
+    return Submission(f"r{job.id:04}", job.submit_s / factor, gpus, iterations, limit_min, account)
 
 
 def write_replay_trace(path: Path, sample: ReplaySample) -> None:
     """Write the jobs as ``cadenza simulate`` takes them, in the trace's time, with the limits that they have."""
     with path.open("w", newline="") as file:
         out = csv.writer(file)
-        out.writerow(("job", "submit_s", "gpus", "duration_s", "memory_gb_per_gpu", "time_limit_s", "checkpoints"))
+        names = ("job", "submit_s", "gpus", "duration_s", "memory_gb_per_gpu", "time_limit_s", "checkpoints")
+        out.writerow((*names, "account"))
         for number, job in enumerate(sample.jobs, 1):
             times = job.submit_s * sample.factor, job.work_s * sample.factor, job.limit_min * 60 * sample.factor
-            out.writerow((number, times[0], job.gpus, times[1], MEMORY_GB, times[2], "yes"))
+            out.writerow((number, times[0], job.gpus, times[1], MEMORY_GB, times[2], "yes", job.account))
 
 
 def in_trace_time(sample: ReplaySample) -> list[PhillyJob]:

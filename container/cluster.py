@@ -158,6 +158,8 @@ class Cluster:
     """One cluster of ``container/up``."""
 
     name: str
+    controller: str = field(default="ctl", kw_only=True)
+    """Container in which Slurm's and Cadenza's commands run: the other controller once the host of this one is lost."""
     _shells: dict[str, Shell] = field(default_factory=dict, init=False, repr=False)
 
     def up(self, *options: object) -> None:
@@ -195,7 +197,7 @@ class Cluster:
 
     def ctl(self, *command: str, **options: Any) -> str:
         """Run a command on the controller and return its output."""
-        return self.exec("ctl", *command, **options).stdout
+        return self.exec(self.controller, *command, **options).stdout
 
     def stream(self, container: str, *command: str) -> subprocess.Popen[str]:
         """Start a command in a container whose output is read as it comes."""
@@ -222,7 +224,7 @@ class Cluster:
     def sbatch(self, *options: str, user: str = "alice", command: str, check: bool = True) -> Any:
         """Submit ``command`` and return the job id (or the failed process when ``check`` is off)."""
         done = self.exec(
-            "ctl", "sbatch", "--parsable", f"--chdir={SHARED}", f"--output={RESULTS}/%j.log",
+            self.controller, "sbatch", "--parsable", f"--chdir={SHARED}", f"--output={RESULTS}/%j.log",
             *options, f"--wrap={command}", user=user, check=check,
         )  # fmt: skip
         return int(done.stdout.strip().split(";")[0]) if check else done
@@ -241,7 +243,7 @@ class Cluster:
 
     def job(self, job_id: int) -> dict[str, str]:
         """Return ``scontrol show job`` as a dict, empty when Slurm no longer knows the job."""
-        done = self.exec("ctl", "scontrol", "-o", "show", "job", str(job_id), check=False)
+        done = self.exec(self.controller, "scontrol", "-o", "show", "job", str(job_id), check=False)
         if done.returncode:
             return {}
         return dict(word.split("=", 1) for word in done.stdout.split() if "=" in word)
@@ -268,7 +270,7 @@ class Cluster:
 
     def log(self, job_id: int) -> str:
         """Return a job's output."""
-        return self.exec("ctl", "cat", f"{RESULTS}/{job_id}.log", check=False).stdout
+        return self.exec(self.controller, "cat", f"{RESULTS}/{job_id}.log", check=False).stdout
 
     def result(self, name: str) -> dict[str, Any]:
         """Return the report that a job wrote at its end."""
@@ -278,12 +280,12 @@ class Cluster:
 
     def cadenza(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run the command line on the controller."""
-        return self.exec("ctl", CADENZA, *arguments, check=check)
+        return self.exec(self.controller, CADENZA, *arguments, check=check)
 
     def why(self, job_id: int) -> dict[str, Any]:
         """Return ``cadenza why`` of a job; empty while no round has seen it."""
         command = ("why", str(job_id), "--json")
-        done = self._ask("ctl", ("forked", command), command, check=False)
+        done = self._ask(self.controller, ("forked", command), command, check=False)
         return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
 
     def lease(self, job_id: int) -> dict[str, Any]:
@@ -293,15 +295,15 @@ class Cluster:
     def top(self) -> dict[str, Any]:
         """Return one view of ``cadenza top``."""
         command = ("top", "--once", "--json")
-        return dict(json.loads(self._ask("ctl", ("forked", command), command, check=True).stdout))
+        return dict(json.loads(self._ask(self.controller, ("forked", command), command, check=True).stdout))
 
     def sql(self, query: str) -> list[list[Any]]:
         """Read the service's store."""
-        return list(json.loads(self._ask("ctl", ("query", query), (query,), check=True).stdout))
+        return list(json.loads(self._ask(self.controller, ("query", query), (query,), check=True).stdout))
 
     def put(self, path: str, text: str) -> None:
         """Write a file on the controller."""
-        self.exec("ctl", "sh", "-c", 'mkdir -p "$(dirname "$2")" && printf %s "$1" > "$2"', "sh", text, path)
+        self.exec(self.controller, "sh", "-c", 'mkdir -p "$(dirname "$2")" && printf %s "$1" > "$2"', "sh", text, path)
 
     def idle_nodes(self) -> int:
         """Return the number of managed nodes, which is that of open lanes, that take jobs and have none."""
@@ -329,17 +331,18 @@ class Cluster:
 
         def reloads() -> str:
             log = "/var/log/cluster/cadenzad.log"
-            return self.exec("ctl", "grep", "-c", "settings reloaded", log, check=False).stdout
+            return self.exec(self.controller, "grep", "-c", "settings reloaded", log, check=False).stdout
 
         self.put("/etc/cadenza/conf.d/zz-extra.toml", toml)
         before = reloads()
-        self.exec("ctl", "supervisorctl", "signal", "HUP", "cadenzad")
+        self.exec(self.controller, "supervisorctl", "signal", "HUP", "cadenzad")
         wait_for("the new settings", lambda: reloads() != before, 90)
 
     def queue(self) -> str:
         """Return Slurm's description of all nodes and jobs, or that it does not answer."""
         try:
-            answers = [self.exec("ctl", "scontrol", "-o", "show", kind, check=False) for kind in ("nodes", "jobs")]
+            kinds = ("nodes", "jobs")
+            answers = [self.exec(self.controller, "scontrol", "-o", "show", kind, check=False) for kind in kinds]
         except ClusterError as error:
             return str(error)
         return "".join(answer.stdout + answer.stderr for answer in answers)

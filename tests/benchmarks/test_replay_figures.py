@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from replay_figures import figures, loads, read_sacct, read_sdiag
+from replay_figures import figures, gpu_parts, loads, read_sacct, read_sdiag
 
 SACCT = """\
-1|a|COMPLETED|100|110|150|node1
-2|b|REQUEUED|100|110|120|node1
-2|b|COMPLETED|120|130|190|node[1-2]
-3|c|TIMEOUT|105|130|200|node2
-4|d|RUNNING|105|Unknown|Unknown|node3
+1|COMPLETED|100|110|150|node1
+2|REQUEUED|100|110|120|node1
+2|COMPLETED|120|130|190|node[1-2]
+3|TIMEOUT|105|130|200|node2
+4|RUNNING|105|Unknown|Unknown|node3
+9|COMPLETED|90|100|110|node1
 """
+NAMES = {"1": "a", "2": "b", "3": "c", "4": "d"}
 SDIAG = """\
 Main schedule statistics (microseconds):
 \tLast cycle:   37
@@ -32,7 +34,7 @@ def event(at: float, what: str) -> dict[str, object]:
 
 
 def test_a_requeued_job_counts_from_its_first_submission_to_its_last_end() -> None:
-    found = read_sacct(SACCT)
+    found = read_sacct(SACCT, NAMES)
     assert (found["b"].submit_s, found["b"].start_s, found["b"].end_s, found["b"].restarts) == (100, 110, 190, 1)
     assert found["b"].nodes == "node[1-2]"
     assert [name for name, record in found.items() if record.completed] == ["a", "b"]
@@ -43,7 +45,7 @@ def test_figures_and_lost_jobs() -> None:
         "a": [event(111, "up"), event(112, "runs"), event(120, "waits"), event(130, "runs"), event(150, "ended")],
         "b": [event(113, "runs"), event(118, "saved"), event(131, "up"), event(133, "runs"), event(190, "ended")],
     }
-    found = figures(["a", "b", "c", "d", "e"], read_sacct(SACCT), events, 100.0)
+    found = figures(["a", "b", "c", "d", "e"], read_sacct(SACCT, NAMES), events, 100.0)
     assert found.lost == ("c", "d", "e")
     assert (found.mean_jct_s, found.makespan_s, found.mean_first_s) == (70, 90, 12.5)
     assert (found.start_up_s, found.move_s) == (2.5, 15)
@@ -51,8 +53,14 @@ def test_figures_and_lost_jobs() -> None:
 
 
 def test_a_job_that_completed_without_its_iterations_is_lost() -> None:
-    found = figures(["a"], read_sacct(SACCT), {"a": [event(1, "runs"), event(2, "stopped")]}, 0.0)
+    found = figures(["a"], read_sacct(SACCT, NAMES), {"a": [event(1, "runs"), event(2, "stopped")]}, 0.0)
     assert found.lost == ("a",)
+
+
+def test_an_accounts_part_is_of_the_gpu_time_in_the_window_before_a_requeue_too() -> None:
+    records = read_sacct(SACCT, NAMES)
+    jobs = [("a", "large", 1), ("b", "small", 2), ("e", "small", 8)]
+    assert gpu_parts(records, jobs, (100.0, 150.0)) == {"large": 0.4, "small": 0.6}  # 40 and 2 x (10 + 20) GPU s
 
 
 def test_rpcs_are_those_by_type() -> None:
