@@ -33,8 +33,9 @@ TERMINATED = ("FAILED", signal.SIGTERM)
 REQUEUE_DELAY_S = 125.0
 """Slurm keeps a requeued job from starting for less; 121 s where there is no ``requeue_delay`` (24.11)."""
 MIN_DELAY_S = 2.0
-NODES_S = 1.0
-"""Nodes are read again after this long even if no job started, stopped or ended: their own state may have changed."""
+NODES_S = 5.0
+"""Nodes are read again after this long even if no job started, stopped or ended: their own state may have changed. Each
+read is two RPCs over pyslurm, which asks for the partitions, too."""
 RARE_S = 10.0
 """The same for reservations and the start of slurmctld, which change rarely."""
 SITE_S = 60.0
