@@ -13,7 +13,7 @@ HOLDING = ("held", "stopping")
 WAITS_FOR_GPUS = frozenset({"", "Resources", "Priority"})
 """Slurm's reasons of pending jobs that start once GPUs are free (squeue(1), JOB REASON CODES).
 
-Dependencies, begin times, holds, limits and licenses keep a job waiting beside idle GPUs."""
+Dependencies, begin times, holds, limits and licenses keep a job waiting although GPUs are idle."""
 
 
 class HostGpus(NamedTuple):
