@@ -1,5 +1,6 @@
 # The options of `up` and `configure`; sourced with the script's arguments.
 # shellcheck shell=bash disable=SC2034  # the variables are the sourcing script's
+controllers=1
 nodes=2
 gpus=4
 gpu_types=a100
@@ -41,6 +42,7 @@ while (($#)); do
   [[ $1 != --* || $1 =~ ^--(help|no-cadenza|from-packages|configless|lanes-on-demand|full-memory)$ ]] || (($# >= 2)) || die 2 "$1 needs a value (see --help)"
   case $1 in
     --name) cluster=$2 ;;
+    --controllers) [[ ${2:-} =~ ^[12]$ ]] && controllers=$2 || die 2 "--controllers: 1 or 2, not '${2:-}'" ;;
     --nodes) nodes=$(number "$1" "${2:-}" 1) ;;
     --gpus-per-node) gpus=$(numbers "$1" "${2:-}" 1) ;;
     --gpu-types) [[ ${2:-} =~ ^[a-z0-9_]+(,[a-z0-9_]+)*$ ]] && gpu_types=$2 || die 2 "--gpu-types: not a list: '$2'" ;;
