@@ -549,6 +549,25 @@ def test_wrong_words_are_one_line_and_exit_code_2(words, message):
     assert result.output.count("\n") == 1
 
 
+def test_on_a_cluster_slurm_is_asked_and_a_command_without_an_answer_is_said(monkeypatch, tmp_path):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    scripts = {
+        "sacct": f"cat {HERE}/sacct_accounts_26_05.json",
+        "scontrol": f'cd {HERE}; case "$2" in config) cat {RULES[0]};; partition) cat {RULES[1]};; *) cat {SCONTROL};; esac',
+        "sacctmgr": f'case "$2" in qos) cat {HERE}/{RULES[3]};; *) echo no slurmdbd >&2; exit 1;; esac',
+    }
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    result = whatif("--since", "28d", "-o", str(tmp_path / "page.html"), "--json")
+    assert result.exit_code == 0, result.output
+    notes = " ".join(json.loads(result.stdout)["notes"])
+    assert "sacctmgr show assoc --json: no slurmdbd" in notes
+    assert "Not given of the site's rules: limits of accounts (none), shares (all accounts equal)." in notes
+
+
 def test_a_machine_without_slurm_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     result = whatif("--since", "7d", "-o", str(tmp_path / "page.html"))
