@@ -554,7 +554,7 @@ def test_on_a_cluster_slurm_is_asked_and_a_command_without_an_answer_is_said(mon
     folder.mkdir()
     scripts = {
         "sacct": f"cat {HERE}/sacct_accounts_26_05.json",
-        "scontrol": f'cd {HERE}; case $2 in config) cat {RULES[0]};; part*) cat {RULES[1]};; *) cat {SCONTROL};; esac',
+        "scontrol": f"cd {HERE}; case $2 in config) cat {RULES[0]};; part*) cat {RULES[1]};; *) cat {SCONTROL};; esac",
         "sacctmgr": f'case "$2" in qos) cat {HERE}/{RULES[3]};; *) echo no slurmdbd >&2; exit 1;; esac',
     }
     for name, script in scripts.items():
