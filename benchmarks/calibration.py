@@ -10,8 +10,15 @@ Goals: the baseline's mean wait is within 5 % of both runs' mean, or within the 
 share of jobs whose starts, since the first submission, lie within 5 s of each other; the baseline's with either run is
 at least 0.9 times the two runs' with each other. Exit code 1 when a goal is missed.
 
+``--overload`` runs two other lists once each, both at once: 640 jobs of 4 s to 10 minutes, 60 of them at the beginning
+and all others faster than the GPUs can serve them, so that the queue is never empty while jobs arrive. All times are
+a site's divided by 96, Slurm's default ``bf_window`` of a day and the limits with them: in one list all jobs have a
+limit of a day, in the other one of twice their run time. Goals: the baseline's mean wait is within 5 % of the run's,
+and that of each class of width and length, with 20 jobs or more, within 15 %.
+
     benchmarks/calibration.py                                  # three lists, about 45 minutes
     benchmarks/calibration.py --list 1 --out results/list1.json
+    benchmarks/calibration.py --overload                       # two lists at once, about 20 minutes
     benchmarks/calibration.py --again results/list1.json       # predict what was measured before
 """
 
@@ -20,8 +27,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from math import ceil, log
 from pathlib import Path
 from random import Random
@@ -32,9 +41,9 @@ from replay_cluster import PLACE, Cluster, Plan, Size
 
 from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.inputs.trace import TraceJob
-from cadenza.policies.slurm.backfill import Backfill
 from cadenza.policies.simulator.run_values import Setup
 from cadenza.policies.simulator.slurm_baseline import simulate_slurm
+from cadenza.policies.slurm.backfill import EASY, Backfill
 
 from cluster import ROOT, ClusterError, prepare
 
@@ -62,6 +71,22 @@ DRAWS = 20
 """Simulations of a list: a second more puts a wide job behind another one, and much that follows is different."""
 NEAR_S = 5.0
 WAIT_OFF, AGREEMENT = 0.05, 0.9
+
+OVERLOADS = ("equal", "double")
+"""Lists of an overload, by their limits."""
+FACTOR = 96.0
+OVERLOAD_SCHEDULER = "bf_interval=1,bf_resolution=1,bf_window=15,sched_interval=1,requeue_delay=0"
+"""Backfill's defaults (30 s, 60 s, a day, 60 s) over the factor, where a second and a minute are the least."""
+DAY_MIN = 15
+"""A day over the factor, in minutes."""
+OVERLOAD_JOBS, BACKLOG, OVERLOAD = 640, 60, 1.3
+"""Jobs, those of them that are submitted at once, and the load that the others offer."""
+OVERLOAD_WIDTHS = {1: 40, 2: 18, 4: 16, 8: 18, 16: 6, 32: 2}
+OVERLOAD_MEDIAN_S, OVERLOAD_SPREAD, OVERLOAD_LONGEST_S = 16.0, 1.2, 600
+WIDE, LONG_S = (2, 8, 9), (15, 60)
+"""GPUs and seconds at which the classes are parted."""
+CLASS_OFF, LEAST_IN_CLASS = 0.15, 20
+OVERLOAD_DRAWS = 5
 
 
 @dataclass(frozen=True)
@@ -125,6 +150,26 @@ def draw(seed: int) -> list[Listed]:
     return [Listed(round(at - arrivals[0], 2), *job) for at, *job in zip(arrivals, widths, sleeps, limits, strict=True)]
 
 
+def draw_overload(limits: str, seed: int = 1) -> list[Listed]:
+    """Return a list of an overload, in order of submission."""
+    random = Random(seed)
+    widths = random.choices(list(OVERLOAD_WIDTHS), list(OVERLOAD_WIDTHS.values()), k=OVERLOAD_JOBS)
+    drawn = (random.lognormvariate(log(OVERLOAD_MEDIAN_S), OVERLOAD_SPREAD) for _ in widths)
+    sleeps = [round(min(max(sleep, SHORTEST_S), OVERLOAD_LONGEST_S)) for sleep in drawn]
+    later = sum(map(int.__mul__, widths[BACKLOG:], sleeps[BACKLOG:]))
+    window_s = later / (SIZE.nodes * SIZE.gpus * OVERLOAD)
+    arrivals = sorted(random.uniform(0, window_s) if at >= BACKLOG else 0.0 for at in range(OVERLOAD_JOBS))
+    twice = [ceil(max(2 * sleep, sleep + SPARE_S) / 60) for sleep in sleeps]
+    ends = [DAY_MIN] * OVERLOAD_JOBS if limits == "equal" else twice
+    return [Listed(round(at, 2), *job) for at, *job in zip(arrivals, widths, sleeps, ends, strict=True)]
+
+
+def class_of(job: Listed) -> str:
+    """Return the class of a job by its width and length."""
+    width = ("1 GPU", "2 to 7", "8", "16 and 32")[bisect_right(WIDE, job.gpus)]
+    return f"{width}, {('short', 'medium', 'long')[bisect_right(LONG_S, job.sleep_s)]}"
+
+
 def plan_of(jobs: Sequence[Listed], label: str) -> Plan:
     """Return each job's time and its sbatch."""
     plan = []
@@ -167,6 +212,7 @@ def rules_of(parameters: str) -> Backfill:
         precision_s=float(given.get("bf_window_linear", 0)),
         batch_delay_s=float(given.get("batch_sched_delay", 3)),
         full_interval_s=float(given.get("sched_interval", 60)),
+        window_s=60 * float(given.get("bf_window", 1440)),
     )
 
 
@@ -217,14 +263,55 @@ def compare(seed: int, runs: Sequence[Run], parameters: str) -> bool:
     return wait_ok and starts_ok
 
 
-def measure(cluster: Cluster, seed: int) -> tuple[list[Run], str]:
-    """Run a list twice on a fresh cluster; return the runs and the cluster's SchedulerParameters."""
+def compare_overload(limits: str, run: Run, parameters: str) -> bool:
+    """Print a list's run and the baseline, all and by class; return True if the goals are met."""
+    jobs = draw_overload(limits)
+    overhead_s, rules = run.overhead_s(jobs), rules_of(parameters)
+    drawn = [predict(jobs, rules, overhead_s, number) for number in range(OVERLOAD_DRAWS)]
+    waits = [start - submit for start, submit in zip(run.start_s, run.submit_s, strict=True)]
+    ours = [fmean(starts) - job.submit_s for starts, job in zip(zip(*drawn, strict=True), jobs, strict=True)]
+    eager = replace(EASY, interval_s=rules.interval_s, full_interval_s=rules.full_interval_s)
+    easy = fmean(start - job.submit_s for start, job in zip(predict(jobs, eager, overhead_s, 0), jobs, strict=True))
+    queued = least_queued(run)
+    off = fmean(ours) / fmean(waits) - 1
+    met = abs(off) <= WAIT_OFF
+    print(
+        f"overload, {limits} limits: {len(jobs)} jobs, {overhead_s:.2f} s besides the sleep; {queued} jobs and more in "
+        f"the queue while jobs arrive\n  mean wait: run {fmean(waits):.1f} s, baseline {fmean(ours):.1f} s "
+        f"({off:+.1%}) {'ok' if met else 'MISSED'}; EASY {easy:.1f} s"
+    )
+    classes = [class_of(job) for job in jobs]
+    for name in sorted(set(classes)):
+        those = [at for at, one in enumerate(classes) if one == name]
+        found, said = (fmean(values[at] for at in those) for values in (waits, ours))
+        counts = len(those) >= LEAST_IN_CLASS
+        near = abs(said / found - 1) <= CLASS_OFF
+        met &= near or not counts
+        verdict = ("ok" if near else "MISSED") if counts else "few"
+        both = f"run {found:7.1f} s, baseline {said:7.1f} s ({said / found - 1:+.1%}) {verdict}"
+        print(f"  {name:20s}{len(those):5d} jobs: {both}")
+    return met
+
+
+def least_queued(run: Run) -> int:
+    """Return the fewest jobs that waited after any start while jobs still arrived."""
+    last = max(run.submit_s)
+    moments = [start for start in run.start_s if start < last]
+    return min(
+        sum(submit <= at < start for submit, start in zip(run.submit_s, run.start_s, strict=True)) for at in moments
+    )
+
+
+def measure(cluster: Cluster, name: str) -> tuple[list[Run], str]:
+    """Run a list on a fresh cluster, twice but for an overload; return the runs and the SchedulerParameters."""
+    over = name in OVERLOADS
     try:
         cluster.start({})
-        line = f"s/^SchedulerParameters=.*/SchedulerParameters={SCHEDULER}/"
+        line = f"s/^SchedulerParameters=.*/SchedulerParameters={OVERLOAD_SCHEDULER if over else SCHEDULER}/"
         cluster.run("ctl", "sed", "-i", line, "/etc/slurm/slurm.conf")
         cluster.run("ctl", "scontrol", "reconfigure")
-        runs = [run_list(cluster, draw(seed), f"list{seed}-run{number}") for number in (1, 2)]
+        jobs = draw_overload(name) if over else draw(int(name))
+        runs = [run_list(cluster, jobs, f"list{name}-run{number}") for number in ((1,) if over else (1, 2))]
         shown = cluster.run("ctl", "scontrol", "show", "config")
         return runs, next(line.partition("=")[2].strip() for line in shown.splitlines() if "SchedulerParam" in line)
     finally:
@@ -240,6 +327,7 @@ def main() -> int:
     """Measure and compare, or compare what was measured before."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", type=int, action="append", help="seed of a list; may be repeated (default: 1, 2, 3)")
+    parser.add_argument("--overload", action="store_true", help="run the lists of an overload instead, both at once")
     parser.add_argument("--again", type=Path, help="predict the lists of this file anew; no cluster")
     parser.add_argument("--name", default="calibration", help="the cluster's name")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "calibration.json")
@@ -248,15 +336,23 @@ def main() -> int:
     try:
         if not options.again:
             prepare()
-        for seed in () if options.again else options.list or LISTS:
-            runs, parameters = measure(Cluster(options.name, SIZE), seed)
-            found[str(seed)] = {"runs": [vars(run) for run in runs], "parameters": parameters}
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(found) + "\n")
+        names = list(OVERLOADS) if options.overload else [str(seed) for seed in options.list or LISTS]
+        names = [] if options.again else names
+        with ThreadPoolExecutor(len(OVERLOADS) if options.overload else 1) as pool:
+            measured = pool.map(lambda name: measure(Cluster(f"{options.name}-{name}", SIZE), name), names)
+            for name, (runs, parameters) in zip(names, measured, strict=True):
+                found[name] = {"runs": [vars(run) for run in runs], "parameters": parameters}
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps(found) + "\n")
     except ClusterError as error:
         print(f"calibration: {error}", file=sys.stderr)
         return 1
-    met = [compare(int(seed), read_runs(one), one["parameters"]) for seed, one in found.items()]
+    met = []
+    for name, one in found.items():
+        if name in OVERLOADS:
+            met.append(compare_overload(name, read_runs(one)[0], one["parameters"]))
+        else:
+            met.append(compare(int(name), read_runs(one), one["parameters"]))
     return 0 if all(met) else 1
 
 

@@ -3,7 +3,23 @@
 from __future__ import annotations
 
 import pytest
-from calibration import JOBS, LISTS, SIZE, Listed, Run, agreement, draw, plan_of, predict, read_nodes, rules_of
+from calibration import (
+    JOBS,
+    LISTS,
+    OVERLOADS,
+    SIZE,
+    Listed,
+    Run,
+    agreement,
+    class_of,
+    draw,
+    draw_overload,
+    least_queued,
+    plan_of,
+    predict,
+    read_nodes,
+    rules_of,
+)
 
 
 def test_a_list_is_the_same_for_its_seed_and_offers_more_than_the_cluster_has() -> None:
@@ -42,3 +58,28 @@ def test_a_prediction_of_a_prediction_agrees_with_itself() -> None:
     assert agreement(starts, starts) == 1.0
     assert agreement(starts, [start + 6 for start in starts]) == 0.0
     assert all(start >= job.submit_s for start, job in zip(starts, jobs, strict=True))
+
+
+def test_an_overload_offers_more_than_the_cluster_has_and_its_lists_differ_by_their_limits_alone() -> None:
+    equal, double = (draw_overload(limits) for limits in OVERLOADS)
+    assert [(job.submit_s, job.gpus, job.sleep_s) for job in equal] == [
+        (job.submit_s, job.gpus, job.sleep_s) for job in double
+    ]
+    assert {job.limit_min for job in equal} == {15}
+    assert all(60 * job.limit_min >= job.sleep_s + 10 for job in equal)
+    assert all(2 * job.sleep_s <= 60 * job.limit_min < 2 * job.sleep_s + 70 for job in double)
+    assert sum(job.gpus * job.sleep_s for job in equal) > 1.3 * equal[-1].submit_s * SIZE.nodes * SIZE.gpus
+    assert {class_of(Listed(0.0, *job)) for job in ((1, 14, 1), (7, 15, 1), (8, 60, 1), (16, 600, 1))} == {
+        "1 GPU, short", "2 to 7, medium", "8, long", "16 and 32, long",
+    }  # fmt: skip
+
+
+def test_the_shortest_queue_is_looked_for_while_jobs_arrive() -> None:
+    run = Run((0.0, 0.0, 0.0, 9.0), (0.0, 4.0, 8.0, 20.0), (4.0, 8.0, 20.0, 30.0), ("node1",) * 4)
+    assert least_queued(run) == 0
+    assert least_queued(Run(run.submit_s, (0.0, 4.0, 12.0, 20.0), run.end_s, run.nodes)) == 1
+
+
+def test_a_window_of_backfill_is_in_minutes() -> None:
+    assert rules_of("bf_window=15").window_s == 900
+    assert rules_of("bf_interval=1").window_s == 86_400
