@@ -7,8 +7,9 @@ are new. 10,000 nodes with 60,000 jobs from scratch, and smaller clusters for th
 time ~ nodes^e, by least squares. Each profile is one of Synergy's published models with 3 % noise on every point.
 
 ``--sharing`` measures the whole decision as the service ships it, with each way of sharing GPUs: 64 nodes, in two lanes
-where jobs take turns, with 1,500 live jobs of 20 users and 1 to 16 GPUs, in rounds of a minute on a simulated cluster.
-In the first round all jobs are new; the steady rounds follow it.
+where jobs take turns, with 1,500 live jobs of 20 users and 1 to 16 GPUs, in rounds of a minute on a simulated cluster;
+the default also with 512 nodes and 10,000 live jobs. Half of the jobs keep checkpoints, the users are in four accounts,
+and fair share counts. In the first round all jobs are new; the steady rounds follow it. ``--share NAME`` measures one.
 
 CPU time on one core (wall time as well; they differ where the machine is busy); from scratch the median of
 ``--repeat``. The exit code is 1 when a limit is missed.
@@ -38,6 +39,7 @@ from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Node, Options, Placement, Progress
 from cadenza.policies.core.profile import Profile
 from cadenza.policies.inputs.published import synergy_profiles
+from cadenza.policies.inputs.queue_rules import USUAL_WEIGHTS, QueueRules, Weights
 from cadenza.policies.inputs.trace import TraceJob
 from cadenza.policies.registry import warm
 from cadenza.policies.simulator.simulation import simulate
@@ -48,9 +50,11 @@ GPUS, CPUS, MEMORY_MB = 8, 24, 512000
 NOISE = 0.03
 ROUND_S = 300.0
 CHANGED = 0.05
-STEADY_MS, SCRATCH_MS, LARGE_MS, SHARED_MS = 10.0, 100.0, 2000.0, 50.0
-SHARINGS = ("timeslice", "gandiva", "preemption")
-LIVE_JOBS, USERS, SHARED_ROUND_S, ARRIVAL_S, GB_PER_GPU = 1500, 20, 60.0, 30.0, 30.0
+STEADY_MS, SCRATCH_MS, LARGE_MS = 10.0, 100.0, 2000.0
+USERS, ACCOUNTS, SHARED_ROUND_S, GB_PER_GPU = 20, 4, 60.0, 30.0
+MOVABLE = 0.5
+ARRIVAL_S = 1920.0
+"""Time between two submissions for each node, in seconds."""
 WIDTHS, WIDTH_WEIGHTS = (1, 2, 4, 8, 16), (60, 15, 12, 10, 3)
 RUN_LOG_MEAN, RUN_LOG_SIGMA, LEAST_RUN_S, MOST_RUN_S = 8.5, 1.6, 120.0, 2e6
 """Log-normal run times: median 82 minutes, mean five hours."""
@@ -59,6 +63,23 @@ LARGE_NODES, JOBS_A_NODE = 10000, 6
 SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 Result = TypeVar("Result")
+
+
+class Shared(NamedTuple):
+    """A way of sharing GPUs on a cluster of some size, and the goal of its decisions' p99."""
+
+    share: str
+    nodes: int
+    jobs: int
+    limit_ms: float
+
+
+SHARINGS = (
+    Shared("timeslice", 64, 1500, 50.0),
+    Shared("gandiva", 64, 1500, 50.0),
+    Shared("preemption", 64, 1500, 25.0),
+    Shared("preemption", 512, 10000, 100.0),
+)
 
 
 class Timed(NamedTuple):
@@ -225,25 +246,28 @@ def small(name: str, decide: Decide, rounds: int, repeat: int, *, limited: bool 
     ], moves
 
 
-def shared_jobs(rounds: int, profiles: Mapping[str, Profile]) -> list[TraceJob]:
-    """Return jobs that are all there at the start, and a new one in each half minute."""
+def shared_jobs(one: Shared, rounds: int, profiles: Mapping[str, Profile]) -> list[TraceJob]:
+    """Return jobs that are all there at the start, and new ones in each round."""
     draw, models = Random(1), sorted(profiles.items())
-    jobs = []
-    for number in range(LIVE_JOBS + round(rounds * SHARED_ROUND_S / ARRIVAL_S)):
+    jobs, each_s = [], ARRIVAL_S / one.nodes
+    for number in range(one.jobs + round(rounds * SHARED_ROUND_S / each_s)):
         model, profile = draw.choice(models)
         run_s = min(max(draw.lognormvariate(RUN_LOG_MEAN, RUN_LOG_SIGMA), LEAST_RUN_S), MOST_RUN_S)
-        submit_s = max(number - LIVE_JOBS, 0) * ARRIVAL_S
+        submit_s = max(number - one.jobs, 0) * each_s
         (gpus,) = draw.choices(WIDTHS, WIDTH_WEIGHTS)
-        user = f"user{draw.randrange(USERS)}"
+        user = draw.randrange(USERS)
         jobs.append(
-            TraceJob(number + 1, submit_s, gpus, run_s, model, profile, user=user, memory_gb_per_gpu=GB_PER_GPU)
-        )
+            TraceJob(
+                number + 1, submit_s, gpus, run_s, model, profile, user=f"user{user}", account=f"team{user % ACCOUNTS}",
+                memory_gb_per_gpu=GB_PER_GPU, checkpoints=draw.random() < MOVABLE,
+            )
+        )  # fmt: skip
     return jobs
 
 
-def shared(share: str, rounds: int) -> list[Figure]:
-    """Measure the shipped decision with one way of sharing, on a simulated cluster of 512 GPUs."""
-    words = defaultdict(lambda: None, share=share, nodes=f"{SMALL_NODES}x8:24:500", workload="synergy:load=8,jobs=10")
+def shared(one: Shared, rounds: int) -> list[Figure]:
+    """Measure the shipped decision with one way of sharing, on a simulated cluster."""
+    words = defaultdict(lambda: None, share=one.share, nodes=f"{one.nodes}x8:24:500", workload="synergy:load=8,jobs=10")
     request = read_request(words, ())
     cpu, wall, live = [], [], []
 
@@ -254,14 +278,16 @@ def shared(share: str, rounds: int) -> list[Figure]:
         live.append(len(snapshot.jobs))
         return decision
 
-    setup = replace(request.setup, rounds_on_events=False, skip=False, horizon_s=rounds * SHARED_ROUND_S)
-    jobs = shared_jobs(rounds, request.profiles)
+    queue = QueueRules(weights=Weights(**USUAL_WEIGHTS))
+    horizon_s = rounds * SHARED_ROUND_S
+    setup = replace(request.setup, rounds_on_events=False, skip=False, horizon_s=horizon_s, queue=queue)
+    jobs = shared_jobs(one, rounds, request.profiles)
     simulate(jobs, request.nodes, replace(request.policy, decide=decide), setup)
-    what = f"512 GPUs, {min(live)} to {max(live)} jobs, {share}"
+    what = f"{one.nodes * GPUS:,} GPUs, {min(live):,} to {max(live):,} jobs, {one.share}"
     return [
         Figure(f"{what}, from scratch", cpu[0], wall[0]),
         Figure(f"{what}, steady, median", statistics.median(cpu[1:]), statistics.median(wall[1:])),
-        Figure(f"{what}, steady, p99", quantile(cpu[1:], 0.99), quantile(wall[1:], 0.99), SHARED_MS),
+        Figure(f"{what}, steady, p99", quantile(cpu[1:], 0.99), quantile(wall[1:], 0.99), one.limit_ms),
         Figure(f"{what}, steady, most", max(cpu[1:]), max(wall[1:])),
     ]
 
@@ -286,10 +312,14 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=5, help="decisions from scratch, of which the median; default: 5")
     parser.add_argument("--largest", type=int, default=LARGE_NODES, help="nodes of the largest cluster; default: 10000")
     parser.add_argument("--sharing", action="store_true", help="measure the ways of sharing GPUs instead")
+    parser.add_argument(
+        "--share", choices=sorted({one.share for one in SHARINGS}), help="with --sharing: this one only"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     if arguments.sharing:
-        figures = [figure for share in SHARINGS for figure in shared(share, arguments.rounds)]
+        asked = [one for one in SHARINGS if arguments.share in (None, one.share)]
+        figures = [figure for one in asked for figure in shared(one, arguments.rounds)]
         if arguments.json:
             print(json.dumps({"figures": [asdict(figure) | {"ratio": figure.ratio} for figure in figures]}))
         else:

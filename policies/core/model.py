@@ -437,6 +437,8 @@ class SiteRules:
 
     def tier(self, partition: str) -> int:
         """Return the PriorityTier of a partition, 1 where none is set; of several (``a,b``) the highest."""
+        if "," not in partition:
+            return self.tiers.get(partition, 1)
         return max(self.tiers.get(name, 1) for name in partition.split(","))
 
     @property

@@ -142,18 +142,19 @@ class Pass:
 
     def reserve(self, start_s: float, end_s: float, nodes: int) -> None:
         """Take nodes out of the slots in this time; a slot that it cuts becomes two or three."""
-        cut = []
-        for one in self._slots:
-            begin_s, stop_s = max(one.begin_s, start_s), min(one.end_s, end_s)
-            if begin_s >= stop_s:
-                cut.append(one)
-                continue
-            parts = [
-                Slot(one.begin_s, begin_s, one.nodes), Slot(begin_s, stop_s, one.nodes & ~nodes),
-                Slot(stop_s, one.end_s, one.nodes),
-            ]  # fmt: skip
-            cut += [part for part in parts if part.begin_s < part.end_s]
-        self._slots = cut
+        slots = self._slots
+        first = bisect_right(slots, start_s, key=attrgetter("end_s"))
+        last = bisect_left(slots, end_s, first, key=attrgetter("begin_s"))
+        if first >= last:
+            return
+        cut = [
+            Slot(one.begin_s, one.end_s, one.nodes & ~nodes) if one.nodes & nodes else one for one in slots[first:last]
+        ]
+        if (head := slots[first]).begin_s < start_s:
+            cut[:1] = head._replace(end_s=start_s), cut[0]._replace(begin_s=start_s)
+        if (tail := slots[last - 1]).end_s > end_s:
+            cut[-1:] = cut[-1]._replace(end_s=end_s), tail._replace(begin_s=end_s)
+        slots[first:last] = cut
 
     def earliest(self, job: Request, future: Future) -> tuple[float, list[int]]:
         """Return a job's earliest start that no reservation forbids, and its nodes; none where it is past the window.

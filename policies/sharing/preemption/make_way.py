@@ -104,7 +104,10 @@ class _Walk:
         state, room = self.state, self.room
         request = room.request(job)
         # 1. Slurm can start it now, or once those that leave have left.
-        if spot := room.fits(request, self._pass().unreserved(job, request) if self.slurm else room.admitting(request)):
+        spot = room.fits(request, room.admitting(request))
+        if spot and self.slurm is not None:  # reservations are worked out for a job that fits beside them only
+            spot = room.fits(request, self._pass().unreserved(job, request))
+        if spot:
             room.take(request, spot)
             if self.slurm is not None:
                 room.give_back(request, spot)

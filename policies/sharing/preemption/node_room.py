@@ -49,6 +49,8 @@ class NodeRoom:
             node.name: (node.gpus - node.gpus_used, node.cpus - node.cpus_used, node.memory_mb - node.memory_used_mb)
             for node in self.nodes.values()
         }
+        self._idle = {name for name, free in self.free.items() if free[0] > 0}
+        """Nodes with free GPUs: a few of many, where jobs wait."""
         for job in leaving:
             self._give_back(shares_of(job))
         self.on: defaultdict[str, list[Victim]] = defaultdict(list)
@@ -59,6 +61,7 @@ class NodeRoom:
                     self.on[name].append(victim)
         self.worst_level = max((one.level for found in self.on.values() for one in found), default=-1)
         self._admitting: dict[tuple[object, ...], tuple[str, ...]] = {}
+        self._widest_of: dict[str, int] = {}
         self._in_partition: defaultdict[str, list[Node]] = defaultdict(list)
         for node in self.nodes.values():
             for name in node.partitions:
@@ -66,7 +69,10 @@ class NodeRoom:
 
     def request(self, job: Job) -> NodeRequest:
         """Return a job's needs on each node; more GPUs than the widest node has are spread over whole nodes."""
-        widest = max((node.gpus for node in self._nodes_of(job.partition)), default=1)
+        widest = self._widest_of.get(job.partition)
+        if widest is None:
+            widest = max((node.gpus for node in self._nodes_of(job.partition)), default=1)
+            self._widest_of[job.partition] = widest
         count = max(job.num_nodes, -(-job.gpus // widest), 1)
         each = (-(-job.gpus // count), -(-job.cpus // count), -(-job.memory_mb // count))
         return NodeRequest(count, each, job.partition, job.gpu_type, job.barred, job.required_nodes)
@@ -94,6 +100,8 @@ class NodeRoom:
     def fits(self, request: NodeRequest, names: Iterable[str]) -> tuple[str, ...]:
         """Return nodes that are free for a job now or soon; empty if there are too few."""
         gpus, cpus, memory_mb = request.each
+        if sum(1 for name in self._idle if _fits(request.each, self.free[name])) < request.nodes:
+            return ()
         found: list[str] = []
         for name in names:
             free = self.free[name]
@@ -146,12 +154,12 @@ class NodeRoom:
     def take(self, request: NodeRequest, names: Iterable[str]) -> None:
         """Give the resources of nodes to a job that Slurm starts there."""
         for name in names:
-            self.free[name] = _less(self.free[name], request.each)
+            self._set(name, _less(self.free[name], request.each))
 
     def give_back(self, request: NodeRequest, names: Iterable[str]) -> None:
         """Take back what ``take`` gave."""
         for name in names:
-            self.free[name] = _more(self.free[name], request.each)
+            self._set(name, _more(self.free[name], request.each))
 
     def evict(self, victims: Iterable[Victim]) -> None:
         """Free what jobs have that make way."""
@@ -163,7 +171,14 @@ class NodeRoom:
     def _give_back(self, shares: Mapping[str, Amount]) -> None:
         for name, amount in shares.items():
             if name in self.free:
-                self.free[name] = _more(self.free[name], amount)
+                self._set(name, _more(self.free[name], amount))
+
+    def _set(self, name: str, free: Amount) -> None:
+        self.free[name] = free
+        if free[0] > 0:
+            self._idle.add(name)
+        else:
+            self._idle.discard(name)
 
 
 def shares_of(job: Job) -> dict[str, Amount]:

@@ -16,6 +16,7 @@ Scope: TypeAlias = tuple[str, str, str]
 
 NOT_LOOKED_AT = frozenset({"", "None", "Priority"})
 """Reasons of jobs that Slurm has not looked at on their own."""
+NO_LIMITS = NOT_LOOKED_AT | {"Resources"}
 OF_ONE_JOB = ("PerJob", "PerNode", "PerCPU", "MinCpu", "MinGRES", "MinMemory", "TimeLimit", "WallDuration")
 """Parts of the names of limits on what one job may ask for: others are not bound by them."""
 
@@ -24,7 +25,11 @@ class Limits:
     """Accounts, users, QOS, arrays and licenses that are at a limit, because Slurm says so of one of their jobs."""
 
     def __init__(self, pending: Iterable[Job]) -> None:
-        self._at_limit = {scope: job.state_reason for job in pending if (scope := _scope(job, job.state_reason))}
+        self._at_limit = {
+            scope: job.state_reason
+            for job in pending
+            if job.state_reason not in NO_LIMITS and (scope := _scope(job, job.state_reason))
+        }
 
     def reason(self, job: Job) -> str:
         """Return Slurm's reason of the job whose limit this one would meet, "" if it is free to start."""
