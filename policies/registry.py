@@ -96,7 +96,7 @@ ENTRIES: tuple[Entry, ...] = (
     Entry(
         "preemption",
         "sharing",
-        "the best-ranked jobs that fit have the GPUs: by turns, moves, and seats that others give up",
+        "running jobs of a worse level make way for the first jobs of Slurm's queue",
         "Cadenza; Tiresias, NSDI'19 §3",
     ),
     Entry("timeslice", "sharing", "jobs take turns on GPUs at mini-batch boundaries", "Gandiva, OSDI'18 §3"),

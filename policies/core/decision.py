@@ -178,5 +178,5 @@ class Decision:
     actions: tuple[Action, ...]
     memory: Memory
     reasons: Mapping[JobKey, str] = field(default_factory=dict)
-    quiet_until_s: float = 0.0
+    quiet_until_s: float = field(default=0.0, compare=False)
     """Until then, in seconds since the epoch, the decision stays as it is if it orders nothing and nothing happens."""

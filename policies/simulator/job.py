@@ -64,6 +64,7 @@ class SimJob:
         "ran_s",
         "rate",
         "ready_s",
+        "requeued_s",
         "required_nodes",
         "restarts",
         "running",
@@ -85,7 +86,9 @@ class SimJob:
         "yields",
     )
 
-    def __init__(self, trace: TraceJob, request: tuple[int, int, int], stale: list[SimJob]) -> None:
+    def __init__(  # noqa: PLR0915 (a field each)
+        self, trace: TraceJob, request: tuple[int, int, int], stale: list[SimJob]
+    ) -> None:
         self.trace = trace
         self.stale = stale
         """Jobs whose record in the last snapshot is out of date."""
@@ -121,6 +124,8 @@ class SimJob:
         """Time at which it first had its GPUs."""
         self.slurm_start_s: float | None = None
         """Time at which Slurm started this incarnation, where moves take several rounds; else ``start_s`` counts."""
+        self.requeued_s: float | None = None
+        """Time of its last requeue, by which Slurm calls it submitted anew."""
         self.finish_s = inf
         self.hundred_s: float | None = None
         self.hundred_work_s = FIRST_ITERATIONS * trace.iteration_s
@@ -223,7 +228,7 @@ class SimJob:
             cpus=self.cpus,
             memory_mb=self.memory_mb,
             num_nodes=self.num_nodes,
-            submit_s=trace.submit_s,
+            submit_s=trace.submit_s if self.requeued_s is None else self.requeued_s,
             time_limit_s=self.queued.limit_s,
             name=trace.model,
             start_s=(self.start_s if self.slurm_start_s is None else self.slurm_start_s) if started else None,
@@ -254,6 +259,7 @@ class SimJob:
             self.speed,
             self.gpu_type,
             dict(self.attained_on),
+            None if self.requeued_s is None else self.trace.submit_s,
         )
 
     def _lease(self, now_s: float) -> Lease | None:

@@ -394,6 +394,7 @@ class World:
             job.moves, job.move_cost_s = False, None
             job.lose_unsaved(self.setup.checkpoint_s)
         job.restarts += not job.moves
+        job.requeued_s = self.now_s
         self.needs_prompt_round |= saved
         job.changed()
         self.live[job.key] = job

@@ -166,7 +166,7 @@ class Pass:
         last_s = self._now_s + self._rules.window_s
         while later_s is not None and later_s <= last_s:
             from_s = later_s
-            nodes, later_s = self.free_of_reservations(from_s, from_s + job.limit_s)
+            nodes, later_s = self.free_of_reservations(from_s, from_s + job.limit_s, job.among, len(job.each))
             nodes &= job.among
             if nodes.bit_count() < len(job.each):
                 continue
@@ -174,12 +174,7 @@ class Pass:
             if not spot:
                 continue
             if start_s > self._now_s:
-                there = bits_of(spot)
-                taken = any(
-                    one.end_s > start_s and one.begin_s < start_s + job.limit_s and there & ~one.nodes
-                    for one in self._slots
-                )
-                if taken:
+                if self._reserved(bits_of(spot), start_s, start_s + job.limit_s):
                     later_s = start_s + (start_s <= from_s)
                     continue
                 if later_s is not None and start_s > later_s:
@@ -187,8 +182,24 @@ class Pass:
             return (start_s, spot) if start_s <= last_s else (inf, [])
         return inf, []
 
-    def free_of_reservations(self, from_s: float, to_s: float) -> tuple[int, float | None]:
-        """Return the nodes without a reservation in this time, and the time from which further ones are free."""
+    def _reserved(self, nodes: int, from_s: float, to_s: float) -> bool:
+        """Return True if any of these nodes has a reservation in this time."""
+        slots = self._slots
+        for number in range(bisect_right(slots, from_s, key=attrgetter("end_s")), len(slots)):
+            begin_s, _, own = slots[number]
+            if begin_s >= to_s:
+                return False
+            if nodes & ~own:
+                return True
+        return False
+
+    def free_of_reservations(
+        self, from_s: float, to_s: float, among: int = -1, count: int = 1
+    ) -> tuple[int, float | None]:
+        """Return the nodes without a reservation in this time, and the time from which further ones are free.
+
+        Where fewer than ``count`` of ``among`` are free, others are left out as well.
+        """
         slots = self._slots
         nodes, later_s = self._nodes, None
         last = len(slots) - 1
@@ -201,7 +212,7 @@ class Pass:
                     later_s = slots[number + 1].end_s
                 break
             nodes &= own
-            if not nodes and later_s is not None:
+            if later_s is not None and (nodes & among).bit_count() < count:
                 break
         return nodes, later_s
 

@@ -67,14 +67,27 @@ def set_factors(state: SharingState) -> None:
             if had:
                 state.factors.append(SetFactor(job.key, 0, "was requeued by others: it waits as it was submitted"))
             continue
-        # 2. It stays behind the job that it made way for until that one runs. Once is enough: Slurm computes priorities
+        # 2. After a day its level counts no more: only the age is left that the requeue took.
+        if standings.starves(job):
+            factor = _lost_age(standings, job)
+            if factor != had:
+                state.factors.append(SetFactor(job.key, factor, "has waited for a day since it made way"))
+            continue
+        # 3. It stays behind the job that it made way for until that one runs. Once is enough: Slurm computes priorities
         #    anew every five minutes only (PriorityCalcPeriod), and until then shows the ones before.
         if had != move.factor or _stands_behind(move, state):
             continue
-        # 3. It gets the priority with which it started first, with the age since its submission, less its level.
+        # 4. It gets the priority with which it started first, with the age since its submission, less its level.
         factor = _settled_factor(standings, job, move, had)
         if factor != had:
             state.factors.append(SetFactor(job.key, factor, f"level {standings.level(job)} of attained GPU time"))
+
+
+def _lost_age(standings: Standings, job: Job) -> int:
+    """Return the points of age that a job had when it was requeued last; Slurm counts them anew from there."""
+    site = standings.site
+    had_s = max(job.submit_s - first_submit_s(job), 0.0)
+    return int(site.weights.get("age", 0) * min(had_s / site.max_age_s, 1.0)) if site.max_age_s > 0 else 0
 
 
 def _stands_behind(move: Move, state: SharingState) -> bool:

@@ -33,6 +33,8 @@ FIRST_MOVES, MOVES_A_DAY = 6.0, 1.5
 """Bound on the restarts of a job: so many, and so many more for each day since its submission."""
 FEW, NEARLY_ALL = 0.3, 0.95
 """Parts of all GPU time that jobs which can leave have, between which the level of an overdue job comes to count."""
+STARVING_S = 86400.0
+"""Wait after which a job that made way stands in the queue as if it had never had GPUs, in seconds."""
 BELIEVED_S = 14 * 86400.0
 """Time for which a user's job name counts as one that keeps checkpoints since one of its jobs was seen with some."""
 NEWS_S = 3600.0
@@ -64,17 +66,28 @@ class Standings:
     # --- Levels --------------------------------------------------------------------------------------------
 
     def level(self, job: Job) -> int:
-        """Return the level of a job by its attained GPU time, or by another ordering; 0 goes first."""
+        """Return the level of a job by its attained GPU time, or by another ordering; 0 goes first.
+
+        A job that made way and has waited for a day since has level 0 while it waits.
+        """
         if job.key not in self._levels:
             self._levels[job.key] = self._level(job)
         return self._levels[job.key]
 
     def _level(self, job: Job) -> int:
         state = self.state
+        if job.state == "PENDING" and self.starves(job):
+            return 0
         if state.order is levels:
             return level_of(attained_service(job, self.now_s))
         last = len(state.ranks)
         return state.ranks.get(job.key, last) * (LAST_LEVEL + 1) // (last + 1)
+
+    def starves(self, job: Job) -> bool:
+        """Return True if a waiting job made way a day ago and has not come back since."""
+        move = self.moves.get(job.key.id)
+        ours = move is not None and move.successor == job.key and not move.shares
+        return ours and self.now_s >= job.submit_s + STARVING_S
 
     def claim(self, job: Job) -> int:
         """Return the level with which a waiting job asks others to make way."""

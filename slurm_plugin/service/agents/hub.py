@@ -76,8 +76,9 @@ CALL_TIMEOUT_S = 5.0
 LOG_PERIOD = 100
 SAVE_S = 900.0
 """Longest time for saving an ordered checkpoint."""
-HOLD_S = 60.0
-"""Time that a job waits after it to be requeued: a round or two, and the restart of a service that was killed."""
+HOLD_S = 300.0
+"""Time that a job waits after it to be requeued: until the others that make way with it have saved, too, and for the
+restart of a service that was killed."""
 
 
 @dataclass(frozen=True, slots=True)
