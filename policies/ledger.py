@@ -57,6 +57,8 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
     }
     held |= {job.key: snapshot.time_s for job in snapshot.jobs if job.held_at_restart or _forgotten(job, memory)}
     requeues = [action for action in acted if isinstance(action, Requeue)]
+    # A suspended job has priority 0, and Slurm requeues it with that: it comes back held (JobHeldAdmin).
+    into_hold = [one.job for one in requeues if one.hold or (one.job in alive and alive[one.job].state == "SUSPENDED")]
     ways = [action for action in acted if isinstance(action, MakeWay)]
     drained = {node.name for node in snapshot.nodes if node.drained} & memory.drained
     opened = {action.node for action in acted if isinstance(action, OpenNode | RemoveNode)}
@@ -81,7 +83,7 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
         repairs=_repairs(memory, acted, snapshot),
         held={
             **held,
-            **{JobKey(one.job.id, one.job.restart + 1): snapshot.time_s for one in requeues if one.hold},
+            **{JobKey(key.id, key.restart + 1): snapshot.time_s for key in into_hold},
         },
         requeued={
             **{

@@ -270,3 +270,16 @@ def test_a_job_whose_end_slurmctld_forgot_is_requeued(state):
         replace(ended, state="OTHER"),
     ):
         assert not any(isinstance(action, Requeue) for action in after(cluster(other), Memory())[0].actions)
+
+
+def test_a_job_whose_resume_and_end_slurmctld_forgot_does_not_stay_in_the_hold_of_its_requeue():
+    """The suspend is no more on our record: the job had been resumed, and was seen to end."""
+    ended = cluster(job(1, state="SUSPENDED", lease=None, absent=True))
+    memory, orders = Memory(), []
+    held = replace(job(1, state="PENDING", slurm_priority=0, lease=None), key=JobKey(1, 1), state_reason="JobHeldAdmin")
+    for seconds in range(0, 20, 2):
+        found = ended if seconds == 0 else cluster(replace(held, nodes=()))
+        decision, memory = after(replace(found, time_s=NOW + seconds), memory)
+        orders += [(action.job, type(action)) for action in decision.actions if isinstance(action, Requeue | Release)]
+    assert orders[0] == (key(1), Requeue)
+    assert (JobKey(1, 1), Release) in orders
