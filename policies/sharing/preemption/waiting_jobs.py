@@ -26,8 +26,8 @@ def waiting_jobs(snapshot: ClusterSnapshot, most: int = MAX_TESTED) -> list[Job]
         job
         for job in pending
         if job.gpus > 0
-        and not job.held
         and job.state_reason in WAITING_REASONS
+        and not job.held
         and (job.eligible_s or 0.0) <= snapshot.time_s
         and not limits.reached(job)
     )

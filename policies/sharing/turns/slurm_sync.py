@@ -56,8 +56,8 @@ def take_turns(state: SharingState) -> None:
     #    them, which is all that a turn would say.
     co_runners = partners(state.groups)
     alone = _alone(state)
-    for key, lease in alone.items():
-        state.turn_reasons[key] = f"holds {gpu_names(lease.gpus)} for {lease.held_s:.0f} s; no job waits for it"
+    for key, own in alone.items():
+        state.turn_reasons[key] = f"holds {gpu_names(own.gpus)} for {own.held_s:.0f} s; no job waits for it"
     state.holders |= alone.keys()
     contenders = [
         _contender(job, priority, state, co_runners.get(job.key, frozenset()))
@@ -99,7 +99,8 @@ def list_departures(state: SharingState) -> None:
     """List the jobs that leave their hosts: they stay where they are until they have left."""
     snapshot, jobs, rivals = state.snapshot, state.all_jobs, state.by_gpu
     drained, host = hosts_to_leave(snapshot), snapshot.host_of
-    state.leaving = frozenset(j.key for j in jobs if any(host.get(name) in drained for name in j.nodes))
+    leaving = (j.key for j in jobs if any(host.get(name) in drained for name in j.nodes)) if drained else ()
+    state.leaving = frozenset(leaving)
     state.giving_back = {j.key: reason for j in jobs if (reason := _requeue_reason(j, state, rivals))}
     state.fixed |= state.leaving | state.giving_back.keys()
 
