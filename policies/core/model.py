@@ -431,6 +431,8 @@ class SiteRules:
     """PriorityTier of each partition; jobs of a higher tier go first, whatever their priority."""
     qos_priority: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Priority of each QOS."""
+    unread: tuple[str, ...] = ()
+    """Parts that could not be read yet, by name: nothing is known of these."""
     fair_share: Mapping[str, float] = field(default_factory=dict, hash=False)
     """LevelFS of accounts (``ACCOUNT``) and of their users (``ACCOUNT/USER``): their share over their usage, so below 1
     they have had more than their share (sshare(1)). Empty where the site has no fair share."""

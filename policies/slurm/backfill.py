@@ -10,8 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
-from operator import attrgetter
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 Amount: TypeAlias = tuple[int, int, int]
 """GPUs, CPUs and MB."""
@@ -73,14 +72,6 @@ class Request(Protocol):
         ...
 
 
-class Slot(NamedTuple):
-    """A stretch of time in a pass of backfill, and the nodes that no reservation has in it, as bits."""
-
-    begin_s: float
-    end_s: float
-    nodes: int
-
-
 class Future:
     """Resources that become free as running jobs end by their limits; answers are kept for the next call."""
 
@@ -138,23 +129,19 @@ class Pass:
 
     def __init__(self, now_s: float, nodes: int, rules: Backfill) -> None:
         self._now_s, self._nodes, self._rules = now_s, nodes, rules
-        self._slots = [Slot(now_s, now_s + rules.window_s, nodes)]
+        # Stretches of time without a gap, and the nodes that no reservation has in each, as bits.
+        self._begins, self._ends, self._free = [now_s], [now_s + rules.window_s], [nodes]
 
     def reserve(self, start_s: float, end_s: float, nodes: int) -> None:
         """Take nodes out of the slots in this time; a slot that it cuts becomes two or three."""
-        slots = self._slots
-        first = bisect_right(slots, start_s, key=attrgetter("end_s"))
-        last = bisect_left(slots, end_s, first, key=attrgetter("begin_s"))
-        if first >= last:
-            return
-        cut = [
-            Slot(one.begin_s, one.end_s, one.nodes & ~nodes) if one.nodes & nodes else one for one in slots[first:last]
-        ]
-        if (head := slots[first]).begin_s < start_s:
-            cut[:1] = head._replace(end_s=start_s), cut[0]._replace(begin_s=start_s)
-        if (tail := slots[last - 1]).end_s > end_s:
-            cut[-1:] = cut[-1]._replace(end_s=end_s), tail._replace(begin_s=end_s)
-        slots[first:last] = cut
+        for cut_s in (start_s, end_s):
+            at = bisect_right(self._ends, cut_s)
+            if at < len(self._ends) and self._begins[at] < cut_s:
+                self._begins.insert(at + 1, cut_s)
+                self._ends.insert(at, cut_s)
+                self._free.insert(at, self._free[at])
+        first, last = bisect_left(self._begins, start_s), bisect_left(self._begins, end_s)
+        self._free[first:last] = [own & ~nodes for own in self._free[first:last]]
 
     def earliest(self, job: Request, future: Future) -> tuple[float, list[int]]:
         """Return a job's earliest start that no reservation forbids, and its nodes; none where it is past the window.
@@ -184,14 +171,8 @@ class Pass:
 
     def _reserved(self, nodes: int, from_s: float, to_s: float) -> bool:
         """Return True if any of these nodes has a reservation in this time."""
-        slots = self._slots
-        for number in range(bisect_right(slots, from_s, key=attrgetter("end_s")), len(slots)):
-            begin_s, _, own = slots[number]
-            if begin_s >= to_s:
-                return False
-            if nodes & ~own:
-                return True
-        return False
+        first, last = bisect_right(self._ends, from_s), bisect_left(self._begins, to_s)
+        return any(nodes & ~own for own in self._free[first:last])
 
     def free_of_reservations(
         self, from_s: float, to_s: float, among: int = -1, count: int = 1
@@ -200,19 +181,23 @@ class Pass:
 
         Where fewer than ``count`` of ``among`` are free, others are left out as well.
         """
-        slots = self._slots
-        nodes, later_s = self._nodes, None
-        last = len(slots) - 1
-        for number in range(bisect_right(slots, from_s, key=attrgetter("end_s")), len(slots)):
-            begin_s, end_s, own = slots[number]
-            if later_s is None and number < last and slots[number + 1].nodes & ~(own & nodes):
-                later_s = end_s
-            if begin_s > to_s:
-                if later_s is None and number + 1 < last:
-                    later_s = slots[number + 1].end_s
+        begins, ends, free = self._begins, self._ends, self._free
+        nodes, at, last = self._nodes, bisect_right(self._ends, from_s), len(free) - 1
+        # 1. To the slot after which nodes are free that are not so before.
+        while at <= last:
+            if at < last and free[at + 1] & ~(free[at] & nodes):
                 break
+            if begins[at] > to_s:
+                return nodes, ends[at + 1] if at + 1 < last else None
+            nodes &= free[at]
+            at += 1
+        else:
+            return nodes, None
+        # 2. The others until the end.
+        later_s = ends[at]
+        for own in free[at : bisect_right(begins, to_s, at)]:
             nodes &= own
-            if later_s is not None and (nodes & among).bit_count() < count:
+            if (nodes & among).bit_count() < count:
                 break
         return nodes, later_s
 

@@ -25,9 +25,12 @@ MAX_NUMBER = 2**32 - 1
 MAX_LEVEL = 1e9
 """LevelFS of those who have used nothing: sshare says ``inf``."""
 WEIGHTS = ("age", "assoc", "fairshare", "jobsize", "partition", "qos")
+PARTS = {"weights": "weights", "tiers": "partitions", "qos_priority": "QOS", "fair_share": "fair shares"}
+"""Parts of the rules with their names for admins."""
+NO_ACCOUNTING = frozenset({"", "(null)", "accounting_storage/none"})
 DAY_S = 86400.0
 DEFAULT_MAX_AGE_S = 7 * DAY_S
-_CONFIG = re.compile(r"^(Priority\w+)[ ]*=[ ]?(.*)$", re.MULTILINE | re.ASCII)
+_CONFIG = re.compile(r"^(Priority\w+|AccountingStorageType)[ ]*=[ ]?(.*)$", re.MULTILINE | re.ASCII)
 _AGE = re.compile(r"(?:(\d{1,6})-)?(\d{1,6}):(\d\d):(\d\d)", re.ASCII)
 _PARTITION = re.compile(r"^PartitionName=(\S+) .*?\bPriorityTier=(\d{1,10})\b", re.MULTILINE | re.ASCII)
 _TRES_WEIGHT = re.compile(r"[^,=]+=(\d{1,10}(?:\.\d{1,6})?)", re.ASCII)
@@ -39,22 +42,30 @@ class SiteReader:
     def __init__(self) -> None:
         self._rules: dict[str, Any] = {}
         self._failed: set[str] = set()
+        self._accounted = True
 
     def read(self) -> dict[str, Any]:
         """Return the rules, those that cannot be read now as they were; raise nothing."""
         self._part(config_rules, "scontrol", "show", "config")
         self._part(tiers, "scontrol", "--all", "--oneliner", "show", "partition")
-        self._part(qos_priorities, "sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name,priority")
-        # A site whose priority has no weight for fair share has no rule on it, whatever sshare would say.
-        if self._rules.get("weights", {}).get("fairshare"):
+        # A site without accounting has no QOS, and one whose priority has no weight for fair share has no rule on it,
+        # whatever sshare would say.
+        if self._accounted:
+            self._part(qos_priorities, "sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name,priority")
+        else:
+            self._rules["qos_priority"] = {}
+        if self._accounted and self._rules.get("weights", {}).get("fairshare"):
             self._part(fair_shares, "sshare", "--all", "--long", "--parsable2")
         else:
             self._rules["fair_share"] = {}
-        return dict(self._rules)
+        unread = sorted(PARTS[name] for name in PARTS.keys() - self._rules.keys())
+        return self._rules | {"unread": unread}
 
     def _part(self, read: Callable[[str], dict[str, Any]], *words: str) -> None:
         try:
-            self._rules |= read(answer(*words, timeout_s=TIMEOUT_S).decode("utf-8", "replace"))
+            rules = read(answer(*words, timeout_s=TIMEOUT_S).decode("utf-8", "replace"))
+            self._accounted = rules.pop("accounting", self._accounted)
+            self._rules |= rules
             self._failed.discard(words[0] + read.__name__)
         except (Refusal, GatewayError, ValueError) as error:
             if words[0] + read.__name__ not in self._failed:
@@ -67,7 +78,7 @@ def config_rules(text: str) -> dict[str, Any]:
 
     >>> text = "PriorityMaxAge = 1-00:00:00\\nPriorityType = priority/multifactor\\nPriorityWeightAge = 5\\n"
     >>> config_rules(text)
-    {'multifactor': True, 'weights': {'age': 5}, 'max_age_s': 86400.0}
+    {'multifactor': True, 'weights': {'age': 5}, 'max_age_s': 86400.0, 'accounting': False}
     """
     found = {key.lower(): value.strip() for key, value in _CONFIG.findall(text)}
     if "prioritytype" not in found:
@@ -76,6 +87,7 @@ def config_rules(text: str) -> dict[str, Any]:
         "multifactor": found["prioritytype"] == "priority/multifactor",
         "weights": weights_of(found),
         "max_age_s": _age_s(found.get("prioritymaxage", "")),
+        "accounting": found.get("accountingstoragetype", "") not in NO_ACCOUNTING,
     }
 
 

@@ -76,8 +76,12 @@ def snapshot(raw: Raw) -> ClusterSnapshot:
                 key=lambda one: one.key,
             )
         ),
-        site=SiteRules(**raw.get("site", {})),
+        site=_site_rules(raw.get("site", {})),
     )
+
+
+def _site_rules(raw: Raw) -> SiteRules:
+    return SiteRules(**{**raw, "unread": tuple(raw.get("unread", ()))})
 
 
 # --- Jobs ----------------------------------------------------------------------------------------------

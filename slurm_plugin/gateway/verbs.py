@@ -127,6 +127,10 @@ class Kept(Generic[T]):
             self._until_s, self._depends_on = now_s + self._longest_s, depends_on
         return self._answer
 
+    def shorten(self, longest_s: float) -> None:
+        """Keep the answer for no longer than this from now on."""
+        self._until_s = min(self._until_s, clock.monotonic() + longest_s)
+
     def forget(self) -> None:
         """Read anew at the next request."""
         self._answer = None
@@ -189,8 +193,15 @@ class Verbs:
             "jobs": [self._slurm.job_fields(job) for job in shown],
             "nodes": nodes,
             "reservations": self._reservations.get(self._slurm.reservations),
-            "site": self._site.get(self._reader.read),
+            "site": self._site_rules(),
         }
+
+    def _site_rules(self) -> dict[str, Any]:
+        """Return the site's rules; parts that were never read are asked for again soon."""
+        rules = self._site.get(self._reader.read)
+        if rules["unread"]:
+            self._site.shorten(RARE_S)
+        return rules
 
     def _forget(self) -> None:
         """Read everything anew, because slurmctld may be another one by then."""

@@ -25,6 +25,7 @@ from cadenza.slurm_plugin.gateway.site_rules import (
 from cadenza.slurm_plugin.gateway.translate import snapshot
 
 CONFIG = """Configuration data as of 1795824652
+AccountingStorageType   = accounting_storage/slurmdbd
 PriorityParameters      = (null)
 PriorityDecayHalfLife   = 7-00:00:00
 PriorityFlags           = CALCULATE_RUNNING
@@ -101,12 +102,20 @@ def test_a_command_that_fails_leaves_the_last_answer(slurm: Path, lost: str, cap
     assert len(caplog.records) == 1, "it is said once"
     first = SiteReader().read()
     assert set(before) - set(first) <= {"weights", "multifactor", "max_age_s", "tiers", "qos_priority", "fair_share"}
-    rules(first)
+    assert len(rules(first).unread) == 1, "what was never read is known to be unknown"
 
 
 def test_without_slurms_commands_the_rules_are_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert rules(SiteReader().read()) == SiteRules()
+    assert rules(SiteReader().read()) == SiteRules(unread=("QOS", "partitions", "weights"))
+
+
+def test_a_site_without_accounting_has_neither_qos_nor_shares(slurm: Path) -> None:
+    (slurm / "scontrol show config").write_text(CONFIG.replace("accounting_storage/slurmdbd", "(null)"))
+    for name in ("sacctmgr", "sshare"):
+        (slurm / name).unlink()
+    found = rules(SiteReader().read())
+    assert (found.unread, found.qos_priority, found.fair_share) == ((), {}, {})
 
 
 def test_a_site_whose_fair_share_weighs_nothing_has_no_rule_on_it(slurm: Path) -> None:

@@ -280,11 +280,14 @@ def test_a_job_that_others_requeued_waits_as_it_was_submitted():
     assert factors(site_of(later), replace(KNOWN, moves=(move,), factors={1: -900})) == {1: 0}
 
 
-@pytest.mark.parametrize("site", [SiteRules(multifactor=False), SiteRules(weights={})])
+UNKNOWN = replace(SITE, unread=("QOS",))
+
+
+@pytest.mark.parametrize("site", [SiteRules(multifactor=False), SiteRules(weights={}), UNKNOWN])
 def test_without_weights_nothing_is_done_and_the_reason_says_so(site):
     decision = decide(site_of(runs(1, 4), waits(2, 4), site=site))
     assert decision.actions == ()
-    assert "priority" in decision.reasons[key(2)]
+    assert "nobody makes way" in decision.reasons[key(2)]
 
 
 # --- relocation: they save first, and leave together -----------------------------------------------------------------

@@ -206,8 +206,11 @@ def test_a_job_is_absent_where_the_agents_of_all_its_hosts_say_so() -> None:
     assert absent(gone, also) == [True, False], "job 2 is on n1, whose agent speaks of another incarnation"
     assert absent(gone, report("n2")) == [False, False]
     assert absent(gone, also, alive=False) == [False, False]
-    slurm = replace(slurm, jobs=tuple(replace(one, starting=True) for one in slurm.jobs))
+    jobs = slurm.jobs
+    slurm = replace(slurm, jobs=tuple(replace(one, starting=True) for one in jobs))
     assert absent(gone, also) == [False, False], "a host that Slurm wakes for a job knows nothing of it yet"
+    slurm = replace(slurm, jobs=tuple(replace(one, start_s=slurm.time_s - 9.0) for one in jobs))
+    assert absent(gone, also) == [False, False], "nor just after it woke up, when Slurm sets the start anew"
 
 
 def test_a_job_that_opts_out_on_a_further_lane_shares_until_it_ends() -> None:

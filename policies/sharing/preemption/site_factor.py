@@ -25,6 +25,8 @@ def powerless_reason(site: SiteRules) -> str | None:
     A priority never falls below 1 (priority_multifactor, ``get_priority_internal``): where all weights are 0, all jobs
     have 1, whatever their factor is, and Slurm starts the one with the lowest id.
     """
+    if site.unread:
+        return f"waits in Slurm's queue; nobody makes way until the site's {', '.join(site.unread)} could be read"
     if not site.multifactor:
         return "waits in Slurm's queue; nobody makes way: priority/basic has no SiteFactor (cadenza doctor)"
     if not site.points:

@@ -55,10 +55,9 @@ class WaitingReasons:
                 soon.append((left_s, other))
             else:
                 counted[LEAVES_FOR_OTHERS] += 1
-        parts = [f"{count} that {reason}" for reason, count in counted.most_common()]
+        parts = [f"{count} job{'s' if count > 1 else ''} ({reason})" for reason, count in counted.most_common()]
         if soon:
             first = nsmallest(MAX_NAMED, soon, key=lambda one: (one[0], one[1].key))
             named = job_names([other.key for _, other in first])
-            when = f"job {first[0][1].key} in {first[0][0]:.0f} s, when its quantum is over"
-            parts.insert(0, f"{named} could make way, {when}")
-        return f"; the GPUs are held by jobs: {'; '.join(parts)}" if parts else ""
+            parts.insert(0, f"{named} (can make way once its quantum is over, the first in {first[0][0]:.0f} s)")
+        return f"; the GPUs are held by {', '.join(parts)}" if parts else ""

@@ -83,6 +83,10 @@ def _as_granted(lease: LeaseReport, host: str, job: Job, nodes: Mapping[str, Nod
     return lease if lease.hosts == len(gpus_of) else structs.replace(lease, hosts=len(gpus_of))
 
 
+UP_S = 10.0
+"""Time after its start, by Slurm's word, in which a job may have no step on its hosts yet."""
+
+
 def with_leases(
     snapshot: ClusterSnapshot, agents: Mapping[str, Agent], parts: Mapping[JobKey, Parts]
 ) -> ClusterSnapshot:
@@ -102,8 +106,9 @@ def with_leases(
     }
 
     def leased(job: Job) -> Job:
-        # A host that wakes up knows nothing of the job that it was woken for.
-        up = bool(absent and job.nodes) and not job.starting
+        # A host that wakes up knows nothing of the job that it was woken for, and Slurm sets the job's start anew then.
+        since_s = snapshot.time_s - (job.start_s if job.start_s is not None else snapshot.time_s)
+        up = bool(absent and job.nodes) and not job.starting and since_s >= UP_S
         if up and all((host_of.get(name), job.key) in absent for name in job.nodes):
             job = replace(job, absent=True)
         if job.key not in parts:
