@@ -293,10 +293,10 @@ def compare_overload(limits: str, run: Run, parameters: str) -> bool:
     return met
 
 
-def least_queued(run: Run) -> int:
-    """Return the fewest jobs that waited after any start while jobs still arrived."""
-    last = max(run.submit_s)
-    moments = [start for start in run.start_s if start < last]
+def least_queued(run: Run, backlog: int = BACKLOG) -> int:
+    """Return the fewest jobs that waited after any start between the submission of the backlog and the last one."""
+    submits = sorted(run.submit_s)
+    moments = [start for start in run.start_s if submits[backlog - 1] <= start < submits[-1]]
     return min(
         sum(submit <= at < start for submit, start in zip(run.submit_s, run.start_s, strict=True)) for at in moments
     )

@@ -76,8 +76,8 @@ def test_an_overload_offers_more_than_the_cluster_has_and_its_lists_differ_by_th
 
 def test_the_shortest_queue_is_looked_for_while_jobs_arrive() -> None:
     run = Run((0.0, 0.0, 0.0, 9.0), (0.0, 4.0, 8.0, 20.0), (4.0, 8.0, 20.0, 30.0), ("node1",) * 4)
-    assert least_queued(run) == 0
-    assert least_queued(Run(run.submit_s, (0.0, 4.0, 12.0, 20.0), run.end_s, run.nodes)) == 1
+    assert least_queued(run, backlog=2) == 0
+    assert least_queued(Run(run.submit_s, (0.0, 4.0, 12.0, 20.0), run.end_s, run.nodes), backlog=2) == 1
 
 
 def test_a_window_of_backfill_is_in_minutes() -> None:

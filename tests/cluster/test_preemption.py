@@ -127,6 +127,7 @@ def test_a_job_makes_way_for_one_that_did_not_opt_in_and_slurm_brings_it_back(la
     assert sum(end - start for start, end in runs(large, job)) < 1.5 * 3000 * 0.02 + 10
 
 
+@pytest.mark.sites
 def test_jobs_leave_together_for_a_wide_one_and_end_as_if_they_had_run_alone(large: Cluster) -> None:
     large.reset()
     training = f"--model mlp --iterations {ITERATIONS}"

@@ -397,6 +397,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sites
 @pytest.mark.parametrize("fault", FAULTS)
 def test_slurms_queue_goes_on(divided: Cluster, fault: str) -> None:
     scenario = Scenario(queue, "True", disturbed=True)
