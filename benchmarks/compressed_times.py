@@ -12,7 +12,8 @@ from cluster import PYTHON, Cluster
 TIMES = {
     "cadenza.policies.ordering.levels": {"THRESHOLDS": "tuple(one / {factor} for one in {name})"},
     "cadenza.policies.sharing.preemption.standing": {
-        "COST_S": "{name} / {factor}", "MOST_SERVED_S": "{name} / {factor}", "MOVES_A_DAY": "{name} * {factor}",
+        "COST_S": "{name} / {factor}", "MOST_SERVED_S": "{name} / {factor}", "STARVING_S": "{name} / {factor}",
+        "MOVES_A_DAY": "{name} * {factor}",
     },
     "cadenza.policies.sharing.preemption.join_idle": {"JOIN_AFTER_S": "{name} / {factor}"},
     "cadenza.policies.sharing.preemption.site_factor": {"BEHIND_S": "{name} / {factor}"},

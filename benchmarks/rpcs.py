@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Count the RPCs of slurmctld by type: the same jobs on plain Slurm and under Cadenza's default.
 
-Two hosts of 8 (fake) GPUs in containers, once with one lane and without Cadenza, once with two lanes and Cadenza as it
+Two hosts of 8 (fake) GPUs in containers, once without Cadenza and once with Cadenza as it
 ships; the jobs are those of soak.py, and the default's times are divided as in replay.py. It prints sdiag's counts by
 type and by user, from the first submission to the end of the last job.
 """
@@ -97,7 +97,7 @@ def main() -> int:
             settings.write_text(settings_text(MOST_FACTOR, MOVE_S))
             clusters = {
                 "plain": Cluster(f"{options.name}-plain", SIZE),
-                "cadenza": Cluster(f"{options.name}-cadenza", SIZE, lanes=2, settings=settings),
+                "cadenza": Cluster(f"{options.name}-cadenza", SIZE, settings=settings),
             }
             chosen = [name for name in clusters if options.only in (None, name)]
             sides = {name: count(clusters[name], jobs, options.minutes) for name in chosen}
