@@ -15,7 +15,7 @@ from cadenza.policies.core.actions import MakeWay
 from cadenza.policies.core.model import Job
 from cadenza.policies.core.text import job_names
 from cadenza.policies.sharing.preemption.join_idle import join_idle_gpus
-from cadenza.policies.sharing.preemption.node_room import NodeRequest, NodeRoom, Victim, shares_of
+from cadenza.policies.sharing.preemption.node_room import Amount, NodeRequest, NodeRoom, Victim, shares_of
 from cadenza.policies.sharing.preemption.site_factor import behind, powerless_reason
 from cadenza.policies.sharing.preemption.slurm_pass import SlurmPass, running_until
 from cadenza.policies.sharing.preemption.standing import COST_S, QUANTUM_COSTS, Standings, limit_s, note_checkpoints
@@ -89,6 +89,8 @@ class _Walk:
     tries: int = 0
     blocked: list[tuple[Job, NodeRequest]] = field(default_factory=list)
     """Jobs before that stay in the queue."""
+    ahead: dict[tuple[object, ...], list[tuple[Amount, float]]] = field(default_factory=dict)
+    """Of those for one node what they ask for, and their limits; without those that ask for as much as another."""
     reserved: int = 0
     """How many of them the pass has reserved nodes for."""
     slurm: SlurmPass | None = None
@@ -126,6 +128,8 @@ class _Walk:
         if state.settings.manages(job):
             state.placement_reasons[job.key] = self.reasons.of(job, request)
         self.blocked.append((job, request))
+        if request.nodes == 1 and not self._would_get_it(job, request):
+            self.ahead.setdefault(request[2:], []).append((request.each, limit_s(job)))
 
     def _way_for(self, job: Job, request: NodeRequest) -> Way | None:
         """Return the room that others can make for a waiting job; None without, or where it would not get there."""
@@ -163,12 +167,10 @@ class _Walk:
 
         Only a first look, because it is cheap: the pass in the end decides.
         """
+        most_s, (gpus, cpus, memory_mb) = limit_s(job), request.each
         return any(
-            other.nodes == 1
-            and other[2:] == request[2:]
-            and limit_s(before) <= limit_s(job)
-            and all(less <= more for less, more in zip(other.each, request.each, strict=True))
-            for before, other in self.blocked
+            each[0] <= gpus and each[1] <= cpus and each[2] <= memory_mb and ends_s <= most_s
+            for each, ends_s in self.ahead.get(request[2:], ())
         )
 
     def _pass(self) -> SlurmPass:

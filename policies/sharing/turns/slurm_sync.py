@@ -205,12 +205,15 @@ def _alone(state: SharingState) -> dict[JobKey, Lease]:
 
 
 def _by_priority(state: SharingState, but: Container[JobKey]) -> list[tuple[Job, int]]:
-    """Return each job with its priority: the last on a further lane, if it came after a job that queues for lane 0."""
+    """Return each job that has a lease, with its priority.
+
+    It is the last on a further lane, if the job came after one that queues for lane 0.
+    """
     queue, further, settings = Lane0Queue(state.snapshot, state.settings), state.further, state.settings
     return [
         (job, LAST_PRIORITY if not further.isdisjoint(job.nodes) and queue.is_before(job) else settings.priority(job))
         for job in state.all_jobs
-        if job.key not in but
+        if job.lease is not None and job.key not in but
     ]
 
 
