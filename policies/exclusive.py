@@ -20,6 +20,7 @@ from cadenza.policies.ordering.ranking import Order, Queue, Ranking, arrival, st
 from cadenza.policies.policy_settings import PolicySettings
 from cadenza.policies.registry import Entry
 from cadenza.policies.sharing.placement.host_division import caches_mb
+from cadenza.policies.sharing.preemption.standing import COST_S, QUANTUM_COSTS
 from cadenza.policies.sharing.state.groups import standing
 from cadenza.policies.sharing.state.pending import REQUEUED, awaits_place, our_pins, unpinned_for, waits_for_nodes
 from cadenza.policies.sharing.state.settings import SharingSettings, exclusion_reason
@@ -61,6 +62,7 @@ class Exclusive:
         planned = self._planned(seen, memory)
         if not (snapshot.site.multifactor and snapshot.site.points):
             planned = _without_stops(planned)
+        planned = _without_stops_in_quantum(planned, seen, memory)
         # 2. What an earlier sharing has left behind ends, and so do pins that the plan does not confirm.
         groups = standing(memory.sharing.packs, snapshot.by_key)
         ended = [Unpack(key, "runs alone again: sharing is off") for group in groups for key in group[:-1]]
@@ -234,6 +236,26 @@ def _changes(case: Case, plan: Plan, running: Iterable[Job], factors: Mapping[in
             if factors.get(job.key.id):
                 lifted.append(SetFactor(job.key, 0, TURN))
     return (*_ways(stopped, starts), *changes, *lifted, *starts)
+
+
+def _without_stops_in_quantum(planned: Decision, snapshot: ClusterSnapshot, memory: Memory) -> Decision:
+    """Return a plan in which a job keeps the GPUs that it got for ten times what its last move cost.
+
+    Synergy preempts in rounds of five minutes (OSDI'22, §3); by attained service two jobs of equal rank would change
+    places in every round of a service that looks each few seconds.
+    """
+    costs_s = {move.job.id: move.cost_s for move in memory.moves}
+    young: dict[JobKey, str] = {}
+    for way in (action for action in planned.actions if isinstance(action, MakeWay)):
+        job = snapshot.job(way.job)
+        if job is not None and job.start_s is not None:
+            left_s = QUANTUM_COSTS * (costs_s.get(job.key.id) or COST_S) - (snapshot.time_s - job.start_s)
+            if left_s > 0:
+                young[way.job] = f"keeps its GPUs for {left_s:.0f} s yet: ten times what a move costs"
+    if not young:
+        return planned
+    actions = tuple(one for one in planned.actions if not (isinstance(one, MakeWay) and one.job in young))
+    return replace(planned, actions=actions, reasons={**planned.reasons, **young})
 
 
 def _ways(stopped: Iterable[Job], starts: Sequence[Place]) -> list[MakeWay]:

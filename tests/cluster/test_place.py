@@ -10,11 +10,19 @@ SETTINGS = '[policy]\norder = "las"\nshare = "none"\nallocate = "proportional"\n
 
 def test_a_round_stops_a_job_by_a_factor_and_lifts_it_when_its_turn_comes(cluster: Cluster, kept: str) -> None:
     cluster.configure(SETTINGS)
-    old = [
-        cluster.paced("old", f"--checkpoint {kept}/{number}", iterations=600, options=FOUR_GPUS) for number in range(2)
-    ]
-    for job in old:
-        wait_for(f"checkpoints of job {job}", lambda job=job: cluster.lease(job).get("checkpoints"))
+
+    def started(number: int) -> int:
+        job = cluster.paced("old", f"--checkpoint {kept}/{number}", iterations=600, options=FOUR_GPUS)
+        wait_for(f"checkpoints of job {job}", lambda: cluster.lease(job).get("checkpoints"))
+        return job
+
+    # Its move by hand makes known what a move costs: a job keeps its GPUs for ten times as long, or else for 600 s.
+    first = started(0)
+    there = "node2" if cluster.job(first)["NodeList"] == "node1" else "node1"
+    cluster.cadenza("move", str(first), "--to", there)
+    wait_for("its move", lambda: cluster.job(first)["NodeList"] == there, 90)
+    wait_for("its checkpoints", lambda: cluster.lease(first).get("checkpoints"), 60)
+    old = [first, started(1)]
     new = cluster.paced("new", f"--checkpoint {kept}/new", iterations=200, options=FOUR_GPUS)
     # 1. The job that has had less goes first; the other is in Slurm's queue, far below, and nobody holds it.
     cluster.wait_state(new, "RUNNING", timeout=90)

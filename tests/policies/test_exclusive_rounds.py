@@ -13,6 +13,7 @@ from cadenza.policies.composition import Policy, PolicySettings, build
 from cadenza.policies.core.actions import MakeWay, Place, Release, Requeue, SetFactor
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Progress, Share, SiteRules
+from cadenza.policies.core.move import Move, Over
 from cadenza.policies.exclusive import FAR_BELOW, NO_WEIGHTS
 from cadenza.policies.inputs.cluster import PARTITION, read_cluster
 from cadenza.policies.inputs.queue_rules import QueueRules, Weights
@@ -248,3 +249,23 @@ def test_on_a_simulated_slurm_all_jobs_end_and_nobody_stays_pinned_or_far_below(
     result = simulate(trace, read_cluster("2x8:24:500"), Policy("watched", watched), setup)
     assert not result.unfinished
     assert result.counts.restarts > 0, "somebody was stopped"
+
+
+def test_a_round_stops_no_job_within_ten_times_what_its_last_move_cost():
+    """By attained service two jobs of equal rank would change places in every round."""
+    rules = PolicySettings(frozenset({"gpu"}), sharing=SHARING)
+    newcomer = waits(2)
+
+    def stopped(ran_s: float, cost_s: float = 0.0) -> bool:
+        has = (Share("node1", 4, 24, 80_000),)
+        old = job(
+            1, gpus=4, cpus=24, memory_mb=80_000, start_s=NOW - ran_s, placement=has,
+            progress=Progress(NOW, attained_s=ran_s, running=True),
+        )  # fmt: skip
+        moves = (Move(key(1), (), "", Over(NOW - ran_s, "came"), cost_s=cost_s),) if cost_s else ()
+        found = replace(cluster(old, newcomer, nodes=NODES), site=SITE)
+        decision = build("las", "proportional", "none", rules).decide(found, Memory(moves=moves))
+        return any(isinstance(one, MakeWay) for one in decision.actions)
+
+    assert [stopped(599.0), stopped(600.0)] == [False, True]
+    assert [stopped(49.0, 5.0), stopped(50.0, 5.0)] == [False, True]

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from cadenza.policies.inputs.cluster import read_cluster
 from cadenza.policies.inputs.trace import TraceJob
-from cadenza.policies.slurm.backfill import SLURM, Backfill, Future, Pass, bits_of
 from cadenza.policies.simulator.figures import summarize
 from cadenza.policies.simulator.ideal_las import ideal_las
 from cadenza.policies.simulator.job import SimJob
@@ -18,6 +17,7 @@ from cadenza.policies.simulator.run_values import Result, Setup
 from cadenza.policies.simulator.scheduler import QueuedJob
 from cadenza.policies.simulator.slurm_baseline import first_come, simulate_slurm
 from cadenza.policies.simulator.world import World, time_limit_s
+from cadenza.policies.slurm.backfill import SLURM, Backfill, Future, Pass, bits_of
 
 
 def starts(jobs: list[TraceJob], nodes: str, rules: Backfill = SLURM) -> dict[int, float | None]:
