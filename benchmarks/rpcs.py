@@ -2,8 +2,8 @@
 """Count the RPCs of slurmctld by type: the same jobs on plain Slurm and under Cadenza's default.
 
 Two hosts of 8 (fake) GPUs in containers, once without Cadenza and once with Cadenza as it ships; the jobs are those of
-soak.py, and the default's times are divided as in replay.py. It prints sdiag's counts by type and by user, from the first
-submission to the end of the last job.
+soak.py, and the default's times are divided as in replay.py. It prints sdiag's counts by type and by user, from the
+first submission to the end of the last job.
 """
 
 from __future__ import annotations

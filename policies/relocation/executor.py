@@ -24,7 +24,7 @@ from cadenza.policies.core.actions import (
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease, Relocating, SiteRules
 from cadenza.policies.core.move import Move, Ordered, Placed, Prefetching, Requeued, Wanted
-from cadenza.policies.relocation.groups import leaving_together
+from cadenza.policies.relocation.leaving_together import leaving_together
 from cadenza.policies.relocation.phases import Step, advance, follows_size, hosts_to_prefetch, refusal_reason
 
 

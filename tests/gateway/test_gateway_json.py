@@ -350,7 +350,7 @@ def test_a_read_and_a_look_are_those_of_the_recording(commands: Calls) -> None:
 def test_nodes_and_reservations_are_read_on_need(
     commands: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nodes: when a job has come, gone or changed its state, after our changes, or every five seconds; both after errors.
+    """Nodes: when a job has come, gone or changed, after our changes, or every five seconds; both after errors.
 
     Reservations and nodes cost slurmctld three RPCs, and rounds are the largest part of its requests.
     """

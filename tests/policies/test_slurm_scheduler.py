@@ -25,6 +25,7 @@ from cadenza.policies.simulator.sim_gateway import SimGateway
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.policies.simulator.slurm_baseline import simulate_slurm
 from cadenza.policies.simulator.world import World
+from cadenza.policies.slurm.backfill import Backfill, Pass
 
 LONG = {"work_s": 1000.0, "time_limit_s": 1000.0}
 
@@ -320,3 +321,23 @@ def test_no_limit_is_passed_at_any_time(jobs: list[TraceJob]) -> None:
         if one.start_s is None:  # never: it is larger than a limit of its own
             mine = given_jobs[one.id]
             assert one.gpus > min(12 if mine.account == "a" else 16, 8 if mine.qos == "high" else 16)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 99), st.integers(1, 60), st.integers(0, 255)), max_size=30),
+    st.integers(0, 99),
+    st.integers(1, 60),
+)
+def test_nodes_are_free_where_no_reservation_meets_the_time(
+    reserved: list[tuple[int, int, int]], from_s: int, length_s: int
+) -> None:
+    one = Pass(0.0, 255, Backfill(window_s=100.0))
+    for begin_s, for_s, nodes in reserved:
+        one.reserve(begin_s, begin_s + for_s, nodes)
+    taken = 0
+    for begin_s, for_s, nodes in reserved:
+        taken |= nodes if begin_s <= from_s + length_s and begin_s + for_s > from_s else 0
+    found, _ = one.free_of_reservations(from_s, from_s + length_s)
+    assert found == 255 & ~taken
+    few, _ = one.free_of_reservations(from_s, from_s + length_s, among=15, count=2)
+    assert few == found or (few & 15).bit_count() < 2

@@ -55,7 +55,7 @@ def make_way(state: SharingState) -> None:
         if standings.can_leave(job) and standings.quantum_left_s(job) <= 0.0
     ]
     leaving = [job for job in state.all_jobs if job.nodes and _leaves(job, state)]
-    # 2. One walk through the queue: who starts, for whom jobs can leave, who stays.
+    # 2. One walk through the queue: jobs that start, jobs that others can leave for, and jobs that stay.
     room = NodeRoom(state.snapshot, victims, leaving)
     walk = _Walk(room, standings, state)
     for job in queue:
@@ -63,7 +63,7 @@ def make_way(state: SharingState) -> None:
     # 3. The same pass with the GPUs free must start each job that room is made for.
     gone = {job.key for job in leaving}
     ways = _proven(walk.ways, queue, state, [job for job in state.all_jobs if job.key not in gone], leaving)
-    # 4. The orders, and what is remembered: for whom room was made, or looked for in vain.
+    # 4. The orders, and what is remembered: the jobs that room was made for, or looked for in vain.
     for way in ways:
         _let_leave(state, standings, way)
     waiting = {job.key.id for job in state.all_jobs if job.state == "PENDING"}
@@ -90,9 +90,9 @@ class _Walk:
     blocked: list[tuple[Job, NodeRequest]] = field(default_factory=list)
     """Jobs before that stay in the queue."""
     ahead: dict[tuple[object, ...], list[tuple[Amount, float]]] = field(default_factory=dict)
-    """Of those for one node what they ask for, and their limits; without those that ask for as much as another."""
+    """Requests and limits of those for one node; without those that ask for as much as another."""
     reserved: int = 0
-    """How many of them the pass has reserved nodes for."""
+    """Number of them that the pass has reserved nodes for."""
     slurm: SlurmPass | None = None
     vain: set[tuple[object, ...]] = field(default_factory=set)
     """Claims for which no room was found: nothing that asks alike has to try again."""
@@ -107,7 +107,7 @@ class _Walk:
         request = room.request(job)
         # 1. Slurm can start it now, or once those that leave have left.
         spot = room.fits(request, room.admitting(request))
-        if spot and self.slurm is not None:  # reservations are worked out for a job that fits beside them only
+        if spot and self.slurm is not None:  # reservations are worked out only for a job that fits
             spot = room.fits(request, self._pass().unreserved(job, request))
         if spot:
             room.take(request, spot)

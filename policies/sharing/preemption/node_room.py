@@ -34,7 +34,7 @@ class Victim(NamedTuple):
     job: Job
     level: int
     shares: Mapping[str, Amount]
-    """What it has, by node."""
+    """Resources that it has, by node."""
 
 
 class NodeRoom:
@@ -182,7 +182,7 @@ class NodeRoom:
 
 
 def shares_of(job: Job) -> dict[str, Amount]:
-    """Return what a started job has on each of its nodes; an even part of its totals where Slurm shows no more."""
+    """Return the resources that a started job has on each node; an even part of its totals if Slurm shows no more."""
     placed = {share.node: (share.gpus, share.cpus, share.memory_mb) for share in job.placement}
     count = max(len(job.nodes), 1)
     even = (-(-job.gpus // count), -(-job.cpus // count), -(-job.memory_mb // count))

@@ -1,4 +1,4 @@
-"""SiteFactor of jobs that made way: their level in Slurm's own priority, beside all factors of the site.
+"""SiteFactor of jobs that made way: their level in Slurm's own priority, added to all factors of the site.
 
 Slurm adds SiteFactor to the factors of the site (priority/multifactor; scontrol(1), SiteFactor). Only jobs that we
 requeued have one: a job that Slurm, its owner or an admin requeued comes back as it was submitted.

@@ -18,7 +18,7 @@ from cadenza.policies.sharing.state.sharing_state import SharingState
 
 LAST_LEVEL = len(THRESHOLDS)
 STAYS_LEVELS = 1
-"""Levels that a waiting job which cannot leave its GPUs counts worse: once it has them, nobody gets them back."""
+"""Levels that a waiting job which cannot leave its GPUs counts worse: once it has them, no job gets them back."""
 MOST_SERVED_S = 64 * 3600.0
 """GPU seconds that such a job counts with at most: longer limits say little of run times."""
 NO_LIMIT_S = 366 * 86400.0

@@ -1,7 +1,7 @@
 """Jobs that make way for one waiting job leave together: all save first, then one command requeues all of them.
 
 Slurm starts the first job of its queue once all of its GPUs are free. What a single job frees before could go to others
-that Slurm backfills meanwhile, and then the rest would have left for nothing.
+that Slurm backfills before the rest has left, and then the rest would have left for nothing.
 """
 
 from __future__ import annotations
