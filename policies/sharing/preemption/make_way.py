@@ -25,7 +25,7 @@ from cadenza.policies.sharing.state.sharing_state import SharingState
 
 MAX_WAYS = 20
 """Waiting jobs that room is made for in one round."""
-MAX_TRIES = 40
+MAX_TRIES = 20
 """Waiting jobs that room is looked for in one round: the search takes time."""
 AGAIN_S = QUANTUM_COSTS * COST_S
 """Time until room is looked for again for a job whose room would go to others, or went there."""
