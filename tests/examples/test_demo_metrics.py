@@ -97,7 +97,8 @@ def test_the_prediction_keeps_the_promises_and_names_what_is_measured() -> None:
 def test_the_demo_runs_the_shipped_policy() -> None:
     settings, policy = tomllib.loads((DEMO / "demo.toml").read_text()), PolicyTable()
     assert settings["policy"] == {"order": policy.order, "share": policy.share}
-    assert set(settings["sharing"]) == {"slice_s", "yield_timeout_s"}, "who shares with whom is left as shipped"
+    assert set(settings["sharing"]) == {"share_between_users", "slice_s", "yield_timeout_s"}
+    assert settings["sharing"]["share_between_users"], "Slurm starts a job on the first free lane, whoever is there"
 
 
 def test_a_prediction_beyond_a_quarter_is_called_wrong() -> None:
