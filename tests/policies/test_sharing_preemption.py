@@ -12,6 +12,7 @@ from cadenza.policies.core.actions import MakeWay, Migrate, SetFactor
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Options, Progress, SiteRules
 from cadenza.policies.core.move import Move, Over
+from cadenza.policies.sharing.preemption.make_way import GOES_TO_OTHERS
 from cadenza.policies.sharing.state.settings import SharingSettings
 
 HOUR = 3600.0
@@ -183,6 +184,16 @@ def test_no_room_is_made_behind_a_job_that_would_take_it():
     first = waits(2, 2, options=None, time_limit_s=400 * HOUR, slurm_priority=20_000)
     second = waits(3, 4, state_reason="Priority")
     assert ways(site_of(runs(1, 4, had_h=100.0), first, second)) == []
+
+
+def test_why_says_that_room_would_go_to_another_job():
+    """With node1 free, backfill would keep it for the wide job from the end of node2's job on."""
+    wide = waits(2, 8, options=None, time_limit_s=400 * HOUR, num_nodes=2, slurm_priority=20_000)
+    stays = runs(9, 4, "node2", options=None, time_limit_s=2.5 * HOUR)
+    small = waits(3, 4, state_reason="Priority", time_limit_s=HOUR)
+    decision = decide(site_of(runs(1, 4, had_h=100.0), stays, wide, small, hosts=("node1", "node2")))
+    assert [one for one in decision.actions if isinstance(one, MakeWay)] == []
+    assert decision.reasons[key(3)] == GOES_TO_OTHERS
 
 
 def test_room_is_made_behind_a_wider_job_that_does_not_fit_there():

@@ -31,6 +31,10 @@ AGAIN_S = QUANTUM_COSTS * COST_S
 """Time until room is looked for again for a job whose room would go to others, or went there."""
 
 
+GOES_TO_OTHERS = "waits in Slurm's queue: Slurm would start another job on the GPUs that jobs could free for it"
+"""Reason of a job whose room the proof has turned down."""
+
+
 class Way(NamedTuple):
     """Room for one waiting job."""
 
@@ -64,6 +68,8 @@ def make_way(state: SharingState) -> None:
     gone = {job.key for job in leaving}
     ways = _proven(walk.ways, queue, state, [job for job in state.all_jobs if job.key not in gone], leaving)
     # 4. The orders, and what is remembered: the jobs that room was made for, or looked for in vain.
+    for way in walk.ways:
+        state.placement_reasons[way.job.key] = GOES_TO_OTHERS
     for way in ways:
         _let_leave(state, standings, way)
     waiting = {job.key.id for job in state.all_jobs if job.state == "PENDING"}
@@ -176,8 +182,8 @@ class _Walk:
     def _pass(self) -> SlurmPass:
         """Return Slurm's pass so far, with the reservations of all jobs that stay in the queue."""
         if self.slurm is None:
-            gone = (job for job in self.state.all_jobs if not _leaves(job, self.state))
-            self.slurm = SlurmPass(self.room, running_until(gone, self.state.now_s), self.state.now_s)
+            staying = (job for job in self.state.all_jobs if not _leaves(job, self.state))
+            self.slurm = SlurmPass(self.room, running_until(staying, self.state.now_s), self.state.now_s)
         while self.reserved < len(self.blocked):
             self.slurm.take_turn(*self.blocked[self.reserved])
             self.reserved += 1
