@@ -12,7 +12,8 @@ def test_a_round_stops_a_job_by_a_factor_and_lifts_it_when_its_turn_comes(cluste
     cluster.configure(SETTINGS)
 
     def started(number: int) -> int:
-        job = cluster.paced("old", f"--checkpoint {kept}/{number}", iterations=600, options=FOUR_GPUS)
+        # Longer than the test on any machine: one that ended would make room by itself, and nobody would be stopped.
+        job = cluster.paced("old", f"--checkpoint {kept}/{number}", iterations=100_000, options=FOUR_GPUS)
         wait_for(f"checkpoints of job {job}", lambda: cluster.lease(job).get("checkpoints"))
         return job
 
@@ -25,12 +26,13 @@ def test_a_round_stops_a_job_by_a_factor_and_lifts_it_when_its_turn_comes(cluste
     old = [first, started(1)]
     new = cluster.paced("new", f"--checkpoint {kept}/new", iterations=200, options=FOUR_GPUS)
     # 1. The job that has had less goes first; the other is in Slurm's queue, far below, and nobody holds it.
-    cluster.wait_state(new, "RUNNING", timeout=90)
+    cluster.wait_state(new, "RUNNING", timeout=200)
     (stopped,) = wait_for("one that stopped", lambda: [job for job in old if cluster.state(job) == "PENDING"])
     words = ("sprio", "-h", "-j", str(stopped), "-o", "%S")
     wait_for("its factor", lambda: cluster.ctl(*words, check=False).strip().startswith("-10"), 20)
     assert cluster.job(stopped)["Priority"] == "1"
     # 2. Its turn comes: nothing of ours is left on it.
-    cluster.wait_done(new, *old)
+    cluster.wait_done(new)
+    cluster.wait_state(stopped, "RUNNING")
     query = "select json_extract(action, '$.factor') from actions where kind = 'SetFactor' and ok"
     assert [0] in cluster.sql(f"{query} and job = {stopped}")
