@@ -49,7 +49,8 @@ SLOW = Ring(
 CLUSTER = Ring("cluster", "cluster and not measurement and not sites", ("-n", "2", "--dist", "loadscope"), "image")
 SITES = Ring("sites", "sites", ("-n", "0"), "image")
 BY_RELEASE = (
-    "gateway_cluster", "opt_in", "test_lanes.py", "test_moves", "test_preemption.py", "test_tuning", "test_turns.py",
+    "gateway_cluster", "opt_in", "output_files", "test_lanes.py", "test_moves", "test_preemption.py", "test_tuning",
+    "test_turns.py",
 )  # fmt: skip
 RELEASE = Ring(
     "cluster of one release of Slurm", CLUSTER.marks,

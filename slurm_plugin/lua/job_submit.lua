@@ -586,6 +586,15 @@ local function leave_alone(job, options, reason)
   slurm.user_msg("cadenza: this job is left alone: " .. reason)
 end
 
+-- What an opted-in job may meet later, said while its user looks. It goes to sbatch's standard error, and has no number
+-- that a script could take for the job's.
+local function announce(job, options)
+  if job.script and job.requeue ~= 0 and options.checkpoints ~= false then
+    slurm.user_msg("cadenza: once this job keeps checkpoints it may make way for others; it comes back by itself. "
+      .. "`cadenza why JOBID` tells")
+  end
+end
+
 local function submit(job, partitions)
   local comment, bad = read_comment(job.comment or "")
   if not comment then
@@ -617,6 +626,8 @@ local function submit(job, partitions)
     if unpinned then
       return refuse(job, unpinned)
     end
+  elseif managed > 0 then
+    announce(job, options)
   end
   return slurm.SUCCESS
 end

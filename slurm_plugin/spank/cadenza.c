@@ -28,10 +28,14 @@ struct gate {
 	atomic_int managed;
 };
 
+/* The configuration of this process, which is that of slurm.conf; slurmstepd exports it for Slurm's own plugins. */
+extern slurm_conf_t slurm_conf __attribute__((weak));
+
 static struct {
 	struct config config;
 	struct gate *gate;
 	char user[MAX_NAME];
+	bool flagged; /* this step's job has the option, and its value opts in */
 } plugin = {.config = {.socket = "/run/cadenza/agent.sock", .wait_s = 30}};
 
 static int option_given(int value, const char *text, int remote)
@@ -41,7 +45,11 @@ static int option_given(int value, const char *text, int remote)
 	char reason[MAX_REASON];
 
 	(void)value;
-	if (remote || !options_parse(text, &options, reason, sizeof(reason)))
+	if (!options_parse(text, &options, reason, sizeof(reason))) {
+		plugin.flagged = options.share;
+		return ESPANK_SUCCESS;
+	}
+	if (remote)
 		return ESPANK_SUCCESS;
 	slurm_error("cadenza: %s%s: %s", twin && text && !strcmp(twin, text) ? TWIN "=" : "--cadenza=", text, reason);
 	return ESPANK_ERROR;
@@ -96,7 +104,25 @@ int slurm_spank_init(spank_t spank, int count, char **arguments)
 	return ESPANK_SUCCESS;
 }
 
-/* Before the tasks are forked: make their shared page, and look up the user, which is not safe in a forked child. */
+/*
+ * Slurm truncates the output file at a requeue, unless --open-mode or JobFileAppend says otherwise. A slurmstepd serves one
+ * step, so what is set here is of this script alone; a mode that the user has chosen goes before it. The variable is the
+ * one in which Slurm hands a chosen mode to the script's steps, whose own output files are opened by srun.
+ */
+static void keep_output(spank_t spank)
+{
+	if (!&slurm_conf) {
+		slurm_info("cadenza: this slurmstepd exports no slurm_conf: output files are truncated at a requeue");
+		return;
+	}
+	slurm_conf.job_file_append = 1;
+	spank_setenv(spank, "SLURM_OPEN_MODE", "a", 0);
+}
+
+/*
+ * Before the output files are opened and the tasks are forked: make the tasks' shared page, and look up the user, which is
+ * not safe in a forked child.
+ */
 int slurm_spank_init_post_opt(spank_t spank, int count, char **arguments)
 {
 	const struct passwd *entry;
@@ -111,6 +137,8 @@ int slurm_spank_init_post_opt(spank_t spank, int count, char **arguments)
 		snprintf(plugin.user, sizeof(plugin.user), "%s", entry->pw_name);
 	else
 		snprintf(plugin.user, sizeof(plugin.user), "%u", (unsigned)uid);
+	if (job_came_back(spank, &plugin.config, plugin.flagged))
+		keep_output(spank);
 	page = mmap(NULL, sizeof(struct gate), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 	plugin.gate = page == MAP_FAILED ? NULL : page;
 	return ESPANK_SUCCESS;

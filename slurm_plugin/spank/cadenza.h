@@ -77,10 +77,14 @@ const char *reason_of(const char *packet, char *out, size_t size);
 size_t start_message(const struct job *job, char *packet, size_t size);
 size_t end_message(uint32_t id, const char *node_name, char *packet, size_t size);
 
-/* job.c: fills in all but the user; false when the step has no GPU here. job_requeue returns 0 on success. */
+/*
+ * job.c: fills in all but the user; false when the step has no GPU here. job_requeue returns 0 on success. job_came_back is
+ * true in the script of a job that shares and was requeued; `flagged`: its option opts in, if its comment does not decide.
+ */
 struct spank_handle;
 extern struct spank_option cadenza_option;
 bool job_of_task(struct spank_handle *spank, const struct config *config, struct job *job);
+bool job_came_back(struct spank_handle *spank, const struct config *config, bool flagged);
 int job_requeue(uint32_t id);
 
 /* leftover.c: kills the remaining processes of this batch step, and waits at most 0.2 s for their end. */

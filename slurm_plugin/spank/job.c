@@ -119,6 +119,22 @@ bool job_of_task(spank_t spank, const struct config *config, struct job *job)
 	return job->gpu_count > 0;
 }
 
+bool job_came_back(spank_t spank, const struct config *config, bool flagged)
+{
+	const char *node = getenv("SLURMD_NODENAME");
+	enum sharing sharing = SHARING_UNSET;
+	struct job job = {0};
+
+	spank_get_item(spank, S_JOB_ID, &job.id);
+	spank_get_item(spank, S_JOB_STEPID, &job.step);
+	spank_get_item(spank, S_SLURM_RESTART_COUNT, &job.restart);
+	snprintf(job.node, sizeof(job.node), "%s", node ? node : "");
+	handover_read(config, &job, &sharing); /* slurmstepd 26.05 leaves its own count at 0: the prolog's counts */
+	if (job.step != SLURM_BATCH_SCRIPT || !job.restart)
+		return false;
+	return sharing == SHARING_YES || (sharing == SHARING_UNSET && flagged);
+}
+
 /* Uses scontrol, because the child of a threaded slurmstepd must not call Slurm's RPCs. Returns 0 on success. */
 int job_requeue(uint32_t id)
 {

@@ -322,6 +322,22 @@ def test_doctor_says_that_the_kill_switch_is_set(tmp_path: Path) -> None:
     assert found.advice.startswith("rm ")
 
 
+@pytest.mark.parametrize(
+    ("value", "plugin", "level", "word"),
+    [
+        ("1", (26, 5), "OK", "1"), ("0", (26, 5), "OK", "the plugin appends"), ("0", None, "WARN", "truncates"),
+        ("0", (25, 11), "WARN", "truncates"), ("1", None, "OK", "1"),
+    ],
+)  # fmt: skip
+def test_doctor_warns_where_a_job_that_comes_back_loses_its_output(
+    tmp_path: Path, value: str, plugin: tuple[int, int] | None, level: str, word: str
+) -> None:
+    site = changed(healthy(tmp_path), slurm={**SLURM, "JobFileAppend": value}, plugin=plugin)
+    (found,) = (one for one in examine(site) if one.about == "JobFileAppend")
+    assert (found.level, word in found.observation) == (level, True)
+    assert found.advice.startswith("JobFileAppend=1" if level == "WARN" else "")
+
+
 def test_doctor_warns_where_a_suspend_is_a_signal(tmp_path: Path) -> None:
     site = changed(healthy(tmp_path), slurm={**SLURM, "ProctrackType": "proctrack/linuxproc"})
     assert [one.about for one in examine(site) if one.level != "OK"] == ["ProctrackType"]

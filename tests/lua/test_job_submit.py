@@ -300,6 +300,30 @@ def test_what_cannot_be_shared_is_left_alone_with_the_reason(slurm: Slurm, field
     assert any(why in line for line in slurm.log)
 
 
+def test_a_job_that_opts_in_is_told_at_once_that_it_may_make_way(slurm: Slurm) -> None:
+    slurm.manage()
+    slurm.submit("")
+    (line,) = slurm.said
+    assert line.startswith("cadenza: ")
+    assert "may make way" in line
+    assert "cadenza why JOBID" in line
+    assert not any(character.isdigit() for character in line), "a script might take it for the job's number"
+
+
+@pytest.mark.parametrize(
+    ("flag", "fields"),
+    [
+        (None, {}), ("off", {}), ("checkpoints=no", {}), ("", {"script": None}), ("", {"requeue": 0}),
+        ("", {"partition": "cpu"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_job_that_never_makes_way_is_told_nothing(slurm: Slurm, flag: str | None, fields: dict[str, Any]) -> None:
+    slurm.manage()
+    assert slurm.submit(flag, **fields).rc == SUCCESS
+    assert slurm.said == []
+
+
 def test_several_managed_partitions_are_fine(slurm: Slurm) -> None:
     slurm.manage("partitions=gpu,cpu")
     assert options(slurm.submit("", partition="gpu,cpu"))["share"]

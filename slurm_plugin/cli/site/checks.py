@@ -208,6 +208,20 @@ def kill_wait(facts: Facts) -> Iterator[Finding]:
         yield Finding("WARN", "KillWait", text, advice)
 
 
+def output_files(facts: Facts) -> Iterator[Finding]:
+    """Warn where a job that comes back begins its output file anew."""
+    config = facts.slurm or {}
+    if "JobFileAppend" not in config:
+        return
+    if config["JobFileAppend"] != "0":
+        yield Finding("OK", "JobFileAppend", config["JobFileAppend"])
+    elif facts.plugin and facts.plugin == release_of(config.get("SLURM_VERSION", "")):
+        yield Finding("OK", "JobFileAppend", "0: the plugin appends for jobs that opted in and come back")
+    else:
+        text = "0: Slurm truncates the output file of a job at each requeue, and no plugin of this release keeps it"
+        yield Finding("WARN", "JobFileAppend", text, "JobFileAppend=1, or install the plugin on all nodes")
+
+
 def suspends_by_signal(facts: Facts) -> Iterator[Finding]:
     """Warn where a user's other processes can wake a job that is suspended."""
     tracking = (facts.slurm or {}).get("ProctrackType", "")
@@ -473,6 +487,7 @@ CHECKS = (
     priority,
     kill_switch,
     preemption,
+    output_files,
     suspends_by_signal,
     full_memory,
     kill_wait,
