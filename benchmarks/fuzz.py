@@ -260,7 +260,7 @@ def of_wire() -> list[Boundary]:
                 wire.encode("attach", job=1, restart=0, rank=0, world_size=2, gpus=[0], node="n1", state="running"),
                 wire.encode("arrived", order=7, step=3, bytes=9, refused=""),
                 wire.encode("yielded", order=7, copy_s=0.5, bytes=9, resident=["a"], error=""),
-                wire.encode("checkpointed", order=7, step=3, bytes=9, seconds=0.5, path="/p", error=""),
+                wire.encode("checkpointed", order=7, step=3, bytes=9, seconds=0.5, paths=["/p"], error=""),
                 wire.encode("detach", reason="r"), wire.encode("requeued_by", owner="lightning"),
                 wire.encode("end", job=1, restart=0), wire.encode("resumed", order=7, copy_s=0.1),
             ),

@@ -68,7 +68,7 @@ def main() -> None:
         return str(HERE / "progress")
 
     session.call(on_yield=lambda: record.write("waits"), on_resume=lambda: record.write("runs"))
-    session.set_saver(saved, away=True)  # as client.checkpoint() does: its progress is on the disk at all times
+    session.add_saver(saved, away=True)  # as client.checkpoint() does: its progress is on the disk at all times
     record.write("runs")
     what = "stopped"
     try:

@@ -40,7 +40,8 @@ Fields (those in brackets may be missing; an unknown one is ignored)
                   failed and was undone: the rank runs on) [no_room] (after ``resume``: the GPU is too full)
                   [failed] (after ``resume``: the GPU fails)
     ``resumed``   copy_s [order] [standing] (to a ``resume`` with ``together``, until ``commit`` or ``cancel``)
-    ``checkpointed``  order step bytes seconds [path] [error] (it failed: nothing is lost, the rank runs on)
+    ``checkpointed``  order step bytes seconds paths (list of absolute paths, one of each saver; empty only with error)
+                  [error] (it failed: nothing is lost, the rank runs on)
     ``requeued_by``  owner (``lightning``, ``submitit``; "" takes it back)
     ``lease``     state [reason]
     ``attached``  state rank [reason] (the wait's), and the page's descriptor
@@ -53,10 +54,11 @@ Rules
     follow a ``resume`` because its GPU is too full or fails; a holder's rank is then sent ``resume`` again. A rank
     sets PAGE_STATE to STATE_ARRIVED before it examines the state to move, and then sends ``arrived``. A connection
     that ends before ``commit`` withdraws the stop. A second ``attach`` of a process replaces its first. ``cancel`` and
-    ``stop`` with another order than the current one are out of date. PAGE_PURPOSE is the purpose of a stop. After
-    ``commit`` of a checkpoint the ranks save together, send ``checkpointed`` and stand until ``cancel`` sends them on
-    or their job is requeued. ``save`` goes only to ranks with SAVES_AWAY; they need no boundary, because they stand at
-    one, and go on waiting for ``resume``.
+    ``stop`` with another order than the current one are out of date. PAGE_PURPOSE is the purpose of a stop. For a
+    checkpoint a rank passes the boundaries that are no save points, and says why in PAGE_PASSED: it runs on as if it
+    had slipped past. After ``commit`` of a checkpoint the ranks save together, send ``checkpointed`` and stand until
+    ``cancel`` sends them on or their job is requeued. ``save`` goes only to ranks with SAVES_AWAY; they need no
+    boundary, because they stand at one, and go on waiting for ``resume``.
 
 Limits
     A user's connection that has not attached within 5 s is closed. A job has at most 64 ranks on a host, or one on
@@ -117,6 +119,10 @@ PAGE_MEMORY_PEAK = 11
 """Most memory in use at any time, in bytes."""
 PAGE_SAVES = 12
 """0, or one of ``SAVES_…`` if this rank can save a checkpoint on order; only then it is asked to."""
+PAGE_PASSED = 13
+"""Why the last boundary at or beyond the stop step of a checkpoint was no save point: one of ``PASSED_…``."""
+PAGE_SAVE_EVERY = 14
+"""Training steps between the last two saves of the script itself, where it can be saved only at these; else 0."""
 PAGE_ORDER_COUNT = 15
 """Stops that this rank has reached; the last ORDERS_KEPT of them are in the ring."""
 PAGE_ORDERS = 16
@@ -165,6 +171,22 @@ SAVES_AT_BOUNDARY = 1
 """It can save while it holds its GPUs."""
 SAVES_AWAY = 2
 """It can also save while its state is in host memory."""
+
+PASSED_EVALUATION = 1
+PASSED_GRADIENTS = 2
+PASSED_UNKNOWN_GRADIENTS = 3
+PASSED_EPOCH_END = 4
+PASSED_UNTIL_OWN_SAVE = 5
+PASSED_WORDS = {
+    PASSED_EVALUATION: "it is in an evaluation, or one follows the step",
+    PASSED_GRADIENTS: "gradients are pending: no optimizer has stepped since the boundary before, or backward() has "
+    "run since",
+    PASSED_UNKNOWN_GRADIENTS: "nothing tells whether gradients are pending, because no optimizer of torch.optim steps: "
+    "set them to None before boundary()",
+    PASSED_EPOCH_END: "the epoch's own work, after its last batch, is still to come",
+    PASSED_UNTIL_OWN_SAVE: "it can be saved only where its script saves by itself",
+}
+"""Why a boundary is no save point, for people."""
 
 PURPOSE_YIELD = 0
 PURPOSE_CHECKPOINT = 1

@@ -200,8 +200,8 @@ class Rank:
         say("saving", step=self.step)
         time.sleep(self.options.copy_s)
         error = "No space left on device" if self.options.fail_copy else ""
-        path = f"/shared/{self.step}"
-        self.send("checkpointed", order=order, step=self.step, bytes=9, seconds=0.5, path=path, error=error)
+        paths = [] if error else [f"/shared/{self.step}"]
+        self.send("checkpointed", order=order, step=self.step, bytes=9, seconds=0.5, paths=paths, error=error)
         while not error and (message := self.receive()) is not None:
             if message["type"] == "cancel" and message["order"] == order:
                 say("sent on", reason=message["reason"], step=self.step)
@@ -229,7 +229,7 @@ class Rank:
                 say("saving away", step=self.step)
                 time.sleep(self.options.copy_s)
                 error = "No space left on device" if self.options.fail_copy else ""
-                fields = {"step": self.step, "bytes": 9, "seconds": 0.5, "path": f"/shared/{self.step}"}
+                fields = {"step": self.step, "bytes": 9, "seconds": 0.5, "paths": [f"/shared/{self.step}"]}
                 self.send("checkpointed", order=message["order"], error=error, **fields)
             if message["type"] == "cancel":
                 say("sent on", reason=message["reason"], step=self.step)

@@ -117,7 +117,7 @@ class Histories(RuleBasedStateMachine):
             self.coordinator.resumed(lease, rank, Resumed(standing=kind == "standing"))
         else:
             order = run.stop.order if run.stop else 7
-            self.coordinator.checkpointed(lease, rank, Checkpointed(order, 4, error=error))
+            self.coordinator.checkpointed(lease, rank, Checkpointed(order, 4, paths=("/kept/4",), error=error))
 
     @rule(job=JOBS)
     def all_ranks_follow(self, job: int) -> None:
@@ -132,7 +132,7 @@ class Histories(RuleBasedStateMachine):
             elif stop.state == "offloading":
                 self.coordinator.yielded(lease, rank, Yielded())
             else:
-                self.coordinator.checkpointed(lease, rank, Checkpointed(stop.order, stop.step))
+                self.coordinator.checkpointed(lease, rank, Checkpointed(stop.order, stop.step, paths=("/kept",)))
         self.event_loop(0.01)
 
     @rule(job=JOBS, checkpoint=st.sampled_from([None, (5.0, 7.0)]), depth=st.integers(1, 3))
@@ -338,7 +338,7 @@ def test_a_job_whose_gpu_fails_saves_its_host_copy_gives_its_lease_back_and_is_r
     assert (report.state, report.saving, report.lost) == ("yielded", True, "")
     assert report.note == "rank 1 cannot use its GPU: the GPU is lost"
     for rank in ranks.values():
-        histories.coordinator.checkpointed(lease, rank, Checkpointed(sent[-1]["order"], 4, path="/kept/4"))
+        histories.coordinator.checkpointed(lease, rank, Checkpointed(sent[-1]["order"], 4, paths=("/kept/4",)))
     histories.event_loop(0.01)
     report = histories.host.lease_report(lease)
     assert (report.state, report.saved, report.lost) == ("yielded", True, "the GPU is lost")

@@ -416,7 +416,7 @@ def test_without_a_disk_that_takes_it_a_waiting_job_saves_and_is_requeued(rig: G
         rig.run_once()
         print("DBG", rig.of(1).state, rig.heard(session), rig.arbiter.waiting_reason(rig.of(1)))
     order = next(message["order"] for message in rig.said(session) if message["type"] == "save")
-    rig.jobs.handle(session, wire.encode("checkpointed", order=order, step=30, path="/c"))
+    rig.jobs.handle(session, wire.encode("checkpointed", order=order, step=30, paths=["/c"]))
     assert "99 MB of the host's 1000 MB are left" in rig.reported(1).lost
     assert rig.heard(session).count("save") == 1
 

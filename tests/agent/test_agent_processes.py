@@ -584,7 +584,7 @@ def test_a_job_that_is_out_saves_a_checkpoint_when_its_gpu_fails(leaving: tuple[
     cast("GpuWatch", coordinator.gpus).ask()
     turn(seen, job, 0.5)
     assert seen.host.lease_report(job).saving
-    coordinator.checkpointed(job, rank, Checkpointed(cast("Stop", run.stop).order, 4))
+    coordinator.checkpointed(job, rank, Checkpointed(cast("Stop", run.stop).order, 4, paths=("/kept/4",)))
     coordinator.advance(job)
     assert seen.host.lease_report(job).lost == "GPU 0 has failed: GPU is lost"
     # Nothing requeues it: it waits, and saves no second time.
@@ -605,7 +605,7 @@ def test_a_job_saves_a_checkpoint_when_it_yields_if_its_last_one_is_old(
     turn(seen, job, 0.5)
     assert (job.state, following.state) == ("yielded", "held"), "the next one does not wait for the disk"
     assert seen.host.lease_report(job).saving
-    coordinator.checkpointed(job, rank, Checkpointed(cast("Stop", run.stop).order, 4))
+    coordinator.checkpointed(job, rank, Checkpointed(cast("Stop", run.stop).order, 4, paths=("/kept/4",)))
     coordinator.advance(job)
     turn(seen, job, 0.5)
     assert (job.state, run.stop, seen.host.lease_report(job).saving) == ("yielded", None, False)

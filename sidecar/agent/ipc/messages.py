@@ -29,10 +29,12 @@ from cadenza.sidecar.wire import WireError, decode
 Ranks: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 MAX_RESIDENT = 64
 """Names of tensors that stay on the GPU which one message may list."""
+MAX_SAVERS = 64
+"""Checkpoints of one order, each by a saver of its own."""
 MAX_WORDS = 1000
 """Characters that are kept of a text for people."""
-WORDS = frozenset({"refused", "error", "reason", "path", "resident", "no_room", "failed"})
-"""Fields for people: they may hold whatever an exception or a path holds, and are made clean instead of refused."""
+WORDS = frozenset({"refused", "error", "reason", "resident", "no_room", "failed"})
+"""Fields for people: they may hold whatever an exception holds, and are made clean instead of refused."""
 
 BATCH_STEPS = frozenset({"batch", "4294967291", "-5"})
 """Slurm's spellings of the batch step: its name, and SLURM_BATCH_SCRIPT as an unsigned or signed number."""
@@ -161,8 +163,16 @@ class Checkpointed(msgspec.Struct, frozen=True):
     step: RankStep
     bytes: Bytes = 0
     seconds: Seconds = 0.0
-    path: Text = ""
+    paths: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_SAVERS)] = ()
+    """Absolute, one of each saver."""
     error: Text = ""
+
+    @property
+    def failure(self) -> str:
+        """Reason why no checkpoint can be relied on; a rank that names no place, or an empty one, has saved nothing."""
+        if self.error or (self.paths and all(self.paths)):
+            return self.error
+        return "it did not say where"
 
 
 class Spilled(msgspec.Struct, frozen=True):

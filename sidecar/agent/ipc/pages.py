@@ -129,6 +129,16 @@ class Page:
         """True if the rank can also save one while its state is in host memory: it has made a step to save."""
         return int(self._words[wire.PAGE_SAVES]) == wire.SAVES_AWAY and self.step > 0
 
+    @property
+    def passed(self) -> str:
+        """Why the rank's last boundary was no save point, in words; "" if it was, or none was asked of it."""
+        return wire.PASSED_WORDS.get(int(self._words[wire.PAGE_PASSED]), "")
+
+    @property
+    def save_every(self) -> int:
+        """Training steps between the last two saves that the rank's script made by itself; 0: not known."""
+        return min(int(self._words[wire.PAGE_SAVE_EVERY]), MAX_STEP)
+
     def order(self, number: int, stop: int, purpose: int = wire.PURPOSE_YIELD) -> None:
         """Write an order; its number goes before the stop, so that a rank that sees the stop sees its order too."""
         self._words[wire.PAGE_PURPOSE] = purpose

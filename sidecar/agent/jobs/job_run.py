@@ -17,6 +17,14 @@ from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.bounds import MAX_NUMBER
 from cadenza.sidecar.stop_step import Progress
 
+SAVE_POINT_STEPS = 100
+"""Steps in whose time a save point must come after an order. One step is the usual; a hundred also cover the micro-
+batches of a large accumulation and most evaluations, and the job loses nothing meanwhile, because it trains on."""
+OWN_SAVES = 1.25
+"""The same for a job that can be saved only at its script's own saves, in their usual distance."""
+SAVE_POINT_MAX_S = 900.0
+"""Longest of these times, in seconds, because another job may wait for the GPUs."""
+
 
 @dataclass
 class Rank:
@@ -187,6 +195,21 @@ class JobRun:
     def can_checkpoint_away(self) -> bool:
         """True if every rank here can save a checkpoint while its state is in host memory."""
         return bool(self.ranks) and self.in_step and all(rank.page.saves_away for rank in self.ranks.values())
+
+    @property
+    def save_point_s(self) -> float:
+        """Longest time in which a save point must come, by the job's usual times: see ``SAVE_POINT_STEPS``."""
+        own = max((rank.page.save_every for rank in self.ranks.values()), default=0)
+        steps = max(SAVE_POINT_STEPS, OWN_SAVES * own)
+        return min(steps * (self.telemetry.iteration_s or 0.0), SAVE_POINT_MAX_S)
+
+    @property
+    def passed(self) -> str:
+        """Why a rank passed its last boundary without saving the checkpoint that was ordered, in words; else ""."""
+        stop = self.stop
+        if not isinstance(stop, CheckpointStop) or not stop.step:
+            return ""
+        return next((rank.page.passed for rank in self.ranks.values() if rank.page.step >= stop.step), "")
 
     @property
     def checkpointed(self) -> bool:

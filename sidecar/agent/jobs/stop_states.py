@@ -183,8 +183,10 @@ class CheckpointStop(Stop):
     """Ranks with their part on disk."""
     saved_at: float | None = None
     """Time at which the checkpoint was complete."""
-    path: str = ""
-    """Path of the checkpoint, once a rank has reported it."""
+    paths: tuple[str, ...] = ()
+    """Paths of the checkpoint, once a rank has reported them."""
+    saved_step: int = 0
+    """Its step, in the unit of the script."""
 
     purpose: ClassVar[int] = wire.PURPOSE_CHECKPOINT
     arrival: ClassVar[str] = "all arrived to save"

@@ -75,8 +75,9 @@ class StopCoordinator:
         number, multi_node = self.host.next_order(), lease.hosts > 1
         if checkpoint:
             save_s, hold_s = checkpoint
+            patience_s = max(timeout_s, run.save_point_s)
             run.stop = CheckpointStop(
-                number, origin, now, timeout_s, multi_node=multi_node, save_s=save_s, hold_s=hold_s
+                number, origin, now, patience_s, multi_node=multi_node, save_s=save_s, hold_s=hold_s
             )
         else:
             run.stop = YieldStop(number, origin, now, timeout_s, multi_node=multi_node)
@@ -300,19 +301,24 @@ class StopCoordinator:
         stop.move("all saved")
         stop.saved_at = run.saved_at = self.host.clock.monotonic()
         self._report_stop(lease, stop, "checkpoint", run.note)
-        if run.followed and stop.path:
-            self.host.upward.append(self.host.files(lease, (stop.path,)))
+        if run.followed:
+            self.host.upward.append(self.host.files(lease, stop.paths))
         log.info("checkpoint JOBID=%s save_s=%.3f bytes=%d", lease.key, stop.copy_s, stop.bytes)
 
     # --- ends of a stop ------------------------------------------------------------------------------------
 
     def withdraw(self, lease: Lease, kind: str, reason: str) -> None:
-        """End a stop before its commit, which counts as refused; the job runs on and is left alone for a while."""
+        """End a stop before its commit; the job runs on and is left alone for a while.
+
+        That counts as refused, unless the ranks came to no boundary at which a checkpoint can be saved.
+        """
         run = self.host.run(lease.key)
         stop = run.stop
         if stop is None or stop.committed:
             return
-        run.refusals += 1
+        passed = run.passed
+        run.refusals += not passed
+        reason = f"no save point: {passed} ({reason})" if passed else reason
         stop.move("withdraw")
         self._send_on(run, stop, reason)
         self._end_failed(lease, run, stop, kind, reason)
@@ -475,15 +481,16 @@ class StopCoordinator:
         if not isinstance(stop, CheckpointStop) or message.order != stop.order or not stop.committed:
             self.host.outbox.post(rank.session, "cancel", order=message.order, reason="this stop is over")
             return
-        if message.error:
-            reason = f"rank {rank.hello.rank} could not save a checkpoint: {message.error}"
+        if message.failure:
+            reason = f"rank {rank.hello.rank} could not save a checkpoint: {message.failure}"
             self._run_on(lease, run, "fail", reason)
             return
         stop.saved_pids.add(rank.pid)
-        stop.path = stop.path or message.path
+        stop.paths = (*dict.fromkeys((*stop.paths, *message.paths)),)
+        stop.saved_step = message.step
         stop.copy_s = max(stop.copy_s, message.seconds)
         stop.bytes = max(stop.bytes, message.bytes)
-        run.note = f"checkpoint of step {message.step}" + (f": {message.path}" if message.path else "")
+        run.note = f"checkpoint of step {message.step}: {', '.join(stop.paths)}"
 
     def spill(self, lease: Lease, reason: str) -> None:
         """Have the ranks of a job that is out move their state from host memory to their disk."""

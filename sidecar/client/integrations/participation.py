@@ -18,6 +18,7 @@ from cadenza.sidecar.client.session import checkpoint_request
 
 if TYPE_CHECKING:
     from cadenza.sidecar.client.session.job_session import Session
+    from cadenza.sidecar.client.session.savers import Registration
 
 CONTAINERS = (list, tuple, dict, set)
 LIGHTNING = (
@@ -40,6 +41,7 @@ class Participation:
         self._source = self._all  # one object, so that joining a script's session again registers nothing twice
         self._passing: object = None
         self._session: Session | None = None
+        self._registration: Registration | None = None
         self._ours = False
         self._saves = False
         self.joined = False
@@ -60,7 +62,7 @@ class Participation:
             self.joined = True  # before attach(), which moves the state when the job has no lease yet
             self._saves = saves and not requeue_owner
             if self._saves:
-                prepare().set_saver(self._defer)
+                self._registration = prepare().add_saver(self._defer)
             self._session = client.attach(tensors=self._source)
 
     def boundary(self, samples: int = 0, passing: object = None, *, training: bool = True) -> None:
@@ -100,8 +102,9 @@ class Participation:
         """
         session, self._session = self._session, None
         self.joined = self.checkpoint_due = False
-        if session is not None and self._saves:
-            session.set_saver(None)
+        if self._registration is not None:
+            self._registration.withdraw()
+            self._registration = None
         if session is not None and self._ours and session is current() and not _away(session):
             client.detach()
 

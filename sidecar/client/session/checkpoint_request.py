@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from cadenza.sidecar.client.clock import monotonic_ns
+from cadenza.sidecar.client.errors import SaveError
 
 MAX_TEXT = 2000
 PR_SET_PDEATHSIG = 1
@@ -32,14 +33,9 @@ class Saved:
     nbytes: int = 0
     path: str = ""
 
-    def fields(self, seconds: float) -> dict[str, Any]:
-        """Return the fields of a ``checkpointed`` message."""
-        path = self.path[:MAX_TEXT]
-        return {"step": self.step, "bytes": self.nbytes, "seconds": seconds, "path": path, "error": ""}
-
 
 Saver = Callable[[], object]
-"""Saves on every rank; returns a Saved, a path, None, or DEFERRED, and raises when nothing complete was saved."""
+"""Saves on every rank; returns a Saved, a path, or DEFERRED, and raises when nothing complete was saved."""
 
 
 @contextlib.contextmanager
@@ -72,18 +68,28 @@ def _end_with_parent(number: int) -> None:
 
 def failure(step: int, error: str, seconds: float = 0.0) -> dict[str, Any]:
     """Return the fields of a ``checkpointed`` message about a checkpoint that could not be saved."""
-    return {"step": step, "bytes": 0, "seconds": seconds, "path": "", "error": error[:MAX_TEXT]}
+    return {"step": step, "bytes": 0, "seconds": seconds, "paths": [], "error": error[:MAX_TEXT]}
 
 
-def save(saver: Saver, step: int) -> dict[str, Any] | None:
-    """Call a saver; return the fields of the answer, or None when it is deferred. Never raises an Exception."""
-    began = monotonic_ns()
+def call(saver: Saver, step: int) -> object:
+    """Call a saver; return what it has saved, DEFERRED, or the reason, a text, why there is no checkpoint.
+
+    Never raises an Exception. ``step`` counts boundaries; it is that of a checkpoint whose saver names only a path.
+    """
     try:
         result = saver()
+        return result if result is DEFERRED else placed(result, step)
     except Exception as error:  # noqa: BLE001 - a framework's own code; the training continues
         _log.warning("the checkpoint that Cadenza asked for failed, the job continues: %s", error)
-        return failure(step, str(error) or repr(error), (monotonic_ns() - began) * 1e-9)
-    if result is DEFERRED:
-        return None
-    saved = result if isinstance(result, Saved) else Saved(step, path=str(result or ""))
-    return saved.fields((monotonic_ns() - began) * 1e-9)
+        return str(error) or repr(error)
+
+
+def placed(result: object, step: int) -> Saved:
+    """Return a saver's result with an absolute path; raise SaveError for one without a path."""
+    saved = result if isinstance(result, Saved) else Saved(step, path=os.fspath(result or ""))  # type: ignore[call-overload]
+    if not saved.path:
+        raise SaveError("its saver returned no path: nothing says that a checkpoint is on the disk")
+    path = os.path.abspath(saved.path)
+    if not path.isprintable():
+        raise SaveError(f"its saver returned {path!r}, a path that cannot be shown")
+    return replace(saved, path=path)

@@ -21,6 +21,8 @@ from cadenza.sidecar.client.session import checkpoint_request, identity, lease_r
 from cadenza.sidecar.client.session.agent_link import Link, Message, Reply
 from cadenza.sidecar.client.session.communicators import Communicators
 from cadenza.sidecar.client.session.prefetch_hints import FileList
+from cadenza.sidecar.client.session.save_points import SavePoints
+from cadenza.sidecar.client.session.savers import Collected, Registration, Savers
 from cadenza.sidecar.client.session.step_page import STOP, StepCounters, gpu_memory, private_page
 
 if TYPE_CHECKING:
@@ -35,6 +37,9 @@ FAILURES_BORNE = 120
 the service has requeued a job that can be."""
 VERDICT_S = 300.0
 """Longest wait of a rank at its boundary for the agent's decision, in seconds; then it continues."""
+PATHS_NS = 600_000_000_000
+PATHS_LOOK_S = 0.1
+"""Longest wait of a rank for the checkpoint that another one writes, in ns, and the seconds between two looks for it."""
 MAX_NAMES = 32
 MAX_NAME = 300
 MAX_TEXT = 2000
@@ -64,9 +69,13 @@ class Session(StepCounters):
         self._sources: list[tuple[str, object]] = []
         self._before_offload: list[Callable[[], object]] = []
         self._after_restore: list[Callable[[], object]] = []
-        self._saver: checkpoint_request.Saver | None = None
-        self._deferred_checkpoint: tuple[Link, int, int] | None = None
-        """A requested checkpoint that the framework saves after the boundary: link, order, losses."""
+        self._savers = Savers(self._savers_changed)
+        self._save_points = SavePoints(self._savers, lambda: [thing for _, thing in self._sources])
+        self._at_own_save = False
+        self._unsaved = ""
+        """Why no checkpoint can be saved where this rank has yielded; "" if one can."""
+        self._deferred_checkpoint: tuple[Link, int, int, Collected] | None = None
+        """A requested checkpoint that frameworks save after the boundary: link, order, losses, what is saved."""
         self._link: Link | None = None
         self._offload: Offload | None = None
         self._communicators = Communicators()
@@ -107,8 +116,10 @@ class Session(StepCounters):
         """Record GPU memory, and follow the job's resources for caches behind a loader that does not."""
         super().sample_memory()
         resources.update_all()
-        if self._saver is not None:
+        if self._savers:
             self.files.publish()
+            if self._save_points.sample():
+                self.memory_step = self.step + 1
         self._pin_ahead()
 
     def register(self, name: str, thing: object) -> None:
@@ -133,33 +144,51 @@ class Session(StepCounters):
         the state is back. ``on_checkpoint`` runs on every rank at the same boundary when Cadenza wants to requeue
         the job. It returns a path, or a ``checkpoint_request.Saved``, once a checkpoint is complete on the disk;
         it raises when that is impossible; or it returns ``checkpoint_request.DEFERRED`` and ``checkpointed()`` is
-        called later. The last ``on_checkpoint`` given counts.
+        called later. Each ``on_checkpoint`` is one more: the job is requeued once all of them have saved.
         """
         self._before_offload += [on_yield] if on_yield else []
         self._after_restore += [on_resume] if on_resume else []
         if on_checkpoint is not None:
-            self.set_saver(on_checkpoint)
+            self.add_saver(on_checkpoint)
 
-    def set_saver(self, saver: checkpoint_request.Saver | None, *, away: bool = False) -> None:
-        """Set the function that saves a checkpoint on request; without one, the agent does not ask for any.
+    def add_saver(self, save: checkpoint_request.Saver, *, away: bool = False, own_saves: bool = False) -> Registration:
+        """Add a function that saves a checkpoint on request; without one, the agent does not ask for any.
 
-        ``away``: it can also save while the state is in host memory, where torch reads the host copy.
+        ``away``: it can also save while the state is in host memory, where torch reads the host copy. ``own_saves``:
+        a checkpoint is requested only where the script itself saves, see ``own_save``. All savers of a session must
+        succeed. The registration that is returned can be set not ready, and withdrawn.
         """
-        self._saver = saver
-        self.words[wire.PAGE_SAVES] = 0 if saver is None else wire.SAVES_AWAY if away else wire.SAVES_AT_BOUNDARY
-        if saver is not None and self.active:
-            self.files.publish()
+        return self._savers.add(save, away=away, own_saves=own_saves)
+
+    def own_save(self, registration: Registration, saved: checkpoint_request.Saver) -> None:
+        """End a save that the script made by itself; ``saved`` returns what was saved, complete on the disk.
+
+        Every rank calls it after every save of its own. Where checkpoints are requested only at such saves, it is a
+        boundary without training: if one is requested, the other savers save too, and the job waits for its requeue.
+        """
+        if registration.own_saves or self.automatic:
+            self.words[wire.PAGE_SAVE_EVERY] = self._save_points.saved(registration, saved, self.trained)
+            self._at_own_save = True
+            try:
+                self.boundary(training=False)
+            finally:
+                self._at_own_save = False
 
     def checkpointed(self, path: str = "", step: int | None = None, error: str = "") -> None:
         """Report that the checkpoint promised by ``checkpoint_request.DEFERRED`` is complete; wait for the requeue.
 
         Returns as if nothing had happened when the job is not requeued after all, and at once when no checkpoint
-        was requested or when ``error`` says why it could not be saved.
+        was requested, when another one was promised too, or when ``error`` says why it could not be saved.
         """
-        deferred, self._deferred_checkpoint = self._deferred_checkpoint, None
-        if deferred is not None:
-            saved = checkpoint_request.Saved(self.step if step is None else step, path=path)
-            self._await_requeue(*deferred, {**saved.fields(0.0), "error": error[:MAX_TEXT]})
+        deferred = self._deferred_checkpoint
+        if deferred is None:
+            return
+        link, order, since, collected = deferred
+        saved = checkpoint_request.Saved(self.step if step is None else step, path=path)
+        collected.keep(error or checkpoint_request.call(lambda: saved, self.step))
+        if not collected.promised:
+            self._deferred_checkpoint = None
+            self._await_requeue(link, order, since, collected)
 
     def connect(self, path: str, who: identity.Identity) -> None:
         """Present this rank to the agent; without the lease, move the state out and wait here for it.
@@ -192,7 +221,7 @@ class Session(StepCounters):
         self._sources.clear()
         self._before_offload.clear()
         self._after_restore.clear()
-        self._saver = None
+        self._savers.clear()
         if self._offload is not None:
             self._offload.close()
             self._offload = None
@@ -224,6 +253,8 @@ class Session(StepCounters):
             self._stand(self._wait_for_lease, link, order)
         elif 0 < self.words[STOP] <= self.step and link.alive and order != self._cancelled:
             saves = self.words[wire.PAGE_PURPOSE] == wire.PURPOSE_CHECKPOINT
+            if saves and self._savers.able and self._passes(order):
+                return
             self._set_state(wire.STATE_ARRIVED)
             self._stand(self._save_checkpoint if saves else self._yield, link, order)
 
@@ -244,12 +275,39 @@ class Session(StepCounters):
             if self._state == wire.STATE_ARRIVED:
                 self._set_state(wire.STATE_RUNNING)
 
+    def _passes(self, order: int) -> bool:
+        """Return True if this boundary is no save point, and say so in the page: the training goes on."""
+        points, trained = self._save_points, self.trained
+        points.follow(lambda: bool(self.words[STOP]) and self.words[wire.PAGE_ORDER] == order != self._cancelled)
+        passed = points.passes(
+            trained, training=self.training, own_saves=self._waits_for_own_saves, at_own_save=self._at_own_save
+        )
+        self.words[wire.PAGE_PASSED] = passed
+        if not passed:
+            points.over()
+        return bool(passed)
+
+    @property
+    def _waits_for_own_saves(self) -> bool:
+        """True if checkpoints are requested only where the script itself saves.
+
+        The boundaries of `cadenza run` are inside an optimizer's step, before the rest of the script's own step.
+        """
+        return self.automatic or any(one.own_saves for one in self._savers)
+
+    def _count_other_step(self) -> None:
+        """End a step without training: a save of the script, or a batch of an evaluation."""
+        if not self._at_own_save:
+            self._save_points.evaluated(self.sum_ns, lambda: self.trained)
+        super()._count_other_step()
+
     @pinning_paused()
     def _yield(self, link: Link, order: int) -> None:
         """Carry out an order to yield; return once the job has its lease back, or at once if it does not yield."""
         since = link.losses
         # 1. Survey the state that would move, and the host memory that it needs.
         survey = self._survey()
+        self._note_place()
         self.order_arrived()
         # 2. Report that this rank stands at its boundary; a refusal cancels the order for all ranks.
         refused = (survey.refusal or "")[:MAX_TEXT] if survey else ""
@@ -400,12 +458,24 @@ class Session(StepCounters):
 
     def _save_away(self) -> Message:
         """Save a checkpoint from the host copy; return the fields of the answer."""
-        able = self._saver is not None and self.words[wire.PAGE_SAVES] == wire.SAVES_AWAY
-        if self._saver is None or not able or not self.trained:
-            reason = "it has not trained yet" if able else checkpoint_request.NO_CHECKPOINT
-            return checkpoint_request.failure(self.step, reason)
-        answer = checkpoint_request.save(self._saver, self.step)
-        return answer or checkpoint_request.failure(self.step, "its framework saves only while it trains")
+        if self._savers.able != wire.SAVES_AWAY:
+            return checkpoint_request.failure(self.step, self._savers.refusal or "it saves only while it trains")
+        if not self.trained or self._unsaved:
+            return checkpoint_request.failure(self.step, self._unsaved or "it has not trained yet")
+        began = monotonic_ns()
+        collected = self._savers.save(self.step)
+        if collected.promised and not collected.error:
+            collected.keep("its framework saves only while it trains")
+        if (path := collected.missing) and not (self._who and self._who.rank):
+            collected.take(f"its saver returned {path}, which does not exist")
+        return collected.fields((monotonic_ns() - began) * 1e-9)
+
+    def _note_place(self) -> None:
+        """Note whether the boundary at hand is a save point, before the state leaves."""
+        passed = self._savers.able == wire.SAVES_AWAY and self._save_points.stands(
+            self.trained, training=self.training, own_saves=self._waits_for_own_saves
+        )
+        self._unsaved = wire.PASSED_WORDS[passed] if passed else ""
 
     def _spill(self) -> Message:
         """Move the state that is away from host memory to the disk; return the fields of the answer."""
@@ -425,6 +495,7 @@ class Session(StepCounters):
             with link.steady:
                 since = link.losses
                 survey = self._survey()
+                self._note_place()
                 moved, refusal = None, survey.refusal if survey else None
                 try:
                     if not refusal:
@@ -445,22 +516,25 @@ class Session(StepCounters):
 
     def _save_checkpoint(self, link: Link, order: int) -> None:
         """Save a checkpoint once all ranks stand at this boundary, and wait to be requeued or sent on."""
-        since, saver = link.losses, self._saver
-        refused = "" if saver else checkpoint_request.NO_CHECKPOINT
+        since, refused = link.losses, self._savers.refusal
         self.order_arrived()
-        link.send("arrived", since=since, order=order, step=self.step, bytes=0, refused=refused)
-        if saver is None or not self._await_commit(link, order, since):
+        link.send("arrived", since=since, order=order, step=self.step, bytes=0, refused=refused[:MAX_TEXT])
+        if refused or not self._await_commit(link, order, since):
             return
         self._cancelled = order  # no boundary arrives for it again while the page still names it
-        answer = checkpoint_request.save(saver, self.step)
-        if answer is None:
-            self._deferred_checkpoint = (link, order, since)
+        began = monotonic_ns()
+        collected = self._savers.save(self.step, self._save_points.own(self.trained))
+        if collected.promised and not collected.error:
+            self._deferred_checkpoint = (link, order, since, collected)
         else:
-            self._await_requeue(link, order, since, answer)
+            self._await_requeue(link, order, since, collected, (monotonic_ns() - began) * 1e-9)
 
-    def _await_requeue(self, link: Link, order: int, since: int, answer: Message) -> None:
+    def _await_requeue(self, link: Link, order: int, since: int, collected: Collected, seconds: float = 0.0) -> None:
         """Report a checkpoint; after a good one wait until ``cancel``, a loss of the agent or the time limit."""
+        if not self._await_paths(link, order, since, collected):
+            return
         self.order_done()
+        answer = collected.fields(seconds)
         link.send("checkpointed", since=since, order=order, **answer)
         if answer["error"]:
             return
@@ -469,6 +543,21 @@ class Session(StepCounters):
                 message = link.receive(VERDICT_S)
                 if message is None or self._ends_stop(message, order):
                     return
+
+    def _await_paths(self, link: Link, order: int, since: int, collected: Collected) -> bool:
+        """Make a checkpoint that is not where its saver says a failure; return False if the stop ends meanwhile.
+
+        Often rank 0 alone writes, and the others, which do nothing, are done before there is anything.
+        """
+        limit_ns = monotonic_ns() + (PATHS_NS if self._who and self._who.rank else 0)
+        while path := collected.missing:
+            if monotonic_ns() >= limit_ns:
+                collected.take(f"its saver returned {path}, which does not exist")
+                return True
+            message = link.receive(PATHS_LOOK_S)
+            if link.losses != since or (message is not None and self._ends_stop(message, order)):
+                return False
+        return True
 
     def _await_commit(self, link: Link, order: int, since: int) -> bool:
         """Wait for the agent's decision about an order; return True to carry it out, False to continue."""
@@ -547,6 +636,12 @@ class Session(StepCounters):
         self._set_state(self._state)
         self._cancelled = 0
         self._without_lease = not reply.held and self._state != wire.STATE_YIELDED
+
+    def _savers_changed(self) -> None:
+        """Tell the agent, in the page, what the savers can do together."""
+        self.words[wire.PAGE_SAVES] = self._savers.able
+        if self._savers and self.active:
+            self.files.publish()
 
     def _set_state(self, state: int) -> None:
         """Set this rank's state here and in the page, where the agent reads it."""

@@ -93,6 +93,8 @@ class StepCounters:
         self.sequence = 0
         self.memory_step = 1
         """Step of the next reading of memory."""
+        self.training = True
+        """The boundary that reached the stop step ended a training step."""
         self.out = False
         """True while this rank's state is out: each boundary leads to the wait for the lease."""
         self.order = 0
@@ -134,6 +136,7 @@ class StepCounters:
         words[SEQUENCE] = self.sequence = sequence + 1
         stop = words[STOP]
         if (stop and step >= stop) or self.out:
+            self.training = True
             self._begin_order()
             self.on_stop_step()
             self.last_ns = monotonic_ns()
@@ -147,6 +150,7 @@ class StepCounters:
         self.last_ns = monotonic_ns()
         self._write((STEP, self.step), (LAST_NS, self.last_ns))
         if 0 < self.words[STOP] <= self.step or self.out:
+            self.training = False
             self._begin_order()
             self.on_stop_step()
             self.last_ns = monotonic_ns()
