@@ -49,7 +49,7 @@ class Checkpoint:
         self._requested: dict[Path, int] = {}
         """Checkpoints that Cadenza requested from this process, with their steps as counted here."""
         self._session = process.prepare()
-        self._session.set_saver(self._save_on_request, away=True)
+        self._registration = self._session.add_saver(self._save_on_request, away=True)
         self._anchor = (0, self._session.trained)
         """A step that the script named, and the session's count of training steps at that time."""
         self._named_step: int | None = None
@@ -121,7 +121,7 @@ class Checkpoint:
     def at(self, step: int) -> None:
         """Set the step of the present state, for scripts that call ``boundary()`` more or less than once a step."""
         if self._named_step is None:
-            self._session.set_saver(self._save_on_request, away=True)
+            self._registration.ready = True
         self._named_step = step
 
     def wait(self) -> None:
@@ -135,7 +135,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Wait like ``wait``, and free the host memory of background saves."""
-        self._session.set_saver(None)
+        self._registration.withdraw()
         self.wait()
         self._staging = Staging(keep=self._background)
 
@@ -147,7 +147,7 @@ class Checkpoint:
                 "step %d after %d boundaries from step %d on: Cadenza cannot count this job's steps and requests no "
                 "checkpoints; call keeper.at(step) in each step", step, self._session.trained, self._anchor[0],
             )  # fmt: skip
-            self._session.set_saver(None)
+            self._registration.ready = False
 
     def _save_on_request(self) -> Saved:
         """Save for Cadenza, with all ranks at one boundary, in the foreground: it is complete when this returns.
@@ -157,7 +157,7 @@ class Checkpoint:
         try:
             self._ranks.barrier(BARRIER_TIMEOUT)
         except CheckpointError:
-            self._session.set_saver(None)  # the missing rank may be in any other collective
+            self._registration.ready = False  # the missing rank may be in any other collective
             raise
         self.wait()
         step = self.step

@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from cadenza.sidecar.client.errors import SaveError
@@ -89,7 +90,7 @@ def placed(result: object, step: int) -> Saved:
     saved = result if isinstance(result, Saved) else Saved(step, path=os.fspath(result or ""))  # type: ignore[call-overload]
     if not saved.path:
         raise SaveError("its saver returned no path: nothing says that a checkpoint is on the disk")
-    path = os.path.abspath(saved.path)
+    path = str(Path(saved.path).absolute())
     if not path.isprintable():
         raise SaveError(f"its saver returned {path!r}, a path that cannot be shown")
     return replace(saved, path=path)

@@ -39,7 +39,7 @@ VERDICT_S = 300.0
 """Longest wait of a rank at its boundary for the agent's decision, in seconds; then it continues."""
 PATHS_NS = 600_000_000_000
 PATHS_LOOK_S = 0.1
-"""Longest wait of a rank for the checkpoint that another one writes, in ns, and the seconds between two looks for it."""
+"""Longest wait of a rank for the checkpoint that another one writes, in ns, and the seconds between two looks."""
 MAX_NAMES = 32
 MAX_NAME = 300
 MAX_TEXT = 2000

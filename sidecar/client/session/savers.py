@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Optional
 
 from cadenza.sidecar import wire
@@ -144,7 +144,7 @@ class Collected:
         """A path that a saver named and at which there is nothing; "" if there is none."""
         if self.error:
             return ""
-        return next((one.path for one in self.saved if not os.path.exists(one.path)), "")
+        return next((one.path for one in self.saved if not Path(one.path).exists()), "")
 
     def fields(self, seconds: float) -> dict[str, Any]:
         """Return the fields of a ``checkpointed`` message."""
