@@ -39,7 +39,7 @@ def test_a_job_that_opted_in_keeps_its_output_and_its_users_word_stands(cluster:
     for job in jobs:
         wait_for("its step", lambda job=job: text(cluster, f"{RESULTS}/{job}.step"))
         assert text(cluster, output[job]) == "script 0\n"
-        cluster.ctl("scontrol", "requeue", str(job), user="alice")
+        cluster.requeue(job)
     for job, kept in jobs.items():
         wait_for("its second start", lambda job=job: "script 1" in text(cluster, output[job]))
         assert text(cluster, output[job]) == kept, cluster.job(job)

@@ -46,7 +46,7 @@ def requeue(cluster: Cluster, job: int) -> set[str]:
         record = cluster.job(job)
         return record.get("Restarts") == "1" and record["JobState"] not in {"PENDING", "COMPLETING"}
 
-    cluster.ctl("scontrol", "requeue", str(job), user="alice")
+    cluster.requeue(job)
     wait_for("its second start", came_back, interval=0.05)
     return seen
 
