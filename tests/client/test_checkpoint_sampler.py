@@ -45,8 +45,10 @@ def test_any_sequence_of_world_sizes_sees_the_same_order(data: st.DataObject, se
         for sampler in samplers:
             if state is not None:
                 sampler.load_state_dict(json.loads(json.dumps(state)))
+        if not len(samplers[0]):  # restored at the end of an epoch, which gives nothing more
+            assert [list(sampler) for sampler in samplers] == [[]] * size
         iterators = [iter(sampler) for sampler in samplers]
-        left = len(samplers[0]) * size // 12
+        left = (len(samplers[0]) or 12 * steps // size) * size // 12
         for _ in range(data.draw(st.integers(1, left))):
             seen += step_of(samplers, iterators, 12 // size)
         state = samplers[0].state_dict()
@@ -111,6 +113,78 @@ def test_set_epoch_keeps_the_position_in_the_epoch_at_hand() -> None:
     assert list(sampler) == [3, 4, 5, 6, 7]
     sampler.set_epoch(1)
     assert list(sampler) == list(range(8))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("at", range(9))
+def test_the_end_of_an_epoch_is_the_old_epochs_and_its_own_work_is_done_once(
+    at: int, workers: int, drop_last: bool
+) -> None:
+    """The state after each batch restores a run that does the same, the work at the end of each epoch too."""
+    data = TensorDataset(torch.arange(10))
+
+    def train(sampler: ResumableSampler, left: int) -> Iterator[tuple[str, Any]]:
+        loader = DataLoader(data, batch_size=3, sampler=sampler, num_workers=workers, drop_last=drop_last)
+        for epoch in range(sampler.epoch, 3):
+            for (batch,) in sampler.batches(loader):
+                yield "batch", batch.tolist()
+                left -= 1
+                if not left:
+                    yield "saved", sampler.state_dict()
+            yield "end of epoch", epoch
+            assert (sampler.epoch, sampler.position, sampler.at_epoch_end) == (epoch + 1, 0, False)
+
+    whole = [one for one in train(ResumableSampler(data, seed=1), at + 1) if one[0] != "saved"]
+    first = []
+    for kind, value in train(ResumableSampler(data, seed=1), at + 1):
+        if kind == "saved":
+            break
+        first.append((kind, value))
+    again = ResumableSampler(data, seed=9)
+    again.load_state_dict(json.loads(json.dumps(value)))
+    assert [*first, *train(again, -1)] == whole
+
+
+def test_the_end_is_known_only_of_an_epoch_that_has_other_batches() -> None:
+    sampler, ends = ResumableSampler(8), []
+    for _ in sampler.batches(DataLoader(range(8), batch_size=4, sampler=sampler)):  # type: ignore[arg-type]
+        ends.append((sampler.epoch, sampler.position, sampler.at_epoch_end, sampler.handed_out))
+    assert ends == [(0, 4, False, 1), (0, 8, True, 2)]
+    single = ResumableSampler(8)
+    for _ in single.batches(DataLoader(range(8), batch_size=8, sampler=single)):  # type: ignore[arg-type]
+        assert (single.position, single.at_epoch_end) == (8, False)
+
+
+def test_a_loop_that_asks_for_just_so_many_batches_goes_on_with_the_next_epoch() -> None:
+    sampler = ResumableSampler(4, shuffle=False)
+    loader = DataLoader(range(4), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    seen = []
+    for _ in range(2):
+        batches = sampler.batches(loader)
+        seen += [next(batches).tolist(), next(batches).tolist()]
+        assert sampler.position == 4
+    assert (seen, sampler.epoch) == ([[0, 1], [2, 3]] * 2, 1)
+
+
+@pytest.mark.parametrize("again", [2, 4])
+def test_an_epoch_that_is_over_is_over_on_any_number_of_ranks(again: int) -> None:
+    sampler = ResumableSampler(10, drop_last=True, ranks=(0, 4))
+    sampler.advance(2)  # two are left, which four ranks drop
+    other = ResumableSampler(10, drop_last=True, ranks=(0, again))
+    other.load_state_dict(sampler.state_dict())
+    assert list(other) == []
+    assert len(list(other)) == 10 // again
+
+
+def test_who_counts_by_hand_is_told_once_how_the_end_of_an_epoch_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = ResumableSampler(4)
+    sampler.advance(4)
+    assert sampler.state_dict() == sampler.state_dict()
+    assert [record.getMessage() for record in caplog.records if "set_epoch(1)" in record.getMessage()] != []
+    assert len(caplog.records) == 1
+    sampler.set_epoch(1)
+    assert (sampler.epoch, sampler.position) == (1, 0)
 
 
 def test_a_position_without_a_count_is_not_saved(tmp_path: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, TypeVar
 
@@ -13,6 +14,8 @@ from torch.utils.data import Sampler
 from cadenza.sidecar.client.errors import MismatchError, UsageError
 
 T = TypeVar("T")
+
+_log = logging.getLogger("cadenza.client")
 
 
 class ResumableSampler(Sampler[int]):
@@ -25,7 +28,9 @@ class ResumableSampler(Sampler[int]):
     epoch's first ones are repeated, as in torch's DistributedSampler.
 
     A loader reads ahead, so the training itself must count its samples: iterate with :meth:`batches`, or call
-    :meth:`advance`. Rank and world size are those of torch.distributed unless ``ranks`` gives them.
+    :meth:`advance`. After the last batch the sampler stays at the end of its epoch until the training asks for the
+    next one. One that is restored there yields nothing for that epoch: its own work, such as a scheduler's step, runs
+    then. Rank and world size are those of torch.distributed unless ``ranks`` gives them.
     """
 
     def __init__(
@@ -42,14 +47,25 @@ class ResumableSampler(Sampler[int]):
         self.epoch = 0
         """Epoch of the next sample; ``for epoch in range(sampler.epoch, EPOCHS)`` resumes."""
         self.position = 0
-        """Number of this epoch's samples that all ranks together have trained."""
+        """Number of this epoch's samples that all ranks together have trained; at its end the length."""
+        self.handed_out = 0
+        """Number of batches that ``batches()`` has handed out in this process."""
         self._ranks = ranks
         self._unaccounted = False
+        self._counts = 0
+        """Calls of ``advance`` in this epoch."""
+        self._by_batches = False
+        self._warned = False
 
     @property
     def length(self) -> int:
         """Number of samples in an epoch."""
         return self._source if isinstance(self._source, int) else len(self._source)
+
+    @property
+    def at_epoch_end(self) -> bool:
+        """True from the last batch of an epoch with several on, until the training asks for the next one."""
+        return self._counts > 1 and self.position >= self.length
 
     def __len__(self) -> int:
         """Return the number of this epoch's samples that are left for this rank."""
@@ -57,7 +73,8 @@ class ResumableSampler(Sampler[int]):
         return left // size if self.drop_last else -(-left // size)
 
     def __iter__(self) -> Iterator[int]:
-        """Yield this rank's part of the rest of the epoch."""
+        """Yield this rank's part of the rest of the epoch; nothing, once, where it was restored at its end."""
+        self._leave_end()
         rank, size = self._world()
         order, count, start = self._order(), len(self), self.position + rank
         mine = order[start::size][:count]
@@ -65,50 +82,77 @@ class ResumableSampler(Sampler[int]):
         yield from mine.tolist() if isinstance(mine, torch.Tensor) else mine
         for turn in range(len(mine), count):
             yield int(order[(start + turn * size) % len(order)])
+        if not count:
+            self._counts = 1  # the next one is of the next epoch
 
     def advance(self, samples: int) -> None:
         """Count further samples as trained by this rank, and as many by each other rank.
 
-        The first sample of an epoch follows the last one of the epoch before.
+        The first sample of an epoch follows the last one of the epoch before. Once the work at the end of an epoch is
+        done, call ``set_epoch`` with the next one before you save; :meth:`batches` does that by itself.
         """
+        self._leave_end()
+        self._by_batches = False
+        self._count(samples)
+
+    def _count(self, samples: int) -> None:
         size = self._world()[1]
         self._unaccounted = False
+        self._counts += 1
         self.position += samples * size
         if self.length - self.position < (size if self.drop_last else 1):
-            self.epoch, self.position = self.epoch + 1, 0
+            self.position = self.length
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the loader's batches of the rest of this epoch; each counts as trained when it is handed out.
 
-        So save after the step of the batch at hand. Starting a DataLoader draws a number from torch's generator. In
+        So save after the step of the batch at hand. The next epoch begins when the batch after the last one is asked
+        for, which is at the end of a ``for`` loop. Starting a DataLoader draws a number from torch's generator. In
         the middle of an epoch, where the uninterrupted run would not draw one, this is undone. The loader must have
         a ``batch_size``; with another kind of batch sampler call ``advance`` instead.
         """
         size = getattr(loader, "batch_size", None)
         if not isinstance(size, int):
             raise UsageError("batches() needs a loader with a batch_size; else call advance(samples) after each step")
+        self._leave_end()
+        self._by_batches = True
         drops = bool(getattr(loader, "drop_last", False))
         left = len(self)
-        if left < (size if drops else 1):  # with more ranks than before, no batch may be left
-            self.advance(left)
-            return
-        with torch.random.fork_rng([]) if self.position else contextlib.nullcontext():
-            iterator = iter(loader)
-        for batch in iterator:
-            last = left < 2 * size if drops else left <= size
-            self.advance(left if last else size)
-            left -= size
-            yield batch
+        if left >= (size if drops else 1):  # with more ranks than before, or at the epoch's end, no batch may be left
+            with torch.random.fork_rng([]) if self.position else contextlib.nullcontext():
+                iterator = iter(loader)
+            for batch in iterator:
+                last = left < 2 * size if drops else left <= size
+                self._count(left if last else size)
+                left -= size
+                self.handed_out += 1
+                yield batch
+        self._go_to(self.epoch + 1)
+
+    def _leave_end(self) -> None:
+        """Go to the next epoch if this process has come to the end of one, which its training has left now."""
+        if self._counts and self.position >= self.length:
+            self._go_to(self.epoch + 1)
+
+    def _go_to(self, epoch: int) -> None:
+        """Go to the beginning of an epoch."""
+        self.epoch, self.position, self._counts = epoch, 0, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of another epoch; in the epoch at hand the position stays."""
         if epoch != self.epoch:
-            self.epoch, self.position = epoch, 0
+            self._go_to(epoch)
 
     def state_dict(self) -> dict[str, int | bool]:
         """Return seed, epoch and position; raise UsageError when the training has not counted its samples."""
         if self._unaccounted:
             raise UsageError("the sampler was read but no sample counted as trained: use batches() or advance()")
+        if self.position >= self.length and not self._by_batches and not self._warned:
+            self._warned = True
+            _log.warning(
+                "the sampler is at the end of epoch %d: after a restore the work at its end is done again; if it is "
+                "done already, call sampler.set_epoch(%d) before you save", self.epoch, self.epoch + 1,
+            )  # fmt: skip
         names = ("seed", "epoch", "position", "length", "shuffle")
         return {name: getattr(self, name) for name in names}
 
@@ -119,6 +163,7 @@ class ResumableSampler(Sampler[int]):
         for name in ("seed", "epoch", "position", "shuffle"):
             setattr(self, name, state[name])
         self._unaccounted = False
+        self._counts = 0
 
     def _world(self) -> tuple[int, int]:
         """Return the rank of this process and the number of ranks."""
