@@ -19,6 +19,7 @@ from cadenza.sidecar.client.offload.held_signals import HeldSignals
 from cadenza.sidecar.client.offload.pin_threads import pinning_paused
 from cadenza.sidecar.client.session import checkpoint_request, identity, lease_request, nccl_watchdog, resources
 from cadenza.sidecar.client.session.agent_link import Link, Message, Reply
+from cadenza.sidecar.client.session.arrival import Arrival
 from cadenza.sidecar.client.session.communicators import Communicators
 from cadenza.sidecar.client.session.prefetch_hints import FileList
 from cadenza.sidecar.client.session.save_points import SavePoints
@@ -66,12 +67,16 @@ class Session(StepCounters):
         """A directory on a disk of this node for state that does not fit into host memory; "": none."""
         self.files = FileList()
         """Files that this process will read again when it starts on another host; see ``FileList.name``."""
+        self.looks: list[Callable[[], object]] = []
+        """Functions to call at training boundaries now and then, beside the hot loop: where memory is sampled."""
         self._sources: list[tuple[str, object]] = []
         self._before_offload: list[Callable[[], object]] = []
         self._after_restore: list[Callable[[], object]] = []
         self._savers = Savers(self._savers_changed)
         self._save_points = SavePoints(self._savers, lambda: [thing for _, thing in self._sources])
         self._at_own_save = False
+        self.arrival = Arrival(self._send, self._sample_next)
+        """The way of a moved job to its next GPUs: what comes back is what went away."""
         self._unsaved = ""
         """Why no checkpoint can be saved where this rank has yielded; "" if one can."""
         self._deferred_checkpoint: tuple[Link, int, int, Collected] | None = None
@@ -112,15 +117,34 @@ class Session(StepCounters):
         if self._link:
             self._link.send("requeued_by", owner=owner)
 
+    def restored(self, path: object, step: int) -> None:
+        """Say that this rank goes on from a checkpoint that the script has loaded by itself; before the first boundary.
+
+        Every rank of a job that comes back after a move says so, or a keeper or a callback of Cadenza's does; one that
+        trains without is reported, and its job is not moved again. ``path`` is what was saved on request, or a later
+        checkpoint of the same job.
+        """
+        self.arrival.restored(path, step)
+
+    def _send(self, kind: str, **fields: object) -> bool:
+        """Send a message to the agent; return False without one."""
+        return self._link is not None and self._link.send(kind, **fields)
+
+    def _sample_next(self) -> None:
+        """Have the next training boundary take a sample, which is off the step path."""
+        self.memory_step = 0
+
     def sample_memory(self) -> None:
         """Record GPU memory, and follow the job's resources for caches behind a loader that does not."""
         super().sample_memory()
+        self.arrival.at_boundary()
         resources.update_all()
         if self._savers:
             self.files.publish()
             if self._save_points.sample():
                 self.memory_step = self.step + 1
         self._pin_ahead()
+        _call_all((*self.looks,))
 
     def register(self, name: str, thing: object) -> None:
         """Add state that moves when the job yields.
@@ -197,7 +221,8 @@ class Session(StepCounters):
         """
         self._who = who
         resources.set_source(self)
-        link = Link(path, self._greeting, self.words)
+        self.arrival.begin(who)
+        link = Link(path, self._greeting, self.words, self.arrival.heed)
         reply = link.open()
         self._link = link
         if reply:
@@ -222,6 +247,7 @@ class Session(StepCounters):
         self._before_offload.clear()
         self._after_restore.clear()
         self._savers.clear()
+        self.arrival.end()
         if self._offload is not None:
             self._offload.close()
             self._offload = None
@@ -241,6 +267,8 @@ class Session(StepCounters):
     def on_stop_step(self) -> None:
         """Act on the page's stop step (the slow path of a boundary): yield, save, or wait for the lease."""
         link = self._link
+        if self.training and self.trained:
+            self.arrival.at_boundary()
         if link is None:
             self.words[STOP] = 0
             return
@@ -447,6 +475,7 @@ class Session(StepCounters):
                 if message["type"] == "save":
                     since, order = link.losses, _order_of(message)
                     answer = self._save_away()
+                    self.arrival.leaves(order, answer)
                     link.send("checkpointed", since=since, order=order, **answer)
                     if not answer["error"]:
                         saved.enter_context(checkpoint_request.default_sigterm())
@@ -535,6 +564,7 @@ class Session(StepCounters):
             return
         self.order_done()
         answer = collected.fields(seconds)
+        self.arrival.leaves(order, answer)
         link.send("checkpointed", since=since, order=order, **answer)
         if answer["error"]:
             return
@@ -542,6 +572,7 @@ class Session(StepCounters):
             while link.losses == since:
                 message = link.receive(VERDICT_S)
                 if message is None or self._ends_stop(message, order):
+                    self.arrival.stays(order, (message or {}).get("reason"))
                     return
 
     def _await_paths(self, link: Link, order: int, since: int, collected: Collected) -> bool:
