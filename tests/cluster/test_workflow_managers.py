@@ -32,6 +32,8 @@ trap on_term TERM INT USR2
 wait $pid || ret=$?
 """
 """The traps of Nextflow's .command.run (26.08), which writes the exit status that Nextflow waits for."""
+ITS_OPTIONS = ("--no-requeue", "--gres=gpu:1", "--mem=500", "--cadenza", "--requeue")
+"""Nextflow's own come before those of ``clusterOptions``."""
 ADVISED = "trap 'trap - EXIT; exit 143' TERM"
 
 
@@ -75,5 +77,5 @@ def test_nextflows_wrapper_ends_a_task_at_a_requeue_unless_its_trap_is_set_anew(
 ) -> None:
     path = f"{RESULTS}/{'advised' if before else 'plain'}"
     cluster.put(f"{path}.sh", WRAPPER.format(exit=f"{path}.exitcode", before=before, begin=BEGIN))
-    requeue(cluster, cluster.sbatch("--gres=gpu:1", "--mem=500", command=f"exec bash {path}.sh"))
+    requeue(cluster, cluster.sbatch(*ITS_OPTIONS, command=f"exec bash {path}.sh"))
     assert cluster.ctl("cat", f"{path}.exitcode", check=False).strip() == written
