@@ -9,7 +9,9 @@
  * The files mig, mps, compute (mode), persistence and driver (version) say what NVML tells of the machine.
  *
  * With $SIMULATED_GPUS the GPUs are those of tests/simulated instead: NVML's processes and bytes are those of their
- * files, and a checkpoint takes a process's bytes off them. */
+ * files, and a checkpoint takes a process's bytes off them.
+ *
+ * Virtual memory has real contents: the memory behind an address is a part of a file in memory, mapped there. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
@@ -19,6 +21,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "../simulated/gpu_file.h"
@@ -271,6 +274,202 @@ int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t
 int cuGetProcAddress(const char *name, void **function, int version, uint64_t flags)
 {
     return cuGetProcAddress_v2(name, function, version, flags, NULL);
+}
+
+/* --- libcuda: virtual memory ------------------------------------------------------------------------------------ */
+
+enum { GRANULARITY = 2 << 20, MOST_RANGES = 1 << 14, MOST_DEVICES = 8 };
+struct vmm_properties { int type, handle_types, where, device; };
+struct vmm_access { int where, device, flags; };
+struct physical { size_t size, offset; int device, released, mapped; };
+struct range { char *start; size_t size; struct physical *behind; int reserved; };
+
+static pthread_mutex_t vmm_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct range ranges[MOST_RANGES];
+static size_t range_count, vmm_end;
+static int vmm_file = -1;
+static __thread int vmm_device;
+static int contexts[MOST_DEVICES]; /* the address of each is a context */
+
+/* For tests: what is not a call of the driver's. */
+struct vmm_figures { int64_t live, reserved, synchronized, reachable; };
+static struct vmm_figures vmm_figures;
+void stub_use_device(int device) { vmm_device = device; } /* of the calling thread; -1: it has no context */
+void stub_figures(struct vmm_figures *figures) { *figures = vmm_figures; }
+
+static struct { const char *call; int number, code; } vmm_fault;
+void stub_fail(const char *call, int number, int code) /* the n-th of these calls from now fails */
+{
+    vmm_fault.call = call, vmm_fault.number = number, vmm_fault.code = code;
+}
+
+static int faulty(const char *call)
+{
+    return vmm_fault.number && !strcmp(call, vmm_fault.call) && !--vmm_fault.number ? vmm_fault.code : OK;
+}
+
+static struct range *range_at(uint64_t start, size_t size)
+{
+    for (size_t index = 0; index < range_count; index++)
+        if (ranges[index].reserved && ranges[index].start == (char *)start && ranges[index].size == size)
+            return &ranges[index];
+    return NULL;
+}
+
+/* Give memory back that is neither mapped nor held by a handle. */
+static void end_physical(struct physical *memory)
+{
+    if (memory->mapped || !memory->released)
+        return;
+    GpuFile *gpu = simulated((unsigned)memory->device);
+    fallocate(vmm_file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)memory->offset, (off_t)memory->size);
+    if (gpu)
+        gpu_take(gpu, getpid(), -(int64_t)memory->size);
+    vmm_figures.live -= (int64_t)memory->size;
+    free(memory);
+}
+
+#define LOCKED(code) \
+    (pthread_mutex_lock(&vmm_lock), result = faulty(__func__), result = result ? result : (code), \
+     pthread_mutex_unlock(&vmm_lock), result)
+
+int cuCtxGetCurrent(void **context) { return *context = vmm_device < 0 ? NULL : &contexts[vmm_device], OK; }
+int cuCtxGetDevice(int *device) { return *device = vmm_device, OK; }
+int cuCtxPushCurrent_v2(void *context) { return vmm_device = (int)((int *)context - contexts), OK; }
+int cuCtxPopCurrent_v2(void **context) { return *context = &contexts[vmm_device], OK; }
+int cuCtxSynchronize(void) { return __atomic_add_fetch(&vmm_figures.synchronized, 1, __ATOMIC_RELAXED), OK; }
+
+int cuMemGetAllocationGranularity(size_t *granularity, const struct vmm_properties *properties, int option)
+{
+    return *granularity = GRANULARITY, option || properties->type != 1 ? INVALID_VALUE : OK;
+}
+
+static int reserve(uint64_t *start, size_t size)
+{
+    /* Never given back to the system: no address comes twice, and the use of a stale one is a signal. */
+    char *found = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    size_t index = 0;
+    while (index < range_count && ranges[index].reserved)
+        index++;
+    if (found == MAP_FAILED || !size || size % GRANULARITY || index == MOST_RANGES)
+        return found == MAP_FAILED ? OUT_OF_MEMORY : INVALID_VALUE;
+    range_count += index == range_count;
+    ranges[index] = (struct range){found, size, NULL, 1};
+    vmm_figures.reserved += (int64_t)size;
+    return *start = (uint64_t)found, OK;
+}
+
+int cuMemAddressReserve(uint64_t *start, size_t size, size_t alignment, uint64_t wanted, unsigned long long flags)
+{
+    int result;
+    return wanted || flags || alignment % GRANULARITY ? INVALID_VALUE : LOCKED(reserve(start, size));
+}
+
+static int free_address(uint64_t start, size_t size)
+{
+    struct range *range = range_at(start, size);
+    if (!range || range->behind)
+        return INVALID_VALUE;
+    range->reserved = 0;
+    vmm_figures.reserved -= (int64_t)size;
+    return OK;
+}
+
+int cuMemAddressFree(uint64_t start, size_t size)
+{
+    int result;
+    return LOCKED(free_address(start, size));
+}
+
+static int create(struct physical **made, size_t size, int device)
+{
+    GpuFile *gpu = simulated((unsigned)device);
+    if (gpu && (gpu_fault(&gpu->fail_creation) || gpu_take(gpu, getpid(), (int64_t)size)))
+        return OUT_OF_MEMORY;
+    if (vmm_file < 0)
+        vmm_file = memfd_create("gpu", MFD_CLOEXEC);
+    struct physical *memory = malloc(sizeof *memory);
+    *memory = (struct physical){size, vmm_end, device, 0, 0};
+    vmm_end += size;
+    vmm_figures.live += (int64_t)size;
+    return *made = memory, ftruncate(vmm_file, (off_t)vmm_end) ? OPERATING_SYSTEM : OK;
+}
+
+int cuMemCreate(struct physical **made, size_t size, const struct vmm_properties *properties, unsigned long long flags)
+{
+    int result;
+    if (flags || properties->type != 1 || properties->where != 1 || !size || size % GRANULARITY)
+        return INVALID_VALUE;
+    return LOCKED(create(made, size, properties->device));
+}
+
+static int release(struct physical *memory)
+{
+    if (memory->released)
+        return INVALID_VALUE;
+    memory->released = 1;
+    end_physical(memory);
+    return OK;
+}
+
+int cuMemRelease(struct physical *memory)
+{
+    int result;
+    return LOCKED(release(memory));
+}
+
+static int map_range(uint64_t start, size_t size, struct physical *memory)
+{
+    struct range *range = range_at(start, size);
+    if (!range || range->behind || memory->released || memory->size != size)
+        return INVALID_VALUE;
+    if (mmap(range->start, size, PROT_NONE, MAP_SHARED | MAP_FIXED, vmm_file, (off_t)memory->offset) == MAP_FAILED)
+        return OPERATING_SYSTEM;
+    memory->mapped = 1;
+    range->behind = memory;
+    return OK;
+}
+
+int cuMemMap(uint64_t start, size_t size, size_t offset, struct physical *memory, unsigned long long flags)
+{
+    int result;
+    return offset || flags ? INVALID_VALUE : LOCKED(map_range(start, size, memory));
+}
+
+static int unmap_range(uint64_t start, size_t size)
+{
+    struct range *range = range_at(start, size);
+    if (!range || !range->behind)
+        return INVALID_VALUE;
+    mmap(range->start, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    range->behind->mapped = 0;
+    end_physical(range->behind);
+    range->behind = NULL;
+    return OK;
+}
+
+int cuMemUnmap(uint64_t start, size_t size)
+{
+    int result;
+    return LOCKED(unmap_range(start, size));
+}
+
+static int let_use(uint64_t start, size_t size, const struct vmm_access *access, size_t count)
+{
+    struct range *range = range_at(start, size);
+    int own = 0;
+    if (!range || !range->behind)
+        return INVALID_VALUE;
+    for (size_t index = 0; index < count; index++)
+        own |= access[index].device == range->behind->device && access[index].flags == 3;
+    vmm_figures.reachable = (int64_t)count; /* devices that may use the memory of the last call */
+    return own && mprotect(range->start, size, PROT_READ | PROT_WRITE) ? OPERATING_SYSTEM : OK;
+}
+
+int cuMemSetAccess(uint64_t start, size_t size, const struct vmm_access *access, size_t count)
+{
+    int result;
+    return LOCKED(let_use(start, size, access, count));
 }
 
 /* --- libnvidia-ml ----------------------------------------------------------------------------------------------- */

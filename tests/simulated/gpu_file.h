@@ -40,6 +40,7 @@ typedef struct {
     int64_t fail_allocation;   /* the n-th allocation from now fails; 0: none. Likewise: */
     int64_t fail_registration;
     int64_t fail_copy;
+    int64_t fail_creation;     /* of the driver's virtual memory */
     int64_t drop_copy;         /* between host and device: it moves nothing, and says nothing */
     int64_t hang;              /* not 0: operators and copies do not begin */
     int64_t lost;              /* not 0: every call fails */

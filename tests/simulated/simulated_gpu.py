@@ -50,6 +50,7 @@ class Gpu(ctypes.Structure):
         ("fail_allocation", ctypes.c_int64),
         ("fail_registration", ctypes.c_int64),
         ("fail_copy", ctypes.c_int64),
+        ("fail_creation", ctypes.c_int64),
         ("drop_copy", ctypes.c_int64),
         ("hang", ctypes.c_int64),
         ("lost", ctypes.c_int64),
