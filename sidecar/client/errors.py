@@ -43,6 +43,18 @@ class DamagedError(CheckpointError):
     """There are checkpoints and none of them is intact; the message gives the damage of each."""
 
 
+class OtherJobError(CheckpointError):
+    """The newest checkpoint is another job's; the message names that job, and how to adopt its checkpoint on purpose."""
+
+
+class InUseError(CheckpointError):
+    """Another live process saves its checkpoints in this directory; the message names it."""
+
+
+class LostCheckpointError(CheckpointError):
+    """What a moved job was requeued with is not what it finds; the message names both. Its user must mend the path."""
+
+
 class MismatchError(CheckpointError):
     """The checkpoint is intact and does not fit the job's objects; nothing was changed. The message names the key."""
 

@@ -55,9 +55,14 @@ def restore(saved: Mapping[str, Any]) -> None:
             module.set_rng_state(states[current], module.current_device())
 
 
+def seed_of(saved: Mapping[str, Any], step: int, rank: int) -> int:
+    """Return the seed of a rank that the saved job did not have; the same job, step and rank give the same one."""
+    return (int(saved["seed"]) + (step + 1) * SEED_STRIDE + rank) % (1 << 63)
+
+
 def seed_new_rank(saved: Mapping[str, Any], step: int, rank: int) -> None:
-    """Seed a rank that the saved job did not have; the same job, step and rank give the same numbers."""
-    seed = (int(saved["seed"]) + (step + 1) * SEED_STRIDE + rank) % (1 << 63)
+    """Seed a rank that the saved job did not have."""
+    seed = seed_of(saved, step, rank)
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:

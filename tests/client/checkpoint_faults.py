@@ -38,13 +38,15 @@ def keeper(place: Path, step: int, *, size: int = 8) -> Any:
 
 def save(place: Path, step: int, *, size: int = 8) -> None:
     """Save a step."""
-    keeper(place, step, size=size)[0].save(step)
+    with keeper(place, step, size=size)[0] as saved:
+        saved.save(step)
 
 
 def restored(place: Path, *, size: int = 8) -> int | None:
     """Return the step that is restored, checked against the model's values."""
     saved, model = keeper(place, 0, size=size)
-    step: int | None = saved.restore()
+    with saved:
+        step: int | None = saved.restore()
     assert bool((model.weight == float(step or 0)).all())
     return step
 
@@ -76,7 +78,7 @@ def killed_everywhere(folder: Path) -> list[dict[str, Any]]:
             return found
         step = restored(place)
         save(place, 4)
-        names = sorted(path.name for path in place.iterdir())
+        names = sorted(path.name for path in place.glob("step-*"))
         found.append({"at": at, "restored": step, "then": restored(place), "names": names})
     return found
 
@@ -120,7 +122,7 @@ def filled(place: Path) -> dict[str, Any]:
     behind = checkpoint(place, model=model, own={"model": {"step": 3}}, background=True)
     behind.save(3)
     messages += [refused(lambda: behind.save(4)), refused(behind.close)]
-    names = sorted(path.name for path in place.iterdir())
+    names = sorted(path.name for path in place.glob("step-*"))
     return {"messages": messages, "names": names, "restored": restored(place, size=1 << 20)}
 
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from cadenza.sidecar.client.checkpoints.checkpoint import Checkpoint
 from cadenza.sidecar.client.checkpoints.parts import own_parts, parts_of
 from cadenza.sidecar.client.checkpoints.resumable_sampler import ResumableSampler
+from cadenza.sidecar.client.checkpoints.units import Restored
 from cadenza.sidecar.client.errors import (
     CheckpointError,
     DamagedError,
+    InUseError,
+    LostCheckpointError,
     MismatchError,
+    OtherJobError,
     SaveError,
     VersionError,
 )
@@ -21,12 +29,19 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "DamagedError",
+    "InUseError",
+    "LostCheckpointError",
     "MismatchError",
+    "OtherJobError",
+    "Restored",
     "ResumableSampler",
     "SaveError",
     "VersionError",
     "checkpoint",
 ]
+
+_log = logging.getLogger("cadenza.client")
+_told: list[bool] = []
 
 
 def checkpoint(  # noqa: PLR0913 - one for each kind of thing that a job has
@@ -44,15 +59,36 @@ def checkpoint(  # noqa: PLR0913 - one for each kind of thing that a job has
 
     ``model``, ``optimizer``, ``scaler`` (a GradScaler) and ``scheduler`` are one object or a list. ``own`` is further
     state, by name in a mapping or in a list: modules such as an EMA copy, tensors, mutable mappings of plain values,
-    and anything with ``state_dict`` and ``load_state_dict``. ``sampler`` is a ResumableSampler, or anything with
-    these two methods whose state is plain JSON. Random number generators are always saved.
+    random number generators (torch's, NumPy's and Python's), and anything with ``state_dict`` and
+    ``load_state_dict``. ``sampler`` is a ResumableSampler, or anything with
+    these two methods whose state is plain JSON. The global random number generators are always saved.
 
     The state is the same on every rank (DDP) or consists of DTensors (``fully_shard``), except for random numbers and
     positions. With several ranks this and all methods are collective calls after init_process_group, and all nodes
-    see the directory; one job uses it at a time. ``background`` writes while training continues, and takes one more
-    copy of the state in host memory. Raises UsageError for an object without state.
+    see the directory; it belongs to one job, and one process of it writes at a time. ``background`` writes while
+    training continues, and takes one more copy of the state in host memory. Raises UsageError for an object without
+    state, and CheckpointError, which names the rank, when one does not call this within a minute.
     """
     given = {"model": model, "optimizer": optimizer, "scaler": scaler, "scheduler": scheduler}
     parts = {name: part for kind, things in given.items() for name, part in parts_of(kind, things).items()}
-    parts.update(own_parts(own))
-    return Checkpoint(Path(directory), parts, sampler, background=background)
+    others, generators = own_parts(own)
+    parts.update(others)
+    made = Checkpoint(Path(directory).absolute(), parts, generators, sampler, background=background)
+    _tell_once(sampler, own)
+    return made
+
+
+def _tell_once(sampler: Any, own: Any) -> None:
+    """Say, at the first keeper of this process, what a restore will not bring back."""
+    if _told:
+        return
+    _told.append(True)
+    loaders = [one for one in gc.get_objects() if type(one) is DataLoader] if sampler is None else []
+    seeded = any(one.generator is not None or getattr(one.sampler, "generator", None) is not None for one in loaders)
+    absent = ["the position in the data (sampler=)"] if sampler is None else []
+    absent += ["the generator of a DataLoader (own=)"] if seeded and own is None else []
+    absent += (
+        ["anything else of the script's own, such as best values, an EMA or generators (own=)"] if own is None else []
+    )
+    if absent:
+        _log.warning("a restore brings back what this checkpoint was given, and not %s", "; nor ".join(absent))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
 import zlib
-from collections.abc import Iterable, Mapping
-from datetime import timedelta
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,15 +18,19 @@ from cadenza.sidecar.client import rng_state
 from cadenza.sidecar.client.bootstrap import process
 from cadenza.sidecar.client.checkpoints import reading, writing
 from cadenza.sidecar.client.checkpoints.collective import Ranks
-from cadenza.sidecar.client.checkpoints.parts import Part
+from cadenza.sidecar.client.checkpoints.directory import Facts
+from cadenza.sidecar.client.checkpoints.ownership import WriterLock, check_owner, owner_here
+from cadenza.sidecar.client.checkpoints.parts import GeneratorPart, ModelPart, Part, tensors_in
+from cadenza.sidecar.client.checkpoints.periodic import Periodic
 from cadenza.sidecar.client.checkpoints.reading import Loaded, Skipped
 from cadenza.sidecar.client.checkpoints.resumable_sampler import ResumableSampler
+from cadenza.sidecar.client.checkpoints.round_trip import RoundTrips
 from cadenza.sidecar.client.checkpoints.staging import SHARDED, Staging
-from cadenza.sidecar.client.errors import CheckpointError, MismatchError, SaveError, UsageError
+from cadenza.sidecar.client.checkpoints.units import NAMED, OWN, Restored, Units
+from cadenza.sidecar.client.errors import CheckpointError, InUseError, MismatchError, SaveError, UsageError
+from cadenza.sidecar.client.offload.held_signals import HeldSignals
 from cadenza.sidecar.client.session.checkpoint_request import Saved
-
-BARRIER_TIMEOUT = timedelta(seconds=60)
-"""Longest wait of the ranks for each other when Cadenza requests a checkpoint; all are at one boundary already."""
+from cadenza.sidecar.client.zip_equal import zip_equal
 
 _log = logging.getLogger("cadenza.client")
 
@@ -34,25 +38,52 @@ _log = logging.getLogger("cadenza.client")
 class Checkpoint:
     """The last two checkpoints of a job in a directory; made by ``checkpoint()``.
 
-    With several ranks every method is a collective call: all ranks call it, and it succeeds or fails on all.
+    With several ranks every method is a collective call: all ranks call it, and it succeeds or fails on all. A rank
+    that does not call it is named after a minute.
     """
 
-    def __init__(self, directory: Path, parts: Mapping[str, Part], sampler: Any, *, background: bool) -> None:
-        self._directory, self._parts, self._sampler = directory, parts, sampler
+    def __init__(
+        self,
+        directory: Path,
+        parts: Mapping[str, Part],
+        generators: Mapping[str, GeneratorPart],
+        sampler: Any,
+        *,
+        background: bool,
+    ) -> None:
+        self._directory, self._parts, self._generators, self._sampler = directory, parts, generators, sampler
         self._ranks = Ranks()
         self._background = background
         self._staging = Staging(keep=background)
+        self._lock = WriterLock(directory, owner_here(), self._displace)
+        self._writer = writing.Writer(directory, self._ranks, self._lock)
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._last: Saved | None = None
+        """The last complete checkpoint of this process."""
+        self._saving = self._displaced = False
+        self._later: int | None = None
+        """Step of a save that began within another one, and is made after it."""
         self.skipped: tuple[Skipped, ...] = ()
         """Checkpoints that the last ``restore`` skipped, newest first, with the reasons."""
         self._requested: dict[Path, int] = {}
-        """Checkpoints that Cadenza requested from this process, with their steps as counted here."""
+        """Checkpoints that Cadenza requested from this process, with their steps."""
         self._session = process.prepare()
+        self._units = Units(lambda: self._session.trained)
+        self._trips = RoundTrips(parts)
+        self._stopped = ""
+        """The reason why nothing is requested any more."""
+        self._seen: tuple[int, ...] = ()
+        """Versions of the state's tensors at the last save."""
+        self._periodic: Periodic | None = None
+        self._batches = self._handed_out
         self._registration = self._session.add_saver(self._save_on_request, away=True)
-        self._anchor = (0, self._session.trained)
-        """A step that the script named, and the session's count of training steps at that time."""
-        self._named_step: int | None = None
+        self._registration.watched = self._watched
+        if isinstance(sampler, ResumableSampler):
+            self._registration.at_epoch_end = lambda: sampler.at_epoch_end
+        self._tell()
+        self._session.looks.append(self._look)
+        self._session.memory_step = 0
 
     def __enter__(self) -> Checkpoint:  # noqa: PYI034 - typing.Self came with Python 3.11
         return self
@@ -68,103 +99,281 @@ class Checkpoint:
                 raise
 
     def save(self, step: int) -> None:
-        """Save the state as that of a step: a number that grows from save to save.
+        """Save the state as that of a step: a number that grows from save to save, in a unit of the script's own.
 
         Returns when the checkpoint is complete on the disk; with ``background`` when the state is copied to host
-        memory, and a thread does the rest. Call it between an optimizer step and the next batch. Raises
-        SaveError when it could not be written (with ``background``, at the next ``save``, ``wait`` or ``close``),
-        and UsageError for state that cannot be restored; the earlier checkpoints stay.
+        memory, and a thread does the rest. Call it between an optimizer step and the next batch. Signal handlers run
+        after it; a save within a save is made after it, too. Raises SaveError when it could not be written (with
+        ``background``, at the next ``save``, ``wait`` or ``close``), InUseError when another process saves there,
+        OtherJobError when the directory is another job's, and UsageError for state that cannot be restored; the
+        earlier checkpoints stay.
         """
-        self.wait()
-        self._compare(step)
-        captured = self._capture(step, self._staging)
-        if not self._background:
-            self._write(step, captured)
+        if self._saving:
+            self._later = step
             return
-        task = (step, captured)
-        self._thread = threading.Thread(target=self._write_in_background, args=task, name="cadenza-checkpoint")
-        self._thread.start()
+        with self._alone():
+            self.wait()
+            self._ranks.roll_call("save()")
+            self._units.saved(step)
+            self._try_parts()
+            self._tell()
+            captured = self._capture(step, self._staging)
+            facts = self._facts(ordered=False)
+            if self._background:
+                self._begin(step, captured, facts)
+            else:
+                self._write(step, captured, facts)
+            if self._units.undecided:  # the next boundary tells
+                self._seen = self._versions()
+                self._session.memory_step = 0
+        self._session.own_save(self._registration, self._complete)
+        self._catch_up(step)
 
-    def restore(self) -> int | None:
+    def restore(self, *, adopt: bool = False) -> Restored | None:
         """Set everything to the newest intact checkpoint and return its step, or None when there is none.
 
-        Parameters, buffers and optimizer groups stay the same objects. Damaged and unfinished checkpoints are
-        skipped, logged, and listed in ``skipped``. Raises MismatchError, with nothing changed, when a name, shape or
-        dtype differs, DamagedError when none is intact, VersionError for a later format.
+        The step is an ``int``, as the script last gave it, that knows its ``epoch`` and more. Parameters, buffers and
+        optimizer groups stay the same objects. Damaged and unfinished checkpoints are skipped, logged, and listed in
+        ``skipped``. Raises OtherJobError for the checkpoint of another job, unless ``adopt`` (or CADENZA_ADOPT=1 in
+        the environment) says that this one takes it over, and LostCheckpointError when the job was moved with another
+        checkpoint than the one that is there. Raises MismatchError, with nothing changed, when a name, shape or
+        dtype differs, DamagedError when none is intact, InUseError when another process saves in the directory, and
+        VersionError for a later format.
         """
-        # 1. Find the newest checkpoint that is intact on all ranks, once the state has its memory.
-        self._session.await_state()
-        self.wait()
-        search = reading.newest(self._directory, self._ranks)
-        self.skipped = tuple(search.skipped)
-        loaded = search.loaded
-        if loaded is None:
-            return None
-        # 2. Check on all ranks that it fits this job; nothing is changed before.
-        targets = self._ranks.all_ranks(lambda: self._check(loaded))
-        # 3. Read sharded tensors in place.
-        if targets:
-            from cadenza.sidecar.client.checkpoints import sharded  # noqa: PLC0415 - a second of imports that few need
+        with self._alone(restoring=True):
+            # 1. Keep other writers out, once the state has its memory, and find the newest checkpoint that is intact
+            #    on all ranks.
+            self._session.await_state()
+            self.wait()
+            self._ranks.roll_call("restore()")
+            self._writer.hold(make=False)
+            search = reading.newest(self._directory, self._ranks)
+            self.skipped = tuple(search.skipped)
+            loaded = search.loaded
+            # 2. Check on all ranks that it is this job's, and fits it; nothing is changed before.
+            self._ranks.all_ranks(lambda: self._admit(loaded, adopt=adopt))
+            if loaded is None:
+                return None
+            targets = self._ranks.all_ranks(lambda: self._check(loaded))
+            # 3. Read sharded tensors in place.
+            if targets:
+                from cadenza.sidecar.client.checkpoints import sharded  # noqa: PLC0415 - a second of imports
 
-            sharded.load(loaded.place.path / writing.SHARDS, targets, self._ranks.group)
-        # 4. Set the other state, random numbers last: the rest may draw some.
-        self._ranks.all_ranks(lambda: self._restore(loaded, targets))
-        self._anchor = (loaded.place.step, self._session.trained)
-        return loaded.place.step
-
-    @property
-    def step(self) -> int:
-        """Step of a checkpoint requested now: the one given to ``at``, else counted by boundaries."""
-        named, trained = self._anchor
-        return named + self._session.trained - trained if self._named_step is None else self._named_step
+                sharded.load(loaded.place.path / writing.SHARDS, targets, self._ranks.group)
+            # 4. Set the other state, random numbers last: the rest may draw some.
+            self._ranks.all_ranks(lambda: self._restore(loaded, targets))
+            facts, path = loaded.facts, loaded.place.path
+            self._units.restored(loaded.place.step, facts.unit, facts.boundaries)
+            self._batches = self._handed_out
+            self._tell()
+            self._session.memory_step = 0
+        self._session.arrival.restored(path, loaded.place.step)
+        epoch = getattr(self._sampler, "epoch", None)
+        epoch = epoch if isinstance(epoch, int) else None
+        step = loaded.place.step
+        return Restored(step, epoch=epoch, ordered=facts.ordered, boundaries=facts.boundaries, path=path)
 
     def at(self, step: int) -> None:
-        """Set the step of the present state, for scripts that call ``boundary()`` more or less than once a step."""
-        if self._named_step is None:
-            self._registration.ready = True
-        self._named_step = step
+        """Name the step of the present state; called in each step, it tells Cadenza how this script counts.
+
+        A checkpoint that Cadenza requests carries the number that was named last.
+        """
+        self._units.at(step)
+        if not self._registration.ready or self._registration.own_saves:
+            self._try_parts()
+            self._tell()
+
+    def every(self, *, minutes: float) -> None:
+        """Save by itself every some minutes, at a boundary, so that a crash does not go back to the last move.
+
+        The state is copied to host memory, and a thread writes it. Only a script whose steps are known (see ``at``)
+        is saved like this; one with another unit of its own saves by itself. An error is logged, not raised.
+        """
+        if minutes <= 0:
+            raise UsageError(f"every(minutes={minutes}) must be positive")
+        self._periodic = Periodic(minutes * 60, self._ranks)
+        self._session.memory_step = 0
 
     def wait(self) -> None:
         """Wait for the save in the background; raise SaveError when it failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        while (thread := self._thread) is not None:
+            thread.join()
+            if self._thread is thread:
+                self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def close(self) -> None:
-        """Wait like ``wait``, and free the host memory of background saves."""
+        """Wait like ``wait``, let other writers in, and free the host memory of background saves."""
         self._registration.withdraw()
-        self.wait()
-        self._staging = Staging(keep=self._background)
+        with contextlib.suppress(ValueError):
+            self._session.looks.remove(self._look)
+        try:
+            self.wait()
+        finally:
+            self._lock.release()
+            self._staging = Staging(keep=self._background)
 
-    def _compare(self, step: int) -> None:
-        """Compare the script's step with the count of boundaries; if they differ, request no checkpoints any more."""
-        counted = self.step
-        if self._named_step is None and self._session.trained and step not in (counted, counted + 1):
-            _log.warning(
-                "step %d after %d boundaries from step %d on: Cadenza cannot count this job's steps and requests no "
-                "checkpoints; call keeper.at(step) in each step", step, self._session.trained, self._anchor[0],
-            )  # fmt: skip
-            self._registration.ready = False
+    # --- one at a time -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _alone(self, *, restoring: bool = False) -> Iterator[None]:
+        """Do one save or restore; Python's signal handlers, which may save too, run after it."""
+        if self._displaced:
+            raise InUseError(
+                f"{self._directory}: a later keeper of this process has taken over this directory; use one keeper for "
+                "all state, or a directory for each"
+            )
+        with HeldSignals():
+            if self._saving:
+                raise InUseError(f"{self._directory}: a save or restore is under way there")
+            self._saving = True
+            try:
+                yield
+            finally:
+                self._saving = False
+                if restoring and self._later is not None:
+                    self._later = None
+                    _log.warning("%s: a save that began during restore() was left out", self._directory)
+
+    def _catch_up(self, step: int) -> None:
+        """Make the save that was put off; without other ranks, not one whose state is on the disk already."""
+        later, self._later = self._later, None
+        if later is not None and (later > step or self._ranks.size > 1):
+            self.save(later)
+
+    def _displace(self) -> None:
+        """Give the directory up for a later keeper of this process."""
+        if self._saving:
+            raise InUseError(f"{self._directory}: another keeper of this process is saving there")
+        with contextlib.suppress(CheckpointError, UsageError):
+            self.wait()
+        self._displaced = True
+        self._registration.withdraw()
+        with contextlib.suppress(ValueError):
+            self._session.looks.remove(self._look)
+
+    # --- what is known of the script -----------------------------------------------------------------------
+
+    @property
+    def _handed_out(self) -> int:
+        """Batches that the sampler has handed out in this process."""
+        return self._sampler.handed_out if isinstance(self._sampler, ResumableSampler) else 0
+
+    def _watched(self) -> list[object]:
+        """Return the optimizers and modules whose gradients must be used up where a checkpoint is requested."""
+        return [part.thing for part in self._parts.values()]
+
+    def _versions(self) -> tuple[int, ...]:
+        """Return numbers that change when a training step changes the state, or its GradScaler skips one."""
+        tensors: list[torch.Tensor] = []
+        for part in self._parts.values():
+            thing = part.thing
+            if isinstance(part, ModelPart):
+                tensors += [*thing.parameters(), *thing.buffers()]
+            for group in getattr(thing, "param_groups", ()):
+                tensors += group["params"]
+            if isinstance(thing, torch.amp.GradScaler):
+                tensors += filter(None, (thing._scale, thing._growth_tracker))  # type: ignore[arg-type]  # noqa: SLF001
+            if isinstance(thing, (torch.Tensor, Mapping)):
+                tensors += tensors_in(thing)
+        return tuple(tensor._version for tensor in tensors if not tensor.is_inference())  # noqa: SLF001
+
+    def _look(self) -> None:
+        """Learn, at a boundary beside the hot loop, what is known of the steps; save if a periodic save is due."""
+        if self._units.undecided:
+            self._units.decide(changed=self._seen != self._versions())
+        if isinstance(self._sampler, ResumableSampler):
+            self._units.follow(self._handed_out - self._batches)
+        self._try_parts()
+        self._tell()
+        if self._periodic is not None:
+            self._look_at_clock(self._periodic)
+
+    def _try_parts(self) -> None:
+        """Try whether what is saved can be restored, once for each kind of object, while its state is here."""
+        if self._trips.left and not self._session.away:
+            self._trips.run()
+
+    def _tell(self) -> None:
+        """Tell the session whether a checkpoint can be requested, and why not."""
+        registration = self._registration
+        reason = self._stopped or "; ".join(self._trips.failures) or self._units.unknown
+        registration.unready = reason or registration.unready
+        if registration.own_saves != (self._units.unit == OWN):
+            registration.own_saves = self._units.unit == OWN
+        if registration.ready == bool(reason):
+            registration.ready = not reason
+
+    def _look_at_clock(self, periodic: Periodic) -> None:
+        """Save if a periodic save is due and this boundary is a save point; set the step of the next look."""
+        session = self._session
+        boundaries = session.trained
+        step_s = session.sum_ns / 1e9 / boundaries if boundaries else 0.0
+        at_end = self._registration.at_epoch_end
+        may = self._units.step is not None and not self._saving and not (at_end is not None and at_end())
+        try:
+            if periodic.saves(session.step, step_s, self._watched, may=may):
+                self._save_periodically()
+        except Exception as error:  # noqa: BLE001 - the training goes on
+            _log.error("the periodic save failed: %s", error)
+        session.memory_step = min(session.memory_step, periodic.next_look(session.step, step_s))
+
+    def _save_periodically(self) -> None:
+        """Save in the background at this boundary."""
+        step = self._units.step
+        if step is None:
+            return
+        with self._alone():
+            self.wait()
+            self._ranks.roll_call("a periodic save", series="periodic")
+            if not self._staging.keeps:
+                self._staging = Staging(keep=True)
+            self._begin(step, self._capture(step, self._staging), self._facts(ordered=False), raises=False)
+
+    # --- saving --------------------------------------------------------------------------------------------
 
     def _save_on_request(self) -> Saved:
         """Save for Cadenza, with all ranks at one boundary, in the foreground: it is complete when this returns.
 
         State that is away is written from where it is, because the host's memory may be short.
         """
+        with self._alone():
+            try:
+                self._ranks.roll_call("the save that Cadenza requests", series="request")
+            except CheckpointError as error:
+                self._stopped = str(error)  # the missing rank may be in any other collective
+                self._tell()
+                raise
+            self.wait()
+            if self._units.by_batches:
+                self._units.follow(self._handed_out - self._batches)
+            step = self._units.step
+            if step is None:
+                self._tell()
+                raise CheckpointError(self._units.unknown or "only the script itself can number its checkpoint")
+            staging = Staging(keep=False) if self._session.away else self._staging
+            saved = self._write(step, self._capture(step, staging), self._facts(ordered=True))
+            self._requested[Path(saved.path)] = step
         try:
-            self._ranks.barrier(BARRIER_TIMEOUT)
-        except CheckpointError:
-            self._registration.ready = False  # the missing rank may be in any other collective
-            raise
+            self._catch_up(step)
+        except (CheckpointError, UsageError) as error:
+            _log.error("%s", error)
+        return saved
+
+    def _complete(self) -> Saved:
+        """Return the script's own last save, complete on the disk."""
         self.wait()
-        step = self.step
-        staging = Staging(keep=False) if self._session.away else self._staging
-        written = self._write(step, self._capture(step, staging))
-        self._requested[written.path] = step
-        return Saved(step, written.nbytes, str(written.path))
+        if self._last is None:
+            raise SaveError("nothing was saved")
+        return self._last
+
+    def _facts(self, *, ordered: bool) -> Facts:
+        """Return the meaning of a checkpoint at this boundary."""
+        units = self._units
+        unit = NAMED if units.named is not None else units.unit
+        return Facts(unit, ordered=ordered, boundaries=units.boundaries, owner=owner_here())
 
     def _capture(self, step: int, staging: Staging) -> writing.Captured:
         """Copy the state; raise UsageError on every rank if it cannot be saved or differs between ranks."""
@@ -173,12 +382,15 @@ class Checkpoint:
         position = captured.own["sampler"] if isinstance(self._sampler, ResumableSampler) else None
         # Replicated state has the same names, shapes and dtypes on every rank.
         lines = "\n".join(_lines(captured.shared, ""))
-        descriptions = self._ranks.gather((zlib.crc32(lines.encode()), position))
-        for rank, one in enumerate(descriptions):
-            if one != descriptions[0]:
-                other_form = one[0] != descriptions[0][0]
-                difference = "keeps state of other names or shapes" if other_form else "is at another sample"
-                raise UsageError(f"rank {rank} {difference} than rank 0: the checkpoint would not fit together")
+        drawn = zlib.crc32(json.dumps(captured.own["generators"], sort_keys=True).encode())
+        told = self._ranks.gather((step, zlib.crc32(lines.encode()), position, drawn))
+        *descriptions, drawn_by = ([one[index] for one in told] for index in range(4))
+        captured.own["alike"] = len(set(drawn_by)) == 1
+        texts = ("saves another step", "keeps state of other names or shapes", "is at another sample")
+        for text, values in zip_equal(texts, descriptions):
+            for rank, value in enumerate(values):
+                if value != values[0]:
+                    raise UsageError(f"rank {rank} {text} than rank 0: the checkpoint would not fit together")
         return captured
 
     def _capture_own(self, step: int, staging: Staging) -> writing.Captured:
@@ -195,25 +407,46 @@ class Checkpoint:
             raise UsageError(f"sampler: its state_dict() is not plain JSON: {error}") from None
         if not unchanged:
             raise UsageError("sampler: its state_dict() changes when written as JSON (keys must be text, no tuples)")
-        own = {"rng": rng_state.capture(), "sampler": state}
+        generators = {name: part.capture() for name, part in self._generators.items()}
+        own = {"rng": rng_state.capture(), "sampler": state, "generators": generators}
         return writing.Captured({"parts": shared}, own, staging.sharded)
 
-    def _write(self, step: int, captured: writing.Captured) -> writing.Written:
-        """Write a captured state; a requested checkpoint whose step was counted too high does not prevent it."""
-        too_far = (path for path, counted in self._requested.items() if counted > step)
+    def _write(self, step: int, captured: writing.Captured, facts: Facts) -> Saved:
+        """Write a captured state; a requested checkpoint of a later step does not prevent it."""
+        too_far = (path for path, requested in self._requested.items() if requested > step)
         rejected = frozenset((*(one.path for one in self.skipped), *too_far))
-        return writing.write(self._directory, step, captured, self._ranks, rejected)
+        written = self._writer.write(step, captured, facts, rejected)
+        self._last = Saved(step, written.nbytes, str(written.path))
+        return self._last
 
-    def _write_in_background(self, step: int, captured: writing.Captured) -> None:
-        """Write in the thread, and keep an error for the next call."""
-        try:
-            self._write(step, captured)
-        except CheckpointError as error:
-            self._failure = error
-        except Exception as error:  # noqa: BLE001 - the next call raises it
-            self._failure = error if isinstance(error, UsageError) else SaveError(f"step {step} is not saved: {error}")
-        if self._failure is not None:
-            _log.error("%s", self._failure)
+    def _begin(self, step: int, captured: writing.Captured, facts: Facts, *, raises: bool = True) -> None:
+        """Write a captured state in a thread, which keeps an error for the next call if that ``raises``."""
+
+        def write() -> None:
+            failure: Exception | None = None
+            try:
+                self._write(step, captured, facts)
+            except (CheckpointError, UsageError) as error:
+                failure = error
+            except Exception as error:  # noqa: BLE001 - the next call raises it
+                failure = SaveError(f"step {step} is not saved: {error}")
+            if failure is not None:
+                _log.error("%s", failure)
+                self._failure = failure if raises else None
+
+        self._thread = threading.Thread(target=write, name="cadenza-checkpoint")
+        self._thread.start()
+
+    # --- restoring -----------------------------------------------------------------------------------------
+
+    def _admit(self, loaded: Loaded | None, *, adopt: bool) -> None:
+        """Raise unless what was found is this job's, and what it was moved with."""
+        if loaded is not None and not adopt:
+            check_owner(loaded.place.path, loaded.facts.owner, owner_here())
+        if adopt:
+            self._writer.owner = None
+        found = None if loaded is None else loaded.place.path
+        self._session.arrival.check(self._directory, found, None if loaded is None else loaded.place.step)
 
     def _check(self, loaded: Loaded) -> dict[str, torch.Tensor]:
         """Check that everything fits; return the tensors to read sharded ones into."""
@@ -224,7 +457,10 @@ class Checkpoint:
                 raise MismatchError(f"{name}: is not in {loaded.place.path}, which has {', '.join(saved)}")
             part.check(saved[name])
             targets.update(part.targets(saved[name]))
-        if ignored := saved.keys() - self._parts.keys():
+        for name, generator in self._generators.items():
+            generator.check(loaded.own["generators"].get(name))
+        names = self._parts.keys() | self._generators.keys()
+        if ignored := (saved.keys() | loaded.own["generators"].keys()) - names:
             _log.warning("checkpoint %s also has %s: not restored", loaded.place.path, ", ".join(sorted(ignored)))
         self._check_sampler(loaded)
         return targets
@@ -248,10 +484,16 @@ class Checkpoint:
             self._sampler.load_state_dict(loaded.own["sampler"])
         for name, part in self._parts.items():
             part.restore(loaded.shared["parts"][name], read)
-        if self._ranks.rank < loaded.world_size:
+        rank, step = self._ranks.rank, loaded.place.step
+        for name, generator in self._generators.items():
+            if rank < loaded.world_size or loaded.own["alike"]:
+                generator.restore(loaded.own["generators"][name])
+            else:
+                generator.seed(rng_state.seed_of(loaded.own["rng"], step, rank))
+        if rank < loaded.world_size:
             rng_state.restore(loaded.own["rng"])
         else:
-            rng_state.seed_new_rank(loaded.own["rng"], loaded.place.step, self._ranks.rank)
+            rng_state.seed_new_rank(loaded.own["rng"], step, rank)
 
 
 def _lines(value: Any, name: str) -> Iterable[str]:

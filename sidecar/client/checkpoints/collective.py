@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,6 +15,14 @@ T = TypeVar("T")
 
 TIMEOUT = timedelta(hours=6)
 """Longest wait for a rank that still writes. A dead rank ends the wait at once, because its connection closes."""
+ROLL_CALL = timedelta(seconds=60)
+"""Longest wait for a rank that has not come to a collective call."""
+MAX_NAMED = 8
+"""Ranks that an error names."""
+_MET = "met"
+_COLLECTIVE = "it is a collective call, which all ranks must make"
+_made = itertools.count(1)
+"""Numbers of this process's keepers, the same on every rank."""
 
 
 class Ranks:
@@ -26,22 +35,68 @@ class Ranks:
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
         self.group: distributed.ProcessGroup | None = None
+        self._store: distributed.Store | None = None
+        self._calls: dict[str, int] = {}
         if distributed.is_available() and distributed.is_initialized():
             self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+            if self.size > 1:
+                store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way
+                self._store = distributed.PrefixStore(f"cadenza.checkpoint/{next(_made)}", store)
+                self.roll_call("client.checkpoint()")
             self.group = distributed.new_group(backend="gloo", timeout=TIMEOUT)
 
-    def barrier(self, timeout: timedelta) -> None:
-        """Wait until all ranks have come here; CheckpointError names those that have not in time.
+    def roll_call(self, call: str, *, series: str = "script", timeout: timedelta = ROLL_CALL) -> None:
+        """Wait until all ranks have made this collective call; CheckpointError names the one that has not in time.
 
-        It is for calls that only the agent's message makes collective. If one rank did not receive the message, the
-        others must not wait in a collective while that rank waits for them in one of the training.
+        It needs no collective, which the missing rank may be in as a part of its training, but the store of the
+        process group. All ranks come to one verdict: a rank that is late gets the same error. Calls that only the
+        agent's message makes collective are a ``series`` of their own.
         """
-        if self.group is None:
+        if self._store is None:
             return
+        number = self._calls[series] = self._calls.get(series, 0) + 1
         try:
-            distributed.monitored_barrier(self.group, timeout=timeout, wait_all_ranks=True)
+            verdict = self._verdict(self._store, f"{series}/{number}", call, timeout)
+            if verdict == _MET and self.rank == 0 and number > 1:  # all have left the call before
+                for name in ("call", "count", "verdict", *map(str, range(self.size))):
+                    self._store.delete_key(f"{series}/{number - 1}/{name}")
         except RuntimeError as error:
-            raise CheckpointError(f"not all ranks came to save: {str(error).splitlines()[0]}") from error
+            text = str(error).splitlines()[0]
+            raise CheckpointError(f"{call}: the store of the process group does not answer: {text}") from error
+        if verdict != _MET:
+            raise CheckpointError(verdict)
+
+    def _verdict(self, store: distributed.Store, key: str, call: str, timeout: timedelta) -> str:
+        """Make a rank's call known, and return what became of it: _MET, or an error's text."""
+        store.set(f"{key}/{self.rank}", call)
+        if (first := _text(store.compare_set(f"{key}/call", "", call))) != call:
+            text = f"rank {self.rank} called {call} where another rank called {first}: {_COLLECTIVE}"
+            return _text(store.compare_set(f"{key}/verdict", "", text))
+        if store.add(f"{key}/count", 1) == self.size:
+            return _text(store.compare_set(f"{key}/verdict", "", _MET))
+        try:
+            store.wait([f"{key}/verdict"], timeout)
+        except RuntimeError:
+            absent = [str(rank) for rank in range(self.size) if not store.check([f"{key}/{rank}"])]
+            ranks = f"rank{'s' if len(absent) > 1 else ''} {', '.join(absent[:MAX_NAMED])}"
+            have = "has" if len(absent) == 1 else "have"
+            text = f"{ranks} {have} not called {call} within {timeout.total_seconds():.0f} s: {_COLLECTIVE}"
+            return _text(store.compare_set(f"{key}/verdict", "", text if absent else _MET))
+        return _text(store.get(f"{key}/verdict"))
+
+    # --- a message that no rank waits for ------------------------------------------------------------------
+
+    def publish(self, name: str, value: int) -> None:
+        """Let all ranks know a number, without a collective."""
+        if self._store is not None:
+            self._store.set(f"published/{name}", str(value))
+
+    def published(self, name: str) -> int | None:
+        """Return a number that a rank has published, None if there is none yet."""
+        key = f"published/{name}"
+        if self._store is None or not self._store.check([key]):
+            return None
+        return int(_text(self._store.get(key)))
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, in order of ranks, on every rank."""
@@ -76,3 +131,8 @@ class Ranks:
         value = self.all_ranks(lambda: work() if self.rank == 0 else None)
         result: T = self.gather(value)[0]  # type: ignore[assignment]
         return result
+
+
+def _text(value: bytes | str) -> str:
+    """Return a store's value as text."""
+    return value if isinstance(value, str) else value.decode()

@@ -3,6 +3,7 @@
 ``step-00000120/``      a checkpoint: its files, then ``complete.json``, the marker, without which it does not count
 ``step-00000120.2/``    a second one of the same step; the higher number is the newer
 ``step-00000120.tmp/``  one that is being written, or whose process was killed before it was complete
+``.lock``               the lock of the process that saves here
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import re
 import shutil
 import zlib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from cadenza.sidecar.client.checkpoints.files import Entry, sync_directory, write_new
-from cadenza.sidecar.client.errors import UsageError, VersionError
+from cadenza.sidecar.client.checkpoints.ownership import Owner, check_owner, read_owner
+from cadenza.sidecar.client.errors import CheckpointError, UsageError, VersionError
 
 SCHEMA = "cadenza.checkpoint/1"
 MARKER = "complete.json"
@@ -44,17 +46,38 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Facts:
+    """The meaning of a checkpoint: its step's unit, and the training boundaries of all starts by then."""
+
+    unit: str = ""
+    ordered: bool = False
+    """Cadenza requested it, between two saves of the script."""
+    boundaries: int = 0
+    owner: Owner = field(default_factory=Owner)
+    """The job that saved it."""
+
+
+@dataclass(frozen=True)
 class Marker:
     """Contents of a complete checkpoint; ``files`` are by path relative to its directory."""
 
     step: int
     world_size: int
     files: Mapping[str, Entry]
+    facts: Facts
 
 
 def places(directory: Path) -> list[Place]:
-    """Return the checkpoints in a directory, complete or not, newest first; a missing directory has none."""
-    paths = directory.iterdir() if directory.is_dir() else ()
+    """Return the checkpoints in a directory, complete or not, newest first; a missing directory has none.
+
+    Raises CheckpointError when it is no directory, or cannot be read.
+    """
+    try:
+        paths = [*directory.iterdir()]
+    except FileNotFoundError:
+        paths = []
+    except OSError as error:
+        raise CheckpointError(f"{directory}: {error.strerror}") from error
     matches = ((path, _NAME.fullmatch(path.name)) for path in paths)
     return sorted((Place(int(m[1]), int(m[2] or 1), path) for path, m in matches if m), reverse=True)
 
@@ -75,7 +98,9 @@ def marker_of(path: Path) -> Marker:
         if pure.is_absolute() or ".." in pure.parts:  # damage, or malice
             raise UnusableError(f"{MARKER} names {str(pure)!r}, outside of the checkpoint")
     files = {name: Entry(int(file["bytes"]), int(file["crc32"])) for name, file in marker["files"].items()}
-    return Marker(marker["step"], marker["world_size"], files)
+    owner = read_owner(marker.get("owner"))
+    facts = Facts(str(marker.get("unit", "")), bool(marker.get("ordered")), int(marker.get("boundaries", 0)), owner)
+    return Marker(marker["step"], marker["world_size"], files, facts)
 
 
 def _checksum(fields: Mapping[str, Any]) -> int:
@@ -83,13 +108,17 @@ def _checksum(fields: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
 
-def begin(directory: Path, step: int, rejected: Collection[Path]) -> Place:
+def begin(directory: Path, step: int, rejected: Collection[Path], owner: Owner | None) -> Place:
     """Return the place of this step's checkpoint; make its temporary directory, and remove unfinished ones.
 
     Raises UsageError when there is a complete checkpoint of a later step that a restore has not ``rejected``: it
-    would be pruned, or the new one would never be the newest.
+    would be pruned, or the new one would never be the newest. Raises OtherJobError when the newest one is of another
+    job than ``owner``, whose checkpoints would be pruned; None is any job's.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    newest = next(iter(usable(directory, rejected)), None)
+    if newest is not None and owner is not None:
+        check_owner(newest.path, marker_of(newest.path).facts.owner, owner)
     later = next((place for place in usable(directory, rejected) if place.step > step), None)
     if later is not None:
         raise UsageError(
@@ -109,13 +138,14 @@ def temporary(path: Path) -> Path:
     return path.with_name(path.name + TEMPORARY)
 
 
-def complete(place: Place, world_size: int, files: Mapping[str, Entry]) -> None:
+def complete(place: Place, world_size: int, files: Mapping[str, Entry], facts: Facts) -> None:
     """Give a written checkpoint its name, then its marker; each is on the disk before the next."""
     sync_directory(temporary(place.path))
     temporary(place.path).rename(place.path)
     sync_directory(place.path.parent)
     listed = {name: {"bytes": entry.nbytes, "crc32": entry.crc32} for name, entry in sorted(files.items())}
     fields: dict[str, Any] = {"schema": SCHEMA, "step": place.step, "world_size": world_size, "files": listed}
+    fields.update(vars(facts), owner=facts.owner.fields())
     text = json.dumps({**fields, "crc32": _checksum(fields)}, indent=1).encode()
     unnamed = place.path / (MARKER + TEMPORARY)
     write_new(unnamed, lambda sink: sink.write(text))

@@ -1,19 +1,33 @@
-"""Files that survive a crash, and whose damage shows in their size and CRC-32; stdlib only."""
+"""Files that survive a crash and whose damage shows in size and CRC-32; their stall ends a save. Stdlib only."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cadenza.sidecar.client.errors import SaveError
 
+T = TypeVar("T")
+
 PIECE_BYTES = 1 << 20
 """Bytes that are read at once; for smaller writes another thread would cost more than it saves."""
+WRITE_BYTES = 1 << 26
+"""Bytes that are written at once; each such write that returns shows that the file system answers."""
+STALL_S = 60.0
+STALL_FACTOR = 4.0
+"""A save is given up when its file system has done nothing for STALL_FACTOR times the job's usual save, and for at
+least STALL_S."""
+FIRST_BYTES_PER_S = 1e8
+"""Speed from which the usual time is worked out before there was a save."""
+LOOKS = 32
+"""Looks at a save's progress in the time after which it is given up."""
 POLYNOMIAL = 0xEDB88320
 """Polynomial of the CRC-32 of IEEE 802.3, lowest bit first: bit 31 - k stands for x**k."""
 
@@ -61,7 +75,8 @@ class Sink:
         """Write all; a disk that is nearly full takes a part before it refuses the rest."""
         done = 0
         while done < view.nbytes:
-            done += self._file.write(view[done:])
+            done += self._file.write(view[done : done + WRITE_BYTES])
+            moved()
         self._nbytes += done
 
     def flush(self) -> None:
@@ -73,9 +88,10 @@ class Sink:
         return Entry(self._nbytes, self._crc32)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; it is on the disk already, or an error is being raised."""
         self._summing.shutdown()
-        self._file.close()
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def write_new(path: Path, fill: Callable[[Sink], object]) -> Entry:
@@ -151,5 +167,92 @@ def sync_directory(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(handle)
+
+
+class Worker(threading.Thread):
+    """A thread with one piece of work on a file system, which may never answer."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        super().__init__(name="cadenza-files", daemon=True)
+        self._work = work
+        self.moves = 0
+        """Grows as long as the file system answers."""
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do the work, and keep its result for the thread that waits."""
+        try:
+            self.value = self._work()
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            self.error = error
+
+
+def moved() -> None:
+    """Note that the file system has answered this thread."""
+    thread = threading.current_thread()
+    if isinstance(thread, Worker):
+        thread.moves += 1
+
+
+def wait_moving(seconds: float) -> None:
+    """Wait for another process, while the file system answers."""
+    threading.Event().wait(seconds)
+    moved()
+
+
+class Patience:
+    """Does a save's work on files in threads of its own, and gives it up when the file system does not answer.
+
+    A system call cannot be ended from outside. The thread that waits for it stays until the file system answers, or
+    the process ends; what it does after that is in an unfinished checkpoint, which does not count. Until then no other
+    save is begun.
+    """
+
+    def __init__(self) -> None:
+        self._usual_s: list[float] = []
+        self._stuck: Worker | None = None
+        self.expected_bytes = 0
+
+    @property
+    def limit_s(self) -> float:
+        """Longest time without any progress."""
+        usual = max(self._usual_s, default=self.expected_bytes / FIRST_BYTES_PER_S)
+        return max(STALL_S, STALL_FACTOR * usual)
+
+    @property
+    def stuck(self) -> bool:
+        """True while the file system has not answered a save that was given up."""
+        return self._stuck is not None and self._stuck.is_alive()
+
+    def took(self, seconds: float) -> None:
+        """Note the time of a complete save."""
+        self._usual_s = [*self._usual_s[-4:], seconds]
+
+    def run(self, path: Path, work: Callable[[], T]) -> T:
+        """Return the result of work on a path; raise its error, or SaveError when nothing moves for too long."""
+        if self._stuck is not None:
+            self._await(self._stuck, path)
+        worker = self._stuck = Worker(work)
+        worker.start()
+        self._await(worker, path)
+        if worker.error is not None:
+            raise worker.error
+        result: T = worker.value
+        return result
+
+    def _await(self, worker: Worker, path: Path) -> None:
+        """Wait for a thread; it stays the stuck one if its file system does not answer."""
+        limit, idle, moves = self.limit_s, 0, worker.moves
+        while idle < LOOKS:
+            worker.join(limit / LOOKS)
+            if not worker.is_alive():
+                self._stuck = None
+                return
+            idle = idle + 1 if worker.moves == moves else 0
+            moves = worker.moves
+        raise SaveError(f"{path}: the file system has not answered for {limit:.0f} s, so this save is given up")

@@ -6,20 +6,38 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from cadenza.sidecar.client.checkpoints.staging import SHARDED, as_shards, is_shard, is_sharded
 from cadenza.sidecar.client.errors import MismatchError
 from cadenza.sidecar.client.zip_equal import zip_equal
 
 
+def is_standard(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's state dict, and the loading of one, are those of torch's base class.
+
+    Another ``load_state_dict`` may keep state elsewhere, such as in an optimizer inside: such an object gets its whole
+    state dict back through its own method (``parts.StatefulPart``), and nothing is put in place past it.
+    """
+    names = ("state_dict", "load_state_dict")
+    if any(getattr(type(optimizer), name) is not getattr(torch.optim.Optimizer, name) for name in names):
+        return False
+    hooks = ("state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    if any(vars(optimizer).get(f"_optimizer_{name}_hooks") for name in hooks) or {*names} & vars(optimizer).keys():
+        return False
+    groups = vars(optimizer).get("param_groups")  # a property would lead to another optimizer's
+    return isinstance(groups, list) and isinstance(vars(optimizer).get("state"), dict)
+
+
 class OptimizerPart:
-    """An optimizer. Its group dicts, lists of parameters, ``lr`` tensors and state tensors stay the same objects.
+    """An optimizer with the base class's state dict. Its groups, parameters and tensors stay the same objects.
 
     State that the optimizer has already is overwritten in place: a second copy may not fit on the GPU.
     """
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self._name, self._optimizer = name, optimizer
+        self.thing: Any = optimizer
 
     def capture(self) -> dict[str, Any]:
         """Return the state dict, with the optimizer's class and the shapes of its parameters."""
@@ -37,7 +55,7 @@ class OptimizerPart:
             raise MismatchError(f"{self._name}: the checkpoint has groups of {there} parameters, this job {counted}")
         for number, (group, saved_shapes) in enumerate(zip_equal(groups, shapes)):
             for index, (param, shape) in enumerate(zip_equal(group["params"], saved_shapes)):
-                if list(param.shape) != shape:
+                if not is_lazy(param) and list(param.shape) != shape:
                     key = f"{self._name}: group {number}, parameter {index}"
                     raise MismatchError(f"{key}: the checkpoint has shape {shape}, this job {list(param.shape)}")
 

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from cadenza.sidecar.client.checkpoints.optimizers import OptimizerPart
+from cadenza.sidecar.client.checkpoints.optimizers import OptimizerPart, is_standard
 from cadenza.sidecar.client.checkpoints.staging import SHARDED, as_shards, is_shard, is_sharded
 from cadenza.sidecar.client.errors import MismatchError, UsageError
+from cadenza.sidecar.client.offload import device
 
 _WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 
 
 class Part(Protocol):
     """One object of the job. ``check`` raises MismatchError; after it, ``restore`` changes the object in place."""
+
+    @property
+    def thing(self) -> Any:
+        """The object."""
 
     def capture(self) -> dict[str, Any]:
         """Return its state: the live tensors themselves, and plain values."""
@@ -37,10 +45,14 @@ class ModelPart:
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name, self._module = name, _unwrapped(name, module)
+        self.thing: Any = self._module
 
     def capture(self) -> dict[str, Any]:
         """Return the module's state dict, with the versions of its modules' parts."""
         state = self._module.state_dict()
+        for key, value in state.items():
+            if is_lazy(value):
+                raise UsageError(f"{self._name}: {key} has no shape yet: run the module once before the first save")
         return {"state": dict(state), "versions": dict(getattr(state, "_metadata", {}))}
 
     def targets(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -57,7 +69,7 @@ class ModelPart:
                 more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
                 raise MismatchError(f"{self._name}: the checkpoint does not fit, {text} {min(keys)}{more}")
         for key, value in saved["state"].items():
-            if isinstance(live[key], torch.Tensor):
+            if isinstance(live[key], torch.Tensor) and not is_lazy(live[key]):
                 _same_form(f"{self._name}: {key}", value, live[key])
 
     def restore(self, saved: Mapping[str, Any], read: Mapping[str, torch.Tensor]) -> None:
@@ -73,6 +85,7 @@ class StatefulPart:
 
     def __init__(self, name: str, thing: Any) -> None:
         self._name, self._thing = name, thing
+        self.thing = thing
 
     def capture(self) -> dict[str, Any]:
         """Return the object's state and class name."""
@@ -80,7 +93,7 @@ class StatefulPart:
         for key, value in _items(state):
             if not isinstance(value, torch.Tensor):
                 _no_shards(f"{self._name}.{key}", value)
-        return {"type": type(self._thing).__qualname__, "state": state}
+        return {"type": type(self._thing).__qualname__, "state": state, "devices": devices_of(state)}
 
     def targets(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return the live tensors where sharded ones were saved."""
@@ -100,7 +113,7 @@ class StatefulPart:
         state = saved["state"]
         if _has_shards(state):
             state = {key: read[value[SHARDED]] if is_shard(value) else value for key, value in state.items()}
-        self._thing.load_state_dict(_copied(state))
+        self._thing.load_state_dict(on_devices(state, saved["devices"]))
 
 
 class TensorPart:
@@ -108,6 +121,7 @@ class TensorPart:
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self._name, self._tensor = name, tensor
+        self.thing: Any = tensor
 
     def capture(self) -> dict[str, Any]:
         """Return the tensor."""
@@ -132,11 +146,12 @@ class ValuesPart:
 
     def __init__(self, name: str, values: MutableMapping[str, Any]) -> None:
         self._name, self._values = name, values
+        self.thing: Any = values
 
     def capture(self) -> dict[str, Any]:
         """Return the mapping's items."""
         _no_shards(self._name, self._values)
-        return {"state": dict(self._values)}
+        return {"state": dict(self._values), "devices": devices_of(self._values)}
 
     def targets(self, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:  # noqa: ARG002 - the protocol's
         """Return nothing: the values of a mapping are replaced."""
@@ -150,7 +165,92 @@ class ValuesPart:
     def restore(self, saved: Mapping[str, Any], read: Mapping[str, torch.Tensor]) -> None:  # noqa: ARG002
         """Replace the mapping's items."""
         self._values.clear()
-        self._values.update(_copied(saved["state"]))
+        self._values.update(on_devices(dict(saved["state"]), saved["devices"]))
+
+
+class GeneratorPart:
+    """A random number generator of the job's own: torch's, NumPy's or Python's; each rank keeps its state."""
+
+    def __init__(self, name: str, generator: Any) -> None:
+        self._name, self._generator = name, generator
+
+    def capture(self) -> dict[str, Any]:
+        """Return the generator's kind and state, as plain JSON values."""
+        return {"type": type(self._generator).__qualname__, "state": _generator_state(self._generator)}
+
+    def check(self, saved: Mapping[str, Any] | None) -> None:
+        """Compare the kinds of generator, and of NumPy's bit generator."""
+        here = self.capture()
+        if saved is None:
+            raise MismatchError(f"{self._name}: the checkpoint was saved without this generator")
+        kinds = [(one["type"], one["state"].get("bit_generator")) for one in (saved, here)]
+        if kinds[0] != kinds[1]:
+            raise MismatchError(f"{self._name}: the checkpoint has a {_kind(*kinds[0])}, this job a {_kind(*kinds[1])}")
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Set the generator in place."""
+        generator, state = self._generator, saved["state"]
+        if isinstance(generator, torch.Generator):
+            generator.set_state(torch.tensor(list(bytes.fromhex(state["torch"])), dtype=torch.uint8))
+        elif isinstance(generator, random.Random):
+            version, internal, gauss = state["python"]
+            generator.setstate((version, tuple(internal), gauss))
+        elif hasattr(generator, "bit_generator"):
+            generator.bit_generator.state = _arrays(state)
+        else:
+            generator.set_state(_arrays(state))
+
+    def seed(self, seed: int) -> None:
+        """Give it numbers of its own, on a rank that the saved job did not have."""
+        generator = self._generator
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        elif isinstance(generator, random.Random):
+            generator.seed(seed)
+        elif hasattr(generator, "bit_generator"):
+            generator.bit_generator.state = type(generator.bit_generator)(seed).state
+        else:
+            generator.seed(seed % (1 << 32))
+
+
+def _generator_state(generator: Any) -> dict[str, Any]:
+    """Return a generator's state as plain JSON values."""
+    if isinstance(generator, torch.Generator):
+        return {"torch": bytes(generator.get_state().tolist()).hex()}
+    if isinstance(generator, random.Random):
+        version, internal, gauss = generator.getstate()
+        return {"python": [version, list(internal), gauss]}
+    bits = getattr(generator, "bit_generator", None)
+    state: dict[str, Any] = _lists(bits.state if bits is not None else generator.get_state(legacy=False))
+    return state
+
+
+def _lists(value: Any) -> Any:
+    """Return a tree with NumPy's arrays and numbers as plain values."""
+    if isinstance(value, dict):
+        return {key: _lists(item) for key, item in value.items()}
+    if hasattr(value, "dtype") and getattr(value, "ndim", 0):
+        return {"array": str(value.dtype), "values": value.tolist()}
+    return value.item() if hasattr(value, "dtype") else value
+
+
+def _arrays(value: Any) -> Any:
+    """Return a tree with its arrays as NumPy's."""
+    if isinstance(value, dict) and "array" in value:
+        return sys.modules["numpy"].array(value["values"], dtype=value["array"])
+    return {key: _arrays(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _kind(name: str, bits: str | None) -> str:
+    """Name a kind of generator."""
+    return f"{name} of {bits}" if bits else name
+
+
+def _is_generator(thing: object) -> bool:
+    """Return whether this is a random number generator."""
+    numpy = sys.modules.get("numpy")
+    numpys = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
+    return isinstance(thing, (torch.Generator, random.Random, *numpys))
 
 
 def parts_of(kind: str, things: object) -> dict[str, Part]:
@@ -162,11 +262,17 @@ def parts_of(kind: str, things: object) -> dict[str, Part]:
     return {kind: part_of(kind, things)}
 
 
-def own_parts(things: object) -> dict[str, Part]:
-    """Return the parts of the user's own objects: a mapping by name, a list, or one object."""
+def own_parts(things: object) -> tuple[dict[str, Part], dict[str, GeneratorPart]]:
+    """Return the parts of the user's own objects, a mapping by name, a list, or one object; and the generators."""
+    named = {"own": things}
     if isinstance(things, Mapping):
-        return {f"own[{name!r}]": part_of(f"own[{name!r}]", thing) for name, thing in things.items()}
-    return parts_of("own", things)
+        named = {f"own[{name!r}]": thing for name, thing in things.items()}
+    elif isinstance(things, (list, tuple)):
+        named = {f"own[{index}]": thing for index, thing in enumerate(things)}
+    elif things is None:
+        named = {}
+    generators = {name: GeneratorPart(name, thing) for name, thing in named.items() if _is_generator(thing)}
+    return {name: part_of(name, thing) for name, thing in named.items() if name not in generators}, generators
 
 
 def part_of(name: str, thing: Any) -> Part:
@@ -178,7 +284,7 @@ def part_of(name: str, thing: Any) -> Part:
         (MutableMapping, ValuesPart),
     )
     for kind, make in kinds:
-        if isinstance(thing, kind):
+        if isinstance(thing, kind) and (make is not OptimizerPart or is_standard(thing)):
             return make(name, thing)
     if callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
         return StatefulPart(name, thing)
@@ -224,6 +330,39 @@ def _copied(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_copied(item) for item in value)
     return value
+
+
+def devices_of(state: Any) -> list[str]:
+    """Return the kind of device of each tensor in a state, in the order of the tree."""
+    return [value.device.type for value in tensors_in(state)]
+
+
+def on_devices(state: Any, kinds: Iterable[str]) -> Any:
+    """Return a copy of a saved state, its tensors on devices of the kinds that they had; the host's where none is."""
+    left = iter(kinds)
+
+    def placed(value: Any) -> Any:
+        if is_sharded(value):
+            next(left, "")
+            return value
+        if isinstance(value, torch.Tensor):
+            accelerator = device.in_use()
+            here = accelerator is not None and next(left, "cpu") == accelerator.kind
+            return value.to(accelerator.kind, copy=True) if accelerator and here else value.clone()
+        if isinstance(value, dict):
+            return type(value)({key: placed(item) for key, item in value.items()})
+        return type(value)(placed(item) for item in value) if type(value) in (list, tuple) else value
+
+    return placed(state)
+
+
+def tensors_in(state: Any) -> Iterable[torch.Tensor]:
+    """Yield the tensors of a tree."""
+    if isinstance(state, torch.Tensor):
+        yield state
+    inside = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
+    for item in inside:
+        yield from tensors_in(item)
 
 
 def _no_shards(name: str, value: object) -> None:

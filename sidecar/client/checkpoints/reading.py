@@ -15,7 +15,7 @@ import torch
 from cadenza.sidecar.client.checkpoints import directory as store
 from cadenza.sidecar.client.checkpoints import files
 from cadenza.sidecar.client.checkpoints.collective import Ranks
-from cadenza.sidecar.client.checkpoints.directory import Marker, Place, UnusableError
+from cadenza.sidecar.client.checkpoints.directory import Facts, Marker, Place, UnusableError
 from cadenza.sidecar.client.checkpoints.writing import SHARED, rank_file
 from cadenza.sidecar.client.errors import DamagedError, VersionError
 
@@ -37,6 +37,7 @@ class Loaded:
 
     place: Place
     world_size: int
+    facts: Facts
     shared: Mapping[str, Any]
     own: Mapping[str, Any]
 
@@ -103,7 +104,7 @@ def _load(place: Place, marker: Marker, ranks: Ranks) -> Loaded | str:
         # A rank that the saved job did not have reads another rank's file.
         shared = torch.load(place.path / SHARED, map_location="cpu", weights_only=True, mmap=True)
         own = json.loads((place.path / rank_file(ranks.rank % marker.world_size)).read_bytes())
-        result = Loaded(place, marker.world_size, shared, own)
+        result = Loaded(place, marker.world_size, marker.facts, shared, own)
     except Exception as error:  # noqa: BLE001 - every error must reach the other ranks
         result = f"{type(error).__name__}: {error}"
     return _first_reason(ranks.gather(result if isinstance(result, str) else None)) or result

@@ -31,6 +31,11 @@ class Staging:
         self.sharded: dict[str, torch.Tensor] = {}
         """The DTensors of the last state taken, by name."""
 
+    @property
+    def keeps(self) -> bool:
+        """True if the live tensors may change while the copies are written."""
+        return self._keep
+
     def begin(self) -> None:
         """Forget the tensors of the last state, to take another one."""
         self._taken, self.sharded = {}, {}

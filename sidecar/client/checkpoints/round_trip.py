@@ -1,0 +1,314 @@
+"""Trial of each kind of object, once: the state that is saved of it is loaded into a copy, and must be there then.
+
+The copies are in host memory, at most LIMIT_BYTES of tensors each; a few parameters stand for all of one of torch's
+optimizers. An object that is larger, or that cannot be copied, is not tried. No trial begins LIMIT_S after the first.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import io
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.utils.data import DataLoader
+
+from cadenza.sidecar.client import rng_state
+from cadenza.sidecar.client.checkpoints.optimizers import OptimizerPart
+from cadenza.sidecar.client.checkpoints.parts import ModelPart, Part, StatefulPart, tensors_in
+from cadenza.sidecar.client.checkpoints.staging import Staging, is_sharded
+from cadenza.sidecar.client.clock import monotonic_ns
+from cadenza.sidecar.client.zip_equal import zip_equal
+
+LIMIT_BYTES = 256 << 20
+LIMIT_S = 10.0
+MAX_OBJECTS = 100_000
+"""Objects inside one that are looked through for its tensors."""
+_OWN_FORM = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict", "get_extra_state")
+_log = logging.getLogger("cadenza.client")
+
+
+class NotTriedError(Exception):
+    """An object is too large, or cannot be copied; never leaves this module."""
+
+
+class RoundTrips:
+    """The trials of a keeper's parts; ``failures`` are sentences on those that cannot be restored."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        self._left = {(type(part), type(part.thing)): (name, part) for name, part in reversed(parts.items())}
+        self.failures: list[str] = []
+
+    @property
+    def left(self) -> bool:
+        """True while a kind of object has not been tried; optimizers have no state before their first step."""
+        return bool(self._left)
+
+    def run(self) -> None:
+        """Try what is left and has state; random numbers stay as they are."""
+        if not self._left:
+            return
+        began, before = monotonic_ns(), rng_state.capture()
+        try:
+            for kind, (name, part) in [*self._left.items()]:
+                if (monotonic_ns() - began) / 1e9 > LIMIT_S:
+                    return
+                if has_state(part):
+                    del self._left[kind]
+                    self._try(name, part)
+        finally:
+            rng_state.restore(before)
+
+    def _try(self, name: str, part: Part) -> None:
+        """Try one object."""
+        what = type(part.thing).__qualname__
+        try:
+            reason = difference_of(name, part)
+        except NotTriedError as error:
+            _log.info("%s: whether a %s can be restored was not tried: %s", name, what, error)
+            return
+        except Exception as error:  # noqa: BLE001 - the object's own code
+            reason = f"{type(error).__name__}: {error}"
+        if reason:
+            self.failures.append(f"{name}: what was saved of a {what} cannot be restored: {reason}")
+            _log.warning("%s: no checkpoint is requested from this job", self.failures[-1])
+
+
+def has_state(part: Part) -> bool:
+    """Return whether an object has something that could be lost; an optimizer before its first step has not."""
+    thing = part.thing
+    if not isinstance(thing, optim.Optimizer):
+        return True
+    kept = {key: value for key, value in thing.state_dict().items() if key != "param_groups"}
+    return next(iter(tensors_in(kept)), None) is not None
+
+
+def difference_of(name: str, part: Part) -> str:
+    """Return how an object differs after its state was saved and loaded into a copy; "" if it does not."""
+    thing = part.thing
+    if isinstance(part, OptimizerPart):
+        return hidden_state(thing) or _tried(name, *_few_parameters(thing))
+    if isinstance(part, ModelPart):
+        found = (_tried(f"{name}: {inner}" if inner else name, ModelPart(name, module), ModelPart(name, other))
+                 for inner, module, other in _own_modules(thing))  # fmt: skip
+        return next(filter(None, found), "")
+    if isinstance(part, StatefulPart):
+        if isinstance(thing, DataLoader) or type(thing).__module__.startswith("torchdata"):
+            raise NotTriedError("a copy of it would start workers")
+        return hidden_state(thing) or _tried(name, part, StatefulPart(name, _copy(thing, thing.state_dict())))
+    return ""  # tensors and plain values: this package's own code
+
+
+def _tried(name: str, source: Part, target: Part) -> str:
+    """Save one part, restore it into another, and return how they differ."""
+    staging = Staging(keep=False)
+    staging.begin()
+    captured = staging.take(source.capture(), name)
+    staging.finish()
+    file = io.BytesIO()
+    torch.save(captured, file)
+    file.seek(0)
+    saved = torch.load(file, map_location="cpu", weights_only=True)
+    if "devices" in saved:
+        saved["devices"] = ["cpu" for _ in saved["devices"]]
+    target.check(saved)
+    target.restore(saved, {})
+    return _difference(captured["state"], target.capture()["state"], "its state")
+
+
+# --- copies -------------------------------------------------------------------------------------------------
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor in host memory, of a sharded one of this rank's part."""
+    plain: Any = tensor.detach()
+    plain = plain.to_local() if is_sharded(plain) else plain
+    made: torch.Tensor = plain.to("cpu", copy=True)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def _few_parameters(optimizer: optim.Optimizer) -> tuple[OptimizerPart, OptimizerPart]:
+    """Return two parts of copies of an optimizer with the smallest parameter of each kind, one with state."""
+    groups: list[list[torch.Tensor]] = []
+    for group in optimizer.param_groups:
+        smallest: dict[Any, torch.Tensor] = {}
+        for param in group["params"]:
+            kind = (param.dim(), param.dtype, tuple(map(str, optimizer.state.get(param, {}))))
+            if kind not in smallest or param.numel() < smallest[kind].numel():
+                smallest[kind] = param
+        groups.append([*smallest.values()])
+    chosen = [param for group in groups for param in group]
+    nbytes = sum(tensor.nbytes for param in chosen for tensor in (param, *tensors_in(optimizer.state.get(param, {}))))
+    if nbytes > LIMIT_BYTES:
+        raise NotTriedError(f"its smallest parameters have {nbytes >> 20} MB with their state")
+    made = []
+    for filled in (True, False):
+        params = {id(param): _on_host(param) for param in chosen}
+        new = type(optimizer).__new__(type(optimizer))
+        vars(new).update(vars(optimizer))
+        new.param_groups = [
+            {**_hosted({key: value for key, value in group.items() if key != "params"}),
+             "params": [params[id(param)] for param in few]}
+            for group, few in zip_equal(optimizer.param_groups, groups)
+        ]  # fmt: skip
+        new.state = collections.defaultdict(dict)
+        for param in chosen if filled else ():
+            if param in optimizer.state:
+                new.state[params[id(param)]] = _hosted(optimizer.state[param])
+        made.append(OptimizerPart("optimizer", new))
+    return made[0], made[1]
+
+
+def _hosted(value: Any) -> Any:
+    """Return a tree with copies of its tensors in host memory."""
+    if isinstance(value, torch.Tensor):
+        return _on_host(value)
+    if isinstance(value, dict):
+        return {key: _hosted(item) for key, item in value.items()}
+    return type(value)(_hosted(item) for item in value) if type(value) in (list, tuple) else value
+
+
+def _copy(thing: Any, state: Any) -> Any:
+    """Return a deep copy of an object in host memory, with other numbers in the tensors of its state."""
+    if any(map(is_sharded, tensors_in(state))):
+        raise NotTriedError("it has sharded tensors")
+    memo: dict[int, Any] = {}
+    if not isinstance(thing, optim.Optimizer):
+        for one in _inside(thing, optim.Optimizer):  # a scheduler's: only its groups matter
+            memo[id(one)] = _bare(one)
+    tensors = list(_inside(thing, torch.Tensor, memo))
+    nbytes = sum(one.nbytes for one in tensors)
+    if nbytes > LIMIT_BYTES:
+        raise NotTriedError(f"it has {nbytes >> 20} MB of tensors")
+    in_state = {id(one) for one in tensors_in(state)} | {_memory_of(one) for one in tensors_in(state)}
+    for tensor in tensors:
+        memo[id(tensor)] = made = _on_host(tensor)
+        if id(tensor) in in_state or (_memory_of(tensor) in in_state and not isinstance(tensor, nn.Parameter)):
+            with torch.no_grad():
+                made.copy_(~made if made.dtype == torch.bool else made + 1)
+    try:
+        made_thing = copy.deepcopy(thing, memo)
+    except Exception as error:
+        raise NotTriedError(f"it cannot be copied: {error}") from error
+    if made_thing is thing:
+        raise NotTriedError("it cannot be copied")
+    return made_thing
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the part of memory that a tensor is: a state dict has detached tensors of the same memory."""
+    plain: Any = tensor.detach()
+    plain = plain.to_local() if is_sharded(plain) else plain
+    return plain.device, plain.data_ptr(), tuple(plain.shape), plain.dtype
+
+
+def _bare(optimizer: optim.Optimizer) -> optim.Optimizer:
+    """Return an optimizer with the numbers of its groups, and without parameters and state."""
+    new = type(optimizer).__new__(type(optimizer))
+    vars(new).update(vars(optimizer))
+    if isinstance(vars(optimizer).get("param_groups"), list):
+        groups = [{**group, "params": []} for group in optimizer.param_groups]
+        new.param_groups, new.state = _hosted(groups), collections.defaultdict(dict)
+    return new
+
+
+def _own_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Yield name, module and copy of the outermost modules that make or load a state dict in a way of their own."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        kind = type(module)
+        own = any(getattr(kind, form) is not getattr(nn.Module, form) for form in _OWN_FORM)
+        inside = any(not outer or name.startswith(outer + ".") for outer in found)
+        if own and not kind.__module__.startswith("torch.") and not inside:
+            found.append(name)
+            yield name, module, _copy(module, module.state_dict())
+
+
+def _inside(thing: Any, kind: type, known: Iterable[int] = ()) -> Iterator[Any]:
+    """Yield the objects of a kind that an object has in its attributes and containers."""
+    seen, todo = {*known}, [thing]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen or isinstance(one, (str, bytes, int, float, type)):
+            continue
+        seen.add(id(one))
+        if len(seen) > MAX_OBJECTS:
+            raise NotTriedError(f"it has more than {MAX_OBJECTS} objects inside")
+        if isinstance(one, kind) and one is not thing:
+            yield one
+        if isinstance(one, torch.Tensor):
+            todo += [one.grad] if one.is_leaf and one.grad is not None else []
+            continue
+        if isinstance(one, Mapping):
+            todo += [*one.keys(), *one.values()]
+        elif isinstance(one, (list, tuple, set, frozenset, collections.deque)):
+            todo += [*one]
+        todo += [*getattr(one, "__dict__", {}).values()]
+        todo += [getattr(one, slot, None) for slot in _slots(type(one))]
+        todo += [one.__self__] if hasattr(one, "__func__") else []
+
+
+def _slots(kind: type) -> Iterator[str]:
+    """Yield the names of a class's slots."""
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else slots
+
+
+# --- comparison ---------------------------------------------------------------------------------------------
+
+
+def hidden_state(thing: Any) -> str:
+    """Return a sentence on an optimizer's state that its state dict lacks: moments of its own or of one inside it."""
+    if not isinstance(thing, optim.Optimizer):
+        return ""
+    params = [param for group in thing.param_groups for param in group["params"]]
+    saved = [*tensors_in(thing.state_dict())]
+    known = {id(one) for one in params} | {id(one.grad) for one in params} | {id(one) for one in saved}
+    memory = {_memory_of(one) for one in saved}
+    shapes = {one.shape for one in params if one.numel() > 1}
+    for name, value in vars(thing).items():
+        if name in ("state", "param_groups", "defaults"):
+            continue
+        inside = (value, *_inside(value, optim.Optimizer, {id(thing)}))
+        inner = [one for one in inside if isinstance(one, optim.Optimizer)]
+        candidates = [tensor for one in inner for tensor in tensors_in({**one.state})]
+        candidates += [tensor for tensor in tensors_in(value) if tensor.shape in shapes]
+        for tensor in candidates:
+            if id(tensor) in known or _memory_of(tensor) in memory or any(_equal(tensor, one) for one in saved):
+                continue
+            return f"its state_dict() lacks the state in .{name}"
+    return ""
+
+
+def _difference(saved: Any, found: Any, name: str) -> str:
+    """Return where two states differ first; "" if they are the same, bit for bit."""
+    if isinstance(saved, torch.Tensor) or isinstance(found, torch.Tensor):
+        both = isinstance(saved, torch.Tensor) and isinstance(found, torch.Tensor)
+        return "" if both and _equal(saved, found) else f"{name} is not as it was saved"
+    if isinstance(saved, Mapping) and isinstance(found, Mapping):
+        if absent := saved.keys() - found.keys():
+            return f"{name} lacks {min(map(str, absent))}"
+        return next(filter(None, (_difference(saved[key], found[key], f"{name}[{key!r}]") for key in saved)), "")
+    if isinstance(saved, (list, tuple)) and isinstance(found, (list, tuple)):
+        if len(saved) != len(found):
+            return f"{name} has {len(found)} entries instead of {len(saved)}"
+        pairs = zip_equal(saved, found)
+        return next(filter(None, (_difference(*pair, f"{name}[{index}]") for index, pair in enumerate(pairs))), "")
+    nan = isinstance(saved, float) and isinstance(found, float) and math.isnan(saved) and math.isnan(found)
+    return "" if nan or bool(saved == found) else f"{name} is {found!r} instead of {saved!r}"[:300]
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same form and numbers, NaN being one of them."""
+    one, other = one.detach(), other.detach()
+    if is_sharded(one) or is_sharded(other):
+        return one is other
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return bool(torch.allclose(one.cpu(), other.cpu(), rtol=0, atol=0, equal_nan=True))
