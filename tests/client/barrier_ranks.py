@@ -1,4 +1,4 @@
-"""Two ranks of a real gloo group at a barrier: together, and when one of them does not come.
+"""Two ranks of a real gloo group at a collective call: together, when one does not come, and at two different ones.
 
 ``python barrier_ranks.py FOLDER`` writes what each rank was told as ``FOLDER/told.RANK``.
 """
@@ -20,17 +20,24 @@ LONG, SHORT = timedelta(seconds=60), timedelta(seconds=1)
 
 
 def rank(number: int, folder: Path) -> None:
-    """Meet the other rank; then rank 1 stays away until rank 0 has given up, and both meet in the training again."""
+    """Call save() together; then rank 1 stays away until rank 0 has given up, hears so, and both go on."""
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=number, world_size=2)
     ranks, told = Ranks(), []
-    ranks.barrier(LONG)
+    ranks.roll_call("save()", timeout=LONG)
     told.append("met")
+    if number == 1:
+        distributed.barrier()
+    try:
+        ranks.roll_call("save()", timeout=SHORT)
+    except CheckpointError as error:
+        told.append(str(error))
     if number == 0:
-        try:
-            ranks.barrier(SHORT)
-        except CheckpointError as error:
-            told.append(str(error))
-    distributed.barrier()
+        distributed.barrier()
+    try:
+        ranks.roll_call(("save()", "restore()")[number], timeout=LONG)
+    except CheckpointError as error:
+        told.append(str(error))
+    ranks.roll_call("save()", timeout=LONG)
     told.append("goes on")
     (folder / f"told.{number}").write_text(json.dumps(told))
 
