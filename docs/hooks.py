@@ -26,7 +26,7 @@ SESSION = (
     "boundary", "active", "trained", "gpus", "tuning", "register", "call", "checkpointed", "requeued_by", "waited",
     "timed", "detach",
 )  # fmt: skip
-KEEPER = ("restore", "save", "at", "step", "wait", "close")
+KEEPER = ("restore", "save", "at", "every", "step", "wait", "close")
 """Members that training scripts use."""
 CLIENT_HEAD = """\
 # Client API

@@ -79,8 +79,8 @@ def checkpoint(  # noqa: PLR0913 - one for each kind of thing that a job has
 
 
 def _tell_once(sampler: Any, own: Any) -> None:
-    """Say, at the first keeper of this process, what a restore will not bring back."""
-    if _told:
+    """Say, at a job's first keeper, what a restore will not bring back; a requeue does not say it again."""
+    if _told or (os.environ.get("SLURM_RESTART_COUNT") or "0") != "0":
         return
     _told.append(True)
     loaders = [one for one in gc.get_objects() if type(one) is DataLoader] if sampler is None else []

@@ -173,6 +173,11 @@ class Checkpoint:
         step = loaded.place.step
         return Restored(step, epoch=epoch, ordered=facts.ordered, boundaries=facts.boundaries, path=path)
 
+    @property
+    def step(self) -> int | None:
+        """Step of a checkpoint requested now, as the script counts; None while only the script could name it."""
+        return self._units.step
+
     def at(self, step: int) -> None:
         """Name the step of the present state; called in each step, it tells Cadenza how this script counts.
 
