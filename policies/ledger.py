@@ -25,6 +25,7 @@ from cadenza.policies.core.actions import (
 )  # fmt: skip
 from cadenza.policies.core.decision import Memory, SharingMemory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
+from cadenza.policies.relocation.arrivals import noted_arrivals
 from cadenza.policies.relocation.phases import HOLD_S, MAX_LEAVE_S
 from cadenza.policies.relocation.phases import acted as moves_after
 from cadenza.policies.sharing.elastic.feedback import noted
@@ -63,6 +64,7 @@ def remember(memory: Memory, actions: Iterable[Action], snapshot: ClusterSnapsho
     drained = {node.name for node in snapshot.nodes if node.drained} & memory.drained
     opened = {action.node for action in acted if isinstance(action, OpenNode | RemoveNode)}
     yields = {action.job: snapshot.time_s for action in acted if isinstance(action, Yield)}
+    memory = noted_arrivals(memory, snapshot)
     return replace(
         memory,
         suspended=frozenset(suspended | {action.job for action in acted if isinstance(action, Suspend)}),

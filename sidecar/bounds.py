@@ -22,6 +22,9 @@ MAX_LANES = 8
 """Lanes of a host above 0."""
 MAX_JOBS = 2**16
 MAX_PATHS = 20_000
+MAX_RECEIPT_PATHS = 8
+MAX_RECEIPT_PATH = 1000
+"""Paths of a receipt and the characters of each, so that it fits into one packet to a rank."""
 MAX_TAKEN = 64
 """Processes that a report names."""
 CLEAN = r"\A[^\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff]*\Z"
@@ -55,3 +58,5 @@ NodeName: TypeAlias = Annotated[str, Meta(max_length=200, pattern=r"\A[A-Za-z0-9
 """Name of a node of Slurm that may become part of a path and of a command."""
 GpuType: TypeAlias = Annotated[str, Meta(max_length=64, pattern=r"\A[A-Za-z0-9._-]*\Z")]
 Paths: TypeAlias = Annotated[tuple[Text, ...], Meta(max_length=MAX_PATHS)]
+ReceiptPath: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_RECEIPT_PATH, pattern=CLEAN)]
+ReceiptPaths: TypeAlias = Annotated[tuple[ReceiptPath, ...], Meta(max_length=MAX_RECEIPT_PATHS)]

@@ -34,6 +34,7 @@ from cadenza.sidecar.bounds import (
     Number,
     Paths,
     Port,
+    ReceiptPaths,
     Restart,
     Seconds,
     Step,
@@ -79,6 +80,18 @@ class InForce(msgspec.Struct, frozen=True):
     """Reason for which it could not be set; empty if it was."""
 
 
+class Receipt(msgspec.Struct, frozen=True):
+    """A complete checkpoint that was ordered: the job's next start has to find it, or a later one of the same job."""
+
+    restart: Restart
+    """The first start that has to find it."""
+    step: Step
+    paths: ReceiptPaths
+    """One of each saver; empty if there are too many, or one is too long."""
+    left_s: Moment = 0.0
+    """Time at which the service saw it, by the service's clock; 0: not known, or the job went on since."""
+
+
 class LeaseReport(msgspec.Struct, frozen=True):
     """One job on one host. Times in seconds."""
 
@@ -113,6 +126,14 @@ class LeaseReport(msgspec.Struct, frozen=True):
     """True if every rank here can also save one while its state is in host memory."""
     saving: bool = False
     """True while the ranks of a yielded job here save one, until the requeue, or move their state to a disk."""
+    stalls: bool = False
+    """True while the ranks save an ordered checkpoint that is overdue, and for a while after that was given up."""
+    file_system: Name = ""
+    """File system that the job's last ordered checkpoint is on; "" if it is not known."""
+    receipt: Receipt | None = None
+    """The checkpoint with which the job waits for a requeue."""
+    unrestored: Text = ""
+    """Reason, a sentence, for which the job must not be moved again: it trained without what it was moved with."""
     lost: Text = ""
     """Reason for which the job cannot go on here, so that only a requeue helps (the driver path, see ``Switched``)."""
     saved: bool = False
@@ -272,6 +293,8 @@ class CheckpointOrder(JobOrder, frozen=True):
     hold_s: Seconds
     away: bool = False
     """The job has yielded; where it has its GPUs again by now, it is not stopped for this order."""
+    goal: Text = ""
+    """Purpose for the job's own output: a predicate of what it does once it has saved."""
 
 
 class FilesOrder(JobOrder, frozen=True):
@@ -341,6 +364,12 @@ class JobFacts(msgspec.Struct, frozen=True):
     """Jobs with the same number above 0 may hold the same GPUs at once, because their memory fits there. The pack
     lasts until the next facts, without the service too."""
     requeueable: bool = True
+    receipt: Receipt | None = None
+    """The checkpoint that it has to find; None: there is none."""
+    unrestored: Text = ""
+    """As in its last report, or in that of an earlier start."""
+    new: bool = False
+    """True if it is too new for the service's last look at Slurm: its receipt is not known yet."""
     gang: bool = False
     """True if the service gives it its first lease: of two such jobs each host by itself could choose another one, and
     then neither could start."""
@@ -392,6 +421,8 @@ class Facts(msgspec.Struct, frozen=True, tag=True):
     """True if the service suspends each job in Slurm that has yielded here: until then its GPUs go to no other."""
     lanes: Annotated[tuple[LaneOrder, ...], Meta(max_length=MAX_LANES)] | None = None
     """All lanes on demand that this host is to have; None: lanes stay as they are."""
+    at_s: Moment = 0.0
+    """Time at which the service sent this, by its own clock."""
     memory_mb: Megabytes = 0
     """Memory of all jobs here together where each lane has the host's whole; 0: each has a part, which Slurm guards."""
 

@@ -15,12 +15,14 @@ Messages, job side to agent
     ``yielded``   the rank's GPU state is in host memory and its GPU memory free
     ``resumed``   the rank has its state back and goes on
     ``checkpointed``  the rank stands at its stop boundary and its part of a complete checkpoint is on the disk
+    ``restored``  a rank of a moved job goes on from what was saved; ``unrestored``: it trains without
     ``detach``    the rank will not stop any more
     ``requeued_by``  other software requeues this job by a signal handler; the rank noticed it after ``attach``
 Messages, agent to job side
     ``lease``     to ``start`` and ``ask``: ``state`` is ``granted``, ``wait`` (repeated every few seconds) or
                   ``giveup``; to ``start`` of a job that asks by itself ``late``: it may start, and use no GPU yet
     ``attached``  ``state`` is ``held`` (go on), or ``yielded`` (move your state out and wait for ``resume``)
+    ``receipt``   what was saved before the job was requeued, if ``attached`` could not say it yet
     ``stop``      stop at the first boundary whose step is at least ``step`` (also in the page)
     ``commit``    all ranks have arrived: move the state out; after ``resumed`` with ``standing``: all have their state
     ``cancel``    the stop is withdrawn, go on; after ``resumed`` with ``standing``: move the state out again and wait
@@ -44,9 +46,12 @@ Fields (those in brackets may be missing; an unknown one is ignored)
                   [error] (it failed: nothing is lost, the rank runs on)
     ``requeued_by``  owner (``lightning``, ``submitit``; "" takes it back)
     ``lease``     state [reason]
-    ``attached``  state rank [reason] (the wait's), and the page's descriptor
-    ``stop``      order step;  ``commit`` and ``save``: order;  ``resume``: order [together];  ``cancel``: order reason;
-                  ``error``: error
+    ``restored``  path step;  ``unrestored``: reason
+    ``attached``  state rank [reason] (the wait's) [receipt] (as in ``receipt``), and the page's descriptor
+    ``receipt``   receipt: an object with restart (the first start that has to find it), step, paths and away_s (seconds
+                  since it was saved; 0: not known); empty if the job has to find nothing. Paths may be left out
+    ``stop``      order step;  ``commit`` and ``save``: order [goal] (what the job does when it has saved, a predicate);
+                  ``resume``: order [together];  ``cancel``: order reason;  ``error``: error
 
 Rules
     Only ``resume`` moves state back: it follows an ``attached`` with ``held`` to a rank that sent ``yielded``. A rank

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from cadenza.policies.core.model import JobKey, Placement
@@ -145,16 +145,24 @@ class Migrate:
     shares: Placement
     reason: str
     prefetch: tuple[str, ...] = ()
+    goal: str = field(default="", compare=False)
+    """Purpose for the job's own output: a predicate of what it does once it has saved."""
+    save_s: float = field(default=0.0, compare=False)
+    """Longest time that saving may take, in seconds; 0: the service's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """Continue a job that allows it with another number of GPUs (grow-shrink); ``prefetch`` as of Migrate."""
+    """Continue a job that allows it with another number of GPUs (grow-shrink); the rest as of Migrate."""
 
     job: JobKey
     shares: Placement
     reason: str
     prefetch: tuple[str, ...] = ()
+    goal: str = field(default="", compare=False)
+    """Purpose for the job's own output: a predicate of what it does once it has saved."""
+    save_s: float = field(default=0.0, compare=False)
+    """Longest time that saving may take, in seconds; 0: the service's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +171,9 @@ class Save:
 
     job: JobKey
     reason: str
+    goal: str = field(default="", compare=False)
+    save_s: float = field(default=0.0, compare=False)
+    """Both as of Migrate."""
 
 
 @dataclass(frozen=True, slots=True)

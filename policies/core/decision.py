@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from cadenza.policies.core.actions import Action
-from cadenza.policies.core.model import JobKey
+from cadenza.policies.core.model import JobKey, Receipt
 from cadenza.policies.core.move import Move
 
 
@@ -161,8 +161,12 @@ class Memory:
     """When we last requeued each incarnation, seconds since the epoch: a slurmctld that is killed may forget that."""
     departed: Mapping[JobKey, float] = field(default_factory=dict)
     """When incarnations that we had released were first gone: a slurmctld that is killed may show them held again."""
-
-
+    receipts: Mapping[int, Receipt] = field(default_factory=dict)
+    """The last ordered checkpoint of each live job, by id: what its later starts have to find."""
+    unrestored: Mapping[int, str] = field(default_factory=dict)
+    """Live jobs that must not be moved again, by id, because they trained without what they were moved with."""
+    stalled: Mapping[str, float] = field(default_factory=dict)
+    """When a checkpoint was last overdue on a file system, seconds since the epoch; those of the last minutes."""
     factors: Mapping[int, int] = field(default_factory=dict)
     """SiteFactors that we gave to jobs, by id, unless 0: what is to be undone."""
     keep_checkpoints: Mapping[str, float] = field(default_factory=dict)

@@ -122,6 +122,18 @@ class StepRate(NamedTuple):
     """Other jobs that ran on its GPUs in this time, in order; empty: it had them alone."""
 
 
+class Receipt(NamedTuple):
+    """A complete checkpoint that was ordered: the job's next start has to find it, or a later one of the same job."""
+
+    restart: Whole
+    """The first start that has to find it."""
+    step: Whole
+    paths: tuple[str, ...] = ()
+    """One of each saver; empty if they cannot be named."""
+    left_s: float = 0.0
+    """Time at which it was first seen, seconds since the epoch; 0: not known, or the job went on since."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     """A job's right to its GPUs, as the agents report it; times in seconds.
@@ -163,6 +175,14 @@ class Lease:
     """Why the job cannot go on with what it has, if so: only a requeue helps."""
     saved: bool = False
     """Every rank stands at the same boundary with a complete checkpoint, ready to be requeued."""
+    receipt: Receipt | None = None
+    """The receipt of this checkpoint."""
+    unrestored: str = ""
+    """Why it must not be moved again, a sentence: it trained without what it was moved with; empty if it may."""
+    file_system: str = ""
+    """File system that its last ordered checkpoint is on; empty if it is not known."""
+    stalls: bool = False
+    """A checkpoint that was ordered is overdue, or was given up a moment ago because it was."""
     pace: StepRate | None = None
     """None: it has not run yet, or was not measured."""
     refusals: int = 0

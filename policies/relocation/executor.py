@@ -24,8 +24,17 @@ from cadenza.policies.core.actions import (
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease, Relocating, SiteRules
 from cadenza.policies.core.move import Move, Ordered, Placed, Prefetching, Requeued, Wanted
+from cadenza.policies.relocation.arrivals import marked_unrestored
 from cadenza.policies.relocation.leaving_together import leaving_together
-from cadenza.policies.relocation.phases import Step, advance, follows_size, hosts_to_prefetch, refusal_reason
+from cadenza.policies.relocation.phases import (
+    Step,
+    advance,
+    follows_size,
+    goal,
+    hosts_to_prefetch,
+    refusal_reason,
+    saved_within_s,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +49,7 @@ class Relocation:
     @classmethod
     def of(cls, snapshot: ClusterSnapshot, memory: Memory) -> Relocation:
         """Return the next step of each move, and the snapshot as a policy sees it."""
+        snapshot = marked_unrestored(snapshot, memory.unrestored)
         going = {move.job.id: relocating for move in memory.moves if (relocating := _relocating(move)) is not None}
         jobs = [_marked(job, going.get(job.key.id)) for job in snapshot.jobs]
         unchanged = all(one is other for one, other in zip(jobs, snapshot.jobs, strict=True))
@@ -80,9 +90,9 @@ class Relocation:
                 if reason := _refusal_reason(action, job, moves.get(job.key.id), placed):
                     refused[job.key] = f"cannot be moved: {reason}"
                     continue
-                moves[job.key.id] = self._begun(
-                    action, job, leaves.get(job.key), moves.get(job.key.id), decision.memory
-                )
+                move = self._begun(action, job, leaves.get(job.key), moves.get(job.key.id), decision.memory)
+                moves[job.key.id] = move
+                action = replace(action, goal=goal(move), save_s=saved_within_s(move))  # noqa: PLW2901
             actions.append(action)
         # 4. Every job has its sentence; the outcome of a finished move follows the present state.
         reasons = {key: text for key, text in decision.reasons.items() if key.id not in busy}

@@ -81,6 +81,26 @@ class Step(NamedTuple):
             reasons[key] = "; ".join(filter(None, (reasons.get(key, ""), move.outcome)))
 
 
+def goal(move: Move) -> str:
+    """Return the purpose of a move for its job's own output: a predicate of what the job does once it has saved."""
+    asked = " as asked for by hand" if move.by_hand else f" ({move.reason})"
+    if move.resize:
+        gpus, had = sum(share.gpus for share in move.shares), move.former_gpus
+        verb = "grows" if gpus > had else "shrinks" if gpus < had else "goes on"
+        count = f"{verb} from {had} to {gpus} GPUs" if gpus != had and had else f"goes on with {gpus} GPUs"
+        return f"{count} on {','.join(move.nodes)}{asked}"
+    if move.shares:
+        return f"moves to {','.join(move.nodes)}{asked}"
+    if move.for_job is not None:
+        return f"gives its GPUs up for job {move.for_job}"
+    return f"gives its GPUs up{asked}"
+
+
+def saved_within_s(move: Move) -> float:
+    """Return the longest time that a job's ordered checkpoint may take, in seconds."""
+    return max(MIN_SAVE_S, SAVE_FACTOR * move.cost_s) if move.cost_s else MAX_SAVE_S
+
+
 def hosts_to_prefetch(key: JobKey, shares: Placement, snapshot: ClusterSnapshot) -> tuple[str, ...]:
     """Return the hosts with an agent that a job goes to and is not on now."""
     host_of = snapshot.host_of
@@ -144,6 +164,8 @@ def refusal_reason(job: Job, before: Move | None = None, *, by_hand: bool = Fals
     own = not placed and (before is None or before.nodes != job.required_nodes)
     if not job.requeueable:
         return "Slurm may not requeue it (no batch job, or --no-requeue)"
+    if lease is not None and lease.unrestored:
+        return f"{lease.unrestored}, so it is not moved again"
     if lease is not None and lease.ready and not lease.checkpoints:
         return "it saves no checkpoints (client.checkpoint)"
     if job.required_nodes and own and not by_hand:
@@ -192,7 +214,8 @@ def _wanted(move: Move, snapshot: ClusterSnapshot, age_s: float) -> Step:
         return Step(move, sentence=f"is to go to {_goal(move)} as soon as it can be stopped{detail}")
     order = Resize if move.resize else Migrate
     move = replace(move, pinned=job.required_nodes)
-    return Step(move, order(move.job, move.shares, move.reason), f"{_goes(move)}: a checkpoint is ordered")
+    action = order(move.job, move.shares, move.reason, goal=goal(move), save_s=saved_within_s(move))
+    return Step(move, action, f"{_goes(move)}: a checkpoint is ordered")
 
 
 def _prefetching(move: Move, snapshot: ClusterSnapshot, age_s: float) -> Step:
@@ -205,7 +228,8 @@ def _prefetching(move: Move, snapshot: ClusterSnapshot, age_s: float) -> Step:
     read = {host.name for host in snapshot.hosts if move.job in host.prefetched}
     if not read.issuperset(hosts_to_prefetch(move.job, move.shares, snapshot)) and age_s <= MAX_PREFETCH_S:
         return Step(move, sentence=f"{_goes(move)}: its files are read there while it still runs")
-    return Step(move, Save(move.job, f"{_goes(move)}: {move.reason}"), f"{_goes(move)}: a checkpoint is ordered")
+    save = Save(move.job, f"{_goes(move)}: {move.reason}", goal(move), saved_within_s(move))
+    return Step(move, save, f"{_goes(move)}: a checkpoint is ordered")
 
 
 def _ordered(move: Move, snapshot: ClusterSnapshot, age_s: float) -> Step:
@@ -217,8 +241,7 @@ def _ordered(move: Move, snapshot: ClusterSnapshot, age_s: float) -> Step:
         sentence = f"{_goes(move)}: its checkpoint is complete, it is requeued"
         return Step(replace(move, phase=Ordered(move.phase.since_s, job.nodes)), _requeue(move), sentence)
     stopping = lease is not None and (lease.state == "stopping" or lease.saving)
-    longest_s = max(MIN_SAVE_S, SAVE_FACTOR * move.cost_s) if move.cost_s else MAX_SAVE_S
-    if age_s > (longest_s if stopping or lease is None else MAX_ORDER_S):
+    if age_s > (saved_within_s(move) if stopping or lease is None else MAX_ORDER_S):
         return _end(move, snapshot, "not moved: its checkpoint failed or was refused, see its yields and resumes")
     return Step(move, sentence=f"{_goes(move)}: its checkpoint is being saved")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 from cadenza.policies.core.actions import Suspend, Unsuspend
+from cadenza.policies.core.decision import Memory
 from cadenza.policies.core.model import ClusterSnapshot, JobKey
 from cadenza.policies.round import RoundReport
 from cadenza.policies.sharing.turns.lanes import hosts_to_leave
-from cadenza.sidecar.orders import VERSION, Facts, JobFacts
+from cadenza.sidecar.orders import VERSION, Facts, JobFacts, Receipt
 from cadenza.slurm_plugin.service.lanes_on_demand import lane_orders
 from cadenza.slurm_plugin.service.settings import Settings, guard_settings, sharing_settings
 
@@ -25,9 +26,9 @@ def suspended_after(report: RoundReport) -> frozenset[JobKey]:
 
 
 def facts_of(
-    snapshot: ClusterSnapshot, settings: Settings, suspended: frozenset[JobKey], packs: Iterable[Sequence[JobKey]] = ()
+    snapshot: ClusterSnapshot, settings: Settings, suspended: frozenset[JobKey], memory: Memory | None = None
 ) -> Mapping[str, Facts]:
-    """Return each host's facts: the jobs that Slurm has there, and the rules of turns; ``packs``: packed jobs.
+    """Return each host's facts: the jobs that Slurm has there, and the rules of turns; ``memory``: after the round.
 
     While the kill switch is set, agents observe only, and so give back the resources that jobs are tuned to.
     """
@@ -35,7 +36,8 @@ def facts_of(
     killed = guard_settings(settings).killed
     enforce = settings.applies and not killed
     sharing = enforce and settings.policy.share != "none"
-    pack_of = {key: min(group).id for group in packs for key in group}
+    memory = memory or Memory()
+    pack_of = {key: min(group).id for group in memory.sharing.packs for key in group}
     host_of = snapshot.host_of
     jobs_on: dict[str, list[JobFacts]] = {host.name: [] for host in snapshot.hosts}
     for job in sorted(snapshot.jobs, key=lambda job: job.key):
@@ -53,6 +55,8 @@ def facts_of(
             memory_mb=-(-job.memory_mb // max(job.num_nodes, 1)),
             pack=pack_of.get(job.key, 0),
             requeueable=job.requeueable,
+            receipt=_receipt(memory, job.key),
+            unrestored=memory.unrestored.get(job.key.id, ""),
             gang=sharing and rules.manages(job) and len(hosts) > 1,
         )
         for host in hosts:
@@ -76,3 +80,9 @@ def facts_of(
         )
         for host, jobs in jobs_on.items()
     }
+
+
+def _receipt(memory: Memory, key: JobKey) -> Receipt | None:
+    """Return the checkpoint that this start of a job has to find."""
+    receipt = memory.receipts.get(key.id)
+    return Receipt(*receipt) if receipt is not None and receipt.restart <= key.restart else None

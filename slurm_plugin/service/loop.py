@@ -174,7 +174,7 @@ class Loop:
         self._store.record(self._requeues.observe(report.snapshot, before))
         # 6. Send the agents the facts that they need to take turns by themselves.
         self.last, self._good_s = report, self._clock.monotonic()
-        facts = facts_of(report.snapshot, self.settings, suspended_after(report), memory.sharing.packs)
+        facts = facts_of(report.snapshot, self.settings, suspended_after(report), memory)
         self._hub.send_facts(FactSheet(facts, report.snapshot.time_s, self.settings.trust_s))
         for action, outcome in report.outcomes:
             log.log(logging.INFO if outcome.ok else logging.WARNING, "%s", action_line(action, outcome))

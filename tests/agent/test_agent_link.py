@@ -418,7 +418,7 @@ def test_jobs_that_leave_their_gpu_idle_by_nvml_run_at_once_where_their_memory_f
     packs = [sorted(action.jobs) for action in decision.actions if isinstance(action, Pack)]
     assert packs == [[JobKey(1, 0), JobKey(2, 0)]] * packed
     # 3. The agent lets both run at once, or the holder alone.
-    service.send(facts_of(snapshot, chosen, frozenset(), memory.sharing.packs)["n1"])
+    service.send(facts_of(snapshot, chosen, frozenset(), memory)["n1"])
     first, second = (service.lease(number, lambda lease: lease.pack == packed) for number in (1, 2))
     if packed:
         jobs[0].wait_for("run", 2)

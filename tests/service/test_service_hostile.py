@@ -169,7 +169,7 @@ def whole_way(seen: ClusterSnapshot, chosen: Settings, folder: Path) -> None:
         gateway = Obedient(seen.at(seen.time_s + later_s))
         report = run_round(gateway, SystemClock(), store, policy(chosen), rules, Live(lambda: rules, 60.0))  # noqa: B023
         assert report.left_alone == {}
-    facts = facts_of(report.snapshot, chosen, suspended_after(report), store.memory().sharing.packs)
+    facts = facts_of(report.snapshot, chosen, suspended_after(report), store.memory())
     msgspec.json.encode(facts)
     store.close()
     # 2. It reads back.

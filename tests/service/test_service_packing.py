@@ -75,7 +75,7 @@ def test_two_measured_jobs_are_packed_told_to_the_agents_and_unsuspended(tmp_pat
     memory = remember(decision.memory, allowed, snapshot)
     assert memory.sharing.packs == ((A, B),)
     written = record_codec.decode_memory(record_codec.encode_memory(memory))
-    facts = facts_of(snapshot, chosen, frozenset(), written.sharing.packs)
+    facts = facts_of(snapshot, chosen, frozenset(), written)
     assert [fact.pack for fact in facts["n1"].jobs] == [1, 1]
     assert [fact.pack for fact in facts_of(snapshot, chosen, frozenset())["n1"].jobs] == [0, 0]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 
-from cadenza.policies.core.model import Job, JobKey, SiteRules
+from cadenza.policies.core.model import Job, JobKey, Lease, SiteRules
 from cadenza.policies.core.move import Move
 from cadenza.policies.ordering.levels import THRESHOLDS, level_of, levels
 from cadenza.policies.ordering.ranking import attained_service, first_submit_s, progress_of
@@ -102,7 +102,7 @@ class Standings:
         Its user's word alone does not count: a job that says so and never attaches would start at once and keep its
         GPUs for good. Jobs of the same user and name must have been seen with checkpoints.
         """
-        if not self.state.settings.manages(job) or not job.requeueable:
+        if not self.state.settings.manages(job) or not job.requeueable or job.key.id in self.state.memory.unrestored:
             return False
         move = self.moves.get(job.key.id)
         if move is not None and move.successor == job.key:
@@ -146,8 +146,8 @@ class Standings:
             return "is known to no agent"
         if not lease.ready:
             return f"cannot be stopped yet{': ' + lease.why_not_ready if lease.why_not_ready else ''}"
-        if not lease.checkpoints:
-            return "keeps no checkpoints"
+        if reason := self._saves_not_because(lease):
+            return reason
         if lease.state != "held" or job.state != "RUNNING" or job.key in state.giving_back or job.key in state.leaving:
             return "does not hold its GPUs, or leaves them"
         if job.relocating is not None or job.key.id in state.relocating:
@@ -157,6 +157,16 @@ class Standings:
             return "could not be moved a while ago"
         if not self.moves_left(job):
             return "has been requeued often enough for its age"
+        return None
+
+    def _saves_not_because(self, lease: Lease) -> str | None:
+        """Return why a job that can be stopped saves no checkpoint now, as a predicate; None if it does."""
+        if lease.unrestored:
+            return "went on without its checkpoint after its last move, so it is not moved again"
+        if not lease.checkpoints:
+            return "keeps no checkpoints"
+        if lease.file_system in self.state.memory.stalled:
+            return f"saves on {lease.file_system}, where a checkpoint is or was overdue"
         return None
 
     def quantum_left_s(self, job: Job) -> float:

@@ -21,9 +21,11 @@ from cadenza.sidecar.agent.ipc.messages import (
     End,
     Message,
     RequeuedBy,
+    Restored,
     Resumed,
     Spilled,
     Start,
+    Unrestored,
     Yielded,
     parse,
 )
@@ -104,6 +106,8 @@ class JobHandler:
                 self.coordinator.checkpointed(lease, rank, message)
             case Spilled():
                 self.coordinator.spilled(lease, rank, message)
+            case Restored() | Unrestored():
+                self._arrive(lease, rank, message)
             case Detach():
                 self._detach(session, lease, rank, message)
             case RequeuedBy():
@@ -217,7 +221,10 @@ class JobHandler:
         self.watch(rank.pid)
         state = "held" if lease.occupying or message.in_step else "yielded"
         reason = "" if lease.occupying else self.arbiter.waiting_reason(lease)
-        self.host.outbox.post(session, "attached", fds=(page.fd,), state=state, rank=message.rank, reason=reason)
+        receipt = self.host.receipt_fields(run, message.rank)
+        self.host.outbox.post(
+            session, "attached", fds=(page.fd,), state=state, rank=message.rank, reason=reason, receipt=receipt
+        )
         log.info("attached JOBID=%s rank=%d pid=%d lease=%s", lease.key, message.rank, rank.pid, lease.state)
         self.coordinator.joined(lease, rank)
 
@@ -256,6 +263,16 @@ class JobHandler:
                 run.resume.leave(old.pid)
             if old.session is not None and old.session is not session:
                 self.host.outbox.post(old.session, "error", last=True, error="replaced by a later attach")
+
+    def _arrive(self, lease: Lease, rank: Rank, message: Restored | Unrestored) -> None:
+        """Note how a rank of a moved job goes on; if one trains without its checkpoint, the job is not moved again."""
+        run, number = self.host.run(lease.key), rank.hello.rank
+        if isinstance(message, Restored):
+            run.arrived.add(number)
+            log.info("restored JOBID=%s rank=%d step=%d: %s", lease.key, number, message.step, message.path)
+        elif not run.unrestored:
+            run.unrestored = run.note = f"rank {number}: {message.reason or 'it has not restored its checkpoint'}"
+            log.warning("unrestored JOBID=%s %s; it is not moved again", lease.key, run.unrestored)
 
     def _detach(self, session: Session, lease: Lease, rank: Rank, message: Detach) -> None:
         """Record that a rank will not stop any more; a stop that has not been committed is withdrawn."""

@@ -13,6 +13,7 @@ from cadenza.policies.core.model import JobKey
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.ipc.memory_use import HostMemory
 from cadenza.sidecar.agent.jobs.host_state import Host
+from cadenza.sidecar.agent.jobs.job_run import JobRun
 from cadenza.sidecar.agent.jobs.stop_states import AwayStop
 from cadenza.sidecar.agent.lanes.lane_keeper import LaneKeeper
 from cadenza.sidecar.agent.leases.lease_table import Lease
@@ -83,7 +84,8 @@ class ServiceHandler:
             return
         self.host.run(lease.key).preferred_until = 0.0
         checkpoint = (order.save_s, order.hold_s) if isinstance(order, orders.CheckpointOrder) else None
-        if reason := self.coordinator.stop(lease, "service", order.timeout_s, checkpoint):
+        goal = order.goal if isinstance(order, orders.CheckpointOrder) else ""
+        if reason := self.coordinator.stop(lease, "service", order.timeout_s, checkpoint, goal):
             log.info("cannot stop JOBID=%s: %s", lease.key, reason)
             self.host.report_switch(lease, "refused", note=reason)
 
@@ -93,26 +95,38 @@ class ServiceHandler:
         if isinstance(stop, AwayStop):
             stop.hold_s = max(stop.hold_s, order.hold_s)
             return
-        if reason := self.coordinator.save_away(lease, order.save_s, order.hold_s):
+        if reason := self.coordinator.save_away(lease, order.save_s, order.hold_s, goal=order.goal):
             log.info("cannot save JOBID=%s: %s", lease.key, reason)
             self.host.report_switch(lease, "refused", note=reason)
 
     def _learn(self, facts: orders.Facts) -> None:
         """Take over the service's facts about the jobs here; a weight that no share follows from is ignored."""
-        changed = facts != self.host.facts
-        self.host.facts = facts
+        changed = msgspec.structs.replace(facts, at_s=self.host.facts.at_s) != self.host.facts
+        self.host.facts, self.host.facts_at = facts, self.host.clock.monotonic()
         if facts.lanes is not None:
             self.lanes.order(facts.lanes)
         for lease in self.host.leases:
             fact = self.host.fact_of(lease)
             if fact is not None:
                 self.host.run(lease.key).listed = True
+                self._learn_receipt(self.host.run(lease.key), fact)
                 lease.weight = fact.weight if fact.weight >= MIN_WEIGHT else lease.weight
                 lease.priority, lease.user = fact.priority, fact.user
                 lease.managed = fact.managed or lease.lane > 0  # exclusive use needs lane 0
                 lease.hosts = max(fact.hosts, 1)
         if changed:
             self.host.leases.pack({JobKey(fact.job, fact.restart): fact.pack for fact in facts.jobs})
+
+    def _learn_receipt(self, run: JobRun, fact: orders.JobFacts) -> None:
+        """Take over what a job has to find, and tell the ranks that have attached before this was known."""
+        run.unrestored = run.unrestored or fact.unrestored
+        if run.told or fact.new:
+            return
+        run.told, run.to_find = True, fact.receipt
+        if fact.receipt is not None:
+            run.file_system = run.file_system or self.host.file_system_of(run, fact.receipt.paths)
+        for rank in run.connected:
+            self.host.outbox.post(rank.session, "receipt", receipt=self.host.receipt_fields(run, rank.hello.rank))
 
 
 @dataclass
@@ -215,6 +229,8 @@ def _notable(report: orders.Report) -> Notable:
                 one.saves_away,
                 one.saving,
                 one.saved,
+                one.unrestored,
+                one.stalls,
                 one.lost,
                 one.tuned,
                 one.pack,

@@ -33,8 +33,8 @@ MAX_SAVERS = 64
 """Checkpoints of one order, each by a saver of its own."""
 MAX_WORDS = 1000
 """Characters that are kept of a text for people."""
-WORDS = frozenset({"refused", "error", "reason", "resident", "no_room", "failed"})
-"""Fields for people: they may hold whatever an exception holds, and are made clean instead of refused."""
+WORDS = frozenset({"refused", "error", "reason", "path", "resident", "no_room", "failed"})
+"""Fields for people: they may hold whatever an exception or a path holds, and are made clean instead of refused."""
 
 BATCH_STEPS = frozenset({"batch", "4294967291", "-5"})
 """Slurm's spellings of the batch step: its name, and SLURM_BATCH_SCRIPT as an unsigned or signed number."""
@@ -175,6 +175,19 @@ class Checkpointed(msgspec.Struct, frozen=True):
         return "it did not say where"
 
 
+class Restored(msgspec.Struct, frozen=True):
+    """The rank goes on from a checkpoint: the one that its job was moved with, or a later one."""
+
+    step: Step
+    path: Text = ""
+
+
+class Unrestored(msgspec.Struct, frozen=True):
+    """The rank trains without what its job was moved with."""
+
+    reason: Text = ""
+
+
 class Spilled(msgspec.Struct, frozen=True):
     """The rank's state has left host memory for a disk; with ``error`` it is where it was."""
 
@@ -191,7 +204,19 @@ class Detach(msgspec.Struct, frozen=True):
 
 
 Message: TypeAlias = (
-    Start | End | Ask | Attach | Arrived | Yielded | Resumed | Checkpointed | Spilled | Detach | RequeuedBy
+    Start
+    | End
+    | Ask
+    | Attach
+    | Arrived
+    | Yielded
+    | Resumed
+    | Checkpointed
+    | Restored
+    | Unrestored
+    | Spilled
+    | Detach
+    | RequeuedBy
 )
 
 KINDS: dict[str, type[Message]] = {
@@ -203,6 +228,8 @@ KINDS: dict[str, type[Message]] = {
     "yielded": Yielded,
     "resumed": Resumed,
     "checkpointed": Checkpointed,
+    "restored": Restored,
+    "unrestored": Unrestored,
     "spilled": Spilled,
     "detach": Detach,
     "requeued_by": RequeuedBy,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cadenza.policies.core.model import JobKey
 from cadenza.policies.core.text import printable
 from cadenza.sidecar import orders
 from cadenza.sidecar.agent.ipc import slurm_steps
+from cadenza.sidecar.agent.ipc.mounts import file_system_of
 from cadenza.sidecar.agent.ipc.slurm_steps import Shown
 from cadenza.sidecar.agent.ipc.transport import Outbox
 from cadenza.sidecar.agent.jobs.job_run import JobRun
@@ -63,6 +64,8 @@ class Host:
     last_order: int = 0
     heard_at: float | None = None
     """Monotonic time of the service's last message."""
+    facts_at: float = 0.0
+    """Monotonic time of its last facts."""
     started_at: float = 0.0
     taken: list[Taken] = field(default_factory=list)
     """GPUs in use without a lease: as the agent found them when it started, or by jobs that had not asked for one."""
@@ -233,6 +236,28 @@ class Host:
             with self.supervise(lease.key, "measuring its pace"):
                 run.step_rate.update(co_runners, run.pages, now)
 
+    # --- receipts ------------------------------------------------------------------------------------------
+
+    def receipt_fields(self, run: JobRun, rank: int) -> dict[str, object] | None:
+        """Return the receipt that a rank hears of; empty: it has to find nothing; None: that is not known yet.
+
+        A second process of a rank that has restored is another program of the job, or restores again by itself.
+        """
+        alone = not self.settings.service
+        if not (run.told or alone or run.key.restart == 0):
+            return None
+        found = run.to_find
+        if found is None or rank in run.arrived or run.unrestored:
+            return {}
+        since_s = self.facts.at_s - found.left_s + self.clock.monotonic() - self.facts_at
+        away_s = max(since_s, 0.0) if found.left_s and self.facts.at_s else 0.0
+        return {"restart": found.restart, "step": found.step, "paths": found.paths, "away_s": away_s}
+
+    def file_system_of(self, run: JobRun, paths: Sequence[str]) -> str:
+        """Return the file system of a job's checkpoint, of several the first; "" if it is not known."""
+        pid = next(iter(run.ranks), None)
+        return file_system_of(paths[0], self.name, pid) if paths else ""
+
     # --- messages for the service --------------------------------------------------------------------------
 
     def files(self, lease: Lease, paths: Iterable[str]) -> orders.Files:
@@ -312,6 +337,10 @@ class Host:
             saves_away=run.can_checkpoint_away and not lease.frozen,
             saving=isinstance(run.stop, AwayStop) or run.eviction is not None,
             saved=run.checkpointed,
+            receipt=run.receipt,
+            unrestored=printable(run.unrestored, MAX_TEXT),
+            file_system=printable(run.file_system, MAX_NAME),
+            stalls=run.stalls(self.clock.monotonic()),
             lost=printable(run.lost or run.failed, MAX_TEXT),
             pace=run.step_rate.measure(run.pages, self.clock.monotonic()),
             pack=lease.pack,

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from cadenza.policies.core.model import JobKey
-from cadenza.sidecar import wire
+from cadenza.sidecar import orders, wire
 from cadenza.sidecar.agent.ipc.messages import Attach
 from cadenza.sidecar.agent.ipc.pages import Page, Telemetry
 from cadenza.sidecar.agent.ipc.slurm_steps import Shown
@@ -14,7 +14,7 @@ from cadenza.sidecar.agent.ipc.transport import Session
 from cadenza.sidecar.agent.jobs.step_rate import StepRateMeter
 from cadenza.sidecar.agent.jobs.stop_states import CheckpointStop, Stop
 from cadenza.sidecar.agent.leases.lease_table import Lease
-from cadenza.sidecar.bounds import MAX_NUMBER
+from cadenza.sidecar.bounds import MAX_NUMBER, MAX_RECEIPT_PATH, MAX_RECEIPT_PATHS
 from cadenza.sidecar.stop_step import Progress
 
 SAVE_POINT_STEPS = 100
@@ -22,6 +22,8 @@ SAVE_POINT_STEPS = 100
 batches of a large accumulation and most evaluations, and the job loses nothing meanwhile, because it trains on."""
 OWN_SAVES = 1.25
 """The same for a job that can be saved only at its script's own saves, in their usual distance."""
+STALLED_S = 60.0
+"""Time for which an overdue save is reported after it has ended."""
 SAVE_POINT_MAX_S = 900.0
 """Longest of these times, in seconds, because another job may wait for the GPUs."""
 
@@ -170,6 +172,18 @@ class JobRun:
     """Monotonic time since which its processes contradict Slurm's word."""
     followed: bool = False
     """Another host reads its files ahead, because the job will move there."""
+    told: bool = False
+    """The service has said whether the job has to find a checkpoint."""
+    to_find: orders.Receipt | None = None
+    """The checkpoint that it has to find."""
+    arrived: set[int] = field(default_factory=set)
+    """Numbers of the ranks that went on from it, or from a later one."""
+    unrestored: str = ""
+    """Reason, a sentence, for which it must not be moved again: it trained without that checkpoint; otherwise empty."""
+    file_system: str = ""
+    """File system of its last ordered checkpoint; empty if it is not known."""
+    stalled_at: float | None = None
+    """Monotonic time at which a save of it was last seen to be overdue."""
 
     @property
     def connected(self) -> list[Rank]:
@@ -188,13 +202,19 @@ class JobRun:
 
     @property
     def can_checkpoint(self) -> bool:
-        """True if every rank here can save a checkpoint on order."""
-        return bool(self.ranks) and self.in_step and all(rank.page.saves for rank in self.ranks.values())
+        """True if every rank here can save a checkpoint on order, and its job may be moved with it."""
+        return (
+            bool(self.ranks)
+            and self.in_step
+            and not self.unrestored
+            and all(rank.page.saves for rank in self.ranks.values())
+        )
 
     @property
     def can_checkpoint_away(self) -> bool:
         """True if every rank here can save a checkpoint while its state is in host memory."""
-        return bool(self.ranks) and self.in_step and all(rank.page.saves_away for rank in self.ranks.values())
+        able = bool(self.ranks) and self.in_step and not self.unrestored
+        return able and all(rank.page.saves_away for rank in self.ranks.values())
 
     @property
     def save_point_s(self) -> float:
@@ -215,6 +235,21 @@ class JobRun:
     def checkpointed(self) -> bool:
         """True while the ranks here stand still after a complete checkpoint, ready for a requeue."""
         return isinstance(self.stop, CheckpointStop) and self.stop.saved_at is not None
+
+    @property
+    def receipt(self) -> orders.Receipt | None:
+        """The checkpoint with which the ranks stand, for the start that a requeue makes; paths only if all fit."""
+        stop = self.stop
+        if not isinstance(stop, CheckpointStop) or stop.saved_at is None:
+            return None
+        nameable = len(stop.paths) <= MAX_RECEIPT_PATHS and all(len(path) <= MAX_RECEIPT_PATH for path in stop.paths)
+        return orders.Receipt(self.key.restart + 1, stop.saved_step, stop.paths if nameable else ())
+
+    def stalls(self, now: float) -> bool:
+        """Return True while a save is overdue, and for a while after it was given up."""
+        if isinstance(self.stop, CheckpointStop) and self.stop.overdue(now):
+            self.stalled_at = now
+        return self.stalled_at is not None and now - self.stalled_at < STALLED_S
 
     @property
     def failed(self) -> str:

@@ -48,6 +48,8 @@ MAX_OFFLOAD_S = 600.0
 """Bounds of the time in which ranks must have moved their state."""
 OFFLOAD_BYTES_S = float(128 << 20)
 """Bytes a second that every host moves, also to a disk as a fallback."""
+OVERDUE = 0.5
+"""Part of the longest time of a save after which it is overdue."""
 REMOTE_EXTRA_S = 5.0
 """Extra time that an agent waits for the service in a multi-node stop, beyond the service's own time-out."""
 
@@ -179,6 +181,8 @@ class CheckpointStop(Stop):
     """Longest time that saving may take."""
     hold_s: float = 0.0
     """Longest time that the ranks wait for the requeue afterwards."""
+    goal: str = ""
+    """Purpose for the job's own output: a predicate of what it does then."""
     saved_pids: set[int] = field(default_factory=set)
     """Ranks with their part on disk."""
     saved_at: float | None = None
@@ -200,6 +204,11 @@ class CheckpointStop(Stop):
         if self.saved_at is None and self.committed and now - self.began - self.boundary_s > self.save_s:
             return "fail", f"its checkpoint was not complete after {self.save_s:g} s"
         return None
+
+    def overdue(self, now: float) -> bool:
+        """Return True if the ranks have been saving for so long that something may be wrong with their file system."""
+        saving = self.saved_at is None and self.committed
+        return saving and now - self.began - self.boundary_s > OVERDUE * self.save_s
 
 
 @dataclass

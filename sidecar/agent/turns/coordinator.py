@@ -56,11 +56,17 @@ class StopCoordinator:
         self.driver.ends = self
 
     def stop(
-        self, lease: Lease, origin: str, timeout_s: float, checkpoint: tuple[float, float] | None = None
+        self,
+        lease: Lease,
+        origin: str,
+        timeout_s: float,
+        checkpoint: tuple[float, float] | None = None,
+        goal: str = "",
     ) -> str | None:
         """Ask a holder to yield, or to save a checkpoint; return the reason if that is refused.
 
-        ``checkpoint`` has the longest times for saving, and for the requeue after it.
+        ``checkpoint`` has the longest times for saving, and for the requeue after it; ``goal`` says what the job does
+        then, for its own output.
         """
         run, now = self.host.run(lease.key), self.host.clock.monotonic()
         if lease.state != "held":
@@ -69,6 +75,8 @@ class StopCoordinator:
             return "it is still taking its state back"
         if reason := run.not_ready_reason(lease, now) or (checkpoint and run.unattached_reason(lease)):
             return reason
+        if checkpoint and run.unrestored:
+            return f"{run.unrestored}: it is not moved again"
         if checkpoint and not run.can_checkpoint:
             return "not all its ranks can save a checkpoint: see client.checkpoint()"
         self.host.leases.stop(lease, self.host.clock.now())
@@ -77,7 +85,7 @@ class StopCoordinator:
             save_s, hold_s = checkpoint
             patience_s = max(timeout_s, run.save_point_s)
             run.stop = CheckpointStop(
-                number, origin, now, patience_s, multi_node=multi_node, save_s=save_s, hold_s=hold_s
+                number, origin, now, patience_s, multi_node=multi_node, save_s=save_s, hold_s=hold_s, goal=goal
             )
         else:
             run.stop = YieldStop(number, origin, now, timeout_s, multi_node=multi_node)
@@ -86,10 +94,12 @@ class StopCoordinator:
             self._freeze(lease, run.stop)
         return None
 
-    def save_away(self, lease: Lease, save_s: float, hold_s: float, origin: str = "service") -> str | None:
+    def save_away(
+        self, lease: Lease, save_s: float, hold_s: float, origin: str = "service", goal: str = ""
+    ) -> str | None:
         """Have a job that has yielded save a checkpoint without its GPUs; return the reason if that is refused.
 
-        ``save_s`` and ``hold_s`` are the longest times for saving, and for the requeue after it.
+        ``save_s`` and ``hold_s`` are the longest times for saving and for the requeue then; ``goal`` as in ``stop``.
         """
         run, now = self.host.run(lease.key), self.host.clock.monotonic()
         if lease.state != "yielded" or run.stop is not None:
@@ -98,10 +108,10 @@ class StopCoordinator:
             return reason
         if lease.frozen or not run.can_checkpoint_away or not all(rank.out for rank in run.ranks.values()):
             return "not all its ranks can save a checkpoint from host memory: see client.checkpoint()"
-        stop = AwayStop(self.host.next_order(), origin, now, 0.0, save_s=save_s, hold_s=hold_s)
+        stop = AwayStop(self.host.next_order(), origin, now, 0.0, save_s=save_s, hold_s=hold_s, goal=goal)
         run.stop = stop
         for rank in run.ranks.values():
-            self.host.outbox.post(rank.session, "save", order=stop.order)
+            self.host.outbox.post(rank.session, "save", order=stop.order, goal=goal)
         log.info("save JOBID=%s order=%d", lease.key, stop.order)
         return None
 
@@ -286,8 +296,9 @@ class StopCoordinator:
             rank.context = look.context_bytes(lease.gpus, rank.pid, rank.held) if look and measured else None
         stop.on_all_arrived(self.host.clock.monotonic())
         stop.bytes = sum(rank.bytes for rank in run.ranks.values())
+        goal = stop.goal if isinstance(stop, CheckpointStop) else ""
         for rank in run.ranks.values():
-            self.host.outbox.post(rank.session, "commit", order=stop.order)
+            self.host.outbox.post(rank.session, "commit", order=stop.order, goal=goal)
 
     def _freeze(self, lease: Lease, stop: Stop) -> None:
         """Hand a stop to the driver path."""
@@ -300,6 +311,7 @@ class StopCoordinator:
         """Report a checkpoint that every rank has saved; the ranks stand on."""
         stop.move("all saved")
         stop.saved_at = run.saved_at = self.host.clock.monotonic()
+        run.file_system = self.host.file_system_of(run, stop.paths)
         self._report_stop(lease, stop, "checkpoint", run.note)
         if run.followed:
             self.host.upward.append(self.host.files(lease, stop.paths))

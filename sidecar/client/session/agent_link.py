@@ -44,13 +44,17 @@ class Link:
     """One rank's connection. ``steady`` is held while the state moves, so that ``attach`` reports no half move.
 
     ``greeting`` returns the fields of an ``attach`` message; it is called with ``steady`` held. ``words`` is
-    the rank's page until an agent gives one. ``losses`` counts lost connections: messages from before a loss are
-    void after it.
+    the rank's page until an agent gives one. ``heed`` is called with each message as it comes, in any thread; it
+    returns True for those that no boundary waits for. ``losses`` counts lost connections: messages from before a loss
+    are void after it.
     """
 
-    def __init__(self, path: str, greeting: Callable[[], Message], words: memoryview) -> None:
+    def __init__(
+        self, path: str, greeting: Callable[[], Message], words: memoryview, heed: Callable[[Message], bool]
+    ) -> None:
         self._path = path
         self._greeting = greeting
+        self._heed = heed
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._socket: socket.socket | None = None
         self._reply: Reply | None = None
@@ -163,6 +167,7 @@ class Link:
         while True:
             packet, descriptors, _, _ = socket.recv_fds(connection, wire.MAX_PACKET, 1)
             message = wire.decode(packet) if packet else {"type": "eof"}
+            heeded = self._heed(message)
             if message["type"] == "attached" and descriptors:
                 return Reply(map_page(descriptors[0]), message.get("state") == "held", str(message.get("reason", "")))
             for descriptor in descriptors:
@@ -171,7 +176,8 @@ class Link:
                 raise AgentRefusedError(str(message.get("error", "no reason given")))
             if not packet:
                 raise LinkLostError("the agent closed the connection")
-            self._inbox.put(message)
+            if not heeded:
+                self._inbox.put(message)
 
     def _serve(self) -> None:
         """Listen, and reconnect after each loss, until closed."""
@@ -200,7 +206,7 @@ class Link:
                 message = wire.decode(packet)
                 if message["type"] == "error":
                     _log.warning("the Cadenza agent refused a message of this process: %s", message.get("error"))
-                else:
+                elif not self._heed(message):
                     self._inbox.put(message)
             except wire.WireError as error:
                 _log.warning("a message of the Cadenza agent was ignored: %s", error)

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cadenza.sidecar import wire
 from cadenza.sidecar.client.clock import monotonic_ns
@@ -36,6 +36,8 @@ RESTORE_RETRY_S = 0.5
 FAILURES_BORNE = 120
 """Failures in a row of a GPU after which a rank ends, because the others have their state back and wait for it; by then
 the service has requeued a job that can be."""
+LOOK_NS = 50_000_000
+"""Time between two looks at the job's resources, which are one read of memory."""
 VERDICT_S = 300.0
 """Longest wait of a rank at its boundary for the agent's decision, in seconds; then it continues."""
 PATHS_NS = 600_000_000_000
@@ -63,6 +65,8 @@ class Session(StepCounters):
         self.refuse_resident = False
         self.everything = False
         """All tensors on the GPU that Python can see move too."""
+        self.addresses_stay = False
+        """Device addresses stay at a yield, where the library for it was preloaded."""
         self.spill_to = ""
         """A directory on a disk of this node for state that does not fit into host memory; "": none."""
         self.files = FileList()
@@ -87,6 +91,9 @@ class Session(StepCounters):
         self._state = wire.STATE_RUNNING
         self._who: identity.Identity | None = None
         self._cancelled = 0
+        self._looked_ns, self._looked_step = self.last_ns, 0
+        self._look_step, self._sample_step = 0, 0
+        """Steps of the next look at the job's resources, and of the next sample."""
         self._without_lease = False
         self._pause = threading.Event()
         self._requeue_owner = identity.requeue_owner(os.environ)
@@ -126,7 +133,7 @@ class Session(StepCounters):
         """
         self.arrival.restored(path, step)
 
-    def _send(self, kind: str, **fields: object) -> bool:
+    def _send(self, kind: str, **fields: Any) -> bool:
         """Send a message to the agent; return False without one."""
         return self._link is not None and self._link.send(kind, **fields)
 
@@ -135,10 +142,20 @@ class Session(StepCounters):
         self.memory_step = 0
 
     def sample_memory(self) -> None:
-        """Record GPU memory, and follow the job's resources for caches behind a loader that does not."""
+        """Follow the job's resources, and when a sample is due do all that belongs beside the step path."""
+        resources.update_all()
+        since_ns, self._looked_ns = self.last_ns - self._looked_ns, self.last_ns
+        steps, self._looked_step = self.step - self._looked_step, self.step
+        if self.memory_step != self._look_step or self.step >= self._sample_step:
+            self._sample()
+            self._sample_step = self.memory_step
+        ahead = max(1, LOOK_NS * steps // max(1, since_ns))  # a job's CPUs may change in mid-training, also a slow one's
+        self.memory_step = self._look_step = min(self._sample_step, self.step + ahead)
+
+    def _sample(self) -> None:
+        """Record GPU memory, and serve everything that waits for a boundary."""
         super().sample_memory()
         self.arrival.at_boundary()
-        resources.update_all()
         if self._savers:
             self.files.publish()
             if self._save_points.sample():
@@ -620,15 +637,19 @@ class Session(StepCounters):
         if not self._sources or "torch" not in sys.modules:
             return None
         from cadenza.sidecar.client.offload.engine import Offload  # noqa: PLC0415
+        from cadenza.sidecar.client.offload.addresses import address_survey  # noqa: PLC0415
         from cadenza.sidecar.client.offload.storages import Survey, survey  # noqa: PLC0415
 
         self._offload = self._offload or Offload()
+        look = address_survey.survey if self.addresses_stay else survey
         try:
-            result = survey(self._sources, refuse_resident=self.refuse_resident, everything=self.everything)
+            result = look(self._sources, refuse_resident=self.refuse_resident, everything=self.everything)
         except Exception as error:  # noqa: BLE001 - torch, its extensions and the user's functions raise anything
             return Survey((), (), f"the state cannot be examined: {type(error).__name__}: {error}")
         ranks = self._who.local_world_size if self._who else None
-        refusal = result.refusal or self._offload.memory_refusal(result.segments, ranks or 1, self.spill_to)
+        refusal = result.refusal or self._offload.memory_refusal(
+            result.segments, ranks or 1, self.spill_to, result.in_place
+        )
         return replace(result, refusal=refusal, spilled=bool(self._offload.spill_to))
 
     def _pin_ahead(self) -> None:
@@ -651,7 +672,7 @@ class Session(StepCounters):
         """Move out the surveyed state; raise MoveError with all where it was."""
         if survey is None or self._offload is None:
             return None
-        return self._offload.offload(survey.segments)
+        return self._offload.offload_in_place() if survey.in_place else self._offload.offload(survey.segments)
 
     def _greeting(self) -> Message:
         """Return the fields of ``attach`` as things stand."""

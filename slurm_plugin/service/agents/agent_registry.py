@@ -138,7 +138,7 @@ class AgentRegistry:
         if entry is None:
             return ()
         return tuple(
-            JobFacts(lease.job, lease.restart, lease.managed, 1.0, 0, "", lease.hosts)
+            JobFacts(lease.job, lease.restart, lease.managed, 1.0, 0, "", lease.hosts, new=True)
             for lease in entry.report.leases
             if (lease.job, lease.restart) not in in_facts
             and entry.first_seen_s[lease.job, lease.restart] > snapshot_s - NEW_JOB_MARGIN_S

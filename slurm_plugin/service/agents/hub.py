@@ -26,6 +26,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from cadenza.policies.core.actions import Outcome
 from cadenza.policies.core.model import ClusterSnapshot, JobKey, Share
+from cadenza.policies.core.text import printable
 from cadenza.sidecar.clock import SystemClock
 from cadenza.sidecar.frames import ERRORS, FROM_AGENT, OtherVersionError
 from cadenza.sidecar.orders import (
@@ -76,6 +77,7 @@ CALL_TIMEOUT_S = 5.0
 LOG_PERIOD = 100
 SAVE_S = 900.0
 """Longest time for saving an ordered checkpoint."""
+MAX_GOAL = 300
 HOLD_S = 300.0
 """Time that a job waits after it to be requeued: until the others that make way with it have saved, too, and for the
 restart of a service that was killed."""
@@ -188,12 +190,17 @@ class Hub:
         """Ask a job to stop and free its GPUs."""
         return self._stop(key, hosts, YieldOrder(VERSION, *key, self.settings.yield_timeout_s))
 
-    def checkpoint_job(self, key: JobKey, hosts: tuple[str, ...], *, away: bool = False) -> Outcome:
+    def checkpoint_job(
+        self, key: JobKey, hosts: tuple[str, ...], *, away: bool = False, goal: str = "", save_s: float = 0.0
+    ) -> Outcome:
         """Ask a job to save a checkpoint at a common boundary and to wait there until it is requeued.
 
-        ``away``: it has yielded, so that its ranks stand at one boundary and need no GPU to save.
+        ``away``: it has yielded, so that its ranks stand at one boundary and need no GPU to save. ``goal``: what it
+        does then, for its own output. ``save_s``: longest time for saving, if it is less than the usual one.
         """
-        order = CheckpointOrder(VERSION, *key, self.settings.yield_timeout_s, SAVE_S, HOLD_S, away)
+        longest_s = min(save_s or SAVE_S, SAVE_S)
+        yield_s = self.settings.yield_timeout_s
+        order = CheckpointOrder(VERSION, *key, yield_s, longest_s, HOLD_S, away, printable(goal, MAX_GOAL))
         return self.send([(host, order) for host in hosts]) if away else self._stop(key, hosts, order)
 
     def _stop(self, key: JobKey, hosts: tuple[str, ...], order: YieldOrder | CheckpointOrder) -> Outcome:
@@ -344,7 +351,7 @@ class Hub:
                 for job in sent.jobs
             )
             if jobs != sent.jobs:
-                facts[host] = msgspec.structs.replace(sent, jobs=jobs)
+                facts[host] = msgspec.structs.replace(sent, jobs=jobs, at_s=self._clock.now())
                 self._send(host, facts[host])
         self._sheet = replace(self._sheet, facts=facts)
 
@@ -352,7 +359,7 @@ class Hub:
         for host, facts in self._sheet.facts.items():
             keys = frozenset((job.job, job.restart) for job in facts.jobs)
             new_jobs = self._registry.new_jobs(host, keys, self._sheet.at_s)
-            self._send(host, msgspec.structs.replace(facts, jobs=(*facts.jobs, *new_jobs)))
+            self._send(host, msgspec.structs.replace(facts, jobs=(*facts.jobs, *new_jobs), at_s=self._clock.now()))
 
     # --- frames ---------------------------------------------------------------------------------------------
 

@@ -129,7 +129,7 @@ class ClusterGateway:
                 outcome = self._prefetch(action, hosts)
             case _:
                 away = all(part.state == "yielded" for part in self._parts[action.job].values())
-                outcome = self._hub.checkpoint_job(action.job, hosts, away=away)
+                outcome = self._hub.checkpoint_job(action.job, hosts, away=away, goal=action.goal, save_s=action.save_s)
         return outcome if outcome.ok else Outcome(ok=False, error=f"job {action.job}: {outcome.error}")
 
     def _prefetch(self, action: Migrate | Resize, hosts: tuple[str, ...]) -> Outcome:

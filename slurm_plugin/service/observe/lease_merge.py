@@ -21,9 +21,11 @@ from cadenza.policies.core.model import (
     LeaseState,
     Node,
     Options,
+    Receipt,
     StepRate,
 )
 from cadenza.policies.supervision import each
+from cadenza.sidecar.bounds import MAX_RECEIPT_PATHS
 from cadenza.sidecar.orders import JobTelemetry, LeaseReport
 from cadenza.slurm_plugin.service.agents.agent_registry import Agent
 
@@ -159,6 +161,7 @@ def merge(parts: Parts, agents: Mapping[str, Agent]) -> Lease:
     state: LeaseState = next((state for state in STATES if state in reported), "waiting")
     occupying = state in ("stopping", "held")
     not_ready = _not_ready_reason(parts, agents)
+    saved = state in ("stopping", "yielded") and len(parts) >= leases[0].hosts and all(one.saved for one in leases)
     wrong = next(((host, lease) for host, lease in sorted(parts.items()) if lease.amiss), None)
     return Lease(
         state=state,
@@ -193,10 +196,22 @@ def merge(parts: Parts, agents: Mapping[str, Agent]) -> Lease:
         late=state == "waiting" and any(lease.late for lease in leases),
         early=next((f"{host}: {lease.early}" for host, lease in sorted(parts.items()) if lease.early), ""),
         no_room=next((f"{host}: {lease.no_room}" for host, lease in sorted(parts.items()) if lease.no_room), ""),
-        saved=state in ("stopping", "yielded")
-        and len(parts) >= leases[0].hosts
-        and all(lease.saved for lease in leases),
+        saved=saved,
+        receipt=_receipt(leases) if saved else None,
+        unrestored=next((lease.unrestored for lease in leases if lease.unrestored), ""),
+        file_system=next((lease.file_system for lease in leases if lease.file_system), ""),
+        stalls=any(lease.stalls for lease in leases),
     )
+
+
+def _receipt(leases: Sequence[LeaseReport]) -> Receipt | None:
+    """Return the receipt of a job's checkpoint; the ranks of each host may have named paths of their own."""
+    receipts = [lease.receipt for lease in leases if lease.receipt is not None]
+    if len(receipts) < len(leases):
+        return None
+    paths = (*dict.fromkeys(path for one in receipts for path in one.paths),)
+    nameable = all(one.paths for one in receipts) and len(paths) <= MAX_RECEIPT_PATHS
+    return Receipt(leases[0].restart + 1, min(one.step for one in receipts), paths if nameable else ())
 
 
 def _waited_s(lease: LeaseReport, agent: Agent) -> float:

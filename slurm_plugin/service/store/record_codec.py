@@ -10,7 +10,7 @@ import msgspec
 
 from cadenza.policies.core.actions import Action
 from cadenza.policies.core.decision import Decision, EndedJobs, Memory, SharingMemory
-from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node, SiteRules
+from cadenza.policies.core.model import ClusterSnapshot, Host, Job, JobKey, Node, Receipt, SiteRules
 from cadenza.policies.core.move import Move
 from cadenza.policies.core.profile import Profile, linked
 
@@ -41,6 +41,9 @@ class _MemoryRow(msgspec.Struct, frozen=True):
     factors: tuple[tuple[int, int], ...] = ()
     keep_checkpoints: dict[str, float] = {}
     made_way: tuple[tuple[int, float], ...] = ()
+    receipts: tuple[tuple[int, Receipt], ...] = ()
+    unrestored: tuple[tuple[int, str], ...] = ()
+    stalled: dict[str, float] = {}
 
 
 class _UndoRow(msgspec.Struct, frozen=True):
@@ -55,7 +58,8 @@ class _UndoRow(msgspec.Struct, frozen=True):
 
 
 PAIRS = (
-    "departed", "factors", "held", "last_yield_s", "made_way", "repairs", "requeued", "resumed", "sized",
+    "departed", "factors", "held", "last_yield_s", "made_way", "receipts", "repairs", "requeued", "resumed", "sized",
+    "unrestored",
 )  # fmt: skip
 """Fields of a Memory whose keys are no strings."""
 
@@ -133,9 +137,7 @@ def encode_snapshot(snapshot: ClusterSnapshot) -> bytes:
     bare = tuple(replace(job, profile=None) if job.profile is not None else job for job in snapshot.jobs)
     written = tuple(tuple(replace(member, siblings={}) for member in family) for family in families.values())
     return _encode(
-        _SnapshotRow(
-            snapshot.time_s, snapshot.nodes, bare, snapshot.hosts, written, tuple(profiled), snapshot.site
-        ),
+        _SnapshotRow(snapshot.time_s, snapshot.nodes, bare, snapshot.hosts, written, tuple(profiled), snapshot.site),
     )
 
 
