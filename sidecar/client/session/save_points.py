@@ -134,6 +134,11 @@ class SavePoints:
         self._ends = 0
         self._gradients.forget()
 
+    def close(self) -> None:
+        """Leave torch's hooks."""
+        self.over()
+        self._sampled.forget()
+
     def follow(self, pending: Callable[[], bool]) -> None:
         """Follow the optimizers as long as ``pending()`` says that a checkpoint is requested."""
         self._gradients.follow(pending)
@@ -214,7 +219,7 @@ class Gradients:
 
     def _parameters(self, things: Iterable[object]) -> list[torch.Tensor]:
         """Return the parameters of all known optimizers, or of the known modules where there is no optimizer."""
-        optimizers, modules = dict(self._seen), {}
+        optimizers, modules = dict(self._seen), dict[int, Any]()
         for thing in _inside(things, DEPTH):
             (optimizers if hasattr(thing, "param_groups") else modules)[id(thing)] = thing
         if optimizers:
