@@ -18,6 +18,8 @@ SPILL_ENV = "CADENZA_SPILL_DIR"
 """Directory on a disk of the node, for state that does not fit into host memory; set by the admin or the user."""
 LANE_ENV = "CADENZA_LANE"
 """The job's lane on this host, set by the SPANK plugin in the tasks of a managed job where there is an agent."""
+REHEARSAL_ENV = "CADENZA_REHEARSAL"
+"""Folder of a rehearsed job: its records, and its checkpoints in place of the script's own directories."""
 ENROOT_OPTIONS = "x-create=dir,bind,rw,nosuid,nodev,noexec,nofail,silent"
 """Mount options of packaging/enroot/50-cadenza.fstab."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from cadenza.sidecar.client.bootstrap.rehearsal_record import place
 from cadenza.sidecar.client.checkpoints.checkpoint import Checkpoint
 from cadenza.sidecar.client.checkpoints.parts import own_parts, parts_of
 from cadenza.sidecar.client.checkpoints.resumable_sampler import ResumableSampler
@@ -73,7 +74,7 @@ def checkpoint(  # noqa: PLR0913 - one for each kind of thing that a job has
     parts = {name: part for kind, things in given.items() for name, part in parts_of(kind, things).items()}
     others, generators = own_parts(own)
     parts.update(others)
-    made = Checkpoint(Path(directory).absolute(), parts, generators, sampler, background=background)
+    made = Checkpoint(place(Path(directory).absolute()), parts, generators, sampler, background=background)
     _tell_once(sampler, own)
     return made
 
