@@ -23,7 +23,7 @@ class Rank:
     """The agent's end of one rank: its page and its messages."""
 
     def __init__(
-        self, connection: socket.socket, hello: dict[str, Any], answer: dict[str, str], stop: int, purpose: int
+        self, connection: socket.socket, hello: dict[str, Any], answer: dict[str, Any], stop: int, purpose: int
     ) -> None:
         self.connection = connection
         self.hello = hello
@@ -73,6 +73,8 @@ class Peer:
         self.path = path
         self.answer = answer
         self.reason = ""
+        self.receipt: dict[str, Any] | None = {}
+        """Receipt that a rank hears of; empty: it has to find nothing; None: that is not known yet."""
         self._open: list[socket.socket] = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(PATIENCE_S)
@@ -86,7 +88,8 @@ class Peer:
         self._open.append(connection)
         hello = wire.decode(connection.recv(wire.MAX_PACKET))
         assert hello["type"] == "attach"
-        return Rank(connection, hello, {"state": self.answer, "reason": self.reason}, stop, purpose)
+        answer = {"state": self.answer, "reason": self.reason, "receipt": self.receipt}
+        return Rank(connection, hello, answer, stop, purpose)
 
     def refuse(self, why: str) -> None:
         """Answer the next attach by an error."""

@@ -16,6 +16,7 @@ from cadenza.policies.core.actions import (
     Place,
     Release,
     Requeue,
+    Resize,
     Resume,
     Save,
     SetFactor,
@@ -23,9 +24,10 @@ from cadenza.policies.core.actions import (
     Unsuspend,
 )  # fmt: skip
 from cadenza.policies.core.decision import Decision, Memory
-from cadenza.policies.core.model import Host, JobKey, Options, Share
+from cadenza.policies.core.model import Host, JobKey, Options, Receipt, Share
 from cadenza.policies.core.move import Leaving, Move, Ordered, Over, Placed, Prefetching, Requeued, Wanted
-from cadenza.policies.relocation.phases import MAX_PREFETCH_S, acted, advance
+from cadenza.policies.ledger import remember
+from cadenza.policies.relocation.phases import MAX_PREFETCH_S, acted, advance, goal
 from cadenza.policies.sharing.state.settings import SharingSettings
 
 KEEPS = lease("held", 0, checkpoints=True)
@@ -369,3 +371,66 @@ def test_only_a_repair_is_sent_to_a_job_whose_checkpoint_is_ordered(repair):
     suspend = Suspend(key(1), "frozen", repair=repair)
     found, _ = round_of(deciding(suspend), between_hosts(job(1, lease=replace(KEEPS, state="stopping"))), asked)
     assert (suspend in found.actions) == repair
+
+
+# --- What a moved job comes back with ----------------------------------------------------------------------
+
+SAVED = Receipt(1, 2818, ("/kept/step-00002818",))
+STANDS = replace(KEEPS, state="stopping", saved=True, receipt=SAVED)
+
+
+def after(found, memory=None):
+    return remember(memory or Memory(), (), found)
+
+
+def test_a_receipt_is_kept_from_the_checkpoint_on_through_all_starts_of_the_job():
+    memory = after(cluster(job(1, lease=STANDS)))
+    assert memory.receipts == {1: SAVED._replace(left_s=NOW)}
+    again = after(replace(cluster(job(1, lease=STANDS)), time_s=NOW + 9), memory)
+    assert again.receipts == memory.receipts, "the time is that of the checkpoint"
+    for start in (held(), job(1, lease=KEEPS), replace(job(1, lease=KEEPS), key=JobKey(1, 2))):
+        assert after(cluster(start), memory).receipts == (
+            memory.receipts if start.key.restart else {1: SAVED}  # it went on instead, so it will not have been away
+        )
+    assert after(cluster(job(2)), memory).receipts == {}, "the job has ended"
+
+
+WIDER = (Share("node2", 4, 4, 4),)
+REFUSES = "rank 0: it trains without having restored the checkpoint of step 30 in /kept"
+
+
+def test_a_job_that_trained_without_is_never_moved_again_and_says_why():
+    memory = after(cluster(job(1, lease=replace(KEEPS, checkpoints=False, unrestored=REFUSES))))
+    anew = cluster(replace(job(1, lease=KEEPS), key=NEXT))  # its agent has not heard of it yet
+    for wanted in (Migrate(NEXT, THERE, "r"), Resize(NEXT, THERE, "r"), MakeWay((NEXT,), (0,), key(9), "r")):
+        memory = after(anew, memory)
+        decision = deciding(wanted)(anew, memory)
+        assert decision.actions == ()
+        assert "checkpoint" in decision.reasons[NEXT]
+    by_hand = replace(decision.memory, moves=(Move(NEXT, THERE, "r", Wanted(NOW), by_hand=True),))
+    (told,) = deciding()(anew, by_hand).memory.moves
+    assert told.outcome == f"cannot be moved: {REFUSES}, so it is not moved again"
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"shares": (), "for_job": key(14)}, "gives its GPUs up for job 14"),
+        ({"shares": ()}, "gives its GPUs up (r)"),
+        ({"by_hand": True}, "moves to node2 as asked for by hand"),
+        ({}, "moves to node2 (r)"),
+        ({"resize": True, "former_gpus": 2}, "shrinks from 2 to 1 GPUs on node2 (r)"),
+        ({"resize": True, "shares": WIDER, "former_gpus": 2}, "grows from 2 to 4 GPUs on node2 (r)"),
+        ({"resize": True, "by_hand": True}, "goes on with 1 GPUs on node2 as asked for by hand"),
+    ],
+)
+def test_the_order_carries_what_the_job_says_on_its_output(facts, says):
+    assert goal(Move(key(1), **{"shares": THERE, "reason": "r", "phase": Wanted(NOW), **facts})) == says
+
+
+def test_an_order_has_the_purpose_and_the_time_limit_of_its_move():
+    before = Move(key(1), THERE, "r", Over(NOW, ""), cost_s=30.0)
+    (order,) = deciding(MakeWay((NEXT,), (0,), key(9), "r"))(
+        cluster(replace(job(1, lease=KEEPS), key=NEXT), job(9, state="PENDING")), Memory(moves=(before,))
+    ).actions
+    assert (order.goal, order.save_s) == ("gives its GPUs up for job 9", 120.0)

@@ -12,6 +12,7 @@ from cadenza.policies.core.actions import MakeWay, Migrate, SetFactor
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Options, Progress, SiteRules
 from cadenza.policies.core.move import Move, Over
+from cadenza.policies.ledger import remember
 from cadenza.policies.sharing.preemption.make_way import GOES_TO_OTHERS
 from cadenza.policies.sharing.state.settings import SharingSettings
 
@@ -93,6 +94,30 @@ def test_a_job_behind_a_limit_of_its_account_gets_no_room_although_slurm_has_not
     other = waits(4, 4, state_reason="Priority", account="rich", slurm_priority=8_000)
     assert ways(site_of(runs(1, 4), capped, behind)) == []
     assert ways(site_of(runs(1, 4), capped, behind, other)) == [(4, {1})]
+
+
+def test_nobody_is_asked_to_save_where_a_checkpoint_has_just_stalled():
+    """The other one, although it has had less GPU time, saves on another file system."""
+    here = runs(1, 4, had_h=100.0, lease={"file_system": "nas"})
+    there = runs(2, 4, "node2", lease={"file_system": "nas2"})
+    found = site_of(here, there, waits(9, 4), hosts=("node1", "node2"))
+    stalls = site_of(runs(3, 4, lease={"file_system": "nas", "stalls": True}))
+    memory = remember(KNOWN, (), stalls)
+    assert ways(found, memory) == [(9, {2})]
+    alone = decide(site_of(here, waits(9, 4)), memory)
+    assert "saves on nas, where a checkpoint is or was overdue" in alone.reasons[key(9)]
+    later = replace(found, time_s=NOW + 601)
+    assert ways(later, remember(memory, (), later)) == [(9, {1})]
+
+
+def test_a_job_that_went_on_without_its_checkpoint_does_not_make_way_and_counts_as_one_that_stays():
+    found = site_of(runs(1, 4), waits(2, 4))
+    memory = replace(KNOWN, unrestored={1: "rank 0: it trains without"})
+    assert ways(found, memory) == []
+    assert "went on without its checkpoint after its last move" in decide(found, memory).reasons[key(2)]
+    # While it waits it asks for room as a job that never leaves.
+    assert ways(site_of(runs(3, 4, had_h=4.1), waits(2, 4))) != []
+    assert ways(site_of(runs(3, 4, had_h=4.1), waits(2, 4)), replace(KNOWN, unrestored={2: "x"})) == []
 
 
 def test_the_fewest_gpus_leave_and_of_equals_the_job_with_the_most_gpu_time():

@@ -146,7 +146,7 @@ class Standings:
             return "is known to no agent"
         if not lease.ready:
             return f"cannot be stopped yet{': ' + lease.why_not_ready if lease.why_not_ready else ''}"
-        if reason := self._saves_not_because(lease):
+        if reason := self._saves_not_because(job, lease):
             return reason
         if lease.state != "held" or job.state != "RUNNING" or job.key in state.giving_back or job.key in state.leaving:
             return "does not hold its GPUs, or leaves them"
@@ -159,9 +159,9 @@ class Standings:
             return "has been requeued often enough for its age"
         return None
 
-    def _saves_not_because(self, lease: Lease) -> str | None:
+    def _saves_not_because(self, job: Job, lease: Lease) -> str | None:
         """Return why a job that can be stopped saves no checkpoint now, as a predicate; None if it does."""
-        if lease.unrestored:
+        if lease.unrestored or job.key.id in self.state.memory.unrestored:
             return "went on without its checkpoint after its last move, so it is not moved again"
         if not lease.checkpoints:
             return "keeps no checkpoints"
