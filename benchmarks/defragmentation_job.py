@@ -27,7 +27,10 @@ class Loop:
 
     def run(self) -> None:
         """Train until the job is canceled."""
-        client.attach().call(on_checkpoint=self.save)
+        session = client.attach()
+        session.call(on_checkpoint=self.save)
+        if self.step:
+            session.restored(self.file, self.step)
         while True:
             time.sleep(ITERATION_S)
             self.step += 1

@@ -132,6 +132,8 @@ def train(options: argparse.Namespace, ranks: Ranks, gpus: Gpus) -> None:
 
     session = client.attach()
     session.call(on_yield=gpus.release, on_resume=gpus.take, on_checkpoint=save)
+    if step:
+        session.restored(checkpoint.path, step)
     gpus.take()
     while step < options.iterations:
         ranks.reach(step + 1)

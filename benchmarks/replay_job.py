@@ -40,7 +40,10 @@ def train(options: argparse.Namespace, session: Any) -> None:
     """Run the iterations that are left."""
     progress = HERE / "progress" / f"{options.name}.{RANK}"
     with progress.open("r+" if progress.exists() else "w+") as file:
-        for step in range(int(file.read() or 0), options.iterations):
+        done = int(file.read() or 0)
+        if done:
+            session.restored(HERE / "progress", done)
+        for step in range(done, options.iterations):
             time.sleep(options.iteration_s)
             os.pwrite(file.fileno(), b"%d" % (step + 1), 0)
             session.boundary(1)

@@ -85,6 +85,7 @@ def train(model: nn.Module, options: argparse.Namespace, ranks: tuple[int, int])
             log.losses.append(step(model, optimizer, inputs.to(device), classes.to(device)))
             trained.add(epoch, indices)
             time.sleep(max(0.0, began + step_s - time.monotonic()))
+            keeper.at(len(log.losses))
             client.boundary(len(indices))
     keeper.close()
     return log

@@ -193,7 +193,8 @@ def train(model: nn.Module, data: Batch, options: argparse.Namespace, ranks: tup
 
         client.attach(model, optimizer).call(on_yield=gpus.let_go, on_resume=gpus.take)  # Cadenza
     gpus.take()
-    for step in range(restored(model, optimizer, options, log), options.iterations):
+    keeper, done = restored(model, optimizer, options, log)
+    for step in range(done, options.iterations):
         began = time.monotonic()
         inputs, classes = batch_of(data, step, rank, world)
         optimizer.zero_grad()
@@ -202,20 +203,24 @@ def train(model: nn.Module, data: Batch, options: argparse.Namespace, ranks: tup
         optimizer.step()
         log.step(step + 1, loss.item())
         time.sleep(max(0.0, began + options.iteration_s - time.monotonic()))
+        if keeper is not None:
+            keeper.at(step + 1)  # Cadenza
         if not options.no_attach:
             client.boundary()  # Cadenza
 
 
-def restored(model: nn.Module, optimizer: torch.optim.Optimizer, options: argparse.Namespace, log: Log) -> int:
-    """Return the step to begin at: that of the newest checkpoint, or 0 without any."""
+def restored(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: argparse.Namespace, log: Log
+) -> tuple[Any, int]:
+    """Return the keeper of checkpoints, and the step to begin at: that of the newest one, or 0 without any."""
     if options.checkpoint_dir is None or options.no_attach:
-        return 0
+        return None, 0
     from cadenza.sidecar import client  # noqa: PLC0415  # Cadenza
 
     keeper = client.checkpoint(options.checkpoint_dir, model=model, optimizer=optimizer, own={"log": log})  # Cadenza
     step = keeper.restore() or 0  # Cadenza
-    log.times |= {"restored_step": step, "restored_s": time.time()}
-    return step
+    log.times |= {"restored_step": int(step), "restored_s": time.time()}
+    return keeper, step
 
 
 def digest(model: nn.Module) -> str:

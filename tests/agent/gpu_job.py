@@ -47,5 +47,7 @@ with options.out.open("a", buffering=1) as out:
         optimizer.step()
         value = loss.item().hex()
         began = time.monotonic()
+        if keeper is not None:
+            keeper.at(step)
         client.boundary()
         print(began, time.monotonic(), step, value, file=out)

@@ -31,6 +31,7 @@ def main() -> None:
             keeper.save(1)
             if LIMIT:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, resource.RLIM_INFINITY))
+        keeper.at(session.step + 1)
         session.boundary()
         nap.wait(0.01)
     steps, restored = session.step, keeper.restore()

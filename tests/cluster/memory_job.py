@@ -36,11 +36,13 @@ def main() -> None:
     step = (keeper and keeper.restore()) or 0
     turns, kept = list[str](), list[torch.Tensor]()
     session.call(on_resume=lambda: turns.append("resumed"))
-    for _ in range(step, options.iterations):
+    for done in range(step, options.iterations):
         time.sleep(options.iteration_s)
         state += 1
         if (turns or not options.grow_later) and len(kept) * options.grow_by < options.grow_mb:
             kept.append(torch.ones(options.grow_by * CHUNK, dtype=torch.int64))
+        if keeper:
+            keeper.at(done + 1)
         client.boundary()
     found, right = hashlib.sha256(), hashlib.sha256()
     for start in range(0, len(state), CHUNK):

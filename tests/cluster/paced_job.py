@@ -55,6 +55,8 @@ def main() -> None:
 
     session = client.attach()
     session.call(on_yield=gpus.release, on_resume=gpus.take, on_checkpoint=save if options.checkpoint else None)
+    if step:
+        session.restored(options.checkpoint, step)
     gpus.take()
     while step < options.iterations:
         time.sleep(options.iteration_s)

@@ -1,0 +1,260 @@
+"""Units of the script's steps: a number is the script's own, and nothing is ordered before its meaning is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from cadenza.sidecar import client
+from cadenza.sidecar.client.checkpoints import CheckpointError, Restored, ResumableSampler, checkpoint
+from cadenza.sidecar.client.checkpoints.units import BOUNDARY, NO_UNIT, NOT_NAMED_AGAIN, OWN, Units
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process outside Slurm, and without a session at the end."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    yield
+    client.detach()
+
+
+class Job:
+    """A training whose script numbers its saves in a way of its own."""
+
+    def __init__(self, place: Path, **things: Any) -> None:
+        client.detach()
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.session = client.attach(self.model, self.optimizer)
+        self.keeper = checkpoint(place, model=self.model, optimizer=self.optimizer, **things)
+
+    def train(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.ones(2, 4)).sum().backward()
+        self.optimizer.step()
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.train()
+            client.boundary()
+
+    @property
+    def told(self) -> tuple[bool, bool, int | None]:
+        """Whether checkpoints are ordered, whether only at the script's saves, and the step of one."""
+        registration = self.keeper._registration
+        return registration.ready, registration.own_saves, self.keeper.step
+
+
+def test_before_the_script_has_named_a_step_nothing_is_ordered(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.steps(30)
+    assert job.told == (False, False, None)
+    assert job.keeper._registration.unready == NO_UNIT
+
+
+def test_a_script_that_numbers_epochs_is_asked_only_at_its_own_saves_after_a_restart_too(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.steps(30)
+    job.keeper.save(1)
+    assert job.told == (True, True, None)
+    again = Job(tmp_path)
+    restored = again.keeper.restore()
+    assert isinstance(restored, Restored)
+    assert (restored, restored.step, restored.boundaries, restored.ordered) == (1, 1, 30, False)
+    assert again.told == (True, True, None)
+    again.steps(3)
+    assert again.told == (True, True, None)
+
+
+def after_the_boundary(job: Job, step: int) -> None:
+    job.steps(1)
+    job.keeper.save(step + 1)
+
+
+def before_the_boundary(job: Job, step: int) -> None:
+    job.train()
+    job.keeper.save(step + 1)
+    client.boundary()
+
+
+def at_the_beginning(job: Job, step: int) -> None:
+    job.keeper.save(step)
+    job.steps(1)
+
+
+@pytest.mark.parametrize("way", [after_the_boundary, before_the_boundary, at_the_beginning])
+def test_a_script_whose_steps_are_boundaries_is_known_after_two_of_them(
+    tmp_path: Path, way: Callable[[Job, int], None]
+) -> None:
+    job = Job(tmp_path)
+    for step in range(4):
+        way(job, step)
+    job.steps(1)
+    assert job.told == (True, False, 5)
+    again = Job(tmp_path)
+    step = again.keeper.restore()
+    assert step == (3 if way is at_the_beginning else 4)
+    again.steps(2)
+    assert again.told == (True, False, step + 2)
+
+
+def named_by_the_step_just_done(job: Job, step: int) -> None:
+    job.train()
+    job.keeper.save(step)
+    client.boundary()
+
+
+def one_too_many(job: Job, step: int) -> None:
+    job.steps(1)
+    job.keeper.save(step + 2)
+
+
+def two_boundaries_a_step(job: Job, step: int) -> None:
+    job.steps(2)
+    job.keeper.save(step + 1)
+
+
+@pytest.mark.parametrize("way", [named_by_the_step_just_done, one_too_many, two_boundaries_a_step])
+def test_a_script_that_counts_otherwise_is_asked_only_at_its_own_saves(
+    tmp_path: Path, way: Callable[[Job, int], None]
+) -> None:
+    job = Job(tmp_path)
+    for step in range(4):
+        way(job, step)
+    job.steps(1)
+    assert job.told == (True, True, None)
+
+
+def test_a_step_that_the_scaler_skipped_was_one(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    job = Job(tmp_path, scaler=scaler)
+    for step in range(4):
+        job.optimizer.zero_grad()
+        loss = job.model(torch.ones(2, 4)).sum()
+        (scaler.scale(loss) * (torch.inf if step == 2 else 1.0)).backward()
+        scaler.step(job.optimizer)
+        scaler.update()
+        client.boundary()
+        if step == 1:
+            job.keeper.save(2)
+    assert job.told == (True, False, 4)
+
+
+def test_a_named_step_is_the_ordered_one_and_has_to_be_named_again(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.train()
+    job.keeper.at(70)
+    client.boundary()
+    assert job.told == (True, False, 70)
+    job.keeper.save(70)
+    again = Job(tmp_path)
+    assert again.keeper.restore() == 70
+    again.steps(1)
+    assert again.told == (False, False, None)
+    assert again.keeper._registration.unready == NOT_NAMED_AGAIN
+    again.keeper.at(71)
+    assert again.told == (True, False, 71)
+
+
+def epochs(job: Job, sampler: ResumableSampler, boundaries: int) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(12)), batch_size=4, sampler=sampler)
+    for _ in range(sampler.epoch, 2):
+        for _ in sampler.batches(loader):
+            job.steps(boundaries)
+
+
+def test_one_batch_of_the_sampler_a_boundary_gives_the_unit(tmp_path: Path) -> None:
+    sampler = ResumableSampler(12)
+    job = Job(tmp_path, sampler=sampler)
+    epochs(job, sampler, 1)
+    assert job.told == (True, False, 6)
+    saved = job.keeper._save_on_request()
+    assert saved.step == 6
+    sampler = ResumableSampler(12)
+    again = Job(tmp_path, sampler=sampler)
+    restored = again.keeper.restore()
+    assert isinstance(restored, Restored)
+    assert (restored, restored.epoch, restored.ordered, restored.boundaries) == (6, sampler.epoch, True, 6)
+    assert restored.path == tmp_path / "step-00000006"
+    again.steps(2)
+    assert again.told == (True, False, 8)
+
+
+def test_two_boundaries_a_batch_do_not(tmp_path: Path) -> None:
+    sampler = ResumableSampler(12)
+    job = Job(tmp_path, sampler=sampler)
+    epochs(job, sampler, 2)
+    with pytest.raises(CheckpointError, match="unit of steps is not known"):
+        job.keeper._save_on_request()
+    assert job.told == (False, False, None)
+
+
+def test_restored_is_a_number() -> None:
+    found = Restored(5, epoch=2, path=Path("/x"))
+    assert (found + 1, list(range(found, 7)), repr(found), found or 3) == (6, [5, 6], "5", 5)
+
+
+def test_a_boundary_that_was_not_seen_decides_nothing() -> None:
+    trained = [4]
+    units = Units(lambda: trained[0])
+    trained[0] = 8
+    units.saved(4)
+    trained[0] = 10
+    units.decide(changed=True)
+    assert units.unit == ""
+    units.saved(6)
+    trained[0] = 11
+    units.decide(changed=True)
+    assert (units.unit, units.step) == (BOUNDARY, 7)
+    units.saved(40)
+    assert units.unit == OWN
+
+
+# --- periodic saves -----------------------------------------------------------------------------------------
+
+
+def steps_of(place: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in place.glob("step-*"))
+
+
+def test_periodic_saves_are_taken_at_save_points_with_the_scripts_own_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "cadenza.sidecar.client.checkpoints.periodic.monotonic_ns", iter(range(0, 10**15, 10**9)).__next__
+    )
+    job = Job(tmp_path)
+    job.keeper.every(minutes=1 / 60)
+    for step in range(1, 41):
+        job.optimizer.zero_grad()
+        for _ in range(2):  # accumulates over two boundaries
+            job.model(torch.ones(2, 4)).sum().backward()
+            if job.session.trained % 2:
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+            job.keeper.at(100 + step)
+            client.boundary()
+    job.keeper.wait()
+    found = steps_of(tmp_path)
+    assert len(found) == 2
+    assert all(100 < step <= 140 for step in found)
+    restored = job.keeper.restore()
+    assert isinstance(restored, Restored)
+    assert (restored, restored.boundaries % 2) == (found[-1], 0)  # no gradients were pending
+
+
+def test_without_a_known_unit_there_is_no_periodic_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "cadenza.sidecar.client.checkpoints.periodic.monotonic_ns", iter(range(0, 10**15, 10**9)).__next__
+    )
+    job = Job(tmp_path)
+    job.keeper.every(minutes=1 / 60)
+    job.steps(20)
+    assert steps_of(tmp_path) == []
