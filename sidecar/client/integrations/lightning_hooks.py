@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cadenza.sidecar.client.errors import SaveError
+from cadenza.sidecar.client.integrations.framework_checkpoints import newest_of_lightning
 from cadenza.sidecar.client.integrations.participation import (
     Participation,
     containers,
@@ -17,6 +21,12 @@ from cadenza.sidecar.client.integrations.participation import (
 
 CHECKPOINTS_KEPT = 2
 """Number of checkpoints kept of those that Cadenza requested."""
+OTHERS = "other_directories.json"
+"""File with the directories in which the Trainer's own callbacks save."""
+EACH_LAST = (
+    "each step of this run is the last one of its epoch, or a validation follows it: Lightning does that work only "
+    "after its callbacks, and would not do it again"
+)
 
 
 class LightningHooks:
@@ -26,15 +36,16 @@ class LightningHooks:
     batch in between, where stopping is safe too but gradients move as well. ``evaluation`` makes each batch of
     validation, test and prediction a boundary. With several ranks this needs the same number of batches on each rank,
     so prediction, whose sampler does not pad, is then left out. ``checkpoints`` is a directory that all nodes see: the
-    Trainer saves there when Cadenza wants to move or resize the job, and the script continues from it by
-    ``trainer.fit(..., ckpt_path=callback.newest())``.
+    Trainer saves there when Cadenza wants to move or resize the job, at a step that no validation follows and that is
+    not the last of its epoch. The script continues by ``trainer.fit(..., ckpt_path=callback.newest())``. What other
+    callbacks do after a batch is in such a checkpoint, what the module itself does in ``on_train_batch_end`` is not.
     """
 
     def __init__(
         self, *, every_batch: bool = False, evaluation: bool = True, checkpoints: str | os.PathLike[str] | None = None
     ) -> None:
         super().__init__()
-        self._directory = None if checkpoints is None else Path(checkpoints)
+        self._directory = None if checkpoints is None else Path(checkpoints).absolute()
         self.every_batch = every_batch
         self.evaluation = evaluation
         self._trainer: Any = None
@@ -43,9 +54,13 @@ class LightningHooks:
         self._samples = 0
 
     def newest(self) -> str | None:
-        """Return the newest checkpoint that Cadenza requested, or None, for ``trainer.fit(ckpt_path=…)``."""
-        checkpoints = self._saved()
-        return str(checkpoints[-1]) if checkpoints else None
+        """Return the newest whole checkpoint, or None, for ``trainer.fit(ckpt_path=…)``.
+
+        It is one that Cadenza requested, or one of the Trainer's own callbacks, such as ModelCheckpoint, from this run
+        of the job or an earlier one.
+        """
+        found = newest_of_lightning(self._saved(), self._others())
+        return None if found is None else str(found)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002 (Lightning's signature)
         """Attach before the model is moved to the device, so that a job without the lease does not touch it."""
@@ -53,7 +68,22 @@ class LightningHooks:
         self._optimizer_steps = trainer.global_step
         self._samples = 0
         owner = warn_of_other_owner(trainer._accelerator_connector.cluster_environment)  # noqa: SLF001 (no public way)
-        self._part.join(owner, saves=self._directory is not None and stage == "fit")
+        # The other callbacks' work after a batch comes before the save; the list may be in use at this moment.
+        trainer.callbacks = sorted(trainer.callbacks, key=lambda one: (hasattr(one, "dirpath"), one is self))
+        saves = self._directory is not None and stage == "fit"
+        self._part.join(owner, saves=saves, at_epoch_end=self._at_epoch_end)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Note where else checkpoints of this run will be, and tell Cadenza which one it goes on from."""
+        if self._directory is not None and trainer.is_global_zero:
+            folders = (getattr(one, "dirpath", None) for one in trainer.callbacks)
+            known = {*map(str, self._others()), *(os.path.abspath(folder) for folder in folders if folder)}  # noqa: PTH100
+            self._directory.mkdir(parents=True, exist_ok=True)
+            beside = self._directory / f".{OTHERS}.{os.getpid()}"
+            beside.write_text(json.dumps(sorted(known)), encoding="utf-8")
+            beside.replace(self._directory / OTHERS)
+        if trainer.ckpt_path and trainer.global_step:
+            self._part.restored(trainer.ckpt_path, trainer.global_step)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Leave the process as it was."""
@@ -75,11 +105,10 @@ class LightningHooks:
         self._samples += samples_in(batch)
         steps = trainer.global_step
         if self.every_batch or steps != self._optimizer_steps:
-            stepped = steps != self._optimizer_steps
             self._optimizer_steps = steps
             samples, self._samples = self._samples, 0
             self._part.boundary(samples, passing=[outputs, batch])
-            if stepped and self._part.checkpoint_due:  # within an accumulation the gradients would be missing
+            if self._part.checkpoint_due:
                 self._save(trainer)
 
     def on_validation_batch_end(self, *hook: Any, **named: Any) -> None:
@@ -112,8 +141,12 @@ class LightningHooks:
         """
         path = (self._directory or Path()) / f"step-{trainer.global_step:08d}.ckpt"
         part = path.with_suffix(".part")
+        if self._at_epoch_end():
+            self._part.not_saved(SaveError(EACH_LAST))
+            return
         try:
             trainer.save_checkpoint(part)
+            _wait_until_written(trainer.strategy.checkpoint_io)
             if trainer.is_global_zero:
                 part.rename(path)
                 for old in self._saved()[:-CHECKPOINTS_KEPT]:
@@ -135,6 +168,21 @@ class LightningHooks:
         """Return the checkpoints that Cadenza requested, oldest first."""
         return sorted(self._directory.glob("step-*.ckpt")) if self._directory is not None else []
 
+    def _others(self) -> list[Path]:
+        """Return the directories in which the Trainer's own callbacks save, as this run or an earlier one noted."""
+        if self._directory is None:
+            return []
+        try:
+            return [Path(one) for one in json.loads((self._directory / OTHERS).read_text(encoding="utf-8"))]
+        except (OSError, ValueError, TypeError):
+            return []
+
+    def _at_epoch_end(self) -> bool:
+        """Return whether work of Lightning follows this step: the end of its epoch, or a validation."""
+        loop, fetcher = self._trainer.fit_loop.epoch_loop, self._trainer.fit_loop._data_fetcher  # noqa: SLF001
+        last = loop.batch_progress.is_last_batch or loop._num_ready_batches_reached()  # noqa: SLF001
+        return bool(last or loop._should_check_val_fx(fetcher))  # noqa: SLF001
+
     def _state(self) -> dict[str, object]:
         """Return all state of this run that may be on its device."""
         trainer = self._trainer
@@ -148,3 +196,27 @@ class LightningHooks:
             "gathered": containers(module),
             "callbacks": {name: state for name, state in others.items() if state is not vars(self)},
         }
+
+
+def _wait_until_written(io: Any) -> None:
+    """Wait until a checkpoint plugin has written; raise SaveError for one of which that cannot be known.
+
+    Lightning's AsyncCheckpointIO writes in a thread of its own, one checkpoint after the other.
+    """
+    for one in _layers(io):
+        executor = getattr(one, "_executor", None)
+        if hasattr(executor, "submit"):
+            executor.submit(lambda: None).result()
+        elif "async" in type(one).__name__.lower():
+            name = type(one).__name__
+            raise SaveError(f"{name} does not say when a checkpoint is on the disk: use AsyncCheckpointIO, or none")
+        error = getattr(one, "_error", None)
+        if isinstance(error, BaseException):
+            raise SaveError(f"{type(one).__name__} could not write: {error}") from error
+
+
+def _layers(io: Any) -> Iterator[Any]:
+    """Yield a checkpoint plugin, and those that it wraps."""
+    while io is not None:
+        yield io
+        io = getattr(io, "checkpoint_io", None)

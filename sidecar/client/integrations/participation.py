@@ -48,11 +48,14 @@ class Participation:
         self.checkpoint_due = False
         """True after Cadenza has requested a checkpoint, until the framework has saved it."""
 
-    def join(self, requeue_owner: str = "", *, saves: bool = False) -> None:
+    def join(
+        self, requeue_owner: str = "", *, saves: bool = False, at_epoch_end: Callable[[], bool] | None = None
+    ) -> None:
         """Attach, or add this run's state to the session that the script attached by itself.
 
         ``requeue_owner`` is a framework that requeues this job; the agent then requests no checkpoints. With
-        ``saves`` the framework saves one when ``checkpoint_due`` is true.
+        ``saves`` the framework saves one when ``checkpoint_due`` is true; ``at_epoch_end`` returns True where work of
+        its own is still to come.
         """
         if not self.joined:
             existing = current()
@@ -63,6 +66,8 @@ class Participation:
             self._saves = saves and not requeue_owner
             if self._saves:
                 self._registration = prepare().add_saver(self._defer)
+                self._registration.watched = self._state
+                self._registration.at_epoch_end = at_epoch_end
             self._session = client.attach(tensors=self._source)
 
     def boundary(self, samples: int = 0, passing: object = None, *, training: bool = True) -> None:
@@ -89,6 +94,11 @@ class Participation:
         self.checkpoint_due = False
         if self._session is not None:
             self._session.checkpointed(error=str(error) or repr(error))
+
+    def restored(self, path: object, step: int) -> None:
+        """Say that this run goes on from a checkpoint that the framework has loaded."""
+        if self._session is not None:
+            self._session.restored(path, step)
 
     def restart_clock(self) -> None:
         """Exclude the time since the last boundary from the iteration times: it was not spent on training."""

@@ -149,7 +149,8 @@ class Session(StepCounters):
         if self.memory_step != self._look_step or self.step >= self._sample_step:
             self._sample()
             self._sample_step = self.memory_step
-        ahead = max(1, LOOK_NS * steps // max(1, since_ns))  # a job's CPUs may change in mid-training, also a slow one's
+        # A job's CPUs may change in mid-training, also a slow one's.
+        ahead = max(1, LOOK_NS * steps // max(1, since_ns))
         self.memory_step = self._look_step = min(self._sample_step, self.step + ahead)
 
     def _sample(self) -> None:
@@ -158,7 +159,7 @@ class Session(StepCounters):
         self.arrival.at_boundary()
         if self._savers:
             self.files.publish()
-            if self._save_points.sample():
+            if self._savers.able == wire.SAVES_AWAY and self._save_points.sample():
                 self.memory_step = self.step + 1
         self._pin_ahead()
         _call_all((*self.looks,))
@@ -264,6 +265,7 @@ class Session(StepCounters):
         self._before_offload.clear()
         self._after_restore.clear()
         self._savers.clear()
+        self._save_points.close()
         self.arrival.end()
         if self._offload is not None:
             self._offload.close()
