@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza.sidecar import client
 from cadenza.sidecar.client.checkpoints import CheckpointError, Restored, ResumableSampler, checkpoint
-from cadenza.sidecar.client.checkpoints.units import BOUNDARY, NO_UNIT, NOT_NAMED_AGAIN, OWN, Units
+from cadenza.sidecar.client.checkpoints.units import BOUNDARY, NAMED_TOO_EARLY, NO_UNIT, NOT_NAMED_AGAIN, OWN, Units
 
 
 @pytest.fixture(autouse=True)
@@ -161,6 +161,31 @@ def test_a_named_step_is_the_ordered_one_and_has_to_be_named_again(tmp_path: Pat
     assert again.keeper._registration.unready == NOT_NAMED_AGAIN
     again.keeper.at(71)
     assert again.told == (True, False, 71)
+
+
+def test_a_step_that_is_named_before_its_training_is_not_ordered(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    for step in range(3):
+        job.keeper.at(step)
+        job.steps(1)
+    assert job.told[0] is False
+    assert job.keeper._registration.unready == NAMED_TOO_EARLY
+    right = Job(tmp_path / "right")
+    right.keeper.at(0)  # before the loop
+    for step in range(3):
+        right.train()
+        right.keeper.at(step + 1)
+        client.boundary()
+    assert right.told == (True, False, 3)
+
+
+def test_the_step_that_a_script_keeps_is_saved_as_a_number(tmp_path: Path) -> None:
+    values: dict[str, Any] = {"began": 0}
+    keeper = checkpoint(tmp_path, own=[values])
+    keeper.save(4)
+    values["began"] = keeper.restore()
+    keeper.save(5)
+    assert (keeper.restore(), values["began"], type(values["began"])) == (5, 4, int)
 
 
 def epochs(job: Job, sampler: ResumableSampler, boundaries: int) -> None:

@@ -20,7 +20,7 @@ from cadenza.sidecar.client.checkpoints import reading, writing
 from cadenza.sidecar.client.checkpoints.collective import Ranks
 from cadenza.sidecar.client.checkpoints.directory import Facts
 from cadenza.sidecar.client.checkpoints.ownership import WriterLock, check_owner, owner_here
-from cadenza.sidecar.client.checkpoints.parts import GeneratorPart, ModelPart, Part, tensors_in
+from cadenza.sidecar.client.checkpoints.parts import GeneratorPart, Part, tensors_in
 from cadenza.sidecar.client.checkpoints.periodic import Periodic
 from cadenza.sidecar.client.checkpoints.reading import Loaded, Skipped
 from cadenza.sidecar.client.checkpoints.resumable_sampler import ResumableSampler
@@ -123,9 +123,8 @@ class Checkpoint:
                 self._begin(step, captured, facts)
             else:
                 self._write(step, captured, facts)
-            if self._units.undecided:  # the next boundary tells
-                self._seen = self._versions()
-                self._session.memory_step = 0
+            if self._units.undecided:
+                self._await_boundary()
         self._session.own_save(self._registration, self._complete)
         self._catch_up(step)
 
@@ -140,10 +139,9 @@ class Checkpoint:
         dtype differs, DamagedError when none is intact, InUseError when another process saves in the directory, and
         VersionError for a later format.
         """
+        self._session.await_state()  # its memory
         with self._alone(restoring=True):
-            # 1. Keep other writers out, once the state has its memory, and find the newest checkpoint that is intact
-            #    on all ranks.
-            self._session.await_state()
+            # 1. Keep other writers out, and find the newest checkpoint that is intact on all ranks.
             self.wait()
             self._ranks.roll_call("restore()")
             self._writer.hold(make=False)
@@ -184,6 +182,8 @@ class Checkpoint:
         A checkpoint that Cadenza requests carries the number that was named last.
         """
         self._units.at(step)
+        if self._units.unchecked:
+            self._await_boundary()
         if not self._registration.ready or self._registration.own_saves:
             self._try_parts()
             self._tell()
@@ -224,13 +224,13 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def _alone(self, *, restoring: bool = False) -> Iterator[None]:
-        """Do one save or restore; Python's signal handlers, which may save too, run after it."""
+        """Do one save or restore; Python's signal handlers, which may save too, run after a save."""
         if self._displaced:
             raise InUseError(
                 f"{self._directory}: a later keeper of this process has taken over this directory; use one keeper for "
                 "all state, or a directory for each"
             )
-        with HeldSignals():
+        with contextlib.nullcontext() if restoring else HeldSignals():
             if self._saving:
                 raise InUseError(f"{self._directory}: a save or restore is under way there")
             self._saving = True
@@ -270,31 +270,46 @@ class Checkpoint:
         """Return the optimizers and modules whose gradients must be used up where a checkpoint is requested."""
         return [part.thing for part in self._parts.values()]
 
+    def _await_boundary(self) -> None:
+        """Look at the next boundary whether something was trained before it, from here on."""
+        self._seen = self._versions()
+        self._session.memory_step = 0
+
     def _versions(self) -> tuple[int, ...]:
-        """Return numbers that change when a training step changes the state, or its GradScaler skips one."""
-        tensors: list[torch.Tensor] = []
-        for part in self._parts.values():
-            thing = part.thing
-            if isinstance(part, ModelPart):
-                tensors += [*thing.parameters(), *thing.buffers()]
-            for group in getattr(thing, "param_groups", ()):
-                tensors += group["params"]
+        """Return numbers that change when an optimizer steps, or its GradScaler skips a step.
+
+        Without an optimizer they are those of all state.
+        """
+        things = [part.thing for part in self._parts.values()]
+        groups = [group for thing in things for group in getattr(thing, "param_groups", ())]
+        tensors = [param for group in groups for param in group["params"]]
+        for thing in things:
             if isinstance(thing, torch.amp.GradScaler):
-                tensors += filter(None, (thing._scale, thing._growth_tracker))  # type: ignore[arg-type]  # noqa: SLF001
-            if isinstance(thing, (torch.Tensor, Mapping)):
+                scale = (thing._scale, thing._growth_tracker)  # noqa: SLF001
+                tensors += [one for one in scale if one is not None]
+            elif not groups and isinstance(thing, torch.nn.Module):
+                tensors += [*thing.parameters(), *thing.buffers()]
+            elif not groups and isinstance(thing, (torch.Tensor, Mapping)):
                 tensors += tensors_in(thing)
         return tuple(tensor._version for tensor in tensors if not tensor.is_inference())  # noqa: SLF001
 
     def _look(self) -> None:
         """Learn, at a boundary beside the hot loop, what is known of the steps; save if a periodic save is due."""
+        try:
+            self._learn()
+        except Exception as error:  # noqa: BLE001 - the objects' own code; the training goes on
+            _log.warning("%s: the state could not be looked at: %s", self._directory, error)
+        if self._periodic is not None:
+            self._look_at_clock(self._periodic)
+
+    def _learn(self) -> None:
+        """Learn what the last save or name of a step meant, and whether what is saved can be restored."""
         if self._units.undecided:
             self._units.decide(changed=self._seen != self._versions())
         if isinstance(self._sampler, ResumableSampler):
             self._units.follow(self._handed_out - self._batches)
         self._try_parts()
         self._tell()
-        if self._periodic is not None:
-            self._look_at_clock(self._periodic)
 
     def _try_parts(self) -> None:
         """Try whether what is saved can be restored, once for each kind of object, while its state is here."""
@@ -304,7 +319,8 @@ class Checkpoint:
     def _tell(self) -> None:
         """Tell the session whether a checkpoint can be requested, and why not."""
         registration = self._registration
-        reason = self._stopped or "; ".join(self._trips.failures) or self._units.unknown
+        units = self._units
+        reason = self._stopped or "; ".join(self._trips.failures) or units.unknown or units.misplaced
         registration.unready = reason or registration.unready
         if registration.own_saves != (self._units.unit == OWN):
             registration.own_saves = self._units.unit == OWN

@@ -45,7 +45,7 @@ class Ranks:
                 self.roll_call("client.checkpoint()")
             self.group = distributed.new_group(backend="gloo", timeout=TIMEOUT)
 
-    def roll_call(self, call: str, *, series: str = "script", timeout: timedelta = ROLL_CALL) -> None:
+    def roll_call(self, call: str, *, series: str = "script", timeout: timedelta | None = None) -> None:
         """Wait until all ranks have made this collective call; CheckpointError names the one that has not in time.
 
         It needs no collective, which the missing rank may be in as a part of its training, but the store of the
@@ -56,7 +56,7 @@ class Ranks:
             return
         number = self._calls[series] = self._calls.get(series, 0) + 1
         try:
-            verdict = self._verdict(self._store, f"{series}/{number}", call, timeout)
+            verdict = self._verdict(self._store, f"{series}/{number}", call, timeout or ROLL_CALL)
             if verdict == _MET and self.rank == 0 and number > 1:  # all have left the call before
                 for name in ("call", "count", "verdict", *map(str, range(self.size))):
                     self._store.delete_key(f"{series}/{number - 1}/{name}")

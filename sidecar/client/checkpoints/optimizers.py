@@ -49,6 +49,8 @@ class OptimizerPart:
         here = type(self._optimizer).__qualname__
         if saved["type"] != here:
             raise MismatchError(f"{self._name}: the checkpoint has a {saved['type']}, this job a {here}")
+        if "shapes" not in saved:
+            raise MismatchError(f"{self._name}: the checkpoint has a {here} with a state dict of another form")
         groups, shapes = self._optimizer.param_groups, saved["shapes"]
         if [len(group["params"]) for group in groups] != [len(group) for group in shapes]:
             there, counted = [len(group) for group in shapes], [len(group["params"]) for group in groups]

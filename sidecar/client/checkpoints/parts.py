@@ -113,7 +113,7 @@ class StatefulPart:
         state = saved["state"]
         if _has_shards(state):
             state = {key: read[value[SHARDED]] if is_shard(value) else value for key, value in state.items()}
-        self._thing.load_state_dict(on_devices(state, saved["devices"]))
+        self._thing.load_state_dict(on_devices(state, saved.get("devices", ())))
 
 
 class TensorPart:
@@ -165,7 +165,7 @@ class ValuesPart:
     def restore(self, saved: Mapping[str, Any], read: Mapping[str, torch.Tensor]) -> None:  # noqa: ARG002
         """Replace the mapping's items."""
         self._values.clear()
-        self._values.update(on_devices(dict(saved["state"]), saved["devices"]))
+        self._values.update(on_devices(dict(saved["state"]), saved.get("devices", ())))
 
 
 class GeneratorPart:

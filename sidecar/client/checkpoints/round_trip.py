@@ -58,25 +58,27 @@ class RoundTrips:
             for kind, (name, part) in [*self._left.items()]:
                 if (monotonic_ns() - began) / 1e9 > LIMIT_S:
                     return
-                if has_state(part):
+                if self._try(name, part):
                     del self._left[kind]
-                    self._try(name, part)
         finally:
             rng_state.restore(before)
 
-    def _try(self, name: str, part: Part) -> None:
-        """Try one object."""
+    def _try(self, name: str, part: Part) -> bool:
+        """Try one object; return False if it has no state yet."""
         what = type(part.thing).__qualname__
         try:
+            if not has_state(part) and not hidden_state(part.thing):
+                return False
             reason = difference_of(name, part)
         except NotTriedError as error:
             _log.info("%s: whether a %s can be restored was not tried: %s", name, what, error)
-            return
+            return True
         except Exception as error:  # noqa: BLE001 - the object's own code
             reason = f"{type(error).__name__}: {error}"
         if reason:
             self.failures.append(f"{name}: what was saved of a {what} cannot be restored: {reason}")
             _log.warning("%s: no checkpoint is requested from this job", self.failures[-1])
+        return True
 
 
 def has_state(part: Part) -> bool:
@@ -191,7 +193,13 @@ def _copy(thing: Any, state: Any) -> Any:
         if id(tensor) in in_state or (_memory_of(tensor) in in_state and not isinstance(tensor, nn.Parameter)):
             with torch.no_grad():
                 made.copy_(~made if made.dtype == torch.bool else made + 1)
+    # An optimizer's own copying leaves out all attributes but those of the base class.
+    shells = [one for one in (thing, *_inside(thing, optim.Optimizer)) if isinstance(one, optim.Optimizer)]
+    shells = [one for one in shells if id(one) not in memo]
+    memo.update({id(one): type(one).__new__(type(one)) for one in shells})
     try:
+        for one in shells:
+            vars(memo[id(one)]).update(copy.deepcopy(vars(one), memo))
         made_thing = copy.deepcopy(thing, memo)
     except Exception as error:
         raise NotTriedError(f"it cannot be copied: {error}") from error

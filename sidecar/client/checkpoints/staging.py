@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cadenza.sidecar.client.checkpoints.units import Restored
 from cadenza.sidecar.client.errors import UsageError
 from cadenza.sidecar.client.offload import device
 
@@ -113,6 +114,8 @@ def _plain(value: Any, name: str) -> Any:
     """Return a plain value, with numpy's scalars as Python's."""
     if type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value)):
         return value
+    if isinstance(value, Restored):  # as a script keeps the step at which it went on
+        return int(value)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
         return value.item()

@@ -11,6 +11,7 @@ UNKNOWN, NAMED, BOUNDARY, OWN = "", "named", "boundary", "own"
 script's own, such as epochs, so that only the script itself can number a checkpoint."""
 
 NO_UNIT = "its unit of steps is not known yet: call keeper.at(step) in each step"
+NAMED_TOO_EARLY = "keeper.at(step) is called before the training of a step: call it after the optimizer's step, right before boundary()"
 NOT_NAMED_AGAIN = "its script named its steps before this start, and has not called keeper.at(step) yet"
 
 
@@ -59,6 +60,9 @@ class Units:
         """The unit was learned from the sampler's batches, and holds as long as there is one a boundary."""
         self._base_step, self._base_boundaries, self._base = 0, 0, trained()
         self._named_before = False
+        self._named_at: int | None = None
+        """Training steps at the call of ``at``, until the boundary after it has checked its place."""
+        self._checked = self._too_early = False
         self._save: tuple[int, int] | None = None
         """The last save that agreed with the count: its distance from it (0 or 1), and the training steps by then."""
 
@@ -87,13 +91,24 @@ class Units:
         return NOT_NAMED_AGAIN if self._named_before else NO_UNIT
 
     @property
+    def misplaced(self) -> str:
+        """The reason why the script's names cannot be used; "" if they can."""
+        return NAMED_TOO_EARLY if self._too_early else ""
+
+    @property
     def undecided(self) -> bool:
-        """True while the next boundary has to decide what a save meant."""
-        return self._save is not None
+        """True while the next boundary has to decide what a save, or the name of a step, meant."""
+        return self._save is not None or self._named_at is not None
+
+    @property
+    def unchecked(self) -> bool:
+        """True until a boundary has shown that steps are named after their training."""
+        return not self._checked
 
     def at(self, step: int) -> None:
         """Take the script's own name of the step at hand."""
         self.unit, self.named = NAMED, step
+        self._named_at = None if self._checked else self._trained()
 
     def restored(self, step: int, unit: str, boundaries: int) -> None:
         """Begin anew from a restored checkpoint."""
@@ -117,8 +132,12 @@ class Units:
         """Decide at the boundary after a save what it meant; ``changed``: something was trained in between.
 
         The step after N boundaries is N if a further one was trained after the save, or if its boundary was still to
-        come and the save named N + 1.
+        come and the save named N + 1. A step is named after its training, and before its boundary.
         """
+        if self._named_at is not None:
+            if self._trained() == self._named_at + 1:
+                self._checked, self._too_early = True, changed
+            self._named_at = None
         if self._save is None:
             return
         (distance, trained), self._save = self._save, None
