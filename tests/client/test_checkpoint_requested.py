@@ -127,10 +127,10 @@ def test_an_open_checkpoint_is_marked_in_the_page_and_a_closed_one_is_not(job: P
 def test_a_failed_save_is_an_answer_and_training_goes_on(
     job: Peer, training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise SaveError("step 2 is not saved, earlier ones are untouched: shared.pt: No space left on device")
 
-    monkeypatch.setattr("cadenza.sidecar.client.checkpoints.writing.write", full)
+    monkeypatch.setattr("cadenza.sidecar.client.checkpoints.writing.Writer.write", full)
     finish = requested_by(job, 2, then=lambda rank: None)  # no answer: after an error the rank does not wait for one
     client.attach(training.model, training.optimizer)
     training.run(4)

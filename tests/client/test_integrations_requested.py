@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from client_peer import Peer, Script
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from test_checkpoint_requested import requested_by, send_on
 from test_integrations_callbacks import example
-from transformers.trainer_utils import get_last_checkpoint
 
 from cadenza.sidecar import wire
 from cadenza.sidecar.client.bootstrap.process import current
 from cadenza.sidecar.client.data import ElasticDataLoader
+from cadenza.sidecar.client.errors import UsageError
+from cadenza.sidecar.client.integrations.framework_checkpoints import lightning_step
 from cadenza.sidecar.client.integrations.lightning import CadenzaCallback
 from cadenza.sidecar.client.integrations.participation import Participation
 from cadenza.sidecar.client.integrations.transformers import CadenzaTrainerCallback
@@ -37,8 +42,8 @@ def lightning(job: Peer) -> Callable[..., Any]:
         data = module.loader(96, shuffle=False).dataset
         trainer = module.Trainer(
             max_epochs=1, accumulate_grad_batches=2, callbacks=[module.EMAWeightAveraging(decay=0.9), *callbacks],
-            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            devices=1, accelerator="cpu", num_sanity_val_steps=0, **options,
+            logger=False, enable_progress_bar=False, enable_model_summary=False,
+            devices=1, accelerator="cpu", num_sanity_val_steps=0, **{"enable_checkpointing": False, **options},
         )  # fmt: skip
         loader = ElasticDataLoader(data, batch_size=8, num_workers=0)
         trainer.fit(net, loader, module.loader(16, shuffle=False), ckpt_path=ckpt_path)
@@ -53,21 +58,86 @@ def test_lightning_saves_on_order_and_goes_on_from_there(
     finish = requested_by(job, 3, then=send_on)
     steps, losses, digest = lightning(CadenzaCallback(checkpoints=tmp_path / "kept"))
     said = finish()
-    assert (said["step"], said["error"], said["path"]) == (3, "", str(tmp_path / "kept/step-00000003.ckpt"))
+    path = str(tmp_path / "kept/step-00000004.ckpt")  # at step 3 nothing is known of its gradients yet
+    assert (said["step"], said["error"], said["paths"]) == (4, "", [path])
     assert current() is None
     newest = CadenzaCallback(checkpoints=tmp_path / "kept").newest()
-    assert newest == said["path"]
+    assert newest == path
     again = lightning(ckpt_path=newest)
-    assert again == (steps, losses[6:], digest)
+    assert again == (steps, losses[8:], digest)
 
 
 def test_lightning_saves_after_the_accumulation_in_which_it_was_asked(
     lightning: Callable[..., Any], job: Peer, tmp_path: Path
 ) -> None:
-    finish = requested_by(job, 5, then=send_on)  # the first of the two batches of step 3
+    finish = requested_by(job, 4, then=send_on)  # the second of the two batches of step 2
     steps, losses, digest = lightning(CadenzaCallback(checkpoints=tmp_path, every_batch=True))
     assert finish()["step"] == 3
     assert lightning(ckpt_path=CadenzaCallback(checkpoints=tmp_path).newest()) == (steps, losses[6:], digest)
+
+
+@pytest.mark.parametrize("epoch", [2, 1], ids=["mid-epoch", "one step each"])
+def test_lightning_saves_at_no_step_that_work_of_its_own_follows(
+    lightning: Callable[..., Any], job: Peer, tmp_path: Path, epoch: int
+) -> None:
+    """A validation follows each second step, or each one: then there is no place, and the reason is given."""
+    finish = requested_by(job, 1, then=send_on if epoch == 2 else lambda rank: None)
+    lightning(CadenzaCallback(checkpoints=tmp_path), val_check_interval=2 * epoch)
+    said = finish()
+    if epoch == 2:
+        assert (said["step"], said["error"]) == (3, "")
+    else:
+        assert "a validation follows it" in said["error"]
+
+
+@pytest.mark.parametrize("kind", ["executor", "unknown"])
+def test_lightning_waits_for_a_plugin_that_writes_by_itself_or_refuses_it(
+    lightning: Callable[..., Any], job: Peer, tmp_path: Path, kind: str
+) -> None:
+    class Slow(TorchCheckpointIO):
+        def save_checkpoint(self, *what: Any, **how: Any) -> None:
+            written.wait(0.2)
+            super().save_checkpoint(*what, **how)
+
+    class MyAsyncIO(TorchCheckpointIO):
+        pass
+
+    written = threading.Event()
+    known = kind == "executor"
+    finish = requested_by(job, 3, then=send_on if known else lambda rank: None)
+    plugin = AsyncCheckpointIO(Slow()) if known else MyAsyncIO()
+    lightning(CadenzaCallback(checkpoints=tmp_path), plugins=[plugin])
+    said = finish()
+    assert said["error"] == ("" if known else said["error"])
+    assert ("MyAsyncIO does not say" in said["error"]) != known
+    assert [path.suffix for path in tmp_path.iterdir() if path.is_file() and path.suffix != ".json"] == [
+        ".ckpt"
+    ] * known
+
+
+def test_the_newest_of_lightning_is_the_newest_whole_one_of_all_callbacks(
+    lightning: Callable[..., Any], job: Peer, tmp_path: Path
+) -> None:
+    """In an order before fit(): the directories of the other callbacks are those of the run before."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    assert CadenzaCallback(checkpoints=own).newest() is None
+    taken = Script(job.rank, job)
+    kept = ModelCheckpoint(str(other), every_n_train_steps=2, save_top_k=-1, save_last=True)
+    lightning(kept, CadenzaCallback(checkpoints=own), enable_checkpointing=True)
+    taken.finish()
+    newest = Path(CadenzaCallback(checkpoints=own).newest() or "")
+    assert newest.parent == other
+    assert lightning_step(newest) == 6
+    for path in other.iterdir():
+        if lightning_step(path) == 6:
+            path.write_bytes(path.read_bytes()[:-100])  # not whole
+    (other / "epoch=9-step=900.ckpt").touch()
+    found = Path(CadenzaCallback(checkpoints=own).newest() or "")
+    assert lightning_step(found) == 4
+    weights = torch.load(found, weights_only=False)
+    del weights["optimizer_states"]
+    torch.save(weights, other / "epoch=9-step=901.ckpt")
+    assert CadenzaCallback(checkpoints=own).newest() == str(found)
 
 
 def test_a_lightning_checkpoint_that_fails_is_reported_and_the_fit_ends_well(
@@ -105,11 +175,47 @@ def test_transformers_saves_on_order_and_resumes_from_there(
         return trainer.state.global_step, losses.seen, module.digest(model)
 
     finish = requested_by(job, 4, then=send_on)  # the second batch of the evaluation after step 2
-    steps, losses, digest = train(CadenzaTrainerCallback(checkpoints=True))
+    steps, losses, digest = train(CadenzaTrainerCallback(checkpoints=tmp_path))
     said = finish()
-    assert (said["step"], said["error"], said["path"]) == (2, "", str(tmp_path / "checkpoint-2"))
-    assert said["path"] == get_last_checkpoint(str(tmp_path))
-    assert train(resume=said["path"]) == (steps, losses[3:], digest)
+    assert (said["step"], said["error"], said["paths"]) == (3, "", [str(tmp_path / "checkpoint-3")])
+    assert CadenzaTrainerCallback.newest(tmp_path) == said["paths"][0]
+    (tmp_path / "checkpoint-5").mkdir()  # never finished
+    (tmp_path / "checkpoint-5/model.safetensors").touch()
+    assert CadenzaTrainerCallback.newest(tmp_path) == said["paths"][0]
+    assert train(resume=said["paths"][0]) == (steps, losses[-5:], digest)
+    with pytest.raises(UsageError, match="the Trainer saves in its output_dir"):
+        train(CadenzaTrainerCallback(checkpoints="/elsewhere"))
+
+
+@pytest.mark.parametrize("samples", [32, 8], ids=["epochs of 4 steps", "epochs of one step"])
+def test_transformers_does_an_epochs_own_work_before_or_after_a_move(
+    job: Peer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: int
+) -> None:
+    monkeypatch.setattr("transformers.trainer.is_datasets_available", lambda: False)
+    module = example("hf_trainer")
+
+    def train(*callbacks: Any, resume: str | None = None) -> tuple[list[int], str]:
+        module.set_seed(1)
+        model = module.GPT2LMHeadModel(module.GPT2Config(
+            vocab_size=24, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+        ))  # fmt: skip
+        arguments = module.TrainingArguments(
+            str(tmp_path), max_steps=8, per_device_train_batch_size=8, report_to=[], save_strategy="no",
+            disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False, eval_strategy="epoch", seed=1,
+        )  # fmt: skip
+        trainer = module.Trainer(
+            model, arguments, train_dataset=module.Texts(samples), eval_dataset=module.Texts(8), callbacks=[*callbacks]
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        evaluated = [one["step"] for one in trainer.state.log_history if "eval_loss" in one]
+        return evaluated, module.digest(model)
+
+    whole = train()
+    finish = requested_by(job, 3 if samples == 32 else 5, then=send_on)
+    train(CadenzaTrainerCallback(checkpoints=True, evaluation=samples == 8))
+    said = finish()
+    assert (said["step"], said["error"]) == (5, "")
+    assert train(resume=CadenzaTrainerCallback.newest(tmp_path)) == whole
 
 
 @pytest.mark.parametrize(("owner", "saves"), [("lightning", 0), ("", 1)])

@@ -78,10 +78,11 @@ class LightningHooks:
         if self._directory is not None and trainer.is_global_zero:
             folders = (getattr(one, "dirpath", None) for one in trainer.callbacks)
             known = {*map(str, self._others()), *(os.path.abspath(folder) for folder in folders if folder)}  # noqa: PTH100
-            self._directory.mkdir(parents=True, exist_ok=True)
-            beside = self._directory / f".{OTHERS}.{os.getpid()}"
-            beside.write_text(json.dumps(sorted(known)), encoding="utf-8")
-            beside.replace(self._directory / OTHERS)
+            with contextlib.suppress(OSError):  # a save reports what is wrong with its directory
+                self._directory.mkdir(parents=True, exist_ok=True)
+                beside = self._directory / f".{OTHERS}.{os.getpid()}"
+                beside.write_text(json.dumps(sorted(known)), encoding="utf-8")
+                beside.replace(self._directory / OTHERS)
         if trainer.ckpt_path and trainer.global_step:
             self._part.restored(trainer.ckpt_path, trainer.global_step)
 

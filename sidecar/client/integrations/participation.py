@@ -68,6 +68,7 @@ class Participation:
                 self._registration = prepare().add_saver(self._defer)
                 self._registration.watched = self._state
                 self._registration.at_epoch_end = at_epoch_end
+                self._registration.after_evaluation = True
             self._session = client.attach(tensors=self._source)
 
     def boundary(self, samples: int = 0, passing: object = None, *, training: bool = True) -> None:

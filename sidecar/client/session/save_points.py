@@ -91,7 +91,7 @@ class SavePoints:
         passed = self._gradients.pending(self._things())
         if passed:
             return passed
-        if self._evaluates_next(trained):
+        if self._evaluates_next(trained) and not all(one.after_evaluation for one in self._savers):
             return wire.PASSED_EVALUATION
         self._ends = self._ends + 1 if self._savers.at_epoch_end else 0
         if self._ends == 1:  # the second in a row: its epochs have no other save point

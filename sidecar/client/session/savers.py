@@ -22,6 +22,8 @@ class Registration:
         """It can also save while the state is in host memory, where torch reads the host copy."""
         self.at_epoch_end: AtEpochEnd = None
         """Returns True at the last batch of an epoch, whose own work is still to come; None: not known."""
+        self.after_evaluation = False
+        """It saves only after an evaluation that follows the boundary, or says in ``at_epoch_end`` that one follows."""
         self.watched: object = ()
         """Optimizers, else modules, whose gradients must be used up where it saves, or a function that returns them."""
         self.unready = NO_CHECKPOINT
