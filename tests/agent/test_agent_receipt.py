@@ -193,5 +193,3 @@ def test_the_file_system_of_a_checkpoint_is_in_the_report(moved: MovedJob, tmp_p
     expected = mounts.file_system_of(str(tmp_path), "n1")
     assert expected
     assert moved.saves(moved.starts(), str(tmp_path / "step-00000040")).file_system == expected
-
-

@@ -24,6 +24,7 @@ MESSAGES = {
     "ended": "no longer in Slurm; last: {}",
     "requeue owner": "{} requeues it by itself, so Cadenza does not",
     "not ready": "cannot be asked to yield: {}",
+    "unrestored": "is not moved again: {}",
     "unmanageable": "left alone: {}",
     "kept in": "would {}: {} [kept in: {}]",
 }
@@ -100,6 +101,8 @@ def _state(job: Job) -> Iterator[str]:
         yield from _measured(job.lease)
         if job.lease.requeue_owner:
             yield MESSAGES["requeue owner"].format(job.lease.requeue_owner)
+        if job.lease.unrestored:
+            yield MESSAGES["unrestored"].format(job.lease.unrestored)
         if job.lease.why_not_ready:
             yield MESSAGES["not ready"].format(job.lease.why_not_ready)
     elif job.unmanageable:
