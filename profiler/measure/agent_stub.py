@@ -40,6 +40,8 @@ class AgentStub:
         self._selector.register(self._listener.socket, selectors.EVENT_READ)
         self.ranks: dict[int, Rank] = {}
         """By pid."""
+        self.attached = False
+        """A rank has attached since the last command began."""
         self._tuning: tuple[float, int | None] | None = None
 
     @property
@@ -59,6 +61,7 @@ class AgentStub:
         for rank in self.ranks.values():
             rank.page.close()
         self.ranks.clear()
+        self.attached = False
 
     def tune(self, cpus: float, cache_mb: int | None = None) -> None:
         """Tell every rank, also one that attaches later, what the job has: CPUs, and MiB for caches (None: no word)."""
@@ -108,13 +111,14 @@ class AgentStub:
         pid = session.peer.pid
         if isinstance(message, Attach):
             self._drop(pid)
+            self.attached = True
             page = Page()
             page.start_at(message.step)
             if self._tuning is not None:
                 page.tune(*self._tuning)
             local = message.local_world_size or (message.world_size if message.hosts == 1 else 1)
             self.ranks[pid] = Rank(pid, message.rank, local, page)
-            self._outbox.post(session, "attached", fds=(page.fd,), state="held", rank=message.rank)
+            self._outbox.post(session, "attached", fds=(page.fd,), state="held", rank=message.rank, receipt={})
         elif isinstance(message, Detach):
             self._drop(pid)
 
