@@ -20,14 +20,15 @@ from cadenza.sidecar.client.bootstrap import rehearsal_compare
 from cadenza.sidecar.client.bootstrap.process import REHEARSAL_ENV
 from cadenza.sidecar.client.bootstrap.rehearsal_agent import Outcome, ScriptedAgent
 from cadenza.sidecar.client.bootstrap.rehearsal_compare import Record, Unrecordable
+from cadenza.sidecar.client.bootstrap.run_script import BAD_INPUT, REHEARSE, STEPS
 
-STEPS = 30
+DEFAULT_STEPS = 30
 JOB = "1"
 SCRATCH = "{scratch}"
 """Stands in a command for a folder of the rehearsal's own, such as a script's output directory."""
 SLURM_STARTERS = frozenset({"srun", "sbatch", "salloc"})
 LAST_LINES = 5
-IDENTICAL, DIFFERS, BAD_INPUT = 0, 1, 2
+IDENTICAL, DIFFERS = 0, 1
 
 
 @dataclass
@@ -42,6 +43,12 @@ class Start:
     def steps(self) -> int:
         """Number of steps that all ranks have made."""
         return min((len(record.steps) for record in self.records.values()), default=0)
+
+    def cut(self, steps: int) -> None:
+        """Forget what a run did beyond so many steps, if it was ended; one that came to its end is whole."""
+        if self.outcome.status is None:
+            for record in self.records.values():
+                del record.steps[steps:]
 
 
 @dataclass
@@ -59,6 +66,8 @@ class Rehearsal:
         self, command: Sequence[str], folder: Path, environ: Mapping[str, str], options: Sequence[str] = ()
     ) -> None:
         self._command, self._folder, self._environ, self._options = list(command), folder, environ, list(options)
+        self.loses = "--saves" in {option.partition("=")[0] for option in options}
+        """Its job goes on from its own checkpoints, so that the steps after the last one are lost."""
         self._receipt: dict[str, Any] = {}
         """Receipt for the next start of the job that is moved."""
 
@@ -111,8 +120,11 @@ class _Counter:
         return min((count for _, count in self._counts.values()), default=0)
 
 
-def compare(alone: Start, starts: Sequence[Start]) -> Verdict:
-    """Compare a job that was moved between its starts with the same command run alone."""
+def compare(alone: Start, starts: Sequence[Start], *, loses: bool = False) -> Verdict:
+    """Compare a job that was moved between its starts with the same command run alone.
+
+    ``loses``: its own checkpoints are used, so that the steps after the last of them may be made again.
+    """
     verdict = Verdict(identical=True)
     for rank, record in sorted(alone.records.items()):
         prefix = f"rank {rank}: " if len(alone.records) > 1 else ""
@@ -120,56 +132,63 @@ def compare(alone: Start, starts: Sequence[Start]) -> Verdict:
         rehearsal_compare.ignore_unseeded(record, starts[0].records.get(rank, Record()))
         for number, start in enumerate(starts):
             mine = start.records.get(rank, Record())
-            last = number == len(starts) - 1
-            place, lines = _compare_start(record, mine, place, start, number, ends=last and alone.outcome.status == 0)
+            at, lines = _arrival(record, mine, place, start, loses=loses) if number else (0, [])
             verdict.lines += [prefix + line for line in lines]
-            if lines:
+            ends = number == len(starts) - 1 and alone.outcome.status == 0
+            faults = _faults(record, mine, at, start, restarted=bool(number), ends=ends)
+            verdict.lines += [prefix + line for line in faults]
+            if faults or (lines and not loses):
                 verdict.identical = False
                 break
+            place = at + len(mine.steps)
     return verdict
 
 
-def _compare_start(
-    alone: Record, mine: Record, place: int, start: Start, number: int, *, ends: bool
-) -> tuple[int, list[str]]:
-    """Compare one start that goes on at a step of the run alone; return the step after it, and what differs."""
-    failed = start.outcome.status not in (None, 0)
-    if number and failed:
-        return place, [f"the restarted script failed with status {start.outcome.status}"]
-    if number and not mine.steps and place < len(alone.steps):
-        return place, ["the restarted script trained nothing"]
-    at, missing = rehearsal_compare.arrival(alone, place, mine) if number else (0, [])
-    if number and at == 0 and missing:
-        return place, [f"restore() was not called, or restored nothing: {missing[0]}"]
-    lines = []
+def _arrival(alone: Record, mine: Record, place: int, start: Start, *, loses: bool) -> tuple[int, list[str]]:
+    """Return the step of the run alone at which a restarted job goes on, and how that is not the one after the move."""
+    at, missing = rehearsal_compare.arrival(alone, place, mine)
+    if at == 0 and missing:
+        return at, [f"restore() was not called, or nothing was restored: {missing[0]}"]
+    lines = [f"not restored: {one}" for one in missing]
+    if start.outcome.unrestored:
+        lines.append(start.outcome.unrestored)
     if at < place:
-        lines.append(f"it went on after step {at} in place of step {place}: an older checkpoint was restored")
+        again = f"the steps {at + 1} to {place} are made again"
+        lines.append(again if loses else f"an older checkpoint was restored: {again}")
+    return at, lines
+
+
+def _faults(alone: Record, mine: Record, at: int, start: Start, *, restarted: bool, ends: bool) -> list[str]:
+    """Return how a start's steps differ from those of the run alone from step ``at`` on."""
+    script = "the restarted script" if restarted else "the script"
+    if start.outcome.status not in (None, 0) or start.outcome.silent:
+        ended = "did nothing for ten minutes" if start.outcome.silent else f"failed with status {start.outcome.status}"
+        return [f"{script} {ended}"]
+    if restarted and not mine.steps and at < len(alone.steps):
+        return [f"{script} trained nothing"]
     if found := rehearsal_compare.first_difference(alone, mine.steps, at):
         step, differences = found
-        if number:
-            lines.append(f"differs from step {step + 1} on")
-            lines += [f"  {one}" for one in (*missing, *differences)]
-            if not missing and step == at:
-                lines.append(f"  {_hint(differences)}")
-        else:
-            lines.append(f"two runs of this command differ by themselves, from step {step + 1} on: are its seeds set?")
-            lines += [f"  {one}" for one in differences]
-            lines.append(f"  or does it find files of the run before? Give it a folder of its own by {SCRATCH}")
-    elif missing:
-        lines += [f"not restored, without an effect in these steps: {one}" for one in missing]
+        causes = [f"  {one}" for one in differences]
+        if not restarted:
+            first = f"two runs of this command differ by themselves, from step {step + 1} on: are its seeds set?"
+            return [first, *causes, f"  or does it find files of the run before? {SCRATCH} is a folder of its own"]
+        return [f"differs from step {step + 1} on", *causes, *_hint(differences, first=step == at)]
     end = at + len(mine.steps)
-    if ends and not lines and end != len(alone.steps):
-        lines.append(f"it ended after {end} steps, the run alone after {len(alone.steps)}")
-    return end, lines
+    short = ends and end != len(alone.steps)
+    return [f"it ended after {end} steps, the run alone after {len(alone.steps)}"] if short else []
 
 
-def _hint(differences: Sequence[str]) -> str:
-    """Return a hint for the case that all parameters were restored and the first step differs."""
+def _hint(differences: Sequence[str], *, first: bool) -> list[str]:
+    """Return a hint for the case that the ``first`` step after a move differs, by its differences."""
+    if not first:
+        return []
     if any(one.startswith("the random numbers") for one in differences):
-        return "data position, a batch fetched ahead, or random numbers drawn between restore() and the first step?"
+        return [
+            "  is the data's position restored? Was a batch fetched ahead? Are random numbers drawn after restore()?"
+        ]
     if any(one.startswith(("the loss", "the step has")) for one in differences):
-        return "data position, a batch fetched ahead, a generator of the script's own, or buffers?"
-    return "state that is neither the model's nor the optimizer's: is it among the checkpoint's `own`?"
+        return ["  is the data's position restored? Was a batch fetched ahead? Has the script a generator of its own?"]
+    return []
 
 
 def rehearse(command: Sequence[str], options: Sequence[str], steps: int, environ: Mapping[str, str]) -> int:
@@ -198,12 +217,12 @@ def _rehearse(rehearsal: Rehearsal, steps: int) -> Verdict:
         what = f"made {alone.steps} steps of torch's optimizers and {alone.outcome.boundaries} boundaries"
         return Verdict([f"the command {what}: there is nothing to move", *_last_lines(alone)])
     # 2. Again, until its checkpoint is on the disk; then no process of it is left.
-    order_at = max(1, alone.outcome.boundaries // 2)
+    order_at = max(1, alone.outcome.boundaries * min(steps, alone.steps) // alone.steps // 2)
+    alone.cut(steps)
     _say(f"2 of 3: again, with a checkpoint ordered at boundary {order_at}")
     first = rehearsal.moved(0, alone.steps, order_at)
     if first.outcome.saved is None:
-        reason = "; ".join(first.outcome.reasons) or f"none in {first.steps} steps; try more by --steps"
-        return Verdict([f"no checkpoint was ordered: {reason}"])
+        return Verdict([f"no checkpoint was ordered: {_no_order(first)}"])
     place = first.steps
     if place >= alone.steps:
         return Verdict([f"moved after step {place}, the last one: nothing to compare; try more by --steps"])
@@ -211,12 +230,23 @@ def _rehearse(rehearsal: Rehearsal, steps: int) -> Verdict:
     _say(f"3 of 3: killed after step {place}; started again")
     left = alone.steps - place + (0 if alone.outcome.status is None else alone.steps)
     second = rehearsal.moved(1, left, 0)
-    verdict = compare(alone, [first, second])
+    verdict = compare(alone, [first, second], loses=rehearsal.loses)
     if verdict.identical:
         verdict.lines.append(f"identical from step {place + 1} on, to step {alone.steps}")
     elif not second.steps or second.outcome.status not in (None, 0):
         verdict.lines += _last_lines(second)
     return verdict
+
+
+def _no_order(start: Start) -> str:
+    """Return why no checkpoint came of an order."""
+    outcome = start.outcome
+    if outcome.status not in (None, 0):
+        return f"the script failed with status {outcome.status}"
+    if outcome.reasons:
+        return f"{'; '.join(outcome.reasons)} (in {start.steps} steps; {STEPS} N takes more)"
+    passed = wire.PASSED_WORDS.get(outcome.passed, "none was possible")
+    return f"{passed} (in {start.steps} steps; {STEPS} N takes more)"
 
 
 def _last_lines(start: Start) -> list[str]:
@@ -229,15 +259,29 @@ def _say(*lines: str) -> None:
         sys.stderr.write(f"cadenza rehearsal: {line}\n")
 
 
-def main(options: Sequence[str], steps: int, command: Sequence[str]) -> int:
-    """Rehearse a command; return 0 if the move changed nothing, 1 if it did or could not be made, 2 for bad use."""
+def main(options: Sequence[str], command: Sequence[str]) -> int:
+    """Rehearse a command of ``cadenza run``; its other options are those of each start.
+
+    Returns 0 if the move changed nothing, 1 if it did or could not be made, and 2 for bad use.
+    """
+    others, steps = [option for option in options if option != REHEARSE], DEFAULT_STEPS
+    if STEPS in others:
+        at = others.index(STEPS)
+        number = "".join(others[at + 1 : at + 2])
+        steps = int(number) if number.isascii() and number.isdigit() else 0
+        del others[at : at + 2]
+    if fault := _fault(command, steps):
+        _say(fault)
+        return BAD_INPUT
+    return rehearse(command, others, steps, os.environ)
+
+
+def _fault(command: Sequence[str], steps: int) -> str:
+    """Return why a command line cannot be rehearsed; "" if it can."""
+    if not command:
+        return f"{REHEARSE} needs a command: cadenza run {REHEARSE} -- python train.py"
     if steps < 2:  # noqa: PLR2004
-        _say(f"--steps {steps}: at least 2 are needed, one before the move and one after it")
-        return BAD_INPUT
+        return f"{STEPS} takes a number from 2 on: one step before the move, and one after it"
     if Path(command[0]).name in SLURM_STARTERS:
-        _say(f"{command[0]} starts processes on other hosts: rehearse with the command that it starts, or torchrun")
-        return BAD_INPUT
-    if shutil.which(command[0]) is None:
-        _say(f"{command[0]}: no such command")
-        return BAD_INPUT
-    return rehearse(command, options, steps, os.environ)
+        return f"{command[0]} starts processes on other hosts: rehearse with what it starts, or with torchrun"
+    return "" if shutil.which(command[0]) else f"{command[0]}: there is no such command"

@@ -18,8 +18,10 @@ from typing import Any
 from cadenza.sidecar import wire
 from cadenza.sidecar.client.clock import monotonic_ns
 
-TICK_S = 0.02
+TICK_S = 0.005
 """Longest time between two looks at the command."""
+GRACE_S = 0.2
+"""Time after which a rank that has not arrived while another one stands has slipped past the stop step."""
 END_S = 30.0
 """Longest wait for killed processes; one that hangs in a file system is left."""
 SILENCE_S = 600.0
@@ -61,6 +63,12 @@ class _Rank:
     def number(self) -> int:
         return int(self.hello["rank"])
 
+    @property
+    def slipped(self) -> bool:
+        """True if it has passed its stop step and does not stand."""
+        page = self.page
+        return not self.arrived and 0 < page[wire.PAGE_STOP] <= page[wire.PAGE_STEP]
+
 
 class ScriptedAgent:
     """The agent of one start of a command: ``order_at`` is the boundary of its order, 0 for none.
@@ -69,7 +77,9 @@ class ScriptedAgent:
     """
 
     def __init__(self, socket_path: Path, order_at: int, receipt: Mapping[str, Any]) -> None:
-        self._path, self._order_at, self._order = socket_path, order_at, 1
+        self._path, self._order_at, self._order = socket_path, order_at, 0
+        self._stands = False
+        """An order is under way."""
         self._receipt = dict(receipt)
         self._ranks: dict[int, _Rank] = {}
         self._heard_ns = monotonic_ns()
@@ -95,7 +105,7 @@ class ScriptedAgent:
                     self.outcome.status = status
                     break
                 self._listen()
-                self._count()
+                self._look()
                 before, made = made, progress()
                 if made != before:
                     self._heard_ns = monotonic_ns()
@@ -111,11 +121,28 @@ class ScriptedAgent:
                 rank.connection.close()
         return self.outcome
 
-    def _count(self) -> None:
-        """Look at the boundaries that all ranks have passed; the last look counts when they have gone."""
-        if self._ranks:
-            self.outcome.boundaries = min(rank.page[wire.PAGE_STEP] for rank in self._ranks.values())
-            self.outcome.passed = next(iter(self._ranks.values())).page[wire.PAGE_PASSED]
+    def _look(self) -> None:
+        """Look at the pages of the ranks, and give the order once all can save, or raise the one that stands.
+
+        Ranks that cannot are ordered once to, so that the reason is heard.
+        """
+        ranks = list(self._ranks.values())
+        if not ranks:
+            return
+        steps = [rank.page[wire.PAGE_STEP] for rank in ranks]
+        self.outcome.boundaries, self.outcome.passed = min(steps), ranks[0].page[wire.PAGE_PASSED]
+        if not self._order_at or len(ranks) < ranks[0].hello["world_size"]:
+            return
+        if self._stands:
+            slipped = [rank.slipped for rank in ranks]
+            if any(slipped) and not all(slipped) and monotonic_ns() - self._heard_ns > GRACE_S * 1e9:
+                self._order_stop(max(steps) + 1)
+        elif all(rank.page[wire.PAGE_SAVES] for rank in ranks):
+            self._order += 1
+            self._order_stop(max(self._order_at, max(steps) + 1))
+        elif not self.outcome.reasons and min(steps) >= self._order_at:
+            self._order += 1
+            self._order_stop(max(steps) + 1)
 
     def _listen(self) -> None:
         """Take in what the ranks say, for a tick."""
@@ -152,14 +179,12 @@ class ScriptedAgent:
                 self._answer(rank, message)
 
     def _attach(self, connection: socket.socket, hello: dict[str, Any]) -> None:
-        """Give a rank its page, with the order in it."""
+        """Give a rank its page."""
         descriptor = os.memfd_create("page")
         try:
             os.ftruncate(descriptor, wire.PAGE_BYTES)
             page = memoryview(mmap.mmap(descriptor, wire.PAGE_BYTES)).cast("Q")
-            page[wire.PAGE_STEP] = hello["step"]
-            page[wire.PAGE_PURPOSE] = wire.PURPOSE_CHECKPOINT
-            page[wire.PAGE_ORDER], page[wire.PAGE_STOP] = self._order, self._order_at
+            page[wire.PAGE_STEP], page[wire.PAGE_PURPOSE] = hello["step"], wire.PURPOSE_CHECKPOINT
             packet = wire.encode("attached", state="held", rank=hello["rank"], receipt=self._receipt)
             socket.send_fds(connection, [packet], [descriptor])
         finally:
@@ -177,7 +202,7 @@ class ScriptedAgent:
             self.outcome.unrestored = str(message.get("reason", ""))
         elif kind == "arrived" and current and message.get("refused"):
             self._note(str(message["refused"]))
-            self._order_again(int(message["step"]) + 1)
+            self._withdraw()
         elif kind == "arrived" and current:
             rank.arrived = int(message["step"])
             self._gather(list(self._ranks.values()), rank.hello["world_size"])
@@ -191,10 +216,8 @@ class ScriptedAgent:
         if len(ranks) == world_size and all(one.arrived == furthest for one in ranks):
             self._say(ranks, "commit")
             return
-        behind = [one for one in ranks if one.arrived < furthest]
-        for one in behind:
-            one.page[wire.PAGE_STOP] = furthest
-        self._say(behind, "stop", step=furthest)
+        if any(0 < one.arrived < furthest for one in ranks):
+            self._order_stop(furthest)
 
     def _conclude(self, ranks: Sequence[_Rank]) -> None:
         """End the order once all ranks have answered; give another one if the checkpoint failed."""
@@ -205,19 +228,28 @@ class ScriptedAgent:
         for error in errors:
             self._note(error)
         if errors:
-            self._order_again(max(one.arrived for one in ranks) + 1)
+            self._withdraw()
         else:
             self.outcome.saved = min(ranks, key=lambda one: one.number).answer
 
-    def _order_again(self, step: int) -> None:
-        """Order a checkpoint at a later boundary; this ends the order before it."""
-        self._order += 1
-        for rank in self._ranks.values():
+    def _order_stop(self, step: int) -> None:
+        """Order a checkpoint at the first boundary from a step on, or move the order that stands to it."""
+        self._stands = True
+        later = [rank for rank in self._ranks.values() if rank.arrived < step]
+        for rank in later:
             rank.arrived, rank.answer = 0, None
             rank.page[wire.PAGE_ORDER], rank.page[wire.PAGE_STOP] = self._order, step
-        self._say(list(self._ranks.values()), "stop", step=step)
+        self._say(later, "stop", step=step)
 
-    def _say(self, ranks: Sequence[_Rank], kind: str, **fields: int) -> None:
+    def _withdraw(self) -> None:
+        """Withdraw the order; another one follows once all ranks can save."""
+        self._stands = False
+        ranks = list(self._ranks.values())
+        for rank in ranks:
+            rank.arrived, rank.answer, rank.page[wire.PAGE_STOP] = 0, None, 0
+        self._say(ranks, "cancel", reason="it came to nothing")
+
+    def _say(self, ranks: Sequence[_Rank], kind: str, **fields: object) -> None:
         for rank in ranks:
             rank.connection.send(wire.encode(kind, order=self._order, **fields))
 

@@ -10,6 +10,7 @@ import ctypes
 import gc
 import json
 import os
+import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from cadenza.sidecar.client import rng_state
 from cadenza.sidecar.client.bootstrap.process import REHEARSAL_ENV
 from cadenza.sidecar.client.session import identity
 
+PACE_S = 0.01
+"""Shortest time of a step, so that the rehearsal's agent, which looks at the pages now and then, sees each one."""
 MAX_LOSSES = 1024
 """Losses of one step that are kept; an accumulation has one for each micro-batch."""
 
@@ -89,6 +92,7 @@ class Recorder:
         self._write(
             {"kind": "step", "losses": losses, "buffers": buffers, "generators": numbers, **self._state(optimizer)}
         )
+        threading.Event().wait(PACE_S)
 
     def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return an optimizer's number, its learning rates, and checksums of its parameters and own state."""
