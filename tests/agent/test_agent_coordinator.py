@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -19,8 +20,8 @@ from cadenza.sidecar.agent.ipc.pages import Page
 from cadenza.sidecar.agent.ipc.processes import Peer
 from cadenza.sidecar.agent.ipc.transport import Session
 from cadenza.sidecar.agent.jobs.host_state import Host
-from cadenza.sidecar.agent.jobs.job_run import Rank
-from cadenza.sidecar.agent.jobs.stop_states import CheckpointStop, UnleasedStop
+from cadenza.sidecar.agent.jobs.job_run import JobRun, Rank
+from cadenza.sidecar.agent.jobs.stop_states import CheckpointStop, Stop, UnleasedStop
 from cadenza.sidecar.agent.leases.lease_table import Lease
 from cadenza.sidecar.agent.turns.arbiter import Arbiter
 from cadenza.sidecar.agent.turns.coordinator import FAILED_HOLD_S, StopCoordinator
@@ -409,4 +410,78 @@ def test_a_rank_that_arrives_after_the_commit_is_told_to_carry_it_out() -> None:
     histories.host.outbox._queue.clear()
     histories.coordinator.arrived(lease, ranks[10], Arrived(stop.order, 6))
     assert [wire.decode(packet)["type"] for _, packet, _, _ in histories.host.outbox._queue] == ["commit"]
+    histories.teardown()
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------
+
+
+def ordered(histories: Histories, timeout_s: float = 30.0) -> tuple[Lease, JobRun]:
+    """Order a checkpoint of job 1, whose ranks have passed the first stop step."""
+    histories.host.leases.drop(histories.of(2), 0.0)
+    histories.arbiter.settle()
+    histories.all_ranks_follow(1)
+    lease = histories.of(1)
+    run = histories.host.run(lease.key)
+    assert histories.coordinator.stop(lease, "service", timeout_s, (5.0, 7.0)) is None
+    histories.event_loop(0.01)
+    return lease, run
+
+
+@pytest.mark.parametrize("paths", [(), ("",), ("/kept/4", "")])
+def test_a_rank_that_names_no_place_has_saved_nothing(paths: tuple[str, ...]) -> None:
+    histories = Histories()
+    lease, run = ordered(histories)
+    histories.all_ranks_follow(1)
+    stop = cast("Stop", run.stop)
+    histories.coordinator.checkpointed(lease, run.ranks[10], Checkpointed(stop.order, 4, paths=paths))
+    assert run.stop is None
+    assert run.note == "rank 0 could not save a checkpoint: it did not say where"
+    histories.teardown()
+
+
+def test_a_checkpoint_of_several_savers_has_the_paths_of_all_ranks() -> None:
+    histories = Histories()
+    lease, run = ordered(histories)
+    histories.all_ranks_follow(1)
+    stop = cast("CheckpointStop", run.stop)
+    for pid, paths in ((10, ("/a", "/b")), (11, ("/a", "/c"))):
+        histories.coordinator.checkpointed(lease, run.ranks[pid], Checkpointed(stop.order, 4, paths=paths))
+    assert (stop.paths, run.note) == (("/a", "/b", "/c"), "checkpoint of step 4: /a, /b, /c")
+    histories.teardown()
+
+
+@pytest.mark.parametrize(
+    ("step_s", "own", "wait_s"),
+    [(0.001, 0, 30.0), (2.0, 0, 200.0), (2.0, 200, 500.0), (60.0, 0, 900.0)],
+    ids=["the order's", "a hundred steps", "the next own save", "no longer than that"],
+)
+def test_an_order_waits_for_a_save_point_by_the_jobs_usual_times(step_s: float, own: int, wait_s: float) -> None:
+    histories = Histories()
+    for rank in histories.host.run(JobKey(1, 0)).ranks.values():
+        words = rank.page._words
+        words[wire.PAGE_LAYOUT], words[wire.PAGE_SAVE_EVERY], words[wire.PAGE_STEP] = wire.LAYOUT, own, 10
+        words[wire.PAGE_SUM_NS], words[wire.PAGE_FINE + 9] = int(10 * step_s * 1e9), 10
+    lease, run = ordered(histories)
+    for rank in run.ranks.values():
+        rank.page._words[wire.PAGE_STEP], rank.page._words[wire.PAGE_PASSED] = 40, wire.PASSED_EVALUATION
+    histories.event_loop(wait_s - 1.0)
+    assert run.stop is not None
+    histories.event_loop(1.1)
+    assert run.stop is None
+    assert run.note.startswith(f"no save point: {wire.PASSED_WORDS[wire.PASSED_EVALUATION]} (")
+    assert run.refusals == 0
+    assert lease.state == "held"
+    histories.teardown()
+
+
+def test_ranks_that_come_to_no_boundary_at_all_have_refused() -> None:
+    histories = Histories()
+    lease, run = ordered(histories)
+    for rank in run.ranks.values():
+        rank.page._words[wire.PAGE_PASSED] = wire.PASSED_EVALUATION  # of an order before
+    histories.event_loop(31.0)
+    assert run.refusals == 1
+    assert "no save point" not in run.note
+    assert lease.state == "held"
     histories.teardown()

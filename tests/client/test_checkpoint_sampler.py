@@ -147,9 +147,11 @@ def test_the_end_of_an_epoch_is_the_old_epochs_and_its_own_work_is_done_once(
 
 
 def test_the_end_is_known_only_of_an_epoch_that_has_other_batches() -> None:
-    sampler, ends = ResumableSampler(8), []
-    for _ in sampler.batches(DataLoader(range(8), batch_size=4, sampler=sampler)):  # type: ignore[arg-type]
-        ends.append((sampler.epoch, sampler.position, sampler.at_epoch_end, sampler.handed_out))
+    sampler = ResumableSampler(8)
+    loader = DataLoader(range(8), batch_size=4, sampler=sampler)  # type: ignore[arg-type]
+    ends = [
+        (sampler.epoch, sampler.position, sampler.at_epoch_end, sampler.handed_out) for _ in sampler.batches(loader)
+    ]
     assert ends == [(0, 4, False, 1), (0, 8, True, 2)]
     single = ResumableSampler(8)
     for _ in single.batches(DataLoader(range(8), batch_size=8, sampler=single)):  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ def test_gradients_of_an_own_update_rule_must_be_cleared(job: Peer, tmp_path: Pa
             model(torch.ones(1, 3)).sum().backward()
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter -= 0.1 * parameter.grad  # type: ignore[operator]
+                    parameter.sub_(0.1 * parameter.grad)  # type: ignore[operator]
             if clears:
                 model.zero_grad()
             session.boundary()
@@ -253,7 +254,7 @@ def test_the_optimizers_are_followed_only_while_a_checkpoint_is_requested(job: P
     from torch.optim import optimizer  # noqa: PLC0415
 
     before = len(optimizer._global_optimizer_post_hooks)
-    taken = Script(lambda: job.rank(), job)
+    taken = Script(job.rank, job)
     net, session = Net(), client.attach()
     Kept(session, tmp_path)
     rank = taken.finish()
@@ -284,7 +285,7 @@ def test_a_script_with_a_unit_of_its_own_is_saved_at_its_own_saves(job: Peer, tm
             for number, kept in enumerate(epochs):
                 path = tmp_path / f"{number}-{step}"
                 path.touch()
-                session.own_save(kept.registration, lambda path=path: Saved(step // 3, 7, str(path)))  # type: ignore[misc]
+                session.own_save(kept.registration, partial(Saved, step // 3, 7, str(path)))
     said = finish()
     assert said["paths"] == [str(tmp_path), str(tmp_path / "0-3"), str(tmp_path / "1-3")]
     assert (said["step"], said["bytes"], said["error"]) == (5, 14, "")
