@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Kill processes at random points of a save, also two that save in one directory, and say what was restored each time.
 
-``python tests/client/checkpoint_kills.py --kills 500`` prints the figures of docs/measurements. A process tells by a pipe
-which save it begins and which is complete. A restore must find a state that was saved whole, its step must be at least
-that of the last complete save, and the same as in the state.
+``python tests/client/checkpoint_kills.py --kills 500`` prints the figures of docs/measurements. A process tells by a
+pipe which save it begins and which is complete. A restore must find a state that was saved whole, its step must be at
+least that of the last complete save, and the same as in the state.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def one_kill(place: Path, size: int, chance: random.Random, complete: int, *, tw
 def run(folder: Path, kills: int, seed: int) -> dict[str, int]:
     """Kill so many processes; return how often something was wrong, and what the kills hit."""
     chance, complete = random.Random(seed), dict.fromkeys(SIZES, 0)  # noqa: S311
-    found: Counter[str] = Counter({name: 0 for name in ("wrong", "older", "not_begun")})
+    found: Counter[str] = Counter(dict.fromkeys(("wrong", "older", "not_begun"), 0))
     for number in range(kills):
         size = chance.choice(SIZES)
         place = folder / str(size)

@@ -21,6 +21,7 @@ from torch import nn
 
 from cadenza.sidecar import client
 from cadenza.sidecar.client.checkpoints import (
+    Checkpoint,
     CheckpointError,
     InUseError,
     OtherJobError,
@@ -253,6 +254,12 @@ def test_what_the_file_system_refuses_is_said_with_the_path(
     keeper.save(2)
 
 
+def complete(keeper: Checkpoint, step: int) -> None:
+    """Save, and wait until it is complete."""
+    keeper.save(step)
+    keeper.wait()
+
+
 def test_a_stalled_save_is_given_up_with_the_path_and_the_next_one_waits_for_its_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,11 +275,9 @@ def test_a_stalled_save_is_given_up_with_the_path_and_the_next_one_waits_for_its
         monkeypatch.setattr(os, "fsync", lambda handle: (goes_on.wait(), sync(handle)))
         for _ in range(2):
             with pytest.raises(SaveError, match=rf"{place}\S*: the file system has not answered for 0 s"):
-                keeper.save(2)
-                keeper.wait()
+                complete(keeper, 2)
         goes_on.set()
-        keeper.save(3)
-        keeper.wait()
+        complete(keeper, 3)
         assert keeper.restore() == 3
         assert sorted(path.name for path in place.glob("step-*")) == ["step-00000001", "step-00000003"]
         monkeypatch.setattr(os, "fsync", sync)

@@ -242,7 +242,9 @@ def test_an_object_that_is_too_large_or_cannot_be_copied_is_not_tried(
 def test_a_module_without_shapes_yet_is_filled_as_load_state_dict_does(tmp_path: Path) -> None:
     model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
     keeper = checkpoint(tmp_path, model=model)
-    with pytest.raises(UsageError, match="model: 0.weight has no shape yet: run the module once before the first save"):
+    with pytest.raises(
+        UsageError, match=r"model: 0\.weight has no shape yet: run the module once before the first save"
+    ):
         keeper.save(1)
     model(torch.ones(2, 5))
     keeper.save(1)

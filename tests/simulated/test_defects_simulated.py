@@ -103,6 +103,31 @@ def test_a_checkpoint_has_the_random_numbers_of_the_device(tmp_path: Path) -> No
     assert not torch.equal(*drawn)
 
 
+class Average:
+    """An average of weights that takes what it is given, as many scripts have one."""
+
+    def __init__(self) -> None:
+        self.shadow = {"weight": filled(1 * MIB, 3), "count": torch.zeros(1)}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.shadow
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.shadow = state
+
+
+def test_tensors_of_ones_own_come_back_to_the_device_that_they_were_on(tmp_path: Path) -> None:
+    average, values = Average(), {"best": filled(1 * MIB, 4), "loss": torch.ones(1)}
+    with checkpoint(tmp_path, own={"average": average, "values": values}) as keeper:
+        keeper.save(1)
+        average.shadow = {}
+        assert keeper.restore() == 1
+    found = {**average.shadow, **values}
+    kinds = {name: tensor.device.type for name, tensor in found.items()}
+    assert kinds == {"weight": "simulated", "count": "cpu", "best": "simulated", "loss": "cpu"}
+    assert (int(found["weight"].cpu().max()), int(found["best"].cpu().max())) == (3, 4)
+
+
 def test_a_background_checkpoint_is_copied_to_pinned_memory_before_the_script_goes_on(tmp_path: Path) -> None:
     module = torch.nn.Module()
     module.register_buffer("state", filled(4 * MIB, 1))

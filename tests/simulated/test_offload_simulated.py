@@ -244,6 +244,7 @@ def test_a_job_whose_gpu_fails_at_the_resume_saves_its_host_copy_and_waits_on(tm
 
         finish = Script(script, agent).finish
         client.attach(state)
+        keeper.at(1)
         client.boundary()
         failed, saved, _ = finish()
         assert "the GPU is lost" in failed["failed"]

@@ -35,13 +35,13 @@ class Ranks:
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
         self.group: distributed.ProcessGroup | None = None
-        self._store: distributed.Store | None = None
+        self._store: Any = None
         self._calls: dict[str, int] = {}
         if distributed.is_available() and distributed.is_initialized():
             self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
             if self.size > 1:
                 store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way
-                self._store = distributed.PrefixStore(f"cadenza.checkpoint/{next(_made)}", store)
+                self._store = distributed.distributed_c10d.PrefixStore(f"cadenza.checkpoint/{next(_made)}", store)
                 self.roll_call("client.checkpoint()")
             self.group = distributed.new_group(backend="gloo", timeout=TIMEOUT)
 
@@ -66,7 +66,7 @@ class Ranks:
         if verdict != _MET:
             raise CheckpointError(verdict)
 
-    def _verdict(self, store: distributed.Store, key: str, call: str, timeout: timedelta) -> str:
+    def _verdict(self, store: Any, key: str, call: str, timeout: timedelta) -> str:
         """Make a rank's call known, and return what became of it: _MET, or an error's text."""
         store.set(f"{key}/{self.rank}", call)
         if (first := _text(store.compare_set(f"{key}/call", "", call))) != call:

@@ -229,9 +229,10 @@ def _lists(value: Any) -> Any:
     """Return a tree with NumPy's arrays and numbers as plain values."""
     if isinstance(value, dict):
         return {key: _lists(item) for key, item in value.items()}
-    if hasattr(value, "dtype") and getattr(value, "ndim", 0):
+    numpy = sys.modules["numpy"]
+    if isinstance(value, numpy.ndarray):
         return {"array": str(value.dtype), "values": value.tolist()}
-    return value.item() if hasattr(value, "dtype") else value
+    return value.item() if isinstance(value, numpy.generic) else value
 
 
 def _arrays(value: Any) -> Any:
@@ -277,7 +278,7 @@ def own_parts(things: object) -> tuple[dict[str, Part], dict[str, GeneratorPart]
 
 def part_of(name: str, thing: Any) -> Part:
     """Return an object's part; raise UsageError when it has no state that can be restored."""
-    kinds: Iterable[tuple[type, Callable[[str, Any], Part]]] = (
+    kinds: Iterable[tuple[type[Any], Callable[[str, Any], Part]]] = (
         (nn.Module, ModelPart),
         (torch.optim.Optimizer, OptimizerPart),
         (torch.Tensor, TensorPart),

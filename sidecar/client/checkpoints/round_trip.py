@@ -41,7 +41,7 @@ class RoundTrips:
     """The trials of a keeper's parts; ``failures`` are sentences on those that cannot be restored."""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
-        self._left = {(type(part), type(part.thing)): (name, part) for name, part in reversed(parts.items())}
+        self._left = {(type(part), type(part.thing)): (name, part) for name, part in reversed([*parts.items()])}
         self.failures: list[str] = []
 
     @property

@@ -11,7 +11,10 @@ UNKNOWN, NAMED, BOUNDARY, OWN = "", "named", "boundary", "own"
 script's own, such as epochs, so that only the script itself can number a checkpoint."""
 
 NO_UNIT = "its unit of steps is not known yet: call keeper.at(step) in each step"
-NAMED_TOO_EARLY = "keeper.at(step) is called before the training of a step: call it after the optimizer's step, right before boundary()"
+NAMED_TOO_EARLY = (
+    "keeper.at(step) is called before the training of a step: call it after the optimizer's step, right before "
+    "boundary()"
+)
 NOT_NAMED_AGAIN = "its script named its steps before this start, and has not called keeper.at(step) yet"
 
 
