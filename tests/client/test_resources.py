@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from data_sets import Bulky, Squares, equal
 from cadenza.sidecar import client, wire
 from cadenza.sidecar.client.data import CachedDataset, ElasticDataLoader, workers_for
 from cadenza.sidecar.client.errors import DataUsageError
-from cadenza.sidecar.client.session import resources
+from cadenza.sidecar.client.session import job_session, resources
 from cadenza.sidecar.client.session.job_session import Session
 from cadenza.sidecar.client.session.step_page import MEMORY_EVERY
 
@@ -162,3 +163,47 @@ def test_a_ranks_own_cpus(
 
 def test_one_cpu_is_the_training_threads() -> None:
     assert [workers_for(cpus) for cpus in (0, 0.5, 1, 2, 2.9, 3, 24)] == [1, 1, 1, 1, 1, 2, 23]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_torch_threads_follow_the_ranks_cpus_until_the_script_sets_them(
+    attached: tuple[Session, Rank], two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, rank = attached
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+    threads = resources.TorchThreads(default=2, environ={})
+    resources.register(threads)
+    seen = []
+    monkeypatch.setattr(job_session, "LOOK_NS", 0)  # as with steps that take longer
+    session.memory_step = 0
+    session.boundary()
+    for cpus in (4.0, 1.0, 6.0):  # of two ranks; it began with 2 CPUs for itself
+        tune(rank, cpus)
+        session.boundary()
+        seen.append(torch.get_num_threads())
+    assert seen == [2, 1, 3]
+    torch.set_num_threads(5)
+    tune(rank, 4.0)
+    session.boundary()
+    assert torch.get_num_threads() == 5
+
+
+@pytest.mark.parametrize(
+    ("default", "environ", "follows"),
+    [(2, {}, True), (0, {}, True), (8, {}, False), (2, {"OMP_NUM_THREADS": "2"}, False),
+     (2, {"MKL_NUM_THREADS": "2"}, False)],
+)  # fmt: skip
+def test_threads_that_a_user_or_script_set_stay(
+    default: int, environ: dict[str, str], follows: bool, two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+    threads = resources.TorchThreads(default, environ)
+    threads.tuned(resources.Tuning(1.0, None), 1)
+    assert torch.get_num_threads() == (1 if follows else 2)

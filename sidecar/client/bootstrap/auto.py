@@ -1,4 +1,4 @@
-"""Attach without a change to the script: the first optimizer step attaches, each one is a boundary."""
+"""Attach without a change to the script: the first optimizer step attaches, and steps are boundaries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from cadenza.sidecar.client.bootstrap.no_turns import Watch
     from cadenza.sidecar.client.session.job_session import Session
 
 OPTIMIZER_MODULE = "torch.optim.optimizer"
@@ -22,6 +23,11 @@ LATE_ENV = "CADENZA_LATE"
 """Set to 1 by the SPANK plugin in the tasks of a job that starts without its lease."""
 ATTACHED_ENV = "CADENZA_ATTACHED_PID"
 """Set by a process that attached automatically, because its child processes are not ranks of the job."""
+
+MIN_OTHERS = 8
+OTHERS_FACTOR = 4
+"""Steps of another optimizer, without one of the primary, after which it takes over: at least so many, and so many
+times the most that there were between two steps of the primary."""
 
 _log = logging.getLogger("cadenza.client")
 
@@ -37,18 +43,27 @@ def install() -> None:
 
 def uninstall() -> None:
     """Stop following optimizers."""
-    while _hooks:
-        _hooks.pop().remove()
+    while _endings:
+        _endings.pop()()
 
 
 def _follow(module: ModuleType) -> None:
     """Call a follower after every step of every optimizer, if this torch has all that the client needs."""
-    from cadenza.sidecar.client.bootstrap import process  # noqa: PLC0415
+    from cadenza.sidecar.client.bootstrap import compiled_steps, no_turns, process  # noqa: PLC0415
+    from cadenza.sidecar.client.session import resources  # noqa: PLC0415
 
     if old := process.outdated_torch():
         _log.warning("this process runs as without Cadenza: PyTorch %s is older than 2.4", old)
         return
-    _hooks.append(module.register_optimizer_step_post_hook(OptimizerFollower().stepped))
+    if process.REHEARSAL_ENV in os.environ:
+        from cadenza.sidecar.client.bootstrap import rehearsal_record  # noqa: PLC0415
+
+        rehearsal_record.follow(module)  # first, because the boundary may be the last that this process does
+    resources.note_default_threads(sys.modules["torch"].get_num_threads())
+    if not _is_child_of_rank():
+        follower = OptimizerFollower(no_turns.Watch())
+        handle = module.register_optimizer_step_post_hook(compiled_steps.step_hook(follower.stepped))
+        _endings.extend((handle.remove, follower.watch.end))
     if os.environ.get(LATE_ENV) == "1":
         _hold_cuda_back()
 
@@ -74,8 +89,8 @@ def _hold_cuda_back() -> None:
     torch._C._cuda_init = initialize_with_lease  # noqa: SLF001
 
 
-_hooks: list[Any] = []
-"""Handles of the hooks in torch."""
+_endings: list[Callable[[], object]] = []
+"""Functions that take the hooks out of torch."""
 
 
 class _Importer:
@@ -104,74 +119,82 @@ class _Importer:
 
 
 class OptimizerFollower:
-    """OptimizerFollower of a process's optimizers; a step of the first live one is a boundary, so GANs count once.
+    """Follows a process's optimizers: a step of one of them, the primary, is a boundary, so that GANs count once.
 
     All references are weak, so that no model lives longer because of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch) -> None:
+        import torch  # noqa: PLC0415
+
+        self.watch = watch
+        self._graph_task: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._others: list[tuple[str, weakref.ref[Any]]] = []
         self._primary: weakref.ref[torch.optim.Optimizer] | None = None
+        self._others: dict[int, int] = {}
+        """Steps of each other optimizer, by its id, since the last step of the primary."""
+        self._most_others = 0
+        """The most of them between two steps of the primary."""
         self._session: Session | None = None
         self._off = False
 
-    def stepped(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
-        """Count a step (torch's hook); the parameters are updated and the gradients still exist."""
-        if not self._off and optimizer not in self._optimizers:
-            self._add(optimizer)
-        session = self._session
-        if self._off or session is None:
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step; the parameters are updated and the gradients still exist."""
+        if self._off:
             return
-        if not session.automatic:  # the script has attached by itself and calls its own boundaries
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+        if self._graph_task() != -1:  # a job cannot stop inside a backward pass
+            self.watch.in_backward = True
+            return
+        session = self._session or self._join()
+        if session is None or not session.automatic:  # the script attaches by itself and calls its own boundaries
             self._off = True
-            return
-        primary = self._primary() if self._primary else None
-        if primary is None:
-            self._primary = weakref.ref(optimizer)
-        if primary is None or primary is optimizer:
+            self.watch.end()
+        elif self._is_primary(optimizer):
             session.boundary()
 
-    def _add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add a new optimizer, and the modules and scalers that live by now; attach with the first one."""
+    def _is_primary(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether this optimizer's steps are boundaries; one takes over when the primary no longer steps."""
+        primary = self._primary() if self._primary else None
+        if primary is optimizer:
+            if self._others:
+                self._most_others = max(self._most_others, *self._others.values())
+                self._others.clear()
+            return True
+        steps = self._others[id(optimizer)] = self._others.get(id(optimizer), 0) + 1
+        if primary is not None and steps <= max(MIN_OTHERS, OTHERS_FACTOR * self._most_others):
+            return False
+        self._primary = weakref.ref(optimizer)
+        self._others.clear()
+        self._most_others = 0
+        return True
+
+    def _join(self) -> Session | None:
+        """Attach at the first step; return None where this process is not to be followed."""
         from cadenza.sidecar.client.bootstrap import process  # noqa: PLC0415
 
         existing = process.current()
-        refusal = _refusal_reason(attached=existing is not None and not existing.automatic)
-        if refusal:
-            _log.info("automatic attach is off: %s", refusal)
-            self._off = True
-            return
-        self._optimizers.add(optimizer)
-        self._others = [(name, weakref.ref(thing)) for name, thing in _live_state()]
-        if self._session is None:
-            self._session = existing or process.prepare()
-            self._session.automatic = True
-            os.environ[ATTACHED_ENV] = str(os.getpid())
-            sources = [("modules", self._live_others), ("optimizers", lambda: list(self._optimizers))]
-            process.attach(sources, everything=True)
-
-    def _live_others(self) -> dict[str, object]:
-        """Return the modules and scalers that still live, by name."""
-        return {name: thing for name, ref in self._others if (thing := ref()) is not None}
+        if (existing is not None and existing.explicit) or _is_child_of_rank():
+            return None
+        self._session = existing or process.prepare()
+        self._session.automatic = True
+        os.environ[ATTACHED_ENV] = str(os.getpid())
+        self.watch.end()
+        sources = [("modules", _live_state), ("optimizers", lambda: list(self._optimizers))]
+        return process.attach(sources, everything=True)
 
 
-def _refusal_reason(*, attached: bool) -> str | None:
-    """Return the reason why this process is not followed, if there is one."""
-    import torch  # noqa: PLC0415
-
-    if attached:
-        return "the script calls attach() itself"
-    parent = os.environ.get(ATTACHED_ENV, "")
-    if parent not in {"", str(os.getpid())}:
-        return f"process {parent}, which started this one, is the job's rank"
-    if torch._C._current_graph_task_id() != -1:  # noqa: SLF001
-        return "the optimizer steps inside the backward pass, where a job cannot stop"
-    return None
+def _is_child_of_rank() -> bool:
+    """Return whether a rank of the job that attached started this process; it is none itself."""
+    return os.environ.get(ATTACHED_ENV, "") not in {"", str(os.getpid())}
 
 
-def _live_state() -> list[tuple[str, object]]:
-    """Return all root modules and gradient scalers of the process, named by class."""
+def _live_state() -> dict[str, object]:
+    """Return all root modules and gradient scalers that live in the process, by class and number.
+
+    It walks all objects, so it is called when a stop comes.
+    """
     import torch  # noqa: PLC0415
 
     kinds = (torch.nn.Module, torch.amp.GradScaler)
@@ -182,4 +205,4 @@ def _live_state() -> list[tuple[str, object]]:
         for thing in things
         if id(thing) not in inner and (not isinstance(thing, torch.nn.Module) or "_modules" in vars(thing))
     ]
-    return [(f"{type(thing).__name__}#{number}", thing) for number, thing in enumerate(roots)]
+    return {f"{type(thing).__name__}#{number}": thing for number, thing in enumerate(roots)}

@@ -87,6 +87,7 @@ def attach(
     return session
 
 
+        resources.follow_threads()
 def outdated_torch() -> str:
     """Return the version of this process's torch if the client cannot work with it; "" otherwise, and without torch."""
     version = str(getattr(sys.modules.get("torch"), "__version__", ""))

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from cadenza.sidecar import wire
 from cadenza.sidecar.client.session import identity
 
 COUNT = wire.PAGE_TUNE_COUNT
+POOL_SIZES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Variables by which a user sets the threads of torch's operations on the CPU."""
+TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 class Tuning(NamedTuple):
@@ -48,6 +53,8 @@ class _Followers:
         self.members: weakref.WeakSet[Follower] = weakref.WeakSet()
         self.words: memoryview | None = None
         self.count = 0
+        self.threads: TorchThreads | None = None
+        self.default_threads = 0
 
 
 _here = _Followers()
@@ -74,8 +81,7 @@ def read(words: memoryview) -> Tuning | None:
 def update_all() -> None:
     """Update all followers if the agent has written new values; otherwise this is one read of memory.
 
-    A loader calls it when it hands out a batch, between two steps, and not on the step path: a job without such a
-    loader does not pay for it.
+    A loader calls it when it hands out a batch, and the session now and then, beside the step path.
     """
     session = source()
     if session is None:
@@ -112,6 +118,11 @@ def own_cpus(environ: Mapping[str, str] = os.environ) -> float:
     tuning = read(session.words) if session is not None else None
     if session is not None and tuning is not None:
         return tuning.cpus / session.local_ranks
+    return _bound_cpus(environ)
+
+
+def _bound_cpus(environ: Mapping[str, str]) -> float:
+    """Return this rank's share of the CPUs that it may run on."""
     bound = len(os.sched_getaffinity(0))
     return min(bound, max(bound, identity.number(environ, "SLURM_CPUS_ON_NODE") or 0) / local_ranks(environ))
 
@@ -121,3 +132,56 @@ def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
     who = identity.read(environ)
     ranks = who.local_world_size if who is not None else None
     return ranks or identity.number(environ, "LOCAL_WORLD_SIZE") or 1
+
+
+class TorchThreads:
+    """The threads of torch's operations follow the CPUs of this rank, unless the user or the script set their number.
+
+    More threads than CPUs spin for each other, which makes a step several times as long. ``default`` is torch's own
+    number, from before the script could set another one; 0: not known, then one that torch would choose counts.
+    """
+
+    def __init__(self, default: int = 0, environ: Mapping[str, str] = os.environ) -> None:
+        self._torch: Any = sys.modules["torch"]
+        self._set = 0
+        number = self._torch.get_num_threads()
+        self._cpus = _bound_cpus(environ) if number <= len(os.sched_getaffinity(0)) else 0.0
+        if not any(environ.get(name) for name in POOL_SIZES) and number in ({default} if default else _likely(environ)):
+            self._set = number
+
+    def tuned(self, tuning: Tuning, ranks: int) -> None:
+        """Set the threads to this rank's CPUs, once these differ from the ones that it began with."""
+        cpus = tuning.cpus / ranks
+        if cpus == self._cpus or self._torch.get_num_threads() != self._set:
+            return
+        self._cpus = cpus
+        self._set = max(1, int(cpus))
+        self._torch.set_num_threads(self._set)
+
+
+def follow_threads() -> None:
+    """Let torch's threads follow the job's CPUs; call it before the agent's first values are read, once or more."""
+    if _here.threads is None:
+        _here.threads = TorchThreads(_here.default_threads)
+    register(_here.threads)
+
+
+def note_default_threads(number: int) -> None:
+    """Note the threads that torch chose by itself."""
+    _here.default_threads = number
+
+
+def _likely(environ: Mapping[str, str]) -> set[int]:
+    """Return the numbers of threads that torch may have chosen: CPUs or cores that the process or the job has."""
+    bound = os.sched_getaffinity(0)
+    cores = {(_text(cpu, "physical_package_id"), _text(cpu, "core_id")) for cpu in bound}
+    granted = {identity.number(environ, name) or 0 for name in ("SLURM_CPUS_ON_NODE", "SLURM_CPUS_PER_TASK")}
+    return {len(bound), len(cores), *granted} - {0}
+
+
+def _text(cpu: int, name: str) -> str:
+    """Return a word on a CPU's place; the CPU's own number where the system does not say."""
+    try:
+        return (TOPOLOGY / f"cpu{cpu}" / "topology" / name).read_text()
+    except OSError:
+        return str(cpu)
