@@ -11,7 +11,7 @@ from pathlib import Path
 from cadenza.sidecar import wire
 from cadenza.sidecar.client.errors import AgentRefusedError
 from cadenza.sidecar.client.offload import pin_threads
-from cadenza.sidecar.client.session import identity, lease_request
+from cadenza.sidecar.client.session import identity, lease_request, resources
 from cadenza.sidecar.client.session.job_session import Session
 
 SPILL_ENV = "CADENZA_SPILL_DIR"
