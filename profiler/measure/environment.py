@@ -25,6 +25,9 @@ READ_S = 3.0
 COPIES = 8
 MB = 1 << 20
 ALIGNMENT = 4096
+MODULE = "-m"
+ENV_ARGUMENTS = frozenset({"-u", "--unset", "-C", "--chdir", "-S", "--split-string"})
+"""Options of env(1) that are followed by a word."""
 
 
 def this_node(gpus: int) -> Reference:
@@ -55,18 +58,27 @@ def parse_list(text: str, option: str) -> tuple[float, ...]:
 
 
 def model_of(words: tuple[str, ...]) -> str:
-    """Return a name for a command that was given none: its script's.
+    """Return a name for a command that was given none: its script's, else its module's, else its program's.
 
     >>> model_of(("torchrun", "--nproc-per-node=2", "train/resnet.py", "--epochs", "3"))
     'resnet'
+    >>> model_of(("env", "-u", "HOME", "TOKENIZERS_PARALLELISM=false", "python3", "-m", "vision.train"))
+    'train'
     """
-    script = next((word for word in words if word.endswith(".py")), words[0])
-    return Path(script).stem
+    script = next((word for word in words if word.endswith(".py")), None)
+    if script is not None:
+        return Path(script).stem
+    if MODULE in words[1:-1]:
+        return words[words.index(MODULE, 1) + 1].rpartition(".")[2]
+    command = list(words)
+    if Path(command[0]).name == "env":  # env(1): options, then variables, then the command
+        del command[0]
+        while command and (command[0].startswith("-") or "=" in command[0]):
+            del command[: 1 + (command[0] in ENV_ARGUMENTS)]
+    return Path(command[0] if command else words[0]).stem
 
 
-def data_of(
-    state: State, dataset: Path, samples: int | None, steps: int | None, clock: Clock
-) -> Data:
+def data_of(state: State, dataset: Path, samples: int | None, steps: int | None, clock: Clock) -> Data:
     """Return the data that the memory axis is computed from; missing bandwidths are measured and kept in the state.
 
     Raise InputError when the part of the dataset that a step reads is unknown.

@@ -126,8 +126,16 @@ class Offline:
                         return
             except Ended:
                 if len(self.state.points) == done:
-                    what = "it ended before one point was measured: let it train for longer"
-                    raise probe.run.failure(what) from None
+                    raise probe.run.failure(self._too_short("one point")) from None
+
+    def _too_short(self, what: str) -> str:
+        """Return the reason why a command that has ended well gave no point."""
+        if self._board.attached:
+            return f"it ended before {what} was measured: let it train for longer"
+        return (
+            f"it ended before {what} was measured, and no process of it has made a step: an optimizer of torch.optim "
+            "has to step outside the backward pass, or the script has to call client.attach() and client.boundary()"
+        )
 
     def _check_cache(self, cache_gb: float) -> None:
         """Measure with so much cache, and all CPUs."""
@@ -136,7 +144,7 @@ class Offline:
                 probe.ready()
                 found = probe.point(self.grid[-1])
             except Ended:
-                raise probe.run.failure("it ended before the point was measured: let it train for longer") from None
+                raise probe.run.failure(self._too_short("the point")) from None
         self.state.memory[f"{cache_gb:g}"] = found.iteration_s
         self._keep()
 

@@ -37,6 +37,7 @@ class Run:
         started = ["/bin/sh", "-c", JOIN, str(limit.quota.entry), *words] if limit.quota else self._words
         try:
             with log.open("ab") as output:
+                self._from = output.tell()
                 self._process = subprocess.Popen(
                     started,
                     env=dict(environ),
@@ -85,7 +86,7 @@ class Run:
     def failure(self, what: str) -> CommandFailedError:
         """Return an error with the end of what the command wrote."""
         with self._log.open("rb") as log:
-            log.seek(max(0, self._log.stat().st_size - TAIL_BYTES))
+            log.seek(max(self._from, self._log.stat().st_size - TAIL_BYTES))  # earlier runs have written there too
             tail = log.read().decode(errors="replace").strip()
         said = f"; its output is in {self._log} and ends with\n{tail}" if tail else ""
         return CommandFailedError(f"{' '.join(self._words)}: {what}{said}")
