@@ -9,7 +9,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
+from operator import or_
 from typing import Protocol, TypeAlias
 
 Amount: TypeAlias = tuple[int, int, int]
@@ -72,49 +74,96 @@ class Request(Protocol):
         ...
 
 
+Ended: TypeAlias = tuple[float, Shares, int]
+"""Place of a running job in the order of the ends: its end, its shares, and a number that no other one has."""
+_NOW: Ended = (-inf, (), 0)
+
+
 class Future:
-    """Resources that become free as running jobs end by their limits; answers are kept for the next call."""
+    """Resources that become free as running jobs end by their limits; answers are kept as jobs start and leave."""
 
     def __init__(
         self, now_s: float, free: Sequence[Sequence[int]], running: Iterable[tuple[float, Shares]], lanes: Sequence[int]
     ) -> None:
         self.now_s = now_s
-        self._free = free
+        self._free = [(gpus, cpus, memory_mb) for gpus, cpus, memory_mb in free]
         self._lanes = lanes
-        ends = sorted((max(end_s, now_s + 1), shares) for end_s, shares in running)
-        self.ends_s = [end_s for end_s, _ in ends]
-        self._shares = [shares for _, shares in ends]
-        self.nodes = [bits_of(at for at, _ in shares) for shares in self._shares]
+        self._order = sorted((max(end_s, now_s + 1), shares, number) for number, (end_s, shares) in enumerate(running))
+        self._count = len(self._order)
+        self.ends_s = [end_s for end_s, _, _ in self._order]
+        self.nodes = [bits_of(at for at, _ in shares) for _, shares, _ in self._order]
         """By job in the order of their ends: its nodes, as bits."""
-        self._steps: dict[Amount, tuple[list[int], list[int]]] = {}
+        self._there: dict[int, list[tuple[Ended, Amount]]] = {}
+        """By node: the jobs there in the order of their ends, and what they have."""
+        for ended in self._order:
+            for at, amount in ended[1]:
+                self._there.setdefault(at, []).append((ended, amount))
+        self._steps: dict[Amount, _Steps] = {}
         self._on: dict[int, tuple[list[int], list[float]]] = {}
+
+    def copy(self) -> Future:
+        """Return another one that jobs start and leave in."""
+        other = Future(self.now_s, (), (), self._lanes)
+        other._free, other._order, other._count = self._free[:], self._order[:], self._count
+        other.ends_s, other.nodes, other._there = self.ends_s[:], self.nodes[:], self._there.copy()
+        other._steps = {need: steps.copy() for need, steps in self._steps.items()}
+        return other
+
+    def start(self, end_s: float, shares: Shares) -> None:
+        """Give a job that starts now what it has until its end."""
+        ended = (max(end_s, self.now_s + 1), shares, self._count)
+        self._count += 1
+        place = bisect_left(self._order, ended)
+        self._order.insert(place, ended)
+        self.ends_s.insert(place, ended[0])
+        self.nodes.insert(place, bits_of(at for at, _ in shares))
+        for at, amount in shares:
+            self._there[at] = sorted([*self._there.get(at, ()), (ended, amount)])
+            self._more(at, amount, -1)
+        self._refit(shares)
+
+    def leave(self, end_s: float, shares: Shares) -> None:
+        """Take a running job away now."""
+        place = bisect_left(self._order, (max(end_s, self.now_s + 1), shares, -1))
+        ended = self._order.pop(place)
+        del self.ends_s[place], self.nodes[place]
+        for at, amount in shares:
+            self._there[at] = [one for one in self._there[at] if one[0] != ended]
+            self._more(at, amount, 1)
+        self._refit(shares)
+
+    def _more(self, at: int, amount: Amount, sign: int) -> None:
+        gpus, cpus, memory_mb = self._free[at]
+        self._free[at] = gpus + sign * amount[0], cpus + sign * amount[1], memory_mb + sign * amount[2]
+
+    def _refit(self, shares: Shares) -> None:
+        """Note that nodes have another room than before."""
+        self._on.clear()
+        for need, steps in self._steps.items():
+            for at, _ in shares:
+                steps.change(at, self._first_fit(at, need))
 
     def spot(self, job: Request, among: int, ended: int) -> list[int]:
         """Return the nodes of ``among`` that a job gets once so many of the running jobs have ended, or nothing."""
-        return choose(job, lambda need: self._fitting(need, ended), among, self._lanes)
+        last = self._order[ended - 1] if ended else _NOW
+        return choose(job, lambda need: self._fitting(need, last), among, self._lanes)
 
-    def _fitting(self, need: Amount, ended: int) -> int:
-        """Return the nodes, as bits, with room for ``need`` once so many of the jobs have ended."""
+    def _fitting(self, need: Amount, last: Ended) -> int:
+        """Return the nodes, as bits, with room for ``need`` once the jobs up to this one have ended."""
         if need not in self._steps:
-            self._steps[need] = self._steps_of(need)
-        counts, nodes = self._steps[need]
-        return nodes[bisect_right(counts, ended)]
+            self._steps[need] = _Steps(self._first_fit(at, need) for at in range(len(self._free)))
+        return self._steps[need].after(last)
 
-    def _steps_of(self, need: Amount) -> tuple[list[int], list[int]]:
-        """Return the numbers of ended jobs at which nodes come to have room, and all nodes with room before each."""
-        free = [list(room) for room in self._free]
-        counts, nodes = [], [sum(1 << at for at, room in enumerate(free) if fits(need, room))]
-        for ended, shares in enumerate(self._shares, 1):
-            more = 0
-            for at, amount in shares:
-                for kind, value in enumerate(amount):
-                    free[at][kind] += value
-                if not nodes[-1] >> at & 1 and fits(need, free[at]):
-                    more |= 1 << at
-            if more:
-                counts.append(ended)
-                nodes.append(nodes[-1] | more)
-        return counts, nodes
+    def _first_fit(self, at: int, need: Amount) -> Ended | None:
+        """Return the job with whose end a node comes to have room; None if it never does."""
+        gpus, cpus, memory_mb = self._free[at]
+        if need[0] <= gpus and need[1] <= cpus and need[2] <= memory_mb:
+            return _NOW
+        for ended, (more_gpus, more_cpus, more_mb) in self._there.get(at, ()):
+            gpus, cpus, memory_mb = gpus + more_gpus, cpus + more_cpus, memory_mb + more_mb
+            if need[0] <= gpus and need[1] <= cpus and need[2] <= memory_mb:
+                return ended
+        return None
 
     def on(self, nodes: int) -> tuple[list[int], list[float]]:
         """Return the positions of the jobs on any of these nodes, and their ends."""
@@ -122,6 +171,42 @@ class Future:
             positions = [at for at, own in enumerate(self.nodes) if own & nodes]
             self._on[nodes] = positions, [self.ends_s[at] for at in positions]
         return self._on[nodes]
+
+
+class _Steps:
+    """The jobs with whose ends nodes come to have room for one request, in order, and the nodes until then."""
+
+    def __init__(self, firsts: Iterable[Ended | None]) -> None:
+        """``firsts``: by node, the job with whose end it has room."""
+        self._firsts = list(firsts)
+        found = sorted((first, at) for at, first in enumerate(self._firsts) if first is not None)
+        self._ends = [first for first, _ in found]
+        self._nodes: list[int] = [0, *accumulate((1 << at for _, at in found), or_)]
+
+    def copy(self) -> _Steps:
+        """Return another one that changes by itself."""
+        other = _Steps(())
+        other._firsts, other._ends, other._nodes = self._firsts[:], self._ends[:], self._nodes[:]
+        return other
+
+    def after(self, last: Ended) -> int:
+        """Return the nodes with room, as bits, once the jobs up to this one have ended."""
+        return self._nodes[bisect_right(self._ends, last)]
+
+    def change(self, at: int, first: Ended | None) -> None:
+        """Note with whose end a node has room from now on."""
+        before, bit = self._firsts[at], 1 << at
+        if first == before:
+            return
+        self._firsts[at] = first
+        if before is not None:
+            place = bisect_left(self._ends, before)
+            del self._ends[place], self._nodes[place + 1]
+            self._nodes[place + 1 :] = [nodes & ~bit for nodes in self._nodes[place + 1 :]]
+        if first is not None:
+            place = bisect_left(self._ends, first)
+            self._ends.insert(place, first)
+            self._nodes[place + 1 :] = [nodes | bit for nodes in self._nodes[place:]]
 
 
 class Pass:

@@ -25,7 +25,7 @@ from cadenza.policies.simulator.sim_gateway import SimGateway
 from cadenza.policies.simulator.simulation import simulate
 from cadenza.policies.simulator.slurm_baseline import simulate_slurm
 from cadenza.policies.simulator.world import World
-from cadenza.policies.slurm.backfill import Backfill, Pass
+from cadenza.policies.slurm.backfill import Amount, Backfill, Future, Pass, Shares
 
 LONG = {"work_s": 1000.0, "time_limit_s": 1000.0}
 
@@ -341,3 +341,53 @@ def test_nodes_are_free_where_no_reservation_meets_the_time(
     assert found == 255 & ~taken
     few, _ = one.free_of_reservations(from_s, from_s + length_s, among=15, count=2)
     assert few == found or (few & 15).bit_count() < 2
+
+
+class Asks:
+    """A pending job that asks for so much on each of so many nodes."""
+
+    def __init__(self, each: tuple[Amount, ...]) -> None:
+        self.each, self.pins, self.among, self.limit_s = each, (), 15, 100.0
+
+
+AMOUNTS = st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3))
+RUNNING = st.tuples(
+    st.integers(-2, 6).map(float), st.lists(st.tuples(st.integers(0, 3), AMOUNTS), min_size=1, max_size=3).map(tuple)
+)
+
+
+@given(
+    st.lists(AMOUNTS, min_size=4, max_size=4),
+    st.lists(RUNNING, max_size=8),
+    st.lists(st.tuples(st.booleans(), RUNNING, st.integers(0, 7)), max_size=6),
+    st.lists(AMOUNTS, min_size=1, max_size=3),
+)
+def test_what_becomes_free_is_the_same_when_jobs_start_and_leave_one_by_one(
+    free: list[Amount],
+    running: list[tuple[float, Shares]],
+    changes: list[tuple[bool, tuple[float, Shares], int]],
+    asked: list[Amount],
+) -> None:
+    lanes, jobs, room = [3, 12], list(running), [list(one) for one in free]
+    first = Future(0.0, free, running, lanes)
+    for need in asked:  # so that answers are kept
+        first.spot(Asks((need,)), 15, 0)
+    followed = first.copy()
+    for starts_now, one, which in changes:
+        if not starts_now and not jobs:
+            continue
+        end_s, shares = one if starts_now else jobs.pop(which % len(jobs))
+        if starts_now:
+            jobs.append(one)
+            followed.start(end_s, shares)
+        else:
+            followed.leave(end_s, shares)
+        for at, amount in shares:
+            room[at] = [had + (-more if starts_now else more) for had, more in zip(room[at], amount, strict=True)]
+    for future, now_free, there in ((first, free, running), (followed, room, jobs)):
+        anew = Future(0.0, now_free, there, lanes)
+        assert (future.ends_s, future.nodes, future.on(5)) == (anew.ends_s, anew.nodes, anew.on(5))
+        for ended in range(len(there) + 1):
+            for need in asked:
+                for each in ((need,), (need, need)):
+                    assert future.spot(Asks(each), 15, ended) == anew.spot(Asks(each), 15, ended)

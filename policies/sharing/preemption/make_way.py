@@ -17,11 +17,12 @@ from cadenza.policies.core.text import job_names
 from cadenza.policies.sharing.preemption.join_idle import join_idle_gpus
 from cadenza.policies.sharing.preemption.node_room import Amount, NodeRequest, NodeRoom, Victim, shares_of
 from cadenza.policies.sharing.preemption.site_factor import behind, powerless_reason
-from cadenza.policies.sharing.preemption.slurm_pass import SlurmPass, running_until
+from cadenza.policies.sharing.preemption.slurm_pass import RoundNodes, SlurmPass
 from cadenza.policies.sharing.preemption.standing import COST_S, QUANTUM_COSTS, Standings, limit_s, note_checkpoints
 from cadenza.policies.sharing.preemption.waiting_jobs import waiting_jobs
 from cadenza.policies.sharing.preemption.waiting_reason import WaitingReasons
 from cadenza.policies.sharing.state.sharing_state import SharingState
+from cadenza.policies.slurm.backfill import Future
 
 MAX_WAYS = 20
 """Waiting jobs that room is made for in one round."""
@@ -58,15 +59,16 @@ def make_way(state: SharingState) -> None:
         for job in state.jobs.values()
         if standings.can_leave(job) and standings.quantum_left_s(job) <= 0.0
     ]
-    leaving = [job for job in state.all_jobs if job.nodes and _leaves(job, state)]
+    placed = [job for job in state.all_jobs if job.nodes]
+    leaving = [job for job in placed if _leaves(job, state)]
     # 2. One walk through the queue: jobs that start, jobs that others can leave for, and jobs that stay.
     room = NodeRoom(state.snapshot, victims, leaving)
-    walk = _Walk(room, standings, state)
+    nodes = RoundNodes(room, (job for job in placed if not _leaves(job, state)), state.now_s)
+    walk = _Walk(room, nodes, standings, state)
     for job in queue:
         walk.step(job)
     # 3. The same pass with the GPUs free must start each job that room is made for.
-    gone = {job.key for job in leaving}
-    ways = _proven(walk.ways, queue, state, [job for job in state.all_jobs if job.key not in gone], leaving)
+    ways = _proven(walk.ways, queue, nodes)
     # 4. The orders, and what is remembered: the jobs that room was made for, or looked for in vain.
     for way in walk.ways:
         state.placement_reasons[way.job.key] = GOES_TO_OTHERS
@@ -89,6 +91,7 @@ class _Walk:
     """One walk through the queue, as far as it has come."""
 
     room: NodeRoom
+    nodes: RoundNodes
     standings: Standings
     state: SharingState
     ways: list[Way] = field(default_factory=list)
@@ -118,7 +121,6 @@ class _Walk:
         if spot:
             room.take(request, spot)
             if self.slurm is not None:
-                room.give_back(request, spot)
                 self.slurm.start(job, request, spot)
             state.placement_reasons[job.key] = f"is next in Slurm's queue: {', '.join(spot)} has room for it"
             return
@@ -126,8 +128,9 @@ class _Walk:
         if way := self._way_for(job, request):
             self.ways.append(way)
             room.evict(way.victims)
+            room.take(request, way.nodes)
             for victim in way.victims:
-                self._pass().running.pop(victim.job.key, None)
+                self._pass().future.leave(*self.nodes.running[victim.job.key])
             self._pass().start(job, request, way.nodes)
             return
         # 3. It stays in the queue.
@@ -182,27 +185,21 @@ class _Walk:
     def _pass(self) -> SlurmPass:
         """Return Slurm's pass so far, with the reservations of all jobs that stay in the queue."""
         if self.slurm is None:
-            staying = (job for job in self.state.all_jobs if not _leaves(job, self.state))
-            self.slurm = SlurmPass(self.room, running_until(staying, self.state.now_s), self.state.now_s)
+            nodes, free = self.nodes, list(self.room.free.values())
+            self.slurm = SlurmPass(nodes, Future(nodes.now_s, free, nodes.running.values(), nodes.lanes))
         while self.reserved < len(self.blocked):
             self.slurm.take_turn(*self.blocked[self.reserved])
             self.reserved += 1
         return self.slurm
 
 
-def _proven(
-    ways: list[Way], queue: list[Job], state: SharingState, staying: list[Job], leaving: list[Job]
-) -> list[Way]:
+def _proven(ways: list[Way], queue: list[Job], nodes: RoundNodes) -> list[Way]:
     """Return the ways whose job Slurm's own pass starts once all of their jobs have left."""
     while ways:
-        gone = [victim.job for way in ways for victim in way.victims]
-        keys = {job.key for job in gone}
-        room = NodeRoom(state.snapshot, (), (*leaving, *gone))
-        running = running_until((job for job in staying if job.key not in keys), state.now_s)
-        slurm, started = SlurmPass(room, running, state.now_s), set()
-        wanted = {way.job.key for way in ways}
+        slurm = SlurmPass(nodes, nodes.future_without({victim.job.key for way in ways for victim in way.victims}))
+        wanted, started = {way.job.key for way in ways}, set()
         for job in queue:
-            if slurm.take_turn(job, room.request(job)):
+            if slurm.take_turn(job, nodes.room.request(job)):
                 started.add(job.key)
             wanted.discard(job.key)
             if not wanted:

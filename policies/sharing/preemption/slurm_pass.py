@@ -8,15 +8,13 @@ half of the room in simulated weeks went to other jobs (docs/decisions, 0010).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 from cadenza.policies.core.model import Job, JobKey
 from cadenza.policies.sharing.preemption.node_room import Amount, NodeRequest, NodeRoom, shares_of
 from cadenza.policies.sharing.preemption.standing import limit_s
 from cadenza.policies.slurm.backfill import SLURM, Future, Pass, Shares, bits_of
-
-Running = dict[JobKey, tuple[float, Mapping[str, Amount]]]
-"""The end of each running job by its time limit, and what it has on which nodes."""
 
 
 class PassJob(NamedTuple):
@@ -28,69 +26,78 @@ class PassJob(NamedTuple):
     pins: Shares = ()
 
 
-def running_until(jobs: Iterable[Job], now_s: float) -> Running:
-    """Return when Slurm ends each started job at the latest, and what it has."""
-    found: Running = {}
-    for job in jobs:
-        if job.nodes and job.state in ("RUNNING", "SUSPENDED"):
-            ran_s = job.run_s if job.run_s is not None else now_s - (job.start_s or now_s)
-            found[job.key] = now_s + max(limit_s(job) - ran_s, 0.0), shares_of(job)
-    return found
+class RoundNodes:
+    """Slurm's nodes and the jobs on them, as all passes of a round have them."""
+
+    def __init__(self, room: NodeRoom, jobs: Iterable[Job], now_s: float) -> None:
+        """``jobs``: without those that leave already."""
+        self.room, self.now_s = room, now_s
+        self.free = list(room.free.values())
+        """What is free as the round begins."""
+        self.names = tuple(room.free)
+        self.at = {name: at for at, name in enumerate(self.names)}
+        lanes: dict[int, int] = {}
+        for at, name in enumerate(self.names):
+            lane = room.nodes[name].lane
+            lanes[lane] = lanes.get(lane, 0) | 1 << at
+        self.lanes = [lanes[lane] for lane in sorted(lanes)]
+        self._jobs = jobs
+        self._bits: dict[tuple[object, ...], int] = {}
+
+    @cached_property
+    def running(self) -> Mapping[JobKey, tuple[float, Shares]]:
+        """Return when Slurm ends each started job at the latest, and what it has."""
+        found: dict[JobKey, tuple[float, Shares]] = {}
+        for job in self._jobs:
+            if job.nodes and job.state in ("RUNNING", "SUSPENDED"):
+                ran_s = job.run_s if job.run_s is not None else self.now_s - (job.start_s or self.now_s)
+                shares = ((self.at[name], amount) for name, amount in shares_of(job).items() if name in self.at)
+                found[job.key] = self.now_s + max(limit_s(job) - ran_s, 0.0), tuple(shares)
+        return found
+
+    @cached_property
+    def _future(self) -> Future:
+        return Future(self.now_s, self.free, self.running.values(), self.lanes)
+
+    def future_without(self, gone: Iterable[JobKey]) -> Future:
+        """Return what is free as the round begins and later, with some of the jobs gone."""
+        future = self._future.copy()
+        for key in gone:
+            future.leave(*self.running[key])
+        return future
+
+    def among(self, request: NodeRequest) -> int:
+        """Return the nodes on which Slurm may start such a job, as bits."""
+        rules = request[2:]
+        if rules not in self._bits:
+            self._bits[rules] = bits_of(self.at[name] for name in self.room.admitting(request))
+        return self._bits[rules]
 
 
 class SlurmPass:
-    """A pass over jobs in Slurm's order; ``room`` and ``running`` follow the jobs that it starts."""
+    """A pass over jobs in Slurm's order; ``future`` follows the jobs that it starts."""
 
-    def __init__(self, room: NodeRoom, running: Running, now_s: float) -> None:
-        self.room, self.running, self.now_s = room, running, now_s
-        self._at = {name: at for at, name in enumerate(room.free)}
-        self._names = tuple(room.free)
-        self._bits: dict[tuple[object, ...], int] = {}
-        lanes: dict[int, int] = {}
-        for at, name in enumerate(self._names):
-            lane = room.nodes[name].lane
-            lanes[lane] = lanes.get(lane, 0) | 1 << at
-        self._lanes = [lanes[lane] for lane in sorted(lanes)]
-        self._pass = Pass(now_s, (1 << len(self._names)) - 1, SLURM)
-        self._future: Future | None = None
-
-    def changed(self) -> None:
-        """Note that jobs have left or started."""
-        self._future = None
+    def __init__(self, nodes: RoundNodes, future: Future) -> None:
+        self.nodes, self.future, self.now_s = nodes, future, nodes.now_s
+        self._pass = Pass(self.now_s, (1 << len(nodes.names)) - 1, SLURM)
 
     def unreserved(self, job: Job, request: NodeRequest) -> list[str]:
         """Return the nodes on which a job that starts now delays no reservation by its time limit."""
         nodes, _ = self._pass.free_of_reservations(self.now_s, self.now_s + limit_s(job))
-        return [name for name in self.room.admitting(request) if nodes >> self._at[name] & 1]
+        return [name for name in self.nodes.room.admitting(request) if nodes >> self.nodes.at[name] & 1]
 
-    def take_turn(self, job: Job, request: NodeRequest) -> tuple[str, ...]:
-        """Start a job if it can start now, and return its nodes; else reserve nodes for it, if there are some."""
-        one = PassJob((request.each,) * request.nodes, self._among(request), limit_s(job))
-        if self._future is None:
-            shares = [
-                (end_s, tuple((self._at[name], amount) for name, amount in had.items() if name in self._at))
-                for end_s, had in self.running.values()
-            ]
-            self._future = Future(self.now_s, list(self.room.free.values()), shares, self._lanes)
-        start_s, spot = self._pass.earliest(one, self._future)
+    def take_turn(self, job: Job, request: NodeRequest) -> bool:
+        """Start a job if it can start now; else reserve nodes for it, if there are some."""
+        one = PassJob((request.each,) * request.nodes, self.nodes.among(request), limit_s(job))
+        start_s, spot = self._pass.earliest(one, self.future)
         if not spot:
-            return ()
+            return False
         if start_s > self.now_s:
             self._pass.reserve(start_s, start_s + one.limit_s, bits_of(spot))
-            return ()
-        names = tuple(self._names[at] for at in spot)
-        self.start(job, request, names)
-        return names
+            return False
+        self.future.start(self.now_s + one.limit_s, tuple((at, request.each) for at in spot))
+        return True
 
     def start(self, job: Job, request: NodeRequest, names: Iterable[str]) -> None:
         """Give a job its nodes."""
-        there = tuple(names)
-        self.room.take(request, there)
-        self.running[job.key] = self.now_s + limit_s(job), dict.fromkeys(there, request.each)
-        self.changed()
-
-    def _among(self, request: NodeRequest) -> int:
-        rules = request[2:]
-        if rules not in self._bits:
-            self._bits[rules] = bits_of(self._at[name] for name in self.room.admitting(request))
-        return self._bits[rules]
+        self.future.start(self.now_s + limit_s(job), tuple((self.nodes.at[name], request.each) for name in names))
