@@ -15,6 +15,7 @@ import pytest
 from cadenza.policies.core.decision import Decision, Memory
 from cadenza.policies.core.model import ClusterSnapshot
 from cadenza.sidecar.agent.daemon import ALIVE_S
+from cadenza.sidecar.client.bootstrap.run_script import OPTIONS
 from cadenza.sidecar.clock import SystemClock
 from cadenza.slurm_plugin.cli.main import main
 from cadenza.slurm_plugin.service.settings import Settings, policy, to_record
@@ -79,7 +80,8 @@ def test_each_command_and_option_named_on_a_page_exists(page: Path):
         if isinstance(command, click.Group):
             continue
         known = {option for item in command.params for option in (*item.opts, *item.secondary_opts)} | {"--help"}
-        unknown = set(re.findall(r"(?<![\w-])--[a-z-]+", " ".join(words))) - known
+        known |= set(OPTIONS) if name == "run" else set()  # which the client reads, in the environment of the script
+        unknown = set(re.findall(r"(?<![\w=-])--[a-z-]+", " ".join(words))) - known
         assert not unknown, f"cadenza {name}: {unknown}"
 
 
