@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cadenza.sidecar import client
 from cadenza.sidecar.client.checkpoints import CheckpointError, Restored, ResumableSampler, checkpoint
 from cadenza.sidecar.client.checkpoints.units import BOUNDARY, NAMED_TOO_EARLY, NO_UNIT, NOT_NAMED_AGAIN, OWN, Units
+from cadenza.sidecar.client.errors import UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -212,6 +214,18 @@ def test_one_batch_of_the_sampler_a_boundary_gives_the_unit(tmp_path: Path) -> N
     assert again.told == (True, False, 8)
 
 
+def test_a_script_with_a_sampler_that_goes_on_from_the_step_as_its_epoch_is_not_ordered(tmp_path: Path) -> None:
+    sampler = ResumableSampler(12)
+    job = Job(tmp_path, sampler=sampler)
+    loader = DataLoader(TensorDataset(torch.arange(12)), batch_size=4, sampler=sampler)
+    for epoch in range(job.keeper.restore() or 0, 3):
+        for _ in sampler.batches(loader):
+            job.steps(1)
+            assert job.told == (epoch > 0, epoch > 0, None)
+        job.keeper.save(epoch + 1)
+    assert job.told == (True, True, None)
+
+
 def test_two_boundaries_a_batch_do_not(tmp_path: Path) -> None:
     sampler = ResumableSampler(12)
     job = Job(tmp_path, sampler=sampler)
@@ -219,6 +233,16 @@ def test_two_boundaries_a_batch_do_not(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="unit of steps is not known"):
         job.keeper._save_on_request()
     assert job.told == (False, False, None)
+
+
+def test_a_step_may_be_numpys_and_not_a_fraction(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.keeper.at(np.int64(3))
+    job.keeper.save(np.int32(3))  # type: ignore[arg-type]
+    assert job.keeper.restore() == 3
+    for call in (job.keeper.at, job.keeper.save):
+        with pytest.raises(UsageError, match=r"step 0\.5 is not a whole number"):
+            call(0.5)  # type: ignore[arg-type]
 
 
 def test_restored_is_a_number() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import operator
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -81,6 +82,8 @@ class Checkpoint:
         self._registration.watched = self._watched
         if isinstance(sampler, ResumableSampler):
             self._registration.at_epoch_end = lambda: sampler.at_epoch_end
+            self._registration.in_batches = lambda: sampler.in_batches
+            sampler.on_next = self._session.next_batch
         self._tell()
         self._session.looks.append(self._look)
         self._session.memory_step = 0
@@ -108,6 +111,7 @@ class Checkpoint:
         OtherJobError when the directory is another job's, and UsageError for state that cannot be restored; the
         earlier checkpoints stay.
         """
+        step = _number(step)
         if self._saving:
             self._later = step
             return
@@ -166,7 +170,8 @@ class Checkpoint:
             self._tell()
             self._session.memory_step = 0
         self._session.arrival.restored(path, loaded.place.step)
-        epoch = getattr(self._sampler, "epoch", None)
+        position = loaded.own["sampler"] if self._sampler is not None else None
+        epoch = position.get("epoch") if isinstance(position, dict) else None
         epoch = epoch if isinstance(epoch, int) else None
         step = loaded.place.step
         return Restored(step, epoch=epoch, ordered=facts.ordered, boundaries=facts.boundaries, path=path)
@@ -181,7 +186,7 @@ class Checkpoint:
 
         A checkpoint that Cadenza requests carries the number that was named last.
         """
-        self._units.at(step)
+        self._units.at(_number(step))
         if self._units.unchecked:
             self._await_boundary()
         if not self._registration.ready or self._registration.own_saves:
@@ -306,7 +311,7 @@ class Checkpoint:
         """Learn what the last save or name of a step meant, and whether what is saved can be restored."""
         if self._units.undecided:
             self._units.decide(changed=self._seen != self._versions())
-        if isinstance(self._sampler, ResumableSampler):
+        if isinstance(self._sampler, ResumableSampler) and self._sampler.gives_epochs:
             self._units.follow(self._handed_out - self._batches)
         self._try_parts()
         self._tell()
@@ -515,6 +520,14 @@ class Checkpoint:
             rng_state.restore(loaded.own["rng"])
         else:
             rng_state.seed_new_rank(loaded.own["rng"], step, rank)
+
+
+def _number(step: int) -> int:
+    """Return a step as a plain number; it may be NumPy's."""
+    try:
+        return int(operator.index(step))
+    except TypeError:
+        raise UsageError(f"step {step!r} is not a whole number") from None
 
 
 def _lines(value: Any, name: str) -> Iterable[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, TypeVar
 
 import torch
@@ -44,18 +44,27 @@ class ResumableSampler(Sampler[int]):
     ) -> None:
         self._source = source
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
-        self.epoch = 0
-        """Epoch of the next sample; ``for epoch in range(sampler.epoch, EPOCHS)`` resumes."""
+        self._epoch = 0
+        self.gives_epochs = False
+        """The script has read ``epoch``: its loop over epochs resumes by it, and not by the step of a checkpoint."""
         self.position = 0
         """Number of this epoch's samples that all ranks together have trained; at its end the length."""
         self.handed_out = 0
         """Number of batches that ``batches()`` has handed out in this process."""
+        self.on_next: Callable[[], object] = bool
+        """Called before ``batches()`` hands out a batch, or ends: all of the step before is done."""
         self._ranks = ranks
         self._unaccounted = False
         self._counts = 0
         """Calls of ``advance`` in this epoch."""
         self._by_batches = False
         self._warned = False
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next sample; ``for epoch in range(sampler.epoch, EPOCHS)`` resumes."""
+        self.gives_epochs = True
+        return self._epoch
 
     @property
     def length(self) -> int:
@@ -66,6 +75,11 @@ class ResumableSampler(Sampler[int]):
     def at_epoch_end(self) -> bool:
         """True from the last batch of an epoch with several on, until the training asks for the next one."""
         return self._counts > 1 and self.position >= self.length
+
+    @property
+    def in_batches(self) -> bool:
+        """True while a training takes its batches from ``batches()``."""
+        return self._by_batches and self.position > 0
 
     def __len__(self) -> int:
         """Return the number of this epoch's samples that are left for this rank."""
@@ -114,6 +128,7 @@ class ResumableSampler(Sampler[int]):
         size = getattr(loader, "batch_size", None)
         if not isinstance(size, int):
             raise UsageError("batches() needs a loader with a batch_size; else call advance(samples) after each step")
+        self.on_next()
         self._leave_end()
         self._by_batches = True
         drops = bool(getattr(loader, "drop_last", False))
@@ -127,20 +142,21 @@ class ResumableSampler(Sampler[int]):
                 left -= size
                 self.handed_out += 1
                 yield batch
-        self._go_to(self.epoch + 1)
+                self.on_next()
+        self._go_to(self._epoch + 1)
 
     def _leave_end(self) -> None:
         """Go to the next epoch if this process has come to the end of one, which its training has left now."""
         if self._counts and self.position >= self.length:
-            self._go_to(self.epoch + 1)
+            self._go_to(self._epoch + 1)
 
     def _go_to(self, epoch: int) -> None:
         """Go to the beginning of an epoch."""
-        self.epoch, self.position, self._counts = epoch, 0, 0
+        self._epoch, self.position, self._counts = epoch, 0, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of another epoch; in the epoch at hand the position stays."""
-        if epoch != self.epoch:
+        if epoch != self._epoch:
             self._go_to(epoch)
 
     def state_dict(self) -> dict[str, int | bool]:
@@ -151,17 +167,18 @@ class ResumableSampler(Sampler[int]):
             self._warned = True
             _log.warning(
                 "the sampler is at the end of epoch %d: after a restore the work at its end is done again; if it is "
-                "done already, call sampler.set_epoch(%d) before you save", self.epoch, self.epoch + 1,
+                "done already, call sampler.set_epoch(%d) before you save", self._epoch, self._epoch + 1,
             )  # fmt: skip
-        names = ("seed", "epoch", "position", "length", "shuffle")
-        return {name: getattr(self, name) for name in names}
+        names = ("seed", "position", "length", "shuffle")
+        return {"epoch": self._epoch, **{name: getattr(self, name) for name in names}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; raise MismatchError when the dataset has another length."""
         if state["length"] != self.length:
             raise MismatchError(f"sampler: the checkpoint has {state['length']} samples, this job has {self.length}")
-        for name in ("seed", "epoch", "position", "shuffle"):
+        for name in ("seed", "position", "shuffle"):
             setattr(self, name, state[name])
+        self._epoch = state["epoch"]
         self._unaccounted = False
         self._counts = 0
 
@@ -175,11 +192,11 @@ class ResumableSampler(Sampler[int]):
 
     def _order(self) -> Any:
         """Return the epoch's order; a sampler draws it from torch's generator, seeded for this epoch."""
-        generator = torch.Generator().manual_seed((self.seed + self.epoch) % (1 << 63))
+        generator = torch.Generator().manual_seed((self.seed + self._epoch) % (1 << 63))
         if not isinstance(self._source, Sampler):
             return torch.randperm(self.length, generator=generator) if self.shuffle else range(self.length)
         if hasattr(self._source, "set_epoch"):
-            self._source.set_epoch(self.epoch)
+            self._source.set_epoch(self._epoch)
         with torch.random.fork_rng([]):
             torch.set_rng_state(generator.get_state())
             return list(self._source)
