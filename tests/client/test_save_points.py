@@ -13,8 +13,10 @@ import torch
 from client_peer import Peer, Rank, Script
 from test_checkpoint_requested import requested_by, send_on
 from torch import nn
+from torch.utils.data import DataLoader
 
 from cadenza.sidecar import client, wire
+from cadenza.sidecar.client.checkpoints import ResumableSampler
 from cadenza.sidecar.client.session import checkpoint_request
 from cadenza.sidecar.client.session.checkpoint_request import Saved
 from cadenza.sidecar.client.session.job_session import Session
@@ -231,6 +233,53 @@ def test_the_last_batch_of_an_epoch_is_passed_where_there_is_another_save_point(
             session.boundary()
 
     assert saved_at(job, tmp_path, 2, train, lambda: (net.optimizer,)) == (taken, 0)
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["asks for batches", "has left its loop"])
+def test_a_step_ends_when_the_next_batch_is_asked_for(job: Peer, tmp_path: Path, asks: bool) -> None:
+    """What follows the boundary in the step is done by then; a loop that asks for none is saved at its boundary."""
+    net, done, sampler = Net(), list[str](), ResumableSampler(40)
+    loader = DataLoader(range(40), batch_size=4, sampler=sampler)  # type: ignore[arg-type]
+
+    def train(session: Session) -> None:
+        [registration] = session._savers
+        registration.save = lambda: done.append("saved") or tmp_path
+        registration.in_batches = lambda: sampler.in_batches
+        sampler.on_next = session.next_batch
+        for step, _ in enumerate(sampler.batches(loader), 1):
+            for _ in range(1 if asks or step < 3 else 3):
+                net.backward()
+                net.step()
+                session.boundary()
+                done.append(f"boundary {session.step}")
+            session.boundary(training=False)
+            assert session.words[wire.PAGE_STATE] == (wire.STATE_ARRIVED if step == 3 and asks else 0)
+            done.append(f"evaluated {step}")
+            if step == (4 if asks else 3):
+                break
+
+    # Boundaries 1, 3 and 5 are training; without asking, 5, 6 and 7.
+    assert saved_at(job, tmp_path, 3, train, lambda: (net.optimizer,)) == (6, 0)
+    place = done.index("saved")
+    assert done[place - 1] == ("evaluated 3" if asks else "boundary 5")
+
+
+def test_a_request_that_is_withdrawn_before_the_next_batch_leaves_the_rank_running(job: Peer, tmp_path: Path) -> None:
+    taken = Script(job.rank, job)
+    session, net = client.attach(), Net()
+    rank = taken.finish()
+    kept = Kept(session, tmp_path)
+    kept.registration.in_batches = lambda: True
+    rank.page[wire.PAGE_PURPOSE], rank.page[wire.PAGE_ORDER], rank.page[wire.PAGE_STOP] = wire.PURPOSE_CHECKPOINT, 1, 1
+    for _ in range(2):
+        net.backward()
+        net.step()
+        session.boundary()
+    assert session.words[wire.PAGE_STATE] == wire.STATE_ARRIVED
+    rank.clear()
+    session.next_batch()
+    assert session.words[wire.PAGE_STATE] == wire.STATE_RUNNING
+    assert kept.at == []
 
 
 def test_yields_stay_possible_at_every_boundary(job: Peer) -> None:

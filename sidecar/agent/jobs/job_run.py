@@ -19,7 +19,7 @@ from cadenza.sidecar.stop_step import Progress
 
 SAVE_POINT_STEPS = 100
 """Steps in whose time a save point must come after an order. One step is the usual; a hundred also cover the micro-
-batches of a large accumulation and most evaluations, and the job loses nothing meanwhile, because it trains on."""
+batches of a large accumulation and most evaluations, and the job loses nothing by it, because it trains on."""
 OWN_SAVES = 1.25
 """The same for a job that can be saved only at its script's own saves, in their usual distance."""
 STALLED_S = 60.0

@@ -206,7 +206,7 @@ def _wait_until_written(io: Any) -> None:
     """
     for one in _layers(io):
         executor = getattr(one, "_executor", None)
-        if hasattr(executor, "submit"):
+        if executor is not None and hasattr(executor, "submit"):
             executor.submit(lambda: None).result()
         elif "async" in type(one).__name__.lower():
             name = type(one).__name__

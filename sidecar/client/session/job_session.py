@@ -79,6 +79,8 @@ class Session(StepCounters):
         self._savers = Savers(self._savers_changed)
         self._save_points = SavePoints(self._savers, lambda: [thing for _, thing in self._sources])
         self._at_own_save = False
+        self._awaits_batch = False
+        """The last training boundary was a save point, but for the rest of its step; see ``next_batch``."""
         self.arrival = Arrival(self._send, self._sample_next)
         """The way of a moved job to its next GPUs: what comes back is what went away."""
         self._unsaved = ""
@@ -102,6 +104,11 @@ class Session(StepCounters):
     def active(self) -> bool:
         """True while this process takes turns; False outside Slurm, without an agent and after detach()."""
         return self._link is not None
+
+    @property
+    def who(self) -> identity.Identity | None:
+        """This rank of the job; None before it has attached."""
+        return self._who
 
     @property
     def local_ranks(self) -> int:
@@ -216,7 +223,7 @@ class Session(StepCounters):
             finally:
                 self._at_own_save = False
 
-    def checkpointed(self, path: str = "", step: int | None = None, error: str = "") -> None:
+    def checkpointed(self, path: str = "", step: int | None = None, error: str = "", lost_s: float = 0.0) -> None:
         """Report that the checkpoint promised by ``checkpoint_request.DEFERRED`` is complete; wait for the requeue.
 
         Returns as if nothing had happened when the job is not requeued after all, and at once when no checkpoint
@@ -226,7 +233,7 @@ class Session(StepCounters):
         if deferred is None:
             return
         link, order, since, collected = deferred
-        saved = checkpoint_request.Saved(self.step if step is None else step, path=path)
+        saved = checkpoint_request.Saved(self.step if step is None else step, path=path, lost_s=lost_s)
         collected.keep(error or checkpoint_request.call(lambda: saved, self.step))
         if not collected.promised:
             self._deferred_checkpoint = None
@@ -324,15 +331,44 @@ class Session(StepCounters):
 
     def _passes(self, order: int) -> bool:
         """Return True if this boundary is no save point, and say so in the page: the training goes on."""
+        if all(one.anywhere for one in self._savers):
+            return False
         points, trained = self._save_points, self.trained
         points.follow(lambda: bool(self.words[STOP]) and self.words[wire.PAGE_ORDER] == order != self._cancelled)
         passed = points.passes(
             trained, training=self.training, own_saves=self._waits_for_own_saves, at_own_save=self._at_own_save
         )
         self.words[wire.PAGE_PASSED] = passed
+        batches = not passed and not self._at_own_save and not self._awaits_batch
+        if batches and any(one.in_batches() for one in self._savers):
+            # The rest of the step, such as an evaluation, comes before the next batch: ``next_batch`` goes on here.
+            self._awaits_batch = True
+            self._set_state(wire.STATE_ARRIVED)
+            return True
+        if self.training:  # no batch was asked for since the last step
+            self._awaits_batch = False
+            self._set_state(wire.STATE_RUNNING)
         if not passed:
             points.over()
         return bool(passed)
+
+    def next_batch(self) -> None:
+        """Save the checkpoint that is requested, if the last boundary was a save point: the step is over now.
+
+        A loader whose position is saved calls it before it hands out a batch.
+        """
+        if not self._awaits_batch:
+            return
+        self._awaits_batch = False
+        link, order, began = self._link, self.words[wire.PAGE_ORDER], monotonic_ns()
+        due = 0 < self.words[STOP] <= self.step and self.words[wire.PAGE_PURPOSE] == wire.PURPOSE_CHECKPOINT
+        if link is not None and link.alive and due and order != self._cancelled:
+            self._save_points.over()
+            self.words[wire.PAGE_PASSED] = 0
+            self._stand(self._save_checkpoint, link, order)
+            self.last_ns += monotonic_ns() - began
+        elif self._state == wire.STATE_ARRIVED:
+            self._set_state(wire.STATE_RUNNING)
 
     @property
     def _waits_for_own_saves(self) -> bool:
@@ -595,7 +631,7 @@ class Session(StepCounters):
                     return
 
     def _await_paths(self, link: Link, order: int, since: int, collected: Collected) -> bool:
-        """Make a checkpoint that is not where its saver says a failure; return False if the stop ends meanwhile.
+        """Make a checkpoint that is not where its saver says a failure; return False if the stop ends before.
 
         Often rank 0 alone writes, and the others, which do nothing, are done before there is anything.
         """
@@ -638,8 +674,8 @@ class Session(StepCounters):
         """Check the storages of all registered state; return None when this process has no torch state at all."""
         if not self._sources or "torch" not in sys.modules:
             return None
-        from cadenza.sidecar.client.offload.engine import Offload  # noqa: PLC0415
         from cadenza.sidecar.client.offload.addresses import address_survey  # noqa: PLC0415
+        from cadenza.sidecar.client.offload.engine import Offload  # noqa: PLC0415
         from cadenza.sidecar.client.offload.storages import Survey, survey  # noqa: PLC0415
 
         self._offload = self._offload or Offload()

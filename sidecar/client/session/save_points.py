@@ -91,7 +91,8 @@ class SavePoints:
         passed = self._gradients.pending(self._things())
         if passed:
             return passed
-        if self._evaluates_next(trained) and not all(one.after_evaluation for one in self._savers):
+        follows = all(one.after_evaluation or one.in_batches() for one in self._savers)
+        if self._evaluates_next(trained) and not follows:
             return wire.PASSED_EVALUATION
         self._ends = self._ends + 1 if self._savers.at_epoch_end else 0
         if self._ends == 1:  # the second in a row: its epochs have no other save point
@@ -144,7 +145,7 @@ class SavePoints:
         self._gradients.follow(pending)
 
     def _things(self) -> list[object]:
-        """Return what the script and its keepers have named."""
+        """Return all that the script and its keepers have named."""
         return [*self._sources(), *(one.watched for one in self._savers)]
 
 

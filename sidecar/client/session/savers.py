@@ -22,8 +22,12 @@ class Registration:
         """It can also save while the state is in host memory, where torch reads the host copy."""
         self.at_epoch_end: AtEpochEnd = None
         """Returns True at the last batch of an epoch, whose own work is still to come; None: not known."""
+        self.in_batches: Callable[[], bool] = bool
+        """Returns True while the training takes its batches from a loader that calls ``Session.next_batch``."""
         self.after_evaluation = False
         """It saves only after an evaluation that follows the boundary, or says in ``at_epoch_end`` that one follows."""
+        self.anywhere = False
+        """Any boundary will do: its checkpoint is on the disk, or the script itself saves when it is signaled."""
         self.watched: object = ()
         """Optimizers, else modules, whose gradients must be used up where it saves, or a function that returns them."""
         self.unready = NO_CHECKPOINT
@@ -153,4 +157,6 @@ class Collected:
         if self.error:
             return checkpoint_request.failure(self.step, self.error, seconds)
         paths, nbytes = [one.path for one in self.saved], sum(one.nbytes for one in self.saved)
-        return {"step": self.step, "bytes": nbytes, "seconds": seconds, "paths": paths, "error": ""}
+        lost_s = max((one.lost_s for one in self.saved), default=0.0)
+        done = {"step": self.step, "bytes": nbytes, "seconds": seconds, "paths": paths, "error": ""}
+        return {**done, "lost_s": lost_s} if lost_s else done
