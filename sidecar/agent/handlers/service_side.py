@@ -122,10 +122,11 @@ class ServiceHandler:
         run.unrestored = run.unrestored or fact.unrestored
         if run.told or fact.new:
             return
+        waiting = [rank for rank in run.connected if self.host.receipt_fields(run, rank.hello.rank) is None]
         run.told, run.to_find = True, fact.receipt
         if fact.receipt is not None:
             run.file_system = run.file_system or self.host.file_system_of(run, fact.receipt.paths)
-        for rank in run.connected:
+        for rank in waiting:
             self.host.outbox.post(rank.session, "receipt", receipt=self.host.receipt_fields(run, rank.hello.rank))
 
 
