@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -16,7 +17,7 @@ from checkpoint_jobs import fork, wait
 from torch import distributed, nn
 
 from cadenza.sidecar import client
-from cadenza.sidecar.client.checkpoints import CheckpointError, checkpoint, collective, files
+from cadenza.sidecar.client.checkpoints import CheckpointError, checkpoint, collective, files, periodic
 
 
 @pytest.fixture(autouse=True)
@@ -132,3 +133,31 @@ def test_a_rank_that_does_not_make_a_call_is_named(tmp_path: Path, forgets: str)
     else:
         assert first == missing
     assert second == ("" if forgets == "save()" else first)
+
+
+def periodic_rank(number: int, folder: Path) -> None:
+    """Train with periodic saves on clocks that differ by rank; only rank 0's is ever due."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=number, world_size=2)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    client.attach(model, optimizer)
+    periodic.monotonic_ns = iter(range(0, 10**15, 10**9 if number == 0 else 1)).__next__
+    periodic.MAX_STEPS = 2
+    with checkpoint(folder / "kept", model=model, optimizer=optimizer) as keeper:
+        keeper.every(minutes=0.02)
+        for step in range(1, 17):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            distributed.all_reduce(next(model.parameters()).grad)
+            optimizer.step()
+            keeper.at(step)
+            client.boundary()
+    distributed.barrier()
+
+
+def test_periodic_saves_are_taken_at_one_boundary_by_all_ranks(tmp_path: Path) -> None:
+    assert wait(*(fork(periodic_rank, number, tmp_path) for number in range(2))) == [0, 0]
+    found = [json.loads((path / "complete.json").read_text()) for path in (tmp_path / "kept").glob("step-*")]
+    assert found
+    assert all(one["world_size"] == 2 and one["step"] == one["boundaries"] for one in found)
