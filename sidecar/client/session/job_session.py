@@ -334,7 +334,7 @@ class Session(StepCounters):
         if all(one.anywhere for one in self._savers):
             return False
         points, trained = self._save_points, self.trained
-        points.follow(lambda: bool(self.words[STOP]) and self.words[wire.PAGE_ORDER] == order != self._cancelled)
+        points.follow(lambda: bool(self.words[STOP]) and self.words[wire.PAGE_ORDER] == order != self._cancelled, order)
         passed = points.passes(
             trained, training=self.training, own_saves=self._waits_for_own_saves, at_own_save=self._at_own_save
         )

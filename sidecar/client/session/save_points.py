@@ -140,9 +140,9 @@ class SavePoints:
         self.over()
         self._sampled.forget()
 
-    def follow(self, pending: Callable[[], bool]) -> None:
-        """Follow the optimizers as long as ``pending()`` says that a checkpoint is requested."""
-        self._gradients.follow(pending)
+    def follow(self, pending: Callable[[], bool], order: int) -> None:
+        """Follow the optimizers as long as ``pending()`` says that a checkpoint is requested by an order."""
+        self._gradients.follow(pending, order)
 
     def _things(self) -> list[object]:
         """Return all that the script and its keepers have named."""
@@ -172,9 +172,14 @@ class Gradients:
         """Boundaries at which no optimizer had stepped since the one before."""
         self._others: bool | None = None
         """This process has a torch optimizer at all; None: it was not looked for."""
+        self._order = 0
+        """Order for which it was looked for: where the agent moves its stop step on while that takes its time, the
+        next boundary must not look again."""
 
-    def follow(self, pending: Callable[[], bool]) -> None:
+    def follow(self, pending: Callable[[], bool], order: int = 0) -> None:
         """Record the steps of optimizers from here on; a second call adds nothing."""
+        if self._handle is None and (not order or order != self._order):
+            self._others, self._order = None, order
         self._pending = pending
         if self._handle is None and "torch" in sys.modules:
             from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: PLC0415
@@ -185,7 +190,9 @@ class Gradients:
         """Stop recording."""
         if self._handle is not None:
             self._handle.remove()
+        others, order = self._others, self._order
         self.__init__()  # type: ignore[misc]
+        self._others, self._order = others, order
 
     @staticmethod
     def none(things: Iterable[object]) -> bool:
