@@ -12,13 +12,13 @@ from cadenza.policies.sharing.state.sharing_state import SharingState
 
 def reserve_pending_moves(state: SharingState) -> None:
     """Count jobs that are on their way, or pinned and not started yet, where they go to and not where they are."""
-    for job in state.all_jobs:
+    for job in state.all_jobs if state.relocating else ():
         move = state.relocating.get(job.key.id)
         if move is not None and not (move.arriving and job.state != "PENDING"):
             _reserve(state, job, move.destination)
     state.stranded = stranded(state)
     closed = {node.name for node in state.snapshot.nodes if not node.takes_jobs}
-    for job in state.all_jobs:
+    for job in state.all_jobs if state.memory.placed else ():
         if job.key.id in state.relocating or job.key in state.stranded or not starts(job, state):
             continue
         if not closed.isdisjoint(job.required_nodes):

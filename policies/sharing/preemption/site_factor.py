@@ -59,7 +59,8 @@ def level_points(standings: Standings, job: Job) -> int:
 def set_factors(state: SharingState) -> None:
     """Give each waiting job that made way the factor of its level, and take it from jobs that others requeued."""
     standings = Standings(state)
-    for job in state.all_jobs:
+    ours = standings.moves.keys() | state.memory.factors.keys()
+    for job in [job for job in state.all_jobs if job.key.id in ours]:
         had = state.memory.factors.get(job.key.id, 0)
         move = standings.moves.get(job.key.id)
         if job.state != "PENDING" or not state.settings.manages(job) or (move is None and not had):

@@ -22,17 +22,17 @@ MAX_TESTED = 100
 def waiting_jobs(snapshot: ClusterSnapshot, most: int = MAX_TESTED) -> list[Job]:
     """Return the first jobs of Slurm's queue that wait for GPUs only, whoever's they are, in Slurm's order."""
     pending = [job for job in snapshot.jobs if job.state == "PENDING"]
-    limits = Limits(pending)
-    waiting = (
+    limits, now_s, site = Limits(pending), snapshot.time_s, snapshot.site
+    waiting = [
         job
         for job in pending
         if job.gpus > 0
         and job.state_reason in WAITING_REASONS
-        and not job.held
-        and (job.eligible_s or 0.0) <= snapshot.time_s
-        and not limits.reached(job)
-    )
-    return nsmallest(most, waiting, key=lambda job: place_in_queue(job, snapshot.site))
+        and job.slurm_priority  # 0: held
+        and (job.eligible_s or 0.0) <= now_s
+        and not (limits.any_met and limits.reached(job))
+    ]
+    return nsmallest(most, waiting, key=lambda job: place_in_queue(job, site))
 
 
 def place_in_queue(job: Job, site: SiteRules) -> tuple[int, int, int]:

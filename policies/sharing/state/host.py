@@ -302,9 +302,9 @@ def observe_hosts(
     by_node = {node.name: hosts[node.host] for node in snapshot.nodes if node.host in hosts}
     trimmed: dict[tuple[object, ...], ResourceRequest] = {}
     """Trimmed needs of jobs with equal requests and profiles."""
-    for job in sorted(snapshot.jobs, key=lambda job: job.key):
+    for job in sorted((job for job in snapshot.jobs if job.nodes and job.gpus), key=lambda job: job.key):
         managed = settings.manages(job)
-        for name in [name for name in job.nodes if job.gpus and name in by_node]:
+        for name in [name for name in job.nodes if name in by_node]:
             host = by_node[name]
             if group_keys is None or not managed or settings.floor:
                 host.add_resident(_resident(job, ResourceRequest.of(job), name, host.name), unmanaged=not managed)

@@ -138,8 +138,9 @@ class SharingState:
     ) -> SharingState:
         """Return the state at the beginning of a round."""
         all_jobs = tuple(sorted(snapshot.jobs, key=lambda job: job.key))
-        jobs = {job.key: job for job in all_jobs if _is_managed(job, memory, settings)}
-        going = [(job.key, job.relocating) for job in all_jobs if job.relocating and job.relocating.destination]
+        jobs = {job.key: job for job in all_jobs if job.lease is not None and _is_managed(job, memory, settings)}
+        on_its_way = [(job.key, job.relocating) for job in all_jobs if job.relocating]
+        going = [(key, place) for key, place in on_its_way if place.destination]
         groups = standing(memory.sharing.packs, jobs)
         hosts = observe_hosts(snapshot, settings, group_keys(groups))
         pinned = {key for key, job in jobs.items() if pinned_by_owner(job, memory)}
@@ -155,7 +156,7 @@ class SharingState:
             hosts,
             groups,
             {key.id: place for key, place in going},
-            frozenset(job.key.id for job in all_jobs if job.relocating and not job.relocating.destination),
+            frozenset(key.id for key, place in on_its_way if not place.destination),
             fixed=pinned | {key for key, _ in going},
             moves_left=gandiva.moves_per_round,
         )
@@ -208,8 +209,9 @@ class SharingState:
         if self._by_gpu is None:
             self._by_gpu = defaultdict(list)
             for place, job in enumerate(self.snapshot.jobs):
-                for gpu in job.lease.gpus if job.lease is not None else ():
-                    self._by_gpu[gpu].append((place, job))
+                if job.lease is not None:
+                    for gpu in job.lease.gpus:
+                        self._by_gpu[gpu].append((place, job))
         return self._by_gpu
 
     def sharers_of(self, job: Job) -> list[Job]:
@@ -396,7 +398,7 @@ def holds_any(job: Job, gpus: Collection[Gpu]) -> bool:
 def _is_managed(job: Job, memory: Memory, settings: SharingSettings) -> bool:
     """Return True for a job with a lease that is ours to move, pack and tune."""
     ours = job.state == "RUNNING" or (job.state == "SUSPENDED" and job.key in memory.suspended)
-    return job.lease is not None and ours and settings.manages(job) and not job.lease.exclusive
+    return ours and job.lease is not None and settings.manages(job) and not job.lease.exclusive
 
 
 def ranks_of(state: SharingState) -> dict[JobKey, int]:

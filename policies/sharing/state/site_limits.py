@@ -31,6 +31,11 @@ class Limits:
             if job.state_reason not in NO_LIMITS and (scope := _scope(job, job.state_reason))
         }
 
+    @property
+    def any_met(self) -> bool:
+        """Return True if any limit has been met."""
+        return bool(self._at_limit)
+
     def reason(self, job: Job) -> str:
         """Return Slurm's reason of the job whose limit this one would meet, "" if it is free to start."""
         if not self._at_limit or job.state_reason not in NOT_LOOKED_AT:

@@ -38,7 +38,8 @@ def lane_actions(snapshot: ClusterSnapshot, memory: Memory, settings: SharingSet
     opens = settings.partitions if settings.enforce else frozenset()
     leaving = {name for job in snapshot.jobs if job.state == "OTHER" for name in job.nodes}
     wanted = {host.name: host.further_lanes for host in snapshot.hosts}
-    placed = (job for job in snapshot.jobs if job.key in memory.placed and job.state == "PENDING" and not job.held)
+    jobs = snapshot.jobs if memory.placed else ()
+    placed = (job for job in jobs if job.key in memory.placed and job.state == "PENDING" and not job.held)
     occupied = {name for job in snapshot.jobs for name in job.nodes} | {n for job in placed for n in job.required_nodes}
     actions: list[NodeAction] = []
     for node in sorted(snapshot.nodes, key=lambda node: node.name):

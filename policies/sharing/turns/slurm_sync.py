@@ -101,7 +101,8 @@ def list_departures(state: SharingState) -> None:
     drained, host = hosts_to_leave(snapshot), snapshot.host_of
     leaving = (j.key for j in jobs if any(host.get(name) in drained for name in j.nodes)) if drained else ()
     state.leaving = frozenset(leaving)
-    state.giving_back = {j.key: reason for j in jobs if (reason := _requeue_reason(j, state, rivals))}
+    leased = (j for j in jobs if j.lease is not None)
+    state.giving_back = {j.key: reason for j in leased if (reason := _requeue_reason(j, state, rivals))}
     state.fixed |= state.leaving | state.giving_back.keys()
 
 
@@ -140,19 +141,19 @@ def sync_slurm(state: SharingState) -> None:
         if job.key in state.giving_back and (job.state == "RUNNING" or job.key in frozen)
     ]
     # 5. Releases: holds of moves and suspends that are over, jobs whose lane is back, and pins that have ended.
-    unpinned = pins_over(state)
+    unpinned, held = pins_over(state), [job for job in state.all_jobs if job.held]
     releases = [
         Release(
             job.key,
             exclusion_reason(job, settings) or HOLD_OVER,
             unpin=job.key.restart > 0,  # an earlier incarnation may carry the nodes that we chose for it
         )
-        for job in state.all_jobs
+        for job in held
         if held_for_us(job, memory)
     ]
     releases += [
         Release(job.key, "the lane that it needs is there again")
-        for job in state.all_jobs
+        for job in held
         if waits_for_lane(job, state.snapshot) and not held_for_us(job, memory)
     ]
     releases += [Release(key, reason, unpin=True) for key, reason in unpinned.items()]
@@ -168,15 +169,13 @@ def release_all(state: SharingState) -> None:
 
 def explain(state: SharingState) -> None:
     """Give every job that opted in a sentence; an action on a job says more than its turn."""
+    further = [more for more in (state.stranded, state.size_reasons, state.keeps_cpus) if more]
     for job in state.snapshot.jobs:
         if job.options is not None:
-            parts = (
-                _reason(job, state),
-                state.stranded.get(job.key),
-                state.size_reasons.get(job.key),
-                state.keeps_cpus.get(job.key),
-            )
-            state.reasons[job.key] = "; ".join(filter(None, parts))
+            reason = _reason(job, state)
+            if further:
+                reason = "; ".join(filter(None, (reason, *(more.get(job.key) for more in further))))
+            state.reasons[job.key] = reason
     for key, reason in (
         *state.pack_reasons.items(),
         *((action.job, action.reason) for action in state.moves),
@@ -209,9 +208,13 @@ def _by_priority(state: SharingState, but: Container[JobKey]) -> list[tuple[Job,
 
     It is the last on a further lane, if the job came after one that queues for lane 0.
     """
-    queue, further, settings = Lane0Queue(state.snapshot, state.settings), state.further, state.settings
+    further, settings = state.further, state.settings
+    last: set[JobKey] = set()
+    if further:
+        queue = Lane0Queue(state.snapshot, settings)
+        last = {job.key for job in state.all_jobs if not further.isdisjoint(job.nodes) and queue.is_before(job)}
     return [
-        (job, LAST_PRIORITY if not further.isdisjoint(job.nodes) and queue.is_before(job) else settings.priority(job))
+        (job, LAST_PRIORITY if job.key in last else settings.priority(job))
         for job in state.all_jobs
         if job.lease is not None and job.key not in but
     ]
