@@ -42,6 +42,7 @@ def attach(  # noqa: PLR0913 - one for each kind of state, and what may happen t
     refuse_resident: bool = False,
     everything: bool = False,
     spill: str | None = None,
+    addresses: str = "",
 ) -> Session:
     """Let this process take turns on its GPU; return its session, whose ``boundary()`` ends each step.
 
@@ -59,6 +60,10 @@ def attach(  # noqa: PLR0913 - one for each kind of state, and what may happen t
     refuses it too, above 256 MiB and 2 % of the GPU; with ``everything`` all tensors there that Python can see move as
     well, as under `cadenza run`. ``spill`` (else ``$CADENZA_SPILL_DIR``) is a
     directory on a disk of the node to which state goes when host memory is short.
+
+    With ``addresses="stay"`` all memory that torch has on the GPU moves and comes back at its addresses, so that CUDA
+    graphs and captured pointers go on. The process must have been started for it: `sbatch --cadenza=graphs`, or
+    `cadenza run --graphs`. Where it cannot be done the reason is logged, and the addresses change as without it.
     """
     from cadenza.sidecar.client.bootstrap import process  # noqa: PLC0415
 
@@ -66,7 +71,14 @@ def attach(  # noqa: PLR0913 - one for each kind of state, and what may happen t
     named: list[tuple[str, object]] = [("model", model), ("optimizer", optimizer), ("tensors", extra or None)]
     sources = [(name, thing) for name, thing in named if thing is not None]
     sources += [(f"others[{index}]", thing) for index, thing in enumerate(others)]
-    joined = process.attach(sources, socket=socket, refuse_resident=refuse_resident, everything=everything, spill=spill)
+    joined = process.attach(
+        sources,
+        socket=socket,
+        refuse_resident=refuse_resident,
+        everything=everything,
+        spill=spill,
+        addresses=addresses,
+    )
     joined.automatic, joined.explicit = False, True
     _ticks[:] = [joined.boundary]
     return joined

@@ -26,8 +26,9 @@ sys.path.append(str(HERE.parent / "client"))  # its agent and its training loop 
 class DeviceProcess:
     """The process with the GPU; one that a test ended is replaced for the next test."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, environment: dict[str, str] | None = None) -> None:
         self._folder = folder
+        self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, test: dict[str, Any]) -> str:
@@ -60,7 +61,7 @@ class DeviceProcess:
         self._socket.settimeout(PATIENCE_S)
         self._answers = self._socket.makefile()
         command = [sys.executable, str(HERE / "device_process.py"), str(self._folder), str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=self._environment)
         theirs.close()
 
 
@@ -77,6 +78,19 @@ def device_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceP
     process.end()
 
 
+@pytest.fixture(scope="session")
+def preloaded_process(
+    device_process: DeviceProcess, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DeviceProcess]:
+    """The process of the modules that set PRELOADED: the addresses of its GPU memory can stay."""
+    assert device_process
+    look = "import json, simulated_gpu; print(json.dumps(simulated_gpu.preloaded()))"
+    environment = json.loads(subprocess.check_output([sys.executable, "-c", look], cwd=HERE, text=True))
+    process = DeviceProcess(tmp_path_factory.mktemp("preloaded"), environment)
+    yield process
+    process.end()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test in the process with the GPU."""
@@ -84,7 +98,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     names = pyfuncitem._fixtureinfo.argnames
     given = {name: str(value) if isinstance(value := pyfuncitem.funcargs[name], Path) else value for name in names}
-    process = pyfuncitem._request.getfixturevalue("device_process")
+    preloaded = getattr(pyfuncitem.module, "PRELOADED", False)
+    process = pyfuncitem._request.getfixturevalue("preloaded_process" if preloaded else "device_process")
     test = {"module": pyfuncitem.path.stem, "name": pyfuncitem.originalname, "given": given}
     if failure := process.run(test):
         pytest.fail(failure, pytrace=False)

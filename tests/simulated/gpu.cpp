@@ -140,8 +140,10 @@ std::vector<Device *> &devices()
         const char *text = std::getenv("SIMULATED_GPUS");
         std::istringstream paths(text ? text : "");
         for (std::string path; std::getline(paths, path, ':');)
-            if (GpuFile *file = gpu_open(path.c_str()))
+            if (GpuFile *file = gpu_open(path.c_str())) {
                 found->push_back(new Device(file));
+                found->back()->memory.index = int(found->size()) - 1;
+            }
         return found;
     }();
     return *all;
@@ -859,6 +861,20 @@ void record_stream(at::Tensor &tensor, c10::Stream stream)
 {
     Guard().recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
 }
+
+// Return the memory at an address of a device as a tensor of bytes, which keeps nothing alive.
+at::Tensor at_address(int64_t address, int64_t bytes, int64_t index)
+{
+    const c10::Device place(TYPE, c10::DeviceIndex(index));
+    c10::DataPtr data(reinterpret_cast<void *>(address), nullptr, [](void *) {}, place);
+    c10::Storage storage(c10::Storage::use_byte_size_t(), size_t(bytes), std::move(data), nullptr, false);
+    at::Tensor tensor = at::detail::make_tensor<at::TensorImpl>(
+        std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::scalarTypeToTypeMeta(at::kByte));
+    tensor.unsafeGetTensorImpl()->set_sizes_contiguous(c10::IntArrayRef(bytes));
+    return tensor;
+}
+
+TORCH_LIBRARY(simulated, m) { m.def("at_address(int address, int bytes, int index) -> Tensor", at_address); }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_operator>()); }
 

@@ -2,6 +2,7 @@
 // caching allocator. Freed blocks are filled in the order of their stream; released segments become unreadable, and
 // no address comes twice: the use of stale memory shows as wrong content or a signal, never as luck.
 #pragma once
+#include <dlfcn.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -18,7 +19,44 @@
 #include "gpu_file.h"
 #include "streams.hpp"
 
+// The library of addresses that stay, in a process into which it was preloaded: the allocator above takes its segments
+// by cudaMalloc then, as torch's does, and the stand-in for the driver has their contents.
+extern "C" {
+struct cadenza_segment {
+    uint64_t address, size, number;
+    int32_t device, away;
+};
+__attribute__((weak)) int cudaMalloc(void **where, size_t size);
+__attribute__((weak)) int cudaFree(void *where);
+__attribute__((weak)) size_t cadenza_addresses_list(cadenza_segment *list, size_t most);
+}
+
 namespace simulated {
+
+inline bool by_driver() { return cadenza_addresses_list != nullptr; }
+
+// Return whether an address has no memory behind it now.
+inline bool is_away(const void *address)
+{
+    if (!by_driver())
+        return false;
+    std::vector<cadenza_segment> list(cadenza_addresses_list(nullptr, 0) + 64);
+    list.resize(std::min(list.size(), cadenza_addresses_list(list.data(), list.size())));
+    return std::any_of(list.begin(), list.end(), [at = reinterpret_cast<uint64_t>(address)](const auto &one) {
+        return one.away && one.address <= at && at < one.address + one.size;
+    });
+}
+
+// Make a device the one of the calling thread's context.
+inline void use_device(int index)
+{
+    static const auto use = [] {
+        void *driver = dlopen("libcuda.so.1", RTLD_NOW);
+        return reinterpret_cast<void (*)(int)>(driver ? dlsym(driver, "stub_use_device") : nullptr);
+    }();
+    if (use)
+        use(index);
+}
 
 constexpr size_t ROUNDING = 512, SMALL = 1 << 20, SMALL_SEGMENT = 2 << 20, LARGE_SEGMENT = 20 << 20;
 constexpr size_t ADDRESSES = size_t(1) << 40;
@@ -102,9 +140,7 @@ class Memory {
         for (auto block = blocks_.begin(); block != blocks_.end();) {
             const auto segment = segments_.find(block->second.segment);
             if (!block->second.used && block->second.size == segment->second) {
-                mmap(block->first, block->second.size, PROT_NONE,
-                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-                gpu_take(gpu_, getpid(), -int64_t(segment->second));
+                let_go(block->first, segment->second);
                 figures_.reserved -= int64_t(segment->second);
                 segments_.erase(segment);
                 block = blocks_.erase(block);
@@ -148,7 +184,17 @@ class Memory {
         figures_.reserved_peak = figures_.reserved;
     }
 
-    bool holds(const void *address) const { return address >= start_ && address < start_ + ADDRESSES; }
+    bool holds(const void *address)
+    {
+        if (!by_driver())
+            return address >= start_ && address < start_ + ADDRESSES;
+        std::lock_guard<std::mutex> guard(mutex_);
+        const auto after = segments_.upper_bound(reinterpret_cast<size_t>(address));
+        return after != segments_.begin() &&
+               reinterpret_cast<size_t>(address) < std::prev(after)->first + std::prev(after)->second;
+    }
+
+    int index = 0; // of its device
 
     // Return the segments as JSON, in the form of torch.cuda.memory_snapshot().
     std::string snapshot(int device)
@@ -218,20 +264,42 @@ class Memory {
         while (locked(gpu_))
             gpu_sleep(1000000);
         std::lock_guard<std::mutex> guard(mutex_);
-        if (!start_ || next_ + whole > start_ + ADDRESSES || gpu_take(gpu_, getpid(), int64_t(whole)))
+        char *place = take(whole);
+        if (!place)
             return false;
-        if (mprotect(next_, whole, PROT_READ | PROT_WRITE)) {
-            gpu_take(gpu_, getpid(), -int64_t(whole));
-            return false;
-        }
-        Block block{next_, whole, reinterpret_cast<size_t>(next_), stream};
+        Block block{place, whole, reinterpret_cast<size_t>(place), stream};
         block.small = size <= SMALL;
         segments_[block.segment] = whole;
-        blocks_.emplace(next_, block);
-        next_ += whole;
+        blocks_.emplace(place, block);
         figures_.reserved += int64_t(whole);
         figures_.reserved_peak = std::max(figures_.reserved_peak, figures_.reserved);
         return true;
+    }
+
+    char *take(size_t bytes)
+    {
+        if (by_driver()) {
+            void *place = nullptr;
+            use_device(index);
+            return cudaMalloc(&place, bytes) ? nullptr : static_cast<char *>(place);
+        }
+        if (!start_ || next_ + bytes > start_ + ADDRESSES || gpu_take(gpu_, getpid(), int64_t(bytes)))
+            return nullptr;
+        if (mprotect(next_, bytes, PROT_READ | PROT_WRITE)) {
+            gpu_take(gpu_, getpid(), -int64_t(bytes));
+            return nullptr;
+        }
+        return std::exchange(next_, next_ + bytes);
+    }
+
+    void let_go(char *place, size_t bytes)
+    {
+        if (by_driver()) {
+            cudaFree(place);
+            return;
+        }
+        mmap(place, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+        gpu_take(gpu_, getpid(), -int64_t(bytes));
     }
 
     // Take back the freed blocks that no other stream can still read.
@@ -253,7 +321,8 @@ class Memory {
 
     void give_back(Place block)
     {
-        fill_(block->second.stream, block->first, block->second.size);
+        if (!is_away(block->first))
+            fill_(block->second.stream, block->first, block->second.size);
         block->second.used = false;
         auto next = std::next(block);
         if (next != blocks_.end() && joins(block, next)) {

@@ -74,12 +74,12 @@ MUTANTS = {
     "the allocator keeps the memory": (ENGINE, "            accelerator.empty_cache()\n", ""),
     "small storages do not reach the host": (
         ENGINE,
-        "                _copy_within(place, staging, self._bounds)\n",
+        "                copy_within(place, staging, self._bounds)\n",
         "                pass\n",
     ),
     "small storages do not come back": (
         ENGINE,
-        "                _copy_within(staging, place, self._bounds)\n",
+        "                copy_within(staging, place, self._bounds)\n",
         "                pass\n",
     ),
     "all batches in one place": (

@@ -23,6 +23,11 @@ class Simulated(Accelerator):
         """Return the stream with a number."""
         return torch.Stream(stream_id=address, device_index=device.index or 0, device_type=PRIVATE_USE)
 
+    def at_address(self, device: torch.device, address: int, nbytes: int) -> torch.Tensor:
+        """Return a device's memory at an address as bytes."""
+        found: torch.Tensor = torch.ops.simulated.at_address(address, nbytes, device.index or 0)
+        return found
+
     def register_host(self, address: int, nbytes: int) -> int:
         """Pin host memory; return the error code, 0 for success."""
         return int(self._library.simulated_register(address, nbytes))

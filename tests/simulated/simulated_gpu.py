@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -16,7 +17,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -115,6 +115,25 @@ def driver_libraries() -> Path:
             subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(built), str(source), "-ldl"], check=True)
             built.rename(folder / name)
     return folder
+
+
+@functools.cache
+def preloaded() -> dict[str, str]:
+    """Return the environment of a process whose memory on the simulated GPU keeps its addresses."""
+    source = HERE.parents[1] / "sidecar" / "agent" / "addresses"
+    text = b"".join((source / name).read_bytes() for name in ("addresses.c", "addresses.h", "Makefile"))
+    folder = BUILD / f"addresses-{hashlib.sha256(text).hexdigest()[:16]}"
+    if not folder.exists():
+        copy = BUILD / f"{folder.name}.{os.getpid()}"
+        shutil.copytree(source, copy, ignore=shutil.ignore_patterns("*.so"))
+        subprocess.run(["make", "--silent", "-C", str(copy)], check=True)
+        with contextlib.suppress(OSError):  # another process was first
+            copy.rename(folder)
+    return {
+        "LD_PRELOAD": str(folder / "libcadenza-addresses.so"),
+        "LD_LIBRARY_PATH": str(driver_libraries()),
+        "NCCL_GRAPH_REGISTER": "0",
+    }
 
 
 def create(path: Path, capacity: int = 64 << 20, **words: int) -> Gpu:
@@ -222,7 +241,7 @@ OPERATOR_NS = 2_000_000
 """Time of an operator that is slow enough for a missing wait to show."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def occupied(gpu: Gpu, nbytes: int) -> Iterator[subprocess.Popen[bytes]]:
     """Let another process have some of the GPU's memory."""
     process = subprocess.Popen(["sleep", "600"])

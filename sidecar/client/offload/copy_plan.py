@@ -42,6 +42,37 @@ class Batch:
         return len(self.members) > 1
 
 
+@dataclass(frozen=True)
+class Range:
+    """Memory of a device that is copied as it is, and its place in host memory."""
+
+    segment: int
+    """Number of the allocator's segment that it is in, which is let go behind the copy."""
+    device: Any
+    address: int
+    nbytes: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class AddressPlan:
+    """A move of all segments of an allocator, whose addresses stay."""
+
+    ranges: tuple[Range, ...]
+    """In the order of the segments."""
+    segments: tuple[int, ...]
+    """The numbers of all segments, those without a block in use first."""
+    devices: tuple[Any, ...]
+    """The devices that the segments are on."""
+    nbytes: int
+    """Memory that leaves the devices, and that the way back takes."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that it needs."""
+        return self.ranges[-1].offset + aligned(self.ranges[-1].nbytes) if self.ranges else 0
+
+
 def plan(sizes: Sequence[tuple[Hashable, int]]) -> list[Batch]:
     """Divide storages, given as (device, bytes), into batches: small ones of a device together, others alone.
 

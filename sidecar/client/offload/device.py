@@ -86,6 +86,11 @@ class Accelerator:
         segments: Sequence[Mapping[str, Any]] = self.module.memory_snapshot()
         return segments
 
+    def at_address(self, device: torch.device, address: int, nbytes: int) -> torch.Tensor:
+        """Return a device's memory at an address as bytes, which keep nothing alive."""
+        found: torch.Tensor = torch.as_tensor(_Memory(address, nbytes), device=device)
+        return found
+
     def register_host(self, address: int, nbytes: int) -> int:
         """Pin host memory, so that copies run while the host goes on; return CUDA's error code, 0 for success."""
         return int(self.module.cudart().cudaHostRegister(address, nbytes, 0))
@@ -109,6 +114,18 @@ class Accelerator:
         """Return a context in which a device is this thread's."""
         context: contextlib.AbstractContextManager[object] = self.module.device(device)
         return context
+
+
+class _Memory:
+    """Memory of a GPU for other libraries (docs: CUDA Array Interface, version 3)."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 ACCELERATORS: dict[str, Accelerator] = {"cuda": Accelerator("cuda")}

@@ -15,10 +15,13 @@ import torch
 from cadenza.sidecar.client.clock import monotonic_ns
 from cadenza.sidecar.client.errors import MoveError, NoRoomError, RestoreError
 from cadenza.sidecar.client.offload import copy_plan, device, device_streams, library_caches, memory_limits, spill
-from cadenza.sidecar.client.offload.copy_plan import Batch
+from cadenza.sidecar.client.offload.addresses import address_survey
+from cadenza.sidecar.client.offload.addresses.address_move import AddressMove
+from cadenza.sidecar.client.offload.addresses.preloaded import library
+from cadenza.sidecar.client.offload.copy_plan import AddressPlan, Batch
 from cadenza.sidecar.client.offload.held_signals import HeldSignals
 from cadenza.sidecar.client.offload.host_copy import GuardedSavers, HostCopies
-from cadenza.sidecar.client.offload.host_memory import HostBuffer, allocate
+from cadenza.sidecar.client.offload.host_memory import HostBuffer, allocate, copy_within
 from cadenza.sidecar.client.offload.storages import Segment
 from cadenza.sidecar.client.zip_equal import zip_equal
 
@@ -47,7 +50,9 @@ class Offload:
         self._segments: tuple[Segment, ...] = ()
         self._devices: list[torch.device] = []
         """The GPUs that the state is on, or was on before the move."""
-        self._move: Transfer | spill.SpillFile | None = None
+        self._move: Transfer | spill.SpillFile | AddressMove | None = None
+        self._nbytes = 0
+        """Bytes that are away."""
         self._savers: GuardedSavers | None = None
         self._returning = threading.RLock()
         """Taken while the copies in host memory are looked up or let go: a thread may save as the state comes back."""
@@ -55,7 +60,7 @@ class Offload:
     @property
     def away(self) -> bool:
         """True while this object holds the only copy of the state."""
-        return bool(self._segments)
+        return self._move is not None
 
     @property
     def needs_gpu(self) -> bool:
@@ -88,14 +93,21 @@ class Offload:
         """Free the host memory; the state must be on its device."""
         self._buffer.free()
 
-    def memory_refusal(self, segments: Sequence[Segment], ranks: int, spill_to: str = "") -> str | None:
+    def memory_refusal(
+        self,
+        segments: Sequence[Segment],
+        ranks: int,
+        spill_to: str = "",
+        in_place: AddressPlan | None = None,
+    ) -> str | None:
         """Return the reason why ``ranks`` processes like this one cannot move out, if they cannot.
 
-        The move goes to host memory or, if that is short, to a file in the directory ``spill_to``, if there is one.
+        The move goes to host memory or, if that is short, to a file in the directory ``spill_to``, if there is one. A
+        move in place goes to host memory only.
         """
-        nbytes = copy_plan.total(plan_of(segments))
+        nbytes = in_place.host_bytes if in_place else copy_plan.total(plan_of(segments))
         no_memory = memory_limits.refusal(nbytes - self._buffer.nbytes, ranks)
-        self.spill_to = spill_to if no_memory else ""
+        self.spill_to = spill_to if no_memory and not in_place else ""
         if not self.spill_to:
             return no_memory
         no_disk = spill.refusal(self.spill_to, nbytes, ranks)
@@ -124,11 +136,40 @@ class Offload:
                 move.offload()
             except (RuntimeError, MemoryError) as error:
                 raise MoveError(f"the state could not be copied to host memory: {error}") from None
-            self._segments, self._move = tuple(segments), move
-            self._savers = GuardedSavers(self.host_copies)
+            self._segments = tuple(segments)
+            self._set_away(move, _total(segments))
         # 3. Give the allocator's cached memory back to the devices.
         left = _empty_caches(self._devices)
         return Moved(_total(segments), (monotonic_ns() - started) / 1e9, left)
+
+    def offload_in_place(self) -> Moved:
+        """Move out all that torch has on the GPUs, so that it comes back at its addresses; else as ``offload``.
+
+        The allocator is looked at anew: the script's functions for a yield may have freed memory since the survey.
+        """
+        started = monotonic_ns()
+        accelerator, mapped = device.in_use(), library()
+        if accelerator is None or mapped is None:
+            raise MoveError("addresses cannot stay: no GPU is in use, or the library was not preloaded")
+        self._devices = [place for place in accelerator.devices() if accelerator.reserved(place)]
+        _empty_caches(self._devices, workspaces=False)  # a captured graph may use the workspaces of cuBLAS
+        plan = address_survey.look()
+        if not isinstance(plan, AddressPlan):
+            raise MoveError(f"addresses cannot stay any more: {plan}")
+        move = AddressMove(mapped, plan, accelerator.kind, self._buffer)
+        with HeldSignals():
+            try:
+                move.offload()
+            except (RuntimeError, MemoryError) as error:
+                raise MoveError(f"the state could not be copied to host memory: {error}") from None
+            self._set_away(move, plan.nbytes)
+        left = sum(map(accelerator.reserved, self._devices)) - plan.nbytes
+        return Moved(plan.nbytes, (monotonic_ns() - started) / 1e9, left)
+
+    def _set_away(self, move: Transfer | spill.SpillFile | AddressMove, nbytes: int) -> None:
+        """Note a move that is complete; from now on savers read the host copy."""
+        self._move, self._nbytes = move, nbytes
+        self._savers = GuardedSavers(self.host_copies)
 
     def spill(self, directory: str) -> Moved:
         """Move state that is away from host memory to a file in a directory, and free the memory.
@@ -138,6 +179,8 @@ class Offload:
         started = monotonic_ns()
         if isinstance(self._move, spill.SpillFile):
             return Moved(0, 0.0)
+        if isinstance(self._move, AddressMove):
+            raise MoveError("state whose addresses stay does not go to a disk")
         move = spill.SpillFile(self._segments, directory)
         with HeldSignals():
             try:
@@ -147,14 +190,17 @@ class Offload:
             with self._returning:
                 self._move = move
             self._buffer.free()
-        return Moved(_total(self._segments), (monotonic_ns() - started) / 1e9)
+        return Moved(self._nbytes, (monotonic_ns() - started) / 1e9)
 
     def host_copies(self) -> HostCopies:
         """Return the mode in which torch reads the state that is away, from host memory or from the file."""
         with self._returning:
+            if isinstance(self._move, AddressMove):
+                return HostCopies(self._move.host_copy)
             file = self._move if isinstance(self._move, spill.SpillFile) else None
             copies = file.host_storages() if file else self._host_storages()
-            return HostCopies({segment.storage._cdata: copy for segment, copy in copies})  # noqa: SLF001
+            known = {segment.storage._cdata: copy for segment, copy in copies}  # noqa: SLF001
+            return HostCopies(lambda storage: known.get(storage._cdata))  # noqa: SLF001
 
     def _host_storages(self) -> Iterable[tuple[Segment, torch.UntypedStorage]]:
         """Return the segments, each with its copy in host memory."""
@@ -171,18 +217,19 @@ class Offload:
         Signal handlers run after it.
         """
         started = monotonic_ns()
-        nbytes = _total(self._segments)
+        nbytes = self._nbytes
         with HeldSignals():
             if self._move is not None:
                 try:
                     self._move.restore()
                 except (RuntimeError, MemoryError) as error:
-                    _empty_caches(self._devices)
+                    if not isinstance(self._move, AddressMove):  # which has undone its maps
+                        _empty_caches(self._devices)
                     if isinstance(error, MemoryError) or any(text in str(error) for text in SHORTAGES):
                         raise NoRoomError(f"no room for {nbytes >> 20} MiB of state: {error}") from None
                     raise RestoreError(f"{nbytes >> 20} MiB of state cannot come back: {error}") from None
             with self._returning:
-                self._segments, self._move = (), None
+                self._segments, self._move, self._nbytes = (), None, 0
                 if self._savers is not None:
                     self._savers.remove()
                     self._savers = None
@@ -287,25 +334,16 @@ class CopyStream:
             staged = batch.gathered and self._staging.nbytes >= batch.nbytes
             staging = self._staging[: batch.nbytes] if staged else place
             if staged and not out:
-                _copy_within(staging, place, self._bounds)
+                copy_within(staging, place, self._bounds)
             _copy_each(_pieces(batch, staging), raws, self._bounds, out=out)
             if staged and out:
-                _copy_within(place, staging, self._bounds)
+                copy_within(place, staging, self._bounds)
             return None if self._stream is None else self._stream.record_event()
 
     def drain(self) -> None:
         """Wait for the copies that were started."""
         if self._stream is not None:
             self._stream.synchronize()
-
-
-def _copy_within(target: torch.Tensor, source: torch.Tensor, bounds: Sequence[int]) -> None:
-    """Copy between a device and host memory, in parts that cross no bound."""
-    host = target if target.device.type == "cpu" else source
-    start = host.storage_offset()
-    cuts = [0, *(bound - start for bound in bounds if start < bound < start + host.nbytes), host.nbytes]
-    for first, last in zip(cuts, cuts[1:]):
-        target[first:last].copy_(source[first:last], non_blocking=True)
 
 
 def _copy_each(pieces: list[torch.Tensor], raws: list[torch.Tensor], bounds: Sequence[int], *, out: bool) -> None:
@@ -315,7 +353,7 @@ def _copy_each(pieces: list[torch.Tensor], raws: list[torch.Tensor], bounds: Seq
         torch._foreach_copy_(targets, sources)
         return
     for target, source in zip_equal(targets, sources):
-        _copy_within(target, source, bounds)
+        copy_within(target, source, bounds)
 
 
 def _pieces(batch: Batch, place: torch.Tensor) -> list[torch.Tensor]:
@@ -331,13 +369,13 @@ def plan_of(segments: Sequence[Segment]) -> list[Batch]:
     return copy_plan.plan([(segment.storage.device, segment.nbytes) for segment in segments])
 
 
-def _empty_caches(devices: Sequence[torch.device]) -> int:
+def _empty_caches(devices: Sequence[torch.device], *, workspaces: bool = True) -> int:
     """Give cached memory back to the devices; return the bytes that the allocator still reserves.
 
     A device that fails here is noticed by the next move: the state has left it, or is still away.
     """
     held = 0
-    if devices:
+    if devices and workspaces:
         library_caches.release(devices)
     try:
         for place in devices:

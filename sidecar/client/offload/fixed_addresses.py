@@ -53,6 +53,14 @@ def private_ranges(snapshot: Iterable[Mapping[str, Any]], pools: Iterable[tuple[
     return sorted(ranges, key=lambda one: one.start)
 
 
+def mem_pools(accelerator: device.Accelerator, objects: Iterable[Any] | None = None) -> list[tuple[int, int]]:
+    """Return the ids of the living ``torch.cuda.MemPool`` among some objects, by default all that Python knows."""
+    mempool = getattr(accelerator.module, "MemPool", None)  # since torch 2.5
+    if mempool is None:
+        return []
+    return [thing.id for thing in (gc.get_objects() if objects is None else objects) if type(thing) is mempool]
+
+
 def owner_of(ranges: list[PrivateRange], address: int) -> str | None:
     """Return the owner of the range in which an address lies; None outside of all."""
     index = bisect_right(ranges, PrivateRange(address, sys.maxsize, 0, "")) - 1
@@ -106,8 +114,7 @@ def inspect_process() -> tuple[list[PrivateRange], str | None]:
     if refusal := allocator_refusal(accelerator.module.get_allocator_backend()):
         return [], refusal
     objects = gc.get_objects()
-    mempool = getattr(accelerator.module, "MemPool", None)  # since torch 2.5
-    pools = [thing.id for thing in objects if type(thing) is mempool]
+    pools = mem_pools(accelerator, objects)
     ranges = private_ranges(accelerator.snapshot(), pools)
     graph = getattr(accelerator.module, "CUDAGraph", None)
     refusal = graph_refusal(objects, graph, compiled=COMPILED in sys.modules) if graph else None

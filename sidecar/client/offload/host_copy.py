@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,10 +36,10 @@ class HostCopies(TorchFunctionMode):
     change in place changes the host copy, and comes back with it. It is for the thread that enters it.
     """
 
-    def __init__(self, storages: Mapping[int, torch.UntypedStorage]) -> None:
-        """Take the host copies by the address (``_cdata``) of the storages that are away."""
+    def __init__(self, find: Callable[[torch.UntypedStorage], torch.UntypedStorage | None]) -> None:
+        """``find`` returns the host copy of a storage, None for one that is not away."""
         super().__init__()
-        self._storages = storages
+        self._find = find
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -72,7 +72,7 @@ class HostCopies(TorchFunctionMode):
                 raise UsageError(f"a tensor of layout {tensor.layout} cannot be read while the job's state is away")
             return tensor
         try:
-            storage = self._storages.get(tensor.untyped_storage()._cdata)  # noqa: SLF001
+            storage = self._find(tensor.untyped_storage())
         except (RuntimeError, ValueError):  # lazy and opaque tensors have no storage, and stay
             return tensor
         if storage is None:

@@ -8,7 +8,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -204,6 +204,15 @@ def storage_in(mapping: mmap.mmap, offset: int, nbytes: int) -> torch.UntypedSto
 def allocate(nbytes: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return new memory without filling it; in deterministic mode, torch.empty would fill it."""
     return as_bytes(torch.UntypedStorage(nbytes, device=device))  # type: ignore[no-untyped-call]
+
+
+def copy_within(target: torch.Tensor, source: torch.Tensor, bounds: Sequence[int]) -> None:
+    """Copy between a device and host memory, in parts that cross no bound."""
+    host = target if target.device.type == "cpu" else source
+    start = host.storage_offset()
+    cuts = [0, *(bound - start for bound in bounds if start < bound < start + host.nbytes), host.nbytes]
+    for first, last in zip(cuts, cuts[1:]):
+        target[first:last].copy_(source[first:last], non_blocking=True)
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cadenza.sidecar.client.offload import device, device_streams, exports, fixed_addresses, unregistered
-from cadenza.sidecar.client.offload.copy_plan import aligned
+from cadenza.sidecar.client.offload.copy_plan import AddressPlan, aligned
 
 Named = tuple[str, torch.Tensor]
 
@@ -66,15 +66,21 @@ class Survey:
     refusal: str | None
     spilled: bool = False
     """The move goes to a file, because host memory is short."""
+    in_place: AddressPlan | None = None
+    """In place of segments: all that torch has on the GPUs moves, and its addresses stay."""
 
     @property
     def host_bytes(self) -> int:
         """Host memory that the move needs."""
+        if self.in_place is not None:
+            return self.in_place.host_bytes
         return 0 if self.spilled else self.nbytes
 
     @property
     def nbytes(self) -> int:
         """Bytes that would move."""
+        if self.in_place is not None:
+            return self.in_place.nbytes
         return sum(segment.nbytes for segment in self.segments)
 
 

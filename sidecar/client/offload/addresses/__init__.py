@@ -1,0 +1,1 @@
+"""Moves at which device addresses stay: over cudaMalloc by virtual memory, where its library was preloaded."""

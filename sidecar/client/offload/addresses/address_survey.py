@@ -1,0 +1,85 @@
+"""Choice between a move at which addresses stay and one of storages, with the reason for the second."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from cadenza.sidecar.client.offload import device, fixed_addresses, storages
+from cadenza.sidecar.client.offload.addresses import preloaded, segment_ranges
+from cadenza.sidecar.client.offload.copy_plan import AddressPlan
+from cadenza.sidecar.client.offload.storages import Survey
+
+HOOK = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+"""With it, torch registers its allocator's segments with NCCL."""
+
+_log = logging.getLogger("cadenza.client")
+
+
+class _Told:
+    """The reason that was logged last; each is said once."""
+
+    reason = ""
+
+
+_told = _Told()
+
+
+def survey(sources: Iterable[tuple[str, object]], *, refuse_resident: bool = False, everything: bool = False) -> Survey:
+    """Find what moves with its addresses kept, all of torch's memory; else survey the storages of the sources.
+
+    The reason why addresses cannot stay is logged once, and added to a refusal of the storages.
+    """
+    found = look()
+    if isinstance(found, AddressPlan):
+        return Survey((), (), None, in_place=found)
+    if found != _told.reason:
+        _told.reason = found
+        _log.warning("device addresses change at a yield: %s", found)
+    result = storages.survey(sources, refuse_resident=refuse_resident, everything=everything)
+    return replace(result, refusal=f"{result.refusal}; addresses cannot stay: {found}") if result.refusal else result
+
+
+def look() -> AddressPlan | str:
+    """Return the move of all that torch has on the GPUs, or the reason why addresses cannot stay."""
+    accelerator, library = device.in_use(), preloaded.library()
+    if accelerator is None:
+        return "the process uses no GPU"
+    if library is None:
+        return (
+            f"{preloaded.NAME} was not loaded when the process started: submit with --cadenza=graphs, or start the "
+            "script by `cadenza run --graphs`"
+        )
+    if error := library.counters().no_driver:
+        return f"the library cannot use the driver (error {error})"
+    refusal = fixed_addresses.allocator_refusal(accelerator.module.get_allocator_backend()) or _registered()
+    snapshot = accelerator.snapshot() if refusal is None else ()
+    if refusal := refusal or _pools(accelerator, snapshot):
+        return refusal
+    served = {one.address: (one.number, one.size) for one in library.segments()}
+    return segment_ranges.plan(snapshot, served)
+
+
+def _registered() -> str | None:
+    """Return the reason why NCCL may have registered torch's memory with other ranks or network cards, if it may."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    if distributed.get_world_size() < 2 or "nccl" not in str(distributed.get_backend()):  # noqa: PLR2004
+        return None
+    if os.environ.get(HOOK, "0") not in {"", "0", "false", "no"}:
+        return f"torch registers its memory with NCCL ({HOOK})"
+    if os.environ.get(preloaded.NCCL_GRAPHS) != "0":
+        return f"NCCL registers the buffers of captured graphs: start the ranks with {preloaded.NCCL_GRAPHS}=0"
+    return None
+
+
+def _pools(accelerator: device.Accelerator, snapshot: Iterable[Any]) -> str | None:
+    """Return the reason why memory pools of the script's own forbid it: buffers there may be registered with NCCL."""
+    pools = fixed_addresses.mem_pools(accelerator)
+    ranges = fixed_addresses.private_ranges(snapshot, pools)
+    return fixed_addresses.pool_refusal(one for one in ranges if one.owner == fixed_addresses.POOL)
