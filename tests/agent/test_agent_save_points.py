@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from agent_rig import Agent
+from agent_rig import Agent, until
 from registered_job import registered
 from test_agent_checkpoint import host  # noqa: F401 (a fixture)
 from test_agent_link import Service, fact, service  # noqa: F401 (a fixture)
@@ -38,6 +38,7 @@ def ranks(host: Agent, place: Path, kind: str) -> Iterator[None]:  # noqa: F811
         command = registered(host.socket, 1, [0], sys.executable, *words)
         jobs.append(subprocess.Popen(command, env=environment))
     try:
+        until(lambda: len(list(place.glob("up.*"))) == len(jobs), "both ranks to train", 60.0)
         yield
     finally:
         for job in jobs:
