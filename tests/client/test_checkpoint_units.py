@@ -266,6 +266,14 @@ def test_a_boundary_that_was_not_seen_decides_nothing() -> None:
     assert units.unit == OWN
 
 
+def test_a_scaler_that_is_disabled_is_no_obstacle_to_the_look_after_a_save(tmp_path: Path) -> None:
+    job = Job(tmp_path, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    job.steps(4)
+    job.keeper.save(4)
+    job.steps(2)
+    assert job.told == (True, False, 6)
+
+
 # --- periodic saves -----------------------------------------------------------------------------------------
 
 

@@ -290,7 +290,8 @@ class Checkpoint:
         tensors = [param for group in groups for param in group["params"]]
         for thing in things:
             if isinstance(thing, torch.amp.GradScaler):
-                scale = (thing._scale, thing._growth_tracker)  # noqa: SLF001
+                # One that is disabled, as on a CPU, has neither.
+                scale = [getattr(thing, name, None) for name in ("_scale", "_growth_tracker")]
                 tensors += [one for one in scale if one is not None]
             elif not groups and isinstance(thing, torch.nn.Module):
                 tensors += [*thing.parameters(), *thing.buffers()]
