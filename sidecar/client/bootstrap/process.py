@@ -11,6 +11,7 @@ from pathlib import Path
 from cadenza.sidecar import wire
 from cadenza.sidecar.client.errors import AgentRefusedError
 from cadenza.sidecar.client.offload import pin_threads
+from cadenza.sidecar.client.offload.addresses.preloaded import ADDRESSES_ENV, STAY
 from cadenza.sidecar.client.session import identity, lease_request, resources
 from cadenza.sidecar.client.session.job_session import Session
 
@@ -63,6 +64,7 @@ def attach(
     refuse_resident: bool = False,
     everything: bool = False,
     spill: str | None = None,
+    addresses: str = "",
 ) -> Session:
     """Register the sources in this process's session, connect it if there is an agent, and return it.
 
@@ -71,6 +73,7 @@ def attach(
     session = prepare()
     session.refuse_resident |= refuse_resident
     session.everything |= everything
+    session.addresses_stay |= (addresses or os.environ.get(ADDRESSES_ENV)) == STAY
     session.spill_to = spill or session.spill_to or os.environ.get(SPILL_ENV, "")
     for name, thing in sources:
         session.register(name, thing)
@@ -84,10 +87,10 @@ def attach(
 
         exports.watch()
         pin_threads.watch()
+        resources.follow_threads()
     return session
 
 
-        resources.follow_threads()
 def outdated_torch() -> str:
     """Return the version of this process's torch if the client cannot work with it; "" otherwise, and without torch."""
     version = str(getattr(sys.modules.get("torch"), "__version__", ""))
