@@ -81,7 +81,7 @@ def test_each_command_and_option_named_on_a_page_exists(page: Path):
             continue
         known = {option for item in command.params for option in (*item.opts, *item.secondary_opts)} | {"--help"}
         known |= set(OPTIONS) if name == "run" else set()  # which the client reads, in the environment of the script
-        unknown = set(re.findall(r"(?<![\w=-])--[a-z-]+", " ".join(words))) - known
+        unknown = set(re.findall(r"(?<![\w='-])--[a-z-]+", " ".join(words))) - known
         assert not unknown, f"cadenza {name}: {unknown}"
 
 
