@@ -303,10 +303,6 @@ class Job:
     nodes: tuple[str, ...] = ()
     """Slurm node names (lanes) of a running or suspended job."""
     required_nodes: tuple[str, ...] = ()
-    scheduled_nodes: tuple[str, ...] = ()
-    """Nodes on which Slurm's backfill plans to start a pending job (squeue(1), SchedNodes); empty: none yet."""
-    expected_start_s: float | None = None
-    """Start of a pending job as Slurm's backfill plans it, seconds since the epoch; None: not planned."""
     barred: frozenset[str] = frozenset()
     """Nodes on which Slurm would not start it now: by its constraint, nodes that it excludes, and reservations."""
     held_at_restart: bool = False
@@ -358,6 +354,11 @@ class Job:
         """Return how the job stands with Slurm."""
         return SlurmState(self.state, self.held, (self.eligible_s or 0.0) <= now_s)
 
+
+LACKS_RESOURCES = frozenset({"Resources", "Priority"})
+"""Slurm's reasons of a pending job that only lacks free resources (squeue(1), JOB REASON CODES)."""
+WAITING_REASONS = LACKS_RESOURCES | {"", "None"}
+"""The same, and of one that Slurm has not looked at yet."""
 
 LONG_END_S = 10.0
 """Time after which a job that is ending counts as stuck: its node gets no other job."""

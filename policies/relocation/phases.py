@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from cadenza.policies.core.actions import Action, MakeWay, Migrate, Place, Release, Requeue, Resize, Resume, Save
 from cadenza.policies.core.decision import Memory
-from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey, Lease, Placement, Share
+from cadenza.policies.core.model import LACKS_RESOURCES, ClusterSnapshot, Job, JobKey, Lease, Placement, Share
 from cadenza.policies.core.move import Leaving, Move, Ordered, Over, Phase, Placed, Prefetching, Requeued, Wanted
 
 MAX_WANTED_S = 600.0
@@ -50,8 +50,6 @@ MAX_START_S = 300.0
 MAX_CROWDED_S = 10.0
 """Time that a resized job waits for the resources of its place, which others may have taken since."""
 REQUEUED_BY_OTHERS = "not moved: its owner or an admin requeued it"
-CROWDED = frozenset({"Resources", "Priority"})
-"""Slurm's reasons of a job that only lacks free resources."""
 MADE_WAY = "was requeued with a checkpoint"
 """Outcome of a move to no nodes."""
 MAX_PLACEMENTS = 2
@@ -301,7 +299,7 @@ def _placed(move: Move, phase: Placed, snapshot: ClusterSnapshot, memory: Memory
     if job.held:
         return _held_again(move, phase, job, snapshot, released=job.key in memory.placed)
     # 3. Others have taken its place.
-    if move.resize and job.state_reason in CROWDED and age_s > MAX_CROWDED_S:
+    if move.resize and job.state_reason in LACKS_RESOURCES and age_s > MAX_CROWDED_S:
         return _crowded_out(move, phase, job)
     # 4. It waits for Slurm, up to a limit.
     if age_s > MAX_START_S:

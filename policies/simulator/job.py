@@ -31,7 +31,7 @@ class SimJob:
     """A job between its submission and its end. Times in seconds since the start of the simulation.
 
     ``queued`` is the job as the simulated slurmctld has it, which the world sets; ``held`` is true while it has been
-    requeued into a hold, and ``scheduled_nodes`` are those that backfill has in mind for it.
+    requeued into a hold.
     """
 
     __slots__ = (
@@ -70,7 +70,6 @@ class SimJob:
         "running",
         "saved_s",
         "saved_work_s",
-        "scheduled_nodes",
         "settled_s",
         "slurm_start_s",
         "speed",
@@ -86,9 +85,7 @@ class SimJob:
         "yields",
     )
 
-    def __init__(  # noqa: PLR0915 (a field each)
-        self, trace: TraceJob, request: tuple[int, int, int], stale: list[SimJob]
-    ) -> None:
+    def __init__(self, trace: TraceJob, request: tuple[int, int, int], stale: list[SimJob]) -> None:
         self.trace = trace
         self.stale = stale
         """Jobs whose record in the last snapshot is out of date."""
@@ -104,7 +101,6 @@ class SimJob:
         self.truth: Profile | None = trace.truth or trace.profile
         self.state: JobState = "PENDING"
         self.state_reason, self.held = "", False
-        self.scheduled_nodes: tuple[str, ...] = ()
         self.required_nodes: tuple[str, ...] = ()
         self.promised: Placement = ()
         """Shares at the place that a Place sends it to; empty: an even spread of its request."""
@@ -216,7 +212,6 @@ class SimJob:
     def record(self, now_s: float) -> Job:
         """Return the job as a snapshot shows it."""
         trace, started = self.trace, self.state != "PENDING"
-        plan = None if started else self.queued.plan
         return Job(
             key=self.key,
             user=trace.user,
@@ -234,8 +229,6 @@ class SimJob:
             start_s=(self.start_s if self.slurm_start_s is None else self.slurm_start_s) if started else None,
             slurm_priority=0 if self.held and not started else self.queued.priority,
             state_reason=self.state_reason,
-            scheduled_nodes=self.scheduled_nodes if plan else (),
-            expected_start_s=plan[0] if plan else None,
             nodes=tuple(share.node for share in self.placement),
             required_nodes=self.required_nodes,
             options=self.options,

@@ -18,8 +18,6 @@ from cadenza.policies.inputs.queue_rules import Account, Qos, QueueRules
 from cadenza.policies.simulator.priority import Facts, Multifactor, Person
 from cadenza.policies.slurm.backfill import Amount, Backfill, Future, Pass, Shares, bits_of, choose, fits
 
-PLANNED = 20
-"""Pending jobs, the first of the queue, whose planned start and nodes a snapshot shows."""
 BY_ORDER = attrgetter("order")
 LIMITS = ("AssocMaxJobsLimit", "AssocGrpGRES", "QOSMaxGRESPerUser", "JobArrayTaskLimit", "Licenses")
 """Slurm's reasons of a job that waits for something else than nodes."""
@@ -30,7 +28,7 @@ class QueuedJob:
 
     __slots__ = (
         "among", "array", "array_limit", "begin_s", "each", "eligible_s", "facts", "gpus", "id", "licenses", "limit_s",
-        "looked", "order", "owner", "partition", "pins", "plan", "priority", "reason", "shown", "site_factor",
+        "looked", "order", "owner", "partition", "pins", "priority", "reason", "shown", "site_factor",
         "submit_s",
     )  # fmt: skip
 
@@ -57,10 +55,8 @@ class QueuedJob:
         self.looked = False
         """True once the main scheduler has seen it, and so has given a reason why it waits."""
         self.reason = ""
-        self.plan: tuple[float, tuple[int, ...]] | None = None
-        """Start and nodes that backfill has in mind for it, where it is among the first."""
         self.shown: tuple[object, ...] = ()
-        """Priority, reason and plan when they were last told."""
+        """Priority and reason when they were last told."""
 
 
 class Scheduler:
@@ -122,7 +118,7 @@ class Scheduler:
         self._calculated_s = 0.0
         self._site: SiteRules | None = None
         self._stale = True
-        """True if reasons and plans are out of date."""
+        """True if reasons are out of date."""
 
     def of_type(self, gpu_type: str) -> int:
         """Return the nodes with GPUs of a type, as bits."""
@@ -133,7 +129,7 @@ class Scheduler:
     def submit(self, job: QueuedJob, now_s: float, *, delay_s: float = 0.0) -> None:
         """Queue a job, from ``delay_s`` on; its age begins then."""
         job.begin_s = job.eligible_s = now_s + delay_s
-        job.plan, job.looked = None, False
+        job.looked = False
         self._prioritize(job, now_s)
         self._stale = True
         if delay_s > 0:
@@ -427,8 +423,8 @@ class Scheduler:
             self._site = self.priorities.site()
         return self._site
 
-    def tell(self, now_s: float) -> Iterator[QueuedJob]:
-        """Yield the queued jobs whose priority, reason or plan is another than at the last call.
+    def tell(self) -> Iterator[QueuedJob]:
+        """Yield the queued jobs whose priority or reason is another than at the last call.
 
         The first of each partition that lacks nodes waits for resources, and those behind it for their priority.
         """
@@ -436,22 +432,14 @@ class Scheduler:
             return
         self._stale = False
         first = dict.fromkeys(self.nodes_of, "Resources")
-        plan, plans = Pass(now_s, self.open, self.backfill), 0
         for job in self.queue:
             reason = self.limit(job)
-            found: tuple[float, tuple[int, ...]] | None = None
             if not reason and job.looked:
                 reason = first[job.partition]
                 if not job.pins:
                     first[job.partition] = "Priority"
-            if plans < PLANNED and job.looked and reason not in LIMITS:
-                plans += 1
-                start_s, spot = plan.earliest(job, self._ends(now_s))
-                if spot:
-                    plan.reserve(start_s, start_s + job.limit_s, bits_of(spot))
-                    found = start_s, tuple(spot)
-            job.reason, job.plan = reason, found
-            if job.shown != (shown := (job.priority, reason, found)):
+            job.reason = reason
+            if job.shown != (shown := (job.priority, reason)):
                 job.shown = shown
                 yield job
 

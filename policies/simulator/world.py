@@ -310,10 +310,9 @@ class World:
 
     def snapshot(self) -> ClusterSnapshot:
         """Return the cluster as it is now; unchanged jobs and nodes are the same objects as before."""
-        for queued in self.queue.tell(self.now_s):
+        for queued in self.queue.tell():
             if isinstance(job := queued.owner, SimJob):
                 job.state_reason = queued.reason
-                job.scheduled_nodes = tuple(self.queue.nodes[at].name for at in queued.plan[1]) if queued.plan else ()
                 job.stale.append(job)
         if self._shown is not None and not self._stale and self.leases is None:
             return self._shown.at(self.now_s)

@@ -108,7 +108,6 @@ class _Job(Struct, frozen=True):
     nodes: Text = ""
     required_nodes: Text = ""
     excluded_nodes: Text = ""
-    scheduled_nodes: Text = ""
     tres_req_str: Text = ""
     tres_alloc_str: Text = ""
     tres_per_job: Text = ""
@@ -238,7 +237,7 @@ def job_fields(job: _Job) -> dict[str, Any]:
         "tres_per_job": counts(job.tres_per_job), "tres_per_node": counts(job.tres_per_node),
         "tres_per_task": counts(job.tres_per_task),
         "allocated_nodes": hosts(job.nodes), "required_nodes": hosts(job.required_nodes),
-        "excluded_nodes": hosts(job.excluded_nodes), "scheduled_nodes": hosts(job.scheduled_nodes),
+        "excluded_nodes": hosts(job.excluded_nodes),
     }  # fmt: skip
 
 

@@ -105,7 +105,6 @@ def job(
         return None
     options, unmanageable = options_of(raw)
     gpus = job_gpus(raw)
-    planned = state == "PENDING" and bool(raw.get("scheduled_nodes")) and bool(raw["start_time"])
     return Job(
         key=JobKey(raw["id"], raw["requeue_count"] or 0),
         user=printable(raw["user_name"] or ""),
@@ -130,8 +129,6 @@ def job(
         eligible_s=float(raw["eligible_time"]) if state == "PENDING" and raw.get("eligible_time") else None,
         nodes=tuple(raw["allocated_nodes"]) if state != "PENDING" and ended_s is None else (),
         required_nodes=tuple(raw["required_nodes"]),
-        scheduled_nodes=tuple(raw["scheduled_nodes"]) if planned else (),
-        expected_start_s=float(raw["start_time"]) if planned else None,
         barred=site.barred(raw)
         if site is not None and (options is not None or (state == "PENDING" and gpus))
         else frozenset(),

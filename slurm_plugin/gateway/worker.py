@@ -122,7 +122,7 @@ class Pyslurm:
 
     def job_fields(self, job: Any) -> dict[str, Any]:
         """Return a job's properties, its lists of nodes as lists."""
-        lists = ("allocated_nodes", "required_nodes", "excluded_nodes", "scheduled_nodes")
+        lists = ("allocated_nodes", "required_nodes", "excluded_nodes")
         return read_fields(job, JOB_FIELDS) | {name: self._hosts(getattr(job, name)) for name in lists}
 
     def _hosts(self, text: str | None) -> list[str]:

@@ -528,18 +528,6 @@ def test_how_long_a_job_is_can_be_stated() -> None:
 # --- Slurm's own queue ---------------------------------------------------------------------------------
 
 
-def test_where_and_when_slurm_plans_a_pending_job_is_known() -> None:
-    plan = {"state": "PENDING", "scheduled_nodes": ["node1", "node2"], "start_time": 2000}
-    found = job(raw_job(**plan), NOW_S)
-    assert found is not None
-    assert (found.scheduled_nodes, found.expected_start_s) == (("node1", "node2"), 2000.0)
-    # Without nodes the time is the job's own, as of --begin; and the plan of a job that runs is over.
-    for other in ({"scheduled_nodes": []}, {"start_time": None}, {"state": "RUNNING"}):
-        found = job(raw_job(**plan | other), NOW_S)
-        assert found is not None
-        assert (found.scheduled_nodes, found.expected_start_s) == ((), None)
-
-
 def test_nodes_are_barred_to_every_job_with_gpus_that_waits() -> None:
     """Room may be made for a job that did not opt in, on nodes that Slurm would give it only."""
     apart = {"comment": "", "constraints": ["none-has-it"], "num_nodes": 1}

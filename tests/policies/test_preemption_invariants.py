@@ -50,14 +50,11 @@ def snapshot_of(rng: Random) -> tuple[ClusterSnapshot, Memory]:
     for _ in range(rng.randint(0, 12)):
         number += 1
         gpus = rng.choice((1, 1, 2, 4, 8, 16))
-        reserved = rng.random() < 0.3
         jobs.append(job(
             number, gpus=gpus, cpus=gpus, memory_mb=1000, num_nodes=-(-gpus // 8), state="PENDING",
             state_reason=rng.choice(REASONS), user=rng.choice("abc"), account=rng.choice("xy"),
             qos=rng.choice(("low", "normal")), slurm_priority=rng.randint(1, 30_000), name=rng.choice(("known", "new")),
             time_limit_s=rng.choice((60.0, HOUR, 48 * HOUR)), options=Options() if rng.random() < 0.7 else None,
-            scheduled_nodes=tuple(rng.sample(hosts, 1)) if reserved else (),
-            expected_start_s=NOW + rng.choice((60.0, HOUR)) if reserved else None,
         ))  # fmt: skip
     site = SiteRules(
         weights={"age": 5_000, "fairshare": 10_000},

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from heapq import nsmallest
 
-from cadenza.policies.core.model import ClusterSnapshot, Job, SiteRules
-from cadenza.policies.sharing.state.sharing_state import WAITING_REASONS
+from cadenza.policies.core.model import WAITING_REASONS, ClusterSnapshot, Job, SiteRules
 from cadenza.policies.sharing.state.site_limits import Limits
 
 MAX_TESTED = 100

@@ -21,11 +21,11 @@ from collections import Counter
 from math import inf
 
 from cadenza.policies.core.decision import Memory
-from cadenza.policies.core.model import ClusterSnapshot, Job, JobKey
+from cadenza.policies.core.model import WAITING_REASONS, ClusterSnapshot, Job, JobKey
 from cadenza.policies.relocation.phases import MAX_START_S
 from cadenza.policies.sharing.state.host import Resident, ResourceRequest
 from cadenza.policies.sharing.state.settings import SharingSettings
-from cadenza.policies.sharing.state.sharing_state import WAITING_REASONS, SharingState
+from cadenza.policies.sharing.state.sharing_state import SharingState
 
 OTHERS = "has been given to other jobs by Slurm"
 BARRED = "is reserved or does not meet its constraint any more"

@@ -30,9 +30,6 @@ from cadenza.policies.sharing.state.groups import Group, group_keys, partners, s
 from cadenza.policies.sharing.state.host import HostState, Resident, ResourceRequest, Seat, observe_hosts
 from cadenza.policies.sharing.state.settings import GandivaSettings, SharingSettings
 
-WAITING_REASONS = frozenset({"", "None", "Resources", "Priority"})
-"""Slurm's reasons of a pending job that only lacks free resources."""
-
 MAX_ROOM_SEARCHES = 8
 """Pending jobs that room is searched for in one round."""
 

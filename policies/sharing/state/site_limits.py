@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from cadenza.policies.core.model import Job
+from cadenza.policies.core.model import WAITING_REASONS, Job
 
 Scope: TypeAlias = tuple[str, str, str]
 """A kind of limit, and who is bound by it."""
 
-NOT_LOOKED_AT = frozenset({"", "None", "Priority"})
+NOT_LOOKED_AT = WAITING_REASONS - {"Resources"}
 """Reasons of jobs that Slurm has not looked at on their own."""
-NO_LIMITS = NOT_LOOKED_AT | {"Resources"}
 OF_ONE_JOB = ("PerJob", "PerNode", "PerCPU", "MinCpu", "MinGRES", "MinMemory", "TimeLimit", "WallDuration")
 """Parts of the names of limits on what one job may ask for: others are not bound by them."""
 
@@ -28,7 +27,7 @@ class Limits:
         self._at_limit = {
             scope: job.state_reason
             for job in pending
-            if job.state_reason not in NO_LIMITS and (scope := _scope(job, job.state_reason))
+            if job.state_reason not in WAITING_REASONS and (scope := _scope(job, job.state_reason))
         }
 
     @property
