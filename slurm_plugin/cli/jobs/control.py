@@ -159,7 +159,9 @@ def _job_of(action: Action) -> int | None:
 def run(*, words: tuple[str, ...]) -> None:
     """Run a training script unchanged, able to share its GPU: `cadenza run -- python train.py`.
 
-    The exit code is the script's own.
+    The exit code is the script's own. Options come before the command: --rehearse-move [--steps N] moves it on this
+    machine, and compares each step with a run that was not moved; --saves PATTERN lets a script make way that saves and
+    resumes by itself, with --resume-arg ARGUMENT ({path}: the newest checkpoint) and --save-signal NAME.
     """
     from cadenza.sidecar.client.bootstrap.run_script import main  # noqa: PLC0415
 
