@@ -91,7 +91,7 @@ class Arrival:
             _settled.add((self._who.job, self._who.restart))
 
     def heed(self, message: dict[str, Any]) -> bool:
-        """Take in a message of the agent, in the link's thread; return True if it is for nobody else."""
+        """Take in a message of the agent, in the link's thread; return True if no boundary waits for it."""
         if message["type"] in ("commit", "save"):
             self._goal = int(message.get("order", 0)), str(message.get("goal", ""))
         if message.get("receipt") is None or message["type"] not in ("attached", "receipt"):
