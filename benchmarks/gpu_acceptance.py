@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 BLOCKS = {
     "moves": ("gpu_checks.py", "ABCH", 165.0),
-    "features": ("gpu_features.py", "CDFH", 205.0),
+    "features": ("gpu_features.py", "BCDFH", 205.0),
     "processes": ("gpu_checks.py", "CFG", 55.0),
     "turns": ("gpu_alternation.py", "EF", 175.0),
 }

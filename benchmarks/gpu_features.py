@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import gpu_addresses
 import torch
 from gpu_checks import MIB, Gpu, PlainCopy, available_mib
 from gpu_rows import Figures, MissedError, NotRunError, check, chosen, require, tell
@@ -382,6 +383,9 @@ ROLES: dict[str, tuple[Check, dict[str, str]]] = {
     "C torch.compile's CUDA graphs refuse by name": (cudagraph_trees, {}),
     "C a graph behind gc.freeze() refuses": (hidden_graph, {}),
     "C cudaMallocAsync refuses by name": (async_allocator, {ALLOCATOR: "backend:cudaMallocAsync"}),
+    "C addresses that stay: CUDA graphs, 50 yields": (functools.partial(gpu_addresses.row, "graphs"), {}),
+    "B addresses that stay: 512 segments of 2 MiB": (functools.partial(gpu_addresses.row, "small"), {}),
+    "B addresses that stay: 40 GiB": (functools.partial(gpu_addresses.row, "large"), {}),
     "D a large language model": (large_model, {}),
     "F the driver's trial of doctor --gpu": (driver_trial, {}),
     "F NCCL's watchdog keeps a process from freezing": (watchdog, {}),

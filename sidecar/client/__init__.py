@@ -62,8 +62,8 @@ def attach(  # noqa: PLR0913 - one for each kind of state, and what may happen t
     directory on a disk of the node to which state goes when host memory is short.
 
     With ``addresses="stay"`` all memory that torch has on the GPU moves and comes back at its addresses, so that CUDA
-    graphs and captured pointers go on. The process must have been started for it: `sbatch --cadenza=graphs`, or
-    `cadenza run --graphs`. Where it cannot be done the reason is logged, and the addresses change as without it.
+    graphs and captured pointers go on. The process must have been started by `cadenza run --graphs`. Where it cannot
+    be done the reason is logged, and the addresses change as without it.
     """
     from cadenza.sidecar.client.bootstrap import process  # noqa: PLC0415
 

@@ -50,10 +50,7 @@ def look() -> AddressPlan | str:
     if accelerator is None:
         return "the process uses no GPU"
     if library is None:
-        return (
-            f"{preloaded.NAME} was not loaded when the process started: submit with --cadenza=graphs, or start the "
-            "script by `cadenza run --graphs`"
-        )
+        return f"{preloaded.NAME} was not loaded when the process started: start the script by `cadenza run --graphs`"
     if error := library.counters().no_driver:
         return f"the library cannot use the driver (error {error})"
     refusal = fixed_addresses.allocator_refusal(accelerator.module.get_allocator_backend()) or _registered()

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ADDRESSES_ENV = "CADENZA_ADDRESSES"
-"""Set to STAY by the SPANK plugin in the tasks of a job that asks for it, and by ``cadenza run --graphs``."""
+"""Set to STAY by ``cadenza run --graphs``, or by the user: the process asks for addresses that stay."""
 STAY = "stay"
 NAME = "libcadenza-addresses.so"
 PLACES = (Path(__file__).resolve().parents[3] / "agent" / "addresses" / NAME, Path("/usr/lib/cadenza") / NAME)
