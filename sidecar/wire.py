@@ -43,7 +43,7 @@ Fields (those in brackets may be missing; an unknown one is ignored)
                   [failed] (after ``resume``: the GPU fails)
     ``resumed``   copy_s [order] [standing] (to a ``resume`` with ``together``, until ``commit`` or ``cancel``)
     ``checkpointed``  order step bytes seconds paths (list of absolute paths, one of each saver; empty only with error)
-                  [error] (it failed: nothing is lost, the rank runs on)
+                  [lost_s] (training since then that is repeated) [error] (it failed: nothing is lost, the rank runs on)
     ``requeued_by``  owner (``lightning``, ``submitit``; "" takes it back)
     ``lease``     state [reason]
     ``restored``  path step;  ``unrestored``: reason

@@ -165,6 +165,8 @@ class Checkpointed(msgspec.Struct, frozen=True):
     seconds: Seconds = 0.0
     paths: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_SAVERS)] = ()
     """Absolute, one of each saver."""
+    lost_s: Seconds = 0.0
+    """Training since then that the restart repeats."""
     error: Text = ""
 
     @property

@@ -503,6 +503,8 @@ class StopCoordinator:
         stop.copy_s = max(stop.copy_s, message.seconds)
         stop.bytes = max(stop.bytes, message.bytes)
         run.note = f"checkpoint of step {message.step}: {', '.join(stop.paths)}"
+        if message.lost_s:
+            run.note += f"; {message.lost_s:.0f} s of training since then are repeated"
 
     def spill(self, lease: Lease, reason: str) -> None:
         """Have the ranks of a job that is out move their state from host memory to their disk."""

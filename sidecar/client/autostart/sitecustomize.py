@@ -45,8 +45,10 @@ else:
     sys.meta_path.append(ClientFinder)
     try:
         from cadenza.sidecar.client.bootstrap.auto import install
+        from cadenza.sidecar.client.bootstrap.script_saves_options import watch
     except ImportError as error:
         sys.stderr.write(f"cadenza run: {sys.executable} cannot attach: {error}\n")
     else:
         install()
+        watch()
 _next_sitecustomize()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from cadenza.sidecar import wire
+from cadenza.sidecar.client.bootstrap import script_saves
 from cadenza.sidecar.client.errors import AgentRefusedError
 from cadenza.sidecar.client.offload import pin_threads
 from cadenza.sidecar.client.offload.addresses.preloaded import ADDRESSES_ENV, STAY
@@ -88,6 +89,8 @@ def attach(
         exports.watch()
         pin_threads.watch()
         resources.follow_threads()
+    if script_saves.SAVES_ENV in os.environ:
+        script_saves.follow(session)
     return session
 
 

@@ -7,8 +7,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from cadenza.sidecar.client.bootstrap import script_saves_options
+from cadenza.sidecar.client.bootstrap.script_saves_options import RESUME_ARG, SAVE_SIGNAL, SAVES
+from cadenza.sidecar.client.offload.addresses import preloaded
+
 AUTOSTART = Path(__file__).resolve().parents[1] / "autostart"
-USAGE = "usage: cadenza run [--] COMMAND [ARGUMENT…]\n"
+USAGE = """\
+usage: cadenza run [--graphs] [--] COMMAND [ARGUMENT…]
+       cadenza run --saves PATTERN [--resume-arg ARGUMENT] [--save-signal NAME] [--] COMMAND [ARGUMENT…]
+       cadenza run --rehearse-move [--steps N] -- COMMAND [ARGUMENT…]
+"""
+REHEARSE, STEPS = "--rehearse-move", "--steps"
+"""Moves the command on this machine, and compares so many steps; see ``rehearsal``."""
+GRAPHS = "--graphs"
+"""Device addresses stay at a yield."""
+OPTIONS = {GRAPHS: 0, REHEARSE: 0, STEPS: 1, SAVES: 1, RESUME_ARG: 1, SAVE_SIGNAL: 1}
+"""Number of values of each option."""
 BAD_INPUT = 2
 
 
@@ -16,7 +30,41 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the command's environment: this process's, with the autostart directory first in PYTHONPATH."""
     others = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry != str(AUTOSTART)]
     path = os.pathsep.join([str(AUTOSTART), *filter(None, others)])
-    return {**environ, "PYTHONPATH": path}
+    return with_addresses({**environ, "PYTHONPATH": path})
+
+
+def with_addresses(environ: dict[str, str]) -> dict[str, str]:
+    """Return an environment that preloads the library of addresses that stay, if it asks for them."""
+    if environ.get(preloaded.ADDRESSES_ENV) != preloaded.STAY:
+        return environ
+    place = preloaded.path()
+    if place is None:
+        places = " or ".join(map(str, preloaded.PLACES))
+        sys.stderr.write(f"cadenza run: there is no {places}: device addresses change at a yield\n")
+        return environ
+    return preloaded.environment(environ, place)
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the options at the beginning of a command line, with their values, and the command.
+
+    >>> split(["--steps", "20", "--", "python", "train.py", "--graphs"])
+    (['--steps', '20'], ['python', 'train.py', '--graphs'])
+    """
+    place = 0
+    while place < len(argv) and (name := argv[place].partition("=")[0]) in OPTIONS:
+        place += 1 + (OPTIONS[name] if name == argv[place] else 0)
+    return list(argv[:place]), list(argv[place + (argv[place : place + 1] == ["--"]) :])
+
+
+def _values(options: Sequence[str]) -> dict[str, str]:
+    """Return the values of the options about the script's own checkpoints, by name."""
+    found = {}
+    for place, word in enumerate(options):
+        name, equals, value = word.partition("=")
+        if name in (SAVES, RESUME_ARG, SAVE_SIGNAL):
+            found[name] = value if equals else "".join(options[place + 1 : place + 2])
+    return found
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,12 +72,25 @@ def main(argv: Sequence[str]) -> int:
 
     Python's own flags -I, -E and -S switch this off for the Python process that gets them.
     """
-    command = list(argv[1:] if argv[:1] == ["--"] else argv)
+    options, command = split(argv)
+    if REHEARSE in options:
+        from cadenza.sidecar.client.bootstrap import rehearsal  # noqa: PLC0415 - few need it
+
+        return rehearsal.main(options, command)
+    saves = _values(options)
+    if reason := script_saves_options.refusal(saves, command, os.environ):
+        sys.stderr.write(f"cadenza run: {reason}\n")
+        return BAD_INPUT
+    environ = dict(os.environ)
+    if saves and command:
+        command = script_saves_options.prepare(saves, command, environ)
+    if GRAPHS in options:
+        environ[preloaded.ADDRESSES_ENV] = preloaded.STAY
     if not command or command[0] in {"-h", "--help"}:
         sys.stderr.write(USAGE)
         return 0 if command else BAD_INPUT
     try:
-        os.execvpe(command[0], command, environment(os.environ))  # noqa: S606
+        os.execvpe(command[0], command, environment(environ))  # noqa: S606
     except OSError as error:
         sys.stderr.write(f"cadenza run: {command[0]}: {error.strerror or error}\n")
         return BAD_INPUT

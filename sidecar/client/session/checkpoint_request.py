@@ -33,6 +33,8 @@ class Saved:
     step: int
     nbytes: int = 0
     path: str = ""
+    lost_s: float = 0.0
+    """Training since then that a restart repeats, in seconds."""
 
 
 Saver = Callable[[], object]

@@ -302,6 +302,8 @@ class Session(StepCounters):
             self.words[STOP] = 0
         if reply := link.take_reply():
             self._adopt(reply)
+        if self._deferred_checkpoint is not None:  # one that is complete by now is reported here
+            _call_all((*self.looks,))
         order = self.words[wire.PAGE_ORDER]
         if self._without_lease or self._state == wire.STATE_YIELDED:
             self._stand(self._wait_for_lease, link, order)
