@@ -181,6 +181,9 @@ def test_a_job_that_cannot_save_says_why(tmp_path: Path) -> None:
         ("--steps x --rehearse-move python", "takes a number from 2 on"),
         ("--rehearse-move -- /usr/bin/srun python train.py", "srun starts processes on other hosts"),
         ("--rehearse-move -- no-such-command", "there is no such command"),
+        ("--rehearse-move --saves out/*.pt -- python", "each run needs checkpoints of its own"),
+        ("--rehearse-move --saves=out/*.pt -- python", "each run needs checkpoints of its own"),
+        ("--steps=0 --rehearse-move -- python", "takes a number from 2 on"),
     ],
 )
 def test_bad_use_is_named(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

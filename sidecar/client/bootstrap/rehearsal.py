@@ -21,6 +21,7 @@ from cadenza.sidecar.client.bootstrap.process import REHEARSAL_ENV
 from cadenza.sidecar.client.bootstrap.rehearsal_agent import Outcome, ScriptedAgent
 from cadenza.sidecar.client.bootstrap.rehearsal_compare import Record, Unrecordable
 from cadenza.sidecar.client.bootstrap.run_script import BAD_INPUT, REHEARSE, STEPS
+from cadenza.sidecar.client.bootstrap.script_saves_options import SAVES
 
 DEFAULT_STEPS = 30
 JOB = "1"
@@ -66,7 +67,7 @@ class Rehearsal:
         self, command: Sequence[str], folder: Path, environ: Mapping[str, str], options: Sequence[str] = ()
     ) -> None:
         self._command, self._folder, self._environ, self._options = list(command), folder, environ, list(options)
-        self.loses = "--saves" in {option.partition("=")[0] for option in options}
+        self.loses = SAVES in options
         """Its job goes on from its own checkpoints, so that the steps after the last one are lost."""
         self._receipt: dict[str, Any] = {}
         """Receipt for the next start of the job that is moved."""
@@ -88,8 +89,9 @@ class Rehearsal:
         scratch.mkdir(parents=True, exist_ok=True)
         address = self._folder / f"{name}{restart}.sock"
         output = folder / f"output-{restart}.txt"
-        command = [sys.executable, "-m", "cadenza.sidecar.client.bootstrap.run_script", *self._options, "--"]
-        command += [word.replace(SCRATCH, str(scratch)) for word in self._command]
+        words = [*self._options, "--", *self._command]
+        command = [sys.executable, "-m", "cadenza.sidecar.client.bootstrap.run_script"]
+        command += [word.replace(SCRATCH, str(scratch)) for word in words]
         kept = {key: value for key, value in self._environ.items() if not key.startswith(("SLURM_", "CADENZA_"))}
         ours = {"SLURM_JOB_ID": JOB, "SLURM_RESTART_COUNT": str(restart), wire.SOCKET_ENV: str(address)}
         if not restart:
@@ -264,20 +266,31 @@ def main(options: Sequence[str], command: Sequence[str]) -> int:
 
     Returns 0 if the move changed nothing, 1 if it did or could not be made, and 2 for bad use.
     """
-    others, steps = [option for option in options if option != REHEARSE], DEFAULT_STEPS
+    words = [part for option in options for part in (option.split("=", 1) if _is_ours(option) else [option])]
+    others, steps = [word for word in words if word != REHEARSE], DEFAULT_STEPS
     if STEPS in others:
         at = others.index(STEPS)
         number = "".join(others[at + 1 : at + 2])
         steps = int(number) if number.isascii() and number.isdigit() else 0
         del others[at : at + 2]
-    if fault := _fault(command, steps):
+    if fault := _fault(others, command, steps):
         _say(fault)
         return BAD_INPUT
     return rehearse(command, others, steps, os.environ)
 
 
-def _fault(command: Sequence[str], steps: int) -> str:
+def _is_ours(option: str) -> bool:
+    return option.partition("=")[0] in (STEPS, SAVES)
+
+
+def _fault(options: Sequence[str], command: Sequence[str], steps: int) -> str:
     """Return why a command line cannot be rehearsed; "" if it can."""
+    saves = options[options.index(SAVES) + 1 :][:1] if SAVES in options else [SCRATCH]
+    if not saves or not saves[0].startswith(SCRATCH):
+        return (
+            f"{SAVES}: each run needs checkpoints of its own; {SCRATCH} stands for its folder, as in "
+            f"{SAVES} '{SCRATCH}/*.pt' -- python train.py --out={SCRATCH}"
+        )
     if not command:
         return f"{REHEARSE} needs a command: cadenza run {REHEARSE} -- python train.py"
     if steps < 2:  # noqa: PLR2004

@@ -26,6 +26,8 @@ from cadenza.sidecar.client.session import identity
 
 PACE_S = 0.01
 """Shortest time of a step, so that the rehearsal's agent, which looks at the pages now and then, sees each one."""
+PACE_SAVES_S = 0.25
+"""The same for a script whose own checkpoints are looked for on the disk."""
 MAX_LOSSES = 1024
 """Losses of one step that are kept; an accumulation has one for each micro-batch."""
 
@@ -92,7 +94,7 @@ class Recorder:
         self._write(
             {"kind": "step", "losses": losses, "buffers": buffers, "generators": numbers, **self._state(optimizer)}
         )
-        threading.Event().wait(PACE_S)
+        threading.Event().wait(PACE_SAVES_S if "CADENZA_SAVES" in os.environ else PACE_S)
 
     def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return an optimizer's number, its learning rates, and checksums of its parameters and own state."""
