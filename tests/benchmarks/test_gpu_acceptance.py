@@ -50,7 +50,7 @@ def test_all_that_needs_no_gpu_passes_on_the_simulated_one(tmp_path: Path) -> No
     code, rows = accepted(tmp_path)
     assert {name for name, row in rows.items() if row["outcome"] == "FAILED"} == set(), rows
     assert {name: row["why"] for name, row in rows.items() if row["outcome"] == "not run"}.keys() == NEEDS_A_GPU
-    assert (code, len(rows)) == (0, 37)
+    assert (code, len(rows)) == (0, 40)
     assert rows["B the GPU is free after a yield"]["figures"]["held_MiB"] > 12
     assert rows["H interrupts in the copy"]["figures"]["interrupts"] == 5
 

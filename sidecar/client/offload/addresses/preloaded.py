@@ -13,7 +13,7 @@ ADDRESSES_ENV = "CADENZA_ADDRESSES"
 STAY = "stay"
 NAME = "libcadenza-addresses.so"
 PLACES = (Path(__file__).resolve().parents[3] / "agent" / "addresses" / NAME, Path("/usr/lib/cadenza") / NAME)
-"""Where `make` leaves it in this tree, and where the agent's package has it."""
+"""The place in this tree after `make`, and the one after `make install`."""
 NCCL_GRAPHS = "NCCL_GRAPH_REGISTER"
 """NCCL registers the buffers of captured collectives with the other ranks, whose mappings would not survive a yield."""
 OUT_OF_MEMORY = 2
@@ -81,7 +81,7 @@ class Library:
         return int(self._resume())
 
     def counters(self) -> Counters:
-        """Return what the library has done."""
+        """Return the library's figures."""
         found = Counters()
         self._count(found)
         return found
