@@ -19,8 +19,6 @@ from cadenza.policies.simulator.priority import Facts, Multifactor, Person
 from cadenza.policies.slurm.backfill import Amount, Backfill, Future, Pass, Shares, bits_of, choose, fits
 
 BY_ORDER = attrgetter("order")
-LIMITS = ("AssocMaxJobsLimit", "AssocGrpGRES", "QOSMaxGRESPerUser", "JobArrayTaskLimit", "Licenses")
-"""Slurm's reasons of a job that waits for something else than nodes."""
 
 
 class QueuedJob:
