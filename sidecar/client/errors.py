@@ -52,7 +52,7 @@ class InUseError(CheckpointError):
 
 
 class LostCheckpointError(CheckpointError):
-    """What a moved job was requeued with is not what it finds; the message names both. Its user must mend the path."""
+    """A moved job does not find the checkpoint that it was requeued with; the message names both. Its user must mend the path."""
 
 
 class MismatchError(CheckpointError):

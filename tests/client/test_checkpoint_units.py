@@ -14,7 +14,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza.sidecar import client
 from cadenza.sidecar.client.checkpoints import CheckpointError, Restored, ResumableSampler, checkpoint
-from cadenza.sidecar.client.checkpoints.units import BOUNDARY, NAMED_TOO_EARLY, NO_UNIT, NOT_NAMED_AGAIN, OWN, Units
+from cadenza.sidecar.client.checkpoints.step_units import (
+    BOUNDARY,
+    NAMED_TOO_EARLY,
+    NO_UNIT,
+    NOT_NAMED_AGAIN,
+    OWN,
+    Units,
+)
 from cadenza.sidecar.client.errors import UsageError
 
 

@@ -14,7 +14,7 @@ from cadenza.sidecar.client.bootstrap.rehearsal_record import place
 from cadenza.sidecar.client.checkpoints.checkpoint import Checkpoint
 from cadenza.sidecar.client.checkpoints.parts import own_parts, parts_of
 from cadenza.sidecar.client.checkpoints.resumable_sampler import ResumableSampler
-from cadenza.sidecar.client.checkpoints.units import Restored
+from cadenza.sidecar.client.checkpoints.step_units import Restored
 from cadenza.sidecar.client.errors import (
     CheckpointError,
     DamagedError,
@@ -92,4 +92,8 @@ def _tell_once(sampler: Any, own: Any) -> None:
         ["anything else of the script's own, such as best values, an EMA or generators (own=)"] if own is None else []
     )
     if absent:
-        _log.warning("a restore brings back what this checkpoint was given, and not %s", "; nor ".join(absent))
+        _log.log(
+            logging.WARNING if loaders else logging.INFO,
+            "a restore brings back what this checkpoint was given, and not %s",
+            "; nor ".join(absent),
+        )

@@ -27,7 +27,7 @@ from cadenza.sidecar.client.checkpoints.reading import Loaded, Skipped
 from cadenza.sidecar.client.checkpoints.resumable_sampler import ResumableSampler
 from cadenza.sidecar.client.checkpoints.round_trip import RoundTrips
 from cadenza.sidecar.client.checkpoints.staging import SHARDED, Staging
-from cadenza.sidecar.client.checkpoints.units import NAMED, OWN, Restored, Units
+from cadenza.sidecar.client.checkpoints.step_units import NAMED, OWN, Restored, Units
 from cadenza.sidecar.client.errors import CheckpointError, InUseError, MismatchError, SaveError, UsageError
 from cadenza.sidecar.client.offload.held_signals import HeldSignals
 from cadenza.sidecar.client.session.checkpoint_request import Saved
@@ -148,12 +148,12 @@ class Checkpoint:
             # 1. Keep other writers out, and find the newest checkpoint that is intact on all ranks.
             self.wait()
             self._ranks.roll_call("restore()")
-            self._writer.hold(make=False)
+            known = self._writer.hold(make=False)
             search = reading.newest(self._directory, self._ranks)
             self.skipped = tuple(search.skipped)
             loaded = search.loaded
             # 2. Check on all ranks that it is this job's, and fits it; nothing is changed before.
-            self._ranks.all_ranks(lambda: self._admit(loaded, adopt=adopt))
+            self._ranks.all_ranks(lambda: self._admit(loaded, adopt=adopt, known=known))
             if loaded is None:
                 return None
             targets = self._ranks.all_ranks(lambda: self._check(loaded))
@@ -300,7 +300,7 @@ class Checkpoint:
         return tuple(tensor._version for tensor in tensors if not tensor.is_inference())  # noqa: SLF001
 
     def _look(self) -> None:
-        """Learn, at a boundary beside the hot loop, what is known of the steps; save if a periodic save is due."""
+        """Learn, at a boundary outside the hot loop, what is known of the steps; save if a periodic save is due."""
         try:
             self._learn()
         except Exception as error:  # noqa: BLE001 - the objects' own code; the training goes on
@@ -466,13 +466,15 @@ class Checkpoint:
 
     # --- restoring -----------------------------------------------------------------------------------------
 
-    def _admit(self, loaded: Loaded | None, *, adopt: bool) -> None:
+    def _admit(self, loaded: Loaded | None, *, adopt: bool, known: bool) -> None:
         """Raise unless what was found is this job's, and what it was moved with."""
         if loaded is not None and not adopt:
             check_owner(loaded.place.path, loaded.facts.owner, owner_here())
         if adopt:
             self._writer.owner = None
         found = None if loaded is None else loaded.place.path
+        if found is None and known and self._session.arrival.receipt() is None:
+            return  # the start before looked in this directory, too, and nothing was saved
         self._session.arrival.check(self._directory, found, None if loaded is None else loaded.place.step)
 
     def _check(self, loaded: Loaded) -> dict[str, torch.Tensor]:

@@ -102,10 +102,11 @@ class WriterLock:
         self._file = -1
         self._warned = False
 
-    def hold(self, wait: Callable[[float], object], *, make: bool) -> None:
+    def hold(self, wait: Callable[[float], object], *, make: bool) -> bool:
         """Take the lock, or see that it is still there; raise InUseError when another process keeps it.
 
-        Without ``make``, a directory that is missing or read-only needs none: nothing is written there.
+        Without ``make``, a directory that is missing or read-only needs none: nothing is written there. Returns whether
+        an earlier process of the same job has had it.
         """
         with _registered:
             before = _held.get(self._key)
@@ -114,7 +115,7 @@ class WriterLock:
                 self._file, before._file = before._file, -1  # noqa: SLF001
             _held[self._key] = self
         if not self._open(make=make):
-            return
+            return False
         waited, limit = 0.0, OTHER_WAIT_S
         while not self._try():
             holder, told = self._holder()
@@ -130,7 +131,9 @@ class WriterLock:
                 _log.warning("%s: waiting up to %.0f s for %s (%s) to end", self._directory, limit, told, holder)
             waited += POLL_S
             wait(POLL_S)
+        before_this, _ = self._holder()
         self._sign()
+        return bool(before_this.job) and before_this.job == self._owner.job
 
     def release(self) -> None:
         """Let another writer in."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cadenza.sidecar.client.checkpoints.units import Restored
+from cadenza.sidecar.client.checkpoints.step_units import Restored
 from cadenza.sidecar.client.errors import UsageError
 from cadenza.sidecar.client.offload import device
 

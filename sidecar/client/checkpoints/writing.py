@@ -69,9 +69,12 @@ class Writer:
         self._broken = ""
         """The reason why the ranks' group cannot be used any more."""
 
-    def hold(self, *, make: bool) -> None:
-        """Keep other writers out of the directory; a collective call. Raises InUseError."""
-        self._ranks.rank_0(
+    def hold(self, *, make: bool) -> bool:
+        """Keep other writers out of the directory; a collective call. Raises InUseError.
+
+        Returns whether an earlier start of this job was there.
+        """
+        return self._ranks.rank_0(
             lambda: self.patience.run(self._directory, lambda: self._lock.hold(files.wait_moving, make=make))
         )
 

@@ -46,7 +46,7 @@ class Restored(int):
 
 
 class Units:
-    """What is known of the script's unit of steps. Nothing is guessed: a number comes from the script.
+    """The unit of the script's steps, as far as it is known. Nothing is guessed: a number comes from the script.
 
     A script that saves step N after N training boundaries counts its steps by boundaries. One save is not enough to
     see it, because a script may number the step that it has just done by N or by N - 1: where the boundary comes
