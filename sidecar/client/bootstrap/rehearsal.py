@@ -20,16 +20,17 @@ from cadenza.sidecar.client.bootstrap import rehearsal_compare
 from cadenza.sidecar.client.bootstrap.process import REHEARSAL_ENV
 from cadenza.sidecar.client.bootstrap.rehearsal_agent import Outcome, ScriptedAgent
 from cadenza.sidecar.client.bootstrap.rehearsal_compare import Record, Unrecordable
-from cadenza.sidecar.client.bootstrap.run_script import BAD_INPUT, REHEARSE, STEPS
 from cadenza.sidecar.client.bootstrap.script_saves_options import SAVES
 
+REHEARSE, STEPS = "--rehearse-move", "--steps"
+"""Options of ``cadenza run``: to rehearse, and the number of optimizer steps to compare."""
 DEFAULT_STEPS = 30
 JOB = "1"
 SCRATCH = "{scratch}"
 """Stands in a command for a folder of the rehearsal's own, such as a script's output directory."""
 SLURM_STARTERS = frozenset({"srun", "sbatch", "salloc"})
 LAST_LINES = 5
-IDENTICAL, DIFFERS = 0, 1
+IDENTICAL, DIFFERS, BAD_INPUT = 0, 1, 2
 
 
 @dataclass

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cadenza.sidecar.client.bootstrap import script_saves_options
+from cadenza.sidecar.client.bootstrap import rehearsal, script_saves_options
+from cadenza.sidecar.client.bootstrap.rehearsal import REHEARSE, STEPS
 from cadenza.sidecar.client.bootstrap.script_saves_options import RESUME_ARG, SAVE_SIGNAL, SAVES
 from cadenza.sidecar.client.offload.addresses import preloaded
 
@@ -17,8 +18,6 @@ usage: cadenza run [--graphs] [--] COMMAND [ARGUMENT…]
        cadenza run --saves PATTERN [--resume-arg ARGUMENT] [--save-signal NAME] [--] COMMAND [ARGUMENT…]
        cadenza run --rehearse-move [--steps N] -- COMMAND [ARGUMENT…]
 """
-REHEARSE, STEPS = "--rehearse-move", "--steps"
-"""Moves the command on this machine, and compares so many steps; see ``rehearsal``."""
 GRAPHS = "--graphs"
 """Device addresses stay at a yield."""
 OPTIONS = {GRAPHS: 0, REHEARSE: 0, STEPS: 1, SAVES: 1, RESUME_ARG: 1, SAVE_SIGNAL: 1}
@@ -74,8 +73,6 @@ def main(argv: Sequence[str]) -> int:
     """
     options, command = split(argv)
     if REHEARSE in options:
-        from cadenza.sidecar.client.bootstrap import rehearsal  # noqa: PLC0415 - few need it
-
         return rehearsal.main(options, command)
     saves = _values(options)
     if reason := script_saves_options.refusal(saves, command, os.environ):
