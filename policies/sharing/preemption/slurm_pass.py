@@ -60,7 +60,7 @@ class RoundNodes:
         return Future(self.now_s, self.free, self.running.values(), self.lanes)
 
     def future_without(self, gone: Iterable[JobKey]) -> Future:
-        """Return what is free as the round begins and later, with some of the jobs gone."""
+        """Return the free resources as the round begins, and later ones, with some of the jobs gone."""
         future = self._future.copy()
         for key in gone:
             future.leave(*self.running[key])
