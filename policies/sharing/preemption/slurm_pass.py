@@ -33,7 +33,7 @@ class RoundNodes:
         """``jobs``: without those that leave already."""
         self.room, self.now_s = room, now_s
         self.free = list(room.free.values())
-        """What is free as the round begins."""
+        """Resources of each node that are free as the round begins."""
         self.names = tuple(room.free)
         self.at = {name: at for at, name in enumerate(self.names)}
         lanes: dict[int, int] = {}
