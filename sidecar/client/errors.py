@@ -44,7 +44,7 @@ class DamagedError(CheckpointError):
 
 
 class OtherJobError(CheckpointError):
-    """The newest checkpoint is another job's; the message names that job, and how to adopt its checkpoint on purpose."""
+    """The newest checkpoint is another job's; the message names that job, and how to adopt it on purpose."""
 
 
 class InUseError(CheckpointError):
@@ -52,7 +52,7 @@ class InUseError(CheckpointError):
 
 
 class LostCheckpointError(CheckpointError):
-    """A moved job does not find the checkpoint that it was requeued with; the message names both. Its user must mend the path."""
+    """A moved job does not find the checkpoint that it was requeued with; its user must mend the path."""
 
 
 class MismatchError(CheckpointError):

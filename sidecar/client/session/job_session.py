@@ -72,7 +72,7 @@ class Session(StepCounters):
         self.files = FileList()
         """Files that this process will read again when it starts on another host; see ``FileList.name``."""
         self.looks: list[Callable[[], object]] = []
-        """Functions to call at training boundaries now and then, beside the hot loop: where memory is sampled."""
+        """Functions to call at training boundaries now and then: where memory is sampled, outside the hot loop."""
         self._sources: list[tuple[str, object]] = []
         self._before_offload: list[Callable[[], object]] = []
         self._after_restore: list[Callable[[], object]] = []
@@ -107,7 +107,7 @@ class Session(StepCounters):
 
     @property
     def who(self) -> identity.Identity | None:
-        """This rank of the job; None before it has attached."""
+        """The job's rank that this process is; None before it has attached."""
         return self._who
 
     @property
@@ -149,7 +149,7 @@ class Session(StepCounters):
         self.memory_step = 0
 
     def sample_memory(self) -> None:
-        """Follow the job's resources, and when a sample is due do all that belongs beside the step path."""
+        """Follow the job's resources, and when a sample is due do all that does not belong on the step path."""
         resources.update_all()
         since_ns, self._looked_ns = self.last_ns - self._looked_ns, self.last_ns
         steps, self._looked_step = self.step - self._looked_step, self.step

@@ -81,7 +81,7 @@ def read(words: memoryview) -> Tuning | None:
 def update_all() -> None:
     """Update all followers if the agent has written new values; otherwise this is one read of memory.
 
-    A loader calls it when it hands out a batch, and the session now and then, beside the step path.
+    A loader calls it when it hands out a batch, and the session now and then, outside the step path.
     """
     session = source()
     if session is None:
