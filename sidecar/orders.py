@@ -128,6 +128,8 @@ class LeaseReport(msgspec.Struct, frozen=True):
     """True while the ranks of a yielded job here save one, until the requeue, or move their state to a disk."""
     stalls: bool = False
     """True while the ranks save an ordered checkpoint that is overdue, and for a while after that was given up."""
+    unready: Text = ""
+    """Why a rank that has savers can save no checkpoint, a sentence."""
     file_system: Name = ""
     """File system that the job's last ordered checkpoint is on; "" if it is not known."""
     receipt: Receipt | None = None

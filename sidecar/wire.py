@@ -16,6 +16,7 @@ Messages, job side to agent
     ``resumed``   the rank has its state back and goes on
     ``checkpointed``  the rank stands at its stop boundary and its part of a complete checkpoint is on the disk
     ``restored``  a rank of a moved job goes on from what was saved; ``unrestored``: it trains without
+    ``unready``   why a rank that has savers can save no checkpoint
     ``detach``    the rank will not stop any more
     ``requeued_by``  other software requeues this job by a signal handler; the rank noticed it after ``attach``
 Messages, agent to job side
@@ -46,7 +47,7 @@ Fields (those in brackets may be missing; an unknown one is ignored)
                   [lost_s] (training since then that is repeated) [error] (it failed: nothing is lost, the rank runs on)
     ``requeued_by``  owner (``lightning``, ``submitit``; "" takes it back)
     ``lease``     state [reason]
-    ``restored``  path step;  ``unrestored``: reason
+    ``restored``  path step;  ``unrestored``: reason;  ``unready``: reason ("": ready)
     ``attached``  state rank [reason] (the wait's) [receipt] (as in ``receipt``), and the page's descriptor
     ``receipt``   receipt: an object with restart (the first start that has to find it), step, paths and away_s (seconds
                   since it was saved; 0: not known); empty if the job has to find nothing. Paths may be left out

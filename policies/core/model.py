@@ -179,6 +179,8 @@ class Lease:
     """The receipt of this checkpoint."""
     unrestored: str = ""
     """Why it must not be moved again, a sentence: it trained without what it was moved with; empty if it may."""
+    unready: str = ""
+    """Why its ranks, which have savers, can save no checkpoint, a sentence; empty if they can or have none."""
     file_system: str = ""
     """File system that its last ordered checkpoint is on; empty if it is not known."""
     stalls: bool = False

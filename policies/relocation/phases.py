@@ -165,6 +165,8 @@ def refusal_reason(job: Job, before: Move | None = None, *, by_hand: bool = Fals
     if lease is not None and lease.unrestored:
         return f"{lease.unrestored}, so it is not moved again"
     if lease is not None and lease.ready and not lease.checkpoints:
+        if lease.unready:
+            return f"it can save no checkpoint yet: {lease.unready}"
         return "it saves no checkpoints (client.checkpoint)"
     if job.required_nodes and own and not by_hand:
         return f"its owner wants it on {','.join(job.required_nodes)}"

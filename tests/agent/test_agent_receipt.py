@@ -122,6 +122,14 @@ def test_a_job_that_trains_without_is_not_asked_for_a_checkpoint_again(moved: Mo
     assert "unrestored JOBID=1.1 rank 0: it trains" in caplog.text
 
 
+def test_why_a_rank_can_save_nothing_yet_is_reported_until_it_can(moved: MovedJob) -> None:
+    session = moved.starts()
+    moved.jobs.handle(session, wire.encode("unready", reason="its unit of steps\nis not known yet"))
+    assert moved.report().unready == "its unit of steps\ufffdis not known yet"
+    moved.jobs.handle(session, wire.encode("unready", reason=""))
+    assert moved.report().unready == ""
+
+
 def test_a_later_start_of_such_a_job_is_not_asked_either(moved: MovedJob) -> None:
     moved.register(1, [0], restart=1)
     moved.facts(receipt=KEPT, unrestored="rank 0: it trains without")

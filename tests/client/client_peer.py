@@ -45,10 +45,12 @@ class Rank:
         self.connection.send(wire.encode(kind, **fields))
 
     def hear(self, kind: str) -> dict[str, Any]:
-        """Return the next message, which must be of this kind."""
-        packet = self.connection.recv(wire.MAX_PACKET)
-        assert packet, f"{kind} expected, the rank has gone"
-        message = wire.decode(packet)
+        """Return the next message, which must be of this kind; why a job is not ready is said at any time."""
+        message = {"type": "unready"}
+        while message["type"] == "unready" != kind:
+            packet = self.connection.recv(wire.MAX_PACKET)
+            assert packet, f"{kind} expected, the rank has gone"
+            message = wire.decode(packet)
         assert message["type"] == kind, message
         return message
 

@@ -35,6 +35,7 @@ def peer(tmp_path: Path) -> Iterator[Peer]:
 @pytest.fixture
 def job(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
     """This process as a job's only rank."""
+    client.detach()  # what a test of a keeper alone has left
     for key, value in slurm_environment(peer.path).items():
         monkeypatch.setenv(key, value)
     for key in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):

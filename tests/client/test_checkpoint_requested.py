@@ -99,7 +99,7 @@ def test_a_restored_job_goes_on_bit_for_bit(job: Peer, training: Training, tmp_p
     client.attach(training.model, training.optimizer)
     training.run(9)
     said = finish()
-    assert (said["step"], said["error"]) == (6, "")
+    assert (said["step"], said.get("error"), said.get("refused")) == (6, "", None)
     [place] = map(Path, said["paths"])
     assert (place / "complete.json").exists()
     assert said["bytes"] == sum(file.stat().st_size for file in place.iterdir() if file.name != "complete.json")

@@ -149,8 +149,8 @@ def test_no_copy_crosses_the_end_of_a_chunk() -> None:
 
     host, source = torch.zeros(100, dtype=torch.uint8), torch.arange(40, dtype=torch.uint8)
     with Copies() as copies:
-        engine._copy_within(host[10:50], source, [10, 25, 49, 60])
-        engine._copy_within(source, host[60:], [60, 100])
+        host_memory.copy_within(host[10:50], source, [10, 25, 49, 60])
+        host_memory.copy_within(source, host[60:], [60, 100])
     assert copies.sizes == [15, 24, 1, 40]
     assert torch.equal(host[10:50], torch.arange(40, dtype=torch.uint8))
 

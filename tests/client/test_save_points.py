@@ -450,6 +450,7 @@ def test_nothing_is_requested_while_one_saver_is_not_ready(job: Peer, tmp_path: 
     def script() -> str:
         rank: Rank = job.rank(1, wire.PURPOSE_CHECKPOINT)
         assert rank.page[wire.PAGE_SAVES] == 0
+        assert rank.hear("unready")["reason"] == "its unit of steps is not known yet"
         refused = rank.hear("arrived")["refused"]
         rank.clear()
         rank.say("cancel", order=1, reason="refused")

@@ -164,7 +164,7 @@ class Standings:
         if lease.unrestored or job.key.id in self.state.memory.unrestored:
             return "went on without its checkpoint after its last move, so it is not moved again"
         if not lease.checkpoints:
-            return "keeps no checkpoints"
+            return f"can save no checkpoint yet: {lease.unready}" if lease.unready else "keeps no checkpoints"
         if lease.file_system in self.state.memory.stalled:
             return f"saves on {lease.file_system}, where a checkpoint is or was overdue"
         return None

@@ -25,6 +25,7 @@ from cadenza.sidecar.agent.ipc.messages import (
     Resumed,
     Spilled,
     Start,
+    Unready,
     Unrestored,
     Yielded,
     parse,
@@ -110,6 +111,8 @@ class JobHandler:
                 self._arrive(lease, rank, message)
             case Detach():
                 self._detach(session, lease, rank, message)
+            case Unready():
+                rank.unready = message.reason
             case RequeuedBy():
                 rank.requeue_owner = message.owner
 

@@ -190,6 +190,12 @@ class Unrestored(msgspec.Struct, frozen=True):
     reason: Text = ""
 
 
+class Unready(msgspec.Struct, frozen=True):
+    """Why the rank cannot save a checkpoint although it has savers, a predicate's sentence; "" if it can."""
+
+    reason: Text = ""
+
+
 class Spilled(msgspec.Struct, frozen=True):
     """The rank's state has left host memory for a disk; with ``error`` it is where it was."""
 
@@ -216,6 +222,7 @@ Message: TypeAlias = (
     | Checkpointed
     | Restored
     | Unrestored
+    | Unready
     | Spilled
     | Detach
     | RequeuedBy
@@ -232,6 +239,7 @@ KINDS: dict[str, type[Message]] = {
     "checkpointed": Checkpointed,
     "restored": Restored,
     "unrestored": Unrestored,
+    "unready": Unready,
     "spilled": Spilled,
     "detach": Detach,
     "requeued_by": RequeuedBy,

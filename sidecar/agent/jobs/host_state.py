@@ -339,6 +339,7 @@ class Host:
             saved=run.checkpointed,
             receipt=run.receipt,
             unrestored=printable(run.unrestored, MAX_TEXT),
+            unready=printable(run.unready, MAX_TEXT),
             file_system=printable(run.file_system, MAX_NAME),
             stalls=run.stalls(self.clock.monotonic()),
             lost=printable(run.lost or run.failed, MAX_TEXT),

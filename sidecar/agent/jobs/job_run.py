@@ -54,6 +54,8 @@ class Rank:
     """Reason why its state cannot come back to its GPU, which has failed; "" once it is back."""
     requeue_owner: str = ""
     """Other software that requeues the job, as this rank reports."""
+    unready: str = ""
+    """Why it can save no checkpoint although it has savers; "" if it can."""
     on_disk: bool = False
     """Its state went to a file while it was out, because the host's memory was short, or could not."""
 
@@ -209,6 +211,11 @@ class JobRun:
             and not self.unrestored
             and all(rank.page.saves for rank in self.ranks.values())
         )
+
+    @property
+    def unready(self) -> str:
+        """Why a rank here that has savers can save no checkpoint; empty if none says so."""
+        return next((rank.unready for rank in self.ranks.values() if rank.unready), "")
 
     @property
     def can_checkpoint_away(self) -> bool:

@@ -78,6 +78,7 @@ class Session(StepCounters):
         self._after_restore: list[Callable[[], object]] = []
         self._savers = Savers(self._savers_changed)
         self._save_points = SavePoints(self._savers, lambda: [thing for _, thing in self._sources])
+        self._told_unready = ""
         self._at_own_save = False
         self._awaits_batch = False
         """The last training boundary was a save point, but for the rest of its step; see ``next_batch``."""
@@ -728,12 +729,22 @@ class Session(StepCounters):
         self._set_state(self._state)
         self._cancelled = 0
         self._without_lease = not reply.held and self._state != wire.STATE_YIELDED
+        self._told_unready = ""
+        self._tell_unready()
 
     def _savers_changed(self) -> None:
-        """Tell the agent, in the page, what the savers can do together."""
+        """Tell the agent, in the page, what the savers can do together, and why they cannot."""
         self.words[wire.PAGE_SAVES] = self._savers.able
         if self._savers and self.active:
             self.files.publish()
+        self._tell_unready()
+
+    def _tell_unready(self) -> None:
+        """Tell the agent why nothing can be ordered from a job that has savers, for its owner to read."""
+        reason = self._savers.refusal[:MAX_TEXT] if self._savers else ""
+        if self.active and reason != self._told_unready:
+            self._told_unready = reason
+            self._send("unready", reason=reason)
 
     def _set_state(self, state: int) -> None:
         """Set this rank's state here and in the page, where the agent reads it."""

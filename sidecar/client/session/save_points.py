@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -160,8 +161,8 @@ class Gradients:
     def __init__(self) -> None:
         self._handle: Any = None
         self._pending: Callable[[], bool] = bool
-        self._seen: dict[int, Any] = {}
-        """The optimizers that have stepped."""
+        self._seen: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        """The optimizers that have stepped; no state lives longer because of it."""
         self._after_own: dict[int, Stamp] = {}
         self._after_any: dict[int, Stamp] = {}
         """Gradients as they were at the last step of their optimizer, and since the last boundary of any, by
@@ -249,7 +250,7 @@ class Gradients:
             self.forget()
             return
         self._seen[id(optimizer)] = optimizer
-        for one in self._seen.values():
+        for one in list(self._seen.values()):
             for parameter in _parameters(one):
                 key, gradient = id(parameter), parameter.grad
                 stamp = None if gradient is None else Stamp(gradient)

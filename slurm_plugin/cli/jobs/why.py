@@ -25,6 +25,7 @@ MESSAGES = {
     "requeue owner": "{} requeues it by itself, so Cadenza does not",
     "not ready": "cannot be asked to yield: {}",
     "unrestored": "is not moved again: {}",
+    "unready": "can save no checkpoint yet, so it keeps its GPUs: {}",
     "unmanageable": "left alone: {}",
     "kept in": "would {}: {} [kept in: {}]",
 }
@@ -103,6 +104,8 @@ def _state(job: Job) -> Iterator[str]:
             yield MESSAGES["requeue owner"].format(job.lease.requeue_owner)
         if job.lease.unrestored:
             yield MESSAGES["unrestored"].format(job.lease.unrestored)
+        if job.lease.unready:
+            yield MESSAGES["unready"].format(job.lease.unready)
         if job.lease.why_not_ready:
             yield MESSAGES["not ready"].format(job.lease.why_not_ready)
     elif job.unmanageable:

@@ -199,6 +199,7 @@ def merge(parts: Parts, agents: Mapping[str, Agent]) -> Lease:
         saved=saved,
         receipt=_receipt(leases) if saved else None,
         unrestored=next((lease.unrestored for lease in leases if lease.unrestored), ""),
+        unready=next((lease.unready for lease in leases if lease.unready), ""),
         file_system=next((lease.file_system for lease in leases if lease.file_system), ""),
         stalls=any(lease.stalls for lease in leases),
     )
