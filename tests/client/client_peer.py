@@ -46,11 +46,12 @@ class Rank:
 
     def hear(self, kind: str) -> dict[str, Any]:
         """Return the next message, which must be of this kind; why a job is not ready is said at any time."""
-        message = {"type": "unready"}
-        while message["type"] == "unready" != kind:
+        while True:
             packet = self.connection.recv(wire.MAX_PACKET)
             assert packet, f"{kind} expected, the rank has gone"
             message = wire.decode(packet)
+            if kind == "unready" or message["type"] != "unready":
+                break
         assert message["type"] == kind, message
         return message
 

@@ -15,7 +15,7 @@ from client_peer import Peer, Script
 from torch.overrides import TorchFunctionMode
 
 from cadenza.sidecar import client
-from cadenza.sidecar.client.offload import device, engine, host_memory
+from cadenza.sidecar.client.offload import device, host_memory
 from cadenza.sidecar.client.offload.device import Accelerator
 from cadenza.sidecar.client.offload.engine import Offload
 from cadenza.sidecar.client.offload.host_memory import HostBuffer

@@ -111,10 +111,15 @@ class JobHandler:
                 self._arrive(lease, rank, message)
             case Detach():
                 self._detach(session, lease, rank, message)
-            case Unready():
-                rank.unready = message.reason
-            case RequeuedBy():
-                rank.requeue_owner = message.owner
+            case Unready() | RequeuedBy():
+                self._note_word(rank, message)
+
+    def _note_word(self, rank: Rank, message: Unready | RequeuedBy) -> None:
+        """Note what a rank says of itself, for the report."""
+        if isinstance(message, Unready):
+            rank.unready = message.reason
+        else:
+            rank.requeue_owner = message.owner
 
     # --- registration --------------------------------------------------------------------------------------
 
