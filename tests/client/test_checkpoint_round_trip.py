@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cadenza.sidecar import client
 from cadenza.sidecar.client import checkpoints
-from cadenza.sidecar.client.checkpoints import MismatchError, checkpoint, parts, round_trip
+from cadenza.sidecar.client.checkpoints import MismatchError, ResumableSampler, checkpoint, parts, round_trip
 from cadenza.sidecar.client.errors import UsageError
 
 
@@ -313,3 +313,19 @@ def test_what_is_not_restored_is_said_once(
     checkpoint(tmp_path, model=nn.Linear(2, 2))
     assert not caplog.records
     del loader
+
+
+def test_a_loader_whose_workers_live_on_is_named_because_it_draws_again_after_a_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def drawn(*, persistent: bool) -> DataLoader[Any]:
+        monkeypatch.setattr(checkpoints, "_told", [])
+        data = TensorDataset(torch.arange(4))
+        loader = DataLoader(data, num_workers=1, persistent_workers=persistent, sampler=ResumableSampler(data, seed=1))
+        checkpoint(tmp_path, model=nn.Linear(2, 2), sampler=loader.sampler, own={})
+        return loader
+
+    assert drawn(persistent=False) is not None
+    assert not caplog.records
+    assert drawn(persistent=True) is not None
+    assert "a DataLoader with persistent workers (persistent_workers=)" in caplog.text
