@@ -69,6 +69,18 @@ def test_round_survives_a_crash_before_its_actions(tmp_path: Path) -> None:
         assert reader.job_record(1).reason == "waits"
 
 
+def test_an_action_on_several_jobs_is_on_the_record_of_each(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    way = MakeWay((A, B), (-5, -5), JobKey(9, 0), "makes way for job 9")
+    alone = Suspend(B, "its turn is over")
+    number = store.begin(books(job(1), job(2)), Decision((way, alone), Memory()), allow(way, alone), Memory())
+    store.finish(number, [(way, Outcome(ok=True)), (alone, Outcome(ok=True))], 0.1)
+    with StoreReader(tmp_path / "cadenza.db") as reader:
+        assert [row.kind for row in reader.job_record(A.id).actions] == ["MakeWay"]
+        assert [row.kind for row in reader.job_record(B.id).actions] == ["Suspend", "MakeWay"]
+        assert reader.job_record(9).actions == ()
+
+
 def test_interrupted_release_is_forgotten(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     action = Release(A, "held for us")

@@ -200,8 +200,15 @@ class StoreReader:
         return rows[0]["user"] if rows else None
 
     def actions(self, since_s: float = 0.0, job: int | None = None, limit: int = 1000) -> tuple[ActionRow, ...]:
-        """Return actions, newest first."""
-        return self._table("actions", "at_s", ActionRow, (since_s, job, limit))
+        """Return actions, newest first; of a job also those on several jobs, whose rows have the first one's number."""
+        if job is None:
+            return self._table("actions", "at_s", ActionRow, (since_s, job, limit))
+        rows = self._rows(
+            "SELECT * FROM actions WHERE at_s >= ? AND (job = ? OR (kind IN ('MakeWay', 'Pack') AND EXISTS (SELECT 1"
+            " FROM json_each(action, '$.jobs') WHERE json_extract(value, '$[0]') = ?))) ORDER BY id DESC LIMIT ?",
+            (since_s, job, job, limit),
+        )
+        return tuple(_struct(row, ActionRow) for row in rows)
 
     def switches(self, since_s: float = 0.0, job: int | None = None, limit: int = 1000) -> tuple[SwitchRow, ...]:
         """Return yields and resumes, newest first."""
