@@ -41,7 +41,9 @@ Fields (those in brackets may be missing; an unknown one is ignored)
     ``arrived``   order step bytes [held] (device bytes of torch's allocator in this process) [refused]
     ``yielded``   [order] copy_s bytes [left] (device bytes this process keeps) [resident] [error] (the move
                   failed and was undone: the rank runs on) [no_room] (after ``resume``: the GPU is too full)
-                  [failed] (after ``resume``: the GPU fails)
+                  [failed] (after ``resume``: the GPU fails) [survey_s] (seconds of copy_s's preparation: the state was
+                  looked at) [needed_bytes] [regrown_bytes] (both lists, by the device's index in this process: what
+                  torch, and what NCCL, will take of each GPU to go on)
     ``resumed``   copy_s [order] [standing] (to a ``resume`` with ``together``, until ``commit`` or ``cancel``)
     ``checkpointed``  order step bytes seconds paths (list of absolute paths, one of each saver; empty only with error)
                   [lost_s] (training since then that is repeated) [error] (it failed: nothing is lost, the rank runs on)

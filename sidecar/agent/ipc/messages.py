@@ -9,6 +9,7 @@ import msgspec
 
 from cadenza.policies.core.text import printable
 from cadenza.sidecar.bounds import (
+    MAX_GPUS,
     Amount,
     Bytes,
     Count,
@@ -29,6 +30,7 @@ from cadenza.sidecar.wire import WireError, decode
 Ranks: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 MAX_RESIDENT = 64
 """Names of tensors that stay on the GPU which one message may list."""
+GpuBytes: TypeAlias = Annotated[tuple[Bytes, ...], msgspec.Meta(max_length=MAX_GPUS)]
 MAX_SAVERS = 64
 """Checkpoints of one order, each by a saver of its own."""
 MAX_WORDS = 1000
@@ -142,6 +144,12 @@ class Yielded(msgspec.Struct, frozen=True):
     bytes: Bytes = 0
     left: Bytes = 0
     """Device memory that torch keeps in this process."""
+    survey_s: Seconds = 0.0
+    """Time in which the state was looked at, apart from its copy."""
+    needed_bytes: GpuBytes = ()
+    """What torch takes of each GPU to go on, by the device's index in the process; also where it peaks later."""
+    regrown_bytes: GpuBytes = ()
+    """What NCCL takes there beside it, which the suspend of its communicators freed."""
     resident: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_RESIDENT)] = ()
     error: Text = ""
     no_room: Text = ""
