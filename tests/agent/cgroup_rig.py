@@ -109,8 +109,17 @@ def _removed(folder: Path) -> bool:
     return not folder.exists()
 
 
+def _remove_leftovers() -> None:
+    """Remove the trees of test processes that were killed: an agent counts their jobs' CPUs as taken."""
+    for folder in MOUNT.glob("*/slurm_[tf]*"):
+        owner = folder.name.removeprefix("slurm_")[1:]
+        if owner.isdecimal() and not Path("/proc", owner).exists():
+            _removed(folder)
+
+
 @contextlib.contextmanager
 def slurm_tree(name: str, *, constrained: bool = False) -> Iterator[SlurmTree]:
+    _remove_leftovers()
     tree = SlurmTree(name, constrained=constrained)
     try:
         yield tree
